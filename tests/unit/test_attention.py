@@ -1,0 +1,259 @@
+"""Attention under the tree mask: the backends against a full softmax and against each other, and what they refuse."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from tree_cases import DEEP, layout_of, random_sequences, relative_error
+
+from verl_tree.attention import BACKENDS, AttentionPlan, plan, tree_attention
+from verl_tree.attention.varlen import varlen_attention
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Cuts so fine that a few hundred tokens have every kind of piece."""
+    monkeypatch.setattr(plan, "LONG_RUN_LEN", 6)
+    monkeypatch.setattr(plan, "WINDOW_LEN", 12)
+    monkeypatch.setattr(plan, "SPLIT_KEYS", 5)
+
+
+def random_qkv(num_tokens, *, num_groups, num_kv_heads=2, head_dim=16, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    heads = (num_groups * num_kv_heads, num_kv_heads, num_kv_heads, num_groups * num_kv_heads)
+    q, k, v, grad_out = (
+        torch.randn(num_tokens, count, head_dim, dtype=torch.float64, generator=generator).to(dtype) for count in heads
+    )
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad_out
+
+
+def naive_attention(q_THD, k_THD, v_THD, visible_TT):
+    """Softmax over the whole (T, T) matrix, one query head at a time."""
+    num_groups = q_THD.shape[1] // k_THD.shape[1]
+    heads = []
+    for head in range(q_THD.shape[1]):
+        scores = q_THD[:, head] @ k_THD[:, head // num_groups].T / q_THD.shape[-1] ** 0.5
+        heads.append(scores.masked_fill(~visible_TT, -torch.inf).softmax(-1) @ v_THD[:, head // num_groups])
+    return torch.stack(heads, dim=1)
+
+
+def outputs_and_gradients(attend, qkv, grad_out):
+    out = attend(*qkv)
+    return out, *torch.autograd.grad(out, qkv, grad_out)
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+@pytest.mark.parametrize("query_block_len", [512, 7])
+def test_dense_is_a_softmax_over_the_tokens_of_the_path(num_groups, query_block_len, monkeypatch):
+    monkeypatch.setattr("verl_tree.attention.dense.QUERY_BLOCK_LEN", query_block_len)
+    rng = np.random.default_rng(5)
+    for sequences in (DEEP, random_sequences(rng, num_sequences=12, mean_len=6)):
+        layout = layout_of(sequences)
+        *qkv, grad_out = random_qkv(layout.num_tokens, num_groups=num_groups)
+        want = outputs_and_gradients(partial(naive_attention, visible_TT=layout.materialize()), qkv, grad_out)
+        attend = partial(tree_attention, subtree_end=layout.subtree_end_T, backend="dense")
+        got = outputs_and_gradients(attend, qkv, grad_out)
+        for got_one, want_one in zip(got, want, strict=True):
+            assert relative_error(got_one, want_one) < 1e-13
+
+
+def assert_varlen_equals_dense(sequences, *, num_groups, seed):
+    attention_plan = AttentionPlan.from_layout(layout_of(sequences))
+    *qkv, grad_out = random_qkv(attention_plan.num_tokens, num_groups=num_groups, seed=seed)
+    want, got = (
+        outputs_and_gradients(partial(tree_attention, subtree_end=attention_plan, backend=name), qkv, grad_out)
+        for name in ("dense", "varlen")
+    )
+    for got_one, want_one in zip(got, want, strict=True):
+        assert relative_error(got_one, want_one) < 1e-12
+    return attention_plan
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 4, 7])
+@pytest.mark.parametrize("seed", range(12))
+def test_varlen_equals_dense_on_random_forests_cut_finely(num_groups, seed, small_pieces):
+    rng = np.random.default_rng(seed)
+    sequences = random_sequences(rng, num_sequences=int(rng.integers(1, 40)), mean_len=int(rng.integers(1, 12)))
+    assert_varlen_equals_dense(sequences, num_groups=num_groups, seed=seed)
+
+
+def test_the_fine_cut_draws_every_kind_of_piece(small_pieces):
+    """Guards the test above: without this a change of the cut could leave a kind untested."""
+    kinds = set()
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        sequences = random_sequences(rng, num_sequences=int(rng.integers(1, 40)), mean_len=int(rng.integers(1, 12)))
+        attention_plan = AttentionPlan.from_layout(layout_of(sequences))
+        for role, pieces in (("self", attention_plan.self_pieces), ("above", attention_plan.ancestor_pieces)):
+            for piece in pieces:
+                mask = "causal" if piece.causal else "all" if piece.mask_LK is None else "mask"
+                kinds.add((role, mask, "slice" if piece.key_index_K is None else "gather"))
+    assert kinds == {
+        ("self", "causal", "slice"),
+        ("self", "mask", "slice"),
+        ("self", "mask", "gather"),
+        ("above", "all", "slice"),
+        ("above", "all", "gather"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "sequences"),
+    [
+        (2, [[1] * 300 + [branch] * 140 for branch in range(5)]),
+        (1, [[1] * 300 + [2] * 40 + [3] * branch * 20 for branch in range(9)]),
+        (4, [[branch] * (1 + 25 * branch) for branch in range(1, 10)]),
+        # A comb: a path of 900 tokens whose every tenth token has a short side branch.
+        (2, [[1] * stem + [2 + stem % 7] * 5 for stem in range(10, 900, 10)] + [[1] * 900]),
+        (7, [[1] * 600]),
+        (1, [[1]]),
+    ],
+    ids=["branches", "extensions", "roots", "comb", "chain", "one token"],
+)
+def test_varlen_equals_dense_as_cut_in_production(num_groups, sequences):
+    assert_varlen_equals_dense(sequences, num_groups=num_groups, seed=1)
+
+
+def test_varlen_in_bfloat16_errs_no_more_than_flat_attention_does():
+    """Against float64, at most 1.5 times the error of bfloat16 SDPA per leaf with gradients added in float64."""
+    layout = layout_of([[1] * 300 + [2] * 200 + [branch] * 150 for branch in range(4)])
+    *exact, grad_out = random_qkv(layout.num_tokens, num_groups=2)
+    want = outputs_and_gradients(lambda q, k, v: tree_attention(q, k, v, layout.subtree_end_T), exact, grad_out)
+    rounded = [x.detach().bfloat16().requires_grad_() for x in exact]
+    got = outputs_and_gradients(
+        lambda q, k, v: tree_attention(q, k, v, layout.subtree_end_T, backend="varlen"), rounded, grad_out.bfloat16()
+    )
+
+    # A shared query's gradient is spread evenly over its leaves, which changes no sum.
+    spread_out = grad_out / layout.num_leaves_T[:, None, None]
+    flat = [torch.zeros_like(x) for x in want]
+    for path in layout.tree_index_F.split(np.diff(layout.leaf_offsets).tolist()):
+        leaf = [x[path].detach().requires_grad_() for x in rounded]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in leaf), is_causal=True, enable_gqa=True
+        )[0].transpose(0, 1)
+        flat[0][path] = out.double()
+        for total, gradient in zip(flat[1:], torch.autograd.grad(out, leaf, spread_out[path].bfloat16()), strict=True):
+            total.index_add_(0, path, gradient.double())
+    for want_one, flat_one, got_one in zip(want, flat, got, strict=True):
+        assert got_one.dtype == torch.bfloat16
+        assert 0 < relative_error(got_one.double(), want_one) <= 1.5 * relative_error(flat_one, want_one)
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+@pytest.mark.parametrize("cut", ["production", "fine"])
+def test_other_branches_change_nothing_bit_for_bit(backend, cut, request):
+    if cut == "fine":
+        request.getfixturevalue("small_pieces")
+    layout = layout_of(random_sequences(np.random.default_rng(3), num_sequences=30, mean_len=8))
+    attention_plan = AttentionPlan.from_layout(layout, backend=backend)
+    visible_TT = layout.materialize()
+    *qkv, _ = random_qkv(layout.num_tokens, num_groups=2)
+    before = tree_attention(*qkv, attention_plan)
+    changed = int(visible_TT.sum(0).argmax())  # the token that most others see, and not a root's whole tree
+    for token in (changed, layout.num_tokens // 2, layout.num_tokens - 1):
+        moved = [x.detach().clone() for x in qkv]
+        for x in moved:
+            x[token] += 3.0
+        after = tree_attention(*moved, attention_plan)
+        sees = visible_TT[:, token]
+        assert torch.equal(before[~sees], after[~sees])
+        assert not torch.equal(before[sees], after[sees])
+
+
+def test_gradients_of_one_path_reach_no_other_token():
+    layout = layout_of(random_sequences(np.random.default_rng(4), num_sequences=30, mean_len=8))
+    visible_TT = layout.materialize()
+    for backend in BACKENDS:
+        *qkv, grad_out = random_qkv(layout.num_tokens, num_groups=2)
+        token = layout.num_tokens - 1
+        out = tree_attention(*qkv, layout.subtree_end_T, backend=backend)[token]
+        grad_q, grad_k, grad_v = torch.autograd.grad(out, qkv, grad_out[token])
+        unseen = ~visible_TT[token]
+        assert unseen.any() and grad_v[~unseen].abs().min() > 0
+        assert grad_k[unseen].abs().max() == 0 and grad_v[unseen].abs().max() == 0
+        assert grad_q[:token].abs().max() == 0
+
+
+def test_every_pair_is_in_exactly_one_piece(small_pieces):
+    """The pieces of a plan, written out, are the mask; so no pair is lost or counted twice."""
+    for seed in range(20):
+        layout = layout_of(random_sequences(np.random.default_rng(seed), num_sequences=25, mean_len=7))
+        attention_plan = AttentionPlan.from_layout(layout)
+        count_TT = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.int64)
+        for piece in (*attention_plan.self_pieces, *attention_plan.ancestor_pieces):
+            query_L = torch.arange(piece.query_start, piece.query_end)[:, None]
+            key_K = torch.arange(piece.key_start, piece.key_end) if piece.key_index_K is None else piece.key_index_K
+            mask_LK = key_K <= query_L if piece.causal else piece.mask_LK
+            count_TT[query_L, key_K] += 1 if mask_LK is None else mask_LK.long()
+        assert torch.equal(count_TT, layout.materialize().long())
+        assert attention_plan.num_visible_pairs == int(count_TT.sum())
+        self_queries = [range(piece.query_start, piece.query_end) for piece in attention_plan.self_pieces]
+        assert [query for queries in self_queries for query in queries] == list(range(layout.num_tokens))
+
+
+def test_plan_of_the_drawn_forest():
+    """The forest of the docstring, with runs of 200, 150, 130, 50, 60 tokens: prompt | a | b | c | d."""
+    subtree_end = [590] * 200 + [530] * 150 + [480] * 130 + [530] * 50 + [590] * 60
+    attention_plan = AttentionPlan.from_subtree_end(torch.tensor(subtree_end))
+    assert attention_plan.max_path_len == 200 + 150 + 130
+    assert [(p.query_start, p.query_end, p.causal, p.mask_LK is None) for p in attention_plan.self_pieces] == [
+        (0, 200, True, True),
+        (200, 350, True, True),
+        (350, 480, True, True),
+        (480, 590, False, False),  # c and d are short: one window
+    ]
+    assert [(p.query_start, p.query_end, p.key_start, p.key_end) for p in attention_plan.ancestor_pieces] == [
+        (200, 590, 0, 200),
+        (350, 530, 200, 350),
+    ]
+
+
+def test_auto_takes_the_first_backend_without_an_objection():
+    *qkv, _ = random_qkv(3, num_groups=1)
+    wide_v = torch.randn(3, 2, 24, dtype=torch.float64)
+    subtree_end = torch.tensor([3, 2, 3])
+    out = tree_attention(qkv[0], qkv[1], wide_v, subtree_end)  # varlen refuses a value head dim of its own
+    assert out.shape == (3, 2, 24)
+    with pytest.raises(ValueError, match="varlen: value head dim 24 differs from the query head dim 16"):
+        tree_attention(qkv[0], qkv[1], wide_v, subtree_end, backend="varlen")
+
+
+def test_the_plan_carries_the_backend_of_its_layers():
+    *qkv, _ = random_qkv(3, num_groups=1)
+    subtree_end = torch.tensor([3, 2, 3])
+    with pytest.raises(ValueError, match=r"'flash' does not exist; choose one of \['auto', 'varlen', 'dense'\]"):
+        tree_attention(*qkv, AttentionPlan.from_subtree_end(subtree_end, backend="flash"))
+
+
+@pytest.mark.parametrize(
+    ("subtree_end", "message"),
+    [
+        ([3, 1, 3], r"subtree_end\[1\] = 1"),
+        ([3, 2, 4], r"subtree_end\[2\] = 4"),
+        ([2, 3, 3], r"subtree_end\[1\] = 3 reaches past its ancestor's 2"),
+        ([], "at least one token"),
+        ([[1]], r"shape \(1, 1\)"),
+    ],
+)
+def test_a_plan_needs_a_forest_in_preorder(subtree_end, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionPlan.from_subtree_end(np.array(subtree_end, dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    "shapes", [((3, 4, 8), (3, 3, 8), (3, 3, 8)), ((2, 4, 8),) * 3, ((3, 2, 8), (3, 2, 4), (3, 2, 8))]
+)
+def test_shapes_that_do_not_fit_are_refused(shapes):
+    with pytest.raises(ValueError, match=r"q \("):
+        tree_attention(*(torch.randn(shape) for shape in shapes), torch.tensor([3, 2, 3]))
+
+
+def test_varlen_reads_strided_inputs():
+    """The model hands (heads, tokens, dim) memory; here both memory orders give one result."""
+    attention_plan = AttentionPlan.from_layout(layout_of(DEEP))
+    *qkv, _ = random_qkv(attention_plan.num_tokens, num_groups=2)
+    heads_first = [x.detach().transpose(0, 1).contiguous().transpose(0, 1) for x in qkv]
+    want = varlen_attention(*qkv, attention_plan, scale=0.25)
+    assert torch.equal(varlen_attention(*heads_first, attention_plan, scale=0.25), want)

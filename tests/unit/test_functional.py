@@ -1,0 +1,187 @@
+"""Expansion and its gradient, the declared objectives for shared tokens, and the whole path outside verl."""
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+from tree_cases import DEEP, flat_scores, gradients, layout_of, random_sequences, relative_error, tiny_model
+
+from verl_tree.functional import expand, scale_gradient, shared_token_weights, tree_log_probs, tree_scale
+
+# Tree tokens: 5 (leaves 0 1 2), 6 (leaves 0 1), 7 (leaf 0), 8 (leaf 1), 9 (leaf 2); leaves in DFS order 0 1 2.
+SMALL = [[5, 6, 7], [5, 6, 8], [5, 9]]
+TRAINED = torch.tensor([True, True, True, False, True, False, True, True])  # 5 6 7 | 5 6 8 | 5 9
+
+
+def test_expand_gathers_and_its_gradient_sums_over_the_leaves():
+    layout = layout_of(SMALL)
+    values_T = torch.tensor([0.5, 0.6, 0.7, 0.8, 0.9], requires_grad=True)
+    values_F = expand(values_T, layout)
+    assert torch.equal(values_F, torch.tensor([0.5, 0.6, 0.7, 0.5, 0.6, 0.8, 0.5, 0.9]))
+    (gradient_T,) = torch.autograd.grad(values_F, values_T, torch.tensor([1.0, 2, 4, 8, 16, 32, 64, 128]))
+    assert gradient_T.tolist() == [1 + 8 + 64, 2 + 16, 4, 32, 128]
+
+
+def test_expand_with_weights_keeps_the_values_and_scales_the_gradient():
+    layout = layout_of(SMALL)
+    values_T = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
+    weight_F = torch.tensor([1.0, 0.5, 0, 0, 0.5, 1, 2, 1])
+    values_F = expand(values_T, layout, gradient_weight_F=weight_F)
+    assert torch.equal(values_F, expand(values_T, layout))
+    (gradient_T,) = torch.autograd.grad(values_F.sum(), values_T)
+    assert gradient_T.tolist() == [[3.0, 3.0], [1.0, 1.0], [0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
+
+
+def test_scale_gradient_is_the_identity_bit_for_bit():
+    values = torch.randn(1000, requires_grad=True)
+    assert torch.equal(scale_gradient(values, torch.full((1000,), 1 / 3)), values)
+
+
+@pytest.mark.parametrize(
+    ("mode", "want"),
+    [
+        ("sum", [1, 1, 1, 1, 1, 1, 1, 1]),
+        # 5 is trained by the leaves 0 and 2, 6 by 0 and 1.
+        ("mean", [0.5, 0.5, 1, 0, 0.5, 0, 0.5, 1]),
+        ("once", [1, 1, 1, 0, 0, 0, 0, 1]),
+    ],
+)
+def test_shared_token_weights_by_hand(mode, want):
+    assert shared_token_weights(layout_of(SMALL), TRAINED, mode).tolist() == want
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match=r"tree.shared_tokens is 'max': use one of \['sum', 'mean', 'once'\]"):
+        shared_token_weights(layout_of(SMALL), TRAINED, "max")
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "once"])
+def test_weights_of_a_tree_token_add_up(mode):
+    """Over the leaves that train it: to their number, to one, to one."""
+    for seed in range(10):
+        layout = layout_of(random_sequences(np.random.default_rng(seed), num_sequences=20, mean_len=5))
+        trained_F = torch.rand(layout.num_flat_tokens, generator=torch.Generator().manual_seed(seed)) < 0.5
+        weight_F = shared_token_weights(layout, trained_F, mode)
+        num_training_T = tree_scale(layout, trained_F)
+        total_T = torch.zeros(layout.num_tokens).index_add(0, layout.tree_index_F, weight_F * trained_F)
+        want_T = num_training_T if mode == "sum" else (num_training_T > 0).float()
+        torch.testing.assert_close(total_T, want_T)
+        assert (num_training_T > 1).any() and (num_training_T == 0).any()
+
+
+def test_tree_scale_counts_the_leaves_that_train_a_token():
+    layout = layout_of(SMALL)
+    assert tree_scale(layout).tolist() == [3, 2, 1, 1, 1]
+    assert tree_scale(layout, TRAINED).tolist() == [2, 2, 1, 0, 1]
+
+
+def test_the_scaler_equals_the_expansion_for_a_loss_that_treats_leaves_alike():
+    layout = layout_of(DEEP)
+    logp_T = torch.randn(layout.num_tokens, dtype=torch.float64).log_softmax(0).requires_grad_()
+    trained_F = torch.rand(layout.num_flat_tokens, generator=torch.Generator().manual_seed(1)) < 0.7
+    flat_loss = -(expand(logp_T, layout) * trained_F).sum() / trained_F.sum()
+    scaled_loss = -(tree_scale(layout, trained_F) * logp_T).sum() / trained_F.sum()
+    torch.testing.assert_close(scaled_loss, flat_loss)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logp_T)[0] for loss in (scaled_loss, flat_loss)))
+
+
+def test_the_scaler_is_wrong_for_advantages_that_differ_between_leaves():
+    """The worked example of docs/gradient_restoration.md: +1 and -1 on a shared token cancel."""
+    layout = layout_of([[5, 6], [5, 7]])
+    advantage_F = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    logp_T = torch.zeros(3, requires_grad=True)
+    (exact,) = torch.autograd.grad(-(advantage_F * expand(logp_T, layout).exp()).sum(), logp_T)
+    first_leaf_advantage_T = torch.tensor([1.0, 1.0, -1.0])
+    (scaled,) = torch.autograd.grad(-(tree_scale(layout) * first_leaf_advantage_T * logp_T.exp()).sum(), logp_T)
+    assert exact.tolist() == [0.0, -1.0, 1.0]
+    assert scaled.tolist() == [-2.0, -1.0, 1.0]
+
+
+def clipped_loss(log_probs):
+    """PPO's clipped surrogate with signed advantages per leaf, a mean per trajectory, and clipping that is active."""
+    generator = torch.Generator().manual_seed(0)
+    terms = []
+    for log_prob in log_probs:
+        if not len(log_prob):
+            continue
+        advantage, *noise = torch.randn(1 + len(log_prob), dtype=torch.float64, generator=generator)
+        ratio = (log_prob - log_prob.detach() + 0.3 * torch.stack(noise)).exp()
+        terms.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean())
+    return torch.stack(terms).mean()
+
+
+@pytest.mark.parametrize("capacity", [None, 12])
+@pytest.mark.parametrize("backend", ["auto", "dense"])
+def test_tree_log_probs_equals_the_flat_path(capacity, backend):
+    model = tiny_model()
+    want = [flat_scores(model, sequence, temperature=0.8) for sequence in DEEP]
+    got = tree_log_probs(model, DEEP, temperature=0.8, calculate_entropy=True, backend=backend, capacity=capacity)
+    assert got.num_flat_tokens == sum(map(len, DEEP)) == 50
+    assert got.num_tree_tokens == 21 if capacity is None else got.num_tree_tokens > 21
+    for log_probs, entropy, (want_log_probs, want_entropy) in zip(got.log_probs, got.entropy, want, strict=True):
+        torch.testing.assert_close(log_probs, want_log_probs, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(entropy, want_entropy, rtol=1e-10, atol=1e-10)
+    got_gradients = gradients(model, clipped_loss(got.log_probs))
+    want_gradients = gradients(model, clipped_loss([log_probs for log_probs, _ in want]))
+    for name, want_one in want_gradients.items():
+        assert relative_error(got_gradients[name], want_one) < 1e-10, name
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_no_entropy_unless_asked():
+    assert tree_log_probs(tiny_model(), [[1, 2]]).entropy is None
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_layers_that_are_recomputed_after_the_call_still_see_the_tree(use_reentrant):
+    """The implementation is restored before the backward pass; a recomputed layer must not fall back to it."""
+    model = tiny_model().train()
+    want = gradients(model, clipped_loss([flat_scores(model, sequence)[0] for sequence in DEEP]))
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    checkpoint = model.model.layers[0]._gradient_checkpointing_func
+    loss = clipped_loss(tree_log_probs(model, DEEP).log_probs)
+    assert model.config._attn_implementation == "sdpa"
+    assert model.model.layers[0]._gradient_checkpointing_func is checkpoint
+    loss.backward()
+    assert model.config._attn_implementation == "sdpa"
+    for name, parameter in model.named_parameters():
+        assert relative_error(parameter.grad, want[name]) < 1e-10, name
+
+
+def test_tree_log_probs_through_peft():
+    lora = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_model(), lora).double()
+    got = tree_log_probs(model, DEEP).log_probs
+    for log_probs, sequence in zip(got, DEEP, strict=True):
+        torch.testing.assert_close(log_probs, flat_scores(model, sequence)[0], rtol=1e-10, atol=1e-10)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_models_that_cannot_honour_the_tree_are_refused_and_left_as_they_were():
+    mamba = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=20, state_size=4))
+    with pytest.raises(ValueError, match=r"MambaForCausalLM has layers \(a recurrent state\)"):
+        tree_log_probs(mamba, [[1, 2]])
+    t5 = T5ForConditionalGeneration(T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=20))
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        tree_log_probs(t5, [[1, 2]])
+    window = tiny_model("qwen2", sliding_window=4, use_sliding_window=True, max_window_layers=1)
+    with pytest.raises(ValueError, match="sliding_window of 4 tokens and the longest trajectory 5"):
+        tree_log_probs(window, [[1, 2], [1, 2, 3, 4, 5]])
+    assert window.config._attn_implementation == "sdpa"
+
+
+def test_a_backend_that_does_not_exist_leaves_the_model_as_it_was():
+    model = tiny_model()
+    with pytest.raises(ValueError, match="'flash' does not exist"):
+        tree_log_probs(model, [[1, 2]], backend="flash")
+    assert model.config._attn_implementation == "sdpa"
+    assert "forward" not in vars(model.lm_head)
+
+
+def test_bad_sequences_are_refused():
+    with pytest.raises(ValueError, match="1"):
+        tree_log_probs(tiny_model(), [[1, 2], []])
+    with pytest.raises(ValueError, match=r"tree\.capacity"):
+        tree_log_probs(tiny_model(), [[1, 2, 3]], capacity=2)

@@ -1,0 +1,119 @@
+"""Attention under the tree mask: one contract, several backends in one flat registry.
+
+Key `j` is visible to query `i` iff `j <= i < subtree_end[j]` (tokens in DFS preorder). A backend is a function with
+that contract plus a function that says why it cannot serve given inputs; `"auto"` takes the first one, in the order of
+the registry, that has no objection, and the choice is logged once.
+
+Legend: T tree tokens of the pack, Hq and Hkv query and key-value heads, D head dim.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from verl_tree.attention import dense, varlen
+from verl_tree.attention.plan import AttentionPiece, AttentionPlan
+
+__all__ = ["BACKENDS", "AttentionBackend", "AttentionPiece", "AttentionPlan", "choose_backend", "tree_attention"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBackend:
+    """One implementation of the tree mask.
+
+    Attributes:
+        attend: `attend(q_THD, k_THD, v_THD, plan, *, scale) -> out_THD`, differentiable.
+        not_supported_reasons: `not_supported_reasons(q_THD, k_THD, v_THD, plan) -> list[str]`, empty where it can
+            serve.
+    """
+
+    attend: Callable[..., torch.Tensor]
+    not_supported_reasons: Callable[..., list[str]]
+
+
+BACKENDS: dict[str, AttentionBackend] = {
+    "varlen": AttentionBackend(varlen.varlen_attention, varlen.not_supported_reasons),
+    "dense": AttentionBackend(dense.dense_attention, dense.not_supported_reasons),
+}
+"""Every backend, fastest first: `"auto"` takes the first that serves the inputs."""
+
+_logged_choices: set[tuple[str, str]] = set()
+
+
+def tree_attention(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    subtree_end: torch.Tensor | AttentionPlan,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Attention of one pack, in which every token sees exactly the tokens of its own path.
+
+    Args:
+        q_THD: (T, Hq, D) queries.
+        k_THD: (T, Hkv, D) keys; Hkv divides Hq (grouped-query attention).
+        v_THD: (T, Hkv, D) values.
+        subtree_end: int32 (T,) one past the last descendant of each token in DFS preorder, or the pack's plan, which
+            spares every layer but the first the planning.
+        scale: Factor on the scores, by default `D ** -0.5`.
+        backend: A key of `BACKENDS`, or `"auto"`: the plan's own choice, else the first backend that can serve.
+
+    Returns:
+        (T, Hq, D), differentiable.
+
+    Raises:
+        ValueError: Shapes do not fit, or the backend (with `"auto"`: every backend) refuses; the message has the
+            reasons.
+    """
+    is_plan = isinstance(subtree_end, AttentionPlan)
+    plan = subtree_end if is_plan else AttentionPlan.from_subtree_end(subtree_end, device=q_THD.device)
+    _check_shapes(q_THD, k_THD, v_THD, plan)
+    name = choose_backend(q_THD, k_THD, v_THD, plan, backend=plan.backend if backend == "auto" else backend)
+    scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
+    return BACKENDS[name].attend(q_THD, k_THD, v_THD, plan, scale=scale)
+
+
+def choose_backend(
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, backend: str
+) -> str:
+    """Returns the name of the backend that will serve the inputs.
+
+    Raises:
+        ValueError: `backend` does not exist or refuses, or is `"auto"` and every backend refuses.
+    """
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"attention backend {backend!r} does not exist; choose one of {['auto', *BACKENDS]}")
+    refusals = {}
+    for name in BACKENDS if backend == "auto" else [backend]:
+        reasons = BACKENDS[name].not_supported_reasons(q_THD, k_THD, v_THD, plan)
+        if not reasons:
+            _log_once(backend, name)
+            return name
+        refusals[name] = "; ".join(reasons)
+    raise ValueError(
+        f"attention backend {backend!r} cannot serve this input: "
+        + ", ".join(f"{name}: {reasons}" for name, reasons in refusals.items())
+        + "; backend='dense' serves every input, slowly"
+    )
+
+
+def _log_once(asked: str, chosen: str) -> None:
+    if (asked, chosen) not in _logged_choices:
+        _logged_choices.add((asked, chosen))
+        logger.info("tree attention backend: %s (asked for: %s)", chosen, asked)
+
+
+def _check_shapes(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan) -> None:
+    shapes = f"q {tuple(q_THD.shape)}, k {tuple(k_THD.shape)}, v {tuple(v_THD.shape)}"
+    if any(x.ndim != 3 or x.shape[0] != plan.num_tokens for x in (q_THD, k_THD, v_THD)):
+        raise ValueError(
+            f"{shapes}: each must be (T, heads, head dim) with T = {plan.num_tokens}, the length of subtree_end"
+        )
+    if k_THD.shape[1] != v_THD.shape[1] or q_THD.shape[1] % k_THD.shape[1] or q_THD.shape[2] != k_THD.shape[2]:
+        raise ValueError(f"{shapes}: k and v need one number of heads that divides q's, and q and k one head dim")

@@ -1,0 +1,156 @@
+"""Tree attention as an attention implementation of transformers: `attn_implementation="tree_attention"`.
+
+transformers hands every keyword of `model(...)` that it does not know to the attention function of every layer, also
+through gradient checkpointing. So the plan of a pack travels as `model(..., tree_plan=plan)` and nothing is patched. A
+mask that gets lost on its way is the worst bug this can have: a layer without a plan, with a mask of its own, or with a
+feature that the tree mask does not cover, raises.
+"""
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from verl_tree.attention import tree_attention
+from verl_tree.attention.plan import AttentionPlan
+
+ATTENTION_NAME = "tree_attention"
+
+_TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
+"""Values of `config.layer_types` that see a token's own path and nothing else; sliding layers are checked further."""
+
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+def register() -> None:
+    """Makes `attn_implementation="tree_attention"` known to transformers in this process; may be called again."""
+    AttentionInterface.register(ATTENTION_NAME, tree_attention_forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+
+
+def tree_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    tree_plan: AttentionPlan | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    output_attentions: bool = False,
+    **_unread: object,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that transformers' layers call.
+
+    Args:
+        module: The attention layer.
+        query: (1, Hq, T, D).
+        key: (1, Hkv, T, D).
+        value: (1, Hkv, T, D).
+        attention_mask: None; the mask is in `tree_plan`.
+        tree_plan: Plan of the pack, as given to `model(..., tree_plan=plan)`.
+        scaling: Factor on the scores.
+        dropout: Dropout on the probabilities; must be 0.
+        is_causal: None or True.
+        sliding_window: How many tokens a query sees; must cover the longest path.
+        softcap: Must be None.
+        s_aux: Attention sinks; must be None.
+        indices: Keys chosen by sparse attention; must be None.
+        output_attentions: Must be False.
+
+    Returns:
+        The output, (1, T, Hq, D), and None in place of the probabilities.
+
+    Raises:
+        ValueError: There is no plan, or the layer asks for something that the tree mask does not cover.
+    """
+    layer = type(module).__name__
+    if tree_plan is None:
+        raise ValueError(
+            f"{layer} got no tree_plan, so the tree's mask would be lost: call model(..., tree_plan=plan), or set "
+            "another attn_implementation for flat sequences"
+        )
+    reasons = []
+    if query.shape[0] != 1:
+        reasons.append(f"batch size {query.shape[0]}: a pack is one row")
+    if attention_mask is not None:
+        reasons.append("an attention_mask: the mask of a pack is its plan")
+    if key.shape[2] != query.shape[2]:
+        reasons.append(f"{key.shape[2]} keys for {query.shape[2]} queries: pass use_cache=False and no past_key_values")
+    if dropout > 0.0:
+        reasons.append(f"attention dropout {dropout}: set attention_dropout=0.0 in the model's config")
+    if is_causal is False:
+        reasons.append("is_causal=False: only causal models have shareable prefixes")
+    if sliding_window is not None and sliding_window < tree_plan.max_path_len:
+        reasons.append(
+            f"sliding_window {sliding_window} shorter than the longest path of {tree_plan.max_path_len} tokens"
+        )
+    if softcap is not None:
+        reasons.append(f"softcap {softcap} of attention scores")
+    if s_aux is not None:
+        reasons.append("attention sinks (s_aux)")
+    if indices is not None:
+        reasons.append("sparse attention (indices)")
+    if output_attentions:
+        reasons.append("output_attentions=True")
+    if reasons:
+        raise ValueError(f"tree attention cannot serve {layer}, which asks for " + "; ".join(reasons))
+    out_THD = tree_attention(
+        query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), tree_plan, scale=scaling
+    )
+    return out_THD.unsqueeze(0), None
+
+
+def check_model(model: PreTrainedModel, *, max_path_len: int) -> None:
+    """Refuses a model whose layers cannot honour the tree.
+
+    Args:
+        model: A transformers model, not wrapped.
+        max_path_len: Tokens of the longest trajectory.
+
+    Raises:
+        ValueError: With the reason.
+    """
+    name = type(model).__name__
+    config = model.config.get_text_config(decoder=True).to_dict()
+    layer_types = set(config.get("layer_types") or ["full_attention"])
+    rope = config.get("rope_parameters") or {}
+    ropes = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{name} is an encoder-decoder: tree training needs a decoder whose only input is the token path"
+        )
+    if model._is_stateful or not layer_types <= _TREE_LAYER_TYPES:
+        kinds = ", ".join(sorted(layer_types - _TREE_LAYER_TYPES)) or "a recurrent state"
+        raise ValueError(
+            f"{name} has layers ({kinds}) that pass something other than full attention from token to token, which "
+            "would cross branches: train it flat"
+        )
+    if not model.is_backend_compatible():
+        raise ValueError(
+            f"{name} does not call transformers' AttentionInterface, so it would ignore the tree: train it flat"
+        )
+    window = config.get("sliding_window")
+    if "sliding_attention" in layer_types and window is not None and window < max_path_len:
+        raise ValueError(
+            f"{name} has a sliding_window of {window} tokens and the longest trajectory {max_path_len}: the tree mask "
+            "has no window, so shorten the trajectories or train it flat"
+        )
+    for rope in ropes:
+        scaled_from = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        if rope["rope_type"] in _LENGTH_DEPENDENT_ROPE and max_path_len > scaled_from:
+            raise ValueError(
+                f"{name} has RoPE of type {rope['rope_type']}, which depends on the length of the sequence beyond "
+                f"{scaled_from} tokens, and the longest trajectory has {max_path_len}: a shared prefix has no one "
+                "length, so shorten the trajectories or train it flat"
+            )
+
+
+def _no_mask(*_args: object, attention_mask: torch.Tensor | None = None, **_kwargs: object) -> None:
+    """transformers' mask factory: the mask of a pack is its plan."""
+    if attention_mask is not None:
+        raise ValueError("tree attention got an attention_mask: a pack has no padding, pass attention_mask=None")

@@ -1,0 +1,240 @@
+"""From tree tokens back to trajectories: expansion restores the flat gradient, and `tree_log_probs` is the whole path.
+
+`expand` gathers per-tree-token values to (leaf, token) pairs, where any flat loss can read them; the gather's
+backward adds the pairs of one token up, which is the flat gradient for every loss (docs/gradient_restoration.md). A
+weight on the pairs' gradients declares another objective for shared tokens. The paper's reuse-count scaler (section
+2.3) is the shortcut for losses that treat every leaf alike: compute them once per tree token and scale.
+
+Legend: T tree tokens, F flat tokens = (leaf, token) pairs, S trajectories.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from verl_tree.attention.plan import AttentionPlan
+from verl_tree.attention.transformers import ATTENTION_NAME, check_model, register
+from verl_tree.layout import TreeLayout
+from verl_tree.logprobs import tree_forward_log_probs
+from verl_tree.packing import pack
+from verl_tree.tree import TokenForest
+
+SHARED_TOKEN_MODES = ("sum", "mean", "once")
+
+
+def expand(values_T: Tensor, layout: TreeLayout, *, gradient_weight_F: Tensor | None = None) -> Tensor:
+    """Gathers values of tree tokens to the trajectories of the pack.
+
+    Args:
+        values_T: (T,) or (T, ...) values, one per tree token.
+        layout: The pack.
+        gradient_weight_F: (F,) factor on the gradient of every (leaf, token) pair; the values stay as they are. None:
+            1.
+
+    Returns:
+        (F,) or (F, ...), leaf after leaf as in `layout.leaves` and `layout.leaf_offsets`.
+    """
+    values_F = values_T.index_select(0, layout.tree_index_F)
+    return values_F if gradient_weight_F is None else scale_gradient(values_F, gradient_weight_F)
+
+
+def scale_gradient(values: Tensor, weight: Tensor) -> Tensor:
+    """Returns `values` unchanged; their gradient is multiplied by `weight` along the first dimension."""
+    return _ScaleGradient.apply(values, weight)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, weight):
+        ctx.save_for_backward(weight)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (weight,) = ctx.saved_tensors
+        weight = weight.to(gradient.dtype)
+        return gradient * weight.reshape(-1, *(1,) * (gradient.dim() - 1)), None
+
+
+def shared_token_weights(layout: TreeLayout, trained_F: Tensor, mode: str) -> Tensor:
+    """Gradient weights for `expand` that declare what the leaves of a shared token do to it.
+
+    Args:
+        layout: The pack, or the forest of a whole mini-batch.
+        trained_F: (F,) bool, the (leaf, token) pairs that the loss trains.
+        mode: "sum": every leaf trains it, the flat objective. "mean": the leaves that train it are averaged. "once":
+            only the first of them in DFS order trains it.
+
+    Returns:
+        (F,) float32. Pairs that are not trained get 1 with "sum" and 0 otherwise.
+
+    Raises:
+        ValueError: The mode does not exist.
+    """
+    if mode not in SHARED_TOKEN_MODES:
+        raise ValueError(f"tree.shared_tokens is {mode!r}: use one of {list(SHARED_TOKEN_MODES)}")
+    if mode == "sum":
+        return torch.ones(layout.num_flat_tokens, device=trained_F.device)
+    if mode == "mean":
+        num_training_T = tree_scale(layout, trained_F)
+        return trained_F / num_training_T[layout.tree_index_F].clamp(min=1)
+    pair_F = torch.arange(layout.num_flat_tokens, device=trained_F.device)
+    never = layout.num_flat_tokens
+    first_T = torch.full((layout.num_tokens,), never, device=trained_F.device).scatter_reduce(
+        0, layout.tree_index_F, torch.where(trained_F, pair_F, never), "amin"
+    )
+    return (first_T[layout.tree_index_F] == pair_F).float()
+
+
+def tree_scale(layout: TreeLayout, trained_F: Tensor | None = None) -> Tensor:
+    """The reuse count of the paper (section 2.3.3): how many leaves train each tree token.
+
+    With it, and only if the loss gives one token the same coefficient on every leaf that trains it (SFT), the flat
+    loss is `(tree_scale(layout, trained_F) * loss_T).sum()`, computed once per tree token without expansion.
+
+    Args:
+        layout: The pack.
+        trained_F: (F,) bool, the (leaf, token) pairs that the loss trains. None: all.
+
+    Returns:
+        (T,) float32.
+    """
+    if trained_F is None:
+        return layout.num_leaves_T.float()
+    return torch.zeros(layout.num_tokens, device=trained_F.device).index_add(0, layout.tree_index_F, trained_F.float())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceLogProbs:
+    """Scores of whole trajectories.
+
+    Attributes:
+        log_probs: For each sequence, in the order given, (len - 1,) log-probs of its tokens but the first;
+            differentiable.
+        entropy: The same shapes, in nats, or None.
+        num_tree_tokens: Tokens that were computed, over all packs.
+        num_flat_tokens: Tokens of all sequences.
+    """
+
+    log_probs: list[Tensor]
+    entropy: list[Tensor] | None
+    num_tree_tokens: int
+    num_flat_tokens: int
+
+
+def tree_log_probs(
+    model: PreTrainedModel,
+    sequences: Sequence[ArrayLike],
+    *,
+    temperature: float = 1.0,
+    calculate_entropy: bool = False,
+    backend: str = "auto",
+    capacity: int | None = None,
+) -> SequenceLogProbs:
+    """Log-probs of trajectories that share prefixes, every shared prefix computed once, forward and backward.
+
+    Any transformers causal LM will do whose layers call transformers' attention interface; its attention implementation
+    is "tree_attention" during the call, and what it was before afterwards.
+
+    Args:
+        model: A causal LM, bare or wrapped by PEFT. Its training mode stays as it is.
+        sequences: Lists or 1-D arrays of token ids, each with at least one token.
+        temperature: Divides the logits.
+        calculate_entropy: Also return the entropy of the distribution before each token.
+        backend: Attention backend, see `verl_tree.attention.BACKENDS`.
+        capacity: Tree tokens that one forward pass may hold. None: no limit.
+
+    Returns:
+        The scores, in the order of `sequences`.
+
+    Raises:
+        ValueError: A sequence is empty or longer than the capacity, or the model or the backend cannot honour the tree.
+    """
+    forest = TokenForest.from_sequences(sequences)
+    packing = pack(forest, capacity=capacity)
+    log_probs: list[Tensor | None] = [None] * len(sequences)
+    entropy: list[Tensor | None] = [None] * len(sequences)
+    with tree_attention_implementation(model, max_path_len=int(forest.sequence_lens.max(initial=0))):
+        for one in packing.packs:
+            layout = TreeLayout.from_forest(forest, one.leaves, device=model.device)
+            scores = tree_forward_log_probs(
+                model,
+                layout,
+                plan=AttentionPlan.from_layout(layout, backend=backend),
+                temperature=temperature,
+                calculate_entropy=calculate_entropy,
+            )
+            _scatter(scores.log_probs_T, layout, into=log_probs)
+            if calculate_entropy:
+                _scatter(scores.entropy_T, layout, into=entropy)
+    return SequenceLogProbs(
+        log_probs=log_probs,
+        entropy=entropy if calculate_entropy else None,
+        num_tree_tokens=packing.num_tokens,
+        num_flat_tokens=packing.num_flat_tokens,
+    )
+
+
+@contextmanager
+def tree_attention_implementation(model: PreTrainedModel, *, max_path_len: int) -> Iterator[None]:
+    """Sets the model's attention implementation to "tree_attention" and restores what it was, also on error.
+
+    Gradient checkpointing runs layers a second time in the backward pass, after this has ended. Those runs get the
+    implementation back for their duration.
+
+    Args:
+        model: A causal LM, bare or wrapped by PEFT.
+        max_path_len: Tokens of the longest trajectory.
+
+    Raises:
+        ValueError: The model cannot honour the tree.
+    """
+    base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
+    check_model(base, max_path_len=max_path_len)
+    register()
+    checkpointed = [module for module in base.modules() if "_gradient_checkpointing_func" in vars(module)]
+    checkpoints = [module._gradient_checkpointing_func for module in checkpointed]
+    for module in checkpointed:
+        module._gradient_checkpointing_func = _checkpoint_with_tree(module._gradient_checkpointing_func, base)
+    try:
+        with _attention_name(base, ATTENTION_NAME):
+            yield
+    finally:
+        for module, function in zip(checkpointed, checkpoints, strict=True):
+            module._gradient_checkpointing_func = function
+
+
+@contextmanager
+def _attention_name(model: PreTrainedModel, name: str) -> Iterator[None]:
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _checkpoint_with_tree(checkpoint: Callable[..., Any], model: PreTrainedModel) -> Callable[..., Any]:
+    """A checkpoint function whose function runs with tree attention, now and when it is run again."""
+
+    def run(function: Callable[..., Any], *args: Any) -> Any:
+        def with_tree(*inner_args: Any) -> Any:
+            with _attention_name(model, ATTENTION_NAME):
+                return function(*inner_args)
+
+        return checkpoint(with_tree, *args)
+
+    return run
+
+
+def _scatter(values_T: Tensor, layout: TreeLayout, *, into: list[Tensor | None]) -> None:
+    """Puts the expanded values of each leaf, but its first token's, at the place of its sequence."""
+    lens = (layout.leaf_offsets[1:] - layout.leaf_offsets[:-1]).tolist()
+    for sequence, values in zip(layout.leaves.tolist(), expand(values_T, layout).split(lens), strict=True):
+        into[sequence] = values[1:]
