@@ -1,0 +1,102 @@
+"""The symbols of verl 0.9.1, vLLM 0.31 and Ray 2.60 that set-up, entry, platform and watchdog rely on."""
+
+import inspect
+from importlib.metadata import version
+
+import pytest
+import torch
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
+from ray.util.state import get_log, list_actors, list_tasks
+from verl.plugin.platform import PlatformBase
+from verl.workers.config import FSDPEngineConfig
+
+from verl_tree.platform_cpu import PlatformCPU
+from verl_tree.watchdog import DEATHS
+
+
+def test_versions_are_the_pinned_ones() -> None:
+    assert version("verl") == "0.9.1"
+    assert version("ray") == "2.60.0"
+    assert version("TransferQueue") == "0.1.11"
+
+
+def test_every_abstract_method_of_the_platform_is_answered() -> None:
+    assert not inspect.isabstract(PlatformCPU)
+    for name in PlatformBase.__abstractmethods__:
+        assert name in vars(PlatformCPU), f"{name} is not answered by PlatformCPU"
+
+
+def test_device_module_answers_what_verl_asks() -> None:
+    """The functions that verl's trainer, engine, checkpoint and weight transfer call on the device module."""
+    module = PlatformCPU().device_module
+    memory = ["memory_allocated", "memory_reserved", "mem_get_info", "max_memory_allocated", "max_memory_reserved"]
+    memory += ["reset_peak_memory_stats", "empty_cache", "ipc_collect"]
+    random = ["get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"]
+    device = ["is_available", "device_count", "current_device", "set_device", "synchronize", "current_stream"]
+    asked = [*memory, *random, *device, "get_device_name"]
+    assert [name for name in asked if not callable(vars(type(module)).get(name, None))] == []
+
+
+def test_verl_skips_its_process_group_where_one_exists(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed
+    from verl.utils.distributed import initialize_global_process_group_ray
+
+    from verl_tree.platform_cpu import ensure_cpu_process_group
+
+    monkeypatch.setenv("DIST_INIT_METHOD", f"file://{tmp_path}/store")
+    ensure_cpu_process_group()
+    try:
+        initialize_global_process_group_ray(timeout_second=None)
+        assert torch.distributed.get_backend() == "gloo"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_engine_config_has_no_tree_of_its_own() -> None:
+    assert "tree" not in FSDPEngineConfig.__dataclass_fields__
+    assert "strategy" in FSDPEngineConfig.__dataclass_fields__
+
+
+def test_run_ppo_takes_a_task_runner() -> None:
+    from verl.trainer.main_ppo import run_ppo
+
+    assert list(inspect.signature(run_ppo).parameters) == ["config", "task_runner_class"]
+
+
+def test_vllm_takes_the_extension_class_from_the_engine_options() -> None:
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    source = inspect.getsource(vLLMHttpServer.launch_server)
+    assert source.index('"worker_extension_cls"') < source.index("**engine_kwargs,")
+
+
+def test_extension_overrides_verls_weight_update() -> None:
+    pytest.importorskip("vllm", reason="the extension runs inside vLLM")
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+    from verl_tree.vllm_cpu import CpuWeightReloadExtension
+
+    ours = inspect.signature(CpuWeightReloadExtension.update_weights_from_ipc).parameters
+    theirs = inspect.signature(vLLMColocateWorkerExtension.update_weights_from_ipc).parameters
+    assert [(each.name, each.default) for each in ours.values()] == [
+        (each.name, each.default) for each in theirs.values()
+    ]
+    for name in ("_get_zmq_handle", "_iter_all_models", "_iter_all_models_with_config", "_update_weights"):
+        assert name in vars(vLLMColocateWorkerExtension)
+    assert list(inspect.signature(BucketedWeightReceiver).parameters) == ["zmq_handle", "device", "use_shm"]
+
+
+def test_vllm_answers_as_the_distribution_that_verl_asks_for() -> None:
+    assert torch.version.cuda is None or "cpu" not in version("vllm")
+    if torch.version.cuda is None:
+        assert version("vllm") == f"{version('vllm-cpu')}+cpu"
+
+
+def test_ray_knows_the_deaths_and_the_facts_of_the_watchdog() -> None:
+    assert set(DEATHS) | {"RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED"} == set(ActorDiedErrorContext.Reason.keys()) - {
+        "UNSPECIFIED"
+    }
+    for function in (list_actors, list_tasks):
+        assert {"filters", "limit", "detail", "raise_on_missing_output"} <= set(inspect.signature(function).parameters)
+    assert {"actor_id", "suffix", "tail"} <= set(inspect.signature(get_log).parameters)

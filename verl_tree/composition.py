@@ -1,0 +1,89 @@
+"""Composes the configuration `tree_ppo`: verl's, the `tree` options and the device profile.
+
+Everything a setting depends on is an OmegaConf resolver used in the YAML files, so that Hydra's own rules
+decide what wins: verl's defaults, then `tree_ppo.yaml`, then the profile, then a config that includes it, then
+the command line. The module imports neither verl nor Ray; torch only when `profile=auto` asks for CUDA.
+"""
+
+import os
+from collections.abc import Sequence
+
+from hydra import compose, initialize_config_module
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+
+CONFIG_MODULE = "verl_tree.configs"
+CONFIG_NAME = "tree_ppo"
+VERL_CONFIGS = "pkg://verl.trainer.config"
+
+
+class TreeSearchPath(SearchPathPlugin):
+    """Lets Hydra find verl's files and ours, also when a recipe's own config is the primary one.
+
+    Hydra reads `hydra.searchpath` of the primary config only, so a recipe that lists `tree_ppo` among its
+    defaults would have to repeat it.
+    """
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider="verl_tree", path=f"pkg://{CONFIG_MODULE}")
+        search_path.append(provider="verl", path=VERL_CONFIGS)
+
+
+def device_profile() -> str:
+    """Returns the profile that `profile=auto` stands for: `gpu` where torch sees CUDA, else `cpu`."""
+    import torch
+
+    return "gpu" if torch.cuda.is_available() else "cpu"
+
+
+def tree_strategy(enabled: bool) -> str:
+    """Returns verl's engine name for `tree.enabled`: `fsdp_tree`, or verl's own `fsdp2` for false."""
+    return "fsdp_tree" if enabled else "fsdp2"
+
+
+def cpu_threads(num_processes: int) -> str:
+    """Returns, as an environment variable wants it, the threads for each of `num_processes` equal processes.
+
+    One core of each share is left to Ray, the loops and vLLM's scheduler: threads that wait for a core that is
+    taken made an update on two cores six times slower.
+    """
+    return str(max(1, len(os.sched_getaffinity(0)) // num_processes - 1))
+
+
+def prepare_hydra() -> None:
+    """Makes the search path and the resolvers of the YAML files known to Hydra; may be called again."""
+    Plugins.instance().register(TreeSearchPath)
+    OmegaConf.register_new_resolver("tree_cpu_threads", cpu_threads, replace=True)
+    OmegaConf.register_new_resolver("tree_device_profile", device_profile, replace=True)
+    OmegaConf.register_new_resolver("tree_strategy", tree_strategy, replace=True)
+
+
+def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
+    """Composes the configuration as the command line does.
+
+    Args:
+        overrides: Hydra overrides, e.g. `["profile=cpu", "data.train_batch_size=8"]`.
+
+    Returns:
+        The composed configuration; interpolations are not resolved yet.
+    """
+    prepare_hydra()
+    with initialize_config_module(config_module=CONFIG_MODULE, version_base=None):
+        return compose(config_name=CONFIG_NAME, overrides=accept_added_keys(overrides))
+
+
+def accept_added_keys(arguments: Sequence[str]) -> list[str]:
+    """Rewrites `+key=value` to Hydra's `++key=value` ("add or override").
+
+    verl's users add keys that its YAML lacks with `+`; where our files already set such a key, Hydra would
+    refuse the same command line. Everything else passes unchanged.
+
+    Args:
+        arguments: Command line arguments or overrides.
+
+    Returns:
+        The arguments in the same order.
+    """
+    return [f"+{each}" if each.startswith("+") and not each.startswith("++") else each for each in arguments]
