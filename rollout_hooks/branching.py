@@ -1,0 +1,119 @@
+"""The agent loop base class whose subclasses steer branches; see `branch` for what a branch is.
+
+class TwoAttempts(BranchingAgentLoop):
+    async def run_branches(self, root, **row):
+        async with asyncio.TaskGroup() as tasks:
+            for branch in root.fork(2):
+                tasks.create_task(self.attempt(branch, row))
+
+    async def attempt(self, branch, row):
+        output = await branch.generate()
+        if branch.failure is None:
+            branch.finish(self.score(row, output.token_ids))
+"""
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase
+
+from rollout_hooks.branch import Branch, BranchSession
+from rollout_hooks.outputs import SessionFailed, TreeAgentLoopOutput, describe_error
+
+__all__ = ["Branch", "BranchSession", "BranchingAgentLoop"]
+
+
+class BranchingAgentLoop(AgentLoopBase):
+    """Base class of agent loops that branch: implement `run_branches`.
+
+    Text only. The root prompt is the row's `raw_prompt` through verl's own chat-template code (left-cut to
+    `rollout.prompt_length` as in verl's loops); a branch holds at most `rollout.response_length` tokens after it.
+    """
+
+    @abstractmethod
+    async def run_branches(self, root: Branch, **row: Any) -> None:
+        """Run one session: steer `root` and its forks, and `finish` every branch that shall become a leaf.
+
+        Args:
+            root: The branch at the end of the root prompt.
+            **row: The fields of the dataset row (`raw_prompt`, `extra_info`, ...), `uid` and `session_id`.
+        """
+
+    def prompt_tools(self, **row: Any) -> list[dict[str, Any]] | None:
+        """Tool schemas that the chat template renders for this row; none by default."""
+        del row
+        return None
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[TreeAgentLoopOutput]:
+        """Run one session; verl's entry point.
+
+        Returns:
+            The leaves: finished branches in the order in which they were forked, the root branch last.
+
+        Raises:
+            SessionFailed: If `run_branches` raised, the root branch failed or no branch was finished. It carries
+                the leaves that had been given a reward of their own.
+            ValueError: If the row has images, videos or audio, or router replay is on.
+        """
+        if self.rollout_config.enable_rollout_routing_replay:
+            raise ValueError(
+                "rollout.enable_rollout_routing_replay=True: branches do not carry routed experts; turn it off"
+            )
+        messages = list(row["raw_prompt"])
+        media = await self.process_multi_modal_info(messages)
+        if media:
+            raise ValueError(f"{sorted(media)} in raw_prompt: branching agent loops take text only")
+        prompt_ids = await self.ct_build_initial_tokens(messages, tools=self.prompt_tools(**row))
+        full_determinism = self.rollout_config.full_determinism
+        session = BranchSession(
+            self.server_manager,
+            prompt_ids=prompt_ids,
+            sampling_params=sampling_params,
+            response_length=self.rollout_config.response_length,
+            request_id=f"det-{int(row.get('priority', 0))}-{row.get('session_id', 0)}" if full_determinism else None,
+            unique_request_ids=full_determinism,
+        )
+        # As in Branch.generate: an error is a value here, so that finished leaves survive it.
+        (error,) = await asyncio.gather(self.run_branches(session.root, **row), return_exceptions=True)
+        outputs = session.outputs()
+        cause = describe_error(error) if isinstance(error, BaseException) else session.root.failure
+        if cause is None and not outputs:
+            cause = f"{type(self).__name__}.run_branches finished no branch"
+        if cause is not None:
+            rewarded = [output for output in outputs if output.leaf_reward is not None]
+            raise SessionFailed(cause, outputs=rewarded) from (error if isinstance(error, BaseException) else None)
+        return outputs
+
+    async def observe_messages(
+        self,
+        branch: Branch,
+        messages: Sequence[dict[str, Any]],
+        *,
+        history: Sequence[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+    ) -> bool:
+        """Append chat messages and the next generation prompt to a branch, with verl's token-exact merging.
+
+        Args:
+            branch: Where to append; its tokens stand for `history`.
+            messages: New messages of the environment (roles tool, user or system).
+            history: All messages before them, the model's own turns included.
+            tools: Tool schemas of the session, as given to the first prompt.
+
+        Returns:
+            True if the messages were appended; False, with the branch untouched, if they leave no room to generate
+            (verl's tool loop ends its trajectory at the same point).
+        """
+        previous = list(history)
+        merged, mask, _ = await self.ct_merge_context_msg(
+            previous, previous + list(messages), branch.token_ids, branch.response_mask, tools=tools
+        )
+        if len(mask) >= self.rollout_config.response_length:
+            return False
+        # Some chat templates replace the model's last stop token; the builder then reports removed tokens.
+        kept = branch.position - merged.removed_prefix_token_count
+        branch.rewind(kept)
+        branch.observe(merged.token_ids[kept:])
+        return True

@@ -1,0 +1,215 @@
+"""verl's agent loop worker and manager, with every session recorded and no failure lost.
+
+`TreeAgentLoopManager` is what `rollout.agent.agent_loop_manager_class` names. Its workers run each session on a shallow
+copy of themselves whose LLM client records, so verl's loops run unchanged and concurrent sessions do not mix.
+
+A session that fails takes only itself down: its prompt ends as "finished" with the rows of the other sessions, and
+as "failure" only if all failed (verl marks the prompt as "failure" for one failed session and keeps no cause).
+"""
+
+import asyncio
+import copy
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+
+# Imported so that the loop is registered in every worker process.
+from rollout_hooks import parallel_tools  # noqa: F401
+from rollout_hooks.outputs import SessionFailed, TreeAgentLoopOutput, describe_error
+from rollout_hooks.recording import RecordingClient
+from rollout_hooks.report import CaptureReport, FailedSession
+from rollout_hooks.rows import RowLimits, SessionRows, session_rows
+from rollout_hooks.session_tree import SessionTree
+
+logger = logging.getLogger(__name__)
+
+PARTITIONS = ("train", "val")
+
+
+@dataclass(slots=True)
+class _PromptProgress:
+    """How many sessions a prompt has, and the causes of those that failed without leaving a row."""
+
+    num_sessions: int
+    causes: list[str]
+
+
+@dataclass(slots=True)
+class _Session:
+    """One running session: who it is, its recorder, and the rows it has written."""
+
+    uid: str
+    session_id: int
+    partition: str
+    client: RecordingClient
+    wants_log_probs: bool
+    rows: SessionRows | None = None
+
+
+class TreeAgentLoopWorkerBase(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
+    """verl's worker with capture; `TreeAgentLoopWorker` is the Ray actor class made of it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._reports = dict.fromkeys(PARTITIONS, CaptureReport())
+        self._prompts: dict[str, _PromptProgress] = {}
+        self._session: _Session | None = None
+        """Set on the copies that run sessions, never on the worker itself."""
+
+    async def drain_capture_report(self, partition: str) -> CaptureReport:
+        """What the sessions that ended since the last call gave; see `TreeAgentLoopManager.drain_capture_report`."""
+        report, self._reports[partition] = self._reports[partition], CaptureReport()
+        return report
+
+    async def _run_prompt(
+        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
+    ) -> None:
+        """Run the sessions of one prompt; verl's method, with the number of sessions noted."""
+        rollout = self.config.actor_rollout_ref.rollout
+        num_sessions = rollout.val_kwargs.n if trajectory["validate"] else rollout.n
+        uid = prompt["uid"]
+        self._prompts[uid] = _PromptProgress(int(prompt.get("__rollout_n__", num_sessions)), [])
+        try:
+            await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+        finally:
+            del self._prompts[uid]
+
+    async def _run_agent_loop(
+        self,
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        *,
+        agent_name: str,
+        trace: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Run and record one session.
+
+        Raises:
+            RuntimeError: If this was the last session of its prompt to fail and none has a row; every other failure
+                is only reported, since verl would mark the prompt as failed for it.
+        """
+        session = _Session(
+            uid=kwargs["uid"],
+            session_id=int(kwargs["session_id"]),
+            partition="val" if trajectory["validate"] else "train",
+            client=RecordingClient(self.llm_client, tree=SessionTree(decode=self.tokenizer.decode)),
+            wants_log_probs=bool(sampling_params.get("logprobs")),
+        )
+        runner = copy.copy(self)
+        runner.llm_client, runner._session = session.client, session
+        run = runner._run_session(sampling_params, trajectory, agent_name=agent_name, trace=trace, **kwargs)
+        # The error of a session is a value here: it is reported with its cause and must not reach its siblings.
+        (error,) = await asyncio.gather(run, return_exceptions=True)
+        self._settle(session, error)
+
+    async def _run_session(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> None:
+        """verl's run of one session, on the copy; leaves of a failed session with a reward of their own are kept."""
+        try:
+            await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+        except SessionFailed as error:
+            # Validation takes the last row for the session's result, so there a failed session has no rows.
+            if error.outputs and not trajectory["validate"]:
+                row = {name: value for name, value in kwargs.items() if name not in ("agent_name", "trace")}
+                await self._agent_loop_postprocess(error.outputs, trajectory["validate"], **row)
+            raise
+
+    async def _agent_loop_postprocess(
+        self, output: AgentLoopOutput | list[AgentLoopOutput], validate: bool, **kwargs: Any
+    ) -> None:
+        """Merge the loop's outputs with the recorded calls and let verl write the rows."""
+        session = self._session
+        assert session is not None, "rows are written by the copy of the worker that runs the session"
+        outputs = output if isinstance(output, list) else [output]
+        rows = session_rows(
+            session.client.tree,
+            outputs,
+            limits=RowLimits(
+                prompt_length=self.rollout_config.prompt_length,
+                response_length=self.rollout_config.response_length,
+                wants_log_probs=session.wants_log_probs,
+            ),
+            has_media=session.client.num_media_calls > 0,
+        )
+        if not rows.outputs:
+            raise SessionFailed("no trajectory with a trained token: the model generated nothing that can be trained")
+        self._check_rewards(rows.outputs)
+        await super()._agent_loop_postprocess(rows.outputs, validate, **kwargs)
+        session.rows = rows
+
+    def _check_rewards(self, outputs: list[AgentLoopOutput]) -> None:
+        handles = self.reward_loop_worker_handles
+        has_own_reward = any(isinstance(row, TreeAgentLoopOutput) and row.leaf_reward is not None for row in outputs)
+        if handles is None and has_own_reward:
+            raise ValueError(
+                "a leaf has a reward of its own, but reward.reward_model shares the actor's resource pool and scores "
+                "all rows later: set reward.reward_model.enable_resource_pool=True, or let loops give no rewards"
+            )
+        if handles is not None and not handles and outputs[-1].reward_score is None:
+            raise ValueError(
+                "the session's last leaf has no reward and reward.num_workers=0: finish it with a reward, or set "
+                "reward.num_workers to at least 1 for verl's reward function"
+            )
+        if self.distillation_enabled and len(outputs) > 1:
+            raise ValueError(
+                "distillation.enabled=True: verl computes teacher log-probs for one output per session only"
+            )
+
+    def _settle(self, session: _Session, error: BaseException | None) -> None:
+        """Count the session, report its failure, and fail the prompt if nothing is left of it."""
+        tree, rows = session.client.tree, session.rows
+        num_rows = len(rows.outputs) if rows is not None else 0
+        report = CaptureReport.of_calls(tree) + CaptureReport(
+            num_sessions=1,
+            num_leaves=num_rows,
+            num_dropped_leaves=rows.num_dropped if rows is not None else len(tree.leaves()),
+            num_truncated_leaves=rows.num_truncated if rows is not None else 0,
+        )
+        progress = self._prompts[session.uid]
+        if error is not None:
+            cause = describe_error(error)
+            logger.warning("session %s_%d failed: %s", session.uid, session.session_id, cause)
+            failed = FailedSession(session.uid, session.session_id, cause, len(tree.calls), num_rows)
+            report += CaptureReport(failed_sessions=(failed,))
+            if num_rows == 0:
+                progress.causes.append(cause)
+        has_failed = len(progress.causes) == progress.num_sessions
+        if has_failed:
+            report += CaptureReport(failed_prompts=(session.uid,))
+        self._reports[session.partition] += report
+        if has_failed:
+            raise RuntimeError(
+                f"all {progress.num_sessions} sessions of the prompt failed, first: {progress.causes[0]}"
+            )
+
+
+TreeAgentLoopWorker = ray.remote(TreeAgentLoopWorkerBase)
+
+
+class TreeAgentLoopManager(AgentLoopManagerTQ):
+    """verl's manager with workers of ours; named by `actor_rollout_ref.rollout.agent.agent_loop_manager_class`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # After super(): verl's own __init__ sets its class here.
+        self.agent_loop_workers_class = TreeAgentLoopWorker
+
+    def drain_capture_report(self, partition: str = "train") -> CaptureReport:
+        """What was captured and lost since the last call, summed over the workers.
+
+        The sessions of a prompt are in the report before the prompt's status says that it has ended.
+
+        Args:
+            partition: "train" or "val".
+
+        Raises:
+            ValueError: If there is no such partition.
+        """
+        if partition not in PARTITIONS:
+            raise ValueError(f"partition={partition!r}: must be one of {PARTITIONS}")
+        reports = ray.get([worker.drain_capture_report.remote(partition) for worker in self.agent_loop_workers])
+        return sum(reports, start=CaptureReport())

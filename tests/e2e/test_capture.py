@@ -1,0 +1,204 @@
+"""Capture end to end: verl's agent loop manager and worker with Ray and TransferQueue; only the LLM server is scripted.
+
+One batch of four prompts with three sessions each: branching loop with rewards of its own, verl's own tool loop scored
+by verl's reward worker, a prompt of which one session fails, and a prompt of which all fail.
+"""
+
+import itertools
+import os
+import pathlib
+import sys
+import time
+import uuid
+
+import numpy as np
+import pytest
+import ray
+import transfer_queue as tq
+import yaml
+from omegaconf import open_dict
+from transformers import Qwen3Config
+from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
+from verl.utils import tensordict_utils as tu
+
+UNIT_TESTS = str(pathlib.Path(__file__).parents[1] / "unit")
+sys.path.insert(0, UNIT_TESTS)
+
+from scripted_llm import END, ScriptedClient, call_text, config, tokenizer  # noqa: E402
+
+from rollout_hooks.parallel_tools import ParallelToolsAgentLoop  # noqa: E402
+from rollout_hooks.report import CaptureReport  # noqa: E402
+from rollout_hooks.worker import TreeAgentLoopManager  # noqa: E402
+
+pytestmark = pytest.mark.e2e
+N = 3
+TURN = call_text(3, "twice") + call_text(4, "twice")
+TOOLS = '''
+from verl.tools.function_tool import function_tool
+
+@function_tool("twice")
+def twice(x: int) -> str:
+    """Double a number.
+
+    Args:
+        x: The number.
+    """
+    return str(2 * x)
+'''
+
+
+class NamedResult(ParallelToolsAgentLoop):
+    """A conclusion is worth 1 if it names its result; an answer is worth 2."""
+
+    async def branch_reward(self, *, row, call, result, conclusion):
+        return float(result.text in conclusion)
+
+    async def final_reward(self, *, row, answer):
+        return 2.0
+
+
+def reward_by_verl(data_source, solution_str, ground_truth, extra_info, **kwargs):
+    """verl's custom reward function."""
+    return {"score": 0.75, "acc": 1.0}
+
+
+class Reply:
+    """Answers by what the prompt asks; the first session of a "flaky" prompt loses its server."""
+
+    def __init__(self):
+        self.calls = itertools.count()
+
+    def __call__(self, prompt):
+        if "dead" in prompt or ("flaky" in prompt and next(self.calls) == 0):
+            return RuntimeError("server lost")
+        if "[6]" in prompt:
+            return "6 and 8" if "[8]" in prompt else "it is 6"
+        if "[8]" in prompt:
+            return "no idea"
+        return TURN
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """verl's configuration for a tiny model, the tools of the unit tests and the two loops."""
+    Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=len(tokenizer()),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    ).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tools.py").write_text(TOOLS)
+    loops = tmp_path / "loops.yaml"
+    loops.write_text(yaml.safe_dump([{"name": "named_result", "_target_": f"{__name__}.NamedResult"}]))
+    result = config(
+        prompt_length=256,
+        response_length=384,
+        n=N,
+        name="vllm",
+        agent__num_workers=1,
+        agent__agent_loop_config_path=str(loops),
+        multi_turn__function_tool_path=str(tmp_path / "tools.py"),
+    )
+    with open_dict(result):
+        result.actor_rollout_ref.model.path = str(tmp_path)
+        result.reward.custom_reward_function.path = __file__
+        result.reward.custom_reward_function.name = "reward_by_verl"
+        result.transfer_queue.enable = True
+        result.transfer_queue.backend.SimpleStorage.num_data_storage_units = 1
+    return result
+
+
+@pytest.fixture
+def cluster():
+    here = str(pathlib.Path(__file__).parent)
+    python_path = os.pathsep.join([UNIT_TESTS, here, str(pathlib.Path(here).parents[1])])
+    ray.init(num_cpus=6, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": python_path}})
+    yield
+    ray.shutdown()
+
+
+def submit(manager, prompts, partition):
+    """Hand prompts over as verl's trainer does, and wait until all have ended; return uids and statuses."""
+    size = len(prompts)
+    batch = tu.get_tensordict(
+        {
+            "raw_prompt": np.array([[{"role": "user", "content": text}] for text, _ in prompts] + [None], dtype=object)[
+                :-1
+            ],
+            "agent_name": np.array([loop for _, loop in prompts], dtype=object),
+            "uid": np.array([str(uuid.uuid4()) for _ in prompts], dtype=object),
+            "index": np.array(list(range(size)), dtype=object),
+            "data_source": np.array(["test"] * size, dtype=object),
+            "reward_model": np.array([{"ground_truth": "7"}] * size, dtype=object),
+            "extra_info": np.array([{"number": i} for i in range(size)], dtype=object),
+        }
+    )
+    uids = list(batch["uid"])
+    tu.assign_non_tensor_data(batch, "global_steps", 1)
+    if partition == "val":
+        tu.assign_non_tensor_data(batch, "validate", True)
+    tags = [{"is_prompt": True, "status": "pending", "global_steps": 1} for _ in uids]
+    tq.kv_batch_put(keys=uids, partition_id=partition, tags=tags)
+    manager.generate_sequences(batch)
+    deadline = time.monotonic() + 120
+    while True:
+        items = tq.kv_list(partition)[partition]
+        statuses = [items[uid]["status"] for uid in uids]
+        if not set(statuses) & {"pending", "running"}:
+            return uids, statuses, sorted(set(items) - set(uids))
+        assert time.monotonic() < deadline, statuses
+        time.sleep(0.1)
+
+
+def texts(values):
+    return [tokenizer().decode(ids.tolist()) for ids in values]
+
+
+def test_capture_through_verls_manager_worker_and_queue(settings, cluster):
+    tq.init(settings.transfer_queue)
+    reward_worker = ray.remote(RewardLoopWorker).remote(settings)
+    manager = TreeAgentLoopManager.create(
+        config=settings, llm_client=ScriptedClient(Reply()), reward_loop_worker_handles=[reward_worker]
+    )
+    prompts = [("q", "named_result"), ("q", "tool_agent"), ("flaky", "named_result"), ("dead", "named_result")]
+    uids, statuses, rows = submit(manager, prompts, "train")
+    assert statuses == ["finished", "finished", "finished", "failure"]
+    of_prompt = [[key for key in rows if key.startswith(uid)] for uid in uids]
+    assert [len(keys) for keys in of_prompt] == [9, 3, 6, 0]
+    assert of_prompt[0] == [f"{uids[0]}_{session}_{leaf}" for session in range(N) for leaf in range(3)]
+
+    data = tq.kv_batch_get(keys=of_prompt[0], partition_id="train")
+    turn = TURN + END
+    concluded = [text.split("assistant\n")[-1] for text in texts(data["responses"].unbind())]
+    assert concluded == ["it is 6" + END, "no idea" + END, "6 and 8" + END] * N
+    assert data["rm_scores"].to_padded_tensor(0.0).sum(dim=1).tolist() == [1.0, 0.0, 2.0] * N
+    for response, mask, log_probs in zip(
+        data["responses"].unbind(), data["response_mask"].unbind(), data["rollout_log_probs"].unbind(), strict=True
+    ):
+        trained = tokenizer().decode(response[mask.bool()].tolist())
+        assert trained == turn + tokenizer().decode(response.tolist()).split("assistant\n")[-1]
+        assert (log_probs[mask.bool()] < 0).all() and (log_probs[~mask.bool()] == 0).all()
+
+    stock = tq.kv_batch_get(keys=of_prompt[1], partition_id="train")
+    assert stock["rm_scores"].to_padded_tensor(0.0).sum(dim=1).tolist() == [0.75] * N
+    assert list(stock["num_turns"]) == [4] * N
+
+    report = manager.drain_capture_report("train")
+    assert (report.num_sessions, report.num_leaves, report.num_dropped_leaves) == (12, 18, 0)
+    assert (report.num_calls, report.num_continuations, report.num_forks) == (5 * 4 + 3 * 2 + 1 + 3, 5 + 3, 5 * 2)
+    assert (report.num_rewrites, report.num_drifts, report.num_failed_calls) == (0, 0, 4)
+    assert report.failed_prompts == (uids[3],)
+    causes = {(failed.uid, failed.cause, failed.num_calls) for failed in report.failed_sessions}
+    assert causes == {(uid, "RuntimeError: server lost", 1) for uid in uids[2:]}
+    assert len(report.failed_sessions) == 4
+    assert manager.drain_capture_report("train") == CaptureReport()
+
+    _, statuses, rows = submit(manager, prompts[:1], "val")
+    assert (statuses, len(rows)) == (["finished"], 3)  # val_kwargs.n is 1
+    assert manager.drain_capture_report("train") == CaptureReport()
+    assert manager.drain_capture_report("val").num_leaves == 3
+    with pytest.raises(ValueError, match="must be one of"):
+        manager.drain_capture_report("test")

@@ -1,0 +1,179 @@
+"""A scripted LLM server for the tests of `rollout_hooks`: everything around it is the real thing.
+
+`ScriptedClient` keeps the contract of verl's `LLMServerClient.generate`, but its answers come from a function of the
+prompt's text. The tokenizer is a real one, small and made here: characters are tokens, plus the special tokens of
+Qwen's chat template, so verl picks its Qwen builder for it. Agent loops are made as verl's worker makes them.
+"""
+
+import asyncio
+import functools
+from collections.abc import Callable
+
+import hydra
+from omegaconf import DictConfig
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, DictConfigWrap, ToolListWrap
+from verl.tools.function_tool import FunctionTool, function_tool, get_function_tool
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+END = "<|im_end|>"
+SPECIAL = ["<|im_start|>", END, "<pad>"]
+CHAT_TEMPLATE = """
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}<|im_start|>user
+[{{ message.content }}]<|im_end|>
+{% else %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+Reply = str | TokenOutput | Exception
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Characters as tokens, with Qwen's special tokens and a chat template."""
+    characters = [chr(code) for code in range(32, 127)] + ["\n", "?"]
+    vocabulary = {token: index for index, token in enumerate(dict.fromkeys([*SPECIAL, *characters]))}
+    tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokens.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokens.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokens, eos_token=END, pad_token="<pad>", additional_special_tokens=SPECIAL[:1]
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+@functools.cache
+def _composed_config() -> DictConfig:
+    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+        return hydra.compose("ppo_trainer")
+
+
+def config(**rollout: object) -> DictConfig:
+    """verl's own configuration with changes under `actor_rollout_ref.rollout` (dots written as `__`)."""
+    result = _composed_config().copy()
+    settings = {"prompt_length": 256, "response_length": 256, "multi_turn__max_parallel_calls": 8, **rollout}
+    for name, value in settings.items():
+        node = result.actor_rollout_ref.rollout
+        *parents, last = name.split("__")
+        for parent in parents:
+            node = node[parent]
+        node[last] = value
+    return result
+
+
+class ScriptedClient(LLMServerClient):
+    """Answers each call with a function of the prompt's text.
+
+    Args:
+        reply: Prompt text to the answer's text (without its end token, which is added), to a whole `TokenOutput`, or
+            to an exception to raise.
+        delay: Prompt text to seconds to wait before answering.
+    """
+
+    def __init__(self, reply: Callable[[str], Reply], delay: Callable[[str], float] | None = None) -> None:
+        super().__init__(config=config())
+        self.reply, self.delay = reply, delay
+        self.prompts: list[str] = []
+        self.sampling_params: list[dict] = []
+        self.request_ids: list[str] = []
+        self.num_running = self.most_running = 0
+
+    async def generate(self, request_id, *, prompt_ids, sampling_params, **kwargs) -> TokenOutput:
+        text = tokenizer().decode(prompt_ids)
+        self.prompts.append(text)
+        self.sampling_params.append(dict(sampling_params))
+        self.request_ids.append(request_id)
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        await asyncio.sleep(self.delay(text) if self.delay else 0)
+        self.num_running -= 1
+        reply = self.reply(text)
+        if isinstance(reply, Exception):
+            raise reply
+        if isinstance(reply, TokenOutput):
+            return reply
+        token_ids = tokenizer().encode(reply + END, add_special_tokens=False)
+        token_ids = token_ids[: sampling_params.get("max_tokens", len(token_ids))]
+        log_probs = [log_prob(len(prompt_ids) + i, token) for i, token in enumerate(token_ids)]
+        return TokenOutput(
+            token_ids=token_ids,
+            log_probs=log_probs if sampling_params.get("logprobs") else None,
+            stop_reason="completed",
+            extra_fields={"global_steps": 7, "min_global_steps": 7, "max_global_steps": 7},
+        )
+
+
+def log_prob(position: int, token: int) -> float:
+    """The rollout log-prob that `ScriptedClient` reports: it tells tokens and positions apart."""
+    return -(position + token / 1000) / 100
+
+
+@function_tool("double")
+def double(x: int) -> str:
+    """Double a number.
+
+    Args:
+        x: The number.
+    """
+    return str(2 * int(x))
+
+
+@function_tool("broken")
+def broken(x: int) -> str:
+    """A tool that fails.
+
+    Args:
+        x: Ignored.
+    """
+    raise RuntimeError("out of order")
+
+
+def tools() -> list[FunctionTool]:
+    return [get_function_tool("double"), get_function_tool("broken")]
+
+
+def call_text(x: int, name: str = "double") -> str:
+    """A tool call in the hermes format."""
+    return f'<tool_call>{{"name": "{name}", "arguments": {{"x": {x}}}}}</tool_call>'
+
+
+def make_loop(loop_class: type[AgentLoopBase], client: LLMServerClient, **rollout: object) -> AgentLoopBase:
+    """An agent loop with the arguments that verl's worker gives it."""
+    settings = config(**rollout)
+    return loop_class(
+        trainer_config=DictConfigWrap(settings),
+        server_manager=client,
+        tokenizer=tokenizer(),
+        processor=None,
+        hf_model_type="qwen3",
+        dataset_cls=RLHFDataset,
+        data_config=DictConfigWrap(settings.data),
+        tools=ToolListWrap(tools()),
+    )
+
+
+def run_loop(loop_class: type[AgentLoopBase], client: LLMServerClient, sampling_params: dict, /, **settings: object):
+    """Make an agent loop and run it on one row (`row=`) in a fresh event loop; the other settings are rollout's."""
+    fields = settings.pop("row", None) or row()
+
+    async def make_and_run():
+        return await make_loop(loop_class, client, **settings).run(dict(sampling_params), **fields)
+
+    return asyncio.run(make_and_run())
+
+
+def row(question: str = "q", **fields: object) -> dict[str, object]:
+    """A dataset row as a loop's `run` receives it."""
+    return {"raw_prompt": [{"role": "user", "content": question}], "uid": "u", "session_id": 0, **fields}

@@ -1,0 +1,146 @@
+"""The worker's accounts: what is counted, when a prompt fails, which rewards are refused.
+
+The worker here is the real class in this process without its TransferQueue, so sessions that write rows are left to
+tests/e2e/test_capture.py.
+"""
+
+import asyncio
+import pickle
+
+import pytest
+from scripted_llm import ScriptedClient, config, tokenizer
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.workers.rollout.replica import TokenOutput
+
+from rollout_hooks.outputs import TreeAgentLoopOutput
+from rollout_hooks.report import CaptureReport, FailedSession
+from rollout_hooks.session_tree import SessionTree
+from rollout_hooks.worker import TreeAgentLoopManager, TreeAgentLoopWorkerBase, _PromptProgress
+
+
+class InProcessWorker(TreeAgentLoopWorkerBase):
+    """The worker with the attributes that verl's `__init__` would read from a model folder, and no queue."""
+
+    def __init__(self, reply, *, num_sessions=2, reward_handles=()):
+        self.config = config(n=num_sessions)
+        self.rollout_config = self.config.actor_rollout_ref.rollout
+        self.llm_client = ScriptedClient(reply)
+        self.reward_loop_worker_handles = None if reward_handles is None else list(reward_handles)
+        self.tokenizer, self.processor, self.hf_model_type = tokenizer(), None, "qwen3"
+        self.dataset_cls, self.tools = RLHFDataset, []
+        self.distillation_enabled = False
+        self._reports = {"train": CaptureReport(), "val": CaptureReport()}
+        self._prompts = {}
+        self._session = None
+
+
+def run_sessions(worker, *, num_sessions, validate=False, agent_name="single_turn_agent"):
+    """What verl's `_run_prompt` does with the sessions of one prompt; returns their errors."""
+    trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
+    worker._prompts["u"] = _PromptProgress(num_sessions, [])
+
+    async def run():
+        sessions = (
+            worker._run_agent_loop(
+                {"logprobs": True},
+                trajectory,
+                agent_name=agent_name,
+                trace=False,
+                uid="u",
+                session_id=i,
+                raw_prompt=[{"role": "user", "content": "q"}],
+                global_steps=1,
+            )
+            for i in range(num_sessions)
+        )
+        return await asyncio.gather(*sessions, return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+def test_prompt_fails_only_with_its_last_session_and_every_cause_is_kept():
+    worker = InProcessWorker(lambda _: RuntimeError("server lost"), num_sessions=3)
+    errors = run_sessions(worker, num_sessions=3)
+    assert errors[:2] == [None, None]
+    assert str(errors[2]) == "all 3 sessions of the prompt failed, first: RuntimeError: server lost"
+    report = asyncio.run(worker.drain_capture_report("train"))
+    assert report == CaptureReport(
+        num_sessions=3,
+        num_calls=3,
+        num_failed_calls=3,
+        failed_sessions=tuple(FailedSession("u", i, "RuntimeError: server lost", 1) for i in range(3)),
+        failed_prompts=("u",),
+    )
+    assert asyncio.run(worker.drain_capture_report("train")) == CaptureReport()
+
+
+def test_failures_of_validation_are_counted_apart():
+    worker = InProcessWorker(lambda _: RuntimeError("server lost"))
+    run_sessions(worker, num_sessions=1, validate=True)
+    assert asyncio.run(worker.drain_capture_report("train")) == CaptureReport()
+    assert asyncio.run(worker.drain_capture_report("val")).num_failed_calls == 1
+
+
+def test_session_that_generates_nothing_fails_with_its_cause():
+    worker = InProcessWorker(lambda _: TokenOutput(token_ids=[], stop_reason="aborted"))
+    run_sessions(worker, num_sessions=1)
+    report = asyncio.run(worker.drain_capture_report("train"))
+    assert "no trajectory with a trained token" in report.failed_sessions[0].cause
+    assert (report.num_aborted_calls, report.num_leaves) == (1, 0)
+
+
+def test_missing_reward_is_refused_with_the_remedy():
+    """One good answer, but nobody to score it: reward.num_workers=0."""
+    worker = InProcessWorker(lambda _: "fine")
+    run_sessions(worker, num_sessions=1)
+    report = asyncio.run(worker.drain_capture_report("train"))
+    assert "reward.num_workers=0" in report.failed_sessions[0].cause
+    assert (report.num_calls, report.num_dropped_leaves) == (1, 1)
+
+
+def test_rewards_that_verl_would_mix_up_are_refused():
+    plain = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], metrics=AgentLoopMetrics())
+    rewarded = TreeAgentLoopOutput(**dict(plain), leaf_reward=1.0)
+    shared_reward_model = InProcessWorker(lambda _: "a", reward_handles=None)
+    shared_reward_model._check_rewards([plain])
+    with pytest.raises(ValueError, match="enable_resource_pool=True"):
+        shared_reward_model._check_rewards([rewarded, plain])
+    distilling = InProcessWorker(lambda _: "a", reward_handles=["handle"])
+    distilling._check_rewards([rewarded, plain])
+    distilling.distillation_enabled = True
+    distilling._check_rewards([plain])
+    with pytest.raises(ValueError, match=r"distillation\.enabled=True"):
+        distilling._check_rewards([rewarded, plain])
+
+
+def test_the_worker_that_runs_sessions_is_a_copy():
+    worker = InProcessWorker(lambda _: RuntimeError("x"))
+    client = worker.llm_client
+    run_sessions(worker, num_sessions=1)
+    assert worker.llm_client is client
+    assert worker._session is None
+
+
+def test_reports_add_up_and_travel():
+    tree = SessionTree()
+    tree.complete(tree.begin([1]), [2])
+    tree.complete(tree.begin([1, 2]), [3])  # continuation
+    tree.complete(tree.begin([1, 5]), [6])  # fork
+    tree.complete(tree.begin([1, 2, 3, 4, 2, 3, 9]), [], is_aborted=True)  # continuation
+    tree.fail(tree.begin([1, 9]), "gone")  # fork
+    tree.complete(tree.begin([1, 2, 8]), [4])  # fork
+    report = CaptureReport.of_calls(tree)
+    assert report == CaptureReport(
+        num_calls=6, num_continuations=2, num_forks=3, num_failed_calls=1, num_aborted_calls=1
+    )
+    failed = FailedSession("u", 0, "gone", 1)
+    total = report + CaptureReport(num_sessions=2, failed_sessions=(failed,)) + CaptureReport(num_sessions=1)
+    assert (total.num_sessions, total.num_forks, total.failed_sessions) == (3, 3, (failed,))
+    assert pickle.loads(pickle.dumps(total)) == total
+
+
+def test_classes_extend_verls():
+    assert issubclass(TreeAgentLoopManager, AgentLoopManagerTQ)
+    assert issubclass(TreeAgentLoopWorkerBase, AgentLoopWorkerTQ.__ray_metadata__.modified_class)
