@@ -1,0 +1,126 @@
+"""What the engines and workers rely on in verl 0.9.1: names, signatures and behaviour."""
+
+import inspect
+
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict
+from verl.single_controller.base.decorator import MAGIC_ATTR
+from verl.trainer.ppo.core_algos import agg_loss
+from verl.utils import tensordict_utils as tu
+from verl.utils.metric import AggregationType, Metric
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
+from verl.workers.engine.base import BaseEngine, EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
+
+import verl_tree.plugin  # noqa: F401  (the CPU platform)
+from verl_tree.engine import FSDPTreeEngineWithLMHead, FSDPTreeEngineWithValueHead
+
+
+def jagged(rows: list[list[float]]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+def parameters(function: object) -> list[str]:
+    """Names; Ray adds one to the methods of classes that became actors in this process."""
+    return [name for name in inspect.signature(function).parameters if name != "_ray_trace_ctx"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "expected"),
+    [
+        (FSDPEngine, "__init__", ["self", "model_config", "engine_config", "optimizer_config", "checkpoint_config"]),
+        (FSDPEngine, "_build_module", ["self"]),
+        (FSDPEngine, "_build_fsdp_module", ["self", "module"]),
+        (FSDPEngine, "forward_backward_batch", ["self", "data", "loss_function", "forward_only"]),
+        (FSDPEngine, "_gradient_sync_context", ["self", "is_last_micro_batch"]),
+        (FSDPEngine, "get_data_parallel_group", ["self"]),
+        (FSDPEngine, "get_data_parallel_size", ["self"]),
+        (FSDPEngine, "get_data_parallel_rank", ["self"]),
+        (BaseEngine, "train_batch", ["self", "data", "loss_function"]),
+        (BaseEngine, "infer_batch", ["self", "data", "loss_function"]),
+        (TrainingWorker, "__init__", ["self", "config"]),
+        (TrainingWorker, "train_mini_batch", ["self", "data"]),
+        (TrainingWorker, "train_batch", ["self", "data"]),
+    ],
+)
+def test_overridden_and_called_methods_keep_their_signatures(owner: type, name: str, expected: list[str]) -> None:
+    assert parameters(inspect.getattr_static(owner, name)) == expected
+
+
+def test_the_engine_sets_what_the_overrides_read() -> None:
+    source = inspect.getsource(FSDPEngine)
+    for assignment in ("self._autocast_dtype = ", "self.scaler = ", "self.use_remove_padding = ", "self.module = "):
+        assert assignment in source
+    # The strategies that verl's FSDP code branches on; ours is replaced by fsdp2 before it sees it.
+    assert 'self.engine_config.strategy == "fsdp2"' in inspect.getsource(FSDPEngine._build_fsdp_module)
+
+
+def test_a_reference_model_is_offloaded_through_pinned_memory() -> None:
+    """Why `on_this_device` hides `forward_only`: pinned memory needs CUDA."""
+    source = inspect.getsource(FSDPEngine._build_fsdp_module)
+    assert "self.engine_config.forward_only" in source and "CPUOffloadPolicy(pin_memory=True)" in source
+
+
+def test_the_registry_keeps_engines_by_model_type_strategy_and_device() -> None:
+    assert EngineRegistry._engines["language_model"]["fsdp_tree"]["cpu"] is FSDPTreeEngineWithLMHead
+    assert EngineRegistry._engines["value_model"]["fsdp_tree"]["cuda"] is FSDPTreeEngineWithValueHead
+    assert EngineRegistry._engines["language_model"]["fsdp2"]["cuda"] is FSDPEngineWithLMHead
+    assert EngineRegistry._engines["value_model"]["fsdp2"]["cuda"] is FSDPEngineWithValueHead
+
+
+def test_actor_strategy_reaches_the_engine_config_unchecked() -> None:
+    actor = FSDPActorConfig(
+        strategy="fsdp_tree", rollout_n=1, ppo_micro_batch_size_per_gpu=1, fsdp_config=FSDPEngineConfig()
+    )
+    assert actor.engine.strategy == "fsdp_tree"
+
+
+def test_worker_classes_are_class_attributes() -> None:
+    assert ActorRolloutRefWorker.actor_worker_cls is TrainingWorker
+    assert ActorRolloutRefWorker.ref_worker_cls is TrainingWorker
+    attributes = getattr(TrainingWorker.train_mini_batch, MAGIC_ATTR)
+    assert attributes["blocking"] is False and attributes["dispatch_mode"]["dispatch_fn"] is not None
+
+
+def test_scores_stand_one_position_before_their_token() -> None:
+    data = TensorDict(
+        {"prompts": jagged([[1, 1], [1]]), "responses": jagged([[2, 3], [4]]), "response_mask": jagged([[1, 1], [1]])},
+        batch_size=[2],
+    )
+    scores = jagged([[0.0, 20.0, 30.0, 0.0], [40.0, 0.0]])
+    assert no_padding_2_padding(scores, data).tolist() == [[20.0, 30.0], [40.0, 0.0]]
+    rows = response_from_nested(scores, data["response_mask"])
+    assert [row.tolist() for row in rows.unbind()] == [[20.0, 30.0], [40.0]]
+
+
+def test_a_padding_row_with_an_empty_mask_changes_no_loss_but_through_the_row_count() -> None:
+    loss = torch.tensor([[1.0, 2.0], [5.0, 5.0]])
+    mask = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+    for mode, expected in (("token-mean", 1.5), ("seq-mean-token-sum", 3.0), ("seq-mean-token-mean", 1.5)):
+        value = agg_loss(loss, mask, mode, dp_size=1, batch_num_tokens=2, global_batch_size=1)
+        assert value.item() == pytest.approx(expected)
+
+
+def test_non_tensor_values_are_kept_and_lists_are_rows() -> None:
+    data = TensorDict({"x": torch.arange(3)}, batch_size=[3])
+    tu.assign_non_tensor(data, one=1.5, lens=NonTensorData([1, 2]))
+    chosen = tu.index_select_tensor_dict(data, [2, 0])
+    assert chosen["x"].tolist() == [2, 0]
+    assert tu.get(chosen, "one") == 1.5 and tu.get(chosen, "lens") == [1, 2]
+    assert tu.get(chosen, "absent", default=7) == 7
+    assert tu.pop(chosen, key="absent", default=8) == 8
+
+
+def test_metrics_of_ranks_need_equal_numbers_of_values() -> None:
+    def summed(*values: float) -> Metric:
+        metric = Metric(AggregationType.SUM)
+        metric.extend(list(values))
+        return metric
+
+    with pytest.raises(ValueError, match="same number"):
+        Metric.aggregate_dp([summed(1.0), summed(2.0, 3.0)])
+    # A sum is averaged over ranks: losses come multiplied by the number of ranks.
+    assert Metric.aggregate_dp([summed(1.0), summed(3.0)]) == 2.0

@@ -1,0 +1,151 @@
+"""Whole runs of `python -m verl_tree.main_ppo` on a random two-layer Qwen3: real Ray, vLLM, TransferQueue and FSDP2."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,?!"
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def make_inputs(folder: Path) -> None:
+    """Writes `model/`, `train.parquet`, `val.parquet` and `loops.yaml`."""
+    vocabulary = {token: index for index, token in enumerate(["<end>", "<pad>", "<unk>", ":", *CHARACTERS])}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    raw.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<end>", pad_token="<pad>", unk_token="<unk>", chat_template=TEMPLATE
+    )
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+        pad_token_id=1,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"task {number} of this run?"}],
+            "data_source": "tiny",
+            "reward_model": {"style": "rule", "ground_truth": ""},
+            "extra_info": {"index": number},
+        }
+        for number in range(16)
+    ]
+    pd.DataFrame(rows).to_parquet(folder / "train.parquet")
+    pd.DataFrame(rows[:4]).to_parquet(folder / "val.parquet")
+    (folder / "loops.yaml").write_text("- name: forking\n  _target_: forking_loop.ForkingLoop\n")
+
+
+def command(folder: Path, *overrides: str) -> list[str]:
+    """The command line of a run of ten steps, two optimiser steps each, with a reference model."""
+    return [
+        sys.executable,
+        "-m",
+        "verl_tree.main_ppo",
+        "profile=cpu",
+        f"data.train_files={folder}/train.parquet",
+        f"data.val_files={folder}/val.parquet",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=64",
+        "data.max_response_length=48",
+        "data.shuffle=false",
+        f"actor_rollout_ref.model.path={folder}/model",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.kl_loss_coef=0.1",
+        "actor_rollout_ref.actor.entropy_coeff=0.01",
+        "actor_rollout_ref.actor.optim.lr=0.1",
+        "actor_rollout_ref.actor.optim.optimizer=SGD",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=256",
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=256",
+        "actor_rollout_ref.rollout.max_model_len=128",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=forking",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={folder}/loops.yaml",
+        "reward.num_workers=0",
+        "trainer.total_training_steps=10",
+        "trainer.total_epochs=100",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.logger=[console,file]",
+        f"trainer.default_local_dir={folder}/checkpoints",
+        "trainer.resume_mode=disable",
+        *overrides,
+    ]
+
+
+def environment(metrics: Path) -> dict[str, str]:
+    """Where the run logs its metrics, and where Ray's processes find the test's agent loop."""
+    return {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONPATH": str(Path(__file__).parent)}
+
+
+def read_metrics(metrics: Path) -> dict[int, dict[str, Any]]:
+    """What was logged at each step."""
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return {record["step"]: record["data"] for record in map(json.loads, lines)}
+
+
+def run(folder: Path, name: str, *overrides: str, timeout_s: int = 600) -> dict[int, dict[str, Any]]:
+    """Runs to the end and returns the metrics of every step; fails with the end of the log."""
+    metrics = folder / f"{name}.jsonl"
+    done = subprocess.run(
+        command(folder, *overrides),
+        env=environment(metrics),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    (folder / f"{name}.log").write_text(done.stdout)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return read_metrics(metrics)
+
+
+def run_and_kill(folder: Path, name: str, *overrides: str, after_step: int, timeout_s: int = 600) -> None:
+    """Starts a run and kills it, unannounced, once a step is logged."""
+    metrics = folder / f"{name}.jsonl"
+    with (folder / f"{name}.log").open("w") as log:
+        process = subprocess.Popen(
+            command(folder, *overrides),
+            env=environment(metrics),
+            cwd=folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + timeout_s
+        while after_step not in read_metrics(metrics):
+            assert process.poll() is None, (folder / f"{name}.log").read_text()[-6000:]
+            assert time.monotonic() < deadline, f"step {after_step} was not logged in {timeout_s} s"
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,11 @@
+"""Engines for verl's registry: `fsdp_tree`, and verl's own FSDP engines on a CPU."""
+
+from verl_tree.engine.fsdp_cpu import CPUEngineWithLMHead, CPUEngineWithValueHead
+from verl_tree.engine.fsdp_tree import FSDPTreeEngineWithLMHead, FSDPTreeEngineWithValueHead
+
+__all__ = [
+    "CPUEngineWithLMHead",
+    "CPUEngineWithValueHead",
+    "FSDPTreeEngineWithLMHead",
+    "FSDPTreeEngineWithValueHead",
+]
