@@ -1,8 +1,8 @@
 """Times one update of the same rows through verl's own FSDP2 engine and through the tree engine (`--engines`).
 
-Both are real `TrainingWorker`s with verl's PPO loss, AdamW and FSDP2, in one process, interleaved; a row is a prompt and
-one branch. verl's engine gets the micro-batch size that suits it best among those tried. What differs from
-`bench_update.py`'s plain paths is all that verl adds to both sides: jagged batches, loss in padded form, sharding hooks.
+Both are real `TrainingWorker`s with verl's PPO loss, AdamW and FSDP2, in one process, interleaved; a row is a prompt
+and one branch. verl's engine gets the micro-batch size that suits it best among those tried. What differs from
+`bench_update.py`'s plain paths is what verl adds to both sides: jagged batches, padded losses, sharding hooks.
 Started by `bench_update.py --engines`.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 from transformers import PreTrainedModel
 from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
@@ -24,50 +23,64 @@ import verl_tree.plugin  # noqa: F401  (the CPU platform)
 from verl_tree.local_worker import batch_of_rows, local_worker
 from verl_tree.worker import TreeTrainingWorker
 
+MICRO_BATCH_ROWS = (1, 4)
+"""Rows in the micro-batches that verl's engine is tried with."""
+
 
 def time_engines(
-    model: PreTrainedModel, *, prompt_len: int, branches: int, branch_len: int, repetitions: int
-) -> dict[str, Any]:
+    model: PreTrainedModel, *, prompt_lens: dict[str, int], branches: int, branch_len: int, repetitions: int
+) -> list[dict[str, Any]]:
     """Times the updates.
 
     Args:
         model: a small causal LM; both engines load a copy.
-        prompt_len: tokens of the shared prompt; 0 gives unrelated rows.
+        prompt_lens: per case the tokens of the shared prompt; 0 gives unrelated rows.
         branches: rows.
         branch_len: tokens of each response.
         repetitions: updates per engine, after one to warm up.
 
     Returns:
-        Median seconds of each engine, the ratio, the compression and all times; `flat_rows` is the number of rows of
-        the micro-batch that suited verl's engine best.
+        Per case the median seconds of each engine, the ratio, the compression and all times; `flat_rows` is the number
+        of rows in the micro-batch that suited verl's engine best.
     """
     # As torchrun would set them; verl's workers read them.
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    row_len = max(prompt_len, 1) + branch_len
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        flat = {
-            rows: _worker(folder, strategy="fsdp2", max_token_len=rows * row_len)
-            for rows in (1, 4)
-            if rows <= branches
-        }
-        tree = _worker(folder, strategy="fsdp_tree", max_token_len=branches * row_len)
-    rows = _rows(model.config.vocab_size, prompt_len=prompt_len, branches=branches, branch_len=branch_len)
-    workers = {f"flat_{num}": (worker, num * row_len) for num, worker in flat.items()}
-    workers["tree"] = (tree, branches * row_len)
-    times: dict[str, list[float]] = {name: [] for name in workers}
+        cases = [
+            _time_case(
+                folder,
+                name,
+                rows=_rows(model.config.vocab_size, prompt_len=prompt_len, branches=branches, branch_len=branch_len),
+                repetitions=repetitions,
+            )
+            for name, prompt_len in prompt_lens.items()
+        ]
+    dist.destroy_process_group()
+    return cases
+
+
+def _time_case(folder: str, name: str, *, rows: list[dict[str, torch.Tensor]], repetitions: int) -> dict[str, Any]:
+    row_len = max(len(row["prompts"]) + len(row["responses"]) for row in rows)
+    capacities = {f"flat_{num}": num * row_len for num in MICRO_BATCH_ROWS if num <= len(rows)}
+    capacities["tree"] = len(rows) * row_len
+    workers = {
+        path: _worker(folder, strategy="fsdp_tree" if path == "tree" else "fsdp2", max_token_len=capacity)
+        for path, capacity in capacities.items()
+    }
+    times: dict[str, list[float]] = {path: [] for path in workers}
     for _ in range(repetitions + 1):
-        for name, (worker, max_token_len) in workers.items():
-            batch = batch_of_rows(rows, max_token_len=max_token_len, global_batch_size=branches)
+        for path, worker in workers.items():
+            batch = batch_of_rows(rows, max_token_len=capacities[path], global_batch_size=len(rows))
             started = time.perf_counter()
             worker.train_batch(batch)
-            times[name].append(time.perf_counter() - started)
-    medians = {name: statistics.median(values[1:]) for name, values in times.items()}
-    best = min((name for name in medians if name != "tree"), key=medians.__getitem__)
-    counts = tree.engine.tree_counts
-    dist.destroy_process_group()
+            times[path].append(time.perf_counter() - started)
+    medians = {path: statistics.median(values[1:]) for path, values in times.items()}
+    best = min((path for path in medians if path != "tree"), key=medians.__getitem__)
+    counts = workers["tree"].engine.tree_counts
     return {
+        "case": name,
         "flat_s": medians[best],
         "tree_s": medians["tree"],
         "ratio": medians[best] / medians["tree"],
@@ -84,7 +97,7 @@ def _worker(folder: str, *, strategy: str, max_token_len: int) -> TreeTrainingWo
     return worker
 
 
-def _rows(vocab_size: int, *, prompt_len: int, branches: int, branch_len: int) -> list[TensorDict]:
+def _rows(vocab_size: int, *, prompt_len: int, branches: int, branch_len: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
 
     def tokens(length: int) -> torch.Tensor:

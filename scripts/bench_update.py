@@ -53,10 +53,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 def main() -> None:
     """Runs the cases, prints a table and writes the JSON."""
     options = _parse_options()
-    if options.engines:
-        raise SystemExit("--engines: timing the rows through two verl engines is not built yet")
     _keep_freed_memory()
     torch.set_num_threads(options.threads)
+    if options.engines:
+        _run_engines(options)
+        return
     cases = [_run_case(options, name=name, prompt_len=length) for name, length in _cases(options)]
     for case in cases:
         print(f"{case['case']}: compression {case['compression']:.2f}, tree {case['median_s']['tree']:.3f} s")
@@ -66,6 +67,26 @@ def main() -> None:
                 f"(by CPU time {case['cpu_ratio'][path]:.2f}x, by FLOPs {case['flop_ratio'][path]:.2f}x), "
                 f"gradients differ by {case['max_gradient_difference'][path]:.1e}"
             )
+    if options.out:
+        options.out.write_text(json.dumps({"environment": _environment(options), "cases": cases}, indent=1) + "\n")
+
+
+def _run_engines(options: argparse.Namespace) -> None:
+    """The same rows through verl's own FSDP2 engine and the tree engine."""
+    from bench_engines import time_engines  # imports verl, which the other cases do without
+
+    cases = time_engines(
+        _model(options),
+        prompt_lens=dict(_cases(options)),
+        branches=options.branches,
+        branch_len=options.branch_len,
+        repetitions=options.repetitions,
+    )
+    for case in cases:
+        print(
+            f"{case['case']}: compression {case['compression']:.2f}, tree engine {case['tree_s']:.3f} s, verl's engine "
+            f"{case['flat_s']:.3f} s ({case['flat_rows']} rows a micro-batch): {case['ratio']:.2f}x faster"
+        )
     if options.out:
         options.out.write_text(json.dumps({"environment": _environment(options), "cases": cases}, indent=1) + "\n")
 

@@ -175,7 +175,8 @@ def scoring_head(head: torch.nn.Module, scorer: "_Scorer") -> Iterator[list[Tens
     def forward(hidden_1PD: Tensor) -> Tensor:
         scores_CK = scorer.score(hidden_1PD[0], project=project)
         returned.append(scores_CK.detach())
-        return scores_CK.unsqueeze(0)
+        # A copy: FSDP2 hangs its backward hook on the model's outputs, and a view could lose it.
+        return torch.stack([scores_CK])
 
     head.forward = forward
     try:
