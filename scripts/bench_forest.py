@@ -43,9 +43,7 @@ def tree_sequences(num_sequences: int, *, sequence_len: int, rng: np.random.Gene
     return [sequences[index] for index in rng.permutation(num_sequences)]
 
 
-def disjoint_sequences(
-    num_sequences: int, *, sequence_len: int, rng: np.random.Generator
-) -> list[np.ndarray]:
+def disjoint_sequences(num_sequences: int, *, sequence_len: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Every trajectory starts with a token of its own."""
     sequences = list(rng.integers(num_sequences, VOCABULARY_LEN, size=(num_sequences, sequence_len)))
     for sequence, first in zip(sequences, rng.permutation(num_sequences), strict=True):
@@ -53,9 +51,7 @@ def disjoint_sequences(
     return sequences
 
 
-def near_duplicate_sequences(
-    num_sequences: int, *, sequence_len: int, rng: np.random.Generator
-) -> list[np.ndarray]:
+def near_duplicate_sequences(num_sequences: int, *, sequence_len: int, rng: np.random.Generator) -> list[np.ndarray]:
     """One trajectory, with one of the last ten tokens redrawn from a few in every copy."""
     base = rng.integers(VOCABULARY_LEN, size=sequence_len)
     sequences = [base.copy() for _ in range(num_sequences)]
@@ -78,9 +74,7 @@ def peak_bytes() -> int:
 
 def measure(case: str, args: argparse.Namespace) -> dict[str, str | int | float]:
     """Runs one case; the peak includes the interpreter and the input, which is given beside it."""
-    sequences = CASES[case](
-        args.num_sequences, sequence_len=args.sequence_len, rng=np.random.default_rng(args.seed)
-    )
+    sequences = CASES[case](args.num_sequences, sequence_len=args.sequence_len, rng=np.random.default_rng(args.seed))
     sequences = [sequence.astype(args.dtype) for sequence in sequences]
     input_bytes = sum(sequence.nbytes for sequence in sequences)
     if args.lists:
@@ -119,9 +113,7 @@ def print_table(rows: list[dict[str, str | int | float]]) -> None:
 
 def parse_args() -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-sequences", type=int, default=4096, help="trajectories")
     parser.add_argument("--sequence-len", type=int, default=8192, help="tokens in each (tree: mean)")
     parser.add_argument("--dtype", choices=["int32", "int64"], default="int64", help="of the token ids")

@@ -1,0 +1,86 @@
+"""On a Ray cluster that is there already: `ray start --head`, `ray job submit -- python -m verl_tree.main_ppo ...`."""
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from test_engines import free_port
+from tiny_run import command, environment, make_inputs, read_metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+RAY = str(Path(sys.executable).with_name("ray"))
+
+
+@pytest.fixture
+def dashboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A head node with one logical GPU in a session folder of its own; its dashboard's address."""
+    # Ray 2.60 asks for a token by default; this cluster and the job share one of their own.
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    temp_dir = Path("/tmp") / f"ray-{os.getpid()}"  # Ray's sockets do not fit into the length of pytest's paths
+    address = f"http://127.0.0.1:{free_port()}"
+    start = [RAY, "start", "--head", "--block", "--num-cpus=8", "--num-gpus=1", f"--temp-dir={temp_dir}"]
+    ports = [f"--port={free_port()}", f"--dashboard-port={address.rsplit(':', 1)[1]}", "--include-dashboard=true"]
+    with (tmp_path / "head.log").open("w") as log:
+        head = subprocess.Popen(
+            start + ports,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        )
+    try:
+        _wait_for(f"{address}/api/version", log=tmp_path / "head.log", head=head)
+        yield address
+    finally:
+        os.killpg(head.pid, signal.SIGTERM)
+        for process in psutil.process_iter(["cmdline"]):
+            if str(temp_dir) in " ".join(process.info["cmdline"] or []):
+                process.kill()
+        head.wait(timeout=60)
+        shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _wait_for(url: str, *, log: Path, head: subprocess.Popen, timeout_s: int = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except urllib.error.HTTPError as error:
+            assert error.code == 401, error  # it is up, and wants the token that `ray job submit` sends
+            return
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            assert head.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.5)
+
+
+def test_a_submitted_job_trains(dashboard: str, tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+    metrics = tmp_path / "metrics.jsonl"
+    submitted = subprocess.run(
+        [
+            *(RAY, "job", "submit", f"--address={dashboard}"),
+            f'--runtime-env-json={{"env_vars": {{"VERL_FILE_LOGGER_PATH": "{metrics}"}}}}',
+            *("--", *command(tmp_path, "trainer.total_training_steps=2")),
+        ],
+        env=environment(metrics),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert submitted.returncode == 0, submitted.stdout[-6000:] + submitted.stderr[-2000:]
+    steps = read_metrics(metrics)
+    assert set(steps) == {1, 2} and steps[2]["tree/por"] > 0.4
