@@ -151,9 +151,7 @@ class TokenForest:
     node_depth: IntArray
 
     @classmethod
-    def from_sequences(
-        cls, sequences: Sequence[ArrayLike], *, merge_keys: Sequence[Hashable] | None = None
-    ) -> Self:
+    def from_sequences(cls, sequences: Sequence[ArrayLike], *, merge_keys: Sequence[Hashable] | None = None) -> Self:
         """Finds the forest of a list of trajectories from their tokens alone.
 
         Args:
@@ -308,10 +306,7 @@ def _lexicographic_order(tokens: IntArray, *, offsets: IntArray, key_ids: IntArr
         rows = [tokens[start:end].astype(">u4").tobytes() for start, end in pairwise(bounds)]
     else:
         sign = np.int64(-(2**63))  # flipped, it makes signed numbers compare as unsigned ones
-        rows = [
-            (tokens[start:end].astype(np.int64) ^ sign).astype(">i8").tobytes()
-            for start, end in pairwise(bounds)
-        ]
+        rows = [(tokens[start:end].astype(np.int64) ^ sign).astype(">i8").tobytes() for start, end in pairwise(bounds)]
     order = sorted(range(len(rows)), key=rows.__getitem__)
     order.sort(key=key_ids.tolist().__getitem__)
     return np.array(order, dtype=np.int64)

@@ -1,13 +1,13 @@
 """The demo recipe: tasks and verifier, real tools, tokenizer and chat template, and the solver's sessions."""
 
 import asyncio
+import itertools
 import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_hooks.outputs import TreeAgentLoopOutput
 from transformers import AutoTokenizer
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
 from verl.experimental.agent_loop.tool_parser import ToolParser
@@ -22,6 +22,7 @@ from recipes.arithmetic_tools.solver import Solver, Turn, trace_leaves
 from recipes.arithmetic_tools.tasks import Part, Task, make_memory, make_tasks, score_answer, score_conclusion
 from recipes.arithmetic_tools.tokenizer import build_tokenizer
 from recipes.arithmetic_tools.tools import Calculator, LookupMemory, calculate, read_memory, write_memory
+from rollout_hooks.outputs import TreeAgentLoopOutput
 
 RIGHT = Habits(plan=1.0, conclude=1.0, go_on=1.0, answer=1.0)
 WRONG = Habits(plan=0.0, conclude=0.0, go_on=0.0, answer=0.0)
@@ -89,7 +90,7 @@ def test_seeds_of_the_splits_share_no_entry() -> None:
         (settings.validation_seed, 2 * settings.num_validation_tasks),
         (settings.warm_start_seed, 2 * warm.num_sessions * num_steps),
     ]
-    for (first, length), (second, _) in zip(spans, spans[1:], strict=False):
+    for (first, length), (second, _) in itertools.pairwise(spans):
         assert first + length <= second
 
 
@@ -145,7 +146,9 @@ def test_a_branch_shares_the_final_reward_only_when_it_concluded_rightly() -> No
 # Tools
 
 
-@pytest.mark.parametrize(("expression", "value"), [("84 + 23", 107), ("-(3 - 5) * 4", 8), (" 7 ", 7), ("74 - -50", 124)])
+@pytest.mark.parametrize(
+    ("expression", "value"), [("84 + 23", 107), ("-(3 - 5) * 4", 8), (" 7 ", 7), ("74 - -50", 124)]
+)
 def test_calculator(expression: str, value: int) -> None:
     assert calculate(expression) == value
 
@@ -310,7 +313,9 @@ def test_prepared_folder_is_complete_and_reused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
     rows = pd.read_parquet(folder / "train.parquet")
     assert len(rows) == 8 and len(pd.read_parquet(folder / "validation.parquet")) == 4
-    assert score_answer(f"<answer>{rows.reward_model[0]['ground_truth']}</answer>", answer=rows.reward_model[0]["ground_truth"])
+    first = make_tasks(8, memory=make_memory(seed=settings.seed), seed=settings.train_seed)[0]
+    assert rows.reward_model[0]["ground_truth"] == first.answer
+    assert list(rows.prompt[0]) == first.messages
     tools = initialize_tools_from_config(folder / "tools.yaml")
     assert [tool.name for tool in tools] == ["calculator", "lookup"]
     assert tools[1].answer({"key": "k41"}) == f"k41 = {make_memory(seed=settings.seed)['k41']}"

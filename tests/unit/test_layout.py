@@ -33,8 +33,7 @@ def naive_layout(sequences, leaves):
         "position_T": [len(prefix) - 1 for prefix in prefixes],
         "parent_T": [index_of.get(prefix[:-1], -1) for prefix in prefixes],
         "subtree_end_T": [
-            1 + max(index_of[other] for other in prefixes if other[: len(prefix)] == prefix)
-            for prefix in prefixes
+            1 + max(index_of[other] for other in prefixes if other[: len(prefix)] == prefix) for prefix in prefixes
         ],
         "num_leaves_T": [passing.count(prefix) for prefix in prefixes],
         "tree_index_F": [index_of[prefix] for prefix in passing],

@@ -64,8 +64,7 @@ def check_against_naive(sequences, keys):
     expected = naive_nodes(sequences, key_ids)
     assert forest.num_nodes == len(expected)
     node_leaves = [
-        frozenset(order[first:last])
-        for first, last in zip(forest.node_first_leaf, forest.node_last_leaf, strict=True)
+        frozenset(order[first:last]) for first, last in zip(forest.node_first_leaf, forest.node_last_leaf, strict=True)
     ]
     paths = []
     for node, leaves in enumerate(node_leaves):
@@ -148,9 +147,7 @@ def test_equals_naive_twin_on_long_runs(seed):
 
 
 def test_different_merge_keys_share_nothing():
-    forest = TokenForest.from_sequences(
-        [[1, 2], [1, 2], [1, 2]], merge_keys=[("lora", 1), ("lora", 0), ("lora", 1)]
-    )
+    forest = TokenForest.from_sequences([[1, 2], [1, 2], [1, 2]], merge_keys=[("lora", 1), ("lora", 0), ("lora", 1)])
     assert forest.order.tolist() == [0, 2, 1]
     assert forest.lcp.tolist() == [0, 2, 0]
     assert forest.num_tokens == 4

@@ -1,0 +1,1 @@
+"""A demo that learns on a CPU: two sums, two tools, two branches and one answer per session."""

@@ -1,0 +1,127 @@
+"""Draws a run: validation reward, what the trees saved, and the time of an update, one panel each.
+
+    python scripts/plot_run.py runs/arithmetic_tools/metrics.jsonl [--baseline OTHER.jsonl] [--out FILE.png]
+
+reads the JSON lines that verl's logger ``file`` writes: ``{"step": 3, "data": {"tree/por": 0.8, ...}}``.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+Metrics = dict[int, dict[str, float]]
+Series = tuple[list[int], list[float]]
+
+SESSION_REWARD = "tree/session_reward/mean"
+# With their line widths: where everything fits into one pack the two are equal.
+SHARING = {"tree/por": ("potential overlap (POR)", 4.0), "tree/err": ("effective reuse (ERR)", 1.5)}
+UPDATE_S = "timing_s/update_actor"
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Returns what was logged at each step; steps logged in several lines are merged.
+
+    Raises:
+        ValueError: when the file has no steps.
+    """
+    metrics: Metrics = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        metrics.setdefault(int(record["step"]), {}).update(record["data"])
+    if not metrics:
+        raise ValueError(f"{path}: no steps; did the run log to trainer.logger=[file]?")
+    return metrics
+
+
+def series(metrics: Metrics, *, key: str) -> Series:
+    """Returns the steps that logged `key` and its values, in the order of the steps."""
+    steps = [step for step in sorted(metrics) if key in metrics[step]]
+    return steps, [metrics[step][key] for step in steps]
+
+
+def validation_key(metrics: Metrics) -> str | None:
+    """Returns the key of the mean validation reward, such as ``val-core/arithmetic_tools/reward/mean@1``, or None."""
+    keys = {key for data in metrics.values() for key in data}
+    found = sorted(key for key in keys if key.startswith("val-core/") and "/mean@" in key)
+    return found[0] if found else None
+
+
+def draw(runs: dict[str, Metrics], *, out: Path) -> None:
+    """Draws the runs, by name, into one picture.
+
+    Args:
+        runs: metrics of each run; the first is drawn solid, the others dashed.
+        out: the picture to write; its folder must exist.
+    """
+    figure, (reward_axes, sharing_axes, update_axes) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    for number, (name, metrics) in enumerate(runs.items()):
+        style = "-" if number == 0 else "--"
+        label = f" ({name})" if len(runs) > 1 else ""
+        key = validation_key(metrics)
+        if key is not None:
+            _line(reward_axes, series(metrics, key=key), label=f"validation{label}", style=style, marker="o")
+        _line(reward_axes, series(metrics, key=SESSION_REWARD), label=f"training sessions{label}", style=style)
+        for sharing_key, (title, width) in SHARING.items():
+            points = series(metrics, key=sharing_key)
+            _line(sharing_axes, points, label=f"{title}{label}", style=style, width=width)
+        _line(update_axes, series(metrics, key=UPDATE_S), label=f"update{label}", style=style)
+    for axes, title in ((reward_axes, "mean reward"), (sharing_axes, "share of tokens saved")):
+        axes.set(title=title, ylim=(0, 1))
+    update_axes.set(title="actor update, seconds")
+    update_axes.set_ylim(bottom=0)
+    for axes in (reward_axes, sharing_axes, update_axes):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(frameon=False)
+    figure.savefig(out, dpi=130)
+    plt.close(figure)
+
+
+def summary(metrics: Metrics) -> str:
+    """Returns a few lines with the first and last values of what the picture shows."""
+    keys = [validation_key(metrics), SESSION_REWARD, *SHARING, "tree/compression", UPDATE_S]
+    lines = []
+    for key in keys:
+        if key is None:
+            continue
+        steps, values = series(metrics, key=key)
+        if steps:
+            lines.append(f"  {key}: {values[0]:.3f} at step {steps[0]}, {values[-1]:.3f} at step {steps[-1]}")
+    return "\n".join(lines)
+
+
+def _line(axes: Axes, points: Series, *, label: str, style: str, marker: str = "", width: float = 1.5) -> None:
+    steps, values = points
+    if steps:
+        axes.plot(steps, values, style, marker=marker, linewidth=width, label=label)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line, draws and prints a summary."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("metrics", type=Path)
+    parser.add_argument("--baseline", type=Path, help="metrics of another run to draw with it")
+    parser.add_argument("--out", type=Path, help="default: the metrics file with the ending .png")
+    options = parser.parse_args(arguments)
+    paths = [options.metrics] + ([options.baseline] if options.baseline else [])
+    missing = [str(path) for path in paths if not path.exists()]
+    if missing:
+        sys.exit(f"{', '.join(missing)}: no such file; give what verl's logger `file` wrote")
+    runs = {str(path.parent): read_metrics(path) for path in paths}
+    out = options.out or options.metrics.with_suffix(".png")
+    draw(runs, out=out)
+    print(summary(runs[next(iter(runs))]))
+    print(f"  plot: {out}")
+
+
+if __name__ == "__main__":
+    main()
