@@ -24,7 +24,9 @@ larger buffers harder. A training run on a CPU wants the same: MALLOC_MMAP_MAX_=
 
 import argparse
 import ctypes
+import datetime
 import json
+import os
 import platform
 import statistics
 import sys
@@ -259,7 +261,9 @@ def _time_updates(
 
 def _environment(options: argparse.Namespace) -> dict[str, Any]:
     return {
-        "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
+        "options": {key: value for key, value in vars(options).items() if key != "out"},
+        "date": datetime.date.today().isoformat(),
+        "cores": os.cpu_count(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
