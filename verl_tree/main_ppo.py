@@ -67,7 +67,9 @@ def process_environment(config: DictConfig) -> dict[str, str]:
 
 
 def adapt_ray_options(config: DictConfig, environment: dict[str, str]) -> None:
-    """Adds the environment to Ray's options; a running cluster keeps the sizes it was started with.
+    """Adds the environment to Ray's options, and tells a cluster to join from one to start.
+
+    A cluster that runs already (`RAY_ADDRESS`, `ray_kwargs.ray_init.address`) keeps the sizes it was started with.
 
     Args:
         config: The configuration; `ray_kwargs.ray_init` is changed in place.
@@ -80,6 +82,9 @@ def adapt_ray_options(config: DictConfig, environment: dict[str, str]) -> None:
             # Ray refuses sizes for a cluster that it did not start (`ray start`, `ray job submit`).
             ray_init.num_cpus = None
             ray_init.num_gpus = None
+        elif ray_init.get("num_cpus") is not None or ray_init.get("num_gpus") is not None:
+            # Sizes ask for a cluster of our own; without an address Ray would join another one on this machine.
+            ray_init.address = "local"
 
 
 def train(config: DictConfig) -> None:

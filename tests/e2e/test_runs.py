@@ -83,3 +83,23 @@ def test_a_killed_run_resumes_with_the_same_next_loss(folder: Path, tree_adamw: 
     for name in COMPARED:
         for step, metrics in resumed.items():
             assert metrics[name] == pytest.approx(tree_adamw[step][name], rel=1e-5, abs=1e-7), (name, step)
+
+
+def test_ppo_with_a_critic_on_two_ranks(folder: Path) -> None:
+    """GAE on the leaves of two ranks; the critic learns on trees too."""
+    metrics = run(
+        folder,
+        "critic",
+        "algorithm.adv_estimator=gae",
+        f"critic.model.path={folder}/model",
+        "critic.ppo_mini_batch_size=2",
+        "critic.ppo_max_token_len_per_gpu=256",
+        "critic.optim.lr=1e-2",
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=3",
+    )
+    assert set(metrics) == {1, 2, 3}
+    for step in metrics.values():
+        assert step["critic/vf_loss"] > 0 and step["critic/grad_norm"] > 0 and step["actor/grad_norm"] > 0
+        assert step["tree/por"] > 0.4 and step["tree/leaves_per_session"] == 4.0
+    assert metrics[3]["critic/vf_loss"] < metrics[1]["critic/vf_loss"]

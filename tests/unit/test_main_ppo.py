@@ -195,6 +195,7 @@ def test_ray_gets_the_environment_and_the_logical_gpus(monkeypatch: pytest.Monke
     adapt_ray_options(config, {"VERL_PLATFORM": "cpu"})
     ray_init = config.ray_kwargs.ray_init
     assert ray_init.num_gpus == 2
+    assert ray_init.address == "local", "without an address Ray joins a cluster of somebody else on this machine"
     assert ray_init.runtime_env.env_vars.VERL_PLATFORM == "cpu"
     assert ray_init.runtime_env.env_vars.VLLM_CPU_KVCACHE_SPACE == "1"
     assert all(isinstance(value, str) for value in ray_init.runtime_env.env_vars.values())
