@@ -40,6 +40,7 @@ from verl_tree.padding import append_padding_rows, fill_padding_rows, real_rows
 from verl_tree.trainer_metrics import (
     capture_metrics,
     describe_failures,
+    describe_step,
     promote_tree_metrics,
     session_metrics,
     tree_tokens_per_s,
@@ -199,6 +200,7 @@ class TreePPOTrainerSync(PPOTrainerSync):
         epoch: int,
     ) -> None:
         super()._compute_metrics(real_rows(batch), metrics, timing_raw, global_steps=global_steps, epoch=epoch)
+        print(describe_step(metrics, step=global_steps, num_steps=self.total_training_steps), flush=True)
 
     def _log_rollout_data(self, batch: KVBatchMeta, timing_raw: dict[str, float], rollout_data_dir: str) -> None:
         super()._log_rollout_data(real_rows(batch), timing_raw, rollout_data_dir)

@@ -80,6 +80,30 @@ def describe_failures(report: CaptureReport) -> str | None:
     return "\n".join(lines)
 
 
+def describe_step(metrics: Mapping[str, float], *, step: int, num_steps: int) -> str:
+    """One line for people: is the agent learning, and what did the trees save?
+
+    Args:
+        metrics: everything that the step logs.
+        step: its number.
+        num_steps: of the run.
+
+    Returns:
+        Such as `step 5/30: reward 0.53, validation 0.52 | 3.0 leaves a session, POR 0.86, 7.3x fewer tokens |
+        step 5.4 s, update 1.0 s`; what was not measured is left out.
+    """
+    validation = [value for name, value in sorted(metrics.items()) if name.startswith("val-core/")]
+    reward = [f"reward {metrics['tree/session_reward/mean']:.2f}"] + [
+        f"validation {value:.2f}" for value in validation[:1]
+    ]
+    tree = [f"{metrics['tree/leaves_per_session']:.1f} leaves a session"]
+    if "tree/por" in metrics:
+        tree += [f"POR {metrics['tree/por']:.2f}", f"{metrics['tree/compression']:.1f}x fewer tokens"]
+    seconds = {"step": "timing_s/step", "generation": "timing_s/gen", "update": "timing_s/update_actor"}
+    times = [f"{name} {metrics[key]:.1f} s" for name, key in seconds.items() if key in metrics]
+    return f"step {step}/{num_steps}: " + " | ".join(", ".join(part) for part in (reward, tree, times) if part)
+
+
 def promote_tree_metrics(metrics: dict[str, float]) -> None:
     """Renames the actor engine's `actor/tree/...` to `tree/...`, in place; the critic's keep their prefix."""
     for name in [name for name in metrics if name.startswith("actor/tree/")]:

@@ -9,6 +9,7 @@ from rollout_hooks.report import CaptureReport, FailedSession
 from verl_tree.trainer_metrics import (
     capture_metrics,
     describe_failures,
+    describe_step,
     promote_tree_metrics,
     session_metrics,
     tree_tokens_per_s,
@@ -74,3 +75,25 @@ def test_tree_tokens_per_second() -> None:
     assert tree_tokens_per_s({"tree/tokens": 100.0}, update_s=4.0) == {"perf/update_tree_tokens_per_s": 25.0}
     assert tree_tokens_per_s({}, update_s=4.0) == {}
     assert tree_tokens_per_s({"tree/tokens": 100.0}, update_s=0.0) == {}  # no update in the critic's warm-up
+
+
+def test_a_step_in_one_line() -> None:
+    metrics = {
+        "tree/session_reward/mean": 0.531,
+        "tree/leaves_per_session": 2.94,
+        "tree/por": 0.863,
+        "tree/compression": 7.275,
+        "timing_s/step": 5.425,
+        "timing_s/gen": 3.178,
+        "timing_s/update_actor": 0.978,
+    }
+    assert describe_step(metrics, step=5, num_steps=30) == (
+        "step 5/30: reward 0.53 | 2.9 leaves a session, POR 0.86, 7.3x fewer tokens"
+        " | step 5.4 s, generation 3.2 s, update 1.0 s"
+    )
+    validated = describe_step(metrics | {"val-core/task/reward/mean@1": 0.516}, step=5, num_steps=30)
+    assert "reward 0.53, validation 0.52 |" in validated
+    assert (
+        describe_step(dict(list(metrics.items())[:2]), step=1, num_steps=2)
+        == "step 1/2: reward 0.53 | 2.9 leaves a session"
+    )
