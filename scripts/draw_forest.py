@@ -78,7 +78,7 @@ def draw_mask(axes: Axes, layout: TreeLayout, vocabulary: list[str], node_T: lis
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.set_title("its pack: key with position, and the queries that see it", fontsize=9)
+    axes.set_title("its pack: keys with their positions, and the queries that see them", fontsize=9)
 
 
 def main() -> None:
@@ -102,7 +102,7 @@ def main() -> None:
     draw_flat(figure.add_subplot(grid[0, 0]), lines, node_of)
     draw_tree(figure.add_subplot(grid[1, 0]), layout, vocabulary, node_T)
     draw_mask(figure.add_subplot(grid[:, 1]), layout, vocabulary, node_T)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 0.96))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(arguments.out, metadata={"Date": None})
 
