@@ -185,3 +185,35 @@ def test_bad_sequences_are_refused():
         tree_log_probs(tiny_model(), [[1, 2], []])
     with pytest.raises(ValueError, match=r"tree\.capacity"):
         tree_log_probs(tiny_model(), [[1, 2, 3]], capacity=2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bfloat16_errs_no_more_than_the_flat_path_does(seed):
+    """Against float64 on the same, rounded weights; design invariant 1 allows 1.5 times the flat path's error."""
+    rng = np.random.default_rng(seed)
+    sequences = [row for row in random_sequences(rng, num_sequences=24, mean_len=12) if len(row) > 1]
+    coefficients = [torch.from_numpy(rng.normal(size=len(row) - 1)) for row in sequences]
+    low = tiny_model(seed=seed, initializer_range=0.1).bfloat16()
+    exact = tiny_model(seed=seed, initializer_range=0.1)
+    exact.load_state_dict({name: value.double() for name, value in low.state_dict().items()})
+
+    def flat(model):
+        return [flat_scores(model, row)[0] for row in sequences]
+
+    def tree(model):
+        return tree_log_probs(model, sequences).log_probs
+
+    def error(model, compute):
+        want, got = flat(exact), compute(model)
+        losses = [
+            sum((coefficient * scores.double()).sum() for coefficient, scores in zip(coefficients, each, strict=True))
+            for each in (want, got)
+        ]
+        wanted, found = gradients(exact, losses[0]), gradients(model, losses[1])
+        return (
+            (torch.cat(got).double() - torch.cat(want)).norm().item(),
+            sum((found[name].double() - wanted[name]).square().sum().item() for name in wanted) ** 0.5,
+        )
+
+    for of_flat, of_tree in zip(error(low, flat), error(low, tree), strict=True):
+        assert 0 < of_tree <= 1.5 * of_flat, (of_tree, of_flat)
