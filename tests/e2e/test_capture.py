@@ -115,7 +115,9 @@ def settings(tmp_path):
 def cluster():
     here = str(pathlib.Path(__file__).parent)
     python_path = os.pathsep.join([UNIT_TESTS, here, str(pathlib.Path(here).parents[1])])
-    ray.init(num_cpus=6, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": python_path}})
+    ray.init(
+        address="local", num_cpus=6, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": python_path}}
+    )
     yield
     ray.shutdown()
 

@@ -112,7 +112,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayWorkerGroup
         "TRANSFER_QUEUE_ENABLE": "1",
         "PYTHONPATH": str(Path(__file__).parent),  # the echo workers import this file
     }
-    ray.init(num_cpus=8, num_gpus=NUM_RANKS, include_dashboard=False, runtime_env={"env_vars": env})
+    ray.init(address="local", num_cpus=8, num_gpus=NUM_RANKS, include_dashboard=False, runtime_env={"env_vars": env})
     try:
         tq.init()
         group = RayWorkerGroup(

@@ -45,7 +45,7 @@ class Server:
 @pytest.fixture(autouse=True)
 def cluster() -> Iterator[None]:
     """A cluster per test: the watchdog reports every death of its job, also an earlier one."""
-    ray.init(num_cpus=4, logging_level="ERROR", log_to_driver=False)
+    ray.init(address="local", num_cpus=4, logging_level="ERROR", log_to_driver=False)
     yield
     ray.shutdown()
 
