@@ -44,6 +44,11 @@ class RunFailedError(RuntimeError):
     """The run was ended by the watchdog, or failed and the watchdog knows why; the message is its report."""
 
 
+def _cluster() -> str:
+    """The address of this driver's own cluster: Ray's state API would ask any other that this machine remembers."""
+    return ray.get_runtime_context().gcs_address
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """Why a run cannot go on.
@@ -92,7 +97,9 @@ class Watchdog:
             requests.RequestException: Likewise.
         """
         job = [("job_id", "=", ray.get_runtime_context().get_job_id())]
-        actors = list_actors(filters=job, detail=True, limit=STATE_LIMIT, raise_on_missing_output=False)
+        actors = list_actors(
+            address=_cluster(), filters=job, detail=True, limit=STATE_LIMIT, raise_on_missing_output=False
+        )
         return self._dead_actor(actors) or self._gone_engine(actors) or self._hang(job)
 
     def _dead_actor(self, actors: list[ActorState]) -> Finding | None:
@@ -123,6 +130,7 @@ class Watchdog:
     def _hang(self, job: list[tuple[str, str, str]]) -> Finding | None:
         now = time.monotonic()
         tasks = list_tasks(
+            address=_cluster(),
             filters=[*job, ("state", "=", "RUNNING")],
             detail=True,
             limit=STATE_LIMIT,
@@ -187,7 +195,7 @@ def _running_for(task: TaskState) -> str:
 
 def _log_tail(actor_id: str, *, suffix: str, num_lines: int) -> str:
     try:
-        return "".join(get_log(actor_id=actor_id, suffix=suffix, tail=num_lines)).strip()
+        return "".join(get_log(address=_cluster(), actor_id=actor_id, suffix=suffix, tail=num_lines)).strip()
     except (RayStateApiException, requests.RequestException) as error:
         return f"(not readable: {error})"
 
