@@ -1,0 +1,247 @@
+"""The optimum: the paper's multi-path programme (Tree Training, section 2.2.2, eq. 6-11) with pruning.
+
+State of a node: the loads of the packs (the paper's traversals) that visit it, each load being the tokens that the pack
+holds below the node. What happens above depends on nothing else, and because a pack computes each of its tokens once,
+the cost so far is the sum of the loads: a state *is* its sorted loads. Lifting to the parent adds the node's tokens to
+every load (eq. 9). At the parent, the loads of its children are merged in every way in which no pack outgrows
+C - L(parent) (eq. 10); two packs of one child stay two packs for ever. At the root the smallest sum wins (eq. 11).
+
+Three things keep the number of states small, none of which can lose the optimum:
+
+- one state for equal loads, and within a merge one choice among packs of equal load;
+- dominance: a state whose sorted loads are nowhere smaller than another's, with as many packs or more, is dropped;
+- bounds: the loads so far, plus one visit of every ancestor by each of the packs, plus the least that the rest of the
+  tree costs (`bound.py`), must stay below the best packing known.
+
+With a cap on loss terms a load is the pair (tokens, terms).
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from verl_tree.packing.bound import least_visits
+from verl_tree.packing.problem import Caps, Items
+
+Load = tuple[int, int]
+State = tuple[Load, ...]
+
+
+class BudgetExceededError(ValueError):
+    """The optimum was not found within the budget; there is no packing to return."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """What the programme may use, over all trees of a forest.
+
+    Attributes:
+        max_states: states that may be made.
+        deadline_s: value of `time.perf_counter` at which it gives up.
+        num_states: states made so far.
+    """
+
+    max_states: int
+    deadline_s: float
+    num_states: int = field(default=0)
+
+    def spend(self) -> None:
+        """Counts one state.
+
+        Raises:
+            BudgetExceededError: states or time are used up.
+        """
+        self.num_states += 1
+        is_late = self.num_states % 1024 == 0 and time.perf_counter() > self.deadline_s
+        if self.num_states > self.max_states or is_late:
+            raise BudgetExceededError
+
+
+def exact(items: Items, *, caps: Caps, known: list[list[int]], budget: Budget) -> list[list[int]]:
+    """Packs one tree with the fewest tokens possible.
+
+    Args:
+        items: the tree.
+        caps: of a pack.
+        known: a packing; returned where none is better.
+        budget: what may be used.
+
+    Returns:
+        The items of each pack.
+
+    Raises:
+        BudgetExceededError: see `Budget`.
+    """
+    programme = _Programme(items, caps=caps, known=known, budget=budget)
+    return known if programme.best == sum(programme.least) else programme.solve()
+
+
+class _Programme:
+    """One run on one tree. A table maps a state to the packs that make it, as bit masks of items."""
+
+    def __init__(self, items: Items, *, caps: Caps, known: list[list[int]], budget: Budget) -> None:
+        nodes = items.nodes()
+        self.nodes, self.caps, self.known, self.budget = nodes, caps, known, budget
+        self.best = sum(items.union_tokens(members) for members in known)
+        self.own = (nodes.end - nodes.start).tolist()
+        self.visits = least_visits(items, nodes=nodes, caps=caps).tolist()
+        self.least = [own * visits for own, visits in zip(self.own, self.visits, strict=True)]
+        # A second result for a cap that does not bind would only part states that are the same.
+        self.terms = items.terms.tolist() if items.terms.sum() > caps.num_terms else [0] * len(items)
+        self.ends_here: list[list[int]] = [[] for _ in range(nodes.num_nodes)]
+        for item, node in enumerate(items.end_node(nodes).tolist()):
+            self.ends_here[node].append(item)
+
+    def solve(self) -> list[list[int]]:
+        nodes = self.nodes
+        parent, subtree_end = nodes.parent.tolist(), nodes.subtree_end.tolist()
+        children: list[list[int]] = [[] for _ in range(nodes.num_nodes)]
+        for node in range(nodes.num_nodes - 1, 0, -1):
+            children[parent[node]].insert(0, node)
+        least_before = np.concatenate(([0], np.cumsum(self.least))).tolist()
+        tables: list[dict[State, tuple[int, ...]]] = [{} for _ in range(nodes.num_nodes)]
+        for node in range(nodes.num_nodes - 1, -1, -1):
+            ancestors = [node]
+            while parent[ancestors[-1]] >= 0:
+                ancestors.append(parent[ancestors[-1]])
+            subtree = least_before[subtree_end[node]] - least_before[node]
+            outside = least_before[-1] - subtree - sum(self.least[each] for each in ancestors[1:])
+            # What is still to be merged here: subtrees whose least cost stands in for their loads.
+            waiting = subtree - self.least[node]
+            table: dict[State, tuple[int, ...]] = {(): ()}
+            for item in self.ends_here[node]:
+                one = {((0, self.terms[item]),): (1 << item,)}
+                table = self._merge(table, one, node=node, ancestors=ancestors, rest=outside + waiting)
+            for child in children[node]:
+                waiting -= least_before[subtree_end[child]] - least_before[child]
+                lifted = {
+                    tuple((load + self.own[child], terms) for load, terms in state): packs
+                    for state, packs in tables[child].items()
+                }
+                tables[child] = {}
+                table = self._merge(table, lifted, node=node, ancestors=ancestors, rest=outside + waiting)
+            tables[node] = table
+        best_state = min(
+            tables[0],
+            key=lambda state: (sum(load for load, _ in state) + self.own[0] * len(state), len(state)),
+            default=None,
+        )
+        if best_state is None:
+            return self.known
+        return [_members(mask) for mask in tables[0][best_state]]
+
+    def _merge(
+        self,
+        first: dict[State, tuple[int, ...]],
+        second: dict[State, tuple[int, ...]],
+        *,
+        node: int,
+        ancestors: list[int],
+        rest: int,
+    ) -> dict[State, tuple[int, ...]]:
+        """Merges two tables at a node in every way that can still beat the best packing known."""
+        room = self.caps.num_tokens - int(self.nodes.end[node])
+        path = [(self.own[each], self.visits[each]) for each in ancestors]
+        most = self._most_packs(path)
+        merged: dict[State, tuple[int, ...]] = {}
+        for left, left_packs in first.items():
+            left_sum = sum(load for load, _ in left)
+            for right, right_packs in second.items():
+                max_packs = most(self.best - rest - left_sum - sum(load for load, _ in right))
+                if max(len(left), len(right)) > max_packs:
+                    continue
+                self._match(
+                    list(zip(left, left_packs, strict=True)),
+                    list(zip(right, right_packs, strict=True)),
+                    room=room,
+                    max_packs=max_packs,
+                    into=merged,
+                )
+        return _undominated(merged)
+
+    def _most_packs(self, path: list[tuple[int, int]]):
+        """How many packs may visit a node and its ancestors for fewer than a number of tokens."""
+
+        def most(num_tokens: int) -> int:
+            low, high = 0, self.nodes.num_nodes + len(self.terms)
+            while low < high:
+                middle = (low + high + 1) // 2
+                if sum(own * max(visits, middle) for own, visits in path) < num_tokens:
+                    low = middle
+                else:
+                    high = middle - 1
+            return low
+
+        return most
+
+    def _match(
+        self,
+        left: list[tuple[Load, int]],
+        right: list[tuple[Load, int]],
+        *,
+        room: int,
+        max_packs: int,
+        into: dict[State, tuple[int, ...]],
+    ) -> None:
+        """Each pack of `right` joins a pack of `left` of its own, or stays alone."""
+        used = [False] * len(left)
+        packs = list(left)
+        alone: list[tuple[Load, int]] = []
+
+        def place(index: int) -> None:
+            if len(packs) + len(alone) > max_packs:
+                return
+            if index == len(right):
+                self.budget.spend()
+                result = sorted(packs + alone, reverse=True)
+                into.setdefault(tuple(load for load, _ in result), tuple(mask for _, mask in result))
+                return
+            (load, terms), mask = right[index]
+            tried = set()
+            for number, ((left_load, left_terms), left_mask) in enumerate(left):
+                if used[number] or (left_load, left_terms) in tried:
+                    continue
+                tried.add((left_load, left_terms))
+                if left_load + load > room or left_terms + terms > self.caps.num_terms:
+                    continue
+                used[number] = True
+                packs[number] = ((left_load + load, left_terms + terms), left_mask | mask)
+                place(index + 1)
+                packs[number] = left[number]
+                used[number] = False
+            alone.append(right[index])
+            place(index + 1)
+            alone.pop()
+
+        place(0)
+
+
+def _undominated(table: dict[State, tuple[int, ...]]) -> dict[State, tuple[int, ...]]:
+    """Drops states whose sorted loads are nowhere smaller than another's that has no more packs."""
+    if len(table) < 2:
+        return table
+    states = sorted(table, key=lambda state: (sum(load for load, _ in state), len(state), state))
+    width = max(map(len, states))
+    # A missing pack is below one of load 0, which would still visit every ancestor.
+    padded = np.full((len(states), width, 2), -1, dtype=np.int64)
+    for number, state in enumerate(states):
+        padded[number, : len(state)] = state
+    flat = padded.reshape(len(states), -1)
+    kept: list[int] = []
+    kept_rows = np.empty_like(flat)
+    for number, row in enumerate(flat):
+        if not (kept_rows[: len(kept)] <= row).all(axis=1).any():
+            kept_rows[len(kept)] = row
+            kept.append(number)
+    return {states[number]: table[states[number]] for number in kept}
+
+
+def _members(mask: int) -> list[int]:
+    """The set bits, ascending."""
+    members = []
+    while mask:
+        lowest = mask & -mask
+        members.append(lowest.bit_length() - 1)
+        mask ^= lowest
+    return members

@@ -1,0 +1,250 @@
+"""Ruin and recreate (Schrimpf et al., 2000): take a few packs apart, put them together anew, keep what is better.
+
+Items of a few packs that share much are taken out and put back one after another, each where it shares most; the
+result is kept unless it is worse. That moves and swaps leaves, merges packs and parts them. How many rounds are run
+depends on the instance only, so one seed gives one result; the deadline is a safeguard.
+"""
+
+import random
+import time
+from bisect import bisect
+
+import numpy as np
+
+from verl_tree.packing.bound import tree_lower_bound
+from verl_tree.packing.problem import Caps, Items
+
+MAX_WINDOW_ITEMS = 384
+"""Items that are improved together: they share a table of pairs."""
+
+_MAX_RUINED_ITEMS = 32
+_STALE_ROUNDS = 250
+"""Rounds without a better packing, plus four per item, after which a search ends."""
+
+
+def improve(
+    items: Items,
+    bins: list[list[int]],
+    *,
+    caps: Caps,
+    num_rounds: int,
+    seed: int,
+    deadline_s: float,
+    lower_bound: int,
+) -> list[list[int]]:
+    """Ruins and recreates packs, window by window where there are many items.
+
+    A window is a run of packs in DFS order; the second pass shifts the windows by half a window.
+    """
+    bins = sorted(bins)
+    if len(items) <= MAX_WINDOW_ITEMS:
+        search = _RuinAndRecreate(items, bins, caps=caps, seed=seed)
+        return search.run(num_rounds, deadline_s=deadline_s, lower_bound=lower_bound)
+    for shift in (0, 1):
+        improved: list[list[int]] = []
+        windows = _windows(bins, max_items=MAX_WINDOW_ITEMS, shift=shift)
+        for number, window in enumerate(windows):
+            if len(window) == 1:
+                improved.extend(window)
+                continue
+            index = np.array(sorted(item for members in window for item in members))
+            local = {item: position for position, item in enumerate(index.tolist())}
+            part = Items(
+                lens=items.lens[index],
+                lcp=items.shared(index),
+                terms=items.terms[index],
+                bounds=np.arange(len(index) + 1),
+            )
+            search = _RuinAndRecreate(
+                part, [[local[item] for item in members] for members in window], caps=caps, seed=seed + number
+            )
+            found = search.run(
+                num_rounds * len(index) // (2 * len(items)),
+                deadline_s=deadline_s,
+                lower_bound=tree_lower_bound(part, caps=caps),
+            )
+            improved.extend([index[members].tolist() for members in found])
+        bins = sorted(improved)
+    return bins
+
+
+def _windows(bins: list[list[int]], *, max_items: int, shift: int) -> list[list[list[int]]]:
+    windows: list[list[list[int]]] = []
+    num_items = max_items // 2 * shift
+    for members in bins:
+        if windows and num_items + len(members) <= max_items:
+            windows[-1].append(members)
+            num_items += len(members)
+        else:
+            windows.append([members])
+            num_items = len(members)
+    return windows
+
+
+class _RuinAndRecreate:
+    """The search on one window; plain Python on a table of pairs, because the packs that it touches are small."""
+
+    def __init__(self, items: Items, bins: list[list[int]], *, caps: Caps, seed: int) -> None:
+        self.caps = caps
+        self.random = random.Random(seed)
+        self.lens, self.terms = items.lens.tolist(), items.terms.tolist()
+        self.shared = _pairs(items)
+        self.bins = [list(members) for members in bins]
+        self.bin_of = [0] * len(items)
+        for number, members in enumerate(self.bins):
+            for item in members:
+                self.bin_of[item] = number
+        self.tokens = [items.union_tokens(members) for members in self.bins]
+        self.bin_terms = [sum(self.terms[item] for item in members) for members in self.bins]
+
+    def run(self, num_rounds: int, *, deadline_s: float, lower_bound: int) -> list[list[int]]:
+        """Runs the rounds and returns the best packing: none is ever worse than the one before."""
+        stale = 0
+        for number in range(num_rounds):
+            if sum(self.tokens) <= lower_bound or len(self.bins) < 2 or stale >= _STALE_ROUNDS + 4 * len(self.lens):
+                break
+            if number % 32 == 0 and time.perf_counter() > deadline_s:
+                break
+            stale = 0 if self._round() else stale + 1
+        return [sorted(members) for members in self.bins]
+
+    def _round(self) -> bool:
+        """One ruin and recreate; whether tokens were saved."""
+        chosen = self._choose()
+        removed = self._remove(chosen)
+        kept = [[item for item in self.bins[number] if item not in removed] for number in chosen]
+        old_tokens = sum(self.tokens[number] for number in chosen)
+        new = _Bins(self, kept)
+        order = self._order(removed)
+        blink = self.random.choice((0.0, 0.0, 0.05, 0.15))
+        for item in order:
+            new.insert(item, blink=blink)
+            if sum(new.tokens) > old_tokens:
+                return False
+        new_tokens = sum(new.tokens)
+        members = [each for each in new.members if each]
+        if new_tokens == old_tokens and len(members) > len(chosen):
+            return False
+        self._replace(chosen, new)
+        return new_tokens < old_tokens
+
+    def _choose(self) -> list[int]:
+        """A few packs: that of a random item, and others that hold what it shares most with, or any."""
+        anchor = self.random.randrange(len(self.lens))
+        chosen = [self.bin_of[anchor]]
+        num_chosen = min(self.random.choice((2, 2, 3, 3, 4)), len(self.bins))
+        near = self.random.random() < 0.6
+        row, step = self.shared[anchor], 1
+        while near and len(chosen) < num_chosen and step < len(row):
+            for item in (anchor - step, anchor + step):
+                if 0 <= item < len(row) and self.bin_of[item] not in chosen and len(chosen) < num_chosen:
+                    chosen.append(self.bin_of[item])
+            step += 1
+        others = [number for number in range(len(self.bins)) if number not in chosen]
+        return chosen + self.random.sample(others, num_chosen - len(chosen))
+
+    def _remove(self, chosen: list[int]) -> set[int]:
+        """Which items of the chosen packs are taken out: all of small packs, a run in DFS order of each large one."""
+        removed: set[int] = set()
+        share = max(_MAX_RUINED_ITEMS // len(chosen), 1)
+        for number in chosen:
+            members = self.bins[number]
+            if len(members) > share:
+                start = self.random.randrange(len(members) - share + 1)
+                members = members[start : start + share]
+            if len(members) > 1 and self.random.random() < 0.3:
+                members = self.random.sample(members, self.random.randrange(1, len(members)))
+            removed.update(members)
+        return removed
+
+    def _order(self, removed: set[int]) -> list[int]:
+        """The order in which items are put back: longest first, in DFS order from somewhere on, or any."""
+        order = sorted(removed)
+        kind = self.random.randrange(4)
+        if kind == 0:
+            order.sort(key=self.lens.__getitem__, reverse=True)
+        elif kind == 1:
+            self.random.shuffle(order)
+        elif kind == 2:
+            start = self.random.randrange(len(order))
+            order = order[start:] + order[:start]
+        else:
+            noise = self.random.random
+            order.sort(key=lambda item: self.lens[item] * (0.7 + 0.6 * noise()), reverse=True)
+        return order
+
+    def _replace(self, chosen: list[int], new: "_Bins") -> None:
+        filled = [number for number, members in enumerate(new.members) if members]
+        places = chosen[: len(filled)] + list(range(len(self.bins), len(self.bins) + len(filled) - len(chosen)))
+        for place, number in zip(places, filled, strict=True):
+            if place == len(self.bins):
+                self.bins.append([])
+                self.tokens.append(0)
+                self.bin_terms.append(0)
+            self.bins[place] = new.members[number]
+            self.tokens[place], self.bin_terms[place] = new.tokens[number], new.terms[number]
+            for item in new.members[number]:
+                self.bin_of[item] = place
+        for place in sorted(chosen[len(filled) :], reverse=True):
+            last = len(self.bins) - 1
+            for columns in (self.bins, self.tokens, self.bin_terms):
+                columns[place] = columns[last]
+                columns.pop()
+            if place != last:
+                for item in self.bins[place]:
+                    self.bin_of[item] = place
+
+
+class _Bins:
+    """Packs under construction."""
+
+    def __init__(self, search: _RuinAndRecreate, members: list[list[int]]) -> None:
+        self.search = search
+        self.members = [[] for _ in members]
+        self.tokens = [0] * len(members)
+        self.terms = [0] * len(members)
+        for number, kept in enumerate(members):
+            for item in kept:  # ascending: each shares most with the one before it
+                own = search.shared[self.members[number][-1]][item] if self.members[number] else 0
+                self.members[number].append(item)
+                self.tokens[number] += search.lens[item] - own
+                self.terms[number] += search.terms[item]
+
+    def insert(self, item: int, *, blink: float) -> None:
+        """Puts an item where it shares most; the fullest of equals. With probability `blink` a bin is overlooked."""
+        search = self.search
+        item_len, item_terms, row = search.lens[item], search.terms[item], search.shared[item]
+        max_tokens, max_terms = search.caps.num_tokens, search.caps.num_terms
+        best, best_shared, best_tokens, best_place = -1, -1, -1, 0
+        for number, members in enumerate(self.members):
+            place = bisect(members, item)
+            shared = 0
+            if place:
+                shared = row[members[place - 1]]
+            if place < len(members) and row[members[place]] > shared:
+                shared = row[members[place]]
+            tokens = self.tokens[number]
+            if shared < best_shared or (shared == best_shared and tokens <= best_tokens):
+                continue
+            if tokens + item_len - shared > max_tokens or self.terms[number] + item_terms > max_terms:
+                continue
+            if blink and search.random.random() < blink:
+                continue
+            best, best_shared, best_tokens, best_place = number, shared, tokens, place
+        if best < 0:
+            best, best_shared, best_place = len(self.members), 0, 0
+            self.members.append([])
+            self.tokens.append(0)
+            self.terms.append(0)
+        self.members[best].insert(best_place, item)
+        self.tokens[best] += item_len - best_shared
+        self.terms[best] += item_terms
+
+
+def _pairs(items: Items) -> list[list[int]]:
+    """(m, m) tokens that every two items share, as lists: they are read one number at a time."""
+    num_items = len(items)
+    above = np.where(np.triu(np.ones((num_items, num_items), dtype=bool), 1), items.lcp[None, :], items.lens.max())
+    upper = np.minimum.accumulate(above, axis=1)
+    table = np.where(np.triu(np.ones((num_items, num_items), dtype=bool), 1), upper, 0)
+    return (table + table.T + np.diag(items.lens)).tolist()
