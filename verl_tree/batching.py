@@ -1,29 +1,32 @@
-"""Which row is trained where: whole prompt groups to mini-batches and ranks, and padding that evens the ranks
-out.
+"""Which row is trained where: prompt groups to mini-batches and ranks, and padding that evens the ranks out.
 
 verl cuts a batch by row count: rows are dealt to ranks by length and each rank's rows are sliced into
 mini-batches. Sessions with several leaves break both: siblings part, and the number of optimiser steps
-depends on the leaf count. Here the unit is the group (verl's uid): a group is on one rank and in one
-mini-batch, and a mini-batch is `ppo_mini_batch_size` groups, however many leaves they have.
+depends on the leaf count. Here the unit is the group (verl's uid): a group is in one mini-batch, and a
+mini-batch is `ppo_mini_batch_size` groups, however many leaves they have. A group is also on one rank, unless
+the ranks would be so uneven that it pays to cut it and to compute some of its tokens twice (`balancing`).
 
-Example, 2 ranks, 2 groups per mini-batch, three groups A (rows 0 1 2), B (row 3), C (rows 4 5)::
+Example, 2 ranks, 2 groups per mini-batch, three groups A (rows 0 1 2), B (row 3), C (rows 4 5), none worth a
+cut::
 
     mini-batch 0: A on rank 0, B on rank 1        rank 0: 0 1 2 | p        rows ((3, 1), (1, 3))
     mini-batch 1: C on rank 1                     rank 1: 3 | 4 5 q        num_rows (4, 2)
 
 Rank 0 has nothing in mini-batch 1 and gets the padding row p; q evens out the ranks, because verl's dispatch
-cuts the batch into equal parts.
+cuts the batch into equal parts. Were C cut, rank 0 would have row 4 in place of p and rank 1 row 5.
 
 Pure functions on Python and numpy values; nothing here knows verl, torch or ray.
 """
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+
+from verl_tree.balancing import Balance, Piece, balance
+from verl_tree.cost_model import CostModel, WorkProfile
 
 
 class RowKey(NamedTuple):
@@ -122,49 +125,67 @@ class MiniBatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowAssignment:
-    """The order in which rows are dispatched, and the plan that says where the cuts are.
+    """The order in which rows are dispatched, the plan that says where the mini-batches are, and what they cost.
 
     Attributes:
         row_order: indices of rows, rank by rank and mini-batch by mini-batch; `num_rows + i` is padding row
             i.
         num_padding: padding rows to be made.
-        plan: the cuts.
+        plan: where the mini-batches of every rank are.
+        predicted_s: per rank, per mini-batch: the predicted time, padding not counted (the model's unit if
+            nothing was measured yet).
+        num_cut_groups: groups that are on more than one rank.
+        num_lost_tokens: tree tokens that ranks compute because of cuts, beyond those of whole groups.
     """
 
     row_order: tuple[int, ...]
     num_padding: int
     plan: MiniBatchPlan
+    predicted_s: tuple[tuple[float, ...], ...]
+    num_cut_groups: int
+    num_lost_tokens: int
+
+    @property
+    def imbalance(self) -> float:
+        """Predicted time over that of perfectly even ranks, at least 1: mini-batches wait for the slowest rank."""
+        mini_batches = list(zip(*self.predicted_s, strict=True))
+        mean_s = sum(sum(ranks) / len(ranks) for ranks in mini_batches)
+        return sum(max(ranks) for ranks in mini_batches) / mean_s if mean_s else 1.0
 
 
 def assign_rows(
     groups: Sequence[Sequence[int]],
     *,
-    costs: Sequence[int],
+    profiles: Sequence[WorkProfile],
+    model: CostModel,
     num_ranks: int,
     groups_per_mini_batch: int,
     shuffle_seed: Sequence[int] | None = None,
+    cut_groups: bool = True,
 ) -> RowAssignment:
     """Deals groups to mini-batches and ranks and pads the ranks to equal numbers of rows.
 
     Invariants:
         - `row_order` is a permutation of all rows and `num_padding` padding rows;
-        - the rows of a group are neighbours, in the given order, in one (rank, mini-batch) cell;
+        - all rows of a group are in one mini-batch, so that the optimiser step does not depend on cuts;
+        - a group is on one rank unless cutting it evens out the ranks (`balancing.balance`); the rows that a
+          (rank, mini-batch) cell has of a group are one range of the group's DFS order, and stand next to
+          each other in the given order;
         - every mini-batch but the last has `groups_per_mini_batch` groups; without `shuffle_seed`
           mini-batches follow the order of `groups`;
         - every cell has at least one row; all ranks have equally many; padding comes last in its cell;
         - the same arguments give the same answer.
 
-    A rank's share of a mini-batch is balanced greedily, largest cost first: no rank exceeds the mean cost by
-    more than the largest group. A group is never split, so a mini-batch lasts at least as long as its largest
-    group.
-
     Args:
         groups: per group its rows; together the integers 0 .. number of rows - 1.
-        costs: per group, tree tokens.
+        profiles: per group the work of its rows; `order` holds positions in the group.
+        model: what work costs.
         num_ranks: data-parallel ranks.
         groups_per_mini_batch: verl's `ppo_mini_batch_size`, counted in prompts.
         shuffle_seed: groups are drawn into mini-batches in a random order of this seed; None keeps their
             order.
+        cut_groups: whether a group may be on several ranks. False where a rank must see all leaves of a token:
+            `tree.shared_tokens` other than `sum` counts them on the rank.
 
     Returns:
         The assignment.
@@ -182,7 +203,7 @@ def assign_rows(
             f"actor_rollout_ref.actor.ppo_mini_batch_size={groups_per_mini_batch} must be at least 1 prompt"
         )
     num_rows = sum(len(group) for group in groups)
-    assert len(costs) == len(groups)
+    assert [profile.num_leaves for profile in profiles] == [len(group) for group in groups]
     assert sorted(row for group in groups for row in group) == list(range(num_rows))
 
     order = list(range(len(groups)))
@@ -191,41 +212,36 @@ def assign_rows(
     mini_batches = [order[i : i + groups_per_mini_batch] for i in range(0, len(order), groups_per_mini_batch)]
 
     cells: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    balances: list[Balance] = []
     for members in mini_batches:
-        rank_num_rows = [sum(len(cell) for cell in rank_cells) for rank_cells in cells]
-        shares = _balance(members, groups=groups, costs=costs, rank_num_rows=rank_num_rows)
-        for rank, share in enumerate(shares):
-            cells[rank].append([row for group in share for row in groups[group]])
+        balanced = balance(
+            members,
+            profiles=profiles,
+            model=model,
+            rank_num_rows=[sum(len(cell) for cell in rank_cells) for rank_cells in cells],
+            cut_groups=cut_groups,
+        )
+        balances.append(balanced)
+        for rank, share in enumerate(balanced.shares):
+            cells[rank].append([row for piece in share for row in _rows_of(piece, groups=groups, profiles=profiles)])
     num_padding = _pad(cells, first_padding_row=num_rows)
-
-    plan = MiniBatchPlan(
-        rows=tuple(tuple(len(cell) for cell in rank_cells) for rank_cells in cells),
-        num_rows=tuple(sum(len(groups[group]) for group in members) for members in mini_batches),
+    return RowAssignment(
+        row_order=tuple(row for rank_cells in cells for cell in rank_cells for row in cell),
+        num_padding=num_padding,
+        plan=MiniBatchPlan(
+            rows=tuple(tuple(len(cell) for cell in rank_cells) for rank_cells in cells),
+            num_rows=tuple(sum(len(groups[group]) for group in members) for members in mini_batches),
+        ),
+        predicted_s=tuple(zip(*(balanced.loads_s for balanced in balances), strict=True)),
+        num_cut_groups=sum(balanced.num_cut_groups for balanced in balances),
+        num_lost_tokens=sum(balanced.num_lost_tokens(profiles) for balanced in balances),
     )
-    row_order = tuple(row for rank_cells in cells for cell in rank_cells for row in cell)
-    return RowAssignment(row_order=row_order, num_padding=num_padding, plan=plan)
 
 
-def _balance(
-    members: Sequence[int],
-    *,
-    groups: Sequence[Sequence[int]],
-    costs: Sequence[int],
-    rank_num_rows: Sequence[int],
-) -> list[list[int]]:
-    """Longest processing time first: the dearest group left goes to the least loaded rank.
-
-    Ties go to the rank with the fewest rows so far, which keeps padding rows few.
-    """
-    shares: list[list[int]] = [[] for _ in rank_num_rows]
-    heap = [(0, num_rows, rank) for rank, num_rows in enumerate(rank_num_rows)]
-    heapq.heapify(heap)
-    for position in sorted(range(len(members)), key=lambda i: (-costs[members[i]], i)):
-        cost, num_rows, rank = heapq.heappop(heap)
-        shares[rank].append(position)
-        group = members[position]
-        heapq.heappush(heap, (cost + costs[group], num_rows + len(groups[group]), rank))
-    return [[members[position] for position in sorted(share)] for share in shares]
+def _rows_of(piece: Piece, *, groups: Sequence[Sequence[int]], profiles: Sequence[WorkProfile]) -> list[int]:
+    """The rows of a piece, in the order of its group."""
+    positions = np.sort(profiles[piece.group].order[piece.start : piece.end]).tolist()
+    return [groups[piece.group][position] for position in positions]
 
 
 def _pad(cells: list[list[list[int]]], *, first_padding_row: int) -> int:

@@ -17,6 +17,7 @@ FLAT_STRATEGY = "fsdp2"
 """verl's own engine: what `tree.enabled=false` selects."""
 
 SHARED_TOKENS = ("sum", "mean", "once")
+GATES = ("auto", "always", "never")
 
 
 def _from_mapping(cls: type, values: Any, *, key: str) -> Any:
@@ -74,6 +75,10 @@ class TreeConfig:
         enabled: Train on forests (true) or the same rows through verl's own FSDP2 engine (false).
         capacity: Tree tokens of one pack; None takes the role's own `*_max_token_len_per_gpu`.
         packing: Method of `verl_tree.packing.pack`.
+        max_loss_terms: Trained tokens of one pack, counted on every leaf; None for no limit.
+        max_path_len: Tokens of the longest trajectory; None for no limit of its own.
+        gate: Which packs run flat, their trajectories one by one: those that the cost model predicts to be faster
+            that way (`auto`), all (`always`) or none (`never`).
         backend: Attention backend of `verl_tree.attention.tree_attention`.
         shared_tokens: What a token shared by several trajectories receives: `sum` of the leaves' gradients
             (the flat objective), their `mean` over the leaves that train it, or that of the first leaf (`once`).
@@ -84,6 +89,9 @@ class TreeConfig:
     enabled: bool = True
     capacity: int | None = None
     packing: str = "auto"
+    max_loss_terms: int | None = None
+    max_path_len: int | None = None
+    gate: str = "auto"
     backend: str = "auto"
     shared_tokens: str = "sum"
     logits_chunk_size: int = 1024
@@ -96,6 +104,14 @@ class TreeConfig:
         if self.capacity is not None:
             remedy = "leave it null to take each role's own *_max_token_len_per_gpu"
             _require_int(self.capacity, key="tree.capacity", minimum=2, remedy=remedy)
+        for name in ("max_loss_terms", "max_path_len"):
+            if getattr(self, name) is not None:
+                _require_int(getattr(self, name), key=f"tree.{name}", minimum=2, remedy="null sets no limit")
+        if self.gate not in GATES:
+            raise ValueError(
+                f"tree.gate={self.gate!r} is unknown; choose one of {', '.join(GATES)} ('auto' runs a pack flat where "
+                "that is predicted to be faster)"
+            )
         for name in ("packing", "backend"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:

@@ -136,6 +136,7 @@ def tree_log_probs(
     calculate_entropy: bool = False,
     backend: str = "auto",
     capacity: int | None = None,
+    packing: str = "auto",
 ) -> SequenceLogProbs:
     """Log-probs of trajectories that share prefixes, every shared prefix computed once, forward and backward.
 
@@ -149,6 +150,7 @@ def tree_log_probs(
         calculate_entropy: Also return the entropy of the distribution before each token.
         backend: Attention backend, see `verl_tree.attention.BACKENDS`.
         capacity: Tree tokens that one forward pass may hold. None: no limit.
+        packing: Method of `verl_tree.packing.pack`.
 
     Returns:
         The scores, in the order of `sequences`.
@@ -157,11 +159,11 @@ def tree_log_probs(
         ValueError: A sequence is empty or longer than the capacity, or the model or the backend cannot honour the tree.
     """
     forest = TokenForest.from_sequences(sequences)
-    packing = pack(forest, capacity=capacity)
+    packs = pack(forest, capacity=capacity, method=packing)
     log_probs: list[Tensor | None] = [None] * len(sequences)
     entropy: list[Tensor | None] = [None] * len(sequences)
     with tree_attention_implementation(model, max_path_len=int(forest.sequence_lens.max(initial=0))):
-        for one in packing.packs:
+        for one in packs.packs:
             layout = TreeLayout.from_forest(forest, one.leaves, device=model.device)
             scores = tree_forward_log_probs(
                 model,
@@ -176,8 +178,8 @@ def tree_log_probs(
     return SequenceLogProbs(
         log_probs=log_probs,
         entropy=entropy if calculate_entropy else None,
-        num_tree_tokens=packing.num_tokens,
-        num_flat_tokens=packing.num_flat_tokens,
+        num_tree_tokens=packs.num_tokens,
+        num_flat_tokens=packs.num_flat_tokens,
     )
 
 

@@ -2,9 +2,10 @@
 
 What differs from `PPOTrainerSync` (verl 0.9.1), each through one overridden method:
 
-- rows: a prompt group stays on one rank and in one mini-batch, in an order that does not depend on when rows
-  arrived (`_balance_batch`, `batching`); padding rows have two tokens and are left out of advantages, metrics
-  and dumps;
+- rows: a prompt group stays in one mini-batch, and on one rank unless the ranks would be too uneven
+  (`_balance_batch`, `batching`), in an order that does not depend on when rows arrived; which rank is decided by
+  the cost model that the workers have fitted (`cost_model`); padding rows have two tokens and are left out of
+  advantages, metrics and dumps;
 - workers: `verl_tree.worker`, which cut mini-batches as planned here (`_init_resource_pool_mgr`,
   `_update_*`);
 - advantages: the estimator `tree_grpo` is told which session a row belongs to (`_compute_advantage`,
@@ -35,6 +36,7 @@ from rollout_hooks.report import CaptureReport
 from rollout_hooks.worker import TreeAgentLoopManager
 from verl_tree import advantages, replay
 from verl_tree.batching import MiniBatchPlan, assign_rows, group_rows
+from verl_tree.cost_model import CostModel, WorkProfile
 from verl_tree.metrics import ForestCounts
 from verl_tree.padding import append_padding_rows, fill_padding_rows, real_rows
 from verl_tree.trainer_metrics import (
@@ -77,6 +79,7 @@ class TreePPOTrainerSync(PPOTrainerSync):
             )
         self._prompt_numbers = count()
         self._plan: MiniBatchPlan | None = None
+        self._cost_model = CostModel.prior()
 
     def _build_replay_buffer(self) -> ReplayBuffer:
         buffer = super()._build_replay_buffer()
@@ -111,20 +114,26 @@ class TreePPOTrainerSync(PPOTrainerSync):
         keep_minibatch: bool = False,
     ) -> KVBatchMeta:
         """Orders the rows rank by rank and mini-batch by mini-batch, and keeps the plan for the updates."""
-        input_ids = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids"])[
-            "input_ids"
-        ]
-        sequences = [row.numpy() for row in input_ids.unbind()]
+        stored = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids", "response_mask"]
+        )
+        sequences = [row.numpy() for row in stored["input_ids"].unbind()]
+        masks = [row.numpy() for row in stored["response_mask"].unbind()]
         groups = group_rows(batch.keys)
         actor = self.config.actor_rollout_ref.actor
         assignment = assign_rows(
             groups,
-            costs=[_forest(sequences, group).num_tokens for group in groups],
+            profiles=[_profile(sequences, masks=masks, rows=group) for group in groups],
+            model=self._cost_model,
             num_ranks=self._num_ranks(),
             groups_per_mini_batch=actor.ppo_mini_batch_size,
             shuffle_seed=(actor.data_loader_seed, self.global_steps) if actor.shuffle else None,
+            # The other objectives count the leaves of a token, which must then be on one rank.
+            cut_groups=self.config.tree.shared_tokens == "sum",
         )
         self._plan = assignment.plan
+        metrics["tree/cut_groups"] = float(assignment.num_cut_groups)
+        metrics["tree/cut_tokens"] = float(assignment.num_lost_tokens)
         if not self.config.tree.enabled:
             counts = count_flat(sequences, row_order=assignment.row_order, cells=assignment.plan.rows)
             metrics.update(sum([counts] * actor.ppo_epochs, ForestCounts()).metrics())
@@ -189,6 +198,8 @@ class TreePPOTrainerSync(PPOTrainerSync):
         batch.extra_info.update(self._plan.to_extra_info())
         batch = super()._update_actor(batch, metrics)
         promote_tree_metrics(metrics)
+        if "tree/cost_model/s_per_token" in metrics:
+            self._cost_model = CostModel.from_metrics(metrics, prefix="tree/cost_model")
         return batch
 
     def _compute_metrics(
@@ -227,6 +238,16 @@ class TreePPOTrainerSync(PPOTrainerSync):
         if failures is not None:
             logger.warning("step %d (%s): %s", self.global_steps, partition, failures)
         return report
+
+
+def _profile(sequences: list[np.ndarray], *, masks: list[np.ndarray], rows: list[int]) -> WorkProfile:
+    """The work of a group; a mask covers the end of its row."""
+    trained = []
+    for row in rows:
+        mask = np.zeros(len(sequences[row]), dtype=bool)
+        mask[len(mask) - len(masks[row]) :] = masks[row]
+        trained.append(mask)
+    return WorkProfile.from_forest(_forest(sequences, rows), trained=trained)
 
 
 def _forest(sequences: list[np.ndarray], rows: list[int]) -> TokenForest:

@@ -52,7 +52,7 @@ def check_tree_options(config: DictConfig) -> None:
 
     tree = TreeConfig.from_mapping(OmegaConf.to_container(config.tree, resolve=True))
     try:
-        pack(TokenForest.from_sequences([[0]]), capacity=None, method=tree.packing)
+        pack(TokenForest.from_sequences([[0]]), method=tree.packing)
     except ValueError as error:
         raise ValueError(f"tree.packing={tree.packing}: {error}") from error
     if tree.backend != "auto" and tree.backend not in BACKENDS:
@@ -153,6 +153,15 @@ def check_capacity(config: DictConfig) -> None:
                 f"prompt_length + response_length = {longest} tokens (data.max_prompt_length, data.max_response_length)"
             )
             refuse(config, key, f"less than the longest possible trajectory, {lens}; raise it or shorten them")
+    response = config.actor_rollout_ref.rollout.response_length
+    limits = {
+        "tree.max_path_len": (longest, "longest possible trajectory"),
+        "tree.max_loss_terms": (response, "longest possible response (data.max_response_length)"),
+    }
+    for key, (most, what) in limits.items():
+        limit = _get(config, key)
+        if config.tree.enabled and limit is not None and limit < most:
+            refuse(config, key, f"less than the {what}, {most} tokens; raise it, or set null for no limit")
 
 
 def check_loss_normalisation(config: DictConfig) -> None:

@@ -24,7 +24,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker, T
 
 from verl_tree.batching import MiniBatchPlan
 from verl_tree.engine import FSDPTreeEngineWithLMHead
-from verl_tree.metrics import ForestCounts
+from verl_tree.metrics import ForestCounts, RankTimes
 from verl_tree.platform_cpu import ensure_cpu_process_group
 
 
@@ -66,7 +66,7 @@ class TreeTrainingWorker(TrainingWorker):
         order = list(_mini_batch_order(len(rows), epochs=epochs, seed=seed, shuffle=shuffle))
         starts = np.cumsum([0, *rows])
 
-        outputs, counts, num_micro_batches = [], ForestCounts(), 0
+        outputs, counts, times, num_micro_batches = [], ForestCounts(), RankTimes(), 0
         with (
             self.engine.train_mode(disable_auto_offload=disable_auto_offload),
             Timer(name="train_batch", logger=None),
@@ -85,13 +85,14 @@ class TreeTrainingWorker(TrainingWorker):
                 self.profiler.step()
                 if isinstance(self.engine, FSDPTreeEngineWithLMHead):
                     counts = counts + self.engine.tree_counts
+                    times = times + self.engine.rank_times
                     num_micro_batches += self.engine.num_micro_batches
 
         if not self.engine.is_mp_src_rank_with_outputs():
             return None
         metrics = _merge_metrics([tu.get(output, "metrics") for output in outputs])
         if isinstance(self.engine, FSDPTreeEngineWithLMHead):
-            metrics.update(counts.metrics())
+            metrics.update(counts.metrics() | times.metrics() | self.engine.cost_metrics)
             metrics["tree/micro_batches"] = num_micro_batches
         return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": metrics}).cpu()
 

@@ -59,9 +59,22 @@ CASES = [
     Case("lora", model={"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}),
     Case("one_pack", capacity=4096),
     Case("dense_backend", tree={"backend": "dense"}),
+    Case("flat_packs", tree={"gate": "always"}, actor={"entropy_coeff": 0.05}),
+    Case("loss_term_cap", tree={"max_loss_terms": 40}),
+    *(
+        Case(f"packing_{method}", tree={"packing": method}, capacity=capacity)
+        for method, capacity in (
+            ("heuristic", 37),
+            ("exact", 41),
+            ("single_path", 53),
+            ("dfs_first_fit", 47),
+            ("arrival_first_fit", 61),
+        )
+    ),
     Case("small_chunks", tree={"logits_chunk_size": 3}, actor={"entropy_coeff": 0.05}),
     Case("temperature_per_row", temperature_per_row=True, actor={"entropy_coeff": 0.05}),
     Case("shared_tokens_once", tree={"shared_tokens": "once"}, same_objective=False),
+    Case("shared_tokens_once_flat", tree={"shared_tokens": "once", "gate": "always"}, same_objective=False),
     Case("critic", is_critic=True),
     Case("critic_seq_mean", is_critic=True, actor={"loss_agg_mode": "seq-mean-token-mean"}),
     Case("duplicates_and_prefixes", rows="duplicates"),

@@ -8,6 +8,7 @@ from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForCondition
 from tree_cases import DEEP, flat_scores, gradients, layout_of, random_sequences, relative_error, tiny_model
 
 from verl_tree.functional import expand, scale_gradient, shared_token_weights, tree_log_probs, tree_scale
+from verl_tree.packing import METHODS
 
 # Tree tokens: 5 (leaves 0 1 2), 6 (leaves 0 1), 7 (leaf 0), 8 (leaf 1), 9 (leaf 2); leaves in DFS order 0 1 2.
 SMALL = [[5, 6, 7], [5, 6, 8], [5, 9]]
@@ -127,6 +128,25 @@ def test_tree_log_probs_equals_the_flat_path(capacity, backend):
     for name, want_one in want_gradients.items():
         assert relative_error(got_gradients[name], want_one) < 1e-10, name
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("seed", range(4))
+def test_every_packing_restores_the_flat_gradient(method, seed):
+    """Random forests, random capacities of one to three times the longest trajectory."""
+    rng = np.random.default_rng(seed)
+    sequences = random_sequences(rng, num_sequences=int(rng.integers(6, 16)), mean_len=5)
+    capacity = int(max(map(len, sequences)) * rng.uniform(1, 3))
+    model = tiny_model(seed=seed)
+    got = tree_log_probs(model, sequences, capacity=capacity, packing=method)
+    want = [flat_scores(model, sequence)[0] for sequence in sequences]
+    for log_probs, want_log_probs in zip(got.log_probs, want, strict=True):
+        torch.testing.assert_close(log_probs, want_log_probs, rtol=1e-10, atol=1e-10)
+    trained = [index for index, sequence in enumerate(sequences) if len(sequence) > 1]
+    got_gradients = gradients(model, clipped_loss([got.log_probs[index] for index in trained]))
+    want_gradients = gradients(model, clipped_loss([want[index] for index in trained]))
+    for name, want_one in want_gradients.items():
+        assert relative_error(got_gradients[name], want_one) < 1e-10, name
 
 
 def test_no_entropy_unless_asked():

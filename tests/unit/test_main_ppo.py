@@ -81,6 +81,8 @@ REFUSED = {
         ([f"{ACTOR}.ppo_max_token_len_per_gpu=1000"], ["ppo_max_token_len_per_gpu=1000", "1024 tokens"]),
         (["critic.enable=true", "critic.forward_max_token_len_per_gpu=9"], ["critic.forward_max_token_len_per_gpu=9"]),
         (["data.max_response_length=16000"], ["16512 tokens", "raise it"]),
+        (["tree.max_path_len=1000"], ["tree.max_path_len=1000", "1024 tokens", "null"]),
+        (["tree.max_loss_terms=511"], ["tree.max_loss_terms=511", "data.max_response_length", "512 tokens"]),
     ],
     "check_loss_normalisation": [
         ([f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"], ["loss_scale_factor=None", "max_response_length"])

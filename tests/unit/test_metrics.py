@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_tree.metrics import ForestCounts
+from verl_tree.metrics import ForestCounts, RankTimes
 from verl_tree.packing import pack
 from verl_tree.tree import TokenForest
 
@@ -26,7 +26,10 @@ def test_by_hand():
             "tree/nodes": 4,
             "tree/leaves": 5,
             "tree/packs": 2,
+            "tree/packs_flat": 0,
             "tree/depth": 2,
+            "tree/gap": 0,
+            "tree/fill": 1,
         }
     )
     assert all(type(value) is float for value in counts.metrics().values())
@@ -46,6 +49,8 @@ def test_ratios_are_of_the_sums():
         num_nodes=3,
         num_leaves=12,
         num_packs=3,
+        num_lower_bound_tokens=7,
+        num_capacity_tokens=6,
         depth=1,
     )
     assert total.metrics()["tree/por"] == pytest.approx(18 / 25)
@@ -58,10 +63,22 @@ def test_depth_is_the_deepest():
     assert (deep + flat).depth == (flat + deep).depth == 2
 
 
+def test_every_mini_batch_waits_for_its_slowest_rank():
+    """Maxima 3 and 4 over means 2 and 3: 7/5, although over both mini-batches the ranks did 5 and 5."""
+    first = RankTimes.of_ranks(predicted_s=[3, 1], measured_s=[2, 2], packing_s=[0.1, 0.3])
+    second = RankTimes.of_ranks(predicted_s=[2, 4], measured_s=[1, 3], packing_s=[0.2, 0.1])
+    assert sum([first, second], RankTimes()).metrics() == pytest.approx(
+        {"tree/rank_imbalance/predicted": 7 / 5, "tree/rank_imbalance/measured": 5 / 4, "tree/packing_s": 0.5}
+    )
+    unmeasured = RankTimes.of_ranks(predicted_s=[3, 1], measured_s=[0, 0], packing_s=[0.1, 0.3])
+    assert unmeasured.metrics().keys() == {"tree/rank_imbalance/predicted", "tree/packing_s"}
+
+
 def test_nothing_counted():
     metrics = ForestCounts().metrics(prefix="rollout")
     assert metrics["rollout/por"] == metrics["rollout/err"] == 0.0
     assert metrics["rollout/compression"] == 1.0
+    assert "rollout/gap" not in metrics and "rollout/fill" not in metrics
 
 
 def test_a_packing_of_another_forest_is_a_bug():

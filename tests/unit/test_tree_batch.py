@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from verl_tree.engine.tree_batch import split_into_packs, trained_tokens
+from verl_tree.cost_model import CostModel, Work
+from verl_tree.engine.tree_batch import PackOptions, TreeBatch, split_into_packs, trained_tokens
 
 
 def jagged(rows: list[list[int]]) -> torch.Tensor:
@@ -18,12 +19,10 @@ TOKENS = np.concatenate(ROWS)
 OFFSETS = np.array([0, 4, 6, 9, 13])
 
 
-def split(masks: list[list[int]], **options):
-    lens = np.diff(OFFSETS)
-    settings = {"capacity": 100, "method": "auto", "shared_tokens": "sum"} | options
-    return split_into_packs(
-        TOKENS, offsets=OFFSETS, trained=trained_tokens(jagged(masks), sequence_lens=lens), **settings
-    )
+def split(masks: list[list[int]], *, merge_keys: list | None = None, **options) -> TreeBatch:
+    trained = trained_tokens(jagged(masks), sequence_lens=np.diff(OFFSETS))
+    options = PackOptions(**({"capacity": 100} | options))
+    return split_into_packs(TOKENS, offsets=OFFSETS, trained=trained, options=options, merge_keys=merge_keys)
 
 
 def test_a_mask_covers_the_end_of_its_row() -> None:
@@ -80,3 +79,60 @@ def test_shared_tokens_are_weighed_over_all_packs(capacity: int) -> None:
 def test_rows_with_different_merge_keys_share_nothing() -> None:
     batch = split([[1, 1], [1], [1], [1, 1]], merge_keys=[1.0, 1.0, 0.5, 1.0])
     assert batch.counts.num_packed_tokens == 4 + 2 + 3
+
+
+def test_the_work_of_a_pack() -> None:
+    """5 6 7 8 9 at positions 0 1 2 3 2: 1 + 2 + 3 + 4 + 3 pairs; 7, 8, 9 are scored; 5 6, 7 8 and 9 are nodes."""
+    (micro,) = split([[1, 1], [0], [1], [0, 1]]).micro_batches
+    assert micro.work == Work(num_tokens=5, num_visible_pairs=13, num_scored=3, num_segments=3, num_packs=1)
+
+
+def test_packs_run_dearest_first() -> None:
+    batch = split([[1, 1], [1], [1], [0, 1]], capacity=5, merge_keys=[0, 0, 1, 0])
+    # The rows 0 and 3 are one tree of 4 tokens, row 2 one of 3, the padding row one of 2: 4 and 3 + 2.
+    assert [micro.work.num_tokens for micro in batch.micro_batches] == [5, 4]
+
+
+@pytest.mark.parametrize(("capacity", "lens"), [(100, [[4, 3, 4]]), (8, [[4, 4], [3]]), (4, [[4], [4], [3]])])
+def test_a_pack_that_runs_flat_shares_nothing_and_keeps_the_capacity(capacity: int, lens: list[list[int]]) -> None:
+    batch = split([[1, 1], [0], [1], [0, 1]], capacity=capacity, gate="always")
+    rows = [np.diff(OFFSETS)[micro.rows].tolist() for micro in batch.micro_batches]
+    assert sorted(sorted(each) for each in rows) == sorted(sorted(each) for each in lens)
+    for micro in batch.micro_batches:
+        assert micro.layout.num_tokens == micro.layout.num_flat_tokens <= capacity
+        assert (micro.layout.parent_T < 0).sum() == len(micro.rows)
+        assert micro.work.num_segments == len(micro.rows)
+    flat = np.zeros(len(TOKENS), dtype=np.int64)
+    for micro in batch.micro_batches:
+        flat[micro.flat_index_F.numpy()] = micro.layout.token_ids_T[micro.layout.tree_index_F].numpy()
+    assert flat.tolist() == [5, 6, 7, 8, 0, 0, 5, 6, 9, 5, 6, 7, 8]
+    assert batch.counts.num_packed_tokens == 11
+    assert batch.counts.num_flat_packs == batch.counts.num_packs == len(lens)
+
+
+def test_the_gate_opens_where_the_model_says_so() -> None:
+    """5 tokens in 3 segments as a tree, 11 tokens in 3 segments and one pack flat."""
+    masks = [[1, 1], [0], [1], [0, 1]]
+    linear = CostModel(s_per_token=1.0, s_per_pair=0.0, s_per_scored=0.0, s_per_segment=0.0, s_per_pack=0.0)
+    assert split(masks, model=linear).counts.num_flat_packs == 0
+    # Without sharing there are fewer segments: rows 0 and 2 alone are 5 6 | 7 8 | 9 as a tree and two rows flat.
+    masks = [[1, 1], [0], [1], [0, 0]]
+    for s_per_segment, is_flat in ((1.9, False), (2.1, True)):
+        model = CostModel(
+            s_per_token=1.0, s_per_pair=0.0, s_per_scored=0.0, s_per_segment=s_per_segment, s_per_pack=0.0
+        )
+        batch = split(masks, model=model)  # tree: 5 tokens, 3 segments; flat: 7 tokens, 2 segments
+        assert batch.counts.num_flat_packs == int(is_flat)
+        assert batch.counts.num_packed_tokens == (7 if is_flat else 5)
+        assert split(masks, model=model, gate="never").counts.num_flat_packs == 0
+    assert split(masks, model=None).counts.num_flat_packs == 0, "nothing was measured yet"
+
+
+def test_caps_reach_the_packing() -> None:
+    masks = [[1, 1], [0], [1], [1, 1]]
+    assert split(masks).counts.num_packs == 1
+    assert split(masks, max_loss_terms=4).counts.num_packs == 2
+    with pytest.raises(ValueError, match=r"tree\.max_path_len"):
+        split(masks, max_path_len=3)
+    with pytest.raises(ValueError, match="does not exist"):
+        split(masks, method="magic")

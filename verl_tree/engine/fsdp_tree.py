@@ -13,6 +13,7 @@ What differs from the flat engine on purpose:
 """
 
 import dataclasses
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -30,9 +31,12 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.transformers import ATTENTION_NAME, check_model, register
 from verl_tree.config import TreeFSDPEngineConfig
+from verl_tree.cost_model import CostModel
 from verl_tree.engine.model_build import build_token_classifier, on_this_device
-from verl_tree.engine.rows import RowOutputs, one_value_per_rank, refuse_unsupported, sum_over_ranks
+from verl_tree.engine.pack_times import OnlineCost, PackClock
+from verl_tree.engine.rows import RankWork, RowOutputs, gather, one_value_per_rank, refuse_unsupported
 from verl_tree.engine.tree_batch import (
+    PackOptions,
     TreeBatch,
     TreeMicroBatch,
     first_token_pack,
@@ -42,7 +46,7 @@ from verl_tree.engine.tree_batch import (
 from verl_tree.functional import expand
 from verl_tree.layout import TreeLayout
 from verl_tree.logprobs import tree_forward_log_probs
-from verl_tree.metrics import ForestCounts
+from verl_tree.metrics import ForestCounts, RankTimes
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
@@ -54,6 +58,8 @@ class FSDPTreeEngineWithLMHead(FSDPEngineWithLMHead):
     Attributes:
         tree_counts: what the last mini-batch computed and what its rows hold, summed over all ranks.
         num_micro_batches: packs that each rank ran for it (the largest number of any rank).
+        rank_times: how evenly the ranks worked on it.
+        cost_metrics: the cost model of updates as rank 0 has fitted it, as metrics.
     """
 
     def __init__(
@@ -77,6 +83,9 @@ class FSDPTreeEngineWithLMHead(FSDPEngineWithLMHead):
         self.tree = engine_config.tree
         self.tree_counts = ForestCounts()
         self.num_micro_batches = 0
+        self.rank_times = RankTimes()
+        self.cost_metrics: dict[str, float] = {}
+        self._costs = {"update": OnlineCost(), "infer": OnlineCost()}
 
     def _build_module(self) -> torch.nn.Module:
         register()
@@ -117,9 +126,13 @@ class FSDPTreeEngineWithLMHead(FSDPEngineWithLMHead):
         num_tokens = data["loss_mask"].sum().to(get_device_id())
         dist.all_reduce(num_tokens, group=group)
         tu.assign_non_tensor(data, sp_size=1, batch_num_tokens=num_tokens.item(), dp_size=self.get_data_parallel_size())
-        batch = self._split(data)
-        self.num_micro_batches, self.tree_counts = sum_over_ranks(batch, group=group)
+        cost = self._costs["infer" if forward_only else "update"]
+        batch = self._split(data, model=cost.model)
+        ranks: list[RankWork] = gather(RankWork.of_batch(batch), group=group)
+        self.num_micro_batches = max(len(rank.works) for rank in ranks)
+        self.tree_counts = sum((rank.counts for rank in ranks), ForestCounts())
 
+        clock, busy_s = PackClock(get_device_name()), time.process_time()
         outputs = RowOutputs(data["input_ids"], names=self._output_names(data))
         losses, metrics = [], []
         num_steps = max(self.num_micro_batches, 1)
@@ -128,7 +141,7 @@ class FSDPTreeEngineWithLMHead(FSDPEngineWithLMHead):
             is_last = step == num_steps - 1
             sync = nullcontext() if forward_only else self._gradient_sync_context(is_last_micro_batch=is_last)
             grad = torch.no_grad() if forward_only else nullcontext()
-            with grad, sync, torch.profiler.record_function(f"micro_batch{step}"):
+            with grad, sync, clock.measure(), torch.profiler.record_function(f"micro_batch{step}"):
                 rows, model_output = self._compute_nothing(data) if micro is None else self._compute_pack(micro, data)
                 if micro is not None and forward_only:
                     outputs.add(micro, model_output)
@@ -142,13 +155,30 @@ class FSDPTreeEngineWithLMHead(FSDPEngineWithLMHead):
                 if not forward_only:
                     (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
+        self._account(cost, ranks, clock=clock, busy_s=time.process_time() - busy_s)
         return {
             "model_output": outputs.jagged() if forward_only else {},
             "loss": losses or [0.0],
             "metrics": one_value_per_rank(metrics),
         }
 
-    def _split(self, data: TensorDict) -> TreeBatch:
+    def _account(self, cost: OnlineCost, ranks: list[RankWork], *, clock: PackClock, busy_s: float) -> None:
+        """Notes how evenly the ranks worked, and lets the cost model learn from the measured times."""
+        predicted_s = [sum(map(cost.current.predict, rank.works)) for rank in ranks]
+        if not self.engine_config.full_determinism:
+            cost.learn([rank.works for rank in ranks], seconds=clock.seconds())
+        # On a GPU the processor waits for the device and its seconds say nothing.
+        measured_s = busy_s if get_device_name() == "cpu" else 0.0
+        mine = (measured_s, self._costs["update"].metrics(prefix="tree/cost_model"))
+        gathered = gather(mine, group=self.get_data_parallel_group())
+        self.rank_times = RankTimes.of_ranks(
+            predicted_s=predicted_s,
+            measured_s=[seconds for seconds, _ in gathered],
+            packing_s=[rank.packing_s for rank in ranks],
+        )
+        self.cost_metrics = gathered[0][1]
+
+    def _split(self, data: TensorDict, *, model: CostModel | None) -> TreeBatch:
         """The packs of this rank's rows."""
         input_ids = data["input_ids"]
         offsets = input_ids.offsets().cpu().numpy()
@@ -161,9 +191,15 @@ class FSDPTreeEngineWithLMHead(FSDPEngineWithLMHead):
             input_ids.values().cpu().numpy(),
             offsets=offsets,
             trained=trained_tokens(mask, sequence_lens=np.diff(offsets)),
-            capacity=int(data["max_token_len_per_gpu"]) if capacity is None else capacity,
-            method=self.tree.packing,
-            shared_tokens=self.tree.shared_tokens,
+            options=PackOptions(
+                capacity=int(data["max_token_len_per_gpu"]) if capacity is None else capacity,
+                method=self.tree.packing,
+                max_loss_terms=self.tree.max_loss_terms,
+                max_path_len=self.tree.max_path_len,
+                gate=self.tree.gate,
+                shared_tokens=self.tree.shared_tokens,
+                model=model,
+            ),
             # One temperature per pack position: rows that are scored at different temperatures do not merge.
             merge_keys=temperature.tolist() if isinstance(temperature, Tensor) and temperature.dim() else None,
         )

@@ -1,6 +1,7 @@
 """verl's side of a mini-batch: what its rows may hold, and how results are handed back as verl expects them."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 from verl.utils.model import extract_multi_modal_inputs
 
+from verl_tree.cost_model import Work
 from verl_tree.engine.tree_batch import TreeBatch, TreeMicroBatch
 from verl_tree.metrics import ForestCounts
 
@@ -62,11 +64,31 @@ class RowOutputs:
         return {name: torch.nested.nested_tensor_from_jagged(flat, self._offsets) for name, flat in self._flat.items()}
 
 
-def sum_over_ranks(batch: TreeBatch, *, group: dist.ProcessGroup) -> tuple[int, ForestCounts]:
-    """The largest number of packs of any rank, and the counts of all ranks together."""
+@dataclass(frozen=True, slots=True)
+class RankWork:
+    """What one rank computes in a mini-batch.
+
+    Attributes:
+        works: its packs, in the order in which they run.
+        counts: their metrics.
+        packing_s: seconds of packing.
+    """
+
+    works: tuple[Work, ...]
+    counts: ForestCounts
+    packing_s: float
+
+    @classmethod
+    def of_batch(cls, batch: TreeBatch) -> Self:
+        """The work of this rank's packs."""
+        return cls(tuple(micro.work for micro in batch.micro_batches), batch.counts, batch.packing_s)
+
+
+def gather(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
+    """The values of all ranks."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (len(batch.micro_batches), batch.counts), group=group)
-    return max(num for num, _ in gathered), sum((counts for _, counts in gathered), ForestCounts())
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 def one_value_per_rank(step_metrics: list[dict[str, Any]]) -> dict[str, Any]:
