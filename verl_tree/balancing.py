@@ -125,7 +125,7 @@ def balance(
         _piece(group, start=0, end=profiles[group].num_leaves, profiles=profiles, model=model) for group in members
     ]
     best = current = _deal_whole(wholes, profiles=profiles, rank_num_rows=rank_num_rows)
-    if not cut_groups:
+    if not cut_groups or best.makespan_s == 0:
         return best
     num_ranks = len(rank_num_rows)
     min_gain_s = MIN_GAIN * sum(best.loads_s) / num_ranks

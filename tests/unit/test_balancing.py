@@ -193,6 +193,12 @@ def test_fixed_cost_per_pack_can_make_a_cut_not_worth_it():
     assert balanced(profiles, num_ranks=2, model=replace(TOKENS, s_per_pack=5000.0)).num_cut_groups == 0
 
 
+def test_work_that_costs_nothing_is_not_cut():
+    free = CostModel(s_per_token=0.0, s_per_pair=0.0, s_per_scored=0.0, s_per_segment=0.0, s_per_pack=0.0)
+    result = balance([0], profiles=[group_of([(0, 5), (0, 5)])], model=free, rank_num_rows=[4, 2], cut_groups=True)
+    assert bounds(result) == [[], [(0, 0, 2)]]
+
+
 RUNS = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 9)), min_size=1, max_size=12)
 
 
