@@ -75,22 +75,37 @@ def main() -> None:
 
 def _run_engines(options: argparse.Namespace) -> None:
     """The same rows through verl's own FSDP2 engine and the tree engine."""
-    from bench_engines import time_engines  # imports verl, which the other cases do without
+    from bench_engines import branches, overlapping, time_engines  # imports verl, which the other cases do without
 
-    cases = time_engines(
-        _model(options),
-        prompt_lens=dict(_cases(options)),
-        branches=options.branches,
-        branch_len=options.branch_len,
-        repetitions=options.repetitions,
-    )
-    for case in cases:
+    if options.overlap:
+        num_tokens = options.branches * options.branch_len
+        cases = {
+            f"POR {ratio:g}": overlapping(
+                ratio, vocab_size=options.vocab_size, num_leaves=options.branches, num_flat_tokens=num_tokens
+            )
+            for ratio in options.overlap
+        }
+    else:
+        cases = {
+            name: branches(
+                vocab_size=options.vocab_size,
+                prompt_len=prompt_len,
+                num_branches=options.branches,
+                branch_len=options.branch_len,
+            )
+            for name, prompt_len in _cases(options)
+        }
+    gates = ("auto", "never") if options.overlap else ("auto",)
+    records = time_engines(_model(options), cases, repetitions=options.repetitions, gates=gates)
+    for record in records:
+        never = f" (gate never: {record['ratio_of_gates']['never']:.2f}x)" if options.overlap else ""
         print(
-            f"{case['case']}: compression {case['compression']:.2f}, tree engine {case['tree_s']:.3f} s, verl's engine "
-            f"{case['flat_s']:.3f} s ({case['flat_rows']} rows a micro-batch): {case['ratio']:.2f}x faster"
+            f"{record['case']}: compression {record['compression']:.2f}, tree engine {record['tree_s']:.3f} s, verl's "
+            f"engine {record['flat_s']:.3f} s ({record['flat_rows']} rows a micro-batch): {record['ratio']:.2f}x faster"
+            f"{never}, {record['packs_run_flat']} packs run flat"
         )
     if options.out:
-        options.out.write_text(json.dumps({"environment": _environment(options), "cases": cases}, indent=1) + "\n")
+        options.out.write_text(json.dumps({"environment": _environment(options), "cases": records}, indent=1) + "\n")
 
 
 def _parse_options() -> argparse.Namespace:
@@ -107,6 +122,9 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=["shared", "unrelated"], default=["shared", "unrelated"])
     parser.add_argument(
         "--engines", action="store_true", help="time the rows through verl's own engine and the tree engine"
+    )
+    parser.add_argument(
+        "--overlap", type=float, nargs="+", metavar="POR", help="with --engines: trees of these overlap ratios instead"
     )
     return parser.parse_args()
 

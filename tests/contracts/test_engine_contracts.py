@@ -54,6 +54,9 @@ def test_the_engine_sets_what_the_overrides_read() -> None:
     source = inspect.getsource(FSDPEngine)
     for assignment in ("self._autocast_dtype = ", "self.scaler = ", "self.use_remove_padding = ", "self.module = "):
         assert assignment in source
+    # Runs that must repeat bit for bit say so here; measured times then decide nothing.
+    assert FSDPEngineConfig().full_determinism is False
+    assert "self.engine_config.full_determinism" in source
     # The strategies that verl's FSDP code branches on; ours is replaced by fsdp2 before it sees it.
     assert 'self.engine_config.strategy == "fsdp2"' in inspect.getsource(FSDPEngine._build_fsdp_module)
 

@@ -86,13 +86,14 @@ def test_a_killed_run_resumes_with_the_same_next_loss(folder: Path, tree_adamw: 
 
 
 def test_ppo_with_a_critic_on_two_ranks(folder: Path) -> None:
-    """GAE on the leaves of two ranks; the critic learns on trees too."""
+    """GAE on the leaves of two ranks; the critic learns on trees too. A mini-batch of one group is cut to feed both."""
     metrics = run(
         folder,
         "critic",
         "algorithm.adv_estimator=gae",
         f"critic.model.path={folder}/model",
-        "critic.ppo_mini_batch_size=2",
+        "critic.ppo_mini_batch_size=1",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1",
         "critic.ppo_max_token_len_per_gpu=256",
         "critic.optim.lr=1e-2",
         "trainer.n_gpus_per_node=2",
@@ -102,4 +103,8 @@ def test_ppo_with_a_critic_on_two_ranks(folder: Path) -> None:
     for step in metrics.values():
         assert step["critic/vf_loss"] > 0 and step["critic/grad_norm"] > 0 and step["actor/grad_norm"] > 0
         assert step["tree/por"] > 0.4 and step["tree/leaves_per_session"] == 4.0
+        assert step["tree/cut_groups"] == 4 and step["tree/cut_tokens"] > 0
+        assert 1.0 <= step["tree/rank_imbalance/predicted"] < 1.5
+        assert 1.0 <= step["tree/rank_imbalance/measured"] < 2.0, "a rank had nothing to do"
+        assert step["tree/gap"] >= 0.0 and 0.0 < step["tree/fill"] <= 1.0 and step["tree/packing_s"] > 0.0
     assert metrics[3]["critic/vf_loss"] < metrics[1]["critic/vf_loss"]

@@ -32,7 +32,7 @@ from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.transformers import ATTENTION_NAME, check_model, register
 from verl_tree.config import TreeFSDPEngineConfig
 from verl_tree.cost_model import CostModel
-from verl_tree.engine.model_build import build_token_classifier, on_this_device
+from verl_tree.engine.model_build import on_this_device
 from verl_tree.engine.pack_times import OnlineCost, PackClock
 from verl_tree.engine.rows import RankWork, RowOutputs, gather, one_value_per_rank, refuse_unsupported
 from verl_tree.engine.tree_batch import (
@@ -290,41 +290,6 @@ class FSDPTreeEngineWithLMHead(FSDPEngineWithLMHead):
         if self._autocast_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
-
-
-@EngineRegistry.register(model_type="value_model", backend="fsdp_tree", device=["cuda", "cpu"])
-class FSDPTreeEngineWithValueHead(FSDPTreeEngineWithLMHead):
-    """Critic: one value per token of the rows."""
-
-    def _build_module(self) -> torch.nn.Module:
-        # verl's own builder of critics asks for flash_attention_2 by name.
-        return build_token_classifier(self, super()._build_module)
-
-    def _forward(
-        self,
-        layout: TreeLayout,
-        *,
-        plan: AttentionPlan,
-        wanted_T: Tensor,
-        temperature: float | Tensor,
-        calculate_entropy: bool,
-    ) -> dict[str, Tensor]:
-        with self._autocast():
-            output = self.module(
-                input_ids=layout.token_ids_T.unsqueeze(0),
-                position_ids=layout.position_T.unsqueeze(0),
-                attention_mask=None,
-                use_cache=False,
-                tree_plan=plan,
-            )
-        return {"values": output.logits.reshape(layout.num_tokens).float()}
-
-    def _align(self, values_F: Tensor) -> Tensor:
-        """The value of a token stands at its own position."""
-        return values_F
-
-    def _output_names(self, data: TensorDict) -> tuple[str, ...]:
-        return ("values",)
 
 
 def _temperature_of_tokens(temperature: float | Tensor, layout: TreeLayout) -> float | Tensor:

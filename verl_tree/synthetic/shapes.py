@@ -6,6 +6,7 @@ random order. A count or length below 1 raises ValueError.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -24,13 +25,17 @@ from verl_tree.synthetic.growth import (
 def star(
     num_branches: int = 16,
     *,
-    prompt_len: int = 1024,
-    branch_len: TokenLen = (256, 4096),
+    prompt_len: int = 8192,
+    branch_len: TokenLen = (256, 2048),
     seed: Seed = 0,
     vocab_size: int = VOCAB_SIZE,
     shuffle: bool = True,
 ) -> Sequences:
-    """Samples of one prompt that share nothing else: `num_branches` trajectories, depth 2."""
+    """Samples of one prompt that share nothing else: `num_branches` trajectories, depth 2.
+
+    The default prompt is that of an agent: instructions, tools, documents. Where n branches need k packs, no packing
+    keeps more than (n - k) / (n - 1) of the potential reuse.
+    """
     check_counts(num_branches=num_branches, prompt_len=prompt_len)
     rng, tree = np.random.default_rng(seed), Growth()
     prompt = tree.add(NO_PARENT, node_len=prompt_len)
@@ -290,6 +295,7 @@ def unbalanced(
 
 SHAPES: dict[str, Callable[..., Sequences]] = {
     "star": star,
+    "star_short_prompt": partial(star, prompt_len=1024, branch_len=(1024, 4096)),
     "caterpillar": caterpillar,
     "tool_fan_out": tool_fan_out,
     "tree_search": tree_search,
