@@ -70,6 +70,10 @@ def main() -> None:
             record = _update(worker, groups, shares=shares)
             if predicted is not None:
                 record["predicted"] = predicted
+            if paths[path] == "fsdp_tree":
+                record["packed_tokens"] = worker.engine.tree_counts.num_packed_tokens
+            else:
+                record["packed_tokens"] = sum(len(row) for leaves in groups for row in leaves)
             if number:  # the first update warms up and is not counted
                 updates[path].append(record)
             if path == "tree" and workers[path].engine.cost_metrics:
@@ -185,6 +189,7 @@ def _summary(records: list[dict[str, Any]]) -> dict[str, float]:
     summary = {
         "measured_imbalance": times.metrics()["tree/rank_imbalance/measured"],
         "median_wall_s": float(np.median([record["wall_s"] for record in records])),
+        "packed_tokens": records[-1]["packed_tokens"],
     }
     if "predicted" in records[-1]:
         summary["predicted_imbalance"] = records[-1]["predicted"]
@@ -204,7 +209,7 @@ def _report(
         predicted = f", predicted {result['predicted_imbalance']:.3f}" if "predicted_imbalance" in result else ""
         print(
             f"{path:>18}: imbalance (max / mean) {result['measured_imbalance']:.3f}{predicted}; "
-            f"update {result['median_wall_s']:.2f} s"
+            f"{result['packed_tokens']:,} tokens computed, update {result['median_wall_s']:.2f} s"
         )
     if options.out:
         record = {

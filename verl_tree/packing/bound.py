@@ -1,11 +1,11 @@
 """A lower bound on packed tokens: in how many packs must each node appear at least?
 
 Bottom-up over the nodes. A pack that visits node v holds v's whole root path, so C - L(v) tokens are left for what is
-below, where L(v) counts the tokens from the root to the end of v. With t(c) visits of every child c, what is below
-takes D(v) = sum of w(c) t(c) tokens at least, w(c) being the tokens of c. Three bounds on the visits of v:
+below, where L(v) counts the tokens from the root to the end of v. With t(u) visits of every node u below v, what is
+below takes D(v) = sum of w(u) t(u) tokens at least, w(u) being the tokens of u. Three bounds on the visits of v:
 
 - demand: D(v) / (C - L(v)), rounded up, and the same for loss terms;
-- every child: t(c), because a pack that visits c visits v;
+- every child c: t(c), because a pack that visits c visits v;
 - big items: a visit of c takes at least m(c) = w(c) + the shortest way from the end of c to the end of a leaf. Visits
   are items of size m(c); those of one child are in different packs by definition, and the bin-packing bound L2 of
   Martello and Toth (Lower bounds and reduction procedures for the bin packing problem, 1990) counts the bins.
@@ -53,7 +53,7 @@ def least_visits(items: Items, *, nodes: NodeTable, caps: Caps) -> IntArray:
         if above >= 0:
             way = own[node] + shortest[node]
             shortest[above] = min(shortest[above], way)
-            demand[above] += own[node] * least
+            demand[above] += demand[node] + own[node] * least
             most_visited[above] = max(most_visited[above], least)
             child_visits[above].append((way, least))
     return np.array(visits, dtype=np.int64)

@@ -53,8 +53,18 @@ class Budget:
             BudgetExceededError: states or time are used up.
         """
         self.num_states += 1
-        is_late = self.num_states % 1024 == 0 and time.perf_counter() > self.deadline_s
-        if self.num_states > self.max_states or is_late:
+        if self.num_states > self.max_states:
+            raise BudgetExceededError
+        if self.num_states % 1024 == 0:
+            self.check_time()
+
+    def check_time(self) -> None:
+        """For loops that are long without a new state.
+
+        Raises:
+            BudgetExceededError: time is used up.
+        """
+        if time.perf_counter() > self.deadline_s:
             raise BudgetExceededError
 
 
@@ -146,6 +156,7 @@ class _Programme:
         most = self._most_packs(path)
         merged: dict[State, tuple[int, ...]] = {}
         for left, left_packs in first.items():
+            self.budget.check_time()
             left_sum = sum(load for load, _ in left)
             for right, right_packs in second.items():
                 max_packs = most(self.best - rest - left_sum - sum(load for load, _ in right))
@@ -158,7 +169,7 @@ class _Programme:
                     max_packs=max_packs,
                     into=merged,
                 )
-        return _undominated(merged)
+        return _undominated(merged, budget=self.budget)
 
     def _most_packs(self, path: list[tuple[int, int]]):
         """How many packs may visit a node and its ancestors for fewer than a number of tokens."""
@@ -217,7 +228,7 @@ class _Programme:
         place(0)
 
 
-def _undominated(table: dict[State, tuple[int, ...]]) -> dict[State, tuple[int, ...]]:
+def _undominated(table: dict[State, tuple[int, ...]], *, budget: Budget) -> dict[State, tuple[int, ...]]:
     """Drops states whose sorted loads are nowhere smaller than another's that has no more packs."""
     if len(table) < 2:
         return table
@@ -231,6 +242,8 @@ def _undominated(table: dict[State, tuple[int, ...]]) -> dict[State, tuple[int, 
     kept: list[int] = []
     kept_rows = np.empty_like(flat)
     for number, row in enumerate(flat):
+        if number % 256 == 0:
+            budget.check_time()
         if not (kept_rows[: len(kept)] <= row).all(axis=1).any():
             kept_rows[len(kept)] = row
             kept.append(number)
