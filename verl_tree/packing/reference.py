@@ -121,6 +121,9 @@ def integer_programme(items: Items, *, caps: Caps, known_tokens: int, time_limit
         caps: of a pack; the tokens must be limited.
         known_tokens: packed tokens of a packing.
         time_limit_s: seconds after which the solver gives the bound that it has reached.
+
+    Returns:
+        The best packing known and the best bound, the solver's or that of `least_visits`.
     """
     nodes = items.nodes()
     visits = least_visits(items, nodes=nodes, caps=caps)
