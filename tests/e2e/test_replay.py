@@ -34,6 +34,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl_tree import advantages, replay
 from verl_tree.batching import MiniBatchPlan, group_rows, parse_row_key
 from verl_tree.composition import compose_config
+from verl_tree.cost_model import CostModel
 from verl_tree.padding import PADDING_LEN, real_rows
 from verl_tree.trainer import TreePPOTrainerSync
 
@@ -92,6 +93,7 @@ class RowsTrainer(TreePPOTrainerSync):
         self.global_steps = 1
         self.use_critic = False
         self.actor_rollout_wg = workers
+        self._cost_model = CostModel.prior()
         self.replay_buffer = self._build_replay_buffer()
 
     @property
