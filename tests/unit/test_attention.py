@@ -1,5 +1,7 @@
 """Attention under the tree mask: the backends against a full softmax and against each other, and what they refuse."""
 
+import subprocess
+import sys
 from functools import partial
 
 import numpy as np
@@ -7,8 +9,10 @@ import pytest
 import torch
 from tree_cases import DEEP, layout_of, random_sequences, relative_error
 
-from verl_tree.attention import BACKENDS, AttentionPlan, plan, tree_attention
+from verl_tree.attention import AttentionPlan, choose_backend, plan, tree_attention, triton
 from verl_tree.attention.varlen import varlen_attention
+
+CPU_BACKENDS = ["varlen", "dense"]
 
 
 @pytest.fixture
@@ -141,7 +145,7 @@ def test_varlen_in_bfloat16_errs_no_more_than_flat_attention_does():
         assert 0 < relative_error(got_one.double(), want_one) <= 1.5 * relative_error(flat_one, want_one)
 
 
-@pytest.mark.parametrize("backend", list(BACKENDS))
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("cut", ["production", "fine"])
 def test_other_branches_change_nothing_bit_for_bit(backend, cut, request):
     if cut == "fine":
@@ -165,7 +169,7 @@ def test_other_branches_change_nothing_bit_for_bit(backend, cut, request):
 def test_gradients_of_one_path_reach_no_other_token():
     layout = layout_of(random_sequences(np.random.default_rng(4), num_sequences=30, mean_len=8))
     visible_TT = layout.materialize()
-    for backend in BACKENDS:
+    for backend in CPU_BACKENDS:
         *qkv, grad_out = random_qkv(layout.num_tokens, num_groups=2)
         token = layout.num_tokens - 1
         out = tree_attention(*qkv, layout.subtree_end_T, backend=backend)[token]
@@ -220,10 +224,63 @@ def test_auto_takes_the_first_backend_without_an_objection():
         tree_attention(qkv[0], qkv[1], wide_v, subtree_end, backend="varlen")
 
 
+def test_auto_on_a_cpu_is_varlen():
+    *qkv, _ = random_qkv(3, num_groups=1, dtype=torch.float32)
+    attention_plan = AttentionPlan.from_subtree_end(torch.tensor([3, 2, 3]))
+    assert choose_backend(*qkv, attention_plan, backend="auto") == "varlen"
+    with pytest.raises(ValueError, match="triton: tensors are on cpu, the kernels run on CUDA only"):
+        tree_attention(*qkv, attention_plan, backend="triton")
+
+
+def test_backends_of_gpus_are_imported_when_needed_only():
+    """The package works where triton is not installed, and costs nobody its import."""
+    program = (
+        "import sys, torch, verl_tree.attention as a; "
+        "a.tree_attention(*torch.randn(3, 4, 1, 8), torch.tensor([4, 2, 4, 4])); "
+        "assert not {'triton', 'flash_attn'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dims", "message"),
+    [
+        (torch.float64, (16, 16), "dtype torch.float64 is none of bfloat16, float16, float32"),
+        (torch.float32, (512, 512), "head dim 512 is above 256"),
+        (torch.float32, (16, 24), "value head dim 24 differs from the query head dim 16"),
+    ],
+)
+def test_triton_says_what_it_cannot_serve(dtype, head_dims, message, monkeypatch):
+    monkeypatch.setattr(triton, "_is_installed", lambda: False)
+    q, k, v = (torch.randn(3, 1, head_dim, dtype=dtype) for head_dim in (head_dims[0], *head_dims))
+    reasons = triton.not_supported_reasons(q, k, v, AttentionPlan.from_subtree_end(torch.tensor([3, 2, 3])))
+    assert len(reasons) == 3
+    assert reasons[0] == "tensors are on cpu, the kernels run on CUDA only"
+    assert reasons[1].startswith("triton is not installed; install triton")
+    assert reasons[2].startswith(message)
+
+
+def test_triton_refuses_dtypes_that_differ():
+    q, k, v = torch.randn(3, 3, 1, 16)
+    attention_plan = AttentionPlan.from_subtree_end(torch.tensor([3, 2, 3]))
+    reasons = triton.not_supported_reasons(q.bfloat16(), k, v, attention_plan)
+    assert any(reason.startswith("dtype torch.bfloat16 and torch.float32") for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "padded"), [(1, 16), (16, 16), (17, 32), (64, 64), (96, 128), (128, 128), (129, 256), (256, 256)]
+)
+def test_triton_pads_head_dims_to_powers_of_two(head_dim, padded):
+    assert triton.padded_dim(head_dim) == padded
+    for dtype in (torch.bfloat16, torch.float32):
+        configs = triton.choose_configs(torch.empty(1, 1, head_dim, dtype=dtype))
+        assert min(*configs.forward[:2], *configs.dkv[:2], *configs.dq[:2]) >= 16
+
+
 def test_the_plan_carries_the_backend_of_its_layers():
     *qkv, _ = random_qkv(3, num_groups=1)
     subtree_end = torch.tensor([3, 2, 3])
-    with pytest.raises(ValueError, match=r"'flash' does not exist; choose one of \['auto', 'varlen', 'dense'\]"):
+    with pytest.raises(ValueError, match=r"'flash' does not exist; choose one of \['auto', .*'varlen', 'dense'\]"):
         tree_attention(*qkv, AttentionPlan.from_subtree_end(subtree_end, backend="flash"))
 
 

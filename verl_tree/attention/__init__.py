@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_tree.attention import dense, varlen
+from verl_tree.attention import dense, fa4, triton, varlen
 from verl_tree.attention.plan import AttentionPiece, AttentionPlan
 
 __all__ = ["BACKENDS", "AttentionBackend", "AttentionPiece", "AttentionPlan", "choose_backend", "tree_attention"]
@@ -36,6 +36,8 @@ class AttentionBackend:
 
 
 BACKENDS: dict[str, AttentionBackend] = {
+    "fa4": AttentionBackend(fa4.fa4_attention, fa4.not_supported_reasons),
+    "triton": AttentionBackend(triton.triton_attention, triton.not_supported_reasons),
     "varlen": AttentionBackend(varlen.varlen_attention, varlen.not_supported_reasons),
     "dense": AttentionBackend(dense.dense_attention, dense.not_supported_reasons),
 }

@@ -18,12 +18,13 @@ Legend: T tree tokens of the pack, R runs, K keys of one piece, L queries of one
 
 import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
 import torch
 
+from verl_tree.attention.blocks import BlockLists
 from verl_tree.layout import TreeLayout
 
 LONG_RUN_LEN = 128
@@ -90,6 +91,7 @@ class AttentionPlan:
     self_pieces: tuple[AttentionPiece, ...]
     ancestor_pieces: tuple[AttentionPiece, ...]
     backend: str = "auto"
+    _shared: "_Shared" = field(default_factory=lambda: _Shared(), repr=False)
 
     @classmethod
     def from_layout(cls, layout: TreeLayout, *, backend: str = "auto") -> Self:
@@ -132,6 +134,38 @@ class AttentionPlan:
             ancestor_pieces=tuple(piece.to(device) for piece in ancestor_pieces),
             backend=backend,
         )
+
+    def block_lists(self, *, query_block: int, key_block: int) -> BlockLists:
+        """The visible tiles for kernels that work in blocks, on the plan's device.
+
+        Found on the first call for a pair of sizes, and then shared by all layers and by their recomputation.
+
+        Args:
+            query_block: Queries of a tile.
+            key_block: Keys of a tile.
+
+        Returns:
+            The same object on every call.
+
+        Raises:
+            ValueError: A block size is not positive.
+        """
+        sizes = (query_block, key_block)
+        if sizes not in self._shared.block_lists:
+            subtree_end_T = self.subtree_end_T.cpu().numpy()
+            found = BlockLists.from_subtree_end(subtree_end_T, query_block=query_block, key_block=key_block)
+            self._shared.block_lists[sizes] = found.to(self.subtree_end_T.device)
+        return self._shared.block_lists[sizes]
+
+
+class _Shared:
+    """What is found once and then shared by every copy of a plan.
+
+    FSDP copies the dataclasses and dicts that are passed to a module, layer by layer; an object like this it passes on.
+    """
+
+    def __init__(self) -> None:
+        self.block_lists: dict[tuple[int, int], BlockLists] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

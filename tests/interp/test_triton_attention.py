@@ -1,0 +1,304 @@
+"""The Triton kernels in the interpreter: outputs and gradients of random forests against the dense backend in float64.
+
+Memory is poisoned (see conftest.py) and every case runs twice: each element is written, and by a fixed order of sums.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl  # noqa: F401  (the interpreter looks for it among a kernel's globals)
+from torch.utils.checkpoint import checkpoint
+from tree_cases import layout_of, random_sequences, relative_error
+
+from verl_tree.attention import AttentionPlan, tree_attention, triton_kernels
+from verl_tree.attention import triton as backend
+from verl_tree.attention.dense import dense_attention
+
+NUM_CASES = 110
+TOLERANCE = 5e-6
+MAX_TILES = 60
+"""Tiles of one case over the three kernels: a tile takes tens of milliseconds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """One random forest with inputs and configurations."""
+
+    plan: AttentionPlan
+    configs: backend.KernelConfigs
+    inputs: tuple[torch.Tensor, ...]  # q, k, v and the gradient of the output, float32
+    scale: float
+
+
+def draw_plan(rng, *, num_tokens):
+    """The first `num_tokens` tokens of a random forest in DFS preorder: any prefix of a forest is one."""
+    sequences = []
+    while not sequences or layout_of(sequences).num_tokens < num_tokens:
+        mean_len = int(rng.integers(1, 2 + num_tokens // 2))
+        sequences += random_sequences(rng, num_sequences=int(rng.integers(1, 8)), mean_len=mean_len)
+    ends = layout_of(sequences).subtree_end_T.numpy()[:num_tokens]
+    return AttentionPlan.from_subtree_end(np.minimum(ends, num_tokens))
+
+
+def draw_configs(rng, *, num_tokens, num_heads):
+    """Block sizes of the three kernels, unequal as often as not, so small that some tiles are skipped."""
+
+    def draw(num_programs):
+        sizes = [(q, k) for q in (16, 32, 64, 128, 256) for k in (16, 32, 64, 128, 256)]
+        tiles = {(q, k): num_heads * -(-num_tokens // q) * (-(-num_tokens // k) + 1) / 2 for q, k in sizes}
+        fitting = [size for size in sizes if tiles[size] <= MAX_TILES / 3] or [(256, 256)]
+        finest = sorted(fitting, key=tiles.get)[-4:]
+        query_block, key_block = finest[rng.integers(len(finest))]
+        return backend.KernelConfig(query_block, key_block, 4, 1)
+
+    return backend.KernelConfigs(draw(num_heads), draw(num_heads), draw(num_heads))
+
+
+def draw_inputs(rng, *, num_tokens, num_groups, num_kv_heads, head_dim):
+    """Inputs in the memory orders (T, H, D), (H, T, D) and (T, D, H)."""
+    inputs = []
+    for num_heads in (num_groups * num_kv_heads, num_kv_heads, num_kv_heads, num_groups * num_kv_heads):
+        x = torch.from_numpy(rng.standard_normal((num_tokens, num_heads, head_dim)).astype(np.float32))
+        order = [(0, 1, 2), (1, 0, 2), (0, 2, 1)][rng.choice(3, p=[0.5, 0.3, 0.2])]
+        inputs.append(x.permute(order).contiguous().permute(np.argsort(order).tolist()))
+    return tuple(inputs)
+
+
+def draw_case(seed):
+    rng = np.random.default_rng(seed)
+    num_groups = int(rng.choice([1, 2, 4, 7, 8]))
+    num_kv_heads = int(rng.integers(1, 3)) if num_groups <= 2 else 1
+    low, high = [(1, 40), (60, 200), (200, 700)][rng.choice(3, p=[0.25, 0.65, 0.1])]
+    num_tokens = int(rng.integers(low, high + 1))
+    head_dim = int(rng.choice([16, 24, 32, 48, 64, 96, 128]))
+    return Case(
+        plan=draw_plan(rng, num_tokens=num_tokens),
+        configs=draw_configs(rng, num_tokens=num_tokens, num_heads=num_groups * num_kv_heads),
+        inputs=draw_inputs(
+            rng, num_tokens=num_tokens, num_groups=num_groups, num_kv_heads=num_kv_heads, head_dim=head_dim
+        ),
+        scale=float(rng.uniform(0.5, 1.5) * head_dim**-0.5),
+    )
+
+
+def run(attend, case, *, dtype=torch.float32, plan=None):
+    """Output and gradients of q, k and v."""
+    q, k, v, grad_out = (x.to(dtype) for x in case.inputs)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves, case.plan if plan is None else plan, scale=case.scale)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
+
+
+@pytest.fixture
+def run_triton(monkeypatch):
+    def run_with_configs(case, **kwargs):
+        monkeypatch.setattr(backend, "choose_configs", lambda q_THD: case.configs)
+        return run(backend.triton_attention, case, **kwargs)
+
+    return run_with_configs
+
+
+def worst_error(got, want, case):
+    """The largest error of output and gradients, each relative to its norm.
+
+    A gradient that is exactly zero (of queries and keys, where every query sees one key) is the difference of two equal
+    sums in float32; its error is relative to the gradient of the output.
+    """
+    assert all(torch.isfinite(one).all() for one in got)
+    unit = case.inputs[3].double().norm()
+    norms = [other.norm() if other.norm() > 1e-3 * unit else unit for other in want]
+    return max(((one.double() - other).norm() / norm).item() for one, other, norm in zip(got, want, norms, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(NUM_CASES))
+def test_random_forests_equal_dense_in_float64(seed, run_triton):
+    case = draw_case(seed)
+    got, again = run_triton(case), run_triton(case)
+    assert worst_error(got, run(dense_attention, case, dtype=torch.float64), case) < TOLERANCE
+    for one, other, x in zip(got, again, (*case.inputs[:1], *case.inputs[:3]), strict=True):
+        assert torch.equal(one, other)
+        assert one.is_contiguous() and one.shape == x.shape
+
+
+def test_the_cases_reach_every_kind_of_tile():
+    """Guards the fuzz test: skipped, full and partial tiles, ragged last blocks, padded head dims."""
+    skipped = full = partial = ragged = padded = unequal = 0
+    groups, head_dims, lengths = set(), set(), []
+    for seed in range(NUM_CASES):
+        case = draw_case(seed)
+        num_tokens, num_heads, head_dim = case.inputs[0].shape
+        groups.add(num_heads // case.inputs[1].shape[1])
+        head_dims.add(head_dim)
+        lengths.append(num_tokens)
+        for config in (case.configs.forward, case.configs.dkv, case.configs.dq):
+            rows = case.plan.block_lists(query_block=config.query_block, key_block=config.key_block).by_query.rows_R4
+            num_key_blocks = -(-num_tokens // config.key_block)
+            full += int((rows[:, 2] - rows[:, 1]).sum() > 0)
+            partial += int((rows[:, 3] - rows[:, 2]).sum() > 0)
+            last_key_block = torch.minimum(
+                ((rows[:, 0] + 1) * config.query_block - 1) // config.key_block, torch.tensor(num_key_blocks - 1)
+            )
+            skipped += int((rows[:, 3] - rows[:, 1] < last_key_block + 1).any())  # beyond what causality skips
+            ragged += num_tokens % config.query_block != 0 and num_tokens > config.query_block
+            unequal += config.query_block != config.key_block
+        padded += backend.padded_dim(head_dim) != head_dim
+    assert groups == {1, 2, 4, 7, 8} and head_dims == {16, 24, 32, 48, 64, 96, 128}
+    assert min(lengths) < 5 and max(lengths) > 500
+    counts = {"skipped": skipped, "full": full, "partial": partial, "ragged": ragged, "padded": padded}
+    assert min(counts.values()) > 20, counts
+    assert unequal > NUM_CASES
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 33])
+def test_edge_lengths(num_tokens, run_triton):
+    """Chains, and forests whose every token is a root, so that a query sees only itself."""
+    rng = np.random.default_rng(num_tokens)
+    for ends in (np.full(num_tokens, num_tokens), np.arange(1, num_tokens + 1)):
+        case = Case(
+            plan=AttentionPlan.from_subtree_end(ends),
+            configs=backend.KernelConfigs(*(backend.KernelConfig(16, 16, 4, 1),) * 3),
+            inputs=draw_inputs(rng, num_tokens=num_tokens, num_groups=1, num_kv_heads=1, head_dim=16),
+            scale=0.25,
+        )
+        got = run_triton(case)
+        assert worst_error(got, run(dense_attention, case, dtype=torch.float64), case) < TOLERANCE
+    assert torch.equal(got[0], case.inputs[2])  # the softmax over oneself
+
+
+def shifted(plan, by):
+    """The plan with every `subtree_end` moved; a token's own position stays inside."""
+    own = torch.arange(plan.num_tokens, dtype=torch.int32)
+    ends = (plan.subtree_end_T + by).clamp(max=plan.num_tokens)
+    return dataclasses.replace(plan, subtree_end_T=torch.maximum(ends, own + 1))
+
+
+@triton.jit
+def _sees_one_too_many(query, key, end):
+    return (key <= query) & (query <= end)
+
+
+@pytest.mark.parametrize("mutation", ["end + 1", "end - 1", "query <= end"])
+def test_a_mutated_bound_is_found(mutation, run_triton, monkeypatch):
+    """A mask that is off by one, in the plan or in the kernels, is far outside of the tolerance of the fuzz test."""
+    cases = [case for case in map(draw_case, range(40)) if 20 < case.plan.num_tokens < 120]
+    branching = [case for case in cases if len(case.plan.subtree_end_T.unique()) > 4][:3]
+    assert len(branching) == 3
+    if mutation == "query <= end":
+        monkeypatch.setattr(triton_kernels, "_is_visible", _sees_one_too_many)
+    for case in branching:
+        plan = {"end + 1": shifted(case.plan, 1), "end - 1": shifted(case.plan, -1)}.get(mutation, case.plan)
+        want = run(dense_attention, case, dtype=torch.float64)
+        assert worst_error(run_triton(case, plan=plan), want, case) > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", range(6))
+def test_16_bit_errors_are_those_of_rounding(dtype, seed, run_triton):
+    """Against float64 on the same rounded inputs, relative to the dense backend, which rounds only its results."""
+    case = draw_case(1000 + seed)
+    case = dataclasses.replace(case, inputs=tuple(x.to(dtype) for x in case.inputs))
+    want = run(dense_attention, case, dtype=torch.float64)
+    plain, got = run(dense_attention, case, dtype=dtype), run_triton(case, dtype=dtype)
+    for got_one, plain_one, want_one in zip(got, plain, want, strict=True):
+        assert got_one.dtype == dtype
+        if want_one.norm() > 0:
+            assert relative_error(got_one.double(), want_one) <= 2.5 * relative_error(plain_one.double(), want_one)
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_any_scale(scale, run_triton):
+    case = dataclasses.replace(draw_case(11), scale=scale)
+    assert worst_error(run_triton(case), run(dense_attention, case, dtype=torch.float64), case) < TOLERANCE
+
+
+def test_a_row_that_sees_nothing_in_its_first_tiles(run_triton):
+    """Two roots share a query block: the second's queries find the first's keys invisible, tile after tile."""
+    num_tokens = 120
+    ends = np.r_[np.full(96, 96), np.full(num_tokens - 96, num_tokens)]
+    configs = backend.KernelConfigs(*(backend.KernelConfig(128, 16, 4, 1),) * 3)
+    inputs = draw_inputs(np.random.default_rng(0), num_tokens=num_tokens, num_groups=1, num_kv_heads=1, head_dim=16)
+    case = Case(plan=AttentionPlan.from_subtree_end(ends), configs=configs, inputs=inputs, scale=0.25)
+    assert worst_error(run_triton(case), run(dense_attention, case, dtype=torch.float64), case) < TOLERANCE
+
+
+def test_large_scores_do_not_overflow(run_triton):
+    """Invisible pairs with huge scores: their probabilities are infinite before the mask, and zero after it."""
+    ends = np.r_[np.full(40, 40), np.full(40, 80)]
+    configs = backend.KernelConfigs(*(backend.KernelConfig(32, 16, 4, 1),) * 3)
+    q, k, v, grad_out = draw_inputs(np.random.default_rng(1), num_tokens=80, num_groups=1, num_kv_heads=1, head_dim=16)
+    q, k = q.clone(), k.clone()
+    q[40:, :, 0] = 30.0
+    k[:40, :, 0] = 30.0
+    case = Case(AttentionPlan.from_subtree_end(ends), configs, (q, k, v, grad_out), scale=1.0)
+    assert worst_error(run_triton(case), run(dense_attention, case, dtype=torch.float64), case) < 5 * TOLERANCE
+
+
+def test_other_branches_change_nothing_bit_for_bit(run_triton):
+    case = next(case for case in map(draw_case, range(40)) if 60 < case.plan.num_tokens < 120)
+    position = torch.arange(case.plan.num_tokens)
+    visible_TT = (position <= position[:, None]) & (position[:, None] < case.plan.subtree_end_T)
+    before = run_triton(case)[0]
+    for token in (1, case.plan.num_tokens // 2, case.plan.num_tokens - 1):
+        moved = [x.clone() for x in case.inputs]
+        for x in moved[:3]:
+            x[token] += 3.0
+        after = run_triton(dataclasses.replace(case, inputs=tuple(moved)))[0]
+        sees = visible_TT[:, token]
+        assert torch.equal(before[~sees], after[~sees])
+        assert not torch.equal(before[sees], after[sees])
+
+
+@pytest.mark.parametrize("head_dim", [16, 96, 256])
+def test_shipped_configurations_in_the_interpreter(head_dim):
+    """The registry's way in, with the configurations of the table; 256 is the largest head dim."""
+    rng = np.random.default_rng(head_dim)
+    plan = draw_plan(rng, num_tokens=40)
+    inputs = draw_inputs(rng, num_tokens=40, num_groups=2, num_kv_heads=1, head_dim=head_dim)
+    case = Case(plan, backend.choose_configs(inputs[0]), inputs, scale=head_dim**-0.5)
+
+    def attend(q, k, v, plan, *, scale):
+        return tree_attention(q, k, v, plan, scale=scale, backend="triton")
+
+    assert worst_error(run(attend, case), run(dense_attention, case, dtype=torch.float64), case) < TOLERANCE
+
+
+def test_the_op_is_registered_in_full():
+    """Schema, fake implementation and autograd agree with the op (torch.library.opcheck)."""
+    rng = np.random.default_rng(0)
+    plan = draw_plan(rng, num_tokens=20)
+    q, k, v, _ = draw_inputs(rng, num_tokens=20, num_groups=2, num_kv_heads=1, head_dim=16)
+    lists = plan.block_lists(query_block=16, key_block=16)
+    by_query, by_key = ([rows.rows_R4, rows.indices] for rows in (lists.by_query, lists.by_key))
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    args = (*leaves, plan.subtree_end_T, by_query, by_key, by_query, [16, 16, 4, 1] * 3, 0.25)
+    torch.library.opcheck(backend.tree_attention_triton, args)
+    out, lse = backend.tree_attention_triton(*args)
+    scores_HTT = torch.einsum("thd,sd->hts", q, k[:, 0]) * 0.25
+    position = torch.arange(20)
+    visible_TT = (position <= position[:, None]) & (position[:, None] < plan.subtree_end_T)
+    want = scores_HTT.masked_fill(~visible_TT, -torch.inf).logsumexp(-1)
+    assert relative_error(lse, want) < 1e-6 and not lse.requires_grad and out.requires_grad
+
+
+def test_an_expanded_gradient(run_triton):
+    """The gradient of `out.sum()` has strides of zero."""
+    case = draw_case(4)
+    ones = torch.ones(()).expand(case.inputs[0].shape)
+    case = dataclasses.replace(case, inputs=(*case.inputs[:3], ones))
+    assert worst_error(run_triton(case), run(dense_attention, case, dtype=torch.float64), case) < TOLERANCE
+
+
+def test_gradient_checkpointing_recomputes_the_same_bits(run_triton):
+    case = next(case for case in map(draw_case, range(40)) if 20 < case.plan.num_tokens < 80)
+
+    def checkpointed(*args, scale):
+        return checkpoint(
+            lambda *qkv: backend.triton_attention(*qkv, args[3], scale=scale), *args[:3], use_reentrant=False
+        )
+
+    plain = run_triton(case)
+    for one, other in zip(run(checkpointed, case), plain, strict=True):
+        assert torch.equal(one, other)

@@ -1,0 +1,124 @@
+"""Block lists of the tree mask: the drawn example by hand, and `create_block_mask` of torch on random forests."""
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.utils import _apply_to_tensors
+from torch.nn.attention.flex_attention import create_block_mask
+from tree_cases import layout_of, random_sequences
+
+from verl_tree.attention import AttentionPlan, blocks
+from verl_tree.attention.blocks import BlockLists, BlockRows
+
+# The forest of the module's docstring: a0 a1 a2 | b0 b1 | c0.
+DRAWN = np.array([6, 6, 6, 5, 5, 6])
+
+
+def lists_of(rows: BlockRows) -> dict[int, tuple[list[int], list[int]]]:
+    """Full and partial columns of every block."""
+    return {
+        block: (rows.indices[start:middle].tolist(), rows.indices[middle:end].tolist())
+        for block, start, middle, end in rows.rows_R4.tolist()
+    }
+
+
+def test_the_drawn_forest():
+    lists = BlockLists.from_subtree_end(DRAWN, query_block=2, key_block=2)
+    assert lists_of(lists.by_query) == {0: ([], [0]), 1: ([0], [1]), 2: ([0], [1, 2])}
+    assert lists_of(lists.by_key) == {0: ([1, 2], [0]), 1: ([], [1, 2]), 2: ([], [2])}
+    assert lists.by_query.rows_R4.dtype == lists.by_query.indices.dtype == torch.int32
+    assert lists.by_query.rows_R4[:, 0].tolist() == [2, 1, 0]  # three, two and one visible tiles
+
+
+def test_the_tables_of_the_drawn_forest():
+    lists = BlockLists.from_subtree_end(DRAWN, query_block=2, key_block=2)
+    num_partial, partial, num_full, full = lists.key_tables()
+    assert num_partial.tolist() == [[[1, 1, 2]]] and partial.tolist() == [[[[0, 0], [1, 0], [1, 2]]]]
+    assert num_full.tolist() == [[[0, 1, 1]]] and full.tolist() == [[[[0], [0], [0]]]]
+    num_partial, partial, num_full, full = lists.query_tables()
+    assert num_partial.tolist() == [[[1, 2, 1]]] and partial.tolist() == [[[[0, 0], [1, 2], [2, 0]]]]
+    assert num_full.tolist() == [[[2, 0, 0]]] and full.tolist() == [[[[1, 2], [0, 0], [0, 0]]]]
+    assert all(table.dtype == torch.int32 for table in (*lists.key_tables(), *lists.query_tables()))
+    assert lists.key_tables() is lists.key_tables()
+
+
+def test_tables_without_a_full_tile_are_one_wide():
+    lists = BlockLists.from_subtree_end(np.array([1]), query_block=128, key_block=128)
+    num_partial, partial, num_full, full = lists.key_tables()
+    assert (num_partial.tolist(), num_full.tolist()) == ([[[1]]], [[[0]]])
+    assert partial.shape == full.shape == (1, 1, 1, 1)
+
+
+def used(num_11R: torch.Tensor, columns_11RW: torch.Tensor) -> list[list[int]]:
+    pairs = zip(num_11R[0, 0].tolist(), columns_11RW[0, 0].tolist(), strict=True)
+    return [columns[:count] for count, columns in pairs]
+
+
+def assert_equals_block_mask(subtree_end_T: torch.Tensor, query_block: int, key_block: int) -> None:
+    def tree_mask(batch, head, query, key):
+        return (key <= query) & (query < subtree_end_T[key])
+
+    num_tokens = len(subtree_end_T)
+    want = create_block_mask(
+        tree_mask, None, None, num_tokens, num_tokens, device="cpu", BLOCK_SIZE=(query_block, key_block)
+    )
+    lists = BlockLists.from_subtree_end(subtree_end_T.numpy(), query_block=query_block, key_block=key_block)
+    num_partial, partial, num_full, full = lists.key_tables()
+    assert used(num_partial, partial) == used(want.kv_num_blocks, want.kv_indices)
+    assert used(num_full, full) == used(want.full_kv_num_blocks, want.full_kv_indices)
+    num_partial, partial, num_full, full = lists.query_tables()
+    assert used(num_partial, partial) == used(want.q_num_blocks, want.q_indices)
+    assert used(num_full, full) == used(want.full_q_num_blocks, want.full_q_indices)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_random_forests_equal_create_block_mask(seed, monkeypatch):
+    """Partial and full tiles of both directions; equal and unequal sizes, any remainder, and cut into chunks."""
+    rng = np.random.default_rng(seed)
+    mean_len = int(rng.integers(1, 60))
+    sequences = random_sequences(rng, num_sequences=int(rng.integers(1, 20)), mean_len=mean_len)
+    query_block, key_block = (int(size) for size in rng.choice([1, 2, 5, 8, 16, 32, 64, 128], size=2))
+    if seed % 3 == 0:
+        monkeypatch.setattr(blocks, "CHUNK_TILES", 7)
+    assert_equals_block_mask(layout_of(sequences).subtree_end_T, query_block, key_block)
+
+
+def test_the_longest_lists_come_first():
+    layout = layout_of(random_sequences(np.random.default_rng(2), num_sequences=30, mean_len=20))
+    lists = BlockLists.from_subtree_end(layout.subtree_end_T.numpy(), query_block=16, key_block=8)
+    for rows in (lists.by_query, lists.by_key):
+        lengths = (rows.rows_R4[:, 3] - rows.rows_R4[:, 1]).tolist()
+        assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
+
+
+def test_a_plan_finds_the_lists_of_a_size_once():
+    plan = AttentionPlan.from_subtree_end(DRAWN)
+    lists = plan.block_lists(query_block=2, key_block=4)
+    assert plan.block_lists(query_block=2, key_block=4) is lists
+    assert plan.block_lists(query_block=4, key_block=2) is not lists
+    assert (lists.query_block, lists.key_block) == (2, 4)
+    assert lists_of(lists.by_query) == {0: ([], [0]), 1: ([], [0]), 2: ([], [0, 1])}
+
+
+def test_a_long_pack_needs_no_square_memory():
+    """131,072 tokens: the lists of a chain, whose every block sees all before it; T x T booleans would be 16 GiB."""
+    num_tokens, block = 131_072, 128
+    lists = BlockLists.from_subtree_end(np.full(num_tokens, num_tokens), query_block=block, key_block=block)
+    num_blocks = num_tokens // block
+    assert len(lists.by_query.indices) == num_blocks * (num_blocks + 1) // 2
+    assert lists_of(lists.by_query)[700] == (list(range(700)), [700])
+    assert lists_of(lists.by_key)[700] == (list(range(701, num_blocks)), [700])
+
+
+@pytest.mark.parametrize("sizes", [(0, 16), (16, -1)])
+def test_blocks_hold_tokens(sizes):
+    with pytest.raises(ValueError, match=f"query_block={sizes[0]}, key_block={sizes[1]}: blocks need at least one"):
+        AttentionPlan.from_subtree_end(DRAWN).block_lists(query_block=sizes[0], key_block=sizes[1])
+
+
+def test_copies_of_a_plan_share_their_lists():
+    """FSDP copies the dataclasses among a module's arguments, layer by layer; each must not search anew."""
+    original = AttentionPlan.from_subtree_end(torch.tensor([3, 2, 3]))
+    copy = _apply_to_tensors(lambda tensor: tensor, {"tree_plan": original})["tree_plan"]
+    assert copy is not original
+    assert copy.block_lists(query_block=16, key_block=16) is original.block_lists(query_block=16, key_block=16)

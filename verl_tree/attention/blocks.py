@@ -1,0 +1,162 @@
+"""Which blocks of the tree mask a kernel visits: block sparsity from one integer per key.
+
+A kernel works on (query block, key block) tiles. A tile without a visible pair is skipped, a *full* tile needs no mask,
+a *partial* one does. All of it follows from the largest and smallest `subtree_end` of each key block. For blocks of two
+tokens and the forest `a0 a1 a2 | b0 b1 | c0` (b and c are children of a; `subtree_end` 6 6 6 5 5 6)::
+
+    queries   keys a0a1   a2b0      b1c0        list of the query block
+    a0 a1     partial     -         -           partial 0
+    a2 b0     full        partial   -           full 0, partial 1
+    b1 c0     full        partial   partial     full 0, partial 1, partial 2
+
+The lists of a key block (the backward pass of keys and values) are the columns of the same table.
+
+Legend: T tokens, R blocks of one direction (rows), C blocks of the other (columns), W the longest list.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+import torch
+
+CHUNK_TILES = 1 << 22
+"""Tiles compared at once; bounds the memory of planning."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockRows:
+    """The tiles of one direction: for every row block the column blocks it needs.
+
+    Attributes:
+        rows_R4: int32 (R, 4): block, start, middle, end. `indices[start:middle]` are the block's full tiles and
+            `indices[middle:end]` its partial ones, each ascending. Rows with the longest lists come first, so that
+            programs started in this order finish together.
+        indices: int32 (number of visible tiles, at least 1).
+    """
+
+    rows_R4: torch.Tensor
+    indices: torch.Tensor
+
+    def to(self, device: torch.device | str) -> Self:
+        """Returns the lists with their tensors on `device`."""
+        return type(self)(self.rows_R4.to(device), self.indices.to(device))
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The lists as padded tables in block order, as FlexAttention's `BlockMask` and flash-attn-4 take them.
+
+        Returns:
+            Number of partial tiles (1, 1, R), their columns (1, 1, R, W), number of full tiles (1, 1, R) and their
+            columns (1, 1, R, W'); int32, columns ascending, unused entries 0, W and W' at least 1.
+        """
+        rows_R4 = self.rows_R4.cpu().numpy()
+        indices = self.indices.cpu().numpy()
+        _, start_R, middle_R, end_R = rows_R4[np.argsort(rows_R4[:, 0])].T
+        partial = _padded_table(indices, middle_R, end_R)
+        full = _padded_table(indices, start_R, middle_R)
+        return tuple(torch.from_numpy(table)[None, None].to(self.indices.device) for table in (*partial, *full))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockLists:
+    """Visible tiles of one pack for one pair of block sizes.
+
+    Attributes:
+        query_block: Queries of a tile.
+        key_block: Keys of a tile.
+        by_query: Key blocks of every query block: forward pass and gradient of the queries.
+        by_key: Query blocks of every key block: gradient of keys and values.
+    """
+
+    query_block: int
+    key_block: int
+    by_query: BlockRows
+    by_key: BlockRows
+    _tables: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def from_subtree_end(cls, subtree_end_T: np.ndarray, *, query_block: int, key_block: int) -> Self:
+        """Finds the visible tiles in O(T^2 / (query_block * key_block)) integer comparisons, on the host.
+
+        Args:
+            subtree_end_T: Integer (T,), one past the last descendant of each token in DFS preorder.
+            query_block: Queries of a tile; the last tile may reach past T.
+            key_block: Keys of a tile; the last tile may reach past T.
+
+        Returns:
+            The lists, on the host. A tile that reaches past T is never full.
+
+        Raises:
+            ValueError: A block size is not positive.
+        """
+        if query_block < 1 or key_block < 1:
+            raise ValueError(f"query_block={query_block}, key_block={key_block}: blocks need at least one token")
+        num_query_blocks, num_key_blocks = (-(-len(subtree_end_T) // size) for size in (query_block, key_block))
+        first_query = np.arange(num_query_blocks, dtype=np.int32) * query_block
+        first_key = np.arange(num_key_blocks, dtype=np.int32) * key_block
+        last_query, last_key = first_query + query_block - 1, first_key + key_block - 1
+        ends = np.zeros((num_key_blocks, key_block), dtype=np.int32)  # keys past T end at 0: visible to no query
+        ends.flat[: len(subtree_end_T)] = subtree_end_T
+        largest, smallest = ends.max(1), ends.min(1)
+
+        def of_queries(rows: slice) -> tuple[np.ndarray, np.ndarray]:
+            first, last = first_query[rows, None], last_query[rows, None]
+            return (first_key <= last) & (first < largest), (last_key <= first) & (last < smallest)
+
+        def of_keys(rows: slice) -> tuple[np.ndarray, np.ndarray]:
+            visible = (first_key[rows, None] <= last_query) & (first_query < largest[rows, None])
+            return visible, (last_key[rows, None] <= first_query) & (last_query < smallest[rows, None])
+
+        return cls(
+            query_block=query_block,
+            key_block=key_block,
+            by_query=_find_rows(of_queries, num_rows=num_query_blocks, num_columns=num_key_blocks),
+            by_key=_find_rows(of_keys, num_rows=num_key_blocks, num_columns=num_query_blocks),
+        )
+
+    def to(self, device: torch.device | str) -> Self:
+        """Returns the lists with their tensors on `device`."""
+        return type(self)(self.query_block, self.key_block, self.by_query.to(device), self.by_key.to(device))
+
+    def key_tables(self) -> tuple[torch.Tensor, ...]:
+        """`BlockRows.tables` of the key blocks of every query block, built once."""
+        if "key" not in self._tables:
+            self._tables["key"] = self.by_query.tables()
+        return self._tables["key"]
+
+    def query_tables(self) -> tuple[torch.Tensor, ...]:
+        """`BlockRows.tables` of the query blocks of every key block, built once."""
+        if "query" not in self._tables:
+            self._tables["query"] = self.by_key.tables()
+        return self._tables["query"]
+
+
+def _find_rows(
+    classify: Callable[[slice], tuple[np.ndarray, np.ndarray]], *, num_rows: int, num_columns: int
+) -> BlockRows:
+    """Lists of all rows; `classify(rows)` gives the (rows, columns) booleans "visible" and "full", which implies it."""
+    num_full_R, num_visible_R = np.empty(num_rows, dtype=np.int64), np.empty(num_rows, dtype=np.int64)
+    indices = []
+    step = max(1, CHUNK_TILES // num_columns)
+    for start in range(0, num_rows, step):
+        rows = slice(start, min(start + step, num_rows))
+        visible, full = classify(rows)
+        num_full_R[rows], num_visible_R[rows] = full.sum(1), visible.sum(1)
+        # Full columns left of partial ones: the row-major order of the nonzeros is then the order of the lists.
+        found = np.flatnonzero(np.concatenate((full, visible & ~full), axis=1))
+        indices.append((found % num_columns).astype(np.int32))
+    end_R = num_visible_R.cumsum()
+    assert end_R[-1] < 2**31
+    start_R = end_R - num_visible_R
+    rows_R4 = np.stack((np.arange(num_rows), start_R, start_R + num_full_R, end_R), axis=1).astype(np.int32)
+    longest_first = np.argsort(-num_visible_R, kind="stable")
+    return BlockRows(torch.from_numpy(rows_R4[longest_first]), torch.from_numpy(np.concatenate(indices)))
+
+
+def _padded_table(indices: np.ndarray, start_R: np.ndarray, end_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    num_R = end_R - start_R
+    table_RW = np.zeros((len(num_R), max(1, int(num_R.max()))), dtype=np.int32)
+    used_RW = np.arange(table_RW.shape[1]) < num_R[:, None]
+    table_RW[used_RW] = indices[(start_R[:, None] + np.arange(table_RW.shape[1]))[used_RW]]
+    return num_R.astype(np.int32), table_RW

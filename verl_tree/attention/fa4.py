@@ -1,0 +1,144 @@
+"""Tree attention on flash-attn-4's Hopper kernels: TMA, warp-specialised wgmma, block sparsity, the tree as a mask.
+
+flash-attn-4 is a beta that needs an exact set of packages (the extra `fa4`) and one GPU architecture, so this module
+imports none of it until a CUDA tensor asks, and trusts a kernel only after it has agreed with the dense backend on a
+tiny forest on this device: forward and gradients, once per dtype, head dim and ratio of heads. A kernel that fails is
+logged with its numbers and refused from then on, so `"auto"` takes the next backend.
+
+Legend: T tree tokens, Hq and Hkv query and key-value heads, D head dim.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+from types import ModuleType
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from verl_tree.attention.plan import AttentionPlan
+from verl_tree.attention.self_test import KernelVariant, self_test_reasons
+
+PINNED_VERSIONS = {
+    "flash-attn-4": "4.0.0b36",
+    "nvidia-cutlass-dsl": "4.8.1",
+    "quack-kernels": "0.6.5",
+    "apache-tvm-ffi": "0.1.15.post2",
+}
+"""Distributions that were compiled and tested together; the extra `fa4` of pyproject.toml holds the same."""
+
+COMPUTE_CAPABILITY = (9, 0)
+HEAD_DIMS = (64, 96, 128)
+DTYPES = (torch.bfloat16, torch.float16)
+BLOCK_LEN = 128
+"""Queries and keys of a tile in both directions: the kernels of all head dims take it."""
+
+
+def not_supported_reasons(
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan
+) -> list[str]:
+    """Says why this backend cannot serve the inputs; empty where it can.
+
+    The first inputs of a kind that nothing else speaks against run the self-test, which compiles the kernels: about ten
+    seconds.
+    """
+    if q_THD.device.type != "cuda":
+        return [f"tensors are on {q_THD.device}, the kernels run on CUDA only", *_input_reasons(q_THD, k_THD, v_THD)]
+    reasons = []
+    capability = torch.cuda.get_device_capability(q_THD.device)
+    if capability != COMPUTE_CAPABILITY:
+        reasons.append(f"compute capability {capability} is not {COMPUTE_CAPABILITY} (Hopper)")
+    reasons += _input_reasons(q_THD, k_THD, v_THD)
+    if plan.num_tokens <= BLOCK_LEN:
+        reasons.append(f"{plan.num_tokens} tokens are one block, for which there are other kernels, not self-tested")
+    if torch.are_deterministic_algorithms_enabled():
+        reasons.append("deterministic algorithms are asked for; the block-sparse backward of SM90 adds in any order")
+    reasons += installation_reasons()
+    return reasons or self_test_reasons("fa4", fa4_attention, KernelVariant.of(q_THD, k_THD))
+
+
+def fa4_attention(
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, scale: float
+) -> torch.Tensor:
+    """Attention under the tree mask, differentiable once.
+
+    Args:
+        q_THD: (T, Hq, D) bf16 or fp16 queries on an SM90 device.
+        k_THD: (T, Hkv, D) keys; Hkv divides Hq.
+        v_THD: (T, Hkv, D) values.
+        plan: Plan of the pack, on the same device.
+        scale: Factor on the scores.
+
+    Returns:
+        (T, Hq, D), dtype of `q_THD`.
+    """
+    return _Fa4Attention.apply(q_THD, k_THD, v_THD, plan, scale)
+
+
+class _Fa4Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_THD, k_THD, v_THD, plan, scale):
+        # A broadcast dimension (stride 0) would be another kernel, which no self-test has run.
+        q_THD, k_THD, v_THD = (_without_broadcast(each) for each in (q_THD, k_THD, v_THD))
+        lists = plan.block_lists(query_block=BLOCK_LEN, key_block=BLOCK_LEN)
+        out_THD, lse_1HT = _kernels().forward(
+            q_THD, k_THD, v_THD, plan.subtree_end_T, key_tables=lists.key_tables(), scale=scale
+        )
+        ctx.save_for_backward(q_THD, k_THD, v_THD, out_THD, lse_1HT)
+        ctx.plan, ctx.scale = plan, scale
+        return out_THD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out_THD):
+        lists = ctx.plan.block_lists(query_block=BLOCK_LEN, key_block=BLOCK_LEN)
+        gradients = _kernels().backward(
+            _without_broadcast(grad_out_THD),
+            *ctx.saved_tensors,
+            ctx.plan.subtree_end_T,
+            query_tables=lists.query_tables(),
+            scale=ctx.scale,
+        )
+        return *gradients, None, None
+
+
+def _without_broadcast(x_THD: torch.Tensor) -> torch.Tensor:
+    return x_THD.contiguous() if 0 in x_THD.stride() else x_THD
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    # Not imported at the top: it needs the extra `fa4`, and takes seconds.
+    return importlib.import_module("verl_tree.attention.fa4_kernels")
+
+
+def _input_reasons(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> list[str]:
+    reasons = []
+    if q_THD.dtype not in DTYPES or not q_THD.dtype == k_THD.dtype == v_THD.dtype:
+        dtypes = sorted({str(each.dtype) for each in (q_THD, k_THD, v_THD)})
+        reasons.append(f"dtype {' and '.join(dtypes)} is neither bfloat16 nor float16 throughout")
+    if q_THD.shape[-1] not in HEAD_DIMS or v_THD.shape[-1] != q_THD.shape[-1]:
+        dims = sorted({q_THD.shape[-1], v_THD.shape[-1]})
+        reasons.append(f"head dim {' and '.join(map(str, dims))} is none of {HEAD_DIMS}, the same for q, k and v")
+    return reasons
+
+
+@functools.cache
+def installation_reasons() -> tuple[str, ...]:
+    """Says why the kernels cannot be imported; empty where they can. Asked once per process."""
+    wrong = []
+    for name, pinned in PINNED_VERSIONS.items():
+        try:
+            installed = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            wrong.append(f"{name} {pinned} is missing")
+            continue
+        if installed != pinned:
+            wrong.append(f"{name} is {installed}, not {pinned}")
+    if wrong:
+        return (f"the extra fa4 is not installed as pinned: {', '.join(wrong)}",)
+    try:
+        _kernels()
+    except (ImportError, OSError) as error:
+        return (f"flash-attn-4 cannot be imported: {error}",)
+    return ()

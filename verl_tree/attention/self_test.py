@@ -1,0 +1,151 @@
+"""A kernel is trusted on a device only after it has agreed with the dense backend there, once per kind of inputs.
+
+Kernels for GPUs are compiled on the machine that runs them, by compilers that change. A wrong mask would train on,
+unnoticed. So the first inputs of a kind run a tiny forest forward and backward; a kernel that disagrees is refused from
+then on, with its numbers, and `"auto"` takes the next backend.
+
+Legend: T tree tokens, Hq and Hkv query and key-value heads, D head dim.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from verl_tree.attention.dense import dense_attention
+from verl_tree.attention.plan import AttentionPlan
+
+logger = logging.getLogger(__name__)
+
+TREES = (
+    (260, ((70, ()), (90, ((45, ()), (33, ()))), (60, ()))),
+    (50, ((1, ((30, ()), (2, ()))), (20, ()))),
+    (1, ((37, ((3, ()), (1, ()))),)),
+)
+"""Forest of the self-test, each tree as (tokens of the node, children): blocks that are full, partial and skipped."""
+
+LIMITS = {"output": 4.0, "dq": 30.0, "dk": 8.0, "dv": 4.0}
+"""Times the error of the dense backend in the same dtype that a kernel may err: about 2.5 times what exact
+arithmetic on probabilities and score gradients rounded to that dtype does. `dq` of a token that sees two or three keys
+is the worst: it subtracts nearly equal numbers, one of them made from the rounded output."""
+
+LEAST_LIMIT = 1e-5
+"""What a kernel may err in any case: in float32 the dense backend's own error is a few rounding errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelVariant:
+    """What a kernel is compiled anew for, as far as the inputs decide it."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+
+    @classmethod
+    def of(cls, q_THD: torch.Tensor, k_THD: torch.Tensor) -> Self:
+        """Returns the variant for these inputs: key-value heads beyond two change nothing while their ratio holds."""
+        num_kv_heads = min(k_THD.shape[1], 2)
+        num_heads = num_kv_heads * (q_THD.shape[1] // k_THD.shape[1])
+        return cls(q_THD.device, q_THD.dtype, q_THD.shape[2], num_heads, num_kv_heads)
+
+
+_results: dict[tuple[str, KernelVariant], list[str]] = {}
+_lock = threading.Lock()
+
+
+def self_test_reasons(backend: str, attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> list[str]:
+    """Why the kernel must not be used: its self-test, run on the first call, failed. Failures are logged once.
+
+    Args:
+        backend: Name of the backend.
+        attend: Its function, called as `attend(q_THD, k_THD, v_THD, plan, scale=scale)`.
+        kernel: What it would be compiled for.
+
+    Returns:
+        Reasons; empty where the kernel agrees with the dense backend.
+    """
+    with _lock:
+        if (backend, kernel) in _results:
+            return _results[backend, kernel]
+        if torch.cuda.is_current_stream_capturing():
+            return ["the self-test has not run yet and cannot during graph capture; run the model once before"]
+        # A thread of its own sees no autocast, no_grad or inference mode of the caller, and none of its saved-tensor
+        # hooks: activation checkpointing counts what is saved, and the recomputation would find the test missing.
+        with ThreadPoolExecutor(max_workers=1) as executor:
+            future = executor.submit(self_test, attend, kernel)
+            error = future.exception()
+        reasons = future.result() if error is None else [f"self-test raised {type(error).__name__}: {error}"]
+        if reasons:
+            logger.warning("attention backend %s is not used for %s: %s", backend, kernel, "; ".join(reasons))
+        _results[backend, kernel] = reasons
+        return reasons
+
+
+def self_test(attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> list[str]:
+    """Compares a kernel with the dense backend on `TREES`, output and gradients.
+
+    The error of a token is the norm of its difference to float64 over its norm, or over the root mean square norm of
+    all tokens if that is larger; the worst token counts, so that one wrong pair shows. The dense backend in the
+    kernel's own dtype sets the scale.
+
+    Args:
+        attend: The backend, called as `attend(q_THD, k_THD, v_THD, plan, scale=scale)`.
+        kernel: Device, dtype and heads to test it with.
+
+    Returns:
+        What disagrees, with the numbers; empty where all agrees.
+    """
+    subtree_end = torch.tensor(subtree_ends(TREES), dtype=torch.int32)
+    plan = AttentionPlan.from_subtree_end(subtree_end, device=kernel.device)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [
+        (plan.num_tokens, num_heads, kernel.head_dim)
+        for num_heads in (kernel.num_heads, kernel.num_kv_heads, kernel.num_kv_heads, kernel.num_heads)
+    ]
+    inputs = [
+        torch.randn(shape, generator=generator, dtype=torch.float32).to(kernel.device, kernel.dtype) for shape in shapes
+    ]
+    # A new thread's current device is the first one.
+    with torch.cuda.device_of(inputs[0]):
+        want = _output_and_gradients(dense_attention, [each.double() for each in inputs], plan)
+        plain = _output_and_gradients(dense_attention, inputs, plan)
+        got = _output_and_gradients(attend, inputs, plan)
+    reasons = []
+    for name in want:
+        error = _worst_token(got[name], want[name])
+        limit = max(LIMITS[name] * _worst_token(plain[name], want[name]), LEAST_LIMIT)
+        if not error <= limit:
+            reasons.append(f"self-test: worst relative error of {name} is {error:.1e}, the limit {limit:.1e}")
+    return reasons
+
+
+def subtree_ends(trees: tuple, *, start: int = 0) -> list[int]:
+    """Returns `subtree_end` of trees given as (number of tokens, children), in DFS preorder from token `start` on."""
+    ends: list[int] = []
+    for num_tokens, children in trees:
+        first_child = start + len(ends) + num_tokens
+        below = subtree_ends(children, start=first_child)
+        ends += [first_child + len(below)] * num_tokens + below
+    return ends
+
+
+def _output_and_gradients(
+    attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], plan: AttentionPlan
+) -> dict[str, torch.Tensor]:
+    *qkv, grad_out_THD = inputs
+    leaves = [each.clone().requires_grad_() for each in qkv]
+    out_THD = attend(*leaves, plan, scale=qkv[0].shape[-1] ** -0.5)
+    gradients = torch.autograd.grad(out_THD, leaves, grad_out_THD)
+    return dict(zip(("output", "dq", "dk", "dv"), (out_THD.detach(), *gradients), strict=True))
+
+
+def _worst_token(got_THD: torch.Tensor, want_THD: torch.Tensor) -> float:
+    norm_TH = want_THD.norm(dim=-1)
+    scale_TH = norm_TH.clamp(min=norm_TH.square().mean().sqrt().item())
+    return ((got_THD.double() - want_THD).norm(dim=-1) / scale_TH).max().item()
