@@ -9,18 +9,10 @@ import pytest
 import torch
 from tree_cases import DEEP, layout_of, random_sequences, relative_error
 
-from verl_tree.attention import AttentionPlan, choose_backend, plan, tree_attention, triton
+from verl_tree.attention import AttentionPlan, choose_backend, tree_attention, triton
 from verl_tree.attention.varlen import varlen_attention
 
 CPU_BACKENDS = ["varlen", "dense"]
-
-
-@pytest.fixture
-def small_pieces(monkeypatch):
-    """Cuts so fine that a few hundred tokens have every kind of piece."""
-    monkeypatch.setattr(plan, "LONG_RUN_LEN", 6)
-    monkeypatch.setattr(plan, "WINDOW_LEN", 12)
-    monkeypatch.setattr(plan, "SPLIT_KEYS", 5)
 
 
 def random_qkv(num_tokens, *, num_groups, num_kv_heads=2, head_dim=16, seed=0, dtype=torch.float64):
@@ -76,30 +68,10 @@ def assert_varlen_equals_dense(sequences, *, num_groups, seed):
 
 @pytest.mark.parametrize("num_groups", [1, 2, 4, 7])
 @pytest.mark.parametrize("seed", range(12))
-def test_varlen_equals_dense_on_random_forests_cut_finely(num_groups, seed, small_pieces):
+def test_varlen_equals_dense_on_random_forests(num_groups, seed):
     rng = np.random.default_rng(seed)
     sequences = random_sequences(rng, num_sequences=int(rng.integers(1, 40)), mean_len=int(rng.integers(1, 12)))
     assert_varlen_equals_dense(sequences, num_groups=num_groups, seed=seed)
-
-
-def test_the_fine_cut_draws_every_kind_of_piece(small_pieces):
-    """Guards the test above: without this a change of the cut could leave a kind untested."""
-    kinds = set()
-    for seed in range(12):
-        rng = np.random.default_rng(seed)
-        sequences = random_sequences(rng, num_sequences=int(rng.integers(1, 40)), mean_len=int(rng.integers(1, 12)))
-        attention_plan = AttentionPlan.from_layout(layout_of(sequences))
-        for role, pieces in (("self", attention_plan.self_pieces), ("above", attention_plan.ancestor_pieces)):
-            for piece in pieces:
-                mask = "causal" if piece.causal else "all" if piece.mask_LK is None else "mask"
-                kinds.add((role, mask, "slice" if piece.key_index_K is None else "gather"))
-    assert kinds == {
-        ("self", "causal", "slice"),
-        ("self", "mask", "slice"),
-        ("self", "mask", "gather"),
-        ("above", "all", "slice"),
-        ("above", "all", "gather"),
-    }
 
 
 @pytest.mark.parametrize(
@@ -115,7 +87,7 @@ def test_the_fine_cut_draws_every_kind_of_piece(small_pieces):
     ],
     ids=["branches", "extensions", "roots", "comb", "chain", "one token"],
 )
-def test_varlen_equals_dense_as_cut_in_production(num_groups, sequences):
+def test_varlen_equals_dense_on_shapes(num_groups, sequences):
     assert_varlen_equals_dense(sequences, num_groups=num_groups, seed=1)
 
 
@@ -146,10 +118,7 @@ def test_varlen_in_bfloat16_errs_no_more_than_flat_attention_does():
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
-@pytest.mark.parametrize("cut", ["production", "fine"])
-def test_other_branches_change_nothing_bit_for_bit(backend, cut, request):
-    if cut == "fine":
-        request.getfixturevalue("small_pieces")
+def test_other_branches_change_nothing_bit_for_bit(backend):
     layout = layout_of(random_sequences(np.random.default_rng(3), num_sequences=30, mean_len=8))
     attention_plan = AttentionPlan.from_layout(layout, backend=backend)
     visible_TT = layout.materialize()
@@ -180,7 +149,7 @@ def test_gradients_of_one_path_reach_no_other_token():
         assert grad_q[:token].abs().max() == 0
 
 
-def test_every_pair_is_in_exactly_one_piece(small_pieces):
+def test_every_pair_is_in_exactly_one_piece():
     """The pieces of a plan, written out, are the mask; so no pair is lost or counted twice."""
     for seed in range(20):
         layout = layout_of(random_sequences(np.random.default_rng(seed), num_sequences=25, mean_len=7))
@@ -188,9 +157,8 @@ def test_every_pair_is_in_exactly_one_piece(small_pieces):
         count_TT = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.int64)
         for piece in (*attention_plan.self_pieces, *attention_plan.ancestor_pieces):
             query_L = torch.arange(piece.query_start, piece.query_end)[:, None]
-            key_K = torch.arange(piece.key_start, piece.key_end) if piece.key_index_K is None else piece.key_index_K
-            mask_LK = key_K <= query_L if piece.causal else piece.mask_LK
-            count_TT[query_L, key_K] += 1 if mask_LK is None else mask_LK.long()
+            key_K = torch.arange(piece.key_start, piece.key_end)
+            count_TT[query_L, key_K] += (key_K <= query_L).long() if piece.causal else 1
         assert torch.equal(count_TT, layout.materialize().long())
         assert attention_plan.num_visible_pairs == int(count_TT.sum())
         self_queries = [range(piece.query_start, piece.query_end) for piece in attention_plan.self_pieces]
@@ -202,12 +170,14 @@ def test_plan_of_the_drawn_forest():
     subtree_end = [590] * 200 + [530] * 150 + [480] * 130 + [530] * 50 + [590] * 60
     attention_plan = AttentionPlan.from_subtree_end(torch.tensor(subtree_end))
     assert attention_plan.max_path_len == 200 + 150 + 130
-    assert [(p.query_start, p.query_end, p.causal, p.mask_LK is None) for p in attention_plan.self_pieces] == [
-        (0, 200, True, True),
-        (200, 350, True, True),
-        (350, 480, True, True),
-        (480, 590, False, False),  # c and d are short: one window
+    assert [(p.query_start, p.query_end) for p in attention_plan.self_pieces] == [
+        (0, 200),
+        (200, 350),
+        (350, 480),
+        (480, 530),
+        (530, 590),
     ]
+    assert all(piece.causal for piece in attention_plan.self_pieces)
     assert [(p.query_start, p.query_end, p.key_start, p.key_end) for p in attention_plan.ancestor_pieces] == [
         (200, 590, 0, 200),
         (350, 530, 200, 350),

@@ -97,7 +97,6 @@ class _VarlenAttention(torch.autograd.Function):
                 lse_HGT[:, :, rows],
                 0.0,
                 piece.causal,
-                attn_mask=_additive_mask(piece, q_THD.dtype),
                 scale=scale,
             )
             if number < len(plan.self_pieces):
@@ -122,18 +121,7 @@ def _heads_first(
 
 def _keys(piece: AttentionPiece, x_HTD: torch.Tensor, num_groups: int) -> torch.Tensor:
     """The piece's keys (or values) as (H, G, K, D); the groups share memory."""
-    if piece.key_index_K is None:
-        x_HKD = x_HTD[:, piece.key_start : piece.key_end]
-    else:
-        x_HKD = x_HTD.index_select(1, piece.key_index_K)
-    return x_HKD.unsqueeze(1).expand(-1, num_groups, -1, -1)
-
-
-def _additive_mask(piece: AttentionPiece, dtype: torch.dtype) -> torch.Tensor | None:
-    if piece.mask_LK is None:
-        return None
-    zeros_LK = torch.zeros(piece.mask_LK.shape, dtype=dtype)
-    return zeros_LK.masked_fill_(~piece.mask_LK, -torch.inf)[None, None]
+    return x_HTD[:, piece.key_start : piece.key_end].unsqueeze(1).expand(-1, num_groups, -1, -1)
 
 
 def _piece_forward(
@@ -146,14 +134,9 @@ def _piece_forward(
         _keys(piece, v_HTD, num_groups),
         0.0,
         piece.causal,
-        attn_mask=_additive_mask(piece, q_HGTD.dtype),
         scale=scale,
     )
 
 
 def _add_to_keys(grad_THD: torch.Tensor, piece: AttentionPiece, grad_HGKD: torch.Tensor) -> None:
-    grad_KHD = grad_HGKD.sum(1, dtype=grad_THD.dtype).transpose(0, 1)
-    if piece.key_index_K is None:
-        grad_THD[piece.key_start : piece.key_end] += grad_KHD
-    else:
-        grad_THD.index_add_(0, piece.key_index_K, grad_KHD.contiguous())
+    grad_THD[piece.key_start : piece.key_end] += grad_HGKD.sum(1, dtype=grad_THD.dtype).transpose(0, 1)
