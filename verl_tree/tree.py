@@ -251,11 +251,7 @@ class TokenForest:
                 "leaves must be distinct and in DFS order: sort them by forest.dfs_rank, "
                 "for example leaves[np.argsort(forest.dfs_rank[leaves])]"
             )
-        shared = np.zeros(len(ranks), dtype=np.int64)
-        if len(ranks) > 1:
-            # Two leaves share what all neighbours between them share: min(lcp[previous + 1 : next + 1]).
-            shared[1:] = np.minimum.reduceat(self.lcp[: ranks[-1] + 1], ranks[:-1] + 1)
-        return shared
+        return lcp_of_subset(self.lcp, ranks)
 
     def pack_num_tokens(self, leaves: ArrayLike) -> int:
         """Tree tokens of a pack of trajectories: the union of their root paths.
@@ -268,6 +264,23 @@ class TokenForest:
         """
         lens = self.sequence_lens[np.asarray(leaves, dtype=np.int64)]
         return int(lens.sum() - self.subset_lcp(leaves).sum())
+
+
+def lcp_of_subset(lcp: IntArray, ranks: IntArray) -> IntArray:
+    """Tokens that each leaf of a subset shares with the one before it.
+
+    Args:
+        lcp: (S,) the same of all leaves, in DFS order.
+        ranks: (s,) the subset, ascending places in that order.
+
+    Returns:
+        (s,) int64, the first is 0.
+    """
+    shared = np.zeros(len(ranks), dtype=np.int64)
+    if len(ranks) > 1:
+        # Two leaves share what all neighbours between them share: min(lcp[previous + 1 : next + 1]).
+        shared[1:] = np.minimum.reduceat(lcp[: ranks[-1] + 1], ranks[:-1] + 1)
+    return shared
 
 
 def _concatenate(sequences: Sequence[ArrayLike]) -> tuple[IntArray, IntArray]:

@@ -14,6 +14,7 @@ from verl_tree.packing import METHODS, lower_bound, pack
 from verl_tree.packing.bound import least_visits
 from verl_tree.packing.first_fit import RangeMin
 from verl_tree.packing.heuristic import best_fit_up, deepest_first
+from verl_tree.packing.improve import _windows
 from verl_tree.packing.problem import Caps, Items
 from verl_tree.tree import TokenForest
 
@@ -160,6 +161,12 @@ def test_the_heuristic_repeats_itself_and_its_seed_matters():
 
     assert packs(0) == packs(0)
     assert any(packs(seed) != packs(0) for seed in range(1, 6))
+
+
+def test_the_second_pass_of_improvement_shifts_its_windows():
+    bins = [[0, 1], [2, 3], [4], [5, 6, 7, 8, 9], [10], [11, 12]]
+    assert _windows(bins, max_items=4, is_shifted=False) == [bins[:2], bins[2:3], bins[3:4], bins[4:]]
+    assert _windows(bins, max_items=4, is_shifted=True) == [bins[:1], bins[1:3], bins[3:4], bins[4:]]
 
 
 def test_the_papers_rules():

@@ -119,23 +119,24 @@ def _checked_caps(
             f"loss_terms has {len(terms)} entries, the least is {terms.min(initial=0)}: give one number of at least 0 "
             f"for each of the {forest.num_leaves} trajectories"
         )
+    lens = forest.sequence_lens
     limits = (
-        ("tree.capacity (actor.ppo_max_token_len_per_gpu unless set)", capacity, "a pack only", forest.sequence_lens),
-        ("tree.max_loss_terms", max_loss_terms, "loss terms and a pack only", terms),
-        ("tree.max_path_len", max_path_len, "a path only", forest.sequence_lens),
+        ("capacity", "tree.capacity (actor.ppo_max_token_len_per_gpu unless set)", capacity, lens, "tokens", "a pack"),
+        ("max_loss_terms", "tree.max_loss_terms", max_loss_terms, terms, "loss terms", "a pack"),
+        ("max_path_len", "tree.max_path_len", max_path_len, lens, "tokens", "a path"),
     )
-    for key, limit, what, numbers in limits:
+    for name, key, limit, numbers, unit, holder in limits:
         if limit is None:
             continue
         if limit < 1:
-            raise ValueError(f"{key.split()[0].removeprefix('tree.')} is {limit}: set {key} to a positive number")
+            raise ValueError(f"{name} is {limit}: set {key} to a positive number")
         too_long = np.flatnonzero(numbers > limit)
         if len(too_long):
             first = too_long[0]
-            unit = "" if what.startswith("loss terms") else "tokens and "
             raise ValueError(
-                f"trajectory {first} has {numbers[first]} {unit}{what} {limit} ({len(too_long)} of {forest.num_leaves} "
-                f"are too long, the longest has {numbers.max()}): raise {key} or shorten the trajectories"
+                f"trajectory {first} has {numbers[first]} {unit} and {holder} only {limit} ({len(too_long)} of "
+                f"{forest.num_leaves} are too long, the longest has {numbers.max()}): raise {key} or shorten the "
+                "trajectories"
             )
     return Caps(
         num_tokens=UNLIMITED if capacity is None else capacity,

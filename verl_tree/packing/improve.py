@@ -40,9 +40,9 @@ def improve(
     if len(items) <= MAX_WINDOW_ITEMS:
         search = _RuinAndRecreate(items, bins, caps=caps, seed=seed)
         return search.run(num_rounds, deadline_s=deadline_s, lower_bound=lower_bound)
-    for shift in (0, 1):
+    for is_shifted in (False, True):
         improved: list[list[int]] = []
-        windows = _windows(bins, max_items=MAX_WINDOW_ITEMS, shift=shift)
+        windows = _windows(bins, max_items=MAX_WINDOW_ITEMS, is_shifted=is_shifted)
         for number, window in enumerate(windows):
             if len(window) == 1:
                 improved.extend(window)
@@ -68,16 +68,17 @@ def improve(
     return bins
 
 
-def _windows(bins: list[list[int]], *, max_items: int, shift: int) -> list[list[list[int]]]:
+def _windows(bins: list[list[int]], *, max_items: int, is_shifted: bool) -> list[list[list[int]]]:
+    """Runs of packs with at most `max_items` items, one pack at least; if shifted, half of that in the first."""
     windows: list[list[list[int]]] = []
-    num_items = max_items // 2 * shift
+    room = 0
     for members in bins:
-        if windows and num_items + len(members) <= max_items:
+        if windows and len(members) <= room:
             windows[-1].append(members)
-            num_items += len(members)
         else:
+            room = max_items // 2 if is_shifted and not windows else max_items
             windows.append([members])
-            num_items = len(members)
+        room -= len(members)
     return windows
 
 
@@ -134,12 +135,14 @@ class _RuinAndRecreate:
         chosen = [self.bin_of[anchor]]
         num_chosen = min(self.random.choice((2, 2, 3, 3, 4)), len(self.bins))
         near = self.random.random() < 0.6
-        row, step = self.shared[anchor], 1
-        while near and len(chosen) < num_chosen and step < len(row):
+        num_items, step = len(self.lens), 1
+        while near and len(chosen) < num_chosen and step < num_items:
             for item in (anchor - step, anchor + step):
-                if 0 <= item < len(row) and self.bin_of[item] not in chosen and len(chosen) < num_chosen:
+                if 0 <= item < num_items and self.bin_of[item] not in chosen and len(chosen) < num_chosen:
                     chosen.append(self.bin_of[item])
             step += 1
+        if len(chosen) == num_chosen:
+            return chosen
         others = [number for number in range(len(self.bins)) if number not in chosen]
         return chosen + self.random.sample(others, num_chosen - len(chosen))
 

@@ -11,7 +11,7 @@ from typing import Self
 
 import numpy as np
 
-from verl_tree.tree import IntArray, NodeTable, TokenForest
+from verl_tree.tree import IntArray, NodeTable, TokenForest, lcp_of_subset
 
 UNLIMITED = 2**62
 
@@ -131,10 +131,7 @@ class Items:
 
     def shared(self, index: IntArray) -> IntArray:
         """Tokens that each of some items (ascending) shares with the one before it; the first is 0."""
-        shared = np.zeros(len(index), dtype=np.int64)
-        if len(index) > 1:
-            shared[1:] = np.minimum.reduceat(self.lcp[: index[-1] + 1], index[:-1] + 1)
-        return shared
+        return lcp_of_subset(self.lcp, index)
 
     def merged(self, starts: IntArray) -> Self:
         """Makes one item of each run of neighbours.
