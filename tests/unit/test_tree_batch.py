@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from verl_tree.config import TreeConfig
 from verl_tree.cost_model import CostModel, Work
-from verl_tree.engine.tree_batch import PackOptions, TreeBatch, split_into_packs, trained_tokens
+from verl_tree.engine.tree_batch import TreeBatch, split_into_packs, trained_tokens
 
 
 def jagged(rows: list[list[int]]) -> torch.Tensor:
@@ -19,10 +20,23 @@ TOKENS = np.concatenate(ROWS)
 OFFSETS = np.array([0, 4, 6, 9, 13])
 
 
-def split(masks: list[list[int]], *, merge_keys: list | None = None, **options) -> TreeBatch:
-    trained = trained_tokens(jagged(masks), sequence_lens=np.diff(OFFSETS))
-    options = PackOptions(**({"capacity": 100} | options))
-    return split_into_packs(TOKENS, offsets=OFFSETS, trained=trained, options=options, merge_keys=merge_keys)
+def split(
+    masks: list[list[int]],
+    *,
+    capacity: int = 100,
+    model: CostModel | None = None,
+    merge_keys: list | None = None,
+    **tree,
+) -> TreeBatch:
+    return split_into_packs(
+        TOKENS,
+        offsets=OFFSETS,
+        trained=trained_tokens(jagged(masks), sequence_lens=np.diff(OFFSETS)),
+        capacity=capacity,
+        tree=TreeConfig(**tree),
+        model=model,
+        merge_keys=merge_keys,
+    )
 
 
 def test_a_mask_covers_the_end_of_its_row() -> None:
@@ -135,4 +149,4 @@ def test_caps_reach_the_packing() -> None:
     with pytest.raises(ValueError, match=r"tree\.max_path_len"):
         split(masks, max_path_len=3)
     with pytest.raises(ValueError, match="does not exist"):
-        split(masks, method="magic")
+        split(masks, packing="magic")

@@ -36,7 +36,6 @@ from verl_tree.engine.model_build import on_this_device
 from verl_tree.engine.pack_times import OnlineCost, PackClock
 from verl_tree.engine.rows import RankWork, RowOutputs, gather, one_value_per_rank, refuse_unsupported
 from verl_tree.engine.tree_batch import (
-    PackOptions,
     TreeBatch,
     TreeMicroBatch,
     first_token_pack,
@@ -58,7 +57,7 @@ class FSDPTreeEngineWithLMHead(FSDPEngineWithLMHead):
     Attributes:
         tree_counts: what the last mini-batch computed and what its rows hold, summed over all ranks.
         num_micro_batches: packs that each rank ran for it (the largest number of any rank).
-        rank_times: how evenly the ranks worked on it.
+        rank_times: how evenly the ranks worked on the last update.
         cost_metrics: the cost model of updates as rank 0 has fitted it, as metrics.
     """
 
@@ -155,18 +154,19 @@ class FSDPTreeEngineWithLMHead(FSDPEngineWithLMHead):
                 if not forward_only:
                     (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
-        self._account(cost, ranks, clock=clock, busy_s=time.process_time() - busy_s)
+        predicted_s = [sum(map(cost.current.predict, rank.works)) for rank in ranks]
+        if not self.engine_config.full_determinism:
+            cost.learn([rank.works for rank in ranks], seconds=clock.seconds())
+        if not forward_only:
+            self._note_times(ranks, predicted_s=predicted_s, busy_s=time.process_time() - busy_s)
         return {
             "model_output": outputs.jagged() if forward_only else {},
             "loss": losses or [0.0],
             "metrics": one_value_per_rank(metrics),
         }
 
-    def _account(self, cost: OnlineCost, ranks: list[RankWork], *, clock: PackClock, busy_s: float) -> None:
-        """Notes how evenly the ranks worked, and lets the cost model learn from the measured times."""
-        predicted_s = [sum(map(cost.current.predict, rank.works)) for rank in ranks]
-        if not self.engine_config.full_determinism:
-            cost.learn([rank.works for rank in ranks], seconds=clock.seconds())
+    def _note_times(self, ranks: list[RankWork], *, predicted_s: list[float], busy_s: float) -> None:
+        """Gathers how evenly the ranks worked on an update, and the cost model of rank 0."""
         # On a GPU the processor waits for the device and its seconds say nothing.
         measured_s = busy_s if get_device_name() == "cpu" else 0.0
         mine = (measured_s, self._costs["update"].metrics(prefix="tree/cost_model"))
@@ -191,15 +191,9 @@ class FSDPTreeEngineWithLMHead(FSDPEngineWithLMHead):
             input_ids.values().cpu().numpy(),
             offsets=offsets,
             trained=trained_tokens(mask, sequence_lens=np.diff(offsets)),
-            options=PackOptions(
-                capacity=int(data["max_token_len_per_gpu"]) if capacity is None else capacity,
-                method=self.tree.packing,
-                max_loss_terms=self.tree.max_loss_terms,
-                max_path_len=self.tree.max_path_len,
-                gate=self.tree.gate,
-                shared_tokens=self.tree.shared_tokens,
-                model=model,
-            ),
+            capacity=int(data["max_token_len_per_gpu"]) if capacity is None else capacity,
+            tree=self.tree,
+            model=model,
             # One temperature per pack position: rows that are scored at different temperatures do not merge.
             merge_keys=temperature.tolist() if isinstance(temperature, Tensor) and temperature.dim() else None,
         )

@@ -13,16 +13,20 @@ Legend: B rows of the mini-batch, F flat tokens of a pack, F_all flat tokens of 
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl_tree.cost_model import CostModel, Work, runs_faster_flat
+from verl_tree.config import TreeConfig
+from verl_tree.cost_model import CostModel, Work, WorkProfile, runs_faster_flat
 from verl_tree.functional import shared_token_weights
 from verl_tree.layout import TreeLayout
 from verl_tree.metrics import ForestCounts
-from verl_tree.packing import Pack, pack
+from verl_tree.packing import pack
+from verl_tree.packing.first_fit import next_fit
+from verl_tree.packing.problem import UNLIMITED, Caps
 from verl_tree.tree import IntArray, TokenForest
 
 
@@ -62,30 +66,6 @@ class TreeBatch:
     packing_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class PackOptions:
-    """How a mini-batch is cut.
-
-    Attributes:
-        capacity: tree tokens a pack may hold; None for one pack.
-        method: of `verl_tree.packing.pack`.
-        max_loss_terms: trained tokens of a pack, counted on every leaf; None for no limit.
-        max_path_len: tokens of the longest row; None for no limit.
-        gate: which packs run flat: `auto`, `always` or `never`.
-        shared_tokens: `sum`, `mean` or `once`, see design "Shared tokens". Counted over the whole mini-batch, so it
-            does not depend on the packing.
-        model: what packs cost; None before anything was measured: `auto` then runs every pack as a tree.
-    """
-
-    capacity: int | None
-    method: str = "auto"
-    max_loss_terms: int | None = None
-    max_path_len: int | None = None
-    gate: str = "auto"
-    shared_tokens: str = "sum"
-    model: CostModel | None = None
-
-
 def trained_tokens(mask: Tensor, *, sequence_lens: IntArray) -> np.ndarray:
     """Which flat tokens a loss reads, from verl's mask.
 
@@ -122,7 +102,9 @@ def split_into_packs(
     *,
     offsets: IntArray,
     trained: np.ndarray,
-    options: PackOptions,
+    capacity: int,
+    tree: TreeConfig,
+    model: CostModel | None = None,
     merge_keys: Sequence[Hashable] | None = None,
 ) -> TreeBatch:
     """Finds the forest of the rows that a loss reads and cuts it into packs.
@@ -131,7 +113,10 @@ def split_into_packs(
         tokens: (F_all,) the rows' token ids, one row after another.
         offsets: (B + 1,) where each row starts.
         trained: (F_all,) bool, the flat tokens that a loss reads.
-        options: how to cut.
+        capacity: tree tokens that a pack may hold.
+        tree: packing method, further caps, gate and objective. Shared tokens are counted over the whole mini-batch, so
+            the objective does not depend on the packing.
+        model: what packs cost; None before anything was measured: the gate `auto` then runs every pack as a tree.
         merge_keys: (B,) what besides the tokens changes a row's forward.
 
     Returns:
@@ -143,69 +128,83 @@ def split_into_packs(
     started_s = time.perf_counter()
     num_trained = np.add.reduceat(trained, offsets[:-1], dtype=np.int64)
     rows = np.flatnonzero(num_trained)
-    sequences = [tokens[offsets[row] : offsets[row + 1]] for row in rows]
     keys = None if merge_keys is None else [merge_keys[row] for row in rows]
-    forest = TokenForest.from_sequences(sequences, merge_keys=keys)
+    forest = TokenForest.from_sequences([tokens[offsets[row] : offsets[row + 1]] for row in rows], merge_keys=keys)
     packing = pack(
         forest,
-        capacity=options.capacity,
-        method=options.method,
-        max_loss_terms=options.max_loss_terms,
+        capacity=capacity,
+        method=tree.packing,
+        max_loss_terms=tree.max_loss_terms,
         loss_terms=num_trained[rows],
-        max_path_len=options.max_path_len,
+        max_path_len=tree.max_path_len,
     )
     packing_s = time.perf_counter() - started_s
-    cutter = _Cutter(forest, rows=rows, offsets=offsets, trained=trained, options=options)
+    maker = _MicroBatchMaker(
+        forest, rows=rows, offsets=offsets, trained=trained, weights=_row_weights(forest, rows, offsets, trained, tree)
+    )
+    gate = _Gate(maker, loss_terms=num_trained[rows], capacity=capacity, tree=tree, model=model)
     micro_batches, num_flat_packs = [], 0
     for one in packing.packs:
-        tree = cutter.micro_batch(forest, leaves=one.leaves, rows=rows)
-        flat_packs = cutter.flat_packs(one)
-        if cutter.runs_flat(tree, flat_packs):
-            micro_batches.extend(cutter.flat_micro_batch(leaves) for leaves in flat_packs)
-            num_flat_packs += len(flat_packs)
-        else:
-            micro_batches.append(tree)
-    model = CostModel.prior() if options.model is None else options.model
-    micro_batches.sort(key=lambda micro: -model.predict(micro.work))
+        micro = maker.tree(one.leaves)
+        flat_packs = gate.flat_packs(micro)
+        micro_batches.extend(map(maker.flat, flat_packs) if flat_packs else [micro])
+        num_flat_packs += len(flat_packs)
+    order_model = CostModel.prior() if model is None else model
+    micro_batches.sort(key=lambda micro: -order_model.predict(micro.work))
     counts = replace(
         ForestCounts.from_packing(packing, forest=forest),
         num_packed_tokens=sum(micro.work.num_tokens for micro in micro_batches),
         num_packs=len(micro_batches),
         num_flat_packs=num_flat_packs,
-        num_capacity_tokens=(options.capacity or 0) * len(micro_batches),
+        num_capacity_tokens=capacity * len(micro_batches),
     )
     return TreeBatch(micro_batches=tuple(micro_batches), counts=counts, packing_s=packing_s)
 
 
-class _Cutter:
-    """Makes micro-batches of packs, as trees or flat."""
+def _row_weights(
+    forest: TokenForest, rows: IntArray, offsets: IntArray, trained: np.ndarray, tree: TreeConfig
+) -> Tensor | None:
+    """(F_all,) gradient weights of the flat tokens; None where all are 1."""
+    if tree.shared_tokens == "sum" or not len(rows):
+        return None
+    whole = TreeLayout.from_forest(forest)
+    whole_rows = rows[whole.leaves]
+    flat_index = _flat_index(offsets[whole_rows], lens=np.diff(offsets)[whole_rows])
+    weight_F = shared_token_weights(whole, torch.from_numpy(trained[flat_index]), tree.shared_tokens)
+    weights = torch.zeros(len(trained), dtype=weight_F.dtype)
+    weights[flat_index] = weight_F
+    return weights
+
+
+class _MicroBatchMaker:
+    """Lays packs out, as trees or flat."""
 
     def __init__(
-        self, forest: TokenForest, *, rows: IntArray, offsets: IntArray, trained: np.ndarray, options: PackOptions
+        self,
+        forest: TokenForest,
+        *,
+        rows: IntArray,
+        offsets: IntArray,
+        trained: np.ndarray,
+        weights: Tensor | None,
     ) -> None:
-        self.forest, self.rows, self.offsets, self.trained, self.options = forest, rows, offsets, trained, options
+        self.forest, self.rows, self.offsets, self.trained, self.weights = forest, rows, offsets, trained, weights
         self.lens = np.diff(offsets)
-        self.num_trained = np.add.reduceat(trained, offsets[:-1], dtype=np.int64)[rows]
-        self.weights = self._weights() if options.shared_tokens != "sum" and len(rows) else None
 
-    def _weights(self) -> Tensor:
-        """(F_all,) gradient weights of all rows."""
-        whole = TreeLayout.from_forest(self.forest)
-        flat_index = self._flat_index(self.rows[whole.leaves])
-        trained_F = torch.from_numpy(self.trained[flat_index])
-        weight_F = shared_token_weights(whole, trained_F, self.options.shared_tokens)
-        weights = torch.zeros(len(self.trained), dtype=weight_F.dtype)
-        weights[flat_index] = weight_F
-        return weights
+    def tree(self, leaves: IntArray) -> TreeMicroBatch:
+        """Some leaves of the forest as one tree."""
+        return self._micro_batch(TreeLayout.from_forest(self.forest, leaves), rows=self.rows)
 
-    def _flat_index(self, rows: IntArray) -> IntArray:
-        return _flat_index(self.offsets[rows], lens=self.lens[rows])
+    def flat(self, leaves: IntArray) -> TreeMicroBatch:
+        """Some leaves of the forest as one tree each."""
+        sequences = [self.forest.sequence(leaf) for leaf in leaves.tolist()]
+        apart = TokenForest.from_sequences(sequences, merge_keys=range(len(sequences)))
+        return self._micro_batch(TreeLayout.from_forest(apart), rows=self.rows[leaves])
 
-    def micro_batch(self, forest: TokenForest, *, leaves: IntArray | None, rows: IntArray) -> TreeMicroBatch:
-        """Some leaves of a forest whose trajectories are the given rows of the mini-batch."""
-        layout = TreeLayout.from_forest(forest, leaves)
+    def _micro_batch(self, layout: TreeLayout, *, rows: IntArray) -> TreeMicroBatch:
+        """A layout whose leaves are these rows of the mini-batch."""
         pack_rows = rows[layout.leaves]
-        flat_index = self._flat_index(pack_rows)
+        flat_index = _flat_index(self.offsets[pack_rows], lens=self.lens[pack_rows])
         wanted_T = torch.zeros(layout.num_tokens, dtype=torch.bool)
         wanted_T[layout.tree_index_F[torch.from_numpy(self.trained[flat_index])]] = True
         flat_index_F = torch.from_numpy(flat_index)
@@ -224,45 +223,47 @@ class _Cutter:
             ),
         )
 
-    def flat_packs(self, one: Pack) -> list[IntArray]:
-        """The leaves of a pack in runs whose flat tokens and loss terms keep the caps."""
-        lens, terms = self.forest.sequence_lens, self.num_trained
-        max_tokens, max_terms = self.options.capacity, self.options.max_loss_terms
-        runs: list[list[int]] = []
-        num_tokens = num_terms = 0
-        for leaf in one.leaves.tolist():
-            num_tokens, num_terms = num_tokens + int(lens[leaf]), num_terms + int(terms[leaf])
-            is_over = (max_tokens is not None and num_tokens > max_tokens) or (
-                max_terms is not None and num_terms > max_terms
-            )
-            if not runs or is_over:
-                runs.append([])
-                num_tokens, num_terms = int(lens[leaf]), int(terms[leaf])
-            runs[-1].append(leaf)
-        return [np.array(run) for run in runs]
+    @cached_property
+    def flat_works(self) -> tuple[Work, ...]:
+        """The work of every row of the forest alone."""
+        trained = [self.trained[self.offsets[row] : self.offsets[row + 1]] for row in self.rows]
+        return WorkProfile.from_forest(self.forest, trained=trained).flat_works()
 
-    def runs_flat(self, tree: TreeMicroBatch, flat_packs: list[IntArray]) -> bool:
-        """Whether the gate opens for a pack."""
-        if self.options.gate != "auto":
-            return self.options.gate == "always"
-        if self.options.model is None or tree.layout.num_tokens == tree.layout.num_flat_tokens:
-            return False
-        leaves = tree.layout.leaves
-        lens = self.forest.sequence_lens[leaves]
-        flat = Work(
-            num_tokens=int(lens.sum()),
-            num_visible_pairs=int((lens * (lens + 1) // 2).sum()),
-            num_scored=int(self.num_trained[leaves].sum()),
-            num_segments=len(leaves),
-            num_packs=len(flat_packs),
+
+class _Gate:
+    """Decides which packs run flat."""
+
+    def __init__(
+        self,
+        maker: _MicroBatchMaker,
+        *,
+        loss_terms: IntArray,
+        capacity: int,
+        tree: TreeConfig,
+        model: CostModel | None,
+    ) -> None:
+        self.maker, self.loss_terms, self.model, self.mode = maker, loss_terms, model, tree.gate
+        max_terms = UNLIMITED if tree.max_loss_terms is None else tree.max_loss_terms
+        self.caps = Caps(num_tokens=capacity, num_terms=max_terms)
+
+    def flat_packs(self, micro: TreeMicroBatch) -> list[IntArray]:
+        """The leaves of a pack in runs that keep the caps without sharing; empty where it runs as a tree."""
+        is_shared = micro.layout.num_tokens < micro.layout.num_flat_tokens
+        if self.mode == "never" or (self.mode == "auto" and (self.model is None or not is_shared)):
+            return []
+        leaves = micro.layout.leaves
+        runs = next_fit(
+            self.maker.forest.sequence_lens[leaves],
+            shared=np.zeros_like(leaves),
+            terms=self.loss_terms[leaves],
+            caps=self.caps,
         )
-        return runs_faster_flat(self.options.model, tree=tree.work, flat=flat)
-
-    def flat_micro_batch(self, leaves: IntArray) -> TreeMicroBatch:
-        """Some rows as one tree each."""
-        sequences = [self.forest.sequence(leaf) for leaf in leaves.tolist()]
-        apart = TokenForest.from_sequences(sequences, merge_keys=range(len(sequences)))
-        return self.micro_batch(apart, leaves=None, rows=self.rows[leaves])
+        if self.mode == "auto":
+            works = self.maker.flat_works
+            flat = replace(sum((works[leaf] for leaf in leaves), Work()), num_packs=len(runs))
+            if not runs_faster_flat(self.model, tree=micro.work, flat=flat):
+                return []
+        return [leaves[run] for run in runs]
 
 
 def _flat_index(starts: IntArray, *, lens: IntArray) -> IntArray:
