@@ -1,9 +1,10 @@
 """Runs the tree engine beside verl's own FSDP2 engine on the same rows; one process per rank.
 
-Both sides are real `TrainingWorker`s on verl's real losses, in fp32 on the CPU, and both take one SGD step. For every
-case rank 0 writes how far they are apart: outputs relative to the largest value of the flat side, gradients and
-parameters per tensor relative to that tensor, or to the global norm where a tensor's gradient is zero but for rounding
-(query and key weights, where every query sees one key). `tests/e2e/test_engines.py` starts it.
+Both sides are real `TrainingWorker`s on verl's real losses, in fp32 on the CPU, and both take the same SGD steps, one
+unless the case says more. For every case rank 0 writes how far they are apart: outputs relative to the largest value of
+the flat side, gradients and parameters per tensor relative to that tensor, or to the global norm where a tensor's
+gradient is zero but for rounding (query and key weights, where every query sees one key).
+`tests/e2e/test_engines.py` starts it.
 """
 
 import argparse
@@ -43,6 +44,8 @@ class Case:
     rows: str = "deep"
     capacity: int = 96
     temperature_per_row: bool = False
+    num_steps: int = 1
+    lr: float = 0.5
     same_objective: bool = True
 
 
@@ -75,11 +78,21 @@ CASES = [
     Case("temperature_per_row", temperature_per_row=True, actor={"entropy_coeff": 0.05}),
     Case("shared_tokens_once", tree={"shared_tokens": "once"}, same_objective=False),
     Case("shared_tokens_once_flat", tree={"shared_tokens": "once", "gate": "always"}, same_objective=False),
+    *(
+        Case(
+            f"gspo_{mode}",
+            actor={"policy_loss": {"loss_mode": "gspo"}, "loss_agg_mode": "seq-mean-token-mean"},
+            tree={"shared_tokens": mode},
+            same_objective=False,
+        )
+        for mode in ("mean", "once")
+    ),
     Case("critic", is_critic=True),
     Case("critic_seq_mean", is_critic=True, actor={"loss_agg_mode": "seq-mean-token-mean"}),
     Case("duplicates_and_prefixes", rows="duplicates"),
     Case("one_token_responses", rows="one_token"),
     Case("single_row", rows="single"),
+    Case("ten_steps", num_steps=10, lr=0.1, actor={"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01}),
     Case("idle_rank", rows="idle_rank", actor={"use_kl_loss": True, "kl_loss_coef": 0.3}),
 ]
 
@@ -113,13 +126,13 @@ def random_rows(kind: str, *, rank: int, rng: np.random.Generator) -> list[tuple
     return rows
 
 
-def make_batch(case: Case, *, rank: int, world_size: int) -> TensorDict:
+def make_batch(case: Case, *, step: int, rank: int, world_size: int) -> TensorDict:
     """The rows as verl's workers get them, with random signed advantages and masks; equal row counts on all ranks."""
-    rows = random_rows(case.rows, rank=rank, rng=np.random.default_rng(17 + rank))
+    rows = random_rows(case.rows, rank=rank, rng=np.random.default_rng(17 + rank + 1000 * step))
     counts: list[Any] = [None] * world_size
     dist.all_gather_object(counts, len(rows))
     num_padding = max(counts) + 1 - len(rows)
-    generator = torch.Generator().manual_seed(99 + rank)
+    generator = torch.Generator().manual_seed(99 + rank + 1000 * step)
 
     def row(prompt: list[int], response: list[int], *, is_padding: bool = False) -> dict[str, torch.Tensor]:
         def random(scale: float) -> torch.Tensor:
@@ -191,7 +204,7 @@ def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorke
         tree_options=case.tree,
         # Adam's first step is a sign: SGD shows the gradient. A huge clip, so that nothing is rescaled.
         optimizer=FSDPOptimizerConfig(
-            lr=0.5, optimizer="SGD", clip_grad=1e9, override_optimizer_config={}, total_training_steps=10
+            lr=case.lr, optimizer="SGD", clip_grad=1e9, override_optimizer_config={}, total_training_steps=10
         ),
     )
     worker.set_loss_fn(make_loss(case))
@@ -212,28 +225,31 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
 
 
-def run_worker(worker: TreeTrainingWorker, batch: TensorDict) -> dict[str, Any]:
-    """Inference, gradients and one optimiser step, through the worker's engine."""
+def run_worker(worker: TreeTrainingWorker, batches: list[TensorDict]) -> dict[str, Any]:
+    """Inference and gradients on the first batch, and an optimiser step on each, through the worker's engine."""
     engine = worker.engine
-    infer = batch.clone()
+    infer = batches[0].clone()
     tu.assign_non_tensor(infer, compute_loss=False, calculate_entropy=True)
     outputs = worker.infer_batch(infer)
     result: dict[str, Any] = {
         name: outputs.get(name) for name in ("log_probs", "entropy", "values") if outputs.get(name, None) is not None
     }
-    with engine.train_mode():
-        engine.optimizer_zero_grad()
-        output = engine.forward_backward_batch(batch.clone(), worker.loss_fn, forward_only=False)
-        loss = torch.tensor(float(np.sum(output["loss"])))
-        dist.all_reduce(loss, op=dist.ReduceOp.AVG)
-        result["loss"] = loss.item()
-        clipped = [output["metrics"].get(f"actor/pg_clipfrac{kind}") for kind in ("", "_lower")]
-        result["clipped"] = min(np.mean(each.values) if each is not None else 0.0 for each in clipped)
-        named = list(engine.module.named_parameters())
-        result["gradients"] = {name: full(p.grad).clone() for name, p in named if p.grad is not None}
-        result["before"] = {name: full(p.detach()).clone() for name, p in named}
-        result["grad_norm"] = engine.optimizer_step()
-        result["after"] = {name: full(p.detach()).clone() for name, p in named}
+    result |= {"loss": [], "grad_norm": []}
+    for step, batch in enumerate(batches):
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            output = engine.forward_backward_batch(batch.clone(), worker.loss_fn, forward_only=False)
+            loss = torch.tensor(float(np.sum(output["loss"])))
+            dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+            result["loss"].append(loss.item())
+            named = list(engine.module.named_parameters())
+            if step == 0:
+                clipped = [output["metrics"].get(f"actor/pg_clipfrac{kind}") for kind in ("", "_lower")]
+                result["clipped"] = min(np.mean(each.values) if each is not None else 0.0 for each in clipped)
+                result["gradients"] = {name: full(p.grad).clone() for name, p in named if p.grad is not None}
+                result["before"] = {name: full(p.detach()).clone() for name, p in named}
+            result["grad_norm"].append(engine.optimizer_step())
+    result["after"] = {name: full(p.detach()).clone() for name, p in named}
     return result
 
 
@@ -241,7 +257,7 @@ def run_worker(worker: TreeTrainingWorker, batch: TensorDict) -> dict[str, Any]:
 
 
 def compare(flat: dict[str, Any], tree: dict[str, Any], batch: TensorDict) -> dict[str, float]:
-    """Relative distances between the two sides, and figures that show the case is not empty."""
+    """Relative distances between the two sides, and figures that show the case is not empty; `batch` is the first."""
     lens = batch["input_ids"].offsets().diff()
     errors: dict[str, float] = {}
     for name in ("log_probs", "entropy", "values"):
@@ -268,9 +284,11 @@ def compare(flat: dict[str, Any], tree: dict[str, Any], batch: TensorDict) -> di
     )
     errors["moved"] = max((flat["after"][name] - flat["before"][name]).abs().max().item() for name in flat["after"])
     errors["gradient_norm"] = norm
-    errors["grad_norm"] = abs(flat["grad_norm"] - tree["grad_norm"]) / flat["grad_norm"]
-    errors["loss_difference"] = abs(flat["loss"] - tree["loss"])
-    errors["loss"] = flat["loss"]
+    steps = [[np.array(side[name]) for side in (flat, tree)] for name in ("grad_norm", "loss")]
+    (flat_norms, tree_norms), (flat_losses, tree_losses) = steps
+    errors["grad_norm"] = float((abs(flat_norms - tree_norms) / flat_norms).max())
+    errors["loss_difference"] = float(abs(flat_losses - tree_losses).max())
+    errors["loss"] = float(abs(flat_losses).max())
     errors["clipped"] = float(flat["clipped"])
     return errors
 
@@ -278,15 +296,15 @@ def compare(flat: dict[str, Any], tree: dict[str, Any], batch: TensorDict) -> di
 def run_case(case: Case, *, rank: int, world_size: int, root: Path) -> dict[str, float]:
     """One case on all ranks; the worst rank's distances."""
     folder = root / ("tied" if case.tied else "untied")
-    batch = make_batch(case, rank=rank, world_size=world_size)
+    batches = [make_batch(case, step=step, rank=rank, world_size=world_size) for step in range(case.num_steps)]
     sides, saved = [], 0.0
     for strategy in ("fsdp2", "fsdp_tree"):
         worker = make_worker(case, strategy=strategy, folder=folder)
-        sides.append(run_worker(worker, batch))
+        sides.append(run_worker(worker, batches))
         if strategy == "fsdp_tree":
             saved = worker.engine.tree_counts.metrics()["tree/por"]
     errors: list[Any] = [None] * world_size
-    dist.all_gather_object(errors, compare(sides[0], sides[1], batch))
+    dist.all_gather_object(errors, compare(sides[0], sides[1], batches[0]))
     return {name: max(each[name] for each in errors) for name in errors[0]} | {"por": saved}
 
 

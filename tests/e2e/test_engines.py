@@ -11,7 +11,7 @@ import pytest
 from engine_cases import CASES
 
 TOLERANCE = 1e-5
-"""Relative, fp32 against fp32; design.md, invariant 1."""
+"""Relative, per optimiser step, fp32 against fp32; design.md, invariant 1."""
 
 
 def free_port() -> int:
@@ -34,16 +34,17 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_verls_own_engine(results: dict[str, Any], case: Any) -> None:
-    """Log-probs, entropy, values, loss, every gradient and every parameter after the step."""
+    """Log-probs, entropy, values, loss, every gradient and every parameter after the steps."""
     errors = results[case.name]
+    tolerance = TOLERANCE * case.num_steps
     outputs = ("values",) if case.is_critic else ("log_probs", "entropy")
     updates = ("gradient", "step", "grad_norm") if case.same_objective else ()
     for name in (*outputs, *updates):
-        assert errors[name] <= TOLERANCE, (name, errors)
+        assert errors[name] <= tolerance, (name, errors)
     if not case.same_objective:
         assert errors["gradient"] > 1e-2, errors
     # The loss can cancel; its scale is that of its gradient's terms, which are of order one here.
-    assert errors["loss_difference"] <= TOLERANCE * max(1.0, abs(errors["loss"])), errors
+    assert errors["loss_difference"] <= tolerance * max(1.0, errors["loss"]), errors
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -1,18 +1,13 @@
-"""The command line: its configuration from a wheel, its refusals, a whole run, and a run whose engine is killed."""
+"""The command line: its configuration from a wheel, and its refusals."""
 
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
-from tiny_run import command, environment, make_inputs, read_metrics, run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
@@ -67,56 +62,3 @@ def test_bad_setting_ends_at_once_and_starts_no_ray(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "tree.shared_tokens='max' is unknown; choose one of sum, mean, once" in done.stderr
     assert "ray init kwargs" not in done.stdout
-
-
-def test_two_ranks_and_their_engines_share_the_weights(tmp_path: Path) -> None:
-    """Two training ranks, two vLLM engines: every step's rollouts have the probabilities of the updated policy."""
-    make_inputs(tmp_path)
-    steps = run(tmp_path, "ranks", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=3")
-    assert set(steps) == {1, 2, 3}
-    for metrics in steps.values():
-        assert metrics["actor/grad_norm"] > 0
-        # float32 on both sides: rounding is left. Weights of the step before would differ by 1e-4 and more.
-        assert metrics["training/rollout_probs_diff_max"] < 1e-5
-
-
-def test_killed_engine_ends_the_run_with_the_cause(tmp_path: Path) -> None:
-    make_inputs(tmp_path)
-    metrics = tmp_path / "killed.jsonl"
-    options = ["trainer.total_training_steps=1000", "trainer.total_epochs=10000", "tree.watchdog.poll_s=0.5"]
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            command(tmp_path, *options), env=environment(metrics), cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT
-        )
-    try:
-        _wait_for(lambda: 2 in read_metrics(metrics) or process.poll() is not None)
-        engines = [each for each in _descendants(process) if _title(each).startswith("VLLM::Worker")]
-        assert engines, (tmp_path / "log").read_text()[-8000:]
-        os.kill(engines[0].pid, signal.SIGKILL)
-        process.wait(timeout=120)
-    finally:
-        left = _descendants(process)
-        process.kill()
-        for each in left:
-            each.kill()
-    text = (tmp_path / "log").read_text()
-    assert process.returncode not in (0, -signal.SIGKILL)
-    assert re.search(r"RunFailedError: .*VLLM::", text)
-    assert "--- last 40 lines of stderr of actor" in text
-
-
-def _descendants(process: subprocess.Popen) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
-
-
-def _wait_for(condition: Callable[[], bool], *, timeout_s: float = 400.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.5)

@@ -23,13 +23,13 @@ RAY = str(Path(sys.executable).with_name("ray"))
 
 @pytest.fixture
 def dashboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A head node with one logical GPU in a session folder of its own; its dashboard's address."""
+    """A head node with two logical GPUs in a session folder of its own; its dashboard's address."""
     # Ray 2.60 asks for a token by default; this cluster and the job share one of their own.
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     temp_dir = Path("/tmp") / f"ray-{os.getpid()}"  # Ray's sockets do not fit into the length of pytest's paths
     address = f"http://127.0.0.1:{free_port()}"
-    start = [RAY, "start", "--head", "--block", "--num-cpus=8", "--num-gpus=1", f"--temp-dir={temp_dir}"]
+    start = [RAY, "start", "--head", "--block", "--num-cpus=16", "--num-gpus=2", f"--temp-dir={temp_dir}"]
     ports = [f"--port={free_port()}", f"--dashboard-port={address.rsplit(':', 1)[1]}", "--include-dashboard=true"]
     with (tmp_path / "head.log").open("w") as log:
         head = subprocess.Popen(
@@ -65,14 +65,25 @@ def _wait_for(url: str, *, log: Path, head: subprocess.Popen, timeout_s: int = 1
             time.sleep(0.5)
 
 
-def test_a_submitted_job_trains(dashboard: str, tmp_path: Path) -> None:
+def test_a_submitted_job_trains_actor_and_critic_on_two_ranks(dashboard: str, tmp_path: Path) -> None:
+    """GAE on the leaves of two ranks; the critic learns on trees too. A mini-batch of one group is cut to feed both."""
     make_inputs(tmp_path)
     metrics = tmp_path / "metrics.jsonl"
+    options = (
+        "algorithm.adv_estimator=gae",
+        f"critic.model.path={tmp_path}/model",
+        "critic.ppo_mini_batch_size=1",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+        "critic.ppo_max_token_len_per_gpu=256",
+        "critic.optim.lr=1e-2",
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=3",
+    )
     submitted = subprocess.run(
         [
             *(RAY, "job", "submit", f"--address={dashboard}"),
             f'--runtime-env-json={{"env_vars": {{"VERL_FILE_LOGGER_PATH": "{metrics}"}}}}',
-            *("--", *command(tmp_path, "trainer.total_training_steps=2")),
+            *("--", *command(tmp_path, *options)),
         ],
         env=environment(metrics),
         cwd=tmp_path,
@@ -83,4 +94,15 @@ def test_a_submitted_job_trains(dashboard: str, tmp_path: Path) -> None:
     )
     assert submitted.returncode == 0, submitted.stdout[-6000:] + submitted.stderr[-2000:]
     steps = read_metrics(metrics)
-    assert set(steps) == {1, 2} and steps[2]["tree/por"] > 0.4
+    assert set(steps) == {1, 2, 3}
+    for step in steps.values():
+        assert step["critic/vf_loss"] > 0 and step["critic/grad_norm"] > 0 and step["actor/grad_norm"] > 0
+        assert step["tree/por"] > 0.4 and step["tree/leaves_per_session"] == 4.0
+        assert step["tree/cut_groups"] == 4 and step["tree/cut_tokens"] > 0
+        assert 1.0 <= step["tree/rank_imbalance/predicted"] < 1.5
+        assert 1.0 <= step["tree/rank_imbalance/measured"] < 2.0, "a rank had nothing to do"
+        assert step["tree/gap"] >= 0.0 and 0.0 < step["tree/fill"] <= 1.0 and step["tree/packing_s"] > 0.0
+        # Both engines have the updated policy: float32 on both sides, so rounding is left. Weights of the step before
+        # would differ by 1e-4 and more.
+        assert step["training/rollout_probs_diff_max"] < 1e-5
+    assert steps[3]["critic/vf_loss"] < steps[1]["critic/vf_loss"]

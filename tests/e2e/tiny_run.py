@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import psutil
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -130,22 +131,44 @@ def run(folder: Path, name: str, *overrides: str, timeout_s: int = 600) -> dict[
     return read_metrics(metrics)
 
 
-def run_and_kill(folder: Path, name: str, *overrides: str, after_step: int, timeout_s: int = 600) -> None:
-    """Starts a run and kills it, unannounced, once a step is logged."""
-    metrics = folder / f"{name}.jsonl"
-    with (folder / f"{name}.log").open("w") as log:
+def run_and_kill_engine(
+    folder: Path, name: str, *overrides: str, after_step: int, timeout_s: float = 600.0, end_timeout_s: float = 120.0
+) -> str:
+    """Starts a run, kills its vLLM worker once a step is logged, and returns the log of the run, which must fail."""
+    metrics, log = folder / f"{name}.jsonl", folder / f"{name}.log"
+    with log.open("w") as output:
         process = subprocess.Popen(
             command(folder, *overrides),
             env=environment(metrics),
             cwd=folder,
-            stdout=log,
+            stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
+    try:
         deadline = time.monotonic() + timeout_s
         while after_step not in read_metrics(metrics):
-            assert process.poll() is None, (folder / f"{name}.log").read_text()[-6000:]
+            assert process.poll() is None, log.read_text()[-6000:]
             assert time.monotonic() < deadline, f"step {after_step} was not logged in {timeout_s} s"
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        engines = [each for each in _descendants(process) if _title(each).startswith("VLLM::Worker")]
+        assert engines, log.read_text()[-6000:]
+        os.kill(engines[0].pid, signal.SIGKILL)
+        process.wait(timeout=end_timeout_s)
+    finally:
+        left = _descendants(process)
+        process.kill()
+        for each in left:
+            each.kill()
+    assert process.returncode not in (0, -signal.SIGKILL)
+    return log.read_text()
+
+
+def _descendants(process: subprocess.Popen) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
