@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_tree.attention import BACKENDS, AttentionPlan, tree_attention
+from verl_tree.attention import BACKENDS, AttentionPlan, ScoreOptions, tree_attention
 from verl_tree.layout import TreeLayout
 from verl_tree.synthetic import random_forest, star, tool_fan_out, tree_search
 from verl_tree.tree import TokenForest
@@ -102,7 +102,7 @@ def _check(
         return torch.randn(plan.num_tokens, num, head_dim, device=device, generator=generator).to(dtype)
 
     inputs, grad_out = [random(num) for num in (num_heads, num_kv_heads, num_kv_heads)], random(num_heads)
-    reasons = BACKENDS[backend].not_supported_reasons(*inputs, plan)
+    reasons = BACKENDS[backend].not_supported_reasons(*inputs, plan, options=ScoreOptions(scale=head_dim**-0.5))
     if reasons:
         return {**case, "refused": reasons}
     want = _run("dense", plan, [each.double() for each in inputs], grad_out.double())

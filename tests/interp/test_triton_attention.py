@@ -13,7 +13,7 @@ import triton.language as tl  # noqa: F401  (the interpreter looks for it among 
 from torch.utils.checkpoint import checkpoint
 from tree_cases import layout_of, random_sequences, relative_error
 
-from verl_tree.attention import AttentionPlan, tree_attention, triton_kernels
+from verl_tree.attention import AttentionPlan, ScoreOptions, tree_attention, triton_kernels
 from verl_tree.attention import triton as backend
 from verl_tree.attention.dense import dense_attention
 
@@ -88,7 +88,7 @@ def run(attend, case, *, dtype=torch.float32, plan=None):
     """Output and gradients of q, k and v."""
     q, k, v, grad_out = (x.to(dtype) for x in case.inputs)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves, case.plan if plan is None else plan, scale=case.scale)
+    out = attend(*leaves, case.plan if plan is None else plan, options=ScoreOptions(case.scale))
     return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
 
 
@@ -259,8 +259,8 @@ def test_shipped_configurations_in_the_interpreter(head_dim):
     inputs = draw_inputs(rng, num_tokens=40, num_groups=2, num_kv_heads=1, head_dim=head_dim)
     case = Case(plan, backend.choose_configs(inputs[0]), inputs, scale=head_dim**-0.5)
 
-    def attend(q, k, v, plan, *, scale):
-        return tree_attention(q, k, v, plan, scale=scale, backend="triton")
+    def attend(q, k, v, plan, *, options):
+        return tree_attention(q, k, v, plan, scale=options.scale, backend="triton")
 
     assert worst_error(run(attend, case), run(dense_attention, case, dtype=torch.float64), case) < TOLERANCE
 
@@ -294,9 +294,9 @@ def test_an_expanded_gradient(run_triton):
 def test_gradient_checkpointing_recomputes_the_same_bits(run_triton):
     case = next(case for case in map(draw_case, range(40)) if 20 < case.plan.num_tokens < 80)
 
-    def checkpointed(*args, scale):
+    def checkpointed(*args, options):
         return checkpoint(
-            lambda *qkv: backend.triton_attention(*qkv, args[3], scale=scale), *args[:3], use_reentrant=False
+            lambda *qkv: backend.triton_attention(*qkv, args[3], options=options), *args[:3], use_reentrant=False
         )
 
     plain = run_triton(case)

@@ -1,5 +1,6 @@
 """Attention under the tree mask: the backends against a full softmax and against each other, and what they refuse."""
 
+import dataclasses
 import subprocess
 import sys
 from functools import partial
@@ -9,10 +10,12 @@ import pytest
 import torch
 from tree_cases import DEEP, layout_of, random_sequences, relative_error
 
-from verl_tree.attention import AttentionPlan, choose_backend, tree_attention, triton
+from verl_tree.attention import BACKENDS, AttentionPlan, ScoreOptions, choose_backend, tree_attention, triton, varlen
 from verl_tree.attention.varlen import varlen_attention
 
 CPU_BACKENDS = ["varlen", "dense"]
+PLAIN = ScoreOptions(scale=0.25)
+SHORT_SEGMENTS = dataclasses.replace(varlen._CPU_SEGMENTS, max_segment_len=6)
 
 
 def random_qkv(num_tokens, *, num_groups, num_kv_heads=2, head_dim=16, seed=0, dtype=torch.float64):
@@ -24,13 +27,19 @@ def random_qkv(num_tokens, *, num_groups, num_kv_heads=2, head_dim=16, seed=0, d
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad_out
 
 
-def naive_attention(q_THD, k_THD, v_THD, visible_TT):
+def naive_attention(q_THD, k_THD, v_THD, sinks_H=None, *, visible_TT, softcap=None):
     """Softmax over the whole (T, T) matrix, one query head at a time."""
     num_groups = q_THD.shape[1] // k_THD.shape[1]
     heads = []
     for head in range(q_THD.shape[1]):
         scores = q_THD[:, head] @ k_THD[:, head // num_groups].T / q_THD.shape[-1] ** 0.5
-        heads.append(scores.masked_fill(~visible_TT, -torch.inf).softmax(-1) @ v_THD[:, head // num_groups])
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = scores.masked_fill(~visible_TT, -torch.inf).exp()
+        denominator = weights.sum(-1, keepdim=True)
+        if sinks_H is not None:
+            denominator = denominator + sinks_H[head].exp()
+        heads.append(weights / denominator @ v_THD[:, head // num_groups])
     return torch.stack(heads, dim=1)
 
 
@@ -52,6 +61,185 @@ def test_dense_is_a_softmax_over_the_tokens_of_the_path(num_groups, query_block_
         got = outputs_and_gradients(attend, qkv, grad_out)
         for got_one, want_one in zip(got, want, strict=True):
             assert relative_error(got_one, want_one) < 1e-13
+
+
+OPTIONS = [
+    {"window": 2},
+    {"window": 4},
+    {"softcap": 0.7},
+    {"sinks": True},
+    {"window": 3, "softcap": 1.5, "sinks": True},
+]
+
+
+def ids_of(options):
+    return "-".join(f"{name}{value}" for name, value in options.items())
+
+
+def within(layout, window):
+    """(T, T) bool, the pairs of one path that are fewer than `window` positions apart."""
+    position_T = layout.position_T
+    visible_TT = layout.materialize()
+    return visible_TT if window is None else visible_TT & (position_T[:, None] - position_T < window)
+
+
+def naive_options(layout, *, window=None, softcap=None, sinks=False):
+    return partial(naive_attention, visible_TT=within(layout, window), softcap=softcap)
+
+
+def attend_with(layout, backend, *, window=None, softcap=None, sinks=False):
+    def attend(q, k, v, *sinks_H):
+        options = {"window": window, "softcap": softcap, "sinks": sinks_H[0] if sinks else None}
+        return tree_attention(q, k, v, layout.subtree_end_T, backend=backend, **options)
+
+    return attend
+
+
+def leaves_for(options, qkv):
+    """The inputs to differentiate: with logits of the sinks, one of which dominates its head, where asked for."""
+    sinks_H = torch.linspace(-1, 3, qkv[0].shape[1], dtype=qkv[0].dtype).requires_grad_()
+    return [*qkv, sinks_H] if options.get("sinks") else qkv
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=ids_of)
+@pytest.mark.parametrize("num_groups", [1, 3])
+@pytest.mark.parametrize("query_block_len", [512, 7])
+def test_dense_serves_windows_softcap_and_sinks(options, num_groups, query_block_len, monkeypatch):
+    monkeypatch.setattr("verl_tree.attention.dense.QUERY_BLOCK_LEN", query_block_len)
+    rng = np.random.default_rng(6)
+    for sequences in (DEEP, random_sequences(rng, num_sequences=12, mean_len=6)):
+        layout = layout_of(sequences)
+        *qkv, grad_out = random_qkv(layout.num_tokens, num_groups=num_groups)
+        leaves = leaves_for(options, qkv)
+        want = outputs_and_gradients(naive_options(layout, **options), leaves, grad_out)
+        got = outputs_and_gradients(attend_with(layout, "dense", **options), leaves, grad_out)
+        for got_one, want_one in zip(got, want, strict=True):
+            assert relative_error(got_one, want_one) < 1e-12
+
+
+@pytest.mark.parametrize("options", [{"sinks": True}, {"window": 5}, {"window": 9, "sinks": True}], ids=ids_of)
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("num_groups", [1, 4])
+def test_varlen_serves_windows_and_sinks(options, seed, num_groups, monkeypatch):
+    monkeypatch.setattr("verl_tree.attention.varlen._CPU_SEGMENTS", SHORT_SEGMENTS)
+    rng = np.random.default_rng(seed)
+    layout = layout_of(random_sequences(rng, num_sequences=int(rng.integers(1, 30)), mean_len=8))
+    *qkv, grad_out = random_qkv(layout.num_tokens, num_groups=num_groups, seed=seed)
+    leaves = leaves_for(options, qkv)
+    want = outputs_and_gradients(naive_options(layout, **options), leaves, grad_out)
+    got = outputs_and_gradients(attend_with(layout, "varlen", **options), leaves, grad_out)
+    for got_one, want_one in zip(got, want, strict=True):
+        assert relative_error(got_one, want_one) < 1e-12
+
+
+def test_gradients_of_sinks_keep_their_dtype_in_bfloat16():
+    layout = layout_of(DEEP)
+    *qkv, grad_out = random_qkv(layout.num_tokens, num_groups=2)
+    exact = leaves_for({"sinks": True}, qkv)
+    leaves = [x.detach().bfloat16().requires_grad_() for x in exact]
+    for backend in CPU_BACKENDS:
+        for window in (None, 8):  # DEEP's paths are up to 9 tokens long, so that the last token's window matters
+            want = outputs_and_gradients(naive_options(layout, sinks=True, window=window), exact, grad_out)
+            got = outputs_and_gradients(
+                attend_with(layout, backend, sinks=True, window=window), leaves, grad_out.bfloat16()
+            )
+            for got_one, want_one in zip(got, want, strict=True):
+                assert got_one.dtype == torch.bfloat16
+                assert relative_error(got_one.double(), want_one) < 0.02
+
+
+@pytest.mark.parametrize("wrong", [3, 5])
+def test_a_window_that_is_off_by_one_is_far_off(wrong):
+    """Guards the comparisons above: the tolerance could not hide it."""
+    layout = layout_of(DEEP)
+    *qkv, grad_out = random_qkv(layout.num_tokens, num_groups=2)
+    want = outputs_and_gradients(naive_options(layout, window=4), qkv, grad_out)
+    got = outputs_and_gradients(attend_with(layout, "dense", window=wrong), qkv, grad_out)
+    assert all(relative_error(got_one, want_one) > 0.01 for got_one, want_one in zip(got, want, strict=True))
+
+
+def test_a_window_counts_positions_of_the_path_and_not_of_the_pack():
+    """0 - 1 - 2 and 0 - 3 - 4: token 4 is two positions after the root, four places behind it in the pack."""
+    subtree_end = torch.tensor([5, 3, 3, 5, 5])
+    assert AttentionPlan.from_subtree_end(subtree_end).position_T.tolist() == [0, 1, 2, 1, 2]
+    q = k = torch.zeros(5, 1, 8)
+    v = torch.eye(5, 8)[:, None]
+    out = tree_attention(q, k, v, subtree_end, window=2)
+    assert out[:, 0, :5].tolist() == [
+        [1.0, 0, 0, 0, 0],
+        [0.5, 0.5, 0, 0, 0],
+        [0, 0.5, 0.5, 0, 0],
+        [0.5, 0, 0, 0.5, 0],
+        [0, 0, 0, 0.5, 0.5],
+    ]
+    assert torch.equal(tree_attention(q, k, v, subtree_end, window=1), v)  # the softmax over oneself
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_positions_of_a_plan_are_those_of_the_layout(seed):
+    layout = layout_of(random_sequences(np.random.default_rng(seed), num_sequences=30, mean_len=6))
+    position_T = AttentionPlan.from_layout(layout).position_T
+    assert position_T.dtype == torch.int32 and position_T.tolist() == layout.position_T.tolist()
+
+
+def test_a_window_as_long_as_the_longest_path_is_none():
+    layout = layout_of(DEEP)
+    *qkv, _ = random_qkv(layout.num_tokens, num_groups=2)
+    longest = AttentionPlan.from_layout(layout).max_path_len
+    want = tree_attention(*qkv, layout.subtree_end_T, backend="varlen")
+    assert torch.equal(tree_attention(*qkv, layout.subtree_end_T, window=longest, backend="varlen"), want)
+    assert not torch.equal(tree_attention(*qkv, layout.subtree_end_T, window=longest - 1, backend="varlen"), want)
+    with pytest.raises(ValueError, match=f"triton: a sliding window of {longest - 1} tokens, shorter than the longest"):
+        tree_attention(*qkv, layout.subtree_end_T, window=longest - 1, backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"window": 2}, "a sliding window of 2 tokens, shorter than the longest path, is not served"),
+        ({"softcap": 30.0}, "scores softcapped at 30.0 are not served"),
+        ({"sinks": torch.zeros(2)}, "attention sinks are not served"),
+    ],
+)
+def test_backends_refuse_by_name_what_they_would_ignore(options, reason):
+    *qkv, _ = random_qkv(3, num_groups=1, dtype=torch.float32)
+    plan = AttentionPlan.from_subtree_end(torch.tensor([3, 3, 3]))
+    served = {"fa4": (), "triton": (), "varlen": ("window", "sinks"), "dense": ("window", "softcap", "sinks")}
+    for name, of_name in served.items():
+        asked = ScoreOptions.of_layer(plan, scale=1.0, num_heads=2, **options)
+        reasons = BACKENDS[name].not_supported_reasons(*qkv, plan, options=asked)
+        assert (reason in reasons) == (not set(options) <= set(of_name)), name
+    assert set(served) == set(BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window=0: a query sees at least itself"),
+        ({"softcap": 0.0}, r"softcap=0\.0: give a positive bound"),
+        ({"sinks": torch.zeros(3)}, r"sinks have the shape \(3,\): give one logit per query head, \(2,\)"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    *qkv, _ = random_qkv(3, num_groups=1)
+    with pytest.raises(ValueError, match=message):
+        tree_attention(*qkv, torch.tensor([3, 3, 3]), **options)
+
+
+def test_the_choice_is_logged_once_with_the_reasons_of_the_faster_backends(caplog, monkeypatch):
+    monkeypatch.setattr("verl_tree.attention._logged_choices", set())
+    *qkv, _ = random_qkv(3, num_groups=1, dtype=torch.float32)
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            tree_attention(*qkv, torch.tensor([3, 3, 3]))
+            tree_attention(*qkv, torch.tensor([3, 3, 3]), window=2, softcap=3.0)
+    plain, capped = caplog.records
+    assert (
+        plain.levelname == "INFO" and "backend: varlen" in plain.message and "fa4: tensors are on cpu" in plain.message
+    )
+    assert capped.levelname == "WARNING"  # the oracle is slow and nobody asked for it
+    assert "backend for layers with window and softcap: dense" in capped.message
+    assert "triton: a sliding window of 2 tokens" in capped.message and "varlen: scores softcapped" in capped.message
 
 
 def assert_varlen_equals_dense(sequences, *, num_groups, seed):
@@ -197,7 +385,7 @@ def test_auto_takes_the_first_backend_without_an_objection():
 def test_auto_on_a_cpu_is_varlen():
     *qkv, _ = random_qkv(3, num_groups=1, dtype=torch.float32)
     attention_plan = AttentionPlan.from_subtree_end(torch.tensor([3, 2, 3]))
-    assert choose_backend(*qkv, attention_plan, backend="auto") == "varlen"
+    assert choose_backend(*qkv, attention_plan, backend="auto", options=PLAIN) == "varlen"
     with pytest.raises(ValueError, match="triton: tensors are on cpu, the kernels run on CUDA only"):
         tree_attention(*qkv, attention_plan, backend="triton")
 
@@ -207,7 +395,7 @@ def test_backends_of_gpus_are_imported_when_needed_only():
     program = (
         "import sys, torch, verl_tree.attention as a; "
         "a.tree_attention(*torch.randn(3, 4, 1, 8), torch.tensor([4, 2, 4, 4])); "
-        "assert not {'triton', 'flash_attn'} & set(sys.modules)"
+        "assert not {'triton', 'flash_attn', 'flash_attn_interface'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -223,7 +411,8 @@ def test_backends_of_gpus_are_imported_when_needed_only():
 def test_triton_says_what_it_cannot_serve(dtype, head_dims, message, monkeypatch):
     monkeypatch.setattr(triton, "_is_installed", lambda: False)
     q, k, v = (torch.randn(3, 1, head_dim, dtype=dtype) for head_dim in (head_dims[0], *head_dims))
-    reasons = triton.not_supported_reasons(q, k, v, AttentionPlan.from_subtree_end(torch.tensor([3, 2, 3])))
+    attention_plan = AttentionPlan.from_subtree_end(torch.tensor([3, 2, 3]))
+    reasons = triton.not_supported_reasons(q, k, v, attention_plan, options=PLAIN)
     assert len(reasons) == 3
     assert reasons[0] == "tensors are on cpu, the kernels run on CUDA only"
     assert reasons[1].startswith("triton is not installed; install triton")
@@ -233,7 +422,7 @@ def test_triton_says_what_it_cannot_serve(dtype, head_dims, message, monkeypatch
 def test_triton_refuses_dtypes_that_differ():
     q, k, v = torch.randn(3, 3, 1, 16)
     attention_plan = AttentionPlan.from_subtree_end(torch.tensor([3, 2, 3]))
-    reasons = triton.not_supported_reasons(q.bfloat16(), k, v, attention_plan)
+    reasons = triton.not_supported_reasons(q.bfloat16(), k, v, attention_plan, options=PLAIN)
     assert any(reason.startswith("dtype torch.bfloat16 and torch.float32") for reason in reasons)
 
 
@@ -282,5 +471,5 @@ def test_varlen_reads_strided_inputs():
     attention_plan = AttentionPlan.from_layout(layout_of(DEEP))
     *qkv, _ = random_qkv(attention_plan.num_tokens, num_groups=2)
     heads_first = [x.detach().transpose(0, 1).contiguous().transpose(0, 1) for x in qkv]
-    want = varlen_attention(*qkv, attention_plan, scale=0.25)
-    assert torch.equal(varlen_attention(*heads_first, attention_plan, scale=0.25), want)
+    want = varlen_attention(*qkv, attention_plan, options=PLAIN)
+    assert torch.equal(varlen_attention(*heads_first, attention_plan, options=PLAIN), want)

@@ -100,6 +100,14 @@ def test_a_plan_finds_the_lists_of_a_size_once():
     assert lists_of(lists.by_query) == {0: ([], [0]), 1: ([], [0]), 2: ([], [0, 1])}
 
 
+def test_planning_reads_nothing_back_from_the_device():
+    """A tensor on the meta device has no values, so a copy to the host would raise."""
+    plan = AttentionPlan.from_subtree_end(DRAWN, device="meta")
+    lists = plan.block_lists(query_block=2, key_block=2)
+    assert lists.by_query.rows_R4.shape == (3, 4) and lists.by_query.indices.device.type == "meta"
+    assert plan.varlen_calls()[0].query_offsets_S1.device.type == "meta"
+
+
 def test_a_long_pack_needs_no_square_memory():
     """131,072 tokens: the lists of a chain, whose every block sees all before it; T x T booleans would be 16 GiB."""
     num_tokens, block = 131_072, 128

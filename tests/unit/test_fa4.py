@@ -15,11 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from verl_tree.attention import fa4, self_test
 from verl_tree.attention.dense import dense_attention
+from verl_tree.attention.options import ScoreOptions
 from verl_tree.attention.plan import AttentionPlan
 
 PLAN = AttentionPlan.from_subtree_end(torch.tensor(self_test.subtree_ends(self_test.TREES), dtype=torch.int32))
 VARIANT = self_test.KernelVariant(torch.device("cpu"), torch.bfloat16, 64, 4, 2)
 HOPPER, AMPERE = (9, 0), (8, 0)
+PLAIN = ScoreOptions(scale=1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +34,15 @@ def no_self_test_has_run(monkeypatch):
 def on_gpu(monkeypatch):
     """Refusals of inputs that say they are on a GPU of some compute capability, everything else being in order."""
 
-    def refusals(*, capability=HOPPER, dtype=torch.bfloat16, head_dim=128, value_head_dim=None, num_tokens=700):
+    def refusals(
+        *,
+        capability=HOPPER,
+        dtype=torch.bfloat16,
+        head_dim=128,
+        value_head_dim=None,
+        num_tokens=700,
+        options=PLAIN,
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(fa4, "installation_reasons", lambda: ())
         monkeypatch.setattr(fa4, "self_test_reasons", lambda backend, attend, kernel: [])
@@ -42,18 +52,18 @@ def on_gpu(monkeypatch):
                 torch.empty(num_tokens, heads, dim, dtype=dtype, device="cuda")
                 for heads, dim in ((8, head_dim), (2, head_dim), (2, value_head_dim or head_dim))
             )
-        return fa4.not_supported_reasons(q, k, v, plan)
+        return fa4.not_supported_reasons(q, k, v, plan, options=options)
 
     return refusals
 
 
-def rounded_attention(q_THD, k_THD, v_THD, plan, *, scale, visible_TT=None, visible_in_backward_TT=None):
+def rounded_attention(q_THD, k_THD, v_THD, plan, *, options, visible_TT=None, visible_in_backward_TT=None):
     """Attention as a flash kernel rounds it: probabilities and score gradients in the dtype of the inputs."""
     query_T = torch.arange(plan.num_tokens)
     mask_TT = (query_T <= query_T[:, None]) & (query_T[:, None] < plan.subtree_end_T)
     forward_TT = mask_TT if visible_TT is None else visible_TT
     backward_TT = forward_TT if visible_in_backward_TT is None else visible_in_backward_TT
-    return _Rounded.apply(q_THD, k_THD, v_THD, forward_TT, backward_TT, scale)
+    return _Rounded.apply(q_THD, k_THD, v_THD, forward_TT, backward_TT, options.scale)
 
 
 class _Rounded(torch.autograd.Function):
@@ -87,7 +97,7 @@ class _Rounded(torch.autograd.Function):
 
 def test_cpu_tensors_are_refused():
     q, k, v = torch.zeros(700, 8, 80), torch.zeros(700, 2, 80), torch.zeros(700, 2, 80)
-    assert fa4.not_supported_reasons(q, k, v, PLAN) == [
+    assert fa4.not_supported_reasons(q, k, v, PLAN, options=PLAIN) == [
         "tensors are on cpu, the kernels run on CUDA only",
         "dtype torch.float32 is neither bfloat16 nor float16 throughout",
         "head dim 80 is none of (64, 96, 128), the same for q, k and v",
@@ -109,6 +119,9 @@ def test_hopper_with_everything_in_order_is_served(on_gpu, head_dim, dtype):
         ({"head_dim": 256}, "head dim 256 is none of"),
         ({"value_head_dim": 64}, "head dim 64 and 128 is none of"),
         ({"num_tokens": 128}, "128 tokens are one block"),
+        ({"options": ScoreOptions(1.0, window=5)}, "a sliding window of 5 tokens"),
+        ({"options": ScoreOptions(1.0, softcap=50.0)}, "scores softcapped at 50.0"),
+        ({"options": ScoreOptions(1.0, sinks_H=torch.zeros(8))}, "attention sinks"),
     ],
 )
 def test_each_refusal_has_its_reason(on_gpu, case, reason):
@@ -205,8 +218,8 @@ def test_self_test_sees_a_mask_off_by_one_in_the_backward_pass_alone():
 
 
 def test_self_test_sees_what_is_not_a_number():
-    def attend(*inputs, scale):
-        return dense_attention(*inputs, scale=scale) * torch.nan
+    def attend(*inputs, options):
+        return dense_attention(*inputs, options=options) * torch.nan
 
     assert len(self_test.self_test(attend, VARIANT)) == 4
 
@@ -220,8 +233,8 @@ def test_variants_ignore_heads_beyond_the_ratio():
 def test_a_failure_is_remembered_and_logged_once(caplog):
     calls = []
 
-    def broken(*inputs, scale):
-        calls.append(scale)
+    def broken(*inputs, options):
+        calls.append(options)
         raise RuntimeError("no kernel image")
 
     for _ in range(2):

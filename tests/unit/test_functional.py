@@ -186,10 +186,11 @@ def test_models_that_cannot_honour_the_tree_are_refused_and_left_as_they_were():
     t5 = T5ForConditionalGeneration(T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=20))
     with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
         tree_log_probs(t5, [[1, 2]])
-    window = tiny_model("qwen2", sliding_window=4, use_sliding_window=True, max_window_layers=1)
-    with pytest.raises(ValueError, match="sliding_window of 4 tokens and the longest trajectory 5"):
-        tree_log_probs(window, [[1, 2], [1, 2, 3, 4, 5]])
-    assert window.config._attn_implementation == "sdpa"
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    stretched = tiny_model("llama", rope_parameters=rope, max_position_embeddings=4)
+    with pytest.raises(ValueError, match="RoPE of type dynamic"):
+        tree_log_probs(stretched, [[1, 2], [1, 2, 3, 4, 5]])
+    assert stretched.config._attn_implementation == "sdpa"
 
 
 def test_a_backend_that_does_not_exist_leaves_the_model_as_it_was():

@@ -2,7 +2,10 @@
 
 Key `j` is visible to query `i` iff `j <= i < subtree_end[j]` (tokens in DFS preorder). A backend is a function with
 that contract plus a function that says why it cannot serve given inputs; `"auto"` takes the first one, in the order of
-the registry, that has no objection, and the choice is logged once.
+the registry, that has no objection, and the choice is logged once, with the objections of the faster ones.
+
+A layer may ask for more than the mask: a sliding window, softcapped scores, attention sinks (`ScoreOptions`). They are
+served exactly or refused by name.
 
 Legend: T tree tokens of the pack, Hq and Hkv query and key-value heads, D head dim.
 """
@@ -14,9 +17,19 @@ from dataclasses import dataclass
 import torch
 
 from verl_tree.attention import dense, fa4, triton, varlen
-from verl_tree.attention.plan import AttentionPiece, AttentionPlan
+from verl_tree.attention.options import ScoreOptions
+from verl_tree.attention.pieces import AttentionPiece
+from verl_tree.attention.plan import AttentionPlan
 
-__all__ = ["BACKENDS", "AttentionBackend", "AttentionPiece", "AttentionPlan", "choose_backend", "tree_attention"]
+__all__ = [
+    "BACKENDS",
+    "AttentionBackend",
+    "AttentionPiece",
+    "AttentionPlan",
+    "ScoreOptions",
+    "choose_backend",
+    "tree_attention",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +39,9 @@ class AttentionBackend:
     """One implementation of the tree mask.
 
     Attributes:
-        attend: `attend(q_THD, k_THD, v_THD, plan, *, scale) -> out_THD`, differentiable.
-        not_supported_reasons: `not_supported_reasons(q_THD, k_THD, v_THD, plan) -> list[str]`, empty where it can
-            serve.
+        attend: `attend(q_THD, k_THD, v_THD, plan, *, options) -> out_THD`, differentiable.
+        not_supported_reasons: `not_supported_reasons(q_THD, k_THD, v_THD, plan, *, options) -> list[str]`, empty where
+            it can serve.
     """
 
     attend: Callable[..., torch.Tensor]
@@ -43,7 +56,7 @@ BACKENDS: dict[str, AttentionBackend] = {
 }
 """Every backend, fastest first: `"auto"` takes the first that serves the inputs."""
 
-_logged_choices: set[tuple[str, str]] = set()
+_logged_choices: set[tuple[str, ...]] = set()
 
 
 def tree_attention(
@@ -53,6 +66,9 @@ def tree_attention(
     subtree_end: torch.Tensor | AttentionPlan,
     *,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Attention of one pack, in which every token sees exactly the tokens of its own path.
@@ -64,51 +80,68 @@ def tree_attention(
         subtree_end: int32 (T,) one past the last descendant of each token in DFS preorder, or the pack's plan, which
             spares every layer but the first the planning.
         scale: Factor on the scores, by default `D ** -0.5`.
+        window: A query sees only the keys fewer than `window` positions before it on its path, itself included.
+        softcap: Scores `s` become `softcap * tanh(s / softcap)`.
+        sinks: (Hq,) logits that join the softmax's denominator and carry no value; differentiable.
         backend: A key of `BACKENDS`, or `"auto"`: the plan's own choice, else the first backend that can serve.
 
     Returns:
         (T, Hq, D), differentiable.
 
     Raises:
-        ValueError: Shapes do not fit, or the backend (with `"auto"`: every backend) refuses; the message has the
-            reasons.
+        ValueError: Shapes or options do not fit, or the backend (with `"auto"`: every backend) refuses; the message has
+            the reasons.
     """
     is_plan = isinstance(subtree_end, AttentionPlan)
     plan = subtree_end if is_plan else AttentionPlan.from_subtree_end(subtree_end, device=q_THD.device)
     _check_shapes(q_THD, k_THD, v_THD, plan)
-    name = choose_backend(q_THD, k_THD, v_THD, plan, backend=plan.backend if backend == "auto" else backend)
-    scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
-    return BACKENDS[name].attend(q_THD, k_THD, v_THD, plan, scale=scale)
+    _, num_heads, head_dim = q_THD.shape
+    scale = head_dim**-0.5 if scale is None else scale
+    options = ScoreOptions.of_layer(plan, scale=scale, num_heads=num_heads, window=window, softcap=softcap, sinks=sinks)
+    asked = plan.backend if backend == "auto" else backend
+    name = choose_backend(q_THD, k_THD, v_THD, plan, backend=asked, options=options)
+    return BACKENDS[name].attend(q_THD, k_THD, v_THD, plan, options=options)
 
 
 def choose_backend(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, backend: str
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    backend: str,
+    options: ScoreOptions,
 ) -> str:
-    """Returns the name of the backend that will serve the inputs.
+    """Returns the name of the backend that will serve the inputs; logs it once per set of options.
 
     Raises:
         ValueError: `backend` does not exist or refuses, or is `"auto"` and every backend refuses.
     """
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"attention backend {backend!r} does not exist; choose one of {['auto', *BACKENDS]}")
-    refusals = {}
+    refusals = []
     for name in BACKENDS if backend == "auto" else [backend]:
-        reasons = BACKENDS[name].not_supported_reasons(q_THD, k_THD, v_THD, plan)
+        reasons = BACKENDS[name].not_supported_reasons(q_THD, k_THD, v_THD, plan, options=options)
         if not reasons:
-            _log_once(backend, name)
+            _log_once(backend, name, refusals=refusals, options=options)
             return name
-        refusals[name] = "; ".join(reasons)
+        refusals.append(f"{name}: {'; '.join(reasons)}")
     raise ValueError(
-        f"attention backend {backend!r} cannot serve this input: "
-        + ", ".join(f"{name}: {reasons}" for name, reasons in refusals.items())
-        + "; backend='dense' serves every input, slowly"
+        f"attention backend {backend!r} cannot serve this input: {', '.join(refusals)}; backend='dense' serves every "
+        "input, slowly"
     )
 
 
-def _log_once(asked: str, chosen: str) -> None:
-    if (asked, chosen) not in _logged_choices:
-        _logged_choices.add((asked, chosen))
-        logger.info("tree attention backend: %s (asked for: %s)", chosen, asked)
+def _log_once(asked: str, chosen: str, *, refusals: list[str], options: ScoreOptions) -> None:
+    key = (asked, chosen, *options.names())
+    if key in _logged_choices:
+        return
+    _logged_choices.add(key)
+    wanted = f" for layers with {' and '.join(options.names())}" if options.names() else ""
+    why = f"; faster ones refused: {', '.join(refusals)}" if refusals else ""
+    # The oracle is slow: whoever did not ask for it by name should not have to find that out from a profile.
+    level = logging.WARNING if asked == "auto" and chosen == "dense" else logging.INFO
+    logger.log(level, "tree attention backend%s: %s (asked for: %s)%s", wanted, chosen, asked, why)
 
 
 def _check_shapes(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan) -> None:

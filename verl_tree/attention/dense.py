@@ -1,4 +1,4 @@
-"""The oracle: tree attention as a plain softmax under the boolean mask, one block of queries at a time.
+"""The oracle: tree attention as a plain softmax under the boolean mask, one block of queries at a time, all options.
 
 Matrix products and `torch.softmax` only, so it runs on any device and in any dtype and shares no kernel with the fast
 backends. A block is recomputed in the backward pass: nothing of size T x T ever lives, but it is slow.
@@ -10,20 +10,21 @@ Legend: T tree tokens, L queries of a block, K keys of a block, H key-value head
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from verl_tree.attention.options import ScoreOptions
 from verl_tree.attention.plan import AttentionPlan
 
 QUERY_BLOCK_LEN = 512
 
 
 def not_supported_reasons(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> list[str]:
     """Says why this backend cannot serve the inputs: it always can."""
     return []
 
 
 def dense_attention(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, scale: float
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> torch.Tensor:
     """Attention under the tree mask, differentiable.
 
@@ -32,33 +33,56 @@ def dense_attention(
         k_THD: (T, Hkv, D) keys; Hkv divides Hq.
         v_THD: (T, Hkv, Dv) values.
         plan: Plan of the pack.
-        scale: Factor on the scores.
+        options: Scale, window, softcap and sinks of the scores.
 
     Returns:
         (T, Hq, Dv), dtype of `q_THD`.
     """
     num_tokens = q_THD.shape[0]
-    subtree_end_T = plan.subtree_end_T.to(q_THD.device)
+    subtree_end_T, position_T = plan.subtree_end_T.to(q_THD.device), plan.position_T.to(q_THD.device)
     blocks = []
     for start in range(0, num_tokens, QUERY_BLOCK_LEN):
         end = min(start + QUERY_BLOCK_LEN, num_tokens)
         # Keys behind the block's last query are invisible to all of it: DFS preorder.
-        block = (q_THD[start:end], k_THD[:end], v_THD[:end], subtree_end_T[:end], start, scale)
+        block = (q_THD[start:end], k_THD[:end], v_THD[:end], subtree_end_T[:end], position_T[:end], options)
         blocks.append(checkpoint(_block_attention, *block, use_reentrant=False))
     return torch.cat(blocks)
 
 
 def _block_attention(
-    q_LHD: torch.Tensor, k_KHD: torch.Tensor, v_KHD: torch.Tensor, subtree_end_K: torch.Tensor, start: int, scale: float
+    q_LHD: torch.Tensor,
+    k_KHD: torch.Tensor,
+    v_KHD: torch.Tensor,
+    subtree_end_K: torch.Tensor,
+    position_K: torch.Tensor,
+    options: ScoreOptions,
 ) -> torch.Tensor:
+    """Attention of the last L of K tokens to all K."""
     # Reduced precision keeps its scores and probabilities in float32, as flash kernels do.
     wide = torch.float32 if q_LHD.dtype in (torch.bfloat16, torch.float16) else q_LHD.dtype
     q_HGLD = q_LHD.to(wide).unflatten(1, (k_KHD.shape[1], -1)).permute(1, 2, 0, 3)
     k_HKD, v_HKD = k_KHD.to(wide).transpose(0, 1), v_KHD.to(wide).transpose(0, 1)
-    query_L = torch.arange(start, start + q_LHD.shape[0], device=q_LHD.device)[:, None]
-    key_K = torch.arange(k_KHD.shape[0], device=q_LHD.device)
-    visible_LK = (key_K <= query_L) & (query_L < subtree_end_K)
-    scores_HGLK = (q_HGLD @ k_HKD.transpose(1, 2).unsqueeze(1)) * scale
-    probs_HGLK = scores_HGLK.masked_fill(~visible_LK, -torch.inf).softmax(-1)
+    scores_HGLK = (q_HGLD @ k_HKD.transpose(1, 2).unsqueeze(1)) * options.scale
+    if options.softcap is not None:
+        scores_HGLK = options.softcap * (scores_HGLK / options.softcap).tanh()
+    visible_LK = _visible(subtree_end_K, position_K, num_queries=q_LHD.shape[0], window=options.window)
+    scores_HGLK = scores_HGLK.masked_fill(~visible_LK, -torch.inf)
+    if options.sinks_H is None:
+        probs_HGLK = scores_HGLK.softmax(-1)
+    else:
+        sinks_HGL1 = options.sinks_H.to(wide).view(*q_HGLD.shape[:2], 1, 1).expand(*q_HGLD.shape[:3], 1)
+        probs_HGLK = torch.cat((scores_HGLK, sinks_HGL1), dim=-1).softmax(-1)[..., :-1]
     out_LHGD = (probs_HGLK @ v_HKD.unsqueeze(1)).permute(2, 0, 1, 3)
     return out_LHGD.flatten(1, 2).to(q_LHD.dtype)
+
+
+def _visible(
+    subtree_end_K: torch.Tensor, position_K: torch.Tensor, *, num_queries: int, window: int | None
+) -> torch.Tensor:
+    """(L, K) bool, what the last L of K tokens see."""
+    key_K = torch.arange(len(subtree_end_K), device=subtree_end_K.device)
+    query_L = key_K[-num_queries:, None]
+    visible_LK = (key_K <= query_L) & (query_L < subtree_end_K)
+    if window is not None:
+        visible_LK &= position_K[-num_queries:, None] - position_K < window
+    return visible_LK

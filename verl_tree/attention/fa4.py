@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 from torch.autograd.function import once_differentiable
 
+from verl_tree.attention.options import ScoreOptions
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.self_test import KernelVariant, self_test_reasons
 
@@ -35,7 +36,7 @@ BLOCK_LEN = 128
 
 
 def not_supported_reasons(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> list[str]:
     """Says why this backend cannot serve the inputs; empty where it can.
 
@@ -43,8 +44,9 @@ def not_supported_reasons(
     seconds.
     """
     if q_THD.device.type != "cuda":
-        return [f"tensors are on {q_THD.device}, the kernels run on CUDA only", *_input_reasons(q_THD, k_THD, v_THD)]
-    reasons = []
+        where = f"tensors are on {q_THD.device}, the kernels run on CUDA only"
+        return [where, *_input_reasons(q_THD, k_THD, v_THD), *options.not_served_reasons()]
+    reasons = options.not_served_reasons()
     capability = torch.cuda.get_device_capability(q_THD.device)
     if capability != COMPUTE_CAPABILITY:
         reasons.append(f"compute capability {capability} is not {COMPUTE_CAPABILITY} (Hopper)")
@@ -58,7 +60,7 @@ def not_supported_reasons(
 
 
 def fa4_attention(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, scale: float
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> torch.Tensor:
     """Attention under the tree mask, differentiable once.
 
@@ -67,12 +69,12 @@ def fa4_attention(
         k_THD: (T, Hkv, D) keys; Hkv divides Hq.
         v_THD: (T, Hkv, D) values.
         plan: Plan of the pack, on the same device.
-        scale: Factor on the scores.
+        options: Scale of the scores.
 
     Returns:
         (T, Hq, D), dtype of `q_THD`.
     """
-    return _Fa4Attention.apply(q_THD, k_THD, v_THD, plan, scale)
+    return _Fa4Attention.apply(q_THD, k_THD, v_THD, plan, options.scale)
 
 
 class _Fa4Attention(torch.autograd.Function):

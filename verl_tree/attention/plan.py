@@ -22,26 +22,8 @@ import numpy as np
 import torch
 
 from verl_tree.attention.blocks import BlockLists
+from verl_tree.attention.pieces import AttentionPiece, VarlenCall, varlen_calls, window_calls
 from verl_tree.layout import TreeLayout
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionPiece:
-    """One call of a dense attention kernel: a range of queries against a range of keys that all of them see.
-
-    Attributes:
-        query_start: First query.
-        query_end: One past the last query.
-        key_start: First key.
-        key_end: One past the last key.
-        causal: Queries and keys are the same range, and key `j` is visible to query `i` iff `j <= i`.
-    """
-
-    query_start: int
-    query_end: int
-    key_start: int
-    key_end: int
-    causal: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,14 +32,17 @@ class AttentionPlan:
 
     Attributes:
         subtree_end_T: int32 (T,), one past the last descendant of each token in DFS preorder.
+        position_T: int32 (T,), position of each token on its own path, which sliding windows are measured in.
         num_tokens: T.
-        max_path_len: Tokens on the longest root-to-leaf path; what a sliding window must not be shorter than.
+        max_path_len: Tokens on the longest root-to-leaf path; a sliding window that long is none.
         num_visible_pairs: (query, key) pairs the mask lets through; attention costs `4 * Hq * D` FLOPs for each in the
-            forward pass and `10 * Hq * D` in the backward pass.
+            forward pass and `10 * Hq * D` in the backward pass. Those of the full mask, whatever the windows of the
+            layers.
         backend: Name of the backend the layers use, or `"auto"`.
     """
 
     subtree_end_T: torch.Tensor
+    position_T: torch.Tensor
     num_tokens: int
     max_path_len: int
     num_visible_pairs: int
@@ -95,13 +80,15 @@ class AttentionPlan:
             subtree_end_T = subtree_end_T.detach().cpu().numpy()
         device = "cpu" if device is None else device
         runs = _Runs.from_subtree_end(np.asarray(subtree_end_T, dtype=np.int64))
+        subtree_end_T = torch.from_numpy(runs.subtree_end_T.astype(np.int32))
         return cls(
-            subtree_end_T=torch.from_numpy(runs.subtree_end_T.astype(np.int32)).to(device),
+            subtree_end_T=subtree_end_T.to(device),
+            position_T=torch.from_numpy(runs.positions()).to(device),
             num_tokens=len(runs.subtree_end_T),
             max_path_len=int((runs.depth_R + runs.end_R - runs.start_R).max()),
             num_visible_pairs=int((runs.subtree_end_T - np.arange(len(runs.subtree_end_T))).sum()),
             backend=backend,
-            _shared=_Shared(*_cut_into_pieces(runs)),
+            _shared=_Shared(subtree_end_T, *_cut_into_pieces(runs)),
         )
 
     @property
@@ -131,23 +118,52 @@ class AttentionPlan:
         """
         sizes = (query_block, key_block)
         if sizes not in self._shared.block_lists:
-            subtree_end_T = self.subtree_end_T.cpu().numpy()
-            found = BlockLists.from_subtree_end(subtree_end_T, query_block=query_block, key_block=key_block)
+            on_host = self._shared.subtree_end_T.numpy()
+            found = BlockLists.from_subtree_end(on_host, query_block=query_block, key_block=key_block)
             self._shared.block_lists[sizes] = found.to(self.subtree_end_T.device)
         return self._shared.block_lists[sizes]
+
+    def varlen_calls(self) -> tuple[VarlenCall, ...]:
+        """The pieces batched for kernels of sequences of varying lengths, on the plan's device; found once."""
+        if self._shared.varlen_calls is None:
+            self._shared.varlen_calls = varlen_calls(
+                self.self_pieces, self.ancestor_pieces, device=self.subtree_end_T.device
+            )
+        return self._shared.varlen_calls
+
+    def window_calls(self, window: int, *, max_segment_len: int | None = None) -> tuple[VarlenCall, ...]:
+        """The calls of layers with a sliding window (see `pieces.window_calls`), on the plan's device; found once."""
+        key = (window, max_segment_len)
+        if key not in self._shared.window_calls:
+            self._shared.window_calls[key] = window_calls(
+                self.self_pieces,
+                self.ancestor_pieces,
+                window=window,
+                max_segment_len=max_segment_len,
+                device=self.subtree_end_T.device,
+            )
+        return self._shared.window_calls[key]
 
 
 class _Shared:
     """What is found once and then shared by every copy of a plan.
 
     FSDP copies the dataclasses, dicts and tuples that are passed to a module, layer by layer and all that is in them;
-    an object like this it passes on.
+    an object like this it passes on. `subtree_end_T` is the copy on the host, so that planning waits for no device.
     """
 
-    def __init__(self, self_pieces: tuple[AttentionPiece, ...], ancestor_pieces: tuple[AttentionPiece, ...]) -> None:
+    def __init__(
+        self,
+        subtree_end_T: torch.Tensor,
+        self_pieces: tuple[AttentionPiece, ...],
+        ancestor_pieces: tuple[AttentionPiece, ...],
+    ) -> None:
+        self.subtree_end_T = subtree_end_T
         self.self_pieces = self_pieces
         self.ancestor_pieces = ancestor_pieces
         self.block_lists: dict[tuple[int, int], BlockLists] = {}
+        self.varlen_calls: tuple[VarlenCall, ...] | None = None
+        self.window_calls: dict[tuple[int, int | None], tuple[VarlenCall, ...]] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,6 +205,11 @@ class _Runs:
                 depth_R[run] = depth_R[parent] + end_R[parent] - start_R[parent]
             stack.append(run)
         return cls(subtree_end_T, start_R, end_R, subtree_end_R, depth_R)
+
+    def positions(self) -> np.ndarray:
+        """int32 (T,) position of each token on its path."""
+        offset_R = self.depth_R - self.start_R
+        return (np.arange(len(self.subtree_end_T)) + np.repeat(offset_R, self.end_R - self.start_R)).astype(np.int32)
 
 
 def _cut_into_pieces(runs: _Runs) -> tuple[tuple[AttentionPiece, ...], tuple[AttentionPiece, ...]]:

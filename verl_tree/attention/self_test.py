@@ -17,6 +17,7 @@ from typing import Self
 import torch
 
 from verl_tree.attention.dense import dense_attention
+from verl_tree.attention.options import ScoreOptions
 from verl_tree.attention.plan import AttentionPlan
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,9 @@ TREES = (
     (1, ((37, ((3, ()), (1, ()))),)),
 )
 """Forest of the self-test, each tree as (tokens of the node, children): blocks that are full, partial and skipped."""
+
+WINDOW = 75
+"""Tokens of a sliding window in the self-test of a kernel with one: shorter than some nodes and longer than others."""
 
 LIMITS = {"output": 4.0, "dq": 30.0, "dk": 8.0, "dv": 4.0}
 """Times the error of the dense backend in the same dtype that a kernel may err: about 2.5 times what exact
@@ -46,13 +50,14 @@ class KernelVariant:
     head_dim: int
     num_heads: int
     num_kv_heads: int
+    is_windowed: bool = False
 
     @classmethod
-    def of(cls, q_THD: torch.Tensor, k_THD: torch.Tensor) -> Self:
+    def of(cls, q_THD: torch.Tensor, k_THD: torch.Tensor, *, is_windowed: bool = False) -> Self:
         """Returns the variant for these inputs: key-value heads beyond two change nothing while their ratio holds."""
         num_kv_heads = min(k_THD.shape[1], 2)
         num_heads = num_kv_heads * (q_THD.shape[1] // k_THD.shape[1])
-        return cls(q_THD.device, q_THD.dtype, q_THD.shape[2], num_heads, num_kv_heads)
+        return cls(q_THD.device, q_THD.dtype, q_THD.shape[2], num_heads, num_kv_heads, is_windowed)
 
 
 _results: dict[tuple[str, KernelVariant], list[str]] = {}
@@ -64,7 +69,7 @@ def self_test_reasons(backend: str, attend: Callable[..., torch.Tensor], kernel:
 
     Args:
         backend: Name of the backend.
-        attend: Its function, called as `attend(q_THD, k_THD, v_THD, plan, scale=scale)`.
+        attend: Its function, called as `attend(q_THD, k_THD, v_THD, plan, options=options)`.
         kernel: What it would be compiled for.
 
     Returns:
@@ -95,7 +100,7 @@ def self_test(attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> lis
     kernel's own dtype sets the scale.
 
     Args:
-        attend: The backend, called as `attend(q_THD, k_THD, v_THD, plan, scale=scale)`.
+        attend: The backend, called as `attend(q_THD, k_THD, v_THD, plan, options=options)`.
         kernel: Device, dtype and heads to test it with.
 
     Returns:
@@ -111,11 +116,12 @@ def self_test(attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> lis
     inputs = [
         torch.randn(shape, generator=generator, dtype=torch.float32).to(kernel.device, kernel.dtype) for shape in shapes
     ]
+    options = ScoreOptions(scale=kernel.head_dim**-0.5, window=WINDOW if kernel.is_windowed else None)
     # A new thread's current device is the first one.
     with torch.cuda.device_of(inputs[0]):
-        want = _output_and_gradients(dense_attention, [each.double() for each in inputs], plan)
-        plain = _output_and_gradients(dense_attention, inputs, plan)
-        got = _output_and_gradients(attend, inputs, plan)
+        want = _output_and_gradients(dense_attention, [each.double() for each in inputs], plan, options=options)
+        plain = _output_and_gradients(dense_attention, inputs, plan, options=options)
+        got = _output_and_gradients(attend, inputs, plan, options=options)
     reasons = []
     for name in want:
         error = _worst_token(got[name], want[name])
@@ -136,11 +142,11 @@ def subtree_ends(trees: tuple, *, start: int = 0) -> list[int]:
 
 
 def _output_and_gradients(
-    attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], plan: AttentionPlan
+    attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], plan: AttentionPlan, *, options: ScoreOptions
 ) -> dict[str, torch.Tensor]:
     *qkv, grad_out_THD = inputs
     leaves = [each.clone().requires_grad_() for each in qkv]
-    out_THD = attend(*leaves, plan, scale=qkv[0].shape[-1] ** -0.5)
+    out_THD = attend(*leaves, plan, options=options)
     gradients = torch.autograd.grad(out_THD, leaves, grad_out_THD)
     return dict(zip(("output", "dq", "dk", "dv"), (out_THD.detach(), *gradients), strict=True))
 

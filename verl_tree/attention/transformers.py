@@ -3,7 +3,8 @@
 transformers hands every keyword of `model(...)` that it does not know to the attention function of every layer, also
 through gradient checkpointing. So the plan of a pack travels as `model(..., tree_plan=plan)` and nothing is patched. A
 mask that gets lost on its way is the worst bug this can have: a layer without a plan, with a mask of its own, or with a
-feature that the tree mask does not cover, raises.
+feature that no backend serves, raises. Layers of one model may differ: each hands its own sliding window, softcap and
+sinks.
 """
 
 import torch
@@ -15,7 +16,7 @@ from verl_tree.attention.plan import AttentionPlan
 ATTENTION_NAME = "tree_attention"
 
 _TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
-"""Values of `config.layer_types` that see a token's own path and nothing else; sliding layers are checked further."""
+"""Values of `config.layer_types` that see a token's own path and nothing else."""
 
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
@@ -56,9 +57,9 @@ def tree_attention_forward(
         scaling: Factor on the scores.
         dropout: Dropout on the probabilities; must be 0.
         is_causal: None or True.
-        sliding_window: How many tokens a query sees; must cover the longest path.
-        softcap: Must be None.
-        s_aux: Attention sinks; must be None.
+        sliding_window: How many tokens of its path a query sees, itself included.
+        softcap: Bound on the absolute value of a score.
+        s_aux: (Hq,) attention sinks.
         indices: Keys chosen by sparse attention; must be None.
         output_attentions: Must be False.
 
@@ -66,7 +67,7 @@ def tree_attention_forward(
         The output, (1, T, Hq, D), and None in place of the probabilities.
 
     Raises:
-        ValueError: There is no plan, or the layer asks for something that the tree mask does not cover.
+        ValueError: There is no plan, or the layer asks for something that no backend serves.
     """
     layer = type(module).__name__
     if tree_plan is None:
@@ -85,14 +86,6 @@ def tree_attention_forward(
         reasons.append(f"attention dropout {dropout}: set attention_dropout=0.0 in the model's config")
     if is_causal is False:
         reasons.append("is_causal=False: only causal models have shareable prefixes")
-    if sliding_window is not None and sliding_window < tree_plan.max_path_len:
-        reasons.append(
-            f"sliding_window {sliding_window} shorter than the longest path of {tree_plan.max_path_len} tokens"
-        )
-    if softcap is not None:
-        reasons.append(f"softcap {softcap} of attention scores")
-    if s_aux is not None:
-        reasons.append("attention sinks (s_aux)")
     if indices is not None:
         reasons.append("sparse attention (indices)")
     if output_attentions:
@@ -100,7 +93,12 @@ def tree_attention_forward(
     if reasons:
         raise ValueError(f"tree attention cannot serve {layer}, which asks for " + "; ".join(reasons))
     out_THD = tree_attention(
-        query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), tree_plan, scale=scaling
+        *(x[0].transpose(0, 1) for x in (query, key, value)),
+        tree_plan,
+        scale=scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
     )
     return out_THD.unsqueeze(0), None
 
@@ -134,11 +132,10 @@ def check_model(model: PreTrainedModel, *, max_path_len: int) -> None:
         raise ValueError(
             f"{name} does not call transformers' AttentionInterface, so it would ignore the tree: train it flat"
         )
-    window = config.get("sliding_window")
-    if "sliding_attention" in layer_types and window is not None and window < max_path_len:
+    if config.get("use_bidirectional_attention") in (True, "all"):
         raise ValueError(
-            f"{name} has a sliding_window of {window} tokens and the longest trajectory {max_path_len}: the tree mask "
-            "has no window, so shorten the trajectories or train it flat"
+            f"{name} has use_bidirectional_attention={config['use_bidirectional_attention']}: a token that sees what "
+            "follows it has no prefix to share, so train it flat"
         )
     for rope in ropes:
         scaled_from = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from verl_tree.attention.options import ScoreOptions
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.self_test import KernelVariant, self_test_reasons
 
@@ -76,14 +77,14 @@ FLOAT32_CONFIGS = {
 
 
 def not_supported_reasons(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> list[str]:
     """Says why this backend cannot serve the inputs; empty where it can.
 
     CPU tensors are served in Triton's interpreter, by who sets `TRITON_INTERPRET=1` before triton is first imported.
     On a GPU the first inputs of a kind run the self-test, which compiles the kernels.
     """
-    reasons = []
+    reasons = options.not_served_reasons()
     if q_THD.device.type == "cuda":
         capability = torch.cuda.get_device_capability(q_THD.device)
         if torch.version.hip is not None:
@@ -107,7 +108,7 @@ def not_supported_reasons(
 
 
 def triton_attention(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, scale: float
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> torch.Tensor:
     """Attention under the tree mask, differentiable once.
 
@@ -116,11 +117,12 @@ def triton_attention(
         k_THD: (T, Hkv, D) keys; Hkv divides Hq.
         v_THD: (T, Hkv, D) values.
         plan: Plan of the pack, on the same device.
-        scale: Factor on the scores.
+        options: Scale of the scores.
 
     Returns:
         (T, Hq, D), dtype of `q_THD`, contiguous.
     """
+    scale = options.scale
     if scale <= 0:  # the running maximum is taken before the factor
         q_THD, scale = q_THD * scale, 1.0
     configs = choose_configs(q_THD)

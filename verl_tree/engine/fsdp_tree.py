@@ -182,7 +182,7 @@ class FSDPTreeEngineWithLMHead(FSDPEngineWithLMHead):
         """The packs of this rank's rows."""
         input_ids = data["input_ids"]
         offsets = input_ids.offsets().cpu().numpy()
-        # Sliding windows and length-dependent RoPE are harmless up to some length.
+        # Length-dependent RoPE is harmless up to some length.
         check_model(self._model, max_path_len=int(np.diff(offsets).max()))
         mask = data["response_mask"] if "response_mask" in data else data["loss_mask"]
         temperature = tu.get(data, "temperature", default=1.0)
