@@ -12,14 +12,24 @@ length of the longest prefix that the prompt shares with any recorded path (`|` 
     prompt     P P Q   ...                      rewritten: parts inside the root prompt
     prompt     P P P   y     t t g              drift, if y reads like a a
 
-The kind is counted, it decides nothing: what is trained follows from the tokens alone (`SessionTree.locate`).
+The kind is that of the prompt that is sent. Where drift is healed (`realign`), that is the healed prompt, so DRIFT is
+left for what could not be healed. The kind is counted, it decides nothing: what is trained follows from the tokens
+alone (`SessionTree.locate`).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from enum import StrEnum
+from itertools import islice
 
 import numpy as np
+
+from rollout_hooks.text_compare import Decode, reads_the_same
+from rollout_hooks.token_trie import Point, TokenTrie
+
+_OUTPUT_END_LEN = 4
+"""Tokens by which a prompt is seen to hold an earlier output."""
+_MAX_OUTPUTS = 64
+"""Earlier outputs that are looked for in a prompt."""
 
 
 class CallKind(StrEnum):
@@ -39,98 +49,69 @@ class CallKind(StrEnum):
     """Any other prompt: text that an earlier call read or generated was changed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """A path as the classification sees it, of N tokens.
-
-    Attributes:
-        token_ids: (N,) int64.
-        is_generated: (N,) bool.
-        boundaries: Ascending positions at which a call's prompt or output on this path ended; the last is N.
-        is_completed: Whether the path ends with the output of a call (and not with the prompt of a running one).
-    """
-
-    token_ids: np.ndarray
-    is_generated: np.ndarray
-    boundaries: tuple[int, ...]
-    is_completed: bool
-
-
-def common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:
-    """Number of leading tokens that two token arrays share."""
-    n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    return int(differs.argmax()) if differs.any() else n
-
-
 def classify(
-    prompt: np.ndarray, recorded: Sequence[Recorded], *, decode: Callable[[list[int]], str] | None = None
-) -> tuple[CallKind, int]:
-    """Kind of a call with this prompt, and the number of tokens it shares with the recorded paths.
+    trie: TokenTrie, prompt: np.ndarray, *, num_outputs: Mapping[int, int], decode: Decode | None = None
+) -> tuple[CallKind, Point]:
+    """Kind of a call with this prompt, and where the prompt leaves the recorded paths.
 
     Args:
-        prompt: (N,) int64.
-        recorded: Paths of completed calls and prompts of running ones.
+        trie: Paths of completed calls and prompts of running ones.
+        prompt: (N,) int32.
+        num_outputs: Number of generated tokens of each completed call; the paths of the others end with their prompt.
         decode: Token ids to text; without it drift is not told from other changes.
 
     Returns:
-        The kind and L, the longest common prefix in tokens.
+        The kind and the point whose position is L, the longest common prefix in tokens.
     """
-    shared = [common_prefix_len(prompt, path.token_ids) for path in recorded]
-    num_shared = max(shared, default=0)
-    if num_shared == 0:
-        return CallKind.ROOT, 0
-    closest = [path for path, length in zip(recorded, shared, strict=True) if length == num_shared]
-    ahead = [path for path in closest if len(path.token_ids) > num_shared]
-    if not ahead:
-        is_whole_path = any(path.is_completed for path in closest)
-        return (CallKind.CONTINUATION if is_whole_path else CallKind.FORK), num_shared
-    is_behind_boundary = any(path.boundaries[0] <= num_shared for path in closest)
-    if num_shared == len(prompt):
-        return (CallKind.FORK if is_behind_boundary else CallKind.REWRITE), num_shared
-    if decode is not None and any(_reads_the_same(prompt, path, num_shared, decode) for path in ahead):
-        return CallKind.DRIFT, num_shared
-    return (CallKind.FORK if _is_fork(prompt, closest, ahead, num_shared) else CallKind.REWRITE), num_shared
+    point = trie.walk(prompt)
+    node, position = point
+    if position == 0:
+        return CallKind.ROOT, point
+    if position == node.end and not node.children:
+        is_whole_path = any(end == position and call in num_outputs for end, call in reversed(node.ends))
+        return (CallKind.CONTINUATION if is_whole_path else CallKind.FORK), point
+    rest = prompt[position:]
+    if not rest.size:
+        return (CallKind.FORK if trie.last_boundary(point) else CallKind.REWRITE), point
+    if decode is not None and reads_the_same(trie, point, rest, decode=decode):
+        return CallKind.DRIFT, point
+    return (CallKind.FORK if _is_fork(trie, point, rest, num_outputs) else CallKind.REWRITE), point
 
 
-def _is_fork(prompt: np.ndarray, closest: list[Recorded], ahead: list[Recorded], num_shared: int) -> bool:
-    if any(_repeats_output(prompt, path, num_shared) for path in ahead):
+def _is_fork(trie: TokenTrie, point: Point, rest: np.ndarray, num_outputs: Mapping[int, int]) -> bool:
+    if _repeats_output(trie, point, rest, num_outputs):
         return False
-    is_at_boundary = any(num_shared in path.boundaries for path in closest)
-    is_where_paths_part = len({int(path.token_ids[num_shared]) for path in ahead}) > 1
-    # Else all paths ahead share the segment that the prompt parts from, and any of them tells what it is.
-    is_in_environment = ahead[0].boundaries[0] < num_shared and not ahead[0].is_generated[num_shared]
-    return is_at_boundary or is_where_paths_part or is_in_environment
+    node, position = point
+    if trie.is_at_boundary(point):
+        return True
+    if position == node.end:
+        # Else a call that failed was the only other one to go on from here.
+        if len(node.children) > 1:
+            return True
+        (node,) = node.children.values()
+    is_in_environment = node.source[position - node.start] < 0
+    return bool(is_in_environment) and trie.last_boundary(point) > 0
 
 
-def _reads_the_same(prompt: np.ndarray, path: Recorded, num_shared: int, decode: Callable[[list[int]], str]) -> bool:
-    """Whether prompt and path, though their tokens differ, have the same text up to where the shorter one ends.
-
-    The text is compared from the start of the segment in which they part, since single tokens may be parts of a
-    character.
-    """
-    start = max((b for b in path.boundaries if b <= num_shared), default=0)
-    end = next(b for b in path.boundaries if b > num_shared)
-    recorded_text, text = decode(path.token_ids[start:end].tolist()), decode(prompt[start:].tolist())
-    if not recorded_text or not text:
-        return False
-    return text.startswith(recorded_text) or recorded_text.startswith(text)
-
-
-def _repeats_output(prompt: np.ndarray, path: Recorded, num_shared: int) -> bool:
-    """Whether the prompt, behind the shared tokens, holds the end of an output that the path has there.
+def _repeats_output(trie: TokenTrie, point: Point, rest: np.ndarray, num_outputs: Mapping[int, int]) -> bool:
+    """Whether the prompt, behind the shared tokens, holds the end of an output that is recorded there.
 
     The end is the last four tokens, or the whole output and the token before it. That finds histories that carry
-    outputs along, shortened ones too (chat templates drop the reasoning of earlier turns).
+    outputs along, shortened ones too (chat templates drop the reasoning of earlier turns). Of very many outputs only
+    some are looked for, the newest branches first.
     """
-    rest = prompt[num_shared:].tobytes()
-    for start, end in zip(path.boundaries, path.boundaries[1:], strict=False):
-        if start < num_shared or not path.is_generated[start]:
-            continue
-        wanted = path.token_ids[max(end - 4, start - 1) : end].tobytes()
-        at = rest.find(wanted)
-        while at % prompt.itemsize and at >= 0:
-            at = rest.find(wanted, at + 1)
+    text = rest.tobytes()
+    outputs = (
+        (Point(node, end), num_outputs[call])
+        for node in trie.nodes_behind(point)
+        for end, call in reversed(node.ends)
+        if call in num_outputs and end - num_outputs[call] >= point.position
+    )
+    for end, num_output in islice(outputs, _MAX_OUTPUTS):
+        wanted = trie.tokens_to(end, start=end.position - min(_OUTPUT_END_LEN, num_output + 1)).tobytes()
+        at = text.find(wanted)
+        while at % rest.itemsize and at >= 0:
+            at = text.find(wanted, at + 1)
         if at >= 0:
             return True
     return False

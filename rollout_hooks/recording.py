@@ -1,17 +1,20 @@
 """A client of the LLM servers that records every call of one session on its way.
 
 It stands where verl's loops expect `LLMServerClient` and changes nothing that goes in or comes out, so it captures any
-agent loop as it is.
+agent loop as it is; with one exception: a prompt that has drifted from the recorded tokens is healed on its way (see
+`realign`; what is sent has the same text and the tokens that the model sampled), unless the tree heals nothing.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.outputs import describe_error
+from rollout_hooks.realign import Realignment
 from rollout_hooks.session_tree import SessionTree
 
 ABORTED = ("aborted", "abort")
@@ -36,14 +39,18 @@ class RecordingClient(LLMServerClient):
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
     ) -> TokenOutput:
-        """Hand the call over and record it; arguments, result and errors are the client's own.
+        """Hand the call over, its drift healed, and record it; the rest, result and errors are the client's own.
 
         Raises:
             Whatever the client raises, after the cause has been recorded.
         """
-        if any(kwargs.get(name) for name in ("image_data", "video_data", "audio_data")):
-            self.num_media_calls += 1
-        call = self.tree.begin(prompt_ids)
+        has_media = any(kwargs.get(name) for name in ("image_data", "video_data", "audio_data"))
+        self.num_media_calls += has_media
+        # Equal text is not an equal prompt where images stand behind the tokens.
+        prompt = Realignment(np.asarray(prompt_ids, dtype=np.int32)) if has_media else self.tree.realign(prompt_ids)
+        if prompt.splices:
+            prompt_ids = prompt.token_ids.tolist()
+        call = self.tree.begin(prompt)
         with self._recorded_failure(call):
             output = await self._client.generate(
                 request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs

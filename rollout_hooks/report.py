@@ -34,6 +34,7 @@ class CaptureReport:
         num_leaves: Rows written.
         num_calls: LLM calls; the first of a session is neither of the four kinds below.
         num_continuations, num_forks, num_rewrites, num_drifts: Calls by kind, see `CallKind`.
+        num_realigned: Calls whose prompt had drifted and was healed; their kind is that of the healed prompt.
         num_failed_calls, num_aborted_calls: Calls that ended with an error, and calls that the server gave up.
         num_dropped_leaves: Trajectories that gave no row: without a trained token within the length limits, not
             finished by a branching loop, or with images or other media.
@@ -49,6 +50,7 @@ class CaptureReport:
     num_forks: int = 0
     num_rewrites: int = 0
     num_drifts: int = 0
+    num_realigned: int = 0
     num_failed_calls: int = 0
     num_aborted_calls: int = 0
     num_dropped_leaves: int = 0
@@ -71,6 +73,7 @@ class CaptureReport:
             num_forks=kinds[CallKind.FORK],
             num_rewrites=kinds[CallKind.REWRITE],
             num_drifts=kinds[CallKind.DRIFT],
+            num_realigned=sum(call.num_splices > 0 for call in tree.calls),
             num_failed_calls=statuses.count(CallStatus.FAILED),
             num_aborted_calls=statuses.count(CallStatus.ABORTED),
         )

@@ -1,9 +1,9 @@
 """A loop's own outputs and the calls recorded while it ran, merged into the rows of the session.
 
 The loop's own outputs stay as verl's loop made them, except that a token is trained only if a recorded call generated
-it at that very place. Recorded leaves that no own output covers become rows before them: the root prompt up to the
-first generated token is the prompt, the rest the response. verl's loops return one output, so the extra rows are what
-a loop forked off, dropped or rewrote.
+it at that very place, and that drift which was healed in a call is healed in them too (`realign`). Recorded leaves that
+no own output covers become rows before them: the root prompt up to the first generated token is the prompt, the rest
+the response. verl's loops return one output, so the extra rows are what a loop forked off, dropped or rewrote.
 
 Lengths: verl cuts the root prompt before the first call and the response after the last one, at
 `rollout.response_length`; so do the rows made here. A recorded prompt that is longer than `rollout.prompt_length` (a
@@ -13,6 +13,7 @@ would train the output under a context it was not sampled in.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 
 from rollout_hooks.outputs import TreeAgentLoopOutput
 from rollout_hooks.session_tree import Path, SessionTree
+
+CALLS_FIELD = "recorded_calls"
+"""Entry of a row's `extra_fields`: which call sampled which of its tokens, see `recorded_runs`."""
 
 _MEDIA_FIELDS = ("multi_modal_data", "mm_processor_kwargs", "mm_processor_output")
 
@@ -94,6 +98,8 @@ def session_rows(
 
 def _own_row(tree: SessionTree | None, output: AgentLoopOutput, *, limits: RowLimits) -> AgentLoopOutput:
     """A loop's own output, with mask, log-probs and weight versions completed from the recorded calls (if any)."""
+    if tree is not None:
+        output = _realigned(tree, output, limits=limits)
     mask, log_probs = list(output.response_mask), output.response_logprobs
     extra_fields = dict(output.extra_fields)
     if tree is not None:
@@ -103,7 +109,7 @@ def _own_row(tree: SessionTree | None, output: AgentLoopOutput, *, limits: RowLi
         mask = [int(trained and sampled) for trained, sampled in zip(mask, generated, strict=True)]
         if log_probs is None or len(log_probs) != len(mask):
             log_probs = path.log_probs[prompt_len:].tolist()
-        extra_fields = {**_weight_versions(tree, path), **extra_fields}
+        extra_fields = {**_weight_versions(tree, path), **extra_fields, CALLS_FIELD: recorded_runs(tree, path)}
     update = {
         "response_mask": mask,
         "response_logprobs": log_probs if limits.wants_log_probs else None,
@@ -113,6 +119,27 @@ def _own_row(tree: SessionTree | None, output: AgentLoopOutput, *, limits: RowLi
     if type(output) is AgentLoopOutput:
         fields_set = {name: value for name, value in output if name in output.model_fields_set}
         output = TreeAgentLoopOutput(**fields_set, leaf_reward=output.reward_score)
+    return output.model_copy(update=update)
+
+
+def _realigned(tree: SessionTree, output: AgentLoopOutput, *, limits: RowLimits) -> AgentLoopOutput:
+    """The output with its drift healed as that of its calls was, so that it is the sequence that the model saw.
+
+    A loop puts together its output from the tokens that it gave, not from those that were sent.
+    """
+    realignment = tree.realign(output.prompt_ids + output.response_ids)
+    # Routing is recorded per token of the output as it is.
+    if not realignment.splices or output.routed_experts is not None:
+        return output
+    prompt_len = min(realignment.position(len(output.prompt_ids)), limits.prompt_length)
+    response = slice(prompt_len, prompt_len + limits.response_length)
+    mask = realignment.spread(np.array([0] * len(output.prompt_ids) + list(output.response_mask)))
+    update = {
+        "prompt_ids": realignment.token_ids[:prompt_len].tolist(),
+        "response_ids": realignment.token_ids[response].tolist(),
+        "response_mask": mask[response].tolist(),
+        "response_logprobs": None,
+    }
     return output.model_copy(update=update)
 
 
@@ -135,6 +162,7 @@ def _captured_row(tree: SessionTree, path: Path, *, limits: RowLimits) -> TreeAg
             "tool_rewards": [],
             "reward_extra_info": {},
             **_weight_versions(tree, path),
+            CALLS_FIELD: recorded_runs(tree, path, num_tokens=response.stop),
         },
     )
 
@@ -162,6 +190,24 @@ def _weight_versions(tree: SessionTree, path: Path) -> dict[str, int]:
     first = [call.min_global_steps for call in calls if call.min_global_steps is not None]
     last = [call.max_global_steps for call in calls if call.max_global_steps is not None]
     return {"min_global_steps": min(first), "max_global_steps": max(last)} if first and last else {}
+
+
+def recorded_runs(tree: SessionTree, path: Path, *, num_tokens: int | None = None) -> list[tuple[int, str, int, int]]:
+    """Who sampled the tokens of a path, run by run.
+
+    Args:
+        tree: The session's calls.
+        path: N tokens from the root.
+        num_tokens: Only the first so many of them; None for all.
+
+    Returns:
+        Per run of tokens that one call sampled: the call's index, its kind, and the positions start and end in the
+        path. Tokens that were only read are in no run.
+    """
+    source = path.source[:num_tokens]
+    bounds = [0, *(np.flatnonzero(np.diff(source)) + 1).tolist(), len(source)]
+    runs = [(int(source[start]), start, end) for start, end in pairwise(bounds) if end > start]
+    return [(call, tree.calls[call].kind.value, start, end) for call, start, end in runs if call >= 0]
 
 
 def _share_fields(rows: Sequence[AgentLoopOutput]) -> None:

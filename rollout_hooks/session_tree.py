@@ -9,83 +9,27 @@
 
 A token is *generated* on a path if a call that had finished before sampled it there, after exactly the same tokens; so
 A is a trained token, with its rollout log-prob, on both leaves. A changed copy of it would not be: it is text that the
-model read. Numpy only: tokens are compared as arrays, no per-token objects, no verl.
+model read. A copy that reads the same but has other tokens can be healed before the call is sent (`realign`).
+
+Every token is held once (`token_trie`), as are the log-probs of each call, so memory is bounded by the tokens of the
+tree and not by the paths through it. Numpy only, no per-token objects, no verl.
 """
 
+from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from rollout_hooks.call_kinds import CallKind, Recorded, classify, common_prefix_len
+from rollout_hooks.call_kinds import CallKind, classify
+from rollout_hooks.realign import MAX_REPLACED_TOKENS, Realigner, Realignment
+from rollout_hooks.recorded import CallStatus, DriftExample, Path, RecordedCall
+from rollout_hooks.text_compare import Decode
+from rollout_hooks.token_trie import TokenTrie
 
-
-class CallStatus(StrEnum):
-    """How far a call got."""
-
-    RUNNING = "running"
-    COMPLETED = "completed"
-    ABORTED = "aborted"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedCall:
-    """One call to the LLM.
-
-    Attributes:
-        index: Place in the order in which the calls were sent.
-        kind: How its prompt relates to what had been recorded when it was sent.
-        num_shared: Length of the longest common prefix of its prompt and any recorded path, in tokens.
-        num_prompt, num_output: Tokens it read and generated.
-        status, stop_reason: How it ended; `stop_reason` is the server's own word.
-        cause: Why it failed or was aborted, or None.
-        min_global_steps, max_global_steps: First and last version of the weights that generated it, None if unknown.
-    """
-
-    index: int
-    kind: CallKind
-    num_shared: int
-    num_prompt: int
-    num_output: int = 0
-    status: CallStatus = CallStatus.RUNNING
-    stop_reason: str | None = None
-    cause: str | None = None
-    min_global_steps: int | None = None
-    max_global_steps: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Path:
-    """A token sequence from the root of the tree, with what is known of each of its N tokens.
-
-    Attributes:
-        token_ids: (N,) int64.
-        source: (N,) int32, the index of the call that generated the token, -1 for a token that was only read.
-        log_probs: (N,) float64, rollout log-prob of a generated token (NaN if the server gave none), 0 otherwise.
-    """
-
-    token_ids: np.ndarray
-    source: np.ndarray
-    log_probs: np.ndarray
-
-    @property
-    def is_generated(self) -> np.ndarray:
-        """(N,) bool: the tokens that the model sampled."""
-        return self.source >= 0
-
-    @property
-    def calls(self) -> tuple[int, ...]:
-        """Indices of the calls that generated tokens of this path, in the order in which they were sent."""
-        return tuple(int(call) for call in np.unique(self.source[self.source >= 0]))
-
-    @property
-    def prompt_len(self) -> int:
-        """Number of tokens before the first generated one; all of them if there is none."""
-        generated = np.flatnonzero(self.is_generated)
-        return int(generated[0]) if generated.size else len(self.token_ids)
+_NEVER = np.iinfo(np.int64).max
+_EXAMPLE_LEN = 16
 
 
 class SessionTree:
@@ -96,25 +40,67 @@ class SessionTree:
 
     Args:
         decode: Token ids to text, to tell retokenisation drift from other changes; without it no drift is reported.
+        max_replaced: Most tokens that one splice of `realign` replaces; 0 heals nothing.
     """
 
-    def __init__(self, *, decode: Callable[[list[int]], str] | None = None) -> None:
+    def __init__(self, *, decode: Decode | None = None, max_replaced: int = MAX_REPLACED_TOKENS) -> None:
         self._decode = decode
+        self._trie = TokenTrie()
+        heals = decode is not None and max_replaced > 0
+        self._realigner = Realigner(self._trie, decode, max_replaced) if heals else None
         self._calls: list[RecordedCall] = []
-        # Running and completed calls by index: a failed call leaves no path.
-        self._recorded: dict[int, Recorded] = {}
-        self._paths: dict[int, Path] = {}
+        # Completed calls with an output, and how many tokens each has generated.
+        self._num_outputs: dict[int, int] = {}
+        # When each call began and finished, counted in such events: what a call had before it is what had finished.
+        self._num_events = 0
+        self._begun: list[int] = []
+        self._finished: list[int] = []
+        # Log-probs of all calls one after another. That of a call's token at position p is at p + base.
+        self._log_probs = array("d")
+        self._log_prob_base: list[int] = []
+        self.drift_example: DriftExample | None = None
+        """The first drift of the session; None if there was none."""
 
     @property
     def calls(self) -> tuple[RecordedCall, ...]:
         """All calls in the order in which they were sent."""
         return tuple(self._calls)
 
-    def begin(self, prompt_ids: Sequence[int]) -> int:
+    @property
+    def num_tokens(self) -> int:
+        """Number of different tokens of all recorded paths, as prefixes: what the tree holds."""
+        return sum(node.size for node in self._trie.nodes_behind(self._trie.root))
+
+    def realign(self, token_ids: Sequence[int]) -> Realignment:
+        """Heal the drift of a prompt: put recorded tokens where it has others that read the same.
+
+        Changes nothing in the tree. Give the result to `begin`, and send its `token_ids`.
+
+        Args:
+            token_ids: The prompt as the loop made it.
+
+        Returns:
+            The prompt to send; the given one if there is nothing to heal, or healing is switched off.
+        """
+        given = np.asarray(token_ids, dtype=np.int32)
+        if self._realigner is None or given.ndim != 1:
+            return Realignment(given)
+        realignment = self._realigner.realign(given)
+        if realignment.splices and self.drift_example is None:
+            first = realignment.splices[0]
+            self._keep_example(
+                realignment.token_ids[: first.end + _EXAMPLE_LEN],
+                given[: first.given_end + _EXAMPLE_LEN],
+                start=first.start,
+                is_healed=True,
+            )
+        return realignment
+
+    def begin(self, prompt: Sequence[int] | Realignment) -> int:
         """Record that a call is sent.
 
         Args:
-            prompt_ids: The tokens that the model will read, at least one.
+            prompt: The tokens that the model will read, at least one; or a prompt from `realign`.
 
         Returns:
             The index of the call.
@@ -122,20 +108,21 @@ class SessionTree:
         Raises:
             ValueError: If the prompt is empty.
         """
-        prompt = np.asarray(prompt_ids, dtype=np.int64)
-        if prompt.ndim != 1 or not prompt.size:
-            raise ValueError(f"prompt_ids of shape {prompt.shape}: a call needs a prompt of at least one token")
+        splices = prompt.splices if isinstance(prompt, Realignment) else ()
+        tokens = prompt.token_ids if isinstance(prompt, Realignment) else np.asarray(prompt, dtype=np.int32)
+        if tokens.ndim != 1 or not tokens.size:
+            raise ValueError(f"prompt_ids of shape {tokens.shape}: a call needs a prompt of at least one token")
         index = len(self._calls)
-        kind, num_shared = classify(prompt, list(self._recorded.values()), decode=self._decode)
-        boundaries = {b for other in self._sharing(prompt, num_shared) for b in other.boundaries if b <= num_shared}
-        self._paths[index] = self.locate(prompt)
-        self._recorded[index] = Recorded(
-            token_ids=prompt,
-            is_generated=self._paths[index].is_generated,
-            boundaries=tuple(sorted(boundaries | {len(prompt)})),
-            is_completed=False,
-        )
-        self._calls.append(RecordedCall(index, kind, num_shared, len(prompt)))
+        kind, point = classify(self._trie, tokens, num_outputs=self._num_outputs, decode=self._decode)
+        if kind is CallKind.DRIFT and self.drift_example is None:
+            recorded = next(self._trie.ways_on(point, max_len=_EXAMPLE_LEN))
+            before = tokens[: point.position]
+            self._keep_example(np.concatenate([before, recorded]), tokens, start=point.position, is_healed=False)
+        self._trie.begin(index, point, tokens[point.position :])
+        self._calls.append(RecordedCall(index, kind, point.position, len(tokens), num_splices=len(splices)))
+        self._begun.append(self._tick())
+        self._finished.append(_NEVER)
+        self._log_prob_base.append(0)
         return index
 
     def complete(
@@ -162,7 +149,7 @@ class SessionTree:
         Raises:
             ValueError: If the number of log-probs is not the number of tokens.
         """
-        output = np.asarray(output_ids, dtype=np.int64)
+        output = np.asarray(output_ids, dtype=np.int32)
         if log_probs is not None and len(log_probs) != len(output):
             raise ValueError(
                 f"{len(log_probs)} log_probs for {len(output)} generated tokens: give one per token, or None"
@@ -179,27 +166,20 @@ class SessionTree:
         )
         if not len(output):
             # Nothing was generated, so the call adds no path: the one it would have continued stays as it is.
-            del self._recorded[call], self._paths[call]
+            self._trie.remove(call)
             return
-        prompt, values = self._paths[call], np.full(len(output), np.nan) if log_probs is None else log_probs
-        path = Path(
-            token_ids=np.concatenate([prompt.token_ids, output]),
-            source=np.concatenate([prompt.source, np.full(len(output), call, dtype=np.int32)]),
-            log_probs=np.concatenate([prompt.log_probs, np.asarray(values, dtype=np.float64)]),
-        )
-        self._paths[call] = path
-        self._recorded[call] = Recorded(
-            token_ids=path.token_ids,
-            is_generated=path.is_generated,
-            boundaries=(*self._recorded[call].boundaries, len(path.token_ids)),
-            is_completed=True,
-        )
+        self._trie.complete(call, output)
+        self._num_outputs[call] = len(output)
+        self._finished[call] = self._tick()
+        self._log_prob_base[call] = len(self._log_probs) - self._calls[call].num_prompt
+        values = np.full(len(output), np.nan) if log_probs is None else np.asarray(log_probs, dtype=np.float64)
+        self._log_probs.frombytes(values.tobytes())
 
     def fail(self, call: int, cause: str) -> None:
         """Record that a call ended with an error: it leaves no path, only its cause."""
         assert self._calls[call].status is CallStatus.RUNNING
         self._calls[call] = replace(self._calls[call], status=CallStatus.FAILED, cause=cause)
-        del self._recorded[call], self._paths[call]
+        self._trie.remove(call)
 
     def leaves(self) -> list[Path]:
         """The maximal paths: those of completed calls that no other path extends.
@@ -209,9 +189,9 @@ class SessionTree:
             call, the one whose next call was sent first comes first. Equal paths of different calls are different
             samples: all of them are leaves.
         """
-        ends = [self._paths[index] for index, other in self._recorded.items() if other.is_completed]
-        maximal = [path for path in ends if not any(_is_strict_prefix(path, other) for other in ends)]
-        return sorted(maximal, key=lambda path: path.calls)
+        finished = np.asarray(self._finished, dtype=np.int64)
+        leaves = [self._path_of(call, finished) for call in self._num_outputs if self._is_leaf(call)]
+        return sorted(leaves, key=lambda path: path.calls)
 
     def locate(self, token_ids: Sequence[int]) -> Path:
         """What the finished calls say about a token sequence: which of its tokens they generated, with log-probs.
@@ -220,28 +200,50 @@ class SessionTree:
             token_ids: N tokens from the root.
 
         Returns:
-            A path of these N tokens; behind the longest prefix shared with a recorded path nothing is generated.
+            A path of these N tokens; behind the longest prefix shared with a recorded path nothing is generated. Of
+            several calls that sampled the same token at the same place, the one that finished first counts.
         """
-        tokens = np.asarray(token_ids, dtype=np.int64)
-        source, log_probs = np.full(len(tokens), -1, dtype=np.int32), np.zeros(len(tokens))
-        for index, path in self._paths.items():
-            if not self._recorded[index].is_completed:
-                continue
-            num_shared = common_prefix_len(tokens, path.token_ids)
-            # The first call that generated a token counts, should several have sampled the same.
-            is_news = (path.source[:num_shared] >= 0) & (source[:num_shared] < 0)
-            source[:num_shared][is_news] = path.source[:num_shared][is_news]
-            log_probs[:num_shared][is_news] = path.log_probs[:num_shared][is_news]
-        return Path(tokens, source, log_probs)
+        tokens = np.asarray(token_ids, dtype=np.int32)
+        point = self._trie.walk(tokens)
+        source = np.full(len(tokens), -1, dtype=np.int32)
+        source[: point.position] = self._trie.source_to(point)
+        return self._path(tokens, source)
 
     def count_kinds(self) -> Counter[CallKind]:
         """Number of calls of each kind, failed ones included: the kind says what the loop asked for."""
         return Counter(call.kind for call in self._calls)
 
-    def _sharing(self, prompt: np.ndarray, num_shared: int) -> list[Recorded]:
-        return [r for r in self._recorded.values() if common_prefix_len(prompt, r.token_ids) == num_shared]
+    def _tick(self) -> int:
+        self._num_events += 1
+        return self._num_events
 
+    def _is_leaf(self, call: int) -> bool:
+        point = self._trie.end_of(call)
+        return not any(
+            other in self._num_outputs and end > point.position
+            for node in self._trie.nodes_behind(point)
+            for end, other in reversed(node.ends)
+        )
 
-def _is_strict_prefix(path: Path, other: Path) -> bool:
-    num_tokens = len(path.token_ids)
-    return num_tokens < len(other.token_ids) and bool((path.token_ids == other.token_ids[:num_tokens]).all())
+    def _path_of(self, call: int, finished: np.ndarray) -> Path:
+        point, num_prompt = self._trie.end_of(call), self._calls[call].num_prompt
+        source = self._trie.source_to(point)
+        read = source[:num_prompt]
+        # Tokens that were generated only after this call had read them are text to it.
+        read[(read >= 0) & (finished[read] > self._begun[call])] = -1
+        source[num_prompt:] = call
+        return self._path(self._trie.tokens_to(point), source)
+
+    def _path(self, tokens: np.ndarray, source: np.ndarray) -> Path:
+        log_probs = np.zeros(len(tokens))
+        (generated,) = np.nonzero(source >= 0)
+        if generated.size:
+            base = np.asarray(self._log_prob_base, dtype=np.int64)
+            log_probs[generated] = np.frombuffer(self._log_probs)[generated + base[source[generated]]]
+        return Path(tokens.astype(np.int64), source, log_probs)
+
+    def _keep_example(self, recorded: np.ndarray, given: np.ndarray, *, start: int, is_healed: bool) -> None:
+        before = recorded[max(0, start - _EXAMPLE_LEN) : start].tolist()
+        recorded_ids = tuple(recorded[start : start + _EXAMPLE_LEN].tolist())
+        given_ids = tuple(given[start : start + _EXAMPLE_LEN].tolist())
+        self.drift_example = DriftExample(self._decode([*before, *recorded_ids]), recorded_ids, given_ids, is_healed)

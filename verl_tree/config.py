@@ -18,6 +18,7 @@ FLAT_STRATEGY = "fsdp2"
 
 SHARED_TOKENS = ("sum", "mean", "once")
 GATES = ("auto", "always", "never")
+DRIFT = ("heal", "fork")
 
 
 def _from_mapping(cls: type, values: Any, *, key: str) -> Any:
@@ -83,6 +84,11 @@ class TreeConfig:
         shared_tokens: What a token shared by several trajectories receives: `sum` of the leaves' gradients
             (the flat objective), their `mean` over the leaves that train it, or that of the first leaf (`once`).
         logits_chunk_size: Positions projected to the vocabulary at a time.
+        drift: What happens to a prompt that reads like recorded model text but has other tokens: the recorded tokens
+            are sent instead (`heal`), or it is sent as it is and makes a leaf of its own (`fork`).
+        drift_max_tokens: Most tokens that one place healed this way may have.
+        dump_dir: Folder to which every step writes its trees (`verl_tree.stored_trees`); None writes none.
+        show_every: Fewest steps between two validations that show pages of a few trees; 0 shows none.
         watchdog: See `WatchdogConfig`.
     """
 
@@ -95,6 +101,10 @@ class TreeConfig:
     backend: str = "auto"
     shared_tokens: str = "sum"
     logits_chunk_size: int = 1024
+    drift: str = "heal"
+    drift_max_tokens: int = 64
+    dump_dir: str | None = None
+    show_every: int = 50
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
     def __post_init__(self) -> None:
@@ -122,6 +132,16 @@ class TreeConfig:
                 "('sum' is the flat objective)"
             )
         _require_int(self.logits_chunk_size, key="tree.logits_chunk_size", minimum=1, remedy="the default is 1024")
+        if self.dump_dir is not None and (not isinstance(self.dump_dir, str) or not self.dump_dir):
+            raise ValueError(f"tree.dump_dir={self.dump_dir!r} must be a folder; null stores no trees")
+        _require_int(self.show_every, key="tree.show_every", minimum=0, remedy="0 shows no trees, the default is 50")
+        if self.drift not in DRIFT:
+            raise ValueError(
+                f"tree.drift={self.drift!r} is unknown; choose one of {', '.join(DRIFT)} ('heal' sends the tokens that "
+                "the model sampled, 'fork' the prompt as it is)"
+            )
+        remedy = "to heal nothing set tree.drift=fork"
+        _require_int(self.drift_max_tokens, key="tree.drift_max_tokens", minimum=1, remedy=remedy)
 
     @classmethod
     def from_mapping(cls, values: "Mapping[str, Any] | TreeConfig") -> "TreeConfig":

@@ -43,8 +43,11 @@ def text(values):
 
 
 def assert_same_row(actual, expected):
-    """Every field that verl writes is written, with verl's value; nothing is added but reward information."""
+    """Every field that verl writes is written, with verl's value; added are reward information and recorded calls."""
     extra = dict(actual.pop("extra_fields"))
+    trained = {position for _, _, start, end in extra.pop("recorded_calls") for position in range(start, end)}
+    prompt_len = len(expected["prompts"])
+    assert trained == {prompt_len + place for place, is_in in enumerate(expected["response_mask"].tolist()) if is_in}
     assert extra.pop("reward_extra_info") == {}
     assert extra == expected.pop("extra_fields")
     assert actual.pop("metrics").keys() == expected.pop("metrics").keys()  # the values are seconds

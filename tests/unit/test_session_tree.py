@@ -1,6 +1,7 @@
 """The session tree on hand-made calls: kinds, trained tokens, leaves; and against a naive trie on random sessions."""
 
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -239,34 +240,78 @@ def test_wrong_input_is_refused_with_the_remedy():
 
 
 class NaiveTrie:
-    """The same bookkeeping with one dict entry per token prefix, for calls that come one after another."""
+    """The same bookkeeping with one dict entry per token prefix."""
 
     def __init__(self):
         self.generated_by = {}  # prefix of tokens -> the first call that generated its last token
-        self.paths = []  # tokens, and per token the call that generated it or -1
+        self.running = {}  # call -> tokens and sources of its prompt
+        self.paths = {}  # completed call -> tokens, and per token the call that generated it or -1
 
-    def add(self, call, prompt, output):
+    def prefixes(self):
+        recorded = [tokens for tokens, _ in [*self.running.values(), *self.paths.values()]]
+        return {tokens[: i + 1] for tokens in recorded for i in range(len(tokens))}
+
+    def begin(self, call, prompt):
+        self.running[call] = tuple(prompt), self.locate(prompt)
+
+    def complete(self, call, output):
+        prompt, source = self.running.pop(call)
         tokens = (*prompt, *output)
-        source = [self.generated_by.get(tokens[: i + 1], -1) for i in range(len(prompt))] + [call] * len(output)
         for i in range(len(prompt), len(tokens)):
             self.generated_by.setdefault(tokens[: i + 1], call)
-        self.paths.append((tokens, source))
+        if output:
+            self.paths[call] = tokens, source + [call] * len(output)
+
+    def locate(self, tokens):
+        return [self.generated_by.get(tuple(tokens[: i + 1]), -1) for i in range(len(tokens))]
 
     def leaves(self):
-        return [(t, s) for t, s in self.paths if not any(len(u) > len(t) and u[: len(t)] == t for u, _ in self.paths)]
+        paths = self.paths.values()
+        return [(t, s) for t, s in paths if not any(len(u) > len(t) and u[: len(t)] == t for u, _ in paths)]
+
+
+def test_memory_grows_with_the_tokens_of_the_tree_and_not_with_the_tokens_of_the_calls():
+    held = {}
+    for num_turns in (100, 400):
+        tree, history = SessionTree(), list(range(100))
+        tracemalloc.start()
+        for turn in range(num_turns):
+            tree.complete(tree.begin(history), [turn] * 100, log_probs=[-1.0] * 100)
+            history += [turn] * 100 + [7] * 100
+        held[num_turns] = tracemalloc.get_traced_memory()[0] - len(history) * 8
+        tracemalloc.stop()
+        assert tree.num_tokens == len(history) - 100
+    assert held[400] < 6 * held[100]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_sessions_agree_with_a_naive_trie(seed):
+    """Calls that overlap, fail, or generate nothing; prompts that go on from any recorded place."""
     rng = random.Random(seed)
     tree, naive = SessionTree(), NaiveTrie()
-    for call in range(rng.randint(2, 14)):
-        base = list(rng.choice([tokens for tokens, _ in naive.paths] or [tuple(PROMPT)]))
-        base = base[: rng.randint(1, len(base))] if rng.random() < 0.5 else base
-        prompt = base + [rng.randrange(3) for _ in range(rng.randrange(3))]
-        output = [rng.randrange(3) for _ in range(rng.randint(1, 3))]
-        add(tree, prompt, output, [-0.1 * (call + 1)] * len(output))
-        naive.add(call, prompt, output)
+    while len(tree.calls) < 2 + seed or naive.running:
+        if len(tree.calls) < 2 + seed and len(naive.running) < rng.randint(1, 4):
+            recorded = [tokens for tokens, _ in naive.paths.values()]
+            base = list(rng.choice(recorded or [tuple(PROMPT)]))
+            base = base[: rng.randint(1, len(base))] if rng.random() < 0.5 else base
+            prompt = base + [rng.randrange(3) for _ in range(rng.randrange(3))]
+            known = naive.prefixes()
+            num_shared = max((i for i in range(len(prompt) + 1) if tuple(prompt[:i]) in known), default=0)
+            call = tree.begin(prompt)
+            assert tree.calls[call].num_shared == num_shared
+            naive.begin(call, prompt)
+        else:
+            call = rng.choice(list(naive.running))
+            output = [rng.randrange(3) for _ in range(rng.randint(0, 3))]
+            if rng.random() < 0.2:
+                output = []
+                tree.fail(call, "gone")
+            else:
+                tree.complete(call, output, log_probs=[-0.1 * (call + 1)] * len(output))
+            naive.complete(call, output)
+        assert tree.num_tokens == len(naive.prefixes())
+    for tokens, _ in naive.paths.values():
+        assert tree.locate([*tokens, 7]).source.tolist() == naive.locate([*tokens, 7])
     leaves = [(tuple(path.token_ids.tolist()), path.source.tolist()) for path in tree.leaves()]
     assert sorted(leaves) == sorted(naive.leaves())
     assert [path.calls for path in tree.leaves()] == sorted(path.calls for path in tree.leaves())

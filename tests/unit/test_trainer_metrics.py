@@ -38,10 +38,11 @@ def test_the_last_leaf_is_the_highest_number_not_the_last_text() -> None:
 
 
 def test_capture_metrics_have_the_promised_names() -> None:
-    report = CaptureReport(num_forks=3, num_drifts=2, num_rewrites=1, failed_prompts=("a",))
+    report = CaptureReport(num_forks=3, num_drifts=2, num_realigned=5, num_rewrites=1, failed_prompts=("a",))
     metrics = capture_metrics(report)
     assert metrics["tree/forks"] == 3.0
     assert metrics["tree/drift"] == 2.0
+    assert metrics["tree/realigned"] == 5.0
     assert metrics["tree/rewrites"] == 1.0
     assert metrics["tree/failed_sessions"] == 0.0
     assert metrics["tree/failed_prompts"] == 1.0
