@@ -6,9 +6,15 @@
 
 A branch holds one token sequence: the prompt, then what the model generated (trained) and what the environment
 answered (not trained). `fork` copies the cursor, so branches share their tokens up to the fork and nothing after
-it, and run concurrently under `asyncio.gather` or `asyncio.TaskGroup`. A call to the LLM that fails marks its own
-branch and raises nothing, so the siblings in a task group live on. `finish` makes the branch a leaf; what is not
-finished is not trained.
+it, and run concurrently under `asyncio.gather` or `asyncio.TaskGroup`. A call to the LLM that fails or takes too long
+marks its own branch and raises nothing, so the siblings in a task group live on. `finish` makes the branch a leaf; what
+is not finished is not trained.
+
+A loop that writes its context anew (memory, compaction, a subagent) `restart`s a branch with another prompt; which
+tokens that prompt shares with the other paths follows from the tokens.
+
+    root prompt  s s q g      restart with  s s n q g:   the row's prompt is  s s n q g
+                 s s q g A                                s s n q g B
 """
 
 import asyncio
@@ -22,6 +28,7 @@ from verl.utils.profiler import simple_timer
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from rollout_hooks.branch_tokens import BranchTokens
 from rollout_hooks.outputs import TreeAgentLoopOutput, describe_error
 from rollout_hooks.recording import ABORTED
 
@@ -33,10 +40,13 @@ class BranchSession:
         client: Where calls go; inside a worker of ours it records them.
         prompt_ids: Tokens of the root prompt, at least one.
         sampling_params: verl's sampling parameters; `logprobs` decides whether rows carry rollout log-probs.
-        response_length: Most tokens a branch may hold after the root prompt.
+        response_length: Most tokens a branch may hold after its prompt.
+        prompt_length: Most tokens of a prompt given to `restart` that count as the row's prompt; what is longer
+            becomes untrained tokens of the response and uses up `response_length` (as in `rows`). None: all.
         request_id: verl's sticky session id: all calls of the session go to one server and share its prefix cache.
         unique_request_ids: Give each call an id of its own, derived from `request_id`. Needed where verl hands the
             id to vLLM as it is (`rollout.full_determinism`), since concurrent calls must not share one.
+        call_timeout_s: Most seconds one call to the LLM may take; its branch fails after that. None: no limit.
     """
 
     def __init__(
@@ -46,8 +56,10 @@ class BranchSession:
         prompt_ids: Sequence[int],
         sampling_params: Mapping[str, Any],
         response_length: int,
+        prompt_length: int | None = None,
         request_id: str | None = None,
         unique_request_ids: bool = False,
+        call_timeout_s: float | None = None,
     ) -> None:
         if not len(prompt_ids):
             raise ValueError("prompt_ids=[]: a session needs a prompt of at least one token")
@@ -55,8 +67,10 @@ class BranchSession:
         self.prompt_ids = [int(token) for token in prompt_ids]
         self.sampling_params = dict(sampling_params)
         self.response_length = response_length
+        self.prompt_length = prompt_length
         self.request_id = request_id or uuid4().hex
         self.unique_request_ids = unique_request_ids
+        self.call_timeout_s = call_timeout_s
         self.branches: list[Branch] = []
         self.root = Branch(self)
 
@@ -66,9 +80,12 @@ class BranchSession:
         return bool(self.sampling_params.get("logprobs"))
 
     def outputs(self) -> list[TreeAgentLoopOutput]:
-        """The finished branches as rows: in the order in which they were forked, the root branch last."""
+        """The finished branches as rows: depth first in the order of forking, the root branch last.
+
+        The order does not depend on which of two concurrent branches forked first.
+        """
         finished = [branch for branch in self.branches if branch.is_finished]
-        finished.sort(key=lambda branch: (branch is self.root, branch.index))
+        finished.sort(key=lambda branch: (branch is self.root, branch.lineage))
         return [branch.as_output() for branch in finished]
 
 
@@ -79,7 +96,8 @@ class Branch:
 
     Attributes:
         index: Place in the order of creation; the root is 0.
-        failure: Why the last call of this branch failed, or None.
+        lineage: For the branch and each of its ancestors its number among the forks of its parent; the root has none.
+        failure: Why this branch cannot go on (its last call failed, or `fail`), or None.
         reward: What `finish` was given.
         metrics: Seconds and counts of this branch, verl's `AgentLoopMetrics` names.
         tool_rewards: Rewards that tools returned, reported with the row (verl's `tool_rewards`).
@@ -88,10 +106,9 @@ class Branch:
     def __init__(self, session: BranchSession, parent: "Branch | None" = None) -> None:
         self._session = session
         self.index = len(session.branches)
-        self._response_ids: list[int] = list(parent._response_ids) if parent else []
-        self._mask: list[int] = list(parent._mask) if parent else []
-        self._log_probs: list[float] = list(parent._log_probs) if parent else []
-        self._steps: list[int] = list(parent._steps) if parent else []
+        self.lineage: tuple[int, ...] = (*parent.lineage, parent._num_forks) if parent else ()
+        self._num_forks = 0
+        self._tokens = parent._tokens.copy() if parent else BranchTokens.of_prompt(session.prompt_ids)
         self._num_calls = 0
         self.failure: str | None = None
         self.reward: float | None = None
@@ -103,23 +120,23 @@ class Branch:
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens up to the cursor: the root prompt and the response; a copy."""
-        return self._session.prompt_ids + self._response_ids
+        """All tokens up to the cursor, prompt and response; a copy."""
+        return list(self._tokens.token_ids)
 
     @property
     def position(self) -> int:
-        """Number of tokens up to the cursor, root prompt included: what `rewind` takes."""
-        return len(self._session.prompt_ids) + len(self._response_ids)
+        """Number of tokens up to the cursor, prompt included: what `rewind` takes."""
+        return len(self._tokens.token_ids)
 
     @property
     def response_mask(self) -> list[int]:
-        """1 for every generated token after the root prompt, 0 for every observed one; a copy."""
-        return list(self._mask)
+        """1 for every generated token after the prompt, 0 for every observed one; a copy."""
+        return self._tokens.mask[self._tokens.prompt_len :]
 
     @property
     def num_remaining(self) -> int:
         """Tokens that still fit into `response_length`."""
-        return max(0, self._session.response_length - len(self._response_ids))
+        return max(0, self._tokens.prompt_len + self._session.response_length - self.position)
 
     async def generate(self, sampling_params: Mapping[str, Any] | None = None, **client_kwargs: Any) -> TokenOutput:
         """Let the model go on from the cursor, and move the cursor behind what it generated.
@@ -135,9 +152,11 @@ class Branch:
             that the server aborted keeps the tokens it got and fails the branch too.
 
         Raises:
-            ValueError: If the branch is finished or has failed before.
+            ValueError: If the branch is finished, has failed before, or is rewound to the very start.
         """
         self._check_open("generate")
+        if not self.position:
+            raise ValueError(f"generate on branch {self.index} at position 0: observe a prompt before")
         if self.num_remaining == 0:
             return TokenOutput(token_ids=[], stop_reason="length")
         params = {**self._session.sampling_params, **(sampling_params or {})}
@@ -145,15 +164,20 @@ class Branch:
         self._num_calls += 1
         request_id = self._session.request_id
         if self._session.unique_request_ids:
-            request_id = f"{request_id}-{self.index}-{self._num_calls}"
+            # By lineage, not by index: which of two concurrent branches forks first must not change an id.
+            request_id = "-".join([request_id, *map(str, self.lineage), f"call{self._num_calls}"])
+        call = self._session.client.generate(
+            request_id, prompt_ids=self.token_ids, sampling_params=params, **client_kwargs
+        )
+        output: TokenOutput | BaseException
         with simple_timer("generate_sequences", self.metrics):
-            # gather hands a failure over as a value: whatever the server raises must not reach the sibling branches.
-            (output,) = await asyncio.gather(
-                self._session.client.generate(
-                    request_id, prompt_ids=self.token_ids, sampling_params=params, **client_kwargs
-                ),
-                return_exceptions=True,
-            )
+            try:
+                async with asyncio.timeout(self._session.call_timeout_s):
+                    # A failure is handed over as a value: whatever the server raises must not reach the siblings.
+                    (output,) = await asyncio.gather(call, return_exceptions=True)
+            except TimeoutError:
+                self.failure = f"the call to the LLM took longer than call_timeout_s={self._session.call_timeout_s}"
+                return TokenOutput(token_ids=[], stop_reason="failed")
         if isinstance(output, BaseException):
             self.failure = describe_error(output)
             return TokenOutput(token_ids=[], stop_reason="failed")
@@ -169,9 +193,7 @@ class Branch:
             ValueError: If the branch is finished or has failed.
         """
         self._check_open("observe")
-        self._response_ids += [int(token) for token in token_ids]
-        self._mask += [0] * len(token_ids)
-        self._log_probs += [0.0] * len(token_ids)
+        self._tokens.read(token_ids, max_prompt_len=self._session.prompt_length)
 
     def fork(self, n: int = 1) -> list["Branch"]:
         """Make `n` new branches at the cursor; this branch stays as it is and can go on.
@@ -182,26 +204,56 @@ class Branch:
         self._check_open("fork")
         if n < 1:
             raise ValueError(f"fork({n}): the number of branches must be at least 1")
-        return [Branch(self._session, self) for _ in range(n)]
+        forks = []
+        for _ in range(n):
+            forks.append(Branch(self._session, self))
+            self._num_forks += 1
+        return forks
 
     def rewind(self, to: int) -> None:
         """Put the cursor back to an earlier `position`; what came after it leaves this branch (fork first to keep it).
 
         Args:
-            to: A position between the end of the root prompt and the present one; inside a generated turn too.
+            to: A position between 0 and the present one; inside a generated turn too, and inside the prompt. Behind a
+                rewind into the prompt, the tokens observed before the next call are the row's prompt, not response.
 
         Raises:
             ValueError: If `to` lies elsewhere, or the branch is finished or has failed.
         """
         self._check_open("rewind")
-        prompt_len = len(self._session.prompt_ids)
-        if not prompt_len <= to <= self.position:
+        if not 0 <= to <= self.position:
             raise ValueError(
-                f"rewind({to}): must be between the end of the root prompt, {prompt_len}, and the cursor, "
-                f"{self.position}; note `branch.position` where you may want to return to"
+                f"rewind({to}): must be between 0 and the cursor, {self.position}; note `branch.position` where you "
+                "may want to return to"
             )
-        for values in (self._response_ids, self._mask, self._log_probs):
-            del values[to - prompt_len :]
+        self._tokens.cut(to)
+
+    def restart(self, prompt_ids: Sequence[int]) -> None:
+        """Put the cursor at the end of another prompt; what the branch held before leaves it (fork first to keep it).
+
+        Args:
+            prompt_ids: Tokens of the prompt, at least one. What they have in common with the root prompt, or any
+                other path of the session, is shared with it.
+
+        Raises:
+            ValueError: If the prompt is empty, or the branch is finished or has failed.
+        """
+        if not len(prompt_ids):
+            raise ValueError("restart([]): a prompt has at least one token")
+        self.rewind(0)
+        self.observe(prompt_ids)
+
+    def fail(self, reason: str) -> None:
+        """End this branch with a reason: a tool that took too long, a context that leaves no room to generate.
+
+        Args:
+            reason: What `failure` says from here on; it is in the report if the session fails for it.
+
+        Raises:
+            ValueError: If the branch is finished or has failed.
+        """
+        self._check_open("fail")
+        self.failure = reason
 
     def finish(self, reward: float | None = None, *, extra_info: Mapping[str, Any] | None = None) -> None:
         """Make this branch a leaf: a row of the session.
@@ -226,19 +278,19 @@ class Branch:
         self.is_finished = True
 
     def as_output(self) -> TreeAgentLoopOutput:
-        """The branch as a row: the root prompt, and everything after it as the response."""
-        limit = self._session.response_length
+        """The branch as a row: its prompt (the root prompt, if it was not left), and all that follows as response."""
+        tokens = self._tokens
+        response = slice(tokens.prompt_len, tokens.prompt_len + self._session.response_length)
         extra_fields: dict[str, Any] = {"turn_scores": [], "tool_rewards": list(self.tool_rewards)}
-        if self._steps:
-            extra_fields |= {"min_global_steps": min(self._steps), "max_global_steps": max(self._steps)}
-        num_changes = sum(a != b for a, b in zip(self._mask, self._mask[1:], strict=False))
+        if tokens.versions:
+            versions = [version for _, version in tokens.versions]
+            extra_fields |= {"min_global_steps": min(versions), "max_global_steps": max(versions)}
         return TreeAgentLoopOutput(
-            prompt_ids=self._session.prompt_ids,
-            response_ids=self._response_ids[:limit],
-            response_mask=self._mask[:limit],
-            response_logprobs=self._log_probs[:limit] if self._session.wants_log_probs else None,
-            # The prompt is a turn, and so is every run of generated or observed tokens.
-            num_turns=1 + (1 + num_changes if self._mask else 0),
+            prompt_ids=tokens.token_ids[: tokens.prompt_len],
+            response_ids=tokens.token_ids[response],
+            response_mask=tokens.mask[response],
+            response_logprobs=tokens.log_probs[response] if self._session.wants_log_probs else None,
+            num_turns=tokens.num_turns,
             metrics=AgentLoopMetrics(**self.metrics),
             extra_fields={**extra_fields, "reward_extra_info": self._reward_extra_info or {}},
             # verl runs its reward function only on a last output without `reward_score`.
@@ -255,11 +307,12 @@ class Branch:
                 f"{len(log_probs)} log-probs for {num_tokens} generated tokens, though the sampling parameters ask for "
                 "them: the server must return one per token, or set rollout.calculate_log_probs=False"
             )
-        self._response_ids += [int(token) for token in output.token_ids]
-        self._mask += [1] * num_tokens
-        self._log_probs += [float(value) for value in log_probs] if log_probs else [0.0] * num_tokens
-        steps = (output.extra_fields.get("min_global_steps"), output.extra_fields.get("max_global_steps"))
-        self._steps += [int(step) for step in steps if step is not None]
+        versions = (output.extra_fields.get("min_global_steps"), output.extra_fields.get("max_global_steps"))
+        self._tokens.generated(
+            output.token_ids,
+            log_probs if len(log_probs) == num_tokens else [0.0] * num_tokens,
+            versions=[version for version in versions if version is not None],
+        )
 
     def _check_open(self, action: str) -> None:
         if self.is_finished:

@@ -30,7 +30,19 @@ class BranchingAgentLoop(AgentLoopBase):
 
     Text only. The root prompt is the row's `raw_prompt` through verl's own chat-template code (left-cut to
     `rollout.prompt_length` as in verl's loops); a branch holds at most `rollout.response_length` tokens after it.
+
+    Args:
+        *args: As verl's worker gives them.
+        call_timeout_s: Most seconds that one call to the LLM (in tool-calling loops also one call of a tool) may take;
+            its branch ends after that, with the reason in `Branch.failure`. None: no limit.
+        **kwargs: As verl's worker gives them, and the options of the subclass.
     """
+
+    def __init__(self, *args: Any, call_timeout_s: float | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if call_timeout_s is not None and not call_timeout_s > 0:
+            raise ValueError(f"call_timeout_s={call_timeout_s}: must be greater than 0, or null for no limit")
+        self.call_timeout_s = call_timeout_s
 
     @abstractmethod
     async def run_branches(self, root: Branch, **row: Any) -> None:
@@ -53,8 +65,8 @@ class BranchingAgentLoop(AgentLoopBase):
             The leaves: finished branches in the order in which they were forked, the root branch last.
 
         Raises:
-            SessionFailed: If `run_branches` raised, the root branch failed or no branch was finished. It carries
-                the leaves that had been given a reward of their own.
+            SessionFailed: If `run_branches` raised, the root branch failed (and was not finished with a reward all
+                the same) or no branch was finished. It carries the leaves that had been given a reward of their own.
             ValueError: If the row has images, videos or audio, or router replay is on.
         """
         if self.rollout_config.enable_rollout_routing_replay:
@@ -72,19 +84,37 @@ class BranchingAgentLoop(AgentLoopBase):
             prompt_ids=prompt_ids,
             sampling_params=sampling_params,
             response_length=self.rollout_config.response_length,
+            prompt_length=self.rollout_config.prompt_length,
+            call_timeout_s=self.call_timeout_s,
             request_id=f"det-{int(row.get('priority', 0))}-{row.get('session_id', 0)}" if full_determinism else None,
             unique_request_ids=full_determinism,
         )
         # As in Branch.generate: an error is a value here, so that finished leaves survive it.
         (error,) = await asyncio.gather(self.run_branches(session.root, **row), return_exceptions=True)
         outputs = session.outputs()
-        cause = describe_error(error) if isinstance(error, BaseException) else session.root.failure
-        if cause is None and not outputs:
-            cause = f"{type(self).__name__}.run_branches finished no branch"
+        cause = None if session.root.is_finished else session.root.failure
+        if isinstance(error, BaseException):
+            cause = describe_error(error)
+        elif cause is None and not outputs:
+            reasons = {branch.failure: None for branch in session.branches if branch.failure is not None}
+            cause = "; ".join([f"{type(self).__name__}.run_branches finished no branch", *reasons])
         if cause is not None:
             rewarded = [output for output in outputs if output.leaf_reward is not None]
             raise SessionFailed(cause, outputs=rewarded) from (error if isinstance(error, BaseException) else None)
         return outputs
+
+    async def prompt_tokens(
+        self, messages: Sequence[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """Tokens of a prompt of its own, for `Branch.restart`: verl's template code, but nothing is cut off.
+
+        Args:
+            messages: The whole context.
+            tools: Tool schemas that the chat template renders.
+        """
+        return await asyncio.to_thread(
+            self.continuous_token_builder.build_initial_tokens, list(messages), tools=tools or None
+        )
 
     async def observe_messages(
         self,
@@ -93,6 +123,7 @@ class BranchingAgentLoop(AgentLoopBase):
         *,
         history: Sequence[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
+        max_position: int | None = None,
     ) -> bool:
         """Append chat messages and the next generation prompt to a branch, with verl's token-exact merging.
 
@@ -101,16 +132,19 @@ class BranchingAgentLoop(AgentLoopBase):
             messages: New messages of the environment (roles tool, user or system).
             history: All messages before them, the model's own turns included.
             tools: Tool schemas of the session, as given to the first prompt.
+            max_position: Most tokens that the branch may hold afterwards, prompt included. None: no further limit.
 
         Returns:
             True if the messages were appended; False, with the branch untouched, if they leave no room to generate
-            (verl's tool loop ends its trajectory at the same point).
+            (verl's tool loop ends its trajectory at the same point) or would go beyond `max_position`.
         """
         previous = list(history)
         merged, mask, _ = await self.ct_merge_context_msg(
             previous, previous + list(messages), branch.token_ids, branch.response_mask, tools=tools
         )
         if len(mask) >= self.rollout_config.response_length:
+            return False
+        if max_position is not None and len(merged.token_ids) > max_position:
             return False
         # Some chat templates replace the model's last stop token; the builder then reports removed tokens.
         kept = branch.position - merged.removed_prefix_token_count

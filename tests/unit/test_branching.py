@@ -1,6 +1,7 @@
 """The cursor API: what each step does to the tokens, how branches run side by side, and what becomes a leaf."""
 
 import asyncio
+import functools
 import math
 import random
 
@@ -150,7 +151,14 @@ def test_request_ids_are_sticky_or_unique():
         return running.client._client.request_ids
 
     assert asyncio.run(ids()) == ["s"] * 6
-    assert asyncio.run(ids(unique_request_ids=True)) == ["s-0-1", "s-0-2", "s-1-1", "s-1-2", "s-2-1", "s-2-2"]
+    assert asyncio.run(ids(unique_request_ids=True)) == [
+        "s-call1",
+        "s-call2",
+        "s-0-call1",
+        "s-0-call2",
+        "s-1-call1",
+        "s-1-call2",
+    ]
 
 
 def test_a_failed_call_fails_its_branch_and_no_sibling_in_a_task_group():
@@ -203,8 +211,8 @@ def test_an_aborted_call_keeps_its_tokens_and_fails_the_branch():
 def test_misuse_is_refused_with_the_remedy():
     root = session(lambda _: "a").root
     root.observe(encode("xy"))
-    for to in (0, 4):
-        with pytest.raises(ValueError, match=r"between the end of the root prompt, 1, and the cursor, 3"):
+    for to in (-1, 4):
+        with pytest.raises(ValueError, match=r"between 0 and the cursor, 3"):
             root.rewind(to)
     with pytest.raises(ValueError, match="at least 1"):
         root.fork(0)
@@ -219,6 +227,14 @@ def test_misuse_is_refused_with_the_remedy():
         asyncio.run(root.generate())
     with pytest.raises(ValueError, match="at least one token"):
         session(lambda _: "a", prompt="")
+    with pytest.raises(ValueError, match="at least one token"):
+        session(lambda _: "a").root.restart([])
+    rewound = session(lambda _: "a").root
+    rewound.rewind(0)
+    with pytest.raises(ValueError, match="observe a prompt before"):
+        asyncio.run(rewound.generate())
+    with pytest.raises(ValueError, match="call_timeout_s=0"):
+        run_explore(lambda _: "x", functools.partial(Explore, call_timeout_s=0))
 
 
 def test_missing_log_probs_are_refused():
@@ -335,7 +351,12 @@ def test_observe_messages_uses_verls_template_code_and_stops_at_the_limit():
 def test_full_determinism_gives_stable_unique_request_ids():
     client = ScriptedClient(lambda _: "x")
     run_loop(Explore, client, SAMPLING, full_determinism=True, row=dataset_row(priority=4, session_id=2))
-    assert sorted(client.request_ids) == ["det-4-2-0-1", "det-4-2-0-2", "det-4-2-1-1", "det-4-2-2-1"]
+    assert sorted(client.request_ids) == [
+        "det-4-2-0-call1",
+        "det-4-2-1-call1",
+        "det-4-2-call1",
+        "det-4-2-call2",
+    ]
 
 
 def test_router_replay_is_refused():
@@ -349,33 +370,40 @@ def test_errors_in_a_task_group_are_named_one_by_one():
 
 
 class Program:
-    """A random program of branch operations; expected books are kept beside it, one (token, trained) pair a token."""
+    """A random program of branch operations; expected books are kept beside it: the prompt and, behind it, one
+    (token, trained) pair a token."""
 
     def __init__(self, seed):
         self.rng = random.Random(seed)
         self.finished = []
 
-    async def run(self, branch, pairs, depth=0):
+    async def run(self, branch, prompt, pairs, is_open=False, depth=0):
         for _ in range(self.rng.randint(1, 4)):
-            step = self.rng.choice(["generate", "observe", "fork", "rewind"])
+            step = self.rng.choice(["generate", "observe", "fork", "rewind", "restart"])
             if step == "generate":
                 output = await branch.generate()
                 if branch.failure is not None:
                     return
-                pairs = pairs + [(token, 1) for token in output.token_ids]
+                pairs, is_open = pairs + [(token, 1) for token in output.token_ids], False
             elif step == "observe":
                 observed = encode(self.rng.choice(["a", "ab", "xyz"]))
                 branch.observe(observed)
-                pairs = pairs + [(token, 0) for token in observed]
+                if is_open:
+                    prompt = prompt + observed
+                else:
+                    pairs = pairs + [(token, 0) for token in observed]
             elif step == "fork" and depth < 3:
                 forks = branch.fork(self.rng.randint(1, 2))
-                await asyncio.gather(*(self.run(fork, list(pairs), depth + 1) for fork in forks))
+                await asyncio.gather(*(self.run(fork, prompt, list(pairs), is_open, depth + 1) for fork in forks))
             elif step == "rewind":
                 keep = self.rng.randint(0, len(pairs))
-                branch.rewind(1 + keep)
+                branch.rewind(len(prompt) + keep)
                 pairs = pairs[:keep]
+            elif step == "restart":
+                prompt, pairs, is_open = encode(self.rng.choice(["Q", "Qa", "R"])), [], True
+                branch.restart(prompt)
         branch.finish(self.rng.random())
-        self.finished.append((branch, pairs))
+        self.finished.append((branch, prompt, pairs))
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -390,16 +418,16 @@ def test_random_programs_keep_exact_books_and_agree_with_what_was_recorded(seed)
 
     async def run():
         running = session(reply, response_length=1000, client={"delay": lambda _: 0.001 * rng.random()})
-        await program.run(running.root, [])
+        await program.run(running.root, encode("Q"), [])
         return running
 
     running = asyncio.run(run())
     outputs = running.outputs()
-    assert len(outputs) == len(program.finished)
-    expected = {branch.index: pairs for branch, pairs in program.finished}
-    order = sorted(expected, key=lambda index: (index == 0, index))
-    for index, output in zip(order, outputs, strict=True):
-        assert list(zip(output.response_ids, output.response_mask, strict=True)) == expected[index]
+    expected = sorted(program.finished, key=lambda leaf: (leaf[0].index == 0, leaf[0].lineage))
+    assert len(outputs) == len(expected)
+    for (_, prompt, pairs), output in zip(expected, outputs, strict=True):
+        assert output.prompt_ids == prompt
+        assert list(zip(output.response_ids, output.response_mask, strict=True)) == pairs
     rows = session_rows(running.client.tree, outputs, limits=RowLimits(8, 1000, wants_log_probs=True)).outputs
     if not outputs:
         return  # every branch failed: the session fails, see above
@@ -408,6 +436,121 @@ def test_random_programs_keep_exact_books_and_agree_with_what_was_recorded(seed)
     assert [row.response_logprobs for row in rows] == [output.response_logprobs for output in trained]
     for row in rows:
         for position, (token, mask, value) in enumerate(
-            zip(row.response_ids, row.response_mask, row.response_logprobs, strict=True), start=1
+            zip(row.response_ids, row.response_mask, row.response_logprobs, strict=True), start=len(row.prompt_ids)
         ):
             assert value == (pytest.approx(log_prob(position, token)) if mask else 0.0)
+
+
+def test_restart_shares_what_the_prompts_have_in_common_and_the_row_gets_its_own_prompt():
+    """Root prompt QR; another prompt QS is a fork behind Q, and its row is prompt QS, response what follows."""
+
+    async def run():
+        running = session(lambda _: "a", prompt="QR", response_length=4)
+        root = running.root
+        await root.generate()
+        (kept,) = root.fork()
+        kept.finish(1.0)
+        root.restart(encode("QS"))
+        assert (root.num_remaining, root.response_mask) == (4, [])
+        root.observe(encode("t"))  # still the prompt: the model has not generated yet
+        await root.generate()
+        root.observe(encode("u"))
+        root.finish(0.0)
+        return running
+
+    running = asyncio.run(run())
+    kept, restarted = running.outputs()
+    assert (decode(kept.prompt_ids), decode(kept.response_ids)) == ("QR", "a" + END)
+    assert (decode(restarted.prompt_ids), decode(restarted.response_ids)) == ("QSt", "a" + END + "u")
+    assert restarted.response_mask == [1, 1, 0]
+    assert restarted.response_logprobs[:2] == pytest.approx(
+        [log_prob(3 + i, t) for i, t in enumerate(encode("a" + END))]
+    )
+    rows = session_rows(running.client.tree, [kept, restarted], limits=RowLimits(8, 4, wants_log_probs=True))
+    assert [row.response_mask for row in rows.outputs] == [[1, 1], [1, 1, 0]]
+    assert rows.num_dropped == 0
+
+
+def test_a_new_prompt_beyond_prompt_length_uses_up_the_response():
+    async def run():
+        running = session(lambda _: "abc", prompt="Q", response_length=4, prompt_length=2)
+        root = running.root
+        root.restart(encode("RSTU"))  # two tokens of prompt, two of response: two are left
+        assert root.num_remaining == 2
+        await root.generate()
+        root.finish(0.0)
+        return running
+
+    (output,) = asyncio.run(run()).outputs()
+    assert (decode(output.prompt_ids), decode(output.response_ids)) == ("RS", "TUab")
+    assert output.response_mask == [0, 0, 1, 1]
+
+
+def test_weight_versions_are_those_of_the_tokens_that_are_left():
+    replies = iter([1, 2, 3])
+
+    def reply(_):
+        step = next(replies)
+        return TokenOutput(
+            token_ids=encode("a"), log_probs=[-1.0], extra_fields={"min_global_steps": step, "max_global_steps": step}
+        )
+
+    async def run():
+        root = session(reply).root
+        for _ in range(3):
+            await root.generate()
+        root.rewind(root.position - 1)
+        root.finish(0.0)
+        return root.as_output().extra_fields
+
+    fields = asyncio.run(run())
+    assert (fields["min_global_steps"], fields["max_global_steps"]) == (1, 2)
+
+
+def test_order_of_leaves_does_not_depend_on_which_branch_forked_first():
+    async def run():
+        root = session(lambda _: "a").root
+        left, right = root.fork(2)
+        (of_right,) = right.fork()
+        (of_left,) = left.fork()
+        for name, branch in enumerate([root, left, right, of_right, of_left]):
+            branch.finish(float(name))
+        return [output.leaf_reward for output in root._session.outputs()]
+
+    assert asyncio.run(run()) == [1.0, 4.0, 2.0, 3.0, 0.0]
+
+
+def test_a_call_that_takes_too_long_fails_its_branch_with_the_limit_named():
+    async def run():
+        delay = {"delay": lambda prompt: 30.0 if "slow" in prompt else 0.0}
+        running = session(lambda _: "a", call_timeout_s=0.05, client=delay)
+        slow, quick = running.root.fork(2)
+        slow.observe(encode("slow"))
+        outputs = await asyncio.gather(slow.generate(), quick.generate())
+        quick.finish(1.0)
+        return running, slow, outputs
+
+    running, slow, outputs = asyncio.run(run())
+    assert slow.failure == "the call to the LLM took longer than call_timeout_s=0.05"
+    assert [(output.stop_reason, len(output.token_ids)) for output in outputs] == [("failed", 0), ("completed", 2)]
+    assert [call.cause for call in running.client.tree.calls] == ["cancelled", None]
+    assert len(running.outputs()) == 1
+
+
+def test_fail_ends_a_branch_and_names_the_session_failure_when_no_leaf_is_left():
+    class Failing(BranchingAgentLoop):
+        async def run_branches(self, root, **row):
+            for branch, reason in zip(root.fork(2), ("no luck", "no room"), strict=True):
+                branch.fail(reason)
+
+    with pytest.raises(SessionFailed, match="finished no branch; no luck; no room"):
+        run_explore(lambda _: "x", Failing)
+
+    class Penalised(BranchingAgentLoop):
+        async def run_branches(self, root, **row):
+            await root.generate()
+            root.fail("gave up")
+            root.finish(-1.0)
+
+    outputs, _ = run_explore(lambda _: "x", Penalised)
+    assert [output.leaf_reward for output in outputs] == [-1.0]

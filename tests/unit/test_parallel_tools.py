@@ -1,6 +1,10 @@
 """`parallel_tools` with verl's real tools, parser and templates: who sees what, in which order, and what is a leaf."""
 
+import asyncio
+
 import pytest
+from loop_cases import run as run_with
+from loop_cases import slow_tool
 from scripted_llm import END, ScriptedClient, call_text, run_loop, tokenizer
 from scripted_llm import row as dataset_row
 from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
@@ -11,6 +15,7 @@ from rollout_hooks.parallel_tools import ParallelToolsAgentLoop
 from rollout_hooks.recording import RecordingClient
 from rollout_hooks.rows import RowLimits, session_rows
 from rollout_hooks.session_tree import SessionTree
+from rollout_hooks.tool_turns import ToolTurnsLoop
 
 SAMPLING = {"temperature": 1.0, "logprobs": True}
 LIMITS = RowLimits(512, 512, wants_log_probs=True)
@@ -187,3 +192,43 @@ def test_error_in_a_hook_fails_the_session_with_its_cause():
 
     with pytest.raises(SessionFailed, match="ZeroDivisionError: float division by zero"):
         run(loop_class=Buggy)
+
+
+def test_a_slow_call_ends_its_conclusion_and_the_main_branch_is_told():
+    def slow(prompt):
+        if "[Error: tool 'slow' took longer" in prompt:
+            return "one is late"
+        return "it is 6" if "[6]" in prompt else call_text(3) + call_text(1, "slow")
+
+    outputs, client = run_with(Rewarded, slow, options={"call_timeout_s": 0.05}, more_tools=[slow_tool()])
+    assert [output.leaf_reward for output in outputs] == [1.0, 11.0]
+    assert "[Error: tool 'slow' took longer than call_timeout_s=0.05]" in decode(outputs[-1].response_ids)
+    assert len(client.tree.calls) == 3
+
+
+def test_tool_errors_that_end_a_branch_end_its_conclusion_only():
+    def broken(prompt):
+        return "sorry" if "out of order" in prompt else call_text(1, "broken") + call_text(1, "nope")
+
+    outputs, _ = run_with(ParallelToolsAgentLoop, broken, options={"tool_errors": "end"})
+    assert ["Unknown function" in decode(output.response_ids) for output in outputs] == [True, True]
+    assert ["out of order" in decode(output.response_ids) for output in outputs] == [False, True]
+
+
+def test_converse_is_all_that_a_plain_agent_needs():
+    """The agent of docs/agent_loops.md: two attempts from the prompt, each rewarded."""
+
+    class BestOfTwo(ToolTurnsLoop):
+        async def run_branches(self, root, **row):
+            async with asyncio.TaskGroup() as tasks:
+                for branch in root.fork(2):
+                    tasks.create_task(self.attempt(branch, row))
+
+        async def attempt(self, branch, row):
+            answer = await self.converse(branch, row["raw_prompt"], tools=self.row_tools(row), row=row)
+            if answer is not None:
+                branch.finish(float(len(answer)))
+
+    outputs, _ = run_with(BestOfTwo, lambda prompt: "six" if "[6]" in prompt else call_text(3))
+    assert [decode(output.response_ids) for output in outputs] == [call_text(3) + END + results(6) + "six" + END] * 2
+    assert [output.leaf_reward for output in outputs] == [3.0, 3.0]

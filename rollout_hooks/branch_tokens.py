@@ -1,0 +1,79 @@
+"""The tokens of one branch: a prompt, and behind it what the model generated and what it observed.
+
+Where the prompt ends is where the row is cut into verl's prompt and response. A branch begins with the root prompt; one
+that is cut inside its prompt (`BranchTokens.cut`) opens it again: what it reads is prompt until the model generates.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class BranchTokens:
+    """Tokens of a branch, the prompt included.
+
+    Attributes:
+        token_ids: N tokens.
+        mask: 1 for a generated token, 0 for one that was read.
+        log_probs: Rollout log-prob of a generated token, 0.0 for one that was read.
+        prompt_len: Tokens of the row's prompt.
+        is_prompt_open: Whether what is read next belongs to the prompt.
+        versions: (position, version of the weights) of the calls that generated tokens from that position on.
+    """
+
+    token_ids: list[int]
+    mask: list[int]
+    log_probs: list[float]
+    prompt_len: int
+    is_prompt_open: bool = False
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+    @classmethod
+    def of_prompt(cls, prompt_ids: Sequence[int]) -> "BranchTokens":
+        """The tokens of a root branch."""
+        return cls(list(prompt_ids), [0] * len(prompt_ids), [0.0] * len(prompt_ids), len(prompt_ids))
+
+    def copy(self) -> "BranchTokens":
+        """The tokens of a fork."""
+        return BranchTokens(
+            list(self.token_ids),
+            list(self.mask),
+            list(self.log_probs),
+            self.prompt_len,
+            self.is_prompt_open,
+            list(self.versions),
+        )
+
+    @property
+    def num_turns(self) -> int:
+        """The prompt is a turn, and so is every run of generated or observed tokens after it."""
+        mask = self.mask[self.prompt_len :]
+        return 1 + (1 + sum(a != b for a, b in itertools.pairwise(mask)) if mask else 0)
+
+    def read(self, token_ids: Sequence[int], *, max_prompt_len: int | None) -> None:
+        """Append tokens that the model reads; an open prompt takes them up to `max_prompt_len` tokens (None: all)."""
+        self.token_ids += [int(token) for token in token_ids]
+        self.mask += [0] * len(token_ids)
+        self.log_probs += [0.0] * len(token_ids)
+        if self.is_prompt_open:
+            num_tokens = len(self.token_ids)
+            self.prompt_len = num_tokens if max_prompt_len is None else min(num_tokens, max_prompt_len)
+
+    def generated(self, token_ids: Sequence[int], log_probs: Sequence[float], *, versions: Iterable[int]) -> None:
+        """Append what one call generated, with a log-prob per token."""
+        assert len(log_probs) == len(token_ids)
+        self.versions += [(len(self.token_ids), int(version)) for version in versions]
+        self.is_prompt_open = self.is_prompt_open and not len(token_ids)
+        self.token_ids += [int(token) for token in token_ids]
+        self.mask += [1] * len(token_ids)
+        self.log_probs += [float(value) for value in log_probs]
+
+    def cut(self, to: int) -> None:
+        """Drop everything from position `to` on; inside the prompt this opens it."""
+        for values in (self.token_ids, self.mask, self.log_probs):
+            del values[to:]
+        self.versions = [(start, version) for start, version in self.versions if start < to]
+        if to < self.prompt_len:
+            self.prompt_len = to
+            self.is_prompt_open = True

@@ -1,0 +1,133 @@
+"""Notes of one session in an SQLite full-text index (FTS5), in memory, with an optional embedding index beside it.
+
+A query is a bag of words: every word becomes a quoted FTS5 string and they are joined with OR, so that no query of a
+model can be a syntax error. Notes rank by BM25. With embeddings they also rank by cosine, and the two rankings are
+merged by reciprocal rank fusion: a note scores the sum of 1 / (60 + its rank) over the rankings it is in (Cormack,
+Clarke and Buettcher, SIGIR 2009).
+"""
+
+import asyncio
+import re
+import sqlite3
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Embed = Callable[[Sequence[str]], np.ndarray]
+"""N texts to (N, dimensions) vectors."""
+
+MAX_QUERY_WORDS = 64
+FUSION_CONSTANT = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A note.
+
+    Attributes:
+        number: Place in the order of writing, from 1.
+        text: What was written.
+    """
+
+    number: int
+    text: str
+
+
+class MemoryStore:
+    """The notes of one session.
+
+    Reads and writes take turns in the order in which they were asked for, so concurrent tool calls number their notes
+    in the order of the calls.
+
+    Args:
+        embed: Called in a thread for each note and query; without it only words count.
+    """
+
+    def __init__(self, *, embed: Embed | None = None) -> None:
+        self._embed = embed
+        self._vectors: list[np.ndarray] = []
+        self._connection = sqlite3.connect(":memory:")
+        self._connection.execute("CREATE VIRTUAL TABLE notes USING fts5(text)")
+        self._lock = asyncio.Lock()
+
+    def __len__(self) -> int:
+        return self._connection.execute("SELECT count(*) FROM notes").fetchone()[0]
+
+    async def write(self, text: str) -> Note:
+        """Add a note."""
+        text = _encodable(text)
+        async with self._lock:
+            if self._embed is not None:
+                self._vectors.append(await self._vector(text))
+            number = self._connection.execute("INSERT INTO notes(text) VALUES (?)", (text,)).lastrowid
+        return Note(int(number), text)
+
+    async def search(self, query: str, *, limit: int) -> list[Note]:
+        """The notes that fit a query best.
+
+        Args:
+            query: Any text.
+            limit: Most notes to return, at least 1.
+
+        Returns:
+            Best first; of equally good notes the older one first. Notes without a word of the query are found through
+            embeddings only.
+
+        Raises:
+            ValueError: If `limit` < 1.
+        """
+        if limit < 1:
+            raise ValueError(f"limit={limit}: ask for at least 1 note")
+        query = _encodable(query)
+        async with self._lock:
+            rankings = [self._by_words(query)]
+            if self._embed is not None and self._vectors:
+                rankings.append(self._by_cosine(await self._vector(query)))
+            scores: dict[int, float] = defaultdict(float)
+            for ranking in rankings:
+                for rank, number in enumerate(ranking, start=1):
+                    scores[number] += 1.0 / (FUSION_CONSTANT + rank)
+            best = sorted(scores, key=lambda number: (-scores[number], number))[:limit]
+            return [self._note(number) for number in best]
+
+    async def newest(self, *, limit: int) -> list[Note]:
+        """The last notes, newest first."""
+        async with self._lock:
+            rows = self._connection.execute("SELECT rowid, text FROM notes ORDER BY rowid DESC LIMIT ?", (limit,))
+            return [Note(*row) for row in rows]
+
+    def close(self) -> None:
+        """Free the index."""
+        self._connection.close()
+
+    def _by_words(self, query: str) -> list[int]:
+        words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[:MAX_QUERY_WORDS]
+        if not words:
+            return []
+        expression = " OR ".join(f'"{word}"' for word in words)
+        rows = self._connection.execute(
+            "SELECT rowid FROM notes WHERE notes MATCH ? ORDER BY rank, rowid", (expression,)
+        )
+        return [number for (number,) in rows]
+
+    def _by_cosine(self, query: np.ndarray) -> list[int]:
+        cosines = np.stack(self._vectors) @ query
+        return (np.argsort(-cosines, kind="stable") + 1).tolist()
+
+    async def _vector(self, text: str) -> np.ndarray:
+        """The unit vector of a text (or zero)."""
+        vectors = np.asarray(await asyncio.to_thread(self._embed, [text]), dtype=np.float64)
+        if vectors.ndim != 2 or len(vectors) != 1:
+            raise ValueError(f"embed gave an array of shape {vectors.shape} for 1 text: it must be (1, dimensions)")
+        return vectors[0] / max(float(np.linalg.norm(vectors[0])), 1e-12)
+
+    def _note(self, number: int) -> Note:
+        (text,) = self._connection.execute("SELECT text FROM notes WHERE rowid = ?", (number,)).fetchone()
+        return Note(number, text)
+
+
+def _encodable(text: str) -> str:
+    """The text without lone surrogates, which a model's JSON can hold and SQLite refuses."""
+    return text.encode("utf-8", "replace").decode("utf-8")
