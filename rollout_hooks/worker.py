@@ -11,19 +11,21 @@ import asyncio
 import copy
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-# Imported so that the loop is registered in every worker process.
-from rollout_hooks import parallel_tools  # noqa: F401
+# Imported so that the loops are registered in every worker process.
+from rollout_hooks import blackbox, compaction, memory, parallel_tools, subagents, tree_search  # noqa: F401
 from rollout_hooks.outputs import SessionFailed, TreeAgentLoopOutput, describe_error
 from rollout_hooks.recording import RecordingClient
 from rollout_hooks.report import CaptureReport, FailedSession
 from rollout_hooks.rows import RowLimits, SessionRows, session_rows
 from rollout_hooks.session_tree import SessionTree
+from verl_tree.config import TreeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,8 @@ class _Session:
 
 class TreeAgentLoopWorkerBase(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     """verl's worker with capture; `TreeAgentLoopWorker` is the Ray actor class made of it."""
+
+    _has_told_drift = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -97,7 +101,7 @@ class TreeAgentLoopWorkerBase(AgentLoopWorkerTQ.__ray_metadata__.modified_class)
             uid=kwargs["uid"],
             session_id=int(kwargs["session_id"]),
             partition="val" if trajectory["validate"] else "train",
-            client=RecordingClient(self.llm_client, tree=SessionTree(decode=self.tokenizer.decode)),
+            client=RecordingClient(self.llm_client, tree=self._new_tree()),
             wants_log_probs=bool(sampling_params.get("logprobs")),
         )
         runner = copy.copy(self)
@@ -141,6 +145,30 @@ class TreeAgentLoopWorkerBase(AgentLoopWorkerTQ.__ray_metadata__.modified_class)
         await super()._agent_loop_postprocess(rows.outputs, validate, **kwargs)
         session.rows = rows
 
+    def _new_tree(self) -> SessionTree:
+        options = TreeConfig.from_mapping(self.config.get("tree") or {})
+        max_replaced = options.drift_max_tokens if options.drift == "heal" else 0
+        # Cleaned-up spaces would make different texts equal.
+        decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
+        return SessionTree(decode=decode, max_replaced=max_replaced)
+
+    def _tell_drift(self, session: _Session) -> None:
+        """Log one example of drift in the life of this worker."""
+        example = session.client.tree.drift_example
+        if example is None or self._has_told_drift:
+            return
+        self._has_told_drift = True
+        logger.warning(
+            "a prompt of session %s_%d had other tokens than the recorded ones for the same text %r: %s instead of %s; "
+            "%s. See docs/capture.md and the metrics tree/realigned and tree/drift.",
+            session.uid,
+            session.session_id,
+            example.text,
+            list(example.given_ids),
+            list(example.recorded_ids),
+            "the recorded ones were sent" if example.is_healed else "it was sent as it is and starts a new leaf",
+        )
+
     def _check_rewards(self, outputs: list[AgentLoopOutput]) -> None:
         handles = self.reward_loop_worker_handles
         has_own_reward = any(isinstance(row, TreeAgentLoopOutput) and row.leaf_reward is not None for row in outputs)
@@ -161,6 +189,7 @@ class TreeAgentLoopWorkerBase(AgentLoopWorkerTQ.__ray_metadata__.modified_class)
 
     def _settle(self, session: _Session, error: BaseException | None) -> None:
         """Count the session, report its failure, and fail the prompt if nothing is left of it."""
+        self._tell_drift(session)
         tree, rows = session.client.tree, session.rows
         num_rows = len(rows.outputs) if rows is not None else 0
         report = CaptureReport.of_calls(tree) + CaptureReport(

@@ -8,6 +8,7 @@ import asyncio
 import pickle
 
 import pytest
+from omegaconf import open_dict
 from scripted_llm import ScriptedClient, config, tokenizer
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
@@ -15,9 +16,10 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.outputs import TreeAgentLoopOutput
+from rollout_hooks.recording import RecordingClient
 from rollout_hooks.report import CaptureReport, FailedSession
 from rollout_hooks.session_tree import SessionTree
-from rollout_hooks.worker import TreeAgentLoopManager, TreeAgentLoopWorkerBase, _PromptProgress
+from rollout_hooks.worker import TreeAgentLoopManager, TreeAgentLoopWorkerBase, _PromptProgress, _Session
 
 
 class InProcessWorker(TreeAgentLoopWorkerBase):
@@ -121,6 +123,29 @@ def test_the_worker_that_runs_sessions_is_a_copy():
     run_sessions(worker, num_sessions=1)
     assert worker.llm_client is client
     assert worker._session is None
+
+
+@pytest.mark.parametrize(("drift", "num_splices"), [(None, 1), ("heal", 1), ("fork", 0)])
+def test_the_option_decides_whether_drift_is_healed_and_one_example_is_logged(drift, num_splices, caplog):
+    worker = InProcessWorker(lambda _: "a")
+    # Spaces before a full stop are text, whatever the tokenizer's clean-up would make of them.
+    assert worker._new_tree()._decode(tokenizer().encode("a .", add_special_tokens=False)) == "a ."
+    if drift is not None:
+        with open_dict(worker.config):
+            worker.config.tree = {"drift": drift}
+    tree = worker._new_tree()
+    # Two spellings of one text: the end token, and its characters.
+    end = tokenizer().encode("<|im_end|>", add_special_tokens=False)
+    letters = [tokenizer().convert_tokens_to_ids(character) for character in "<|im_end|>"]
+    tree.complete(tree.begin([5]), letters)
+    realignment = tree.realign([5, *end, 6])
+    tree.begin(realignment)
+    assert len(realignment.splices) == num_splices
+    session = _Session("u", 0, "train", RecordingClient(worker.llm_client, tree=tree), wants_log_probs=False)
+    for _ in range(2):
+        worker._tell_drift(session)
+    (record,) = [record for record in caplog.records if "<|im_end|>" in record.getMessage()]
+    assert ("the recorded ones were sent" in record.getMessage()) is bool(num_splices)
 
 
 def test_reports_add_up_and_travel():

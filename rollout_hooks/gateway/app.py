@@ -1,0 +1,261 @@
+"""The HTTP side: who may call, which session is meant, how much is let in, and what an error looks like.
+
+    POST /sessions/{id}/v1/chat/completions     or  /v1/chat/completions  with the header X-Session-Id
+    POST /sessions/{id}/v1/responses            or  /v1/responses         with the header X-Session-Id
+    GET  /sessions/{id}/v1/models               or  /v1/models
+
+Checked in this order: token (401), session (404), calls in flight (429), size of the body (413), the body (400).
+"""
+
+import asyncio
+import json
+import re
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from rollout_hooks.gateway.chat_api import ChatAnswer
+from rollout_hooks.gateway.chat_format import ChatFormat
+from rollout_hooks.gateway.engine import SessionEngine
+from rollout_hooks.gateway.errors import ApiError, invalid_request
+from rollout_hooks.gateway.requests import ChatBody, ResponsesBody
+from rollout_hooks.gateway.responses_api import ResponsesAnswer
+from rollout_hooks.gateway.session import GatewaySession, SessionSettings
+from rollout_hooks.outputs import describe_error
+
+Event = dict[str, Any]
+Body = TypeVar("Body", ChatBody, ResponsesBody)
+
+_SESSION_ID = re.compile(r"[A-Za-z0-9._~-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLimits:
+    """What the gateway lets in.
+
+    Attributes:
+        max_body_bytes: Largest request body; a larger one is refused with 413.
+        max_calls: Calls to the engine in flight, abandoned ones included; a request that would make more is refused
+            with 429, which OpenAI's clients answer by trying again.
+    """
+
+    max_body_bytes: int = 16 * 2**20
+    max_calls: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_calls"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1; leave it out for the default")
+
+
+class Gateway:
+    """An OpenAI-compatible server in front of token engines, one engine per session.
+
+    Args:
+        model: The model's name: what requests must ask for.
+        api_key: The bearer token; a new random one by default.
+        limits: What is let in.
+
+    Attributes:
+        app: The ASGI application.
+    """
+
+    def __init__(
+        self, *, model: str = "policy", api_key: str | None = None, limits: GatewayLimits | None = None
+    ) -> None:
+        self.model = model
+        self.api_key = secrets.token_urlsafe(32) if api_key is None else api_key
+        self.limits = limits or GatewayLimits()
+        self._sessions: dict[str, GatewaySession] = {}
+        self.app = self._make_app()
+
+    def open_session(
+        self, session_id: str, engine: SessionEngine, *, chat_format: ChatFormat, settings: SessionSettings
+    ) -> GatewaySession:
+        """Let clients talk to an engine under a name.
+
+        Raises:
+            ValueError: If the name is taken, or cannot stand in a URL.
+        """
+        if not _SESSION_ID.fullmatch(session_id):
+            raise ValueError(f"session_id={session_id!r}: use 1 to 128 letters, digits and . _ ~ -")
+        if session_id in self._sessions:
+            raise ValueError(f"session_id={session_id!r} is open already: close it first, or take another name")
+        session = GatewaySession(session_id, engine, chat_format=chat_format, settings=settings)
+        self._sessions[session_id] = session
+        return session
+
+    async def close_session(self, session_id: str, *, timeout_s: float = 60.0) -> None:
+        """Refuse further requests to a session and wait for its calls, so that all of their tokens are recorded.
+
+        Args:
+            session_id: The session; one that is closed already is left alone.
+            timeout_s: Calls that run longer are cancelled; they are recorded as such.
+        """
+        session = self._sessions.pop(session_id, None)
+        tasks = [] if session is None else [call.task for call in session.running]
+        if not tasks:
+            return
+        _, late = await asyncio.wait(tasks, timeout=timeout_s)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls to the engine in flight, in all open sessions."""
+        return sum(len(session.running) for session in self._sessions.values())
+
+    def _make_app(self) -> FastAPI:
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        router = APIRouter()
+        router.add_api_route("/chat/completions", self._chat_completions, methods=["POST"])
+        router.add_api_route("/responses", self._responses, methods=["POST"])
+        router.add_api_route("/models", self._models, methods=["GET"])
+        app.include_router(router, prefix="/v1")
+        app.include_router(router, prefix="/sessions/{session_id}/v1")
+        app.add_exception_handler(ApiError, _error_response)
+        app.add_exception_handler(HTTPException, _route_error)
+        app.add_exception_handler(Exception, _own_error)
+        return app
+
+    async def _models(self, request: Request) -> Response:
+        self._authorise(request)
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "verl_tree"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _chat_completions(self, request: Request) -> Response:
+        session, body = await self._admit(request, ChatBody)
+        wanted = body.turn_request()
+        self._check_room(wanted.num_choices)
+        answer = ChatAnswer(session, body, request=wanted, calls=session.start(wanted))
+        if not body.stream:
+            return JSONResponse(await answer.whole())
+        kind = _StreamKind(line=_plain_line, failed=ApiError.body, end="data: [DONE]\n\n")
+        return await _event_stream(answer.events(), kind=kind)
+
+    async def _responses(self, request: Request) -> Response:
+        session, body = await self._admit(request, ResponsesBody)
+        wanted = body.turn_request()
+        self._check_room(wanted.num_choices)
+        (call,) = session.start(wanted)
+        answer = ResponsesAnswer(session, body, request=wanted, call=call)
+        if not body.stream:
+            return JSONResponse(await answer.whole())
+        kind = _StreamKind(line=_named_line, failed=answer.failed, end="")
+        return await _event_stream(answer.events(), kind=kind)
+
+    async def _admit(self, request: Request, body_class: type[Body]) -> tuple[GatewaySession, Body]:
+        """The session and the body of a request that may make calls.
+
+        Raises:
+            ApiError: Every refusal listed at the top of the module.
+        """
+        self._authorise(request)
+        session = self._session_of(request)
+        self._check_room(1)
+        raw = await self._read_body(request)
+        try:
+            body = body_class.model_validate_json(raw)
+        except ValidationError as error:
+            raise invalid_request(error) from error
+        if body.model != self.model:
+            raise ApiError(
+                404,
+                f"model {body.model!r} is not served; ask for {self.model!r}",
+                code="model_not_found",
+                param="model",
+            )
+        return session, body
+
+    def _authorise(self, request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        if not secrets.compare_digest(given.encode(), f"Bearer {self.api_key}".encode()):
+            raise ApiError(401, "give the gateway's key as a bearer token", code="invalid_api_key")
+
+    def _session_of(self, request: Request) -> GatewaySession:
+        session_id = request.path_params.get("session_id") or request.headers.get("x-session-id")
+        if session_id is None:
+            raise ApiError(
+                404, "name a session: base URL .../sessions/{id}/v1, or header X-Session-Id", code="session_not_found"
+            )
+        if session_id not in self._sessions:
+            raise ApiError(404, f"session {session_id!r} is not open", code="session_not_found")
+        return self._sessions[session_id]
+
+    def _check_room(self, num_new: int) -> None:
+        if self.num_calls + num_new > self.limits.max_calls:
+            raise ApiError(
+                429,
+                f"{self.num_calls} calls are in flight and {num_new} more would exceed the limit of "
+                f"{self.limits.max_calls}; try again",
+                code="too_many_calls",
+            )
+
+    async def _read_body(self, request: Request) -> bytes:
+        limit = self.limits.max_body_bytes
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > limit:
+                raise ApiError(413, f"the body has more than {limit} bytes", code="request_too_large")
+        return bytes(body)
+
+
+async def _error_response(request: Request, error: ApiError) -> Response:
+    del request
+    return JSONResponse(error.body(), status_code=error.status)
+
+
+async def _own_error(request: Request, error: Exception) -> Response:
+    """A fault of the gateway; uvicorn logs it with its traceback."""
+    return await _error_response(request, ApiError(500, describe_error(error), code="gateway_error"))
+
+
+async def _route_error(request: Request, error: HTTPException) -> Response:
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return await _error_response(request, ApiError(error.status_code, message, code="no_such_route"))
+
+
+@dataclass(frozen=True, slots=True)
+class _StreamKind:
+    """How an API writes its stream: an event, the event of a failure, and what follows the last event."""
+
+    line: Callable[[Event], str]
+    failed: Callable[[ApiError], Event]
+    end: str
+
+
+def _plain_line(event: Event) -> str:
+    return f"data: {json.dumps(event)}\n\n"
+
+
+def _named_line(event: Event) -> str:
+    return f"event: {event['type']}\n{_plain_line(event)}"
+
+
+async def _event_stream(events: AsyncIterator[Event], *, kind: "_StreamKind") -> Response:
+    """Server-sent events.
+
+    The status goes out with the first event, which the answers send when the engine has given something: a call that
+    fails before is an ordinary error response.
+    """
+    first = await anext(events)
+
+    async def lines() -> AsyncIterator[str]:
+        yield kind.line(first)
+        try:
+            async for event in events:
+                yield kind.line(event)
+        except ApiError as error:
+            yield kind.line(kind.failed(error))
+            return
+        yield kind.end
+
+    return StreamingResponse(lines(), media_type="text/event-stream")

@@ -1,0 +1,113 @@
+"""What the gateway needs of an engine: tokens in, tokens out, recorded; and the two engines that it comes with.
+
+A `SessionEngine` belongs to one session and records its calls in the session's tree, so the gateway itself records
+nothing and decides nothing about tokens. `ClientEngine` is verl's client; it hands a turn over in one piece.
+`AsyncLLMEngine` is vLLM in this process; it hands tokens over as they come.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
+from uuid import uuid4
+
+from rollout_hooks.async_llm import RecordingAsyncLLM
+from rollout_hooks.recording import ABORTED, RecordingClient
+from rollout_hooks.session_tree import SessionTree
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """Some tokens of a call.
+
+    Attributes:
+        call: Index of the call in the session's tree.
+        token_ids: The next generated tokens; may be empty.
+        log_probs: One per token, or None if the engine gave none.
+        is_aborted: Whether the engine gave the call up after these tokens.
+    """
+
+    call: int
+    token_ids: list[int]
+    log_probs: list[float] | None
+    is_aborted: bool = False
+
+
+class SessionEngine(Protocol):
+    """The engine as one session sees it."""
+
+    tree: SessionTree
+
+    def stream(self, prompt_ids: Sequence[int], *, sampling_params: Mapping[str, Any]) -> AsyncIterator[TokenChunk]:
+        """Make one call and record it.
+
+        Args:
+            prompt_ids: What the model reads.
+            sampling_params: verl's names: those of vLLM's `SamplingParams`, with a bool for `logprobs`.
+
+        Yields:
+            The generated tokens, in one or several chunks.
+        """
+        ...
+
+
+class ClientEngine:
+    """verl's LLM servers, through the recording client of the session: one chunk per call.
+
+    Args:
+        client: The session's client.
+        request_id: verl's sticky session id: all calls of the session go to one server and share its prefix cache.
+        unique_request_ids: Give each call an id of its own, derived from `request_id`; needed under
+            `rollout.full_determinism`, where verl hands the id to vLLM as it is.
+    """
+
+    def __init__(
+        self, client: RecordingClient, *, request_id: str | None = None, unique_request_ids: bool = False
+    ) -> None:
+        self.tree = client.tree
+        self._client = client
+        self._request_id = request_id or uuid4().hex
+        self._unique_request_ids = unique_request_ids
+
+    async def stream(
+        self, prompt_ids: Sequence[int], *, sampling_params: Mapping[str, Any]
+    ) -> AsyncIterator[TokenChunk]:
+        """See `SessionEngine.stream`."""
+        # The client takes its place among the calls before it first waits for anything.
+        call = len(self.tree.calls)
+        output = await self._client.generate(
+            f"{self._request_id}-{call}" if self._unique_request_ids else self._request_id,
+            prompt_ids=list(prompt_ids),
+            sampling_params=dict(sampling_params),
+        )
+        yield TokenChunk(call, list(output.token_ids), output.log_probs or None, output.stop_reason in ABORTED)
+
+
+class AsyncLLMEngine:
+    """vLLM's `AsyncLLM` in this process, through a recording handle: chunks as they come.
+
+    Args:
+        llm: The session's handle.
+    """
+
+    def __init__(self, llm: RecordingAsyncLLM) -> None:
+        self.tree = llm.tree
+        self._llm = llm
+
+    async def stream(
+        self, prompt_ids: Sequence[int], *, sampling_params: Mapping[str, Any]
+    ) -> AsyncIterator[TokenChunk]:
+        """See `SessionEngine.stream`."""
+        # Importing vLLM takes seconds; with an engine in this process it is imported already.
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = {name: value for name, value in sampling_params.items() if name != "logprobs"}
+        settings = SamplingParams(**params, logprobs=0, output_kind=RequestOutputKind.DELTA)
+        call = len(self.tree.calls)
+        async with aclosing(self._llm.generate(list(prompt_ids), settings, uuid4().hex)) as outputs:
+            async for output in outputs:
+                (completion,) = output.outputs
+                token_ids = list(completion.token_ids)
+                log_probs = [completion.logprobs[i][token].logprob for i, token in enumerate(token_ids)]
+                yield TokenChunk(call, token_ids, log_probs, completion.finish_reason == "abort")

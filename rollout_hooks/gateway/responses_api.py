@@ -1,0 +1,176 @@
+"""Responses: a turn as OpenAI's response object, or as its stream of events."""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+from uuid import uuid4
+
+from rollout_hooks.gateway.errors import ApiError
+from rollout_hooks.gateway.requests import ResponsesBody
+from rollout_hooks.gateway.session import GatewaySession, RunningCall
+from rollout_hooks.gateway.turn import ToolCall, Turn, TurnRequest
+
+Event = dict[str, Any]
+
+
+class ResponsesAnswer:
+    """The answer to one request to `POST /v1/responses`.
+
+    Args:
+        session: Where the call runs.
+        body: The request.
+        request: What it asks for.
+        call: The call.
+    """
+
+    def __init__(
+        self, session: GatewaySession, body: ResponsesBody, *, request: TurnRequest, call: RunningCall
+    ) -> None:
+        self._session = session
+        self._body = body
+        self._request = request
+        self._call = call
+        self._id = f"resp_{uuid4().hex}"
+        self._message_id = f"msg_{uuid4().hex}"
+        self._created = int(time.time())
+        self._num_events = 0
+
+    async def whole(self) -> dict[str, Any]:
+        """The response, when it is complete."""
+        async for piece in self._session.follow(self._call, self._request):
+            if isinstance(piece, Turn):
+                turn = piece
+        return self._finished(turn)
+
+    async def events(self) -> AsyncIterator[Event]:
+        """The events of the response; the first one when the engine has given something."""
+        has_begun = is_open = False
+        async for piece in self._session.follow(self._call, self._request):
+            if not has_begun:
+                for kind in ("response.created", "response.in_progress"):
+                    yield self._event(kind, response=self._response("in_progress"))
+                has_begun = True
+            if isinstance(piece, Turn):
+                turn = piece
+            elif piece.text:
+                if not is_open:
+                    for event in self._open_message():
+                        yield event
+                    is_open = True
+                yield self._text_event("response.output_text.delta", delta=piece.text, logprobs=[])
+        items = self._items(turn)
+        if items[0]["type"] == "message":
+            for event in [] if is_open else self._open_message():
+                yield event
+            for event in self._close_message(turn.content, item=items[0]):
+                yield event
+        for index, item in enumerate(items):
+            if item["type"] == "function_call":
+                for event in self._call_events(index, item):
+                    yield event
+        response = self._finished(turn)
+        kind = "response.incomplete" if response["status"] == "incomplete" else "response.completed"
+        yield self._event(kind, response=response)
+
+    def failed(self, error: ApiError) -> Event:
+        """The event that ends a stream which cannot be completed."""
+        details = {"code": "server_error", "message": str(error)}
+        return self._event("response.failed", response={**self._response("failed"), "error": details})
+
+    def _finished(self, turn: Turn) -> dict[str, Any]:
+        self._session.calls_of_response[self._id] = (turn.call,)
+        is_cut = turn.finish_reason == "length"
+        num_output = len(turn.token_ids)
+        return {
+            **self._response("incomplete" if is_cut else "completed"),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self._items(turn),
+            "usage": {
+                "input_tokens": turn.num_prompt,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": num_output,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": turn.num_prompt + num_output,
+            },
+        }
+
+    def _response(self, status: str) -> dict[str, Any]:
+        """The response object without its outcome; it repeats what the request said."""
+        body = self._body
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "metadata": body.metadata or {},
+            "model": body.model,
+            "output": [],
+            "parallel_tool_calls": True,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "max_output_tokens": body.max_output_tokens,
+            "tool_choice": body.tool_choice,
+            "tools": [{"type": "function", **tool["function"], "strict": False} for tool in self._request.tools],
+            "truncation": "disabled",
+            "store": False,
+        }
+
+    def _items(self, turn: Turn) -> list[dict[str, Any]]:
+        status = "incomplete" if turn.finish_reason == "length" else "completed"
+        message = self._message_item([_text_part(turn.content)], status=status)
+        has_message = bool(turn.content) or not turn.tool_calls
+        return ([message] if has_message else []) + [_call_item(call) for call in turn.tool_calls]
+
+    def _message_item(self, content: list[dict[str, Any]], *, status: str) -> dict[str, Any]:
+        return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _open_message(self) -> list[Event]:
+        item = self._message_item([], status="in_progress")
+        return [
+            self._event("response.output_item.added", output_index=0, item=item),
+            self._text_event("response.content_part.added", part=_text_part("")),
+        ]
+
+    def _close_message(self, text: str, *, item: dict[str, Any]) -> list[Event]:
+        return [
+            self._text_event("response.output_text.done", text=text, logprobs=[]),
+            self._text_event("response.content_part.done", part=_text_part(text)),
+            self._event("response.output_item.done", output_index=0, item=item),
+        ]
+
+    def _call_events(self, index: int, item: dict[str, Any]) -> list[Event]:
+        place = {"output_index": index, "item_id": item["id"]}
+        arguments = item["arguments"]
+        started = {**item, "arguments": "", "status": "in_progress"}
+        return [
+            self._event("response.output_item.added", output_index=index, item=started),
+            self._event("response.function_call_arguments.delta", **place, delta=arguments),
+            self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=arguments),
+            self._event("response.output_item.done", output_index=index, item=item),
+        ]
+
+    def _text_event(self, kind: str, **fields: Any) -> Event:
+        return self._event(kind, item_id=self._message_id, output_index=0, content_index=0, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        number = self._num_events
+        self._num_events += 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _call_item(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": f"fc_{call.id}",
+        "type": "function_call",
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": call.arguments,
+        "status": "completed",
+    }

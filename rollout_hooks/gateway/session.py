@@ -1,0 +1,226 @@
+"""One session of the gateway: the calls that run, what they gave, and how a request becomes calls.
+
+A call is a task of its own. It runs to its end and is recorded whether or not the client that asked for it still
+listens, so that a client which goes away loses text and never a sampled token.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_hooks.gateway.chat_format import ChatFormat, TextStream
+from rollout_hooks.gateway.engine import SessionEngine, TokenChunk
+from rollout_hooks.gateway.errors import ApiError, EngineFailure
+from rollout_hooks.gateway.turn import Message, ToolCall, Turn, TurnRequest
+from rollout_hooks.outputs import describe_error
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """A piece of an answer: its text, and the tokens that came since the last piece."""
+
+    text: str
+    token_ids: list[int]
+    log_probs: list[float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """How the calls of a session are made.
+
+    Attributes:
+        sampling: Sampling parameters, verl's names; what a request says goes before them.
+        fixed: Names of sampling parameters in which a request is overruled, e.g. "temperature" where the training
+            assumes one.
+        context_len: Most tokens of a prompt and its answer together; None leaves it to the engine.
+        response_len: Most tokens of an answer whose request names no limit, or a higher one; None for no limit.
+    """
+
+    sampling: Mapping[str, Any]
+    fixed: frozenset[str] = frozenset()
+    context_len: int | None = None
+    response_len: int | None = None
+
+    def __post_init__(self) -> None:
+        unknown = sorted(self.fixed - set(self.sampling))
+        if unknown:
+            raise ValueError(f"fixed={sorted(self.fixed)}: give values for {', '.join(unknown)} in `sampling`")
+
+    def sampling_params(self, request: TurnRequest, *, num_prompt: int, choice: int) -> dict[str, Any]:
+        """The sampling parameters of one call.
+
+        Raises:
+            ApiError: 400, if the prompt leaves no room for an answer.
+        """
+        wanted = {name: value for name, value in request.sampling.items() if name not in self.fixed}
+        params = {**self.sampling, **wanted}
+        if "seed" in params:
+            # Choices with one seed would be one answer.
+            params["seed"] += choice
+        params["logprobs"] = bool(params.get("logprobs")) or request.wants_log_probs
+        limits = [params.get("max_tokens"), self.response_len]
+        if self.context_len is not None:
+            if num_prompt >= self.context_len:
+                raise ApiError(
+                    400,
+                    f"the prompt has {num_prompt} tokens and leaves no room in a context of {self.context_len}",
+                    code="context_length_exceeded",
+                )
+            limits.append(self.context_len - num_prompt)
+        given = [limit for limit in limits if limit is not None]
+        return {**params, "max_tokens": min(given)} if given else params
+
+
+class RunningCall:
+    """One call to the engine, as a task that runs to its end whoever listens.
+
+    Args:
+        chunks: The engine's stream.
+        max_tokens: The call's limit, None if the engine decides.
+        num_prompt: Tokens of its prompt.
+    """
+
+    def __init__(self, chunks: AsyncIterator[TokenChunk], *, max_tokens: int | None, num_prompt: int) -> None:
+        self.max_tokens = max_tokens
+        self.num_prompt = num_prompt
+        self._chunks = chunks
+        self._queue: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
+        self.task = asyncio.create_task(self._run())
+        self.task.add_done_callback(self._ended)
+
+    async def __aiter__(self) -> AsyncIterator[TokenChunk]:
+        """The chunks as they come; for one listener.
+
+        Raises:
+            EngineFailure: If the engine failed or gave the call up, or the session was closed.
+        """
+        while (chunk := await self._queue.get()) is not None:
+            yield chunk
+            if chunk.is_aborted:
+                raise EngineFailure("the engine gave the call up", is_aborted=True)
+        if self.task.cancelled():
+            raise EngineFailure("the session was closed while the call ran", is_aborted=True)
+        error = self.task.exception()
+        if error is not None:
+            raise EngineFailure(describe_error(error)) from error
+
+    async def _run(self) -> None:
+        async for chunk in self._chunks:
+            self._queue.put_nowait(chunk)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled():
+            task.exception()  # the tree has the cause; with nobody listening asyncio would complain
+        self._queue.put_nowait(None)
+
+
+class GatewaySession:
+    """A session that clients talk to; made by `Gateway.open_session`.
+
+    Args:
+        session_id: Its name in URLs and headers.
+        engine: Makes and records its calls.
+        chat_format: The model's.
+        settings: How calls are made.
+    """
+
+    def __init__(
+        self, session_id: str, engine: SessionEngine, *, chat_format: ChatFormat, settings: SessionSettings
+    ) -> None:
+        self.session_id = session_id
+        self.engine = engine
+        self.chat_format = chat_format
+        self.settings = settings
+        self.running: set[RunningCall] = set()
+        self.calls_of_response: dict[str, tuple[int, ...]] = {}
+        """Indices in the tree of the calls that gave a response, by the response's id."""
+        self._raw_turns: dict[str, tuple[str, str]] = {}
+        """Content and whole text of the turns with tool calls, by their calls."""
+
+    def start(self, request: TurnRequest) -> list[RunningCall]:
+        """Start the calls of a request, one for each choice.
+
+        Raises:
+            ApiError: 400, if the prompt is too long or there is no tool parser.
+        """
+        if request.parses_tools and self.chat_format.tool_parser is None:
+            raise ApiError(400, "this model has no tools: no tool parser was given", code="no_tools", param="tools")
+        messages = [self._as_written(message) for message in request.messages]
+        prompt_ids = self.chat_format.prompt_ids(messages, request.tools)
+        num_prompt = len(prompt_ids)
+        params = [
+            self.settings.sampling_params(request, num_prompt=num_prompt, choice=choice)
+            for choice in range(request.num_choices)
+        ]
+        calls = [
+            RunningCall(
+                self.engine.stream(prompt_ids, sampling_params=each),
+                max_tokens=each.get("max_tokens"),
+                num_prompt=num_prompt,
+            )
+            for each in params
+        ]
+        for call in calls:
+            self.running.add(call)
+            call.task.add_done_callback(lambda _, call=call: self.running.discard(call))
+        return calls
+
+    async def follow(self, call: RunningCall, request: TurnRequest) -> AsyncIterator[TextDelta | Turn]:
+        """What a call gives, as it comes: pieces of text, and the whole turn at the end.
+
+        With tools the text comes in one piece, since what is text and what is a call is known when both are whole.
+
+        Raises:
+            EngineFailure: See `RunningCall`.
+        """
+        stream = TextStream(self.chat_format, stop=request.stop)
+        token_ids: list[int] = []
+        log_probs: list[float] | None = []
+        index = -1
+        async for chunk in call:
+            index = chunk.call
+            token_ids += chunk.token_ids
+            if log_probs is not None and chunk.log_probs is not None:
+                log_probs += chunk.log_probs
+            else:
+                log_probs = None
+            text = stream.push(chunk.token_ids)
+            if not request.parses_tools:
+                yield TextDelta(text, chunk.token_ids, chunk.log_probs)
+        rest = stream.finish()
+        content, calls = stream.text, ()
+        if request.parses_tools:
+            content, calls = await self._parse(token_ids, request, text=stream.text)
+            yield TextDelta(content, token_ids, log_probs)
+        elif rest:
+            yield TextDelta(rest, [], [])
+        is_cut = call.max_tokens is not None and len(token_ids) >= call.max_tokens
+        finish_reason = "length" if is_cut and not self.chat_format.ends_itself(token_ids) else "stop"
+        yield Turn(
+            call=index,
+            token_ids=token_ids,
+            log_probs=log_probs,
+            content=content,
+            tool_calls=calls,
+            finish_reason="tool_calls" if calls else finish_reason,
+            num_prompt=call.num_prompt,
+        )
+
+    async def _parse(
+        self, token_ids: Sequence[int], request: TurnRequest, *, text: str
+    ) -> tuple[str, tuple[ToolCall, ...]]:
+        content, calls = await self.chat_format.parse_calls(token_ids, request.tools)
+        if not calls:
+            return text, ()
+        raw = self.chat_format.decode(self.chat_format.without_stop_token(token_ids))
+        self._raw_turns[json.dumps([call.as_message_part() for call in calls])] = (content, raw)
+        return content, calls
+
+    def _as_written(self, message: Message) -> Message:
+        """A turn with tool calls in the model's own words, if the client sent it back unchanged."""
+        if not self.chat_format.keeps_raw_calls or not message.get("tool_calls"):
+            return message
+        content, raw = self._raw_turns.get(json.dumps(message["tool_calls"]), (None, ""))
+        return {"role": "assistant", "content": raw} if content == message["content"] else message

@@ -1,0 +1,72 @@
+"""A request for one turn of the model, whichever API it came through."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+"""A message as chat templates read it: role, content, and tool_calls or tool_call_id."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """What the model shall read and how it shall answer.
+
+    Attributes:
+        messages: The history, in the words of chat templates.
+        tools: Function tools in the form of Chat Completions; rendered by the chat template.
+        parses_tools: Whether the answer is searched for tool calls.
+        sampling: What the client asked for, under vLLM's names.
+        stop: Strings that end the answer; they are not part of the text that the client gets.
+        num_choices: Answers to sample.
+        wants_log_probs: Whether the client gets the log-probs of the tokens.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    parses_tools: bool = False
+    sampling: dict[str, Any] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    num_choices: int = 1
+    wants_log_probs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function call of the model; `arguments` is JSON as the tool parser read it."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def as_message_part(self) -> dict[str, Any]:
+        """As chat templates read it: arguments that are a JSON object become one, as in verl's tool loop."""
+        try:
+            parsed = json.loads(self.arguments)
+        except json.JSONDecodeError:
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else self.arguments
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answer of the model.
+
+    Attributes:
+        call: Index of the call in the session's tree.
+        token_ids: What was generated, the stop token included.
+        log_probs: One per token, or None.
+        content: The text for the client: no tool calls, no stop token, no stop string.
+        tool_calls: The calls that were found.
+        finish_reason: OpenAI's "stop", "length" or "tool_calls".
+        num_prompt: Tokens of the prompt.
+    """
+
+    call: int
+    token_ids: list[int]
+    log_probs: list[float] | None
+    content: str
+    tool_calls: tuple[ToolCall, ...]
+    finish_reason: str
+    num_prompt: int

@@ -1,0 +1,96 @@
+"""What `rollout_hooks.gateway`, `async_llm` and `blackbox` rely on in verl, vLLM, uvicorn and transformers."""
+
+import inspect
+
+import uvicorn
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+from verl.tools.schemas import OpenAIFunctionToolSchema
+from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
+from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from vllm import RequestOutput, SamplingParams
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+TEMPLATE = "{% for message in messages %}{{ message.role[0] + message.content }}{% endfor %}<s>"
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+def tokenizer():
+    raw = Tokenizer(models.WordLevel({"<s>": 0, "<end>": 1, "?": 2, "u": 3, "q": 4}, unk_token="?"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    raw.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="<end>", chat_template=TEMPLATE)
+
+
+def test_builder_renders_prompts_from_messages_and_tools():
+    """gateway.chat_format.ChatFormat calls `render(messages, tools=)`; blackbox takes the loop's own builder."""
+    assert {"messages", "tools"} <= set(parameters(ContinuousTokenBuilder.build_initial_tokens))
+    builder = create_continuous_token_builder(tokenizer(), hf_model_type=None)
+    token_ids = builder.build_initial_tokens([{"role": "user", "content": "q"}], tools=None)
+    assert list(token_ids) == [3, 4, 0]
+    assert "self.continuous_token_builder = " in inspect.getsource(AgentLoopBase.__init__)
+
+
+def test_tool_parsers_are_found_by_the_configured_name():
+    """blackbox: `rollout.multi_turn.format`."""
+    assert parameters(ToolParser.get_tool_parser) == ["name", "tokenizer"]
+    assert parameters(ToolParser.extract_tool_calls) == ["self", "responses_ids", "tools"]
+    assert set(FunctionCall.model_fields) == {"name", "arguments", "tool_call_id"}
+
+
+def test_parsers_take_schemas_with_the_types_of_arguments():
+    """gateway.chat_format._parser_schema: verl refuses a property without a plain type, so it is given one."""
+    properties = {"x": {"type": "object"}, "y": {"type": ["integer", "null"]}}
+    parameters = {"type": "object", "properties": properties, "required": []}
+    schema = OpenAIFunctionToolSchema(
+        type="function", function={"name": "f", "description": "", "parameters": parameters}
+    )
+    assert schema.function.parameters.properties["y"].type == ["integer", "null"]
+
+
+def test_verls_server_hands_sampling_parameters_to_vllm_by_their_names():
+    """gateway.session.SessionSettings: seed, stop and the rest pass through; `logprobs` is a bool there."""
+    text = inspect.getsource(vLLMHttpServer.generate)
+    assert "SamplingParams(max_tokens=max_tokens, **sampling_params)" in text
+    assert 'sampling_params["logprobs"] = 0 if sampling_params.pop("logprobs", False) else None' in text
+    SamplingParams(temperature=1.0, top_p=0.9, top_k=-1, repetition_penalty=1.0, seed=1, stop=["x"], max_tokens=1)
+
+
+def test_async_llm_streams_request_outputs_and_aborts_what_is_left():
+    """async_llm.RecordingAsyncLLM."""
+    assert parameters(AsyncLLM.generate)[:4] == ["self", "prompt", "sampling_params", "request_id"]
+    assert inspect.isasyncgenfunction(AsyncLLM.generate)
+    assert "except (asyncio.CancelledError, GeneratorExit)" in inspect.getsource(AsyncLLM.generate)
+    fields = {"index", "token_ids", "logprobs", "finish_reason"}
+    assert fields <= set(CompletionOutput.__dataclass_fields__)
+    assert {"outputs", "finished"} <= set(parameters(RequestOutput.__init__))
+    assert {kind.name for kind in RequestOutputKind} == {"CUMULATIVE", "DELTA", "FINAL_ONLY"}
+
+
+def test_cloned_sampling_parameters_are_independent():
+    params = SamplingParams()
+    clone = params.clone()
+    clone.logprobs = 0
+    assert (params.logprobs, params.n, params.output_kind) == (None, 1, RequestOutputKind.CUMULATIVE)
+
+
+def test_uvicorn_takes_signals_in_a_method_that_can_be_overridden():
+    """gateway.server: a run keeps its own handling of signals."""
+    assert "with self.capture_signals()" in inspect.getsource(uvicorn.Server.serve)
+    assert {"sockets"} <= set(parameters(uvicorn.Server.serve))
+    server = uvicorn.Server(uvicorn.Config(app=None))
+    assert (server.started, server.should_exit) == (False, False)
+
+
+def test_tokenizers_say_which_tokens_are_special():
+    """gateway.chat_format.ChatFormat: a special token at the end of a turn is no text."""
+    special = {token_id for token_id, token in tokenizer().added_tokens_decoder.items() if token.special}
+    assert special == {0, 1}
