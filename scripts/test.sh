@@ -15,10 +15,26 @@ esac
 
 scripts/setup.sh
 source scripts/steps.sh
-NUM_STEPS=$((6 - $([[ $FAST == true ]] && echo 1 || echo 0)))
+NUM_STEPS=$((7 - $([[ $FAST == true ]] && echo 1 || echo 0)))
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 WANDB_MODE=offline
 PATH=$PWD/.venv/bin:$PATH
 
+# Pages of trees are tested in a browser. Where none is found it is installed if that needs no question (Debian or Ubuntu
+# as root, 20 s); else those tests are skipped and say so.
+browser() {
+  local name
+  for name in chromium chromium-browser google-chrome; do
+    command -v "$name" >/dev/null && { echo "$name is there"; return; }
+  done
+  if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+    export DEBIAN_FRONTEND=noninteractive
+    timeout 60 apt-get -qq update >/dev/null 2>&1 || true
+    timeout 120 apt-get -qq -y --no-install-recommends install chromium >/dev/null 2>&1 && { echo "chromium installed"; return; }
+  fi
+  echo "no browser: its tests are skipped"
+}
+
+show "browser" browser
 show "ruff check" ruff check .
 show "ruff format" ruff format --check .
 show "import contracts" lint-imports

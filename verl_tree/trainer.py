@@ -8,10 +8,11 @@ What differs from `PPOTrainerSync` (verl 0.9.1), each through one overridden met
   advantages, metrics and dumps;
 - workers: `verl_tree.worker`, which cut mini-batches as planned here (`_init_resource_pool_mgr`,
   `_update_*`);
-- advantages: the estimator `tree_grpo` is told which session a row belongs to (`_compute_advantage`,
-  `advantages`);
+- advantages: our estimators are told which session a row belongs to, and its tokens where they need them
+  (`_compute_advantage`, `advantages`);
 - failures: sessions and prompts that fail are counted and printed with their cause (`step`, `_validate`);
-- replay: stored rollouts come back with all their leaves (`replay`).
+- replay: stored rollouts come back with all their leaves (`replay`);
+- looking: trees are stored and shown (`step`, `_validate`, `tree_log`).
 
 `tree.enabled` changes nothing here: a flat run has the same rows, cuts and advantages.
 """
@@ -30,6 +31,7 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
+from verl.utils.profiler import marked_timer
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from rollout_hooks.report import CaptureReport
@@ -48,6 +50,7 @@ from verl_tree.trainer_metrics import (
     tree_tokens_per_s,
 )
 from verl_tree.tree import TokenForest
+from verl_tree.tree_log import TreeLog
 from verl_tree.worker import TreeActorRolloutRefWorker, TreeTrainingWorker
 
 logger = logging.getLogger(__name__)
@@ -80,6 +83,7 @@ class TreePPOTrainerSync(PPOTrainerSync):
         self._prompt_numbers = count()
         self._plan: MiniBatchPlan | None = None
         self._cost_model = CostModel.prior()
+        self._tree_log = TreeLog.from_config(config)
 
     def _build_replay_buffer(self) -> ReplayBuffer:
         buffer = super()._build_replay_buffer()
@@ -181,14 +185,29 @@ class TreePPOTrainerSync(PPOTrainerSync):
             )
         metrics["tree/failed_prompts"] = float(max(num_missing, num_reported))
         metrics.update(tree_tokens_per_s(metrics, update_s=timing_raw.get("update_actor", 0.0)))
+        with marked_timer("tree_log", timing_raw):
+            self._tree_log.log_step(self, rows)
         return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
         """Computes advantages of the real rows only: the mean KL and its controller must not see padding."""
         rows = real_rows(batch)
-        with advantages.row_keys(rows.keys):
+        with advantages.announce_rows(self._rows_of(rows)):
             written = super()._compute_advantage(rows, metrics)
         return fill_padding_rows(batch, written=written)
+
+    def _rows_of(self, batch: KVBatchMeta) -> advantages.Rows:
+        """What the estimator must know of the rows; their tokens only if it reads them."""
+        if self.config.algorithm.adv_estimator not in advantages.ESTIMATORS_ON_NODES:
+            return advantages.Rows(keys=batch.keys)
+        stored = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids", "response_mask"]
+        )
+        return advantages.Rows(
+            keys=batch.keys,
+            sequences=[row.numpy() for row in stored["input_ids"].unbind()],
+            response_lens=[len(row) for row in stored["response_mask"].unbind()],
+        )
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
         batch.extra_info.update(self._plan.to_extra_info())
@@ -221,7 +240,8 @@ class TreePPOTrainerSync(PPOTrainerSync):
     def _validate(self) -> dict[str, float]:
         """verl's validation (the last leaf of each session), and what failed in it."""
         try:
-            metrics = super()._validate()
+            with self._tree_log.watch_validation(self):
+                metrics = super()._validate()
         except (RuntimeError, ValueError):
             # What verl raises when no session left a row.
             self._report_failures("val")

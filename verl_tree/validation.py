@@ -93,6 +93,18 @@ def check_trainer(config: DictConfig) -> None:
         refuse(config, "actor_rollout_ref.hybrid_engine", "trainer_mode=sync needs hybrid_engine=true")
 
 
+def check_estimator(config: DictConfig) -> None:
+    """verl would notice an unknown estimator only after the first rollout."""
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+
+    from verl_tree.advantages import ESTIMATORS
+
+    known = [*ESTIMATORS, *sorted(ADV_ESTIMATOR_REGISTRY.keys() - ESTIMATORS.keys())]
+    if config.algorithm.adv_estimator not in known:
+        remedy = f"choose one of {', '.join(known)}, or register yours in a module of VERL_USE_EXTERNAL_MODULES"
+        refuse(config, "algorithm.adv_estimator", remedy)
+
+
 def check_capture(config: DictConfig) -> None:
     """Without a capturing manager sessions have no leaves of their own and no forest."""
     key = f"{ROLLOUT}.agent.agent_loop_manager_class"
@@ -280,6 +292,7 @@ CHECKS: tuple[Check, ...] = (
     check_model_engine,
     check_strategies,
     check_trainer,
+    check_estimator,
     check_device,
     check_cpu_settings,
     check_capture,

@@ -1,11 +1,17 @@
-"""One flag apart: the same stored rollouts through trees and through verl's own engine; a run that dies resumes."""
+"""One flag apart: the same stored rollouts through trees and through verl's own engine; a run that dies resumes.
+
+The trees that the first run stores and shows are those that it trained.
+"""
 
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_run import make_inputs, run, run_and_kill_engine
+
+from verl_tree.stored_trees import StoredTree, forests, read_trees
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -36,8 +42,9 @@ def options(folder: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def tree(folder: Path) -> dict[int, dict[str, Any]]:
-    """The run that generates the rollouts."""
-    return run(folder, "tree", *options(folder))
+    """The run that generates the rollouts; it also stores its trees and shows those of its validation."""
+    shown = (f"tree.dump_dir={folder}/trees", "tree.show_every=1", f"trainer.test_freq={STEPS[-1]}")
+    return run(folder, "tree", *options(folder), *shown)
 
 
 def test_the_rollouts_branch(tree: dict[int, dict[str, Any]]) -> None:
@@ -46,6 +53,45 @@ def test_the_rollouts_branch(tree: dict[int, dict[str, Any]]) -> None:
         assert metrics["tree/por"] > 0.4 and metrics["tree/depth"] >= 3
         assert metrics["tree/failed_sessions"] == 0 and metrics["tree/forks"] > 0
         assert 1.5 < metrics["tree/compression"] <= 1 / (1 - metrics["tree/por"]) + 1e-6
+
+
+def responses(trees: list[StoredTree], name: str) -> np.ndarray:
+    """A value of every trained token of every leaf."""
+    leaves = [leaf for tree in trees for leaf in tree.leaves]
+    values = [{"advantages": leaf.token_advantages, "log_probs": leaf.log_probs[leaf.prompt_len :]} for leaf in leaves]
+    masks = [leaf.is_trained[leaf.prompt_len :] for leaf in leaves]
+    return np.concatenate([value[name][mask] for value, mask in zip(values, masks, strict=True)])
+
+
+def test_the_trees_are_stored_and_shown(folder: Path, tree: dict[int, dict[str, Any]]) -> None:
+    dumped = folder / "trees"
+    files = sorted(path.name for path in dumped.iterdir())
+    pages = [f"val_{STEPS[-1]:06d}_{number}.html" for number in range(4)]
+    steps = [f"step_{step:06d}.parquet" for step in STEPS]
+    assert files == sorted([*steps, *pages, f"val_{STEPS[-1]:06d}.parquet"])
+
+    for step, metrics in tree.items():
+        trees = read_trees(dumped / f"step_{step:06d}.parquet")
+        leaves = [leaf for group in trees for leaf in group.leaves]
+        assert [group.step for group in trees] == [step] * 4 and len(leaves) == 4 * 2 * 4
+        rewards = np.array([leaf.reward for leaf in leaves])
+        assert metrics["tree/leaf_reward/mean"] == pytest.approx(rewards.mean(), rel=1e-6)
+        advantages = responses(trees, "advantages")
+        for name in ("mean", "max", "min"):
+            stored = float(getattr(advantages, name)())
+            assert metrics[f"critic/advantages/{name}"] == pytest.approx(stored, rel=1e-4, abs=1e-6), name
+        assert not np.isnan(responses(trees, "log_probs")).any()
+        assert all(leaf.min_global_steps == step - 1 for leaf in leaves)
+        for group, forest in zip(trees, forests(dumped / f"step_{step:06d}.parquet"), strict=True):
+            assert forest.potential_overlap_ratio > 0.4 and forest.num_leaves == len(group.leaves)
+        # The first turn is the same call on all leaves of a session; behind it there are forks.
+        kinds = [run.kind for leaf in leaves for run in leaf.calls]
+        assert set(kinds) >= {"root", "continuation", "fork"} and all(leaf.calls[0].call == 0 for leaf in leaves)
+
+    validated = read_trees(dumped / f"val_{STEPS[-1]:06d}.parquet")
+    assert [(len(group.leaves), group.leaves[0].token_advantages) for group in validated] == [(4, None)] * 4
+    page = (dumped / pages[0]).read_text()
+    assert validated[0].uid in page and "session" in page
 
 
 def test_ten_steps_equal_those_of_verls_engine(folder: Path, tree: dict[int, dict[str, Any]]) -> None:

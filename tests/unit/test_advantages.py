@@ -1,24 +1,86 @@
-"""`tree_grpo` is verl's GRPO where a session has one leaf, and weighs sessions equally where it has more."""
+"""All estimators: the drawn trees by hand, verl's GRPO where a session has one leaf, and the weights of `tree_grpo`."""
 
 from collections import defaultdict
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("verl")
 
+from advantage_cases import DRAWN, FORK, DrawnTree, Leaf, estimate
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, get_adv_estimator_fn
 
 from verl_tree.advantages import (
-    ESTIMATOR_NAME,
-    compute_tree_grpo_advantage,
+    ESTIMATORS,
+    ESTIMATORS_ON_NODES,
+    Rows,
+    announce_rows,
+    intra_tree_advantages,
     leaf_advantages,
     register,
-    row_keys,
 )
 
 EPSILON = 1e-6
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("tree", DRAWN.values(), ids=DRAWN)
+def test_drawn_trees_by_hand(tree: DrawnTree, name: str) -> None:
+    got = estimate(name, tree.leaves, normalize_by_std=False)
+    assert got.keys() == tree.expected[name].keys()
+    for key, values in tree.expected[name].items():
+        assert got[key] == pytest.approx(values, rel=1e-12, abs=1e-12), key
+
+
+@pytest.mark.parametrize("normalize_by_std", [True, False])
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("tree", DRAWN.values(), ids=DRAWN)
+def test_the_order_of_rows_does_not_matter(tree: DrawnTree, name: str, normalize_by_std: bool) -> None:
+    expected = estimate(name, tree.leaves, normalize_by_std=normalize_by_std)
+    for seed in range(5):
+        order = np.random.default_rng(seed).permutation(len(tree.leaves))
+        got = estimate(name, [tree.leaves[row] for row in order], normalize_by_std=normalize_by_std)
+        for key, values in expected.items():
+            assert got[key] == pytest.approx(values, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("reward", [0.0, 0.1, -1e6, 1 / 3])
+@pytest.mark.parametrize("tree", DRAWN.values(), ids=DRAWN)
+def test_equal_rewards_give_exactly_nothing(tree: DrawnTree, name: str, reward: float) -> None:
+    leaves = [Leaf(leaf.key, leaf.prompt, leaf.response, reward) for leaf in tree.leaves if leaf.key[0] == "u"]
+    for values in estimate(name, leaves).values():
+        assert values == [0.0] * len(values)
+
+
+@pytest.mark.parametrize("normalize_by_std", [True, False])
+@pytest.mark.parametrize("name", ESTIMATORS)
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    responses=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=8),
+    rewards=st.lists(st.floats(-10, 10, width=16), min_size=8, max_size=8),
+    num_groups=st.integers(1, 3),
+)
+def test_is_verls_grpo_where_every_session_has_one_leaf(
+    name: str, normalize_by_std: bool, responses: list[str], rewards: list[float], num_groups: int
+) -> None:
+    """Also where independent samples have tokens in common, are duplicates or prefixes of one another."""
+    leaves = [
+        Leaf(f"{row % num_groups}_{row}_0", "P", response, rewards[row]) for row, response in enumerate(responses)
+    ]
+    mask = torch.ones(len(leaves), 4)
+    expected, _ = compute_grpo_outcome_advantage(
+        token_level_rewards=torch.tensor([[leaf.reward, 0, 0, 0] for leaf in leaves], dtype=torch.float64),
+        response_mask=mask,
+        index=np.array([leaf.key[0] for leaf in leaves], dtype=object),
+        norm_adv_by_std_in_grpo=normalize_by_std,
+    )
+    got = estimate(name, leaves, normalize_by_std=normalize_by_std, width=4)
+    for row, leaf in enumerate(leaves):
+        assert got[leaf.key] == pytest.approx(expected[row, : len(leaf.response)].tolist(), rel=1e-6, abs=1e-6)
 
 
 def random_rows(seed: int) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
@@ -34,8 +96,9 @@ def random_rows(seed: int) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
 
 
 @pytest.mark.parametrize("normalize_by_std", [True, False])
+@pytest.mark.parametrize("name", ["tree_grpo", "tree_grpo_intra"])
 @pytest.mark.parametrize("seed", range(5))
-def test_equals_grpo_of_verl_where_every_session_has_one_leaf(seed: int, normalize_by_std: bool) -> None:
+def test_leaf_estimators_read_rewards_and_mask_as_verls_grpo(seed: int, name: str, normalize_by_std: bool) -> None:
     rewards, mask, uids = random_rows(seed)
     expected, _ = compute_grpo_outcome_advantage(
         token_level_rewards=rewards, response_mask=mask, index=uids, norm_adv_by_std_in_grpo=normalize_by_std
@@ -45,8 +108,8 @@ def test_equals_grpo_of_verl_where_every_session_has_one_leaf(seed: int, normali
     for uid in uids:
         keys.append(f"{uid}_{sessions[uid]}_0")
         sessions[uid] += 1
-    with row_keys(keys):
-        advantages, returns = compute_tree_grpo_advantage(
+    with announce_rows(Rows(keys=keys)):
+        advantages, returns = ESTIMATORS[name](
             token_level_rewards=rewards,
             response_mask=mask,
             index=uids,
@@ -158,15 +221,50 @@ def test_agrees_with_the_definition(seed: int) -> None:
     )
 
 
-def test_the_estimator_is_registered_with_verl_and_needs_the_sessions() -> None:
+def test_the_part_within_the_session_by_hand() -> None:
+    # Session 0: 1 and 0, mean 1/2, unbiased standard deviation sqrt(1/2); session 1 has one leaf.
+    rewards, sessions = np.array([1.0, 0.0, 1.0]), [0, 0, 1]
+    got = intra_tree_advantages(rewards, groups=["a"] * 3, sessions=sessions)
+    question = leaf_advantages(rewards, groups=["a"] * 3, sessions=sessions)
+    within = 0.5 / (0.5**0.5 + EPSILON)
+    np.testing.assert_allclose(got - question, [within, -within, 0.0], rtol=1e-12)
+
+
+def test_equally_many_leaves_give_the_advantage_of_tree_grpo() -> None:
+    """The paper's case: GRPO over the question's leaves plus GRPO over the tree's, both by verl's own function."""
+    rewards = np.random.default_rng(3).normal(size=12)
+    uids, trees = np.repeat(["u", "v"], 6), np.repeat(["u0", "u1", "v0", "v1"], 3)
+    parts = [
+        compute_grpo_outcome_advantage(torch.from_numpy(rewards)[:, None], torch.ones(12, 1), index=index)[0][:, 0]
+        for index in (uids, trees)
+    ]
+    got = intra_tree_advantages(rewards, groups=uids.tolist(), sessions=[0, 0, 0, 1, 1, 1] * 2)
+    np.testing.assert_allclose(got, sum(parts).numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_estimators_are_registered_with_verl_and_need_the_rows(name: str) -> None:
     register()
     register()
-    estimator = get_adv_estimator_fn(ESTIMATOR_NAME)
-    rewards, mask = torch.ones(2, 3), torch.ones(2, 3)
-    with pytest.raises(ValueError, match=r"verl_tree\.main_ppo"):
-        estimator(token_level_rewards=rewards, response_mask=mask, index=np.array(["a", "a"]))
-    with row_keys(["a_0_0", "a_1_0"]):
-        advantages, _ = estimator(token_level_rewards=rewards, response_mask=mask, index=np.array(["a", "a"]))
+    estimator = get_adv_estimator_fn(name)
+    assert estimator is ESTIMATORS[name]
+    arguments = {
+        "token_level_rewards": torch.ones(2, 3),
+        "response_mask": torch.ones(2, 3),
+        "index": np.array(["a", "a"]),
+    }
+    with pytest.raises(ValueError, match=rf"adv_estimator={name} .* 0 rows and got 2.*verl_tree\.main_ppo"):
+        estimator(**arguments)
+    sequences = [np.array([1, 2, 3]), np.array([1, 2, 4])]
+    with announce_rows(Rows(keys=["a_0_0", "a_1_0"], sequences=sequences, response_lens=[2, 2])):
+        advantages, _ = estimator(**arguments)
     assert torch.equal(advantages, torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="sessions of 0 rows"):
-        estimator(token_level_rewards=rewards, response_mask=mask, index=np.array(["a", "a"]))
+    with pytest.raises(ValueError, match="of 0 rows"):
+        estimator(**arguments)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS_ON_NODES)
+def test_estimators_on_nodes_need_the_tokens(name: str) -> None:
+    keys = [leaf.key for leaf in FORK.leaves]
+    with announce_rows(Rows(keys=keys)), pytest.raises(ValueError, match="knows the tokens of 0 rows and got 3"):
+        ESTIMATORS[name](token_level_rewards=torch.ones(3, 2), response_mask=torch.ones(3, 2))

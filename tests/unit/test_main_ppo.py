@@ -59,6 +59,9 @@ REFUSED = {
         (["trainer.v1.trainer_mode=separate_async"], ["trainer_mode=separate_async", "sync"]),
         (["actor_rollout_ref.hybrid_engine=false"], ["hybrid_engine=False", "true"]),
     ],
+    "check_estimator": [
+        (["algorithm.adv_estimator=tree_rl"], ["adv_estimator=tree_rl", "treerl", "gae", "VERL_USE_EXTERNAL_MODULES"])
+    ],
     "check_capture": [
         ([f"{CPU_VLLM}.agent.agent_loop_manager_class=null"], ["agent_loop_manager_class=None", "rollout_hooks"])
     ],

@@ -1,0 +1,149 @@
+"""The estimators in verl's form: (R, response length) rewards and mask in, advantages and returns out.
+
+A leaf's reward is the sum of its token-level rewards, the KL penalty subtracted where configured. All of them read
+`algorithm.norm_adv_by_std_in_grpo` (default true), all give exactly 0 to a group of equal rewards, and all are verl's
+GRPO where every session has one leaf.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_tree.advantages.leaves import intra_tree_advantages, leaf_advantages
+from verl_tree.advantages.nodes import SessionTrees, treepo_advantages, treerl_advantages
+from verl_tree.advantages.rows import announced_rows
+
+Estimator = Callable[..., tuple[Tensor, Tensor]]
+
+
+def compute_tree_grpo_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    config: Mapping[str, Any] | None = None,
+    **_unused: Any,
+) -> tuple[Tensor, Tensor]:
+    """`tree_grpo`: a leaf's advantage (`leaf_advantages`) on each of its trained tokens.
+
+    Args:
+        token_level_rewards: (R, response length) rewards.
+        response_mask: (R, response length) 1 on trained tokens.
+        config: `algorithm`; `norm_adv_by_std_in_grpo` is read.
+        **_unused: what verl gives to every estimator (`index`, ...).
+
+    Returns:
+        Advantages and returns, the same (R, response length) tensor, as verl's outcome estimators.
+
+    Raises:
+        ValueError: outside `announce_rows`, that is, called by a trainer that is not ours.
+    """
+    return _on_leaves("tree_grpo", leaf_advantages, token_level_rewards, response_mask, config)
+
+
+def compute_tree_grpo_intra_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    config: Mapping[str, Any] | None = None,
+    **_unused: Any,
+) -> tuple[Tensor, Tensor]:
+    """`tree_grpo_intra`: `intra_tree_advantages` in the form of `compute_tree_grpo_advantage`."""
+    return _on_leaves("tree_grpo_intra", intra_tree_advantages, token_level_rewards, response_mask, config)
+
+
+def compute_treerl_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    config: Mapping[str, Any] | None = None,
+    **_unused: Any,
+) -> tuple[Tensor, Tensor]:
+    """`treerl`: `treerl_advantages`, a node's on each of its trained tokens; see `compute_tree_grpo_advantage`."""
+    return _on_nodes("treerl", treerl_advantages, token_level_rewards, response_mask, config)
+
+
+def compute_treepo_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    config: Mapping[str, Any] | None = None,
+    **_unused: Any,
+) -> tuple[Tensor, Tensor]:
+    """`treepo`: `treepo_advantages`, a node's on each of its trained tokens; see `compute_tree_grpo_advantage`."""
+    return _on_nodes("treepo", treepo_advantages, token_level_rewards, response_mask, config)
+
+
+ESTIMATORS_ON_NODES: dict[str, Estimator] = {
+    "treerl": compute_treerl_advantage,
+    "treepo": compute_treepo_advantage,
+}
+"""Those that read the rows' tokens."""
+
+ESTIMATORS: dict[str, Estimator] = {
+    "tree_grpo": compute_tree_grpo_advantage,
+    "tree_grpo_intra": compute_tree_grpo_intra_advantage,
+    **ESTIMATORS_ON_NODES,
+}
+"""By the value of `algorithm.adv_estimator`."""
+
+
+def register() -> None:
+    """Makes the estimators known to verl in this process; repeated calls do nothing."""
+    # Not at the top: this module is for processes in which verl may still be importing.
+    from verl.trainer.ppo.core_algos import register_adv_est
+
+    for name, estimator in ESTIMATORS.items():
+        register_adv_est(name)(estimator)
+
+
+def _on_leaves(
+    name: str,
+    advantages: Callable[..., np.ndarray],
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    config: Mapping[str, Any] | None,
+) -> tuple[Tensor, Tensor]:
+    rows = announced_rows(name, num_rows=len(token_level_rewards), with_tokens=False).parsed_keys()
+    values_R = advantages(
+        _leaf_rewards(token_level_rewards),
+        groups=[row.uid for row in rows],
+        sessions=[row.session for row in rows],
+        normalize_by_std=_normalizes_by_std(config),
+    )
+    return _masked(values_R[:, None], response_mask, dtype=token_level_rewards.dtype)
+
+
+def _on_nodes(
+    name: str,
+    advantages: Callable[..., np.ndarray],
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    config: Mapping[str, Any] | None,
+) -> tuple[Tensor, Tensor]:
+    announced = announced_rows(name, num_rows=len(token_level_rewards), with_tokens=True)
+    rows = announced.parsed_keys()
+    trees = SessionTrees.from_leaves(
+        announced.sequences,
+        rewards=_leaf_rewards(token_level_rewards),
+        groups=[row.uid for row in rows],
+        sessions=[row.session for row in rows],
+    )
+    values_N = advantages(trees, normalize_by_std=_normalizes_by_std(config))
+    values = trees.on_responses(values_N, response_lens=announced.response_lens, width=response_mask.shape[1])
+    return _masked(values, response_mask, dtype=token_level_rewards.dtype)
+
+
+def _leaf_rewards(token_level_rewards: Tensor) -> np.ndarray:
+    return token_level_rewards.sum(dim=-1).double().numpy()
+
+
+def _normalizes_by_std(config: Mapping[str, Any] | None) -> bool:
+    return True if config is None else config.get("norm_adv_by_std_in_grpo", True)
+
+
+def _masked(values: np.ndarray, response_mask: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    per_token = torch.from_numpy(values).to(dtype) * response_mask
+    return per_token, per_token

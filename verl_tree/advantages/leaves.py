@@ -1,0 +1,109 @@
+"""One advantage per leaf: `tree_grpo`, and `tree_grpo_intra` which adds a comparison within the session.
+
+`tree_grpo` is GRPO whose samples are the leaves of a prompt's sessions, every session with the same weight. A session
+that branched a lot must not dominate the baseline, so a leaf of session s weighs w = 1 / (number of sessions * leaves
+of s). With weights the mean is sum(w r) and the unbiased variance is sum(w (r - mean)^2) / (1 - sum(w^2)); where
+every session has equally many leaves these are the mean and the standard deviation of verl's GRPO
+(`core_algos.compute_grpo_outcome_advantage`, verl 0.9.1). As there, a leaf that is alone in its group keeps its reward.
+
+`tree_grpo_intra` is the advantage of Tree-GRPO (arXiv 2509.21240): A = A_inter-tree + A_intra-tree, GRPO over all
+leaves of the question plus GRPO over the leaves of the tree. A tree is a session here, and the first part is
+`tree_grpo`: in the paper all trees have equally many leaves, and then it is the paper's.
+"""
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+EPSILON = 1e-6
+"""Added to a standard deviation, as in verl's GRPO."""
+
+
+def leaf_advantages(
+    rewards: np.ndarray,
+    *,
+    groups: Sequence[Hashable],
+    sessions: Sequence[Hashable],
+    normalize_by_std: bool = True,
+    epsilon: float = EPSILON,
+) -> np.ndarray:
+    """Advantages of leaves relative to all leaves of their group, equal weight per session.
+
+    Args:
+        rewards: (R,) reward of each leaf.
+        groups: (R,) the prompt of each leaf.
+        sessions: (R,) its session; distinct within a group, may repeat between groups.
+        normalize_by_std: divide by the group's standard deviation (GRPO) or not (Dr. GRPO).
+        epsilon: added to the standard deviation.
+
+    Returns:
+        (R,) float64. Exactly 0 in a group of equal rewards; the reward itself (over 1 + epsilon where
+        normalised) for a leaf that is alone in its group.
+    """
+    rewards = np.asarray(rewards, dtype=np.float64)
+    assert rewards.shape == (len(groups),) == (len(sessions),)
+    if len(rewards) == 0:
+        return rewards
+    group = dense_ids(groups)
+    session = dense_ids(list(zip(groups, sessions, strict=True)))
+    num_groups = int(group.max()) + 1
+
+    session_num_leaves = np.bincount(session)
+    session_group = np.zeros(len(session_num_leaves), dtype=np.int64)
+    session_group[session] = group
+    group_num_sessions = np.bincount(session_group, minlength=num_groups)
+    weight = 1.0 / (group_num_sessions[group] * session_num_leaves[session])
+
+    # Relative to the group's first reward, so that equal rewards cancel exactly and epsilon does not magnify
+    # rounding.
+    first_leaf = np.unique(group, return_index=True)[1]
+    relative = rewards - rewards[first_leaf][group]
+    deviation = relative - np.bincount(group, weight * relative)[group]
+
+    is_alone = np.bincount(group) == 1
+    sum_of_squared_weights = np.where(is_alone, 0.0, np.bincount(group, weight**2))
+    variance = np.bincount(group, weight * deviation**2) / (1.0 - sum_of_squared_weights)
+    std = np.where(is_alone, 1.0, np.sqrt(variance))
+    deviation = np.where(is_alone[group], rewards, deviation)
+    return deviation / (std[group] + epsilon) if normalize_by_std else deviation
+
+
+def intra_tree_advantages(
+    rewards: np.ndarray,
+    *,
+    groups: Sequence[Hashable],
+    sessions: Sequence[Hashable],
+    normalize_by_std: bool = True,
+    epsilon: float = EPSILON,
+) -> np.ndarray:
+    """Advantages of leaves relative to their group plus relative to their session (Tree-GRPO).
+
+    A leaf that is alone in its session has no one to be compared with there: its second part is 0, as the paper's
+    formula gives. (The authors' code gives it its raw reward, GRPO's rule for a lone sample; then sessions with one
+    leaf would not be GRPO.)
+
+    Args:
+        rewards: (R,) reward of each leaf.
+        groups: (R,) the prompt of each leaf.
+        sessions: (R,) its session; distinct within a group, may repeat between groups.
+        normalize_by_std: divide either part by the standard deviation of its leaves, or neither.
+        epsilon: added to the standard deviations.
+
+    Returns:
+        (R,) float64. Exactly 0 in a group of equal rewards.
+    """
+    question = leaf_advantages(
+        rewards, groups=groups, sessions=sessions, normalize_by_std=normalize_by_std, epsilon=epsilon
+    )
+    trees = list(zip(groups, sessions, strict=True))
+    tree = leaf_advantages(
+        rewards, groups=trees, sessions=range(len(trees)), normalize_by_std=normalize_by_std, epsilon=epsilon
+    )
+    tree_of_leaf = dense_ids(trees)
+    return question + np.where(np.bincount(tree_of_leaf)[tree_of_leaf] > 1, tree, 0.0)
+
+
+def dense_ids(values: Sequence[Hashable]) -> np.ndarray:
+    """0, 1, ... by first appearance."""
+    ids: dict[Hashable, int] = {}
+    return np.array([ids.setdefault(value, len(ids)) for value in values], dtype=np.int64)
