@@ -81,15 +81,6 @@ class CompactionAgentLoop(ToolTurnsLoop):
         del row, summary, number
         return None
 
-    async def final_reward(self, *, row: dict[str, Any], answer: str) -> float | None:
-        """Reward of the session's final leaf, whose last turn has the text `answer`. Override it.
-
-        Returns:
-            A finite reward, or None: verl's reward function decides.
-        """
-        del row, answer
-        return None
-
     async def run_branches(self, root: Branch, **row: Any) -> None:
         """Run turns on the root branch; a branch that was summed up is kept as a leaf."""
         tools, schemas = self.row_tools(row), self.prompt_tools(**row)

@@ -91,15 +91,6 @@ class MemoryAgentLoop(ToolTurnsLoop):
         del row, turn, number
         return None
 
-    async def final_reward(self, *, row: dict[str, Any], answer: str) -> float | None:
-        """Reward of the session's final leaf, whose turn has the text `answer`. Override it.
-
-        Returns:
-            A finite reward, or None: verl's reward function decides.
-        """
-        del row, answer
-        return None
-
     async def choose_notes(
         self, store: MemoryStore, *, row: dict[str, Any], last: Turn | None, given: str | None
     ) -> list[Note]:

@@ -60,19 +60,6 @@ class ParallelToolsAgentLoop(ToolTurnsLoop):
         del row, call, result, conclusion
         return None
 
-    async def final_reward(self, *, row: dict[str, Any], answer: str) -> float | None:
-        """Reward of the session's final leaf. Override it.
-
-        Args:
-            row: As in `branch_reward`.
-            answer: The text of the main branch's last turn, special tokens removed.
-
-        Returns:
-            A finite reward, or None: verl's reward function decides.
-        """
-        del row, answer
-        return None
-
     async def run_branches(self, root: Branch, **row: Any) -> None:
         """Run the main branch to its answer; conclusions of the side branches run beside it."""
         tools = self.row_tools(row)

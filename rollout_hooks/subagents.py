@@ -101,15 +101,6 @@ class SubagentsAgentLoop(ToolTurnsLoop):
         del row, task, answer, depth
         return None
 
-    async def final_reward(self, *, row: dict[str, Any], answer: str) -> float | None:
-        """Reward of the session's final leaf, whose last turn has the text `answer`. Override it.
-
-        Returns:
-            A finite reward, or None: verl's reward function decides.
-        """
-        del row, answer
-        return None
-
     async def run_branches(self, root: Branch, **row: Any) -> None:
         """Run the first agent on the root branch; its children run beside it."""
         # An error in a hook of a child ends the session with its cause; verl would hand it to the model as a result.

@@ -102,6 +102,19 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
         if taken:
             raise ValueError(f"tools named {taken} in rollout.multi_turn: the agent loop brings its own; rename yours")
 
+    async def final_reward(self, *, row: dict[str, Any], answer: str) -> float | None:
+        """Reward of the session's final leaf, in loops that end with one. Override it.
+
+        Args:
+            row: The dataset row (`raw_prompt`, `extra_info`, `reward_model`, ...), `uid` and `session_id`.
+            answer: The text of that leaf's last turn, special tokens removed.
+
+        Returns:
+            A finite reward, or None: verl's reward function decides.
+        """
+        del row, answer
+        return None
+
     def prompt_tools(self, **row: Any) -> list[dict[str, Any]]:
         """Schemas of the tools of this row, then those of the loop itself."""
         schemas = [*(tool.tool_schema for tool in self.row_tools(row).values()), *self.own_schemas]

@@ -11,7 +11,7 @@ from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.trainer.ppo.utils import Role
 from verl.utils.skip.base_skip import SKIP_REGISTRY
 
-from verl_tree.advantages import compute_tree_grpo_advantage
+from verl_tree.advantages import ESTIMATORS
 from verl_tree.composition import compose_config
 from verl_tree.replay import TreeRolloutSkip
 from verl_tree.task_runner import TreeTaskRunner
@@ -26,7 +26,7 @@ def config_of(*overrides: str) -> DictConfig:
 
 def test_a_trainer_registers_what_its_process_needs() -> None:
     trainer = TreePPOTrainerSync(config_of())
-    assert get_adv_estimator_fn("tree_grpo") is compute_tree_grpo_advantage
+    assert get_adv_estimator_fn("tree_grpo") is ESTIMATORS["tree_grpo"]
     assert SKIP_REGISTRY["rollout_tq"] is TreeRolloutSkip
     assert trainer.replay_buffer.poll_interval == POLL_INTERVAL_S
     assert trainer.trainer_mode == "sync"

@@ -11,10 +11,6 @@ Formulas, drawn examples and what `tree.shared_tokens` does to each: docs/advant
 from verl_tree.advantages.estimators import (
     ESTIMATORS,
     ESTIMATORS_ON_NODES,
-    compute_tree_grpo_advantage,
-    compute_tree_grpo_intra_advantage,
-    compute_treepo_advantage,
-    compute_treerl_advantage,
     register,
 )
 from verl_tree.advantages.leaves import intra_tree_advantages, leaf_advantages
@@ -27,10 +23,6 @@ __all__ = [
     "Rows",
     "SessionTrees",
     "announce_rows",
-    "compute_tree_grpo_advantage",
-    "compute_tree_grpo_intra_advantage",
-    "compute_treepo_advantage",
-    "compute_treerl_advantage",
     "intra_tree_advantages",
     "leaf_advantages",
     "register",

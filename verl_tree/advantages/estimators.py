@@ -17,77 +17,71 @@ from verl_tree.advantages.nodes import SessionTrees, treepo_advantages, treerl_a
 from verl_tree.advantages.rows import announced_rows
 
 Estimator = Callable[..., tuple[Tensor, Tensor]]
+Config = Mapping[str, Any] | None
 
 
-def compute_tree_grpo_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    *,
-    config: Mapping[str, Any] | None = None,
-    **_unused: Any,
-) -> tuple[Tensor, Tensor]:
-    """`tree_grpo`: a leaf's advantage (`leaf_advantages`) on each of its trained tokens.
+def on_leaves(name: str, advantages: Callable[..., np.ndarray]) -> Estimator:
+    """An estimator in verl's form from one that gives every leaf a number, the same on all its trained tokens.
 
     Args:
-        token_level_rewards: (R, response length) rewards.
-        response_mask: (R, response length) 1 on trained tokens.
-        config: `algorithm`; `norm_adv_by_std_in_grpo` is read.
-        **_unused: what verl gives to every estimator (`index`, ...).
+        name: what `algorithm.adv_estimator` calls it.
+        advantages: such as `leaf_advantages`.
 
     Returns:
-        Advantages and returns, the same (R, response length) tensor, as verl's outcome estimators.
-
-    Raises:
-        ValueError: outside `announce_rows`, that is, called by a trainer that is not ours.
+        `estimator(token_level_rewards, response_mask, *, config)`. It raises a ValueError outside `announce_rows`,
+        that is, called by a trainer that is not ours.
     """
-    return _on_leaves("tree_grpo", leaf_advantages, token_level_rewards, response_mask, config)
+
+    def estimate(
+        token_level_rewards: Tensor, response_mask: Tensor, *, config: Config = None, **_unused: Any
+    ) -> tuple[Tensor, Tensor]:
+        rows = announced_rows(name, num_rows=len(token_level_rewards), with_tokens=False).parsed_keys()
+        values_R = advantages(
+            _leaf_rewards(token_level_rewards),
+            groups=[row.uid for row in rows],
+            sessions=[row.session for row in rows],
+            normalize_by_std=_normalizes_by_std(config),
+        )
+        return _masked(values_R[:, None], response_mask, dtype=token_level_rewards.dtype)
+
+    return estimate
 
 
-def compute_tree_grpo_intra_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    *,
-    config: Mapping[str, Any] | None = None,
-    **_unused: Any,
-) -> tuple[Tensor, Tensor]:
-    """`tree_grpo_intra`: `intra_tree_advantages` in the form of `compute_tree_grpo_advantage`."""
-    return _on_leaves("tree_grpo_intra", intra_tree_advantages, token_level_rewards, response_mask, config)
+def on_nodes(name: str, advantages: Callable[..., np.ndarray]) -> Estimator:
+    """The same for one that gives every node a number, such as `treerl_advantages`."""
 
+    def estimate(
+        token_level_rewards: Tensor, response_mask: Tensor, *, config: Config = None, **_unused: Any
+    ) -> tuple[Tensor, Tensor]:
+        announced = announced_rows(name, num_rows=len(token_level_rewards), with_tokens=True)
+        rows = announced.parsed_keys()
+        trees = SessionTrees.from_leaves(
+            announced.sequences,
+            rewards=_leaf_rewards(token_level_rewards),
+            groups=[row.uid for row in rows],
+            sessions=[row.session for row in rows],
+        )
+        values_N = advantages(trees, normalize_by_std=_normalizes_by_std(config))
+        values = trees.on_responses(values_N, response_lens=announced.response_lens, width=response_mask.shape[1])
+        return _masked(values, response_mask, dtype=token_level_rewards.dtype)
 
-def compute_treerl_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    *,
-    config: Mapping[str, Any] | None = None,
-    **_unused: Any,
-) -> tuple[Tensor, Tensor]:
-    """`treerl`: `treerl_advantages`, a node's on each of its trained tokens; see `compute_tree_grpo_advantage`."""
-    return _on_nodes("treerl", treerl_advantages, token_level_rewards, response_mask, config)
-
-
-def compute_treepo_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    *,
-    config: Mapping[str, Any] | None = None,
-    **_unused: Any,
-) -> tuple[Tensor, Tensor]:
-    """`treepo`: `treepo_advantages`, a node's on each of its trained tokens; see `compute_tree_grpo_advantage`."""
-    return _on_nodes("treepo", treepo_advantages, token_level_rewards, response_mask, config)
+    return estimate
 
 
 ESTIMATORS_ON_NODES: dict[str, Estimator] = {
-    "treerl": compute_treerl_advantage,
-    "treepo": compute_treepo_advantage,
+    "treerl": on_nodes("treerl", treerl_advantages),
+    "treepo": on_nodes("treepo", treepo_advantages),
 }
 """Those that read the rows' tokens."""
 
 ESTIMATORS: dict[str, Estimator] = {
-    "tree_grpo": compute_tree_grpo_advantage,
-    "tree_grpo_intra": compute_tree_grpo_intra_advantage,
+    "tree_grpo": on_leaves("tree_grpo", leaf_advantages),
+    "tree_grpo_intra": on_leaves("tree_grpo_intra", intra_tree_advantages),
     **ESTIMATORS_ON_NODES,
 }
-"""By the value of `algorithm.adv_estimator`."""
+"""By the value of `algorithm.adv_estimator`. Each takes (R, response length) rewards and response mask, and of the other
+things that verl gives to every estimator only `config`, the `algorithm` options. It returns advantages and returns, the
+same (R, response length) tensor, as verl's outcome estimators."""
 
 
 def register() -> None:
@@ -99,48 +93,11 @@ def register() -> None:
         register_adv_est(name)(estimator)
 
 
-def _on_leaves(
-    name: str,
-    advantages: Callable[..., np.ndarray],
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    config: Mapping[str, Any] | None,
-) -> tuple[Tensor, Tensor]:
-    rows = announced_rows(name, num_rows=len(token_level_rewards), with_tokens=False).parsed_keys()
-    values_R = advantages(
-        _leaf_rewards(token_level_rewards),
-        groups=[row.uid for row in rows],
-        sessions=[row.session for row in rows],
-        normalize_by_std=_normalizes_by_std(config),
-    )
-    return _masked(values_R[:, None], response_mask, dtype=token_level_rewards.dtype)
-
-
-def _on_nodes(
-    name: str,
-    advantages: Callable[..., np.ndarray],
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    config: Mapping[str, Any] | None,
-) -> tuple[Tensor, Tensor]:
-    announced = announced_rows(name, num_rows=len(token_level_rewards), with_tokens=True)
-    rows = announced.parsed_keys()
-    trees = SessionTrees.from_leaves(
-        announced.sequences,
-        rewards=_leaf_rewards(token_level_rewards),
-        groups=[row.uid for row in rows],
-        sessions=[row.session for row in rows],
-    )
-    values_N = advantages(trees, normalize_by_std=_normalizes_by_std(config))
-    values = trees.on_responses(values_N, response_lens=announced.response_lens, width=response_mask.shape[1])
-    return _masked(values, response_mask, dtype=token_level_rewards.dtype)
-
-
 def _leaf_rewards(token_level_rewards: Tensor) -> np.ndarray:
     return token_level_rewards.sum(dim=-1).double().numpy()
 
 
-def _normalizes_by_std(config: Mapping[str, Any] | None) -> bool:
+def _normalizes_by_std(config: Config) -> bool:
     return True if config is None else config.get("norm_adv_by_std_in_grpo", True)
 
 
