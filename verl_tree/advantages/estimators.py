@@ -79,9 +79,12 @@ ESTIMATORS: dict[str, Estimator] = {
     "tree_grpo_intra": on_leaves("tree_grpo_intra", intra_tree_advantages),
     **ESTIMATORS_ON_NODES,
 }
-"""By the value of `algorithm.adv_estimator`. Each takes (R, response length) rewards and response mask, and of the other
-things that verl gives to every estimator only `config`, the `algorithm` options. It returns advantages and returns, the
-same (R, response length) tensor, as verl's outcome estimators."""
+"""By the value of `algorithm.adv_estimator`.
+
+Each takes (R, response length) rewards and response mask, and of the other things that verl gives to every estimator only
+`config`, the `algorithm` options. It returns advantages and returns, the same (R, response length) tensor, as verl's
+outcome estimators.
+"""
 
 
 def register() -> None:
