@@ -81,9 +81,9 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 """By the value of `algorithm.adv_estimator`.
 
-Each takes (R, response length) rewards and response mask, and of the other things that verl gives to every estimator only
-`config`, the `algorithm` options. It returns advantages and returns, the same (R, response length) tensor, as verl's
-outcome estimators.
+Each takes (R, response length) rewards and response mask, and of the other things that verl gives to every estimator
+only `config`, the `algorithm` options. It returns advantages and returns, the same (R, response length) tensor, as
+verl's outcome estimators.
 """
 
 
