@@ -18,7 +18,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -57,14 +57,21 @@ def prepare(cache_dir: Path, *, settings: Settings, model: Path | None = None) -
     if model is None and settings.warm_start is None:
         raise ValueError("warm_start=None: without a model folder of your own a warm start has to make the model")
     folder = cache_dir.resolve() / cache_key(settings, model=model)
+    return build_once(
+        folder, build=lambda building: _build(building, final_folder=folder, settings=settings, model=model)
+    )
+
+
+def build_once(folder: Path, *, build: Callable[[Path], None]) -> Path:
+    """Returns `folder`, filled by `build` unless it exists; `build` gets another path, which becomes `folder`."""
     if folder.exists():
-        _say(f"prepared before: {folder}")
+        say(f"prepared before: {folder}")
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Built aside and moved in one step: an interrupted build leaves nothing that looks complete.
     building = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
     try:
-        _build(building, final_folder=folder, settings=settings, model=model)
+        build(building)
         building.rename(folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -73,25 +80,45 @@ def prepare(cache_dir: Path, *, settings: Settings, model: Path | None = None) -
 
 def _build(folder: Path, *, final_folder: Path, settings: Settings, model: Path | None) -> None:
     # Imported here, so that a second call, which makes nothing, takes no time.
-    from recipes.arithmetic_tools.tasks import make_memory, make_tasks
-    from recipes.arithmetic_tools.tools import write_memory
+    from recipes.arithmetic_tools.tasks import SYSTEM_PROMPT
 
-    _say("tasks, lookup memory and tools")
-    memory = make_memory(seed=settings.seed)
-    write_memory(folder / "memory.sqlite", memory=memory)
-    for name, num_tasks, seed in (
-        ("train", settings.num_train_tasks, settings.train_seed),
-        ("validation", settings.num_validation_tasks, settings.validation_seed),
-    ):
-        _write_rows(folder / f"{name}.parquet", make_tasks(num_tasks, memory=memory, seed=seed), split=name)
-    _write_configs(folder, database=final_folder / "memory.sqlite")
+    memory = write_tasks(folder, final_folder=final_folder, settings=settings, system_prompt=SYSTEM_PROMPT)
+    write_loop(folder, name="arithmetic_tools", target="recipes.arithmetic_tools.loop.ArithmeticToolsLoop")
     if model is not None:
         (folder / "model").symlink_to(model.resolve(), target_is_directory=True)
     else:
         _make_model(folder, memory=memory, settings=settings)
 
 
-def _write_rows(path: Path, tasks: Sequence[Any], *, split: str) -> None:
+def write_tasks(folder: Path, *, final_folder: Path, settings: Settings, system_prompt: str) -> dict[str, int]:
+    """Writes the tasks, the lookup memory and verl's tool config.
+
+    Args:
+        folder: where to write.
+        final_folder: where the folder will be when the tools are used.
+        settings: seeds and sizes.
+        system_prompt: what starts every chat.
+
+    Returns:
+        The memory.
+    """
+    from recipes.arithmetic_tools.tasks import make_memory, make_tasks
+    from recipes.arithmetic_tools.tools import write_memory
+
+    say("tasks, lookup memory and tools")
+    memory = make_memory(seed=settings.seed)
+    write_memory(folder / "memory.sqlite", memory=memory)
+    for name, num_tasks, seed in (
+        ("train", settings.num_train_tasks, settings.train_seed),
+        ("validation", settings.num_validation_tasks, settings.validation_seed),
+    ):
+        tasks = make_tasks(num_tasks, memory=memory, seed=seed)
+        _write_rows(folder / f"{name}.parquet", tasks, split=name, system_prompt=system_prompt)
+    _write_tools(folder, database=final_folder / "memory.sqlite")
+    return memory
+
+
+def _write_rows(path: Path, tasks: Sequence[Any], *, split: str, system_prompt: str) -> None:
     import pandas as pd
 
     from recipes.arithmetic_tools.tasks import DATA_SOURCE
@@ -99,7 +126,7 @@ def _write_rows(path: Path, tasks: Sequence[Any], *, split: str) -> None:
     rows = [
         {
             "data_source": DATA_SOURCE,
-            "prompt": task.messages,
+            "prompt": task.chat(system_prompt),
             "reward_model": {"style": "rule", "ground_truth": task.answer},
             "extra_info": {"split": split, "index": index},
         }
@@ -108,7 +135,7 @@ def _write_rows(path: Path, tasks: Sequence[Any], *, split: str) -> None:
     pd.DataFrame(rows).to_parquet(path)
 
 
-def _write_configs(folder: Path, *, database: Path) -> None:
+def _write_tools(folder: Path, *, database: Path) -> None:
     import yaml
 
     from recipes.arithmetic_tools.tools import Calculator, LookupMemory
@@ -118,8 +145,13 @@ def _write_configs(folder: Path, *, database: Path) -> None:
         for tool, config in ((Calculator, {}), (LookupMemory, {"database": str(database)}))
     ]
     (folder / "tools.yaml").write_text(yaml.safe_dump({"tools": tools}))
-    loops = [{"name": "arithmetic_tools", "_target_": "recipes.arithmetic_tools.loop.ArithmeticToolsLoop"}]
-    (folder / "loops.yaml").write_text(yaml.safe_dump(loops))
+
+
+def write_loop(folder: Path, *, name: str, target: str) -> None:
+    """Writes verl's agent loop config, with one loop: its name and the import path of its class."""
+    import yaml
+
+    (folder / "loops.yaml").write_text(yaml.safe_dump([{"name": name, "_target_": target}]))
 
 
 def _make_model(folder: Path, *, memory: dict[str, int], settings: Settings) -> None:
@@ -128,7 +160,7 @@ def _make_model(folder: Path, *, memory: dict[str, int], settings: Settings) -> 
     from recipes.arithmetic_tools.warm_start import warm_start
 
     tokenizer = build_tokenizer()
-    _say("warm start of the model (once; kept for later runs)")
+    say("warm start of the model (once; kept for later runs)")
     model = warm_start(
         tokenizer,
         memory=memory,
@@ -140,7 +172,8 @@ def _make_model(folder: Path, *, memory: dict[str, int], settings: Settings) -> 
     tokenizer.save_pretrained(folder / "model")
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Prints a line of progress on stderr."""
     print(f"  {text}", file=sys.stderr, flush=True)
 
 

@@ -80,11 +80,11 @@ class Solver:
             (self.lookup, part.key) if part.key is not None else (self.calculator, part.shown) for part in task.parts
         ]
         turns = [self._call(calls)]
-        values = [_value_of(result) for result in turns[0].results]
+        values = [value_of(result) for result in turns[0].results]
         stored = next(i for i, part in enumerate(task.parts) if part.key is not None)
         if self._is_right(self.habits.go_on):
             turns.append(self._call([(self.calculator, task.parts[stored].expression)]))
-            values[stored] = _value_of(turns[-1].results[0])
+            values[stored] = value_of(turns[-1].results[0])
         turns.append(self._answer(values))
         return turns
 
@@ -112,7 +112,7 @@ class Solver:
 
     def _conclude(self, result: str) -> str:
         is_right = self._is_right(self.habits.conclude) and not result.startswith("error")
-        return CONCLUSION + (_value_of(result) if is_right else self._guess())
+        return CONCLUSION + (value_of(result) if is_right else self._guess())
 
     def _answer(self, values: list[str]) -> Turn:
         if not self._is_right(self.habits.answer):
@@ -120,7 +120,7 @@ class Solver:
         return Turn(text=f"<answer>{' '.join(values)}</answer>")
 
     def _value_or_guess(self, part: Part, known: str) -> str:
-        return _value_of(known) if part.key is None else self._guess()
+        return value_of(known) if part.key is None else self._guess()
 
     def _guess(self) -> str:
         return str(self.rng.randint(-60, 160))
@@ -150,7 +150,7 @@ def trace_leaves(
     main.trained.extend([0] * len(main.token_ids))
     leaves = []
     for turn in turns:
-        main = _write(main, turn.text, tokenizer=tokenizer)
+        main = write_turn(main, turn.text, tokenizer=tokenizer)
         if not turn.results:
             break
         asked = [*messages, {"role": "assistant", "content": turn.text}]
@@ -158,7 +158,7 @@ def trace_leaves(
         for answer, conclusion in zip(answers, turn.conclusions, strict=False):
             seen = builder.merge_context_tokens(asked, [*asked, answer], main.token_ids, tools=tools).token_ids
             branch = Leaf(token_ids=seen, trained=[0] * len(seen))
-            leaves.append(_write(branch, conclusion, tokenizer=tokenizer))
+            leaves.append(write_turn(branch, conclusion, tokenizer=tokenizer))
         messages = [*asked, *answers]
         seen = builder.merge_context_tokens(asked, messages, main.token_ids, tools=tools).token_ids
         main = Leaf(token_ids=seen, trained=main.trained + [0] * (len(seen) - len(main.trained)))
@@ -168,10 +168,12 @@ def trace_leaves(
 _TOOL_CALL = "<tool_call>\n{}\n</tool_call>"
 
 
-def _value_of(result: str) -> str:
+def value_of(result: str) -> str:
+    """The value in a tool's text, ``107`` in ``84 + 23 = 107``."""
     return result.rpartition(" = ")[2]
 
 
-def _write(leaf: Leaf, text: str, *, tokenizer: Any) -> Leaf:
+def write_turn(leaf: Leaf, text: str, *, tokenizer: Any) -> Leaf:
+    """Returns the leaf with a turn of the model and its end token behind it, both to be learnt."""
     written = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
     return Leaf(token_ids=leaf.token_ids + written, trained=leaf.trained + [1] * len(written))

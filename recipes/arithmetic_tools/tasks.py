@@ -67,7 +67,11 @@ class Task:
     @property
     def messages(self) -> list[dict[str, str]]:
         """The chat that starts a session."""
-        return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": self.question}]
+        return self.chat(SYSTEM_PROMPT)
+
+    def chat(self, system_prompt: str) -> list[dict[str, str]]:
+        """The same with another system prompt."""
+        return [{"role": "system", "content": system_prompt}, {"role": "user", "content": self.question}]
 
 
 def make_memory(*, seed: int) -> dict[str, int]:

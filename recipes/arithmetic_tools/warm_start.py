@@ -12,20 +12,38 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
-from recipes.arithmetic_tools.settings import Settings, WarmStartSettings
+from recipes.arithmetic_tools.settings import Habits, Settings, WarmStartSettings
 from recipes.arithmetic_tools.solver import Leaf, Solver, trace_leaves
 from recipes.arithmetic_tools.tasks import make_tasks
 from recipes.arithmetic_tools.tools import OneArgumentTool
 
 _RISE_STEPS = 20
 _STEPS_PER_LINE = 50
+
+
+def flat_loss(model: Qwen3ForCausalLM, *, leaves: Sequence[Leaf], padding: int) -> torch.Tensor:
+    """Returns the mean cross-entropy of the trained tokens, each leaf a row padded with `padding`."""
+    width = max(len(leaf.token_ids) for leaf in leaves)
+    token_ids = torch.full((len(leaves), width), padding)
+    trained = torch.zeros((len(leaves), width), dtype=torch.bool)
+    for row, leaf in enumerate(leaves):
+        token_ids[row, : len(leaf.token_ids)] = torch.tensor(leaf.token_ids)
+        trained[row, : len(leaf.token_ids)] = torch.tensor(leaf.trained, dtype=torch.bool)
+    # Padding is on the right and attention is causal: no mask is needed. Only trained tokens meet the vocabulary.
+    hidden = model.model(input_ids=token_ids).last_hidden_state[:, :-1]
+    is_target = trained[:, 1:]
+    return F.cross_entropy(model.lm_head(hidden[is_target]), token_ids[:, 1:][is_target])
+
+
+Loss = Callable[..., torch.Tensor]
+"""The mean over a batch's trained tokens, with the arguments of `flat_loss`."""
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, *, settings: WarmStartSettings, seed: int) -> Qwen3ForCausalLM:
@@ -71,9 +89,7 @@ def warm_start(
     """
     warm = settings.warm_start
     assert warm is not None
-    model = make_model(tokenizer, settings=warm, seed=settings.seed).train()
-    optimizers = _make_optimizers(model, settings=warm)
-    builder = create_continuous_token_builder(tokenizer, hf_model_type=model.config.model_type)
+    builder = create_continuous_token_builder(tokenizer, hf_model_type=Qwen3Config.model_type)
     schemas = [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in (calculator, lookup)]
 
     def render(solver: Solver, *, seed: int) -> Iterator[Leaf]:
@@ -83,21 +99,45 @@ def warm_start(
             yield main
             yield from (branch for branch in branches if solver.rng.random() < warm.branch_fraction)
 
-    num_steps, start_s = warm.num_skilled_steps + warm.num_mixed_steps, time.perf_counter()
+    def make_batch(step: int, habits: Habits) -> list[Leaf]:
+        solver = Solver(calculator=calculator, lookup=lookup, habits=habits, rng=random.Random(step))
+        return list(render(solver, seed=settings.warm_start_seed + 2 * warm.num_sessions * step))
+
+    return teach(tokenizer, make_batch=make_batch, settings=warm, seed=settings.seed)
+
+
+def teach(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    make_batch: Callable[[int, Habits], Sequence[Leaf]],
+    settings: WarmStartSettings,
+    seed: int,
+    compute_loss: Loss = flat_loss,
+) -> Qwen3ForCausalLM:
+    """Makes a model and trains it in the two stages, with a line of progress on stderr now and then.
+
+    Args:
+        tokenizer: the model's.
+        make_batch: the number of a step, from 0, and the solver's habits to the sequences of that step.
+        settings: the model's size and the stages.
+        seed: of the weights.
+        compute_loss: what is minimised.
+
+    Returns:
+        The trained model, in evaluation mode.
+    """
+    model = make_model(tokenizer, settings=settings, seed=seed).train()
+    optimizers = _make_optimizers(model, settings=settings)
+    num_steps, start_s = settings.num_skilled_steps + settings.num_mixed_steps, time.perf_counter()
     for step in range(num_steps):
-        is_skilled = step < warm.num_skilled_steps
-        solver = Solver(
-            calculator=calculator,
-            lookup=lookup,
-            habits=warm.skilled if is_skilled else warm.mixed,
-            rng=random.Random(step),
-        )
-        leaves = list(render(solver, seed=settings.warm_start_seed + 2 * warm.num_sessions * step))
+        is_skilled = step < settings.num_skilled_steps
+        leaves = make_batch(step, settings.skilled if is_skilled else settings.mixed)
         if is_skilled:
-            rate = _rate(step, num_steps=warm.num_skilled_steps)
+            rate = _rate(step, num_steps=settings.num_skilled_steps)
         else:
-            rate = warm.mixed_rate * _rate(step - warm.num_skilled_steps, num_steps=warm.num_mixed_steps)
-        loss = _train_step(model, optimizers, leaves, rate=rate, padding=tokenizer.pad_token_id)
+            rate = settings.mixed_rate * _rate(step - settings.num_skilled_steps, num_steps=settings.num_mixed_steps)
+        padding = tokenizer.pad_token_id
+        loss = _train_step(model, optimizers, leaves, rate=rate, padding=padding, compute_loss=compute_loss)
         if (step + 1) % _STEPS_PER_LINE == 0 or step + 1 == num_steps:
             elapsed_s = time.perf_counter() - start_s
             print(
@@ -132,18 +172,10 @@ def _train_step(
     *,
     rate: float,
     padding: int,
+    compute_loss: Loss = flat_loss,
 ) -> float:
-    """One step on the mean over trained tokens; `rate` is the share of the peak learning rates. Returns the loss."""
-    width = max(len(leaf.token_ids) for leaf in leaves)
-    token_ids = torch.full((len(leaves), width), padding)
-    trained = torch.zeros((len(leaves), width), dtype=torch.bool)
-    for row, leaf in enumerate(leaves):
-        token_ids[row, : len(leaf.token_ids)] = torch.tensor(leaf.token_ids)
-        trained[row, : len(leaf.token_ids)] = torch.tensor(leaf.trained, dtype=torch.bool)
-    # Padding is on the right and attention is causal: no mask is needed. Only trained tokens meet the vocabulary.
-    hidden = model.model(input_ids=token_ids).last_hidden_state[:, :-1]
-    is_target = trained[:, 1:]
-    loss = F.cross_entropy(model.lm_head(hidden[is_target]), token_ids[:, 1:][is_target])
+    """One step; `rate` is the share of the peak learning rates. Returns the loss."""
+    loss = compute_loss(model, leaves=leaves, padding=padding)
     model.zero_grad(set_to_none=True)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
