@@ -35,7 +35,7 @@ from rollout_hooks.gateway import (
 )
 from rollout_hooks.outputs import SessionFailed, TreeAgentLoopOutput, describe_error
 from rollout_hooks.recording import RecordingClient
-from rollout_hooks.rows import RowLimits, session_rows
+from rollout_hooks.rows import CALLS_FIELD, RowLimits, session_rows
 from rollout_hooks.session_tree import SessionTree
 
 Agent = Callable[..., Awaitable[float | Mapping[str, Any] | None]]
@@ -147,7 +147,7 @@ class BlackboxAgentLoop(AgentLoopBase):
         outputs = session_rows(tree, [], limits=limits).outputs
         if not outputs:
             raise SessionFailed("the agent made no call that gave a token to train")
-        last_calls = [_last_call(tree, output) for output in outputs]
+        last_calls = [_last_call(output) for output in outputs]
         reward, leaf_rewards, extra_info = _read_result(result)
         of_call = _rewards_of_calls(session, leaf_rewards, last_calls=last_calls)
         for output, call in zip(outputs, last_calls, strict=True):
@@ -203,8 +203,9 @@ def _rewards_of_calls(
     return rewards
 
 
-def _last_call(tree: SessionTree, output: TreeAgentLoopOutput) -> int:
-    return tree.locate(output.prompt_ids + output.response_ids).calls[-1]
+def _last_call(output: TreeAgentLoopOutput) -> int:
+    # Not found again from the tokens: two calls that sampled the same ones are two leaves.
+    return output.extra_fields[CALLS_FIELD][-1][0]
 
 
 @dataclass(frozen=True, slots=True)

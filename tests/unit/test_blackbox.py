@@ -59,6 +59,14 @@ async def quitter(*, base_url, api_key, model, row):
     return 1.0
 
 
+async def twice(*, base_url, api_key, model, row):
+    """Asks the same twice."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        first = await client.chat.completions.create(model=model, messages=row["raw_prompt"])
+        second = await client.chat.completions.create(model=model, messages=row["raw_prompt"])
+    return {"leaf_rewards": {first.id: 1.0, second.id: -1.0}}
+
+
 async def silent(*, base_url, api_key, model, row):
     return 1.0
 
@@ -118,6 +126,11 @@ def test_rewards_of_single_leaves_and_what_is_reported_with_them():
     assert [each.as_dict()["extra_fields"]["reward_extra_info"] for each in rows] == [{"acc": 0.0}] * 2
     with pytest.raises(ValueError, match="no leaf of the session ends with that response"):
         capture({"leaf_rewards": {"first": 1.0}})
+
+
+def test_calls_that_sampled_the_same_are_leaves_with_rewards_of_their_own():
+    rows, _ = capture(loop=loop_class("twice"))
+    assert [(text(each), each.leaf_reward) for each in rows] == [(TURN + END, 1.0), (TURN + END, -1.0)]
 
 
 @pytest.mark.parametrize(
