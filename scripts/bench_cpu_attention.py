@@ -8,7 +8,9 @@ of all three alternate.
 
 Also: `varlen` against `dense` in float64, and the time to plan 131,072 tokens with the block lists of both directions.
 
-    python scripts/bench_cpu_attention.py [--out docs/benchmarks/data/cpu_attention.json]
+    python scripts/bench_cpu_attention.py [--out docs/benchmarks/data/cpu_attention.json] [--parts plan]
+
+With --parts the other parts of the file stay as they are.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from verl_tree.tree import TokenForest
 
 NUM_HEADS, HEAD_DIM = 8, 64
 NUM_NODES = 500
+BLOCK_LEN = 128
 
 
 def main() -> None:
@@ -38,15 +41,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--repetitions", type=int, default=3)
+    parts = {"search_tree": _time_search_tree, "float64_error": _float64_error, "plan": _time_plans}
+    parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    record = {
-        "environment": {"torch": torch.__version__, "machine": platform.processor() or platform.machine()},
-        "layer": {"num_heads": NUM_HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "num_threads": 1},
-        "search_tree": _time_search_tree(num_repetitions=options.repetitions),
-        "float64_error": _float64_error(),
-        "plan": _time_plan(),
-    }
+    record = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
+    record["environment"] = {"torch": torch.__version__, "machine": platform.processor() or platform.machine()}
+    record["layer"] = {"num_heads": NUM_HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "num_threads": 1}
+    for part in options.parts:
+        record[part] = parts[part](num_repetitions=options.repetitions)
     print(json.dumps(record, indent=1))
     if options.out:
         options.out.write_text(json.dumps(record, indent=1) + "\n")
@@ -122,8 +125,9 @@ def _time_search_tree(*, num_repetitions: int) -> dict[str, Any]:
     }
 
 
-def _float64_error() -> dict[str, float]:
+def _float64_error(*, num_repetitions: int) -> dict[str, float]:
     """Largest distance of `varlen` from `dense` in float64, relative to the largest value, output and gradients."""
+    del num_repetitions  # the numbers are the same each time
     plan = _plan(_search_tree(NUM_NODES // 8))
     results = []
     for backend in ("varlen", "dense"):
@@ -137,20 +141,30 @@ def _float64_error() -> dict[str, float]:
     }
 
 
-def _time_plan() -> dict[str, Any]:
-    """Seconds to plan 131,072 tokens and to find the block lists of both directions, best of five."""
-    sequences = star(32, prompt_len=8192, branch_len=3840)
+def _time_plans(*, num_repetitions: int) -> dict[str, Any]:
+    """Seconds to plan 131,072 tokens and to find the block lists of both directions, best of the repetitions."""
+    shapes = {"8k prompt, 32 branches": star(32, prompt_len=8192, branch_len=3840), "search tree": _search_tree(2100)}
+    return {name: _time_plan(rows, num_repetitions=num_repetitions) for name, rows in shapes.items()}
+
+
+def _time_plan(sequences: list[np.ndarray], *, num_repetitions: int) -> dict[str, Any]:
     forest = TokenForest.from_sequences(sequences)
     subtree_end_T = TreeLayout.from_forest(forest).subtree_end_T
     plan_s, blocks_s = [], []
-    for _ in range(5):
+    for _ in range(num_repetitions):
         started = time.perf_counter()
         plan = AttentionPlan.from_subtree_end(subtree_end_T)
         planned = time.perf_counter()
-        plan.block_lists(query_block=128, key_block=128)
+        plan.block_lists(query_block=BLOCK_LEN, key_block=BLOCK_LEN)
         plan_s.append(planned - started)
         blocks_s.append(time.perf_counter() - planned)
-    return {"num_tokens": len(subtree_end_T), "block_len": 128, "plan_s": min(plan_s), "block_lists_s": min(blocks_s)}
+    return {
+        "num_tokens": len(subtree_end_T),
+        "num_nodes": forest.num_nodes,
+        "block_len": BLOCK_LEN,
+        "plan_s": min(plan_s),
+        "block_lists_s": min(blocks_s),
+    }
 
 
 if __name__ == "__main__":
