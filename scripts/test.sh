@@ -28,8 +28,9 @@ browser() {
   done
   if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
     export DEBIAN_FRONTEND=noninteractive
-    timeout 60 apt-get -qq update >/dev/null 2>&1 || true
-    timeout 120 apt-get -qq -y --no-install-recommends install chromium >/dev/null 2>&1 && { echo "chromium installed"; return; }
+    timeout 60 apt-get -qq update >/dev/null 2>&1 &&
+      timeout 120 apt-get -qq -y --no-install-recommends install chromium >/dev/null 2>&1 &&
+      { echo "chromium installed"; return; }
   fi
   echo "no browser: its tests are skipped"
 }
