@@ -12,30 +12,29 @@ the code that it is made with: a second call only prints, and a change makes a n
     model/                              a Hugging Face model folder with its tokenizer
 """
 
-import argparse
-import hashlib
-import json
-import shutil
-import sys
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from recipes.arithmetic_tools.settings import Settings, WarmStartSettings
+from recipes.prepared import (
+    build_once,
+    cache_key,
+    check_model,
+    run_command_line,
+    save_model,
+    say,
+    write_loop,
+    write_rows,
+)
 
 DEFAULT_CACHE_DIR = Path(".cache/arithmetic_tools")
-_CODE = ("prepare.py", "settings.py", "solver.py", "tasks.py", "tokenizer.py", "tools.py", "warm_start.py")
-
-
-def cache_key(settings: Settings, *, model: Path | None) -> str:
-    """Returns a short hash of the settings, the given model's path and the recipe's code."""
-    described = {"settings": asdict(settings), "model": None if model is None else str(model.resolve())}
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    for name in _CODE:
-        digest.update((Path(__file__).parent / name).read_bytes())
-    return digest.hexdigest()[:12]
+CODE = tuple(
+    Path(__file__).with_name(f"{name}.py")
+    for name in ("prepare", "settings", "solver", "tasks", "tokenizer", "tools", "warm_start")
+)
+"""What a prepared folder is made with."""
 
 
 def prepare(cache_dir: Path, *, settings: Settings, model: Path | None = None) -> Path:
@@ -52,42 +51,26 @@ def prepare(cache_dir: Path, *, settings: Settings, model: Path | None = None) -
     Raises:
         ValueError: when `model` is not such a folder, or neither a model nor a warm start is given.
     """
-    if model is not None and not (model / "config.json").exists():
-        raise ValueError(f"model={model}: it has no config.json; give a Hugging Face model folder")
-    if model is None and settings.warm_start is None:
-        raise ValueError("warm_start=None: without a model folder of your own a warm start has to make the model")
-    folder = cache_dir.resolve() / cache_key(settings, model=model)
+    check_model(model, settings=settings)
+    folder = cache_dir.resolve() / cache_key(settings, model=model, code=CODE)
     return build_once(
         folder, build=lambda building: _build(building, final_folder=folder, settings=settings, model=model)
     )
 
 
-def build_once(folder: Path, *, build: Callable[[Path], None]) -> Path:
-    """Returns `folder`, filled by `build` unless it exists; `build` gets another path, which becomes `folder`."""
-    if folder.exists():
-        say(f"prepared before: {folder}")
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Built aside and moved in one step: an interrupted build leaves nothing that looks complete.
-    building = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
-    try:
-        build(building)
-        building.rename(folder)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    return folder
-
-
 def _build(folder: Path, *, final_folder: Path, settings: Settings, model: Path | None) -> None:
     # Imported here, so that a second call, which makes nothing, takes no time.
     from recipes.arithmetic_tools.tasks import SYSTEM_PROMPT
+    from recipes.arithmetic_tools.tokenizer import build_tokenizer
 
     memory = write_tasks(folder, final_folder=final_folder, settings=settings, system_prompt=SYSTEM_PROMPT)
     write_loop(folder, name="arithmetic_tools", target="recipes.arithmetic_tools.loop.ArithmeticToolsLoop")
     if model is not None:
         (folder / "model").symlink_to(model.resolve(), target_is_directory=True)
     else:
-        _make_model(folder, memory=memory, settings=settings)
+        from recipes.arithmetic_tools.warm_start import warm_start
+
+        teach_tools(folder, memory=memory, settings=settings, tokenizer=build_tokenizer(), warm_start=warm_start)
 
 
 def write_tasks(folder: Path, *, final_folder: Path, settings: Settings, system_prompt: str) -> dict[str, int]:
@@ -102,37 +85,37 @@ def write_tasks(folder: Path, *, final_folder: Path, settings: Settings, system_
     Returns:
         The memory.
     """
-    from recipes.arithmetic_tools.tasks import make_memory, make_tasks
+    from recipes.arithmetic_tools.tasks import DATA_SOURCE, make_memory, make_tasks
     from recipes.arithmetic_tools.tools import write_memory
 
     say("tasks, lookup memory and tools")
     memory = make_memory(seed=settings.seed)
     write_memory(folder / "memory.sqlite", memory=memory)
-    for name, num_tasks, seed in (
-        ("train", settings.num_train_tasks, settings.train_seed),
-        ("validation", settings.num_validation_tasks, settings.validation_seed),
-    ):
-        tasks = make_tasks(num_tasks, memory=memory, seed=seed)
-        _write_rows(folder / f"{name}.parquet", tasks, split=name, system_prompt=system_prompt)
+    write_rows(
+        folder,
+        settings=settings,
+        data_source=DATA_SOURCE,
+        make_tasks=partial(make_tasks, memory=memory),
+        chat=lambda task: task.chat(system_prompt),
+    )
     _write_tools(folder, database=final_folder / "memory.sqlite")
     return memory
 
 
-def _write_rows(path: Path, tasks: Sequence[Any], *, split: str, system_prompt: str) -> None:
-    import pandas as pd
+def teach_tools(
+    folder: Path, *, memory: dict[str, int], settings: Settings, tokenizer: Any, warm_start: Callable[..., Any]
+) -> None:
+    """Makes ``model/`` by a warm start with the real tools, whose lookup reads ``memory.sqlite`` of the same folder."""
+    from recipes.arithmetic_tools.tools import Calculator, LookupMemory
 
-    from recipes.arithmetic_tools.tasks import DATA_SOURCE
-
-    rows = [
-        {
-            "data_source": DATA_SOURCE,
-            "prompt": task.chat(system_prompt),
-            "reward_model": {"style": "rule", "ground_truth": task.answer},
-            "extra_info": {"split": split, "index": index},
-        }
-        for index, task in enumerate(tasks)
-    ]
-    pd.DataFrame(rows).to_parquet(path)
+    make = partial(
+        warm_start,
+        memory=memory,
+        calculator=Calculator({"type": "native"}),
+        lookup=LookupMemory({"type": "native", "database": str(folder / "memory.sqlite")}),
+        settings=settings,
+    )
+    save_model(folder / "model", make=make, tokenizer=tokenizer)
 
 
 def _write_tools(folder: Path, *, database: Path) -> None:
@@ -147,49 +130,11 @@ def _write_tools(folder: Path, *, database: Path) -> None:
     (folder / "tools.yaml").write_text(yaml.safe_dump({"tools": tools}))
 
 
-def write_loop(folder: Path, *, name: str, target: str) -> None:
-    """Writes verl's agent loop config, with one loop: its name and the import path of its class."""
-    import yaml
-
-    (folder / "loops.yaml").write_text(yaml.safe_dump([{"name": name, "_target_": target}]))
-
-
-def _make_model(folder: Path, *, memory: dict[str, int], settings: Settings) -> None:
-    from recipes.arithmetic_tools.tokenizer import build_tokenizer
-    from recipes.arithmetic_tools.tools import Calculator, LookupMemory
-    from recipes.arithmetic_tools.warm_start import warm_start
-
-    tokenizer = build_tokenizer()
-    say("warm start of the model (once; kept for later runs)")
-    model = warm_start(
-        tokenizer,
-        memory=memory,
-        calculator=Calculator({"type": "native"}),
-        lookup=LookupMemory({"type": "native", "database": str(folder / "memory.sqlite")}),
-        settings=settings,
-    )
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-
-
-def say(text: str) -> None:
-    """Prints a line of progress on stderr."""
-    print(f"  {text}", file=sys.stderr, flush=True)
-
-
-def main() -> None:
-    """Parses the command line, prepares and prints the folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE_DIR)
-    parser.add_argument("--model", type=Path, help="Hugging Face model folder to train instead of a new small model")
-    arguments = parser.parse_args()
-    warm_start_settings = WarmStartSettings() if arguments.model is None else None
-    try:
-        folder = prepare(arguments.cache_dir, settings=Settings(warm_start=warm_start_settings), model=arguments.model)
-    except ValueError as error:
-        sys.exit(str(error))
-    print(folder)
+def prepare_default(cache_dir: Path, model: Path | None) -> Path:
+    """Prepares with the default settings: the given model, or the small one."""
+    settings = Settings(warm_start=WarmStartSettings() if model is None else None)
+    return prepare(cache_dir, settings=settings, model=model)
 
 
 if __name__ == "__main__":
-    main()
+    run_command_line(__doc__, cache_dir=DEFAULT_CACHE_DIR, prepare=prepare_default)

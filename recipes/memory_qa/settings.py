@@ -35,25 +35,10 @@ class WarmStartSettings(arithmetic_tools.WarmStartSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Everything that `prepare` makes is a function of these settings and of the code.
+class Settings(arithmetic_tools.Settings):
+    """Everything that `prepare` makes is a function of these settings and of the code; seeds count on one by one."""
 
-    Attributes:
-        seed: Of tasks, solver and weights.
-        num_train_tasks: Rows of ``train.parquet``.
-        num_validation_tasks: Rows of ``validation.parquet``.
-        warm_start: How to make the model; None makes none, for a run with another model.
-    """
-
-    seed: int = 1
-    num_train_tasks: int = 2048
-    num_validation_tasks: int = 64
     warm_start: WarmStartSettings | None = field(default_factory=WarmStartSettings)
-
-    @property
-    def train_seed(self) -> int:
-        """Seed of the training tasks."""
-        return self.seed * 100_000_000
 
     @property
     def validation_seed(self) -> int:

@@ -7,26 +7,18 @@ prints the folder that holds them; progress goes to stderr. Of a model of yours 
 template is written anew, so that it drops earlier thinking.
 """
 
-import argparse
-import hashlib
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-from recipes.arithmetic_tools import prepare as arithmetic_tools
+from recipes.arithmetic_tools.prepare import CODE as ARITHMETIC_CODE
+from recipes.arithmetic_tools.prepare import teach_tools, write_tasks
 from recipes.arithmetic_tools.settings import Settings
 from recipes.multi_turn_thinking.settings import default_settings
+from recipes.prepared import build_once, cache_key, check_model, run_command_line, write_loop
 
 DEFAULT_CACHE_DIR = Path(".cache/multi_turn_thinking")
-_CODE = ("prepare.py", "settings.py", "solver.py", "tokenizer.py", "warm_start.py")
-
-
-def cache_key(settings: Settings, *, model: Path | None) -> str:
-    """Returns a short hash of the settings, the given model's path and the code of both recipes."""
-    digest = hashlib.sha256(arithmetic_tools.cache_key(settings, model=model).encode())
-    for name in _CODE:
-        digest.update((Path(__file__).parent / name).read_bytes())
-    return digest.hexdigest()[:12]
+_OWN_CODE = ("prepare", "settings", "solver", "tokenizer", "warm_start")
+_CODE = (*ARITHMETIC_CODE, *(Path(__file__).with_name(f"{name}.py") for name in _OWN_CODE))
 
 
 def prepare(cache_dir: Path, *, settings: Settings, model: Path | None = None) -> Path:
@@ -41,27 +33,28 @@ def prepare(cache_dir: Path, *, settings: Settings, model: Path | None = None) -
         The prepared folder, an absolute path.
 
     Raises:
-        ValueError: when `model` is not such a folder, or its tokenizer has no chat template.
+        ValueError: when `model` is not such a folder, its tokenizer has no chat template, or neither a model nor a warm
+            start is given.
     """
-    if model is not None and not (model / "config.json").exists():
-        raise ValueError(f"model={model}: it has no config.json; give a Hugging Face model folder")
-    folder = cache_dir.resolve() / cache_key(settings, model=model)
+    check_model(model, settings=settings)
+    folder = cache_dir.resolve() / cache_key(settings, model=model, code=_CODE)
+    return build_once(
+        folder, build=lambda building: _build(building, final_folder=folder, settings=settings, model=model)
+    )
 
-    def build(building: Path) -> None:
-        # Imported here, so that a second call, which makes nothing, takes no time.
-        from recipes.multi_turn_thinking.tokenizer import SYSTEM_PROMPT
 
-        memory = arithmetic_tools.write_tasks(
-            building, final_folder=folder, settings=settings, system_prompt=SYSTEM_PROMPT
-        )
-        target = "recipes.multi_turn_thinking.loop.RenderedToolsLoop"
-        arithmetic_tools.write_loop(building, name="rendered_tools", target=target)
-        if model is not None:
-            _link_model(building / "model", model=model.resolve())
-        else:
-            _make_model(building, memory=memory, settings=settings)
+def _build(folder: Path, *, final_folder: Path, settings: Settings, model: Path | None) -> None:
+    # Imported here, so that a second call, which makes nothing, takes no time.
+    from recipes.multi_turn_thinking.tokenizer import SYSTEM_PROMPT, build_tokenizer
 
-    return arithmetic_tools.build_once(folder, build=build)
+    memory = write_tasks(folder, final_folder=final_folder, settings=settings, system_prompt=SYSTEM_PROMPT)
+    write_loop(folder, name="rendered_tools", target="recipes.multi_turn_thinking.loop.RenderedToolsLoop")
+    if model is not None:
+        _link_model(folder / "model", model=model.resolve())
+    else:
+        from recipes.multi_turn_thinking.warm_start import warm_start
+
+        teach_tools(folder, memory=memory, settings=settings, tokenizer=build_tokenizer(), warm_start=warm_start)
 
 
 def _link_model(folder: Path, *, model: Path) -> None:
@@ -80,39 +73,11 @@ def _link_model(folder: Path, *, model: Path) -> None:
     (folder / "chat_template.jinja").write_text(drop_thinking(template))
 
 
-def _make_model(folder: Path, *, memory: dict[str, int], settings: Settings) -> None:
-    from recipes.arithmetic_tools.tools import Calculator, LookupMemory
-    from recipes.multi_turn_thinking.tokenizer import build_tokenizer
-    from recipes.multi_turn_thinking.warm_start import warm_start
-
-    tokenizer = build_tokenizer()
-    arithmetic_tools.say("warm start of the model (once; kept for later runs)")
-    model = warm_start(
-        tokenizer,
-        memory=memory,
-        calculator=Calculator({"type": "native"}),
-        lookup=LookupMemory({"type": "native", "database": str(folder / "memory.sqlite")}),
-        settings=settings,
-    )
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-
-
-def main() -> None:
-    """Parses the command line, prepares and prints the folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE_DIR)
-    parser.add_argument("--model", type=Path, help="Hugging Face model folder to train instead of a new small model")
-    arguments = parser.parse_args()
+def prepare_default(cache_dir: Path, model: Path | None) -> Path:
+    """Prepares with the default settings: the given model, or the small one."""
     settings = default_settings()
-    if arguments.model is not None:
-        settings = replace(settings, warm_start=None)
-    try:
-        folder = prepare(arguments.cache_dir, settings=settings, model=arguments.model)
-    except ValueError as error:
-        sys.exit(str(error))
-    print(folder)
+    return prepare(cache_dir, settings=settings if model is None else replace(settings, warm_start=None), model=model)
 
 
 if __name__ == "__main__":
-    main()
+    run_command_line(__doc__, cache_dir=DEFAULT_CACHE_DIR, prepare=prepare_default)

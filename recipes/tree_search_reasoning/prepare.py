@@ -6,15 +6,12 @@
 prints the folder. Train tasks, tools and model in it are links to the folder of arithmetic_tools, which is made first.
 """
 
-import argparse
 import hashlib
-import sys
 from pathlib import Path
 
 from recipes.arithmetic_tools.prepare import DEFAULT_CACHE_DIR as TASKS_CACHE_DIR
-from recipes.arithmetic_tools.prepare import build_once
-from recipes.arithmetic_tools.prepare import prepare as prepare_tasks
-from recipes.arithmetic_tools.settings import Settings, WarmStartSettings
+from recipes.arithmetic_tools.prepare import prepare_default as prepare_tasks
+from recipes.prepared import build_once, run_command_line
 
 DEFAULT_CACHE_DIR = Path(".cache/tree_search_reasoning")
 PLAIN = "plain"
@@ -57,19 +54,10 @@ def _build(folder: Path, *, tasks: Path) -> None:
     (folder / "loops.yaml").write_text(yaml.safe_dump(list(LOOPS)))
 
 
-def main() -> None:
-    """Parses the command line, prepares and prints the folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE_DIR)
-    parser.add_argument("--model", type=Path, help="Hugging Face model folder to train instead of the small model")
-    arguments = parser.parse_args()
-    settings = Settings(warm_start=WarmStartSettings() if arguments.model is None else None)
-    try:
-        tasks = prepare_tasks(TASKS_CACHE_DIR, settings=settings, model=arguments.model)
-    except ValueError as error:
-        sys.exit(str(error))
-    print(prepare(arguments.cache_dir, tasks=tasks))
+def prepare_default(cache_dir: Path, model: Path | None) -> Path:
+    """Prepares the tasks and model of arithmetic_tools with its default settings, and the run from these."""
+    return prepare(cache_dir, tasks=prepare_tasks(TASKS_CACHE_DIR, model))
 
 
 if __name__ == "__main__":
-    main()
+    run_command_line(__doc__, cache_dir=DEFAULT_CACHE_DIR, prepare=prepare_default)
