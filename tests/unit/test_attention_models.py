@@ -17,7 +17,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
 )
-from tree_cases import DEEP, VOCAB_SIZE, gradients, layout_of, relative_error, tiny_model
+from tree_cases import DEEP, TINY_SETTINGS, gradients, layout_of, relative_error, tiny_model
 
 from verl_tree.attention import AttentionPlan
 from verl_tree.attention.transformers import ATTENTION_NAME, check_model, register
@@ -26,26 +26,13 @@ from verl_tree.functional import tree_log_probs
 TOLERANCE = 2e-6
 LONGEST = max(map(len, DEEP))
 WINDOW = 4  # of paths of up to nine tokens
-SETTINGS = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": VOCAB_SIZE,
-    "initializer_range": 0.3,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
 ALTERNATING = ["sliding_attention", "full_attention"]
 
 
 def build(config_class, model_class, **settings):
     register()
     torch.manual_seed(0)
-    model = model_class(config_class(**(SETTINGS | settings))).double().eval()
+    model = model_class(config_class(**(TINY_SETTINGS | {"pad_token_id": 0} | settings))).double().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "sinks" in name or "bias" in name:

@@ -57,6 +57,24 @@ def layout_of(sequences: list) -> TreeLayout:
     return TreeLayout.from_forest(TokenForest.from_sequences([np.asarray(sequence) for sequence in sequences]))
 
 
+TINY_SETTINGS = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB_SIZE,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+"""Of a causal LM with two layers and grouped-query attention."""
+
+
 def tiny_model(family: str = "qwen3", *, seed: int = 0, **overrides: object) -> torch.nn.Module:
     """A random two-layer causal LM in float64, in eval mode, whose numbers are float64 throughout.
 
@@ -69,22 +87,7 @@ def tiny_model(family: str = "qwen3", *, seed: int = 0, **overrides: object) -> 
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
     }[family]
-    settings = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": VOCAB_SIZE,
-        "initializer_range": 0.3,
-        "max_position_embeddings": 512,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": None,
-        "tie_word_embeddings": False,
-    }
-    model = model_class(config_class(**(settings | overrides))).double().eval()
+    model = model_class(config_class(**(TINY_SETTINGS | overrides))).double().eval()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RMSNorm"):
