@@ -35,6 +35,10 @@ MIN_MEASUREMENTS = 8
 OUTLIER_FACTOR = 3.0
 """Measurements whose relative error exceeds this many times the median error are left out of the second fit."""
 
+FREE_SHARE = 0.3
+"""Standard deviation, before anything is measured, of the share of a pack's time that scored tokens, segments and the
+pack itself take."""
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -289,12 +293,25 @@ class CostFitter:
 
 
 def _non_negative_fit(rows_M5: FloatArray) -> FloatArray:
-    """Coefficients >= 0 under which every row predicts 1. (M, 5) -> (5,)."""
+    """Coefficients >= 0 under which every row predicts 1. (M, 5) -> (5,).
+
+    Packs filled to the capacity are nearly alike. Noise would then decide which coefficient takes the whole time, and a
+    time put down to the pack itself says that cutting work in two saves nothing. So the shares of what is free in
+    `CostModel.prior` are drawn to zero by a Gaussian prior whose weight is the noise of the measurements: it decides
+    where they cannot, and exact measurements do not feel it.
+    """
     # Pairs outnumber packs by many orders of magnitude: without unit columns nnls compares gradients of unlike scale.
     norms = np.linalg.norm(rows_M5, axis=0)
     norms[norms == 0] = 1.0
-    scaled, _ = nnls(rows_M5 / norms, np.ones(len(rows_M5)))
-    return scaled / norms
+    unit_M5 = rows_M5 / norms
+    plain, residual = nnls(unit_M5, np.ones(len(unit_M5)))
+    variance = residual**2 / max(len(unit_M5) - np.count_nonzero(plain), 1)
+    # A unit column times x is a share of about x / sqrt(M). The floor decides between columns that are exactly alike.
+    weight = math.sqrt(max(variance, 1e-12) / len(unit_M5)) / FREE_SHARE
+    is_free = np.array(astuple(CostModel.prior())) == 0
+    rows = np.vstack([unit_M5, weight * np.eye(len(norms))[is_free]])
+    drawn, _ = nnls(rows, np.concatenate([np.ones(len(unit_M5)), np.zeros(np.count_nonzero(is_free))]))
+    return drawn / norms
 
 
 def runs_faster_flat(model: CostModel, *, tree: Work, flat: Work) -> bool:

@@ -218,6 +218,33 @@ def test_packs_of_one_shape_are_still_predicted():
     assert model.s_per_scored == 0
 
 
+@seeded
+@given(seed=st.integers(0, 10_000), num_works=st.integers(MIN_MEASUREMENTS, 30), noise=st.sampled_from([0.05, 0.2]))
+def test_packs_that_are_nearly_alike_do_not_seem_free_to_cut(seed, num_works, noise):
+    """Sizes that differ by less than the noise cannot tell tokens from packs: half a pack must still cost about half."""
+    rng = np.random.default_rng(seed)
+    works = [
+        Work(int(tokens), int(tokens * tokens / 8), int(tokens * 0.6), int(tokens / 50), 1)
+        for tokens in rng.normal(1000, 10, num_works)
+    ]
+    times_s = np.maximum(0.1 * rng.normal(1.0, noise, num_works), 0.01)
+    model, _ = fitted(works, times_s.tolist())
+    assert model.predict(Work(500, 500 * 500 // 8, 300, 10, 1)) < 0.7 * model.predict(Work(1000, 125_000, 600, 20, 1))
+
+
+def test_overhead_is_still_found():
+    """A pack costs 50 ms and its tokens 10 ms or so: the pull towards tokens must give way to 64 measurements."""
+    rng = np.random.default_rng(5)
+    works = [
+        Work(int(tokens), int(tokens * 100), int(tokens * 0.6), 20, 1) for tokens in rng.uniform(300, 1500, 64).tolist()
+    ]
+    truth = CostModel(s_per_token=1e-5, s_per_pair=0.0, s_per_scored=0.0, s_per_segment=0.0, s_per_pack=5e-2)
+    times_s = [truth.predict(work) * rng.normal(1.0, 0.05) for work in works]
+    model, _ = fitted(works, times_s)
+    empty = model.predict(Work(0, 0, 0, 20, 1))
+    assert empty == pytest.approx(5e-2, rel=0.1)
+
+
 def test_too_few_measurements_give_no_model():
     works = random_works(np.random.default_rng(3), MIN_MEASUREMENTS)
     fitter = CostFitter()
