@@ -11,7 +11,8 @@
 `async_llm`       vLLM's AsyncLLM in this process, recording the calls of one session
 `gateway`         an OpenAI-compatible HTTP server in front of recorded engines
 `rows`            a loop's own outputs and the recorded calls, merged into the rows of the session
-`branch`          a cursor in the session's tree: generate, observe, fork, rewind, restart, finish (`branch_tokens`)
+`branch`          a cursor in the session's tree: generate, observe, fork, rewind, restart, add_reward, finish
+                  (`branch_session` for what branches share, `branch_tokens` for what one holds)
 `branching`       the agent loop base class whose subclasses steer branches
 `tool_turns`      the base class of the loops that call tools: turns, calls and results of one branch
 `parallel_tools`  the agent loop in which every tool call of a turn gets its own branch

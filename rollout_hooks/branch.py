@@ -7,8 +7,9 @@
 A branch holds one token sequence: the prompt, then what the model generated (trained) and what the environment
 answered (not trained). `fork` copies the cursor, so branches share their tokens up to the fork and nothing after
 it, and run concurrently under `asyncio.gather` or `asyncio.TaskGroup`. A call to the LLM that fails or takes too long
-marks its own branch and raises nothing, so the siblings in a task group live on. `finish` makes the branch a leaf; what
-is not finished is not trained.
+marks its own branch and raises nothing, so the siblings in a task group live on. `add_reward` rewards what the model
+has generated last, for all leaves that go on from there. `finish` makes the branch a leaf; what is not finished is not
+trained.
 
 A loop that writes its context anew (memory, compaction, a subagent) `restart`s a branch with another prompt; which
 tokens that prompt shares with the other paths follows from the tokens.
@@ -20,73 +21,19 @@ tokens that prompt shares with the other paths follows from the tokens.
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
-from uuid import uuid4
+from numbers import Real
+from typing import TYPE_CHECKING, Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
 from verl.utils.profiler import simple_timer
-from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.branch_tokens import BranchTokens
 from rollout_hooks.outputs import TreeAgentLoopOutput, describe_error
 from rollout_hooks.recording import ABORTED
 
-
-class BranchSession:
-    """What the branches of one session share: the client, the sampling parameters, the budget, the list of branches.
-
-    Args:
-        client: Where calls go; inside a worker of ours it records them.
-        prompt_ids: Tokens of the root prompt, at least one.
-        sampling_params: verl's sampling parameters; `logprobs` decides whether rows carry rollout log-probs.
-        response_length: Most tokens a branch may hold after its prompt.
-        prompt_length: Most tokens of a prompt given to `restart` that count as the row's prompt; what is longer
-            becomes untrained tokens of the response and uses up `response_length` (as in `rows`). None: all.
-        request_id: verl's sticky session id: all calls of the session go to one server and share its prefix cache.
-        unique_request_ids: Give each call an id of its own, derived from `request_id`. Needed where verl hands the
-            id to vLLM as it is (`rollout.full_determinism`), since concurrent calls must not share one.
-        call_timeout_s: Most seconds one call to the LLM may take; its branch fails after that. None: no limit.
-    """
-
-    def __init__(
-        self,
-        client: LLMServerClient,
-        *,
-        prompt_ids: Sequence[int],
-        sampling_params: Mapping[str, Any],
-        response_length: int,
-        prompt_length: int | None = None,
-        request_id: str | None = None,
-        unique_request_ids: bool = False,
-        call_timeout_s: float | None = None,
-    ) -> None:
-        if not len(prompt_ids):
-            raise ValueError("prompt_ids=[]: a session needs a prompt of at least one token")
-        self.client = client
-        self.prompt_ids = [int(token) for token in prompt_ids]
-        self.sampling_params = dict(sampling_params)
-        self.response_length = response_length
-        self.prompt_length = prompt_length
-        self.request_id = request_id or uuid4().hex
-        self.unique_request_ids = unique_request_ids
-        self.call_timeout_s = call_timeout_s
-        self.branches: list[Branch] = []
-        self.root = Branch(self)
-
-    @property
-    def wants_log_probs(self) -> bool:
-        """Whether the sampling parameters ask for rollout log-probs."""
-        return bool(self.sampling_params.get("logprobs"))
-
-    def outputs(self) -> list[TreeAgentLoopOutput]:
-        """The finished branches as rows: depth first in the order of forking, the root branch last.
-
-        The order does not depend on which of two concurrent branches forked first.
-        """
-        finished = [branch for branch in self.branches if branch.is_finished]
-        finished.sort(key=lambda branch: (branch is self.root, branch.lineage))
-        return [branch.as_output() for branch in finished]
+if TYPE_CHECKING:
+    from rollout_hooks.branch_session import BranchSession
 
 
 class Branch:
@@ -98,12 +45,12 @@ class Branch:
         index: Place in the order of creation; the root is 0.
         lineage: For the branch and each of its ancestors its number among the forks of its parent; the root has none.
         failure: Why this branch cannot go on (its last call failed, or `fail`), or None.
-        reward: What `finish` was given.
+        reward: What `finish` was given; rewards of `add_reward` are not in it.
         metrics: Seconds and counts of this branch, verl's `AgentLoopMetrics` names.
         tool_rewards: Rewards that tools returned, reported with the row (verl's `tool_rewards`).
     """
 
-    def __init__(self, session: BranchSession, parent: "Branch | None" = None) -> None:
+    def __init__(self, session: "BranchSession", parent: "Branch | None" = None) -> None:
         self._session = session
         self.index = len(session.branches)
         self.lineage: tuple[int, ...] = (*parent.lineage, parent._num_forks) if parent else ()
@@ -210,12 +157,14 @@ class Branch:
             self._num_forks += 1
         return forks
 
-    def rewind(self, to: int) -> None:
+    def rewind(self, to: int, *, keep_rewards: bool = False) -> None:
         """Put the cursor back to an earlier `position`; what came after it leaves this branch (fork first to keep it).
 
         Args:
             to: A position between 0 and the present one; inside a generated turn too, and inside the prompt. Behind a
                 rewind into the prompt, the tokens observed before the next call are the row's prompt, not response.
+            keep_rewards: What becomes of rewards of `add_reward` on the tokens that leave: they leave too, or (True)
+                they move to the last sampled token that stays, to the next one sampled if none stays.
 
         Raises:
             ValueError: If `to` lies elsewhere, or the branch is finished or has failed.
@@ -226,7 +175,7 @@ class Branch:
                 f"rewind({to}): must be between 0 and the cursor, {self.position}; note `branch.position` where you "
                 "may want to return to"
             )
-        self._tokens.cut(to)
+        self._tokens.cut(to, keep_rewards=keep_rewards)
 
     def restart(self, prompt_ids: Sequence[int]) -> None:
         """Put the cursor at the end of another prompt; what the branch held before leaves it (fork first to keep it).
@@ -242,6 +191,30 @@ class Branch:
             raise ValueError("restart([]): a prompt has at least one token")
         self.rewind(0)
         self.observe(prompt_ids)
+
+    def add_reward(self, value: float) -> None:
+        """Reward what the model has generated last: a node of the tree, a step of a process.
+
+        The reward lies on the last token of the branch that the model sampled, also where the environment has answered
+        since. Each leaf that goes on from here has it: this branch and those forked from it later, not those forked
+        before. Several rewards add up, with each other and with that of the leaf.
+
+        Args:
+            value: A finite number; it is added to the reward of each of these leaves.
+
+        Raises:
+            ValueError: If `value` is no finite number, if the model has sampled no token of this branch, or if the
+                branch is finished or has failed.
+        """
+        self._check_open("add_reward")
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise ValueError(f"add_reward({value!r}): a reward is a finite number; leave out what has none")
+        if not self._tokens.has_generated:
+            raise ValueError(
+                f"add_reward({value}) on branch {self.index}: it holds no token that the model sampled; generate "
+                "before, or give the reward to `finish`"
+            )
+        self._tokens.reward(float(value))
 
     def fail(self, reason: str) -> None:
         """End this branch with a reason: a tool that took too long, a context that leaves no room to generate.
@@ -260,7 +233,7 @@ class Branch:
 
         Args:
             reward: The leaf's own reward. None leaves it to verl: its reward function scores the last leaf of the
-                session, and leaves before it get a copy of that score.
+                session, and leaves before it get a copy of that score. Rewards of `add_reward` come on top of either.
             extra_info: Reported with the reward, verl's `reward_extra_info`.
 
         Raises:
@@ -281,7 +254,10 @@ class Branch:
         """The branch as a row: its prompt (the root prompt, if it was not left), and all that follows as response."""
         tokens = self._tokens
         response = slice(tokens.prompt_len, tokens.prompt_len + self._session.response_length)
-        extra_fields: dict[str, Any] = {"turn_scores": [], "tool_rewards": list(self.tool_rewards)}
+        extra_fields: dict[str, Any] = {
+            "turn_scores": [value for _, value in tokens.rewards],
+            "tool_rewards": list(self.tool_rewards),
+        }
         if tokens.versions:
             versions = [version for _, version in tokens.versions]
             extra_fields |= {"min_global_steps": min(versions), "max_global_steps": max(versions)}
@@ -297,6 +273,7 @@ class Branch:
             reward_score=self.reward,
             leaf_reward=self.reward,
             leaf_reward_extra_info=self._reward_extra_info,
+            node_rewards=tuple((position - tokens.prompt_len, value) for position, value in tokens.rewards),
         )
 
     def _append_generated(self, output: TokenOutput) -> None:

@@ -20,6 +20,7 @@ class BranchTokens:
         prompt_len: Tokens of the row's prompt.
         is_prompt_open: Whether what is read next belongs to the prompt.
         versions: (position, version of the weights) of the calls that generated tokens from that position on.
+        rewards: (position of a token, reward) in the order in which they were given.
     """
 
     token_ids: list[int]
@@ -28,6 +29,7 @@ class BranchTokens:
     prompt_len: int
     is_prompt_open: bool = False
     versions: list[tuple[int, int]] = field(default_factory=list)
+    rewards: list[tuple[int, float]] = field(default_factory=list)
 
     @classmethod
     def of_prompt(cls, prompt_ids: Sequence[int]) -> "BranchTokens":
@@ -43,7 +45,13 @@ class BranchTokens:
             self.prompt_len,
             self.is_prompt_open,
             list(self.versions),
+            list(self.rewards),
         )
+
+    @property
+    def has_generated(self) -> bool:
+        """Whether there is a generated token."""
+        return any(self.mask)
 
     @property
     def num_turns(self) -> int:
@@ -69,11 +77,23 @@ class BranchTokens:
         self.mask += [1] * len(token_ids)
         self.log_probs += [float(value) for value in log_probs]
 
-    def cut(self, to: int) -> None:
-        """Drop everything from position `to` on; inside the prompt this opens it."""
+    def reward(self, value: float) -> None:
+        """Reward the last generated token; there is one."""
+        last = max(position for position, is_generated in enumerate(self.mask) if is_generated)
+        self.rewards.append((last, value))
+
+    def cut(self, to: int, *, keep_rewards: bool = False) -> None:
+        """Drop everything from position `to` on, or (`keep_rewards`) all but rewards; inside the prompt this opens it.
+
+        Rewards that are kept lie before `to`, on a token of any kind: whoever reads them looks for the generated one.
+        """
         for values in (self.token_ids, self.mask, self.log_probs):
             del values[to:]
         self.versions = [(start, version) for start, version in self.versions if start < to]
+        if keep_rewards:
+            self.rewards = [(min(position, to - 1), value) for position, value in self.rewards]
+        else:
+            self.rewards = [(position, value) for position, value in self.rewards if position < to]
         if to < self.prompt_len:
             self.prompt_len = to
             self.is_prompt_open = True

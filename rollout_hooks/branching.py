@@ -19,7 +19,8 @@ from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
-from rollout_hooks.branch import Branch, BranchSession
+from rollout_hooks.branch import Branch
+from rollout_hooks.branch_session import BranchSession
 from rollout_hooks.outputs import SessionFailed, TreeAgentLoopOutput, describe_error
 
 __all__ = ["Branch", "BranchSession", "BranchingAgentLoop"]
@@ -148,6 +149,6 @@ class BranchingAgentLoop(AgentLoopBase):
             return False
         # Some chat templates replace the model's last stop token; the builder then reports removed tokens.
         kept = branch.position - merged.removed_prefix_token_count
-        branch.rewind(kept)
+        branch.rewind(kept, keep_rewards=True)
         branch.observe(merged.token_ids[kept:])
         return True

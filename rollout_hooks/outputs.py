@@ -2,7 +2,8 @@
 
 verl 0.9.1 scores only the last output of a session and then copies that score to all the others
 (`trainer/ppo/v1/agent_loop_tq.py`, `_agent_loop_postprocess`). `TreeAgentLoopOutput` carries a leaf reward which that
-copy does not touch and which `as_dict` writes to `rm_scores`; everything else is verl's `AgentLoopOutput`.
+copy does not touch, and rewards of single nodes which are added to either; `as_dict` writes them to `rm_scores`.
+Everything else is verl's `AgentLoopOutput`.
 """
 
 import math
@@ -25,6 +26,16 @@ class TreeAgentLoopOutput(AgentLoopOutput):
     """The leaf's own reward; None leaves the reward to verl."""
     leaf_reward_extra_info: dict[str, Any] | None = None
     """What to report with that reward (verl's `reward_extra_info`); None leaves it to verl."""
+    node_rewards: tuple[tuple[int, float], ...] = ()
+    """Rewards of nodes on the path: (position in the response, reward). Each is written to the last trained token at or
+    before its position, to the first trained one if there is none: so none is lost with tokens that are cut off."""
+
+    @field_validator("node_rewards")
+    @classmethod
+    def _finite_nodes(cls, values: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        if not all(math.isfinite(value) for _, value in values):
+            raise ValueError(f"node_rewards={values}: a reward must be finite; leave out what has none")
+        return values
 
     @field_validator("leaf_reward")
     @classmethod
@@ -38,19 +49,39 @@ class TreeAgentLoopOutput(AgentLoopOutput):
 
         Returns:
             verl's fields: `prompts` (P,), `responses` (R,), `response_mask` (R,) int64, `rollout_log_probs` (R,)
-            float32 when there are log-probs, `rm_scores` (R,) float32 with the reward on the last token when there
-            is one, and the non-tensor fields that were set.
+            float32 when there are log-probs, `rm_scores` (R,) float32 with the reward on the last token, plus node
+            rewards on theirs, when there is a reward, and the non-tensor fields that were set.
+
+        Raises:
+            ValueError: If there are node rewards and neither a leaf reward nor a score of verl's.
         """
         row = super().as_dict()
-        row.pop("leaf_reward", None)
-        row.pop("leaf_reward_extra_info", None)
+        for name in ("leaf_reward", "leaf_reward_extra_info", "node_rewards"):
+            row.pop(name, None)
         if self.leaf_reward is not None:
             rm_scores = torch.zeros_like(row["response_mask"], dtype=torch.float32)
             rm_scores[-1] = self.leaf_reward
             row["rm_scores"] = rm_scores
+        if self.node_rewards:
+            row["rm_scores"] = self._with_node_rewards(row.get("rm_scores"), row["response_mask"])
         if self.leaf_reward_extra_info is not None:
             row["extra_fields"]["reward_extra_info"] = dict(self.leaf_reward_extra_info)
         return row
+
+    def _with_node_rewards(self, scores: torch.Tensor | None, response_mask: torch.Tensor) -> torch.Tensor:
+        if scores is None:
+            raise ValueError(
+                f"node_rewards={self.node_rewards} on a leaf without a score: finish it with a reward, 0.0 if it has "
+                "none, or let verl's reward function score it; with reward.reward_model on the actor's resource pool, "
+                "which scores rows later and would overwrite them, set reward.reward_model.enable_resource_pool=True"
+            )
+        trained = response_mask.nonzero().flatten()
+        assert len(trained), "rows without a trained token are dropped before (rows.py)"
+        scores = scores.double()
+        for position, value in self.node_rewards:
+            before = trained[trained <= position]
+            scores[before[-1] if len(before) else trained[0]] += value
+        return scores.float()
 
 
 class SessionFailed(RuntimeError):

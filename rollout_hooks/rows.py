@@ -134,12 +134,17 @@ def _realigned(tree: SessionTree, output: AgentLoopOutput, *, limits: RowLimits)
     prompt_len = min(realignment.position(len(output.prompt_ids)), limits.prompt_length)
     response = slice(prompt_len, prompt_len + limits.response_length)
     mask = realignment.spread(np.array([0] * len(output.prompt_ids) + list(output.response_mask)))
-    update = {
+    update: dict[str, Any] = {
         "prompt_ids": realignment.token_ids[:prompt_len].tolist(),
         "response_ids": realignment.token_ids[response].tolist(),
         "response_mask": mask[response].tolist(),
         "response_logprobs": None,
     }
+    if isinstance(output, TreeAgentLoopOutput):
+        update["node_rewards"] = tuple(
+            (realignment.position(len(output.prompt_ids) + position) - prompt_len, value)
+            for position, value in output.node_rewards
+        )
     return output.model_copy(update=update)
 
 

@@ -86,7 +86,7 @@ def test_request_id_reaches_vllm_only_under_full_determinism():
 
 
 def test_agent_loop_output_fields():
-    """outputs.TreeAgentLoopOutput adds two fields; rows.py names these."""
+    """outputs.TreeAgentLoopOutput adds three fields; rows.py names these."""
     assert set(AgentLoopOutput.model_fields) == {
         "prompt_ids",
         "response_ids",

@@ -1,4 +1,4 @@
-"""An agent loop that branches whatever the model says: trees three forks deep, with a reward for every leaf."""
+"""An agent loop that branches whatever the model says: trees three forks deep, with a reward for every leaf and one for the first turn."""
 
 from typing import Any
 
@@ -8,12 +8,13 @@ TURN_LEN = 5
 
 
 class ForkingLoop(BranchingAgentLoop):
-    """Generates, forks, observes, generates, forks again; a leaf's reward is its share of even tokens."""
+    """Generates, forks, observes, generates, forks again; a leaf's reward is its share of even tokens, and 1."""
 
     async def run_branches(self, root: Branch, **row: Any) -> None:
         """One session: four leaves, the main branch last."""
         del row
         await root.generate({"max_tokens": TURN_LEN})
+        root.add_reward(1.0)
         (side,) = root.fork()
         for branch, mark in ((side, 3), (root, 4)):
             branch.observe([mark] * 3)

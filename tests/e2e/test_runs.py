@@ -52,6 +52,8 @@ def test_the_rollouts_branch(tree: dict[int, dict[str, Any]]) -> None:
         assert metrics["tree/leaves_per_session"] == 4.0
         assert metrics["tree/por"] > 0.4 and metrics["tree/depth"] >= 3
         assert metrics["tree/failed_sessions"] == 0 and metrics["tree/forks"] > 0
+        # A share of even tokens, and the first turn's 1.
+        assert 1 <= metrics["tree/leaf_reward/mean"] <= metrics["critic/score/max"] <= 2
         assert 1.5 < metrics["tree/compression"] <= 1 / (1 - metrics["tree/por"]) + 1e-6
 
 
