@@ -1,4 +1,4 @@
-"""An agent loop that branches whatever the model says: trees three forks deep, with a reward for every leaf and one for the first turn."""
+"""Branches whatever the model says: trees three forks deep, a reward for every leaf and one for the first turn."""
 
 from typing import Any
 
