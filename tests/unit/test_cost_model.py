@@ -221,7 +221,7 @@ def test_packs_of_one_shape_are_still_predicted():
 @seeded
 @given(seed=st.integers(0, 10_000), num_works=st.integers(MIN_MEASUREMENTS, 30), noise=st.sampled_from([0.05, 0.2]))
 def test_packs_that_are_nearly_alike_do_not_seem_free_to_cut(seed, num_works, noise):
-    """Sizes that differ by less than the noise do not tell tokens from packs: half a pack must still cost about half."""
+    """Sizes that differ by less than the noise do not tell tokens from packs: half a pack still costs about half."""
     rng = np.random.default_rng(seed)
     works = [
         Work(int(tokens), int(tokens * tokens / 8), int(tokens * 0.6), int(tokens / 50), 1)
