@@ -61,6 +61,8 @@ class BlackboxAgentLoop(AgentLoopBase):
         drain_s: Seconds that calls may go on after the agent has ended, e.g. those whose client went away.
         fixed_sampling: Sampling parameters in which the run overrules the agent. verl computes log-probs at
             `rollout.temperature`, so an agent that sets another temperature trains at the wrong one: name it here.
+        constrained_decoding: Whether the agent may force tool calls and JSON. Such turns are not sampled from the
+            policy alone; False refuses the request.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class BlackboxAgentLoop(AgentLoopBase):
         timeout_s: float = 600.0,
         drain_s: float = 60.0,
         fixed_sampling: Sequence[str] = (),
+        constrained_decoding: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -80,6 +83,7 @@ class BlackboxAgentLoop(AgentLoopBase):
         self._timeout_s = timeout_s
         self._drain_s = drain_s
         self._fixed_sampling = frozenset(fixed_sampling)
+        self._constrained_decoding = constrained_decoding
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[TreeAgentLoopOutput]:
         """Run one session; verl's entry point.
@@ -136,6 +140,7 @@ class BlackboxAgentLoop(AgentLoopBase):
                 fixed=self._fixed_sampling,
                 context_len=min(rollout.max_model_len or row_len, row_len),
                 response_len=rollout.response_length,
+                constrained_decoding=self._constrained_decoding,
             ),
         )
 

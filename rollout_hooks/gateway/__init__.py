@@ -7,6 +7,8 @@
 
 `turn`            one turn of the model, asked for and given
 `requests`        the bodies of the two APIs
+`request_parts`   what both bodies have
+`constraints`     turns of a prescribed form
 `chat_format`     between messages and tokens
 `engine`          what an engine is to the gateway: verl's client, vLLM's AsyncLLM
 `session`         the calls of one session

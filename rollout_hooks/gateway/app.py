@@ -2,7 +2,7 @@
 
     POST /sessions/{id}/v1/chat/completions     or  /v1/chat/completions  with the header X-Session-Id
     POST /sessions/{id}/v1/responses            or  /v1/responses         with the header X-Session-Id
-    GET  /sessions/{id}/v1/models               or  /v1/models
+    GET  /sessions/{id}/v1/models[/{model}]     or  /v1/models[/{model}]
 
 Checked in this order: token (401), session (404), calls in flight (429), size of the body (413), the body (400).
 """
@@ -118,6 +118,7 @@ class Gateway:
         router.add_api_route("/chat/completions", self._chat_completions, methods=["POST"])
         router.add_api_route("/responses", self._responses, methods=["POST"])
         router.add_api_route("/models", self._models, methods=["GET"])
+        router.add_api_route("/models/{model:path}", self._model, methods=["GET"])
         app.include_router(router, prefix="/v1")
         app.include_router(router, prefix="/sessions/{session_id}/v1")
         app.add_exception_handler(ApiError, _error_response)
@@ -127,8 +128,15 @@ class Gateway:
 
     async def _models(self, request: Request) -> Response:
         self._authorise(request)
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "verl_tree"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self._model_card()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._authorise(request)
+        self._check_model(request.path_params["model"])
+        return JSONResponse(self._model_card())
+
+    def _model_card(self) -> dict[str, Any]:
+        return {"id": self.model, "object": "model", "created": 0, "owned_by": "verl_tree"}
 
     async def _chat_completions(self, request: Request) -> Response:
         session, body = await self._admit(request, ChatBody)
@@ -142,7 +150,8 @@ class Gateway:
 
     async def _responses(self, request: Request) -> Response:
         session, body = await self._admit(request, ResponsesBody)
-        wanted = body.turn_request()
+        previous = body.previous_response_id
+        wanted = body.turn_request(() if previous is None else session.messages_until(previous))
         self._check_room(wanted.num_choices)
         (call,) = session.start(wanted)
         answer = ResponsesAnswer(session, body, request=wanted, call=call)
@@ -165,14 +174,13 @@ class Gateway:
             body = body_class.model_validate_json(raw)
         except ValidationError as error:
             raise invalid_request(error) from error
-        if body.model != self.model:
-            raise ApiError(
-                404,
-                f"model {body.model!r} is not served; ask for {self.model!r}",
-                code="model_not_found",
-                param="model",
-            )
+        self._check_model(body.model)
         return session, body
+
+    def _check_model(self, name: str) -> None:
+        if name != self.model:
+            message = f"model {name!r} is not served; ask for {self.model!r}"
+            raise ApiError(404, message, code="model_not_found", param="model")
 
     def _authorise(self, request: Request) -> None:
         given = request.headers.get("authorization", "")

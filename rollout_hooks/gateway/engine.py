@@ -5,6 +5,7 @@ nothing and decides nothing about tokens. `ClientEngine` is verl's client; it ha
 `AsyncLLMEngine` is vLLM in this process; it hands tokens over as they come.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -43,7 +44,8 @@ class SessionEngine(Protocol):
 
         Args:
             prompt_ids: What the model reads.
-            sampling_params: verl's names: those of vLLM's `SamplingParams`, with a bool for `logprobs`.
+            sampling_params: verl's names: those of vLLM's `SamplingParams`, with a bool for `logprobs` and the
+                arguments of vLLM's `StructuredOutputsParams` for `structured_outputs`.
 
         Yields:
             The generated tokens, in one or several chunks.
@@ -73,12 +75,13 @@ class ClientEngine:
         self, prompt_ids: Sequence[int], *, sampling_params: Mapping[str, Any]
     ) -> AsyncIterator[TokenChunk]:
         """See `SessionEngine.stream`."""
+        params = await _with_vllm_form(sampling_params)
         # The client takes its place among the calls before it first waits for anything.
         call = len(self.tree.calls)
         output = await self._client.generate(
             f"{self._request_id}-{call}" if self._unique_request_ids else self._request_id,
             prompt_ids=list(prompt_ids),
-            sampling_params=dict(sampling_params),
+            sampling_params=params,
         )
         yield TokenChunk(call, list(output.token_ids), output.log_probs or None, output.stop_reason in ABORTED)
 
@@ -102,7 +105,8 @@ class AsyncLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = {name: value for name, value in sampling_params.items() if name != "logprobs"}
+        params = await _with_vllm_form(sampling_params)
+        params.pop("logprobs", None)
         settings = SamplingParams(**params, logprobs=0, output_kind=RequestOutputKind.DELTA)
         call = len(self.tree.calls)
         async with aclosing(self._llm.generate(list(prompt_ids), settings, uuid4().hex)) as outputs:
@@ -111,3 +115,19 @@ class AsyncLLMEngine:
                 token_ids = list(completion.token_ids)
                 log_probs = [completion.logprobs[i][token].logprob for i, token in enumerate(token_ids)]
                 yield TokenChunk(call, token_ids, log_probs, completion.finish_reason == "abort")
+
+
+async def _with_vllm_form(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling parameters with `structured_outputs` as vLLM's own class; verl's server hands it on as it is."""
+    params = dict(sampling_params)
+    if "structured_outputs" in params:
+        # vLLM is imported by the server's process and not by this one; it takes seconds, in which others go on.
+        form_class = await asyncio.to_thread(_structured_outputs_class)
+        params["structured_outputs"] = form_class(**params["structured_outputs"])
+    return params
+
+
+def _structured_outputs_class() -> type:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams

@@ -1,6 +1,7 @@
 """What the gateway says when it refuses or fails: a status and OpenAI's error JSON."""
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 
 class ApiError(Exception):
@@ -33,12 +34,47 @@ class EngineFailure(ApiError):
         super().__init__(503 if is_aborted else 500, cause, code=code)
 
 
+_SAMPLING = "the policy is trained as it samples; leave it out"
+
+_REMEDIES = {
+    "background": "answers are waited for; leave it out",
+    "conversation": "send the items, or previous_response_id",
+    "frequency_penalty": _SAMPLING,
+    "include": "leave it out; for log-probs use chat/completions with logprobs=true",
+    "input": "send messages, function calls and their outputs, as text",
+    "logit_bias": _SAMPLING,
+    "messages": "send text",
+    "modalities": "the model reads and writes text; leave it out",
+    "presence_penalty": _SAMPLING,
+    "reasoning": "how a model thinks is said by the arguments of the run's chat template; leave it out",
+    "reasoning_effort": "how a model thinks is said by the arguments of the run's chat template; leave it out",
+    "service_tier": 'there is one; use "auto" or leave it out',
+    "store": "completions are not kept; leave it out",
+    "top_logprobs": "the engine gives the log-prob of the sampled token only; set logprobs=true and leave this out",
+    "truncation": "no prompt is cut; send a shorter one",
+}
+"""What to do instead, by the parameter's first name."""
+
+_MOST_CHARACTERS = 60
+"""Of a value in a message."""
+
+
 def invalid_request(error: ValidationError) -> ApiError:
-    """The 400 that names every parameter of a request that cannot be served."""
+    """The 400 that names every parameter of a request that cannot be served, its value and what to do instead."""
     problems = error.errors(include_url=False, include_context=False)
     params = [".".join(str(part) for part in problem["loc"]) or None for problem in problems]
-    lines = []
-    for param, problem in zip(params, problems, strict=True):
-        is_unknown = problem["type"] == "extra_forbidden"
-        lines.append(f"unsupported parameter {param!r}" if is_unknown else f"{param or 'body'}: {problem['msg']}")
+    lines = [_line(param, problem) for param, problem in zip(params, problems, strict=True)]
     return ApiError(400, "; ".join(lines), code="unsupported_or_invalid_parameter", param=params[0])
+
+
+def _line(param: str | None, problem: ErrorDetails) -> str:
+    reason = problem["msg"].removeprefix("Value error, ")
+    if param is None:
+        return f"body: {reason}"
+    value = repr(problem["input"])
+    if len(value) > _MOST_CHARACTERS:
+        value = value[:_MOST_CHARACTERS] + "..."
+    remedy = _REMEDIES.get(param.split(".")[0])
+    if problem["type"] == "extra_forbidden":
+        return f"unsupported parameter {param}={value}: {remedy or 'leave it out'}"
+    return f"{param}={value}: {reason}" + (f": {remedy}" if remedy else "")

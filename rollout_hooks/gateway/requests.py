@@ -2,117 +2,79 @@
 
 A parameter that is not here is refused by its name: nothing is ignored silently. null and empty lists count as not
 given. Accepted without effect on what is generated, as with OpenAI: `user`, `metadata`, `safety_identifier`,
-`prompt_cache_key`, `service_tier`, and `strict` of a function (the model's words are recorded, not constrained).
+`prompt_cache_key`, `service_tier`; and `strict` of a function, which constrains a call only where one is forced.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
+from rollout_hooks.gateway.request_parts import (
+    Body,
+    Content,
+    Function,
+    JsonObjectFormat,
+    NamedSchema,
+    SharedBody,
+    TextFormat,
+    text_of,
+)
 from rollout_hooks.gateway.turn import Message, ToolCall, TurnRequest
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_unset(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        return {name: value for name, value in values.items() if value is not None and value != []}
-
-
-class _TextPart(_Body):
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-
-
-Content = str | list[_TextPart]
-
-
-def _text(content: Content) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-class _Function(_Body):
-    name: str
-    description: str = ""
-    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
-    strict: bool = False
-
-    def as_tool(self) -> dict[str, Any]:
-        """As chat templates read it."""
-        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": function}
-
-
-class _Tool(_Body):
+class _Tool(Body):
     type: Literal["function"]
-    function: _Function
+    function: Function
 
 
-class _CalledFunction(_Body):
+class _CalledFunction(Body):
     name: str
     arguments: str
 
 
-class _ToolCall(_Body):
+class _ToolCall(Body):
     id: str
     type: Literal["function"]
     function: _CalledFunction
 
 
-class _ChatMessage(_Body):
+class _ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = ""
     name: str | None = None
-    tool_calls: list[_ToolCall] = []
+    tool_calls: list[_ToolCall] = Field(default_factory=list)
     tool_call_id: str | None = None
 
 
-class _StreamOptions(_Body):
+class _StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class _TextFormat(_Body):
-    type: Literal["text"]
+class _SchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+    def schema_of_text(self) -> dict[str, Any] | None:
+        """See `TextFormat`."""
+        return self.json_schema.json_schema
 
 
-class _Shared(_Body):
-    model: str
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    stream: bool = False
-    tool_choice: Literal["auto", "none"] = "auto"
-    parallel_tool_calls: Literal[True] = True
-    store: Literal[False] = False
-    top_logprobs: Literal[0] = 0
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: Literal["auto", "default"] = "auto"
-
-    def _sampling(self, **more: Any) -> dict[str, Any]:
-        wanted = {"temperature": self.temperature, "top_p": self.top_p, **more}
-        return {name: value for name, value in wanted.items() if value is not None}
-
-
-class ChatBody(_Shared):
+class ChatBody(SharedBody):
     """`POST /v1/chat/completions`."""
 
     messages: list[_ChatMessage]
-    tools: list[_Tool] = []
+    tools: list[_Tool] = Field(default_factory=list)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] = []
+    stop: str | list[str] = Field(default_factory=list)
     n: int = Field(1, ge=1, le=128)
     seed: int | None = None
     logprobs: bool = False
     stream_options: _StreamOptions = _StreamOptions()
-    response_format: _TextFormat | None = None
+    response_format: Annotated[TextFormat | JsonObjectFormat | _SchemaFormat, Field(discriminator="type")] | None = None
+    store: Literal[False] = False
     presence_penalty: Literal[0] = 0
     frequency_penalty: Literal[0] = 0
 
@@ -123,14 +85,18 @@ class ChatBody(_Shared):
         return self
 
     def turn_request(self) -> TurnRequest:
-        """What it asks for."""
+        """What it asks for.
+
+        Raises:
+            ApiError: 400, if a tool must be called that is not there.
+        """
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return TurnRequest(
             messages=[_chat_message(message) for message in self.messages],
-            tools=[tool.function.as_tool() for tool in self.tools],
-            parses_tools=bool(self.tools) and self.tool_choice == "auto",
-            sampling=self._sampling(max_tokens=limit, stop=list(stop) or None, seed=self.seed),
+            **self.call_rules([tool.function.as_tool() for tool in self.tools]),
+            text_schema=self.response_format and self.response_format.schema_of_text(),
+            sampling=self.sampling(max_tokens=limit, stop=list(stop) or None, seed=self.seed),
             stop=stop,
             num_choices=self.n,
             wants_log_probs=self.logprobs,
@@ -140,7 +106,7 @@ class ChatBody(_Shared):
 def _chat_message(message: _ChatMessage) -> Message:
     result: Message = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": _text(message.content),
+        "content": text_of(message.content),
     }
     if message.name is not None:
         result["name"] = message.name
@@ -154,11 +120,11 @@ def _chat_message(message: _ChatMessage) -> Message:
     return result
 
 
-class _FlatTool(_Function):
+class _FlatTool(Function):
     type: Literal["function"]
 
 
-class _MessageItem(_Body):
+class _MessageItem(Body):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content = ""
@@ -166,7 +132,7 @@ class _MessageItem(_Body):
     status: str | None = None
 
 
-class _CallItem(_Body):
+class _CallItem(Body):
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -175,7 +141,7 @@ class _CallItem(_Body):
     status: str | None = None
 
 
-class _OutputItem(_Body):
+class _OutputItem(Body):
     type: Literal["function_call_output"]
     call_id: str
     output: Content
@@ -196,34 +162,56 @@ Item = Annotated[
 ]
 
 
-class _TextOptions(_Body):
-    format: _TextFormat | None = None
+class _FlatSchemaFormat(NamedSchema):
+    type: Literal["json_schema"]
+
+    def schema_of_text(self) -> dict[str, Any] | None:
+        """See `TextFormat`."""
+        return self.json_schema
 
 
-class ResponsesBody(_Shared):
-    """`POST /v1/responses`, the part of it that agents use; a response is not kept, its items are sent back."""
+class _TextOptions(Body):
+    format: Annotated[TextFormat | JsonObjectFormat | _FlatSchemaFormat, Field(discriminator="type")] | None = None
+
+
+class ResponsesBody(SharedBody):
+    """`POST /v1/responses`, the part of it that agents use.
+
+    A response is kept while its session is open, for `previous_response_id` only; `store=False` keeps nothing.
+    """
 
     input: str | list[Item]
     instructions: str | None = None
-    tools: list[_FlatTool] = []
+    tools: list[_FlatTool] = Field(default_factory=list)
     max_output_tokens: int | None = Field(None, ge=1)
     text: _TextOptions | None = None
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False
+    store: bool = True
+    previous_response_id: str | None = None
+    # No reasoning items are given, so there is nothing to encrypt.
+    include: list[Literal["reasoning.encrypted_content"]] = Field(default_factory=list)
 
-    def turn_request(self) -> TurnRequest:
-        """What it asks for."""
-        messages: list[Message] = []
+    def turn_request(self, history: Sequence[Message] = ()) -> TurnRequest:
+        """What it asks for.
+
+        Args:
+            history: The messages up to the previous response; its instructions are not among them, as with OpenAI.
+
+        Raises:
+            ApiError: 400, if a tool must be called that is not there.
+        """
+        messages: list[Message] = [dict(message) for message in history]
         if self.instructions is not None:
-            messages.append({"role": "system", "content": self.instructions})
+            messages.insert(0, {"role": "system", "content": self.instructions})
         items = [_MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         for item in items:
             _add_item(messages, item)
         return TurnRequest(
             messages=messages,
-            tools=[tool.as_tool() for tool in self.tools],
-            parses_tools=bool(self.tools) and self.tool_choice == "auto",
-            sampling=self._sampling(max_tokens=self.max_output_tokens),
+            **self.call_rules([tool.as_tool() for tool in self.tools]),
+            text_schema=self.text and self.text.format and self.text.format.schema_of_text(),
+            sampling=self.sampling(max_tokens=self.max_output_tokens),
         )
 
 
@@ -231,11 +219,12 @@ def _add_item(messages: list[Message], item: _MessageItem | _CallItem | _OutputI
     """Append an item; the text and the calls of one turn of the model are several items and one message."""
     if isinstance(item, _MessageItem):
         role = "system" if item.role == "developer" else item.role
-        messages.append({"role": role, "content": _text(item.content)})
+        messages.append({"role": role, "content": text_of(item.content)})
     elif isinstance(item, _OutputItem):
-        messages.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
+        messages.append({"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id})
     else:
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         call = ToolCall(item.call_id, item.name, item.arguments).as_message_part()
-        messages[-1].setdefault("tool_calls", []).append(call)
+        # A new list: the message may be one that is kept.
+        messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", []), call]

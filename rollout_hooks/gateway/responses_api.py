@@ -79,6 +79,9 @@ class ResponsesAnswer:
 
     def _finished(self, turn: Turn) -> dict[str, Any]:
         self._session.calls_of_response[self._id] = (turn.call,)
+        if self._body.store:
+            has_instructions = self._body.instructions is not None
+            self._session.keep(self._id, self._request, turn, has_instructions=has_instructions)
         is_cut = turn.finish_reason == "length"
         num_output = len(turn.token_ids)
         return {
@@ -108,14 +111,16 @@ class ResponsesAnswer:
             "metadata": body.metadata or {},
             "model": body.model,
             "output": [],
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": body.previous_response_id,
             "temperature": body.temperature,
             "top_p": body.top_p,
             "max_output_tokens": body.max_output_tokens,
             "tool_choice": body.tool_choice,
             "tools": [{"type": "function", **tool["function"], "strict": False} for tool in self._request.tools],
             "truncation": "disabled",
-            "store": False,
+            "text": body.text.model_dump(by_alias=True) if body.text else {"format": {"type": "text"}},
+            "store": body.store,
         }
 
     def _items(self, turn: Turn) -> list[dict[str, Any]]:

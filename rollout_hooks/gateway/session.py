@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_hooks.gateway.chat_format import ChatFormat, TextStream
+from rollout_hooks.gateway.constraints import is_constrained, structured_outputs
 from rollout_hooks.gateway.engine import SessionEngine, TokenChunk
 from rollout_hooks.gateway.errors import ApiError, EngineFailure
 from rollout_hooks.gateway.turn import Message, ToolCall, Turn, TurnRequest
@@ -36,12 +37,14 @@ class SessionSettings:
             assumes one.
         context_len: Most tokens of a prompt and its answer together; None leaves it to the engine.
         response_len: Most tokens of an answer whose request names no limit, or a higher one; None for no limit.
+        constrained_decoding: Whether requests may prescribe a form of the answer; see `constraints`.
     """
 
     sampling: Mapping[str, Any]
     fixed: frozenset[str] = frozenset()
     context_len: int | None = None
     response_len: int | None = None
+    constrained_decoding: bool = True
 
     def __post_init__(self) -> None:
         unknown = sorted(self.fixed - set(self.sampling))
@@ -49,7 +52,7 @@ class SessionSettings:
             raise ValueError(f"fixed={sorted(self.fixed)}: give values for {', '.join(unknown)} in `sampling`")
 
     def sampling_params(self, request: TurnRequest, *, num_prompt: int, choice: int) -> dict[str, Any]:
-        """The sampling parameters of one call.
+        """The sampling parameters of one call, but for the form of its answer.
 
         Raises:
             ApiError: 400, if the prompt leaves no room for an answer.
@@ -136,6 +139,7 @@ class GatewaySession:
         self.running: set[RunningCall] = set()
         self.calls_of_response: dict[str, tuple[int, ...]] = {}
         """Indices in the tree of the calls that gave a response, by the response's id."""
+        self._kept: dict[str, tuple[Message, ...]] = {}
         self._raw_turns: dict[str, tuple[str, str]] = {}
         """Content and whole text of the turns with tool calls, by their calls."""
 
@@ -143,15 +147,16 @@ class GatewaySession:
         """Start the calls of a request, one for each choice.
 
         Raises:
-            ApiError: 400, if the prompt is too long or there is no tool parser.
+            ApiError: 400, if the prompt is too long, there is no tool parser, or the form cannot be kept to.
         """
         if request.parses_tools and self.chat_format.tool_parser is None:
             raise ApiError(400, "this model has no tools: no tool parser was given", code="no_tools", param="tools")
         messages = [self._as_written(message) for message in request.messages]
         prompt_ids = self.chat_format.prompt_ids(messages, request.tools)
         num_prompt = len(prompt_ids)
+        form = self._form(request)
         params = [
-            self.settings.sampling_params(request, num_prompt=num_prompt, choice=choice)
+            {**self.settings.sampling_params(request, num_prompt=num_prompt, choice=choice), **form}
             for choice in range(request.num_choices)
         ]
         calls = [
@@ -207,6 +212,43 @@ class GatewaySession:
             finish_reason="tool_calls" if calls else finish_reason,
             num_prompt=call.num_prompt,
         )
+
+    def keep(self, response_id: str, request: TurnRequest, turn: Turn, *, has_instructions: bool) -> None:
+        """Keep the messages up to a response, for requests that go on from it."""
+        message: Message = {"role": "assistant", "content": turn.content}
+        if turn.tool_calls:
+            message["tool_calls"] = [call.as_message_part() for call in turn.tool_calls]
+        self._kept[response_id] = (*request.messages[has_instructions:], message)
+
+    def messages_until(self, response_id: str) -> tuple[Message, ...]:
+        """The messages up to a response that was kept.
+
+        Raises:
+            ApiError: 400, if there is none of that id.
+        """
+        if response_id not in self._kept:
+            raise ApiError(
+                400,
+                f"previous_response_id={response_id!r} is no kept response of this session (store=false, or another "
+                "session): send its items in `input` instead",
+                code="previous_response_not_found",
+                param="previous_response_id",
+            )
+        return self._kept[response_id]
+
+    def _form(self, request: TurnRequest) -> dict[str, Any]:
+        """The sampling parameter that makes the engine keep to a form, if one is asked for."""
+        if not is_constrained(request):
+            return {}
+        if not self.settings.constrained_decoding:
+            raise ApiError(
+                400,
+                "this run takes no forced tool_choice, parallel_tool_calls=false or response_format: its tokens shall "
+                "be the policy's own; leave them out, or set constrained_decoding=true",
+                code="unsupported_or_invalid_parameter",
+                param="tool_choice" if request.text_schema is None else "response_format",
+            )
+        return {"structured_outputs": structured_outputs(request, self.chat_format.tool_parser)}
 
     async def _parse(
         self, token_ids: Sequence[int], request: TurnRequest, *, text: str

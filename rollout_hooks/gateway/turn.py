@@ -16,6 +16,9 @@ class TurnRequest:
         messages: The history, in the words of chat templates.
         tools: Function tools in the form of Chat Completions; rendered by the chat template.
         parses_tools: Whether the answer is searched for tool calls.
+        forced_tools: Names of the tools of which the answer must call one; empty for an answer as the model likes.
+        single_call: Whether the answer may make one call at most.
+        text_schema: JSON schema that the text must follow, None for any text.
         sampling: What the client asked for, under vLLM's names.
         stop: Strings that end the answer; they are not part of the text that the client gets.
         num_choices: Answers to sample.
@@ -25,6 +28,9 @@ class TurnRequest:
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)
     parses_tools: bool = False
+    forced_tools: tuple[str, ...] = ()
+    single_call: bool = False
+    text_schema: dict[str, Any] | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     num_choices: int = 1

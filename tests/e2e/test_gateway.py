@@ -1,10 +1,12 @@
 """Capture in three places in front of one real vLLM engine on the CPU: verl's client, AsyncLLM, and the gateway."""
 
 import asyncio
+import json
 import os
 import pathlib
 import sys
 from contextlib import aclosing
+from functools import partial
 from types import SimpleNamespace
 
 import openai
@@ -252,6 +254,43 @@ def test_the_same_agent_gives_the_same_forest_in_all_three_places(loop, engine):
     assert all(value < 0 for *_, log_probs in leaves for value in log_probs if value)
     for tree in trees[1:]:
         assert forest(tree) == (leaves, calls)
+
+
+CHOICE = {"type": "string", "enum": ["left", "right"]}
+TURN_TO = {"type": "object", "properties": {"to": CHOICE}, "required": ["to"], "additionalProperties": False}
+TURN_TOOL = {"type": "function", "function": {"name": "turn", "description": "Turn.", "parameters": TURN_TO}}
+TURN_JSON = {"type": "json_schema", "json_schema": {"name": "turn", "schema": TURN_TO}}
+
+
+@pytest.mark.parametrize("place", ["verls_client", "async_llm"])
+def test_a_random_model_keeps_to_a_prescribed_form(loop, engine, place):
+    """Calls and JSON that such a model would never write; every token is recorded as it was sampled."""
+    if place == "verls_client":
+        session_engine = ClientEngine(recording_client(engine))
+    else:
+        session_engine = AsyncLLMEngine(RecordingAsyncLLM(engine, new_tree=new_tree))
+    gateway = Gateway()
+    settings = SessionSettings(sampling={"temperature": 1.0, "logprobs": True}, context_len=CONTEXT_LEN)
+    gateway.open_session("s", session_engine, chat_format=chat_format(), settings=settings)
+
+    async def ask():
+        async with (
+            serve(gateway) as address,
+            openai.AsyncOpenAI(base_url=address.session_url("s"), api_key=address.api_key) as client,
+        ):
+            create = partial(client.chat.completions.create, model="policy", messages=user("where?"), seed=1)
+            forced = await create(tools=[TURN_TOOL], tool_choice="required", parallel_tool_calls=False)
+            free = await create(tools=[TURN_TOOL], max_tokens=20)
+            return forced.choices[0], free.choices[0], (await create(response_format=TURN_JSON)).choices[0]
+
+    forced, free, written = loop.run_until_complete(ask())
+    (call,) = forced.message.tool_calls
+    assert call.function.name == "turn" and json.loads(call.function.arguments)["to"] in CHOICE["enum"]
+    assert not free.message.tool_calls
+    assert json.loads(written.message.content)["to"] in CHOICE["enum"]
+    calls = session_engine.tree.calls
+    assert [each.status for each in calls] == [CallStatus.COMPLETED] * 3
+    assert sum(leaf.is_generated.sum() for leaf in session_engine.tree.leaves()) == sum(c.num_output for c in calls)
 
 
 async def read_stream(create, messages, *, goes_away):

@@ -28,9 +28,13 @@ pytestmark = pytest.mark.timeout(60)
 UNSUPPORTED = [
     ("audio", {"voice": "x"}, "audio"),
     ("top_logprobs", 3, "top_logprobs"),
-    ("response_format", {"type": "json_object"}, "response_format.type"),
+    ("response_format", {"type": "grammar", "grammar": "x"}, "response_format"),
+    ("response_format", {"type": "json_schema"}, "response_format.json_schema.json_schema"),
     ("tool_choice", "required", "tool_choice"),
-    ("parallel_tool_calls", False, "parallel_tool_calls"),
+    ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, "tool_choice"),
+    ("parallel_tool_calls", "no way", "parallel_tool_calls"),
+    ("store", True, "store"),
+    ("reasoning_effort", "low", "reasoning_effort"),
     ("logit_bias", {"5": 1}, "logit_bias"),
     ("frequency_penalty", 0.5, "frequency_penalty"),
     ("n", 0, "n"),
@@ -65,7 +69,8 @@ def test_what_cannot_be_served_is_refused_by_name(name, value, param):
     "more",
     [
         {"previous_response_id": "r"},
-        {"store": True},
+        {"include": ["message.output_text.logprobs"]},
+        {"truncation": "auto"},
         {"reasoning": {"effort": "low"}},
         {"input": [{"type": "reasoning"}]},
     ],
@@ -78,6 +83,27 @@ def test_responses_refuse_what_they_do_not_keep(more):
 
     with pytest.raises(openai.BadRequestError, match=next(iter(more))):
         run(body)
+
+
+def test_a_refusal_names_field_value_and_remedy():
+    """As LangChain (`top_logprobs=2`) and the Agents SDK (`Reasoning(effort="low")`) send them."""
+
+    async def body():
+        async with served() as server:
+            server.open("s", client_engine(lambda _: "x"))
+            client = server.client("s")
+            with pytest.raises(openai.BadRequestError, match=r"top_logprobs=2: .*sampled token only; .*leave this out"):
+                await client.chat.completions.create(model="policy", messages=user("q"), logprobs=True, top_logprobs=2)
+            with pytest.raises(openai.BadRequestError, match=r"reasoning={'effort': 'low'}: .*chat template; leave it"):
+                await client.responses.create(model="policy", input="q", reasoning={"effort": "low"})
+            with pytest.raises(openai.BadRequestError, match=r"tool_choice='some': use \"auto\", \"none\""):
+                await client.responses.create(model="policy", input="q", tool_choice="some")
+            with pytest.raises(openai.BadRequestError, match=r"best_of='a{50,59}\.\.\.: leave it out"):
+                await client.chat.completions.create(
+                    model="policy", messages=user("q"), extra_body={"best_of": "a" * 500}
+                )
+
+    run(body)
 
 
 def test_parameters_without_an_effect_and_nulls_are_taken():

@@ -1,0 +1,117 @@
+"""Turns of a prescribed form: forced tool calls, one call at most, text that follows a JSON schema.
+
+The engine keeps to a form by masking, at each step, the tokens that would leave it (vLLM's structured outputs). What
+is built here are the fields of vLLM's `StructuredOutputsParams`; a form with tool calls is a structural tag of
+XGrammar (0.2), which describes the calls as the model's tool parser reads them back.
+
+The tokens are sampled, and their log-probs given, under the mask: another distribution than the policy alone.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from verl.experimental.agent_loop.tool_parser import HermesToolParser, Qwen3XMLToolParser, ToolParser
+
+from rollout_hooks.gateway.errors import ApiError
+from rollout_hooks.gateway.turn import TurnRequest
+
+_TRIGGER = "<tool_call>"
+
+Tags = list[dict[str, Any]]
+
+
+def structured_outputs(request: TurnRequest, tool_parser: ToolParser | None) -> dict[str, Any] | None:
+    """The form of the turn that a request asks for.
+
+    Returns:
+        Arguments of vLLM's `StructuredOutputsParams`, or None where the model is free.
+
+    Raises:
+        ApiError: 400, if calls of this model's format cannot be forced, or a schema is not one.
+    """
+    # XGrammar comes with vLLM, and is of no use to sessions that prescribe nothing.
+    from xgrammar import Grammar
+
+    if request.text_schema is not None and not request.parses_tools:
+        schema = json.dumps(request.text_schema)
+        _check("response_format", lambda: Grammar.from_json_schema(schema))
+        # Not as a structural tag: vLLM takes another backend for schemas that XGrammar cannot keep to.
+        return {"json": schema}
+    form = _form_with_calls(request, tool_parser)
+    tag = json.dumps({"type": "structural_tag", "format": form})
+    _check("tools", lambda: Grammar.from_structural_tag(tag))
+    return {"structural_tag": tag}
+
+
+def is_constrained(request: TurnRequest) -> bool:
+    """Whether a request prescribes anything."""
+    calls = request.parses_tools and (bool(request.forced_tools) or request.single_call)
+    return calls or request.text_schema is not None
+
+
+def _form_with_calls(request: TurnRequest, tool_parser: ToolParser | None) -> dict[str, Any]:
+    if type(tool_parser) not in _TAGS:
+        formats = "hermes, qwen3_coder"
+        raise ApiError(
+            400,
+            f"tool_choice, parallel_tool_calls=false and a response_format beside tools need a format of tool calls "
+            f"that can be enforced ({formats}), and this model's is {type(tool_parser).__name__}; leave them out",
+            code="unsupported_or_invalid_parameter",
+            param="tool_choice",
+        )
+    functions = [tool["function"] for tool in request.tools]
+    called = [each for each in functions if not request.forced_tools or each["name"] in request.forced_tools]
+    tags = _TAGS[type(tool_parser)](called)
+    ends = {"stop_after_first": request.single_call}
+    if request.forced_tools or request.text_schema is not None:
+        calls = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True, **ends}
+        if request.forced_tools:
+            return calls
+        return {"type": "or", "elements": [{"type": "json_schema", "json_schema": request.text_schema}, calls]}
+    return {"type": "triggered_tags", "triggers": [_TRIGGER], "tags": tags, **ends}
+
+
+def _hermes_tags(functions: Sequence[Mapping[str, Any]]) -> Tags:
+    """`<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, with or without line breaks inside."""
+    return [
+        {
+            "type": "tag",
+            "begin": f'{_TRIGGER}{space}{{"name": {json.dumps(function["name"])}, "arguments": ',
+            "content": {"type": "json_schema", "json_schema": _arguments_schema(function)},
+            "end": f"}}{space}</tool_call>",
+        }
+        for function in functions
+        for space in ("\n", "")
+    ]
+
+
+def _qwen3_coder_tags(functions: Sequence[Mapping[str, Any]]) -> Tags:
+    """`<function=f>` with one `<parameter=x>` for each argument, as the template of Qwen3-Coder has it."""
+    return [
+        {
+            "type": "tag",
+            "begin": f"{_TRIGGER}\n<function={function['name']}>\n",
+            "content": {"type": "json_schema", "json_schema": _arguments_schema(function), "style": "qwen_xml"},
+            "end": "\n</function>\n</tool_call>",
+        }
+        for function in functions
+    ]
+
+
+_TAGS: dict[type[ToolParser] | type[None], Callable[[Sequence[Mapping[str, Any]]], Tags]] = {
+    HermesToolParser: _hermes_tags,
+    Qwen3XMLToolParser: _qwen3_coder_tags,
+}
+
+
+def _arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "object", **function["parameters"]}
+
+
+def _check(param: str, parse: Callable[[], object]) -> None:
+    try:
+        parse()
+    except (RuntimeError, ValueError) as error:
+        message = f"{param}: the JSON schema cannot be kept to: {error}; simplify it, or leave the constraint out"
+        raise ApiError(400, message, code="unsupported_or_invalid_parameter", param=param) from error

@@ -1,0 +1,145 @@
+"""Parts that the bodies of the two APIs share: text, functions, what shapes an answer.
+
+A parameter that is not here is refused by its name: nothing is ignored silently. null and empty lists count as not
+given.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from rollout_hooks.gateway.errors import ApiError
+
+
+class Body(BaseModel):
+    """A JSON object of a request; unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unset(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None and value != []}
+
+
+class _TextPart(Body):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+Content = str | list[_TextPart]
+
+
+def text_of(content: Content) -> str:
+    """The text of a message, whose parts are pieces of one text."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
+    strict: bool = False
+
+    def as_tool(self) -> dict[str, Any]:
+        """As chat templates read it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+class TextFormat(Body):
+    """`{"type": "text"}`: no constraint."""
+
+    type: Literal["text"]
+
+    def schema_of_text(self) -> dict[str, Any] | None:
+        """The JSON schema of the text, None for any text."""
+        return None
+
+
+class JsonObjectFormat(Body):
+    """`{"type": "json_object"}`: any JSON object."""
+
+    type: Literal["json_object"]
+
+    def schema_of_text(self) -> dict[str, Any] | None:
+        """See `TextFormat`."""
+        return {"type": "object"}
+
+
+class NamedSchema(Body):
+    """A JSON schema; it is kept to whether or not the client calls it strict."""
+
+    # `schema` is the name of a method of pydantic's models.
+    name: str = ""
+    description: str = ""
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool = False
+
+
+def _known_choice(value: Any) -> Any:
+    """`tool_choice` as both APIs write it; what is named is looked up later.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    if value in ("auto", "none", "required") or _named_function(value) is not None:
+        return value
+    raise ValueError('use "auto", "none", "required", or name one function of `tools`')
+
+
+def _named_function(choice: Any) -> str | None:
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        return None
+    name = choice.get("function", choice)
+    name = name.get("name") if isinstance(name, dict) else None
+    return name if isinstance(name, str) else None
+
+
+class SharedBody(Body):
+    """The parameters that both APIs have."""
+
+    model: str
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stream: bool = False
+    tool_choice: Annotated[Any, BeforeValidator(_known_choice)] = "auto"
+    parallel_tool_calls: bool = True
+    top_logprobs: Literal[0] = 0
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] = "auto"
+
+    def sampling(self, **more: Any) -> dict[str, Any]:
+        """The sampling parameters that are given, under vLLM's names."""
+        wanted = {"temperature": self.temperature, "top_p": self.top_p, **more}
+        return {name: value for name, value in wanted.items() if value is not None}
+
+    def call_rules(self, tools: list[dict[str, Any]]) -> dict[str, Any]:
+        """The fields of a `TurnRequest` that say whether, which and how many tools may be called.
+
+        Raises:
+            ApiError: 400, if a tool must be called that is not there.
+        """
+        names = tuple(tool["function"]["name"] for tool in tools)
+        named = _named_function(self.tool_choice)
+        if (self.tool_choice == "required" and not names) or (named is not None and named not in names):
+            raise ApiError(
+                400,
+                f"tool_choice={self.tool_choice!r}, but `tools` has {', '.join(names) or 'nothing'}: add the function, "
+                "or leave tool_choice out",
+                code="unsupported_or_invalid_parameter",
+                param="tool_choice",
+            )
+        return {
+            "tools": tools,
+            "parses_tools": bool(tools) and self.tool_choice != "none",
+            "forced_tools": (named,) if named is not None else names if self.tool_choice == "required" else (),
+            "single_call": named is not None or not self.parallel_tool_calls,
+        }
