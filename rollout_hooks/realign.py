@@ -18,22 +18,23 @@ A splice stands only if
   its own sake, when nothing would be won; and a changed history keeps its own tokens from the segment of the change on.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from rollout_hooks.text_compare import CONTEXT_LEN, INCOMPLETE, Decode, may_agree, ways_that_may_agree
-from rollout_hooks.token_trie import Point, TokenTrie, common_prefix_len
+from rollout_hooks.equal_texts import EqualTexts
+from rollout_hooks.text_compare import CONTEXT_LEN, Decode, ways_that_may_agree
+from rollout_hooks.token_arrays import common_prefix_len
+from rollout_hooks.token_trie import Point, TokenTrie
 
 MAX_REPLACED_TOKENS = 64
 """Default bound of one splice, in tokens."""
 _MAX_WAYS = 16
 """Ways on from one point that are compared token by token; many more than branches that begin with the same text."""
-
-
-_NOTHING = np.zeros(0, dtype=np.int32)
 
 
 class Splice(NamedTuple):
@@ -76,12 +77,68 @@ class Realignment:
         return given + shift
 
 
+class _Found(NamedTuple):
+    """What stands for the given tokens at a place.
+
+    Attributes:
+        recorded: The tokens to splice in.
+        num_replaced: How many of the given tokens they replace.
+        num_read: How many of the given tokens from the place on decided it.
+        read_end: Position in the trie behind all that decided it.
+    """
+
+    recorded: np.ndarray
+    num_replaced: int
+    num_read: int
+    read_end: int
+
+
+class _Known(NamedTuple):
+    """Two texts found equal: the recorded tokens, and the given ones that they replace with the context behind."""
+
+    recorded: bytes
+    compared: bytes
+
+
+class _Step(NamedTuple):
+    """The state of a healing behind a splice, and what it depends on.
+
+    Attributes:
+        num_read: How many of the given tokens were read until then.
+        read_end: Position in the trie behind all that was read.
+        num_sound: How many splices stand, of those before this one.
+        point: Where the splice ends.
+    """
+
+    num_read: int
+    read_end: int
+    num_sound: int
+    point: Point
+
+
+class _Healing(NamedTuple):
+    """A prompt that was healed, for the next one that begins like it."""
+
+    given: np.ndarray
+    splices: tuple[Splice, ...]
+    steps: list[_Step]
+    """Those of the first splices; both `num_read` and `read_end` ascend."""
+
+
 @dataclass(slots=True)
 class Realigner:
     """Heals the prompts of one session.
 
+    A turn that has drifted comes back in every later prompt; it is looked for once. Nothing is taken over but what
+    would be found again, so a prompt heals as if it were the first:
+
+    - a prompt goes on from the last state of the healing before it that depends on nothing but given tokens that both
+      prompts share and on what has not changed in the trie since;
+    - where there is one way on, the fewest tokens behind which the texts are equal depend on the context, the tokens
+      compared and the context behind. So they are the same wherever these are.
+
     Attributes:
-        trie: The recorded paths.
+        trie: The recorded paths; no one else asks for its changes.
         decode: Token ids to text.
         max_tokens: Most tokens that one splice replaces, and most that it brings in.
     """
@@ -89,12 +146,14 @@ class Realigner:
     trie: TokenTrie
     decode: Decode
     max_tokens: int = MAX_REPLACED_TOKENS
-    _known: dict[bytes, tuple[np.ndarray, np.ndarray, int]] = field(default_factory=dict)
-    """Splices found before, by the tokens before them and the first ones replaced: all the given tokens that were
-    compared, the recorded ones, and how many of the given ones they replace. A turn that has drifted comes back in
-    every later prompt; so it is decoded once."""
-    _last: tuple[np.ndarray, Realignment] = (_NOTHING, Realignment(_NOTHING))
-    """The last prompt with a splice. As a rule the next one begins with the same tokens, so with the same splices."""
+    _known: dict[bytes, _Known] = field(default_factory=dict)
+    """Equal texts found before, by the tokens before them and the first ones replaced."""
+    _last: _Healing | None = None
+    """The last prompt with a splice."""
+    _texts: EqualTexts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._texts = EqualTexts(self.decode, max_tokens=self.max_tokens)
 
     def realign(self, given: np.ndarray) -> Realignment:
         """Heal the drift of a token sequence.
@@ -105,44 +164,55 @@ class Realigner:
         Returns:
             The healed sequence, which decodes to the same text.
         """
-        last_given, last = self._last
-        shared_len = common_prefix_len(given, last_given)
-        known = tuple(splice for splice in last.splices if splice.given_end + CONTEXT_LEN <= shared_len)
-        realignment = self._realign(given, known) if known else None
-        if realignment is None:
-            realignment = self._realign(given, ())
-        if realignment.splices:
-            self._last = (given, realignment)
-        return realignment
-
-    def _realign(self, given: np.ndarray, known: tuple[Splice, ...]) -> Realignment | None:
-        """Heal, with the first splices taken over from the last prompt; None if these do not stand here."""
-        at, known_len = (known[-1].given_end, known[-1].end) if known else (0, 0)
-        prompt = np.concatenate([self._last[1].token_ids[:known_len], given[at:]]) if known else given
-        point = self.trie.walk(prompt)
-        at += point.position - known_len
-        parts, splices = [prompt[: point.position]], list(known)
-        sound = (0, 0, 0)  # number of splices and parts that stand, and of the given tokens that these cover
+        trie = self.trie
+        splices, steps = self._resume(given)
+        if steps:
+            num_sound, point, at = steps[-1].num_sound, steps[-1].point, splices[-1].given_end
+            parts = [trie.tokens_to(point)]
+            point, num_followed = trie.advance(point, given[at:])
+            parts.append(given[at : at + num_followed])
+            at += num_followed
+        else:
+            num_sound, point = 0, trie.walk(given)
+            at, parts = point.position, [given[: point.position]]
         while True:
-            if splices and self._is_sound(point, splices[sound[0] :], is_at_end=at == len(given)):
-                sound = (len(splices), len(parts), at)
-            elif len(splices) == len(known) > 0:
-                return None
+            if splices and self._is_sound(point, splices[num_sound:], is_at_end=at == len(given)):
+                num_sound = len(splices)
             found = self._find_splice(point, given[at:]) if at < len(given) else None
             if found is None:
                 break
-            recorded, num_replaced = found
-            splices.append(Splice(at, at + num_replaced, point.position, point.position + len(recorded)))
-            point, num_known = self.trie.advance(point, recorded)
-            assert num_known == len(recorded)
-            at += num_replaced
-            point, num_followed = self.trie.advance(point, given[at:])
-            parts += [recorded, given[at : at + num_followed]]
+            start, (point, num_known) = point.position, trie.advance(point, found.recorded)
+            assert num_known == len(found.recorded)
+            num_read, read_end = at + found.num_read, found.read_end
+            if steps:
+                num_read, read_end = max(num_read, steps[-1].num_read), max(read_end, steps[-1].read_end)
+            steps.append(_Step(num_read, read_end, num_sound, point))
+            splices.append(Splice(at, at + found.num_replaced, start, point.position))
+            at += found.num_replaced
+            point, num_followed = trie.advance(point, given[at:])
+            parts += [found.recorded, given[at : at + num_followed]]
             at += num_followed
-        num_splices, num_parts, at = sound
-        if not num_splices:
+        if splices:
+            self._last = _Healing(given, tuple(splices), steps)
+        if not num_sound:
             return Realignment(given)
-        return Realignment(np.concatenate([*parts[:num_parts], given[at:]]), tuple(splices[:num_splices]))
+        if num_sound < len(splices):
+            at = splices[num_sound - 1].given_end
+            parts = [np.concatenate(parts)[: splices[num_sound - 1].end]]
+        return Realignment(np.concatenate([*parts, given[at:]]), tuple(splices[:num_sound]))
+
+    def _resume(self, given: np.ndarray) -> tuple[list[Splice], list[_Step]]:
+        """The splices of the last prompt that are this one's too, and the state behind each."""
+        changed = self.trie.take_lowest_change()
+        if self._last is None:
+            return [], []
+        steps = self._last.steps
+        del steps[bisect_right(steps, changed, key=attrgetter("read_end")) :]
+        if not steps:
+            return [], []
+        shared_len = common_prefix_len(given, self._last.given)
+        num_steps = bisect_right(steps, shared_len, key=attrgetter("num_read"))
+        return list(self._last.splices[:num_steps]), steps[:num_steps]
 
     def _is_sound(self, point: Point, splices: list[Splice], *, is_at_end: bool) -> bool:
         """Whether the last splices lead to a boundary, or to the end, through generated tokens."""
@@ -152,57 +222,46 @@ class Realigner:
         source = self.trie.source_to(point, start=splices[0].start)
         return bool((source[: end - splices[0].start] >= 0).any())
 
-    def _find_splice(self, point: Point, given: np.ndarray) -> tuple[np.ndarray, int] | None:
-        """Recorded tokens behind a point, and how many of the given ones they replace; None if there are none.
+    def _find_splice(self, point: Point, given: np.ndarray) -> _Found | None:
+        """Recorded tokens behind a point that read like the given ones; None if there are none.
 
         Of several ways on that read the same: the one that the given tokens then follow farthest, the newest of equals.
         """
-        trie = self.trie
-        if point.position == 0 or (point.position == point.node.end and not point.node.children):
+        trie, (node, position) = self.trie, point
+        if position == 0 or (position == node.end and not node.children):
             return None
-        context = trie.tokens_to(point, start=max(0, point.position - CONTEXT_LEN))
+        context = trie.tokens_to(point, start=max(0, position - CONTEXT_LEN))
         key = context.tobytes() + given[:CONTEXT_LEN].tobytes()
-        if key in self._known:
-            compared, recorded, num_given = self._known[key]
-            is_same = np.array_equal(given[: len(compared)], compared)
-            if is_same and trie.advance(point, recorded)[1] == len(recorded):
-                return recorded, num_given
-        best, most_followed = None, -1
+        known = self._known.get(key)
+        if known is not None:
+            recorded = np.frombuffer(known.recorded, dtype=np.int32)
+            num_compared = len(known.compared) // given.itemsize
+            is_only_way = np.array_equal(node.slice(position, position + len(recorded)), recorded)
+            if is_only_way and given[:num_compared].tobytes() == known.compared:
+                return _Found(recorded, num_compared - CONTEXT_LEN, num_compared, position + len(recorded) + 1)
         window = given[: self.max_tokens + CONTEXT_LEN]
-        ways = ways_that_may_agree(trie, point, given, decode=self.decode, max_len=self.max_tokens)
+        if position < node.end:
+            ways = trie.ways_on(point, max_len=self.max_tokens)
+        else:
+            ways = ways_that_may_agree(trie, point, window, decode=self.decode, max_len=self.max_tokens)
+        num_common = node.end - position  # the tokens that all ways begin with
+        best, most_followed = None, -1
+        num_read, read_end = self.max_tokens + CONTEXT_LEN, position + self.max_tokens + 1
         for way in islice(ways, _MAX_WAYS):
-            num_recorded, num_given = self._equal_texts(context.tolist(), way.tolist(), window.tolist())
-            if not num_recorded:
-                continue
+            num_recorded, num_replaced = self._texts.fewest(context.tolist(), way.tolist(), window.tolist())
             recorded = way[:num_recorded].copy()
-            num_followed = trie.advance(trie.advance(point, recorded)[0], given[num_given:])[1]
+            if num_recorded <= num_common:
+                if not num_replaced:
+                    return None
+                num_compared = num_replaced + CONTEXT_LEN
+                if num_recorded < len(way) and num_compared <= len(window):
+                    self._known[key] = _Known(recorded.tobytes(), window[:num_compared].tobytes())
+                return _Found(recorded, num_replaced, num_compared, position + num_recorded + 1)
+            if not num_replaced:
+                continue
+            end, num_followed = trie.advance(trie.advance(point, recorded)[0], given[num_replaced:])
+            num_read = max(num_read, num_replaced + num_followed + 1)
+            read_end = max(read_end, end.position + 1)
             if num_followed > most_followed:
-                best, most_followed = (recorded, num_given), num_followed
-        if best is not None and best[1] + CONTEXT_LEN <= len(window):
-            self._known[key] = (window[: best[1] + CONTEXT_LEN].copy(), *best)
-        return best
-
-    def _equal_texts(self, context: list[int], recorded: list[int], given: list[int]) -> tuple[int, int]:
-        """The fewest recorded and given tokens, at least one each, behind which both read the same; (0, 0) if none."""
-        num_recorded = num_given = 1
-        before = self.decode(context)
-        text, other = self.decode(context + recorded[:1]), self.decode(context + given[:1])
-        while num_recorded <= len(recorded) and num_given <= min(len(given), self.max_tokens):
-            if not may_agree(text, other):
-                break
-            behind = given[num_given : num_given + CONTEXT_LEN]
-            # What follows tells whether two incomplete characters are the same one.
-            is_told = bool(behind) or not text.endswith(INCOMPLETE)
-            if text == other != before and is_told:
-                compared = context + given[: num_given + CONTEXT_LEN]
-                if self.decode(context + recorded[:num_recorded] + behind) == self.decode(compared):
-                    return num_recorded, num_given
-            # The shorter text goes on; an incomplete character does not count yet.
-            lead = len(text.rstrip(INCOMPLETE)) - len(other.rstrip(INCOMPLETE))
-            if lead < 0 or (lead == 0 and num_recorded < len(recorded)):
-                num_recorded += 1
-                text = self.decode(context + recorded[:num_recorded])
-            else:
-                num_given += 1
-                other = self.decode(context + given[:num_given])
-        return 0, 0
+                best, most_followed = (recorded, num_replaced), num_followed
+        return None if best is None else _Found(*best, num_read, read_end)

@@ -26,6 +26,7 @@ from rollout_hooks.call_kinds import CallKind, classify
 from rollout_hooks.realign import MAX_REPLACED_TOKENS, Realigner, Realignment
 from rollout_hooks.recorded import CallStatus, DriftExample, Path, RecordedCall
 from rollout_hooks.text_compare import Decode
+from rollout_hooks.token_arrays import token_array
 from rollout_hooks.token_trie import TokenTrie
 
 _NEVER = np.iinfo(np.int64).max
@@ -82,7 +83,7 @@ class SessionTree:
         Returns:
             The prompt to send; the given one if there is nothing to heal, or healing is switched off.
         """
-        given = np.asarray(token_ids, dtype=np.int32)
+        given = token_array(token_ids)
         if self._realigner is None or given.ndim != 1:
             return Realignment(given)
         realignment = self._realigner.realign(given)
@@ -109,7 +110,7 @@ class SessionTree:
             ValueError: If the prompt is empty.
         """
         splices = prompt.splices if isinstance(prompt, Realignment) else ()
-        tokens = prompt.token_ids if isinstance(prompt, Realignment) else np.asarray(prompt, dtype=np.int32)
+        tokens = prompt.token_ids if isinstance(prompt, Realignment) else token_array(prompt)
         if tokens.ndim != 1 or not tokens.size:
             raise ValueError(f"prompt_ids of shape {tokens.shape}: a call needs a prompt of at least one token")
         index = len(self._calls)
@@ -149,7 +150,7 @@ class SessionTree:
         Raises:
             ValueError: If the number of log-probs is not the number of tokens.
         """
-        output = np.asarray(output_ids, dtype=np.int32)
+        output = token_array(output_ids)
         if log_probs is not None and len(log_probs) != len(output):
             raise ValueError(
                 f"{len(log_probs)} log_probs for {len(output)} generated tokens: give one per token, or None"
@@ -203,7 +204,7 @@ class SessionTree:
             A path of these N tokens; behind the longest prefix shared with a recorded path nothing is generated. Of
             several calls that sampled the same token at the same place, the one that finished first counts.
         """
-        tokens = np.asarray(token_ids, dtype=np.int32)
+        tokens = token_array(token_ids)
         point = self._trie.walk(tokens)
         source = np.full(len(tokens), -1, dtype=np.int32)
         source[: point.position] = self._trie.source_to(point)

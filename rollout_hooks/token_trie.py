@@ -11,6 +11,7 @@ everything recorded in a few numpy calls of N comparisons, and one Python step p
 has not passed.
 """
 
+import sys
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,18 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-_GROWTH = 1.25
-"""Room that a growing node takes; the rest of its memory is used."""
+from rollout_hooks.token_arrays import append, common_prefix_len
 
-
-def common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:
-    """Number of leading tokens that two token arrays share."""
-    n = min(len(a), len(b))
-    if n == 0:
-        return 0
-    differs = a[:n] != b[:n]
-    first = int(differs.argmax())
-    return first if differs[first] else n
+_NO_CHANGE = sys.maxsize
 
 
 @dataclass(slots=True, eq=False)
@@ -80,8 +72,9 @@ class TokenTrie:
         empty = np.zeros(0, dtype=np.int32)
         self._root = Node(0, empty, empty, 0)
         self._end_of: dict[int, Point] = {}
-        # The last tokens followed from the root, and the nodes on their way with their starts.
-        self._walked = empty
+        self._lowest_change = _NO_CHANGE
+        # The last tokens followed from the root, how far that went, and the nodes on their way with their starts.
+        self._walked, self._walked_len = empty, 0
         self._trail, self._starts = [self._root], [0]
 
     @property
@@ -95,13 +88,13 @@ class TokenTrie:
 
     def walk(self, tokens: np.ndarray) -> Point:
         """Follow `tokens` (N,) from the root as far as they are recorded; return where that ends."""
-        num_shared = common_prefix_len(tokens, self._walked)
+        num_shared = len(tokens) if tokens is self._walked else common_prefix_len(tokens, self._walked)
         # The deepest node whose first token is among the shared ones; a node of the trail may have been split since.
         num_kept = max(1, bisect_left(self._starts, num_shared))
         trail = self._trail[:num_kept]
-        start = trail[-1].start
+        start = max(trail[-1].start, min(num_shared, self._walked_len, trail[-1].end))
         point, _ = self.advance(Point(trail[-1], start), tokens[start:], trail=trail)
-        self._walked, self._trail = tokens, trail
+        self._walked, self._walked_len, self._trail = tokens, point.position, trail
         self._starts[num_kept:] = [node.start for node in trail[num_kept:]]
         return point
 
@@ -132,6 +125,7 @@ class TokenTrie:
 
     def begin(self, call: int, point: Point, rest: np.ndarray) -> None:
         """Record what a call reads: the tokens up to a point, then `rest`, no token of which is recorded there."""
+        self._note_change(point.position)
         if rest.size:
             point = self._extend(point, rest, source=-1)
         self._end_at(call, point)
@@ -142,6 +136,7 @@ class TokenTrie:
         A token that another call has generated there before keeps that call as its source.
         """
         node, position = self._end_of[call]
+        self._note_change(position)
         del node.ends[bisect_left(node.ends, (position, call))]
         point, num_known = self.advance(Point(node, position), output)
         self._mark(point, num_known, source=call)
@@ -150,17 +145,28 @@ class TokenTrie:
 
     def remove(self, call: int) -> None:
         """Forget the path of a call that has generated nothing, as far as no other call has it."""
-        self._walked, self._trail, self._starts = self._walked[:0], [self._root], [0]
+        self._walked, self._walked_len, self._trail, self._starts = self._walked[:0], 0, [self._root], [0]
         node, position = self._end_of.pop(call)
         del node.ends[bisect_left(node.ends, (position, call))]
         del node.boundaries[bisect_left(node.boundaries, position)]
+        self._note_change(position)
         while node.parent is not None and not node.children:
             end = node.ends[-1][0] if node.ends else node.start
+            self._note_change(end)
             if end > node.start:
                 node.size = end - node.start
                 return
             del node.parent.children[int(node.tokens[0])]
             node = node.parent
+
+    def take_lowest_change(self) -> int:
+        """The lowest position at which anything has changed since this was last asked; very large if nothing has.
+
+        At each index below it, every path has the tokens and sources that it had, and no path, and no boundary, has
+        come or gone there: what was found by reading those only would be found again.
+        """
+        position, self._lowest_change = self._lowest_change, _NO_CHANGE
+        return position
 
     def tokens_to(self, point: Point, *, start: int = 0) -> np.ndarray:
         """(position - start,) int32: the ids from position `start` to a point, a copy."""
@@ -209,14 +215,21 @@ class TokenTrie:
             is_cut = max_len is not None and end == point.position + max_len
             if max_len is None and index < len(node.boundaries):
                 end, is_cut = node.boundaries[index], True
-            tokens = np.concatenate([before, node.slice(start, end)])
+            run = node.slice(start, end)
+            tokens = np.concatenate([before, run]) if before.size else run
             if is_cut or not node.children:
                 yield tokens
             else:
                 stack.extend((child, tokens) for child in node.children.values())
 
+    def _note_change(self, position: int) -> None:
+        self._lowest_change = min(self._lowest_change, position)
+
     def _collect(self, point: Point, *, start: int, name: str) -> np.ndarray:
         node, position = point
+        if node.start <= start < position:
+            values = node.tokens if name == "tokens" else node.source
+            return values[start - node.start : position - node.start].copy()
         parts = [np.zeros(0, dtype=np.int32)]
         while node.parent is not None and position > start:
             values = node.tokens if name == "tokens" else node.source
@@ -245,8 +258,8 @@ class TokenTrie:
         sources = np.full(len(tokens), source, dtype=np.int32)
         if node.parent is not None and not node.children:
             size = node.size + len(tokens)
-            node.tokens = _append(node.tokens, tokens, size=node.size)
-            node.source = _append(node.source, sources, size=node.size)
+            node.tokens = append(node.tokens, tokens, size=node.size)
+            node.source = append(node.source, sources, size=node.size)
             node.size = size
             return Point(node, node.end)
         child = Node(position, tokens.copy(), sources, len(tokens), parent=node)
@@ -269,14 +282,3 @@ class TokenTrie:
             self._end_of[call] = Point(below, end)
         node.tokens, node.source = node.tokens[:size].copy(), node.source[:size].copy()
         node.size, node.children = size, {int(below.tokens[0]): below}
-
-
-def _append(values: np.ndarray, more: np.ndarray, *, size: int) -> np.ndarray:
-    """`values[:size]` and `more` in one array, which is `values` itself where there is room."""
-    num_values = size + len(more)
-    if num_values > len(values):
-        grown = np.empty(max(num_values, int(_GROWTH * size)), dtype=values.dtype)
-        grown[:size] = values[:size]
-        values = grown
-    values[size:num_values] = more
-    return values
