@@ -1,9 +1,10 @@
 """Correctness matrix of the attention backends on a device, against float64 on the same device.
 
-Every backend x dtype x head dim x heads x forest x remainder: forward and the three gradients, each case twice. Before
-every call the device's free memory is filled with NaN, so an element that a kernel forgets to write shows. A backend
-may err 1.5 times as much as the dense backend does in the same dtype (and never more than a loose absolute bound that
-catches a wrong mask); a backend that calls itself deterministic must repeat itself bit for bit.
+Every backend x dtype x head dim x heads x forest x remainder: forward and the three gradients, each case twice; and
+every backend x forest for layers with a sliding window, softcapped scores or sinks, whose gradient is compared too.
+Before every call the device's free memory is filled with NaN, so an element that a kernel forgets to write shows. A
+backend may err 1.5 times as much as the dense backend does in the same dtype (and never more than a loose absolute
+bound that catches a wrong mask); a backend that calls itself deterministic must repeat itself bit for bit.
 
     python scripts/check_attention.py [--device cuda] [--out attention_check.json] [--seconds 150]
 
@@ -30,6 +31,15 @@ from verl_tree.tree import TokenForest
 HEADS = ((1, 1), (8, 8), (8, 2), (14, 2), (8, 1))
 """Query and key-value heads: groups of 1, 1, 4, 7 and 8."""
 
+OPTIONS = (
+    {"head_dim": 64, "heads": (8, 1), "dtype": torch.bfloat16, "window": 128, "sinks": True},
+    {"head_dim": 128, "heads": (8, 2), "dtype": torch.bfloat16, "window": 300},
+    {"head_dim": 256, "heads": (8, 2), "dtype": torch.bfloat16, "window": 300, "softcap": 2.0},
+    {"head_dim": 128, "heads": (8, 2), "dtype": torch.float16, "softcap": 2.0},
+    {"head_dim": 64, "heads": (8, 2), "dtype": torch.float32, "window": 33, "softcap": 2.0, "sinks": True},
+)
+"""Few, as each is compiled anew: about those of gpt-oss, Mistral and Gemma-2; scores reach the caps."""
+
 FORESTS = {
     "one token": lambda: [np.array([3])],
     "chain": lambda: [np.arange(257)],
@@ -55,11 +65,13 @@ def main() -> None:
         print(f"device: {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     started = time.perf_counter()
     plans = {name: _plan(make(), device=options.device) for name, make in FORESTS.items()}
-    cases = list(
-        itertools.product(
-            options.head_dims, HEADS, (torch.bfloat16, torch.float32, torch.float16), FORESTS, options.backends
-        )
-    )
+    dtypes = (torch.bfloat16, torch.float32, torch.float16)
+    layers = [
+        {"head_dim": head_dim, "heads": heads, "dtype": dtype}
+        for head_dim, heads, dtype in itertools.product(options.head_dims, HEADS, dtypes)
+    ]
+    layers += [layer for layer in OPTIONS if layer["head_dim"] in options.head_dims]
+    cases = list(itertools.product(layers, FORESTS, options.backends))
     # Shuffled, so that what does not fit into the time is a sample of everything.
     order = np.random.default_rng(0).permutation(len(cases))
     records, num_not_run = [], 0
@@ -67,8 +79,8 @@ def main() -> None:
         if time.perf_counter() - started > options.seconds:
             num_not_run += 1
             continue
-        head_dim, heads, dtype, forest, backend = cases[index]
-        record = _check(backend, plans[forest], head_dim=head_dim, heads=heads, dtype=dtype, device=options.device)
+        layer, forest, backend = cases[index]
+        record = _check(backend, plans[forest], device=options.device, **layer)
         records.append({"forest": forest, **record})
     failures = _report(records, num_not_run=num_not_run)
     if options.out:
@@ -91,25 +103,50 @@ def _plan(sequences: list[np.ndarray], *, device: str) -> AttentionPlan:
 
 
 def _check(
-    backend: str, plan: AttentionPlan, *, head_dim: int, heads: tuple[int, int], dtype: torch.dtype, device: str
+    backend: str,
+    plan: AttentionPlan,
+    *,
+    head_dim: int,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    device: str,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
 ) -> dict[str, Any]:
     """One case: errors of output and gradients beside those of the dense backend, or why it is refused."""
     num_heads, num_kv_heads = heads
-    case = {"backend": backend, "dtype": str(dtype), "head_dim": head_dim, "heads": heads, "tokens": plan.num_tokens}
+    case = {
+        "backend": backend,
+        "dtype": str(dtype),
+        "head_dim": head_dim,
+        "heads": heads,
+        "tokens": plan.num_tokens,
+        "window": window,
+        "softcap": softcap,
+        "sinks": sinks,
+    }
     generator = torch.Generator(device=device).manual_seed(plan.num_tokens + head_dim)
 
     def random(num: int) -> torch.Tensor:
         return torch.randn(plan.num_tokens, num, head_dim, device=device, generator=generator).to(dtype)
 
     inputs, grad_out = [random(num) for num in (num_heads, num_kv_heads, num_kv_heads)], random(num_heads)
-    reasons = BACKENDS[backend].not_supported_reasons(*inputs, plan, options=ScoreOptions(scale=head_dim**-0.5))
+    asked = {"window": window, "softcap": softcap}
+    sinks_H = torch.randn(num_heads, device=device, generator=generator).to(dtype) if sinks else None
+    options = ScoreOptions.of_layer(plan, scale=head_dim**-0.5, num_heads=num_heads, sinks=sinks_H, **asked)
+    reasons = BACKENDS[backend].not_supported_reasons(*inputs, plan, options=options)
     if reasons:
         return {**case, "refused": reasons}
-    want = _run("dense", plan, [each.double() for each in inputs], grad_out.double())
-    plain = _run("dense", plan, inputs, grad_out)
-    first, second = (_run(backend, plan, inputs, grad_out, poison=device == "cuda") for _ in range(2))
+    if sinks_H is not None:
+        inputs.append(sinks_H)
+    want = _run("dense", plan, [each.double() for each in inputs], grad_out.double(), **asked)
+    plain = _run("dense", plan, inputs, grad_out, **asked)
+    first, second = (_run(backend, plan, inputs, grad_out, poison=device == "cuda", **asked) for _ in range(2))
     errors = {name: _error(first[name], want[name]) for name in want}
-    limits = {name: max(1.5 * _error(plain[name], want[name]), LOOSEST_ERROR[dtype] / 10) for name in want}
+    # The sinks' gradient comes from the rounded output, and its terms cancel over the tokens.
+    least = {name: LOOSEST_ERROR[dtype] / (3 if name == "dsinks" else 10) for name in want}
+    limits = {name: max(1.5 * _error(plain[name], want[name]), least[name]) for name in want}
     return {
         **case,
         "errors": errors,
@@ -120,16 +157,26 @@ def _check(
 
 
 def _run(
-    backend: str, plan: AttentionPlan, inputs: list[torch.Tensor], grad_out: torch.Tensor, *, poison: bool = False
+    backend: str,
+    plan: AttentionPlan,
+    inputs: list[torch.Tensor],
+    grad_out: torch.Tensor,
+    *,
+    window: int | None,
+    softcap: float | None,
+    poison: bool = False,
 ) -> dict[str, torch.Tensor]:
+    """Output and gradients; `inputs` are queries, keys, values and, where there are any, the sinks."""
     leaves = [each.clone().requires_grad_() for each in inputs]
     if poison:
         _poison(2 * sum(each.numel() * 4 for each in (*inputs, grad_out)))
-    out = tree_attention(*leaves, plan, backend=backend)
+    sinks_H = leaves[3] if len(leaves) > 3 else None
+    out = tree_attention(*leaves[:3], plan, backend=backend, window=window, softcap=softcap, sinks=sinks_H)
     if poison:
         _poison(2 * sum(each.numel() * 4 for each in (*inputs, grad_out)))
     gradients = torch.autograd.grad(out, leaves, grad_out)
-    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
+    names = ("out", "dq", "dk", "dv", "dsinks")[: 1 + len(leaves)]
+    return dict(zip(names, (out.detach(), *gradients), strict=True))
 
 
 def _poison(num_bytes: int) -> None:

@@ -1,7 +1,7 @@
 """Compiles attention kernels ahead of time, without a GPU, and prints what came out as JSON lines.
 
     python tests/interp/compile_kernels.py '[{"kernel": "forward", "capability": 90, "dtype": "bf16", "head_dim": 128,
-        "query_block": 128, "key_block": 64, "num_warps": 8, "num_stages": 3, "num_groups": 4}]'
+        "query_block": 128, "key_block": 64, "num_warps": 8, "num_stages": 3, "num_groups": 4, "options": ["window"]}]'
 
 A program of its own because TRITON_INTERPRET must not be set. Arguments are specialised as a launch on contiguous
 (T, H, D) tensors does it. The numbers are those of the machine code: `cuobjdump --dump-resource-usage` and `-sass`.
@@ -20,14 +20,17 @@ from triton.backends.nvidia import compiler as nvidia_compiler
 from triton.compiler import ASTSource
 
 from verl_tree.attention import triton_kernels
-from verl_tree.attention.triton import DELTA_BLOCK, padded_dim
+from verl_tree.attention.triton import DELTA_BLOCK
+from verl_tree.attention.triton_configs import padded_dim
 
 CUOBJDUMP = Path(nvidia_compiler.__file__).parent / "bin" / "cuobjdump"
 POINTERS = {
     **dict.fromkeys(("q", "k", "v", "out", "grad_out", "dq", "dk", "dv"), "input"),
-    **dict.fromkeys(("subtree_end", "rows", "indices"), "i32"),
-    **dict.fromkeys(("lse", "delta"), "fp32"),
+    **dict.fromkeys(("subtree_end", "rows", "indices", "positions"), "i32"),
+    **dict.fromkeys(("lse", "delta", "sinks"), "fp32"),
 }
+OPTIONS = {"window": ("positions", "window"), "softcap": ("scale_tanh",), "sinks": ("sinks",)}
+"""Arguments that are None, and so no arguments of the compiled kernel, where a layer does not ask for the option."""
 
 
 def compile_one(case: dict) -> dict:
@@ -38,9 +41,12 @@ def compile_one(case: dict) -> dict:
         constants["BLOCK"] = DELTA_BLOCK
     else:
         constants |= {"QUERY_BLOCK": case["query_block"], "KEY_BLOCK": case["key_block"], "PRECISION": "ieee"}
+    absent = {name for option, names in OPTIONS.items() if option not in case["options"] for name in names}
     signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
-        if name in POINTERS:
+        if name in absent:
+            signature[name], constants[name] = "constexpr", None
+        elif name in POINTERS:
             signature[name] = "*" + POINTERS[name].replace("input", case["dtype"])
         elif name in constants:
             signature[name] = "constexpr"
@@ -51,7 +57,7 @@ def compile_one(case: dict) -> dict:
             signature[name], constants[name] = "constexpr", 1
         else:
             signature[name] = "fp32" if name.startswith("scale") else "i32"
-        if name in POINTERS or (name.startswith("stride") and name not in constants):
+        if name not in constants and (name in POINTERS or name.startswith("stride")):
             attributes[position,] = [["tt.divisibility", 16]]
     compiled = triton.compile(
         ASTSource(kernel, signature, constexprs=constants, attrs=attributes),

@@ -17,6 +17,9 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
+from triton_cases import run  # noqa: E402
+
+from verl_tree.attention import triton as backend  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -59,3 +62,14 @@ def poisoned_memory():
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def run_triton(monkeypatch):
+    """`triton_cases.run` through the Triton kernels with the case's own block sizes."""
+
+    def run_with_configs(case, **kwargs):
+        monkeypatch.setattr(backend, "choose_configs", lambda q_THD, *, options: case.configs)
+        return run(backend.triton_attention, case, **kwargs)
+
+    return run_with_configs

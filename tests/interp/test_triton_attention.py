@@ -11,106 +11,15 @@ import torch
 import triton
 import triton.language as tl  # noqa: F401  (the interpreter looks for it among a kernel's globals)
 from torch.utils.checkpoint import checkpoint
-from tree_cases import layout_of, random_sequences, relative_error
+from tree_cases import relative_error
+from triton_cases import TOLERANCE, Case, draw_case, draw_inputs, draw_plan, run, worst_error
 
 from verl_tree.attention import AttentionPlan, ScoreOptions, tree_attention, triton_kernels
 from verl_tree.attention import triton as backend
 from verl_tree.attention.dense import dense_attention
+from verl_tree.attention.triton_configs import KernelConfig, KernelConfigs, choose_configs, padded_dim
 
 NUM_CASES = 110
-TOLERANCE = 5e-6
-MAX_TILES = 60
-"""Tiles of one case over the three kernels: a tile takes tens of milliseconds."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Case:
-    """One random forest with inputs and configurations."""
-
-    plan: AttentionPlan
-    configs: backend.KernelConfigs
-    inputs: tuple[torch.Tensor, ...]  # q, k, v and the gradient of the output, float32
-    scale: float
-
-
-def draw_plan(rng, *, num_tokens):
-    """The first `num_tokens` tokens of a random forest in DFS preorder: any prefix of a forest is one."""
-    sequences = []
-    while not sequences or layout_of(sequences).num_tokens < num_tokens:
-        mean_len = int(rng.integers(1, 2 + num_tokens // 2))
-        sequences += random_sequences(rng, num_sequences=int(rng.integers(1, 8)), mean_len=mean_len)
-    ends = layout_of(sequences).subtree_end_T.numpy()[:num_tokens]
-    return AttentionPlan.from_subtree_end(np.minimum(ends, num_tokens))
-
-
-def draw_configs(rng, *, num_tokens, num_heads):
-    """Block sizes of the three kernels, unequal as often as not, so small that some tiles are skipped."""
-
-    def draw(num_programs):
-        sizes = [(q, k) for q in (16, 32, 64, 128, 256) for k in (16, 32, 64, 128, 256)]
-        tiles = {(q, k): num_heads * -(-num_tokens // q) * (-(-num_tokens // k) + 1) / 2 for q, k in sizes}
-        fitting = [size for size in sizes if tiles[size] <= MAX_TILES / 3] or [(256, 256)]
-        finest = sorted(fitting, key=tiles.get)[-4:]
-        query_block, key_block = finest[rng.integers(len(finest))]
-        return backend.KernelConfig(query_block, key_block, 4, 1)
-
-    return backend.KernelConfigs(draw(num_heads), draw(num_heads), draw(num_heads))
-
-
-def draw_inputs(rng, *, num_tokens, num_groups, num_kv_heads, head_dim):
-    """Inputs in the memory orders (T, H, D), (H, T, D) and (T, D, H)."""
-    inputs = []
-    for num_heads in (num_groups * num_kv_heads, num_kv_heads, num_kv_heads, num_groups * num_kv_heads):
-        x = torch.from_numpy(rng.standard_normal((num_tokens, num_heads, head_dim)).astype(np.float32))
-        order = [(0, 1, 2), (1, 0, 2), (0, 2, 1)][rng.choice(3, p=[0.5, 0.3, 0.2])]
-        inputs.append(x.permute(order).contiguous().permute(np.argsort(order).tolist()))
-    return tuple(inputs)
-
-
-def draw_case(seed):
-    rng = np.random.default_rng(seed)
-    num_groups = int(rng.choice([1, 2, 4, 7, 8]))
-    num_kv_heads = int(rng.integers(1, 3)) if num_groups <= 2 else 1
-    low, high = [(1, 40), (60, 200), (200, 700)][rng.choice(3, p=[0.25, 0.65, 0.1])]
-    num_tokens = int(rng.integers(low, high + 1))
-    head_dim = int(rng.choice([16, 24, 32, 48, 64, 96, 128]))
-    return Case(
-        plan=draw_plan(rng, num_tokens=num_tokens),
-        configs=draw_configs(rng, num_tokens=num_tokens, num_heads=num_groups * num_kv_heads),
-        inputs=draw_inputs(
-            rng, num_tokens=num_tokens, num_groups=num_groups, num_kv_heads=num_kv_heads, head_dim=head_dim
-        ),
-        scale=float(rng.uniform(0.5, 1.5) * head_dim**-0.5),
-    )
-
-
-def run(attend, case, *, dtype=torch.float32, plan=None):
-    """Output and gradients of q, k and v."""
-    q, k, v, grad_out = (x.to(dtype) for x in case.inputs)
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves, case.plan if plan is None else plan, options=ScoreOptions(case.scale))
-    return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
-
-
-@pytest.fixture
-def run_triton(monkeypatch):
-    def run_with_configs(case, **kwargs):
-        monkeypatch.setattr(backend, "choose_configs", lambda q_THD: case.configs)
-        return run(backend.triton_attention, case, **kwargs)
-
-    return run_with_configs
-
-
-def worst_error(got, want, case):
-    """The largest error of output and gradients, each relative to its norm.
-
-    A gradient that is exactly zero (of queries and keys, where every query sees one key) is the difference of two equal
-    sums in float32; its error is relative to the gradient of the output.
-    """
-    assert all(torch.isfinite(one).all() for one in got)
-    unit = case.inputs[3].double().norm()
-    norms = [other.norm() if other.norm() > 1e-3 * unit else unit for other in want]
-    return max(((one.double() - other).norm() / norm).item() for one, other, norm in zip(got, want, norms, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(NUM_CASES))
@@ -144,7 +53,7 @@ def test_the_cases_reach_every_kind_of_tile():
             skipped += int((rows[:, 3] - rows[:, 1] < last_key_block + 1).any())  # beyond what causality skips
             ragged += num_tokens % config.query_block != 0 and num_tokens > config.query_block
             unequal += config.query_block != config.key_block
-        padded += backend.padded_dim(head_dim) != head_dim
+        padded += padded_dim(head_dim) != head_dim
     assert groups == {1, 2, 4, 7, 8} and head_dims == {16, 24, 32, 48, 64, 96, 128}
     assert min(lengths) < 5 and max(lengths) > 500
     counts = {"skipped": skipped, "full": full, "partial": partial, "ragged": ragged, "padded": padded}
@@ -159,7 +68,7 @@ def test_edge_lengths(num_tokens, run_triton):
     for ends in (np.full(num_tokens, num_tokens), np.arange(1, num_tokens + 1)):
         case = Case(
             plan=AttentionPlan.from_subtree_end(ends),
-            configs=backend.KernelConfigs(*(backend.KernelConfig(16, 16, 4, 1),) * 3),
+            configs=KernelConfigs(*(KernelConfig(16, 16, 4, 1),) * 3),
             inputs=draw_inputs(rng, num_tokens=num_tokens, num_groups=1, num_kv_heads=1, head_dim=16),
             scale=0.25,
         )
@@ -218,7 +127,7 @@ def test_a_row_that_sees_nothing_in_its_first_tiles(run_triton):
     """Two roots share a query block: the second's queries find the first's keys invisible, tile after tile."""
     num_tokens = 120
     ends = np.r_[np.full(96, 96), np.full(num_tokens - 96, num_tokens)]
-    configs = backend.KernelConfigs(*(backend.KernelConfig(128, 16, 4, 1),) * 3)
+    configs = KernelConfigs(*(KernelConfig(128, 16, 4, 1),) * 3)
     inputs = draw_inputs(np.random.default_rng(0), num_tokens=num_tokens, num_groups=1, num_kv_heads=1, head_dim=16)
     case = Case(plan=AttentionPlan.from_subtree_end(ends), configs=configs, inputs=inputs, scale=0.25)
     assert worst_error(run_triton(case), run(dense_attention, case, dtype=torch.float64), case) < TOLERANCE
@@ -227,7 +136,7 @@ def test_a_row_that_sees_nothing_in_its_first_tiles(run_triton):
 def test_large_scores_do_not_overflow(run_triton):
     """Invisible pairs with huge scores: their probabilities are infinite before the mask, and zero after it."""
     ends = np.r_[np.full(40, 40), np.full(40, 80)]
-    configs = backend.KernelConfigs(*(backend.KernelConfig(32, 16, 4, 1),) * 3)
+    configs = KernelConfigs(*(KernelConfig(32, 16, 4, 1),) * 3)
     q, k, v, grad_out = draw_inputs(np.random.default_rng(1), num_tokens=80, num_groups=1, num_kv_heads=1, head_dim=16)
     q, k = q.clone(), k.clone()
     q[40:, :, 0] = 30.0
@@ -257,7 +166,7 @@ def test_shipped_configurations_in_the_interpreter(head_dim):
     rng = np.random.default_rng(head_dim)
     plan = draw_plan(rng, num_tokens=40)
     inputs = draw_inputs(rng, num_tokens=40, num_groups=2, num_kv_heads=1, head_dim=head_dim)
-    case = Case(plan, backend.choose_configs(inputs[0]), inputs, scale=head_dim**-0.5)
+    case = Case(plan, choose_configs(inputs[0], options=ScoreOptions(scale=1.0)), inputs, scale=head_dim**-0.5)
 
     def attend(q, k, v, plan, *, options):
         return tree_attention(q, k, v, plan, scale=options.scale, backend="triton")
@@ -273,7 +182,7 @@ def test_the_op_is_registered_in_full():
     lists = plan.block_lists(query_block=16, key_block=16)
     by_query, by_key = ([rows.rows_R4, rows.indices] for rows in (lists.by_query, lists.by_key))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    args = (*leaves, plan.subtree_end_T, by_query, by_key, by_query, [16, 16, 4, 1] * 3, 0.25)
+    args = (*leaves, plan.subtree_end_T, by_query, by_key, by_query, [16, 16, 4, 1] * 3, 0.25, *[None] * 4)
     torch.library.opcheck(backend.tree_attention_triton, args)
     out, lse = backend.tree_attention_triton(*args)
     scores_HTT = torch.einsum("thd,sd->hts", q, k[:, 0]) * 0.25

@@ -83,6 +83,63 @@ def test_random_forests_equal_create_block_mask(seed, monkeypatch):
     assert_equals_block_mask(layout_of(sequences).subtree_end_T, query_block, key_block)
 
 
+def mask_of(plan: AttentionPlan, window: int) -> torch.Tensor:
+    """(T, T) bool, query by key."""
+    token_T, position_T = torch.arange(plan.num_tokens), plan.position_T
+    visible_TT = (token_T <= token_T[:, None]) & (token_T[:, None] < plan.subtree_end_T)
+    return visible_TT & (position_T[:, None] - position_T < window)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_tiles_of_a_window_hold_every_visible_pair(seed, monkeypatch):
+    """What is left out sees nothing, and a full tile sees all; both directions agree. A mask is never needed twice."""
+    rng = np.random.default_rng(seed)
+    layout = layout_of(random_sequences(rng, num_sequences=int(rng.integers(1, 12)), mean_len=int(rng.integers(1, 40))))
+    plan = AttentionPlan.from_layout(layout)
+    query_block, key_block = (int(size) for size in rng.choice([1, 2, 5, 8, 16], size=2))
+    window = int(rng.integers(1, plan.max_path_len + 2))
+    if seed % 3 == 0:
+        monkeypatch.setattr(blocks, "CHUNK_TILES", 7)
+    lists = plan.block_lists(query_block=query_block, key_block=key_block, window=window)
+    by_query, by_key = lists_of(lists.by_query), lists_of(lists.by_key)
+    visible_TT = mask_of(plan, window)
+    for query, queries in enumerate(visible_TT.split(query_block)):
+        for key, tile in enumerate(queries.split(key_block, dim=1)):
+            full, partial = key in by_query[query][0], key in by_query[query][1]
+            assert (query in by_key[key][0], query in by_key[key][1]) == (full, partial)
+            assert not (full and partial)
+            assert full or partial or not tile.any()
+            assert not full or (tile.all() and tile.shape == (query_block, key_block))
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 40, 200])
+@pytest.mark.parametrize(("query_block", "key_block"), [(16, 16), (32, 8), (5, 16)])
+def test_the_tiles_of_a_window_on_a_chain_are_those_of_create_block_mask(window, query_block, key_block):
+    """On one path the smallest and largest position of a block say all, so no tile is visited in vain."""
+    plan = AttentionPlan.from_subtree_end(np.full(150, 150))
+
+    def mask(batch, head, query, key):
+        return (key <= query) & (query - key < window)
+
+    want = create_block_mask(mask, None, None, 150, 150, device="cpu", BLOCK_SIZE=(query_block, key_block))
+    lists = plan.block_lists(query_block=query_block, key_block=key_block, window=window)
+    num_partial, partial, num_full, full = lists.key_tables()
+    assert used(num_partial, partial) == used(want.kv_num_blocks, want.kv_indices)
+    assert used(num_full, full) == used(want.full_kv_num_blocks, want.full_kv_indices)
+
+
+def test_a_window_takes_positions():
+    with pytest.raises(ValueError, match="window=3 is measured in positions: give position_T"):
+        BlockLists.from_subtree_end(DRAWN, query_block=2, key_block=2, window=3)
+
+
+def test_the_drawn_forest_in_a_window():
+    """Positions 0 1 2 3 4 3: b1 and c0 see two tokens before them at most; a0 a1 is out of reach."""
+    lists = AttentionPlan.from_subtree_end(DRAWN).block_lists(query_block=2, key_block=2, window=2)
+    assert lists_of(lists.by_query) == {0: ([], [0]), 1: ([], [0, 1]), 2: ([], [1, 2])}
+    assert lists_of(lists.by_key) == {0: ([], [0, 1]), 1: ([], [1, 2]), 2: ([], [2])}
+
+
 def test_the_longest_lists_come_first():
     layout = layout_of(random_sequences(np.random.default_rng(2), num_sequences=30, mean_len=20))
     lists = BlockLists.from_subtree_end(layout.subtree_end_T.numpy(), query_block=16, key_block=8)
@@ -96,6 +153,10 @@ def test_a_plan_finds_the_lists_of_a_size_once():
     lists = plan.block_lists(query_block=2, key_block=4)
     assert plan.block_lists(query_block=2, key_block=4) is lists
     assert plan.block_lists(query_block=4, key_block=2) is not lists
+    assert plan.block_lists(query_block=2, key_block=4, window=2) is not lists
+    assert plan.block_lists(query_block=2, key_block=4, window=2) is plan.block_lists(
+        query_block=2, key_block=4, window=2
+    )
     assert (lists.query_block, lists.key_block) == (2, 4)
     assert lists_of(lists.by_query) == {0: ([], [0]), 1: ([], [0]), 2: ([], [0, 1])}
 
@@ -103,8 +164,9 @@ def test_a_plan_finds_the_lists_of_a_size_once():
 def test_planning_reads_nothing_back_from_the_device():
     """A tensor on the meta device has no values, so a copy to the host would raise."""
     plan = AttentionPlan.from_subtree_end(DRAWN, device="meta")
-    lists = plan.block_lists(query_block=2, key_block=2)
-    assert lists.by_query.rows_R4.shape == (3, 4) and lists.by_query.indices.device.type == "meta"
+    for window in (None, 2):
+        lists = plan.block_lists(query_block=2, key_block=2, window=window)
+        assert lists.by_query.rows_R4.shape == (3, 4) and lists.by_query.indices.device.type == "meta"
     assert plan.varlen_calls()[0].query_offsets_S1.device.type == "meta"
 
 

@@ -11,6 +11,9 @@ tokens and the forest `a0 a1 a2 | b0 b1 | c0` (b and c are children of a; `subtr
 
 The lists of a key block (the backward pass of keys and values) are the columns of the same table.
 
+A sliding window takes tiles away: those whose every pair is farther apart on its path than the window, as far as the
+smallest and largest position of each block can tell. A tile that holds such pairs beside others is partial.
+
 Legend: T tokens, R blocks of one direction (rows), C blocks of the other (columns), W the longest list.
 """
 
@@ -23,6 +26,9 @@ import torch
 
 CHUNK_TILES = 1 << 22
 """Tiles compared at once; bounds the memory of planning."""
+
+_Index = tuple[slice | None, slice | None]
+"""Of the row or the column blocks, for broadcasting one against the other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,22 +82,34 @@ class BlockLists:
     _tables: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def from_subtree_end(cls, subtree_end_T: np.ndarray, *, query_block: int, key_block: int) -> Self:
+    def from_subtree_end(
+        cls,
+        subtree_end_T: np.ndarray,
+        *,
+        query_block: int,
+        key_block: int,
+        window: int | None = None,
+        position_T: np.ndarray | None = None,
+    ) -> Self:
         """Finds the visible tiles in O(T^2 / (query_block * key_block)) integer comparisons, on the host.
 
         Args:
             subtree_end_T: Integer (T,), one past the last descendant of each token in DFS preorder.
             query_block: Queries of a tile; the last tile may reach past T.
             key_block: Keys of a tile; the last tile may reach past T.
+            window: A query sees the keys of its path fewer than `window` positions before it. None: all of them.
+            position_T: Integer (T,), position of each token on its path; read where there is a window.
 
         Returns:
             The lists, on the host. A tile that reaches past T is never full.
 
         Raises:
-            ValueError: A block size is not positive.
+            ValueError: A block size is not positive, or there is a window and no positions.
         """
         if query_block < 1 or key_block < 1:
             raise ValueError(f"query_block={query_block}, key_block={key_block}: blocks need at least one token")
+        if window is not None and position_T is None:
+            raise ValueError(f"window={window} is measured in positions: give position_T, or None for no window")
         num_query_blocks, num_key_blocks = (-(-len(subtree_end_T) // size) for size in (query_block, key_block))
         first_query = np.arange(num_query_blocks, dtype=np.int32) * query_block
         first_key = np.arange(num_key_blocks, dtype=np.int32) * key_block
@@ -100,19 +118,28 @@ class BlockLists:
         ends.flat[: len(subtree_end_T)] = subtree_end_T
         largest, smallest = ends.max(1), ends.min(1)
 
-        def of_queries(rows: slice) -> tuple[np.ndarray, np.ndarray]:
-            first, last = first_query[rows, None], last_query[rows, None]
-            return (first_key <= last) & (first < largest), (last_key <= first) & (last < smallest)
+        if window is not None:
+            least_of_query, most_of_query = _extremes(position_T, num_blocks=num_query_blocks, size=query_block)
+            least_of_key, most_of_key = _extremes(position_T, num_blocks=num_key_blocks, size=key_block)
 
-        def of_keys(rows: slice) -> tuple[np.ndarray, np.ndarray]:
-            visible = (first_key[rows, None] <= last_query) & (first_query < largest[rows, None])
-            return visible, (last_key[rows, None] <= first_query) & (last_query < smallest[rows, None])
+        def classify(query: _Index, key: _Index) -> tuple[np.ndarray, np.ndarray]:
+            visible = (first_key[key] <= last_query[query]) & (first_query[query] < largest[key])
+            full = (last_key[key] <= first_query[query]) & (last_query[query] < smallest[key])
+            if window is not None:
+                visible &= least_of_query[query] - most_of_key[key] < window
+                full &= most_of_query[query] - least_of_key[key] < window
+            return visible, full
 
+        row, column = (lambda rows: (rows, None)), (None, slice(None))
         return cls(
             query_block=query_block,
             key_block=key_block,
-            by_query=_find_rows(of_queries, num_rows=num_query_blocks, num_columns=num_key_blocks),
-            by_key=_find_rows(of_keys, num_rows=num_key_blocks, num_columns=num_query_blocks),
+            by_query=_find_rows(
+                lambda rows: classify(row(rows), column), num_rows=num_query_blocks, num_columns=num_key_blocks
+            ),
+            by_key=_find_rows(
+                lambda rows: classify(column, row(rows)), num_rows=num_key_blocks, num_columns=num_query_blocks
+            ),
         )
 
     def to(self, device: torch.device | str) -> Self:
@@ -130,6 +157,12 @@ class BlockLists:
         if "query" not in self._tables:
             self._tables["query"] = self.by_key.tables()
         return self._tables["query"]
+
+
+def _extremes(position_T: np.ndarray, *, num_blocks: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Smallest and largest position in each block; what reaches past T counts as the last token."""
+    blocks = np.pad(position_T, (0, num_blocks * size - len(position_T)), mode="edge").reshape(num_blocks, size)
+    return blocks.min(1), blocks.max(1)
 
 
 def _find_rows(

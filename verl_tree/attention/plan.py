@@ -81,14 +81,15 @@ class AttentionPlan:
         device = "cpu" if device is None else device
         runs = _Runs.from_subtree_end(np.asarray(subtree_end_T, dtype=np.int64))
         subtree_end_T = torch.from_numpy(runs.subtree_end_T.astype(np.int32))
+        position_T = torch.from_numpy(runs.positions())
         return cls(
             subtree_end_T=subtree_end_T.to(device),
-            position_T=torch.from_numpy(runs.positions()).to(device),
+            position_T=position_T.to(device),
             num_tokens=len(runs.subtree_end_T),
             max_path_len=int((runs.depth_R + runs.end_R - runs.start_R).max()),
             num_visible_pairs=int((runs.subtree_end_T - np.arange(len(runs.subtree_end_T))).sum()),
             backend=backend,
-            _shared=_Shared(subtree_end_T, *_cut_into_pieces(runs)),
+            _shared=_Shared(subtree_end_T, position_T, *_cut_into_pieces(runs)),
         )
 
     @property
@@ -101,14 +102,16 @@ class AttentionPlan:
         """The other pieces; their results are merged into those of `self_pieces`."""
         return self._shared.ancestor_pieces
 
-    def block_lists(self, *, query_block: int, key_block: int) -> BlockLists:
+    def block_lists(self, *, query_block: int, key_block: int, window: int | None = None) -> BlockLists:
         """The visible tiles for kernels that work in blocks, on the plan's device.
 
-        Found on the first call for a pair of sizes, and then shared by all layers and by their recomputation.
+        Found on the first call for a pair of sizes and a window, and then shared by all layers and by their
+        recomputation.
 
         Args:
             query_block: Queries of a tile.
             key_block: Keys of a tile.
+            window: Sliding window of the layer; None where it has none.
 
         Returns:
             The same object on every call.
@@ -116,12 +119,17 @@ class AttentionPlan:
         Raises:
             ValueError: A block size is not positive.
         """
-        sizes = (query_block, key_block)
-        if sizes not in self._shared.block_lists:
-            on_host = self._shared.subtree_end_T.numpy()
-            found = BlockLists.from_subtree_end(on_host, query_block=query_block, key_block=key_block)
-            self._shared.block_lists[sizes] = found.to(self.subtree_end_T.device)
-        return self._shared.block_lists[sizes]
+        wanted = (query_block, key_block, window)
+        if wanted not in self._shared.block_lists:
+            found = BlockLists.from_subtree_end(
+                self._shared.subtree_end_T.numpy(),
+                query_block=query_block,
+                key_block=key_block,
+                window=window,
+                position_T=self._shared.position_T.numpy(),
+            )
+            self._shared.block_lists[wanted] = found.to(self.subtree_end_T.device)
+        return self._shared.block_lists[wanted]
 
     def varlen_calls(self) -> tuple[VarlenCall, ...]:
         """The pieces batched for kernels of sequences of varying lengths, on the plan's device; found once."""
@@ -149,19 +157,22 @@ class _Shared:
     """What is found once and then shared by every copy of a plan.
 
     FSDP copies the dataclasses, dicts and tuples that are passed to a module, layer by layer and all that is in them;
-    an object like this it passes on. `subtree_end_T` is the copy on the host, so that planning waits for no device.
+    an object like this it passes on. `subtree_end_T` and `position_T` are copies on the host, so that planning waits
+    for no device.
     """
 
     def __init__(
         self,
         subtree_end_T: torch.Tensor,
+        position_T: torch.Tensor,
         self_pieces: tuple[AttentionPiece, ...],
         ancestor_pieces: tuple[AttentionPiece, ...],
     ) -> None:
         self.subtree_end_T = subtree_end_T
+        self.position_T = position_T
         self.self_pieces = self_pieces
         self.ancestor_pieces = ancestor_pieces
-        self.block_lists: dict[tuple[int, int], BlockLists] = {}
+        self.block_lists: dict[tuple[int, int, int | None], BlockLists] = {}
         self.varlen_calls: tuple[VarlenCall, ...] | None = None
         self.window_calls: dict[tuple[int, int | None], tuple[VarlenCall, ...]] = {}
 

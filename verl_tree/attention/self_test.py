@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -29,10 +29,14 @@ TREES = (
 )
 """Forest of the self-test, each tree as (tokens of the node, children): blocks that are full, partial and skipped."""
 
-WINDOW = 75
-"""Tokens of a sliding window in the self-test of a kernel with one: shorter than some nodes and longer than others."""
+WINDOW = 150
+"""Tokens of a sliding window in the self-test of a kernel with one: shorter than some nodes and longer than others, so
+that tiles of 128 x 64 are full, partial and, besides those of other branches, skipped."""
 
-LIMITS = {"output": 4.0, "dq": 30.0, "dk": 8.0, "dv": 4.0}
+SOFTCAP = 2.0
+"""Bound of the scores in the self-test of a kernel with one: the scores are normal with a deviation of one."""
+
+LIMITS = {"output": 4.0, "dq": 30.0, "dk": 8.0, "dv": 4.0, "dsinks": 8.0}
 """Times the error of the dense backend in the same dtype that a kernel may err: about 2.5 times what exact
 arithmetic on probabilities and score gradients rounded to that dtype does. `dq` of a token that sees two or three keys
 is the worst: it subtracts nearly equal numbers, one of them made from the rounded output."""
@@ -51,13 +55,24 @@ class KernelVariant:
     num_heads: int
     num_kv_heads: int
     is_windowed: bool = False
+    is_capped: bool = False
+    has_sinks: bool = False
 
     @classmethod
-    def of(cls, q_THD: torch.Tensor, k_THD: torch.Tensor, *, is_windowed: bool = False) -> Self:
+    def of(
+        cls,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        *,
+        is_windowed: bool = False,
+        is_capped: bool = False,
+        has_sinks: bool = False,
+    ) -> Self:
         """Returns the variant for these inputs: key-value heads beyond two change nothing while their ratio holds."""
         num_kv_heads = min(k_THD.shape[1], 2)
         num_heads = num_kv_heads * (q_THD.shape[1] // k_THD.shape[1])
-        return cls(q_THD.device, q_THD.dtype, q_THD.shape[2], num_heads, num_kv_heads, is_windowed)
+        sizes = (q_THD.shape[2], num_heads, num_kv_heads)
+        return cls(q_THD.device, q_THD.dtype, *sizes, is_windowed, is_capped, has_sinks)
 
 
 _results: dict[tuple[str, KernelVariant], list[str]] = {}
@@ -101,7 +116,7 @@ def self_test(attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> lis
 
     Args:
         attend: The backend, called as `attend(q_THD, k_THD, v_THD, plan, options=options)`.
-        kernel: Device, dtype and heads to test it with.
+        kernel: Device, dtype, heads and options to test it with.
 
     Returns:
         What disagrees, with the numbers; empty where all agrees.
@@ -116,7 +131,14 @@ def self_test(attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> lis
     inputs = [
         torch.randn(shape, generator=generator, dtype=torch.float32).to(kernel.device, kernel.dtype) for shape in shapes
     ]
-    options = ScoreOptions(scale=kernel.head_dim**-0.5, window=WINDOW if kernel.is_windowed else None)
+    if kernel.has_sinks:
+        sinks_H = torch.randn(kernel.num_heads, generator=generator, dtype=torch.float32)
+        inputs.append(sinks_H.to(kernel.device, kernel.dtype))
+    options = ScoreOptions(
+        scale=kernel.head_dim**-0.5,
+        window=WINDOW if kernel.is_windowed else None,
+        softcap=SOFTCAP if kernel.is_capped else None,
+    )
     # A new thread's current device is the first one.
     with torch.cuda.device_of(inputs[0]):
         want = _output_and_gradients(dense_attention, [each.double() for each in inputs], plan, options=options)
@@ -144,14 +166,19 @@ def subtree_ends(trees: tuple, *, start: int = 0) -> list[int]:
 def _output_and_gradients(
     attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], plan: AttentionPlan, *, options: ScoreOptions
 ) -> dict[str, torch.Tensor]:
-    *qkv, grad_out_THD = inputs
-    leaves = [each.clone().requires_grad_() for each in qkv]
-    out_THD = attend(*leaves, plan, options=options)
+    """Of queries, keys, values, the gradient of the output and, where there are any, the logits of sinks."""
+    *qkv, grad_out_THD = inputs[:4]
+    leaves = [each.clone().requires_grad_() for each in (*qkv, *inputs[4:])]
+    if inputs[4:]:
+        options = replace(options, sinks_H=leaves[3])
+    out_THD = attend(*leaves[:3], plan, options=options)
     gradients = torch.autograd.grad(out_THD, leaves, grad_out_THD)
-    return dict(zip(("output", "dq", "dk", "dv"), (out_THD.detach(), *gradients), strict=True))
+    names = ("output", "dq", "dk", "dv", "dsinks")[: 1 + len(leaves)]
+    return dict(zip(names, (out_THD.detach(), *gradients), strict=True))
 
 
 def _worst_token(got_THD: torch.Tensor, want_THD: torch.Tensor) -> float:
+    """The gradient of the sinks, (Hq,), counts as one token."""
     norm_TH = want_THD.norm(dim=-1)
     scale_TH = norm_TH.clamp(min=norm_TH.square().mean().sqrt().item())
     return ((got_THD.double() - want_THD).norm(dim=-1) / scale_TH).max().item()

@@ -1,6 +1,7 @@
 """Attention sinks on top of a finished softmax: a learnable logit per head that takes probability and gives no value.
 
-A sink is one more key with the value zero. So it can join after the kernel, from the output and the log-sum-exp alone:
+A sink is one more key with the value zero. So a kernel of our own starts its sums with it, and for any other it joins
+after the kernel, from the output and the log-sum-exp alone:
 
     lse' = logaddexp(lse, sink),    out' = out * exp(lse - lse').
 
@@ -41,5 +42,9 @@ def sink_gradient(
     Returns:
         One number per head, (x), in the dtype of `lse_xT`.
     """
-    delta_xT = (grad_out_xTD.to(lse_xT.dtype) * out_xTD).sum(-1)
+    return sink_gradient_of_delta((grad_out_xTD.to(lse_xT.dtype) * out_xTD).sum(-1), lse_xT, sinks_x1)
+
+
+def sink_gradient_of_delta(delta_xT: torch.Tensor, lse_xT: torch.Tensor, sinks_x1: torch.Tensor) -> torch.Tensor:
+    """`sink_gradient` where a backward pass has already found `delta = sum(out * grad_out)` of every query."""
     return -((sinks_x1 - lse_xT).exp() * delta_xT).sum(-1)

@@ -9,6 +9,11 @@ Scores are in base 2 (`exp2` is one instruction); `lse` is the natural log-sum-e
 dim that is no power of two is padded with zeros in registers (`DIM` to `PADDED_DIM`). Offsets are int64 at the start of
 a block and int32 inside it.
 
+Sliding windows (`positions`, `window`), softcapped scores (`scale_tanh`) and attention sinks (`sinks`) are arguments
+that are None where a layer has none: Triton compiles the kernel anew for None, without a trace of the option. With a
+softcap `scale_log2` is that of the cap, since `softcap * tanh` takes the place of the score. A sink is where the sum of
+a row starts: one more key, whose value is zero.
+
 Legend: T tokens, L queries and K keys of a tile, D head dim (padded), R row blocks, G query heads per key-value head.
 """
 
@@ -23,6 +28,18 @@ LN_2 = tl.constexpr(0.6931471805599453)
 def _is_visible(query, key, end):
     """The tree mask, broadcast. `end` is 0 for keys past T, and no query past T is below any end."""
     return (key <= query) & (query < end)
+
+
+@triton.jit
+def _is_within(query_position, key_position, window):
+    """The sliding window on positions of one path, broadcast; a query sees itself and `window - 1` tokens before."""
+    return query_position - key_position < window
+
+
+@triton.jit
+def _tanh(x):
+    """tanh, good to the rounding of 1 in float32; neither overflows. Triton has none that its interpreter runs."""
+    return 2.0 / (1.0 + tl.exp2(x * (-2.0 * LOG2_E))) - 1.0
 
 
 @triton.jit
@@ -69,15 +86,21 @@ def _row(rows, number):
 @triton.jit
 def _forward_tile(
     acc_LD, sum_L, max_L, q_LD, k, v, subtree_end, query_L, key_start, num_tokens,
-    stride_kt, stride_kd, stride_vt, stride_vd, scale_log2,
+    stride_kt, stride_kd, stride_vt, stride_vd, scale_log2, positions, position_L, window, scale_tanh,
     KEY_BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     k_KD = _load_tile(k, key_start, num_tokens, stride_kt, stride_kd, KEY_BLOCK, DIM, PADDED_DIM, MASKED)
     s_LK = tl.dot(q_LD, tl.trans(k_KD), input_precision=PRECISION)
+    if scale_tanh is not None:
+        s_LK = _tanh(s_LK * scale_tanh)
     if MASKED:
         key_K = key_start + tl.arange(0, KEY_BLOCK)
         end_K = tl.load(subtree_end + key_K, mask=key_K < num_tokens, other=0)
-        s_LK = tl.where(_is_visible(query_L[:, None], key_K[None, :], end_K[None, :]), s_LK, float("-inf"))
+        visible_LK = _is_visible(query_L[:, None], key_K[None, :], end_K[None, :])
+        if window is not None:
+            position_K = tl.load(positions + key_K, mask=key_K < num_tokens, other=0)
+            visible_LK &= _is_within(position_L[:, None], position_K[None, :], window)
+        s_LK = tl.where(visible_LK, s_LK, float("-inf"))
     new_max_L = tl.maximum(max_L, tl.max(s_LK, 1) * scale_log2)
     # A row that has seen no key yet has the maximum -inf, from which nothing may be subtracted.
     base_L = tl.where(new_max_L == float("-inf"), 0.0, new_max_L) if MASKED else new_max_L
@@ -89,11 +112,11 @@ def _forward_tile(
     return acc_LD, sum_L, new_max_L
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "window"])
 def forward_kernel(
     q, k, v, subtree_end, out, lse, rows, indices,
     stride_qt, stride_qh, stride_qd, stride_kt, stride_kh, stride_kd, stride_vt, stride_vh, stride_vd,
-    num_tokens, num_rows, num_heads, num_groups, scale_log2,
+    num_tokens, num_rows, num_heads, num_groups, scale_log2, positions, window, scale_tanh, sinks,
     QUERY_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -115,18 +138,25 @@ def forward_kernel(
         q + head.to(tl.int64) * stride_qh, query_start, num_tokens, stride_qt, stride_qd, QUERY_BLOCK, DIM, PADDED_DIM,
         True,
     )  # fmt: skip
+    position_L = None if positions is None else tl.load(positions + query_L, mask=query_L < num_tokens, other=0)
     acc_LD = tl.zeros((QUERY_BLOCK, PADDED_DIM), tl.float32)
-    sum_L = tl.zeros((QUERY_BLOCK,), tl.float32)
-    max_L = tl.full((QUERY_BLOCK,), float("-inf"), tl.float32)
+    if sinks is not None:
+        sum_L = tl.full((QUERY_BLOCK,), 1.0, tl.float32)
+        max_L = tl.zeros((QUERY_BLOCK,), tl.float32) + tl.load(sinks + head) * LOG2_E
+    else:
+        sum_L = tl.zeros((QUERY_BLOCK,), tl.float32)
+        max_L = tl.full((QUERY_BLOCK,), float("-inf"), tl.float32)
     for position in range(start, middle):
         acc_LD, sum_L, max_L = _forward_tile(
             acc_LD, sum_L, max_L, q_LD, k, v, subtree_end, query_L, tl.load(indices + position) * KEY_BLOCK, num_tokens,
-            stride_kt, stride_kd, stride_vt, stride_vd, scale_log2, KEY_BLOCK, DIM, PADDED_DIM, PRECISION, False,
+            stride_kt, stride_kd, stride_vt, stride_vd, scale_log2, positions, position_L, window, scale_tanh,
+            KEY_BLOCK, DIM, PADDED_DIM, PRECISION, False,
         )  # fmt: skip
     for position in range(middle, end):
         acc_LD, sum_L, max_L = _forward_tile(
             acc_LD, sum_L, max_L, q_LD, k, v, subtree_end, query_L, tl.load(indices + position) * KEY_BLOCK, num_tokens,
-            stride_kt, stride_kd, stride_vt, stride_vd, scale_log2, KEY_BLOCK, DIM, PADDED_DIM, PRECISION, True,
+            stride_kt, stride_kd, stride_vt, stride_vd, scale_log2, positions, position_L, window, scale_tanh,
+            KEY_BLOCK, DIM, PADDED_DIM, PRECISION, True,
         )  # fmt: skip
     # Every query sees itself, so only rows past T, which are not stored, have summed nothing.
     is_empty_L = sum_L == 0.0
@@ -163,7 +193,7 @@ def delta_kernel(
 @triton.jit
 def _dkv_tile(
     dk_KD, dv_KD, k_KD, v_KD, q, grad_out, lse, delta, end_K, key_K, query_start, num_tokens,
-    stride_qt, stride_qd, stride_ot, stride_od, scale_log2,
+    stride_qt, stride_qd, stride_ot, stride_od, scale_log2, positions, position_K, window, scale_tanh,
     QUERY_BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -176,22 +206,31 @@ def _dkv_tile(
         lse_L = tl.load(lse + query_L)
         delta_L = tl.load(delta + query_L)
     s_KL = tl.dot(k_KD, tl.trans(q_LD), input_precision=PRECISION)
+    if scale_tanh is not None:
+        s_KL = _tanh(s_KL * scale_tanh)
     p_KL = tl.exp2(s_KL * scale_log2 - (lse_L * LOG2_E)[None, :])
     if MASKED:
-        p_KL = tl.where(_is_visible(query_L[None, :], key_K[:, None], end_K[:, None]), p_KL, 0.0)
+        visible_KL = _is_visible(query_L[None, :], key_K[:, None], end_K[:, None])
+        if window is not None:
+            position_L = tl.load(positions + query_L, mask=query_L < num_tokens, other=0)
+            visible_KL &= _is_within(position_L[None, :], position_K[:, None], window)
+        p_KL = tl.where(visible_KL, p_KL, 0.0)
     grad_LD = _load_tile(grad_out, query_start, num_tokens, stride_ot, stride_od, QUERY_BLOCK, DIM, PADDED_DIM, MASKED)
     dv_KD = tl.dot(p_KL.to(grad_LD.dtype), grad_LD, dv_KD, input_precision=PRECISION)
+    if scale_tanh is not None:
+        p_KL *= 1.0 - s_KL * s_KL
     dp_KL = tl.dot(v_KD, tl.trans(grad_LD), input_precision=PRECISION)
     ds_KL = p_KL * (dp_KL - delta_L[None, :])
     dk_KD = tl.dot(ds_KL.to(q_LD.dtype), q_LD, dk_KD, input_precision=PRECISION)
     return dk_KD, dv_KD
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "window"])
 def dkv_kernel(
     q, k, v, grad_out, lse, delta, subtree_end, dk, dv, rows, indices,
     stride_qt, stride_qh, stride_qd, stride_kt, stride_kh, stride_kd, stride_vt, stride_vh, stride_vd,
     stride_ot, stride_oh, stride_od, num_tokens, num_rows, num_kv_heads, num_groups, scale, scale_log2,
+    positions, window, scale_tanh,
     QUERY_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -205,6 +244,7 @@ def dkv_kernel(
     key_start = key_block * KEY_BLOCK
     key_K = key_start + tl.arange(0, KEY_BLOCK)
     end_K = tl.load(subtree_end + key_K, mask=key_K < num_tokens, other=0)
+    position_K = None if positions is None else tl.load(positions + key_K, mask=key_K < num_tokens, other=0)
     k_KD = _load_tile(
         k + kv_head.to(tl.int64) * stride_kh, key_start, num_tokens, stride_kt, stride_kd, KEY_BLOCK, DIM, PADDED_DIM,
         True,
@@ -225,13 +265,13 @@ def dkv_kernel(
             dk_KD, dv_KD = _dkv_tile(
                 dk_KD, dv_KD, k_KD, v_KD, q_head, grad_head, lse_head, delta_head, end_K, key_K,
                 tl.load(indices + position) * QUERY_BLOCK, num_tokens, stride_qt, stride_qd, stride_ot, stride_od,
-                scale_log2, QUERY_BLOCK, DIM, PADDED_DIM, PRECISION, False,
+                scale_log2, positions, position_K, window, scale_tanh, QUERY_BLOCK, DIM, PADDED_DIM, PRECISION, False,
             )  # fmt: skip
         for position in range(middle, end):
             dk_KD, dv_KD = _dkv_tile(
                 dk_KD, dv_KD, k_KD, v_KD, q_head, grad_head, lse_head, delta_head, end_K, key_K,
                 tl.load(indices + position) * QUERY_BLOCK, num_tokens, stride_qt, stride_qd, stride_ot, stride_od,
-                scale_log2, QUERY_BLOCK, DIM, PADDED_DIM, PRECISION, True,
+                scale_log2, positions, position_K, window, scale_tanh, QUERY_BLOCK, DIM, PADDED_DIM, PRECISION, True,
             )  # fmt: skip
     offset = kv_head.to(tl.int64) * DIM
     stride_t = num_kv_heads * DIM
@@ -242,27 +282,36 @@ def dkv_kernel(
 @triton.jit
 def _dq_tile(
     dq_LD, q_LD, grad_LD, lse_L, delta_L, k, v, subtree_end, query_L, key_start, num_tokens,
-    stride_kt, stride_kd, stride_vt, stride_vd, scale_log2,
+    stride_kt, stride_kd, stride_vt, stride_vd, scale_log2, positions, position_L, window, scale_tanh,
     KEY_BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     k_KD = _load_tile(k, key_start, num_tokens, stride_kt, stride_kd, KEY_BLOCK, DIM, PADDED_DIM, MASKED)
     v_KD = _load_tile(v, key_start, num_tokens, stride_vt, stride_vd, KEY_BLOCK, DIM, PADDED_DIM, MASKED)
     s_LK = tl.dot(q_LD, tl.trans(k_KD), input_precision=PRECISION)
+    if scale_tanh is not None:
+        s_LK = _tanh(s_LK * scale_tanh)
     p_LK = tl.exp2(s_LK * scale_log2 - (lse_L * LOG2_E)[:, None])
     if MASKED:
         key_K = key_start + tl.arange(0, KEY_BLOCK)
         end_K = tl.load(subtree_end + key_K, mask=key_K < num_tokens, other=0)
-        p_LK = tl.where(_is_visible(query_L[:, None], key_K[None, :], end_K[None, :]), p_LK, 0.0)
+        visible_LK = _is_visible(query_L[:, None], key_K[None, :], end_K[None, :])
+        if window is not None:
+            position_K = tl.load(positions + key_K, mask=key_K < num_tokens, other=0)
+            visible_LK &= _is_within(position_L[:, None], position_K[None, :], window)
+        p_LK = tl.where(visible_LK, p_LK, 0.0)
+    if scale_tanh is not None:
+        p_LK *= 1.0 - s_LK * s_LK
     dp_LK = tl.dot(grad_LD, tl.trans(v_KD), input_precision=PRECISION)
     ds_LK = p_LK * (dp_LK - delta_L[:, None])
     return tl.dot(ds_LK.to(k_KD.dtype), k_KD, dq_LD, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "window"])
 def dq_kernel(
     q, k, v, grad_out, lse, delta, subtree_end, dq, rows, indices,
     stride_qt, stride_qh, stride_qd, stride_kt, stride_kh, stride_kd, stride_vt, stride_vh, stride_vd,
     stride_ot, stride_oh, stride_od, num_tokens, num_rows, num_heads, num_groups, scale, scale_log2,
+    positions, window, scale_tanh,
     QUERY_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -284,17 +333,18 @@ def dq_kernel(
     )
     lse_L = tl.load(lse + head * num_tokens + query_L, mask=query_L < num_tokens, other=0.0)
     delta_L = tl.load(delta + head * num_tokens + query_L, mask=query_L < num_tokens, other=0.0)
+    position_L = None if positions is None else tl.load(positions + query_L, mask=query_L < num_tokens, other=0)
     dq_LD = tl.zeros((QUERY_BLOCK, PADDED_DIM), tl.float32)
     for position in range(start, middle):
         dq_LD = _dq_tile(
             dq_LD, q_LD, grad_LD, lse_L, delta_L, k, v, subtree_end, query_L, tl.load(indices + position) * KEY_BLOCK,
-            num_tokens, stride_kt, stride_kd, stride_vt, stride_vd, scale_log2, KEY_BLOCK, DIM, PADDED_DIM, PRECISION,
-            False,
+            num_tokens, stride_kt, stride_kd, stride_vt, stride_vd, scale_log2, positions, position_L, window,
+            scale_tanh, KEY_BLOCK, DIM, PADDED_DIM, PRECISION, False,
         )  # fmt: skip
     for position in range(middle, end):
         dq_LD = _dq_tile(
             dq_LD, q_LD, grad_LD, lse_L, delta_L, k, v, subtree_end, query_L, tl.load(indices + position) * KEY_BLOCK,
-            num_tokens, stride_kt, stride_kd, stride_vt, stride_vd, scale_log2, KEY_BLOCK, DIM, PADDED_DIM, PRECISION,
-            True,
+            num_tokens, stride_kt, stride_kd, stride_vt, stride_vd, scale_log2, positions, position_L, window,
+            scale_tanh, KEY_BLOCK, DIM, PADDED_DIM, PRECISION, True,
         )  # fmt: skip
     _store_tile(dq + head * DIM, dq_LD * scale, query_start, num_tokens, num_heads * DIM, QUERY_BLOCK, DIM, PADDED_DIM)

@@ -1,0 +1,84 @@
+"""How the Triton kernels are compiled: tiles, warps and stages, by device, dtype, head dim and options of the layer."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from verl_tree.attention.options import ScoreOptions
+
+HOPPER = (9, 0)
+
+
+class KernelConfig(NamedTuple):
+    """How one kernel is compiled: tokens of a tile, warps of a program, stages of the pipeline of loads."""
+
+    query_block: int
+    key_block: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelConfigs:
+    """The configurations of the three kernels of one call."""
+
+    forward: KernelConfig
+    dkv: KernelConfig
+    dq: KernelConfig
+
+
+HOPPER_CONFIGS = {
+    64: KernelConfigs(KernelConfig(128, 64, 4, 3), KernelConfig(64, 128, 8, 3), KernelConfig(128, 64, 8, 3)),
+    128: KernelConfigs(KernelConfig(128, 128, 8, 2), KernelConfig(64, 128, 8, 2), KernelConfig(128, 64, 8, 3)),
+    256: KernelConfigs(KernelConfig(128, 64, 8, 2), KernelConfig(32, 64, 8, 2), KernelConfig(128, 32, 8, 2)),
+}
+"""16-bit dtypes on compute capability 9.0, by padded head dim; 227 KB of shared memory.
+
+Chosen from machine code, not from timings: the largest tiles whose accumulators and scores stay in 255 registers with
+every product on wgmma. The next larger tile of each kernel spills (128 x 128 for `dq` and D = 128: 120 bytes a thread,
+with three stages for `forward`: 128). `dkv` keeps two accumulators and spills a little: 72 bytes for D = 128, 24 for
+D = 256 (with a window 88 and 32); halving its query block to avoid that would halve the width of its products.
+"""
+
+HOPPER_CAPPED_CONFIGS = {
+    64: KernelConfigs(KernelConfig(128, 64, 8, 3), KernelConfig(64, 128, 8, 3), KernelConfig(128, 64, 8, 3)),
+    128: KernelConfigs(KernelConfig(128, 64, 8, 3), KernelConfig(32, 128, 8, 2), KernelConfig(128, 64, 8, 3)),
+    256: KernelConfigs(KernelConfig(128, 32, 8, 3), KernelConfig(32, 64, 8, 2), KernelConfig(128, 32, 8, 2)),
+}
+"""As `HOPPER_CONFIGS`, for softcapped scores, whose tanh takes registers.
+
+Chosen in the same way: with a window besides, which takes some more, the `forward` kernels above spill 24, 88 and 16
+bytes a thread and `dkv` for D = 128 spills 200. What is left spills 16 (D = 64) and 112 (D = 256) in `dkv`.
+"""
+
+SMALL_CONFIGS = {
+    64: KernelConfigs(KernelConfig(128, 64, 4, 2), KernelConfig(64, 64, 4, 2), KernelConfig(64, 64, 4, 2)),
+    128: KernelConfigs(KernelConfig(64, 64, 4, 2), KernelConfig(32, 64, 4, 2), KernelConfig(64, 32, 4, 2)),
+    256: KernelConfigs(KernelConfig(64, 32, 8, 2), KernelConfig(32, 32, 8, 1), KernelConfig(32, 32, 4, 2)),
+}
+"""16-bit dtypes elsewhere, by padded head dim; within the 99 KB of shared memory of compute capability 8.6."""
+
+FLOAT32_CONFIGS = {
+    64: KernelConfigs(KernelConfig(32, 16, 4, 1), KernelConfig(16, 32, 4, 1), KernelConfig(32, 16, 4, 1)),
+    128: KernelConfigs(KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1)),
+    256: KernelConfigs(KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1)),
+}
+"""float32 on any device: exact products run outside of the tensor cores, so these are for checks, not for speed."""
+
+
+def choose_configs(q_THD: torch.Tensor, *, options: ScoreOptions) -> KernelConfigs:
+    """The configurations for the dtype, head dim and device of the queries, and for what the layer asks for."""
+    is_hopper = q_THD.device.type == "cuda" and torch.cuda.get_device_capability(q_THD.device) == HOPPER
+    if q_THD.dtype == torch.float32:
+        table = FLOAT32_CONFIGS
+    elif is_hopper:
+        table = HOPPER_CONFIGS if options.softcap is None else HOPPER_CAPPED_CONFIGS
+    else:
+        table = SMALL_CONFIGS
+    return table[max(64, padded_dim(q_THD.shape[-1]))]
+
+
+def padded_dim(head_dim: int) -> int:
+    """The power of two that a tile's head dim is padded to; a matrix product needs at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
