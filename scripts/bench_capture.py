@@ -3,8 +3,9 @@
 The engine is a replay: every session has its outputs drawn beforehand and waits as long as a server would take that
 gives each session `--tokens-per-s` tokens a second (40: a vLLM server with 256 sessions on it). All sessions share one
 event loop, which verl would spread over `rollout.agent.num_workers` processes. A case runs twice, with the recorder and
-without, and the difference of the processor time is what capture costs. The cases run at the same time, each in a
-process of its own: most of the time they wait.
+without: how much longer a session then takes is the overhead, and the difference of the processor time is what capture
+costs. The cases run at the same time, each in a process of its own: most of the time they wait, so processor time
+includes that of cold caches.
 
     clean       every prompt continues the recorded tokens
     drift       the agent keeps text: 1 % of the sampled tokens come back cut into others, in every later prompt
@@ -109,7 +110,8 @@ def draw_session(tokenizer: Tokenizer, *, shape: Shape, case: str, rng: random.R
     def draw(num_tokens: int) -> list[int]:
         return rng.choices(vocabulary, k=num_tokens)
 
-    kept = [draw(shape.output_len) for _ in range(shape.num_turns)]
+    # Of unlike lengths, or all sessions would call at once.
+    kept = [draw(rng.randint(shape.output_len * 3 // 4, shape.output_len * 5 // 4)) for _ in range(shape.num_turns)]
     outputs = kept
     if case == "drift":
         outputs = [[part for token in output for part in _pieces(tokenizer, token, rng)] for output in kept]
@@ -123,23 +125,25 @@ def _pieces(tokenizer: Tokenizer, token: int, rng: random.Random) -> list[int]:
     return [tokenizer.token_to_id(character) for character in tokenizer.id_to_token(token)]
 
 
-async def run_session(session: Session, client: LLMServerClient, *, prompt_of: Callable[[int], list[int]]) -> None:
-    """An agent: send the history, take the output, answer it."""
+async def run_session(session: Session, client: LLMServerClient, *, prompt_of: Callable[[int], list[int]]) -> float:
+    """An agent: send the history, take the output, answer it. The seconds that it took."""
+    started_s = time.perf_counter()
     for turn in range(len(session.outputs)):
         await client.generate("r", prompt_ids=prompt_of(turn), sampling_params={})
+    return time.perf_counter() - started_s
 
 
-def run_all(sessions: list[Session], clients: list[LLMServerClient], *, case: str) -> tuple[float, float]:
-    """Seconds of processor time and of wall time that all sessions take together."""
+def run_all(sessions: list[Session], clients: list[LLMServerClient], *, case: str) -> tuple[float, float, float]:
+    """Seconds: processor time and wall time of all sessions together, and wall time of a session on average."""
 
-    async def run() -> None:
+    async def run() -> list[float]:
         pairs = zip(sessions, clients, strict=True)
-        await asyncio.gather(*(run_session(*pair, prompt_of=pair[0].prompts(case)) for pair in pairs))
+        return await asyncio.gather(*(run_session(*pair, prompt_of=pair[0].prompts(case)) for pair in pairs))
 
     gc.collect()
     cpu_s, wall_s = time.process_time(), time.perf_counter()
-    asyncio.run(run())
-    return time.process_time() - cpu_s, time.perf_counter() - wall_s
+    of_sessions_s = asyncio.run(run())
+    return time.process_time() - cpu_s, time.perf_counter() - wall_s, float(np.mean(of_sessions_s))
 
 
 def measure_case(case: str, *, shape: Shape, num_sessions: int, tokens_per_s: float, tokenizer: Tokenizer) -> dict:
@@ -150,9 +154,9 @@ def measure_case(case: str, *, shape: Shape, num_sessions: int, tokens_per_s: fl
     def replays() -> list[ReplayClient]:
         return [ReplayClient(session.outputs, tokens_per_s=tokens_per_s) for session in sessions]
 
-    bare_cpu_s, _ = run_all(sessions, replays(), case=case)
+    bare_cpu_s, _, bare_session_s = run_all(sessions, replays(), case=case)
     clients = [RecordingClient(replay, tree=SessionTree(decode=tokenizer.decode)) for replay in replays()]
-    cpu_s, generation_s = run_all(sessions, clients, case=case)
+    cpu_s, generation_s, session_s = run_all(sessions, clients, case=case)
     calls = [call for client in clients for call in client.tree.calls]
     kinds: dict[str, int] = {}
     for call in calls:
@@ -164,10 +168,13 @@ def measure_case(case: str, *, shape: Shape, num_sessions: int, tokens_per_s: fl
         "num_splices": sum(call.num_splices for call in calls),
         "kinds": kinds,
         "generation_s": round(generation_s, 2),
+        "session_s_without_capture": round(bare_session_s, 4),
+        "session_s_with_capture": round(session_s, 4),
+        "overhead_of_generation": round(session_s / bare_session_s - 1, 6),
         "cpu_s_without_capture": round(bare_cpu_s, 3),
         "cpu_s_with_capture": round(cpu_s, 3),
         "capture_us_per_call": round(1e6 * (cpu_s - bare_cpu_s) / len(calls), 1),
-        "capture_share_of_generation": round((cpu_s - bare_cpu_s) / generation_s, 5),
+        "capture_share_of_a_core": round((cpu_s - bare_cpu_s) / generation_s, 5),
     }
 
 
