@@ -45,7 +45,7 @@ class Branch:
         index: Place in the order of creation; the root is 0.
         lineage: For the branch and each of its ancestors its number among the forks of its parent; the root has none.
         failure: Why this branch cannot go on (its last call failed, or `fail`), or None.
-        reward: What `finish` was given; rewards of `add_reward` are not in it.
+        reward: What `finish` or `reward_leaves` gave; rewards of `add_reward` are not in it.
         metrics: Seconds and counts of this branch, verl's `AgentLoopMetrics` names.
         tool_rewards: Rewards that tools returned, reported with the row (verl's `tool_rewards`).
     """
@@ -242,13 +242,17 @@ class Branch:
         """
         if self.is_finished:
             raise ValueError(f"finish on branch {self.index}: it is finished already")
-        if reward is not None and not math.isfinite(reward):
-            raise ValueError(f"finish(reward={reward}): a reward must be finite")
-        if self.failure is not None and reward is None:
-            raise ValueError(f"finish() on failed branch {self.index} ({self.failure}): give a reward or leave it out")
-        self.reward = None if reward is None else float(reward)
+        self.reward = self.checked_reward(reward)
         self._reward_extra_info = None if extra_info is None else dict(extra_info)
         self.is_finished = True
+
+    def checked_reward(self, reward: float | None) -> float | None:
+        """The reward as a number that this branch may get as a leaf; see `finish` for what is refused."""
+        if reward is not None and not math.isfinite(reward):
+            raise ValueError(f"reward={reward} of branch {self.index}: a reward must be finite")
+        if self.failure is not None and reward is None:
+            raise ValueError(f"no reward for failed branch {self.index} ({self.failure}): give one or do not finish it")
+        return None if reward is None else float(reward)
 
     def as_output(self) -> TreeAgentLoopOutput:
         """The branch as a row: its prompt (the root prompt, if it was not left), and all that follows as response."""

@@ -56,11 +56,14 @@ class BranchSession:
         """Whether the sampling parameters ask for rollout log-probs."""
         return bool(self.sampling_params.get("logprobs"))
 
-    def outputs(self) -> list[TreeAgentLoopOutput]:
-        """The finished branches as rows: depth first in the order of forking, the root branch last.
+    def leaves(self) -> list[Branch]:
+        """The finished branches: depth first in the order of forking, the root branch last.
 
         The order does not depend on which of two concurrent branches forked first.
         """
         finished = [branch for branch in self.branches if branch.is_finished]
-        finished.sort(key=lambda branch: (branch is self.root, branch.lineage))
-        return [branch.as_output() for branch in finished]
+        return sorted(finished, key=lambda branch: (branch is self.root, branch.lineage))
+
+    def outputs(self) -> list[TreeAgentLoopOutput]:
+        """The leaves as rows."""
+        return [leaf.as_output() for leaf in self.leaves()]

@@ -54,6 +54,23 @@ class BranchingAgentLoop(AgentLoopBase):
             **row: The fields of the dataset row (`raw_prompt`, `extra_info`, ...), `uid` and `session_id`.
         """
 
+    async def reward_leaves(self, leaves: Sequence[Branch], *, row: dict[str, Any]) -> Sequence[float | None]:
+        """Rewards of the leaves when the whole tree of the session is known. Override it.
+
+        For rewards that depend on more than one leaf: the answer that most leaves agree on, a judge who sees all, a
+        price for what the session took in all.
+
+        Args:
+            leaves: The finished branches, at least one, in the order of the rows, the root branch last. `token_ids` and
+                `response_mask` say what was read and what generated, `lineage` where they forked.
+            row: The dataset row (`raw_prompt`, `extra_info`, `reward_model`, ...), `uid` and `session_id`.
+
+        Returns:
+            For each leaf its reward, in their order; None leaves it to verl. By default what `finish` was given.
+        """
+        del row
+        return [leaf.reward for leaf in leaves]
+
     def prompt_tools(self, **row: Any) -> list[dict[str, Any]] | None:
         """Tool schemas that the chat template renders for this row; none by default."""
         del row
@@ -66,8 +83,9 @@ class BranchingAgentLoop(AgentLoopBase):
             The leaves: finished branches in the order in which they were forked, the root branch last.
 
         Raises:
-            SessionFailed: If `run_branches` raised, the root branch failed (and was not finished with a reward all
-                the same) or no branch was finished. It carries the leaves that had been given a reward of their own.
+            SessionFailed: If `run_branches` or `reward_leaves` raised, the rewards do not fit the leaves, the root
+                branch failed (and was not finished with a reward all the same) or no branch was finished. It carries
+                the leaves that had been given a reward of their own.
             ValueError: If the row has images, videos or audio, or router replay is on.
         """
         if self.rollout_config.enable_rollout_routing_replay:
@@ -91,7 +109,7 @@ class BranchingAgentLoop(AgentLoopBase):
             unique_request_ids=full_determinism,
         )
         # As in Branch.generate: an error is a value here, so that finished leaves survive it.
-        (error,) = await asyncio.gather(self.run_branches(session.root, **row), return_exceptions=True)
+        (error,) = await asyncio.gather(self._run_session(session, row), return_exceptions=True)
         outputs = session.outputs()
         cause = None if session.root.is_finished else session.root.failure
         if isinstance(error, BaseException):
@@ -103,6 +121,19 @@ class BranchingAgentLoop(AgentLoopBase):
             rewarded = [output for output in outputs if output.leaf_reward is not None]
             raise SessionFailed(cause, outputs=rewarded) from (error if isinstance(error, BaseException) else None)
         return outputs
+
+    async def _run_session(self, session: BranchSession, row: dict[str, Any]) -> None:
+        await self.run_branches(session.root, **row)
+        leaves = session.leaves()
+        rewards = await self.reward_leaves(leaves, row=row) if leaves else []
+        if len(rewards) != len(leaves):
+            raise ValueError(
+                f"{type(self).__name__}.reward_leaves gave {len(rewards)} rewards for {len(leaves)} leaves: give one "
+                "for each, in their order, None for those that verl's reward function shall score"
+            )
+        checked = [leaf.checked_reward(reward) for leaf, reward in zip(leaves, rewards, strict=True)]
+        for leaf, reward in zip(leaves, checked, strict=True):
+            leaf.reward = reward
 
     async def prompt_tokens(
         self, messages: Sequence[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None

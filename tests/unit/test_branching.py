@@ -309,6 +309,40 @@ def test_loop_returns_leaves_in_order_of_forking_and_the_root_last():
     assert (rows.num_dropped, rows.num_truncated) == (0, 0)
 
 
+class Compared(Explore):
+    """Rewards by comparison: the share of the leaves that end alike. The main leaf has none of its own."""
+
+    rewards = None
+
+    async def reward_leaves(self, leaves, *, row):
+        if self.rewards is not None:
+            return self.rewards
+        assert row["uid"] == "u" and [leaf.lineage for leaf in leaves] == [(0,), (1,), ()]
+        assert [leaf.reward for leaf in leaves] == [0.0, 1.0, None]
+        ends = [leaf.token_ids[-2] for leaf in leaves]
+        return [ends.count(end) / len(ends) for end in ends]
+
+
+def test_a_reward_may_see_the_whole_tree():
+    outputs, _ = run_explore(lambda prompt: "y" if prompt.endswith("1") else "x", Compared)
+    assert [output.leaf_reward for output in outputs] == pytest.approx([2 / 3, 1 / 3, 2 / 3])
+    assert [output.as_dict()["rm_scores"][-1].item() for output in outputs] == pytest.approx([2 / 3, 1 / 3, 2 / 3])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [([1.0], "1 rewards for 3 leaves: give one for each"), ([5.0, 5.0, math.inf], "reward=inf of branch 0")],
+)
+def test_rewards_that_do_not_fit_the_tree_fail_the_session_and_change_nothing(rewards, message):
+    class Wrong(Compared):
+        pass
+
+    Wrong.rewards = rewards
+    with pytest.raises(SessionFailed, match=message) as raised:
+        run_explore(lambda _: "x", Wrong)
+    assert [output.leaf_reward for output in raised.value.outputs] == [0.0, 1.0]
+
+
 def test_session_that_fails_carries_its_cause_and_the_rewarded_leaves():
     class Broken(Explore):
         fail_main = True
