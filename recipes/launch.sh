@@ -11,7 +11,8 @@ shift 2
 RUN=${RUN:-runs/$RECIPE}
 mkdir -p "$RUN"
 RUN=$(cd "$RUN" && pwd)
-FOLDER=$(python -m "$PREPARE" ${MODEL:+--model "$MODEL"})
+# One thread: the models are small, and a second thread beside other work makes their warm start several times slower.
+FOLDER=$(OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} python -m "$PREPARE" ${MODEL:+--model "$MODEL"})
 export VERL_FILE_LOGGER_PATH=$RUN/metrics.jsonl TENSORBOARD_DIR=$RUN/tensorboard
 export WANDB_MODE=${WANDB_MODE:-offline} WANDB_DIR=$RUN HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}

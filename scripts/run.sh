@@ -12,5 +12,5 @@ NUM_STEPS=2
 PATH=$PWD/.venv/bin:$PATH
 RECIPE=recipes/arithmetic_tools
 
-show "model, data and warm start" python -m recipes.arithmetic_tools.prepare
+show "model, data and warm start" env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" python -m recipes.arithmetic_tools.prepare
 show "reinforcement learning" "$RECIPE/run.sh" "$@"
