@@ -54,7 +54,11 @@ def build_once(folder: Path, *, build: Callable[[Path], None]) -> Path:
     building = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
     try:
         build(building)
-        building.rename(folder)
+        try:
+            building.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another process has prepared the same meanwhile
+                raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return folder

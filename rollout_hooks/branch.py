@@ -22,7 +22,7 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
 from verl.utils.profiler import simple_timer
@@ -248,8 +248,8 @@ class Branch:
 
     def checked_reward(self, reward: float | None) -> float | None:
         """The reward as a number that this branch may get as a leaf; see `finish` for what is refused."""
-        if reward is not None and not math.isfinite(reward):
-            raise ValueError(f"reward={reward} of branch {self.index}: a reward must be finite")
+        if reward is not None and not (isinstance(reward, SupportsFloat) and math.isfinite(reward)):
+            raise ValueError(f"reward={reward!r} of branch {self.index}: a reward must be finite, or None for verl's")
         if self.failure is not None and reward is None:
             raise ValueError(f"no reward for failed branch {self.index} ({self.failure}): give one or do not finish it")
         return None if reward is None else float(reward)

@@ -66,7 +66,8 @@ class BranchingAgentLoop(AgentLoopBase):
             row: The dataset row (`raw_prompt`, `extra_info`, `reward_model`, ...), `uid` and `session_id`.
 
         Returns:
-            For each leaf its reward, in their order; None leaves it to verl. By default what `finish` was given.
+            For each leaf its reward, in their order; None leaves it to verl. By default what `finish` was given. If
+            this raises, the session fails, and leaves that `finish` had given a reward are trained with that one.
         """
         del row
         return [leaf.reward for leaf in leaves]

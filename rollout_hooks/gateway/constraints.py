@@ -8,6 +8,7 @@ The tokens are sampled, and their log-probs given, under the mask: another distr
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,37 +18,38 @@ from rollout_hooks.gateway.errors import ApiError
 from rollout_hooks.gateway.turn import TurnRequest
 
 _TRIGGER = "<tool_call>"
+_PLACE_IN_XGRAMMAR = re.compile(r"^\[[^]]*\] \S+:\d+:\s*")
+"""Time and line of the C++ source, which its messages begin with."""
 
 Tags = list[dict[str, Any]]
 
 
-def structured_outputs(request: TurnRequest, tool_parser: ToolParser | None) -> dict[str, Any] | None:
-    """The form of the turn that a request asks for.
+def structured_outputs(request: TurnRequest, tool_parser: ToolParser | None) -> dict[str, Any]:
+    """The form of the turn that a request asks for; see `prescribes`.
 
     Returns:
-        Arguments of vLLM's `StructuredOutputsParams`, or None where the model is free.
+        Arguments of vLLM's `StructuredOutputsParams`.
 
     Raises:
         ApiError: 400, if calls of this model's format cannot be forced, or a schema is not one.
     """
-    # XGrammar comes with vLLM, and is of no use to sessions that prescribe nothing.
-    from xgrammar import Grammar
-
-    if request.text_schema is not None and not request.parses_tools:
-        schema = json.dumps(request.text_schema)
-        _check("response_format", lambda: Grammar.from_json_schema(schema))
-        # Not as a structural tag: vLLM takes another backend for schemas that XGrammar cannot keep to.
-        return {"json": schema}
-    form = _form_with_calls(request, tool_parser)
-    tag = json.dumps({"type": "structural_tag", "format": form})
-    _check("tools", lambda: Grammar.from_structural_tag(tag))
+    if request.text_schema is not None:
+        _check_schema(request.text_schema, param=request.text_param, owner=request.text_param)
+        if not request.parses_tools:
+            # Not as a structural tag: vLLM takes another backend for schemas that XGrammar cannot keep to.
+            return {"json": json.dumps(request.text_schema)}
+    tag = json.dumps({"type": "structural_tag", "format": _form_with_calls(request, tool_parser)})
+    _check("from_structural_tag", tag, param="tools", owner="tools")
     return {"structural_tag": tag}
 
 
-def is_constrained(request: TurnRequest) -> bool:
-    """Whether a request prescribes anything."""
-    calls = request.parses_tools and (bool(request.forced_tools) or request.single_call)
-    return calls or request.text_schema is not None
+def prescribes(request: TurnRequest) -> str | None:
+    """The first parameter by which a request prescribes a form; None where the model is free."""
+    if request.parses_tools and request.forced_tools:
+        return "tool_choice"
+    if request.parses_tools and request.single_call:
+        return "parallel_tool_calls"
+    return None if request.text_schema is None else request.text_param
 
 
 def _form_with_calls(request: TurnRequest, tool_parser: ToolParser | None) -> dict[str, Any]:
@@ -55,13 +57,15 @@ def _form_with_calls(request: TurnRequest, tool_parser: ToolParser | None) -> di
         formats = "hermes, qwen3_coder"
         raise ApiError(
             400,
-            f"tool_choice, parallel_tool_calls=false and a response_format beside tools need a format of tool calls "
+            f"tool_choice, parallel_tool_calls=false and {request.text_param} beside tools need a format of tool calls "
             f"that can be enforced ({formats}), and this model's is {type(tool_parser).__name__}; leave them out",
             code="unsupported_or_invalid_parameter",
-            param="tool_choice",
+            param=prescribes(request),
         )
     functions = [tool["function"] for tool in request.tools]
     called = [each for each in functions if not request.forced_tools or each["name"] in request.forced_tools]
+    for function in called:
+        _check_schema(_arguments_schema(function), param="tools", owner=f"parameters of {function['name']!r}")
     tags = _TAGS[type(tool_parser)](called)
     ends = {"stop_after_first": request.single_call}
     if request.forced_tools or request.text_schema is not None:
@@ -109,9 +113,17 @@ def _arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", **function["parameters"]}
 
 
-def _check(param: str, parse: Callable[[], object]) -> None:
+def _check_schema(schema: Mapping[str, Any], *, param: str, owner: str) -> None:
+    _check("from_json_schema", json.dumps(schema), param=param, owner=owner)
+
+
+def _check(grammar_of: str, text: str, *, param: str, owner: str) -> None:
+    # XGrammar comes with vLLM, and is of no use to sessions that prescribe nothing.
+    from xgrammar import Grammar
+
     try:
-        parse()
+        getattr(Grammar, grammar_of)(text)
     except (RuntimeError, ValueError) as error:
-        message = f"{param}: the JSON schema cannot be kept to: {error}; simplify it, or leave the constraint out"
+        cause = _PLACE_IN_XGRAMMAR.sub("", str(error)).strip()
+        message = f"{owner}: the JSON schema cannot be kept to: {cause}; simplify it, or leave the constraint out"
         raise ApiError(400, message, code="unsupported_or_invalid_parameter", param=param) from error

@@ -5,7 +5,6 @@ nothing and decides nothing about tokens. `ClientEngine` is verl's client; it ha
 `AsyncLLMEngine` is vLLM in this process; it hands tokens over as they come.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -75,7 +74,7 @@ class ClientEngine:
         self, prompt_ids: Sequence[int], *, sampling_params: Mapping[str, Any]
     ) -> AsyncIterator[TokenChunk]:
         """See `SessionEngine.stream`."""
-        params = await _with_vllm_form(sampling_params)
+        params = _with_vllm_form(sampling_params)
         # The client takes its place among the calls before it first waits for anything.
         call = len(self.tree.calls)
         output = await self._client.generate(
@@ -105,7 +104,7 @@ class AsyncLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = await _with_vllm_form(sampling_params)
+        params = _with_vllm_form(sampling_params)
         params.pop("logprobs", None)
         settings = SamplingParams(**params, logprobs=0, output_kind=RequestOutputKind.DELTA)
         call = len(self.tree.calls)
@@ -117,17 +116,15 @@ class AsyncLLMEngine:
                 yield TokenChunk(call, token_ids, log_probs, completion.finish_reason == "abort")
 
 
-async def _with_vllm_form(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling parameters with `structured_outputs` as vLLM's own class; verl's server hands it on as it is."""
+def _with_vllm_form(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling parameters with `structured_outputs` as vLLM's own class; verl's server hands it on as it is.
+
+    The first form of a process waits a second or two for the import. Nothing else may come between a request and its
+    place among the calls, so it is not awaited.
+    """
     params = dict(sampling_params)
     if "structured_outputs" in params:
-        # vLLM is imported by the server's process and not by this one; it takes seconds, in which others go on.
-        form_class = await asyncio.to_thread(_structured_outputs_class)
-        params["structured_outputs"] = form_class(**params["structured_outputs"])
+        from vllm.sampling_params import StructuredOutputsParams
+
+        params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
     return params
-
-
-def _structured_outputs_class() -> type:
-    from vllm.sampling_params import StructuredOutputsParams
-
-    return StructuredOutputsParams

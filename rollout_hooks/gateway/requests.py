@@ -211,6 +211,7 @@ class ResponsesBody(SharedBody):
             messages=messages,
             **self.call_rules([tool.as_tool() for tool in self.tools]),
             text_schema=self.text and self.text.format and self.text.format.schema_of_text(),
+            text_param="text.format",
             sampling=self.sampling(max_tokens=self.max_output_tokens),
         )
 

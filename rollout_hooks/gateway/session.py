@@ -6,16 +6,20 @@ listens, so that a client which goes away loses text and never a sampled token.
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from rollout_hooks.gateway.chat_format import ChatFormat, TextStream
-from rollout_hooks.gateway.constraints import is_constrained, structured_outputs
+from rollout_hooks.gateway.constraints import prescribes, structured_outputs
 from rollout_hooks.gateway.engine import SessionEngine, TokenChunk
 from rollout_hooks.gateway.errors import ApiError, EngineFailure
 from rollout_hooks.gateway.turn import Message, ToolCall, Turn, TurnRequest
 from rollout_hooks.outputs import describe_error
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,17 +242,20 @@ class GatewaySession:
 
     def _form(self, request: TurnRequest) -> dict[str, Any]:
         """The sampling parameter that makes the engine keep to a form, if one is asked for."""
-        if not is_constrained(request):
+        param = prescribes(request)
+        if param is None:
             return {}
         if not self.settings.constrained_decoding:
             raise ApiError(
                 400,
-                "this run takes no forced tool_choice, parallel_tool_calls=false or response_format: its tokens shall "
-                "be the policy's own; leave them out, or set constrained_decoding=true",
+                f"{param}: this run prescribes no form of an answer, so that its tokens are the policy's own; leave it "
+                "out, or set constrained_decoding=true",
                 code="unsupported_or_invalid_parameter",
-                param="tool_choice" if request.text_schema is None else "response_format",
+                param=param,
             )
-        return {"structured_outputs": structured_outputs(request, self.chat_format.tool_parser)}
+        form = structured_outputs(request, self.chat_format.tool_parser)
+        _warn_of_masks(param)
+        return {"structured_outputs": form}
 
     async def _parse(
         self, token_ids: Sequence[int], request: TurnRequest, *, text: str
@@ -266,3 +273,14 @@ class GatewaySession:
             return message
         content, raw = self._raw_turns.get(json.dumps(message["tool_calls"]), (None, ""))
         return {"role": "assistant", "content": raw} if content == message["content"] else message
+
+
+@cache
+def _warn_of_masks(param: str) -> None:
+    """Once in a process for each parameter."""
+    logger.warning(
+        "the agent prescribes the form of answers (%s): vLLM masks tokens then, and the policy is trained without the "
+        "mask; turn on algorithm.rollout_correction.rollout_is=token, or refuse such requests with "
+        "constrained_decoding: false (docs/gateway.md)",
+        param,
+    )

@@ -19,6 +19,7 @@ class TurnRequest:
         forced_tools: Names of the tools of which the answer must call one; empty for an answer as the model likes.
         single_call: Whether the answer may make one call at most.
         text_schema: JSON schema that the text must follow, None for any text.
+        text_param: What the API calls the parameter with that schema.
         sampling: What the client asked for, under vLLM's names.
         stop: Strings that end the answer; they are not part of the text that the client gets.
         num_choices: Answers to sample.
@@ -31,6 +32,7 @@ class TurnRequest:
     forced_tools: tuple[str, ...] = ()
     single_call: bool = False
     text_schema: dict[str, Any] | None = None
+    text_param: str = "response_format"
     sampling: dict[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     num_choices: int = 1

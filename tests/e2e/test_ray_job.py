@@ -98,7 +98,6 @@ def test_a_submitted_job_trains_actor_and_critic_on_two_ranks(dashboard: str, tm
     for step in steps.values():
         assert step["critic/vf_loss"] > 0 and step["critic/grad_norm"] > 0 and step["actor/grad_norm"] > 0
         assert step["tree/por"] > 0.4 and step["tree/leaves_per_session"] == 4.0
-        assert 1.0 <= step["tree/rank_imbalance/predicted"] <= 2.0
         assert step["tree/gap"] >= 0.0 and 0.0 < step["tree/fill"] <= 1.0 and step["tree/packing_s"] > 0.0
         # Both engines have the updated policy: float32 on both sides, so rounding is left. Weights of the step before
         # would differ by 1e-4 and more.

@@ -22,6 +22,7 @@ from recipes.arithmetic_tools.solver import Solver, Turn, trace_leaves
 from recipes.arithmetic_tools.tasks import Part, Task, make_memory, make_tasks, score_answer, score_conclusion
 from recipes.arithmetic_tools.tokenizer import build_tokenizer
 from recipes.arithmetic_tools.tools import Calculator, LookupMemory, calculate, read_memory, write_memory
+from recipes.prepared import build_once
 from rollout_hooks.outputs import TreeAgentLoopOutput
 
 RIGHT = Habits(plan=1.0, conclude=1.0, go_on=1.0, answer=1.0)
@@ -325,6 +326,18 @@ def test_prepared_folder_is_complete_and_reused(tmp_path: Path) -> None:
     assert own != folder
     assert (own / "model").resolve() == folder / "model"
     assert hf_tokenizer(str(own / "model")).encode("84 + 23") == build_tokenizer().encode("84 + 23")
+
+
+def test_two_preparations_at_once_make_one_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "key"
+
+    def build(building: Path) -> None:
+        for path, content in ((building, "mine"), (folder, "theirs")):  # the other process is a little faster
+            path.mkdir(exist_ok=True)
+            (path / "rows").write_text(content)
+
+    assert build_once(folder, build=build) == folder
+    assert (folder / "rows").read_text() == "theirs" and list(tmp_path.iterdir()) == [folder]
 
 
 def test_preparing_without_any_model_is_refused(tmp_path: Path) -> None:

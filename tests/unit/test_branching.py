@@ -216,8 +216,9 @@ def test_misuse_is_refused_with_the_remedy():
             root.rewind(to)
     with pytest.raises(ValueError, match="at least 1"):
         root.fork(0)
-    with pytest.raises(ValueError, match="must be finite"):
-        root.finish(math.nan)
+    for reward in (math.nan, "1"):
+        with pytest.raises(ValueError, match=f"reward={reward!r} of branch 0: a reward must be finite"):
+            root.finish(reward)
     with pytest.raises(ValueError, match="must be finite"):
         TreeAgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], metrics={}, leaf_reward=math.inf)
     root.finish()

@@ -16,6 +16,7 @@ from rollout_hooks.blackbox import BlackboxAgentLoop
 from rollout_hooks.gateway import SessionSettings
 from rollout_hooks.gateway.chat_format import _parser_schema
 from rollout_hooks.gateway.constraints import structured_outputs
+from rollout_hooks.gateway.session import GatewaySession, _warn_of_masks
 from rollout_hooks.gateway.turn import TurnRequest
 from rollout_hooks.recording import RecordingClient
 from rollout_hooks.session_tree import SessionTree
@@ -213,7 +214,18 @@ def test_forms_that_cannot_be_kept_to_are_refused_before_any_call():
             assert param == "response_format"
             bad = {"type": "json_schema", "json_schema": {"name": "o", "schema": {"type": "no such type"}}}
             param, message = await refusal("s", response_format=bad)
+            assert param == "response_format" and "no such type" in message and ".cc:" not in message
+            param, message = await refusal("s", response_format=bad, tools=TOOLS)
             assert param == "response_format" and "no such type" in message
+            broken = {"type": "function", "function": {"name": "break", "parameters": {"type": "no such type"}}}
+            param, message = await refusal("s", tools=[*TOOLS, broken], tool_choice="required")
+            assert param == "tools" and "parameters of 'break'" in message
+            param, _ = await refusal("pure", tools=TOOLS, parallel_tool_calls=False)
+            assert param == "parallel_tool_calls"
+            with pytest.raises(openai.BadRequestError) as raised:
+                text = {"format": {"type": "json_object"}}
+                await server.client("pure").responses.create(model="policy", input="q", text=text)
+            assert raised.value.param == "text.format"
             halve = {"type": "function", "function": {"name": "halve"}}
             param, message = await refusal("s", tools=TOOLS, tool_choice=halve)
             assert param == "tool_choice" and "halve" in message and "double" in message
@@ -225,6 +237,34 @@ def test_forms_that_cannot_be_kept_to_are_refused_before_any_call():
             assert engine.scripted.prompts == ["<|im_start|>system\ndouble <|im_end|>\n" + PROMPT]
 
     run(body)
+
+
+def test_calls_with_and_without_a_form_are_made_in_the_order_of_their_requests():
+    async def body():
+        engine = client_engine(lambda _: "x")
+        settings = SessionSettings(sampling=SAMPLING, context_len=512)
+        session = GatewaySession("s", engine, chat_format=chat_format(), settings=settings)
+        asked = [TurnRequest(user(str(i)), text_schema=SCHEMA if i % 2 else None, num_choices=1 + i) for i in range(4)]
+        started = [call for request in asked for call in session.start(request)]
+        await asyncio.gather(*(call.task for call in started))
+        return engine.scripted.prompts
+
+    prompts = asyncio.run(body())
+    assert [prompt[PROMPT.index("q")] for prompt in prompts] == list("0112223333")
+
+
+def test_a_prescribed_form_is_warned_of_once(caplog):
+    async def body():
+        async with served() as server:
+            server.open("s", client_engine(lambda _: "x"))
+            for _ in range(2):
+                create = server.client("s").chat.completions.create
+                await create(model="policy", messages=user("q"), tools=TOOLS, parallel_tool_calls=False)
+
+    _warn_of_masks.cache_clear()
+    run(body)
+    warnings = [record.getMessage() for record in caplog.records if "prescribes the form" in record.getMessage()]
+    assert len(warnings) == 1 and "(parallel_tool_calls)" in warnings[0] and "rollout_is=token" in warnings[0]
 
 
 async def forces(*, base_url, api_key, model, row):
