@@ -33,6 +33,7 @@ from rollout_hooks.gateway import (
     SessionSettings,
     serve,
 )
+from rollout_hooks.loop_options import refuse_unknown_options
 from rollout_hooks.outputs import SessionFailed, TreeAgentLoopOutput, describe_error
 from rollout_hooks.recording import RecordingClient
 from rollout_hooks.rows import CALLS_FIELD, RowLimits, session_rows
@@ -75,6 +76,7 @@ class BlackboxAgentLoop(AgentLoopBase):
         constrained_decoding: bool = True,
         **kwargs: Any,
     ) -> None:
+        refuse_unknown_options(type(self), kwargs)
         super().__init__(*args, **kwargs)
         for name, value in (("timeout_s", timeout_s), ("drain_s", drain_s)):
             if value <= 0:

@@ -137,9 +137,11 @@ class Branch:
         """Append tokens of the environment: read by the model from here on, not trained.
 
         Raises:
-            ValueError: If the branch is finished or has failed.
+            ValueError: If the branch is finished or has failed, or text is given.
         """
         self._check_open("observe")
+        if isinstance(token_ids, str):
+            raise ValueError(f"observe({token_ids!r}): takes token ids; for text use `observe_messages` of the loop")
         self._tokens.read(token_ids, max_prompt_len=self._session.prompt_length)
 
     def fork(self, n: int = 1) -> list["Branch"]:

@@ -13,14 +13,17 @@ class TwoAttempts(BranchingAgentLoop):
 """
 
 import asyncio
+import inspect
 from abc import abstractmethod
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
 from rollout_hooks.branch import Branch
 from rollout_hooks.branch_session import BranchSession
+from rollout_hooks.loop_options import refuse_unknown_options
 from rollout_hooks.outputs import SessionFailed, TreeAgentLoopOutput, describe_error
 
 __all__ = ["Branch", "BranchSession", "BranchingAgentLoop"]
@@ -40,9 +43,10 @@ class BranchingAgentLoop(AgentLoopBase):
     """
 
     def __init__(self, *args: Any, call_timeout_s: float | None = None, **kwargs: Any) -> None:
+        refuse_unknown_options(type(self), kwargs)
         super().__init__(*args, **kwargs)
-        if call_timeout_s is not None and not call_timeout_s > 0:
-            raise ValueError(f"call_timeout_s={call_timeout_s}: must be greater than 0, or null for no limit")
+        if call_timeout_s is not None and not (isinstance(call_timeout_s, Real) and call_timeout_s > 0):
+            raise ValueError(f"call_timeout_s={call_timeout_s!r}: must be a number above 0, or null for no limit")
         self.call_timeout_s = call_timeout_s
 
     @abstractmethod
@@ -126,11 +130,17 @@ class BranchingAgentLoop(AgentLoopBase):
     async def _run_session(self, session: BranchSession, row: dict[str, Any]) -> None:
         await self.run_branches(session.root, **row)
         leaves = session.leaves()
-        rewards = await self.reward_leaves(leaves, row=row) if leaves else []
-        if len(rewards) != len(leaves):
+        if not leaves:
+            return
+        hook = f"{type(self).__name__}.reward_leaves"
+        awaitable = self.reward_leaves(leaves, row=row)
+        if not inspect.isawaitable(awaitable):
+            raise ValueError(f"{hook} gave {awaitable!r}: it must be `async def`")
+        rewards = await awaitable
+        if not isinstance(rewards, Sequence) or isinstance(rewards, str) or len(rewards) != len(leaves):
             raise ValueError(
-                f"{type(self).__name__}.reward_leaves gave {len(rewards)} rewards for {len(leaves)} leaves: give one "
-                "for each, in their order, None for those that verl's reward function shall score"
+                f"{hook} gave {rewards!r} for {len(leaves)} leaves: give a list with one for each, in their order, "
+                "None for those that verl's reward function shall score"
             )
         checked = [leaf.checked_reward(reward) for leaf, reward in zip(leaves, rewards, strict=True)]
         for leaf, reward in zip(leaves, checked, strict=True):

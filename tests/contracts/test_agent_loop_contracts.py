@@ -5,6 +5,7 @@ A failure here after an upgrade of verl names what to look at before any test of
 
 import importlib.metadata
 import inspect
+import re
 
 import hydra
 import pytest
@@ -137,6 +138,14 @@ def test_register_stores_the_class_by_name():
     assert register("contract_test")(Loop) is Loop
     assert _agent_loop_registry.pop("contract_test")["_target_"].endswith("Loop")
     assert {"single_turn_agent", "tool_agent"} <= set(_agent_loop_registry)
+
+
+def test_the_worker_gives_loops_no_other_arguments_than_these():
+    """loop_options._OF_VERL: whatever else reaches a loop is an option of `loops.yaml`."""
+    source = inspect.getsource(AgentLoopWorkerTQ._run_agent_loop)
+    call = source[source.index("hydra.utils.instantiate(") : source.index("await agent_loop.run")]
+    given = set(re.findall(r"^\s+(\w+)=", call, re.M)) - {"config"}
+    assert given == set(parameters(AgentLoopBase.__init__)[1:8]) | {"tools"}
 
 
 def test_agent_loop_base():

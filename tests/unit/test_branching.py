@@ -4,19 +4,24 @@ import asyncio
 import functools
 import math
 import random
+import re
+from pathlib import Path
 
 import pytest
-from scripted_llm import END, ScriptedClient, log_prob, run_loop, tokenizer
+from scripted_llm import END, ScriptedClient, log_prob, make_loop, run_loop, tokenizer
 from scripted_llm import row as dataset_row
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.replica import TokenOutput
 
+from rollout_hooks.blackbox import BlackboxAgentLoop
 from rollout_hooks.branching import BranchingAgentLoop, BranchSession
 from rollout_hooks.call_kinds import CallKind
+from rollout_hooks.memory import MemoryAgentLoop
 from rollout_hooks.outputs import SessionFailed, TreeAgentLoopOutput, describe_error
 from rollout_hooks.recording import RecordingClient
 from rollout_hooks.rows import RowLimits, session_rows
 from rollout_hooks.session_tree import SessionTree
+from rollout_hooks.tree_search import TreeSearchAgentLoop
 
 SAMPLING = {"temperature": 1.0, "logprobs": True}
 
@@ -211,6 +216,8 @@ def test_an_aborted_call_keeps_its_tokens_and_fails_the_branch():
 def test_misuse_is_refused_with_the_remedy():
     root = session(lambda _: "a").root
     root.observe(encode("xy"))
+    with pytest.raises(ValueError, match=r"observe\('higher'\): takes token ids; for text use"):
+        root.observe("higher")
     for to in (-1, 4):
         with pytest.raises(ValueError, match=r"between 0 and the cursor, 3"):
             root.rewind(to)
@@ -234,8 +241,9 @@ def test_misuse_is_refused_with_the_remedy():
     rewound.rewind(0)
     with pytest.raises(ValueError, match="observe a prompt before"):
         asyncio.run(rewound.generate())
-    with pytest.raises(ValueError, match="call_timeout_s=0"):
-        run_explore(lambda _: "x", functools.partial(Explore, call_timeout_s=0))
+    for value in (0, "5"):
+        with pytest.raises(ValueError, match=f"call_timeout_s={value!r}: must be a number"):
+            run_explore(lambda _: "x", functools.partial(Explore, call_timeout_s=value))
 
 
 def test_missing_log_probs_are_refused():
@@ -332,7 +340,12 @@ def test_a_reward_may_see_the_whole_tree():
 
 @pytest.mark.parametrize(
     ("rewards", "message"),
-    [([1.0], "1 rewards for 3 leaves: give one for each"), ([5.0, 5.0, math.inf], "reward=inf of branch 0")],
+    [
+        ([1.0], r"Wrong\.reward_leaves gave \[1\.0\] for 3 leaves: give a list"),
+        ({0: 5.0, 1: 5.0, 2: 5.0}, "for 3 leaves: give a list"),
+        ("555", "gave '555' for 3 leaves: give a list"),
+        ([5.0, 5.0, math.inf], "reward=inf of branch 0"),
+    ],
 )
 def test_rewards_that_do_not_fit_the_tree_fail_the_session_and_change_nothing(rewards, message):
     class Wrong(Compared):
@@ -342,6 +355,44 @@ def test_rewards_that_do_not_fit_the_tree_fail_the_session_and_change_nothing(re
     with pytest.raises(SessionFailed, match=message) as raised:
         run_explore(lambda _: "x", Wrong)
     assert [output.leaf_reward for output in raised.value.outputs] == [0.0, 1.0]
+
+
+def test_the_agent_of_the_documentation_runs_as_printed():
+    """docs/agent_loops.md: the first guess of both is wrong and of the right form, then one is right and one fails."""
+    text = (Path(__file__).parents[2] / "docs/agent_loops.md").read_text()
+    (source,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "class TwoGuesses" in block]
+    scope = {}
+    exec(source, scope)
+    replies = iter(["7", "8", "9", RuntimeError("gone")])
+    fields = dataset_row(reward_model={"ground_truth": "9"})
+    outputs, tree = run_explore(lambda _: next(replies), scope["TwoGuesses"], row=fields)
+    (leaf,) = outputs
+    assert leaf.leaf_reward == 1.0 and [value for _, value in leaf.node_rewards] == [0.1, 0.1]
+    assert "Wrong, once more." in decode(leaf.response_ids) and decode(leaf.response_ids).endswith("9" + END)
+    assert [call.status.value for call in tree.calls] == ["completed"] * 3 + ["failed"]
+
+
+def test_a_hook_that_is_not_async_is_named():
+    class Plain(Explore):
+        def reward_leaves(self, leaves, *, row):
+            return [1.0] * len(leaves)
+
+    with pytest.raises(SessionFailed, match=r"Plain\.reward_leaves gave .*: it must be `async def`"):
+        run_explore(lambda _: "x", Plain)
+
+
+@pytest.mark.parametrize(
+    ("loop_class", "option", "meant"),
+    [
+        (Explore, "call_timeout", "did you mean call_timeout_s[?] It takes: call_timeout_s$"),
+        (MemoryAgentLoop, "max_note", "did you mean max_notes[?]"),
+        (TreeSearchAgentLoop, "num_tree", "did you mean num_trees[?] .*tool_errors"),
+        (BlackboxAgentLoop, "agents", "did you mean agent[?]"),
+    ],
+)
+def test_a_misspelt_option_is_refused(loop_class, option, meant):
+    with pytest.raises(ValueError, match=f"{option}=5: {loop_class.__name__} has no such option; {meant}"):
+        make_loop(functools.partial(loop_class, **{option: 5}), ScriptedClient(lambda _: "x"))
 
 
 def test_session_that_fails_carries_its_cause_and_the_rewarded_leaves():
