@@ -7,8 +7,8 @@ from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
-_OF_VERL = frozenset(inspect.signature(AgentLoopBase.__init__).parameters) | {"tools"}
-"""What verl's worker gives to every loop."""
+_OF_VERL = frozenset(inspect.signature(AgentLoopBase.__init__).parameters) | {"tools", "name"}
+"""What verl's worker gives to every loop; `name` is that of an entry of `loops.yaml`."""
 
 
 def refuse_unknown_options(loop_class: type[AgentLoopBase], arguments: Mapping[str, Any]) -> None:

@@ -381,6 +381,11 @@ def test_a_hook_that_is_not_async_is_named():
         run_explore(lambda _: "x", Plain)
 
 
+def test_an_entry_of_the_loops_file_makes_a_loop():
+    """verl hands on the whole entry, its name included."""
+    make_loop(functools.partial(Explore, name="explore", call_timeout_s=5), ScriptedClient(lambda _: "x"))
+
+
 @pytest.mark.parametrize(
     ("loop_class", "option", "meant"),
     [
