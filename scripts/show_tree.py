@@ -2,7 +2,8 @@
 
 python scripts/show_tree.py STORED.parquet [--uid UID] [--tokenizer PATH] [--out page.html]
 
-Without --uid it is the first tree of the file; without --tokenizer the page shows token ids.
+Without --uid it is the first tree of the file; without --tokenizer the page shows token ids; without --out it lies
+beside the stored file, with the uid in its name.
 """
 
 import argparse
@@ -16,12 +17,12 @@ def choose(path: Path, uid: str | None) -> StoredTree:
     """The tree of a group, or the first one.
 
     Raises:
-        ValueError: There is none; the message names those that there are.
+        ValueError: There is none, or the file holds no stored trees.
+        OSError: The file cannot be read.
     """
     trees = read_trees(path, uid=uid)
     if not trees:
-        uids = [tree.uid for tree in read_trees(path)]
-        raise ValueError(f"--uid {uid}: {path} has the trees {', '.join(uids[:20]) or 'of no group'}")
+        raise ValueError(f"{path} holds no tree: give a file of another step")
     return trees[0]
 
 
@@ -34,17 +35,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="page to write; default: beside the stored file")
     arguments = parser.parse_args()
 
+    try:
+        tree = choose(arguments.stored, arguments.uid)
+    except OSError as error:
+        parser.error(f"cannot read {arguments.stored}: {error}")
+    except ValueError as error:
+        parser.error(str(error))
     tokenizer = None
     if arguments.tokenizer is not None:
         # Not at the top: transformers takes seconds to import, and pages of ids do without it.
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
-    try:
-        tree = choose(arguments.stored, arguments.uid)
-    except ValueError as error:
-        parser.error(str(error))
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+        except (OSError, ValueError) as error:
+            parser.error(f"--tokenizer {arguments.tokenizer}: give a model's folder or name. {error}")
     out = arguments.out or arguments.stored.with_name(f"{arguments.stored.stem}_{tree.uid}.html")
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(tree_page(tree, tokenizer), encoding="utf-8")
     print(out)
 

@@ -156,13 +156,15 @@ def tree_log_probs(
         The scores, in the order of `sequences`.
 
     Raises:
-        ValueError: A sequence is empty or longer than the capacity, or the model or the backend cannot honour the tree.
+        ValueError: A sequence is empty, longer than the capacity or holds an id that the model has no embedding for, or
+            the model or the backend cannot honour the tree.
     """
     forest = TokenForest.from_sequences(sequences)
     packs = pack(forest, capacity=capacity, method=packing)
     log_probs: list[Tensor | None] = [None] * len(sequences)
     entropy: list[Tensor | None] = [None] * len(sequences)
     with tree_attention_implementation(model, max_path_len=int(forest.sequence_lens.max(initial=0))):
+        _check_token_ids(forest, model)
         for one in packs.packs:
             layout = TreeLayout.from_forest(forest, one.leaves, device=model.device)
             scores = tree_forward_log_probs(
@@ -233,6 +235,21 @@ def _checkpoint_with_tree(checkpoint: Callable[..., Any], model: PreTrainedModel
         return checkpoint(with_tree, *args)
 
     return run
+
+
+def _check_token_ids(forest: TokenForest, model: PreTrainedModel) -> None:
+    """Refuses ids without an embedding, on the host: on a GPU their look-up ends the process's use of the device."""
+    # The rows that are looked up, which need not be the config's number. PEFT's wrappers have the weight, too.
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    if forest.tokens.min(initial=0) >= 0 and forest.tokens.max(initial=0) < vocab_size:
+        return
+    flat = int(((forest.tokens < 0) | (forest.tokens >= vocab_size)).argmax())
+    sequence = int(forest.sequence_offsets.searchsorted(flat, side="right")) - 1
+    position = flat - int(forest.sequence_offsets[sequence])
+    raise ValueError(
+        f"sequence {sequence} has the token id {forest.tokens[flat]} at position {position}, outside the vocabulary of "
+        f"{vocab_size} tokens: give ids in 0..{vocab_size - 1}, from the tokenizer of this model"
+    )
 
 
 def _scatter(values_T: Tensor, layout: TreeLayout, *, into: list[Tensor | None]) -> None:

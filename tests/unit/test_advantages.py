@@ -1,6 +1,7 @@
 """All estimators: the drawn trees by hand, verl's GRPO where a session has one leaf, and the weights of `tree_grpo`."""
 
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -268,3 +269,12 @@ def test_estimators_on_nodes_need_the_tokens(name: str) -> None:
     keys = [leaf.key for leaf in FORK.leaves]
     with announce_rows(Rows(keys=keys)), pytest.raises(ValueError, match="knows the tokens of 0 rows and got 3"):
         ESTIMATORS[name](token_level_rewards=torch.ones(3, 2), response_mask=torch.ones(3, 2))
+
+
+def test_the_documented_trial_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "advantages.md").read_text()
+    example = page.split("```python\n")[1].split("```")[0]
+    exec(compile(example, "docs/advantages.md", "exec"), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 4
+    assert [line for line in printed if f"# {line}\n" not in example] == []

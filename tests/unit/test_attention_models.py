@@ -12,12 +12,14 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
     MistralConfig,
     MistralForCausalLM,
 )
-from tree_cases import DEEP, TINY_SETTINGS, gradients, layout_of, relative_error, tiny_model
+from tree_cases import DEEP, TINY_SETTINGS, flat_scores, gradients, layout_of, relative_error, tiny_model
 
 from verl_tree.attention import AttentionPlan
 from verl_tree.attention.transformers import ATTENTION_NAME, check_model, register
@@ -155,6 +157,27 @@ def test_a_window_off_by_one_is_found(off):
     got = tree_logits(model, DEEP, backend="dense")
     errors = [relative_error(got_one, want_one) for got_one, want_one in zip(got, want, strict=True)]
     assert max(errors) > 1000 * TOLERANCE
+
+
+def test_the_remedies_for_attention_dropout_serve_gpt2():
+    """Its config has another name for it than most, and a default that is not 0."""
+    settings = {
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+        "vocab_size": 64,
+        "n_positions": 32,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+    }
+    model = GPT2LMHeadModel(GPT2Config(**settings)).double().train()
+    remedy = r"attention dropout 0\.1: load .* of 0 \(attention_dropout or attn_pdrop .*\), or call model\.eval\(\)"
+    with pytest.raises(ValueError, match=remedy):
+        tree_log_probs(model, DEEP)
+    without = GPT2LMHeadModel(GPT2Config(**settings, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0)).double().train()
+    for served in (model.eval(), without):
+        for log_probs, row in zip(tree_log_probs(served, DEEP).log_probs, DEEP, strict=True):
+            torch.testing.assert_close(log_probs, flat_scores(served, row)[0], rtol=1e-10, atol=1e-10)
 
 
 def test_bidirectional_attention_is_refused():

@@ -208,6 +208,26 @@ def test_bad_sequences_are_refused():
         tree_log_probs(tiny_model(), [[1, 2, 3]], capacity=2)
 
 
+@pytest.mark.parametrize("token_id", [97, 200, -1])
+def test_an_id_without_an_embedding_is_refused_before_the_forward_pass(token_id):
+    model = tiny_model(vocab_size=97)
+    model.model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    message = rf"sequence 1 has the token id {token_id} at position 2, .* vocabulary of 97 tokens: give ids in 0\.\.96"
+    with pytest.raises(ValueError, match=message):
+        tree_log_probs(model, [[1, 2, 3], [1, 96, token_id, token_id], [token_id]])
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("options", [{"target_modules": ["embed_tokens"]}, {"modules_to_save": ["embed_tokens"]}])
+def test_the_vocabulary_is_that_of_the_embedding_also_resized_and_wrapped(options):
+    model = tiny_model(vocab_size=97)
+    model.resize_token_embeddings(100)
+    wrapped = get_peft_model(model, LoraConfig(**({"target_modules": ["q_proj"]} | options), task_type="CAUSAL_LM"))
+    assert len(tree_log_probs(wrapped.double(), [[1, 2, 99]]).log_probs[0]) == 2
+    with pytest.raises(ValueError, match=r"the token id 100 at position 0, .* vocabulary of 100 tokens"):
+        tree_log_probs(wrapped, [[1, 2], [100]])
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_bfloat16_errs_no_more_than_the_flat_path_does(seed):
     """Against float64 on the same, rounded weights; design invariant 1 allows 1.5 times the flat path's error."""

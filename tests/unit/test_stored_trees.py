@@ -206,6 +206,35 @@ def test_another_parquet_file_is_refused(tmp_path: Path) -> None:
         read_trees(tmp_path / "t.parquet")
 
 
+def test_a_file_that_is_no_parquet_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.parquet").write_text("{}")
+    with pytest.raises(ValueError, match=r"t\.parquet is no parquet file: give one that tree\.dump_dir"):
+        read_trees(tmp_path / "t.parquet")
+
+
+def test_a_group_that_is_not_in_the_file_is_refused_with_those_that_are(tree: StoredTree, tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    write_trees(path, [replace(tree, uid=f"u-{index}") for index in range(10)])
+    with pytest.raises(
+        ValueError, match=r"uid='zzz' is not in .*t\.parquet, .* 'u-0', 'u-1', .*'u-7' and 2 more: give"
+    ):
+        read_trees(path, uid="zzz")
+    write_trees(path, [])
+    assert read_trees(path) == []
+    with pytest.raises(ValueError, match="holds no tree at all"):
+        read_trees(path, uid="zzz")
+
+
+def test_the_documented_trees_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "stored_trees.md").read_text()
+    (example,) = [block.split("```")[0] for block in page.split("```python\n")[1:] if "write_trees(" in block]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "docs/stored_trees.md", "exec"), {})
+    assert capsys.readouterr().out == example.rsplit("#", 1)[1].lstrip()
+
+
 def test_a_write_that_fails_leaves_the_old_file(
     tree: StoredTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -330,9 +330,34 @@ def test_a_browser_shows_sixty_leaves_with_long_texts_folded(browse) -> None:
 
 
 def test_the_script_makes_the_page_of_a_stored_tree(tree: StoredTree, tmp_path: Path) -> None:
-    stored, page = tmp_path / "step_000010.parquet", tmp_path / "out.html"
+    stored, page = tmp_path / "step_000010.parquet", tmp_path / "new" / "out.html"
     write_trees(stored, [tree])
     subprocess.run([sys.executable, SCRIPT, str(stored), "--out", str(page)], check=True, timeout=120)
     assert embedded(page.read_text())["nodes"][2]["segments"][0]["text"] == "1 2"
-    done = subprocess.run([sys.executable, SCRIPT, str(stored), "--uid", "v"], capture_output=True, text=True)
-    assert done.returncode != 0 and "--uid v" in done.stderr and "u-1" in done.stderr
+    done = subprocess.run(
+        [sys.executable, SCRIPT, str(stored)], check=True, timeout=120, capture_output=True, text=True
+    )
+    beside = tmp_path / "step_000010_u-1.html"
+    assert done.stdout.split() == [str(beside)] and beside.read_text() == page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["step.parquet", "--uid", "v"], "uid='v' is not in step.parquet, which holds 'u-1'"),
+        (["missing.parquet"], "cannot read missing.parquet: "),
+        (["empty.parquet"], "empty.parquet holds no tree: give a file of another step"),
+        (
+            ["step.parquet", "--tokenizer", "missing/folder/"],
+            "--tokenizer missing/folder/: give a model's folder or name",
+        ),
+    ],
+)
+def test_the_script_says_what_it_cannot_read(
+    tree: StoredTree, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    write_trees(tmp_path / "step.parquet", [tree])
+    write_trees(tmp_path / "empty.parquet", [])
+    command = [sys.executable, SCRIPT, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 2 and f"error: {message}" in done.stderr and "Traceback" not in done.stderr

@@ -83,7 +83,10 @@ def tree_attention_forward(
     if key.shape[2] != query.shape[2]:
         reasons.append(f"{key.shape[2]} keys for {query.shape[2]} queries: pass use_cache=False and no past_key_values")
     if dropout > 0.0:
-        reasons.append(f"attention dropout {dropout}: set attention_dropout=0.0 in the model's config")
+        reasons.append(
+            f"attention dropout {dropout}: load the model with an attention dropout of 0 (attention_dropout or "
+            "attn_pdrop in its config), or call model.eval()"
+        )
     if is_causal is False:
         reasons.append("is_causal=False: only causal models have shareable prefixes")
     if indices is not None:

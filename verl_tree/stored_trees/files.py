@@ -29,6 +29,9 @@ FORMAT_VERSION = 1
 
 _VERSION_KEY = b"verl_tree.stored_trees.format_version"
 
+_NUM_UIDS_NAMED = 8
+"""Groups that an error about an unknown one lists."""
+
 _OVERRIDE = pa.struct(
     [("node", pa.int32()), ("is_trained", pa.list_(pa.bool_())), ("log_probs", pa.list_(pa.float32()))]
 )
@@ -93,15 +96,19 @@ def read_trees(path: str | os.PathLike[str], *, uid: str | None = None) -> list[
 
     Args:
         path: A file of `write_trees`.
-        uid: Only the tree of this group; None for all.
+        uid: Only the tree of this group, which the file must hold; None for all.
 
     Returns:
         The trees in the order in which they were written, with the tokens, masks and float32 values that were given.
 
     Raises:
-        ValueError: The file holds no stored trees, or is of a newer format.
+        ValueError: The file holds no stored trees, is of a newer format, or holds no tree of that group.
+        OSError: The file does not exist or cannot be read.
     """
-    version = (pq.read_schema(path).metadata or {}).get(_VERSION_KEY)
+    try:
+        version = (pq.read_schema(path).metadata or {}).get(_VERSION_KEY)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is no parquet file: give one that tree.dump_dir or write_trees made") from error
     if version is None:
         raise ValueError(f"{path} holds no stored trees: give a file that tree.dump_dir or write_trees made")
     if int(version) > FORMAT_VERSION:
@@ -110,7 +117,13 @@ def read_trees(path: str | os.PathLike[str], *, uid: str | None = None) -> list[
             "read it with the verl_tree that wrote it, or a newer one"
         )
     table = pq.read_table(path, filters=None if uid is None else [("uid", "==", uid)])
-    return list(_from_table(table.combine_chunks()))
+    trees = list(_from_table(table.combine_chunks()))
+    if uid is not None and not trees:
+        uids = pq.read_table(path, columns=["uid"]).column("uid").unique().to_pylist()
+        known = ", ".join(map(repr, uids[:_NUM_UIDS_NAMED])) or "no tree at all"
+        more = f" and {len(uids) - _NUM_UIDS_NAMED} more" if len(uids) > _NUM_UIDS_NAMED else ""
+        raise ValueError(f"uid={uid!r} is not in {path}, which holds {known}{more}: give a uid of this file")
+    return trees
 
 
 def forests(path: str | os.PathLike[str]) -> list[TokenForest]:
