@@ -4,44 +4,35 @@ Each check takes the composed configuration and raises a ValueError that names t
 Checks that need the model or the rows read only what is already on this machine, so nothing is downloaded here.
 """
 
-import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+import os
+from collections.abc import Callable
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY, TreeConfig
-
-ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
-ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
-MODELS = ("actor_rollout_ref.model", "critic.model")
+from verl_tree.refusals import (
+    ACTOR,
+    ENGINES,
+    MODELS,
+    REF,
+    ROLLOUT,
+    refuse,
+    refuse_true,
+    uses_critic,
+    uses_reference,
+    value_of,
+)
+from verl_tree.validation_inputs import (
+    check_agent_loops,
+    check_data_files,
+    check_dump_dir,
+    check_model_folders,
+    check_text_model,
+    check_text_rows,
+    check_tool_files,
+)
 
 Check = Callable[[DictConfig], None]
-
-
-def refuse(config: DictConfig, key: str, remedy: str) -> None:
-    """Raises the ValueError of a check: the key, its value and what to do about it."""
-    raise ValueError(f"{key}={_get(config, key)}: {remedy}")
-
-
-def _get(config: DictConfig, key: str) -> Any:
-    return OmegaConf.select(config, key)
-
-
-def _uses_critic(config: DictConfig) -> bool:
-    enabled = config.critic.enable
-    return config.algorithm.adv_estimator == "gae" if enabled is None else bool(enabled)
-
-
-def _uses_reference(config: DictConfig) -> bool:
-    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
-
-
-def _refuse_true(config: DictConfig, keys: Iterator[str] | tuple[str, ...], remedy: str) -> None:
-    for key in keys:
-        if _get(config, key):
-            refuse(config, key, remedy)
 
 
 def check_tree_options(config: DictConfig) -> None:
@@ -73,10 +64,10 @@ def check_model_engine(config: DictConfig) -> None:
 
 def check_strategies(config: DictConfig) -> None:
     """`tree.enabled` decides the engine, and all roles use the same one."""
-    keys = [f"{ACTOR}.strategy", f"{REF}.strategy"] + (["critic.strategy"] if _uses_critic(config) else [])
+    keys = [f"{ACTOR}.strategy", f"{REF}.strategy"] + (["critic.strategy"] if uses_critic(config) else [])
     allowed = (TREE_STRATEGY,) if config.tree.enabled else (FLAT_STRATEGY, "fsdp")
     for key in keys:
-        if _get(config, key) not in allowed:
+        if value_of(config, key) not in allowed:
             remedy = (
                 f"tree.enabled={config.tree.enabled} needs {' or '.join(allowed)}; leave the strategy to tree.enabled"
             )
@@ -108,14 +99,14 @@ def check_estimator(config: DictConfig) -> None:
 def check_capture(config: DictConfig) -> None:
     """Without a capturing manager sessions have no leaves of their own and no forest."""
     key = f"{ROLLOUT}.agent.agent_loop_manager_class"
-    if not _get(config, key):
+    if not value_of(config, key):
         refuse(config, key, "set it to rollout_hooks.worker.TreeAgentLoopManager or a subclass of it")
 
 
 def check_fused_kernels(config: DictConfig) -> None:
     """Fused kernels never make the logits that branches are scored from."""
     keys = [f"{model}.use_fused_kernels" for model in MODELS] + [f"{ACTOR}.use_fused_kernels"]
-    _refuse_true(config, tuple(keys), "fused log-prob kernels are not supported; set it to false")
+    refuse_true(config, tuple(keys), "fused log-prob kernels are not supported; set it to false")
 
 
 def check_sequence_parallelism(config: DictConfig) -> None:
@@ -123,17 +114,17 @@ def check_sequence_parallelism(config: DictConfig) -> None:
     keys = [f"{ACTOR}.ulysses_sequence_parallel_size", f"{REF}.ulysses_sequence_parallel_size"]
     keys += ["critic.ulysses_sequence_parallel_size", *(f"{each}.ulysses_sequence_parallel_size" for each in ENGINES)]
     for key in keys:
-        if (_get(config, key) or 1) > 1:
+        if (value_of(config, key) or 1) > 1:
             refuse(config, key, "Ulysses sequence parallelism is not supported; set it to 1")
 
 
 def check_dynamic_batches(config: DictConfig) -> None:
     """Micro-batches are packs: cut by tokens, never by a number of rows."""
     keys = [f"{ACTOR}.use_dynamic_bsz", f"{ROLLOUT}.log_prob_use_dynamic_bsz"]
-    keys += [f"{REF}.log_prob_use_dynamic_bsz"] if _uses_reference(config) else []
-    keys += ["critic.use_dynamic_bsz"] if _uses_critic(config) else []
+    keys += [f"{REF}.log_prob_use_dynamic_bsz"] if uses_reference(config) else []
+    keys += ["critic.use_dynamic_bsz"] if uses_critic(config) else []
     for key in keys:
-        if not _get(config, key):
+        if not value_of(config, key):
             refuse(config, key, "a row may have many leaves, so micro-batches are cut by tokens; set it to true")
 
 
@@ -142,9 +133,9 @@ def capacity_keys(config: DictConfig) -> list[str]:
     if config.tree.enabled and config.tree.capacity is not None:
         return ["tree.capacity"]
     keys = [f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"]
-    if _uses_reference(config):
+    if uses_reference(config):
         keys.append(f"{REF}.log_prob_max_token_len_per_gpu")
-    if _uses_critic(config):
+    if uses_critic(config):
         keys += ["critic.ppo_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu"]
     return keys
 
@@ -156,81 +147,89 @@ def longest_trajectory_len(config: DictConfig) -> int:
     return longest if rollout.max_model_len is None else min(longest, rollout.max_model_len)
 
 
+def _name_longest_trajectory(config: DictConfig) -> str:
+    """Returns the tokens of `longest_trajectory_len` with the options that they come from."""
+    rollout, longest = config.actor_rollout_ref.rollout, longest_trajectory_len(config)
+    if longest < rollout.prompt_length + rollout.response_length:
+        return f"{longest} tokens ({ROLLOUT}.max_model_len)"
+    lens = f"data.max_prompt_length={rollout.prompt_length} + data.max_response_length={rollout.response_length}"
+    return f"{longest} tokens ({lens})"
+
+
 def check_capacity(config: DictConfig) -> None:
     """A trajectory must fit into one pack."""
-    longest = longest_trajectory_len(config)
+    longest, named = longest_trajectory_len(config), _name_longest_trajectory(config)
     for key in capacity_keys(config):
-        if _get(config, key) < longest:
-            lens = (
-                f"prompt_length + response_length = {longest} tokens (data.max_prompt_length, data.max_response_length)"
-            )
-            refuse(config, key, f"less than the longest possible trajectory, {lens}; raise it or shorten them")
+        if value_of(config, key) < longest:
+            refuse(config, key, f"less than the longest possible trajectory, {named}; raise it or shorten them")
     response = config.actor_rollout_ref.rollout.response_length
     limits = {
-        "tree.max_path_len": (longest, "longest possible trajectory"),
-        "tree.max_loss_terms": (response, "longest possible response (data.max_response_length)"),
+        "tree.max_path_len": (longest, f"longest possible trajectory, {named}"),
+        "tree.max_loss_terms": (response, f"longest possible response, data.max_response_length={response} tokens"),
     }
     for key, (most, what) in limits.items():
-        limit = _get(config, key)
+        limit = value_of(config, key)
         if config.tree.enabled and limit is not None and limit < most:
-            refuse(config, key, f"less than the {what}, {most} tokens; raise it, or set null for no limit")
+            refuse(config, key, f"less than the {what}; raise it, shorten them, or set null for no limit")
 
 
 def check_loss_normalisation(config: DictConfig) -> None:
     """Without the factor verl divides by the padded width of a micro-batch, which depends on the cut."""
-    for role in [ACTOR] + (["critic"] if _uses_critic(config) else []):
-        is_norm = _get(config, f"{role}.loss_agg_mode") == "seq-mean-token-sum-norm"
-        if is_norm and _get(config, f"{role}.loss_scale_factor") is None:
+    for role in [ACTOR] + (["critic"] if uses_critic(config) else []):
+        is_norm = value_of(config, f"{role}.loss_agg_mode") == "seq-mean-token-sum-norm"
+        if is_norm and value_of(config, f"{role}.loss_scale_factor") is None:
             remedy = "loss_agg_mode=seq-mean-token-sum-norm needs it; data.max_response_length is the usual value"
             refuse(config, f"{role}.loss_scale_factor", remedy)
 
 
 def check_prefix_grouper(config: DictConfig) -> None:
     """The switch has no effect in verl 0.9.1, and here it is not needed."""
-    _refuse_true(config, (f"{ACTOR}.use_prefix_grouper",), "without effect in verl 0.9.1; tree.enabled shares prefixes")
+    refuse_true(config, (f"{ACTOR}.use_prefix_grouper",), "without effect in verl 0.9.1; tree.enabled shares prefixes")
 
 
 def check_unsupported_outputs(config: DictConfig) -> None:
     """The tree engine computes log-probs, entropy and values only."""
     if config.tree.enabled:
-        _refuse_true(config, (f"{ACTOR}.calculate_sum_pi_squared",), "not computed on a tree; set tree.enabled=false")
+        refuse_true(config, (f"{ACTOR}.calculate_sum_pi_squared",), "not computed on a tree; set tree.enabled=false")
 
 
 def check_padding_to_length(config: DictConfig) -> None:
     """Padding packed rows to a length has no meaning for a tree."""
     if config.tree.enabled:
         keys = [f"{ACTOR}.pad_to_length", *(f"{engine}.pad_to_length" for engine in ENGINES)]
-        _refuse_true(config, tuple(keys), "a pack is not padded; set it to false, or tree.enabled=false")
+        refuse_true(config, tuple(keys), "a pack is not padded; set it to false, or tree.enabled=false")
 
 
 def check_quantisation(config: DictConfig) -> None:
     """Quantisation-aware training patches the modules; an fp8 rollout needs a GPU."""
     keys = [f"{ACTOR}.qat.enable", *(f"{engine}.qat.enable" for engine in ENGINES)]
-    _refuse_true(config, tuple(keys), "quantisation-aware training is not supported; set it to false")
-    if config.trainer.device == "cpu" and _get(config, f"{ROLLOUT}.quantization") is not None:
+    refuse_true(config, tuple(keys), "quantisation-aware training is not supported; set it to false")
+    if config.trainer.device == "cpu" and value_of(config, f"{ROLLOUT}.quantization") is not None:
         refuse(config, f"{ROLLOUT}.quantization", "not supported on a CPU; set it to null")
 
 
 def check_router_replay(config: DictConfig) -> None:
     """Recorded expert routes belong to rows; shared tokens have one route only."""
-    _refuse_true(
+    refuse_true(
         config, (f"{ROLLOUT}.enable_rollout_routing_replay",), "router replay is not supported; set it to false"
     )
     for engine in ENGINES:
-        if _get(config, f"{engine}.router_replay.mode") not in (None, "disabled"):
+        if value_of(config, f"{engine}.router_replay.mode") not in (None, "disabled"):
             refuse(config, f"{engine}.router_replay.mode", "router replay is not supported; set it to disabled")
 
 
 def check_distillation(config: DictConfig) -> None:
     """Teacher logits are not computed on a tree."""
-    _refuse_true(config, ("distillation.enabled",), "distillation is not supported; set it to false")
+    refuse_true(config, ("distillation.enabled",), "distillation is not supported; set it to false")
 
 
 def check_critic_cut(config: DictConfig) -> None:
     """Actor and critic share the cut of a batch into mini-batches of groups."""
     key = "critic.ppo_mini_batch_size"
-    if _uses_critic(config) and _get(config, key) != _get(config, f"{ACTOR}.ppo_mini_batch_size"):
-        refuse(config, key, f"must equal {ACTOR}.ppo_mini_batch_size={_get(config, f'{ACTOR}.ppo_mini_batch_size')}")
+    if uses_critic(config) and value_of(config, key) != value_of(config, f"{ACTOR}.ppo_mini_batch_size"):
+        refuse(
+            config, key, f"must equal {ACTOR}.ppo_mini_batch_size={value_of(config, f'{ACTOR}.ppo_mini_batch_size')}"
+        )
 
 
 def check_cpu_settings(config: DictConfig) -> None:
@@ -240,9 +239,12 @@ def check_cpu_settings(config: DictConfig) -> None:
     if config.actor_rollout_ref.rollout.name != "vllm":
         refuse(config, f"{ROLLOUT}.name", "profile=cpu generates with vLLM's CPU engine; set it to vllm")
     keys = tuple(f"{model}.use_remove_padding" for model in MODELS)
-    _refuse_true(config, keys, "needs flash-attn's CUDA kernels; set it to false on a CPU")
+    refuse_true(config, keys, "needs flash-attn's CUDA kernels; set it to false on a CPU")
     sleeping = (f"{ROLLOUT}.enable_sleep_mode", f"{ROLLOUT}.free_cache_engine")
-    _refuse_true(config, sleeping, "vLLM cannot sleep on a CPU; set it to false")
+    refuse_true(config, sleeping, "vLLM cannot sleep on a CPU; set it to false")
+    interprets = config.tree.backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if config.tree.enabled and config.tree.backend in ("fa4", "triton") and not interprets:
+        refuse(config, "tree.backend", "its kernels need CUDA, and trainer.device=cpu; set auto, varlen or dense")
 
 
 def check_device(config: DictConfig) -> None:
@@ -251,39 +253,6 @@ def check_device(config: DictConfig) -> None:
 
     if config.trainer.device == "cuda" and not torch.cuda.is_available() and config.trainer.nnodes == 1:
         refuse(config, "trainer.device", "torch sees no CUDA device; use profile=cpu, or profile=auto to choose")
-
-
-def check_text_model(config: DictConfig) -> None:
-    """A model with a vision or audio tower has inputs that token ids alone do not tell apart."""
-    for model in MODELS[: 2 if _uses_critic(config) else 1]:
-        path = Path(_get(config, f"{model}.path")).expanduser() / "config.json"
-        if not path.is_file():
-            continue
-        towers = [name for name in json.loads(path.read_text()) if name in ("vision_config", "audio_config")]
-        if towers:
-            refuse(config, f"{model}.path", f"multimodal model ({', '.join(towers)}); only text models are supported")
-
-
-def check_text_rows(config: DictConfig) -> None:
-    """Rows with images, videos or sounds have inputs that token ids alone do not tell apart."""
-    for key in ("image_key", "video_key", "audio_key"):
-        for path in _parquet_files(config):
-            if config.data[key] in _column_names(path):
-                refuse(config, f"data.{key}", f"{path} has such a column; only text rows are supported, drop it")
-
-
-def _parquet_files(config: DictConfig) -> Iterator[Path]:
-    for files in (config.data.train_files, config.data.val_files):
-        for each in [files] if isinstance(files, str) else files or []:
-            path = Path(each).expanduser()
-            if path.suffix == ".parquet" and path.is_file():
-                yield path
-
-
-def _column_names(path: Path) -> list[str]:
-    import pyarrow.parquet
-
-    return pyarrow.parquet.read_schema(path).names
 
 
 CHECKS: tuple[Check, ...] = (
@@ -308,8 +277,13 @@ CHECKS: tuple[Check, ...] = (
     check_router_replay,
     check_distillation,
     check_critic_cut,
-    check_text_model,
+    check_data_files,
     check_text_rows,
+    check_model_folders,
+    check_text_model,
+    check_agent_loops,
+    check_tool_files,
+    check_dump_dir,
 )
 """Every check, in the order in which a user should hear of the problems."""
 

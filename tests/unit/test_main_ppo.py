@@ -1,34 +1,14 @@
 """The entry point: what it refuses before Ray starts, and what it gives to the processes."""
 
-import functools
-import json
-from pathlib import Path
-
-import pyarrow
-import pyarrow.parquet
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from input_cases import resolved
 
-from verl_tree.composition import compose_config
+from verl_tree import validation_inputs
 from verl_tree.main_ppo import adapt_ray_options, process_environment
 from verl_tree.validation import CHECKS, capacity_keys, longest_trajectory_len, validate
 
 CPU_VLLM = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
-
-
-@functools.cache
-def composed() -> DictConfig:
-    config = compose_config(["profile=cpu"])
-    OmegaConf.set_struct(config, False)
-    return config
-
-
-def resolved(*overrides: str) -> DictConfig:
-    """The CPU configuration with values replaced; Hydra itself, which test_config covers, is asked once only."""
-    config = OmegaConf.merge(composed(), OmegaConf.from_dotlist([each.lstrip("+") for each in overrides]))
-    OmegaConf.resolve(config)
-    return config
 
 
 def test_defaults_are_valid() -> None:
@@ -84,7 +64,11 @@ REFUSED = {
         ([f"{ACTOR}.ppo_max_token_len_per_gpu=1000"], ["ppo_max_token_len_per_gpu=1000", "1024 tokens"]),
         (["critic.enable=true", "critic.forward_max_token_len_per_gpu=9"], ["critic.forward_max_token_len_per_gpu=9"]),
         (["data.max_response_length=16000"], ["16512 tokens", "raise it"]),
-        (["tree.max_path_len=1000"], ["tree.max_path_len=1000", "1024 tokens", "null"]),
+        (["tree.max_path_len=1000"], ["tree.max_path_len=1000", "1024 tokens", "null", "data.max_prompt_length=512 +"]),
+        (
+            ["tree.max_path_len=9", f"{CPU_VLLM}.max_model_len=20"],
+            [f"20 tokens ({CPU_VLLM}.max_model_len)"],
+        ),
         (["tree.max_loss_terms=511"], ["tree.max_loss_terms=511", "data.max_response_length", "512 tokens"]),
     ],
     "check_loss_normalisation": [
@@ -113,6 +97,8 @@ REFUSED = {
         (["actor_rollout_ref.model.use_remove_padding=true"], ["use_remove_padding=True", "false"]),
         ([f"{CPU_VLLM}.free_cache_engine=true"], ["free_cache_engine=True", "false"]),
         ([f"{CPU_VLLM}.enable_sleep_mode=true"], ["enable_sleep_mode=True", "false"]),
+        (["tree.backend=fa4"], ["tree.backend=fa4", "trainer.device=cpu", "auto"]),
+        (["tree.backend=triton"], ["tree.backend=triton", "trainer.device=cpu", "auto"]),
     ],
 }
 CASES = [(name, *case) for name, cases in REFUSED.items() for case in cases]
@@ -132,7 +118,7 @@ def test_setting_is_refused_with_its_remedy(name: str, overrides: list[str], par
 
 
 def test_every_check_is_tested() -> None:
-    elsewhere = {"check_device", "check_text_model", "check_text_rows"}
+    elsewhere = {"check_device", *(name for name in vars(validation_inputs) if name.startswith("check_"))}
     assert {check.__name__ for check in CHECKS} == set(REFUSED) | elsewhere
 
 
@@ -145,24 +131,6 @@ def test_cuda_without_a_device_is_refused() -> None:
     else:
         with pytest.raises(ValueError, match=r"trainer\.device=cuda.*profile=cpu"):
             validate(config)
-
-
-@pytest.mark.parametrize("tower", ["vision_config", "audio_config"])
-def test_multimodal_model_is_refused(tmp_path: Path, tower: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", tower: {}}))
-    with pytest.raises(ValueError, match=tower):
-        validate(resolved(f"actor_rollout_ref.model.path={tmp_path}"))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    validate(resolved(f"actor_rollout_ref.model.path={tmp_path}"))
-
-
-def test_multimodal_rows_are_refused(tmp_path: Path) -> None:
-    text, images = tmp_path / "text.parquet", tmp_path / "images.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"]}), text)
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "images": ["b"]}), images)
-    validate(resolved(f"data.train_files={text}", f"data.val_files=[{text}]"))
-    with pytest.raises(ValueError, match=r"data\.image_key=images.*images\.parquet"):
-        validate(resolved(f"data.train_files={text}", f"data.val_files=[{text},{images}]"))
 
 
 def test_capacity_of_the_roles_in_use() -> None:

@@ -13,7 +13,9 @@ import hydra
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
+from input_cases import write_model
 from loop_cases import ASSISTANT, call, rewards, trained
 from omegaconf import OmegaConf
 from scripted_llm import END, ScriptedClient, run_loop, tokenizer
@@ -242,6 +244,9 @@ def test_configuration_is_that_of_arithmetic_tools_with_another_agent(
     OmegaConf.resolve(config)
     pd.DataFrame({"prompt": []}).to_parquet(tmp_path / "train.parquet")
     pd.DataFrame({"prompt": []}).to_parquet(tmp_path / "validation.parquet")
+    write_model(tmp_path / "model")
+    (tmp_path / "tools.yaml").write_text("tools: []\n")
+    (tmp_path / "loops.yaml").write_text(yaml.safe_dump(list(LOOPS)))
     validate(config)
     rollout = config.actor_rollout_ref.rollout
     assert (rollout.agent.default_agent_loop, config.algorithm.adv_estimator, rollout.n) == expected
