@@ -18,6 +18,7 @@ from verl_tree.advantages import (
     ESTIMATORS,
     ESTIMATORS_ON_NODES,
     Rows,
+    SessionTrees,
     announce_rows,
     intra_tree_advantages,
     leaf_advantages,
@@ -269,6 +270,13 @@ def test_estimators_on_nodes_need_the_tokens(name: str) -> None:
     keys = [leaf.key for leaf in FORK.leaves]
     with announce_rows(Rows(keys=keys)), pytest.raises(ValueError, match="knows the tokens of 0 rows and got 3"):
         ESTIMATORS[name](token_level_rewards=torch.ones(3, 2), response_mask=torch.ones(3, 2))
+
+
+def test_arguments_of_unlike_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"shape \(2,\) for 2 groups, 3 sessions: give one of each per leaf"):
+        leaf_advantages([1.0, 0.0], groups=["u", "u"], sessions=[0, 0, 1])
+    with pytest.raises(ValueError, match=r"for 1 sequences, 2 groups, 2 sessions"):
+        SessionTrees.from_leaves([[1, 2]], rewards=[1.0, 0.0], groups=["u", "u"], sessions=[0, 0])
 
 
 def test_the_documented_trial_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,19 @@ EPSILON = 1e-6
 """Added to a standard deviation, as in verl's GRPO."""
 
 
+def one_per_leaf(rewards: np.ndarray, **others: Sequence[object]) -> np.ndarray:
+    """Returns the rewards as (R,) float64.
+
+    Raises:
+        ValueError: there is not one reward, and one of each of the others, per leaf.
+    """
+    rewards = np.asarray(rewards, dtype=np.float64)
+    if any(rewards.shape != (len(values),) for values in others.values()):
+        given = ", ".join(f"{len(values)} {name}" for name, values in others.items())
+        raise ValueError(f"rewards of shape {rewards.shape} for {given}: give one of each per leaf")
+    return rewards
+
+
 def leaf_advantages(
     rewards: np.ndarray,
     *,
@@ -39,9 +52,11 @@ def leaf_advantages(
     Returns:
         (R,) float64. Exactly 0 in a group of equal rewards; the reward itself (over 1 + epsilon where
         normalised) for a leaf that is alone in its group.
+
+    Raises:
+        ValueError: the arguments differ in length.
     """
-    rewards = np.asarray(rewards, dtype=np.float64)
-    assert rewards.shape == (len(groups),) == (len(sessions),)
+    rewards = one_per_leaf(rewards, groups=groups, sessions=sessions)
     if len(rewards) == 0:
         return rewards
     group = dense_ids(groups)

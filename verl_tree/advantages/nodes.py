@@ -22,7 +22,7 @@ from typing import Self
 
 import numpy as np
 
-from verl_tree.advantages.leaves import EPSILON, dense_ids
+from verl_tree.advantages.leaves import EPSILON, dense_ids, one_per_leaf
 from verl_tree.tree import IntArray, TokenForest
 
 
@@ -71,9 +71,11 @@ class SessionTrees:
 
         Returns:
             The trees of all groups.
+
+        Raises:
+            ValueError: the arguments differ in length.
         """
-        rewards = np.asarray(rewards, dtype=np.float64)
-        assert rewards.shape == (len(sequences),) == (len(groups),) == (len(sessions),)
+        rewards = one_per_leaf(rewards, sequences=sequences, groups=groups, sessions=sessions)
         forest = TokenForest.from_sequences(sequences, merge_keys=list(zip(groups, sessions, strict=True)))
         group_R = dense_ids(groups)
         num_leaves_G = np.bincount(group_R)
