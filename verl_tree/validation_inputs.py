@@ -74,7 +74,7 @@ def _check_hub_name(config: DictConfig, key: str, name: str) -> None:
 
 
 def check_agent_loops(config: DictConfig) -> None:
-    """The file of loops, the classes that it names, and the loop that rows without `agent_name` run."""
+    """The file of loops, the classes that it names, the loops of rows with `agent_name`, and that of the others."""
     entries = _read_loops(config)
     if entries is None:
         return
@@ -84,15 +84,33 @@ def check_agent_loops(config: DictConfig) -> None:
             where = f"_target_={entry['_target_']} of the loop {entry['name']}"
             remedy = "correct it, or add its folder to PYTHONPATH"
             refuse_here(config, LOOPS_KEY, f"{where}: {problem}; {remedy}", brings_code=True)
-    name, named = value_of(config, DEFAULT_LOOP_KEY), [entry["name"] for entry in entries]
-    if name in named:
-        return
-    known = sorted({*named, *_registered_loops(config)})
-    if name not in known:
-        close = difflib.get_close_matches(str(name), known, n=1)
-        guess = f"did you mean {close[0]}? " if close else ""
-        remedy = f"{guess}choose one of {', '.join(known)}, or add it to the file of {LOOPS_KEY}"
-        refuse_here(config, DEFAULT_LOOP_KEY, f"no such agent loop; {remedy}", brings_code=True)
+    in_file = {entry["name"] for entry in entries}
+    unknown = [(key, name) for key, name in _loops_in_use(config) if name not in in_file]
+    known = sorted({*in_file, *_registered_loops(config)}) if unknown else []
+    for key, name in unknown:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            guess = f"did you mean {close[0]}? " if close else ""
+            remedy = f"{guess}choose one of {', '.join(known)}, or add it to the file of {LOOPS_KEY}"
+            column = "" if key == DEFAULT_LOOP_KEY else f"the column agent_name has {name!r}: "
+            refuse_here(config, key, f"{column}no such agent loop; {remedy}", brings_code=True)
+
+
+def _loops_in_use(config: DictConfig) -> list[tuple[str, Any]]:
+    """Returns the option and the name of every loop that a row runs; the default unless all rows name their own."""
+    import pyarrow.parquet
+
+    named, has_unnamed = {}, False
+    for key in DATA_KEYS:
+        for name in _data_files(config, key):
+            path = Path(name)
+            if path.suffix == ".parquet" and path.is_file() and "agent_name" in _column_names(path):
+                column = pyarrow.parquet.read_table(path, columns=["agent_name"]).column(0)
+                named |= {(key, each): None for each in column.unique().to_pylist()}
+            else:
+                has_unnamed = True
+    default = [(DEFAULT_LOOP_KEY, value_of(config, DEFAULT_LOOP_KEY))] if has_unnamed else []
+    return [*default, *named]
 
 
 def _read_loops(config: DictConfig) -> list[dict[str, Any]] | None:

@@ -62,6 +62,7 @@ def test_every_loop_trains(folder: Path) -> None:
         "loops",
         f"data.train_batch_size={len(OPTIONS)}",
         f"actor_rollout_ref.rollout.n={NUM_SESSIONS}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=memory",  # of the rows of validation, which name none
         "data.max_prompt_length=128",
         "data.max_response_length=96",
         "actor_rollout_ref.rollout.max_model_len=224",

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from input_cases import resolved, write_model, write_rows
 
@@ -122,6 +124,22 @@ def test_unknown_loop_is_refused_with_the_closest_name(tmp_path: Path) -> None:
     loops = tmp_path / "loops.yaml"
     loops.write_text("- name: note_taker\n  _target_: rollout_hooks.memory.MemoryAgentLoop\n")
     assert "did you mean note_taker?" in refusal(f"{LOOPS}={loops}", f"{DEFAULT}=notetaker")
+
+
+def test_rows_may_name_their_loops(tmp_path: Path) -> None:
+    """Then the default counts only where rows without a name are left."""
+    rows = {}
+    for name, loops in (("good", ["tool_agent", "mine"]), ("bad", ["tool_agent", "tool_agnt"])):
+        rows[name] = tmp_path / f"{name}.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "agent_name": loops}), rows[name])
+    loops = tmp_path / "loops.yaml"
+    loops.write_text("- name: mine\n  _target_: rollout_hooks.memory.MemoryAgentLoop\n")
+    mine, train, val = f"{LOOPS}={loops}", f"data.train_files={rows['good']}", f"data.val_files={rows['good']}"
+    validate(resolved(mine, train, val, f"{DEFAULT}=nothing"))
+    assert refusal(mine, train, f"{DEFAULT}=nothing").startswith(f"{DEFAULT}=nothing: no such agent loop")
+    message = refusal(mine, f"data.train_files={rows['bad']}", val)
+    assert message.startswith("data.train_files=") and "agent_name has 'tool_agnt': no such agent loop;" in message
+    assert "did you mean tool_agent?" in message
 
 
 def test_loops_of_a_manager_of_the_users_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
