@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.outputs import describe_error
 from rollout_hooks.realign import Realignment
 from rollout_hooks.session_tree import SessionTree
+from rollout_hooks.token_arrays import token_array
 
 ABORTED = ("aborted", "abort")
 """verl's stop reasons of a call that the server gave up (`workers/rollout/llm_server.py`)."""
@@ -47,7 +47,7 @@ class RecordingClient(LLMServerClient):
         has_media = any(kwargs.get(name) for name in ("image_data", "video_data", "audio_data"))
         self.num_media_calls += has_media
         # Equal text is not an equal prompt where images stand behind the tokens.
-        prompt = Realignment(np.asarray(prompt_ids, dtype=np.int32)) if has_media else self.tree.realign(prompt_ids)
+        prompt = Realignment(token_array(prompt_ids)) if has_media else self.tree.realign(prompt_ids)
         if prompt.splices:
             prompt_ids = prompt.token_ids.tolist()
         call = self.tree.begin(prompt)

@@ -10,6 +10,7 @@ The tokens are sampled, and their log-probs given, under the mask: another distr
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from verl.experimental.agent_loop.tool_parser import HermesToolParser, Qwen3XMLToolParser, ToolParser
@@ -118,12 +119,20 @@ def _check_schema(schema: Mapping[str, Any], *, param: str, owner: str) -> None:
 
 
 def _check(grammar_of: str, text: str, *, param: str, owner: str) -> None:
+    cause = _refusal(grammar_of, text)
+    if cause is not None:
+        message = f"{owner}: the JSON schema cannot be kept to: {cause}; simplify it, or leave the constraint out"
+        raise ApiError(400, message, code="unsupported_or_invalid_parameter", param=param)
+
+
+@lru_cache(maxsize=1024)
+def _refusal(grammar_of: str, text: str) -> str | None:
+    """Why XGrammar refuses a form. Agents send the same tools with every turn, and reading them takes milliseconds."""
     # XGrammar comes with vLLM, and is of no use to sessions that prescribe nothing.
     from xgrammar import Grammar
 
     try:
         getattr(Grammar, grammar_of)(text)
     except (RuntimeError, ValueError) as error:
-        cause = _PLACE_IN_XGRAMMAR.sub("", str(error)).strip()
-        message = f"{owner}: the JSON schema cannot be kept to: {cause}; simplify it, or leave the constraint out"
-        raise ApiError(400, message, code="unsupported_or_invalid_parameter", param=param) from error
+        return _PLACE_IN_XGRAMMAR.sub("", str(error)).strip()
+    return None

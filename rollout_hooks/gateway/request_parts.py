@@ -74,9 +74,9 @@ class JsonObjectFormat(Body):
 class NamedSchema(Body):
     """A JSON schema; it is kept to whether or not the client calls it strict."""
 
-    # `schema` is the name of a method of pydantic's models.
     name: str = ""
     description: str = ""
+    # `schema` is the name of a method of pydantic's models.
     json_schema: dict[str, Any] = Field(alias="schema")
     strict: bool = False
 
