@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -10,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
 MODELS = ("actor_rollout_ref.model", "critic.model")
+DATA_KEYS = ("data.train_files", "data.val_files")
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,33 @@ def uses_critic(config: DictConfig) -> bool:
 def uses_reference(config: DictConfig) -> bool:
     """Whether the run has a reference model."""
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
+def data_files(config: DictConfig, key: str) -> list[str]:
+    """Returns the files of one of `DATA_KEYS`, which takes a name or a list of them."""
+    files = value_of(config, key)
+    return [files] if isinstance(files, str) else list(files or [])
+
+
+def column_names(path: Path) -> list[str]:
+    """Returns the columns of a parquet file."""
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_schema(path).names
+
+
+def has_scheme(path: str) -> bool:
+    """Whether a path is on another file system (`hdfs://`)."""
+    return "://" in path
+
+
+def missing(path: str, kind: str) -> str:
+    """Says that a path does not exist, where it was looked for, and that nobody expands a `~`."""
+    expanded = os.path.expanduser(path)
+    if expanded != path:
+        return f"~ is not expanded; give {expanded}"
+    where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
+    return f"no such {kind}{where}: {path}; give one that exists"
 
 
 def _may_use_other_machines(config: DictConfig) -> bool:

@@ -22,14 +22,19 @@ from verl_tree.refusals import (
     uses_reference,
     value_of,
 )
-from verl_tree.validation_inputs import (
+from verl_tree.validation_code import (
     check_agent_loops,
+    check_data_code,
+    check_legacy_reward_keys,
+    check_reward_code,
+    check_tool_files,
+)
+from verl_tree.validation_inputs import (
     check_data_files,
     check_dump_dir,
     check_model_folders,
     check_text_model,
     check_text_rows,
-    check_tool_files,
 )
 
 Check = Callable[[DictConfig], None]
@@ -283,6 +288,9 @@ CHECKS: tuple[Check, ...] = (
     check_text_model,
     check_agent_loops,
     check_tool_files,
+    check_data_code,
+    check_legacy_reward_keys,
+    check_reward_code,
     check_dump_dir,
 )
 """Every check, in the order in which a user should hear of the problems."""

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
+import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from verl_tree.composition import compose_config
+from verl_tree.validation import validate
 
 FOLDER = tempfile.TemporaryDirectory()
 
@@ -42,3 +44,10 @@ def resolved(*overrides: str) -> DictConfig:
     config = OmegaConf.merge(_composed(), OmegaConf.from_dotlist([each.lstrip("+") for each in overrides]))
     OmegaConf.resolve(config)
     return config
+
+
+def refusal(*overrides: str) -> str:
+    """Why the configuration with these values is refused."""
+    with pytest.raises(ValueError) as error:
+        validate(resolved(*overrides))
+    return str(error.value)

@@ -3,7 +3,7 @@
 import pytest
 from input_cases import resolved
 
-from verl_tree import validation_inputs
+from verl_tree import validation_code, validation_inputs
 from verl_tree.main_ppo import adapt_ray_options, process_environment
 from verl_tree.validation import CHECKS, capacity_keys, longest_trajectory_len, validate
 
@@ -118,7 +118,15 @@ def test_setting_is_refused_with_its_remedy(name: str, overrides: list[str], par
 
 
 def test_every_check_is_tested() -> None:
-    elsewhere = {"check_device", *(name for name in vars(validation_inputs) if name.startswith("check_"))}
+    elsewhere = {
+        "check_device",
+        *(
+            name
+            for module in (validation_code, validation_inputs)
+            for name in vars(module)
+            if name.startswith("check_")
+        ),
+    }
     assert {check.__name__ for check in CHECKS} == set(REFUSED) | elsewhere
 
 
