@@ -47,7 +47,6 @@ class Branch:
         failure: Why this branch cannot go on (its last call failed, or `fail`), or None.
         reward: What `finish` or `reward_leaves` gave; rewards of `add_reward` are not in it.
         metrics: Seconds and counts of this branch, verl's `AgentLoopMetrics` names.
-        tool_rewards: Rewards that tools returned, reported with the row (verl's `tool_rewards`).
     """
 
     def __init__(self, session: "BranchSession", parent: "Branch | None" = None) -> None:
@@ -61,7 +60,6 @@ class Branch:
         self.reward: float | None = None
         self.is_finished = False
         self.metrics: dict[str, float] = {}
-        self.tool_rewards: list[float] = []
         self._reward_extra_info: dict[str, Any] | None = None
         session.branches.append(self)
 
@@ -79,6 +77,11 @@ class Branch:
     def response_mask(self) -> list[int]:
         """1 for every generated token after the prompt, 0 for every observed one; a copy."""
         return self._tokens.mask[self._tokens.prompt_len :]
+
+    @property
+    def tool_rewards(self) -> tuple[float, ...]:
+        """What tools rewarded the calls of this branch with, those before its fork included; see `add_tool_reward`."""
+        return tuple(value for _, value in self._tokens.tool_rewards)
 
     @property
     def num_remaining(self) -> int:
@@ -184,14 +187,17 @@ class Branch:
 
         Args:
             prompt_ids: Tokens of the prompt, at least one. What they have in common with the root prompt, or any
-                other path of the session, is shared with it.
+                other path of the session, is shared with it. Tool rewards stay, rewards of `add_reward` leave.
 
         Raises:
             ValueError: If the prompt is empty, or the branch is finished or has failed.
         """
         if not len(prompt_ids):
             raise ValueError("restart([]): a prompt has at least one token")
+        # What the branch has done stays done: tool rewards are of calls, not of the tokens that leave.
+        done = [(0, value) for value in self.tool_rewards]
         self.rewind(0)
+        self._tokens.tool_rewards = done
         self.observe(prompt_ids)
 
     def add_reward(self, value: float) -> None:
@@ -217,6 +223,21 @@ class Branch:
                 "before, or give the reward to `finish`"
             )
         self._tokens.reward(float(value))
+
+    def add_tool_reward(self, value: float) -> None:
+        """Report what a tool rewarded a call of this branch with (verl's `tool_rewards`); it is not trained on.
+
+        Each leaf that goes on from here reports it with its row, where a reward function reads it in `extra_info`.
+        `rewind` to a position before the cursor drops it; `restart` does not, since the call was made.
+
+        Args:
+            value: As the tool returned it.
+
+        Raises:
+            ValueError: If the branch is finished or has failed.
+        """
+        self._check_open("add_tool_reward")
+        self._tokens.tool_rewards.append((self.position, value))
 
     def fail(self, reason: str) -> None:
         """End this branch with a reason: a tool that took too long, a context that leaves no room to generate.

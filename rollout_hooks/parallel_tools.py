@@ -97,8 +97,9 @@ class ParallelToolsAgentLoop(ToolTurnsLoop):
         if len(turn.calls) > 1 or self.branch_single_call:
             for branch, call, tool_task in zip(root.fork(len(turn.calls)), turn.calls, running, strict=True):
                 tasks.create_task(self._conclude(branch, call, tool_task, history, row=row))
-        results = await asyncio.gather(*running)
-        return [self.tool_message(call, result) for call, result in zip(turn.calls, results, strict=True)]
+        calls = list(zip(turn.calls, await asyncio.gather(*running), strict=True))
+        self.reward_calls(root, calls)
+        return [self.tool_message(call, result) for call, result in calls]
 
     async def _conclude(
         self,
@@ -114,6 +115,7 @@ class ParallelToolsAgentLoop(ToolTurnsLoop):
         if result.failure is not None:
             branch.fail(result.failure)
             return
+        self.reward_calls(branch, [(call, result)])
         message = self.tool_message(call, result)
         if not await self.observe_messages(branch, [message], history=history, tools=self.prompt_tools(**row)):
             return

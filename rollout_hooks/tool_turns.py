@@ -6,7 +6,7 @@ Tools (function tools, verl's stateful tools, MCP tools), tool parser and trunca
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from verl.workers.rollout.replica import TokenOutput
 from rollout_hooks.branching import Branch, BranchingAgentLoop
 
 TOOL_ERRORS = ("tell", "end")
+TOOL_REWARDS = ("report", "add")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,12 @@ class ToolResult:
     Attributes:
         response: verl's response; `text` is what the model is told, errors included.
         failure: Why the branch that needs the result shall end; None if it can go on.
+        reward: What the tool rewarded the call with; verl has 0.0 for a tool that says nothing. None: it took too long.
     """
 
     response: ToolResponse
     failure: str | None = None
+    reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,9 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
         tool_errors: "tell": the model reads what went wrong, as in verl, and may do better. "end": an error raised by a
             tool ends the branch that needs the result, with the error as the reason. Calls that name no tool or have
             no valid arguments are the model's own mistakes and always told.
+        tool_rewards: What becomes of the rewards that tools return. "report": they are handed to verl's reward function
+            with the row (`tool_rewards`), as in verl. "add": each is also added to the turn that called
+            (`Branch.add_reward`), for all leaves that go on from the result.
         max_turn_len: Most tokens of one call to the LLM. None: as many as fit into `rollout.response_length`.
         **kwargs: As verl's worker gives them, `call_timeout_s`, and the options of the subclass.
     """
@@ -89,11 +95,23 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
     own_schemas: tuple[OpenAIFunctionToolSchema, ...] = ()
     """Schemas of the tools that the loop itself brings."""
 
-    def __init__(self, *args: Any, tool_errors: str = "tell", max_turn_len: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        tool_errors: str = "tell",
+        tool_rewards: str = "report",
+        max_turn_len: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        if tool_errors not in TOOL_ERRORS:
-            raise ValueError(f"tool_errors={tool_errors!r}: must be one of {TOOL_ERRORS}")
+        for name, value, allowed in (
+            ("tool_errors", tool_errors, TOOL_ERRORS),
+            ("tool_rewards", tool_rewards, TOOL_REWARDS),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r}: must be one of {allowed}")
         self.tool_errors = tool_errors
+        self.tool_rewards = tool_rewards
         if max_turn_len is not None and max_turn_len < 1:
             raise ValueError(f"max_turn_len={max_turn_len}: must be at least 1, or null for no limit")
         self.turn_sampling: dict[str, Any] = {} if max_turn_len is None else {"max_tokens": max_turn_len}
@@ -170,11 +188,14 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
         """Run one tool call through verl, which turns an error of the tool into a text for the model.
 
         Args:
-            branch: Whose metrics and tool rewards count it.
+            branch: Whose metrics count it.
             call: The call.
             tools: The tools by name.
             history: The messages up to and with the turn that calls.
             row: The dataset row.
+
+        Returns:
+            The result. Let every branch that reads it have its reward (`reward_calls`).
 
         Raises:
             ValueError: If the tool returned an image or a video.
@@ -191,11 +212,26 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
                 return ToolResult(ToolResponse(text=f"Error: {reason}"), failure=reason)
         if response.image or response.video:
             raise ValueError(f"tool {call.name!r} returned an image or video: branching agent loops take text only")
-        if reward is not None:
-            branch.tool_rewards.append(reward)
         # verl catches what a tool raises and tells it in these words only.
         has_raised = (response.text or "").startswith(f"Error executing tool '{call.name}': ")
-        return ToolResult(response, failure=response.text if has_raised and self.tool_errors == "end" else None)
+        failure = response.text if has_raised and self.tool_errors == "end" else None
+        return ToolResult(response, failure=failure, reward=reward)
+
+    def reward_calls(self, branch: Branch, calls: Iterable[tuple[FunctionCall, ToolResult]]) -> None:
+        """Give a branch the rewards of the calls whose results it reads; its cursor is right behind the turn.
+
+        Raises:
+            ValueError: With `tool_rewards="add"`, if a reward is no finite number.
+        """
+        for call, result in calls:
+            if result.reward is None:
+                continue
+            branch.add_tool_reward(result.reward)
+            if self.tool_rewards == "add":
+                try:
+                    branch.add_reward(result.reward)
+                except ValueError as error:
+                    raise ValueError(f"reward of tool {call.name!r} with tool_rewards=add: {error}") from error
 
     async def run_calls(
         self,
@@ -206,7 +242,7 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
         history: list[dict[str, Any]],
         row: dict[str, Any],
     ) -> list[dict[str, Any]] | None:
-        """Run the calls of a turn concurrently.
+        """Run the calls of a turn concurrently; the branch, its cursor behind the turn, gets their rewards.
 
         Returns:
             The tool messages in the order of the calls, or None if one of them ended the branch.
@@ -221,7 +257,9 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
         if reasons:
             branch.fail("; ".join(reasons))
             return None
-        return [self.tool_message(call, result) for call, result in zip(turn.calls, results, strict=True)]
+        calls = list(zip(turn.calls, results, strict=True))
+        self.reward_calls(branch, calls)
+        return [self.tool_message(call, result) for call, result in calls]
 
     async def converse(
         self,

@@ -428,7 +428,8 @@ def test_observe_messages_uses_verls_template_code_and_stops_at_the_limit():
             await root.generate()
             before = root.position
             fits = await self.observe_messages(root, [{"role": "user", "content": "more"}], history=history)
-            root.tool_rewards = [float(fits), float(root.position - before)]
+            root.add_tool_reward(float(fits))
+            root.add_tool_reward(float(root.position - before))
             root.finish(0.0)
 
     outputs, _ = run_explore(lambda _: "x", Chat)
