@@ -54,13 +54,19 @@ interpreted() {
 }
 show "unit and contract tests" python -m pytest -q tests/unit tests/contracts
 show "kernels, interpreted and compiled ahead of time" interpreted
-# One process a file: what Ray keeps of one cluster in a process (dashboard addresses, tokens) must not meet the next.
+# One process a file: what Ray keeps of one cluster in a process (dashboard addresses, tokens) must not meet the next. Runs
+# spend most of their time on imports, one process after the other, so two files go side by side, the longest first.
 end_to_end() {
-  local file
+  local alone=tests/e2e/test_watchdog.py # tells a slow cluster from one that hangs
+  local files=(tests/e2e/test_{runs,ray_job,loops}.py) file
   for file in tests/e2e/test_*.py; do
-    echo "$file"
-    python -m pytest -q "$file" || return 1
+    [[ " ${files[*]} $alone " == *" $file "* ]] || files+=("$file")
   done
+  printf '%s\0' "${files[@]}" | xargs -0 -n 1 -P 2 bash -c '
+    status=0
+    output=$(python -m pytest -q "$1" 2>&1) || status=$?
+    printf "%s\n%s\n" "$1" "$output"
+    exit "$status"' bash && python -m pytest -q "$alone"
 }
 if [[ $FAST == false ]]; then
   show "end-to-end tests" end_to_end

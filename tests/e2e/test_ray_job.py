@@ -30,10 +30,12 @@ def dashboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     temp_dir = Path("/tmp") / f"ray-{os.getpid()}"  # Ray's sockets do not fit into the length of pytest's paths
     address = f"http://127.0.0.1:{free_port()}"
     start = [RAY, "start", "--head", "--block", "--num-cpus=16", "--num-gpus=2", f"--temp-dir={temp_dir}"]
-    ports = [f"--port={free_port()}", f"--dashboard-port={address.rsplit(':', 1)[1]}", "--include-dashboard=true"]
+    # Jobs are submitted through the dashboard's agent, whose own port a second cluster on this machine would take.
+    ports = [f"--port={free_port()}", f"--dashboard-agent-listen-port={free_port()}"]
+    dashboard_options = [f"--dashboard-port={address.rsplit(':', 1)[1]}", "--include-dashboard=true"]
     with (tmp_path / "head.log").open("w") as log:
         head = subprocess.Popen(
-            start + ports,
+            start + ports + dashboard_options,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
