@@ -8,8 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tree_cases import tiny_model
 
 from verl_tree.stored_trees import (
     FORMAT_VERSION,
@@ -233,6 +235,35 @@ def test_the_documented_trees_of_ones_own(
     monkeypatch.chdir(tmp_path)
     exec(compile(example, "docs/stored_trees.md", "exec"), {})
     assert capsys.readouterr().out == example.rsplit("#", 1)[1].lstrip()
+
+
+def test_the_documented_fine_tuning_is_that_on_flat_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As printed: the step it takes is that of the mean over the trained tokens of the rewarded leaves, row by row."""
+    page = (Path(__file__).parents[2] / "docs" / "stored_trees.md").read_text()
+    (example,) = [block.split("```")[0] for block in page.split("```python\n")[1:] if "tree_log_probs(" in block]
+    monkeypatch.chdir(tmp_path)
+    leaves = [
+        leaf_of([1, 2, 3, 4, 5, 6], mask=[1, 1, 0, 1], token_rewards=[0, 0, 0, 1]),
+        leaf_of([1, 2, 3, 4, 7], mask=[1, 1, 1], token_rewards=[0, 0, 2], leaf=1),
+        leaf_of([1, 2, 3, 8], mask=[1, 1], token_rewards=[0, -1], leaf=2),
+    ]
+    trees = [StoredTree(step=10, uid="a", leaves=tuple(leaves)), StoredTree(step=10, uid="b", leaves=(leaves[2],))]
+    write_trees("runs/trees/step_000010.parquet", trees)
+    model, flat = tiny_model().double(), tiny_model().double()
+    flat.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    exec(compile(example, "docs/stored_trees.md", "exec"), {"read_trees": read_trees} | locals())
+    losses = []
+    for leaf in leaves[:2]:
+        ids = torch.tensor(leaf.token_ids[None].astype(int))
+        scores = flat(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        losses.append(-scores[torch.tensor(leaf.is_trained[1:])].sum())
+    (sum(losses) / 6).backward()
+    for (name, value), other in zip(model.named_parameters(), flat.parameters(), strict=True):
+        step = before[name] - 0.5 * other.grad
+        assert (value - step).abs().max() <= 1e-10 * step.abs().max(), name
+    assert max((value - before[name]).abs().max() for name, value in model.named_parameters()) > 1e-4
 
 
 def test_a_write_that_fails_leaves_the_old_file(

@@ -97,15 +97,18 @@ def test_folder_of_trees_that_cannot_be_written_is_refused(tmp_path: Path) -> No
     assert f"{tmp_path} cannot be written to" in refusal(f"tree.dump_dir={tmp_path}/trees")
 
 
-ELSEWHERE = ["trainer.nnodes=2", "+ray_kwargs.ray_init.address=auto"]
+ELSEWHERE = ["trainer.nnodes=2", "+ray_kwargs.ray_init.address=auto", "RAY_ADDRESS"]
 
 
 @pytest.mark.parametrize("elsewhere", ELSEWHERE)
 def test_missing_files_are_warned_of_where_other_machines_may_have_them(
-    elsewhere: str, caplog: pytest.LogCaptureFixture
+    elsewhere: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = ["data.train_files=/no/rows.parquet", f"{MODEL}=/no/model", f"{LOOPS}=/no/loops.yaml"]
+    if elsewhere == "RAY_ADDRESS":
+        monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
+    overrides = [elsewhere] if "=" in elsewhere else []
     with caplog.at_level(logging.WARNING):
-        validate(resolved(elsewhere, *missing))
+        validate(resolved(*overrides, *missing))
     for each in missing:
         assert f"{each}: no such" in caplog.text
