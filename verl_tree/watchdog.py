@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -169,15 +169,26 @@ def _title(actor: ActorState) -> str:
 
 
 def _engine_processes(actor: ActorState) -> dict[int, EngineProcess]:
-    found = {}
+    """Returns the vLLM processes below an actor by pid.
+
+    A process that an engine forks to start a program (a compiler, `lscpu`) has the engine's title until it becomes that
+    program, and ends soon: whatever has the title of its parent is no engine.
+    """
     try:
-        for child in psutil.Process(actor.pid).children(recursive=True):
-            title = " ".join(child.cmdline()).strip()
-            if title.startswith(ENGINE_TITLE):
-                found[child.pid] = EngineProcess(child, title, actor.actor_id)
+        children = psutil.Process(actor.pid).children(recursive=True)
     except psutil.NoSuchProcess:
-        # The actor, or a child, ended between two questions: the next look knows more.
-        pass
+        return {}
+    titles, found = {}, {}
+    # Parents come first in the list. Asked last, a parent that takes its title meanwhile has it like its child.
+    for child in reversed(children):
+        with suppress(psutil.NoSuchProcess):
+            titles[child.pid] = " ".join(child.cmdline()).strip()
+    for child in children:
+        title = titles.get(child.pid, "")
+        if title.startswith(ENGINE_TITLE):
+            with suppress(psutil.NoSuchProcess):
+                if titles.get(child.ppid()) != title:
+                    found[child.pid] = EngineProcess(child, title, actor.actor_id)
     return found
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -40,10 +41,14 @@ def actor(actor_id: str, *, state: str = "DEAD", reason: str | None = None, pid:
     )
 
 
+FORKS = f'{sys.executable} -c "import os, time; os.fork(); time.sleep(60)"'
+
+
 @pytest.fixture
-def engine() -> Iterator[subprocess.Popen]:
+def engine(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen]:
     """A real process that calls itself as vLLM's do, started by a shell: a grandchild of this process."""
-    shell = subprocess.Popen(["bash", "-c", "bash -c 'exec -a VLLM::EngineCore sleep 60' & wait"])
+    program = getattr(request, "param", "sleep 60")
+    shell = subprocess.Popen(["bash", "-c", f"bash -c 'exec -a VLLM::EngineCore {program}' & wait"])
     yield shell
     for child in psutil.Process(shell.pid).children(recursive=True):
         child.kill()
@@ -62,6 +67,22 @@ def test_the_cause_comes_before_its_consequences() -> None:
     assert finding is not None
     assert finding.cause.startswith("the process of Classb (pid 77 on node node) died: message of b")
     assert finding.actor_ids == ("b", "a")
+
+
+@pytest.mark.parametrize("engine", [FORKS], indirect=True, ids=["forks"])
+def test_what_an_engine_forks_is_no_engine(engine: subprocess.Popen) -> None:
+    """Else the run would end when a program does that vLLM was starting while the watchdog looked."""
+    shell = psutil.Process(engine.pid)
+
+    def titled() -> list[int]:
+        return [each.pid for each in shell.children(recursive=True) if each.cmdline()[:1] == ["VLLM::EngineCore"]]
+
+    deadline = time.monotonic() + 20
+    while len(titled()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    core, helper = titled()
+    assert psutil.Process(helper).ppid() == core
+    assert list(_engine_processes(actor("s", state="ALIVE", pid=shell.pid))) == [core]
 
 
 def test_engine_processes_are_found_and_missed(engine: subprocess.Popen) -> None:
