@@ -25,7 +25,7 @@ from typing import Self
 import numpy as np
 
 from verl_tree.cost_model import CostModel, FloatArray, WorkProfile
-from verl_tree.tree import IntArray
+from verl_tree.node_table import IntArray
 
 MIN_GAIN = 0.01
 """Least gain that a cut must bring, as a share of the mean time of the ranks."""

@@ -16,7 +16,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from verl_tree.tree import IntArray, NodeTable, TokenForest
+from verl_tree.node_table import IntArray, NodeTable
+from verl_tree.tree import TokenForest
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from verl_tree.cost_model import MIN_MEASUREMENTS, CostFitter, CostModel, Work, WorkProfile, runs_faster_flat
+from verl_tree.cost_fit import MIN_MEASUREMENTS, CostFitter
+from verl_tree.cost_model import CostModel, Work, WorkProfile, runs_faster_flat
 from verl_tree.tree import TokenForest
 
 # The same draws in every run, and no time limit per draw: the machine may be busy.

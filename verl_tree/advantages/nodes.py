@@ -23,7 +23,8 @@ from typing import Self
 import numpy as np
 
 from verl_tree.advantages.leaves import EPSILON, dense_ids, one_per_leaf
-from verl_tree.tree import IntArray, TokenForest
+from verl_tree.node_table import IntArray
+from verl_tree.tree import TokenForest
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,10 +24,11 @@ from verl_tree.cost_model import CostModel, Work, WorkProfile, runs_faster_flat
 from verl_tree.functional import shared_token_weights
 from verl_tree.layout import TreeLayout
 from verl_tree.metrics import ForestCounts
+from verl_tree.node_table import IntArray
 from verl_tree.packing import pack
 from verl_tree.packing.first_fit import next_fit
 from verl_tree.packing.problem import UNLIMITED, Caps
-from verl_tree.tree import IntArray, TokenForest
+from verl_tree.tree import TokenForest
 
 
 @dataclass(frozen=True, slots=True, eq=False)

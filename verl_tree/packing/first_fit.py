@@ -4,8 +4,8 @@ from bisect import bisect
 
 import numpy as np
 
+from verl_tree.node_table import IntArray
 from verl_tree.packing.problem import Caps, Items
-from verl_tree.tree import IntArray
 
 
 class RangeMin:

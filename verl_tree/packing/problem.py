@@ -11,7 +11,8 @@ from typing import Self
 
 import numpy as np
 
-from verl_tree.tree import IntArray, NodeTable, TokenForest, lcp_of_subset
+from verl_tree.node_table import IntArray, NodeTable
+from verl_tree.tree import TokenForest, lcp_of_subset
 
 UNLIMITED = 2**62
 

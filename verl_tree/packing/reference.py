@@ -12,9 +12,9 @@ from numpy.typing import ArrayLike
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, diags_array, eye_array, hstack, kron
 
+from verl_tree.node_table import IntArray, NodeTable
 from verl_tree.packing.bound import least_visits
 from verl_tree.packing.problem import Caps, Items
-from verl_tree.tree import IntArray, NodeTable
 
 
 def brute_force(
