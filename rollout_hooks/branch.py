@@ -169,7 +169,8 @@ class Branch:
             to: A position between 0 and the present one; inside a generated turn too, and inside the prompt. Behind a
                 rewind into the prompt, the tokens observed before the next call are the row's prompt, not response.
             keep_rewards: What becomes of rewards of `add_reward` on the tokens that leave: they leave too, or (True)
-                they move to the last sampled token that stays, to the next one sampled if none stays.
+                they move to the last sampled token that stays, to the next one sampled if none stays. Rewards of tools
+                likewise leave with the end of the turn that called, or stay.
 
         Raises:
             ValueError: If `to` lies elsewhere, or the branch is finished or has failed.
@@ -182,22 +183,23 @@ class Branch:
             )
         self._tokens.cut(to, keep_rewards=keep_rewards)
 
-    def restart(self, prompt_ids: Sequence[int]) -> None:
+    def restart(self, prompt_ids: Sequence[int], *, keep_tool_rewards: bool = False) -> None:
         """Put the cursor at the end of another prompt; what the branch held before leaves it (fork first to keep it).
 
         Args:
             prompt_ids: Tokens of the prompt, at least one. What they have in common with the root prompt, or any
-                other path of the session, is shared with it. Tool rewards stay, rewards of `add_reward` leave.
+                other path of the session, is shared with it.
+            keep_tool_rewards: Whether rewards of tools stay: the same work goes on in a new context. Rewards of
+                `add_reward` leave with their tokens.
 
         Raises:
             ValueError: If the prompt is empty, or the branch is finished or has failed.
         """
         if not len(prompt_ids):
             raise ValueError("restart([]): a prompt has at least one token")
-        # What the branch has done stays done: tool rewards are of calls, not of the tokens that leave.
-        done = [(0, value) for value in self.tool_rewards]
+        kept = [(0, value) for value in self.tool_rewards] if keep_tool_rewards else []
         self.rewind(0)
-        self._tokens.tool_rewards = done
+        self._tokens.tool_rewards = kept
         self.observe(prompt_ids)
 
     def add_reward(self, value: float) -> None:
@@ -227,8 +229,7 @@ class Branch:
     def add_tool_reward(self, value: float) -> None:
         """Report what a tool rewarded a call of this branch with (verl's `tool_rewards`); it is not trained on.
 
-        Each leaf that goes on from here reports it with its row, where a reward function reads it in `extra_info`.
-        `rewind` to a position before the cursor drops it; `restart` does not, since the call was made.
+        Each leaf that goes on from here reports it with its row. `rewind` to a position before the cursor drops it.
 
         Args:
             value: As the tool returned it.

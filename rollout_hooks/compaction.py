@@ -112,7 +112,7 @@ class CompactionAgentLoop(ToolTurnsLoop):
             (leaf,) = root.fork()
             leaf.finish(await self.summary_reward(row=row, summary=summary, number=num_summaries))
             messages = [*row["raw_prompt"], {"role": "user", "content": self.preface + summary}]
-            root.restart(await self.prompt_tokens(messages, tools=schemas))
+            root.restart(await self.prompt_tokens(messages, tools=schemas), keep_tool_rewards=True)
         root.finish(await self.final_reward(row=row, answer=turn.text))
 
     async def _summarise(self, root: Branch) -> str | None:

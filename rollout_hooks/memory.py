@@ -21,7 +21,8 @@ from verl.tools.schemas import OpenAIFunctionToolSchema
 
 from rollout_hooks.branching import Branch
 from rollout_hooks.memory_store import Embed, MemoryStore, Note
-from rollout_hooks.tool_turns import ToolTurnsLoop, Turn
+from rollout_hooks.tool_turns import ToolTurnsLoop
+from rollout_hooks.turns import Turn
 
 
 def _schema(name: str, description: str, argument: str, meaning: str) -> OpenAIFunctionToolSchema:
@@ -174,7 +175,7 @@ class MemoryAgentLoop(ToolTurnsLoop):
             messages = self.context(notes, row=row, last_turn=last_turn, given=given)
             prompt_ids = await self.prompt_tokens(messages, tools=tools)
             if len(prompt_ids) <= self.prompt_length or not notes:
-                root.restart(prompt_ids)
+                root.restart(prompt_ids, keep_tool_rewards=True)
                 return messages
             notes = notes[:-1]
 

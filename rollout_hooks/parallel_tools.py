@@ -19,7 +19,8 @@ from verl.experimental.agent_loop.tool_parser import FunctionCall
 from verl.tools.schemas import ToolResponse
 
 from rollout_hooks.branching import Branch
-from rollout_hooks.tool_turns import ToolResult, ToolTurnsLoop, Turn
+from rollout_hooks.tool_turns import ToolTurnsLoop
+from rollout_hooks.turns import ToolResult, Turn
 
 
 @register("parallel_tools")
@@ -112,10 +113,10 @@ class ParallelToolsAgentLoop(ToolTurnsLoop):
     ) -> None:
         """Let one branch see its own result, conclude, and become a leaf."""
         result = await tool_task
+        self.reward_calls(branch, [(call, result)])
         if result.failure is not None:
             branch.fail(result.failure)
             return
-        self.reward_calls(branch, [(call, result)])
         message = self.tool_message(call, result)
         if not await self.observe_messages(branch, [message], history=history, tools=self.prompt_tools(**row)):
             return

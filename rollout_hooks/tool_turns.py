@@ -7,70 +7,18 @@ Tools (function tools, verl's stateful tools, MCP tools), tool parser and trunca
 import asyncio
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from verl.experimental.agent_loop.tool_agent_loop import AgentData, ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.profiler import simple_timer
-from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.branching import Branch, BranchingAgentLoop
+from rollout_hooks.turns import Step, ToolResult, Turn
 
 TOOL_ERRORS = ("tell", "end")
 TOOL_REWARDS = ("report", "add")
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One turn of the model.
-
-    Attributes:
-        start: Position at which the turn begins on its branch.
-        output: verl's output of the call that ended the turn.
-        text: The turn's text, special tokens removed.
-        content: What the tool parser left of the text when it took the calls out, special tokens removed too.
-        calls: The first `max_parallel_calls` tool calls.
-    """
-
-    start: int
-    output: TokenOutput
-    text: str
-    content: str
-    calls: tuple[FunctionCall, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ToolResult:
-    """What one tool call gave.
-
-    Attributes:
-        response: verl's response; `text` is what the model is told, errors included.
-        failure: Why the branch that needs the result shall end; None if it can go on.
-        reward: What the tool rewarded the call with; verl has 0.0 for a tool that says nothing. None: it took too long.
-    """
-
-    response: ToolResponse
-    failure: str | None = None
-    reward: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A place on a conversation from which another one can go on.
-
-    Attributes:
-        number: The number of the turn, from 1.
-        messages: The messages before the turn.
-        turn: The turn.
-        end: A branch with its cursor behind the turn: fork it and rewind to any position of the turn.
-    """
-
-    number: int
-    messages: list[dict[str, Any]]
-    turn: Turn
-    end: Branch
 
 
 class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
@@ -85,9 +33,9 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
         tool_errors: "tell": the model reads what went wrong, as in verl, and may do better. "end": an error raised by a
             tool ends the branch that needs the result, with the error as the reason. Calls that name no tool or have
             no valid arguments are the model's own mistakes and always told.
-        tool_rewards: What becomes of the rewards that tools return. "report": they are handed to verl's reward function
-            with the row (`tool_rewards`), as in verl. "add": each is also added to the turn that called
-            (`Branch.add_reward`), for all leaves that go on from the result.
+        tool_rewards: What becomes of the rewards that tools return. "report": each row has those of its calls as
+            `tool_rewards`, as in verl, where the reward function of the session's last row reads them in `extra_info`.
+            "add": each is also added to the turn that called (`Branch.add_reward`), for all leaves that go on from it.
         max_turn_len: Most tokens of one call to the LLM. None: as many as fit into `rollout.response_length`.
         **kwargs: As verl's worker gives them, `call_timeout_s`, and the options of the subclass.
     """
@@ -218,7 +166,11 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
         return ToolResult(response, failure=failure, reward=reward)
 
     def reward_calls(self, branch: Branch, calls: Iterable[tuple[FunctionCall, ToolResult]]) -> None:
-        """Give a branch the rewards of the calls whose results it reads; its cursor is right behind the turn.
+        """Give a branch the rewards of calls that it made. `run_calls` does it; do it after `run_call`.
+
+        Args:
+            branch: The branch, its cursor right behind the turn.
+            calls: The calls whose results it will read, and what they gave.
 
         Raises:
             ValueError: With `tool_rewards="add"`, if a reward is no finite number.
@@ -253,12 +205,12 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
                 for call in turn.calls
             ]
         results = [task.result() for task in running]
+        calls = list(zip(turn.calls, results, strict=True))
+        self.reward_calls(branch, calls)
         reasons = [result.failure for result in results if result.failure is not None]
         if reasons:
             branch.fail("; ".join(reasons))
             return None
-        calls = list(zip(turn.calls, results, strict=True))
-        self.reward_calls(branch, calls)
         return [self.tool_message(call, result) for call, result in calls]
 
     async def converse(

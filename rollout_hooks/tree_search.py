@@ -32,7 +32,8 @@ from verl.utils.reward_score import default_compute_score
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.branching import Branch
-from rollout_hooks.tool_turns import Step, ToolTurnsLoop
+from rollout_hooks.tool_turns import ToolTurnsLoop
+from rollout_hooks.turns import Step
 
 SELECTIONS = ("random", "entropy")
 
@@ -112,7 +113,8 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
         verl itself would call for the last leaf only.
 
         Args:
-            row: The dataset row (`raw_prompt`, `extra_info`, ...), `uid` and `session_id`.
+            row: The dataset row (`raw_prompt`, `extra_info`, ...), `uid` and `session_id`. `extra_info` has also the
+                `tool_rewards` of the chain, as verl would hand them over.
             answer: The text of the chain's last turn, special tokens removed.
         """
         score = self._score(
@@ -175,7 +177,8 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
                 branch, step.messages, tools=tools, row=row, number=step.number, start=step.turn.start, steps=steps
             )
         if answer is not None:
-            branch.finish(await self.leaf_reward(row=row, answer=answer))
+            extra_info = {**(row.get("extra_info") or {}), "tool_rewards": list(branch.tool_rewards)}
+            branch.finish(await self.leaf_reward(row={**row, "extra_info": extra_info}, answer=answer))
         return steps
 
     def _add(self, tree: _Tree, steps: Sequence[Step]) -> None:

@@ -66,7 +66,8 @@ end_to_end() {
     status=0
     output=$(python -m pytest -q "$1" 2>&1) || status=$?
     printf "%s\n%s\n" "$1" "$output"
-    exit "$status"' bash && python -m pytest -q "$alone"
+    ((status == 0)) || printf "FAILED: %s\n" "$1"
+    exit "$status"' bash && echo "$alone" && python -m pytest -q "$alone"
 }
 if [[ $FAST == false ]]; then
   show "end-to-end tests" end_to_end

@@ -1,7 +1,7 @@
 """Refuses code that is not there, before Ray starts: agent loops, tools, reward functions, data set classes.
 
-No module of the user's is run here: it may need what only Ray's processes have. Where those may be on other machines,
-what is missing is a warning.
+No module of the user's is run here, only the packages that it lies in: it may need what only Ray's processes have.
+Where those may be on other machines, or bring modules along, what is missing is a warning.
 """
 
 import difflib
@@ -30,9 +30,12 @@ MOVED = {
     "reward_model.reward_loop_class_name": "reward.reward_manager.name",
     "reward_model.reward_kwargs": "reward.reward_kwargs",
     "reward_model.model.path": "reward.reward_model.model_path",
+    "reward_model.model.external_lib": None,
+    "reward_model.model.trust_remote_code": None,
 }
-"""Where keys of `LEGACY_GROUPS` are now, as in `verl.experimental.reward_loop.migrate_legacy_reward_impl` (0.9.1); the
-others have moved below `reward` as they are."""
+"""Where keys of `LEGACY_GROUPS` are now, None for nowhere; the others have moved below `reward` as they are.
+
+Source: `verl.experimental.reward_loop.migrate_legacy_reward_impl` (0.9.1)."""
 
 
 def check_agent_loops(config: DictConfig) -> None:
@@ -124,9 +127,11 @@ def _target_problem(target: str) -> str | None:
 
 def _may_have(source: Path, name: str) -> bool:
     """Whether a module, which is not run, may define a name: its source has the word, or ways to hide one."""
-    text = source.read_text(encoding="utf-8")
-    hides = re.search(r"import \*|\b__getattr__\b|\bglobals\(", text)
-    return bool(hides or re.search(rf"\b{re.escape(name)}\b", text))
+    if source.suffix != ".py":
+        return True
+    text = source.read_text(encoding="utf-8", errors="replace")
+    hides = r"import \*|\b__getattr__\b|\b__dict__\b|\b(globals|locals|vars|setattr|exec)\("
+    return bool(re.search(hides, text) or re.search(rf"\b{re.escape(name)}\b", text))
 
 
 def _registered_loops(config: DictConfig) -> list[str]:
@@ -173,11 +178,13 @@ def check_reward_code(config: DictConfig) -> None:
     from verl.experimental.reward_loop.reward_manager import registry
 
     _check_object(config, "reward.custom_reward_function.path", "reward.custom_reward_function.name")
-    manager = config.reward.reward_manager
+    manager, module_key = config.reward.reward_manager, "reward.reward_manager.module.path"
+    if manager.source not in ("register", "importlib"):
+        refuse(config, "reward.reward_manager.source", "choose register (a name of verl's) or importlib (yours)")
     if manager.source == "importlib":
-        if not manager.module.path:
-            refuse(config, "reward.reward_manager.module.path", "source=importlib reads a class from it; give a file")
-        _check_object(config, "reward.reward_manager.module.path", "reward.reward_manager.name")
+        if not value_of(config, module_key):
+            refuse(config, module_key, "source=importlib reads a class from it; give a file")
+        _check_object(config, module_key, "reward.reward_manager.name")
     elif manager.name not in registry.REWARD_MANAGER:
         known = ", ".join(sorted(registry.REWARD_MANAGER))
         remedy = f"no such reward manager; choose one of {known}, or import yours (source=importlib, module.path)"
@@ -190,17 +197,21 @@ def check_data_code(config: DictConfig) -> None:
 
 
 def check_legacy_reward_keys(config: DictConfig) -> None:
-    """Keys of earlier releases, which verl 0.9.1 composes and its trainer does not read."""
+    """Keys of earlier releases, which verl 0.9.1 composes and its trainer does not read; unless they change nothing."""
     for group in LEGACY_GROUPS:
         for key in _set_keys(config.get(group) or {}, group):
-            refuse(config, key, f"verl 0.9.1 does not read this key; set {moved_to(key)} instead")
+            new = moved_to(key)
+            if new is None:
+                refuse(config, key, "verl 0.9.1 does not read this key, and has no other for it; remove it")
+            elif value_of(config, key) != value_of(config, new):
+                refuse(config, key, f"verl 0.9.1 does not read this key; set {new} instead")
 
 
-def moved_to(key: str) -> str:
-    """Returns the present name of a key of `LEGACY_GROUPS`; what has none any more gets that of its group."""
+def moved_to(key: str) -> str | None:
+    """Returns the present name of a key of `LEGACY_GROUPS` (`reward_model.num_workers`), None if it has none."""
     for old, new in MOVED.items():
         if key == old or key.startswith(f"{old}."):
-            return new + key.removeprefix(old)
+            return None if new is None else new + key.removeprefix(old)
     return f"reward.{key}"
 
 
@@ -226,10 +237,13 @@ def _check_object(config: DictConfig, path_key: str, name_key: str) -> None:
         if problem:
             refuse_here(config, path_key, f"{problem}; {ON_PATH}", brings_code=True)
         return
-    file = path.removeprefix(FILE_PATH_PREFIX)
-    if not Path(file).is_file():
-        refuse_here(config, path_key, missing(file, "file"))
+    file = Path(path.removeprefix(FILE_PATH_PREFIX))
+    # Ray's processes look for a relative path in the working directory that they may be given.
+    brings_code = not file.is_absolute()
+    if not file.is_file():
+        refuse_here(config, path_key, missing(str(file), "file"), brings_code=brings_code)
     elif not name:
         refuse(config, name_key, f"give the name of what shall be read from {path_key}={path}")
-    elif not _may_have(Path(file), name):
-        refuse_here(config, name_key, f"{path_key}={path} has no such name; correct one of them")
+    elif not _may_have(file, name):
+        remedy = f"{path_key}={path} has no such name; correct one of them"
+        refuse_here(config, name_key, remedy, brings_code=brings_code)

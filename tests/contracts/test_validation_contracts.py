@@ -5,6 +5,7 @@ import inspect
 import pytest
 from verl.experimental.reward_loop import migrate_legacy_reward_impl
 from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls, registry
+from verl.trainer import main_ppo
 from verl.trainer.ppo import reward
 from verl.trainer.ppo.v1 import trainer_base
 from verl.utils import import_utils
@@ -41,6 +42,6 @@ def test_the_trainer_reads_no_legacy_keys():
     assert "config.reward.custom_reward_function = config.custom_reward_function" in inspect.getsource(
         migrate_legacy_reward_impl
     )
-    for module in (trainer_base, reward):
+    for module in (main_ppo, trainer_base, reward):
         source = inspect.getsource(module)
         assert "migrate_legacy_reward_impl" not in source and "config.custom_reward_function" not in source

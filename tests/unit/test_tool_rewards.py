@@ -6,6 +6,7 @@ import math
 import pytest
 from branch_reward_cases import encode, scores, session, written
 from loop_cases import call, response, run
+from scripted_llm import row as dataset_row
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
@@ -13,6 +14,8 @@ from rollout_hooks.compaction import CompactionAgentLoop
 from rollout_hooks.memory import MemoryAgentLoop
 from rollout_hooks.outputs import SessionFailed
 from rollout_hooks.parallel_tools import ParallelToolsAgentLoop
+from rollout_hooks.subagents import SubagentsAgentLoop
+from rollout_hooks.tool_turns import ToolTurnsLoop
 from rollout_hooks.tree_search import TreeSearchAgentLoop
 
 
@@ -105,6 +108,46 @@ def test_a_summary_reports_the_calls_that_it_sums_up():
     options = {"max_context_len": len(encode(call("graded", x=0.5))) + 60, "request": "Summarise"}
     outputs = run_graded(CompactionAgentLoop, reply, options=options)
     assert len(outputs) == 2 and reported(outputs) == [[0.5], [0.5]]
+
+
+def test_a_child_has_the_rewards_of_its_own_calls():
+    """The parent's call came before the spawn; the child makes one of its own."""
+
+    def reply(prompt):
+        if "subtask" in prompt and "root" not in prompt:
+            return "answer" if "<0.25>" in prompt else call("graded", x=0.25)
+        if "answer" in prompt:
+            return "done"
+        return call("spawn", task="subtask") if "<0.5>" in prompt else call("graded", x=0.5)
+
+    outputs = run_graded(SubagentsAgentLoop, reply, row=dataset_row("root"))
+    assert reported(outputs) == [[0.25], [0.5, 0.0]]
+
+
+def test_leaves_of_a_tree_search_are_scored_with_the_rewards_of_their_tools():
+    seen = []
+
+    class Scored(TreeSearchAgentLoop):
+        async def leaf_reward(self, *, row, answer):
+            seen.append(row["extra_info"]["tool_rewards"])
+            return 0.0
+
+    def reply(prompt):
+        return "done" if "<0.5>" in prompt else call("graded", x=0.5)
+
+    run_graded(Scored, reply, options={"num_rounds": 0})
+    assert seen == [[0.5]]
+
+
+def test_a_turn_with_a_failing_call_keeps_the_rewards_of_the_others():
+    class Kept(ToolTurnsLoop):
+        async def run_branches(self, root, **row):
+            await self.converse(root, row["raw_prompt"], tools=self.row_tools(row), row=row)
+            assert "out of order" in root.failure
+            root.finish(0.0)
+
+    turn = call("graded", x=0.5) + call("broken", x=1)
+    assert reported(run_graded(Kept, lambda prompt: turn, options={"tool_errors": "end"})) == [[0.5, 0.0]]
 
 
 def test_unknown_tools_and_tools_without_a_reward_are_verls_zero():

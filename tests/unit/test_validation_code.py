@@ -157,6 +157,8 @@ def test_reward_managers_that_nobody_registered_are_refused() -> None:
         validate(resolved(f"reward.reward_manager.name={known}"))
     message = refusal("reward.reward_manager.name=prime")
     assert "reward.reward_manager.name=prime: no such reward manager; choose one of dapo, " in message
+    assert "reward.reward_manager.source=foo: choose register" in refusal("reward.reward_manager.source=foo")
+    assert "module.path=None" in refusal("reward.reward_manager.source=importlib", "reward.reward_manager.module=null")
     message = refusal("reward.reward_manager.source=importlib")
     assert "reward.reward_manager.module.path=None: source=importlib reads a class from it" in message
 
@@ -182,6 +184,25 @@ def test_keys_of_earlier_releases_are_refused_with_their_new_names(legacy: str, 
     )
 
 
+def test_keys_of_earlier_releases_that_change_nothing_are_left_alone() -> None:
+    validate(resolved("reward_model.enable=false", "reward_model.num_workers=3", "reward.num_workers=3"))
+    assert "reward_model.num_workers=3: " in refusal("reward_model.num_workers=3", "reward.num_workers=2")
+
+
+SOURCES = {
+    "mine.pyc": b"\xff\x00\xfe",
+    "latin.py": b"# coding: latin-1\nTEXT = '\xe4'\ndef graded(): ...\n",
+    "made.py": b"exec('def gra' + 'ded(): ...')\n",
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_files_whose_names_cannot_be_read_off_are_left_to_verl(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(SOURCES[name])
+    path = f"reward.custom_reward_function.path={tmp_path / name}"
+    validate(resolved(path, "reward.custom_reward_function.name=graded"))
+
+
 def test_new_names_are_those_of_verl() -> None:
     """What verl's own migration makes of every legacy key is what a user is told."""
     from omegaconf import OmegaConf, open_dict
@@ -204,8 +225,11 @@ def test_new_names_are_those_of_verl() -> None:
             OmegaConf.update(config, "reward_model.reward_loop_source", "MARK" if "reward_loop" in key else None)
             migrated = migrate_legacy_reward_impl(config)
         found = [each for each in leaves(migrated.reward, "reward") if OmegaConf.select(migrated, each) == "MARK"]
-        if key in ("reward_model.model.external_lib", "reward_model.model.trust_remote_code"):
-            assert not found  # gone
+        if moved_to(key) is None:
+            assert not found
+            assert f"{key}=x: verl 0.9.1 does not read this key, and has no other for it; remove it" in refusal(
+                f"{key}=x"
+            )
         elif key == "reward_model.reward_loop_class_name":
             assert "reward.reward_manager.module.name" in found  # where verl 0.9.1 does not look for it
         else:
@@ -222,6 +246,10 @@ def test_modules_that_ray_brings_along_are_warned_of(
         validate(resolved(f"{LOOPS}={loops}", f"+ray_kwargs.ray_init.runtime_env.{brings}"))
     assert "no module named my_loops" in caplog.text
     runtime_env = f"+ray_kwargs.ray_init.runtime_env.{brings}"
+    with caplog.at_level(logging.WARNING):
+        validate(resolved("reward.custom_reward_function.path=rewards.py", runtime_env))
+    assert "reward.custom_reward_function.path=rewards.py: no such file" in caplog.text
+    assert "/no/rewards.py: no such file" in refusal("reward.custom_reward_function.path=/no/rewards.py", runtime_env)
     assert "data.train_files=/no: no such file" in refusal(runtime_env, "data.train_files=/no")
 
 
