@@ -197,7 +197,7 @@ class Branch:
         """
         if not len(prompt_ids):
             raise ValueError("restart([]): a prompt has at least one token")
-        kept = [(0, value) for value in self.tool_rewards] if keep_tool_rewards else []
+        kept = [(-1, value) for value in self.tool_rewards] if keep_tool_rewards else []  # before every token
         self.rewind(0)
         self._tokens.tool_rewards = kept
         self.observe(prompt_ids)
@@ -238,7 +238,7 @@ class Branch:
             ValueError: If the branch is finished or has failed.
         """
         self._check_open("add_tool_reward")
-        self._tokens.tool_rewards.append((self.position, value))
+        self._tokens.tool_rewards.append((self.position - 1, value))
 
     def fail(self, reason: str) -> None:
         """End this branch with a reason: a tool that took too long, a context that leaves no room to generate.

@@ -21,7 +21,7 @@ class BranchTokens:
         is_prompt_open: Whether what is read next belongs to the prompt.
         versions: (position, version of the weights) of the calls that generated tokens from that position on.
         rewards: (position of a token, reward) in the order in which they were given.
-        tool_rewards: (number of tokens before the result, reward) of every tool that the branch called.
+        tool_rewards: (position of the last token before the result, reward) of every tool that the branch called.
     """
 
     token_ids: list[int]
@@ -88,19 +88,14 @@ class BranchTokens:
     def cut(self, to: int, *, keep_rewards: bool = False) -> None:
         """Drop everything from position `to` on, or (`keep_rewards`) all but rewards; inside the prompt this opens it.
 
-        A call whose result came at `to` or before has been made by what stays, so its tool reward stays.
-
         Rewards that are kept lie before `to`, on a token of any kind: whoever reads them looks for the generated one.
         """
         for values in (self.token_ids, self.mask, self.log_probs):
             del values[to:]
         self.versions = [(start, version) for start, version in self.versions if start < to]
-        if keep_rewards:
-            self.rewards = [(min(position, to - 1), value) for position, value in self.rewards]
-            self.tool_rewards = [(min(position, to), value) for position, value in self.tool_rewards]
-        else:
-            self.rewards = [(position, value) for position, value in self.rewards if position < to]
-            self.tool_rewards = [(position, value) for position, value in self.tool_rewards if position <= to]
+        for rewards in (self.rewards, self.tool_rewards):
+            stay = [(position, value) for position, value in rewards if keep_rewards or position < to]
+            rewards[:] = [(min(position, to - 1), value) for position, value in stay]
         if to < self.prompt_len:
             self.prompt_len = to
             self.is_prompt_open = True

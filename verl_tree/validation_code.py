@@ -21,6 +21,9 @@ DEFAULT_LOOP_KEY = f"{ROLLOUT}.agent.default_agent_loop"
 MANAGER_KEY = f"{ROLLOUT}.agent.agent_loop_manager_class"
 LOOPS_FORMAT = "it must be a YAML list, each entry with `name` and `_target_` (docs/agent_loops.md)"
 ON_PATH = "correct it, or add its folder to PYTHONPATH"
+DEFAULT_REWARD_MANAGER = "naive"
+"""verl's own; to look another one up takes an import that the driver does not need otherwise."""
+
 LEGACY_GROUPS = ("custom_reward_function", "reward_model", "sandbox_fusion")
 MOVED = {
     "reward_model.num_workers": "reward.num_workers",
@@ -120,8 +123,8 @@ def _target_problem(target: str) -> str | None:
     if spec is None:
         return f"no module named {parts[0]}"
     name = parts[num_found]
-    if not spec.origin or not spec.origin.endswith(".py"):
-        return None if spec.origin else f"no module named {'.'.join(parts[: num_found + 1])}"
+    if not spec.origin:
+        return f"no module named {'.'.join(parts[: num_found + 1])}"
     return None if _may_have(Path(spec.origin), name) else f"{spec.origin} has no {name}"
 
 
@@ -175,8 +178,6 @@ def _config_file(config: DictConfig, key: str) -> Path | None:
 
 def check_reward_code(config: DictConfig) -> None:
     """Reward functions and managers of the user's that do not exist, and managers that nobody registered."""
-    from verl.experimental.reward_loop.reward_manager import registry
-
     _check_object(config, "reward.custom_reward_function.path", "reward.custom_reward_function.name")
     manager, module_key = config.reward.reward_manager, "reward.reward_manager.module.path"
     if manager.source not in ("register", "importlib"):
@@ -185,10 +186,13 @@ def check_reward_code(config: DictConfig) -> None:
         if not value_of(config, module_key):
             refuse(config, module_key, "source=importlib reads a class from it; give a file")
         _check_object(config, module_key, "reward.reward_manager.name")
-    elif manager.name not in registry.REWARD_MANAGER:
-        known = ", ".join(sorted(registry.REWARD_MANAGER))
-        remedy = f"no such reward manager; choose one of {known}, or import yours (source=importlib, module.path)"
-        refuse_here(config, "reward.reward_manager.name", remedy, brings_code=True)
+    elif manager.name != DEFAULT_REWARD_MANAGER:
+        from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
+
+        if manager.name not in REWARD_MANAGER:
+            known = ", ".join(sorted(REWARD_MANAGER))
+            remedy = f"no such reward manager; choose one of {known}, or import yours (source=importlib, module.path)"
+            refuse_here(config, "reward.reward_manager.name", remedy, brings_code=True)
 
 
 def check_data_code(config: DictConfig) -> None:
@@ -231,6 +235,8 @@ def _check_object(config: DictConfig, path_key: str, name_key: str) -> None:
     path, name = value_of(config, path_key), value_of(config, name_key)
     if not path:
         return
+    if not name:
+        refuse(config, name_key, f"give the name of what shall be read from {path_key}={path}")
     if path.startswith(PKG_PATH_PREFIX):
         module = path.removeprefix(PKG_PATH_PREFIX).replace("/", ".")
         problem = _target_problem(f"{module}.{name}")
@@ -242,8 +248,6 @@ def _check_object(config: DictConfig, path_key: str, name_key: str) -> None:
     brings_code = not file.is_absolute()
     if not file.is_file():
         refuse_here(config, path_key, missing(str(file), "file"), brings_code=brings_code)
-    elif not name:
-        refuse(config, name_key, f"give the name of what shall be read from {path_key}={path}")
     elif not _may_have(file, name):
         remedy = f"{path_key}={path} has no such name; correct one of them"
         refuse_here(config, name_key, remedy, brings_code=brings_code)
