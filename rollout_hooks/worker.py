@@ -18,14 +18,15 @@ import ray
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
+from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput, describe_error
+from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS
+from rollout_hooks.capture.recording import RecordingClient
+from rollout_hooks.capture.report import CaptureReport, FailedSession
+from rollout_hooks.capture.rows import RowLimits, SessionRows, session_rows
+from rollout_hooks.capture.session_tree import SessionTree
+
 # Imported so that the loops are registered in every worker process.
-from rollout_hooks import blackbox, compaction, memory, parallel_tools, subagents, tree_search  # noqa: F401
-from rollout_hooks.outputs import SessionFailed, TreeAgentLoopOutput, describe_error
-from rollout_hooks.recording import RecordingClient
-from rollout_hooks.report import CaptureReport, FailedSession
-from rollout_hooks.rows import RowLimits, SessionRows, session_rows
-from rollout_hooks.session_tree import SessionTree
-from verl_tree.config import TreeConfig
+from rollout_hooks.loops import blackbox, compaction, memory, parallel_tools, subagents, tree_search  # noqa: F401
 
 logger = logging.getLogger(__name__)
 
@@ -146,8 +147,11 @@ class TreeAgentLoopWorkerBase(AgentLoopWorkerTQ.__ray_metadata__.modified_class)
         session.rows = rows
 
     def _new_tree(self) -> SessionTree:
-        options = TreeConfig.from_mapping(self.config.get("tree") or {})
-        max_replaced = options.drift_max_tokens if options.drift == "heal" else 0
+        # Read from the mapping itself, so that capture works under any trainer; the driver has checked the values.
+        options = self.config.get("tree") or {}
+        max_replaced = (
+            options.get("drift_max_tokens", MAX_REPLACED_TOKENS) if options.get("drift", "heal") == "heal" else 0
+        )
         # Cleaned-up spaces would make different texts equal.
         decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
         return SessionTree(decode=decode, max_replaced=max_replaced)

@@ -12,8 +12,8 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from verl_tree.layout import TreeLayout
 from verl_tree.tree import TokenForest
+from verl_tree.tree.layout import TreeLayout
 
 SESSION = [
     "sys ask call_a call_b | 42 ok",

@@ -28,9 +28,9 @@ unpack_fa4() {
 }
 
 # The correctness matrix first: a timing of a wrong kernel is worth nothing.
-check() { timeout 170 "$PYTHON" scripts/check_attention.py --seconds 140 --out "$OUT/attention_check.json"; }
-layers() { timeout 200 "$PYTHON" scripts/bench_attention.py --out "$OUT/attention.json"; }
-models() { timeout 120 "$PYTHON" scripts/bench_attention.py --model --out "$OUT/attention_models.json"; }
+check() { timeout 170 "$PYTHON" benchmarks/check_attention.py --seconds 140 --out "$OUT/attention_check.json"; }
+layers() { timeout 200 "$PYTHON" benchmarks/attention.py --out "$OUT/attention.json"; }
+models() { timeout 120 "$PYTHON" benchmarks/attention.py --model --out "$OUT/attention_models.json"; }
 
 show "flash-attn-4" unpack_fa4
 show "correctness of every backend" check

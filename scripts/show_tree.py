@@ -9,8 +9,8 @@ beside the stored file, with the uid in its name.
 import argparse
 from pathlib import Path
 
-from verl_tree.stored_trees import StoredTree, read_trees
-from verl_tree.tree_page import tree_page
+from verl_tree.records import StoredTree, read_trees
+from verl_tree.records.page import tree_page
 
 
 def choose(path: Path, uid: str | None) -> StoredTree:

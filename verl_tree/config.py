@@ -87,7 +87,7 @@ class TreeConfig:
         drift: What happens to a prompt that reads like recorded model text but has other tokens: the recorded tokens
             are sent instead (`heal`), or it is sent as it is and makes a leaf of its own (`fork`).
         drift_max_tokens: Most tokens that one place healed this way may have.
-        dump_dir: Folder to which every step writes its trees (`verl_tree.stored_trees`); None writes none.
+        dump_dir: Folder to which every step writes its trees (`verl_tree.records`); None writes none.
         show_every: Fewest steps between two validations that show pages of a few trees; 0 shows none.
         watchdog: See `WatchdogConfig`.
     """

@@ -11,9 +11,9 @@ import sys
 import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_tree.composition import CONFIG_MODULE, CONFIG_NAME, accept_added_keys, prepare_hydra
+from verl_tree.launch.composition import CONFIG_MODULE, CONFIG_NAME, accept_added_keys, prepare_hydra
 
-PLUGIN = "verl_tree.plugin"
+PLUGIN = "verl_tree.cpu.platform"
 MODULES_VARIABLE = "VERL_USE_EXTERNAL_MODULES"
 PLATFORM_VARIABLE = "VERL_PLATFORM"
 
@@ -34,7 +34,7 @@ def run(config: DictConfig) -> None:
     """Trains as a composed configuration says.
 
     Args:
-        config: The configuration of `verl_tree.composition.compose_config`; resolved in place.
+        config: The configuration of `verl_tree.launch.composition.compose_config`; resolved in place.
 
     Raises:
         ValueError: A setting that cannot work.
@@ -43,8 +43,8 @@ def run(config: DictConfig) -> None:
     OmegaConf.resolve(config)
     environment = process_environment(config)
     os.environ.update(environment)
-    import verl_tree.plugin  # noqa: F401 - before anything of verl asks for the platform
-    from verl_tree.validation import validate
+    import verl_tree.cpu.platform  # noqa: F401 - before anything of verl asks for the platform
+    from verl_tree.launch.validation import validate
 
     validate(config)
     adapt_ray_options(config, environment)
@@ -99,8 +99,8 @@ def train(config: DictConfig) -> None:
     from verl.utils.device import auto_set_device
 
     from verl_tree.config import TreeConfig
-    from verl_tree.task_runner import TreeTaskRunner
-    from verl_tree.watchdog import watch_run
+    from verl_tree.launch.watchdog import watch_run
+    from verl_tree.trainer.task_runner import TreeTaskRunner
 
     auto_set_device(config)
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))

@@ -12,8 +12,8 @@ from verl.experimental.agent_loop.tool_parser import FunctionCall
 from verl.tools.schemas import ToolResponse
 
 from recipes.arithmetic_tools.tasks import score_answer, score_conclusion
-from rollout_hooks.outputs import TreeAgentLoopOutput
-from rollout_hooks.parallel_tools import ParallelToolsAgentLoop
+from rollout_hooks.capture.outputs import TreeAgentLoopOutput
+from rollout_hooks.loops.parallel_tools import ParallelToolsAgentLoop
 
 
 @register("arithmetic_tools")

@@ -8,7 +8,7 @@ train the turn that reads and leave alone those that decide what there is to rea
 from typing import Any
 
 from recipes.memory_qa.tasks import score_answer
-from rollout_hooks.memory import MemoryAgentLoop
+from rollout_hooks.loops.memory import MemoryAgentLoop
 
 
 class MemoryQALoop(MemoryAgentLoop):

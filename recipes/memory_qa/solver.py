@@ -14,7 +14,7 @@ from typing import Any
 from recipes.arithmetic_tools.solver import Leaf, TokenBuilder, write_turn
 from recipes.memory_qa.settings import MAX_NOTES, Habits
 from recipes.memory_qa.tasks import NAMES, REQUEST, Task, fact_text
-from rollout_hooks.memory_store import MemoryStore, Note
+from rollout_hooks.loops.memory_store import MemoryStore, Note
 
 _FACT = re.compile(rf"({'|'.join(NAMES)}) is (\d\d)")
 _NAME = re.compile("|".join(NAMES))

@@ -16,7 +16,7 @@ from recipes.arithmetic_tools.warm_start import teach
 from recipes.memory_qa.settings import Habits, Settings
 from recipes.memory_qa.solver import Solver, Turn, trace_leaves
 from recipes.memory_qa.tasks import make_tasks
-from rollout_hooks.memory import MemoryAgentLoop
+from rollout_hooks.loops.memory import MemoryAgentLoop
 
 
 def tool_schemas() -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ class RenderedToolsLoop(ToolAgentLoop):
     """verl's `tool_agent` with a history that is rendered anew before every call.
 
     Its own output is the last context with the last turn. The earlier contexts are in the record of the session's calls
-    and become rows of their own (`rollout_hooks.rows`).
+    and become rows of their own (`rollout_hooks.capture.rows`).
     """
 
     def _build_assistant_message(self, content: str, agent_data: AgentData) -> dict[str, Any]:

@@ -17,7 +17,7 @@ DEFAULT_CACHE_DIR = Path(".cache/tree_search_reasoning")
 PLAIN = "plain"
 """The loop of the validation rows: one chain, nothing is searched."""
 
-SEARCH = "rollout_hooks.tree_search.TreeSearchAgentLoop"
+SEARCH = "rollout_hooks.loops.tree_search.TreeSearchAgentLoop"
 LOOPS = (
     {"name": "tree_grpo", "_target_": SEARCH, "num_expansions": 2, "num_rounds": 2},
     {"name": "treerl", "_target_": SEARCH, "num_expansions": 2, "num_rounds": 2, "select": "entropy"},

@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from rollout_hooks.capture.outputs import describe_error
 from rollout_hooks.gateway.chat_api import ChatAnswer
 from rollout_hooks.gateway.chat_format import ChatFormat
 from rollout_hooks.gateway.engine import SessionEngine
@@ -27,7 +28,6 @@ from rollout_hooks.gateway.errors import ApiError, invalid_request
 from rollout_hooks.gateway.requests import ChatBody, ResponsesBody
 from rollout_hooks.gateway.responses_api import ResponsesAnswer
 from rollout_hooks.gateway.session import GatewaySession, SessionSettings
-from rollout_hooks.outputs import describe_error
 
 Event = dict[str, Any]
 Body = TypeVar("Body", ChatBody, ResponsesBody)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from uuid import uuid4
 
-from rollout_hooks.async_llm import RecordingAsyncLLM
-from rollout_hooks.recording import ABORTED, RecordingClient
-from rollout_hooks.session_tree import SessionTree
+from rollout_hooks.capture.async_llm import RecordingAsyncLLM
+from rollout_hooks.capture.recording import ABORTED, RecordingClient
+from rollout_hooks.capture.session_tree import SessionTree
 
 
 @dataclass(frozen=True, slots=True)

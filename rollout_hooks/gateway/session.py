@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from rollout_hooks.capture.outputs import describe_error
 from rollout_hooks.gateway.chat_format import ChatFormat, TextStream
 from rollout_hooks.gateway.constraints import prescribes, structured_outputs
 from rollout_hooks.gateway.engine import SessionEngine, TokenChunk
 from rollout_hooks.gateway.errors import ApiError, EngineFailure
 from rollout_hooks.gateway.turn import Message, ToolCall, Turn, TurnRequest
-from rollout_hooks.outputs import describe_error
 
 logger = logging.getLogger(__name__)
 

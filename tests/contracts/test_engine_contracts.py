@@ -15,7 +15,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWith
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
 
-import verl_tree.plugin  # noqa: F401  (the CPU platform)
+import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.engine import FSDPTreeEngineWithLMHead, FSDPTreeEngineWithValueHead
 
 

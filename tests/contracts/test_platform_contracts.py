@@ -10,8 +10,8 @@ from ray.util.state import get_log, list_actors, list_tasks
 from verl.plugin.platform import PlatformBase
 from verl.workers.config import FSDPEngineConfig
 
-from verl_tree.platform_cpu import PlatformCPU
-from verl_tree.watchdog import DEATHS
+from verl_tree.cpu.platform import PlatformCPU
+from verl_tree.launch.watchdog import DEATHS
 
 
 def test_versions_are_the_pinned_ones() -> None:
@@ -41,7 +41,7 @@ def test_verl_skips_its_process_group_where_one_exists(tmp_path, monkeypatch: py
     import torch.distributed
     from verl.utils.distributed import initialize_global_process_group_ray
 
-    from verl_tree.platform_cpu import ensure_cpu_process_group
+    from verl_tree.cpu.platform import ensure_cpu_process_group
 
     monkeypatch.setenv("DIST_INIT_METHOD", f"file://{tmp_path}/store")
     ensure_cpu_process_group()
@@ -75,7 +75,7 @@ def test_extension_overrides_verls_weight_update() -> None:
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-    from verl_tree.vllm_cpu import CpuWeightReloadExtension
+    from verl_tree.cpu.vllm_reload import CpuWeightReloadExtension
 
     ours = inspect.signature(CpuWeightReloadExtension.update_weights_from_ipc).parameters
     theirs = inspect.signature(vLLMColocateWorkerExtension.update_weights_from_ipc).parameters

@@ -26,7 +26,7 @@ from verl.utils import seqlen_balancing
 from verl.utils import tensordict_utils as tu
 from verl.utils.skip import SkipManager, base_skip, rollout_skip
 
-from verl_tree.trainer import TreePPOTrainerSync
+from verl_tree.trainer.trainer import TreePPOTrainerSync
 
 
 def parameters_of(function: Callable) -> list[str]:
@@ -125,7 +125,7 @@ def test_padding_template_has_the_fields_that_are_shortened() -> None:
     assert len(row["prompts"]) == length - 1
     assert tag["is_padding"] is True
 
-    from verl_tree.padding import shorten
+    from verl_tree.trainer.padding import shorten
 
     short, short_tag = shorten(row, tag)
     assert {name: len(short[name]) for name in by_token} == dict.fromkeys(by_token, 2)

@@ -1,4 +1,4 @@
-"""verl 0.9.1 as `verl_tree.tree_log` relies on it: when rows exist, how validation draws them, where loggers are."""
+"""verl 0.9.1 as `trainer.tree_log` relies on it: when rows exist, how validation draws them, where loggers are."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""What the checks of user code before Ray starts (`verl_tree.validation_code`) rely on in verl 0.9.1."""
+"""What the checks of user code before Ray starts (`verl_tree.launch.validation.code`) rely on in verl 0.9.1."""
 
 import inspect
 

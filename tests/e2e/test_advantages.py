@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("verl")
-os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_tree.plugin")
+os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_tree.cpu.platform")
 
 import ray
 import transfer_queue as tq
@@ -16,8 +16,8 @@ from test_replay import RowsTrainer
 from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from verl_tree.composition import compose_config
-from verl_tree.padding import append_padding_rows
+from verl_tree.launch.composition import compose_config
+from verl_tree.trainer.padding import append_padding_rows
 
 pytestmark = pytest.mark.e2e
 
@@ -43,7 +43,7 @@ EXPECTED = {
 @pytest.fixture(scope="module")
 def queue() -> Iterator[None]:
     """Ray and TransferQueue."""
-    env = {"VERL_USE_EXTERNAL_MODULES": "verl_tree.plugin", "TRANSFER_QUEUE_ENABLE": "1"}
+    env = {"VERL_USE_EXTERNAL_MODULES": "verl_tree.cpu.platform", "TRANSFER_QUEUE_ENABLE": "1"}
     ray.init(address="local", num_cpus=4, include_dashboard=False, runtime_env={"env_vars": env})
     try:
         tq.init()

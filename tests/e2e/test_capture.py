@@ -7,7 +7,6 @@ by verl's reward worker, a prompt of which one session fails, and a prompt of wh
 import itertools
 import os
 import pathlib
-import sys
 import time
 import uuid
 
@@ -17,18 +16,16 @@ import ray
 import transfer_queue as tq
 import yaml
 from omegaconf import open_dict
+from scripted_llm import END, ScriptedClient, call_text, config, tokenizer
 from transformers import Qwen3Config
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.utils import tensordict_utils as tu
 
-UNIT_TESTS = str(pathlib.Path(__file__).parents[1] / "unit")
-sys.path.insert(0, UNIT_TESTS)
+from rollout_hooks.capture.report import CaptureReport
+from rollout_hooks.loops.parallel_tools import ParallelToolsAgentLoop
+from rollout_hooks.worker import TreeAgentLoopManager
 
-from scripted_llm import END, ScriptedClient, call_text, config, tokenizer  # noqa: E402
-
-from rollout_hooks.parallel_tools import ParallelToolsAgentLoop  # noqa: E402
-from rollout_hooks.report import CaptureReport  # noqa: E402
-from rollout_hooks.worker import TreeAgentLoopManager  # noqa: E402
+SUPPORT = str(pathlib.Path(__file__).parents[1] / "support")
 
 pytestmark = pytest.mark.e2e
 N = 3
@@ -114,7 +111,7 @@ def settings(tmp_path):
 @pytest.fixture
 def cluster():
     here = str(pathlib.Path(__file__).parent)
-    python_path = os.pathsep.join([UNIT_TESTS, here, str(pathlib.Path(here).parents[1])])
+    python_path = os.pathsep.join([SUPPORT, here, str(pathlib.Path(here).parents[1])])
     ray.init(
         address="local", num_cpus=6, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": python_path}}
     )

@@ -26,7 +26,12 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """All cases of one world size, run once in processes of their own."""
     out = tmp_path_factory.mktemp("engines") / "results.json"
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={request.param}"]
-    script = [f"--master-port={free_port()}", str(Path(__file__).with_name("engine_cases.py")), "--out", str(out)]
+    script = [
+        f"--master-port={free_port()}",
+        str(Path(__file__).parents[1] / "support" / "engine_cases.py"),
+        "--out",
+        str(out),
+    ]
     done = subprocess.run(launch + script, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return json.loads(out.read_text()) | {"world_size": request.param}

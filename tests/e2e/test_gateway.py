@@ -3,8 +3,6 @@
 import asyncio
 import json
 import os
-import pathlib
-import sys
 from contextlib import aclosing
 from functools import partial
 from types import SimpleNamespace
@@ -12,12 +10,9 @@ from types import SimpleNamespace
 import openai
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "unit"))
-
 from gateway_cases import TOOLS, chat_format, user
 from scripted_llm import config, tokenizer
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
@@ -26,11 +21,11 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from rollout_hooks.async_llm import RecordingAsyncLLM
-from rollout_hooks.call_kinds import CallKind
+from rollout_hooks.capture.async_llm import RecordingAsyncLLM
+from rollout_hooks.capture.call_kinds import CallKind
+from rollout_hooks.capture.recording import RecordingClient
+from rollout_hooks.capture.session_tree import CallStatus, SessionTree
 from rollout_hooks.gateway import AsyncLLMEngine, ClientEngine, Gateway, SessionSettings, serve
-from rollout_hooks.recording import RecordingClient
-from rollout_hooks.session_tree import CallStatus, SessionTree
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

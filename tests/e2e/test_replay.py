@@ -15,7 +15,7 @@ import pytest
 import torch
 
 pytest.importorskip("verl")
-os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_tree.plugin")
+os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_tree.cpu.platform")
 
 import ray
 import transfer_queue as tq
@@ -31,12 +31,12 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.skip import SkipManager
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from verl_tree import advantages, replay
-from verl_tree.batching import MiniBatchPlan, group_rows, parse_row_key
-from verl_tree.composition import compose_config
-from verl_tree.cost_model import CostModel
-from verl_tree.padding import PADDING_LEN, real_rows
-from verl_tree.trainer import TreePPOTrainerSync
+from verl_tree.cost.model import CostModel
+from verl_tree.launch.composition import compose_config
+from verl_tree.trainer import advantages, replay
+from verl_tree.trainer.batching import MiniBatchPlan, group_rows, parse_row_key
+from verl_tree.trainer.padding import PADDING_LEN, real_rows
+from verl_tree.trainer.trainer import TreePPOTrainerSync
 
 pytestmark = pytest.mark.e2e
 
@@ -110,7 +110,7 @@ class RowsTrainer(TreePPOTrainerSync):
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayWorkerGroup]:
     """Ray, TransferQueue and one echo worker per rank."""
     env = {
-        "VERL_USE_EXTERNAL_MODULES": "verl_tree.plugin",
+        "VERL_USE_EXTERNAL_MODULES": "verl_tree.cpu.platform",
         "TRANSFER_QUEUE_ENABLE": "1",
         "PYTHONPATH": str(Path(__file__).parent),  # the echo workers import this file
     }

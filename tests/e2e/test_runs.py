@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_run import make_inputs, run, run_and_kill_engine
 
-from verl_tree.stored_trees import StoredTree, forests, read_trees
+from verl_tree.records import StoredTree, forests, read_trees
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from verl_tree.config import WatchdogConfig
-from verl_tree.watchdog import RunFailedError, watch_run
+from verl_tree.launch.watchdog import RunFailedError, watch_run
 
 pytestmark = pytest.mark.e2e
 

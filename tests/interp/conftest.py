@@ -5,12 +5,10 @@ The variable is read when triton is first imported, so these tests need a pytest
 
 import os
 import sys
-from pathlib import Path
 
 assert "triton" not in sys.modules, "tests/interp needs its own process: TRITON_INTERPRET comes too late"
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # tree_cases.py
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
@@ -19,7 +17,7 @@ import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from triton_cases import run  # noqa: E402
 
-from verl_tree.attention import triton as backend  # noqa: E402
+from verl_tree.attention import triton_backend as backend  # noqa: E402
 
 torch.set_num_threads(1)
 

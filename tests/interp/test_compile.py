@@ -39,7 +39,7 @@ def cases(table, *, capability, dtype, head_dims, num_groups=4, options=()):
 
 def compiled(cases, tmp_path):
     """What the compiler says of each case; in a process of its own, in which triton does not interpret."""
-    program = Path(__file__).with_name("compile_kernels.py")
+    program = Path(__file__).parents[1] / "support" / "compile_kernels.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, program, json.dumps(cases)],

@@ -15,7 +15,7 @@ from tree_cases import relative_error
 from triton_cases import TOLERANCE, Case, draw_case, draw_inputs, draw_plan, run, worst_error
 
 from verl_tree.attention import AttentionPlan, ScoreOptions, tree_attention, triton_kernels
-from verl_tree.attention import triton as backend
+from verl_tree.attention import triton_backend as backend
 from verl_tree.attention.dense import dense_attention
 from verl_tree.attention.triton_configs import KernelConfig, KernelConfigs, choose_configs, padded_dim
 

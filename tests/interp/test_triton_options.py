@@ -8,14 +8,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl  # noqa: F401  (the interpreter looks for it among a kernel's globals)
-from test_attention_models import MODELS, flat_logits, loss_of, tree_logits
+from model_cases import MODELS, flat_logits, loss_of, tree_logits
 from tree_cases import DEEP, gradients, relative_error
 from triton_cases import TOLERANCE, Case, draw_inputs, draw_plan, run, worst_error
 
 from verl_tree.attention import AttentionPlan, triton_kernels
 from verl_tree.attention.dense import dense_attention
 from verl_tree.attention.self_test import KernelVariant, self_test, subtree_ends
-from verl_tree.attention.triton import triton_attention
+from verl_tree.attention.triton_backend import triton_attention
 from verl_tree.attention.triton_configs import KernelConfig, KernelConfigs
 
 NAMES = ("window", "softcap", "sinks")

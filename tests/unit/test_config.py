@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
+from setuptools import find_packages
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_tree.composition import accept_added_keys, compose_config, cpu_threads, device_profile
 from verl_tree.config import TreeConfig, TreeFSDPEngineConfig, WatchdogConfig
+from verl_tree.launch.composition import accept_added_keys, compose_config, cpu_threads, device_profile
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_only_single_plus_is_rewritten() -> None:
 def test_a_recipe_may_build_on_tree_ppo(tmp_path: Path) -> None:
     from hydra import compose, initialize_config_dir
 
-    from verl_tree.composition import prepare_hydra
+    from verl_tree.launch.composition import prepare_hydra
 
     (tmp_path / "mine.yaml").write_text(
         "defaults:\n  - tree_ppo\n  - _self_\nactor_rollout_ref:\n  rollout:\n    n: 7\n"
@@ -157,12 +158,12 @@ def test_threads_leave_a_core_to_the_others() -> None:
 
 
 def test_every_package_is_in_the_wheel() -> None:
-    """The packages are listed by hand, because `configs/` is installed under another name."""
+    """`verl_tree/configs` is a link to `configs/`, so that the configuration is found where the wheel has it."""
     root = Path(__file__).parents[2]
-    listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    include = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
     found = {
         ".".join(file.parent.relative_to(root).parts)
         for top in ("verl_tree", "rollout_hooks")
         for file in (root / top).rglob("__init__.py")
     }
-    assert set(listed) == found | {"verl_tree.configs"}
+    assert set(find_packages(str(root), include=include)) == found | {"verl_tree.configs"}

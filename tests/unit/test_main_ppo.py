@@ -3,9 +3,9 @@
 import pytest
 from input_cases import resolved
 
-from verl_tree import validation_code, validation_inputs
+from verl_tree.launch.validation import code, inputs
+from verl_tree.launch.validation.settings import CHECKS, capacity_keys, longest_trajectory_len, validate
 from verl_tree.main_ppo import adapt_ray_options, process_environment
-from verl_tree.validation import CHECKS, capacity_keys, longest_trajectory_len, validate
 
 CPU_VLLM = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
@@ -120,12 +120,7 @@ def test_setting_is_refused_with_its_remedy(name: str, overrides: list[str], par
 def test_every_check_is_tested() -> None:
     elsewhere = {
         "check_device",
-        *(
-            name
-            for module in (validation_code, validation_inputs)
-            for name in vars(module)
-            if name.startswith("check_")
-        ),
+        *(name for module in (code, inputs) for name in vars(module) if name.startswith("check_")),
     }
     assert {check.__name__ for check in CHECKS} == set(REFUSED) | elsewhere
 
@@ -157,17 +152,17 @@ def test_longest_trajectory() -> None:
 def test_processes_learn_the_plugin_and_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VERL_USE_EXTERNAL_MODULES", raising=False)
     assert process_environment(resolved()) == {
-        "VERL_USE_EXTERNAL_MODULES": "verl_tree.plugin",
+        "VERL_USE_EXTERNAL_MODULES": "verl_tree.cpu.platform",
         "VERL_PLATFORM": "cpu",
     }
     assert "VERL_PLATFORM" not in process_environment(resolved("trainer.device=cuda"))
 
 
 def test_modules_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine,verl_tree.plugin")
-    assert process_environment(resolved())["VERL_USE_EXTERNAL_MODULES"] == "mine,verl_tree.plugin"
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine,verl_tree.cpu.platform")
+    assert process_environment(resolved())["VERL_USE_EXTERNAL_MODULES"] == "mine,verl_tree.cpu.platform"
     of_ray = "++ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=theirs"
-    assert process_environment(resolved(of_ray))["VERL_USE_EXTERNAL_MODULES"] == "theirs,verl_tree.plugin"
+    assert process_environment(resolved(of_ray))["VERL_USE_EXTERNAL_MODULES"] == "theirs,verl_tree.cpu.platform"
 
 
 def test_ray_gets_the_environment_and_the_logical_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,57 +9,17 @@ import pickle
 
 import pytest
 from omegaconf import open_dict
-from scripted_llm import ScriptedClient, config, tokenizer
+from scripted_llm import tokenizer
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
-from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.workers.rollout.replica import TokenOutput
+from worker_cases import InProcessWorker, run_sessions
 
-from rollout_hooks.outputs import TreeAgentLoopOutput
-from rollout_hooks.recording import RecordingClient
-from rollout_hooks.report import CaptureReport, FailedSession
-from rollout_hooks.session_tree import SessionTree
-from rollout_hooks.worker import TreeAgentLoopManager, TreeAgentLoopWorkerBase, _PromptProgress, _Session
-
-
-class InProcessWorker(TreeAgentLoopWorkerBase):
-    """The worker with the attributes that verl's `__init__` would read from a model folder, and no queue."""
-
-    def __init__(self, reply, *, num_sessions=2, reward_handles=()):
-        self.config = config(n=num_sessions)
-        self.rollout_config = self.config.actor_rollout_ref.rollout
-        self.llm_client = ScriptedClient(reply)
-        self.reward_loop_worker_handles = None if reward_handles is None else list(reward_handles)
-        self.tokenizer, self.processor, self.hf_model_type = tokenizer(), None, "qwen3"
-        self.dataset_cls, self.tools = RLHFDataset, []
-        self.distillation_enabled = False
-        self._reports = {"train": CaptureReport(), "val": CaptureReport()}
-        self._prompts = {}
-        self._session = None
-
-
-def run_sessions(worker, *, num_sessions, validate=False, agent_name="single_turn_agent"):
-    """What verl's `_run_prompt` does with the sessions of one prompt; returns their errors."""
-    trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
-    worker._prompts["u"] = _PromptProgress(num_sessions, [])
-
-    async def run():
-        sessions = (
-            worker._run_agent_loop(
-                {"logprobs": True},
-                trajectory,
-                agent_name=agent_name,
-                trace=False,
-                uid="u",
-                session_id=i,
-                raw_prompt=[{"role": "user", "content": "q"}],
-                global_steps=1,
-            )
-            for i in range(num_sessions)
-        )
-        return await asyncio.gather(*sessions, return_exceptions=True)
-
-    return asyncio.run(run())
+from rollout_hooks.capture.outputs import TreeAgentLoopOutput
+from rollout_hooks.capture.recording import RecordingClient
+from rollout_hooks.capture.report import CaptureReport, FailedSession
+from rollout_hooks.capture.session_tree import SessionTree
+from rollout_hooks.worker import TreeAgentLoopManager, TreeAgentLoopWorkerBase, _Session
 
 
 def test_prompt_fails_only_with_its_last_session_and_every_cause_is_kept():

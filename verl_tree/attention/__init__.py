@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_tree.attention import dense, fa4, triton, varlen
+from verl_tree.attention import dense, fa4, triton_backend, varlen
 from verl_tree.attention.options import ScoreOptions
 from verl_tree.attention.pieces import AttentionPiece
 from verl_tree.attention.plan import AttentionPlan
@@ -50,7 +50,7 @@ class AttentionBackend:
 
 BACKENDS: dict[str, AttentionBackend] = {
     "fa4": AttentionBackend(fa4.fa4_attention, fa4.not_supported_reasons),
-    "triton": AttentionBackend(triton.triton_attention, triton.not_supported_reasons),
+    "triton": AttentionBackend(triton_backend.triton_attention, triton_backend.not_supported_reasons),
     "varlen": AttentionBackend(varlen.varlen_attention, varlen.not_supported_reasons),
     "dense": AttentionBackend(dense.dense_attention, dense.not_supported_reasons),
 }

@@ -23,7 +23,7 @@ import torch
 
 from verl_tree.attention.blocks import BlockLists
 from verl_tree.attention.pieces import AttentionPiece, VarlenCall, varlen_calls, window_calls
-from verl_tree.layout import TreeLayout
+from verl_tree.tree.layout import TreeLayout
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,24 +28,24 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from verl_tree.attention.hf import ATTENTION_NAME, check_model, register
 from verl_tree.attention.plan import AttentionPlan
-from verl_tree.attention.transformers import ATTENTION_NAME, check_model, register
 from verl_tree.config import TreeFSDPEngineConfig
-from verl_tree.cost_model import CostModel
+from verl_tree.cost.model import CostModel
 from verl_tree.engine.model_build import on_this_device
 from verl_tree.engine.pack_times import OnlineCost, PackClock
-from verl_tree.engine.rows import RankWork, RowOutputs, gather, one_value_per_rank, refuse_unsupported
-from verl_tree.engine.tree_batch import (
+from verl_tree.engine.packs import (
     TreeBatch,
     TreeMicroBatch,
     first_token_pack,
     split_into_packs,
     trained_tokens,
 )
+from verl_tree.engine.rows import RankWork, RowOutputs, gather, one_value_per_rank, refuse_unsupported
 from verl_tree.functional import expand
-from verl_tree.layout import TreeLayout
-from verl_tree.logprobs import tree_forward_log_probs
-from verl_tree.metrics import ForestCounts, RankTimes
+from verl_tree.functional.logprobs import tree_forward_log_probs
+from verl_tree.packing.counts import ForestCounts, RankTimes
+from verl_tree.tree.layout import TreeLayout
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 

@@ -8,7 +8,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.engine.fsdp_tree import FSDPTreeEngineWithLMHead
 from verl_tree.engine.model_build import build_token_classifier
-from verl_tree.layout import TreeLayout
+from verl_tree.tree.layout import TreeLayout
 
 
 @EngineRegistry.register(model_type="value_model", backend="fsdp_tree", device=["cuda", "cpu"])

@@ -12,8 +12,8 @@ from itertools import zip_longest
 
 import torch
 
-from verl_tree.cost_fit import CostFitter
-from verl_tree.cost_model import CostModel, Work
+from verl_tree.cost.fit import CostFitter
+from verl_tree.cost.model import CostModel, Work
 
 
 class PackClock:

@@ -12,9 +12,9 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 from verl.utils.model import extract_multi_modal_inputs
 
-from verl_tree.cost_model import Work
-from verl_tree.engine.tree_batch import TreeBatch, TreeMicroBatch
-from verl_tree.metrics import ForestCounts
+from verl_tree.cost.model import Work
+from verl_tree.engine.packs import TreeBatch, TreeMicroBatch
+from verl_tree.packing.counts import ForestCounts
 
 _OUTPUTS_WITHOUT_A_TREE_PATH = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verl_tree.node_table import IntArray
+from verl_tree.packing.baselines import arrival_first_fit, dfs_first_fit
 from verl_tree.packing.bound import tree_lower_bound
-from verl_tree.packing.first_fit import arrival_first_fit, dfs_first_fit
 from verl_tree.packing.methods import Options, pack_trees, tree_bounds
 from verl_tree.packing.problem import UNLIMITED, Caps, Items, Pack, Packing
 from verl_tree.tree import TokenForest
+from verl_tree.tree.nodes import IntArray
 
 __all__ = ["METHODS", "Pack", "Packing", "lower_bound", "pack"]
 

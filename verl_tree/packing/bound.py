@@ -15,8 +15,8 @@ The bound is the sum of w(v) t(v). It is the optimum wherever a tree fits into o
 
 import numpy as np
 
-from verl_tree.node_table import IntArray, NodeTable
 from verl_tree.packing.problem import UNLIMITED, Caps, Items
+from verl_tree.tree.nodes import IntArray, NodeTable
 
 
 def tree_lower_bound(items: Items, *, caps: Caps) -> int:

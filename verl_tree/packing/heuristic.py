@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl_tree.node_table import NodeTable
-from verl_tree.packing.first_fit import dfs_first_fit, next_fit
+from verl_tree.packing.baselines import dfs_first_fit, next_fit
 from verl_tree.packing.improve import MAX_WINDOW_ITEMS, improve
 from verl_tree.packing.problem import Caps, Items
+from verl_tree.tree.nodes import NodeTable
 
 _COARSE_FRACTIONS = (128, 64, 32, 16, 8)
 """Items of a large tree hold at most 1/128 (1/64, ...) of a pack."""

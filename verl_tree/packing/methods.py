@@ -9,13 +9,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from verl_tree.node_table import IntArray
 from verl_tree.packing.bound import tree_lower_bound
 from verl_tree.packing.exact import Budget, BudgetExceededError, exact
 from verl_tree.packing.heuristic import heuristic
 from verl_tree.packing.problem import UNLIMITED, Caps, Items
 from verl_tree.packing.single_path import single_path
 from verl_tree.tree import TokenForest
+from verl_tree.tree.nodes import IntArray
 
 _MAX_ROUNDS = 6_000
 _MAX_ROUNDS_PER_TREE = 2_000

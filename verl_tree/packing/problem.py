@@ -11,8 +11,8 @@ from typing import Self
 
 import numpy as np
 
-from verl_tree.node_table import IntArray, NodeTable
 from verl_tree.tree import TokenForest, lcp_of_subset
+from verl_tree.tree.nodes import IntArray, NodeTable
 
 UNLIMITED = 2**62
 

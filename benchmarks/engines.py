@@ -1,0 +1,146 @@
+"""Times one update of the same rows through verl's own FSDP2 engine and through the tree engine (`--engines`).
+
+Both are real `TrainingWorker`s with verl's PPO loss, AdamW and FSDP2, in one process, interleaved; a row is a prompt
+and one branch, or a leaf of a tree of given overlap (`--overlap`), where the tree engine also runs with its gate shut
+(`tree.gate=never`). verl's engine gets the micro-batch size that suits it best among those tried. What differs from
+`update.py`'s plain paths is what verl adds to both sides: jagged batches, padded losses, sharding hooks.
+Started by `update.py --engines`.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+from verl.workers.config import FSDPActorConfig
+from verl.workers.utils.losses import ppo_loss
+
+import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
+from verl_tree.testing.local_worker import batch_of_rows, local_worker
+from verl_tree.testing.synthetic import overlap
+from verl_tree.trainer.worker import TreeTrainingWorker
+
+Row = dict[str, torch.Tensor]
+
+MICRO_BATCH_ROWS = (1, 4)
+"""Rows in the micro-batches that verl's engine is tried with."""
+
+
+def time_engines(
+    model: PreTrainedModel, cases: dict[str, list[Row]], *, repetitions: int, gates: tuple[str, ...] = ("auto",)
+) -> list[dict[str, Any]]:
+    """Times the updates.
+
+    Args:
+        model: a small causal LM; all engines load a copy.
+        cases: rows by name, see `branches` and `overlapping`.
+        repetitions: updates per engine, after one to warm up.
+        gates: values of `tree.gate` to run the tree engine with, the first one is compared.
+
+    Returns:
+        Per case the median seconds of each engine, the ratio, the compression and all times; `flat_rows` is the number
+        of rows in the micro-batch that suited verl's engine best.
+    """
+    # As torchrun would set them; verl's workers read them.
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        records = [
+            _time_case(folder, name, rows=rows, repetitions=repetitions, gates=gates) for name, rows in cases.items()
+        ]
+    dist.destroy_process_group()
+    return records
+
+
+def _time_case(folder: str, name: str, *, rows: list[Row], repetitions: int, gates: tuple[str, ...]) -> dict[str, Any]:
+    row_len = max(len(row["prompts"]) + len(row["responses"]) for row in rows)
+    capacities = {f"flat_{num}": num * row_len for num in MICRO_BATCH_ROWS if num <= len(rows)}
+    capacities |= {f"tree_{gate}": len(rows) * row_len for gate in gates}
+    workers = {path: _worker(folder, path=path, max_token_len=capacity) for path, capacity in capacities.items()}
+    times: dict[str, list[float]] = {path: [] for path in workers}
+    cpu_times: dict[str, list[float]] = {path: [] for path in workers}
+    num_flat_packs = 0
+    for number in range(repetitions + 1):
+        for path, worker in workers.items():
+            print(f"{name}, repetition {number} of {repetitions}: {path}", file=sys.stderr)
+            batch = batch_of_rows(rows, max_token_len=capacities[path], global_batch_size=len(rows))
+            started, cpu_started = time.perf_counter(), time.process_time()
+            worker.train_batch(batch)
+            times[path].append(time.perf_counter() - started)
+            cpu_times[path].append(time.process_time() - cpu_started)
+        num_flat_packs += workers[f"tree_{gates[0]}"].engine.tree_counts.num_flat_packs
+    medians, cpu_medians = (
+        {path: statistics.median(values[1:]) for path, values in each.items()} for each in (times, cpu_times)
+    )
+    flat_paths = [path for path in medians if path.startswith("flat")]
+    best = min(flat_paths, key=medians.__getitem__)
+    counts = workers[f"tree_{gates[0]}"].engine.tree_counts
+    return {
+        "case": name,
+        "flat_s": medians[best],
+        "tree_s": medians[f"tree_{gates[0]}"],
+        "ratio": medians[best] / medians[f"tree_{gates[0]}"],
+        "ratio_of_gates": {gate: medians[best] / medians[f"tree_{gate}"] for gate in gates},
+        # Processor seconds are steadier than the clock on a machine that is shared.
+        "cpu_ratio_of_gates": {gate: cpu_medians[best] / cpu_medians[f"tree_{gate}"] for gate in gates},
+        "potential_overlap_ratio": 1 - counts.num_tree_tokens / counts.num_flat_tokens,
+        "compression": counts.num_flat_tokens / counts.num_tree_tokens,
+        "flat_rows": int(best.removeprefix("flat_")),
+        "packs_run_flat": num_flat_packs,
+        "times_s": times,
+        "cpu_times_s": cpu_times,
+    }
+
+
+def _worker(folder: str, *, path: str, max_token_len: int) -> TreeTrainingWorker:
+    kind, option = path.split("_")
+    worker = local_worker(
+        folder,
+        strategy="fsdp_tree" if kind == "tree" else "fsdp2",
+        max_token_len=max_token_len,
+        tree_options={"gate": option} if kind == "tree" else None,
+    )
+    actor = FSDPActorConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, rollout_n=1)
+    worker.set_loss_fn(partial(ppo_loss, config=actor))
+    return worker
+
+
+def branches(*, vocab_size: int, prompt_len: int, num_branches: int, branch_len: int) -> list[Row]:
+    """Responses to one prompt; unrelated rows where it has no tokens."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(length: int) -> torch.Tensor:
+        return torch.randint(0, vocab_size, (length,), generator=generator)
+
+    prompt = tokens(prompt_len)
+    return [
+        _row(prompt if prompt_len else tokens(1), tokens(branch_len), vocab_size=vocab_size, generator=generator)
+        for _ in range(num_branches)
+    ]
+
+
+def overlapping(potential_overlap_ratio: float, *, vocab_size: int, num_leaves: int, num_flat_tokens: int) -> list[Row]:
+    """The leaves of one tree of the given overlap; every token but a row's first is trained."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = overlap(
+        potential_overlap_ratio, num_leaves=num_leaves, num_flat_tokens=num_flat_tokens, vocab_size=vocab_size
+    )
+    leaves = [torch.from_numpy(sequence).long() for sequence in sequences]
+    return [_row(leaf[:1], leaf[1:], vocab_size=vocab_size, generator=generator) for leaf in leaves]
+
+
+def _row(prompt: torch.Tensor, response: torch.Tensor, *, vocab_size: int, generator: torch.Generator) -> Row:
+    return {
+        "prompts": prompt,
+        "responses": response,
+        "response_mask": torch.ones(len(response), dtype=torch.int64),
+        "old_log_probs": torch.full((len(response),), -float(torch.tensor(float(vocab_size)).log())),
+        "advantages": torch.randn(len(response), generator=generator),
+    }

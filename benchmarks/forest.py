@@ -1,0 +1,150 @@
+"""Times `TokenForest.from_sequences` on synthetic trajectories: a table of seconds and peak memory, and JSON.
+
+Three cases: `tree` (agent-like: one system prompt for all, groups of 8 per prompt, each trajectory leaves an
+earlier one of its group somewhere), `disjoint` (nothing shared) and `near_duplicates` (all equal up to the
+last tokens: the longest comparisons). A case runs in a fresh process, so that its peak memory is its own.
+
+    python benchmarks/forest.py --num-sequences 4096 --sequence-len 8192 --out forest.json
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from verl_tree.tree import TokenForest
+
+VOCABULARY_LEN = 151_936
+GROUP_SIZE = 8
+BYTES_PER_MAXRSS = 1 if platform.system() == "Darwin" else 1024
+
+
+def tree_sequences(num_sequences: int, *, sequence_len: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Lengths are uniform within a quarter of `sequence_len`; the prompts are a quarter of it."""
+    system = rng.integers(VOCABULARY_LEN, size=sequence_len // 8)
+    sequences: list[np.ndarray] = []
+    while len(sequences) < num_sequences:
+        prompt = np.concatenate([system, rng.integers(VOCABULARY_LEN, size=sequence_len // 8)])
+        group: list[np.ndarray] = []
+        for _ in range(min(GROUP_SIZE, num_sequences - len(sequences))):
+            own_len = int(rng.integers(3 * sequence_len // 4, 5 * sequence_len // 4 + 1))
+            start = group[rng.integers(len(group))] if group else prompt
+            shared_len = int(rng.integers(len(prompt), min(len(start), own_len) + 1))
+            tail = rng.integers(VOCABULARY_LEN, size=own_len - shared_len)
+            group.append(np.concatenate([start[:shared_len], tail]))
+        sequences += group
+    return [sequences[index] for index in rng.permutation(num_sequences)]
+
+
+def disjoint_sequences(num_sequences: int, *, sequence_len: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Every trajectory starts with a token of its own."""
+    sequences = list(rng.integers(num_sequences, VOCABULARY_LEN, size=(num_sequences, sequence_len)))
+    for sequence, first in zip(sequences, rng.permutation(num_sequences), strict=True):
+        sequence[0] = first
+    return sequences
+
+
+def near_duplicate_sequences(num_sequences: int, *, sequence_len: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """One trajectory, with one of the last ten tokens redrawn from a few in every copy."""
+    base = rng.integers(VOCABULARY_LEN, size=sequence_len)
+    sequences = [base.copy() for _ in range(num_sequences)]
+    for sequence in sequences:
+        sequence[-int(rng.integers(1, 11))] = rng.integers(100)
+    return sequences
+
+
+CASES: dict[str, Callable[..., list[np.ndarray]]] = {
+    "tree": tree_sequences,
+    "disjoint": disjoint_sequences,
+    "near_duplicates": near_duplicate_sequences,
+}
+
+
+def peak_bytes() -> int:
+    """Peak resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * BYTES_PER_MAXRSS
+
+
+def measure(case: str, args: argparse.Namespace) -> dict[str, str | int | float]:
+    """Runs one case; the peak includes the interpreter and the input, which is given beside it."""
+    sequences = CASES[case](args.num_sequences, sequence_len=args.sequence_len, rng=np.random.default_rng(args.seed))
+    sequences = [sequence.astype(args.dtype) for sequence in sequences]
+    input_bytes = sum(sequence.nbytes for sequence in sequences)
+    if args.lists:
+        sequences = [sequence.tolist() for sequence in sequences]
+    before_bytes = peak_bytes()
+    times_s = []
+    for _ in range(args.repeats):
+        forest = None  # so that the peak is that of one forest
+        start_s = time.perf_counter()
+        forest = TokenForest.from_sequences(sequences)
+        times_s.append(time.perf_counter() - start_s)
+    return {
+        "case": case,
+        "sequences": forest.num_leaves,
+        "flat_tokens": forest.num_flat_tokens,
+        "tree_tokens": forest.num_tokens,
+        "por": round(forest.potential_overlap_ratio, 4),
+        "nodes": forest.num_nodes,
+        "depth": forest.depth,
+        "first_s": round(times_s[0], 3),
+        "best_s": round(min(times_s), 3),
+        "worst_s": round(max(times_s), 3),
+        "input_mib": round(input_bytes / 2**20),
+        "peak_before_mib": round(before_bytes / 2**20),
+        "peak_mib": round(peak_bytes() / 2**20),
+    }
+
+
+def print_table(rows: list[dict[str, str | int | float]]) -> None:
+    """Prints the rows under their names, columns aligned."""
+    lines = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def parse_args() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-sequences", type=int, default=4096, help="trajectories")
+    parser.add_argument("--sequence-len", type=int, default=8192, help="tokens in each (tree: mean)")
+    parser.add_argument("--dtype", choices=["int32", "int64"], default="int64", help="of the token ids")
+    parser.add_argument("--lists", action="store_true", help="give Python lists instead of arrays")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--repeats", type=int, default=3, help="runs per case in its process")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="write the result as JSON here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measures the cases and prints the table."""
+    args = parse_args()
+    context = multiprocessing.get_context("spawn")
+    rows = []
+    for case in args.cases:
+        with context.Pool(1) as pool:
+            rows.append(pool.apply(measure, (case, args)))
+    print_table(rows)
+    if args.out:
+        result = {
+            "arguments": {name: str(value) for name, value in vars(args).items()},
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "machine": platform.machine(),
+            "num_cpus": os.cpu_count(),
+            "rows": rows,
+        }
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How the LLM calls of a session become a token tree, and its leaves verl's rows."""

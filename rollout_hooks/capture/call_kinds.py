@@ -1,0 +1,117 @@
+"""How the prompt of an LLM call relates to what the session recorded before it: five kinds, told from the tokens.
+
+A recorded path is cut into segments at its *boundaries*: where a call's prompt or a call's output ended. With L the
+length of the longest prefix that the prompt shares with any recorded path (`|` marks boundaries):
+
+    recorded   P P P | a a | t t g | b b |      P root prompt; a, b generated; t environment, g generation prompt
+    prompt     P P P   a a   t t g   b b  u u   continuation: goes on from the end of a path
+    prompt     P P P   a a   v v g              fork: parts at a boundary
+    prompt     P P P   a a   t v g              fork: parts inside t, the text that followed a boundary
+    prompt     P P P   a a   t v g   b b  u u   rewritten: parts inside t, but carries the later output along
+    prompt     P P P   a x   t t g              rewritten: parts inside generated tokens
+    prompt     P P Q   ...                      rewritten: parts inside the root prompt
+    prompt     P P P   y     t t g              drift, if y reads like a a
+
+The kind is that of the prompt that is sent. Where drift is healed (`realign`), that is the healed prompt, so DRIFT is
+left for what could not be healed. The kind is counted, it decides nothing: what is trained follows from the tokens
+alone (`SessionTree.locate`).
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from itertools import islice
+
+import numpy as np
+
+from rollout_hooks.capture.text_compare import Decode, reads_the_same
+from rollout_hooks.capture.token_trie import Point, TokenTrie
+
+_OUTPUT_END_LEN = 4
+"""Tokens by which a prompt is seen to hold an earlier output."""
+_MAX_OUTPUTS = 64
+"""Earlier outputs that are looked for in a prompt."""
+
+
+class CallKind(StrEnum):
+    """Kind of a call; the first sentence that holds decides, in the order of this list."""
+
+    ROOT = "root"
+    """The prompt shares no token with any recorded path; the first call of a session is one."""
+    CONTINUATION = "continuation"
+    """The prompt begins with all tokens of a recorded path, generated ones included, that nothing continues yet."""
+    DRIFT = "drift"
+    """The prompt parts from a recorded path and still reads the same to the end of that segment, or of the prompt."""
+    FORK = "fork"
+    """The prompt ends behind a boundary without having parted, or begins with the whole prompt of a running call, or
+    parts from the recorded paths at a boundary, where they part themselves, or in environment text behind a
+    boundary, without repeating the end of an output that it leaves behind."""
+    REWRITE = "rewrite"
+    """Any other prompt: text that an earlier call read or generated was changed."""
+
+
+def classify(
+    trie: TokenTrie, prompt: np.ndarray, *, num_outputs: Mapping[int, int], decode: Decode | None = None
+) -> tuple[CallKind, Point]:
+    """Kind of a call with this prompt, and where the prompt leaves the recorded paths.
+
+    Args:
+        trie: Paths of completed calls and prompts of running ones.
+        prompt: (N,) int32.
+        num_outputs: Number of generated tokens of each completed call; the paths of the others end with their prompt.
+        decode: Token ids to text; without it drift is not told from other changes.
+
+    Returns:
+        The kind and the point whose position is L, the longest common prefix in tokens.
+    """
+    point = trie.walk(prompt)
+    node, position = point
+    if position == 0:
+        return CallKind.ROOT, point
+    if position == node.end and not node.children:
+        is_whole_path = any(end == position and call in num_outputs for end, call in reversed(node.ends))
+        return (CallKind.CONTINUATION if is_whole_path else CallKind.FORK), point
+    rest = prompt[position:]
+    if not rest.size:
+        return (CallKind.FORK if trie.last_boundary(point) else CallKind.REWRITE), point
+    if decode is not None and reads_the_same(trie, point, rest, decode=decode):
+        return CallKind.DRIFT, point
+    return (CallKind.FORK if _is_fork(trie, point, rest, num_outputs) else CallKind.REWRITE), point
+
+
+def _is_fork(trie: TokenTrie, point: Point, rest: np.ndarray, num_outputs: Mapping[int, int]) -> bool:
+    if _repeats_output(trie, point, rest, num_outputs):
+        return False
+    node, position = point
+    if trie.is_at_boundary(point):
+        return True
+    if position == node.end:
+        # Else a call that failed was the only other one to go on from here.
+        if len(node.children) > 1:
+            return True
+        (node,) = node.children.values()
+    is_in_environment = node.source[position - node.start] < 0
+    return bool(is_in_environment) and trie.last_boundary(point) > 0
+
+
+def _repeats_output(trie: TokenTrie, point: Point, rest: np.ndarray, num_outputs: Mapping[int, int]) -> bool:
+    """Whether the prompt, behind the shared tokens, holds the end of an output that is recorded there.
+
+    The end is the last four tokens, or the whole output and the token before it. That finds histories that carry
+    outputs along, shortened ones too (chat templates drop the reasoning of earlier turns). Of very many outputs only
+    some are looked for, the newest branches first.
+    """
+    text = rest.tobytes()
+    outputs = (
+        (Point(node, end), num_outputs[call])
+        for node in trie.nodes_behind(point)
+        for end, call in reversed(node.ends)
+        if call in num_outputs and end - num_outputs[call] >= point.position
+    )
+    for end, num_output in islice(outputs, _MAX_OUTPUTS):
+        wanted = trie.tokens_to(end, start=end.position - min(_OUTPUT_END_LEN, num_output + 1)).tobytes()
+        at = text.find(wanted)
+        while at % rest.itemsize and at >= 0:
+            at = text.find(wanted, at + 1)
+        if at >= 0:
+            return True
+    return False

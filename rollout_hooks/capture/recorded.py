@@ -1,0 +1,92 @@
+"""What a session's tree tells of its calls: a record per call, token paths, an example of drift."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from rollout_hooks.capture.call_kinds import CallKind
+
+
+@dataclass(frozen=True, slots=True)
+class DriftExample:
+    """A place where a prompt had other tokens than the recorded path and the same text, cut to a few tokens.
+
+    Attributes:
+        text: From a few tokens before the place on, as the recorded tokens read.
+        recorded_ids, given_ids: What the path and the prompt have there, each with a few tokens that follow.
+        is_healed: Whether the recorded tokens were sent.
+    """
+
+    text: str
+    recorded_ids: tuple[int, ...]
+    given_ids: tuple[int, ...]
+    is_healed: bool
+
+
+class CallStatus(StrEnum):
+    """How far a call got."""
+
+    RUNNING = "running"
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One call to the LLM.
+
+    Attributes:
+        index: Place in the order in which the calls were sent.
+        kind: How its prompt relates to what had been recorded when it was sent.
+        num_shared: Length of the longest common prefix of its prompt and any recorded path, in tokens.
+        num_prompt, num_output: Tokens it read and generated.
+        num_splices: Places of its prompt at which recorded tokens were put for others that read the same.
+        status, stop_reason: How it ended; `stop_reason` is the server's own word.
+        cause: Why it failed or was aborted, or None.
+        min_global_steps, max_global_steps: First and last version of the weights that generated it, None if unknown.
+    """
+
+    index: int
+    kind: CallKind
+    num_shared: int
+    num_prompt: int
+    num_output: int = 0
+    num_splices: int = 0
+    status: CallStatus = CallStatus.RUNNING
+    stop_reason: str | None = None
+    cause: str | None = None
+    min_global_steps: int | None = None
+    max_global_steps: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A token sequence from the root of the tree, with what is known of each of its N tokens.
+
+    Attributes:
+        token_ids: (N,) int64.
+        source: (N,) int32, the index of the call that generated the token, -1 for a token that was only read.
+        log_probs: (N,) float64, rollout log-prob of a generated token (NaN if the server gave none), 0 otherwise.
+    """
+
+    token_ids: np.ndarray
+    source: np.ndarray
+    log_probs: np.ndarray
+
+    @property
+    def is_generated(self) -> np.ndarray:
+        """(N,) bool: the tokens that the model sampled."""
+        return self.source >= 0
+
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """Indices of the calls that generated tokens of this path, in the order in which they were sent."""
+        return tuple(int(call) for call in np.unique(self.source[self.source >= 0]))
+
+    @property
+    def prompt_len(self) -> int:
+        """Number of tokens before the first generated one; all of them if there is none."""
+        generated = np.flatnonzero(self.is_generated)
+        return int(generated[0]) if generated.size else len(self.token_ids)

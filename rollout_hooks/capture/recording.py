@@ -1,0 +1,81 @@
+"""A client of the LLM servers that records every call of one session on its way.
+
+It stands where verl's loops expect `LLMServerClient` and changes nothing that goes in or comes out, so it captures any
+agent loop as it is; with one exception: a prompt that has drifted from the recorded tokens is healed on its way (see
+`realign`; what is sent has the same text and the tokens that the model sampled), unless the tree heals nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from rollout_hooks.capture.outputs import describe_error
+from rollout_hooks.capture.realign import Realignment
+from rollout_hooks.capture.session_tree import SessionTree
+from rollout_hooks.capture.token_arrays import token_array
+
+ABORTED = ("aborted", "abort")
+"""verl's stop reasons of a call that the server gave up (`workers/rollout/llm_server.py`)."""
+
+
+class RecordingClient(LLMServerClient):
+    """Records the calls of one session into its tree.
+
+    Args:
+        client: The client that does the calls.
+        tree: Where they are recorded.
+    """
+
+    def __init__(self, client: LLMServerClient, *, tree: SessionTree) -> None:
+        super().__init__(config=client.config)
+        self._client = client
+        self.tree = tree
+        self.num_media_calls = 0
+        """Calls with images, videos or audio: their tokens do not say all that the model saw."""
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
+    ) -> TokenOutput:
+        """Hand the call over, its drift healed, and record it; the rest, result and errors are the client's own.
+
+        Raises:
+            Whatever the client raises, after the cause has been recorded.
+        """
+        has_media = any(kwargs.get(name) for name in ("image_data", "video_data", "audio_data"))
+        self.num_media_calls += has_media
+        # Equal text is not an equal prompt where images stand behind the tokens.
+        prompt = Realignment(token_array(prompt_ids)) if has_media else self.tree.realign(prompt_ids)
+        if prompt.splices:
+            prompt_ids = prompt.token_ids.tolist()
+        call = self.tree.begin(prompt)
+        with self._recorded_failure(call):
+            output = await self._client.generate(
+                request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
+            )
+        self.tree.complete(
+            call,
+            output.token_ids,
+            log_probs=output.log_probs or None,
+            is_aborted=output.stop_reason in ABORTED,
+            stop_reason=output.stop_reason,
+            min_global_steps=output.extra_fields.get("min_global_steps"),
+            max_global_steps=output.extra_fields.get("max_global_steps"),
+        )
+        return output
+
+    @contextmanager
+    def _recorded_failure(self, call: int) -> Iterator[None]:
+        has_ended = False
+        cause = "cancelled"
+        try:
+            yield
+            has_ended = True
+        except Exception as error:
+            cause = describe_error(error)
+            raise
+        finally:
+            if not has_ended:
+                self.tree.fail(call, cause)

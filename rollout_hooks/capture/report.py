@@ -1,0 +1,79 @@
+"""What the capture saw and what it lost: counts and causes in one record that adds up over sessions and workers."""
+
+from dataclasses import dataclass, fields
+
+from rollout_hooks.capture.call_kinds import CallKind
+from rollout_hooks.capture.session_tree import CallStatus, SessionTree
+
+
+@dataclass(frozen=True, slots=True)
+class FailedSession:
+    """A session that failed.
+
+    Attributes:
+        uid: Its prompt.
+        session_id: Its number among the sessions of the prompt.
+        cause: What went wrong.
+        num_calls: LLM calls that had been recorded until then.
+        num_rows: Leaves that are trained all the same, since they had been given a reward of their own.
+    """
+
+    uid: str
+    session_id: int
+    cause: str
+    num_calls: int
+    num_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureReport:
+    """Sums over sessions; add them with `+`.
+
+    Attributes:
+        num_sessions: Sessions that ended, failed ones included.
+        num_leaves: Rows written.
+        num_calls: LLM calls; the first of a session is neither of the four kinds below.
+        num_continuations, num_forks, num_rewrites, num_drifts: Calls by kind, see `CallKind`.
+        num_realigned: Calls whose prompt had drifted and was healed; their kind is that of the healed prompt.
+        num_failed_calls, num_aborted_calls: Calls that ended with an error, and calls that the server gave up.
+        num_dropped_leaves: Trajectories that gave no row: without a trained token within the length limits, not
+            finished by a branching loop, or with images or other media.
+        num_truncated_leaves: Rows cut to `rollout.response_length`.
+        failed_sessions: The sessions that failed, with their causes.
+        failed_prompts: uids of the prompts all of whose sessions failed.
+    """
+
+    num_sessions: int = 0
+    num_leaves: int = 0
+    num_calls: int = 0
+    num_continuations: int = 0
+    num_forks: int = 0
+    num_rewrites: int = 0
+    num_drifts: int = 0
+    num_realigned: int = 0
+    num_failed_calls: int = 0
+    num_aborted_calls: int = 0
+    num_dropped_leaves: int = 0
+    num_truncated_leaves: int = 0
+    failed_sessions: tuple[FailedSession, ...] = ()
+    failed_prompts: tuple[str, ...] = ()
+
+    def __add__(self, other: "CaptureReport") -> "CaptureReport":
+        names = [field.name for field in fields(self)]
+        return CaptureReport(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    @classmethod
+    def of_calls(cls, tree: SessionTree) -> "CaptureReport":
+        """The counts that the recorded calls of one session give."""
+        kinds = tree.count_kinds()
+        statuses = [call.status for call in tree.calls]
+        return cls(
+            num_calls=len(tree.calls),
+            num_continuations=kinds[CallKind.CONTINUATION],
+            num_forks=kinds[CallKind.FORK],
+            num_rewrites=kinds[CallKind.REWRITE],
+            num_drifts=kinds[CallKind.DRIFT],
+            num_realigned=sum(call.num_splices > 0 for call in tree.calls),
+            num_failed_calls=statuses.count(CallStatus.FAILED),
+            num_aborted_calls=statuses.count(CallStatus.ABORTED),
+        )

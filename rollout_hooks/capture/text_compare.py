@@ -1,0 +1,74 @@
+"""Whether token sequences read the same: texts are decoded in small windows and only where the tokens differ.
+
+A token may be a part of a character (byte-level vocabularies), and its text may depend on its neighbours (a leading
+space that is stripped at the start of a text). So a sequence is never decoded alone but behind `CONTEXT_LEN` tokens
+that both sequences have before it, and an incomplete character at the end of a text, which decoders show as U+FFFD, is
+left out when two texts are compared.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from rollout_hooks.capture.token_trie import Node, Point, TokenTrie
+
+Decode = Callable[[list[int]], str]
+
+CONTEXT_LEN = 8
+"""Tokens decoded before (and behind) the ones that are compared: more than a character has bytes."""
+_WINDOW_LEN = 16
+"""Tokens of a prompt that hold at least the text of one recorded token."""
+INCOMPLETE = "\ufffd"
+"""What decoders put where bytes are no (whole) character."""
+
+
+def may_agree(text: str, other: str) -> bool:
+    """Whether two texts can be beginnings of the same text."""
+    text, other = text.rstrip(INCOMPLETE), other.rstrip(INCOMPLETE)
+    return text.startswith(other) or other.startswith(text)
+
+
+def ways_that_may_agree(
+    trie: TokenTrie, point: Point, tokens: np.ndarray, *, decode: Decode, max_len: int | None
+) -> Iterator[np.ndarray]:
+    """The ways on from a point (`TokenTrie.ways_on`) whose first token reads like the beginning of `tokens`."""
+    context = trie.tokens_to(point, start=max(0, point.position - CONTEXT_LEN)).tolist()
+    text = decode(context + tokens[:_WINDOW_LEN].tolist())
+    if point.position < point.node.end:
+        first = point.node.slice(point.position, point.position + 1).tolist()
+        if may_agree(decode(context + first), text):
+            yield from trie.ways_on(point, max_len=max_len)
+        return
+    for child in reversed(point.node.children.values()):
+        if may_agree(_head(child, context, decode), text):
+            yield from trie.ways_on(Point(child, child.start), max_len=max_len)
+
+
+def _head(child: Node, context: list[int], decode: Decode) -> str:
+    """Text of the first token of a node behind its context; kept, since many calls may part at one point."""
+    if child.head is None:
+        child.head = decode([*context, int(child.tokens[0])])
+    return child.head
+
+
+def reads_the_same(trie: TokenTrie, point: Point, tokens: np.ndarray, *, decode: Decode) -> bool:
+    """Whether `tokens` read like a recorded way on, to the boundary behind the point or to their own end.
+
+    Args:
+        trie: The recorded paths.
+        point: Where `tokens` part from all of them.
+        tokens: (N,) the rest of the prompt, at least one token.
+        decode: Token ids to text.
+    """
+    context = trie.tokens_to(point, start=max(0, point.position - CONTEXT_LEN)).tolist()
+    for recorded in ways_that_may_agree(trie, point, tokens, decode=decode, max_len=None):
+        before, recorded_text = decode(context), decode(context + recorded.tolist())
+        num_tokens, text = 0, before
+        while len(text) < len(recorded_text) and num_tokens < len(tokens):
+            num_tokens = max(2 * num_tokens, len(recorded) + CONTEXT_LEN)
+            text = decode(context + tokens[:num_tokens].tolist())
+        if before in (text, recorded_text):
+            continue
+        if text.startswith(recorded_text) or (num_tokens >= len(tokens) and recorded_text.startswith(text)):
+            return True
+    return False

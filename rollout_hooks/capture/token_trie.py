@@ -1,0 +1,284 @@
+"""The recorded paths of one session, each token stored once.
+
+    call 0   P P P | a a |               one node:    root ── P P P a a t b b
+    call 1   P P P   a a   t | b b |
+    call 2   P P P   a a   u | c |       split:       root ── P P P a a ──┬── t b b
+                                                                          └── u c
+
+A node is a run of tokens in two arrays, ids and *source* (the call that generated the token, -1 where none has). A node
+without children grows in place, so a session that never forks stays one node. A prompt of N tokens is compared with
+everything recorded in a few numpy calls of N comparisons, and one Python step per fork on its way that the last prompt
+has not passed.
+"""
+
+import sys
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from rollout_hooks.capture.token_arrays import append, common_prefix_len
+
+_NO_CHANGE = sys.maxsize
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A run of tokens; changed by `TokenTrie` only.
+
+    Attributes:
+        start: Position of its first token, counted from the root.
+        tokens, source: (room,) int32 each; the first `size` entries are in use.
+        parent: None for the root of the trie, which has no tokens.
+        children: By their first token.
+        boundaries: Ascending positions p, start < p <= end, at which a call's prompt or output ended.
+        ends: Ascending (position, call): the recorded calls whose path ends here.
+        head: Text of the first token behind its context, kept by those who compare texts; None while unknown.
+    """
+
+    start: int
+    tokens: np.ndarray
+    source: np.ndarray
+    size: int
+    parent: "Node | None" = None
+    children: dict[int, "Node"] = field(default_factory=dict)
+    boundaries: list[int] = field(default_factory=list)
+    ends: list[tuple[int, int]] = field(default_factory=list)
+    head: str | None = None
+
+    @property
+    def end(self) -> int:
+        """Position behind its last token."""
+        return self.start + self.size
+
+    def slice(self, start: int, end: int) -> np.ndarray:
+        """Ids of the tokens from position `start` to position `end`, a view."""
+        return self.tokens[start - self.start : min(end - self.start, self.size)]
+
+
+class Point(NamedTuple):
+    """A place in the trie: behind `position` tokens, the last of which lies in `node` (the root, if there are none)."""
+
+    node: Node
+    position: int
+
+
+class TokenTrie:
+    """Paths of calls; see the module."""
+
+    def __init__(self) -> None:
+        empty = np.zeros(0, dtype=np.int32)
+        self._root = Node(0, empty, empty, 0)
+        self._end_of: dict[int, Point] = {}
+        self._lowest_change = _NO_CHANGE
+        # The last tokens followed from the root, how far that went, and the nodes on their way with their starts.
+        self._walked, self._walked_len = empty, 0
+        self._trail, self._starts = [self._root], [0]
+
+    @property
+    def root(self) -> Point:
+        """The point before the first token."""
+        return Point(self._root, 0)
+
+    def end_of(self, call: int) -> Point:
+        """Where the path of a recorded call ends."""
+        return self._end_of[call]
+
+    def walk(self, tokens: np.ndarray) -> Point:
+        """Follow `tokens` (N,) from the root as far as they are recorded; return where that ends."""
+        num_shared = len(tokens) if tokens is self._walked else common_prefix_len(tokens, self._walked)
+        # The deepest node whose first token is among the shared ones; a node of the trail may have been split since.
+        num_kept = max(1, bisect_left(self._starts, num_shared))
+        trail = self._trail[:num_kept]
+        start = max(trail[-1].start, min(num_shared, self._walked_len, trail[-1].end))
+        point, _ = self.advance(Point(trail[-1], start), tokens[start:], trail=trail)
+        self._walked, self._walked_len, self._trail = tokens, point.position, trail
+        self._starts[num_kept:] = [node.start for node in trail[num_kept:]]
+        return point
+
+    def advance(self, point: Point, tokens: np.ndarray, *, trail: list[Node] | None = None) -> tuple[Point, int]:
+        """Follow tokens from a point as far as they are recorded.
+
+        Args:
+            point: Where they begin.
+            tokens: (N,) int32.
+            trail: Gets the further nodes that are entered.
+
+        Returns:
+            Where that ends, and the number of tokens up to there.
+        """
+        node, position = point
+        num_tokens = 0
+        while True:
+            num_shared = common_prefix_len(node.slice(position, node.end), tokens[num_tokens:])
+            num_tokens, position = num_tokens + num_shared, position + num_shared
+            child = None
+            if position == node.end and num_tokens < len(tokens):
+                child = node.children.get(int(tokens[num_tokens]))
+            if child is None:
+                return Point(node, position), num_tokens
+            node = child
+            if trail is not None:
+                trail.append(node)
+
+    def begin(self, call: int, point: Point, rest: np.ndarray) -> None:
+        """Record what a call reads: the tokens up to a point, then `rest`, no token of which is recorded there."""
+        self._note_change(point.position)
+        if rest.size:
+            point = self._extend(point, rest, source=-1)
+        self._end_at(call, point)
+
+    def complete(self, call: int, output: np.ndarray) -> None:
+        """Lengthen the path of a call by what it generated.
+
+        A token that another call has generated there before keeps that call as its source.
+        """
+        node, position = self._end_of[call]
+        self._note_change(position)
+        del node.ends[bisect_left(node.ends, (position, call))]
+        point, num_known = self.advance(Point(node, position), output)
+        self._mark(point, num_known, source=call)
+        rest = output[num_known:]
+        self._end_at(call, self._extend(point, rest, source=call) if rest.size else point)
+
+    def remove(self, call: int) -> None:
+        """Forget the path of a call that has generated nothing, as far as no other call has it."""
+        self._walked, self._walked_len, self._trail, self._starts = self._walked[:0], 0, [self._root], [0]
+        node, position = self._end_of.pop(call)
+        del node.ends[bisect_left(node.ends, (position, call))]
+        del node.boundaries[bisect_left(node.boundaries, position)]
+        self._note_change(position)
+        while node.parent is not None and not node.children:
+            end = node.ends[-1][0] if node.ends else node.start
+            self._note_change(end)
+            if end > node.start:
+                node.size = end - node.start
+                return
+            del node.parent.children[int(node.tokens[0])]
+            node = node.parent
+
+    def take_lowest_change(self) -> int:
+        """The lowest position at which anything has changed since this was last asked; very large if nothing has.
+
+        At each index below it, every path has the tokens and sources that it had, and no path, and no boundary, has
+        come or gone there: what was found by reading those only would be found again.
+        """
+        position, self._lowest_change = self._lowest_change, _NO_CHANGE
+        return position
+
+    def tokens_to(self, point: Point, *, start: int = 0) -> np.ndarray:
+        """(position - start,) int32: the ids from position `start` to a point, a copy."""
+        return self._collect(point, start=start, name="tokens")
+
+    def source_to(self, point: Point, *, start: int = 0) -> np.ndarray:
+        """(position - start,) int32: the sources from position `start` to a point, a copy."""
+        return self._collect(point, start=start, name="source")
+
+    def last_boundary(self, point: Point) -> int:
+        """The last boundary at or before a point, 0 if there is none."""
+        node, position = point
+        while node.parent is not None:
+            index = bisect_right(node.boundaries, position)
+            if index:
+                return node.boundaries[index - 1]
+            node = node.parent
+        return 0
+
+    def is_at_boundary(self, point: Point) -> bool:
+        """Whether a call's prompt or output ended at this point."""
+        return self.last_boundary(point) == point.position > 0
+
+    def nodes_behind(self, point: Point) -> Iterator[Node]:
+        """The nodes that hold tokens behind a point: the rest of its own node first, if there is one."""
+        stack = [point.node] if point.position < point.node.end else list(point.node.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def ways_on(self, point: Point, *, max_len: int | None = None) -> Iterator[np.ndarray]:
+        """The different token sequences (N,) that are recorded behind a point, the newest first.
+
+        Args:
+            point: Where they begin.
+            max_len: Number of tokens at which they are cut; None cuts them at the next boundary.
+        """
+        ahead = [point.node] if point.position < point.node.end else list(point.node.children.values())
+        stack = [(node, np.zeros(0, dtype=np.int32)) for node in ahead]
+        while stack:
+            node, before = stack.pop()
+            start = max(point.position, node.start)
+            end = node.end if max_len is None else min(node.end, point.position + max_len)
+            index = bisect_right(node.boundaries, start)
+            is_cut = max_len is not None and end == point.position + max_len
+            if max_len is None and index < len(node.boundaries):
+                end, is_cut = node.boundaries[index], True
+            run = node.slice(start, end)
+            tokens = np.concatenate([before, run]) if before.size else run
+            if is_cut or not node.children:
+                yield tokens
+            else:
+                stack.extend((child, tokens) for child in node.children.values())
+
+    def _note_change(self, position: int) -> None:
+        self._lowest_change = min(self._lowest_change, position)
+
+    def _collect(self, point: Point, *, start: int, name: str) -> np.ndarray:
+        node, position = point
+        if node.start <= start < position:
+            values = node.tokens if name == "tokens" else node.source
+            return values[start - node.start : position - node.start].copy()
+        parts = [np.zeros(0, dtype=np.int32)]
+        while node.parent is not None and position > start:
+            values = node.tokens if name == "tokens" else node.source
+            parts.append(values[max(start - node.start, 0) : position - node.start])
+            node, position = node.parent, node.start
+        return np.concatenate(parts[::-1])
+
+    def _end_at(self, call: int, point: Point) -> None:
+        insort(point.node.ends, (point.position, call))
+        insort(point.node.boundaries, point.position)
+        self._end_of[call] = point
+
+    def _mark(self, point: Point, num_tokens: int, *, source: int) -> None:
+        """Name `source` as the call that generated the `num_tokens` tokens before a point, where none is named yet."""
+        node, position = point
+        start = position - num_tokens
+        while node.parent is not None and position > start:
+            values = node.source[max(start - node.start, 0) : position - node.start]
+            values[values < 0] = source
+            node, position = node.parent, node.start
+
+    def _extend(self, point: Point, tokens: np.ndarray, *, source: int) -> Point:
+        node, position = point
+        if position < node.end:
+            self._split(node, position)
+        sources = np.full(len(tokens), source, dtype=np.int32)
+        if node.parent is not None and not node.children:
+            size = node.size + len(tokens)
+            node.tokens = append(node.tokens, tokens, size=node.size)
+            node.source = append(node.source, sources, size=node.size)
+            node.size = size
+            return Point(node, node.end)
+        child = Node(position, tokens.copy(), sources, len(tokens), parent=node)
+        node.children[int(tokens[0])] = child
+        return Point(child, child.end)
+
+    def _split(self, node: Node, position: int) -> None:
+        """Cut a node in two; what lies behind `position` becomes its only child."""
+        size = position - node.start
+        below = Node(position, node.tokens[size : node.size].copy(), node.source[size : node.size].copy(), 0, node)
+        below.size = len(below.tokens)
+        below.children = node.children
+        for child in below.children.values():
+            child.parent = below
+        first = bisect_right(node.boundaries, position)
+        node.boundaries, below.boundaries = node.boundaries[:first], node.boundaries[first:]
+        first = bisect_left(node.ends, (position + 1, -1))
+        node.ends, below.ends = node.ends[:first], node.ends[first:]
+        for end, call in below.ends:
+            self._end_of[call] = Point(below, end)
+        node.tokens, node.source = node.tokens[:size].copy(), node.source[:size].copy()
+        node.size, node.children = size, {int(below.tokens[0]): below}

@@ -1,0 +1,1 @@
+"""Agent loops that branch, and the cursor that they steer."""

@@ -1,0 +1,244 @@
+"""The agent loop `blackbox`: any async function that talks to an OpenAI-compatible server, trained as it is.
+
+    async def agent(*, base_url: str, api_key: str, model: str, row: dict) -> float | Mapping | None:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        ...
+        return reward
+
+Each run of the function is one session of the gateway of this process, behind the session's recording client. Its
+leaves become the rows; the leaf that made the last call is the last row. The function shares the event loop with the
+gateway, so it must not block: hand blocking code to `asyncio.to_thread` or to a process of its own.
+"""
+
+import asyncio
+import inspect
+import math
+import pkgutil
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register
+from verl.experimental.agent_loop.tool_parser import ToolParser
+
+from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput, describe_error
+from rollout_hooks.capture.recording import RecordingClient
+from rollout_hooks.capture.rows import CALLS_FIELD, RowLimits, session_rows
+from rollout_hooks.capture.session_tree import SessionTree
+from rollout_hooks.gateway import (
+    Address,
+    ChatFormat,
+    ClientEngine,
+    Gateway,
+    GatewayLimits,
+    GatewaySession,
+    SessionSettings,
+    serve,
+)
+from rollout_hooks.loops.loop_options import refuse_unknown_options
+
+Agent = Callable[..., Awaitable[float | Mapping[str, Any] | None]]
+
+MODEL = "policy"
+"""What agents ask the gateway for."""
+
+
+@register("blackbox")
+class BlackboxAgentLoop(AgentLoopBase):
+    """Runs an agent against the gateway; see the module.
+
+    What the agent returns is the reward:
+
+    - a number: the reward of every leaf of the session;
+    - None: verl's reward function scores the last leaf, and the other leaves get a copy;
+    - a mapping: `reward` as above, `leaf_rewards` with rewards of single leaves by the id of the response that ends
+      them, and anything else, which is reported with the reward (verl's `reward_extra_info`).
+
+    Args:
+        agent: Import path of the function, `package.module:function`.
+        timeout_s: Seconds after which the agent is cancelled and the session fails.
+        drain_s: Seconds that calls may go on after the agent has ended, e.g. those whose client went away.
+        fixed_sampling: Sampling parameters in which the run overrules the agent. verl computes log-probs at
+            `rollout.temperature`, so an agent that sets another temperature trains at the wrong one: name it here.
+        constrained_decoding: Whether the agent may force tool calls and JSON. Such turns are not sampled from the
+            policy alone; False refuses the request.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        agent: str | None = None,
+        timeout_s: float = 600.0,
+        drain_s: float = 60.0,
+        fixed_sampling: Sequence[str] = (),
+        constrained_decoding: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        refuse_unknown_options(type(self), kwargs)
+        super().__init__(*args, **kwargs)
+        for name, value in (("timeout_s", timeout_s), ("drain_s", drain_s)):
+            if value <= 0:
+                raise ValueError(f"{name}={value}: must be a positive number of seconds")
+        self._agent = _load_agent(agent)
+        self._timeout_s = timeout_s
+        self._drain_s = drain_s
+        self._fixed_sampling = frozenset(fixed_sampling)
+        self._constrained_decoding = constrained_decoding
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[TreeAgentLoopOutput]:
+        """Run one session; verl's entry point.
+
+        Returns:
+            The leaves in the order of their calls, but the one that made the last call at the end.
+
+        Raises:
+            SessionFailed: If the agent raised, ran out of time or made no call that gave a token.
+            ValueError: If the worker does not record, or the agent's reward cannot be read.
+        """
+        client = self.server_manager
+        if not isinstance(client, RecordingClient):
+            raise ValueError(
+                f"the client is a {type(client).__name__}: blackbox takes its rows from the recorder; set "
+                "actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollout_hooks.worker.TreeAgentLoopManager"
+            )
+        served = await _shared_gateway()
+        session = self._open_session(served.gateway, client, sampling_params, row)
+        call = self._agent(
+            base_url=served.address.session_url(session.session_id),
+            api_key=served.address.api_key,
+            model=MODEL,
+            row=row,
+        )
+        # An error of the agent is a value here: its calls are waited for before it is reported.
+        try:
+            (result,) = await asyncio.gather(asyncio.wait_for(call, self._timeout_s), return_exceptions=True)
+        finally:
+            await served.gateway.close_session(session.session_id, timeout_s=self._drain_s)
+        if isinstance(result, TimeoutError):
+            raise SessionFailed(f"the agent raised TimeoutError or ran longer than timeout_s={self._timeout_s}")
+        if isinstance(result, BaseException):
+            raise SessionFailed(describe_error(result)) from result
+        return self._outputs(client.tree, session, result, wants_log_probs=bool(sampling_params.get("logprobs")))
+
+    def _open_session(
+        self, gateway: Gateway, client: RecordingClient, sampling_params: dict[str, Any], row: dict[str, Any]
+    ) -> GatewaySession:
+        rollout = self.rollout_config
+        full_determinism = rollout.full_determinism
+        request_id = f"det-{int(row.get('priority', 0))}-{row.get('session_id', 0)}" if full_determinism else None
+        row_len = rollout.prompt_length + rollout.response_length
+        return gateway.open_session(
+            uuid4().hex,
+            ClientEngine(client, request_id=request_id, unique_request_ids=full_determinism),
+            chat_format=ChatFormat(
+                self.tokenizer,
+                render=self.continuous_token_builder.build_initial_tokens,
+                tool_parser=ToolParser.get_tool_parser(rollout.multi_turn.format, self.tokenizer),
+            ),
+            settings=SessionSettings(
+                sampling=sampling_params,
+                fixed=self._fixed_sampling,
+                context_len=min(rollout.max_model_len or row_len, row_len),
+                response_len=rollout.response_length,
+                constrained_decoding=self._constrained_decoding,
+            ),
+        )
+
+    def _outputs(
+        self, tree: SessionTree, session: GatewaySession, result: Any, *, wants_log_probs: bool
+    ) -> list[TreeAgentLoopOutput]:
+        """The leaves with their rewards."""
+        limits = RowLimits(self.rollout_config.prompt_length, self.rollout_config.response_length, wants_log_probs)
+        outputs = session_rows(tree, [], limits=limits).outputs
+        if not outputs:
+            raise SessionFailed("the agent made no call that gave a token to train")
+        last_calls = [_last_call(output) for output in outputs]
+        reward, leaf_rewards, extra_info = _read_result(result)
+        of_call = _rewards_of_calls(session, leaf_rewards, last_calls=last_calls)
+        for output, call in zip(outputs, last_calls, strict=True):
+            output.leaf_reward = output.reward_score = of_call.get(call, reward)
+            if extra_info:
+                output.leaf_reward_extra_info = extra_info
+                output.extra_fields["reward_extra_info"] = dict(extra_info)
+        is_last = [call == max(last_calls) for call in last_calls]
+        return [output for _, output in sorted(zip(is_last, outputs, strict=True), key=lambda pair: pair[0])]
+
+
+def _load_agent(path: str | None) -> Agent:
+    remedy = "name an async function as `package.module:function` in the loop's entry of agent_loop_config_path"
+    if path is None:
+        raise ValueError(f"agent=None: {remedy}")
+    agent = pkgutil.resolve_name(path)
+    if not inspect.iscoroutinefunction(agent):
+        raise ValueError(f"agent={path!r} is not an async function: {remedy}")
+    return agent
+
+
+def _read_result(result: Any) -> tuple[float | None, Mapping[str, float], dict[str, Any]]:
+    """Reward, rewards by response id, and what is reported with them."""
+    if result is None or isinstance(result, int | float):
+        return _reward(result), {}, {}
+    if not isinstance(result, Mapping) or not {"reward", "leaf_rewards"} & set(result):
+        raise ValueError(
+            f"the agent returned {result!r}: return a number, None, or a mapping with `reward` or `leaf_rewards`"
+        )
+    extra_info = {name: value for name, value in result.items() if name not in ("reward", "leaf_rewards")}
+    return _reward(result.get("reward")), result.get("leaf_rewards") or {}, extra_info
+
+
+def _reward(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise ValueError(f"the agent returned the reward {value}: a reward must be finite; None leaves it to verl")
+    return None if value is None else float(value)
+
+
+def _rewards_of_calls(
+    session: GatewaySession, leaf_rewards: Mapping[str, float], *, last_calls: Sequence[int]
+) -> dict[int, float | None]:
+    """Rewards by the call that ends a leaf."""
+    rewards: dict[int, float | None] = {}
+    for response_id, reward in leaf_rewards.items():
+        calls = session.calls_of_response.get(response_id, ())
+        if not set(calls) & set(last_calls):
+            raise ValueError(
+                f"leaf_rewards[{response_id!r}]: no leaf of the session ends with that response; name responses that "
+                "the agent did not go on from"
+            )
+        rewards |= dict.fromkeys(calls, _reward(reward))
+    return rewards
+
+
+def _last_call(output: TreeAgentLoopOutput) -> int:
+    # Not found again from the tokens: two calls that sampled the same ones are two leaves.
+    return output.extra_fields[CALLS_FIELD][-1][0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """A gateway that listens; `serving` must be kept, since its end ends the server."""
+
+    gateway: Gateway
+    address: Address
+    serving: AbstractAsyncContextManager[Address]
+
+
+_served: dict[asyncio.AbstractEventLoop, "asyncio.Task[_Served]"] = {}
+
+
+async def _shared_gateway() -> _Served:
+    """The gateway of this process (of this event loop): started with its first session, ended with the loop."""
+    for closed in [loop for loop in _served if loop.is_closed()]:
+        del _served[closed]
+    loop = asyncio.get_running_loop()
+    if loop not in _served:
+        _served[loop] = loop.create_task(_serve_gateway())
+    return await asyncio.shield(_served[loop])
+
+
+async def _serve_gateway() -> _Served:
+    # The trainer bounds the number of sessions, and vLLM queues what it cannot run: no agent shall meet a 429.
+    gateway = Gateway(model=MODEL, limits=GatewayLimits(max_calls=2**20))
+    serving = serve(gateway)
+    return _Served(gateway, await serving.__aenter__(), serving)

@@ -1,0 +1,326 @@
+"""A cursor in a session's token tree.
+
+    root ──generate──● ──fork(2)──┬── a ──observe──generate──finish(reward)
+                     │            └── b ──observe──generate──finish(reward)
+                     └──observe──generate──finish()          the root branch goes on by itself
+
+A branch holds one token sequence: the prompt, then what the model generated (trained) and what the environment
+answered (not trained). `fork` copies the cursor, so branches share their tokens up to the fork and nothing after
+it, and run concurrently under `asyncio.gather` or `asyncio.TaskGroup`. A call to the LLM that fails or takes too long
+marks its own branch and raises nothing, so the siblings in a task group live on. `add_reward` rewards what the model
+has generated last, for all leaves that go on from there. `finish` makes the branch a leaf; what is not finished is not
+trained.
+
+A loop that writes its context anew (memory, compaction, a subagent) `restart`s a branch with another prompt; which
+tokens that prompt shares with the other paths follows from the tokens.
+
+    root prompt  s s q g      restart with  s s n q g:   the row's prompt is  s s n q g
+                 s s q g A                                s s n q g B
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import TYPE_CHECKING, Any, SupportsFloat
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
+from verl.utils.profiler import simple_timer
+from verl.workers.rollout.replica import TokenOutput
+
+from rollout_hooks.capture.outputs import TreeAgentLoopOutput, describe_error
+from rollout_hooks.capture.recording import ABORTED
+from rollout_hooks.loops.branch_tokens import BranchTokens
+
+if TYPE_CHECKING:
+    from rollout_hooks.loops.branch_session import BranchSession
+
+
+class Branch:
+    """A cursor in the token tree of a session; see the module for the picture.
+
+    Branches are made by `BranchSession` (the root) and `fork`, not by hand.
+
+    Attributes:
+        index: Place in the order of creation; the root is 0.
+        lineage: For the branch and each of its ancestors its number among the forks of its parent; the root has none.
+        failure: Why this branch cannot go on (its last call failed, or `fail`), or None.
+        reward: What `finish` or `reward_leaves` gave; rewards of `add_reward` are not in it.
+        metrics: Seconds and counts of this branch, verl's `AgentLoopMetrics` names.
+    """
+
+    def __init__(self, session: "BranchSession", parent: "Branch | None" = None) -> None:
+        self._session = session
+        self.index = len(session.branches)
+        self.lineage: tuple[int, ...] = (*parent.lineage, parent._num_forks) if parent else ()
+        self._num_forks = 0
+        self._tokens = parent._tokens.copy() if parent else BranchTokens.of_prompt(session.prompt_ids)
+        self._num_calls = 0
+        self.failure: str | None = None
+        self.reward: float | None = None
+        self.is_finished = False
+        self.metrics: dict[str, float] = {}
+        self._reward_extra_info: dict[str, Any] | None = None
+        session.branches.append(self)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens up to the cursor, prompt and response; a copy."""
+        return list(self._tokens.token_ids)
+
+    @property
+    def position(self) -> int:
+        """Number of tokens up to the cursor, prompt included: what `rewind` takes."""
+        return len(self._tokens.token_ids)
+
+    @property
+    def response_mask(self) -> list[int]:
+        """1 for every generated token after the prompt, 0 for every observed one; a copy."""
+        return self._tokens.mask[self._tokens.prompt_len :]
+
+    @property
+    def tool_rewards(self) -> tuple[float, ...]:
+        """What tools rewarded the calls of this branch with, those before its fork included; see `add_tool_reward`."""
+        return tuple(value for _, value in self._tokens.tool_rewards)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that still fit into `response_length`."""
+        return max(0, self._tokens.prompt_len + self._session.response_length - self.position)
+
+    async def generate(self, sampling_params: Mapping[str, Any] | None = None, **client_kwargs: Any) -> TokenOutput:
+        """Let the model go on from the cursor, and move the cursor behind what it generated.
+
+        Args:
+            sampling_params: Overrides of the session's sampling parameters for this call. `max_tokens` is set to
+                what still fits into the branch, or to the smaller value given here.
+            **client_kwargs: Handed to `LLMServerClient.generate` as they are.
+
+        Returns:
+            verl's output of the call. Its `token_ids` are empty when the branch is full (`stop_reason` "length",
+            no call is made) and when the call failed (`stop_reason` "failed", the cause in `self.failure`). A call
+            that the server aborted keeps the tokens it got and fails the branch too.
+
+        Raises:
+            ValueError: If the branch is finished, has failed before, or is rewound to the very start.
+        """
+        self._check_open("generate")
+        if not self.position:
+            raise ValueError(f"generate on branch {self.index} at position 0: observe a prompt before")
+        if self.num_remaining == 0:
+            return TokenOutput(token_ids=[], stop_reason="length")
+        params = {**self._session.sampling_params, **(sampling_params or {})}
+        params["max_tokens"] = min(params.get("max_tokens", self.num_remaining), self.num_remaining)
+        self._num_calls += 1
+        request_id = self._session.request_id
+        if self._session.unique_request_ids:
+            # By lineage, not by index: which of two concurrent branches forks first must not change an id.
+            request_id = "-".join([request_id, *map(str, self.lineage), f"call{self._num_calls}"])
+        call = self._session.client.generate(
+            request_id, prompt_ids=self.token_ids, sampling_params=params, **client_kwargs
+        )
+        output: TokenOutput | BaseException
+        with simple_timer("generate_sequences", self.metrics):
+            try:
+                async with asyncio.timeout(self._session.call_timeout_s):
+                    # A failure is handed over as a value: whatever the server raises must not reach the siblings.
+                    (output,) = await asyncio.gather(call, return_exceptions=True)
+            except TimeoutError:
+                self.failure = f"the call to the LLM took longer than call_timeout_s={self._session.call_timeout_s}"
+                return TokenOutput(token_ids=[], stop_reason="failed")
+        if isinstance(output, BaseException):
+            self.failure = describe_error(output)
+            return TokenOutput(token_ids=[], stop_reason="failed")
+        self._append_generated(output)
+        if output.stop_reason in ABORTED:
+            self.failure = f"the server aborted the call after {len(output.token_ids)} tokens"
+        return output
+
+    def observe(self, token_ids: Sequence[int]) -> None:
+        """Append tokens of the environment: read by the model from here on, not trained.
+
+        Raises:
+            ValueError: If the branch is finished or has failed, or text is given.
+        """
+        self._check_open("observe")
+        if isinstance(token_ids, str):
+            raise ValueError(f"observe({token_ids!r}): takes token ids; for text use `observe_messages` of the loop")
+        self._tokens.read(token_ids, max_prompt_len=self._session.prompt_length)
+
+    def fork(self, n: int = 1) -> list["Branch"]:
+        """Make `n` new branches at the cursor; this branch stays as it is and can go on.
+
+        Raises:
+            ValueError: If `n` < 1, or the branch is finished or has failed.
+        """
+        self._check_open("fork")
+        if n < 1:
+            raise ValueError(f"fork({n}): the number of branches must be at least 1")
+        forks = []
+        for _ in range(n):
+            forks.append(Branch(self._session, self))
+            self._num_forks += 1
+        return forks
+
+    def rewind(self, to: int, *, keep_rewards: bool = False) -> None:
+        """Put the cursor back to an earlier `position`; what came after it leaves this branch (fork first to keep it).
+
+        Args:
+            to: A position between 0 and the present one; inside a generated turn too, and inside the prompt. Behind a
+                rewind into the prompt, the tokens observed before the next call are the row's prompt, not response.
+            keep_rewards: What becomes of rewards of `add_reward` on the tokens that leave: they leave too, or (True)
+                they move to the last sampled token that stays, to the next one sampled if none stays. Rewards of tools
+                likewise leave with the end of the turn that called, or stay.
+
+        Raises:
+            ValueError: If `to` lies elsewhere, or the branch is finished or has failed.
+        """
+        self._check_open("rewind")
+        if not 0 <= to <= self.position:
+            raise ValueError(
+                f"rewind({to}): must be between 0 and the cursor, {self.position}; note `branch.position` where you "
+                "may want to return to"
+            )
+        self._tokens.cut(to, keep_rewards=keep_rewards)
+
+    def restart(self, prompt_ids: Sequence[int], *, keep_tool_rewards: bool = False) -> None:
+        """Put the cursor at the end of another prompt; what the branch held before leaves it (fork first to keep it).
+
+        Args:
+            prompt_ids: Tokens of the prompt, at least one. What they have in common with the root prompt, or any
+                other path of the session, is shared with it.
+            keep_tool_rewards: Whether rewards of tools stay: the same work goes on in a new context. Rewards of
+                `add_reward` leave with their tokens.
+
+        Raises:
+            ValueError: If the prompt is empty, or the branch is finished or has failed.
+        """
+        if not len(prompt_ids):
+            raise ValueError("restart([]): a prompt has at least one token")
+        kept = [(-1, value) for value in self.tool_rewards] if keep_tool_rewards else []  # before every token
+        self.rewind(0)
+        self._tokens.tool_rewards = kept
+        self.observe(prompt_ids)
+
+    def add_reward(self, value: float) -> None:
+        """Reward what the model has generated last: a node of the tree, a step of a process.
+
+        The reward lies on the last token of the branch that the model sampled, also where the environment has answered
+        since. Each leaf that goes on from here has it: this branch and those forked from it later, not those forked
+        before. Several rewards add up, with each other and with that of the leaf.
+
+        Args:
+            value: A finite number; it is added to the reward of each of these leaves.
+
+        Raises:
+            ValueError: If `value` is no finite number, if the model has sampled no token of this branch, or if the
+                branch is finished or has failed.
+        """
+        self._check_open("add_reward")
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise ValueError(f"add_reward({value!r}): a reward is a finite number; leave out what has none")
+        if not self._tokens.has_generated:
+            raise ValueError(
+                f"add_reward({value}) on branch {self.index}: it holds no token that the model sampled; generate "
+                "before, or give the reward to `finish`"
+            )
+        self._tokens.reward(float(value))
+
+    def add_tool_reward(self, value: float) -> None:
+        """Report what a tool rewarded a call of this branch with (verl's `tool_rewards`); it is not trained on.
+
+        Each leaf that goes on from here reports it with its row. `rewind` to a position before the cursor drops it.
+
+        Args:
+            value: As the tool returned it.
+
+        Raises:
+            ValueError: If the branch is finished or has failed.
+        """
+        self._check_open("add_tool_reward")
+        self._tokens.tool_rewards.append((self.position - 1, value))
+
+    def fail(self, reason: str) -> None:
+        """End this branch with a reason: a tool that took too long, a context that leaves no room to generate.
+
+        Args:
+            reason: What `failure` says from here on; it is in the report if the session fails for it.
+
+        Raises:
+            ValueError: If the branch is finished or has failed.
+        """
+        self._check_open("fail")
+        self.failure = reason
+
+    def finish(self, reward: float | None = None, *, extra_info: Mapping[str, Any] | None = None) -> None:
+        """Make this branch a leaf: a row of the session.
+
+        Args:
+            reward: The leaf's own reward. None leaves it to verl: its reward function scores the last leaf of the
+                session, and leaves before it get a copy of that score. Rewards of `add_reward` come on top of either.
+            extra_info: Reported with the reward, verl's `reward_extra_info`.
+
+        Raises:
+            ValueError: If the branch is finished, if the reward is not finite, or if the branch has failed and no
+                reward is given: only an explicit reward says that a broken trajectory shall be trained.
+        """
+        if self.is_finished:
+            raise ValueError(f"finish on branch {self.index}: it is finished already")
+        self.reward = self.checked_reward(reward)
+        self._reward_extra_info = None if extra_info is None else dict(extra_info)
+        self.is_finished = True
+
+    def checked_reward(self, reward: float | None) -> float | None:
+        """The reward as a number that this branch may get as a leaf; see `finish` for what is refused."""
+        if reward is not None and not (isinstance(reward, SupportsFloat) and math.isfinite(reward)):
+            raise ValueError(f"reward={reward!r} of branch {self.index}: a reward must be finite, or None for verl's")
+        if self.failure is not None and reward is None:
+            raise ValueError(f"no reward for failed branch {self.index} ({self.failure}): give one or do not finish it")
+        return None if reward is None else float(reward)
+
+    def as_output(self) -> TreeAgentLoopOutput:
+        """The branch as a row: its prompt (the root prompt, if it was not left), and all that follows as response."""
+        tokens = self._tokens
+        response = slice(tokens.prompt_len, tokens.prompt_len + self._session.response_length)
+        extra_fields: dict[str, Any] = {
+            "turn_scores": [value for _, value in tokens.rewards],
+            "tool_rewards": list(self.tool_rewards),
+        }
+        if tokens.versions:
+            versions = [version for _, version in tokens.versions]
+            extra_fields |= {"min_global_steps": min(versions), "max_global_steps": max(versions)}
+        return TreeAgentLoopOutput(
+            prompt_ids=tokens.token_ids[: tokens.prompt_len],
+            response_ids=tokens.token_ids[response],
+            response_mask=tokens.mask[response],
+            response_logprobs=tokens.log_probs[response] if self._session.wants_log_probs else None,
+            num_turns=tokens.num_turns,
+            metrics=AgentLoopMetrics(**self.metrics),
+            extra_fields={**extra_fields, "reward_extra_info": self._reward_extra_info or {}},
+            # verl runs its reward function only on a last output without `reward_score`.
+            reward_score=self.reward,
+            leaf_reward=self.reward,
+            leaf_reward_extra_info=self._reward_extra_info,
+            node_rewards=tuple((position - tokens.prompt_len, value) for position, value in tokens.rewards),
+        )
+
+    def _append_generated(self, output: TokenOutput) -> None:
+        num_tokens = len(output.token_ids)
+        log_probs = output.log_probs if output.log_probs is not None else []
+        if self._session.wants_log_probs and len(log_probs) != num_tokens:
+            raise ValueError(
+                f"{len(log_probs)} log-probs for {num_tokens} generated tokens, though the sampling parameters ask for "
+                "them: the server must return one per token, or set rollout.calculate_log_probs=False"
+            )
+        versions = (output.extra_fields.get("min_global_steps"), output.extra_fields.get("max_global_steps"))
+        self._tokens.generated(
+            output.token_ids,
+            log_probs if len(log_probs) == num_tokens else [0.0] * num_tokens,
+            versions=[version for version in versions if version is not None],
+        )
+
+    def _check_open(self, action: str) -> None:
+        if self.is_finished:
+            raise ValueError(f"{action} on branch {self.index}: it is finished; fork before finishing")
+        if self.failure is not None:
+            raise ValueError(f"{action} on branch {self.index}: it has failed ({self.failure})")

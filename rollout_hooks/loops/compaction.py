@@ -1,0 +1,123 @@
+"""The agent loop `compaction`: a tool-calling agent that summarises its history when a token budget is reached.
+
+    prompt ──┬── turn 1 ── results ── turn 2 ── results ── "summarise" ── summary     leaf 1
+             └── summary (read) ── turn 3 ── results ── turn 4, the answer            the session's final leaf
+
+The summary is generated on the old branch, after all that it sums up, and trained there: that leaf ends with it. The
+tree is then rewound: the next branch begins with the row's messages and the summary as text that the model reads, and
+shares the root prompt. What a good summary is worth shows in the reward of the answer, which its leaf gets too by
+default.
+"""
+
+import itertools
+from typing import Any
+
+from verl.experimental.agent_loop.agent_loop import register
+
+from rollout_hooks.loops.base import Branch
+from rollout_hooks.loops.tool_turns import ToolTurnsLoop
+
+REQUEST = (
+    "The context is full. Summarise what was found and done so far and what is left to do. "
+    "Only this summary and the task will be known from here on. Do not call tools."
+)
+PREFACE = "Summary of the work so far:\n"
+
+
+@register("compaction")
+class CompactionAgentLoop(ToolTurnsLoop):
+    """Tool-calling agent loop that compacts its history; see the module for the picture.
+
+    A session ends with a turn that calls no tool, with turn `rollout.multi_turn.max_assistant_turns` (which must be
+    set, since compaction lets a session go on for ever; summaries do not count), or where results and the request for
+    a summary do not fit.
+
+    To give rewards, subclass, register under a name of your own and override the hooks.
+
+    Args:
+        *args: As verl's worker gives them.
+        max_context_len: Tokens of a context, prompt included, beyond which it is summarised before the next turn. None:
+            `rollout.prompt_length` and half of `rollout.response_length`.
+        max_summary_len: Most tokens of a summary. None: as many as fit.
+        request: The user message that asks for the summary.
+        preface: What the next context says before the summary.
+        **kwargs: As verl's worker gives them, and the options of `ToolTurnsLoop`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        max_context_len: int | None = None,
+        max_summary_len: int | None = None,
+        request: str = REQUEST,
+        preface: str = PREFACE,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        limit = self.prompt_length + self.response_length
+        if max_context_len is None:
+            max_context_len = self.prompt_length + self.response_length // 2
+        if not 0 < max_context_len < limit:
+            raise ValueError(
+                f"max_context_len={max_context_len}: must be at least 1 and below rollout.prompt_length + "
+                f"rollout.response_length = {limit}, so that there is room for a summary"
+            )
+        if max_summary_len is not None and max_summary_len < 1:
+            raise ValueError(f"max_summary_len={max_summary_len}: must be at least 1, or null for no limit")
+        if not self.max_assistant_turns:
+            raise ValueError(
+                "rollout.multi_turn.max_assistant_turns=null: compaction lets a session go on for ever, so set the "
+                "number of turns after which it ends"
+            )
+        self.max_context_len, self.max_summary_len = max_context_len, max_summary_len
+        self.request, self.preface = request, preface
+
+    async def summary_reward(self, *, row: dict[str, Any], summary: str, number: int) -> float | None:
+        """Reward of the leaf that ends with summary `number` (from 1). Override it.
+
+        Returns:
+            A finite reward, or None: the leaf then gets a copy of the final leaf's reward.
+        """
+        del row, summary, number
+        return None
+
+    async def run_branches(self, root: Branch, **row: Any) -> None:
+        """Run turns on the root branch; a branch that was summed up is kept as a leaf."""
+        tools, schemas = self.row_tools(row), self.prompt_tools(**row)
+        messages = list(row["raw_prompt"])
+        num_summaries = 0
+        for number in itertools.count(1):
+            turn = await self.take_turn(root, tools=tools)
+            if turn is None:
+                return
+            if not turn.calls or self.is_last_turn(number) or root.num_remaining == 0:
+                break
+            history = [*messages, self.assistant_message(turn, messages, row)]
+            results = await self.run_calls(root, turn, tools=tools, history=history, row=row)
+            if results is None:
+                return
+            fits = await self.observe_messages(
+                root, results, history=history, tools=schemas, max_position=self.max_context_len
+            )
+            if fits:
+                messages = [*history, *results]
+                continue
+            asked = [*results, {"role": "user", "content": self.request}]
+            if not await self.observe_messages(root, asked, history=history, tools=schemas):
+                break
+            summary = await self._summarise(root)
+            if summary is None:
+                return
+            num_summaries += 1
+            (leaf,) = root.fork()
+            leaf.finish(await self.summary_reward(row=row, summary=summary, number=num_summaries))
+            messages = [*row["raw_prompt"], {"role": "user", "content": self.preface + summary}]
+            root.restart(await self.prompt_tokens(messages, tools=schemas), keep_tool_rewards=True)
+        root.finish(await self.final_reward(row=row, answer=turn.text))
+
+    async def _summarise(self, root: Branch) -> str | None:
+        """Let the model write the summary; None if the branch failed."""
+        output = await root.generate({"max_tokens": self.max_summary_len} if self.max_summary_len else None)
+        if root.failure is not None:
+            return None
+        return self.tokenizer.decode(output.token_ids, skip_special_tokens=True)

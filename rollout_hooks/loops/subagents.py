@@ -1,0 +1,141 @@
+"""The agent loop `subagents`: a turn spawns child agents, whose answers return as tool results.
+
+    prompt ──────── turn 1: spawn(a), spawn(b) ── answer a, answer b ── answer       the session's final leaf
+    child prompt ──┬── task a ── turns and results ── answer a                       leaf 1
+                   └── task b ── turns and results ── answer b                       leaf 2
+
+A child has a context of its own, its system prompt and its task, and reports only its answer. Children of one turn run
+concurrently; each is a leaf of the same session tree, and children share what their prompts have in common. Children
+have the row's tools, and above the depth limit `spawn` too.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from verl.experimental.agent_loop.agent_loop import register
+from verl.tools.function_tool import FunctionTool
+from verl.tools.schemas import OpenAIFunctionToolSchema
+
+from rollout_hooks.loops.base import Branch
+from rollout_hooks.loops.tool_turns import ToolTurnsLoop
+
+SPAWN = OpenAIFunctionToolSchema.model_validate(
+    {
+        "type": "function",
+        "function": {
+            "name": "spawn",
+            "description": "Give a task to a subagent, which sees nothing but the task, and get its answer.",
+            "parameters": {
+                "type": "object",
+                "properties": {"task": {"type": "string", "description": "All that the subagent has to know."}},
+                "required": ["task"],
+            },
+        },
+    }
+)
+CHILD_SYSTEM_PROMPT = "You are a subagent. Do the task and answer briefly; only your last message is reported."
+
+
+@dataclass(slots=True)
+class _Session:
+    """What the agents of one session share: the row, how many children there are, and where they run."""
+
+    row: dict[str, Any]
+    tasks: asyncio.TaskGroup
+    num_children: int = 0
+
+
+@register("subagents")
+class SubagentsAgentLoop(ToolTurnsLoop):
+    """Tool-calling agent loop with a tool `spawn(task)`; see the module for the picture.
+
+    A child that fails is reported to its parent as a result and is no leaf. `rollout.multi_turn.max_parallel_calls`
+    bounds the children of one turn, `max_assistant_turns` the turns of each agent.
+
+    To give rewards, subclass, register under a name of your own and override the hooks.
+
+    Args:
+        *args: As verl's worker gives them.
+        max_depth: Generations of children: 1 lets only the first agent spawn.
+        max_children: Most children of a session; further calls are refused with a message to the model.
+        child_system_prompt: The system prompt of a child.
+        **kwargs: As verl's worker gives them, and the options of `ToolTurnsLoop`.
+    """
+
+    own_schemas = (SPAWN,)
+
+    def __init__(
+        self,
+        *args: Any,
+        max_depth: int = 1,
+        max_children: int = 8,
+        child_system_prompt: str = CHILD_SYSTEM_PROMPT,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        for name, value in (("max_depth", max_depth), ("max_children", max_children)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1; for an agent without children use tool_agent")
+        self.max_depth, self.max_children = max_depth, max_children
+        self.child_system_prompt = child_system_prompt
+
+    def child_messages(self, *, row: dict[str, Any], task: str, depth: int) -> list[dict[str, Any]]:
+        """The first messages of a child. Override it for another form.
+
+        Args:
+            row: The dataset row (`raw_prompt`, `extra_info`, ...), `uid` and `session_id`.
+            task: What the parent asked for.
+            depth: 1 for a child of the first agent.
+        """
+        del row, depth
+        return [{"role": "system", "content": self.child_system_prompt}, {"role": "user", "content": task}]
+
+    async def child_reward(self, *, row: dict[str, Any], task: str, answer: str, depth: int) -> float | None:
+        """Reward of a child's leaf. Override it.
+
+        Returns:
+            A finite reward, or None: the leaf then gets a copy of the final leaf's reward.
+        """
+        del row, task, answer, depth
+        return None
+
+    async def run_branches(self, root: Branch, **row: Any) -> None:
+        """Run the first agent on the root branch; its children run beside it."""
+        # An error in a hook of a child ends the session with its cause; verl would hand it to the model as a result.
+        async with asyncio.TaskGroup() as tasks:
+            session = _Session(row, tasks)
+            answer = await self.converse(root, list(row["raw_prompt"]), tools=self._tools(root, session, 0), row=row)
+        if answer is not None:
+            root.finish(await self.final_reward(row=row, answer=answer))
+
+    def _tools(self, branch: Branch, session: _Session, depth: int) -> dict[str, Any]:
+        """The tools of an agent at this depth."""
+        tools = self.row_tools(session.row)
+        if depth < self.max_depth:
+            spawn = self._spawn_from(branch, session, depth + 1)
+            tools["spawn"] = FunctionTool("spawn", spawn, SPAWN, is_async=True)
+        return tools
+
+    def _spawn_from(self, parent: Branch, session: _Session, depth: int) -> Callable[[str], Awaitable[str]]:
+        async def spawn(task: str) -> str:
+            if session.num_children >= self.max_children:
+                return f"Not done: this session may have no more than {self.max_children} subagents."
+            session.num_children += 1
+            (child,) = parent.fork()
+            return await session.tasks.create_task(self._run_child(child, session, task=str(task), depth=depth))
+
+        return spawn
+
+    async def _run_child(self, child: Branch, session: _Session, *, task: str, depth: int) -> str:
+        """Run a child to its leaf and return what its parent is told."""
+        messages = self.child_messages(row=session.row, task=task, depth=depth)
+        tools = self._tools(child, session, depth)
+        schemas = [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools.values()]
+        child.restart(await self.prompt_tokens(messages, tools=schemas))
+        answer = await self.converse(child, messages, tools=tools, row=session.row)
+        if answer is None:
+            return f"The subagent failed: {child.failure}"
+        child.finish(await self.child_reward(row=session.row, task=task, answer=answer, depth=depth))
+        return answer

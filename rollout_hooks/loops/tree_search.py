@@ -1,0 +1,205 @@
+"""The agent loop `tree_search`: a session is a set of search trees, grown by expanding places on what was sampled.
+
+    prompt ──┬── turn ── result ──┬── turn ── answer              first chain of tree 1
+             │                    └── another turn ── answer      expansion of the turn after the result
+             └── turn ── result ──┬── tu│rn ── answer             first chain of tree 2
+                                  └── tu│other rest ── answer     expansion at a token
+
+M trees begin with one chain each: turns and tool results until an answer. L rounds follow; in each, N places are chosen
+in every tree and expanded by T new chains each, which become part of the tree. That gives M (1 + L N T) leaves.
+
+`select="random"`: places are turns behind at least one tool result (in a tree without one: its first turn), drawn at
+random; with T = 1 this is the search of Tree-GRPO (arXiv 2509.21240, M, N and L as there).
+`select="entropy"`: places are the generated tokens that the model was least certain of; the token is sampled again, and
+what follows it. This is the search of TreeRL (arXiv 2506.11902, M, N, L and T as there). How certain the model was is
+told by the entropy of the `top_log_probs` that an LLM server put into its output's `extra_fields`; verl 0.9.1's servers
+report the sampled token only, and then its -log-prob is taken.
+
+All chains of a session use its request id, so that they go to one server and find their prefix in its cache.
+"""
+
+import asyncio
+import inspect
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from verl.experimental.agent_loop.agent_loop import register
+from verl.trainer.ppo.reward import get_custom_reward_fn
+from verl.utils.reward_score import default_compute_score
+from verl.workers.rollout.replica import TokenOutput
+
+from rollout_hooks.loops.base import Branch
+from rollout_hooks.loops.tool_turns import ToolTurnsLoop
+from rollout_hooks.loops.turns import Step
+
+SELECTIONS = ("random", "entropy")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tree is expanded: a step, and the position on its path behind which all is sampled anew."""
+
+    step: Step
+    position: int
+
+
+@dataclass(slots=True)
+class _Tree:
+    """What a tree offers for expansion.
+
+    Attributes:
+        first: The first turn of its first chain.
+        later: All turns behind a tool result, in the order in which their chains were started; each context once.
+        tokens: (uncertainty, place) of every generated token that has not been chosen yet.
+    """
+
+    first: Step | None = None
+    later: list[Step] = field(default_factory=list)
+    tokens: list[tuple[float, _Place]] = field(default_factory=list)
+
+
+@register("tree_search")
+class TreeSearchAgentLoop(ToolTurnsLoop):
+    """Tool-calling agent loop that searches; see the module for the picture.
+
+    Every leaf needs a reward of its own: `leaf_reward`. A chain that fails is no leaf and fails nothing else; the
+    session fails if no leaf is left. Estimators that compare within a tree take a session for a tree: then use
+    `num_trees` = 1 and `rollout.n` = M.
+
+    Args:
+        *args: As verl's worker gives them.
+        num_trees: M, chains from the prompt.
+        num_expansions: N, places per tree and round.
+        num_rounds: L.
+        num_samples: T, chains per place.
+        select: "random" or "entropy".
+        seed: Of the random choice, together with the prompt and the number of the session; the same seed makes the same
+            choices among the same samples.
+        **kwargs: As verl's worker gives them, and the options of `ToolTurnsLoop`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        num_trees: int = 1,
+        num_expansions: int = 2,
+        num_rounds: int = 1,
+        num_samples: int = 1,
+        select: str = "random",
+        seed: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        minima = {"num_trees": (num_trees, 1), "num_expansions": (num_expansions, 1), "num_samples": (num_samples, 1)}
+        for name, (value, least) in {**minima, "num_rounds": (num_rounds, 0)}.items():
+            if value < least:
+                raise ValueError(f"{name}={value}: must be at least {least}")
+        if select not in SELECTIONS:
+            raise ValueError(f"select={select!r}: must be one of {SELECTIONS}")
+        self.num_trees, self.num_expansions = num_trees, num_expansions
+        self.num_rounds, self.num_samples = num_rounds, num_samples
+        self.select, self.seed = select, seed
+        if select == "entropy":
+            self.turn_sampling["logprobs"] = True
+        self._score = get_custom_reward_fn(self.config) or default_compute_score
+
+    async def leaf_reward(self, *, row: dict[str, Any], answer: str) -> float:
+        """Reward of one leaf. Override it for a reward of your own.
+
+        Here: verl's reward function (`reward.custom_reward_function`, else the one for the row's `data_source`), which
+        verl itself would call for the last leaf only.
+
+        Args:
+            row: The dataset row (`raw_prompt`, `extra_info`, ...), `uid` and `session_id`. `extra_info` has also the
+                `tool_rewards` of the chain, as verl would hand them over.
+            answer: The text of the chain's last turn, special tokens removed.
+        """
+        score = self._score(
+            data_source=row["data_source"],
+            solution_str=answer,
+            ground_truth=row["reward_model"]["ground_truth"],
+            extra_info=row.get("extra_info"),
+        )
+        if inspect.isawaitable(score):
+            score = await score
+        return float(score["score"] if isinstance(score, dict) else score)
+
+    def uncertainty(self, output: TokenOutput) -> np.ndarray:
+        """How uncertain the model was of each token that it generated; the least certain ones are sampled again.
+
+        Args:
+            output: N tokens. `extra_fields["top_log_probs"]`, if a server gives it, holds N sequences of log-probs of
+                the likeliest tokens; else `log_probs` holds N log-probs of the sampled tokens.
+
+        Returns:
+            (N,) nats.
+        """
+        top = output.extra_fields.get("top_log_probs")
+        if top is None:
+            if output.log_probs is None or len(output.log_probs) != len(output.token_ids):
+                raise ValueError("select='entropy': the LLM server returned no log-prob for some tokens; use 'random'")
+            return -np.asarray(output.log_probs, dtype=np.float64)
+        return np.array([-np.sum(np.exp(log_probs) * log_probs) for log_probs in map(np.asarray, top)])
+
+    async def run_branches(self, root: Branch, **row: Any) -> None:
+        """Grow the trees; the root branch stays at the prompt and is no leaf."""
+        rng = random.Random(f"{self.seed}/{row['session_id']}/{root.token_ids}")
+        trees = [_Tree() for _ in range(self.num_trees)]
+        chains = list(zip(trees, root.fork(self.num_trees), strict=True))
+        # A task group: no chain outlives the session, and an error in a hook ends the session with its cause.
+        async with asyncio.TaskGroup() as tasks:
+            first = [tasks.create_task(self._grow(branch, None, row=row)) for _, branch in chains]
+        for (tree, _), task in zip(chains, first, strict=True):
+            self._add(tree, task.result())
+        for _ in range(self.num_rounds):
+            grown = []
+            async with asyncio.TaskGroup() as tasks:
+                for tree in trees:
+                    for place in self._choose(tree, rng):
+                        for branch in place.step.end.fork(self.num_samples):
+                            grown.append((tree, tasks.create_task(self._grow(branch, place, row=row))))
+            for tree, task in grown:
+                self._add(tree, task.result())
+
+    async def _grow(self, branch: Branch, place: _Place | None, *, row: dict[str, Any]) -> list[Step]:
+        """Run one chain to its answer and reward it; returns its steps."""
+        steps: list[Step] = []
+        tools = self.row_tools(row)
+        if place is None:
+            answer = await self.converse(branch, list(row["raw_prompt"]), tools=tools, row=row, steps=steps)
+        else:
+            branch.rewind(place.position)
+            step = place.step
+            answer = await self.converse(
+                branch, step.messages, tools=tools, row=row, number=step.number, start=step.turn.start, steps=steps
+            )
+        if answer is not None:
+            extra_info = {**(row.get("extra_info") or {}), "tool_rewards": list(branch.tool_rewards)}
+            branch.finish(await self.leaf_reward(row={**row, "extra_info": extra_info}, answer=answer))
+        return steps
+
+    def _add(self, tree: _Tree, steps: Sequence[Step]) -> None:
+        """Make the steps of a chain part of a tree."""
+        tree.first = tree.first or next(iter(steps), None)
+        # The first step of a chain begins at the prompt or at the place that was expanded, which the tree has already.
+        tree.later += steps[1:]
+        if self.select == "entropy":
+            for step in steps:
+                values = self.uncertainty(step.turn.output)
+                start = step.end.position - len(values)
+                tree.tokens += [(float(value), _Place(step, start + i)) for i, value in enumerate(values)]
+
+    def _choose(self, tree: _Tree, rng: random.Random) -> list[_Place]:
+        """The places of a tree that this round expands; none if its first chain failed in its first turn."""
+        if tree.first is None:
+            return []
+        if self.select == "entropy":
+            tree.tokens.sort(key=lambda token: -token[0])  # stable: of equally uncertain ones the earlier one
+            chosen, tree.tokens = tree.tokens[: self.num_expansions], tree.tokens[self.num_expansions :]
+            return [place for _, place in chosen]
+        steps = tree.later or [tree.first]
+        draw = rng.sample(steps, self.num_expansions) if len(steps) >= self.num_expansions else None
+        return [_Place(step, step.turn.start) for step in draw or rng.choices(steps, k=self.num_expansions)]

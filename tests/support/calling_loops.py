@@ -1,0 +1,101 @@
+"""The agent loops for a model that says anything: a tool parser that reads every text as calls, and rewards.
+
+The random model of the runs never writes a tool call. Parser and rewards are all that is made up here; turns, tools,
+branches and contexts are the loops' own.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+
+from rollout_hooks.capture.outputs import TreeAgentLoopOutput
+from rollout_hooks.loops.compaction import CompactionAgentLoop
+from rollout_hooks.loops.memory import MemoryAgentLoop
+from rollout_hooks.loops.parallel_tools import ParallelToolsAgentLoop
+from rollout_hooks.loops.subagents import SubagentsAgentLoop
+from rollout_hooks.loops.tool_turns import ToolTurnsLoop
+from rollout_hooks.loops.tree_search import TreeSearchAgentLoop
+
+
+@ToolParser.register("anything")
+class AnythingParser(ToolParser):
+    """Every text is two calls, of the tools that its tokens add up to, with the text as the argument."""
+
+    async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[FunctionCall]]:
+        """Text and calls."""
+        text = self.tokenizer.decode(responses_ids, skip_special_tokens=True)
+        chosen = [tools[(sum(responses_ids) + k) % len(tools)].function for k in range(2)] if tools else []
+        arguments = [json.dumps({function.parameters.required[0]: text[:6]}) for function in chosen]
+        calls = [FunctionCall(name=f.name, arguments=a) for f, a in zip(chosen, arguments, strict=True)]
+        return text, calls
+
+
+def score(text: str) -> float:
+    """The share of letters of the first half of the alphabet."""
+    return sum("a" <= character <= "m" for character in text) / max(len(text), 1)
+
+
+class Logged(ToolTurnsLoop):
+    """Writes a line for every session: the loop, and the rows as (prompt length, trained tokens)."""
+
+    def __init__(self, *args: Any, log: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.log = Path(log)
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[TreeAgentLoopOutput]:
+        """One session."""
+        outputs = await super().run(sampling_params, **row)
+        rows = [(len(output.prompt_ids), sum(output.response_mask)) for output in outputs]
+        with self.log.open("a") as file:
+            file.write(json.dumps({"loop": type(self).__name__, "rows": rows}) + "\n")
+        return outputs
+
+
+class Memory(Logged, MemoryAgentLoop):
+    """`memory`: turns get the final leaf's reward."""
+
+    async def final_reward(self, *, row: dict[str, Any], answer: str) -> float:
+        """Of the last leaf."""
+        return score(answer)
+
+
+class Compaction(Logged, CompactionAgentLoop):
+    """`compaction` with a reward for the summary."""
+
+    async def summary_reward(self, *, row: dict[str, Any], summary: str, number: int) -> float:
+        """Of the leaf that ends with a summary."""
+        return score(summary)
+
+    async def final_reward(self, *, row: dict[str, Any], answer: str) -> float:
+        """Of the last leaf."""
+        return score(answer)
+
+
+class Subagents(Logged, SubagentsAgentLoop):
+    """`subagents` with a reward for each child."""
+
+    async def child_reward(self, *, row: dict[str, Any], task: str, answer: str, depth: int) -> float:
+        """Of a child's leaf."""
+        return score(answer)
+
+    async def final_reward(self, *, row: dict[str, Any], answer: str) -> float:
+        """Of the last leaf."""
+        return score(answer)
+
+
+class TreeSearch(Logged, TreeSearchAgentLoop):
+    """`tree_search`."""
+
+    async def leaf_reward(self, *, row: dict[str, Any], answer: str) -> float:
+        """Of every leaf."""
+        return score(answer)
+
+
+class ParallelTools(Logged, ParallelToolsAgentLoop):
+    """`parallel_tools`: branches get the final leaf's reward."""
+
+    async def final_reward(self, *, row: dict[str, Any], answer: str) -> float:
+        """Of the last leaf."""
+        return score(answer)

@@ -1,0 +1,129 @@
+"""Compiles what the fa4 backend calls, for sm_90a and without a GPU, and prints one JSON line per ratio of heads.
+
+    FLASH_ATTENTION_ARCH=sm_90 CUTE_DSL_ARCH=sm_90a FLASH_ATTENTION_NUM_SMS=132 CUTE_DSL_KEEP=ptx \
+    CUTE_DSL_DUMP_DIR=folder python tests/support/compile_fa4.py 128 bfloat16 1 4 8
+
+Tensors are fake: they have a shape and a device and nothing else, and the kernels are compiled and not run. Autograd
+cannot run on fake CUDA tensors where torch has no CUDA, so the two passes are called with a context of our own.
+"""
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from flash_attn.cute import interface
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from verl_tree.attention import fa4, self_test
+from verl_tree.attention.plan import AttentionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Shapes of a real plan: tokens, and the tables of key blocks and of query blocks."""
+
+    num_tokens: int
+    tables: tuple[list[torch.Size], list[torch.Size]]
+
+
+def shapes_of(trees: tuple) -> Shapes:
+    plan = AttentionPlan.from_subtree_end(torch.tensor(self_test.subtree_ends(trees), dtype=torch.int32))
+    lists = plan.block_lists(query_block=fa4.BLOCK_LEN, key_block=fa4.BLOCK_LEN)
+    key_shapes, query_shapes = ([table.shape for table in each] for each in (lists.key_tables(), lists.query_tables()))
+    return Shapes(plan.num_tokens, (key_shapes, query_shapes))
+
+
+def main() -> None:
+    head_dim, dtype, *ratios = sys.argv[1:]
+    small = shapes_of(self_test.TREES)
+    large = shapes_of((*self_test.TREES, (5000, ((1, ()), (64, ())))))
+    for ratio in map(int, ratios):
+        with FakeTensorMode():
+            record = compile_both(small, large, head_dim=int(head_dim), dtype=getattr(torch, dtype), ratio=ratio)
+        print(json.dumps({"ratio": ratio, **record}), flush=True)
+
+
+def compile_both(small: Shapes, large: Shapes, *, head_dim: int, dtype: torch.dtype, ratio: int) -> dict:
+    """Compiles as the self-test does, then calls again as training may: nothing new must be compiled."""
+    heads = (2 * ratio, 2, 2, 2 * ratio)
+    record = run(small, [fake(small.num_tokens, count, head_dim, dtype=dtype) for count in heads])
+    num_compiled = count_compiled()
+    # More heads, slices of one projection, as fused layers give, and a gradient that is stored heads first.
+    num_heads = 8 * ratio
+    fused = ((num_heads + 16) * head_dim, head_dim, 1)
+    qkv = [
+        torch.empty_strided((large.num_tokens, count, head_dim), fused, dtype=dtype, device="cuda")
+        for count in (num_heads, 8, 8)
+    ]
+    heads_first = (head_dim, large.num_tokens * head_dim, 1)
+    run(large, [*qkv, torch.empty_strided(qkv[0].shape, heads_first, dtype=dtype, device="cuda")])
+    return {**record, "num_compiled": num_compiled, "num_compiled_later": count_compiled() - num_compiled}
+
+
+def run(shapes: Shapes, inputs: list[torch.Tensor]) -> dict:
+    plan = fake_plan(shapes)
+    *qkv, grad_out = inputs
+    ctx = SimpleNamespace()
+    ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
+    started = time.perf_counter()
+    out = fa4._Fa4Attention.forward(ctx, *qkv, plan, 0.1)
+    forward_s, forward_ptx = time.perf_counter() - started, take_ptx()
+    started = time.perf_counter()
+    gradients = fa4._Fa4Attention.backward(ctx, grad_out)[:3]
+    backward_s, backward_ptx = time.perf_counter() - started, take_ptx()
+    assert out.shape == qkv[0].shape and out.dtype == qkv[0].dtype
+    assert all(got.shape == of.shape and got.dtype == of.dtype for got, of in zip(gradients, qkv, strict=True))
+    return {
+        "forward_s": forward_s,
+        "backward_s": backward_s,
+        "forward": forward_ptx,
+        "backward": backward_ptx,
+    }
+
+
+def take_ptx() -> dict:
+    """What the PTX that was written since the last call says of itself."""
+    texts = []
+    for path in Path(os.environ["CUTE_DSL_DUMP_DIR"]).glob("*.ptx"):
+        texts.append(path.read_text())
+        path.unlink()
+    return {
+        "num_kernels": len(texts),
+        "num_sm_90a": sum(".target sm_90a" in text for text in texts),
+        "num_wgmma": sum(text.count("wgmma.mma_async") for text in texts),
+    }
+
+
+def count_compiled() -> int:
+    functions = (
+        interface._flash_attn_fwd,
+        interface._flash_attn_bwd,
+        interface._bwd_preprocess,
+        interface._bwd_postprocess_convert,
+    )
+    return sum(len(function.compile_cache.cache) for function in functions)
+
+
+def fake(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def fake_plan(shapes: Shapes) -> SimpleNamespace:
+    """As much of a plan as the backend reads."""
+    key_tables, query_tables = ([fake(*shape, dtype=torch.int32) for shape in each] for each in shapes.tables)
+    lists = SimpleNamespace(key_tables=lambda: key_tables, query_tables=lambda: query_tables)
+
+    def block_lists(*, query_block: int, key_block: int) -> SimpleNamespace:
+        assert query_block == key_block == fa4.BLOCK_LEN
+        return lists
+
+    return SimpleNamespace(subtree_end_T=fake(shapes.num_tokens, dtype=torch.int32), block_lists=block_lists)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,339 @@
+"""Runs the tree engine beside verl's own FSDP2 engine on the same rows; one process per rank.
+
+Both sides are real `TrainingWorker`s on verl's real losses, in fp32 on the CPU, and both take the same SGD steps, one
+unless the case says more. For every case rank 0 writes how far they are apart: outputs relative to the largest value of
+the flat side, gradients and parameters per tensor relative to that tensor, or to the global norm where a tensor's
+gradient is zero but for rounding (query and key weights, where every query sees one key).
+`tests/e2e/test_engines.py` starts it.
+"""
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from transformers import AutoModelForCausalLM, Qwen3Config
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, FSDPOptimizerConfig
+from verl.workers.utils.losses import ppo_loss, value_loss
+
+import verl_tree.cpu.platform  # noqa: F401  (the CPU platform and the engines)
+from verl_tree.testing.local_worker import batch_of_rows, local_worker
+from verl_tree.trainer.worker import TreeTrainingWorker
+
+VOCABULARY = 61
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One comparison; the defaults are a token-mean PPO loss with clipping and dual clip active."""
+
+    name: str
+    actor: dict[str, Any] = dataclasses.field(default_factory=dict)
+    model: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tree: dict[str, Any] = dataclasses.field(default_factory=dict)
+    is_critic: bool = False
+    tied: bool = False
+    rows: str = "deep"
+    capacity: int = 96
+    temperature_per_row: bool = False
+    num_steps: int = 1
+    lr: float = 0.5
+    same_objective: bool = True
+
+
+CASES = [
+    Case("token_mean"),
+    Case("token_sum", actor={"loss_agg_mode": "token-sum"}),
+    Case("seq_mean_token_sum", actor={"loss_agg_mode": "seq-mean-token-sum"}),
+    Case("seq_mean_token_mean", actor={"loss_agg_mode": "seq-mean-token-mean"}),
+    Case("seq_mean_token_sum_norm", actor={"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 16}),
+    Case("gspo", actor={"policy_loss": {"loss_mode": "gspo"}, "loss_agg_mode": "seq-mean-token-mean"}),
+    Case("kl_and_entropy", actor={"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coeff": 0.05}),
+    Case("gradient_checkpointing", model={"enable_gradient_checkpointing": True}),
+    Case("tied_embeddings", tied=True),
+    Case("lora", model={"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}),
+    Case("one_pack", capacity=4096),
+    Case("dense_backend", tree={"backend": "dense"}),
+    Case("flat_packs", tree={"gate": "always"}, actor={"entropy_coeff": 0.05}),
+    Case("loss_term_cap", tree={"max_loss_terms": 40}),
+    *(
+        Case(f"packing_{method}", tree={"packing": method}, capacity=capacity)
+        for method, capacity in (
+            ("heuristic", 37),
+            ("exact", 41),
+            ("single_path", 53),
+            ("dfs_first_fit", 47),
+            ("arrival_first_fit", 61),
+        )
+    ),
+    Case("small_chunks", tree={"logits_chunk_size": 3}, actor={"entropy_coeff": 0.05}),
+    Case("temperature_per_row", temperature_per_row=True, actor={"entropy_coeff": 0.05}),
+    Case("shared_tokens_once", tree={"shared_tokens": "once"}, same_objective=False),
+    Case("shared_tokens_once_flat", tree={"shared_tokens": "once", "gate": "always"}, same_objective=False),
+    *(
+        Case(
+            f"gspo_{mode}",
+            actor={"policy_loss": {"loss_mode": "gspo"}, "loss_agg_mode": "seq-mean-token-mean"},
+            tree={"shared_tokens": mode},
+            same_objective=False,
+        )
+        for mode in ("mean", "once")
+    ),
+    Case("critic", is_critic=True),
+    Case("critic_seq_mean", is_critic=True, actor={"loss_agg_mode": "seq-mean-token-mean"}),
+    Case("duplicates_and_prefixes", rows="duplicates"),
+    Case("one_token_responses", rows="one_token"),
+    Case("single_row", rows="single"),
+    Case("ten_steps", num_steps=10, lr=0.1, actor={"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01}),
+    Case("idle_rank", rows="idle_rank", actor={"use_kl_loss": True, "kl_loss_coef": 0.3}),
+]
+
+
+# ------------------------------------------------------------------ rows
+
+
+def random_rows(kind: str, *, rank: int, rng: np.random.Generator) -> list[tuple[list[int], list[int]]]:
+    """(prompt, response) token lists of one rank: trees of depth >= 3 unless the kind says otherwise."""
+
+    def tokens(low: int, high: int) -> list[int]:
+        return rng.integers(1, VOCABULARY, size=rng.integers(low, high + 1)).tolist()
+
+    if kind == "single":
+        return [(tokens(3, 6), tokens(4, 9))]
+    if kind == "one_token":
+        prompt = tokens(1, 1)
+        return [(prompt, [token]) for token in (3, 4, 4, 5)] + [(prompt, [])]
+    rows = []
+    for _ in range(2):
+        prompt = tokens(3, 8)
+        for _ in range(3):
+            first = tokens(2, 6)
+            for _ in range(2):
+                second = first + tokens(1, 5)
+                rows += [(prompt, second + tokens(1, 7)) for _ in range(1 + rng.integers(2))]
+    if kind == "duplicates":
+        rows += [rows[0], rows[0], (rows[1][0], rows[1][1][:3]), (rows[2][0], rows[2][1][:1])]
+    if kind == "idle_rank" and rank == 1:
+        rows = []
+    return rows
+
+
+def make_batch(case: Case, *, step: int, rank: int, world_size: int) -> TensorDict:
+    """The rows as verl's workers get them, with random signed advantages and masks; equal row counts on all ranks."""
+    rows = random_rows(case.rows, rank=rank, rng=np.random.default_rng(17 + rank + 1000 * step))
+    counts: list[Any] = [None] * world_size
+    dist.all_gather_object(counts, len(rows))
+    num_padding = max(counts) + 1 - len(rows)
+    generator = torch.Generator().manual_seed(99 + rank + 1000 * step)
+
+    def row(prompt: list[int], response: list[int], *, is_padding: bool = False) -> dict[str, torch.Tensor]:
+        def random(scale: float) -> torch.Tensor:
+            return torch.randn(len(response), generator=generator) * scale
+
+        mask = (torch.rand(len(response), generator=generator) < (0.0 if is_padding else 0.75)).long()
+        if response and not is_padding:
+            mask[-1] = 1
+        return {
+            "prompts": torch.tensor(prompt),
+            "responses": torch.tensor(response, dtype=torch.int64),
+            "response_mask": mask,
+            # Far enough from the model's own log-probs that clip and dual clip are active on many tokens.
+            "old_log_probs": -4.1 + random(1.0),
+            "ref_log_prob": -4.1 + random(0.3),
+            "advantages": random(2.0),
+            "values": random(0.5),
+            "returns": random(1.5),
+        }
+
+    all_rows = [row(prompt, response) for prompt, response in rows]
+    all_rows += [row([1], [1], is_padding=True) for _ in range(num_padding)]
+    batch = batch_of_rows(
+        all_rows,
+        max_token_len=case.capacity,
+        global_batch_size=sum(counts),
+        calculate_entropy=case.actor.get("entropy_coeff", 0.0) != 0.0,
+    )
+    if case.temperature_per_row:
+        batch["temperature"] = torch.tensor([0.7, 1.0, 1.4])[torch.arange(len(all_rows)) // 4 % 3]
+    return batch
+
+
+# ------------------------------------------------------------------ workers
+
+
+def save_model(folder: Path, *, tied: bool) -> None:
+    """A tiny random Qwen3 with grouped-query attention."""
+    torch.manual_seed(5)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+    )
+    # Larger weights than the default initialisation: gradients that matter, probabilities that differ.
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    model.save_pretrained(folder)
+
+
+def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorker:
+    """A worker on the tree engine (`fsdp_tree`) or verl's own (`fsdp2`)."""
+    torch.manual_seed(7)  # value heads and LoRA adapters start at random
+    worker = local_worker(
+        str(folder),
+        strategy=strategy,
+        max_token_len=case.capacity,
+        is_critic=case.is_critic,
+        model_options=case.model,
+        tree_options=case.tree,
+        # Adam's first step is a sign: SGD shows the gradient. A huge clip, so that nothing is rescaled.
+        optimizer=FSDPOptimizerConfig(
+            lr=case.lr, optimizer="SGD", clip_grad=1e9, override_optimizer_config={}, total_training_steps=10
+        ),
+    )
+    worker.set_loss_fn(make_loss(case))
+    return worker
+
+
+def make_loss(case: Case) -> Any:
+    """verl's own loss function with the case's settings."""
+    if case.is_critic:
+        config = FSDPCriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, rollout_n=1, **case.actor)
+        return partial(value_loss, config=config)
+    config = FSDPActorConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, rollout_n=1, **case.actor)
+    return partial(ppo_loss, config=config)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a sharded tensor."""
+    return tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+
+
+def run_worker(worker: TreeTrainingWorker, batches: list[TensorDict]) -> dict[str, Any]:
+    """Inference and gradients on the first batch, and an optimiser step on each, through the worker's engine."""
+    engine = worker.engine
+    infer = batches[0].clone()
+    tu.assign_non_tensor(infer, compute_loss=False, calculate_entropy=True)
+    outputs = worker.infer_batch(infer)
+    result: dict[str, Any] = {
+        name: outputs.get(name) for name in ("log_probs", "entropy", "values") if outputs.get(name, None) is not None
+    }
+    result |= {"loss": [], "grad_norm": []}
+    for step, batch in enumerate(batches):
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            output = engine.forward_backward_batch(batch.clone(), worker.loss_fn, forward_only=False)
+            loss = torch.tensor(float(np.sum(output["loss"])))
+            dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+            result["loss"].append(loss.item())
+            named = list(engine.module.named_parameters())
+            if step == 0:
+                clipped = [output["metrics"].get(f"actor/pg_clipfrac{kind}") for kind in ("", "_lower")]
+                result["clipped"] = min(np.mean(each.values) if each is not None else 0.0 for each in clipped)
+                result["gradients"] = {name: full(p.grad).clone() for name, p in named if p.grad is not None}
+                result["before"] = {name: full(p.detach()).clone() for name, p in named}
+            result["grad_norm"].append(engine.optimizer_step())
+    result["after"] = {name: full(p.detach()).clone() for name, p in named}
+    return result
+
+
+# ------------------------------------------------------------------ comparison
+
+
+def compare(flat: dict[str, Any], tree: dict[str, Any], batch: TensorDict) -> dict[str, float]:
+    """Relative distances between the two sides, and figures that show the case is not empty; `batch` is the first."""
+    lens = batch["input_ids"].offsets().diff()
+    errors: dict[str, float] = {}
+    for name in ("log_probs", "entropy", "values"):
+        if name in flat:
+            worst, largest = 0.0, 1e-30
+            for row in range(len(batch)):
+                mask = batch["response_mask"][row].bool()
+                # Scores stand one position before their token.
+                end = int(lens[row]) - 1
+                here, there = (side[name][row][end - len(mask) : end][mask] for side in (flat, tree))
+                if len(here):
+                    worst = max(worst, (here - there).abs().max().item())
+                    largest = max(largest, here.abs().max().item())
+            errors[name] = worst / largest
+    norm = torch.sqrt(sum(gradient.square().sum() for gradient in flat["gradients"].values())).item()
+    assert flat["gradients"].keys() == tree["gradients"].keys()
+    for name, gradient in flat["gradients"].items():
+        own_norm = gradient.norm().item()
+        distance = (gradient - tree["gradients"][name]).norm().item() / (own_norm if own_norm > 1e-5 * norm else norm)
+        errors["gradient"] = max(errors.get("gradient", 0.0), distance)
+    errors["step"] = max(
+        (flat["after"][name] - tree["after"][name]).abs().max().item() / flat["after"][name].abs().max().item()
+        for name in flat["after"]
+    )
+    errors["moved"] = max((flat["after"][name] - flat["before"][name]).abs().max().item() for name in flat["after"])
+    errors["gradient_norm"] = norm
+    steps = [[np.array(side[name]) for side in (flat, tree)] for name in ("grad_norm", "loss")]
+    (flat_norms, tree_norms), (flat_losses, tree_losses) = steps
+    errors["grad_norm"] = float((abs(flat_norms - tree_norms) / flat_norms).max())
+    errors["loss_difference"] = float(abs(flat_losses - tree_losses).max())
+    errors["loss"] = float(abs(flat_losses).max())
+    errors["clipped"] = float(flat["clipped"])
+    return errors
+
+
+def run_case(case: Case, *, rank: int, world_size: int, root: Path) -> dict[str, float]:
+    """One case on all ranks; the worst rank's distances."""
+    folder = root / ("tied" if case.tied else "untied")
+    batches = [make_batch(case, step=step, rank=rank, world_size=world_size) for step in range(case.num_steps)]
+    sides, saved = [], 0.0
+    for strategy in ("fsdp2", "fsdp_tree"):
+        worker = make_worker(case, strategy=strategy, folder=folder)
+        sides.append(run_worker(worker, batches))
+        if strategy == "fsdp_tree":
+            saved = worker.engine.tree_counts.metrics()["tree/por"]
+    errors: list[Any] = [None] * world_size
+    dist.all_gather_object(errors, compare(sides[0], sides[1], batches[0]))
+    return {name: max(each[name] for each in errors) for name in errors[0]} | {"por": saved}
+
+
+def main() -> None:
+    """Runs the cases named on the command line, or all."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("cases", nargs="*")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    shared = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(shared)
+    root = Path(shared[0])
+    if rank == 0:
+        save_model(root / "tied", tied=True)
+        save_model(root / "untied", tied=False)
+    dist.barrier()
+    results = {}
+    for case in CASES:
+        if not arguments.cases or case.name in arguments.cases:
+            results[case.name] = run_case(case, rank=rank, world_size=world_size, root=root)
+            if rank == 0:
+                print(case.name, {name: f"{value:.3g}" for name, value in results[case.name].items()}, flush=True)
+    if rank == 0:
+        arguments.out.write_text(json.dumps(results, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Branches whatever the model says: trees three forks deep, a reward for every leaf and one for the first turn."""
+
+from typing import Any
+
+from rollout_hooks.loops.base import Branch, BranchingAgentLoop
+
+TURN_LEN = 5
+
+
+class ForkingLoop(BranchingAgentLoop):
+    """Generates, forks, observes, generates, forks again; a leaf's reward is its share of even tokens, and 1."""
+
+    async def run_branches(self, root: Branch, **row: Any) -> None:
+        """One session: four leaves, the main branch last."""
+        del row
+        await root.generate({"max_tokens": TURN_LEN})
+        root.add_reward(1.0)
+        (side,) = root.fork()
+        for branch, mark in ((side, 3), (root, 4)):
+            branch.observe([mark] * 3)
+            await branch.generate({"max_tokens": TURN_LEN})
+            (leaf,) = branch.fork()
+            leaf.observe([5])
+            for end in (leaf, branch):
+                await end.generate({"max_tokens": TURN_LEN})
+                trained = [
+                    token
+                    for token, mask in zip(end.token_ids[-len(end.response_mask) :], end.response_mask, strict=True)
+                    if mask
+                ]
+                end.finish(sum(token % 2 == 0 for token in trained) / max(len(trained), 1))

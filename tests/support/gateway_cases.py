@@ -1,0 +1,126 @@
+"""A gateway on loopback in front of scripted engines, for the tests of `rollout_hooks.gateway`."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from openai import AsyncOpenAI
+from scripted_llm import END, ScriptedClient, call_text, tokenizer
+from verl.experimental.agent_loop.tool_parser import ToolParser
+from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
+
+from rollout_hooks.capture.recording import RecordingClient
+from rollout_hooks.capture.session_tree import SessionTree
+from rollout_hooks.gateway import ChatFormat, ClientEngine, Gateway, GatewayLimits, SessionSettings, TokenChunk, serve
+
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "logprobs": True}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "double",
+            "description": "Double a number.",
+            "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+        },
+    }
+]
+
+
+PROMPT = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+TURN = "go " + call_text(3) + call_text(4)
+
+
+def run(test):
+    """Run an async test body; gateways need a running loop."""
+    return asyncio.run(test())
+
+
+def tool_reply(prompt: str) -> str:
+    """Two tool calls, and an answer where their results are."""
+    return "6 and 8" if "[6]" in prompt else TURN
+
+
+def encode(text: str) -> list[int]:
+    return tokenizer().encode(text, add_special_tokens=False)
+
+
+def chat_format(**kwargs) -> ChatFormat:
+    builder = create_continuous_token_builder(tokenizer(), hf_model_type="qwen3")
+    parser = ToolParser.get_tool_parser("hermes", tokenizer())
+    return ChatFormat(tokenizer(), **{"render": builder.build_initial_tokens, "tool_parser": parser, **kwargs})
+
+
+class StreamingEngine:
+    """Streams the answer of a script token by token; it logs what it sampled, whoever listens.
+
+    Args:
+        reply: Prompt text to answer text, without the end token; or to an exception.
+        num_before_error: Tokens that come before an exception.
+        delay_s: Between two tokens.
+    """
+
+    def __init__(self, reply, *, delay_s: float = 0.0, tree: SessionTree | None = None) -> None:
+        self.tree = tree or SessionTree(decode=tokenizer().decode)
+        self.reply, self.delay_s = reply, delay_s
+        self.log: list[tuple[list[int], list[int]]] = []
+
+    async def stream(self, prompt_ids: Sequence[int], *, sampling_params: Mapping):
+        call = self.tree.begin(prompt_ids)
+        reply = self.reply(tokenizer().decode(prompt_ids))
+        if isinstance(reply, Exception):
+            self.tree.fail(call, str(reply))
+            raise reply
+        token_ids = encode(reply + END)[: sampling_params.get("max_tokens")]
+        self.log.append((list(prompt_ids), []))
+        sampled = self.log[-1][1]
+        for token in token_ids:
+            await asyncio.sleep(self.delay_s)
+            sampled.append(token)
+            yield TokenChunk(call, [token], [-0.5])
+        self.tree.complete(call, token_ids, log_probs=[-0.5] * len(token_ids), stop_reason="stop")
+
+
+def client_engine(reply, **kwargs) -> ClientEngine:
+    """verl's client, scripted, behind the recorder."""
+    scripted = ScriptedClient(reply, **kwargs)
+    engine = ClientEngine(RecordingClient(scripted, tree=SessionTree(decode=tokenizer().decode)), request_id="r")
+    engine.scripted = scripted
+    return engine
+
+
+class Served:
+    """A gateway that listens, with the clients of its sessions."""
+
+    def __init__(self, gateway: Gateway, address) -> None:
+        self.gateway, self.address = gateway, address
+        # One connection pool for all clients: making one takes longer than most tests.
+        self.openai = AsyncOpenAI(base_url=address.base_url, api_key=address.api_key, max_retries=0)
+
+    def open(self, session_id: str, engine, *, sampling: Mapping = SAMPLING, fixed=(), **settings):
+        return self.gateway.open_session(
+            session_id,
+            engine,
+            chat_format=chat_format(),
+            settings=SessionSettings(sampling=sampling, fixed=frozenset(fixed), **settings),
+        )
+
+    def client(self, session_id: str | None = None, **kwargs) -> AsyncOpenAI:
+        url = self.address.base_url if session_id is None else self.address.session_url(session_id)
+        return self.openai.with_options(base_url=url, **kwargs)
+
+
+@asynccontextmanager
+async def served(**limits):
+    gateway = Gateway(limits=GatewayLimits(**limits))
+    async with serve(gateway) as address:
+        server = Served(gateway, address)
+        async with server.openai:
+            yield server
+
+
+def user(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def text_of(path) -> str:
+    return tokenizer().decode(path.token_ids.tolist())

@@ -1,0 +1,53 @@
+"""A configuration that is valid: the CPU profile with a model folder and data files that exist."""
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from verl_tree.launch.composition import compose_config
+from verl_tree.launch.validation import validate
+
+FOLDER = tempfile.TemporaryDirectory()
+
+
+def write_model(folder: Path, **settings: object) -> Path:
+    """Makes a folder that has a config.json."""
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **settings}))
+    return folder
+
+
+def write_rows(path: Path, *columns: str) -> Path:
+    """Makes a parquet file of one row."""
+    pyarrow.parquet.write_table(pyarrow.table({column: ["a"] for column in ("prompt", *columns)}), path)
+    return path
+
+
+@functools.cache
+def _composed() -> DictConfig:
+    rows, model = write_rows(Path(FOLDER.name) / "rows.parquet"), write_model(Path(FOLDER.name) / "model")
+    files = [f"data.train_files={rows}", f"data.val_files={rows}"]
+    models = [f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}"]
+    config = compose_config(["profile=cpu", *files, *models])
+    OmegaConf.set_struct(config, False)
+    return config
+
+
+def resolved(*overrides: str) -> DictConfig:
+    """The CPU configuration with values replaced; Hydra itself, which test_config covers, is asked once only."""
+    config = OmegaConf.merge(_composed(), OmegaConf.from_dotlist([each.lstrip("+") for each in overrides]))
+    OmegaConf.resolve(config)
+    return config
+
+
+def refusal(*overrides: str) -> str:
+    """Why the configuration with these values is refused."""
+    with pytest.raises(ValueError) as error:
+        validate(resolved(*overrides))
+    return str(error.value)

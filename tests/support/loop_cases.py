@@ -1,0 +1,95 @@
+"""What the tests of the agent loops share: a run on the scripted LLM, and rows as text."""
+
+import asyncio
+import functools
+import json
+
+import numpy as np
+from scripted_llm import ScriptedClient, make_loop, tokenizer
+from scripted_llm import row as dataset_row
+from verl.tools.function_tool import FunctionTool
+from verl.tools.schemas import OpenAIFunctionToolSchema
+
+from rollout_hooks.capture.recording import RecordingClient
+from rollout_hooks.capture.rows import RowLimits, session_rows
+from rollout_hooks.capture.session_tree import SessionTree
+from verl_tree.trainer.advantages import leaf_advantages
+
+SAMPLING = {"temperature": 1.0, "logprobs": True}
+ASSISTANT = "<|im_start|>assistant\n"
+
+
+def decode(token_ids):
+    return tokenizer().decode(list(token_ids))
+
+
+def call(name, **arguments):
+    """A tool call in the hermes format."""
+    return f'<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
+
+
+async def _sleep(x: int) -> str:
+    await asyncio.sleep(30)
+    return "late"
+
+
+def slow_tool():
+    """A tool that takes half a minute."""
+    properties = {"x": {"type": "integer", "description": "Ignored."}}
+    parameters = {"type": "object", "properties": properties, "required": ["x"]}
+    function = {"name": "slow", "description": "Wait.", "parameters": parameters}
+    schema = OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+    return FunctionTool("slow", _sleep, schema, is_async=True)
+
+
+def run(loop_class, reply, /, *, row=None, options=None, delay=None, more_tools=(), **rollout):
+    """Run a loop on one row; `options` are its constructor arguments, the rest is `rollout.*`.
+
+    Checks for every run that rows made of the outputs are the outputs: what a loop says is trained, was sampled there.
+
+    Returns:
+        The outputs and the recording client.
+    """
+    client = RecordingClient(ScriptedClient(reply, delay), tree=SessionTree(decode=decode))
+    settings = {"prompt_length": 1024, "response_length": 1024, "multi_turn__max_assistant_turns": 6, **rollout}
+
+    async def make_and_run():
+        loop = make_loop(functools.partial(loop_class, **(options or {})), client, **settings)
+        loop.tools |= {tool.name: tool for tool in more_tools}
+        return await loop.run(dict(SAMPLING), **(row or dataset_row()))
+
+    outputs = asyncio.run(make_and_run())
+    limits = RowLimits(settings["prompt_length"], settings["response_length"], wants_log_probs=True)
+    rows = session_rows(client.tree, outputs, limits=limits).outputs
+    assert [row.response_mask for row in rows] == [output.response_mask for output in outputs]
+    assert [row.response_logprobs for row in rows] == [output.response_logprobs for output in outputs]
+    return outputs, client
+
+
+def prompt(output):
+    return decode(output.prompt_ids)
+
+
+def response(output):
+    return decode(output.response_ids)
+
+
+def trained(output):
+    """The trained tokens as text, one string per run of them."""
+    texts, is_open = [], False
+    for token, mask in zip(output.response_ids, output.response_mask, strict=True):
+        if mask:
+            texts = [*texts[:-1], texts[-1] + decode([token])] if is_open else [*texts, decode([token])]
+        is_open = bool(mask)
+    return texts
+
+
+def rewards(outputs):
+    return [output.leaf_reward for output in outputs]
+
+
+def advantages(*sessions):
+    """Advantages of the leaves of the sessions of one prompt, GRPO's, session by session."""
+    values = np.array([reward for outputs in sessions for reward in rewards(outputs)])
+    names = [number for number, outputs in enumerate(sessions) for _ in outputs]
+    return leaf_advantages(values, groups=["u"] * len(values), sessions=names, epsilon=0.0)

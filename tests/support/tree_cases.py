@@ -1,0 +1,119 @@
+"""Forests and tiny models that the tests of attention, log-probs and expansion share."""
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from verl_tree.attention.hf import register
+from verl_tree.tree import TokenForest
+from verl_tree.tree.layout import TreeLayout
+
+VOCAB_SIZE = 61
+
+# A tree five nodes deep and a second root; 1 is a strict prefix of 0, 5 duplicates 0, 6 has one token.
+DEEP = [
+    [7, 3, 9, 4, 1, 8, 8, 2],
+    [7, 3, 9, 4],
+    [7, 3, 9, 4, 1, 5],
+    [7, 3, 2, 2, 6],
+    [7, 3, 9, 4, 1, 8, 6, 6, 0],
+    [7, 3, 9, 4, 1, 8, 8, 2],
+    [7],
+    [12, 3, 9, 4],
+    [7, 3, 9, 60, 11],
+]
+
+
+def random_sequences(
+    rng: np.random.Generator, *, num_sequences: int, mean_len: int, vocab_size: int = VOCAB_SIZE
+) -> list:
+    """Trajectories that fork from, extend, repeat or are cut out of earlier ones, or start anew."""
+    sequences: list[list[int]] = []
+
+    def new_tokens() -> list[int]:
+        return rng.integers(0, vocab_size, 1 + rng.geometric(1 / mean_len)).tolist()
+
+    for _ in range(num_sequences):
+        start = list(sequences[rng.integers(len(sequences))]) if sequences else []
+        match rng.choice(
+            ["root", "one token", "repeat", "prefix", "extend", "fork"], p=[0.08, 0.04, 0.08, 0.1, 0.2, 0.5]
+        ):
+            case "root":
+                sequences.append(new_tokens())
+            case "one token":
+                sequences.append(start[:1] or [0])
+            case "repeat":
+                sequences.append(start or new_tokens())
+            case "prefix":
+                sequences.append(start[: rng.integers(1, len(start) + 1)] if start else new_tokens())
+            case "extend":
+                sequences.append(start + new_tokens())
+            case "fork":
+                sequences.append(start[: rng.integers(0, len(start) + 1)] + new_tokens())
+    return sequences
+
+
+def layout_of(sequences: list) -> TreeLayout:
+    return TreeLayout.from_forest(TokenForest.from_sequences([np.asarray(sequence) for sequence in sequences]))
+
+
+TINY_SETTINGS = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB_SIZE,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+"""Of a causal LM with two layers and grouped-query attention."""
+
+
+def tiny_model(family: str = "qwen3", *, seed: int = 0, **overrides: object) -> torch.nn.Module:
+    """A random two-layer causal LM in float64, in eval mode, whose numbers are float64 throughout.
+
+    transformers' RMSNorm computes in float32 whatever its input; torch's own is the same formula without that.
+    """
+    register()
+    torch.manual_seed(seed)
+    config_class, model_class = {
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }[family]
+    model = model_class(config_class(**(TINY_SETTINGS | overrides))).double().eval()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__.endswith("RMSNorm"):
+                norm = torch.nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon, dtype=torch.float64)
+                norm.weight.data.uniform_(0.5, 1.5)
+                setattr(parent, name, norm)
+    return model
+
+
+def flat_scores(
+    model: torch.nn.Module, sequence: list, *, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(len - 1,) log-probs and entropies of one sequence by the model's own SDPA, the plain way."""
+    token_ids = torch.tensor([list(sequence)])
+    logits = model(input_ids=token_ids, use_cache=False).logits[0, :-1] / temperature
+    log_probs = logits.log_softmax(-1)
+    return log_probs.gather(-1, token_ids[0, 1:, None]).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradient of every parameter that the loss reaches."""
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: gradient for name, gradient in zip(named, found, strict=True) if gradient is not None}
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Norm of the difference over the norm, or over 1e-3 for (nearly) exact zeros."""
+    return ((got - want).norm() / want.norm().clamp(min=1e-3)).item()

@@ -1,0 +1,302 @@
+"""The fa4 backend without a GPU: what it refuses, that its self-test can fail, and that its kernels compile."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from verl_tree.attention import fa4, self_test
+from verl_tree.attention.dense import dense_attention
+from verl_tree.attention.options import ScoreOptions
+from verl_tree.attention.plan import AttentionPlan
+
+PLAN = AttentionPlan.from_subtree_end(torch.tensor(self_test.subtree_ends(self_test.TREES), dtype=torch.int32))
+VARIANT = self_test.KernelVariant(torch.device("cpu"), torch.bfloat16, 64, 4, 2)
+HOPPER, AMPERE = (9, 0), (8, 0)
+PLAIN = ScoreOptions(scale=1.0)
+
+
+@pytest.fixture(autouse=True)
+def no_self_test_has_run(monkeypatch):
+    monkeypatch.setattr(self_test, "_results", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # a torch without CUDA raises
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Refusals of inputs that say they are on a GPU of some compute capability, everything else being in order."""
+
+    def refusals(
+        *,
+        capability=HOPPER,
+        dtype=torch.bfloat16,
+        head_dim=128,
+        value_head_dim=None,
+        num_tokens=700,
+        options=PLAIN,
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(fa4, "installation_reasons", lambda: ())
+        monkeypatch.setattr(fa4, "self_test_reasons", lambda backend, attend, kernel: [])
+        plan = AttentionPlan.from_subtree_end(torch.full((num_tokens,), num_tokens, dtype=torch.int32))
+        with FakeTensorMode():
+            q, k, v = (
+                torch.empty(num_tokens, heads, dim, dtype=dtype, device="cuda")
+                for heads, dim in ((8, head_dim), (2, head_dim), (2, value_head_dim or head_dim))
+            )
+        return fa4.not_supported_reasons(q, k, v, plan, options=options)
+
+    return refusals
+
+
+def rounded_attention(q_THD, k_THD, v_THD, plan, *, options, visible_TT=None, visible_in_backward_TT=None):
+    """Attention as a flash kernel rounds it: probabilities and score gradients in the dtype of the inputs."""
+    query_T = torch.arange(plan.num_tokens)
+    mask_TT = (query_T <= query_T[:, None]) & (query_T[:, None] < plan.subtree_end_T)
+    forward_TT = mask_TT if visible_TT is None else visible_TT
+    backward_TT = forward_TT if visible_in_backward_TT is None else visible_in_backward_TT
+    return _Rounded.apply(q_THD, k_THD, v_THD, forward_TT, backward_TT, options.scale)
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_THD, k_THD, v_THD, forward_TT, backward_TT, scale):
+        num_groups = q_THD.shape[1] // k_THD.shape[1]
+        q_HTD = q_THD.float().transpose(0, 1)
+        k_HTD, v_HTD = (each.float().repeat_interleave(num_groups, 1).transpose(0, 1) for each in (k_THD, v_THD))
+        scores_HTT = (q_HTD @ k_HTD.mT * scale).masked_fill(~forward_TT, -torch.inf)
+        probs_HTT = (scores_HTT - scores_HTT.amax(-1, keepdim=True)).exp()
+        out_HTD = (probs_HTT.to(q_THD.dtype).float() @ v_HTD) / probs_HTT.sum(-1, keepdim=True)
+        out_HTD = out_HTD.to(q_THD.dtype)
+        ctx.save_for_backward(q_HTD, k_HTD, v_HTD, out_HTD, scores_HTT.logsumexp(-1, keepdim=True), backward_TT)
+        ctx.dtype, ctx.scale, ctx.num_groups = q_THD.dtype, scale, num_groups
+        return out_HTD.transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx, grad_out_THD):
+        q_HTD, k_HTD, v_HTD, out_HTD, lse_HT1, backward_TT = ctx.saved_tensors
+        grad_out_HTD = grad_out_THD.float().transpose(0, 1)
+        scores_HTT = (q_HTD @ k_HTD.mT * ctx.scale).masked_fill(~backward_TT, -torch.inf)
+        probs_HTT = (scores_HTT - lse_HT1).exp()
+        delta_HT1 = (grad_out_HTD * out_HTD.float()).sum(-1, keepdim=True)
+        grad_scores_HTT = (probs_HTT * (grad_out_HTD @ v_HTD.mT - delta_HT1)).to(ctx.dtype).float()
+        dq_HTD = ctx.scale * grad_scores_HTT @ k_HTD
+        dk_HTD = ctx.scale * grad_scores_HTT.mT @ q_HTD
+        dv_HTD = probs_HTT.to(ctx.dtype).float().mT @ grad_out_HTD
+        dk_HTD, dv_HTD = (each.unflatten(0, (-1, ctx.num_groups)).sum(1) for each in (dk_HTD, dv_HTD))
+        return *(each.transpose(0, 1).to(ctx.dtype) for each in (dq_HTD, dk_HTD, dv_HTD)), None, None, None
+
+
+def test_cpu_tensors_are_refused():
+    q, k, v = torch.zeros(700, 8, 80), torch.zeros(700, 2, 80), torch.zeros(700, 2, 80)
+    assert fa4.not_supported_reasons(q, k, v, PLAN, options=PLAIN) == [
+        "tensors are on cpu, the kernels run on CUDA only",
+        "dtype torch.float32 is neither bfloat16 nor float16 throughout",
+        "head dim 80 is none of (64, 96, 128), the same for q, k and v",
+    ]
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_hopper_with_everything_in_order_is_served(on_gpu, head_dim, dtype):
+    assert on_gpu(head_dim=head_dim, dtype=dtype, num_tokens=129) == []
+
+
+@pytest.mark.parametrize(
+    "case, reason",
+    [
+        ({"capability": AMPERE}, "compute capability (8, 0) is not (9, 0)"),
+        ({"capability": (10, 0)}, "compute capability (10, 0) is not (9, 0)"),
+        ({"dtype": torch.float32}, "dtype torch.float32 is neither"),
+        ({"head_dim": 256}, "head dim 256 is none of"),
+        ({"value_head_dim": 64}, "head dim 64 and 128 is none of"),
+        ({"num_tokens": 128}, "128 tokens are one block"),
+        ({"options": ScoreOptions(1.0, window=5)}, "a sliding window of 5 tokens"),
+        ({"options": ScoreOptions(1.0, softcap=50.0)}, "scores softcapped at 50.0"),
+        ({"options": ScoreOptions(1.0, sinks_H=torch.zeros(8))}, "attention sinks"),
+    ],
+)
+def test_each_refusal_has_its_reason(on_gpu, case, reason):
+    (got,) = on_gpu(**case)
+    assert reason in got
+
+
+def test_deterministic_algorithms_are_refused(on_gpu):
+    torch.use_deterministic_algorithms(True)
+    try:
+        (got,) = on_gpu()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "deterministic" in got
+
+
+def test_pins_are_those_of_the_extra():
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    pins = dict(each.split("==") for each in project["project"]["optional-dependencies"]["fa4"])
+    assert {name.split("[")[0]: version for name, version in pins.items()} == fa4.PINNED_VERSIONS
+
+
+def test_what_is_missing_or_of_another_version_is_named(monkeypatch):
+    def version(name):
+        if name == "quack-kernels":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return {**fa4.PINNED_VERSIONS, "flash-attn-4": "4.0.0b18"}[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert fa4.installation_reasons.__wrapped__() == (
+        "the extra fa4 is not installed as pinned: flash-attn-4 is 4.0.0b18, not 4.0.0b36, "
+        "quack-kernels 0.6.5 is missing",
+    )
+
+
+def test_an_import_error_is_a_reason(monkeypatch):
+    def kernels():
+        raise ImportError("an older copy hides flash-attn-4")
+
+    monkeypatch.setattr(importlib.metadata, "version", fa4.PINNED_VERSIONS.__getitem__)
+    monkeypatch.setattr(fa4, "_kernels", kernels)
+    assert fa4.installation_reasons.__wrapped__() == (
+        "flash-attn-4 cannot be imported: an older copy hides flash-attn-4",
+    )
+
+
+def test_importing_the_backend_imports_no_kernels():
+    code = (
+        "import sys, verl_tree.attention.fa4\n"
+        "print([name for name in sys.modules if name.split('.')[0] in ('flash_attn', 'cutlass', 'quack')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_forest_of_the_self_test_has_every_kind_of_tile():
+    assert self_test.subtree_ends(((2, ((1, ()), (3, ()))), (1, ()))) == [6, 6, 3, 6, 6, 6, 7]
+    lists = PLAN.block_lists(query_block=fa4.BLOCK_LEN, key_block=fa4.BLOCK_LEN)
+    num_partial, partial, num_full, full = lists.key_tables()
+    num_blocks = num_partial.shape[-1]
+    assert PLAN.num_tokens > 256 and PLAN.num_tokens % 128
+    assert num_full.sum() > 0 and num_partial.sum() > num_blocks
+    assert num_full.sum() + num_partial.sum() < num_blocks * (num_blocks + 1) / 2  # some are skipped
+    # A dimension of one has no stride of its own: the kernel compiled for it could be another one.
+    assert min(table.shape[-1] for table in (partial, full, *lists.query_tables()[1::2])) >= 2
+
+
+@pytest.mark.parametrize("num_groups, head_dim", [(1, 128), (4, 96), (7, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_self_test_passes_a_kernel_that_rounds_as_flash_attention_does(dtype, num_groups, head_dim):
+    variant = self_test.KernelVariant(torch.device("cpu"), dtype, head_dim, 2 * num_groups, 2)
+    assert self_test.self_test(rounded_attention, variant) == []
+
+
+def tree_mask():
+    query_T = torch.arange(PLAN.num_tokens)
+    return (query_T <= query_T[:, None]) & (query_T[:, None] < PLAN.subtree_end_T)
+
+
+@pytest.mark.parametrize("query, key", [(700, 700), (699, 623), (500, 0), (261, 259)])
+def test_self_test_sees_one_wrong_pair(query, key):
+    wrong_TT = tree_mask()
+    wrong_TT[query, key] ^= True
+    (first, *_) = self_test.self_test(partial(rounded_attention, visible_TT=wrong_TT), VARIANT)
+    assert first.startswith("self-test: worst relative error of output is ")
+
+
+def test_self_test_sees_a_mask_off_by_one_in_the_backward_pass_alone():
+    query_T = torch.arange(PLAN.num_tokens)
+    late_TT = (query_T <= query_T[:, None]) & (query_T[:, None] <= PLAN.subtree_end_T)
+    attend = partial(rounded_attention, visible_TT=tree_mask(), visible_in_backward_TT=late_TT)
+    wrong = [reason.split(" of ")[1].split()[0] for reason in self_test.self_test(attend, VARIANT)]
+    assert wrong == ["dq", "dk", "dv"]
+
+
+def test_self_test_sees_what_is_not_a_number():
+    def attend(*inputs, options):
+        return dense_attention(*inputs, options=options) * torch.nan
+
+    assert len(self_test.self_test(attend, VARIANT)) == 4
+
+
+def test_variants_ignore_heads_beyond_the_ratio():
+    q, k = torch.zeros(300, 32, 64), torch.zeros(300, 8, 64)
+    assert self_test.KernelVariant.of(q, k) == self_test.KernelVariant(q.device, q.dtype, 64, 8, 2)
+    assert self_test.KernelVariant.of(q[:, :1], k[:, :1]) == self_test.KernelVariant(q.device, q.dtype, 64, 1, 1)
+
+
+def test_a_failure_is_remembered_and_logged_once(caplog):
+    calls = []
+
+    def broken(*inputs, options):
+        calls.append(options)
+        raise RuntimeError("no kernel image")
+
+    for _ in range(2):
+        (reason,) = self_test.self_test_reasons("fa4", broken, VARIANT)
+        assert reason == "self-test raised RuntimeError: no kernel image"
+    assert len(calls) == len(caplog.records) == 1
+    assert "no kernel image" in caplog.text
+
+
+def test_self_test_is_invisible_to_the_caller():
+    """It runs without autocast and inference mode, saves nothing where checkpointing counts, and draws from no shared
+    generator."""
+    saved = []
+    state = torch.get_rng_state()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda kept: kept)
+    with hooks, torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert self_test.self_test_reasons("fa4", rounded_attention, VARIANT) == []
+    assert saved == []
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_graph_capture_puts_the_self_test_off(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    (reason,) = self_test.self_test_reasons("fa4", rounded_attention, VARIANT)
+    assert "graph capture" in reason
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert self_test.self_test_reasons("fa4", rounded_attention, VARIANT) == []
+
+
+@pytest.mark.skipif(bool(fa4.installation_reasons()), reason="; ".join(fa4.installation_reasons()))
+@pytest.mark.parametrize(
+    "head_dim, dtype, ratios",
+    [
+        (64, "bfloat16", (1, 4, 8)),
+        (96, "bfloat16", (1, 4, 8)),
+        (128, "bfloat16", (1, 4, 8)),
+        (128, "float16", (4, 7)),
+    ],
+)
+def test_kernels_compile_for_hopper(head_dim, dtype, ratios, tmp_path):
+    environment = {
+        **os.environ,
+        "FLASH_ATTENTION_ARCH": "sm_90",
+        "CUTE_DSL_ARCH": "sm_90a",
+        "FLASH_ATTENTION_NUM_SMS": "132",
+        "CUTE_DSL_KEEP": "ptx",
+        "CUTE_DSL_DUMP_DIR": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        Path(__file__).parents[2] / "support" / "compile_fa4.py",
+        str(head_dim),
+        dtype,
+        *map(str, ratios),
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [record["ratio"] for record in records] == list(ratios)
+    for record in records:
+        for direction in ("forward", "backward"):
+            ptx = record[direction]
+            assert ptx["num_kernels"] == ptx["num_sm_90a"] >= 1 and ptx["num_wgmma"] > 0
+        assert record["num_compiled_later"] == 0

@@ -1,0 +1,473 @@
+"""Healing of drift: by hand on a toy vocabulary, on real byte-level tokens, and in sessions of 1,000 turns.
+
+The long sessions are checked against a log of their own: what was sent and what came back, nothing else.
+"""
+
+import asyncio
+import functools
+import random
+import re
+
+import numpy as np
+import pytest
+from scripted_llm import ScriptedClient
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.workers.rollout.replica import TokenOutput
+
+from rollout_hooks.capture.call_kinds import CallKind
+from rollout_hooks.capture.outputs import TreeAgentLoopOutput
+from rollout_hooks.capture.realign import Realignment, Splice
+from rollout_hooks.capture.recording import RecordingClient
+from rollout_hooks.capture.report import CaptureReport
+from rollout_hooks.capture.rows import RowLimits, session_rows
+from rollout_hooks.capture.session_tree import SessionTree
+
+# Letters, and tokens that read like several of them.
+TEXT = {**{i: chr(ord("a") + i) for i in range(26)}, 100: "ab", 101: "bc", 102: "abc", 103: "cd", 104: "uv", 105: "de"}
+A, B, C, D, E, T, U, V = 0, 1, 2, 3, 4, 19, 20, 21
+AB, BC, ABC, CD, UV, DE = 100, 101, 102, 103, 104, 105
+P = [10, 11, 12]
+
+
+def decode(token_ids):
+    return "".join(TEXT[token] for token in token_ids)
+
+
+def recorded(*calls, **kwargs):
+    tree = SessionTree(decode=decode, **kwargs)
+    for prompt, output in calls:
+        tree.complete(tree.begin(prompt), output, log_probs=[-1.0 - i for i in range(len(output))])
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("given", "healed", "splices"),
+    [
+        ([*P, AB, C, T], [*P, A, B, C, T], [(3, 4, 3, 5)]),
+        ([*P, A, BC, T], [*P, A, B, C, T], [(4, 5, 4, 6)]),  # parts inside the output
+        ([*P, ABC, T], [*P, A, B, C, T], [(3, 4, 3, 6)]),
+        ([*P, AB], [*P, A, B], [(3, 4, 3, 5)]),  # ends inside the output
+        ([*P, A, B, C, T], [*P, A, B, C, T], []),  # nothing to heal
+        ([*P, AB, D, T], [*P, AB, D, T], []),  # another text behind it: the turn keeps the tokens given
+        ([*P, A, BC, T, U], [*P, A, B, C, T, U], [(4, 5, 4, 6)]),
+        ([*P, A, B, CD], [*P, A, B, CD], []),  # C and what follows it in one token: no common end
+        ([15, 16], [15, 16], []),
+    ],
+)
+def test_one_turn(given, healed, splices):
+    realignment = recorded((P, [A, B, C])).realign(given)
+    assert realignment.token_ids.tolist() == healed
+    assert realignment.splices == tuple(splices)
+
+
+def test_every_drifted_turn_of_a_prompt_heals_and_the_call_goes_on_from_sampled_tokens():
+    tree = recorded((P, [A, B]), ([*P, A, B, T, T], [C, D, E]), ([*P, A, B, T, T, C, D, E, T], [A, B, C]))
+    given = [*P, AB, T, T, CD, E, T, A, BC, U]
+    realignment = tree.realign(given)
+    assert realignment.token_ids.tolist() == [*P, A, B, T, T, C, D, E, T, A, B, C, U]
+    assert realignment.splices == ((3, 4, 3, 5), (6, 7, 7, 9), (10, 11, 12, 14))
+    call = tree.begin(realignment)
+    tree.complete(call, [V], log_probs=[-9.0])
+    assert (tree.calls[call].kind, tree.calls[call].num_splices) == (CallKind.CONTINUATION, 3)
+    (leaf,) = tree.leaves()
+    assert leaf.source.tolist() == [-1] * 3 + [0, 0, -1, -1, 1, 1, 1, -1, 2, 2, 2, -1, 3]
+    report = CaptureReport.of_calls(tree)
+    assert (report.num_realigned, report.num_drifts, report.num_continuations) == (1, 0, 3)
+
+
+def test_without_healing_the_same_prompt_is_drift():
+    tree = recorded((P, [A, B, C]), max_replaced=0)
+    realignment = tree.realign([*P, AB, C, T])
+    assert (realignment.token_ids.tolist(), realignment.splices) == ([*P, AB, C, T], ())
+    call = tree.begin(realignment)
+    assert tree.calls[call].kind is CallKind.DRIFT
+    example = tree.drift_example
+    assert (example.text, example.recorded_ids, example.given_ids) == ("klmabc", (A, B, C), (AB, C, T))
+    assert not example.is_healed
+
+
+def test_a_splice_is_bounded():
+    assert recorded((P, [A, B, C]), max_replaced=2).realign([*P, ABC, T]).splices == ()
+    assert recorded((P, [A, B, C]), max_replaced=3).realign([*P, ABC, T]).splices == ((3, 4, 3, 6),)
+    assert recorded((P, [ABC]), max_replaced=2).realign([*P, A, B, C, T]).splices == ()
+    assert recorded((P, [ABC]), max_replaced=3).realign([*P, A, B, C, T]).splices == ((3, 6, 3, 4),)
+
+
+def test_environment_text_heals_only_on_the_way_to_generated_text():
+    tree = recorded((P, [A, B]), ([*P, A, B, U, V], [C, D]))
+    assert tree.realign([*P, A, B, UV, C, D, T]).token_ids.tolist() == [*P, A, B, U, V, C, D, T]
+    assert tree.realign([*P, A, B, UV, CD, T]).token_ids.tolist() == [*P, A, B, U, V, C, D, T]
+    assert tree.realign([*P, A, B, UV, T]).splices == ()  # the same answer, nothing of the model behind it
+    assert tree.realign([*P, AB, UV, T]).token_ids.tolist() == [*P, A, B, UV, T]
+
+
+def test_the_seam_of_prompt_and_output_heals():
+    tree = recorded(([10, A], [B, C]))
+    assert tree.realign([10, AB, C, T]).token_ids.tolist() == [10, A, B, C, T]
+
+
+def test_a_changed_history_keeps_its_tokens_from_the_changed_turn_on():
+    tree = recorded((P, [A, B]), ([*P, A, B, T], [C, D, E]))
+    # The first turn has drifted; the second has drifted too, and its end was changed.
+    realignment = tree.realign([*P, AB, T, CD, U])
+    assert realignment.token_ids.tolist() == [*P, A, B, T, CD, U]
+    assert realignment.splices == ((3, 4, 3, 5),)
+
+
+def test_of_siblings_that_read_the_same_the_one_that_the_prompt_follows_is_taken():
+    tree = recorded((P, [A, BC]), (P, [AB, C]), ([*P, A, BC, U], [D]), ([*P, AB, C, V], [D]))
+    assert tree.realign([*P, ABC, U, D, T]).token_ids.tolist() == [*P, A, BC, U, D, T]
+    assert tree.realign([*P, ABC, V, D, T]).token_ids.tolist() == [*P, AB, C, V, D, T]
+
+
+def test_prompts_of_running_calls_and_failed_ones_heal_nothing():
+    tree = SessionTree(decode=decode)
+    call = tree.begin([*P, A, B])
+    assert tree.realign([*P, AB, T]).splices == ()
+    tree.fail(call, "gone")
+    assert tree.realign([*P, AB, T]).splices == ()
+
+
+def test_a_known_splice_is_found_again_where_it_still_holds():
+    decoded = []
+
+    def counting(token_ids):
+        decoded.append(list(token_ids))
+        return decode(token_ids)
+
+    tree = SessionTree(decode=counting)
+    tree.complete(tree.begin(P), [A, B, C, D, D, D, D, D, D, D, D])
+    given = [*P, AB, C, *[D] * 8]
+    first = tree.realign(given)
+    num_decoded = len(decoded)
+    assert num_decoded > 0
+    again = tree.realign([*given, T, U])
+    assert len(decoded) == num_decoded
+    assert again.splices == first.splices == ((3, 4, 3, 5),)
+    assert tree.realign([*P, AB, C, E]).splices == ()  # the same tokens, but another end
+    assert len(decoded) > num_decoded
+
+
+def test_values_and_positions_follow_the_splices():
+    realignment = Realignment(np.arange(9), (Splice(2, 3, 2, 4), Splice(5, 8, 6, 7)))
+    given = np.array([0, 0, 1, 1, 0, 0, 1, 0, 1, 1])  # a, b, [x], c, d, [y, y, y], e, f
+    assert realignment.spread(given).tolist() == [0, 0, 1, 1, 1, 0, 1, 1, 1]
+    assert [realignment.position(i) for i in range(11)] == [0, 1, 2, 4, 5, 6, 6, 6, 7, 8, 9]
+
+
+def output(prompt_ids, response_ids, mask, **fields):
+    return AgentLoopOutput(
+        prompt_ids=prompt_ids, response_ids=response_ids, response_mask=mask, metrics=AgentLoopMetrics(), **fields
+    )
+
+
+def drifted_session(**kwargs):
+    """P | a b c | t | d e: sent with the first turn healed, and what the loop makes of it with its own tokens."""
+    tree = recorded((P, [A, B, C]), **kwargs)
+    call = tree.begin(tree.realign([*P, AB, C, T]))
+    tree.complete(call, [D, E], log_probs=[-7.0, -8.0])
+    mask = [1, 1, 0, 1, 1]
+    own = output(P, [AB, C, T, D, E], mask, response_logprobs=[-5.0] * 5, reward_score=0.5, num_turns=4)
+    return tree, own
+
+
+def test_the_loops_own_row_is_the_sequence_that_the_model_saw():
+    tree, own = drifted_session()
+    rows = session_rows(tree, [own], limits=RowLimits(8, 8, wants_log_probs=True))
+    (row,) = rows.outputs
+    assert (row.prompt_ids, row.response_ids) == (P, [A, B, C, T, D, E])
+    assert row.response_mask == [1, 1, 1, 0, 1, 1]
+    assert row.response_logprobs == [-1.0, -2.0, -3.0, 0.0, -7.0, -8.0]
+    assert isinstance(row, TreeAgentLoopOutput)
+    assert (row.leaf_reward, row.num_turns, rows.num_dropped, rows.num_truncated) == (0.5, 4, 0, 0)
+
+
+def test_tokens_that_the_loop_does_not_train_stay_untrained():
+    tree, own = drifted_session()
+    own = own.model_copy(update={"response_mask": [0, 0, 0, 1, 1]})
+    (row,) = session_rows(tree, [own], limits=RowLimits(8, 8, wants_log_probs=True)).outputs
+    assert row.response_mask == [0, 0, 0, 0, 1, 1]
+
+
+def test_a_healed_row_is_cut_to_the_limits():
+    tree, own = drifted_session()
+    rows = session_rows(tree, [own], limits=RowLimits(8, 5, wants_log_probs=True))
+    assert rows.outputs[0].response_ids == [A, B, C, T, D]
+    assert rows.num_truncated == 1
+
+
+def test_without_healing_the_drifted_row_trains_only_what_was_sampled_there():
+    tree, own = drifted_session(max_replaced=0)
+    rows = session_rows(tree, [own], limits=RowLimits(8, 8, wants_log_probs=True))
+    assert [row.response_ids for row in rows.outputs] == [[A, B, C], [AB, C, T, D, E]]
+    assert [row.response_mask for row in rows.outputs] == [[1, 1, 1], [0, 0, 0, 1, 1]]
+
+
+class LoggedClient(ScriptedClient):
+    """Answers with the next of the given outputs, and keeps what was sent."""
+
+    def __init__(self, outputs):
+        super().__init__(lambda _: "")
+        self.outputs = iter(outputs)
+        self.log = []
+
+    async def generate(self, request_id, *, prompt_ids, sampling_params, **kwargs):
+        call = len(self.log)
+        token_ids = next(self.outputs)
+        log_probs = [-(call + 1.0 + i / 4096) for i in range(len(token_ids))]
+        self.log.append((list(prompt_ids), list(token_ids), log_probs))
+        await asyncio.sleep(0)
+        if token_ids and token_ids[-1] == FAILS:
+            raise RuntimeError("server lost")
+        return TokenOutput(token_ids=token_ids, log_probs=log_probs, stop_reason="completed", extra_fields={})
+
+
+FAILS = -1
+"""An output that ends with this token fails the call."""
+
+
+def test_client_sends_the_healed_tokens_except_behind_images():
+    client = LoggedClient([[A, B, C], [D], [E]])
+    recording = RecordingClient(client, tree=SessionTree(decode=decode))
+    drifted = [*P, AB, C, T]
+
+    def ask(prompt_ids, **kwargs):
+        asyncio.run(recording.generate("r", prompt_ids=prompt_ids, sampling_params={}, **kwargs))
+
+    ask(P)
+    ask(drifted)
+    ask(drifted, image_data=["picture"])
+    assert [prompt for prompt, _, _ in client.log] == [P, [*P, A, B, C, T], drifted]
+    assert drifted == [*P, AB, C, T]  # the loop's own list is not touched
+    assert [call.num_splices for call in recording.tree.calls] == [0, 1, 0]
+
+
+# Real tokens.
+
+WORDS = [
+    "the",
+    "model",
+    "writes",
+    "plan,",
+    "calls",
+    "tools",
+    "café",
+    "漢字",
+    "naïve",
+    "{'x':",
+    "12}",
+    "==",
+    "\n\n🙂",
+    "ok",
+]
+
+
+@functools.cache
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on a few lines: text has many encodings, and tokens are parts of characters."""
+    tokens = Tokenizer(models.BPE())
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=480,
+        special_tokens=["<|im_start|>", "<|im_end|>", "<think>", "</think>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    rng = random.Random(0)
+    tokens.train_from_iterator([" ".join(rng.choices(WORDS, k=12)) for _ in range(200)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<|im_end|>", clean_up_tokenization_spaces=False)
+
+
+def encode(text):
+    return byte_level_tokenizer().encode(text, add_special_tokens=False)
+
+
+def sampled(text, rng, share=0.2):
+    """One of the many encodings of a text: a model samples tokens, not the tokenizer's choice."""
+    token_ids = []
+    for token in encode(text):
+        piece = byte_level_tokenizer().convert_ids_to_tokens(token)
+        if rng.random() < share and not piece.startswith("<"):
+            cut = rng.randrange(len(piece) + 1)
+            parts = [piece] if 0 < cut < len(piece) and rng.random() < 0.3 else list(piece)
+            token_ids += byte_level_tokenizer().convert_tokens_to_ids(parts)
+        else:
+            token_ids.append(token)
+    return token_ids
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_of_characters_heal(seed):
+    rng = random.Random(seed)
+    real = byte_level_tokenizer()
+    prompt, text = encode("<|im_start|>q 漢<|im_end|>"), " ".join(rng.choices(WORDS, k=30)) + "🙂<|im_end|>"
+    token_ids = sampled(text, rng, share=0.5)
+    tree = SessionTree(decode=real.decode)
+    tree.complete(tree.begin(prompt), token_ids)
+    given = real.decode([*prompt, *token_ids]) + " and on"
+    realignment = tree.realign(encode(given))
+    assert encode(given)[: len(prompt) + len(token_ids)] != prompt + token_ids  # the test would be vacuous
+    assert realignment.token_ids[: len(prompt) + len(token_ids)].tolist() == prompt + token_ids
+    assert real.decode(realignment.token_ids.tolist()) == given
+    call = tree.begin(realignment)
+    assert tree.calls[call].kind is CallKind.CONTINUATION
+
+
+def test_an_output_that_ends_within_a_character_heals_only_to_the_same_text():
+    real = byte_level_tokenizer()
+    prompt, character = encode("<|im_start|>q"), encode("a" + "漢")
+    broken = real.convert_tokens_to_ids(list(pre_tokenized("a漢")))[:-1]  # the last byte is missing: a length stop
+    assert real.decode(broken) == "a\ufffd" and len(character) > 0
+    tree = SessionTree(decode=real.decode)
+    tree.complete(tree.begin(prompt), broken)
+    given = real.decode([*prompt, *broken]) + "<|im_end|> go on"
+    healed = tree.realign(encode(given)).token_ids.tolist()
+    assert real.decode(healed) == given
+    assert healed[: len(prompt) + len(broken)] == prompt + broken
+    other = real.decode(prompt) + "a漢<|im_end|> go on"
+    assert tree.realign(encode(other)).splices == ()
+
+
+def pre_tokenized(text):
+    ((piece, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
+    return piece
+
+
+class Agent:
+    """Conversations kept as text and templated anew for each call; reasoning before the last question is dropped."""
+
+    def __init__(self, rng, *, max_replaced):
+        self.rng = rng
+        self.engine = LoggedClient(iter(self.next_output, None))
+        tree = SessionTree(decode=byte_level_tokenizer().decode, max_replaced=max_replaced)
+        self.client = RecordingClient(self.engine, tree=tree)
+        self.chats = [self.start()]
+        self.num_failed = 0
+        self.last = None
+
+    def words(self, most):
+        return " ".join(self.rng.choices(WORDS, k=self.rng.randint(1, most)))
+
+    def start(self):
+        return [("system", "You call tools."), ("user", self.words(5))]
+
+    def next_output(self):
+        if self.rng.random() < 0.03:
+            return [FAILS]
+        text = f"<think>{self.words(8)}</think>{self.words(8)}<|im_end|>"
+        token_ids = sampled(text, self.rng)
+        # A length stop may cut a character.
+        return token_ids[: self.rng.randint(1, len(token_ids))] if self.rng.random() < 0.05 else token_ids
+
+    def render(self, chat):
+        last_question = max(i for i, (role, _) in enumerate(chat) if role == "user")
+        parts = []
+        for i, (role, text) in enumerate(chat):
+            if role == "assistant" and i < last_question:
+                text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
+            parts.append(f"<|im_start|>{role}\n{text}<|im_end|>\n")
+        return "".join(parts) + "<|im_start|>assistant\n"
+
+    async def turn(self, chat):
+        text = self.render(chat)
+        given = encode(text)
+        call = len(self.engine.log)
+        try:
+            output = await self.client.generate("r", prompt_ids=given, sampling_params={})
+        except RuntimeError:
+            self.num_failed += 1
+            return
+        sent, token_ids, _ = self.engine.log[call]
+        assert token_ids == output.token_ids
+        assert byte_level_tokenizer().decode(sent) == byte_level_tokenizer().decode(given)
+        self.last = (given, output.token_ids)
+        chat.append(("assistant", byte_level_tokenizer().decode(output.token_ids).removesuffix("<|im_end|>")))
+        role = "user" if self.rng.random() < 0.2 else "tool"
+        chat.append((role, self.words(6)))
+        if len(chat) > 14:  # compaction
+            chat[:] = [chat[0], ("user", "So far: " + self.words(10))]
+
+    async def run(self, num_turns):
+        for _ in range(num_turns):
+            num_parallel = self.rng.choice([1, 1, 1, 2])
+            for _ in range(num_parallel - 1):
+                self.chats.append(list(self.rng.choice(self.chats)))
+            chats = self.rng.sample(self.chats, min(num_parallel, len(self.chats)))
+            await asyncio.gather(*(self.turn(chat) for chat in chats))
+            del self.chats[:-6]
+            yield
+
+
+class Samples:
+    """All (prefix, token) that the engine sampled, by a hash of the prefix, with their log-probs."""
+
+    def __init__(self):
+        self.log_probs = {}
+        self.num_calls = 0
+
+    def add(self, log):
+        for prompt, token_ids, log_probs in log[self.num_calls :]:
+            if token_ids[-1] == FAILS:
+                continue
+            h = functools.reduce(lambda h, token: hash((h, token)), prompt, 0)
+            for token, log_prob in zip(token_ids, log_probs, strict=True):
+                h = hash((h, token))
+                self.log_probs.setdefault(h, set()).add(log_prob)
+        self.num_calls = len(log)
+
+    def check(self, token_ids, trained, log_probs):
+        """Assert that every trained token was sampled there; return the samples that were found."""
+        found, h = set(), 0
+        for token, is_trained, log_prob in zip(token_ids, trained, log_probs, strict=True):
+            h = hash((h, token))
+            if is_trained:
+                assert log_prob in self.log_probs[h]
+                found.add(h)
+        return found
+
+
+@pytest.mark.parametrize(("max_replaced", "seed"), [(64, 0), (0, 1)])
+def test_a_thousand_turns_lose_no_sampled_token_and_train_no_other(max_replaced, seed):
+    agent = Agent(random.Random(seed), max_replaced=max_replaced)
+    tree, samples = agent.client.tree, Samples()
+
+    async def run():
+        num_turns = 0
+        async for _ in agent.run(1000):
+            num_turns += 1
+            prompt, token_ids, _ = agent.engine.log[-1]
+            if token_ids[-1] != FAILS:
+                path = tree.locate(prompt + token_ids)
+                assert path.is_generated[len(prompt) :].all()
+            if num_turns % 250 == 0:
+                samples.add(agent.engine.log)
+                on_leaves = set()
+                for leaf in tree.leaves():
+                    on_leaves |= samples.check(leaf.token_ids.tolist(), leaf.is_generated, leaf.log_probs.tolist())
+                assert on_leaves == samples.log_probs.keys()
+
+    asyncio.run(run())
+    given, token_ids = agent.last
+    own = output(given[:8], given[8:] + token_ids, [1] * (len(given) - 8 + len(token_ids)))
+    rows = session_rows(tree, [own], limits=RowLimits(4096, 4096, wants_log_probs=True))
+    assert not any(row.prompt_ids + row.response_ids == given + token_ids for row in rows.outputs[:-1])
+    trained = set()
+    for row in rows.outputs:
+        start = len(row.prompt_ids)
+        trained |= samples.check(
+            row.prompt_ids + row.response_ids, [0] * start + row.response_mask, [0.0] * start + row.response_logprobs
+        )
+    assert trained == samples.log_probs.keys()
+    kinds, report = tree.count_kinds(), CaptureReport.of_calls(tree)
+    assert agent.num_failed == report.num_failed_calls > 10
+    assert min(kinds[CallKind.FORK], kinds[CallKind.REWRITE]) > 20
+    if max_replaced:
+        assert report.num_realigned > 300
+        assert kinds[CallKind.DRIFT] < report.num_realigned / 50
+        assert kinds[CallKind.CONTINUATION] > 300
+    else:
+        assert report.num_realigned == 0
+        assert kinds[CallKind.DRIFT] > 300

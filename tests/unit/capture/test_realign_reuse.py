@@ -1,0 +1,167 @@
+"""What a realigner takes over from earlier prompts is what it would find again: against one that knows no prompt.
+
+The naive twin is a new `Realigner` for each prompt, on the same trie.
+"""
+
+import asyncio
+import random
+
+import pytest
+from test_realign import TEXT, Agent, P, decode
+
+from rollout_hooks.capture.realign import Realigner
+from rollout_hooks.capture.session_tree import SessionTree
+
+A, B, C, D, T, U, V = 0, 1, 2, 3, 19, 20, 21
+AB, BC, ABC, CD, UV = 100, 101, 102, 103, 104
+
+
+class CheckedRealigner(Realigner):
+    """Heals each prompt as the naive twin does too, and asserts that both are equal."""
+
+    __slots__ = ("num_spliced", "num_taken_over")
+
+    def realign(self, given):
+        steps = self._last.steps if self._last else []
+        healed = super().realign(given)
+        naive_trie = UnaskedTrie(self.trie)
+        naive = Realigner(naive_trie, self.decode, self.max_tokens).realign(given)
+        assert healed.token_ids.tolist() == naive.token_ids.tolist()
+        assert healed.splices == naive.splices
+        self.num_spliced += len(healed.splices)
+        if steps and self._last and self._last.steps[:1] == steps[:1]:
+            self.num_taken_over += sum(a is b for a, b in zip(self._last.steps, steps, strict=False))
+        return healed
+
+
+class UnaskedTrie:
+    """A trie whose changes are left for the realigner that it belongs to."""
+
+    def __init__(self, trie):
+        self._trie = trie
+
+    def take_lowest_change(self):
+        return 0
+
+    def __getattr__(self, name):
+        return getattr(self._trie, name)
+
+
+def checked_tree(*calls, decode=decode, max_replaced=64):
+    tree = SessionTree(decode=decode, max_replaced=max_replaced)
+    tree._realigner = CheckedRealigner(tree._trie, decode, max_replaced)
+    tree._realigner.num_spliced = tree._realigner.num_taken_over = 0
+    for prompt, output in calls:
+        tree.complete(tree.begin(prompt), output)
+    return tree
+
+
+def test_a_prompt_takes_over_what_it_shares_and_nothing_that_has_changed():
+    tail = [T, U, V, T, U, V, T, U, V]
+    tree = checked_tree((P, [A, B, C]), ([*P, A, B, C, *tail], [C, D, A]), ([*P, A, B, C, *tail, C, D, A, *tail], [B]))
+    realigner = tree._realigner
+    given = [*P, AB, C, *tail, CD, A, *tail]
+    tree.realign(given)
+    assert realigner.num_taken_over == 0
+    assert len(tree.realign([*given, D]).splices) == 2
+    assert realigner.num_taken_over == 2
+    assert len(tree.realign([*P, AB, C, *tail, C, D, B]).splices) == 1  # parts from the last prompt behind one of them
+    assert realigner.num_taken_over == 3
+
+
+def test_a_path_recorded_since_is_followed():
+    """The given tokens become a path of their own, and so do others that read the same and lead farther."""
+    tail = [T] * 80  # so that all that decides lies before the end of the prompt
+    tree = checked_tree((P, [A, BC]), (P, [AB, C]), ([*P, A, BC, *tail], [D]))
+    given = [*P, ABC, *tail, D, U, V]
+    assert tree.realign(given).token_ids.tolist()[3:5] == [A, BC]
+    tree.complete(tree.begin([*P, AB, C, *tail, D, U, V]), [A])
+    assert tree.realign(given).token_ids.tolist()[3:5] == [AB, C]
+    tree.complete(tree.begin(given), [A])
+    assert tree.realign([*given, A]).splices == ()
+
+
+def test_a_splice_that_stood_for_what_followed_does_not_stand_without_it():
+    """Environment text heals on the way to an output; another prompt shares the text and not the output."""
+    text = [T, V] * 6
+    tree = checked_tree((P, [A, B]), ([*P, A, B, U, V, *text], [C, D]))
+    assert len(tree.realign([*P, AB, UV, *text, CD, T]).splices) == 3
+    assert len(tree.realign([*P, AB, UV, *text[:9], A, A]).splices) == 1
+
+
+def test_a_failed_call_takes_its_boundary_along():
+    """The first splice stands for the boundary where the running call's prompt ends; the second one never stands."""
+    tail = [T, V] * 6
+    tree = checked_tree((P, [A, B, *tail, C, D, *tail, T]))
+    given = [*P, AB, *tail, CD, *tail, U]
+    call = tree.begin([*P, A, B, *tail])
+    assert len(tree.realign(given).splices) == 1
+    tree.fail(call, "gone")
+    assert tree.realign(given).splices == ()
+
+
+@pytest.mark.parametrize("max_replaced", [2, 5, 64])
+@pytest.mark.parametrize("seed", range(25))
+def test_random_histories_heal_as_without_memory(seed, max_replaced):
+    """Texts of few letters in random encodings: prompts that go on from, cut, repeat or change earlier ones."""
+    rng = random.Random(seed)
+    vocabulary = [token for token, text in TEXT.items() if set(text) <= set("abcde")]
+    tree, running, texts = checked_tree(max_replaced=max_replaced), [], ["kl"]
+
+    def encode(text):
+        token_ids = []
+        while text:
+            fitting = [token for token in vocabulary if text.startswith(TEXT[token])]
+            token_ids.append(rng.choice(fitting) if fitting else ord(text[0]) - ord("a"))
+            text = text[len(TEXT[token_ids[-1]]) :]
+        return token_ids
+
+    for _ in range(120):
+        if running and rng.random() < 0.6:
+            call, text = running.pop(rng.randrange(len(running)))
+            if rng.random() < 0.15:
+                tree.fail(call, "gone")
+                continue
+            output = rng.choices(vocabulary, k=rng.randint(0, 12))
+            tree.complete(call, output)
+            texts.append(text + decode(output))
+            continue
+        text = rng.choice(texts[-4:] if rng.random() < 0.8 else texts)
+        if rng.random() < 0.3:
+            text = text[: rng.randint(2, len(text))]
+        text += "".join(rng.choices("abcde", k=rng.randint(0, 14)))
+        given = encode(text)
+        prompt = tree.realign(given)
+        tree.realign(given)  # the same again, and what begins with it, before the trie has changed
+        tree.realign(given + encode("abc"))
+        if rng.random() < 0.5:
+            running.append((tree.begin(prompt if rng.random() < 0.8 else given), text))
+    assert tree._realigner.num_spliced > 30
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_thousand_turns_heal_as_without_memory(seed):
+    agent = Agent(random.Random(seed), max_replaced=64)
+    checked = checked_tree(decode=agent.client.tree._decode)
+    agent.client.tree = checked
+
+    async def run():
+        async for _ in agent.run(1000):
+            pass
+
+    asyncio.run(run())
+    assert checked._realigner.num_spliced > 1000
+    assert checked._realigner.num_taken_over > 100
+
+
+def test_what_is_remembered_is_bounded_by_the_tree():
+    """Each turn drifts once; what 40 turns leave behind is for 40 places, however often they were sent."""
+    tree, history, given = checked_tree(), list(P), list(P)
+    for turn in range(40):
+        tree.complete(tree.begin(tree.realign(given)), [A, B, C])
+        history += [A, B, C, *[T] * 8, turn % 4 + 4]
+        given += [AB, C, *[T] * 8, turn % 4 + 4]
+    realigner = tree._realigner
+    assert len(realigner._last.splices) == 39
+    assert len(realigner._known) <= 39
+    assert tree.num_tokens == len(history) - 9  # what follows the last output was not sent

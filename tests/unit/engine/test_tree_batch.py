@@ -1,0 +1,152 @@
+"""Rows of a mini-batch as packs: expected values by hand."""
+
+import numpy as np
+import pytest
+import torch
+
+from verl_tree.config import TreeConfig
+from verl_tree.cost.model import CostModel, Work
+from verl_tree.engine.packs import TreeBatch, split_into_packs, trained_tokens
+
+
+def jagged(rows: list[list[int]]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+ROWS = [[5, 6, 7, 8], [1, 1], [5, 6, 9], [5, 6, 7, 8]]
+"""A row, a padding row, a sibling, a duplicate."""
+
+TOKENS = np.concatenate(ROWS)
+OFFSETS = np.array([0, 4, 6, 9, 13])
+
+
+def split(
+    masks: list[list[int]],
+    *,
+    capacity: int = 100,
+    model: CostModel | None = None,
+    merge_keys: list | None = None,
+    **tree,
+) -> TreeBatch:
+    return split_into_packs(
+        TOKENS,
+        offsets=OFFSETS,
+        trained=trained_tokens(jagged(masks), sequence_lens=np.diff(OFFSETS)),
+        capacity=capacity,
+        tree=TreeConfig(**tree),
+        model=model,
+        merge_keys=merge_keys,
+    )
+
+
+def test_a_mask_covers_the_end_of_its_row() -> None:
+    trained = trained_tokens(jagged([[1, 0], [1]]), sequence_lens=np.array([4, 2]))
+    assert trained.tolist() == [False, False, True, False, False, True]
+
+
+def test_a_mask_may_cover_the_whole_row_but_first_tokens_are_never_scored() -> None:
+    trained = trained_tokens(jagged([[1, 1, 0], [1, 1]]), sequence_lens=np.array([3, 2]))
+    assert trained.tolist() == [False, True, False, False, True]
+
+
+def test_a_mask_longer_than_its_row_is_refused() -> None:
+    with pytest.raises(ValueError, match="row 1 has 3 entries"):
+        trained_tokens(jagged([[1, 1], [1, 1, 1]]), sequence_lens=np.array([2, 2]))
+
+
+def test_rows_without_trained_tokens_cost_nothing() -> None:
+    batch = split([[1, 1], [0], [1], [0, 1]])
+    (micro,) = batch.micro_batches
+    assert sorted(micro.rows.tolist()) == [0, 2, 3]
+    assert batch.counts.num_packed_tokens == 5 and batch.counts.num_flat_tokens == 11
+    assert micro.layout.token_ids_T.tolist() == [5, 6, 7, 8, 9]
+    # 7 and 8 are trained by row 0, 9 by row 2; nobody trains the prompt.
+    assert micro.wanted_T.tolist() == [False, False, True, True, True]
+
+
+def test_results_find_their_rows() -> None:
+    batch = split([[1, 1], [0], [1], [0, 1]], capacity=4)
+    assert [sorted(micro.rows.tolist()) for micro in batch.micro_batches] == [[0, 3], [2]]
+    flat = np.zeros(len(TOKENS), dtype=np.int64)
+    for micro in batch.micro_batches:
+        flat[micro.flat_index_F.numpy()] = micro.layout.token_ids_T[micro.layout.tree_index_F].numpy()
+    assert flat.tolist() == [5, 6, 7, 8, 0, 0, 5, 6, 9, 5, 6, 7, 8]
+
+
+def test_no_trained_row_gives_no_pack() -> None:
+    batch = split([[0, 0], [0], [0], [0, 0]])
+    assert batch.micro_batches == () and batch.counts.num_flat_tokens == 0
+
+
+@pytest.mark.parametrize("capacity", [100, 4])
+def test_shared_tokens_are_weighed_over_all_packs(capacity: int) -> None:
+    # Token 8 is trained by the rows 0 and 3, token 7 by row 0 alone.
+    masks = [[1, 1], [0], [1], [0, 1]]
+    for mode, weight_of_8 in (("mean", [0.5, 0.5]), ("once", [1.0, 0.0])):
+        flat = torch.zeros(len(TOKENS))
+        for micro in split(masks, shared_tokens=mode, capacity=capacity).micro_batches:
+            flat[micro.flat_index_F] = micro.gradient_weight_F
+        assert flat[[2, 8]].tolist() == [1.0, 1.0]
+        assert flat[[3, 12]].tolist() == weight_of_8
+
+
+def test_rows_with_different_merge_keys_share_nothing() -> None:
+    batch = split([[1, 1], [1], [1], [1, 1]], merge_keys=[1.0, 1.0, 0.5, 1.0])
+    assert batch.counts.num_packed_tokens == 4 + 2 + 3
+
+
+def test_the_work_of_a_pack() -> None:
+    """5 6 7 8 9 at positions 0 1 2 3 2: 1 + 2 + 3 + 4 + 3 pairs; 7, 8, 9 are scored; 5 6, 7 8 and 9 are nodes."""
+    (micro,) = split([[1, 1], [0], [1], [0, 1]]).micro_batches
+    assert micro.work == Work(num_tokens=5, num_visible_pairs=13, num_scored=3, num_segments=3, num_packs=1)
+
+
+def test_packs_run_dearest_first() -> None:
+    batch = split([[1, 1], [1], [1], [0, 1]], capacity=5, merge_keys=[0, 0, 1, 0])
+    # The rows 0 and 3 are one tree of 4 tokens, row 2 one of 3, the padding row one of 2: 4 and 3 + 2.
+    assert [micro.work.num_tokens for micro in batch.micro_batches] == [5, 4]
+
+
+@pytest.mark.parametrize(("capacity", "lens"), [(100, [[4, 3, 4]]), (8, [[4, 4], [3]]), (4, [[4], [4], [3]])])
+def test_a_pack_that_runs_flat_shares_nothing_and_keeps_the_capacity(capacity: int, lens: list[list[int]]) -> None:
+    batch = split([[1, 1], [0], [1], [0, 1]], capacity=capacity, gate="always")
+    rows = [np.diff(OFFSETS)[micro.rows].tolist() for micro in batch.micro_batches]
+    assert sorted(sorted(each) for each in rows) == sorted(sorted(each) for each in lens)
+    for micro in batch.micro_batches:
+        assert micro.layout.num_tokens == micro.layout.num_flat_tokens <= capacity
+        assert (micro.layout.parent_T < 0).sum() == len(micro.rows)
+        assert micro.work.num_segments == len(micro.rows)
+    flat = np.zeros(len(TOKENS), dtype=np.int64)
+    for micro in batch.micro_batches:
+        flat[micro.flat_index_F.numpy()] = micro.layout.token_ids_T[micro.layout.tree_index_F].numpy()
+    assert flat.tolist() == [5, 6, 7, 8, 0, 0, 5, 6, 9, 5, 6, 7, 8]
+    assert batch.counts.num_packed_tokens == 11
+    assert batch.counts.num_flat_packs == batch.counts.num_packs == len(lens)
+
+
+def test_the_gate_opens_where_the_model_says_so() -> None:
+    """5 tokens in 3 segments as a tree, 11 tokens in 3 segments and one pack flat."""
+    masks = [[1, 1], [0], [1], [0, 1]]
+    linear = CostModel(s_per_token=1.0, s_per_pair=0.0, s_per_scored=0.0, s_per_segment=0.0, s_per_pack=0.0)
+    assert split(masks, model=linear).counts.num_flat_packs == 0
+    # Without sharing there are fewer segments: rows 0 and 2 alone are 5 6 | 7 8 | 9 as a tree and two rows flat.
+    masks = [[1, 1], [0], [1], [0, 0]]
+    for s_per_segment, is_flat in ((1.9, False), (2.1, True)):
+        model = CostModel(
+            s_per_token=1.0, s_per_pair=0.0, s_per_scored=0.0, s_per_segment=s_per_segment, s_per_pack=0.0
+        )
+        batch = split(masks, model=model)  # tree: 5 tokens, 3 segments; flat: 7 tokens, 2 segments
+        assert batch.counts.num_flat_packs == int(is_flat)
+        assert batch.counts.num_packed_tokens == (7 if is_flat else 5)
+        assert split(masks, model=model, gate="never").counts.num_flat_packs == 0
+    assert split(masks, model=None).counts.num_flat_packs == 0, "nothing was measured yet"
+
+
+def test_caps_reach_the_packing() -> None:
+    masks = [[1, 1], [0], [1], [1, 1]]
+    assert split(masks).counts.num_packs == 1
+    assert split(masks, max_loss_terms=4).counts.num_packs == 2
+    with pytest.raises(ValueError, match=r"tree\.max_path_len"):
+        split(masks, max_path_len=3)
+    with pytest.raises(ValueError, match="does not exist"):
+        split(masks, packing="magic")

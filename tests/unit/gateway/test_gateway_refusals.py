@@ -1,0 +1,249 @@
+"""What the gateway refuses and how it fails: statuses, OpenAI's error JSON, and a session that lives on."""
+
+import asyncio
+
+import httpx
+import openai
+import pytest
+from gateway_cases import (
+    PROMPT,
+    SAMPLING,
+    chat_format,
+    client_engine,
+    encode,
+    run,
+    served,
+    tool_reply,
+    user,
+)
+from jinja2 import TemplateError
+from verl.workers.rollout.replica import TokenOutput
+
+from rollout_hooks.capture.session_tree import CallStatus
+from rollout_hooks.gateway import Gateway, GatewayLimits, SessionSettings
+
+pytestmark = pytest.mark.timeout(60)
+
+
+UNSUPPORTED = [
+    ("audio", {"voice": "x"}, "audio"),
+    ("top_logprobs", 3, "top_logprobs"),
+    ("response_format", {"type": "grammar", "grammar": "x"}, "response_format"),
+    ("response_format", {"type": "json_schema"}, "response_format.json_schema.json_schema"),
+    ("tool_choice", "required", "tool_choice"),
+    ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, "tool_choice"),
+    ("parallel_tool_calls", "no way", "parallel_tool_calls"),
+    ("store", True, "store"),
+    ("reasoning_effort", "low", "reasoning_effort"),
+    ("logit_bias", {"5": 1}, "logit_bias"),
+    ("frequency_penalty", 0.5, "frequency_penalty"),
+    ("n", 0, "n"),
+    ("temperature", -1, "temperature"),
+    ("max_tokens", 0, "max_tokens"),
+    ("messages", [], "messages"),
+    (
+        "messages",
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        "messages.0.content.str",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "param"), UNSUPPORTED)
+def test_what_cannot_be_served_is_refused_by_name(name, value, param):
+    async def body():
+        async with served() as server:
+            engine = client_engine(lambda _: "x")
+            server.open("s", engine)
+            request = {"model": "policy", "messages": user("q"), name: value}
+            response = await server.client("s").post("/chat/completions", body=request, cast_to=httpx.Response)
+            raise AssertionError(response)
+
+    with pytest.raises(openai.BadRequestError) as raised:
+        run(body)
+    assert raised.value.param == param
+    assert param.split(".")[0] in raised.value.message
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"previous_response_id": "r"},
+        {"include": ["message.output_text.logprobs"]},
+        {"truncation": "auto"},
+        {"reasoning": {"effort": "low"}},
+        {"input": [{"type": "reasoning"}]},
+    ],
+)
+def test_responses_refuse_what_they_do_not_keep(more):
+    async def body():
+        async with served() as server:
+            server.open("s", client_engine(lambda _: "x"))
+            await server.client("s").responses.create(**{"model": "policy", "input": "q", **more})
+
+    with pytest.raises(openai.BadRequestError, match=next(iter(more))):
+        run(body)
+
+
+def test_a_refusal_names_field_value_and_remedy():
+    """As LangChain (`top_logprobs=2`) and the Agents SDK (`Reasoning(effort="low")`) send them."""
+
+    async def body():
+        async with served() as server:
+            server.open("s", client_engine(lambda _: "x"))
+            client = server.client("s")
+            with pytest.raises(openai.BadRequestError, match=r"top_logprobs=2: .*sampled token only; .*leave this out"):
+                await client.chat.completions.create(model="policy", messages=user("q"), logprobs=True, top_logprobs=2)
+            with pytest.raises(openai.BadRequestError, match=r"reasoning={'effort': 'low'}: .*chat template; leave it"):
+                await client.responses.create(model="policy", input="q", reasoning={"effort": "low"})
+            with pytest.raises(openai.BadRequestError, match=r"tool_choice='some': use \"auto\", \"none\""):
+                await client.responses.create(model="policy", input="q", tool_choice="some")
+            with pytest.raises(openai.BadRequestError, match=r"best_of='a{50,59}\.\.\.: leave it out"):
+                await client.chat.completions.create(
+                    model="policy", messages=user("q"), extra_body={"best_of": "a" * 500}
+                )
+
+    run(body)
+
+
+def test_parameters_without_an_effect_and_nulls_are_taken():
+    async def body():
+        async with served() as server:
+            server.open("s", client_engine(lambda _: "x"))
+            await server.client("s").chat.completions.create(
+                model="policy",
+                messages=user("q"),
+                user="me",
+                metadata={"a": "b"},
+                store=False,
+                extra_body={"audio": None, "tools": [], "service_tier": "auto"},
+            )
+
+    run(body)
+
+
+def test_statuses():
+    """401, 404, 413, 429 and 400, each in OpenAI's error JSON; the session lives on."""
+
+    async def body():
+        async with served(max_body_bytes=2000, max_calls=2) as server:
+            engine = client_engine(lambda _: "x")
+            server.open("s", engine, context_len=len(encode(PROMPT)) + 3)
+            client = server.client("s")
+
+            async def status(error, *, to=client, text="q", **more):
+                with pytest.raises(error) as raised:
+                    await to.chat.completions.create(**{"model": "policy", "messages": user(text), **more})
+                assert raised.value.body["type"] == "invalid_request_error"
+                return raised.value.status_code, raised.value.code
+
+            assert await status(openai.AuthenticationError, to=server.client("s", api_key="guess")) == (
+                401,
+                "invalid_api_key",
+            )
+            with pytest.raises(openai.AuthenticationError):
+                await server.client(api_key="guess").models.list()
+            assert await status(openai.NotFoundError, to=server.client("t")) == (404, "session_not_found")
+            assert await status(openai.NotFoundError, to=server.client()) == (404, "session_not_found")
+            assert await status(openai.NotFoundError, model="gpt") == (404, "model_not_found")
+            assert await status(openai.APIStatusError, text="q" * 2000) == (413, "request_too_large")
+            assert await status(openai.BadRequestError, text="qqqq") == (400, "context_length_exceeded")
+            assert not engine.tree.calls
+
+            slow = [
+                asyncio.create_task(
+                    client.chat.completions.create(model="policy", messages=user(""), max_tokens=1, n=1)
+                )
+                for _ in range(2)
+            ]
+            engine.scripted.delay = lambda _: 0.3
+            while server.gateway.num_calls < 2:
+                await asyncio.sleep(0.01)
+            assert await status(openai.RateLimitError) == (429, "too_many_calls")
+            await asyncio.gather(*slow)
+            assert await status(openai.RateLimitError, n=3) == (429, "too_many_calls")
+            (choice,) = (await client.chat.completions.create(model="policy", messages=user("q"))).choices
+            assert choice.message.content == "x"
+
+            async with httpx.AsyncClient(headers={"Authorization": f"Bearer {server.address.api_key}"}) as plain:
+                wrong = await plain.post(server.address.session_url("s") + "/chat/completions", content=b"{no json")
+                assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, None)
+                wrong = await plain.get(server.address.url + "/docs")
+                assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "no_such_route")
+
+    run(body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_engine_failures_are_statuses_with_their_cause(stream):
+    replies = {"bad": RuntimeError("no server left"), "cut": TokenOutput(token_ids=[9], stop_reason="aborted")}
+
+    async def body():
+        async with served() as server:
+            engine = client_engine(lambda prompt: next((v for k, v in replies.items() if k in prompt), "fine"))
+            server.open("s", engine)
+            client = server.client("s")
+
+            async def ask(text):
+                answer = await client.chat.completions.create(model="policy", messages=user(text), stream=stream)
+                return [chunk async for chunk in answer] if stream else answer
+
+            with pytest.raises(openai.InternalServerError, match="RuntimeError: no server left") as raised:
+                await ask("bad")
+            assert (raised.value.status_code, raised.value.code) == (500, "engine_error")
+            with pytest.raises(openai.APIError, match="gave the call up") as raised:
+                await ask("cut")
+            await ask("q")
+            assert [call.status for call in engine.tree.calls] == [
+                CallStatus.FAILED,
+                CallStatus.ABORTED,
+                CallStatus.COMPLETED,
+            ]
+            assert engine.tree.calls[0].cause == "RuntimeError: no server left"
+
+    run(body)
+
+
+def test_sessions_have_good_and_unique_names():
+    gateway = Gateway()
+    settings = SessionSettings(sampling=SAMPLING)
+    engine = client_engine(lambda _: "x")
+    gateway.open_session("a", engine, chat_format=chat_format(), settings=settings)
+    with pytest.raises(ValueError, match="open already"):
+        gateway.open_session("a", engine, chat_format=chat_format(), settings=settings)
+    for name in ("", "a/b", "x" * 129):
+        with pytest.raises(ValueError, match="letters, digits"):
+            gateway.open_session(name, engine, chat_format=chat_format(), settings=settings)
+    with pytest.raises(ValueError, match="max_calls=0"):
+        GatewayLimits(max_calls=0)
+
+
+def test_messages_that_the_template_refuses_and_odd_schemas():
+    def refuse(messages, tools):
+        if messages[-1]["content"] == "bug":
+            raise KeyError("bug")
+        raise TemplateError("roles must alternate")
+
+    async def body():
+        async with served() as server:
+            engine = client_engine(tool_reply)
+            server.gateway.open_session(
+                "t", engine, chat_format=chat_format(render=refuse), settings=SessionSettings(sampling=SAMPLING)
+            )
+            create = server.client("t").chat.completions.create
+            with pytest.raises(openai.BadRequestError, match="roles must alternate"):
+                await create(model="policy", messages=user("q"))
+            with pytest.raises(openai.InternalServerError, match="KeyError") as raised:
+                await create(model="policy", messages=user("bug"))
+            assert raised.value.code == "gateway_error"
+
+            server.open("s", engine)
+            parameters = {"type": "object", "properties": {"x": {"anyOf": [{"type": "integer"}]}, "y": True}}
+            for each in (parameters, {"type": "object", "properties": None, "required": ["z"]}, {}):
+                tool = {"type": "function", "function": {"name": "double", "parameters": each}}
+                (choice,) = (
+                    await server.client("s").chat.completions.create(model="policy", messages=user("q"), tools=[tool])
+                ).choices
+                assert len(choice.message.tool_calls) == 2
+
+    run(body)

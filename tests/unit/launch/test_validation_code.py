@@ -1,0 +1,284 @@
+"""Code that is not there is refused before Ray starts: agent loops, tools, rewards, data set classes."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from input_cases import refusal, resolved
+
+from verl_tree.launch.validation import validate
+
+AGENT = "actor_rollout_ref.rollout.agent"
+LOOPS = f"{AGENT}.agent_loop_config_path"
+DEFAULT = f"{AGENT}.default_agent_loop"
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+
+
+def test_file_of_loops_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert f"{LOOPS}=loops.yaml: no such file in {tmp_path}" in refusal(f"{LOOPS}=loops.yaml")
+    assert f"{LOOPS}=/no/loops.yaml: no such file" in refusal(f"{LOOPS}=/no/loops.yaml")
+    loops = tmp_path / "loops.yaml"
+    target = "_target_: rollout_hooks.loops.memory.MemoryAgentLoop"
+    wrong = {
+        "": "YAML list",
+        f"name: mine\n{target}\n": "YAML list",
+        f"- {target}\n": "entry 1 lacks name",
+        f"- name: mine\n  {target}\n- name: other\n": "entry 2 lacks _target_",
+        "- mine\n": "entry 1 lacks name, _target_",
+        "- name: [\n": "not YAML",
+    }
+    for text, part in wrong.items():
+        loops.write_text(text)
+        message = refusal(f"{LOOPS}={loops}")
+        assert message.startswith(f"{LOOPS}={loops}")
+        assert part in message
+    loops.write_text(f"- name: mine\n  {target}\n")
+    validate(resolved(f"{LOOPS}=loops.yaml", f"{DEFAULT}=mine"))
+
+
+def test_unknown_loop_is_refused_with_the_closest_name(tmp_path: Path) -> None:
+    for known in ("single_turn_agent", "tool_agent", "parallel_tools", "tree_search", "blackbox"):
+        validate(resolved(f"{DEFAULT}={known}"))
+    message = refusal(f"{DEFAULT}=paralel_tools")
+    assert f"{DEFAULT}=paralel_tools: no such agent loop; did you mean parallel_tools?" in message
+    assert "single_turn_agent, subagents, tool_agent, tree_search" in message
+    loops = tmp_path / "loops.yaml"
+    loops.write_text("- name: note_taker\n  _target_: rollout_hooks.loops.memory.MemoryAgentLoop\n")
+    assert "did you mean note_taker?" in refusal(f"{LOOPS}={loops}", f"{DEFAULT}=notetaker")
+
+
+def test_rows_may_name_their_loops(tmp_path: Path) -> None:
+    """Then the default counts only where rows without a name are left."""
+    rows = {}
+    for name, loops in (("good", ["tool_agent", "mine"]), ("bad", ["tool_agent", "tool_agnt"])):
+        rows[name] = tmp_path / f"{name}.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "agent_name": loops}), rows[name])
+    loops = tmp_path / "loops.yaml"
+    loops.write_text("- name: mine\n  _target_: rollout_hooks.loops.memory.MemoryAgentLoop\n")
+    mine, train, val = f"{LOOPS}={loops}", f"data.train_files={rows['good']}", f"data.val_files={rows['good']}"
+    validate(resolved(mine, train, val, f"{DEFAULT}=nothing"))
+    assert refusal(mine, train, f"{DEFAULT}=nothing").startswith(f"{DEFAULT}=nothing: no such agent loop")
+    message = refusal(mine, f"data.train_files={rows['bad']}", val)
+    assert message.startswith("data.train_files=") and "agent_name has 'tool_agnt': no such agent loop;" in message
+    assert "did you mean tool_agent?" in message
+
+
+def test_loops_of_a_manager_of_the_users_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registers = "from verl.experimental.agent_loop.agent_loop import register\n@register('theirs')\nclass Loop: ...\n"
+    (tmp_path / "their_manager.py").write_text(f"{registers}class Manager: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    key = f"{AGENT}.agent_loop_manager_class"
+    validate(resolved(f"{key}=their_manager.Manager", f"{DEFAULT}=theirs"))
+    message = refusal(f"{key}=their_manager.Manger")
+    assert f"{key}=their_manager.Manger: {tmp_path}/their_manager.py has no Manger" in message
+
+
+LOOP_TARGETS = {
+    "my_loops.Missing": "my_loops.py has no Missing",
+    "my_lops.MyLoop": "no module named my_lops",
+    "my_package.sub.MyLoop": "my_package/__init__.py has no sub",
+    "my_folder.sub.MyLoop": "no module named my_folder.sub",
+    "my_loops.inner.MyLoop": "my_loops.py has no inner",
+    "my_broken.loops.MyLoop": "No module named 'no_such_dependency'",
+    "MyLoop": "full name of a class",
+}
+
+
+@pytest.mark.parametrize(("target", "part"), LOOP_TARGETS.items())
+def test_class_of_a_loop_that_is_not_there_is_refused(
+    target: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module is not run: what it needs may be in the environment of Ray's processes only."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_loops.py").write_text("import os\nMEMORY = os.environ['ONLY_IN_RAY']\nclass MyLoop: ...\n")
+    for folder in ("my_package", "my_folder"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "loops.py").write_text("class MyLoop: ...\n")
+    (tmp_path / "my_package" / "__init__.py").write_text("")
+    (tmp_path / "my_broken").mkdir()
+    (tmp_path / "my_broken" / "__init__.py").write_text("import no_such_dependency\n")
+    loops = tmp_path / "loops.yaml"
+    for good in ("my_loops.MyLoop", "my_loops.MyLoop.Nested", "my_package.loops.MyLoop", "my_folder.loops.MyLoop"):
+        loops.write_text(f"- name: mine\n  _target_: {good}\n")
+        validate(resolved(f"{LOOPS}={loops}"))
+    loops.write_text(f"- name: mine\n  _target_: {target}\n")
+    message = refusal(f"{LOOPS}={loops}")
+    assert f"_target_={target} of the loop mine: " in message
+    assert part in message
+    assert "PYTHONPATH" in message
+
+
+def test_missing_tool_files_are_refused(tmp_path: Path) -> None:
+    for name in ("tool_config_path", "function_tool_path"):
+        key = f"{MULTI_TURN}.{name}"
+        assert f"{key}={tmp_path}/tools: no such file" in refusal(f"{key}={tmp_path}/tools")
+    (tmp_path / "tools").write_text("tools: []\n")
+    validate(resolved(f"{MULTI_TURN}.tool_config_path={tmp_path}/tools"))
+
+
+NAMED = [
+    ("reward.custom_reward_function.path", "reward.custom_reward_function.name"),
+    ("reward.reward_manager.module.path", "reward.reward_manager.name"),
+    ("data.custom_cls.path", "data.custom_cls.name"),
+]
+
+
+@pytest.mark.parametrize(("path_key", "name_key"), NAMED)
+def test_what_verl_loads_by_its_path_must_be_there(
+    path_key: str, name_key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `verl.utils.import_utils.load_extern_object` will look for it; the file is not run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    source = ["reward.reward_manager.source=importlib"] if path_key.startswith("reward.reward_manager") else []
+    (tmp_path / "mine.py").write_text("import os\nSCALE = os.environ['ONLY_IN_RAY']\ndef graded(): ...\n")
+    for good in ("mine.py", f"{tmp_path}/mine.py", "file://mine.py", "pkg://mine"):
+        validate(resolved(*source, f"{path_key}={good}", f"{name_key}=graded"))
+    for missing in ("yours.py", "file://yours.py"):
+        message = refusal(*source, f"{path_key}={missing}", f"{name_key}=graded")
+        assert f"{path_key}={missing}: no such file in {tmp_path}: yours.py" in message
+    message = refusal(*source, f"{path_key}=mine.py", f"{name_key}=graed")
+    assert f"{name_key}=graed: {path_key}=mine.py has no such name" in message
+    assert f"{path_key}=pkg://yours: no module named yours" in refusal(
+        *source, f"{path_key}=pkg://yours", f"{name_key}=graded"
+    )
+    assert "has no graed" in refusal(*source, f"{path_key}=pkg://mine", f"{name_key}=graed")
+    assert f"{name_key}=None: give the name" in refusal(*source, f"{path_key}=mine.py", f"{name_key}=null")
+
+
+def test_reward_managers_that_nobody_registered_are_refused() -> None:
+    for known in ("naive", "dapo"):
+        validate(resolved(f"reward.reward_manager.name={known}"))
+    message = refusal("reward.reward_manager.name=prime")
+    assert "reward.reward_manager.name=prime: no such reward manager; choose one of dapo, " in message
+    assert "reward.reward_manager.source=foo: choose register" in refusal("reward.reward_manager.source=foo")
+    assert "module.path=None" in refusal("reward.reward_manager.source=importlib", "reward.reward_manager.module=null")
+    message = refusal("reward.reward_manager.source=importlib")
+    assert "reward.reward_manager.module.path=None: source=importlib reads a class from it" in message
+
+
+@pytest.mark.parametrize(
+    ("legacy", "key"),
+    [
+        ("custom_reward_function.path=mine.py", "reward.custom_reward_function.path"),
+        ("custom_reward_function.name=graded", "reward.custom_reward_function.name"),
+        ("reward_model.reward_manager=dapo", "reward.reward_manager.name"),
+        ("reward_model.enable=true", "reward.reward_model.enable"),
+        ("reward_model.model.path=/model", "reward.reward_model.model_path"),
+        ("reward_model.rollout.name=vllm", "reward.reward_model.rollout.name"),
+        ("+reward_model.reward_kwargs.max_resp_len=5", "reward.reward_kwargs.max_resp_len"),
+        ("sandbox_fusion.url=http://x", "reward.sandbox_fusion.url"),
+    ],
+)
+def test_keys_of_earlier_releases_are_refused_with_their_new_names(legacy: str, key: str) -> None:
+    """verl composes them with nulls and its trainer reads none: a reward function named there would not be called."""
+    name, value = legacy.lstrip("+").split("=")
+    assert f"{name}={value.replace('true', 'True')}: verl 0.9.1 does not read this key; set {key} instead" in refusal(
+        legacy
+    )
+
+
+def test_keys_of_earlier_releases_that_change_nothing_are_left_alone() -> None:
+    validate(resolved("reward_model.enable=false", "reward_model.num_workers=3", "reward.num_workers=3"))
+    assert "reward_model.num_workers=3: " in refusal("reward_model.num_workers=3", "reward.num_workers=2")
+
+
+SOURCES = {
+    "mine.pyc": b"\xff\x00\xfe",
+    "latin.py": b"# coding: latin-1\nTEXT = '\xe4'\ndef graded(): ...\n",
+    "made.py": b"exec('def gra' + 'ded(): ...')\n",
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_files_whose_names_cannot_be_read_off_are_left_to_verl(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(SOURCES[name])
+    path = f"reward.custom_reward_function.path={tmp_path / name}"
+    validate(resolved(path, "reward.custom_reward_function.name=graded"))
+
+
+def test_new_names_are_those_of_verl() -> None:
+    """What verl's own migration makes of every legacy key is what a user is told."""
+    from omegaconf import OmegaConf, open_dict
+    from verl.experimental.reward_loop import migrate_legacy_reward_impl
+
+    from verl_tree.launch.validation.code import LEGACY_GROUPS, moved_to
+
+    def leaves(config, prefix):
+        for name in config:
+            key, value = f"{prefix}.{name}", OmegaConf.select(config, name)
+            yield from leaves(value, key) if OmegaConf.is_dict(value) else [key]
+
+    legacy = resolved()
+    keys = [key for group in LEGACY_GROUPS for key in leaves(legacy[group], group)]
+    assert len(keys) > 30
+    for key in keys:
+        config = resolved()
+        with open_dict(config):
+            OmegaConf.update(config, key, "MARK", force_add=True)
+            OmegaConf.update(config, "reward_model.reward_loop_source", "MARK" if "reward_loop" in key else None)
+            migrated = migrate_legacy_reward_impl(config)
+        found = [each for each in leaves(migrated.reward, "reward") if OmegaConf.select(migrated, each) == "MARK"]
+        if moved_to(key) is None:
+            assert not found
+            assert f"{key}=x: verl 0.9.1 does not read this key, and has no other for it; remove it" in refusal(
+                f"{key}=x"
+            )
+        elif key == "reward_model.reward_loop_class_name":
+            assert "reward.reward_manager.module.name" in found  # where verl 0.9.1 does not look for it
+        else:
+            assert moved_to(key) in found, key
+
+
+@pytest.mark.parametrize("brings", ["env_vars.PYTHONPATH=/mine", "working_dir=/mine", "pip=[mine]"])
+def test_modules_that_ray_brings_along_are_warned_of(
+    brings: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loops = tmp_path / "loops.yaml"
+    loops.write_text("- name: mine\n  _target_: my_loops.MyLoop\n")
+    with caplog.at_level(logging.WARNING):
+        validate(resolved(f"{LOOPS}={loops}", f"+ray_kwargs.ray_init.runtime_env.{brings}"))
+    assert "no module named my_loops" in caplog.text
+    runtime_env = f"+ray_kwargs.ray_init.runtime_env.{brings}"
+    with caplog.at_level(logging.WARNING):
+        validate(resolved("reward.custom_reward_function.path=rewards.py", runtime_env))
+    assert "reward.custom_reward_function.path=rewards.py: no such file" in caplog.text
+    assert "/no/rewards.py: no such file" in refusal("reward.custom_reward_function.path=/no/rewards.py", runtime_env)
+    assert "data.train_files=/no: no such file" in refusal(runtime_env, "data.train_files=/no")
+
+
+def test_looking_up_loops_leaves_vllm_alone(tmp_path: Path) -> None:
+    """vLLM belongs to the workers; imported by the driver it costs seconds, and memory for the whole run."""
+    (tmp_path / "loops.yaml").write_text("- name: mine\n  _target_: rollout_hooks.capture.async_llm.AsyncLLM\n")
+    program = (
+        "import sys, verl_tree.cpu.platform; from input_cases import resolved\n"
+        "from verl_tree.launch.validation import validate\n"
+        f"validate(resolved('{DEFAULT}=parallel_tools', '{LOOPS}={tmp_path}/loops.yaml'))\n"
+        "assert not {'vllm', 'rollout_hooks.worker'} & set(sys.modules)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_every_loop_that_a_worker_knows_is_known_here() -> None:
+    from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
+
+    import rollout_hooks.worker  # noqa: F401 - registers its loops
+
+    known = [name for name, entry in _agent_loop_registry.items() if entry["_target_"].startswith("rollout_hooks.")]
+    program = (
+        "import verl_tree.cpu.platform; from input_cases import resolved\n"
+        "from verl_tree.launch.validation.code import _registered_loops\n"
+        "print(','.join(_registered_loops(resolved())))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert set(known) <= set(done.stdout.split()[-1].split(","))
+    assert len(known) >= 6

@@ -1,0 +1,114 @@
+"""What is not there, or no text, is refused before Ray starts: data, models, folders."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from input_cases import refusal, resolved, write_model, write_rows
+
+from verl_tree.launch.validation import validate
+
+MODEL = "actor_rollout_ref.model.path"
+LOOPS = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+
+
+def test_missing_data_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    here, missing = write_rows(tmp_path / "rows.parquet"), tmp_path / "typo.parquet"
+    for good in (here, f"[{here},{here}]", "rows.parquet", "ro*.parquet", "hdfs://x/y.parquet", "s3://x/y.parquet"):
+        validate(resolved(f"data.train_files={good}", f"data.val_files={good}"))
+    assert f"data.train_files={missing}: no such file: {missing}" in refusal(f"data.train_files={missing}")
+    assert f"no such file: {missing}" in refusal(f"data.val_files=[{here},{missing}]")
+    assert f"data.val_files=rows.json: no such file in {tmp_path}" in refusal("data.val_files=rows.json")
+    assert "data.val_files=None: names no file" in refusal("data.val_files=null")
+    (tmp_path / "mine.py").write_text("class Rows: ...\n")
+    validate(resolved(f"data.train_files={missing}", "data.custom_cls.path=mine.py", "data.custom_cls.name=Rows"))
+
+
+def test_tilde_is_written_out_in_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither datasets nor transformers expand it, so a folder that exists would not be found either."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_rows(tmp_path / "rows.parquet")
+    write_model(tmp_path / "model")
+    message = refusal("data.train_files=~/rows.parquet")
+    assert f"data.train_files=~/rows.parquet: ~ is not expanded; give {tmp_path}/rows.parquet" in message
+    assert f"{MODEL}=~/model: ~ is not expanded; give {tmp_path}/model" in refusal(f"{MODEL}=~/model")
+
+
+@pytest.mark.parametrize("key", [MODEL, "critic.model.path"])
+def test_missing_model_is_refused(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    write_model(tmp_path / "good")
+    (tmp_path / "empty").mkdir()
+    for good in ("good", f"{tmp_path}/good", "Qwen/Qwen3-0.6B", "gpt2", "hdfs://x/y"):
+        validate(resolved("critic.enable=true", f"{key}={good}"))
+    for missing in (f"{tmp_path}/typo", "./typo", "../typo", "a/b/typo"):
+        message = refusal("critic.enable=true", f"{key}={missing}")
+        assert f"{key}={missing}: no such folder" in message
+        assert "owner/model" in message
+    assert f"{key}=empty: the folder has no config.json" in refusal("critic.enable=true", f"{key}=empty")
+    assert f"{key}=good/: " in refusal("critic.enable=true", f"{key}=good/")
+
+
+def test_model_of_a_critic_that_is_not_used_may_be_missing() -> None:
+    validate(resolved("critic.enable=false", "critic.model.path=/no/such/folder"))
+
+
+def test_hub_model_that_is_not_cached_is_refused_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert f"{MODEL}=owner/model: no such folder, and HF_HUB_OFFLINE is set" in refusal(f"{MODEL}=owner/model")
+    revision = tmp_path / "models--owner--model" / "refs" / "main"
+    revision.parent.mkdir(parents=True)
+    revision.write_text("0" * 40)
+    write_model(tmp_path / "models--owner--model" / "snapshots" / ("0" * 40))
+    validate(resolved(f"{MODEL}=owner/model"))
+
+
+@pytest.mark.parametrize("tower", ["vision_config", "audio_config"])
+def test_multimodal_model_is_refused(tmp_path: Path, tower: str) -> None:
+    assert tower in refusal(f"{MODEL}={write_model(tmp_path, **{tower: {}})}")
+    validate(resolved(f"{MODEL}={write_model(tmp_path)}"))
+
+
+def test_multimodal_rows_are_refused(tmp_path: Path) -> None:
+    text, images = write_rows(tmp_path / "text.parquet"), write_rows(tmp_path / "images.parquet", "images")
+    validate(resolved(f"data.train_files={text}", f"data.val_files=[{text}]"))
+    message = refusal(f"data.train_files={text}", f"data.val_files=[{text},{images}]")
+    assert message.startswith(f"data.image_key=images: {images}")
+
+
+def test_folder_of_trees_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for name in ("file", "file/trees"):
+        assert f"tree.dump_dir={tmp_path}/{name}: {tmp_path}/file is a file" in refusal(
+            f"tree.dump_dir={tmp_path}/{name}"
+        )
+    assert "tree.dump_dir=s3://x/trees: trees are written to a local folder" in refusal("tree.dump_dir=s3://x/trees")
+    validate(resolved(f"tree.dump_dir={tmp_path}/a/b"))
+    assert not (tmp_path / "a").exists(), "a check makes nothing"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_folder_of_trees_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert f"{tmp_path} cannot be written to" in refusal(f"tree.dump_dir={tmp_path}/trees")
+
+
+ELSEWHERE = ["trainer.nnodes=2", "+ray_kwargs.ray_init.address=auto", "RAY_ADDRESS"]
+
+
+@pytest.mark.parametrize("elsewhere", ELSEWHERE)
+def test_missing_files_are_warned_of_where_other_machines_may_have_them(
+    elsewhere: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = ["data.train_files=/no/rows.parquet", f"{MODEL}=/no/model", f"{LOOPS}=/no/loops.yaml"]
+    if elsewhere == "RAY_ADDRESS":
+        monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
+    overrides = [elsewhere] if "=" in elsewhere else []
+    with caplog.at_level(logging.WARNING):
+        validate(resolved(*overrides, *missing))
+    for each in missing:
+        assert f"{each}: no such" in caplog.text

@@ -1,0 +1,120 @@
+"""The watchdog's own decisions; what it sees of a real cluster is in tests/e2e/test_watchdog.py."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from ray.util.state.common import ActorState
+
+from verl_tree.config import WatchdogConfig
+from verl_tree.launch.watchdog import INTERRUPT, Watchdog, _engine_processes, _is_running, watch_run
+
+
+def actor(actor_id: str, *, state: str = "DEAD", reason: str | None = None, pid: int = 1) -> ActorState:
+    context = {"reason": reason, "error_message": f"message of {actor_id}", "node_ip_address": "node"}
+    return ActorState(
+        actor_id=actor_id,
+        class_name=f"Class{actor_id}",
+        state=state,
+        job_id="01",
+        name="",
+        node_id="n",
+        pid=pid,
+        ray_namespace="",
+        serialized_runtime_env=None,
+        required_resources=None,
+        death_cause=None if reason is None else {"actor_died_error_context": context},
+        is_detached=False,
+        placement_group_id=None,
+        repr_name="",
+        num_restarts=0,
+        num_restarts_due_to_lineage_reconstruction=0,
+        num_restarts_due_to_node_preemption=0,
+        call_site=None,
+        label_selector=None,
+    )
+
+
+FORKS = f'{sys.executable} -c "import os, time; os.fork(); time.sleep(60)"'
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen]:
+    """A real process that calls itself as vLLM's do, started by a shell: a grandchild of this process."""
+    program = getattr(request, "param", "sleep 60")
+    shell = subprocess.Popen(["bash", "-c", f"bash -c 'exec -a VLLM::EngineCore {program}' & wait"])
+    yield shell
+    for child in psutil.Process(shell.pid).children(recursive=True):
+        child.kill()
+    shell.kill()
+    shell.wait()
+
+
+def test_wanted_deaths_are_no_findings() -> None:
+    actors = [actor("a", reason="RAY_KILL"), actor("b", reason="OUT_OF_SCOPE"), actor("c", state="ALIVE")]
+    assert Watchdog(WatchdogConfig())._dead_actor(actors) is None
+
+
+def test_the_cause_comes_before_its_consequences() -> None:
+    actors = [actor("a", reason="OWNER_DIED"), actor("b", reason="WORKER_DIED", pid=77), actor("c", state="ALIVE")]
+    finding = Watchdog(WatchdogConfig())._dead_actor(actors)
+    assert finding is not None
+    assert finding.cause.startswith("the process of Classb (pid 77 on node node) died: message of b")
+    assert finding.actor_ids == ("b", "a")
+
+
+@pytest.mark.parametrize("engine", [FORKS], indirect=True, ids=["forks"])
+def test_what_an_engine_forks_is_no_engine(engine: subprocess.Popen) -> None:
+    """Else the run would end when a program does that vLLM was starting while the watchdog looked."""
+    shell = psutil.Process(engine.pid)
+
+    def titled() -> list[int]:
+        return [each.pid for each in shell.children(recursive=True) if each.cmdline()[:1] == ["VLLM::EngineCore"]]
+
+    deadline = time.monotonic() + 20
+    while len(titled()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    core, helper = titled()
+    assert psutil.Process(helper).ppid() == core
+    assert list(_engine_processes(actor("s", state="ALIVE", pid=shell.pid))) == [core]
+
+
+def test_engine_processes_are_found_and_missed(engine: subprocess.Popen) -> None:
+    server = actor("s", state="ALIVE", pid=engine.pid)
+    deadline = time.monotonic() + 20
+    while not (found := _engine_processes(server)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (process,) = found.values()
+    assert process.title.startswith("VLLM::EngineCore")
+    assert process.actor_id == "s"
+    assert _is_running(process.process)
+    os.kill(process.process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while _is_running(process.process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_running(process.process)
+    assert _engine_processes(actor("s", state="ALIVE", pid=2**22 + 1)) == {}
+
+
+def test_disabled_watchdog_starts_nothing() -> None:
+    before = threading.active_count()
+    with watch_run(WatchdogConfig(enabled=False)):
+        assert threading.active_count() == before
+
+
+def test_watching_leaves_no_trace_and_hides_no_error() -> None:
+    handler = signal.getsignal(INTERRUPT)
+    before = threading.active_count()
+    with pytest.raises(KeyError, match="mine"), watch_run(WatchdogConfig(poll_s=0.01)):
+        assert threading.active_count() == before + 1
+        raise KeyError("mine")
+    with pytest.raises(KeyboardInterrupt), watch_run(WatchdogConfig(poll_s=0.01)):
+        raise KeyboardInterrupt
+    assert threading.active_count() == before
+    assert signal.getsignal(INTERRUPT) == handler

@@ -1,0 +1,194 @@
+"""The loop `blackbox`: agents written with the public `openai` client, on verl's client with scripted answers."""
+
+import asyncio
+
+import hydra
+import openai
+import pytest
+from gateway_cases import TOOLS, user
+from omegaconf import OmegaConf
+from scripted_llm import END, ScriptedClient, call_text, row, run_loop, tokenizer
+from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
+
+from rollout_hooks.capture.outputs import SessionFailed
+from rollout_hooks.capture.recording import RecordingClient
+from rollout_hooks.capture.rows import RowLimits, session_rows
+from rollout_hooks.capture.session_tree import CallStatus, SessionTree
+from rollout_hooks.loops.blackbox import BlackboxAgentLoop
+
+pytestmark = pytest.mark.timeout(60)
+
+LIMITS = RowLimits(prompt_length=256, response_length=256, wants_log_probs=True)
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "logprobs": True}
+TURN = call_text(3) + call_text(4)
+
+
+async def agent(*, base_url, api_key, model, row):
+    """Asks aside, lets the model call two tools, answers; what it returns is what the row says."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        create = client.chat.completions.create
+        messages = list(row["raw_prompt"])
+        first = await create(model=model, messages=messages, tools=TOOLS)
+        aside = await create(model=model, messages=user("aside"))
+        message = first.choices[0].message
+        messages += [message.model_dump(exclude_none=True)]
+        messages += [{"role": "tool", "tool_call_id": c.id, "content": "[6]"} for c in message.tool_calls]
+        final = await create(model=model, messages=messages, tools=TOOLS)
+    ids = {"first": first.id, "aside": aside.id, "final": final.id}
+    result = row["returns"]
+    if isinstance(result, Exception):
+        raise result
+    if isinstance(result, dict) and "leaf_rewards" in result:
+        return {**result, "leaf_rewards": {ids[name]: value for name, value in result["leaf_rewards"].items()}}
+    return result
+
+
+async def sleeper(*, base_url, api_key, model, row):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        await client.chat.completions.create(model=model, messages=row["raw_prompt"])
+        await asyncio.sleep(60)
+
+
+async def quitter(*, base_url, api_key, model, row):
+    """Goes away while its call runs."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        asked = asyncio.create_task(client.chat.completions.create(model=model, messages=row["raw_prompt"]))
+        while not row["scripted"].num_running:
+            await asyncio.sleep(0.01)
+        asked.cancel()
+    return 1.0
+
+
+async def twice(*, base_url, api_key, model, row):
+    """Asks the same twice."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        first = await client.chat.completions.create(model=model, messages=row["raw_prompt"])
+        second = await client.chat.completions.create(model=model, messages=row["raw_prompt"])
+    return {"leaf_rewards": {first.id: 1.0, second.id: -1.0}}
+
+
+async def silent(*, base_url, api_key, model, row):
+    return 1.0
+
+
+def not_async(**kwargs):
+    return 1.0
+
+
+def loop_class(agent="agent", **settings):
+    class Loop(BlackboxAgentLoop):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, agent=f"{__name__}:{agent}", **settings, **kwargs)
+
+    return Loop
+
+
+def reply(prompt):
+    if "aside" in prompt:
+        return "beside"
+    return "6 and 6" if "[6]" in prompt else TURN
+
+
+def capture(returns=None, *, loop=None, sampling=SAMPLING, script=reply, delay=None):
+    """Run the loop and make the rows as the worker does; return the rows and the tree."""
+    client = RecordingClient(ScriptedClient(script, delay), tree=SessionTree(decode=tokenizer().decode))
+    client.scripted = client._client
+    outputs = run_loop(loop or loop_class(), client, sampling, row=row(returns=returns, scripted=client.scripted))
+    rows = session_rows(client.tree, outputs, limits=LIMITS)
+    assert rows.num_dropped == 0
+    return rows.outputs, client
+
+
+def text(output):
+    trained = [token for token, mask in zip(output.response_ids, output.response_mask, strict=True) if mask]
+    return tokenizer().decode(trained)
+
+
+def test_leaves_are_rows_and_the_agents_number_is_the_reward_of_all():
+    rows, client = capture(0.5)
+    assert [text(each) for each in rows] == ["beside" + END, TURN + END + "6 and 6" + END]
+    assert [(each.leaf_reward, each.reward_score) for each in rows] == [(0.5, 0.5)] * 2
+    assert all(len(each.response_logprobs) == len(each.response_ids) for each in rows)
+    assert len(set(client.scripted.request_ids)) == 1
+    assert {params["max_tokens"] for params in client.scripted.sampling_params} == {256}
+
+
+def test_without_a_reward_verl_scores_the_last_leaf():
+    rows, _ = capture(None)
+    assert [(each.leaf_reward, each.reward_score) for each in rows] == [(None, None)] * 2
+    assert text(rows[-1]) == TURN + END + "6 and 6" + END
+
+
+def test_rewards_of_single_leaves_and_what_is_reported_with_them():
+    rows, _ = capture({"reward": 1, "leaf_rewards": {"aside": -1.0}, "acc": 0.0})
+    assert [each.leaf_reward for each in rows] == [-1.0, 1.0]
+    assert [each.leaf_reward_extra_info for each in rows] == [{"acc": 0.0}] * 2
+    assert [each.as_dict()["extra_fields"]["reward_extra_info"] for each in rows] == [{"acc": 0.0}] * 2
+    with pytest.raises(ValueError, match="no leaf of the session ends with that response"):
+        capture({"leaf_rewards": {"first": 1.0}})
+
+
+def test_calls_that_sampled_the_same_are_leaves_with_rewards_of_their_own():
+    rows, _ = capture(loop=loop_class("twice"))
+    assert [(text(each), each.leaf_reward) for each in rows] == [(TURN + END, 1.0), (TURN + END, -1.0)]
+
+
+@pytest.mark.parametrize(
+    ("returns", "message"),
+    [
+        ("1.0", "return a number, None, or a mapping"),
+        ({"score": 1.0}, "return a number, None, or a mapping"),
+        (float("nan"), "must be finite"),
+        ({"leaf_rewards": {"aside": float("inf")}}, "must be finite"),
+    ],
+)
+def test_other_results_are_refused(returns, message):
+    with pytest.raises(ValueError, match=message):
+        capture(returns)
+
+
+def test_an_agent_that_fails_fails_its_session():
+    with pytest.raises(SessionFailed, match="KeyError: 'tool'"):
+        capture(KeyError("tool"))
+    with pytest.raises(SessionFailed, match="ran longer than timeout_s"):
+        capture(loop=loop_class("sleeper", timeout_s=0.5))
+    with pytest.raises(SessionFailed, match="no call that gave a token"):
+        capture(loop=loop_class("silent"))
+
+
+def test_calls_of_clients_that_went_away_are_waited_for():
+    rows, client = capture(loop=loop_class("quitter"), delay=lambda _: 0.6)
+    assert [text(each) for each in rows] == [TURN + END]
+    assert [call.status for call in client.tree.calls] == [CallStatus.COMPLETED]
+    with pytest.raises(SessionFailed, match="no call that gave a token"):
+        capture(loop=loop_class("quitter", drain_s=0.05), delay=lambda _: 0.6)
+
+
+def test_fixed_sampling_and_unusable_settings():
+    _, client = capture(0.0, loop=loop_class(fixed_sampling=["temperature"]))
+    assert {params["temperature"] for params in client.scripted.sampling_params} == {1.0}
+    with pytest.raises(ValueError, match="agent=None: name an async function"):
+        run_loop(BlackboxAgentLoop, client, SAMPLING)
+    with pytest.raises(ValueError, match="is not an async function"):
+        capture(loop=loop_class("not_async"))
+    with pytest.raises(ValueError, match="timeout_s=0"):
+        capture(loop=loop_class(timeout_s=0))
+    with pytest.raises(ValueError, match="agent_loop_manager_class"):
+        run_loop(loop_class(), ScriptedClient(reply), SAMPLING, row=row(returns=0.0))
+
+
+def test_an_entry_of_the_loop_configuration_makes_the_loop():
+    """As verl's worker makes it: Hydra with the entry's own keys, lists included."""
+    entry = {"name": "mine", "_target_": _agent_loop_registry["blackbox"]["_target_"], "agent": f"{__name__}:agent"}
+    entry |= {"timeout_s": 30, "fixed_sampling": ["temperature"]}
+    client = RecordingClient(ScriptedClient(reply), tree=SessionTree(decode=tokenizer().decode))
+
+    def make(**kwargs):
+        return hydra.utils.instantiate(config=OmegaConf.create(entry), **kwargs)
+
+    (first, last) = run_loop(make, client, SAMPLING, row=row(returns=0.5))
+    assert (text(first), last.leaf_reward) == ("beside" + END, 0.5)
+
+
+def test_loop_is_registered():
+    assert _agent_loop_registry["blackbox"] == {"_target_": "rollout_hooks.loops.blackbox.BlackboxAgentLoop"}

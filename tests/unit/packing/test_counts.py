@@ -1,0 +1,87 @@
+"""Metrics by hand, and ratios of sums instead of means of ratios."""
+
+import pytest
+
+from verl_tree.packing import pack
+from verl_tree.packing.counts import ForestCounts, RankTimes
+from verl_tree.tree import TokenForest
+
+
+def counts_of(sequences, *, capacity):
+    forest = TokenForest.from_sequences(sequences)
+    return ForestCounts.from_packing(pack(forest, capacity=capacity), forest=forest)
+
+
+def test_by_hand():
+    """14 flat tokens, 6 unique; with 4 tokens a pack, the prefix [1 2] is computed twice: 8."""
+    counts = counts_of([[1, 2, 3, 4], [1, 2, 5], [1, 2], [1, 2, 3, 4], [7]], capacity=4)
+    assert counts.metrics() == pytest.approx(
+        {
+            "tree/por": 8 / 14,
+            "tree/err": 6 / 14,
+            "tree/compression": 14 / 8,
+            "tree/tokens": 6,
+            "tree/flat_tokens": 14,
+            "tree/packed_tokens": 8,
+            "tree/nodes": 4,
+            "tree/leaves": 5,
+            "tree/packs": 2,
+            "tree/packs_flat": 0,
+            "tree/depth": 2,
+            "tree/gap": 0,
+            "tree/fill": 1,
+        }
+    )
+    assert all(type(value) is float for value in counts.metrics().values())
+
+
+def test_ratios_are_of_the_sums():
+    """Two ranks, one with 18 of 20 tokens shared, one with 0 of 5: 18/25, not the mean of 0.9 and 0."""
+    shared = counts_of([[1, 2]] * 10, capacity=None)
+    alone = counts_of([[1, 2, 3], [4, 5]], capacity=3)
+    assert shared.metrics()["tree/por"] == pytest.approx(0.9)
+    assert alone.metrics()["tree/por"] == 0.0
+    total = sum([shared, alone], ForestCounts())
+    assert total == ForestCounts(
+        num_flat_tokens=25,
+        num_tree_tokens=7,
+        num_packed_tokens=7,
+        num_nodes=3,
+        num_leaves=12,
+        num_packs=3,
+        num_lower_bound_tokens=7,
+        num_capacity_tokens=6,
+        depth=1,
+    )
+    assert total.metrics()["tree/por"] == pytest.approx(18 / 25)
+    assert total.metrics()["tree/compression"] == pytest.approx(25 / 7)
+
+
+def test_depth_is_the_deepest():
+    deep = counts_of([[1, 2], [1, 3]], capacity=None)
+    flat = counts_of([[1, 2]], capacity=None)
+    assert (deep + flat).depth == (flat + deep).depth == 2
+
+
+def test_every_mini_batch_waits_for_its_slowest_rank():
+    """Maxima 3 and 4 over means 2 and 3: 7/5, although over both mini-batches the ranks did 5 and 5."""
+    first = RankTimes.of_ranks(predicted_s=[3, 1], measured_s=[2, 2], packing_s=[0.1, 0.3])
+    second = RankTimes.of_ranks(predicted_s=[2, 4], measured_s=[1, 3], packing_s=[0.2, 0.1])
+    assert sum([first, second], RankTimes()).metrics() == pytest.approx(
+        {"tree/rank_imbalance/predicted": 7 / 5, "tree/rank_imbalance/measured": 5 / 4, "tree/packing_s": 0.5}
+    )
+    unmeasured = RankTimes.of_ranks(predicted_s=[3, 1], measured_s=[0, 0], packing_s=[0.1, 0.3])
+    assert unmeasured.metrics().keys() == {"tree/rank_imbalance/predicted", "tree/packing_s"}
+
+
+def test_nothing_counted():
+    metrics = ForestCounts().metrics(prefix="rollout")
+    assert metrics["rollout/por"] == metrics["rollout/err"] == 0.0
+    assert metrics["rollout/compression"] == 1.0
+    assert "rollout/gap" not in metrics and "rollout/fill" not in metrics
+
+
+def test_a_packing_of_another_forest_is_a_bug():
+    forest, other = TokenForest.from_sequences([[1]]), TokenForest.from_sequences([[1, 2]])
+    with pytest.raises(AssertionError, match="another forest"):
+        ForestCounts.from_packing(pack(other), forest=forest)

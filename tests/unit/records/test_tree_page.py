@@ -1,0 +1,363 @@
+"""The page of a tree: what it says, that text stays text, and what a browser makes of it."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from verl_tree.records import CallRun, StoredLeaf, StoredTree, write_trees
+from verl_tree.records.page import tree_page
+from verl_tree.records.page.content import overlap_histogram, page_content
+from verl_tree.testing.synthetic import random_forest
+from verl_tree.tree import TokenForest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+HOSTILE = "</script><script>document.title='hijacked'</script><!--<b>&amp;"
+SCRIPT = str(Path(__file__).parents[3] / "scripts" / "show_tree.py")
+
+
+class Words:
+    """A tokenizer of whole pieces of text."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+
+    def encode(self, *pieces: str) -> list[int]:
+        for piece in pieces:
+            if piece not in self.pieces:
+                self.pieces.append(piece)
+        return [self.pieces.index(piece) for piece in pieces]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return " ".join(self.pieces[token] for token in token_ids)
+
+
+def leaf_of(words: Words, parts: list[tuple[str, list[str]]], *, session: int, leaf: int, **values) -> StoredLeaf:
+    """A leaf from parts (kind of the call, or "read"; its words); the parts before the first call are the prompt."""
+    token_ids, calls, trained = [], [], []
+    for kind, pieces in parts:
+        start = len(token_ids)
+        token_ids += words.encode(*pieces)
+        trained += [kind != "read"] * len(pieces)
+        if kind != "read":
+            calls.append(CallRun(len(calls), kind, start, len(token_ids)))
+    prompt_len = calls[0].start
+    return StoredLeaf(
+        session=session,
+        leaf=leaf,
+        token_ids=np.array(token_ids),
+        prompt_len=prompt_len,
+        is_trained=np.array(trained),
+        log_probs=np.full(len(token_ids), np.nan),
+        token_rewards=np.eye(len(token_ids) - prompt_len)[-1] * values.pop("reward"),
+        token_advantages=np.where(trained[prompt_len:], values.pop("advantage"), 0.0),
+        calls=tuple(calls),
+        **values,
+    )
+
+
+@pytest.fixture
+def words() -> Words:
+    return Words()
+
+
+@pytest.fixture
+def tree(words: Words) -> StoredTree:
+    """Two sessions: the first forks on what a tool answered, the second samples something else.
+
+    ask ─┬─ call tool ─┬─ 21 ─ sum        0_0
+         │             └─ 24 ─ HOSTILE    0_1
+         └─ guess                         1_0
+    """
+    ask, call = ("read", ["ask"]), ("root", ["call", "tool"])
+    return StoredTree(
+        step=10,
+        uid="u-1",
+        leaves=(
+            leaf_of(
+                words,
+                [ask, call, ("read", ["21"]), ("continuation", ["sum"])],
+                session=0,
+                leaf=0,
+                reward=1.0,
+                advantage=0.5,
+            ),
+            leaf_of(
+                words,
+                [ask, call, ("read", ["24"]), ("fork", [HOSTILE])],
+                session=0,
+                leaf=1,
+                reward=0.0,
+                advantage=-1.0,
+                reward_extra_info={"acc": 0},
+            ),
+            leaf_of(words, [ask, ("root", ["guess"])], session=1, leaf=0, reward=0.5, advantage=0.25),
+        ),
+    )
+
+
+def embedded(page: str) -> dict:
+    """The page's data, found as a browser finds it: up to the first end of the script element."""
+    found = re.search(r'<script type="application/json" id="content">(.*?)</script', page, re.DOTALL | re.IGNORECASE)
+    return json.loads(found[1])
+
+
+def test_content_by_hand(tree: StoredTree, words: Words) -> None:
+    content = page_content(tree, tokenizer=words)
+    # More than half of the leaves are behind the call, so that branch comes last and is not indented.
+    shown = [(node["level"], node["parent"], [s["text"] for s in node["segments"]]) for node in content["nodes"]]
+    assert shown == [
+        (0, -1, ["ask"]),
+        (1, 0, ["guess"]),
+        (0, 0, ["call tool"]),
+        (1, 2, ["21", "sum"]),
+        (1, 2, ["24", HOSTILE]),
+    ]
+    assert [node["fork"] for node in content["nodes"]] == [None, "sampled", "sampled", "continuation", "fork"]
+    assert [node["ends"] for node in content["nodes"]] == [[], [2], [], [0], [1]]
+    assert [node["reward"] for node in content["nodes"]] == [0.5, 0.5, 0.5, 1.0, 0.0]
+    assert [node["advantage"] for node in content["nodes"]] == [None, 0.25, -0.25, 0.5, -1.0]
+    producers = [[(s["who"], s["call"], s["num_training"]) for s in node["segments"]] for node in content["nodes"]]
+    assert producers == [
+        [("prompt", None, 0)],
+        [("model", 0, 1)],
+        [("model", 0, 2)],
+        [("environment", None, 0), ("model", 1, 1)],
+        [("environment", None, 0), ("model", 1, 1)],
+    ]
+    # ask is in 3 leaves, call and tool in 2; flat 5 + 5 + 2, unique 1 + 2 + 2 + 2 + 1
+    assert content["overlap"] == [(1, 5), (2, 2), (3, 1)]
+    assert (content["num_flat_tokens"], content["num_tree_tokens"]) == (12, 8)
+    assert content["por"] == pytest.approx(1 / 3)
+    assert (content["reward_range"], content["advantage_range"]) == ([0.0, 1.0], [-1.0, 1.0])
+    assert [leaf["node"] for leaf in content["leaves"]] == [3, 4, 1]
+
+
+def test_a_segment_ends_where_fewer_leaves_train_it(words: Words) -> None:
+    parts = [("read", ["ask"]), ("root", ["a", "b"])]
+    whole = leaf_of(words, parts, session=0, leaf=0, reward=0.0, advantage=0.0)
+    part = leaf_of(
+        words, [("read", ["ask"]), ("root", ["a"]), ("read", ["b"])], session=1, leaf=0, reward=0.0, advantage=0.0
+    )
+    content = page_content(StoredTree(step=0, uid="u", leaves=(whole, part)), tokenizer=words)
+    (node,) = content["nodes"]
+    assert [(s["text"], s["num_training"]) for s in node["segments"]] == [("ask", 0), ("a", 2), ("b", 1)]
+    assert node["ends"] == [0, 1]
+
+
+def test_rows_without_records_say_model_where_they_are_trained() -> None:
+    leaf = StoredLeaf(0, 0, np.arange(4), 1, np.array([0, 1, 0, 1], dtype=bool), np.full(4, np.nan))
+    content = page_content(StoredTree(step=0, uid="u", leaves=(leaf,)), tokenizer=None)
+    segments = content["nodes"][0]["segments"]
+    assert [(s["who"], s["call"], s["text"]) for s in segments] == [
+        ("prompt", None, "0"),
+        ("model", None, "1"),
+        ("environment", None, "2"),
+        ("model", None, "3"),
+    ]
+    assert (content["reward_range"], content["advantage_range"]) == (None, None)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_token_is_shown_once_after_its_parent_and_levels_stay_low(seed: int) -> None:
+    sequences = random_forest(seed, num_leaves=40, max_depth=30)
+    leaves = tuple(
+        StoredLeaf(0, row, ids, len(ids), np.zeros(len(ids), dtype=bool), np.full(len(ids), np.nan))
+        for row, ids in enumerate(sequences)
+    )
+    tree = StoredTree(step=0, uid="u", leaves=leaves)
+    content = page_content(tree, tokenizer=None)
+    forest = TokenForest.from_sequences(sequences)
+    assert sum(node["num_tokens"] for node in content["nodes"]) == forest.num_tokens
+    assert all(node["parent"] < index for index, node in enumerate(content["nodes"]))
+    assert max(node["level"] for node in content["nodes"]) <= np.log2(len(leaves))
+    histogram = overlap_histogram(forest)
+    assert sum(tokens for _, tokens in histogram) == forest.num_tokens
+    assert sum(leaves * tokens for leaves, tokens in histogram) == forest.num_flat_tokens
+    for row, ids in enumerate(sequences):
+        index, text = content["leaves"][row]["node"], []
+        while index >= 0:
+            text.insert(0, " ".join(segment["text"] for segment in content["nodes"][index]["segments"]))
+            index = content["nodes"][index]["parent"]
+        assert " ".join(text) == " ".join(map(str, ids))
+
+
+def test_what_a_model_wrote_cannot_become_markup(tree: StoredTree, words: Words) -> None:
+    page = tree_page(tree, words)
+    assert HOSTILE not in page and "hijacked" in page
+    assert embedded(page)["nodes"][4]["segments"][1]["text"] == HOSTILE
+
+    names = []
+
+    class Elements(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list) -> None:
+            names.append(tag)
+            assert not {name for name, _ in attrs} & {"src", "href"}, "the page is self-contained"
+
+    Elements().feed(page)
+    # The template's own: data, script, and the name of the measure in the legend.
+    assert (names.count("script"), names.count("b")) == (2, 1)
+    assert "default-src 'none'" in page
+
+
+def test_values_that_json_lacks_are_missing(tree: StoredTree, words: Words) -> None:
+    leaf = leaf_of(words, [("read", ["ask"]), ("root", ["a"])], session=0, leaf=0, reward=np.nan, advantage=np.inf)
+    content = page_content(StoredTree(step=0, uid="u", leaves=(leaf,)), tokenizer=words)
+    assert json.loads(json.dumps(content, allow_nan=False))["nodes"][0]["reward"] is None
+
+
+@pytest.fixture
+def browse(tmp_path: Path):
+    """Opens a page in headless Chromium and returns the document after its script ran."""
+    if CHROMIUM is None:
+        pytest.skip("no chromium, chromium-browser or google-chrome on the PATH")
+
+    def open_page(page: str, address: str = "") -> "Document":
+        path = tmp_path / "page.html"
+        path.write_text(page, encoding="utf-8")
+        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        command += [f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=2000", "--dump-dom"]
+        done = subprocess.run([*command, f"file://{path}{address}"], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-2000:]
+        document = Document()
+        document.feed(done.stdout)
+        return document
+
+    return open_page
+
+
+class Document(HTMLParser):
+    """What a browser shows: the node blocks with their attributes and text, marks, and text by element id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[dict] = []
+        self.marks: list[str] = []
+        self.text: dict[str, str] = {}
+        self.scripts = 0
+        self._stack: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        attributes = dict(attrs)
+        if tag in ("meta", "input", "br"):
+            return
+        self._stack.append((tag, attributes.get("id")))
+        self.scripts += tag == "script"
+        if tag == "li":
+            self.nodes.append({"hidden": "hidden" in attributes, "class": attributes["class"], "text": ""})
+        if tag == "mark":
+            self.marks.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._stack and self._stack.pop()[0] != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        tags = [tag for tag, _ in self._stack]
+        if "li" in tags:
+            self.nodes[-1]["text"] += data
+        if "mark" in tags:
+            self.marks[-1] += data
+        for tag, name in self._stack:
+            if tag == "title" or name:
+                self.text[name or tag] = self.text.get(name or tag, "") + data
+
+    @property
+    def shown(self) -> list[int]:
+        return [index for index, node in enumerate(self.nodes) if not node["hidden"]]
+
+
+def test_a_browser_shows_the_tree(tree: StoredTree, words: Words, browse) -> None:
+    document = browse(tree_page(tree, words))
+    assert document.text["title"] == "Token tree u-1, step 10"
+    assert document.shown == [0, 1, 2, 3, 4]
+    assert document.scripts == 2 and HOSTILE in document.nodes[4]["text"]
+    assert (
+        "#4branch 2 of 2after #2" in document.nodes[4]["text"]
+        and "leaf 0_1 ends: reward 0" in document.nodes[4]["text"]
+    )
+    assert "model · session 0 call 0 (root) · trained" in document.nodes[2]["text"]
+    for fact in ("leaves3", "flat tokens12", "tree tokens8", "POR0.333", "step10"):
+        assert fact in document.text["facts"]
+    assert "acc: 0" in document.text["leaves"]
+
+
+def test_a_browser_marks_markup_as_text(tree: StoredTree, words: Words, browse) -> None:
+    document = browse(tree_page(tree, words), "#search=%3C/script%3E%3Cscript%3E")
+    assert document.marks == ["</script><script>"]
+    assert document.scripts == 2 and document.text["title"] == "Token tree u-1, step 10"
+
+
+@pytest.mark.parametrize(
+    ("address", "shown", "status"),
+    [
+        # A match keeps the way to it; the others are context.
+        ("#search=SUM", [0, 2, 3], "1 node with “SUM”"),
+        ("#search=nowhere", [], "0 nodes with “nowhere”"),
+        ("#leaf=0_1", [0, 2, 4], "3 of 5 nodes shown"),
+        ("#collapse=all", [0], "1 of 5 nodes shown"),
+        ("#collapse=0", [0], "1 of 5 nodes shown"),
+        ("#collapse=2", [0, 1, 2], "3 of 5 nodes shown"),
+        ("#collapse=all&search=guess", [0, 1], "1 node with “guess”"),
+    ],
+)
+def test_a_browser_filters(tree: StoredTree, words: Words, browse, address: str, shown: list, status: str) -> None:
+    document = browse(tree_page(tree, words), address)
+    assert document.shown == shown
+    assert document.text["status"] == status
+    if address == "#search=SUM":
+        assert [document.nodes[index]["class"] for index in shown] == ["node context", "node context", "node"]
+        assert document.marks == ["sum"]
+
+
+def test_a_browser_shows_sixty_leaves_with_long_texts_folded(browse) -> None:
+    sequences = random_forest(1, num_leaves=60, mean_len=600)
+    leaves = tuple(
+        StoredLeaf(row, 0, ids, 1, np.arange(len(ids)) > 0, np.full(len(ids), np.nan), np.ones(len(ids) - 1))
+        for row, ids in enumerate(sequences)
+    )
+    assert TokenForest.from_sequences(sequences).num_tokens > 50_000
+    document = browse(tree_page(StoredTree(step=1, uid="big", leaves=leaves), None))
+    assert len(document.shown) == TokenForest.from_sequences(sequences).num_nodes
+    assert max(len(node["text"]) for node in document.nodes) < 2000
+    assert any("Show all" in node["text"] for node in document.nodes)
+
+
+def test_the_script_makes_the_page_of_a_stored_tree(tree: StoredTree, tmp_path: Path) -> None:
+    stored, page = tmp_path / "step_000010.parquet", tmp_path / "new" / "out.html"
+    write_trees(stored, [tree])
+    subprocess.run([sys.executable, SCRIPT, str(stored), "--out", str(page)], check=True, timeout=120)
+    assert embedded(page.read_text())["nodes"][2]["segments"][0]["text"] == "1 2"
+    done = subprocess.run(
+        [sys.executable, SCRIPT, str(stored)], check=True, timeout=120, capture_output=True, text=True
+    )
+    beside = tmp_path / "step_000010_u-1.html"
+    assert done.stdout.split() == [str(beside)] and beside.read_text() == page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["step.parquet", "--uid", "v"], "uid='v' is not in step.parquet, which holds 'u-1'"),
+        (["missing.parquet"], "cannot read missing.parquet: "),
+        (["empty.parquet"], "empty.parquet holds no tree: give a file of another step"),
+        (
+            ["step.parquet", "--tokenizer", "missing/folder/"],
+            "--tokenizer missing/folder/: give a model's folder or name",
+        ),
+    ],
+)
+def test_the_script_says_what_it_cannot_read(
+    tree: StoredTree, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    write_trees(tmp_path / "step.parquet", [tree])
+    write_trees(tmp_path / "empty.parquet", [])
+    command = [sys.executable, SCRIPT, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 2 and f"error: {message}" in done.stderr and "Traceback" not in done.stderr

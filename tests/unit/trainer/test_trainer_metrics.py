@@ -1,0 +1,100 @@
+"""Metrics per session, and failures that are never silent."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("verl")
+
+from rollout_hooks.capture.report import CaptureReport, FailedSession
+from verl_tree.trainer.metrics import (
+    capture_metrics,
+    describe_failures,
+    describe_step,
+    promote_tree_metrics,
+    session_metrics,
+    tree_tokens_per_s,
+)
+
+
+def test_session_metrics_by_hand() -> None:
+    # Session a_0 has three leaves, the others one; rows in mixed order.
+    keys = ["a_0_2", "b_0_0", "a_0_0", "a_1_0", "a_0_1"]
+    rewards = np.array([0.0, 1.0, 1.0, 0.5, 1.0])
+    metrics = session_metrics(keys, rewards=rewards)
+    assert metrics == {
+        "tree/sessions": 3.0,
+        "tree/leaves_per_session": 5 / 3,
+        # last leaves: 0, 1, 0.5; a mean over rows would say 0.7
+        "tree/session_reward/mean": 0.5,
+        "tree/session_reward/max": 1.0,
+        "tree/session_reward/min": 0.0,
+        "tree/leaf_reward/mean": pytest.approx((2 / 3 + 1.0 + 0.5) / 3),
+    }
+
+
+def test_the_last_leaf_is_the_highest_number_not_the_last_text() -> None:
+    keys = [f"a_0_{leaf}" for leaf in range(11)]
+    assert session_metrics(keys, rewards=np.arange(11.0))["tree/session_reward/mean"] == 10.0
+
+
+def test_capture_metrics_have_the_promised_names() -> None:
+    report = CaptureReport(num_forks=3, num_drifts=2, num_realigned=5, num_rewrites=1, failed_prompts=("a",))
+    metrics = capture_metrics(report)
+    assert metrics["tree/forks"] == 3.0
+    assert metrics["tree/drift"] == 2.0
+    assert metrics["tree/realigned"] == 5.0
+    assert metrics["tree/rewrites"] == 1.0
+    assert metrics["tree/failed_sessions"] == 0.0
+    assert metrics["tree/failed_prompts"] == 1.0
+    assert set(capture_metrics(report, prefix="val-aux/tree")) == {f"val-aux/{name}" for name in metrics}
+
+
+def test_every_cause_is_told_once_and_the_commonest_first() -> None:
+    failed = [FailedSession("p", session, "ValueError: rare", num_calls=1) for session in range(1)]
+    failed += [FailedSession("q", session, "TimeoutError: the tool", num_calls=3) for session in range(4)]
+    message = describe_failures(CaptureReport(failed_sessions=tuple(failed), failed_prompts=("q",)))
+    assert message.splitlines() == [
+        "5 sessions failed; 1 prompts have no trajectory because all their sessions failed",
+        "  4 x TimeoutError: the tool (first: q_0)",
+        "  1 x ValueError: rare (first: p_0)",
+    ]
+
+
+def test_many_causes_are_counted_and_no_failure_says_nothing() -> None:
+    failed = tuple(FailedSession("p", session, f"cause {session}", num_calls=0) for session in range(8))
+    assert describe_failures(CaptureReport(failed_sessions=failed)).splitlines()[-1] == "  and 3 further causes"
+    assert describe_failures(CaptureReport(num_sessions=9)) is None
+
+
+def test_the_actors_tree_metrics_lose_their_prefix_and_nothing_else_does() -> None:
+    metrics = {"actor/tree/por": 0.5, "critic/tree/por": 0.4, "actor/loss": 1.0, "tree/por": 0.1}
+    promote_tree_metrics(metrics)
+    assert metrics == {"tree/por": 0.5, "critic/tree/por": 0.4, "actor/loss": 1.0}
+
+
+def test_tree_tokens_per_second() -> None:
+    assert tree_tokens_per_s({"tree/tokens": 100.0}, update_s=4.0) == {"perf/update_tree_tokens_per_s": 25.0}
+    assert tree_tokens_per_s({}, update_s=4.0) == {}
+    assert tree_tokens_per_s({"tree/tokens": 100.0}, update_s=0.0) == {}  # no update in the critic's warm-up
+
+
+def test_a_step_in_one_line() -> None:
+    metrics = {
+        "tree/session_reward/mean": 0.531,
+        "tree/leaves_per_session": 2.94,
+        "tree/por": 0.863,
+        "tree/compression": 7.275,
+        "timing_s/step": 5.425,
+        "timing_s/gen": 3.178,
+        "timing_s/update_actor": 0.978,
+    }
+    assert describe_step(metrics, step=5, num_steps=30) == (
+        "step 5/30: reward 0.53 | 2.9 leaves a session, POR 0.86, 7.3x fewer tokens"
+        " | step 5.4 s, generation 3.2 s, update 1.0 s"
+    )
+    validated = describe_step(metrics | {"val-core/task/reward/mean@1": 0.516}, step=5, num_steps=30)
+    assert "reward 0.53, validation 0.52 |" in validated
+    assert (
+        describe_step(dict(list(metrics.items())[:2]), step=1, num_steps=2)
+        == "step 1/2: reward 0.53 | 2.9 leaves a session"
+    )

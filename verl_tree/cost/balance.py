@@ -1,0 +1,276 @@
+"""Ranks come out even in predicted time: whole groups are dealt out, and a group is cut where that is not enough.
+
+Whole groups are dealt longest first. A group that outweighs a rank's fair share then decides how long the mini-batch
+lasts, so as long as it pays a group of the slowest rank is cut in two ranges of its DFS order and one of them moves to
+the least loaded rank. Both sides of a cut compute the tokens that they share, so among the cuts that balance about
+equally well the one that shares least is taken.
+
+Example, 2 ranks, group A with leaves of 6, 6 and 6 tokens in DFS order (lcp 0 1 5), group B with 4 tokens::
+
+    dealt whole    rank 0: A (6 + 5 + 1 = 12)           rank 1: B (4)            12 | 4
+    cut at 2       rank 0: A[0:2] (6 + 5 = 11)          rank 1: B, A[2:3] (6)    11 | 10, 5 tokens lost
+    cut at 1       rank 0: A[1:3] (6 + 1 = 7)           rank 1: B, A[0:1] (6)     7 | 10, 1 token lost, taken
+
+Pure functions on Python and numpy values.
+
+Legend: K candidate cuts.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from verl_tree.cost.model import CostModel, FloatArray, WorkProfile
+from verl_tree.tree.nodes import IntArray
+
+MIN_GAIN = 0.01
+"""Least gain that a cut must bring, as a share of the mean time of the ranks."""
+
+NEAR_TIE = 0.02
+"""Cuts this close to the best, as a share of the mean time of the ranks, compare by the tokens they lose."""
+
+CUTS_PER_RANK = 4
+"""Most cuts that are tried, times the number of ranks."""
+
+OVERFILL_WEIGHT = 1.25
+"""How much worse it is to overload the receiving rank than to leave as much on the slow one: the former makes one more
+rank that must give work away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A range of a group's DFS order; the whole group where it is not cut.
+
+    Attributes:
+        group: index of the group.
+        start: first leaf of the DFS order.
+        end: one past the last.
+        cost_s: predicted time.
+    """
+
+    group: int
+    start: int
+    end: int
+    cost_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """Who computes what of one mini-batch.
+
+    Attributes:
+        shares: per rank its pieces, by group; a rank has at most one piece of a group.
+        loads_s: per rank the predicted time.
+    """
+
+    shares: tuple[tuple[Piece, ...], ...]
+    loads_s: tuple[float, ...]
+
+    @classmethod
+    def from_shares(cls, shares: Sequence[Sequence[Piece]]) -> Self:
+        """Sorts and adds up the pieces of every rank."""
+        return cls(
+            shares=tuple(tuple(sorted(share, key=lambda piece: piece.group)) for share in shares),
+            loads_s=tuple(sum(piece.cost_s for piece in share) for share in shares),
+        )
+
+    @property
+    def makespan_s(self) -> float:
+        """Predicted time of the slowest rank."""
+        return max(self.loads_s)
+
+    @property
+    def num_cut_groups(self) -> int:
+        """Groups that are on more than one rank."""
+        num_pieces = Counter(piece.group for share in self.shares for piece in share)
+        return sum(num > 1 for num in num_pieces.values())
+
+    def num_lost_tokens(self, profiles: Sequence[WorkProfile]) -> int:
+        """Tokens that the cuts make several ranks compute: those of the pieces beyond those of the groups."""
+        return sum(profiles[piece.group].lost_tokens(piece.start) for share in self.shares for piece in share)
+
+
+def balance(
+    members: Sequence[int],
+    *,
+    profiles: Sequence[WorkProfile],
+    model: CostModel,
+    rank_num_rows: Sequence[int],
+    cut_groups: bool,
+) -> Balance:
+    """Deals the groups of one mini-batch to the ranks.
+
+    Invariants:
+        - every leaf of every group is in one piece; a rank's leaves of a group are one range of its DFS order;
+        - without cuts no rank exceeds the mean by more than the largest group;
+        - cuts never raise the makespan, and are only made where together they lower it by more than `MIN_GAIN`;
+        - the same arguments give the same answer.
+
+    Args:
+        members: the groups of the mini-batch, indices into `profiles`.
+        profiles: per group its work.
+        model: what work costs.
+        rank_num_rows: per rank the rows that it already has; among equally loaded ranks the one with the fewest is
+            served first, which keeps padding rows few.
+        cut_groups: whether groups may be cut.
+
+    Returns:
+        The pieces of every rank.
+    """
+    wholes = [
+        _piece(group, start=0, end=profiles[group].num_leaves, profiles=profiles, model=model) for group in members
+    ]
+    best = current = _deal_whole(wholes, profiles=profiles, rank_num_rows=rank_num_rows)
+    if not cut_groups or best.makespan_s == 0:
+        return best
+    num_ranks = len(rank_num_rows)
+    min_gain_s = MIN_GAIN * sum(best.loads_s) / num_ranks
+    # One cut does not lower the makespan while another rank is as slow, so cuts are tried ahead and kept once they pay.
+    for _ in range(CUTS_PER_RANK * num_ranks):
+        following = _cut_slowest(
+            current, profiles=profiles, model=model, rank_num_rows=rank_num_rows, min_gain_s=min_gain_s
+        )
+        if following is None:
+            break
+        current = following
+        if best.makespan_s - current.makespan_s > min_gain_s:
+            best = current
+    return best
+
+
+def _piece(group: int, *, start: int, end: int, profiles: Sequence[WorkProfile], model: CostModel) -> Piece:
+    return Piece(group, start=start, end=end, cost_s=model.predict(profiles[group].range_work(start, end)))
+
+
+def _deal_whole(wholes: Sequence[Piece], *, profiles: Sequence[WorkProfile], rank_num_rows: Sequence[int]) -> Balance:
+    """Longest processing time first: the dearest group left goes to the least loaded rank."""
+    shares: list[list[Piece]] = [[] for _ in rank_num_rows]
+    heap = [(0.0, num_rows, rank) for rank, num_rows in enumerate(rank_num_rows)]
+    heapq.heapify(heap)
+    for piece in sorted(wholes, key=lambda piece: -piece.cost_s):
+        load_s, num_rows, rank = heapq.heappop(heap)
+        shares[rank].append(piece)
+        heapq.heappush(heap, (load_s + piece.cost_s, num_rows + profiles[piece.group].num_leaves, rank))
+    return Balance.from_shares(shares)
+
+
+def _cut_slowest(
+    current: Balance,
+    *,
+    profiles: Sequence[WorkProfile],
+    model: CostModel,
+    rank_num_rows: Sequence[int],
+    min_gain_s: float,
+) -> Balance | None:
+    """Cuts a piece of the slowest rank and moves one side; None where no cut gains enough.
+
+    The least loaded rank receives it, unless what it holds of the same groups leaves no cut that gains.
+    """
+    num_rows = [
+        num_before + sum(piece.end - piece.start for piece in share)
+        for num_before, share in zip(rank_num_rows, current.shares, strict=True)
+    ]
+    giver = int(np.argmax(current.loads_s))
+    others = [rank for rank in range(len(num_rows)) if rank != giver]
+    for receiver in sorted(others, key=lambda rank: (current.loads_s[rank], num_rows[rank])):
+        held = {piece.group: piece for piece in current.shares[receiver]}
+        cuts = _Cuts.of_share(current.shares[giver], held=held, profiles=profiles, model=model)
+        index = _best_cut(cuts, loads_s=current.loads_s, giver=giver, receiver=receiver, min_gain_s=min_gain_s)
+        if index is not None:
+            group = int(cuts.group_K[index])
+            shares = [list(share) for share in current.shares]
+            for rank, ranges_K2 in ((giver, cuts.kept_K2), (receiver, cuts.received_K2)):
+                start, end = ranges_K2[index].tolist()
+                shares[rank] = [piece for piece in shares[rank] if piece.group != group]
+                shares[rank].append(_piece(group, start=start, end=end, profiles=profiles, model=model))
+            return Balance.from_shares(shares)
+    return None
+
+
+def _best_cut(cuts: "_Cuts", *, loads_s: Sequence[float], giver: int, receiver: int, min_gain_s: float) -> int | None:
+    """The index of the cut to make; None where none lowers the slower of the two ranks by more than `min_gain_s`.
+
+    A cut is judged by where the makespan can go from it: the mean of all ranks, which lost tokens raise, and what is
+    left above the mean on either of the two ranks and must be moved again.
+    """
+    giver_s_K = loads_s[giver] + cuts.change_s_K2[:, 0]
+    receiver_s_K = loads_s[receiver] + cuts.change_s_K2[:, 1]
+    gains = np.flatnonzero(loads_s[giver] - np.maximum(giver_s_K, receiver_s_K) > min_gain_s)
+    if not len(gains):
+        return None
+    mean_s = sum(loads_s) / len(loads_s)
+    mean_s_K = mean_s + cuts.change_s_K2.sum(axis=1) / len(loads_s)
+    score_K = mean_s_K + np.maximum(giver_s_K - mean_s_K, 0) + OVERFILL_WEIGHT * np.maximum(receiver_s_K - mean_s_K, 0)
+    near_ties = gains[score_K[gains] <= score_K[gains].min() + NEAR_TIE * mean_s]
+    return int(near_ties[np.lexsort((score_K[near_ties], cuts.num_lost_K[near_ties]))[0]])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cuts:
+    """Ways to cut one piece of a rank and to hand one side to another rank.
+
+    Attributes:
+        group_K: (K,) whose piece is cut.
+        kept_K2: (K, 2) start and end of what the giving rank keeps.
+        received_K2: (K, 2) start and end of what the receiving rank then holds of the group.
+        change_s_K2: (K, 2) how the times of the giving and of the receiving rank change.
+        num_lost_K: (K,) tokens that are computed twice because of the cut; less where it only shifts an earlier one.
+    """
+
+    group_K: IntArray
+    kept_K2: IntArray
+    received_K2: IntArray
+    change_s_K2: FloatArray
+    num_lost_K: IntArray
+
+    @classmethod
+    def of_share(
+        cls,
+        share: Sequence[Piece],
+        *,
+        held: Mapping[int, Piece],
+        profiles: Sequence[WorkProfile],
+        model: CostModel,
+    ) -> Self:
+        """All cuts of the pieces of a rank, given what the receiving rank holds of the same groups."""
+        columns = [
+            _cuts_of_piece(piece, held=held.get(piece.group), profile=profiles[piece.group], model=model)
+            for piece in share
+        ]
+        return cls(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+
+
+def _cuts_of_piece(
+    piece: Piece, *, held: Piece | None, profile: WorkProfile, model: CostModel
+) -> tuple[IntArray, IntArray, IntArray, FloatArray, IntArray]:
+    """The columns of `_Cuts` for one piece.
+
+    Without anything `held` either side of a cut may move; with it the side that continues it, so that the receiving
+    rank still has one range, and the earlier cut between the two is healed.
+    """
+    cut = np.arange(piece.start + 1, piece.end)
+    ranges, num_lost = [], []
+    if held is None or held.end == piece.start:
+        first = piece.start if held is None else held.start
+        ranges.append(np.stack([cut, np.full_like(cut, piece.end), np.full_like(cut, first), cut], axis=1))
+        num_lost.append(profile.lcp[cut] - (0 if held is None else profile.lcp[piece.start]))
+    if held is None or held.start == piece.end:
+        last = piece.end if held is None else held.end
+        ranges.append(np.stack([np.full_like(cut, piece.start), cut, cut, np.full_like(cut, last)], axis=1))
+        num_lost.append(profile.lcp[cut] - (0 if held is None else profile.lcp[piece.end]))
+    ranges_K4 = np.concatenate([np.empty((0, 4), dtype=np.int64), *ranges])
+    kept_K2, received_K2 = ranges_K4[:, :2], ranges_K4[:, 2:]
+    before_s = (piece.cost_s, 0.0 if held is None else held.cost_s)
+    change_s_K2 = np.stack(
+        [
+            model.predict_counts(profile.range_counts(side_K2[:, 0], side_K2[:, 1])) - cost_s
+            for side_K2, cost_s in zip((kept_K2, received_K2), before_s, strict=True)
+        ],
+        axis=1,
+    )
+    num_lost_K = np.concatenate([np.empty(0, dtype=np.int64), *num_lost])
+    return np.full(len(ranges_K4), piece.group), kept_K2, received_K2, change_s_K2, num_lost_K

@@ -1,0 +1,98 @@
+"""From tree tokens back to trajectories: the expansion that restores the flat gradient.
+
+`expand` gathers per-tree-token values to (leaf, token) pairs, where any flat loss can read them; the gather's
+backward adds the pairs of one token up, which is the flat gradient for every loss (docs/gradient_restoration.md). A
+weight on the pairs' gradients declares another objective for shared tokens. The paper's reuse-count scaler (section
+2.3) is the shortcut for losses that treat every leaf alike: compute them once per tree token and scale.
+
+Legend: T tree tokens, F flat tokens = (leaf, token) pairs, S trajectories.
+"""
+
+import torch
+from torch import Tensor
+
+from verl_tree.tree.layout import TreeLayout
+
+SHARED_TOKEN_MODES = ("sum", "mean", "once")
+
+
+def expand(values_T: Tensor, layout: TreeLayout, *, gradient_weight_F: Tensor | None = None) -> Tensor:
+    """Gathers values of tree tokens to the trajectories of the pack.
+
+    Args:
+        values_T: (T,) or (T, ...) values, one per tree token.
+        layout: The pack.
+        gradient_weight_F: (F,) factor on the gradient of every (leaf, token) pair; the values stay as they are. None:
+            1.
+
+    Returns:
+        (F,) or (F, ...), leaf after leaf as in `layout.leaves` and `layout.leaf_offsets`.
+    """
+    values_F = values_T.index_select(0, layout.tree_index_F)
+    return values_F if gradient_weight_F is None else scale_gradient(values_F, gradient_weight_F)
+
+
+def scale_gradient(values: Tensor, weight: Tensor) -> Tensor:
+    """Returns `values` unchanged; their gradient is multiplied by `weight` along the first dimension."""
+    return _ScaleGradient.apply(values, weight)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, weight):
+        ctx.save_for_backward(weight)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (weight,) = ctx.saved_tensors
+        weight = weight.to(gradient.dtype)
+        return gradient * weight.reshape(-1, *(1,) * (gradient.dim() - 1)), None
+
+
+def shared_token_weights(layout: TreeLayout, trained_F: Tensor, mode: str) -> Tensor:
+    """Gradient weights for `expand` that declare what the leaves of a shared token do to it.
+
+    Args:
+        layout: The pack, or the forest of a whole mini-batch.
+        trained_F: (F,) bool, the (leaf, token) pairs that the loss trains.
+        mode: "sum": every leaf trains it, the flat objective. "mean": the leaves that train it are averaged. "once":
+            only the first of them in DFS order trains it.
+
+    Returns:
+        (F,) float32. Pairs that are not trained get 1 with "sum" and 0 otherwise.
+
+    Raises:
+        ValueError: The mode does not exist.
+    """
+    if mode not in SHARED_TOKEN_MODES:
+        raise ValueError(f"tree.shared_tokens is {mode!r}: use one of {list(SHARED_TOKEN_MODES)}")
+    if mode == "sum":
+        return torch.ones(layout.num_flat_tokens, device=trained_F.device)
+    if mode == "mean":
+        num_training_T = tree_scale(layout, trained_F)
+        return trained_F / num_training_T[layout.tree_index_F].clamp(min=1)
+    pair_F = torch.arange(layout.num_flat_tokens, device=trained_F.device)
+    never = layout.num_flat_tokens
+    first_T = torch.full((layout.num_tokens,), never, device=trained_F.device).scatter_reduce(
+        0, layout.tree_index_F, torch.where(trained_F, pair_F, never), "amin"
+    )
+    return (first_T[layout.tree_index_F] == pair_F).float()
+
+
+def tree_scale(layout: TreeLayout, trained_F: Tensor | None = None) -> Tensor:
+    """The reuse count of the paper (section 2.3.3): how many leaves train each tree token.
+
+    With it, and only if the loss gives one token the same coefficient on every leaf that trains it (SFT), the flat
+    loss is `(tree_scale(layout, trained_F) * loss_T).sum()`, computed once per tree token without expansion.
+
+    Args:
+        layout: The pack.
+        trained_F: (F,) bool, the (leaf, token) pairs that the loss trains. None: all.
+
+    Returns:
+        (T,) float32.
+    """
+    if trained_F is None:
+        return layout.num_leaves_T.float()
+    return torch.zeros(layout.num_tokens, device=trained_F.device).index_add(0, layout.tree_index_F, trained_F.float())

@@ -1,0 +1,1 @@
+"""What happens before and around a run: composing and checking its configuration, watching its processes."""

@@ -1,0 +1,136 @@
+"""Metrics of forests and packings: counters that add over forests, steps and ranks, and ratios of the sums.
+
+A mean of ratios is not the ratio of the whole, so ratios are only taken at the end, from the added counters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from verl_tree.packing.problem import Packing
+from verl_tree.tree import TokenForest
+
+
+@dataclass(frozen=True, slots=True)
+class ForestCounts:
+    """What was packed. `sum(counts, ForestCounts())` adds any number of them.
+
+    Attributes:
+        num_flat_tokens: sum of the trajectory lengths.
+        num_tree_tokens: unique tokens of the forests.
+        num_packed_tokens: tokens computed, the sum over the packs.
+        num_nodes: nodes of the forests.
+        num_leaves: trajectories.
+        num_packs: packs.
+        num_flat_packs: of these, packs whose trajectories are computed one by one.
+        num_lower_bound_tokens: tokens that no packing can go below.
+        num_capacity_tokens: what the packs could hold; 0 where that is not limited.
+        depth: nodes on the longest path; of two forests the deeper one counts.
+    """
+
+    num_flat_tokens: int = 0
+    num_tree_tokens: int = 0
+    num_packed_tokens: int = 0
+    num_nodes: int = 0
+    num_leaves: int = 0
+    num_packs: int = 0
+    num_flat_packs: int = 0
+    num_lower_bound_tokens: int = 0
+    num_capacity_tokens: int = 0
+    depth: int = 0
+
+    @classmethod
+    def from_packing(cls, packing: Packing, *, forest: TokenForest) -> Self:
+        """Counts a forest and the packing made of it."""
+        assert packing.num_flat_tokens == forest.num_flat_tokens, "a packing of another forest"
+        return cls(
+            num_flat_tokens=forest.num_flat_tokens,
+            num_tree_tokens=forest.num_tokens,
+            num_packed_tokens=packing.num_tokens,
+            num_nodes=forest.num_nodes,
+            num_leaves=forest.num_leaves,
+            num_packs=len(packing.packs),
+            num_lower_bound_tokens=packing.lower_bound,
+            num_capacity_tokens=packing.num_capacity_tokens or 0,
+            depth=forest.depth,
+        )
+
+    def __add__(self, other: Self) -> Self:
+        mine, its = asdict(self), asdict(other)
+        return type(self)(**{name: mine[name] + its[name] for name in mine} | {"depth": max(self.depth, other.depth)})
+
+    def metrics(self, *, prefix: str = "tree") -> dict[str, float]:
+        """The metrics of everything that was added.
+
+        Args:
+            prefix: first part of the names.
+
+        Returns:
+            `por` = 1 - tree / flat tokens, `err` = 1 - packed / flat tokens and `compression` = flat / packed
+            tokens (0, 0 and 1 where nothing was added); `tokens` (unique tree tokens), `flat_tokens`,
+            `packed_tokens`, `nodes`, `leaves`, `packs`, `packs_flat` and `depth`. Where packs were made also `gap` =
+            packed tokens / lower bound - 1, how far from the best packing this can be at most (packs that run flat
+            count with all of their tokens), and under a capacity `fill` = packed tokens / capacity of the packs.
+        """
+        flat, packed, bound = self.num_flat_tokens, self.num_packed_tokens, self.num_lower_bound_tokens
+        values = {
+            "por": 1.0 - self.num_tree_tokens / flat if flat else 0.0,
+            "err": 1.0 - packed / flat if flat else 0.0,
+            "compression": flat / packed if packed else 1.0,
+            "tokens": self.num_tree_tokens,
+            "flat_tokens": flat,
+            "packed_tokens": packed,
+            "nodes": self.num_nodes,
+            "leaves": self.num_leaves,
+            "packs": self.num_packs,
+            "packs_flat": self.num_flat_packs,
+            "depth": self.depth,
+        }
+        if bound:
+            values["gap"] = packed / bound - 1.0
+        if self.num_capacity_tokens:
+            values["fill"] = packed / self.num_capacity_tokens
+        return {f"{prefix}/{name}": float(value) for name, value in values.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """How evenly ranks work; `sum(times, RankTimes())` adds mini-batches, each of which waits for its slowest rank.
+
+    Attributes:
+        predicted_max_s: what the cost model predicts for the slowest rank (in its own unit until it is fitted).
+        predicted_mean_s: the mean of all ranks.
+        measured_max_s: processor seconds of the busiest rank; 0 where they are not measured (on a GPU).
+        measured_mean_s: the mean of all ranks.
+        packing_s: seconds that the slowest rank needed to find its forest and pack it.
+    """
+
+    predicted_max_s: float = 0.0
+    predicted_mean_s: float = 0.0
+    measured_max_s: float = 0.0
+    measured_mean_s: float = 0.0
+    packing_s: float = 0.0
+
+    @classmethod
+    def of_ranks(cls, *, predicted_s: Sequence[float], measured_s: Sequence[float], packing_s: Sequence[float]) -> Self:
+        """One mini-batch, one entry per rank."""
+        return cls(
+            predicted_max_s=max(predicted_s),
+            predicted_mean_s=sum(predicted_s) / len(predicted_s),
+            measured_max_s=max(measured_s),
+            measured_mean_s=sum(measured_s) / len(measured_s),
+            packing_s=max(packing_s),
+        )
+
+    def __add__(self, other: Self) -> Self:
+        mine, its = asdict(self), asdict(other)
+        return type(self)(**{name: mine[name] + its[name] for name in mine})
+
+    def metrics(self, *, prefix: str = "tree") -> dict[str, float]:
+        """`rank_imbalance/predicted` and, where measured, `rank_imbalance/measured`: maximum / mean; `packing_s`."""
+        values = {"packing_s": self.packing_s}
+        if self.predicted_mean_s:
+            values["rank_imbalance/predicted"] = self.predicted_max_s / self.predicted_mean_s
+        if self.measured_mean_s:
+            values["rank_imbalance/measured"] = self.measured_max_s / self.measured_mean_s
+        return {f"{prefix}/{name}": value for name, value in values.items()}

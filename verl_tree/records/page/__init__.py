@@ -1,0 +1,11 @@
+"""One tree as one self-contained HTML page: who produced which text, what it earned, where and why it forked.
+
+    StoredTree + tokenizer ─ content ─▶ JSON ─ template.html, page.css, page.js ─▶ page
+
+The page loads nothing (its content security policy forbids it), and the script puts all text in with `textContent`, so
+that what a model wrote stays text. Views have addresses: `page.html#search=foo`, `#leaf=0_1`, `#collapse=all`.
+"""
+
+from verl_tree.records.page.page import tree_page
+
+__all__ = ["tree_page"]

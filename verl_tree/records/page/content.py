@@ -1,0 +1,212 @@
+"""What the page shows of a tree, as JSON values: per node its text by producer, its measures and its place.
+
+Display order: a fork's branches follow it, each one level deeper, in the order of their sessions and calls. A branch
+that holds more than half of the fork's leaves comes last and stays at the fork's own level, so that a long
+conversation with side branches reads straight down, and levels number at most log2(leaves).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+
+from verl_tree.records import StoredLeaf, StoredTree, end_nodes
+from verl_tree.tree import TokenForest
+
+_PROMPT, _ENVIRONMENT, _UNKNOWN_CALL = -3, -2, -1
+"""Producers of a token besides the calls 0, 1, ...; the last one sampled it, but was not recorded."""
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of token ids."""
+
+
+def page_content(tree: StoredTree, *, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Everything that the page's script needs.
+
+    Args:
+        tree: What to show.
+        tokenizer: Turns token ids into text; None gives the ids, separated by spaces.
+
+    Returns:
+        JSON values; the nodes in display order, with each node's parent an index into that order.
+    """
+    forest = tree.forest()
+    placed = _place(forest, leaves=tree.leaves)
+    position = {each.node: index for index, each in enumerate(placed)}
+    ends = end_nodes(forest).tolist()
+    rewards = [reward for leaf in tree.leaves if (reward := _finite(leaf.reward)) is not None]
+    nodes = [_node(tree, forest, each, tokenizer=tokenizer) for each in placed]
+    for row, node in enumerate(ends):
+        nodes[position[node]]["ends"].append(row)
+    for each, content in zip(placed, nodes, strict=True):
+        parent = int(forest.node_parent[each.node])
+        content["parent"] = position[parent] if parent >= 0 else -1
+    advantages = [abs(node["advantage"]) for node in nodes if node["advantage"] is not None]
+    return {
+        "uid": tree.uid,
+        "step": tree.step,
+        "num_flat_tokens": forest.num_flat_tokens,
+        "num_tree_tokens": forest.num_tokens,
+        "num_sessions": len({leaf.session for leaf in tree.leaves}),
+        "por": forest.potential_overlap_ratio,
+        "reward_range": [min(rewards), max(rewards)] if rewards else None,
+        "advantage_range": [-max(advantages), max(advantages)] if advantages else None,
+        "overlap": overlap_histogram(forest),
+        "leaves": [_leaf(leaf, node=position[node]) for leaf, node in zip(tree.leaves, ends, strict=True)],
+        "nodes": nodes,
+    }
+
+
+def overlap_histogram(forest: TokenForest) -> list[tuple[int, int]]:
+    """How many tree tokens are shared by how many leaves (Tree Training, figure 7).
+
+    Returns:
+        (leaves, tokens), ascending, without empty entries; the tokens sum to the tree tokens.
+    """
+    num_leaves = forest.node_last_leaf - forest.node_first_leaf
+    counts = np.bincount(num_leaves, weights=forest.node_end - forest.node_start).astype(int)
+    return [(num, count) for num, count in enumerate(counts.tolist()) if count]
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN and no infinity; they are shown as missing."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A node and where it is shown: its level, its number among its siblings, and theirs; roots have no siblings."""
+
+    node: int
+    level: int
+    branch: int
+    num_branches: int
+
+
+def _place(forest: TokenForest, *, leaves: Sequence[StoredLeaf]) -> list[_Placed]:
+    """The nodes in display order."""
+    children: dict[int, list[int]] = {node: [] for node in range(-1, forest.num_nodes)}
+    for node, parent in enumerate(forest.node_parent.tolist()):
+        children[parent].append(node)
+    num_leaves = (forest.node_last_leaf - forest.node_first_leaf).tolist()
+    bounds = list(zip(forest.node_first_leaf.tolist(), forest.node_last_leaf.tolist(), strict=True))
+    first_row = [min(forest.order[first:last].tolist()) for first, last in bounds]
+
+    placed = []
+    # A stack, since a long conversation is deeper than Python's recursion limit.
+    stack = [_Placed(node, 0, 0, 0) for node in sorted(children[-1], key=first_row.__getitem__, reverse=True)]
+    while stack:
+        here = stack.pop()
+        placed.append(here)
+        branches = sorted(children[here.node], key=first_row.__getitem__)
+        trunk = [node for node in branches if 2 * num_leaves[node] > num_leaves[here.node]]
+        shown = [node for node in branches if node not in trunk] + trunk
+        below = [
+            _Placed(node, here.level + (node not in trunk), number, len(shown))
+            for number, node in enumerate(shown, start=1)
+        ]
+        stack += reversed(below)
+    return placed
+
+
+def _leaf(leaf: StoredLeaf, *, node: int) -> dict[str, Any]:
+    """A line of the table of leaves."""
+    return {
+        "name": f"{leaf.session}_{leaf.leaf}",
+        "num_tokens": len(leaf.token_ids),
+        "num_trained": int(leaf.is_trained.sum()),
+        "reward": _finite(leaf.reward),
+        "advantage": _finite(leaf.advantage),
+        "info": {name: str(value) for name, value in (leaf.reward_extra_info or {}).items()},
+        "node": node,
+    }
+
+
+def _node(tree: StoredTree, forest: TokenForest, placed: _Placed, *, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """A node of the page."""
+    node = placed.node
+    span = slice(int(forest.node_start[node]), int(forest.node_end[node]))
+    rows = forest.order[forest.node_first_leaf[node] : forest.node_last_leaf[node]].tolist()
+    leaves = [tree.leaves[row] for row in sorted(rows)]
+    rewards = [reward for leaf in leaves if (reward := _finite(leaf.reward)) is not None]
+    return {
+        "level": placed.level,
+        "branch": placed.branch,
+        "num_branches": placed.num_branches,
+        "start": span.start,
+        "num_tokens": span.stop - span.start,
+        "rows": sorted(rows),
+        "reward": sum(rewards) / len(rewards) if rewards else None,
+        "advantage": _mean_advantage(leaves, span),
+        "fork": _fork_kind(leaves[0], span.start) if placed.num_branches > 1 else None,
+        "segments": _segments(leaves, span, tokenizer=tokenizer),
+        "ends": [],
+    }
+
+
+def _mean_advantage(leaves: Sequence[StoredLeaf], span: slice) -> float | None:
+    """Mean advantage of the node's tokens over the leaves that train them; None where nothing is trained."""
+    values = []
+    for leaf in leaves:
+        if leaf.token_advantages is not None:
+            start = min(max(span.start, leaf.prompt_len), span.stop)
+            is_trained = leaf.is_trained[start : span.stop]
+            values.append(leaf.token_advantages[start - leaf.prompt_len : span.stop - leaf.prompt_len][is_trained])
+    trained = np.concatenate(values) if values else np.zeros(0)
+    return _finite(float(trained.mean(dtype=np.float64))) if trained.size else None
+
+
+def _producers(leaf: StoredLeaf, span: slice) -> np.ndarray:
+    """Who produced each token of a part of a leaf: a call's index, or one of the constants above."""
+    producers = np.full(len(leaf.token_ids), _ENVIRONMENT)
+    producers[: leaf.prompt_len] = _PROMPT
+    producers[leaf.is_trained] = _UNKNOWN_CALL
+    for run in leaf.calls:
+        producers[run.start : run.end] = run.call
+    return producers[span]
+
+
+def _fork_kind(leaf: StoredLeaf, start: int) -> str:
+    """Why a branch that begins at `start` is one, as its first leaf tells it.
+
+    `sampled`: its first token was sampled, so two calls went on differently from the same tokens. Else the kind of the
+    first call behind it (`fork`, `rewrite`, `drift`, `continuation`, ...), which read something else.
+    """
+    behind = [run for run in leaf.calls if run.end > start]
+    if behind and behind[0].start > start:
+        return behind[0].kind
+    return "sampled" if behind or leaf.is_trained[start] else "read"
+
+
+def _segments(leaves: Sequence[StoredLeaf], span: slice, *, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+    """The node's tokens, cut where the producer or the number of leaves that train them changes."""
+    owner = leaves[0]
+    producers = _producers(owner, span)
+    num_training = np.sum([leaf.is_trained[span] for leaf in leaves], axis=0)
+    is_cut = (np.diff(producers) != 0) | (np.diff(num_training) != 0)
+    bounds = [0, *(np.flatnonzero(is_cut) + 1).tolist(), len(producers)]
+    kinds = {run.call: run.kind for run in owner.calls}
+    names = {_PROMPT: "prompt", _ENVIRONMENT: "environment"}
+    segments = []
+    for start, end in pairwise(bounds):
+        producer = int(producers[start])
+        token_ids = owner.token_ids[span.start + start : span.start + end].tolist()
+        segments.append(
+            {
+                "who": names.get(producer, "model"),
+                "call": producer if producer >= 0 else None,
+                "session": owner.session,
+                "kind": kinds.get(producer),
+                "num_training": int(num_training[start]),
+                "num_tokens": end - start,
+                "text": " ".join(map(str, token_ids)) if tokenizer is None else tokenizer.decode(token_ids),
+            }
+        )
+    return segments

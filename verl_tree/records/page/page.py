@@ -1,0 +1,36 @@
+"""The page around the content: template, style and script in one file."""
+
+import json
+from importlib.resources import files
+from typing import Any
+
+from verl_tree.records import StoredTree
+from verl_tree.records.page.content import Tokenizer, page_content
+
+_PARTS = {"/*STYLE*/": "page.css", "/*SCRIPT*/": "page.js"}
+
+
+def tree_page(tree: StoredTree, tokenizer: Tokenizer | None) -> str:
+    """Makes the page of a tree.
+
+    Args:
+        tree: What to show.
+        tokenizer: Turns token ids into text; None shows the ids.
+
+    Returns:
+        A whole HTML document.
+    """
+    source = files("verl_tree.records.page")
+    page = source.joinpath("template.html").read_text(encoding="utf-8")
+    for mark, name in _PARTS.items():
+        page = page.replace(mark, source.joinpath(name).read_text(encoding="utf-8"))
+    # Last, so that no mark is looked for in what a model wrote.
+    return page.replace("/*CONTENT*/", _script_safe_json(page_content(tree, tokenizer=tokenizer)))
+
+
+def _script_safe_json(content: dict[str, Any]) -> str:
+    """JSON that cannot end or open a script element: `<`, `>` and `&` only occur in strings, where they are escaped."""
+    text = json.dumps(content, ensure_ascii=True, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text

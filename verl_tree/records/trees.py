@@ -1,0 +1,152 @@
+"""The trajectories of a prompt group as they are stored and shown: tokens, masks, log-probs, rewards, advantages.
+
+Numpy only; how they lie in a file is `files`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from verl_tree.tree import TokenForest
+
+_OPTIONAL = ("token_rewards", "token_advantages")
+
+
+@dataclass(frozen=True, slots=True)
+class CallRun:
+    """A run of tokens of a trajectory that one LLM call sampled.
+
+    Attributes:
+        call: The call's index in its session, in the order in which calls were sent.
+        kind: How its prompt related to the calls before it (`rollout_hooks.capture.call_kinds.CallKind`).
+        start, end: Positions in the trajectory, half-open.
+    """
+
+    call: int
+    kind: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredLeaf:
+    """One trajectory of L tokens, the last R of them the response.
+
+    Attributes:
+        session, leaf: Its place in the group; with the uid they are verl's row key `{uid}_{session}_{leaf}`.
+        token_ids: (L,) int32.
+        prompt_len: L - R.
+        is_trained: (L,) bool, verl's response mask; False on the prompt.
+        log_probs: (L,) float32 rollout log-probs, NaN where there is none.
+        token_rewards: (R,) float32, verl's `rm_scores`; None where nothing was scored.
+        token_advantages: (R,) float32; None where none were computed (validation).
+        reward_extra_info: What the reward function reported, JSON values.
+        min_global_steps, max_global_steps: First and last version of the weights, None if unknown.
+        calls: The runs of tokens that the session's LLM calls sampled, ascending; empty if not recorded.
+    """
+
+    session: int
+    leaf: int
+    token_ids: np.ndarray
+    prompt_len: int
+    is_trained: np.ndarray
+    log_probs: np.ndarray
+    token_rewards: np.ndarray | None = None
+    token_advantages: np.ndarray | None = None
+    reward_extra_info: dict[str, Any] | None = None
+    min_global_steps: int | None = None
+    max_global_steps: int | None = None
+    calls: tuple[CallRun, ...] = ()
+
+    def __post_init__(self) -> None:
+        ids = np.asarray(self.token_ids)
+        if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu" or ids.min() < -(2**31) or ids.max() >= 2**31:
+            raise ValueError(f"token_ids of shape {ids.shape} and {ids.dtype}: give at least one 32-bit token id")
+        if not 0 <= self.prompt_len <= len(ids):
+            raise ValueError(f"prompt_len={self.prompt_len} of {len(ids)} tokens: give 0..{len(ids)}")
+        object.__setattr__(self, "token_ids", ids.astype(np.int32, copy=False))
+        response_len = len(ids) - self.prompt_len
+        for name, value, num_values, dtype in (
+            ("is_trained", self.is_trained, len(ids), bool),
+            ("log_probs", self.log_probs, len(ids), np.float32),
+            ("token_rewards", self.token_rewards, response_len, np.float32),
+            ("token_advantages", self.token_advantages, response_len, np.float32),
+        ):
+            if value is None and name in _OPTIONAL:
+                continue
+            array = np.asarray(value, dtype=dtype)
+            if array.shape != (num_values,):
+                raise ValueError(f"{name} has shape {array.shape}: give {num_values} values, one per token")
+            object.__setattr__(self, name, array)
+
+    @property
+    def reward(self) -> float | None:
+        """Sum of the token rewards; None where nothing was scored."""
+        return None if self.token_rewards is None else float(self.token_rewards.sum(dtype=np.float64))
+
+    @property
+    def advantage(self) -> float | None:
+        """The advantage of all trained tokens; None where there is none, or where it varies along the leaf."""
+        if self.token_advantages is None:
+            return None
+        is_trained = self.is_trained[self.prompt_len :]
+        trained = self.token_advantages[is_trained]
+        value = trained[0] if trained.size else np.float32(0)
+        return float(value) if (self.token_advantages == np.where(is_trained, value, 0)).all() else None
+
+    def row(self) -> dict[str, np.ndarray]:
+        """The trajectory under verl's names: what its trainer, an SFT job or a replay takes.
+
+        Returns:
+            `prompts` (P,), `responses` (R,), `input_ids` (L,), all int64; `response_mask` (R,) int64;
+            `rollout_log_probs` (R,) float32, 0 where there is none, if there are any; `rm_scores` and `advantages`
+            (R,) float32 where known.
+        """
+        input_ids, response = self.token_ids.astype(np.int64), slice(self.prompt_len, None)
+        row = {
+            "prompts": input_ids[: self.prompt_len],
+            "responses": input_ids[response],
+            "input_ids": input_ids,
+            "response_mask": self.is_trained[response].astype(np.int64),
+        }
+        if not np.isnan(self.log_probs).all():
+            row["rollout_log_probs"] = np.nan_to_num(self.log_probs[response], nan=0.0)
+        if self.token_rewards is not None:
+            row["rm_scores"] = self.token_rewards
+        if self.token_advantages is not None:
+            row["advantages"] = self.token_advantages
+        return row
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTree:
+    """The trajectories of one prompt group at one step.
+
+    Attributes:
+        step: The trainer's global step.
+        uid: The group.
+        leaves: Its trajectories, in the order of their rows.
+    """
+
+    step: int
+    uid: str
+    leaves: tuple[StoredLeaf, ...]
+
+    def __post_init__(self) -> None:
+        if not self.leaves:
+            raise ValueError(f"the tree {self.uid!r} has no leaves: leave it out")
+
+    def forest(self) -> TokenForest:
+        """The forest of the leaves, in their order."""
+        return TokenForest.from_sequences([leaf.token_ids for leaf in self.leaves])
+
+
+def end_nodes(forest: TokenForest) -> np.ndarray:
+    """The node in which each trajectory ends. (S,) int64, in the order of the trajectories."""
+    ends = np.zeros(forest.num_leaves, dtype=np.int64)
+    bounds = zip(forest.node_first_leaf.tolist(), forest.node_last_leaf.tolist(), strict=True)
+    # Preorder: the deepest node of a leaf comes last.
+    for node, (first, last) in enumerate(bounds):
+        ends[forest.order[first:last]] = node
+    return ends

@@ -1,0 +1,1 @@
+"""What tests and benchmarks need and the product never imports: drawn forests, oracles, a worker without Ray."""

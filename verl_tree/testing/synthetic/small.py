@@ -1,0 +1,58 @@
+"""Small random forests that hold every case at once: for property tests and comparisons by brute force."""
+
+import numpy as np
+
+from verl_tree.testing.synthetic.growth import NO_PARENT, Growth, Seed, Sequences, check_counts
+
+
+def random_forest(
+    seed: Seed = 0,
+    *,
+    num_leaves: int = 10,
+    mean_len: float = 3.0,
+    max_depth: int = 5,
+    root_probability: float = 0.1,
+    prefix_probability: float = 0.1,
+    duplicate_probability: float = 0.1,
+    vocab_size: int = 64,
+    shuffle: bool = True,
+) -> Sequences:
+    """A small forest for property tests: random arity and depth, several roots, strict prefixes, duplicates.
+
+    Args:
+        seed: number or generator.
+        num_leaves: trajectories S, exactly.
+        mean_len: mean tokens of a node; the lengths are geometric, so nodes of one token are common.
+        max_depth: nodes on the longest path at most; from about 8 leaves on, depths below 3 are rare.
+        root_probability: that a trajectory begins a tree of its own.
+        prefix_probability: that it ends where another one goes on.
+        duplicate_probability: that it repeats an earlier one.
+        vocab_size: token ids are 0..vocab_size - 1; a small one repeats tokens along a path.
+        shuffle: random order.
+
+    Returns:
+        S trajectories.
+
+    Raises:
+        ValueError: a count or mean_len is below 1, or the probabilities sum to more than 1.
+    """
+    check_counts(num_leaves=num_leaves, mean_len=mean_len, max_depth=max_depth)
+    probabilities = [root_probability, prefix_probability, duplicate_probability]
+    if min(probabilities) < 0 or sum(probabilities) > 1:
+        raise ValueError(f"root, prefix and duplicate probability {probabilities}: give them >= 0 and a sum <= 1")
+    rng, tree = np.random.default_rng(seed), Growth()
+    inner: list[tuple[int, int]] = []  # (node, nodes that may follow it), of nodes that have a child
+    for _ in range(num_leaves):
+        kind = rng.choice(["root", "prefix", "duplicate", "fork"], p=[*probabilities, 1 - sum(probabilities)])
+        if kind == "duplicate" and tree.ends:
+            tree.end(tree.ends[rng.integers(len(tree.ends))][0])
+        elif kind == "prefix" and inner:
+            tree.end(inner[rng.integers(len(inner))][0])
+        else:
+            is_fork = kind == "fork" and inner
+            node, room = inner[rng.integers(len(inner))] if is_fork else (NO_PARENT, max_depth)
+            num_nodes = int(rng.integers(1, room + 1)) if tree.ends else max_depth
+            chain = tree.add_chain(node, node_lens=rng.geometric(1 / mean_len, size=num_nodes).tolist())
+            tree.end(chain[-1])
+            inner += zip(chain[:-1], range(room - 1, room - num_nodes, -1), strict=True)
+    return tree.sequences(rng, vocab_size=vocab_size, shuffle=shuffle)

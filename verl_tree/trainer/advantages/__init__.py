@@ -1,0 +1,31 @@
+"""Advantages for sessions with several leaves: from leaf rewards to a number per token.
+
+`leaves`      one advantage per leaf: `tree_grpo`, `tree_grpo_intra`
+`nodes`       one advantage per node of a session's token tree: `treerl`, `treepo`
+`estimators`  the four in verl's form, under the names that `algorithm.adv_estimator` takes
+`rows`        what the trainer tells them of its rows, beyond what verl gives to an estimator
+
+Formulas, drawn examples and what `tree.shared_tokens` does to each: docs/advantages.md.
+"""
+
+from verl_tree.trainer.advantages.estimators import (
+    ESTIMATORS,
+    ESTIMATORS_ON_NODES,
+    register,
+)
+from verl_tree.trainer.advantages.leaves import intra_tree_advantages, leaf_advantages
+from verl_tree.trainer.advantages.nodes import SessionTrees, treepo_advantages, treerl_advantages
+from verl_tree.trainer.advantages.rows import Rows, announce_rows
+
+__all__ = [
+    "ESTIMATORS",
+    "ESTIMATORS_ON_NODES",
+    "Rows",
+    "SessionTrees",
+    "announce_rows",
+    "intra_tree_advantages",
+    "leaf_advantages",
+    "register",
+    "treepo_advantages",
+    "treerl_advantages",
+]

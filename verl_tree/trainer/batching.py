@@ -1,0 +1,262 @@
+"""Which row is trained where: prompt groups to mini-batches and ranks, and padding that evens the ranks out.
+
+verl cuts a batch by row count: rows are dealt to ranks by length and each rank's rows are sliced into
+mini-batches. Sessions with several leaves break both: siblings part, and the number of optimiser steps
+depends on the leaf count. Here the unit is the group (verl's uid): a group is in one mini-batch, and a
+mini-batch is `ppo_mini_batch_size` groups, however many leaves they have. A group is also on one rank, unless
+the ranks would be so uneven that it pays to cut it and to compute some of its tokens twice (`balancing`).
+
+Example, 2 ranks, 2 groups per mini-batch, three groups A (rows 0 1 2), B (row 3), C (rows 4 5), none worth a
+cut::
+
+    mini-batch 0: A on rank 0, B on rank 1        rank 0: 0 1 2 | p        rows ((3, 1), (1, 3))
+    mini-batch 1: C on rank 1                     rank 1: 3 | 4 5 q        num_rows (4, 2)
+
+Rank 0 has nothing in mini-batch 1 and gets the padding row p; q evens out the ranks, because verl's dispatch
+cuts the batch into equal parts. Were C cut, rank 0 would have row 4 in place of p and rank 1 row 5.
+
+Pure functions on Python and numpy values; nothing here knows verl, torch or ray.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from verl_tree.cost.balance import Balance, Piece, balance
+from verl_tree.cost.model import CostModel, WorkProfile
+
+
+class RowKey(NamedTuple):
+    """The parts of verl's row key `{uid}_{session}_{leaf}`."""
+
+    uid: str
+    session: int
+    leaf: int
+
+
+def parse_row_key(key: str) -> RowKey:
+    """Splits a row key.
+
+    Args:
+        key: `{uid}_{session}_{leaf}`.
+
+    Returns:
+        The parts; they order rows by group, then session, then leaf.
+
+    Raises:
+        ValueError: the key has another form.
+    """
+    parts = key.rsplit("_", 2)
+    if len(parts) != 3 or not (parts[1].isdecimal() and parts[2].isdecimal()):
+        raise ValueError(f"row key {key!r} is not uid_session_leaf: agent loops write rows through verl's key format")
+    return RowKey(parts[0], int(parts[1]), int(parts[2]))
+
+
+def group_rows(keys: Sequence[str]) -> list[list[int]]:
+    """Collects the rows of each group, in an order that does not depend on when rows arrived.
+
+    Args:
+        keys: the row keys of a batch.
+
+    Returns:
+        Per group the indices into `keys` by session and leaf; groups by uid (the trainer's uids sort in the
+        order of the prompts).
+    """
+    parsed = [parse_row_key(key) for key in keys]
+    order = sorted(range(len(keys)), key=lambda row: parsed[row])
+    return [list(rows) for _, rows in groupby(order, key=lambda row: parsed[row].uid)]
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatchPlan:
+    """How the workers cut their rows into optimiser steps; what driver and worker agree on.
+
+    It travels in `KVBatchMeta.extra_info`, which verl unpacks into the worker's TensorDict with
+    `assign_non_tensor_data`: nested tuples (and lists) arrive unchanged. `assign_non_tensor` must not be used
+        for
+    them: it makes one item per row of a list. The worker writes `plan = MiniBatchPlan.from_batch(data)` and
+    its rows of mini-batch m are the next `plan.rows[dp_rank][m]` rows of `data`; `plan.num_rows[m]` is that
+    mini-batch's `global_batch_size`.
+
+    Attributes:
+        rows: per data-parallel rank, per mini-batch: number of rows, padding included. At least 1 each; all
+            ranks have the same number of mini-batches and the same total.
+        num_rows: per mini-batch: trajectories over all ranks, padding not counted. At least 1.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    num_rows: tuple[int, ...]
+
+    @property
+    def num_mini_batches(self) -> int:
+        """Optimiser steps of one epoch."""
+        return len(self.num_rows)
+
+    def to_extra_info(self) -> dict[str, Any]:
+        """The keys to put into `KVBatchMeta.extra_info`."""
+        return {"mini_batch_rows": self.rows, "mini_batch_num_rows": self.num_rows}
+
+    @classmethod
+    def from_batch(cls, data: Mapping[str, Any]) -> Self:
+        """Reads the plan on a worker.
+
+        Args:
+            data: the worker's TensorDict, or any mapping that holds the keys of `to_extra_info`.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: the batch carries no plan: it does not come from our trainer.
+        """
+        if "mini_batch_rows" not in data:
+            raise ValueError(
+                "the batch has no mini_batch_rows: train with verl_tree.trainer.trainer.TreePPOTrainerSync "
+                "(python -m verl_tree.main_ppo), which plans the mini-batches"
+            )
+        return cls(
+            rows=tuple(tuple(rank_rows) for rank_rows in data["mini_batch_rows"]),
+            num_rows=tuple(data["mini_batch_num_rows"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowAssignment:
+    """The order in which rows are dispatched, the plan that says where the mini-batches are, and what they cost.
+
+    Attributes:
+        row_order: indices of rows, rank by rank and mini-batch by mini-batch; `num_rows + i` is padding row
+            i.
+        num_padding: padding rows to be made.
+        plan: where the mini-batches of every rank are.
+        predicted_s: per rank, per mini-batch: the predicted time, padding not counted (the model's unit if
+            nothing was measured yet).
+        num_cut_groups: groups that are on more than one rank.
+        num_lost_tokens: tree tokens that ranks compute because of cuts, beyond those of whole groups.
+    """
+
+    row_order: tuple[int, ...]
+    num_padding: int
+    plan: MiniBatchPlan
+    predicted_s: tuple[tuple[float, ...], ...]
+    num_cut_groups: int
+    num_lost_tokens: int
+
+    @property
+    def imbalance(self) -> float:
+        """Predicted time over that of perfectly even ranks, at least 1: mini-batches wait for the slowest rank."""
+        mini_batches = list(zip(*self.predicted_s, strict=True))
+        mean_s = sum(sum(ranks) / len(ranks) for ranks in mini_batches)
+        return sum(max(ranks) for ranks in mini_batches) / mean_s if mean_s else 1.0
+
+
+def assign_rows(
+    groups: Sequence[Sequence[int]],
+    *,
+    profiles: Sequence[WorkProfile],
+    model: CostModel,
+    num_ranks: int,
+    groups_per_mini_batch: int,
+    shuffle_seed: Sequence[int] | None = None,
+    cut_groups: bool = True,
+) -> RowAssignment:
+    """Deals groups to mini-batches and ranks and pads the ranks to equal numbers of rows.
+
+    Invariants:
+        - `row_order` is a permutation of all rows and `num_padding` padding rows;
+        - all rows of a group are in one mini-batch, so that the optimiser step does not depend on cuts;
+        - a group is on one rank unless cutting it evens out the ranks (`balancing.balance`); the rows that a
+          (rank, mini-batch) cell has of a group are one range of the group's DFS order, and stand next to
+          each other in the given order;
+        - every mini-batch but the last has `groups_per_mini_batch` groups; without `shuffle_seed`
+          mini-batches follow the order of `groups`;
+        - every cell has at least one row; all ranks have equally many; padding comes last in its cell;
+        - the same arguments give the same answer.
+
+    Args:
+        groups: per group its rows; together the integers 0 .. number of rows - 1.
+        profiles: per group the work of its rows; `order` holds positions in the group.
+        model: what work costs.
+        num_ranks: data-parallel ranks.
+        groups_per_mini_batch: verl's `ppo_mini_batch_size`, counted in prompts.
+        shuffle_seed: groups are drawn into mini-batches in a random order of this seed; None keeps their
+            order.
+        cut_groups: whether a group may be on several ranks. False where a rank must see all leaves of a token:
+            `tree.shared_tokens` other than `sum` counts them on the rank.
+
+    Returns:
+        The assignment.
+
+    Raises:
+        ValueError: nothing to train on, or a mini-batch size below 1.
+    """
+    if not groups or not all(groups):
+        raise ValueError(
+            f"{len(groups)} prompt groups with {sum(map(len, groups))} trajectories: there is nothing to "
+            "train on; see why sessions failed, or set trainer.v1.sampler.sync_refill_failed_groups=true"
+        )
+    if groups_per_mini_batch < 1:
+        raise ValueError(
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={groups_per_mini_batch} must be at least 1 prompt"
+        )
+    num_rows = sum(len(group) for group in groups)
+    assert [profile.num_leaves for profile in profiles] == [len(group) for group in groups]
+    assert sorted(row for group in groups for row in group) == list(range(num_rows))
+
+    order = list(range(len(groups)))
+    if shuffle_seed is not None:
+        order = np.random.default_rng(shuffle_seed).permutation(len(groups)).tolist()
+    mini_batches = [order[i : i + groups_per_mini_batch] for i in range(0, len(order), groups_per_mini_batch)]
+
+    cells: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    balances: list[Balance] = []
+    for members in mini_batches:
+        balanced = balance(
+            members,
+            profiles=profiles,
+            model=model,
+            rank_num_rows=[sum(len(cell) for cell in rank_cells) for rank_cells in cells],
+            cut_groups=cut_groups,
+        )
+        balances.append(balanced)
+        for rank, share in enumerate(balanced.shares):
+            cells[rank].append([row for piece in share for row in _rows_of(piece, groups=groups, profiles=profiles)])
+    num_padding = _pad(cells, first_padding_row=num_rows)
+    return RowAssignment(
+        row_order=tuple(row for rank_cells in cells for cell in rank_cells for row in cell),
+        num_padding=num_padding,
+        plan=MiniBatchPlan(
+            rows=tuple(tuple(len(cell) for cell in rank_cells) for rank_cells in cells),
+            num_rows=tuple(sum(len(groups[group]) for group in members) for members in mini_batches),
+        ),
+        predicted_s=tuple(zip(*(balanced.loads_s for balanced in balances), strict=True)),
+        num_cut_groups=sum(balanced.num_cut_groups for balanced in balances),
+        num_lost_tokens=sum(balanced.num_lost_tokens(profiles) for balanced in balances),
+    )
+
+
+def _rows_of(piece: Piece, *, groups: Sequence[Sequence[int]], profiles: Sequence[WorkProfile]) -> list[int]:
+    """The rows of a piece, in the order of its group."""
+    positions = np.sort(profiles[piece.group].order[piece.start : piece.end]).tolist()
+    return [groups[piece.group][position] for position in positions]
+
+
+def _pad(cells: list[list[list[int]]], *, first_padding_row: int) -> int:
+    """Appends padding rows in place: one to each empty cell, the rest to each rank's last cell.
+
+    Returns:
+        The number of padding rows.
+    """
+    target = max(sum(max(1, len(cell)) for cell in rank_cells) for rank_cells in cells)
+    num_padding = 0
+    for rank_cells in cells:
+        missing = [0 if cell else 1 for cell in rank_cells]
+        missing[-1] += target - sum(len(cell) for cell in rank_cells) - sum(missing)
+        for cell, num_missing in zip(rank_cells, missing, strict=True):
+            start = first_padding_row + num_padding
+            cell.extend(range(start, start + num_missing))
+            num_padding += num_missing
+    return num_padding

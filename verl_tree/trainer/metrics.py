@@ -1,0 +1,118 @@
+"""The trainer's `tree/...` metrics: per session instead of per row, what capture saw, what failed and why."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rollout_hooks.capture.report import CaptureReport
+from verl_tree.trainer.batching import parse_row_key
+
+_MAX_CAUSES_SHOWN = 5
+
+
+def session_metrics(keys: Sequence[str], *, rewards: np.ndarray) -> dict[str, float]:
+    """Metrics over sessions; verl's own `critic/score` and `critic/rewards` are over rows.
+
+    Args:
+        keys: (R,) row keys without padding rows.
+        rewards: (R,) reward of each row.
+
+    Returns:
+        `tree/sessions`, `tree/leaves_per_session`; `tree/session_reward/mean|max|min` over the sessions' last
+        leaves (the loop's own final output, what verl validates); `tree/leaf_reward/mean`, every session with
+        the same weight (the baseline of `tree_grpo`).
+    """
+    leaf_rewards: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
+    for key, reward in zip(keys, rewards.tolist(), strict=True):
+        row = parse_row_key(key)
+        leaf_rewards[row.uid, row.session].append((row.leaf, reward))
+    final = [max(leaves)[1] for leaves in leaf_rewards.values()]
+    means = [np.mean([reward for _, reward in leaves]) for leaves in leaf_rewards.values()]
+    return {
+        "tree/sessions": float(len(final)),
+        "tree/leaves_per_session": len(keys) / len(final),
+        "tree/session_reward/mean": float(np.mean(final)),
+        "tree/session_reward/max": float(np.max(final)),
+        "tree/session_reward/min": float(np.min(final)),
+        "tree/leaf_reward/mean": float(np.mean(means)),
+    }
+
+
+def capture_metrics(report: CaptureReport, *, prefix: str = "tree") -> dict[str, float]:
+    """What the agent loops did since the last report; all 0 where stored rollouts were replayed."""
+    counts = {
+        "calls": report.num_calls,
+        "continuations": report.num_continuations,
+        "forks": report.num_forks,
+        "rewrites": report.num_rewrites,
+        "drift": report.num_drifts,
+        "realigned": report.num_realigned,
+        "failed_calls": report.num_failed_calls,
+        "aborted_calls": report.num_aborted_calls,
+        "dropped_leaves": report.num_dropped_leaves,
+        "truncated_leaves": report.num_truncated_leaves,
+        "failed_sessions": len(report.failed_sessions),
+        "failed_prompts": len(report.failed_prompts),
+    }
+    return {f"{prefix}/{name}": float(count) for name, count in counts.items()}
+
+
+def describe_failures(report: CaptureReport) -> str | None:
+    """One message for everything that failed, each different cause once with its number of sessions.
+
+    Returns:
+        The message; None where nothing failed.
+    """
+    if not report.failed_sessions and not report.failed_prompts:
+        return None
+    sessions_of: dict[str, list[str]] = defaultdict(list)
+    for failed in report.failed_sessions:
+        sessions_of[failed.cause].append(f"{failed.uid}_{failed.session_id}")
+    lines = [
+        f"{len(report.failed_sessions)} sessions failed; "
+        f"{len(report.failed_prompts)} prompts have no trajectory because all their sessions failed"
+    ]
+    by_frequency = sorted(sessions_of.items(), key=lambda item: -len(item[1]))
+    for cause, sessions in by_frequency[:_MAX_CAUSES_SHOWN]:
+        lines.append(f"  {len(sessions)} x {cause} (first: {sessions[0]})")
+    if len(by_frequency) > _MAX_CAUSES_SHOWN:
+        lines.append(f"  and {len(by_frequency) - _MAX_CAUSES_SHOWN} further causes")
+    return "\n".join(lines)
+
+
+def describe_step(metrics: Mapping[str, float], *, step: int, num_steps: int) -> str:
+    """One line for people: is the agent learning, and what did the trees save?
+
+    Args:
+        metrics: everything that the step logs.
+        step: its number.
+        num_steps: of the run.
+
+    Returns:
+        Such as `step 5/30: reward 0.53, validation 0.52 | 3.0 leaves a session, POR 0.86, 7.3x fewer tokens |
+        step 5.4 s, update 1.0 s`; what was not measured is left out.
+    """
+    validation = [value for name, value in sorted(metrics.items()) if name.startswith("val-core/")]
+    reward = [f"reward {metrics['tree/session_reward/mean']:.2f}"] + [
+        f"validation {value:.2f}" for value in validation[:1]
+    ]
+    tree = [f"{metrics['tree/leaves_per_session']:.1f} leaves a session"]
+    if "tree/por" in metrics:
+        tree += [f"POR {metrics['tree/por']:.2f}", f"{metrics['tree/compression']:.1f}x fewer tokens"]
+    seconds = {"step": "timing_s/step", "generation": "timing_s/gen", "update": "timing_s/update_actor"}
+    times = [f"{name} {metrics[key]:.1f} s" for name, key in seconds.items() if key in metrics]
+    return f"step {step}/{num_steps}: " + " | ".join(", ".join(part) for part in (reward, tree, times) if part)
+
+
+def promote_tree_metrics(metrics: dict[str, float]) -> None:
+    """Renames the actor engine's `actor/tree/...` to `tree/...`, in place; the critic's keep their prefix."""
+    for name in [name for name in metrics if name.startswith("actor/tree/")]:
+        metrics[name.removeprefix("actor/")] = metrics.pop(name)
+
+
+def tree_tokens_per_s(metrics: Mapping[str, float], *, update_s: float) -> dict[str, float]:
+    """Tree tokens of all epochs over the seconds of the update; nothing where no update ran."""
+    if "tree/tokens" not in metrics or update_s <= 0:
+        return {}
+    return {"perf/update_tree_tokens_per_s": metrics["tree/tokens"] / update_s}

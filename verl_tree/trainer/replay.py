@@ -1,0 +1,112 @@
+"""Stored rollouts with several leaves per session, put back exactly as they were.
+
+verl's `skip.rollout_tq` stores the rows of a step and, where a step is already stored, uses them instead of
+generating. Its loader (`RolloutTqSkip.load_dump_data`, verl 0.9.1) deals `rollout.n` rows of leaf 0 to every
+prompt, which drops or repeats leaves. This one puts every row back under its own key, so a flat and a tree
+run see the same groups, sessions and leaves, in the same order. Storing is verl's own; use it so::
+
+    skip.rollout_tq.enable=true skip.rollout_tq.dump_dir=DIR skip.rollout_tq.steps=[1,2,3]
+    skip.rollout_tq.action=cache
+
+`register` puts this loader in the place of verl's, in verl's registry of skips.
+"""
+
+import logging
+from typing import Any
+
+import torch
+import transfer_queue as tq
+from verl.utils.skip.base_skip import register_skip
+from verl.utils.skip.rollout_skip import RolloutTqSkip
+from verl.utils.tensordict_utils import index_select_tensor_dict
+
+from verl_tree.trainer.batching import group_rows, parse_row_key
+
+logger = logging.getLogger(__name__)
+
+
+class TreeRolloutSkip(RolloutTqSkip):
+    """verl's store of rollouts with a loader that keeps sessions and leaves."""
+
+    def load_dump_data(
+        self,
+        step: int,
+        new_prompt_uids: list[str],
+        n: int,
+        global_steps: int,
+        partition_id: str = "train",
+    ) -> None:
+        """Puts the rows stored for `step` into TransferQueue, and marks as many prompts as were submitted as
+        ended.
+
+        Args:
+            step: the training step to replay.
+            new_prompt_uids: uids of the prompts that the data loader drew for this step; those without a
+                stored group (its sessions had all failed) end as failed, as they did then.
+            n: unused; the stored sessions decide.
+            global_steps: the current step; stored weight versions are moved by its distance to the stored
+                step.
+            partition_id: TransferQueue partition.
+
+        Raises:
+            FileNotFoundError: nothing is stored for the step.
+            ValueError: more groups are stored than prompts were submitted.
+        """
+        stored_step = self._resolve_load_step_v1(step)
+        if stored_step == -1:
+            raise FileNotFoundError(f"no rollouts of step {step} under {self._get_project_dump_dir()}")
+        uids: set[str] = set()
+        num_rows = 0
+        for inner in range(self.parameter_sync_step):
+            path = self._get_v1_inner_dir(stored_step, inner) / self.tq_batch_name
+            # Our own file: it holds whole row dictionaries, so it cannot be read with weights_only.
+            payload = torch.load(path, weights_only=False)
+            _put_rows(payload, partition_id=partition_id, global_steps=global_steps)
+            uids.update(parse_row_key(key).uid for key in payload["keys"])
+            num_rows += len(payload["keys"])
+
+        num_failed = len(new_prompt_uids) - len(uids)
+        if num_failed < 0:
+            raise ValueError(
+                f"step {stored_step} holds {len(uids)} prompt groups and data.train_batch_size submits "
+                f"{len(new_prompt_uids)}: replay with the batch size that the rollouts were stored with"
+            )
+        ended = [(uid, "finished") for uid in sorted(uids)]
+        ended += [(uid, "failure") for uid in new_prompt_uids[:num_failed]]
+        tq.kv_batch_put(
+            keys=[uid for uid, _ in ended],
+            partition_id=partition_id,
+            tags=[{"is_prompt": True, "status": status, "global_steps": global_steps} for _, status in ended],
+        )
+        logger.warning(
+            "step %d: replaying %d trajectories of %d prompts stored at step %d (%d prompts had failed)",
+            step,
+            num_rows,
+            len(uids),
+            stored_step,
+            num_failed,
+        )
+
+
+def _put_rows(payload: dict[str, Any], *, partition_id: str, global_steps: int) -> None:
+    """Writes the rows of one stored file, sorted, under their own keys."""
+    keys, tags = payload["keys"], payload["tags"]
+    order = [row for group in group_rows(keys) for row in group]
+    moved_by = global_steps - payload["global_steps"]
+    moved = []
+    for row in order:
+        tag = dict(tags[row])
+        for name in ("global_steps", "min_global_steps", "max_global_steps"):
+            tag[name] += moved_by
+        moved.append(tag)
+    tq.kv_batch_put(
+        keys=[keys[row] for row in order],
+        partition_id=partition_id,
+        fields=index_select_tensor_dict(payload["tensordict"], order),
+        tags=moved,
+    )
+
+
+def register() -> None:
+    """Makes verl replay through `TreeRolloutSkip` in this process; repeated calls do nothing."""
+    register_skip("rollout_tq")(TreeRolloutSkip)

@@ -1,0 +1,132 @@
+"""Worker classes: verl's training workers, cutting mini-batches by prompt group instead of by row count.
+
+verl cuts a rank's rows into mini-batches of a fixed number of rows. Sessions with several leaves make that number
+meaningless: a group would be split over optimiser steps and its sharing lost. Here the trainer decides which rows
+belong to which mini-batch (`MiniBatchPlan`) and a mini-batch is one optimiser step, however many leaves it has. The
+same cut serves verl's own flat engines, so that tree and flat runs differ in nothing else.
+"""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from codetiming import Timer
+from tensordict import NonTensorData, TensorDict
+from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+from verl.utils.metric import Metric
+from verl.utils.py_functional import append_to_dict
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker, TrainingWorkerConfig
+
+from verl_tree.cpu.platform import ensure_cpu_process_group
+from verl_tree.engine import FSDPTreeEngineWithLMHead
+from verl_tree.packing.counts import ForestCounts, RankTimes
+from verl_tree.trainer.batching import MiniBatchPlan
+
+
+class TreeTrainingWorker(TrainingWorker):
+    """verl's `TrainingWorker` with mini-batches of whole groups."""
+
+    def __init__(self, config: TrainingWorkerConfig) -> None:
+        # verl would ask for the backend "cpu:gloo,cpu:gloo", which torch refuses.
+        if get_device_name() == "cpu":
+            ensure_cpu_process_group()
+        super().__init__(config)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
+    def train_mini_batch(self, data: TensorDict) -> TensorDict | None:
+        """One optimiser step per mini-batch of the plan, for every epoch; see `TrainingWorker.train_mini_batch`.
+
+        Args:
+            data: this rank's rows, mini-batch after mini-batch, with the keys of `MiniBatchPlan` and verl's `epochs`,
+                `seed`, `dataloader_kwargs` and `disable_auto_offload`.
+
+        Returns:
+            `metrics` as verl's; `tree/...` metrics where the engine is a tree engine. None on ranks that collect
+            nothing.
+
+        Raises:
+            ValueError: the plan's rows are not the rows that arrived.
+        """
+        plan = MiniBatchPlan.from_batch(data)
+        disable_auto_offload = tu.pop(data, key="disable_auto_offload", default=False)
+        epochs = tu.pop(data, key="epochs", default=1)
+        seed = tu.pop(data, key="seed", default=42)
+        shuffle = tu.pop(data, key="dataloader_kwargs", default={}).get("shuffle", False)
+        rows = plan.rows[self.engine.get_data_parallel_rank()]
+        if sum(rows) != len(data):
+            raise ValueError(
+                f"rank {self.engine.get_data_parallel_rank()} got {len(data)} rows and the plan gives it {sum(rows)}: "
+                "mini_batch_rows must match the dispatched batch"
+            )
+        order = list(_mini_batch_order(len(rows), epochs=epochs, seed=seed, shuffle=shuffle))
+        starts = np.cumsum([0, *rows])
+
+        outputs, counts, times, num_micro_batches = [], ForestCounts(), RankTimes(), 0
+        with (
+            self.engine.train_mode(disable_auto_offload=disable_auto_offload),
+            Timer(name="train_batch", logger=None),
+        ):
+            for step, index in enumerate(order):
+                mini_batch = tu.index_select_tensor_dict(data, torch.arange(starts[index], starts[index + 1]))
+                tu.assign_non_tensor(
+                    mini_batch,
+                    global_batch_size=plan.num_rows[index],
+                    global_token_num=NonTensorData(self._row_lens(mini_batch)),
+                    update_lr_scheduler=step == len(order) - 1,
+                    disable_auto_offload=True,
+                )
+                with torch.profiler.record_function(f"mini_batch{step}"):
+                    outputs.append(self.train_batch(mini_batch))
+                self.profiler.step()
+                if isinstance(self.engine, FSDPTreeEngineWithLMHead):
+                    counts = counts + self.engine.tree_counts
+                    times = times + self.engine.rank_times
+                    num_micro_batches += self.engine.num_micro_batches
+
+        if not self.engine.is_mp_src_rank_with_outputs():
+            return None
+        metrics = _merge_metrics([tu.get(output, "metrics") for output in outputs])
+        if isinstance(self.engine, FSDPTreeEngineWithLMHead):
+            metrics.update(counts.metrics() | times.metrics() | self.engine.cost_metrics)
+            metrics["tree/micro_batches"] = num_micro_batches
+        return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": metrics}).cpu()
+
+    def _row_lens(self, mini_batch: TensorDict) -> list[int]:
+        """Lengths in tokens of the trained rows of all ranks: what verl's MFU counts."""
+        lens = mini_batch["input_ids"].offsets().diff()
+        is_trained = torch.stack([mask.any() for mask in mini_batch["response_mask"].unbind()])
+        group = self.engine.get_data_parallel_group()
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, lens[is_trained].tolist(), group=group)
+        return list(chain.from_iterable(gathered))
+
+
+class TreeActorRolloutRefWorker(ActorRolloutRefWorker):
+    """verl's hybrid worker on `TreeTrainingWorker`s."""
+
+    actor_worker_cls = TreeTrainingWorker
+    ref_worker_cls = TreeTrainingWorker
+
+
+def _mini_batch_order(num_mini_batches: int, *, epochs: int, seed: int, shuffle: bool) -> Iterator[int]:
+    """The mini-batches of all epochs in the order of their optimiser steps, the same on every rank."""
+    generator = np.random.default_rng(seed)
+    for _ in range(epochs):
+        yield from generator.permutation(num_mini_batches).tolist() if shuffle else range(num_mini_batches)
+
+
+def _merge_metrics(per_step: list[dict[str, Any]]) -> dict[str, Any]:
+    """Flattens ranks and packs, one entry per optimiser step and metric, as verl's trainer expects."""
+    merged: dict[str, Any] = {}
+    for metrics in per_step:
+        for name, value in metrics.items():
+            if isinstance(value, list):
+                is_metric = isinstance(value[0], Metric)
+                metrics[name] = Metric.aggregate_dp(value) if is_metric else list(chain.from_iterable(value))
+        append_to_dict(merged, metrics)
+    return merged

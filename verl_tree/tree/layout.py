@@ -1,0 +1,191 @@
+"""A pack of trajectories as tensors: every tree token once, in DFS preorder.
+
+In preorder the descendants of a token are the range that follows it, so one integer per token says who may
+attend to it: the key j is visible to the query i iff j <= i < subtree_end[j]. Arrays that only planning reads
+stay on the host as numpy beside the device tensors, so that nothing in the hot path has to be copied back.
+
+Legend: T tree tokens of the pack, F flat tokens (sum over its trajectories), S its trajectories, N its nodes.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from verl_tree.tree import TokenForest
+from verl_tree.tree.nodes import IntArray, NodeTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeLayout:
+    """The tensors of one pack.
+
+    Example: a tree four tokens deep of the trajectories 0 = [5 6 7 8], 1 = [5 6 7 9], 2 = [5 6] (a strict
+    prefix of 0 and 1), 3 = [5 4 3] and 4 = [5 4 3] (duplicates). DFS order of the leaves: 3 4 2 0 1::
+
+        index in the pack   0   1   2   3   4   5   6
+                            5 ┬ 4 ─ 3                   3 and 4 end at index 2
+                              └──────── 6 ─ 7 ┬ 8       2 ends at index 3, 0 at index 5
+                                              └──── 9   1 ends at index 6
+
+        token_ids_T         5   4   3   6   7   8   9
+        position_T          0   1   2   1   2   3   3
+        parent_T           -1   0   1   0   3   4   4
+        subtree_end_T       7   3   3   7   7   6   7
+        num_leaves_T        5   2   2   3   2   1   1
+
+        leaves              3       4       2     0         1
+        tree_index_F        0 1 2   0 1 2   0 3   0 3 4 5   0 3 4 6
+        leaf_offsets        0       3       6     8         12        16
+
+        node_start          0   1   3   4   5   6
+        node_end            1   3   4   5   6   7
+        node_depth          0   1   1   2   3   3
+        node_parent        -1   0   0   2   3   3
+        node_subtree_end    7   3   7   7   6   7
+
+    Attributes:
+        token_ids_T: (T,) int64.
+        position_T: (T,) int64, the token's position in its trajectories.
+        parent_T: (T,) int64, index in the pack of the token before it on its path, -1 at roots.
+        subtree_end_T: (T,) int32, one past the last descendant.
+        num_leaves_T: (T,) int32, how many of the pack's trajectories pass through the token (the paper's
+            tree_scale).
+        tree_index_F: (F,) int64, the tree token of every (leaf, position), leaf after leaf.
+        leaf_offsets: (S + 1,) int64 on the host, where each leaf starts in F.
+        leaves: (S,) int64 on the host, indices of the forest's trajectories in DFS order.
+        node_start: (N,) int64 on the host, first tree token of each node; nodes are in DFS preorder.
+        node_end: (N,) int64 on the host, one past the node's last tree token.
+        node_depth: (N,) int64 on the host, number of ancestors.
+        node_parent: (N,) int64 on the host, -1 at roots.
+        node_subtree_end: (N,) int64 on the host, one past the last tree token of the node's descendants.
+    """
+
+    token_ids_T: Tensor
+    position_T: Tensor
+    parent_T: Tensor
+    subtree_end_T: Tensor
+    num_leaves_T: Tensor
+    tree_index_F: Tensor
+    leaf_offsets: IntArray
+    leaves: IntArray
+    node_start: IntArray
+    node_end: IntArray
+    node_depth: IntArray
+    node_parent: IntArray
+    node_subtree_end: IntArray
+
+    @classmethod
+    def from_forest(
+        cls, forest: TokenForest, leaves: ArrayLike | None = None, *, device: torch.device | str = "cpu"
+    ) -> Self:
+        """Lays out some trajectories of a forest.
+
+        Args:
+            forest: the trajectories.
+            leaves: (S,) distinct indices of trajectories in DFS order, as in `Pack.leaves`. None: all.
+            device: where the tensors go.
+
+        Returns:
+            The layout of the tree that these leaves alone form; T = 0 where `leaves` is empty.
+
+        Raises:
+            ValueError: the leaves are not distinct and in DFS order.
+        """
+        leaves = forest.order if leaves is None else np.asarray(leaves, dtype=np.int64)
+        lcp, lens = forest.subset_lcp(leaves), forest.sequence_lens[leaves]
+        nodes = NodeTable.from_lcp(lens, lcp=lcp)
+        # The tokens that a leaf does not share with the one before it stand together in preorder.
+        run_lens = lens - lcp
+        run_ends = np.cumsum(run_lens)
+        num_tokens = int(run_lens.sum())
+        index_T = np.arange(num_tokens)
+        position_T = index_T - np.repeat(run_ends - lens, run_lens)
+        token_ids_T = forest.tokens[np.repeat(forest.sequence_offsets[leaves], run_lens) + position_T]
+
+        node_lens = nodes.end - nodes.start
+        node_bounds = np.concatenate([[0], np.cumsum(node_lens)])
+        node_start, node_end = node_bounds[:-1], node_bounds[1:]
+        node_subtree_end = node_bounds[nodes.subtree_end]
+        parent_T = index_T - 1
+        parent_T[node_start] = np.where(nodes.parent >= 0, node_end[nodes.parent] - 1, -1)
+
+        def on_device(array: IntArray, dtype: torch.dtype) -> Tensor:
+            return torch.from_numpy(array).to(device=device, dtype=dtype)
+
+        return cls(
+            token_ids_T=on_device(token_ids_T, torch.int64),
+            position_T=on_device(position_T, torch.int64),
+            parent_T=on_device(parent_T, torch.int64),
+            subtree_end_T=on_device(np.repeat(node_subtree_end, node_lens), torch.int32),
+            num_leaves_T=on_device(np.repeat(nodes.last_leaf - nodes.first_leaf, node_lens), torch.int32),
+            tree_index_F=on_device(_tree_index(lens, lcp=lcp, run_ends=run_ends), torch.int64),
+            leaf_offsets=np.concatenate([[0], np.cumsum(lens)]),
+            leaves=leaves,
+            node_start=node_start,
+            node_end=node_end,
+            node_depth=nodes.depth,
+            node_parent=nodes.parent,
+            node_subtree_end=node_subtree_end,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tree tokens T."""
+        return self.token_ids_T.shape[0]
+
+    @property
+    def num_flat_tokens(self) -> int:
+        """Flat tokens F."""
+        return self.tree_index_F.shape[0]
+
+    @property
+    def num_leaves(self) -> int:
+        """Trajectories S."""
+        return len(self.leaves)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes N."""
+        return len(self.node_start)
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same layout with its tensors on another device; host arrays are shared."""
+        return dataclasses.replace(
+            self,
+            token_ids_T=self.token_ids_T.to(device),
+            position_T=self.position_T.to(device),
+            parent_T=self.parent_T.to(device),
+            subtree_end_T=self.subtree_end_T.to(device),
+            num_leaves_T=self.num_leaves_T.to(device),
+            tree_index_F=self.tree_index_F.to(device),
+        )
+
+    def materialize(self) -> Tensor:
+        """The (T, T) boolean mask, queries by keys: which tokens are on the path of which.
+
+        The slow oracle for tests: it follows `parent_T` token by token and knows nothing of `subtree_end_T`.
+        """
+        visible = torch.eye(self.num_tokens, dtype=torch.bool)
+        for query, parent in enumerate(self.parent_T.tolist()):
+            if parent >= 0:
+                visible[query] |= visible[parent]
+        return visible.to(self.parent_T.device)
+
+
+def _tree_index(lens: IntArray, *, lcp: IntArray, run_ends: IntArray) -> IntArray:
+    """(F,) int64, the tree token of every (leaf, position); a leaf repeats what it shares with the last."""
+    tree_index = np.empty(int(lens.sum()), dtype=np.int64)
+    before = tree_index[:0]
+    offset = 0
+    for leaf_len, shared, run_end in zip(lens.tolist(), lcp.tolist(), run_ends.tolist(), strict=True):
+        here = tree_index[offset : offset + leaf_len]
+        here[:shared] = before[:shared]
+        here[shared:] = np.arange(run_end - (leaf_len - shared), run_end)
+        before = here
+        offset += leaf_len
+    return tree_index
