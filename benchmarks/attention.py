@@ -18,15 +18,13 @@ Whole model (`--model`): forward and backward of a stack of Qwen3 layers with lo
 """
 
 import argparse
-import json
-import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from harness import Times, environment, interleave, new_parser, write_json
 
 from verl_tree.attention import BACKENDS, AttentionPlan, tree_attention
 from verl_tree.testing.synthetic import caterpillar, groups, overlap, star, tool_fan_out, tree_search
@@ -57,7 +55,7 @@ def _small_star(**keywords: Any) -> list[np.ndarray]:
 
 
 def main() -> None:
-    """Runs the table or the model comparison, prints it and writes the JSON."""
+    """Run the table or the model comparison, print it and write the JSON."""
     options = _parse_options()
     device = torch.device(options.device)
     if options.model:
@@ -75,25 +73,18 @@ def main() -> None:
             for name in options.shapes
         ]
         _print_table(records)
-    if options.out:
-        device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-        environment = {"device": device_name, "torch": torch.__version__, "cuda": torch.version.cuda}
-        options.out.write_text(json.dumps({"environment": environment, "records": records}, indent=1) + "\n")
+    write_json({"environment": environment(options), "records": records}, options.out)
 
 
 def _parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--model", action="store_true", help="whole-model updates instead of single layers")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that the script runs")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--repetitions", type=int, default=5)
     return parser.parse_args()
-
-
-# ---------------------------------------------------------------------- single layers
 
 
 def _time_shape(name: str, *, device: torch.device, head_dim: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -152,7 +143,7 @@ def _flex_call(plan: AttentionPlan, device: torch.device) -> Callable[..., torch
         if "compiled" not in cache:
             end_T = plan.subtree_end_T
             cache["mask"] = create_block_mask(
-                lambda b, h, q_index, kv_index: (kv_index <= q_index) & (q_index < end_T[kv_index]),
+                lambda _batch, _head, q_index, kv_index: (kv_index <= q_index) & (q_index < end_T[kv_index]),
                 None,
                 None,
                 plan.num_tokens,
@@ -191,7 +182,7 @@ def _flat_call(lens: list[int], device: torch.device) -> Callable[..., torch.Ten
 
 
 def _visited_pairs(subtree_end_T: np.ndarray) -> int:
-    """Pairs of the blocks of 128 x 128 that hold a visible pair."""
+    """Count the pairs of the blocks of 128 x 128 that hold a visible pair."""
     num_tokens = len(subtree_end_T)
     starts = np.arange(0, num_tokens, BLOCK_LEN)
     last_seen = np.maximum.reduceat(subtree_end_T, starts)  # one past the last query that sees a key of the block
@@ -213,38 +204,16 @@ def _time_call(
 
     inputs = [random(num) for num in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
     grad_out = random(NUM_HEADS).detach()
-    forward_s, backward_s = [], []
+    is_cuda = device.type == "cuda"
+    forward, backward = Times(), Times()
     for number in range(repetitions + 2):
-        times = []
-        with _measured(device, times):
+        if number == 2:  # the first two compile and allocate
+            forward, backward = Times(), Times()
+        with forward.measure(is_cuda=is_cuda):
             out = call(*inputs)
-        with _measured(device, times):
+        with backward.measure(is_cuda=is_cuda):
             torch.autograd.grad(out, inputs, grad_out)
-        if number >= 2:  # compilation and the first allocation
-            forward_s.append(times[0])
-            backward_s.append(times[1])
-    return {"forward_s": statistics.median(forward_s), "backward_s": statistics.median(backward_s)}
-
-
-class _measured:
-    """Appends the seconds of its block to a list, by the device's clock where it has one."""
-
-    def __init__(self, device: torch.device, into: list[float]) -> None:
-        self.is_cuda, self.into = device.type == "cuda", into
-
-    def __enter__(self) -> None:
-        if self.is_cuda:
-            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            self.events[0].record()
-        self.started = time.perf_counter()
-
-    def __exit__(self, *_error: object) -> None:
-        if self.is_cuda:
-            self.events[1].record()
-            torch.cuda.synchronize()
-            self.into.append(self.events[0].elapsed_time(self.events[1]) / 1000)
-        else:
-            self.into.append(time.perf_counter() - self.started)
+    return {"forward_s": forward.median_s, "backward_s": backward.median_s}
 
 
 def _print_table(records: list[dict[str, Any]]) -> None:
@@ -267,8 +236,6 @@ def _print_table(records: list[dict[str, Any]]) -> None:
     print("\nTFLOP/s are on the tree's visible pairs: for flat they say how much a flat trainer gets done of them")
 
 
-# ---------------------------------------------------------------------- whole models
-
 MODELS = {
     "Qwen3-0.6B, 4 layers": {
         "hidden_size": 1024,
@@ -288,8 +255,9 @@ MODELS = {
 def _time_model(name: str, *, device: torch.device, small: bool) -> dict[str, Any]:
     """One update's forward and backward of the same trajectories, as a tree and one by one, interleaved."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from update import flat_gradients, max_gradient_differences, tree_gradients
 
-    from verl_tree.attention.hf import ATTENTION_NAME, register
+    from verl_tree.attention.hf import register
 
     register()
     sizes = dict(MODELS[name])
@@ -308,28 +276,15 @@ def _time_model(name: str, *, device: torch.device, small: bool) -> dict[str, An
     model = Qwen3ForCausalLM(config).to(device=device, dtype=torch.bfloat16).train()
     sequences = star(16, prompt_len=prompt_len, branch_len=branch_len, vocab_size=config.vocab_size)
     forest = TokenForest.from_sequences(sequences)
-    flat_attention = "sdpa"
+    coefficients = [torch.full((branch_len,), 1 / len(sequences), device=device)] * len(sequences)
+    inputs = {"coefficients": coefficients, "first_scored": prompt_len}
     paths = {
-        "tree": lambda: _tree_update(model, forest, first_scored=prompt_len, attention=ATTENTION_NAME, device=device),
-        "flat": lambda: _flat_update(
-            model, sequences, first_scored=prompt_len, attention=flat_attention, device=device
-        ),
+        "tree": lambda: tree_gradients(model, forest, **inputs),
+        "flat": lambda: flat_gradients(model, sequences, **inputs, all_logits=False),
     }
-    gradients, times = {}, {path: [] for path in paths}
-    for number in range(4 if small else 7):
-        for path, update in paths.items():
-            model.zero_grad(set_to_none=True)
-            seconds: list[float] = []
-            with _measured(device, seconds):
-                update()
-            if number >= 2:
-                times[path].append(seconds[0])
-            gradients[path] = [parameter.grad for parameter in model.parameters()]
-    difference = max(
-        ((tree.float() - flat.float()).norm() / flat.float().norm()).item()
-        for tree, flat in zip(gradients["tree"], gradients["flat"], strict=True)
-    )
-    tree_s, flat_s = (statistics.median(times[path]) for path in ("tree", "flat"))
+    difference = max_gradient_differences(model, paths)["flat"]
+    times = interleave(paths, repetitions=2 if small else 5, num_warmups=1, is_cuda=device.type == "cuda")
+    tree_s, flat_s = (times[path].median_s for path in ("tree", "flat"))
     return {
         "model": name,
         "compression": forest.num_flat_tokens / forest.num_tokens,
@@ -337,39 +292,8 @@ def _time_model(name: str, *, device: torch.device, small: bool) -> dict[str, An
         "flat_s": flat_s,
         "ratio": flat_s / tree_s,
         "gradient_difference": difference,
-        "times_s": times,
+        "times_s": {path: each.wall_s for path, each in times.items()},
     }
-
-
-def _tree_update(
-    model: torch.nn.Module, forest: TokenForest, *, first_scored: int, attention: str, device: torch.device
-) -> None:
-    from verl_tree.functional import expand
-    from verl_tree.functional.logprobs import tree_forward_log_probs
-
-    model.set_attn_implementation(attention)
-    host = TreeLayout.from_forest(forest)
-    plan = AttentionPlan.from_subtree_end(host.subtree_end_T, device=device)
-    layout = host.to(device)
-    scores = tree_forward_log_probs(model, layout, plan=plan, wanted_T=layout.position_T >= first_scored)
-    (expand(scores.log_probs_T, layout).sum() / forest.num_leaves).backward()
-
-
-def _flat_update(
-    model: torch.nn.Module,
-    sequences: list[np.ndarray],
-    *,
-    first_scored: int,
-    attention: str,
-    device: torch.device,
-) -> None:
-    model.set_attn_implementation(attention)
-    for sequence in sequences:
-        token_ids = torch.from_numpy(sequence).long().to(device)[None]
-        positions = torch.arange(first_scored - 1, len(sequence) - 1, device=device)
-        logits = model(input_ids=token_ids, use_cache=False, logits_to_keep=positions).logits[0].float()
-        log_probs = logits.log_softmax(-1).gather(-1, token_ids[0, first_scored:, None])
-        (log_probs.sum() / len(sequences)).backward()
 
 
 if __name__ == "__main__":

@@ -19,11 +19,7 @@ import asyncio
 import gc
 import json
 import multiprocessing
-import os
-import platform
 import random
-import subprocess
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -34,7 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import environment, new_parser, write_json
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from typing_extensions import override
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
@@ -67,7 +65,7 @@ class Session:
     """The outputs as they come back in later prompts."""
 
     def prompts(self, case: str) -> Callable[[int], list[int]]:
-        """The prompt of a turn; the history is one list that only grows."""
+        """Return a function from a turn to its prompt; the history is one list that only grows."""
         history, lengths = list(self.prompt), [len(self.prompt)]
         for kept, observation in zip(self.kept, self.observations, strict=True):
             half = len(kept) // 2 if case == "thinking" else 0
@@ -84,6 +82,7 @@ class ReplayClient(LLMServerClient):
         self._outputs = iter(outputs)
         self._tokens_per_s = tokens_per_s
 
+    @override
     async def generate(self, request_id: str, **kwargs: Any) -> TokenOutput:
         token_ids = next(self._outputs)
         if self._tokens_per_s:
@@ -126,7 +125,7 @@ def _pieces(tokenizer: Tokenizer, token: int, rng: random.Random) -> list[int]:
 
 
 async def run_session(session: Session, client: LLMServerClient, *, prompt_of: Callable[[int], list[int]]) -> float:
-    """An agent: send the history, take the output, answer it. The seconds that it took."""
+    """Play an agent, which sends the history, takes the output and answers it; return the seconds that it took."""
     started_s = time.perf_counter()
     for turn in range(len(session.outputs)):
         await client.generate("r", prompt_ids=prompt_of(turn), sampling_params={})
@@ -179,7 +178,7 @@ def measure_case(case: str, *, shape: Shape, num_sessions: int, tokens_per_s: fl
 
 
 def measure_memory(case: str, *, shape: Shape, tokenizer: Tokenizer) -> dict:
-    """Bytes that the recorder holds at the end of one session, per token of its tree."""
+    """Return the bytes that the recorder holds at the end of one session, per token of its tree."""
     session = draw_session(tokenizer, shape=shape, case=case, rng=random.Random(1))
     client = RecordingClient(ReplayClient(session.outputs, tokens_per_s=0), tree=SessionTree(decode=tokenizer.decode))
     prompt_of = session.prompts(case)
@@ -227,13 +226,12 @@ def measure_long_session(case: str, *, num_turns: int, tokenizer: Tokenizer) -> 
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--num-sessions", type=int, default=256)
     parser.add_argument("--num-turns", type=int, default=12)
     parser.add_argument("--tokens-per-s", type=float, default=40.0)
     parser.add_argument("--long-turns", type=int, default=1000)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
-    parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
 
@@ -242,8 +240,7 @@ def main() -> None:
     tokenizer = train_tokenizer()
     shape = Shape(arguments.num_turns, prompt_len=1024, output_len=200, observation_len=150)
     result: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/capture.py", *sys.argv[1:]]),
-        "machine": {"cpu": _cpu_name(), "num_cores": len(os.sched_getaffinity(0)), "python": platform.python_version()},
+        "environment": environment(arguments),
         "num_sessions": arguments.num_sessions,
         "tokens_per_s_of_a_session": arguments.tokens_per_s,
         "session": asdict(shape),
@@ -268,18 +265,11 @@ def main() -> None:
         result["long"].append(long)
         for values in (row, *memory, long):
             print(json.dumps(values))
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(result, arguments.out)
 
 
 def _longer(shape: Shape, factor: int) -> Shape:
     return Shape(factor * shape.num_turns, shape.prompt_len, shape.output_len, shape.observation_len)
-
-
-def _cpu_name() -> str:
-    lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("Model name"))
 
 
 if __name__ == "__main__":

@@ -14,14 +14,13 @@ time is counted as not run. Exit status 1 if anything failed.
 
 import argparse
 import itertools
-import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from harness import environment, new_parser, write_json
 
 from verl_tree.attention import BACKENDS, AttentionPlan, ScoreOptions, tree_attention
 from verl_tree.testing.synthetic import random_forest, star, tool_fan_out, tree_search
@@ -59,7 +58,7 @@ LOOSEST_ERROR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 
 def main() -> None:
-    """Runs the matrix, prints a line per backend and the failures, writes the JSON."""
+    """Run the matrix, print a line per backend and the failures, write the JSON."""
     options = _parse_options()
     if options.device == "cuda":
         print(f"device: {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
@@ -83,15 +82,13 @@ def main() -> None:
         record = _check(backend, plans[forest], device=options.device, **layer)
         records.append({"forest": forest, **record})
     failures = _report(records, num_not_run=num_not_run)
-    if options.out:
-        options.out.write_text(json.dumps({"torch": torch.__version__, "cases": records}, indent=1) + "\n")
+    write_json({"environment": environment(options), "cases": records}, options.out)
     sys.exit(1 if failures else 0)
 
 
 def _parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 96, 128, 256])
     parser.add_argument("--backends", nargs="+", default=[name for name in BACKENDS if name != "dense"])
@@ -180,7 +177,7 @@ def _run(
 
 
 def _poison(num_bytes: int) -> None:
-    """Leaves NaN in what the caching allocator will hand out next, in blocks of several sizes."""
+    """Leave NaN in what the caching allocator will hand out next, in blocks of several sizes."""
     blocks = [torch.full((max(num_bytes >> shift, 512) // 4,), torch.nan, device="cuda") for shift in range(6)]
     del blocks
 

@@ -13,17 +13,14 @@ Also: `varlen` against `dense` in float64, and the time to plan 131,072 tokens w
 With --parts the other parts of the file stay as they are.
 """
 
-import argparse
 import json
-import platform
-import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from harness import environment, interleave, new_parser, write_json
 from torch.nn.functional import scaled_dot_product_attention
 
 from verl_tree.attention import AttentionPlan, tree_attention
@@ -34,29 +31,32 @@ from verl_tree.tree.layout import TreeLayout
 NUM_HEADS, HEAD_DIM = 8, 64
 NUM_NODES = 500
 BLOCK_LEN = 128
+PARTS = ("search_tree", "float64_error", "plan")
 
 
 def main() -> None:
     """Measures, prints and writes the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = new_parser(__doc__)
     parser.add_argument("--repetitions", type=int, default=3)
-    parts = {"search_tree": _time_search_tree, "float64_error": _float64_error, "plan": _time_plans}
-    parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     record = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
-    record["environment"] = {"torch": torch.__version__, "machine": platform.processor() or platform.machine()}
+    record["environment"] = environment(options)
     record["layer"] = {"num_heads": NUM_HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "num_threads": 1}
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "search_tree": lambda: _time_search_tree(num_repetitions=options.repetitions),
+        "float64_error": _float64_error,
+        "plan": lambda: _time_plans(num_repetitions=options.repetitions),
+    }
     for part in options.parts:
-        record[part] = parts[part](num_repetitions=options.repetitions)
+        record[part] = parts[part]()
     print(json.dumps(record, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    write_json(record, options.out)
 
 
 def _search_tree(num_nodes: int) -> list[np.ndarray]:
-    """The trajectories of a search tree: every new node, of 30 to 100 tokens, grows under a random earlier one."""
+    """Return the trajectories of a search tree whose nodes, of 30 to 100 tokens, grow under random earlier ones."""
     rng = np.random.default_rng(0)
     paths = [np.empty(0, dtype=np.int64)]
     parents = [0]
@@ -96,27 +96,22 @@ def _time_search_tree(*, num_repetitions: int) -> dict[str, Any]:
             scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
     num_flat_pairs = sum(length * (length + 1) // 2 for length in lens)
-    calls: dict[str, tuple[Callable[[], None], int]] = {
-        "varlen": (lambda: run_tree("varlen"), plan.num_visible_pairs),
-        "flat": (run_flat, num_flat_pairs),
-        "dense": (lambda: run_tree("dense"), plan.num_visible_pairs),
+    paths: dict[str, Callable[[], None]] = {
+        "varlen": lambda: run_tree("varlen"),
+        "flat": run_flat,
+        "dense": lambda: run_tree("dense"),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(num_repetitions):
-        for name, (call, _pairs) in calls.items():
-            started = time.process_time()
-            call()
-            seconds[name].append(time.process_time() - started)
-            print(f"{name}: {seconds[name][-1]:.1f} s", flush=True)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    ns_per_pair = {name: medians[name] / pairs * 1e9 for name, (_call, pairs) in calls.items()}
+    times = interleave(paths, repetitions=num_repetitions)
+    medians = {name: each.median_cpu_s for name, each in times.items()}
+    num_pairs = {"varlen": plan.num_visible_pairs, "flat": num_flat_pairs, "dense": plan.num_visible_pairs}
+    ns_per_pair = {name: medians[name] / num_pairs[name] * 1e9 for name in medians}
     return {
         "num_tree_tokens": plan.num_tokens,
         "num_flat_tokens": sum(lens),
         "num_leaves": len(lens),
         "num_visible_pairs": plan.num_visible_pairs,
         "num_flat_pairs": num_flat_pairs,
-        "seconds": seconds,
+        "seconds": {name: each.cpu_s for name, each in times.items()},
         "median_s": medians,
         "ns_per_visible_pair": ns_per_pair,
         "dense_over_varlen": medians["dense"] / medians["varlen"],
@@ -125,9 +120,8 @@ def _time_search_tree(*, num_repetitions: int) -> dict[str, Any]:
     }
 
 
-def _float64_error(*, num_repetitions: int) -> dict[str, float]:
+def _float64_error() -> dict[str, float]:
     """Largest distance of `varlen` from `dense` in float64, relative to the largest value, output and gradients."""
-    del num_repetitions  # the numbers are the same each time
     plan = _plan(_search_tree(NUM_NODES // 8))
     results = []
     for backend in ("varlen", "dense"):
@@ -142,7 +136,7 @@ def _float64_error(*, num_repetitions: int) -> dict[str, float]:
 
 
 def _time_plans(*, num_repetitions: int) -> dict[str, Any]:
-    """Seconds to plan 131,072 tokens and to find the block lists of both directions, best of the repetitions."""
+    """Return the seconds to plan 131,072 tokens and to find the block lists of both directions, best of the repetitions."""
     shapes = {"8k prompt, 32 branches": star(32, prompt_len=8192, branch_len=3840), "search tree": _search_tree(2100)}
     return {name: _time_plan(rows, num_repetitions=num_repetitions) for name, rows in shapes.items()}
 

@@ -8,15 +8,13 @@ Started by `update.py --engines`.
 """
 
 import os
-import statistics
-import sys
 import tempfile
-import time
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import interleave
 from transformers import PreTrainedModel
 from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
@@ -35,7 +33,7 @@ MICRO_BATCH_ROWS = (1, 4)
 def time_engines(
     model: PreTrainedModel, cases: dict[str, list[Row]], *, repetitions: int, gates: tuple[str, ...] = ("auto",)
 ) -> list[dict[str, Any]]:
-    """Times the updates.
+    """Time the updates.
 
     Args:
         model: a small causal LM; all engines load a copy.
@@ -64,38 +62,32 @@ def _time_case(folder: str, name: str, *, rows: list[Row], repetitions: int, gat
     capacities = {f"flat_{num}": num * row_len for num in MICRO_BATCH_ROWS if num <= len(rows)}
     capacities |= {f"tree_{gate}": len(rows) * row_len for gate in gates}
     workers = {path: _worker(folder, path=path, max_token_len=capacity) for path, capacity in capacities.items()}
-    times: dict[str, list[float]] = {path: [] for path in workers}
-    cpu_times: dict[str, list[float]] = {path: [] for path in workers}
-    num_flat_packs = 0
-    for number in range(repetitions + 1):
-        for path, worker in workers.items():
-            print(f"{name}, repetition {number} of {repetitions}: {path}", file=sys.stderr)
-            batch = batch_of_rows(rows, max_token_len=capacities[path], global_batch_size=len(rows))
-            started, cpu_started = time.perf_counter(), time.process_time()
-            worker.train_batch(batch)
-            times[path].append(time.perf_counter() - started)
-            cpu_times[path].append(time.process_time() - cpu_started)
-        num_flat_packs += workers[f"tree_{gates[0]}"].engine.tree_counts.num_flat_packs
-    medians, cpu_medians = (
-        {path: statistics.median(values[1:]) for path, values in each.items()} for each in (times, cpu_times)
-    )
-    flat_paths = [path for path in medians if path.startswith("flat")]
-    best = min(flat_paths, key=medians.__getitem__)
-    counts = workers[f"tree_{gates[0]}"].engine.tree_counts
+    num_flat_packs = []
+
+    def update(path: str) -> None:
+        batch = batch_of_rows(rows, max_token_len=capacities[path], global_batch_size=len(rows))
+        workers[path].train_batch(batch)
+        if path == compared:
+            num_flat_packs.append(workers[path].engine.tree_counts.num_flat_packs)
+
+    compared = f"tree_{gates[0]}"
+    updates = {path: partial(update, path) for path in workers}
+    times = interleave(updates, repetitions=repetitions, num_warmups=1, title=f"{name}, ")
+    best = min((path for path in times if path.startswith("flat")), key=lambda path: times[path].median_s)
+    counts = workers[compared].engine.tree_counts
     return {
         "case": name,
-        "flat_s": medians[best],
-        "tree_s": medians[f"tree_{gates[0]}"],
-        "ratio": medians[best] / medians[f"tree_{gates[0]}"],
-        "ratio_of_gates": {gate: medians[best] / medians[f"tree_{gate}"] for gate in gates},
-        # Processor seconds are steadier than the clock on a machine that is shared.
-        "cpu_ratio_of_gates": {gate: cpu_medians[best] / cpu_medians[f"tree_{gate}"] for gate in gates},
+        "flat_s": times[best].median_s,
+        "tree_s": times[compared].median_s,
+        "ratio": times[best].median_s / times[compared].median_s,
+        "ratio_of_gates": {gate: times[best].median_s / times[f"tree_{gate}"].median_s for gate in gates},
+        "cpu_ratio_of_gates": {gate: times[best].median_cpu_s / times[f"tree_{gate}"].median_cpu_s for gate in gates},
         "potential_overlap_ratio": 1 - counts.num_tree_tokens / counts.num_flat_tokens,
         "compression": counts.num_flat_tokens / counts.num_tree_tokens,
         "flat_rows": int(best.removeprefix("flat_")),
-        "packs_run_flat": num_flat_packs,
-        "times_s": times,
-        "cpu_times_s": cpu_times,
+        "packs_run_flat": sum(num_flat_packs),
+        "times_s": {path: each.wall_s for path, each in times.items()},
+        "cpu_times_s": {path: each.cpu_s for path, each in times.items()},
     }
 
 
@@ -113,7 +105,7 @@ def _worker(folder: str, *, path: str, max_token_len: int) -> TreeTrainingWorker
 
 
 def branches(*, vocab_size: int, prompt_len: int, num_branches: int, branch_len: int) -> list[Row]:
-    """Responses to one prompt; unrelated rows where it has no tokens."""
+    """Draw responses to one prompt; unrelated rows where it has no tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens(length: int) -> torch.Tensor:
@@ -127,7 +119,7 @@ def branches(*, vocab_size: int, prompt_len: int, num_branches: int, branch_len:
 
 
 def overlapping(potential_overlap_ratio: float, *, vocab_size: int, num_leaves: int, num_flat_tokens: int) -> list[Row]:
-    """The leaves of one tree of the given overlap; every token but a row's first is trained."""
+    """Return the leaves of one tree of the given overlap; every token but a row's first is trained."""
     generator = torch.Generator().manual_seed(0)
     sequences = overlap(
         potential_overlap_ratio, num_leaves=num_leaves, num_flat_tokens=num_flat_tokens, vocab_size=vocab_size

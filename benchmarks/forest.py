@@ -8,26 +8,21 @@ last tokens: the longest comparisons). A case runs in a fresh process, so that i
 """
 
 import argparse
-import json
 import multiprocessing
-import os
-import platform
-import resource
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
+from harness import environment, new_parser, peak_bytes, print_table, write_json
 
 from verl_tree.tree import TokenForest
 
 VOCABULARY_LEN = 151_936
 GROUP_SIZE = 8
-BYTES_PER_MAXRSS = 1 if platform.system() == "Darwin" else 1024
 
 
 def tree_sequences(num_sequences: int, *, sequence_len: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Lengths are uniform within a quarter of `sequence_len`; the prompts are a quarter of it."""
+    """Draw trajectories whose lengths are uniform within a quarter of `sequence_len`; the prompts are a quarter of it."""
     system = rng.integers(VOCABULARY_LEN, size=sequence_len // 8)
     sequences: list[np.ndarray] = []
     while len(sequences) < num_sequences:
@@ -67,13 +62,8 @@ CASES: dict[str, Callable[..., list[np.ndarray]]] = {
 }
 
 
-def peak_bytes() -> int:
-    """Peak resident memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * BYTES_PER_MAXRSS
-
-
 def measure(case: str, args: argparse.Namespace) -> dict[str, str | int | float]:
-    """Runs one case; the peak includes the interpreter and the input, which is given beside it."""
+    """Run one case; the peak includes the interpreter and the input, which is given beside it."""
     sequences = CASES[case](args.num_sequences, sequence_len=args.sequence_len, rng=np.random.default_rng(args.seed))
     sequences = [sequence.astype(args.dtype) for sequence in sequences]
     input_bytes = sum(sequence.nbytes for sequence in sequences)
@@ -103,17 +93,9 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, str | int | float]
     }
 
 
-def print_table(rows: list[dict[str, str | int | float]]) -> None:
-    """Prints the rows under their names, columns aligned."""
-    lines = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-
-
 def parse_args() -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Read the command line."""
+    parser = new_parser(__doc__)
     parser.add_argument("--num-sequences", type=int, default=4096, help="trajectories")
     parser.add_argument("--sequence-len", type=int, default=8192, help="tokens in each (tree: mean)")
     parser.add_argument("--dtype", choices=["int32", "int64"], default="int64", help="of the token ids")
@@ -121,12 +103,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--repeats", type=int, default=3, help="runs per case in its process")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write the result as JSON here")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Measures the cases and prints the table."""
+    """Measure the cases, print the table and write the JSON."""
     args = parse_args()
     context = multiprocessing.get_context("spawn")
     rows = []
@@ -134,16 +115,7 @@ def main() -> None:
         with context.Pool(1) as pool:
             rows.append(pool.apply(measure, (case, args)))
     print_table(rows)
-    if args.out:
-        result = {
-            "arguments": {name: str(value) for name, value in vars(args).items()},
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "machine": platform.machine(),
-            "num_cpus": os.cpu_count(),
-            "rows": rows,
-        }
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_json({"environment": environment(args), "rows": rows}, args.out)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,8 @@ the best lower bound where the optimum is not known, minus 1. Times are wall-clo
 """
 
 import argparse
-import datetime
 import json
 import multiprocessing
-import os
-import platform
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -28,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy
+from harness import environment, new_parser, peak_bytes
 from report_packing import draw, report
 
 from verl_tree.packing import METHODS, Packing, pack
@@ -56,13 +52,12 @@ LARGE = {
         num_groups=625,
     ),
 }
-_BYTES_PER_MAXRSS = 1 if platform.system() == "Darwin" else 1024
 
 
 def packings(
     forest: TokenForest, *, methods: Iterable[str], exact_limit_s: float, **caps: Any
 ) -> dict[str, Packing | None]:
-    """The packing of every method; None where "exact" gave up."""
+    """Return the packing of every method; None where "exact" gave up."""
     result: dict[str, Packing | None] = {}
     for method in methods:
         limit = {"time_limit_s": exact_limit_s} if method == "exact" else {}
@@ -176,10 +171,10 @@ def scale_instance(name: str, *, options: argparse.Namespace) -> list[Row]:
     """One large forest; run in a process of its own, whose peak memory includes the trajectories."""
     start_s = time.perf_counter()
     sequences = LARGE[name](seed=options.seed)
-    made_s, before = time.perf_counter() - start_s, _peak_mib()
+    made_s, before = time.perf_counter() - start_s, peak_bytes() >> 20
     start_s = time.perf_counter()
     forest = TokenForest.from_sequences(sequences)
-    forest_s, forest_peak = time.perf_counter() - start_s, _peak_mib()
+    forest_s, forest_peak = time.perf_counter() - start_s, peak_bytes() >> 20
     capacity = options.scale_capacity
     rows = []
     for method in SCALE_METHODS:
@@ -202,14 +197,10 @@ def scale_instance(name: str, *, options: argparse.Namespace) -> list[Row]:
                 "pack_s": round(time.perf_counter() - start_s, 2),
                 "input_peak_mib": before,
                 "forest_peak_mib": forest_peak,
-                "peak_mib": _peak_mib(),
+                "peak_mib": peak_bytes() >> 20,
             }
         )
     return rows
-
-
-def _peak_mib() -> int:
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_PER_MAXRSS / 2**20)
 
 
 PARTS: dict[str, Callable[..., Any]] = {
@@ -221,7 +212,7 @@ PARTS: dict[str, Callable[..., Any]] = {
 
 
 def run_part(part: str, *, options: argparse.Namespace) -> list[Row]:
-    """The rows of one part, its instances spread over processes."""
+    """Return the rows of one part, its instances spread over processes."""
     solve = PARTS[part]
     jobs: list[Any] = {
         "optimum": list(range(options.num_forests)),
@@ -241,7 +232,7 @@ def run_part(part: str, *, options: argparse.Namespace) -> list[Row]:
 
 
 def write(parts: dict[str, Any], *, out: Path) -> None:
-    """Writes the parts, one instance a line, beside those that the file has already."""
+    """Write the parts, one instance a line, beside those that the file has already."""
     parts = {**(json.loads(out.read_text()) if out.exists() else {}), **parts}
     blocks = []
     for name, part in parts.items():
@@ -252,10 +243,9 @@ def write(parts: dict[str, Any], *, out: Path) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Read the command line."""
+    parser = new_parser(__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help="optimum, ilp, capacity, scale (default: all)")
-    parser.add_argument("--out", type=Path, help="write the instances as JSON here")
     parser.add_argument("--plot", type=Path, help="draw the part capacity here")
     parser.add_argument("--jobs", type=int, default=1, help="processes; the solver's time limit is wall-clock")
     parser.add_argument("--seed", type=int, default=0)
@@ -272,22 +262,17 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measures the parts, prints their tables, writes and draws them."""
+    """Measure the parts, print their tables, write and draw them."""
     options = parse_args()
-    environment = {
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "scipy": scipy.__version__,
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "options": {key: value for key, value in vars(options).items() if key not in ("out", "plot", "parts")},
-    }
     parts: dict[str, Any] = {}
     for part in options.parts:
         start_s = time.perf_counter()
         rows = run_part(part, options=options)
-        parts[part] = {"environment": environment, "wall_s": round(time.perf_counter() - start_s), "rows": rows}
+        parts[part] = {
+            "environment": environment(options),
+            "wall_s": round(time.perf_counter() - start_s),
+            "rows": rows,
+        }
         if options.out:
             write(parts, out=options.out)
     report(parts)

@@ -16,10 +16,6 @@ collectives costs no processor time, so it is the work that is compared.
 """
 
 import argparse
-import datetime
-import json
-import os
-import platform
 import tempfile
 import time
 from functools import partial
@@ -29,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import verl
+from harness import environment, new_parser, write_json
 from transformers import AutoModelForCausalLM, Qwen3Config
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.workers.config import FSDPActorConfig
@@ -49,7 +45,7 @@ CAPACITY = 4096
 
 
 def main() -> None:
-    """Runs the three assignments and writes the JSON on rank 0."""
+    """Run the three assignments and write the JSON on rank 0."""
     options = _parse_options()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -85,8 +81,7 @@ def main() -> None:
 
 
 def _parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
+    parser = new_parser(__doc__)
     parser.add_argument("--updates", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -211,25 +206,16 @@ def _report(
             f"{path:>18}: imbalance (max / mean) {result['measured_imbalance']:.3f}{predicted}; "
             f"{result['packed_tokens']:,} tokens computed, update {result['median_wall_s']:.2f} s"
         )
-    if options.out:
-        record = {
-            "environment": {
-                "date": datetime.date.today().isoformat(),
-                "cores": os.cpu_count(),
-                "torch": torch.__version__,
-                "verl": verl.__version__,
-                "python": platform.python_version(),
-                "machine": platform.machine(),
-            },
-            "options": {"updates": options.updates, "seed": options.seed},
-            "groups": [
-                {"leaves": forest.num_leaves, "flat_tokens": forest.num_flat_tokens, "tree_tokens": forest.num_tokens}
-                for forest in forests
-            ],
-            "results": results,
-            "updates": updates,
-        }
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    record = {
+        "environment": environment(options),
+        "groups": [
+            {"leaves": forest.num_leaves, "flat_tokens": forest.num_flat_tokens, "tree_tokens": forest.num_tokens}
+            for forest in forests
+        ],
+        "results": results,
+        "updates": updates,
+    }
+    write_json(record, options.out)
 
 
 if __name__ == "__main__":

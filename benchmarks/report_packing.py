@@ -33,7 +33,7 @@ STYLES = {
 
 
 def optimum_table(rows: list[Row]) -> list[Row]:
-    """Gaps of every method to the optimum of the small forests."""
+    """Return the gaps of every method to the optimum of the small forests."""
     table = []
     for name, is_capped in (("tokens", False), ("tokens, loss terms", True)):
         part = [row for row in rows if (row["max_loss_terms"] is not None) == is_capped]
@@ -49,7 +49,7 @@ def optimum_table(rows: list[Row]) -> list[Row]:
 
 
 def best_bound(row: Row) -> int:
-    """The optimum where it is known, else the best lower bound: of the solver, ours, or exact's optimum."""
+    """Return the optimum where it is known, else the best lower bound: the solver's, ours, or that of `exact`."""
     return max(row["lower_bound"], row["solver_bound"], row["tokens"]["exact"] or 0)
 
 
@@ -60,7 +60,7 @@ def is_proven(row: Row) -> bool:
 
 
 def ilp_table(rows: list[Row]) -> list[Row]:
-    """Gaps of every method to the optimum, or to the best bound, of the medium trees."""
+    """Return the gaps of every method to the optimum, or to the best bound, of the medium trees."""
     kinds = {"all": rows, **{kind: [row for row in rows if row["kind"] == kind] for kind in _unique(rows, "kind")}}
     table = []
     for kind, part in kinds.items():
@@ -129,7 +129,7 @@ def capacity_table(rows: list[Row]) -> list[Row]:
 
 
 def draw(rows: list[Row], *, out: Path) -> None:
-    """Draws ERR / POR against C, a panel for each shape and a line for each method."""
+    """Draw ERR / POR against C, a panel for each shape and a line for each method."""
     shapes = _unique(rows, "shape")
     num_columns = 4
     num_rows = -(-len(shapes) // num_columns)
@@ -185,7 +185,7 @@ TABLES: dict[str, Callable[[list[Row]], list[Row]]] = {
 
 
 def report(parts: dict[str, Any]) -> None:
-    """Prints checks and table of each part."""
+    """Print checks and table of each part."""
     for name, part in parts.items():
         print(f"\n{name}")
         table = TABLES[name](part["rows"])
@@ -214,7 +214,7 @@ def _unique(rows: list[Row], column: str) -> list[Any]:
 
 
 def main() -> None:
-    """Parses the command line, prints and draws."""
+    """Parse the command line, print and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="what packing.py wrote")
     parser.add_argument("--plot", type=Path, help="draw ERR / POR against the capacity here")

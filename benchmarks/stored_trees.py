@@ -1,18 +1,18 @@
 """Size of stored trees against the same rows stored flat.
 
-python benchmarks/stored_trees.py [STORED.parquet ...]
+    python benchmarks/stored_trees.py [STORED.parquet ...] [--out FILE.json]
 
 Without files it takes synthetic groups of the shapes of `testing.synthetic.SHAPES`, whose tokens are random and so
 compress worse than text. Flat means one parquet row per trajectory with the same columns and the same compression.
 """
 
-import argparse
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from harness import environment, new_parser, print_table, write_json
 
 from verl_tree.records import StoredLeaf, StoredTree, read_trees, write_trees
 from verl_tree.testing.synthetic import SHAPES
@@ -21,7 +21,7 @@ NUM_GROUPS = 8
 
 
 def synthetic(name: str) -> list[StoredTree]:
-    """Groups of one shape; tokens with an even id are trained, and have one log-prob wherever they are."""
+    """Draw groups of one shape; tokens with an even id are trained, and have one log-prob wherever they are."""
     trees = []
     for seed in range(NUM_GROUPS):
         value_of = -np.random.default_rng(seed).exponential(size=2**20).astype(np.float32)
@@ -37,7 +37,7 @@ def synthetic(name: str) -> list[StoredTree]:
 
 
 def write_flat(path: Path, trees: list[StoredTree]) -> None:
-    """The rows as verl has them."""
+    """Write the rows as verl has them."""
     rows = [{"uid": tree.uid, "session": leaf.session, **leaf.row()} for tree in trees for leaf in tree.leaves]
     for row in rows:
         row["response_mask"] = row["response_mask"].astype(bool)
@@ -49,8 +49,8 @@ def write_flat(path: Path, trees: list[StoredTree]) -> None:
     pq.write_table(pa.table(columns), path, compression="zstd")
 
 
-def report(name: str, trees: list[StoredTree]) -> None:
-    """One line of the table."""
+def measure(name: str, trees: list[StoredTree]) -> dict[str, str | int | float]:
+    """Write the trees both ways and return the sizes."""
     forests = [tree.forest() for tree in trees]
     flat, unique = (sum(values) for values in zip(*((f.num_flat_tokens, f.num_tokens) for f in forests), strict=True))
     with tempfile.TemporaryDirectory() as folder:
@@ -58,22 +58,27 @@ def report(name: str, trees: list[StoredTree]) -> None:
         write_trees(stored, trees)
         write_flat(rows, trees)
         stored_bytes, flat_bytes = stored.stat().st_size, rows.stat().st_size
-    tokens = f"{flat:,} | {unique:,} | {flat / unique:.1f}"
-    sizes = f"{flat_bytes / 1e6:.2f} | {stored_bytes / 1e6:.2f} | {flat_bytes / stored_bytes:.1f}"
-    print(f"| {name} | {tokens} | {sizes} | {stored_bytes / unique:.1f} |")
+    return {
+        "rollouts": name,
+        "flat_tokens": flat,
+        "tree_tokens": unique,
+        "compression": round(flat / unique, 2),
+        "flat_bytes": flat_bytes,
+        "stored_bytes": stored_bytes,
+        "ratio": round(flat_bytes / stored_bytes, 2),
+        "bytes_per_tree_token": round(stored_bytes / unique, 2),
+    }
 
 
 def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure every file or shape, print a table and write the JSON."""
+    parser = new_parser(__doc__)
     parser.add_argument("stored", nargs="*", type=Path, help="files of stored trees")
     arguments = parser.parse_args()
-    print("| rollouts | flat tokens | tree tokens | compression | flat MB | stored MB | ratio | bytes per tree token |")
-    print("|---|---|---|---|---|---|---|---|")
-    for path in arguments.stored:
-        report(path.name, read_trees(path))
-    for name in () if arguments.stored else SHAPES:
-        report(name, synthetic(name))
+    rows = [measure(path.name, read_trees(path)) for path in arguments.stored]
+    rows = rows or [measure(name, synthetic(name)) for name in SHAPES]
+    print_table(rows)
+    write_json({"environment": environment(arguments), "rows": rows}, arguments.out)
 
 
 if __name__ == "__main__":

@@ -24,20 +24,14 @@ larger buffers harder. A training run on a CPU wants the same: MALLOC_MMAP_MAX_=
 
 import argparse
 import ctypes
-import datetime
-import json
-import os
-import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
+from harness import Times, environment, interleave, new_parser, write_json
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
@@ -53,7 +47,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 
 def main() -> None:
-    """Runs the cases, prints a table and writes the JSON."""
+    """Run the cases, print a table and write the JSON."""
     options = _parse_options()
     _keep_freed_memory()
     torch.set_num_threads(options.threads)
@@ -69,12 +63,11 @@ def main() -> None:
                 f"(by CPU time {case['cpu_ratio'][path]:.2f}x, by FLOPs {case['flop_ratio'][path]:.2f}x), "
                 f"gradients differ by {case['max_gradient_difference'][path]:.1e}"
             )
-    if options.out:
-        options.out.write_text(json.dumps({"environment": _environment(options), "cases": cases}, indent=1) + "\n")
+    write_json({"environment": environment(options), "cases": cases}, options.out)
 
 
 def _run_engines(options: argparse.Namespace) -> None:
-    """The same rows through verl's own FSDP2 engine and the tree engine."""
+    """Time the same rows through verl's own FSDP2 engine and the tree engine."""
     from engines import branches, overlapping, time_engines  # imports verl, which the other cases do without
 
     if options.overlap:
@@ -105,13 +98,11 @@ def _run_engines(options: argparse.Namespace) -> None:
             f"engine {record['flat_s']:.3f} s ({record['flat_rows']} rows a micro-batch): {record['ratio']:.2f}x faster"
             f"{never}{cpu}, {record['packs_run_flat']} packs run flat"
         )
-    if options.out:
-        options.out.write_text(json.dumps({"environment": _environment(options), "cases": records}, indent=1) + "\n")
+    write_json({"environment": environment(options), "cases": records}, options.out)
 
 
 def _parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
+    parser = new_parser(__doc__)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--prompt-len", type=int, default=2048)
@@ -155,26 +146,23 @@ def _run_case(options: argparse.Namespace, *, name: str, prompt_len: int) -> dic
     forest = TokenForest.from_sequences(sequences)
     inputs = {"coefficients": coefficients, "first_scored": first_scored}
     paths = {
-        "flat": lambda: _flat_gradients(model, sequences, **inputs, all_logits=False),
-        "flat_all_logits": lambda: _flat_gradients(model, sequences, **inputs, all_logits=True),
-        "tree": lambda: _tree_gradients(model, forest, **inputs),
+        "flat": lambda: flat_gradients(model, sequences, **inputs, all_logits=False),
+        "flat_all_logits": lambda: flat_gradients(model, sequences, **inputs, all_logits=True),
+        "tree": lambda: tree_gradients(model, forest, **inputs),
     }
-    difference = _max_gradient_differences(model, paths)
-    times_s, cpu_times_s = _time_updates(model, paths, repetitions=options.repetitions)
-    median_s, median_cpu_s = (
-        {path: statistics.median(times[path]) for path in paths} for times in (times_s, cpu_times_s)
-    )
+    difference = max_gradient_differences(model, paths)
+    times = _time_updates(model, paths, repetitions=options.repetitions)
     flops = _flops(model, forest, num_scored=sum(map(len, coefficients)))
     return {
         "case": name,
         "compression": forest.num_flat_tokens / forest.num_tokens,
-        "median_s": median_s,
-        "ratio": {path: median_s[path] / median_s["tree"] for path in _FLAT_PATHS},
-        "cpu_ratio": {path: median_cpu_s[path] / median_cpu_s["tree"] for path in _FLAT_PATHS},
+        "median_s": {path: times[path].median_s for path in paths},
+        "ratio": {path: times[path].median_s / times["tree"].median_s for path in _FLAT_PATHS},
+        "cpu_ratio": {path: times[path].median_cpu_s / times["tree"].median_cpu_s for path in _FLAT_PATHS},
         "flop_ratio": {path: flops[path] / flops["tree"] for path in _FLAT_PATHS},
         "max_gradient_difference": difference,
-        "times_s": times_s,
-        "cpu_times_s": cpu_times_s,
+        "times_s": {path: times[path].wall_s for path in paths},
+        "cpu_times_s": {path: times[path].cpu_s for path in paths},
     }
 
 
@@ -211,7 +199,7 @@ def _model(options: argparse.Namespace) -> PreTrainedModel:
     return Qwen3ForCausalLM(config).train()
 
 
-def _flat_gradients(
+def flat_gradients(
     model: PreTrainedModel,
     sequences: list[np.ndarray],
     *,
@@ -219,76 +207,60 @@ def _flat_gradients(
     first_scored: int,
     all_logits: bool,
 ) -> None:
-    """Accumulates the gradients of one sequence after another; the first `first_scored` tokens are not scored."""
+    """Accumulate the gradients of one sequence after another; the first `first_scored` tokens are not scored."""
     model.set_attn_implementation("sdpa")
     for sequence, coefficient in zip(sequences, coefficients, strict=True):
-        token_ids = torch.from_numpy(sequence)[None]
+        token_ids = torch.from_numpy(sequence).long().to(model.device)[None]
         first = 0 if all_logits else first_scored - 1
-        positions = torch.arange(first, len(sequence) - 1)
-        logits = model(input_ids=token_ids, use_cache=False, logits_to_keep=positions).logits[0]
+        positions = torch.arange(first, len(sequence) - 1, device=model.device)
+        logits = model(input_ids=token_ids, use_cache=False, logits_to_keep=positions).logits[0].float()
         log_probs = logits.log_softmax(-1).gather(-1, token_ids[0, first + 1 :, None]).squeeze(-1)
         (coefficient * log_probs[-len(coefficient) :]).sum().backward()
 
 
-def _tree_gradients(
+def tree_gradients(
     model: PreTrainedModel, forest: TokenForest, *, coefficients: list[Tensor], first_scored: int
 ) -> None:
-    """The same gradients from one forward and backward; laying out the forest is part of the time."""
+    """Compute the same gradients in one forward and backward; laying out the forest is part of the time."""
     model.set_attn_implementation(ATTENTION_NAME)
-    layout = TreeLayout.from_forest(forest)
-    plan = AttentionPlan.from_layout(layout)
+    host = TreeLayout.from_forest(forest)
+    plan = AttentionPlan.from_subtree_end(host.subtree_end_T, device=model.device)
+    layout = host.to(model.device)
     scores = tree_forward_log_probs(model, layout, plan=plan, wanted_T=layout.position_T >= first_scored)
     lens = np.diff(layout.leaf_offsets).tolist()
     log_probs = torch.cat([row[first_scored:] for row in expand(scores.log_probs_T, layout).split(lens)])
     (torch.cat([coefficients[leaf] for leaf in layout.leaves]) * log_probs).sum().backward()
 
 
-def _max_gradient_differences(model: PreTrainedModel, paths: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Per flat path: the largest norm of a parameter's gradient difference over the norm of its flat gradient."""
+def max_gradient_differences(model: PreTrainedModel, paths: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """Return, for each path but "tree", the largest relative difference of a parameter's gradient from the tree's."""
     gradients = {}
     for path, compute in paths.items():
         model.zero_grad(set_to_none=True)
         compute()
-        gradients[path] = [parameter.grad.clone() for parameter in model.parameters()]
+        gradients[path] = [parameter.grad.float() for parameter in model.parameters()]
     return {
         path: max(
             ((tree - flat).norm() / flat.norm()).item()
             for flat, tree in zip(gradients[path], gradients["tree"], strict=True)
         )
-        for path in _FLAT_PATHS
+        for path in paths
+        if path != "tree"
     }
 
 
 def _time_updates(
     model: PreTrainedModel, paths: dict[str, Callable[[], None]], *, repetitions: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Wall-clock and CPU seconds of every repetition of every path; the CPU's are steadier on a busy machine."""
+) -> dict[str, Times]:
+    """Time whole updates: gradients, then one optimiser step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    times_s: dict[str, list[float]] = {path: [] for path in paths}
-    cpu_times_s: dict[str, list[float]] = {path: [] for path in paths}
-    for number in range(repetitions):
-        for path, compute in paths.items():
-            print(f"repetition {number + 1} of {repetitions}: {path}", file=sys.stderr)
-            started, cpu_started = time.perf_counter(), time.process_time()
-            optimizer.zero_grad(set_to_none=True)
-            compute()
-            optimizer.step()
-            times_s[path].append(time.perf_counter() - started)
-            cpu_times_s[path].append(time.process_time() - cpu_started)
-    return times_s, cpu_times_s
 
+    def update(compute: Callable[[], None]) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        compute()
+        optimizer.step()
 
-def _environment(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "options": {key: value for key, value in vars(options).items() if key != "out"},
-        "date": datetime.date.today().isoformat(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "machine": platform.machine(),
-    }
+    return interleave({path: partial(update, compute) for path, compute in paths.items()}, repetitions=repetitions)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,153 @@
+"""What the benchmarks share: their command line, the machine they ran on, interleaved times, and the file they write.
+
+The paths that a benchmark compares take turns, repetition by repetition, so that a machine that slows down slows all of
+them. Medians are compared. On a shared machine the processor's seconds are steadier than the clock's, so both are kept.
+Raw data of published numbers lies in docs/benchmarks/data.
+"""
+
+import argparse
+import datetime
+import importlib
+import json
+import os
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("numpy", "scipy", "torch", "triton", "transformers", "verl", "vllm")
+"""Packages whose version belongs to a measurement, where the benchmark has imported them."""
+
+BYTES_PER_MAXRSS = 1 if platform.system() == "Darwin" else 1024
+
+
+def new_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser that prints the module's docstring as it is written and knows `--out`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
+    return parser
+
+
+def environment(options: argparse.Namespace | None = None) -> dict[str, Any]:
+    """Return what a reader needs to judge or to repeat a measurement: date, command, machine and versions.
+
+    Args:
+        options: The parsed command line; its values are recorded too, `--out` left out.
+    """
+    values = {} if options is None else {key: value for key, value in vars(options).items() if key != "out"}
+    found = {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "options": {key: str(value) if isinstance(value, Path) else value for key, value in values.items()},
+        "machine": platform.machine(),
+        "processor": _processor_name(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+    found |= {name: importlib.import_module(name).__version__ for name in PACKAGES if name in sys.modules}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        found |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    return found
+
+
+def _processor_name() -> str:
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return names[0].split(":", 1)[1].strip() if names else platform.processor()
+
+
+def write_json(record: Any, out: Path | None) -> None:
+    """Write a record to a file; do nothing where no file was asked for."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the rows under their names, columns aligned."""
+    lines = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def peak_bytes() -> int:
+    """Return the peak resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * BYTES_PER_MAXRSS
+
+
+@dataclass
+class Times:
+    """Seconds of the repetitions of one path.
+
+    Attributes:
+        wall_s: Seconds by the clock, or by the device's events on a GPU.
+        cpu_s: Seconds of this process's processor time.
+    """
+
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+    @property
+    def median_s(self) -> float:
+        """The median by the clock."""
+        return statistics.median(self.wall_s)
+
+    @property
+    def median_cpu_s(self) -> float:
+        """The median of the processor's seconds."""
+        return statistics.median(self.cpu_s)
+
+    @contextmanager
+    def measure(self, *, is_cuda: bool = False) -> Iterator[None]:
+        """Append the seconds of the block; on a GPU those between two events, so that launching does not count."""
+        events = []
+        if is_cuda:
+            import torch
+
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
+        yield
+        if events:
+            events[1].record()
+            events[1].synchronize()
+            self.wall_s.append(events[0].elapsed_time(events[1]) / 1000)
+        else:
+            self.wall_s.append(time.perf_counter() - started_s)
+        self.cpu_s.append(time.process_time() - started_cpu_s)
+
+
+def interleave(
+    paths: Mapping[str, Callable[[], Any]],
+    *,
+    repetitions: int,
+    num_warmups: int = 0,
+    is_cuda: bool = False,
+    title: str = "",
+) -> dict[str, Times]:
+    """Run every path once per repetition, in turn, and time it.
+
+    Args:
+        paths: What is compared, by name.
+        repetitions: Counted runs of each path.
+        num_warmups: Runs of each path before the first counted one.
+        is_cuda: Whether the work runs on a GPU.
+        title: Printed before each run, on standard error.
+
+    Returns:
+        The times of the counted runs, by name.
+    """
+    times = {name: Times() for name in paths}
+    for number in range(num_warmups + repetitions):
+        for name, call in paths.items():
+            print(f"{title}repetition {number + 1 - num_warmups} of {repetitions}: {name}", file=sys.stderr, flush=True)
+            with (times[name] if number >= num_warmups else Times()).measure(is_cuda=is_cuda):
+                call()
+    return times
