@@ -136,7 +136,7 @@ def _float64_error() -> dict[str, float]:
 
 
 def _time_plans(*, num_repetitions: int) -> dict[str, Any]:
-    """Return the seconds to plan 131,072 tokens and to find the block lists of both directions, best of the repetitions."""
+    """Return the best seconds to plan 131,072 tokens, and to find the block lists of both directions."""
     shapes = {"8k prompt, 32 branches": star(32, prompt_len=8192, branch_len=3840), "search tree": _search_tree(2100)}
     return {name: _time_plan(rows, num_repetitions=num_repetitions) for name, rows in shapes.items()}
 

@@ -22,7 +22,7 @@ GROUP_SIZE = 8
 
 
 def tree_sequences(num_sequences: int, *, sequence_len: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Draw trajectories whose lengths are uniform within a quarter of `sequence_len`; the prompts are a quarter of it."""
+    """Draw trajectories of lengths uniform within a quarter of `sequence_len`, after prompts of a quarter of it."""
     system = rng.integers(VOCABULARY_LEN, size=sequence_len // 8)
     sequences: list[np.ndarray] = []
     while len(sequences) < num_sequences:
