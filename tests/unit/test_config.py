@@ -1,13 +1,11 @@
 """The options: refused where they are wrong, and reaching the engine through Hydra with the promised precedence."""
 
 import os
-import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
-from setuptools import find_packages
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_tree.config import TreeConfig, TreeFSDPEngineConfig, WatchdogConfig
@@ -155,15 +153,3 @@ def test_threads_leave_a_core_to_the_others() -> None:
     num_cores = len(os.sched_getaffinity(0))
     assert cpu_threads(1) == str(max(1, num_cores - 1))
     assert cpu_threads(1000) == "1"
-
-
-def test_every_package_is_in_the_wheel() -> None:
-    """`verl_tree/configs` is a link to `configs/`, so that the configuration is found where the wheel has it."""
-    root = Path(__file__).parents[2]
-    include = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
-    found = {
-        ".".join(file.parent.relative_to(root).parts)
-        for top in ("verl_tree", "rollout_hooks")
-        for file in (root / top).rglob("__init__.py")
-    }
-    assert set(find_packages(str(root), include=include)) == found | {"verl_tree.configs"}
