@@ -14,7 +14,7 @@ from verl_tree.records.page import tree_page
 
 
 def choose(path: Path, uid: str | None) -> StoredTree:
-    """The tree of a group, or the first one.
+    """Return the tree of a group, or the first one.
 
     Raises:
         ValueError: There is none, or the file holds no stored trees.
@@ -27,7 +27,7 @@ def choose(path: Path, uid: str | None) -> StoredTree:
 
 
 def main() -> None:
-    """Reads, makes the page, says where it is."""
+    """Read the trees, make the page and say where it is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stored", type=Path, help="file of stored trees")
     parser.add_argument("--uid", help="group to show")

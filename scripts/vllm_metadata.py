@@ -28,7 +28,7 @@ Tag: py3-none-any
 
 
 def build_wheel(folder: Path, *, version: str) -> Path:
-    """Writes the wheel and returns its path."""
+    """Write the wheel and return its path."""
     info = f"vllm-{version}.dist-info"
     files = {f"{info}/METADATA": METADATA.format(version=version), f"{info}/WHEEL": WHEEL}
     record = "".join(f"{name},{_record_hash(text)},{len(text.encode())}\n" for name, text in files.items())
@@ -45,7 +45,7 @@ def _record_hash(text: str) -> str:
 
 
 def installed(name: str) -> str | None:
-    """Returns the version of a distribution, or None."""
+    """Return the version of a distribution, or None."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -54,7 +54,7 @@ def queue() -> Iterator[None]:
 
 
 def store_rows() -> KVBatchMeta:
-    """The rows in an order in which session 0 is not together, and two padding rows."""
+    """Return the rows in an order in which session 0 is not together, and two padding rows."""
     keys = ["u_0_1", "u_1_0", "u_0_0"]
     rows: list[dict[str, Any]] = []
     tags = []
@@ -86,8 +86,9 @@ def store_rows() -> KVBatchMeta:
     return batch
 
 
+@pytest.mark.usefixtures("queue")
 @pytest.mark.parametrize("name", EXPECTED)
-def test_advantages_of_nodes_reach_the_rows(queue: None, name: str) -> None:
+def test_advantages_of_nodes_reach_the_rows(name: str) -> None:
     overrides = ["profile=cpu", f"algorithm.adv_estimator={name}", "algorithm.norm_adv_by_std_in_grpo=false"]
     trainer = RowsTrainer(compose_config(overrides), workers=None)
     batch = store_rows()

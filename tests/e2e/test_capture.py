@@ -18,6 +18,7 @@ import yaml
 from omegaconf import open_dict
 from scripted_llm import END, ScriptedClient, call_text, config, tokenizer
 from transformers import Qwen3Config
+from typing_extensions import override
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.utils import tensordict_utils as tu
 
@@ -47,15 +48,17 @@ def twice(x: int) -> str:
 class NamedResult(ParallelToolsAgentLoop):
     """A conclusion is worth 1 if it names its result; an answer is worth 2."""
 
+    @override
     async def branch_reward(self, *, row, call, result, conclusion):
         return float(result.text in conclusion)
 
+    @override
     async def final_reward(self, *, row, answer):
         return 2.0
 
 
-def reward_by_verl(data_source, solution_str, ground_truth, extra_info, **kwargs):
-    """verl's custom reward function."""
+def reward_by_verl(**_row):
+    """Return a reward, as a custom reward function of verl's does."""
     return {"score": 0.75, "acc": 1.0}
 
 
@@ -77,7 +80,7 @@ class Reply:
 
 @pytest.fixture
 def settings(tmp_path):
-    """verl's configuration for a tiny model, the tools of the unit tests and the two loops."""
+    """Return verl's configuration for a tiny model, the tools of the unit tests and the two loops."""
     Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
         vocab_size=len(tokenizer()),
@@ -156,7 +159,8 @@ def texts(values):
     return [tokenizer().decode(ids.tolist()) for ids in values]
 
 
-def test_capture_through_verls_manager_worker_and_queue(settings, cluster):
+@pytest.mark.usefixtures("cluster")
+def test_capture_through_verls_manager_worker_and_queue(settings):
     tq.init(settings.transfer_queue)
     reward_worker = ray.remote(RewardLoopWorker).remote(settings)
     manager = TreeAgentLoopManager.create(
@@ -179,7 +183,8 @@ def test_capture_through_verls_manager_worker_and_queue(settings, cluster):
     ):
         trained = tokenizer().decode(response[mask.bool()].tolist())
         assert trained == turn + tokenizer().decode(response.tolist()).split("assistant\n")[-1]
-        assert (log_probs[mask.bool()] < 0).all() and (log_probs[~mask.bool()] == 0).all()
+        assert (log_probs[mask.bool()] < 0).all()
+        assert (log_probs[~mask.bool()] == 0).all()
 
     stock = tq.kv_batch_get(keys=of_prompt[1], partition_id="train")
     assert stock["rm_scores"].to_padded_tensor(0.0).sum(dim=1).tolist() == [0.75] * N

@@ -42,7 +42,7 @@ def echo(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, a tool, the options of the loops, and rows that name them in turn."""
+    """Write a model, a tool, the options of the loops, and rows that name them in turn."""
     folder = tmp_path_factory.mktemp("loops")
     make_inputs(folder)
     (folder / "echo_tool.py").write_text(TOOL)
@@ -75,9 +75,11 @@ def test_every_loop_trains(folder: Path) -> None:
     )
     assert set(metrics) == {1, 2, 3}
     for step in metrics.values():
-        assert step["tree/failed_sessions"] == 0 and step["tree/failed_prompts"] == 0
+        assert step["tree/failed_sessions"] == 0
+        assert step["tree/failed_prompts"] == 0
         assert step["actor/grad_norm"] > 0
-        assert step["tree/por"] > 0.2 and step["tree/leaves_per_session"] > 3
+        assert step["tree/por"] > 0.2
+        assert step["tree/leaves_per_session"] > 3
 
     sessions = defaultdict(list)
     for line in (folder / "sessions.jsonl").read_text().splitlines():

@@ -1,5 +1,4 @@
-"""Rows between driver and workers, on real Ray and TransferQueue, without a model: store, replay, cut, pad,
-dispatch.
+"""Rows between driver and workers, on real Ray and TransferQueue: store, replay, cut, pad, dispatch.
 
 The trainer is ours with everything below `fit` that needs a model left out; what it is given instead of a
 model are workers that send back which rows they got and where they would cut them.
@@ -78,7 +77,7 @@ class EchoWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def echo(self) -> tuple[list[list[tuple[list[int], bool]]], tuple[int, ...]]:
-        """The cells of this rank and the denominators of all."""
+        """Return the cells of this rank and the denominators of all."""
         return self.cells, self.num_rows
 
 
@@ -107,7 +106,7 @@ class RowsTrainer(TreePPOTrainerSync):
 
 
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayWorkerGroup]:
+def workers() -> Iterator[RayWorkerGroup]:
     """Ray, TransferQueue and one echo worker per rank."""
     env = {
         "VERL_USE_EXTERNAL_MODULES": "verl_tree.cpu.platform",
@@ -129,7 +128,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayWorkerGroup
 
 @pytest.fixture
 def trainer(workers: RayWorkerGroup, tmp_path: Path) -> RowsTrainer:
-    """A trainer that stores the rollouts of step 1."""
+    """Return a trainer that stores the rollouts of step 1."""
     config = compose_config(
         [
             "profile=cpu",
@@ -152,7 +151,7 @@ def trainer(workers: RayWorkerGroup, tmp_path: Path) -> RowsTrainer:
 
 
 def row_of(uid: str, session: int, leaf: int) -> dict[str, Any]:
-    """A row as `agent_loop_tq` writes it: 4 prompt tokens, then 3 to 6, of which the second is a tool's."""
+    """Make a row as `agent_loop_tq` writes it: 4 prompt tokens, then 3 to 6, of which the second is a tool's."""
     seed = [int(uid[:9]), session, leaf]
     response = torch.from_numpy(np.random.default_rng(seed).integers(10, 90, size=3 + leaf + session))
     prompt = torch.arange(100, 104) + int(uid[:9])
@@ -178,7 +177,7 @@ def row_of(uid: str, session: int, leaf: int) -> dict[str, Any]:
 
 
 def roll_out() -> None:
-    """Writes the rows in the order in which sessions happen to end, then the prompts' status."""
+    """Write the rows in the order in which sessions happen to end, then the prompts' status."""
     sessions = sorted({(uid, session) for uid, session, _ in REWARDS}, key=lambda each: (each[1], each[0][::-1]))
     for uid, session in sessions:
         leaves = [leaf for u, s, leaf in REWARDS if (u, s) == (uid, session)]
@@ -202,13 +201,13 @@ def roll_out() -> None:
 
 
 def end_prompts(statuses: dict[str, str]) -> None:
-    """Marks prompts as ended, as the agent loop workers do."""
+    """Mark prompts as ended, as the agent loop workers do."""
     tags = [{"is_prompt": True, "status": status, "global_steps": 1} for status in statuses.values()]
     tq.kv_batch_put(keys=list(statuses), partition_id="train", tags=tags)
 
 
 def sample(trainer: RowsTrainer) -> KVBatchMeta:
-    """The rows of a step."""
+    """Return the rows of a step."""
     batch, _ = trainer.replay_buffer.sample(global_steps=1, partition_id="train", batch_size=3)
     return batch
 
@@ -309,7 +308,7 @@ def test_rows_reach_the_ranks_as_planned_and_advantages_skip_padding(trainer: Ro
 
 
 def put_log_probs(batch: KVBatchMeta, *, reference_is_lower_by: float) -> None:
-    """What the workers' log-prob passes would have written for every row, padding too."""
+    """Write what the workers' log-prob passes would have written for every row, padding too."""
     data = tq.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=["rollout_log_probs"])
     rows = [
         {"old_log_probs": values, "ref_log_prob": values - reference_is_lower_by}
@@ -321,7 +320,8 @@ def put_log_probs(batch: KVBatchMeta, *, reference_is_lower_by: float) -> None:
 def check_advantages(trainer: RowsTrainer, batch: KVBatchMeta) -> None:
     """By hand, with the algorithm's defaults: every leaf over its whole group, sessions weigh the same."""
     updated = trainer._compute_advantage(batch, {})
-    assert updated.keys == batch.keys and updated.tags == batch.tags
+    assert updated.keys == batch.keys
+    assert updated.tags == batch.tags
     assert updated.fields is None or "advantages" in updated.fields
     fetched = fetch(updated)
     advantages_of = {key: row["advantages"] for key, row in fetched.items()}

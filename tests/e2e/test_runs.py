@@ -23,7 +23,7 @@ SAVE_FREQ = 4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The inputs of all runs."""
+    """Write the inputs of all training runs."""
     folder = tmp_path_factory.mktemp("runs")
     make_inputs(folder)
     return folder
@@ -42,7 +42,7 @@ def options(folder: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def tree(folder: Path) -> dict[int, dict[str, Any]]:
-    """The run that generates the rollouts; it also stores its trees and shows those of its validation."""
+    """Make the training run that generates the rollouts, stores its trees and shows those of its validation."""
     shown = (f"tree.dump_dir={folder}/trees", "tree.show_every=1", f"trainer.test_freq={STEPS[-1]}")
     return run(folder, "tree", *options(folder), *shown)
 
@@ -50,15 +50,17 @@ def tree(folder: Path) -> dict[int, dict[str, Any]]:
 def test_the_rollouts_branch(tree: dict[int, dict[str, Any]]) -> None:
     for metrics in tree.values():
         assert metrics["tree/leaves_per_session"] == 4.0
-        assert metrics["tree/por"] > 0.4 and metrics["tree/depth"] >= 3
-        assert metrics["tree/failed_sessions"] == 0 and metrics["tree/forks"] > 0
+        assert metrics["tree/por"] > 0.4
+        assert metrics["tree/depth"] >= 3
+        assert metrics["tree/failed_sessions"] == 0
+        assert metrics["tree/forks"] > 0
         # A share of even tokens, and the first turn's 1.
         assert 1 <= metrics["tree/leaf_reward/mean"] <= metrics["critic/score/max"] <= 2
         assert 1.5 < metrics["tree/compression"] <= 1 / (1 - metrics["tree/por"]) + 1e-6
 
 
 def responses(trees: list[StoredTree], name: str) -> np.ndarray:
-    """A value of every trained token of every leaf."""
+    """Return a value of every trained token of every leaf."""
     leaves = [leaf for tree in trees for leaf in tree.leaves]
     values = [{"advantages": leaf.token_advantages, "log_probs": leaf.log_probs[leaf.prompt_len :]} for leaf in leaves]
     masks = [leaf.is_trained[leaf.prompt_len :] for leaf in leaves]
@@ -75,7 +77,8 @@ def test_the_trees_are_stored_and_shown(folder: Path, tree: dict[int, dict[str, 
     for step, metrics in tree.items():
         trees = read_trees(dumped / f"step_{step:06d}.parquet")
         leaves = [leaf for group in trees for leaf in group.leaves]
-        assert [group.step for group in trees] == [step] * 4 and len(leaves) == 4 * 2 * 4
+        assert [group.step for group in trees] == [step] * 4
+        assert len(leaves) == 4 * 2 * 4
         rewards = np.array([leaf.reward for leaf in leaves])
         assert metrics["tree/leaf_reward/mean"] == pytest.approx(rewards.mean(), rel=1e-6)
         advantages = responses(trees, "advantages")
@@ -85,15 +88,18 @@ def test_the_trees_are_stored_and_shown(folder: Path, tree: dict[int, dict[str, 
         assert not np.isnan(responses(trees, "log_probs")).any()
         assert all(leaf.min_global_steps == step - 1 for leaf in leaves)
         for group, forest in zip(trees, forests(dumped / f"step_{step:06d}.parquet"), strict=True):
-            assert forest.potential_overlap_ratio > 0.4 and forest.num_leaves == len(group.leaves)
+            assert forest.potential_overlap_ratio > 0.4
+            assert forest.num_leaves == len(group.leaves)
         # The first turn is the same call on all leaves of a session; behind it there are forks.
         kinds = [run.kind for leaf in leaves for run in leaf.calls]
-        assert set(kinds) >= {"root", "continuation", "fork"} and all(leaf.calls[0].call == 0 for leaf in leaves)
+        assert set(kinds) >= {"root", "continuation", "fork"}
+        assert all(leaf.calls[0].call == 0 for leaf in leaves)
 
     validated = read_trees(dumped / f"val_{STEPS[-1]:06d}.parquet")
     assert [(len(group.leaves), group.leaves[0].token_advantages) for group in validated] == [(4, None)] * 4
     page = (dumped / pages[0]).read_text()
-    assert validated[0].uid in page and "session" in page
+    assert validated[0].uid in page
+    assert "session" in page
 
 
 def test_ten_steps_equal_those_of_verls_engine(folder: Path, tree: dict[int, dict[str, Any]]) -> None:
@@ -120,7 +126,8 @@ def test_a_run_whose_engine_is_killed_says_so_and_resumes(folder: Path, tree: di
     assert "--- last 40 lines of stderr of actor" in log
     resumed = run(folder, "resumed", *options(folder), *saved)
     # The run may have reached its second checkpoint before the watchdog looked.
-    assert min(resumed) in (SAVE_FREQ + 1, 2 * SAVE_FREQ + 1) and max(resumed) == STEPS[-1]
+    assert min(resumed) in (SAVE_FREQ + 1, 2 * SAVE_FREQ + 1)
+    assert max(resumed) == STEPS[-1]
     for name in COMPARED:
         for step, metrics in resumed.items():
             assert metrics[name] == pytest.approx(tree[step][name], rel=1e-5, abs=1e-7), (name, step)

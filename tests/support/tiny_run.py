@@ -23,7 +23,7 @@ TEMPLATE = (
 
 
 def make_inputs(folder: Path) -> None:
-    """Writes `model/`, `train.parquet`, `val.parquet` and `loops.yaml`."""
+    """Write `model/`, `train.parquet`, `val.parquet` and `loops.yaml`."""
     vocabulary = {token: index for index, token in enumerate(["<end>", "<pad>", "<unk>", ":", *CHARACTERS])}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -63,7 +63,7 @@ def make_inputs(folder: Path) -> None:
 
 
 def command(folder: Path, *overrides: str) -> list[str]:
-    """The command line of a run of ten steps, two optimiser steps each, with a reference model."""
+    """Return the command line of a training run of ten steps, two optimiser steps each, with a reference model."""
     return [
         sys.executable,
         "-m",
@@ -108,13 +108,13 @@ def environment(metrics: Path) -> dict[str, str]:
 
 
 def read_metrics(metrics: Path) -> dict[int, dict[str, Any]]:
-    """What was logged at each step."""
+    """Return what was logged at each step."""
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     return {record["step"]: record["data"] for record in map(json.loads, lines)}
 
 
 def run(folder: Path, name: str, *overrides: str, timeout_s: int = 600) -> dict[int, dict[str, Any]]:
-    """Runs to the end and returns the metrics of every step; fails with the end of the log."""
+    """Run to the end and return the metrics of every step; fails with the end of the log."""
     metrics = folder / f"{name}.jsonl"
     done = subprocess.run(
         command(folder, *overrides),
@@ -134,7 +134,7 @@ def run(folder: Path, name: str, *overrides: str, timeout_s: int = 600) -> dict[
 def run_and_kill_engine(
     folder: Path, name: str, *overrides: str, after_step: int, timeout_s: float = 600.0, end_timeout_s: float = 120.0
 ) -> str:
-    """Starts a run, kills its vLLM worker once a step is logged, and returns the log of the run, which must fail."""
+    """Start a training run, kill its vLLM worker once a step is logged, and return the log of the failure."""
     metrics, log = folder / f"{name}.jsonl", folder / f"{name}.log"
     with log.open("w") as output:
         process = subprocess.Popen(
