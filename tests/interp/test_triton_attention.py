@@ -16,6 +16,7 @@ from triton_cases import TOLERANCE, Case, draw_case, draw_inputs, draw_plan, run
 
 from verl_tree.attention import AttentionPlan, ScoreOptions, tree_attention, triton_kernels
 from verl_tree.attention import triton_backend as backend
+from verl_tree.attention.blocks import BlockLists
 from verl_tree.attention.dense import dense_attention
 from verl_tree.attention.triton_configs import KernelConfig, KernelConfigs, choose_configs, padded_dim
 
@@ -43,7 +44,9 @@ def test_the_cases_reach_every_kind_of_tile():
         head_dims.add(head_dim)
         lengths.append(num_tokens)
         for config in (case.configs.forward, case.configs.dkv, case.configs.dq):
-            rows = case.plan.block_lists(query_block=config.query_block, key_block=config.key_block).by_query.rows_R4
+            rows = BlockLists.of_plan(
+                case.plan, query_block=config.query_block, key_block=config.key_block
+            ).by_query.rows_R4
             num_key_blocks = -(-num_tokens // config.key_block)
             full += int((rows[:, 2] - rows[:, 1]).sum() > 0)
             partial += int((rows[:, 3] - rows[:, 2]).sum() > 0)
@@ -179,8 +182,8 @@ def test_the_op_is_registered_in_full():
     rng = np.random.default_rng(0)
     plan = draw_plan(rng, num_tokens=20)
     q, k, v, _ = draw_inputs(rng, num_tokens=20, num_groups=2, num_kv_heads=1, head_dim=16)
-    lists = plan.block_lists(query_block=16, key_block=16)
-    by_query, by_key = ([rows.rows_R4, rows.indices] for rows in (lists.by_query, lists.by_key))
+    lists = BlockLists.of_plan(plan, query_block=16, key_block=16)
+    by_query, by_key = (list(rows) for rows in (lists.by_query, lists.by_key))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     args = (*leaves, plan.subtree_end_T, by_query, by_key, by_query, [16, 16, 4, 1] * 3, 0.25, *[None] * 4)
     torch.library.opcheck(backend.tree_attention_triton, args)

@@ -13,6 +13,7 @@ from tree_cases import DEEP, gradients, relative_error
 from triton_cases import TOLERANCE, Case, draw_inputs, draw_plan, run, worst_error
 
 from verl_tree.attention import AttentionPlan, triton_kernels
+from verl_tree.attention.blocks import BlockLists
 from verl_tree.attention.dense import dense_attention
 from verl_tree.attention.self_test import KernelVariant, self_test, subtree_ends
 from verl_tree.attention.triton_backend import triton_attention
@@ -62,7 +63,9 @@ def test_the_cases_reach_every_kind_of_tile_and_option():
     for case in cases:
         for config in (case.configs.forward, case.configs.dkv, case.configs.dq) if case.window else ():
             sizes = {"query_block": config.query_block, "key_block": config.key_block}
-            tree, windowed = (case.plan.block_lists(**sizes, window=window).by_query for window in (None, case.window))
+            tree, windowed = (
+                BlockLists.of_plan(case.plan, **sizes, window=window).by_query for window in (None, case.window)
+            )
             num_full, num_full_in_window = (
                 int((rows.rows_R4[:, 2] - rows.rows_R4[:, 1]).sum()) for rows in (tree, windowed)
             )
@@ -121,8 +124,8 @@ def test_the_op_with_options_is_registered_in_full():
     rng = np.random.default_rng(0)
     plan = AttentionPlan.from_subtree_end(torch.tensor([8, 8, 5, 5, 5, 8, 8, 8]))
     q, k, v, _ = draw_inputs(rng, num_tokens=8, num_groups=2, num_kv_heads=1, head_dim=16)
-    lists = plan.block_lists(query_block=16, key_block=16, window=3)
-    by_query, by_key = ([rows.rows_R4, rows.indices] for rows in (lists.by_query, lists.by_key))
+    lists = BlockLists.of_plan(plan, query_block=16, key_block=16, window=3)
+    by_query, by_key = (list(rows) for rows in (lists.by_query, lists.by_key))
     leaves = [x.detach().requires_grad_() for x in (q, k, v, torch.zeros(2))]
     args = (*leaves[:3], plan.subtree_end_T, by_query, by_key, by_query, [16, 16, 4, 1] * 3, 0.25)
     options = (leaves[3], plan.position_T, 3, 2.0)

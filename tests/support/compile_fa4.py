@@ -33,8 +33,7 @@ class Shapes:
 
 def shapes_of(trees: tuple) -> Shapes:
     plan = AttentionPlan.from_subtree_end(torch.tensor(self_test.subtree_ends(trees), dtype=torch.int32))
-    lists = plan.block_lists(query_block=fa4.BLOCK_LEN, key_block=fa4.BLOCK_LEN)
-    key_shapes, query_shapes = ([table.shape for table in each] for each in (lists.key_tables(), lists.query_tables()))
+    key_shapes, query_shapes = ([table.shape for table in each] for each in fa4.BlockTables.of_plan(plan))
     return Shapes(plan.num_tokens, (key_shapes, query_shapes))
 
 
@@ -116,13 +115,8 @@ def fake(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def fake_plan(shapes: Shapes) -> SimpleNamespace:
     """As much of a plan as the backend reads."""
     key_tables, query_tables = ([fake(*shape, dtype=torch.int32) for shape in each] for each in shapes.tables)
-    lists = SimpleNamespace(key_tables=lambda: key_tables, query_tables=lambda: query_tables)
-
-    def block_lists(*, query_block: int, key_block: int) -> SimpleNamespace:
-        assert query_block == key_block == fa4.BLOCK_LEN
-        return lists
-
-    return SimpleNamespace(subtree_end_T=fake(shapes.num_tokens, dtype=torch.int32), block_lists=block_lists)
+    tables = fa4.BlockTables(key_tables, query_tables)
+    return SimpleNamespace(subtree_end_T=fake(shapes.num_tokens, dtype=torch.int32), once=lambda _key, _make: tables)
 
 
 if __name__ == "__main__":

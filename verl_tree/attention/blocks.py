@@ -18,11 +18,13 @@ Legend: T tokens, R blocks of one direction (rows), C blocks of the other (colum
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
+
+from verl_tree.attention.plan import AttentionPlan
 
 CHUNK_TILES = 1 << 22
 """Tiles compared at once; bounds the memory of planning."""
@@ -31,9 +33,8 @@ _Index = tuple[slice | None, slice | None]
 """Of the row or the column blocks, for broadcasting one against the other."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockRows:
-    """The tiles of one direction: for every row block the column blocks it needs.
+class BlockRows(NamedTuple):
+    """The tiles of one direction: for every row block, the column blocks it needs.
 
     Attributes:
         rows_R4: int32 (R, 4): block, start, middle, end. `indices[start:middle]` are the block's full tiles and
@@ -46,15 +47,15 @@ class BlockRows:
     indices: torch.Tensor
 
     def to(self, device: torch.device | str) -> Self:
-        """Returns the lists with their tensors on `device`."""
+        """Return the lists with their tensors on `device`."""
         return type(self)(self.rows_R4.to(device), self.indices.to(device))
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The lists as padded tables in block order, as FlexAttention's `BlockMask` and flash-attn-4 take them.
+        """Return the lists as padded tables in block order, as FlexAttention's `BlockMask` and flash-attn-4 take them.
 
         Returns:
             Number of partial tiles (1, 1, R), their columns (1, 1, R, W), number of full tiles (1, 1, R) and their
-            columns (1, 1, R, W'); int32, columns ascending, unused entries 0, W and W' at least 1.
+            columns (1, 1, R, W'). All are int32; columns ascend, unused entries are 0, W and W' are at least 1.
         """
         rows_R4 = self.rows_R4.cpu().numpy()
         indices = self.indices.cpu().numpy()
@@ -79,7 +80,18 @@ class BlockLists:
     key_block: int
     by_query: BlockRows
     by_key: BlockRows
-    _tables: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of_plan(cls, plan: AttentionPlan, *, query_block: int, key_block: int, window: int | None = None) -> Self:
+        """Return the lists of a pack on the plan's device; found once for a pair of sizes and a window."""
+
+        def find(plan: AttentionPlan) -> Self:
+            runs = plan.runs
+            sizes = {"query_block": query_block, "key_block": key_block}
+            lists = cls.from_subtree_end(runs.subtree_end_T, **sizes, window=window, position_T=runs.position_T)
+            return lists.to(plan.subtree_end_T.device)
+
+        return plan.once(("block lists", query_block, key_block, window), find)
 
     @classmethod
     def from_subtree_end(
@@ -91,7 +103,7 @@ class BlockLists:
         window: int | None = None,
         position_T: np.ndarray | None = None,
     ) -> Self:
-        """Finds the visible tiles in O(T^2 / (query_block * key_block)) integer comparisons, on the host.
+        """Find the visible tiles in O(T^2 / (query_block * key_block)) integer comparisons, on the host.
 
         Args:
             subtree_end_T: Integer (T,), one past the last descendant of each token in DFS preorder.
@@ -143,20 +155,8 @@ class BlockLists:
         )
 
     def to(self, device: torch.device | str) -> Self:
-        """Returns the lists with their tensors on `device`."""
+        """Return the lists with their tensors on `device`."""
         return type(self)(self.query_block, self.key_block, self.by_query.to(device), self.by_key.to(device))
-
-    def key_tables(self) -> tuple[torch.Tensor, ...]:
-        """`BlockRows.tables` of the key blocks of every query block, built once."""
-        if "key" not in self._tables:
-            self._tables["key"] = self.by_query.tables()
-        return self._tables["key"]
-
-    def query_tables(self) -> tuple[torch.Tensor, ...]:
-        """`BlockRows.tables` of the query blocks of every key block, built once."""
-        if "query" not in self._tables:
-            self._tables["query"] = self.by_key.tables()
-        return self._tables["query"]
 
 
 def _extremes(position_T: np.ndarray, *, num_blocks: int, size: int) -> tuple[np.ndarray, np.ndarray]:

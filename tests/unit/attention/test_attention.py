@@ -1,6 +1,6 @@
 """Attention under the tree mask: the backends against a full softmax and against each other, and what they refuse."""
 
-import dataclasses
+import itertools
 import subprocess
 import sys
 from functools import partial
@@ -17,13 +17,13 @@ from verl_tree.attention import (
     choose_backend,
     tree_attention,
     triton_backend,
-    varlen,
+    varlen_providers,
 )
+from verl_tree.attention.pieces import cut_mask
 from verl_tree.attention.varlen import varlen_attention
 
 CPU_BACKENDS = ["varlen", "dense"]
 PLAIN = ScoreOptions(scale=0.25)
-SHORT_SEGMENTS = dataclasses.replace(varlen._CPU_SEGMENTS, max_segment_len=6)
 
 
 def random_qkv(num_tokens, *, num_groups, num_kv_heads=2, head_dim=16, seed=0, dtype=torch.float64):
@@ -129,7 +129,7 @@ def test_dense_serves_windows_softcap_and_sinks(options, num_groups, query_block
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("num_groups", [1, 4])
 def test_varlen_serves_windows_and_sinks(options, seed, num_groups, monkeypatch):
-    monkeypatch.setattr("verl_tree.attention.varlen._CPU_SEGMENTS", SHORT_SEGMENTS)
+    monkeypatch.setattr(varlen_providers, "MAX_CPU_WINDOW_QUERIES", 6)
     rng = np.random.default_rng(seed)
     layout = layout_of(random_sequences(rng, num_sequences=int(rng.integers(1, 30)), mean_len=8))
     *qkv, grad_out = random_qkv(layout.num_tokens, num_groups=num_groups, seed=seed)
@@ -352,13 +352,13 @@ def test_every_pair_is_in_exactly_one_piece():
         layout = layout_of(random_sequences(np.random.default_rng(seed), num_sequences=25, mean_len=7))
         attention_plan = AttentionPlan.from_layout(layout)
         count_TT = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.int64)
-        for piece in (*attention_plan.self_pieces, *attention_plan.ancestor_pieces):
-            query_L = torch.arange(piece.query_start, piece.query_end)[:, None]
-            key_K = torch.arange(piece.key_start, piece.key_end)
-            count_TT[query_L, key_K] += (key_K <= query_L).long() if piece.causal else 1
+        triangles, *rectangles = cut_mask(attention_plan.runs)
+        for piece in itertools.chain(triangles, *rectangles):
+            query_L, (key_K,) = torch.arange(*piece.queries)[:, None], [torch.arange(*keys) for keys in piece.keys]
+            count_TT[query_L, key_K] += (key_K <= query_L).long() if piece in triangles else 1
         assert torch.equal(count_TT, layout.materialize().long())
         assert attention_plan.num_visible_pairs == int(count_TT.sum())
-        self_queries = [range(piece.query_start, piece.query_end) for piece in attention_plan.self_pieces]
+        self_queries = [range(*piece.queries) for piece in triangles]
         assert [query for queries in self_queries for query in queries] == list(range(layout.num_tokens))
 
 
@@ -367,18 +367,10 @@ def test_plan_of_the_drawn_forest():
     subtree_end = [590] * 200 + [530] * 150 + [480] * 130 + [530] * 50 + [590] * 60
     attention_plan = AttentionPlan.from_subtree_end(torch.tensor(subtree_end))
     assert attention_plan.max_path_len == 200 + 150 + 130
-    assert [(p.query_start, p.query_end) for p in attention_plan.self_pieces] == [
-        (0, 200),
-        (200, 350),
-        (350, 480),
-        (480, 530),
-        (530, 590),
-    ]
-    assert all(piece.causal for piece in attention_plan.self_pieces)
-    assert [(p.query_start, p.query_end, p.key_start, p.key_end) for p in attention_plan.ancestor_pieces] == [
-        (200, 590, 0, 200),
-        (350, 530, 200, 350),
-    ]
+    triangles, *rectangles = cut_mask(attention_plan.runs)
+    assert [piece.queries for piece in triangles] == [(0, 200), (200, 350), (350, 480), (480, 530), (530, 590)]
+    assert all(piece.keys == (piece.queries,) for piece in triangles)
+    assert rectangles == [[((200, 590), ((0, 200),))], [((350, 530), ((200, 350),))]]
 
 
 def test_auto_takes_the_first_backend_without_an_objection():

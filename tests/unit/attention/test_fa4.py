@@ -99,7 +99,7 @@ def test_cpu_tensors_are_refused():
     q, k, v = torch.zeros(700, 8, 80), torch.zeros(700, 2, 80), torch.zeros(700, 2, 80)
     assert fa4.not_supported_reasons(q, k, v, PLAN, options=PLAIN) == [
         "tensors are on cpu, the kernels run on CUDA only",
-        "dtype torch.float32 is neither bfloat16 nor float16 throughout",
+        "dtype torch.float32 is none of bfloat16, float16 throughout",
         "head dim 80 is none of (64, 96, 128), the same for q, k and v",
     ]
 
@@ -115,7 +115,7 @@ def test_hopper_with_everything_in_order_is_served(on_gpu, head_dim, dtype):
     [
         ({"capability": AMPERE}, "compute capability (8, 0) is not (9, 0)"),
         ({"capability": (10, 0)}, "compute capability (10, 0) is not (9, 0)"),
-        ({"dtype": torch.float32}, "dtype torch.float32 is neither"),
+        ({"dtype": torch.float32}, "dtype torch.float32 is none of bfloat16, float16"),
         ({"head_dim": 256}, "head dim 256 is none of"),
         ({"value_head_dim": 64}, "head dim 64 and 128 is none of"),
         ({"num_tokens": 128}, "128 tokens are one block"),
@@ -179,14 +179,15 @@ def test_importing_the_backend_imports_no_kernels():
 
 def test_forest_of_the_self_test_has_every_kind_of_tile():
     assert self_test.subtree_ends(((2, ((1, ()), (3, ()))), (1, ()))) == [6, 6, 3, 6, 6, 6, 7]
-    lists = PLAN.block_lists(query_block=fa4.BLOCK_LEN, key_block=fa4.BLOCK_LEN)
-    num_partial, partial, num_full, full = lists.key_tables()
+    tables = fa4.BlockTables.of_plan(PLAN)
+    assert fa4.BlockTables.of_plan(PLAN) is tables
+    num_partial, partial, num_full, full = tables.keys
     num_blocks = num_partial.shape[-1]
     assert PLAN.num_tokens > 256 and PLAN.num_tokens % 128
     assert num_full.sum() > 0 and num_partial.sum() > num_blocks
     assert num_full.sum() + num_partial.sum() < num_blocks * (num_blocks + 1) / 2  # some are skipped
     # A dimension of one has no stride of its own: the kernel compiled for it could be another one.
-    assert min(table.shape[-1] for table in (partial, full, *lists.query_tables()[1::2])) >= 2
+    assert min(table.shape[-1] for table in (partial, full, *tables.queries[1::2])) >= 2
 
 
 @pytest.mark.parametrize("num_groups, head_dim", [(1, 128), (4, 96), (7, 64)])
