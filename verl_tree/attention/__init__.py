@@ -94,7 +94,7 @@ def tree_attention(
     plan = subtree_end if is_plan else AttentionPlan.from_subtree_end(subtree_end, device=q_THD.device)
     _check_shapes(q_THD, k_THD, v_THD, plan)
     _, num_heads, head_dim = q_THD.shape
-    scale = head_dim**-0.5 if scale is None else scale
+    scale = float(head_dim**-0.5) if scale is None else scale
     options = ScoreOptions.of_layer(plan, scale=scale, num_heads=num_heads, window=window, softcap=softcap, sinks=sinks)
     asked = plan.backend if backend == "auto" else backend
     name = choose_backend(q_THD, k_THD, v_THD, plan, backend=asked, options=options)

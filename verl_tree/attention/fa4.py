@@ -116,17 +116,21 @@ class _Fa4Attention(torch.autograd.Function):
         return out_THD
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = _kernels().backward(
-            _without_broadcast(grad_out_THD),
-            *ctx.saved_tensors,
-            ctx.plan.subtree_end_T,
-            query_tables=BlockTables.of_plan(ctx.plan).queries,
-            block_len=BLOCK_LEN,
-            scale=ctx.scale,
-        )
-        return *gradients, None, None
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _backward(ctx, *grad_outputs)
+
+
+@once_differentiable
+def _backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    gradients = _kernels().backward(
+        _without_broadcast(grad_out_THD),
+        *ctx.saved_tensors,
+        ctx.plan.subtree_end_T,
+        query_tables=BlockTables.of_plan(ctx.plan).queries,
+        block_len=BLOCK_LEN,
+        scale=ctx.scale,
+    )
+    return *gradients, None, None
 
 
 def _without_broadcast(x_THD: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,9 @@ needs no padding.
 Legend: T tree tokens, Hq and Hkv query and key-value heads, D head dim.
 """
 
+# The extra `fa4` is not installed where types are checked.
+# pyright: reportMissingImports=false
+
 import inspect
 
 import cutlass

@@ -127,7 +127,7 @@ def forward_kernel(
     """
     program = tl.program_id(0)
     group = program % num_groups
-    query_block, start, middle, end = _row(rows, (program // num_groups) % num_rows)
+    query_block, start, middle, end = _row(rows, (program // num_groups) % num_rows)  # pyright: ignore[reportGeneralTypeIssues]
     kv_head = program // num_groups // num_rows
     head = kv_head * num_groups + group
     k += kv_head.to(tl.int64) * stride_kh
@@ -318,7 +318,7 @@ def dq_kernel(
     """Gradient of the queries (T, Hq, D) of one query block and one query head; the grid is that of the forward."""
     program = tl.program_id(0)
     group = program % num_groups
-    query_block, start, middle, end = _row(rows, (program // num_groups) % num_rows)
+    query_block, start, middle, end = _row(rows, (program // num_groups) % num_rows)  # pyright: ignore[reportGeneralTypeIssues]
     kv_head = program // num_groups // num_rows
     head = (kv_head * num_groups + group).to(tl.int64)
     k += kv_head.to(tl.int64) * stride_kh

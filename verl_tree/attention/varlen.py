@@ -131,34 +131,38 @@ class _MergedAttention(torch.autograd.Function):
         return out_THD
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q_THD, k_THD, v_THD, out_THD, lse_HT, sinks_H = ctx.saved_tensors
-        grad_out_THD = grad_out_THD.contiguous()
-        wide = {"dtype": lse_HT.dtype, "device": lse_HT.device}
-        grad_q_THD = torch.empty(q_THD.shape, **wide)
-        grad_k_THD, grad_v_THD = torch.zeros(k_THD.shape, **wide), torch.zeros(v_THD.shape, **wide)
-        for call in ctx.calls:
-            rows, keys = call.query_rows, call.key_rows
-            grad_q_QHD, grad_k_KHD, grad_v_KHD = ctx.provider.backward(
-                grad_out_THD[rows],
-                q_THD[rows],
-                k_THD[keys],
-                v_THD[keys],
-                out_THD[rows],
-                lse_HT[:, rows].contiguous(),
-                call,
-                scale=ctx.scale,
-            )
-            (_set_rows if call.causal else _add_rows)(grad_q_THD, rows, grad_q_QHD)
-            _add_rows(grad_k_THD, keys, grad_k_KHD)
-            _add_rows(grad_v_THD, keys, grad_v_KHD)
-        grad_sinks_H = None
-        if sinks_H is not None:
-            heads_first = (grad_out_THD.transpose(0, 1), out_THD.transpose(0, 1))
-            grad_sinks_H = sink_gradient(*heads_first, lse_HT, _column(lse_HT, sinks_H)).to(sinks_H.dtype)
-        gradients = ((grad_q_THD, q_THD), (grad_k_THD, k_THD), (grad_v_THD, v_THD))
-        return *(gradient.to(x.dtype) for gradient, x in gradients), grad_sinks_H, None, None, None
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _backward(ctx, *grad_outputs)
+
+
+@once_differentiable
+def _backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    q_THD, k_THD, v_THD, out_THD, lse_HT, sinks_H = ctx.saved_tensors
+    grad_out_THD = grad_out_THD.contiguous()
+    wide = {"dtype": lse_HT.dtype, "device": lse_HT.device}
+    grad_q_THD = torch.empty(q_THD.shape, **wide)
+    grad_k_THD, grad_v_THD = torch.zeros(k_THD.shape, **wide), torch.zeros(v_THD.shape, **wide)
+    for call in ctx.calls:
+        rows, keys = call.query_rows, call.key_rows
+        grad_q_QHD, grad_k_KHD, grad_v_KHD = ctx.provider.backward(
+            grad_out_THD[rows],
+            q_THD[rows],
+            k_THD[keys],
+            v_THD[keys],
+            out_THD[rows],
+            lse_HT[:, rows].contiguous(),
+            call,
+            scale=ctx.scale,
+        )
+        (_set_rows if call.causal else _add_rows)(grad_q_THD, rows, grad_q_QHD)
+        _add_rows(grad_k_THD, keys, grad_k_KHD)
+        _add_rows(grad_v_THD, keys, grad_v_KHD)
+    grad_sinks_H = None
+    if sinks_H is not None:
+        heads_first = (grad_out_THD.transpose(0, 1), out_THD.transpose(0, 1))
+        grad_sinks_H = sink_gradient(*heads_first, lse_HT, _column(lse_HT, sinks_H)).to(sinks_H.dtype)
+    gradients = ((grad_q_THD, q_THD), (grad_k_THD, k_THD), (grad_v_THD, v_THD))
+    return *(gradient.to(x.dtype) for gradient, x in gradients), grad_sinks_H, None, None, None
 
 
 def _set_rows(total_THD: torch.Tensor, rows: torch.Tensor | slice, part: torch.Tensor) -> None:

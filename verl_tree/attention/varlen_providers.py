@@ -273,8 +273,9 @@ def _rows_contiguous(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
-def _empty_gradients(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
+def _empty_gradients(q_QHD: torch.Tensor, k_KHD: torch.Tensor, v_KHD: torch.Tensor) -> Gradients:
+    dq_QHD, dk_KHD, dv_KHD = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_QHD, k_KHD, v_KHD))
+    return dq_QHD, dk_KHD, dv_KHD
 
 
 PROVIDERS = (
