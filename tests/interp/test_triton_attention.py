@@ -30,7 +30,8 @@ def test_random_forests_equal_dense_in_float64(seed, run_triton):
     assert worst_error(got, run(dense_attention, case, dtype=torch.float64), case) < TOLERANCE
     for one, other, x in zip(got, again, (*case.inputs[:1], *case.inputs[:3]), strict=True):
         assert torch.equal(one, other)
-        assert one.is_contiguous() and one.shape == x.shape
+        assert one.is_contiguous()
+        assert one.shape == x.shape
 
 
 def test_the_cases_reach_every_kind_of_tile():
@@ -57,8 +58,10 @@ def test_the_cases_reach_every_kind_of_tile():
             ragged += num_tokens % config.query_block != 0 and num_tokens > config.query_block
             unequal += config.query_block != config.key_block
         padded += padded_dim(head_dim) != head_dim
-    assert groups == {1, 2, 4, 7, 8} and head_dims == {16, 24, 32, 48, 64, 96, 128}
-    assert min(lengths) < 5 and max(lengths) > 500
+    assert groups == {1, 2, 4, 7, 8}
+    assert head_dims == {16, 24, 32, 48, 64, 96, 128}
+    assert min(lengths) < 5
+    assert max(lengths) > 500
     counts = {"skipped": skipped, "full": full, "partial": partial, "ragged": ragged, "padded": padded}
     assert min(counts.values()) > 20, counts
     assert unequal > NUM_CASES
@@ -81,7 +84,7 @@ def test_edge_lengths(num_tokens, run_triton):
 
 
 def shifted(plan, by):
-    """The plan with every `subtree_end` moved; a token's own position stays inside."""
+    """Return the plan with every `subtree_end` moved; a token's own position stays inside."""
     own = torch.arange(plan.num_tokens, dtype=torch.int32)
     ends = (plan.subtree_end_T + by).clamp(max=plan.num_tokens)
     return dataclasses.replace(plan, subtree_end_T=torch.maximum(ends, own + 1))
@@ -192,7 +195,9 @@ def test_the_op_is_registered_in_full():
     position = torch.arange(20)
     visible_TT = (position <= position[:, None]) & (position[:, None] < plan.subtree_end_T)
     want = scores_HTT.masked_fill(~visible_TT, -torch.inf).logsumexp(-1)
-    assert relative_error(lse, want) < 1e-6 and not lse.requires_grad and out.requires_grad
+    assert relative_error(lse, want) < 1e-6
+    assert not lse.requires_grad
+    assert out.requires_grad
 
 
 def test_an_expanded_gradient(run_triton):

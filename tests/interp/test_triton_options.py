@@ -25,7 +25,7 @@ NUM_CASES = 2 * len(COMBINATIONS)
 
 
 def draw_small_case(seed):
-    """A trunk with branches and a second root, in small tiles, so that a window leaves some out and others full."""
+    """Draw a trunk with branches and a second root, in tiles so small that a window leaves some out and others full."""
     rng = np.random.default_rng(seed)
     trunk, long = rng.integers(34, 56), rng.integers(12, 30)
     a, b, c, d, root = rng.integers(1, 10, size=5)
@@ -38,7 +38,7 @@ def draw_small_case(seed):
 
 
 def draw_option_case(index):
-    """A layer that asks for one combination of options; every combination comes twice."""
+    """Draw a layer that asks for one combination of options; every combination comes twice."""
     case, names = draw_small_case(index), COMBINATIONS[index % len(COMBINATIONS)]
     rng = np.random.default_rng(index)
     sinks = torch.from_numpy(2 * rng.standard_normal(case.inputs[0].shape[1])).float()
@@ -74,7 +74,8 @@ def test_the_cases_reach_every_kind_of_tile_and_option():
             full += num_full_in_window > 0
     assert min(skipped, masked, full) > 2, (skipped, masked, full)
     caps = [case.softcap for case in cases if case.softcap is not None]
-    assert min(caps) < 1 and max(caps) > 20
+    assert min(caps) < 1
+    assert max(caps) > 20
     assert len({(case.window is None, case.softcap is None, case.sinks_H is None) for case in cases}) == 7
 
 
@@ -110,7 +111,8 @@ def test_scores_far_beyond_the_cap_and_sinks_far_beyond_the_scores(run_triton):
     )
     got, want = run_triton(case), run(dense_attention, case, dtype=torch.float64)
     assert worst_error(got, want, case) < TOLERANCE
-    assert got[0][:, 0].abs().max() < 1e-10 and got[0][:, 1].abs().max() > 0.1
+    assert got[0][:, 0].abs().max() < 1e-10
+    assert got[0][:, 1].abs().max() > 0.1
 
 
 def test_the_self_test_accepts_bfloat16_with_every_option():
@@ -143,7 +145,8 @@ def test_a_model_gives_the_logits_and_gradients_of_flat_sequences(name):
     for backend in ("dense", "triton"):
         logits = [x.double() for x in tree_logits(model, DEEP, backend=backend)]
         found = gradients(model, loss_of(logits))
-        assert found.keys() == wanted.keys() and len(found) > 10
+        assert found.keys() == wanted.keys()
+        assert len(found) > 10
         errors[backend] = {name: relative_error(found[name].double(), wanted[name]) for name in wanted}
         errors[backend]["logits"] = max(map(relative_error, logits, want))
     for name, plain in errors["dense"].items():

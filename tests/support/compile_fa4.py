@@ -75,7 +75,8 @@ def run(shapes: Shapes, inputs: list[torch.Tensor]) -> dict:
     started = time.perf_counter()
     gradients = fa4._Fa4Attention.backward(ctx, grad_out)[:3]
     backward_s, backward_ptx = time.perf_counter() - started, take_ptx()
-    assert out.shape == qkv[0].shape and out.dtype == qkv[0].dtype
+    assert out.shape == qkv[0].shape
+    assert out.dtype == qkv[0].dtype
     assert all(got.shape == of.shape and got.dtype == of.dtype for got, of in zip(gradients, qkv, strict=True))
     return {
         "forward_s": forward_s,
@@ -86,7 +87,7 @@ def run(shapes: Shapes, inputs: list[torch.Tensor]) -> dict:
 
 
 def take_ptx() -> dict:
-    """What the PTX that was written since the last call says of itself."""
+    """Return what the PTX that was written since the last call says of itself."""
     texts = []
     for path in Path(os.environ["CUTE_DSL_DUMP_DIR"]).glob("*.ptx"):
         texts.append(path.read_text())

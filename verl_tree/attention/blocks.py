@@ -60,9 +60,11 @@ class BlockRows(NamedTuple):
         rows_R4 = self.rows_R4.cpu().numpy()
         indices = self.indices.cpu().numpy()
         _, start_R, middle_R, end_R = rows_R4[np.argsort(rows_R4[:, 0])].T
-        partial = _padded_table(indices, middle_R, end_R)
-        full = _padded_table(indices, start_R, middle_R)
-        return tuple(torch.from_numpy(table)[None, None].to(self.indices.device) for table in (*partial, *full))
+        tables = (*_padded_table(indices, middle_R, end_R), *_padded_table(indices, start_R, middle_R))
+        num_partial, partial, num_full, full = (
+            torch.from_numpy(table)[None, None].to(self.indices.device) for table in tables
+        )
+        return num_partial, partial, num_full, full
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,19 +122,20 @@ class BlockLists:
         """
         if query_block < 1 or key_block < 1:
             raise ValueError(f"query_block={query_block}, key_block={key_block}: blocks need at least one token")
-        if window is not None and position_T is None:
+        if window is None:
+            position_T = np.zeros(len(subtree_end_T), dtype=np.int32)
+        elif position_T is None:
             raise ValueError(f"window={window} is measured in positions: give position_T, or None for no window")
-        num_query_blocks, num_key_blocks = (-(-len(subtree_end_T) // size) for size in (query_block, key_block))
+        num_tokens = len(subtree_end_T)
+        num_query_blocks, num_key_blocks = -(-num_tokens // query_block), -(-num_tokens // key_block)
         first_query = np.arange(num_query_blocks, dtype=np.int32) * query_block
         first_key = np.arange(num_key_blocks, dtype=np.int32) * key_block
         last_query, last_key = first_query + query_block - 1, first_key + key_block - 1
         ends = np.zeros((num_key_blocks, key_block), dtype=np.int32)  # keys past T end at 0: visible to no query
-        ends.flat[: len(subtree_end_T)] = subtree_end_T
+        ends.flat[:num_tokens] = subtree_end_T
         largest, smallest = ends.max(1), ends.min(1)
-
-        if window is not None:
-            least_of_query, most_of_query = _extremes(position_T, num_blocks=num_query_blocks, size=query_block)
-            least_of_key, most_of_key = _extremes(position_T, num_blocks=num_key_blocks, size=key_block)
+        least_of_query, most_of_query = _extremes(position_T, num_blocks=num_query_blocks, size=query_block)
+        least_of_key, most_of_key = _extremes(position_T, num_blocks=num_key_blocks, size=key_block)
 
         def classify(query: _Index, key: _Index) -> tuple[np.ndarray, np.ndarray]:
             visible = (first_key[key] <= last_query[query]) & (first_query[query] < largest[key])
@@ -142,15 +145,15 @@ class BlockLists:
                 full &= most_of_query[query] - least_of_key[key] < window
             return visible, full
 
-        row, column = (lambda rows: (rows, None)), (None, slice(None))
+        every = (None, slice(None))
         return cls(
             query_block=query_block,
             key_block=key_block,
             by_query=_find_rows(
-                lambda rows: classify(row(rows), column), num_rows=num_query_blocks, num_columns=num_key_blocks
+                lambda rows: classify((rows, None), every), num_rows=num_query_blocks, num_columns=num_key_blocks
             ),
             by_key=_find_rows(
-                lambda rows: classify(column, row(rows)), num_rows=num_key_blocks, num_columns=num_query_blocks
+                lambda rows: classify(every, (rows, None)), num_rows=num_key_blocks, num_columns=num_query_blocks
             ),
         )
 
@@ -168,7 +171,10 @@ def _extremes(position_T: np.ndarray, *, num_blocks: int, size: int) -> tuple[np
 def _find_rows(
     classify: Callable[[slice], tuple[np.ndarray, np.ndarray]], *, num_rows: int, num_columns: int
 ) -> BlockRows:
-    """Lists of all rows; `classify(rows)` gives the (rows, columns) booleans "visible" and "full", which implies it."""
+    """Find the lists of all rows.
+
+    `classify(rows)` gives the (rows, columns) booleans "visible" and "full"; what is full is visible.
+    """
     num_full_R, num_visible_R = np.empty(num_rows, dtype=np.int64), np.empty(num_rows, dtype=np.int64)
     indices = []
     step = max(1, CHUNK_TILES // num_columns)
@@ -188,6 +194,7 @@ def _find_rows(
 
 
 def _padded_table(indices: np.ndarray, start_R: np.ndarray, end_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths of the rows' lists (R,), and the lists padded with 0 (R, W)."""
     num_R = end_R - start_R
     table_RW = np.zeros((len(num_R), max(1, int(num_R.max()))), dtype=np.int32)
     used_RW = np.arange(table_RW.shape[1]) < num_R[:, None]

@@ -376,7 +376,7 @@ def _constants(q_THD: torch.Tensor, config: KernelConfig) -> dict[str, object]:
 
 
 def _readable(x_THD: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy where its strides are too large for the kernels' int32 offsets inside a tile."""
+    """Return the tensor, or a copy where its strides are too large for the kernels' int32 offsets inside a tile."""
     return x_THD if MAX_HEAD_DIM * (x_THD.stride(0) + x_THD.stride(2)) < 2**31 else x_THD.contiguous()
 
 

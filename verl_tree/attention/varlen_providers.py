@@ -110,7 +110,7 @@ def _grouped(x_QHD: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 def _heads_first(
     q_QHD: torch.Tensor, k_KHD: torch.Tensor, v_KHD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values as (H, G, tokens, D), without a copy."""
+    """Return queries, keys and values as (H, G, tokens, D), without a copy."""
     # The key-value heads are the kernel's batch. The query heads of a group read one key head by a stride of zero.
     q_HGQD = _grouped(q_QHD, k_KHD.shape[1])
     num_groups = q_HGQD.shape[1]

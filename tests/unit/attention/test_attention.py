@@ -91,7 +91,7 @@ def within(layout, window):
     return visible_TT if window is None else visible_TT & (position_T[:, None] - position_T < window)
 
 
-def naive_options(layout, *, window=None, softcap=None, sinks=False):
+def naive_options(layout, *, window=None, softcap=None, **_sinks):
     return partial(naive_attention, visible_TT=within(layout, window), softcap=softcap)
 
 
@@ -104,7 +104,7 @@ def attend_with(layout, backend, *, window=None, softcap=None, sinks=False):
 
 
 def leaves_for(options, qkv):
-    """The inputs to differentiate: with logits of the sinks, one of which dominates its head, where asked for."""
+    """Return the inputs to differentiate, with logits of the sinks where asked for; one dominates its head."""
     sinks_H = torch.linspace(-1, 3, qkv[0].shape[1], dtype=qkv[0].dtype).requires_grad_()
     return [*qkv, sinks_H] if options.get("sinks") else qkv
 
@@ -187,7 +187,8 @@ def test_a_window_counts_positions_of_the_path_and_not_of_the_pack():
 def test_positions_of_a_plan_are_those_of_the_layout(seed):
     layout = layout_of(random_sequences(np.random.default_rng(seed), num_sequences=30, mean_len=6))
     position_T = AttentionPlan.from_layout(layout).position_T
-    assert position_T.dtype == torch.int32 and position_T.tolist() == layout.position_T.tolist()
+    assert position_T.dtype == torch.int32
+    assert position_T.tolist() == layout.position_T.tolist()
 
 
 def test_a_window_as_long_as_the_longest_path_is_none():
@@ -243,12 +244,13 @@ def test_the_choice_is_logged_once_with_the_reasons_of_the_faster_backends(caplo
             tree_attention(*qkv, torch.tensor([3, 3, 3]))
             tree_attention(*qkv, torch.tensor([3, 3, 3]), window=2, softcap=3.0)
     plain, capped = caplog.records
-    assert (
-        plain.levelname == "INFO" and "backend: varlen" in plain.message and "fa4: tensors are on cpu" in plain.message
-    )
+    assert plain.levelname == "INFO"
+    assert "backend: varlen" in plain.message
+    assert "fa4: tensors are on cpu" in plain.message
     assert capped.levelname == "WARNING"  # the oracle is slow and nobody asked for it
     assert "backend for layers with window and softcap: dense" in capped.message
-    assert "a sliding window of 2 tokens, shorter" in capped.message and "varlen: scores softcapped" in capped.message
+    assert "a sliding window of 2 tokens, shorter" in capped.message
+    assert "varlen: scores softcapped" in capped.message
 
 
 def assert_varlen_equals_dense(sequences, *, num_groups, seed):
@@ -341,8 +343,10 @@ def test_gradients_of_one_path_reach_no_other_token():
         out = tree_attention(*qkv, layout.subtree_end_T, backend=backend)[token]
         grad_q, grad_k, grad_v = torch.autograd.grad(out, qkv, grad_out[token])
         unseen = ~visible_TT[token]
-        assert unseen.any() and grad_v[~unseen].abs().min() > 0
-        assert grad_k[unseen].abs().max() == 0 and grad_v[unseen].abs().max() == 0
+        assert unseen.any()
+        assert grad_v[~unseen].abs().min() > 0
+        assert grad_k[unseen].abs().max() == 0
+        assert grad_v[unseen].abs().max() == 0
         assert grad_q[:token].abs().max() == 0
 
 

@@ -34,11 +34,15 @@ def test_the_drawn_forest():
 def test_the_tables_of_the_drawn_forest():
     lists = BlockLists.from_subtree_end(DRAWN, query_block=2, key_block=2)
     num_partial, partial, num_full, full = lists.by_query.tables()
-    assert num_partial.tolist() == [[[1, 1, 2]]] and partial.tolist() == [[[[0, 0], [1, 0], [1, 2]]]]
-    assert num_full.tolist() == [[[0, 1, 1]]] and full.tolist() == [[[[0], [0], [0]]]]
+    assert num_partial.tolist() == [[[1, 1, 2]]]
+    assert partial.tolist() == [[[[0, 0], [1, 0], [1, 2]]]]
+    assert num_full.tolist() == [[[0, 1, 1]]]
+    assert full.tolist() == [[[[0], [0], [0]]]]
     num_partial, partial, num_full, full = lists.by_key.tables()
-    assert num_partial.tolist() == [[[1, 2, 1]]] and partial.tolist() == [[[[0, 0], [1, 2], [2, 0]]]]
-    assert num_full.tolist() == [[[2, 0, 0]]] and full.tolist() == [[[[1, 2], [0, 0], [0, 0]]]]
+    assert num_partial.tolist() == [[[1, 2, 1]]]
+    assert partial.tolist() == [[[[0, 0], [1, 2], [2, 0]]]]
+    assert num_full.tolist() == [[[2, 0, 0]]]
+    assert full.tolist() == [[[[1, 2], [0, 0], [0, 0]]]]
     assert all(table.dtype == torch.int32 for table in (*lists.by_query.tables(), *lists.by_key.tables()))
 
 
@@ -55,7 +59,7 @@ def used(num_11R: torch.Tensor, columns_11RW: torch.Tensor) -> list[list[int]]:
 
 
 def assert_equals_block_mask(subtree_end_T: torch.Tensor, query_block: int, key_block: int) -> None:
-    def tree_mask(batch, head, query, key):
+    def tree_mask(_batch, _head, query, key):
         return (key <= query) & (query < subtree_end_T[key])
 
     num_tokens = len(subtree_end_T)
@@ -118,7 +122,7 @@ def test_the_tiles_of_a_window_on_a_chain_are_those_of_create_block_mask(window,
     """On one path the smallest and largest position of a block say all, so no tile is visited in vain."""
     plan = AttentionPlan.from_subtree_end(np.full(150, 150))
 
-    def mask(batch, head, query, key):
+    def mask(_batch, _head, query, key):
         return (key <= query) & (query - key < window)
 
     want = create_block_mask(mask, None, None, 150, 150, device="cpu", BLOCK_SIZE=(query_block, key_block))
@@ -145,7 +149,8 @@ def test_the_longest_lists_come_first():
     lists = BlockLists.from_subtree_end(layout.subtree_end_T.numpy(), query_block=16, key_block=8)
     for rows in (lists.by_query, lists.by_key):
         lengths = (rows.rows_R4[:, 3] - rows.rows_R4[:, 1]).tolist()
-        assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
+        assert lengths == sorted(lengths, reverse=True)
+        assert lengths[0] > lengths[-1]
 
 
 def test_a_plan_finds_the_lists_of_a_size_once():
@@ -166,7 +171,8 @@ def test_planning_reads_nothing_back_from_the_device():
     plan = AttentionPlan.from_subtree_end(DRAWN, device="meta")
     for window in (None, 2):
         lists = BlockLists.of_plan(plan, query_block=2, key_block=2, window=window)
-        assert lists.by_query.rows_R4.shape == (3, 4) and lists.by_query.indices.device.type == "meta"
+        assert lists.by_query.rows_R4.shape == (3, 4)
+        assert lists.by_query.indices.device.type == "meta"
     assert mask_calls(plan, by_level=True)[0].query_offsets_S1.device.type == "meta"
 
 

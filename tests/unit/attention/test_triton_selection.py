@@ -22,13 +22,13 @@ WINDOW, CAP, SINKS = {"window": 2}, {"softcap": 30.0}, {"sinks_H": torch.zeros(8
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Queries and keys on a pretended GPU; what is self-tested goes into the list."""
+    """Return queries and keys on a pretended GPU; what is self-tested goes into the list."""
     tested = []
     monkeypatch.setattr(triton_backend, "_is_installed", lambda: True)
-    monkeypatch.setattr(triton_backend, "self_test_reasons", lambda name, attend, kernel: tested.append(kernel) or [])
+    monkeypatch.setattr(triton_backend, "self_test_reasons", lambda *given: tested.append(given[-1]) or [])
 
     def tensors(*, capability=(9, 0), dtype=torch.bfloat16, head_dim=128):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         with FakeTensorMode():
             return [torch.empty(4, heads, head_dim, dtype=dtype, device="cuda") for heads in (8, 2, 2)]
 

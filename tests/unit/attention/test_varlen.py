@@ -147,7 +147,8 @@ def test_calls_cover_every_visible_pair_once(seed):
     count_TT = torch.zeros(plan.num_tokens, plan.num_tokens, dtype=torch.int64)
     for call in mask_calls(plan, by_level=True):
         queries, keys = (torch.arange(plan.num_tokens)[rows] for rows in (call.query_rows, call.key_rows))
-        assert len(queries.unique()) == len(queries) and len(keys.unique()) == len(keys)
+        assert len(queries.unique()) == len(queries)
+        assert len(keys.unique()) == len(keys)
         for rows, columns in segments(call):
             visible = queries[rows, None] >= keys[columns] if call.causal else torch.ones(1, 1, dtype=torch.bool)
             count_TT[queries[rows, None], keys[columns]] += visible.long()
@@ -181,7 +182,9 @@ def test_the_windowed_call_of_two_levels():
     """Window 3: every run with the two tokens before it on its path."""
     plan = AttentionPlan.from_subtree_end(TWO_LEVELS)
     (call,) = window_calls(plan, 3)
-    assert call.causal and call.window == 3 and call.query_rows == slice(0, 10)
+    assert call.causal
+    assert call.window == 3
+    assert call.query_rows == slice(0, 10)
     assert call.query_offsets_S1.tolist() == [0, 2, 3, 5, 6, 7, 9, 10]
     keys = [call.key_rows[start:end].tolist() for start, end in itertools.pairwise(call.key_offsets_S1.tolist())]
     assert keys == [[0, 1], [0, 1, 2], [1, 2, 3, 4], [1, 2, 5], [0, 1, 6], [1, 6, 7, 8], [1, 6, 9]]
@@ -195,19 +198,23 @@ def test_random_forests_reach_deep_levels_with_and_without_a_gather():
     calls = [mask_calls(random_plan(seed), by_level=True) for seed in range(20)]
     assert max(map(len, calls)) > 4
     kinds = [type(call.query_rows) for each in calls for call in each[1:]]
-    assert kinds.count(slice) > 5 and kinds.count(torch.Tensor) > 5
+    assert kinds.count(slice) > 5
+    assert kinds.count(torch.Tensor) > 5
 
 
 def test_calls_of_the_drawn_forest():
-    """prompt | a | b | c | d of the docstring, with 3, 2, 1, 2 and 1 tokens."""
+    """Prompt | a | b | c | d of the docstring, with 3, 2, 1, 2 and 1 tokens."""
     plan = AttentionPlan.from_subtree_end(np.array([9, 9, 9, 8, 8, 6, 8, 8, 9]))
     triangles, first, second = mask_calls(plan, by_level=True)
-    assert triangles.causal and not first.causal and not second.causal
+    assert triangles.causal
+    assert not first.causal
+    assert not second.causal
     assert triangles.query_rows == triangles.key_rows == slice(0, 9)
     assert triangles.query_offsets_S1.tolist() == triangles.key_offsets_S1.tolist() == [0, 3, 5, 6, 8, 9]
     assert (first.query_rows, first.key_rows) == (slice(3, 9), slice(0, 3))
     assert (second.query_rows, second.key_rows) == (slice(5, 8), slice(3, 5))
-    assert second.query_offsets_S1.tolist() == [0, 3] and second.key_offsets_S1.tolist() == [0, 2]
+    assert second.query_offsets_S1.tolist() == [0, 3]
+    assert second.key_offsets_S1.tolist() == [0, 2]
     assert (second.max_query_len, second.max_key_len) == (3, 2)
     assert triangles.query_offsets_S1.dtype == torch.int32
     assert mask_calls(plan, by_level=True)[0] is triangles
@@ -224,15 +231,17 @@ def test_a_prompt_with_branches_is_two_calls():
 def test_levels_with_several_rectangles_are_gathered():
     _, root, children = mask_calls(AttentionPlan.from_subtree_end(TWO_LEVELS), by_level=True)
     assert (root.query_rows, root.key_rows) == (slice(2, 10), slice(0, 2))
-    assert children.query_rows.tolist() == [3, 4, 5, 7, 8, 9] and children.key_rows.tolist() == [2, 6]
-    assert children.query_offsets_S1.tolist() == [0, 3, 6] and children.key_offsets_S1.tolist() == [0, 1, 2]
+    assert children.query_rows.tolist() == [3, 4, 5, 7, 8, 9]
+    assert children.key_rows.tolist() == [2, 6]
+    assert children.query_offsets_S1.tolist() == [0, 3, 6]
+    assert children.key_offsets_S1.tolist() == [0, 1, 2]
     assert (children.max_query_len, children.max_key_len) == (3, 2)  # at least 2: flash-attn 2's other kernel
 
 
 def test_a_wrong_log_sum_exp_is_found():
     """Guards the comparison: a backward pass with each call's own log-sum-exp is far off."""
 
-    def backward(grad_out, q, k, v, out, lse, call, *, scale):
+    def backward(grad_out, q, k, v, _out, _lse, call, *, scale):
         own_out, own_lse = loop_forward(q, k, v, call, scale=scale)
         return loop_backward(grad_out, q, k, v, own_out, own_lse, call, scale=scale)
 
@@ -267,19 +276,23 @@ def test_aten_is_asked_as_its_schema_says(window):
     shapes = ((10, 4, 64), (10, 2, 64), (10, 2, 64), (4,))
     q, k, v, sinks = (torch.empty(x, dtype=torch.bfloat16, device="meta", requires_grad=True) for x in shapes)
     out = merged_attention(q, k, v, plan, options=ScoreOptions(0.3, window=window, sinks_H=sinks), provider=ATEN)
-    assert out.shape == q.shape and out.dtype == q.dtype
+    assert out.shape == q.shape
+    assert out.dtype == q.dtype
     for x, gradient in zip((q, k, v, sinks), torch.autograd.grad(out, (q, k, v, sinks), out), strict=True):
-        assert gradient.shape == x.shape and gradient.dtype == x.dtype
+        assert gradient.shape == x.shape
+        assert gradient.dtype == x.dtype
 
 
-def call_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, left=-1, right=-1):
+def call_of(given):
+    """Return the call that the arguments of a stand-in, by name, describe."""
+    left, right = given.get("window_size_left", -1), given.get("window_size_right", -1)
     assert right == (-1 if left == -1 else 0)
     return SimpleNamespace(
-        query_offsets_S1=cu_seqlens_q,
-        key_offsets_S1=cu_seqlens_k,
-        max_query_len=max_seqlen_q,
-        max_key_len=max_seqlen_k,
-        causal=causal,
+        query_offsets_S1=given["cu_seqlens_q"],
+        key_offsets_S1=given["cu_seqlens_k"],
+        max_query_len=given["max_seqlen_q"],
+        max_key_len=given["max_seqlen_k"],
+        causal=given["causal"],
         window=None if left == -1 else left + 1,
     )
 
@@ -295,8 +308,7 @@ def fa2_forward(
     leftpad_k=None, seqused_k=None, zero_tensors=False,
 ):  # fmt: skip
     assert dropout_p == 0.0
-    window = (window_size_left, window_size_right)
-    call = call_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, *window)
+    call = call_of(locals())
     return *loop_forward(q, k, v, call, scale=softmax_scale), None, None
 
 
@@ -307,8 +319,7 @@ def fa2_backward(
 ):  # fmt: skip
     assert (dropout_p, softcap, alibi_slopes) == (0.0, 0.0, None)
     assert deterministic is torch.are_deterministic_algorithms_enabled()
-    window = (window_size_left, window_size_right)
-    call = call_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, *window)
+    call = call_of(locals())
     fill((dq, dk, dv), loop_backward(dout, q, k, v, out, softmax_lse, call, scale=softmax_scale))
 
 
@@ -319,7 +330,7 @@ def fa3_forward(
     scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
 ):  # fmt: skip
     assert seqused_q is seqused_k is page_table is v_descale is None
-    call = call_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+    call = call_of(locals())
     return *loop_forward(q, k, v, call, scale=softmax_scale), None, None
 
 
@@ -327,8 +338,9 @@ def fa3_backward(
     dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k, dq, dk,
     dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0, deterministic=False, sm_margin=0,
 ):  # fmt: skip
-    assert sequed_q is sequed_k is None and deterministic is torch.are_deterministic_algorithms_enabled()
-    call = call_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+    assert sequed_q is sequed_k is None
+    assert deterministic is torch.are_deterministic_algorithms_enabled()
+    call = call_of(locals())
     fill((dq, dk, dv), loop_backward(dout, q, k, v, out, softmax_lse, call, scale=softmax_scale))
 
 
@@ -348,7 +360,7 @@ def install(monkeypatch):
                 _flash_attn_varlen_forward=fa2_forward,
                 _flash_attn_varlen_backward=fa2_backward,
             )
-            monkeypatch.setattr(importlib.metadata, "version", lambda name: fa2)
+            monkeypatch.setattr(importlib.metadata, "version", lambda _: fa2)
 
     return install_packages
 
@@ -372,8 +384,8 @@ def on_gpu(monkeypatch):
 
     def refusals(*, capability=(9, 0), dtype=torch.bfloat16, head_dim=128, value_head_dim=None, options=PLAIN):
         names = []
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(varlen, "self_test_reasons", lambda name, attend, kernel: names.append(name) or [])
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(varlen, "self_test_reasons", lambda name, *_: names.append(name) or [])
         plan = AttentionPlan.from_subtree_end(TWO_LEVELS)
         with FakeTensorMode():
             q, k, v = (
@@ -426,4 +438,5 @@ def test_what_cannot_be_deterministic_is_passed_over(install, on_gpu):
 )
 def test_each_refusal_has_its_reason(case, reason, on_gpu):
     (got,), names = on_gpu(**case)
-    assert got.startswith(reason) and names == []
+    assert got.startswith(reason)
+    assert names == []
