@@ -24,6 +24,7 @@ from harness import environment, interleave, new_parser, write_json
 from torch.nn.functional import scaled_dot_product_attention
 
 from verl_tree.attention import AttentionPlan, tree_attention
+from verl_tree.attention.blocks import BlockLists
 from verl_tree.testing.synthetic import star
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
@@ -149,7 +150,7 @@ def _time_plan(sequences: list[np.ndarray], *, num_repetitions: int) -> dict[str
         started = time.perf_counter()
         plan = AttentionPlan.from_subtree_end(subtree_end_T)
         planned = time.perf_counter()
-        plan.block_lists(query_block=BLOCK_LEN, key_block=BLOCK_LEN)
+        BlockLists.of_plan(plan, query_block=BLOCK_LEN, key_block=BLOCK_LEN)
         plan_s.append(planned - started)
         blocks_s.append(time.perf_counter() - planned)
     return {

@@ -24,8 +24,11 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def exact_bfloat16(monkeypatch):
-    """Corrects bfloat16 in the interpreter of triton 3.6 to 3.9: `tl.dot` multiplies its bits as integers, and a
-    conversion from float32 cuts the last bits off where a GPU rounds to nearest."""
+    """Corrects bfloat16 in the interpreter of triton 3.6 to 3.9.
+
+    There `tl.dot` multiplies its bits as integers, and a conversion from float32 cuts the last bits off where a GPU
+    rounds to nearest.
+    """
     convert_float, create_dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
 
     def convert(data, source, target, rounding_mode):
@@ -67,7 +70,7 @@ def run_triton(monkeypatch):
     """`triton_cases.run` through the Triton kernels with the case's own block sizes."""
 
     def run_with_configs(case, **kwargs):
-        monkeypatch.setattr(backend, "choose_configs", lambda q_THD, *, options: case.configs)
+        monkeypatch.setattr(backend, "choose_configs", lambda *_, **__: case.configs)
         return run(backend.triton_attention, case, **kwargs)
 
     return run_with_configs

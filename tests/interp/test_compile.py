@@ -1,5 +1,7 @@
-"""Every shipped configuration, compiled ahead of time for its GPUs, without one: products on the matrix units, shared
-memory and registers that suffice."""
+"""Every shipped configuration, compiled ahead of time for its GPUs, without one.
+
+Products must be on the matrix units, and shared memory and registers must suffice.
+"""
 
 import json
 import os
@@ -27,7 +29,7 @@ MAX_DKV_STACK_BYTES = 128
 
 
 def cases(table, *, capability, dtype, head_dims, num_groups=4, options=()):
-    """The three kernels for each head dim, as compile_kernels.py takes them."""
+    """Return the three kernels for each head dim, as compile_kernels.py takes them."""
     target = {"capability": capability, "dtype": dtype, "num_groups": num_groups, "options": options}
     return [
         {"kernel": kernel, "head_dim": head_dim} | target | config._asdict()
@@ -38,7 +40,7 @@ def cases(table, *, capability, dtype, head_dims, num_groups=4, options=()):
 
 
 def compiled(cases, tmp_path):
-    """What the compiler says of each case; in a process of its own, in which triton does not interpret."""
+    """Return what the compiler says of each case, in a process of its own, in which triton does not interpret."""
     program = Path(__file__).parents[1] / "support" / "compile_kernels.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
@@ -57,7 +59,8 @@ def compiled(cases, tmp_path):
 @pytest.mark.parametrize(("dtype", "head_dims"), [("bf16", (64, 96, 128, 256)), ("fp16", (64, 128, 256))])
 def test_hopper(dtype, head_dims, tmp_path):
     for one in compiled(cases(HOPPER_CONFIGS, capability=90, dtype=dtype, head_dims=head_dims), tmp_path):
-        assert one["hgmma"] > 0 and one["hmma"] == 0, one
+        assert one["hgmma"] > 0, one
+        assert one["hmma"] == 0, one
         assert one["shared_bytes"] <= HOPPER_SHARED_BYTES, one
         assert one["async_copies"] > 0, one
         assert one["stack_bytes"] <= (MAX_DKV_STACK_BYTES if one["kernel"] == "dkv" else 0), one
@@ -72,7 +75,8 @@ def test_hopper_with_options(tmp_path):
         *cases(HOPPER_CAPPED_CONFIGS, head_dims=(256,), options=("window", "softcap"), **BF16),
     ]
     for one in compiled(asked, tmp_path):
-        assert one["hgmma"] > 0 and one["hmma"] == 0, one
+        assert one["hgmma"] > 0, one
+        assert one["hmma"] == 0, one
         assert one["shared_bytes"] <= HOPPER_SHARED_BYTES, one
         assert one["stack_bytes"] <= (MAX_DKV_STACK_BYTES if one["kernel"] == "dkv" else 0), one
 

@@ -16,6 +16,7 @@ from triton_cases import TOLERANCE, Case, draw_case, draw_inputs, draw_plan, run
 
 from verl_tree.attention import AttentionPlan, ScoreOptions, tree_attention, triton_kernels
 from verl_tree.attention import triton_backend as backend
+from verl_tree.attention.blocks import BlockLists
 from verl_tree.attention.dense import dense_attention
 from verl_tree.attention.triton_configs import KernelConfig, KernelConfigs, choose_configs, padded_dim
 
@@ -29,7 +30,8 @@ def test_random_forests_equal_dense_in_float64(seed, run_triton):
     assert worst_error(got, run(dense_attention, case, dtype=torch.float64), case) < TOLERANCE
     for one, other, x in zip(got, again, (*case.inputs[:1], *case.inputs[:3]), strict=True):
         assert torch.equal(one, other)
-        assert one.is_contiguous() and one.shape == x.shape
+        assert one.is_contiguous()
+        assert one.shape == x.shape
 
 
 def test_the_cases_reach_every_kind_of_tile():
@@ -43,7 +45,9 @@ def test_the_cases_reach_every_kind_of_tile():
         head_dims.add(head_dim)
         lengths.append(num_tokens)
         for config in (case.configs.forward, case.configs.dkv, case.configs.dq):
-            rows = case.plan.block_lists(query_block=config.query_block, key_block=config.key_block).by_query.rows_R4
+            rows = BlockLists.of_plan(
+                case.plan, query_block=config.query_block, key_block=config.key_block
+            ).by_query.rows_R4
             num_key_blocks = -(-num_tokens // config.key_block)
             full += int((rows[:, 2] - rows[:, 1]).sum() > 0)
             partial += int((rows[:, 3] - rows[:, 2]).sum() > 0)
@@ -54,8 +58,10 @@ def test_the_cases_reach_every_kind_of_tile():
             ragged += num_tokens % config.query_block != 0 and num_tokens > config.query_block
             unequal += config.query_block != config.key_block
         padded += padded_dim(head_dim) != head_dim
-    assert groups == {1, 2, 4, 7, 8} and head_dims == {16, 24, 32, 48, 64, 96, 128}
-    assert min(lengths) < 5 and max(lengths) > 500
+    assert groups == {1, 2, 4, 7, 8}
+    assert head_dims == {16, 24, 32, 48, 64, 96, 128}
+    assert min(lengths) < 5
+    assert max(lengths) > 500
     counts = {"skipped": skipped, "full": full, "partial": partial, "ragged": ragged, "padded": padded}
     assert min(counts.values()) > 20, counts
     assert unequal > NUM_CASES
@@ -78,7 +84,7 @@ def test_edge_lengths(num_tokens, run_triton):
 
 
 def shifted(plan, by):
-    """The plan with every `subtree_end` moved; a token's own position stays inside."""
+    """Return the plan with every `subtree_end` moved; a token's own position stays inside."""
     own = torch.arange(plan.num_tokens, dtype=torch.int32)
     ends = (plan.subtree_end_T + by).clamp(max=plan.num_tokens)
     return dataclasses.replace(plan, subtree_end_T=torch.maximum(ends, own + 1))
@@ -179,8 +185,8 @@ def test_the_op_is_registered_in_full():
     rng = np.random.default_rng(0)
     plan = draw_plan(rng, num_tokens=20)
     q, k, v, _ = draw_inputs(rng, num_tokens=20, num_groups=2, num_kv_heads=1, head_dim=16)
-    lists = plan.block_lists(query_block=16, key_block=16)
-    by_query, by_key = ([rows.rows_R4, rows.indices] for rows in (lists.by_query, lists.by_key))
+    lists = BlockLists.of_plan(plan, query_block=16, key_block=16)
+    by_query, by_key = (list(rows) for rows in (lists.by_query, lists.by_key))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     args = (*leaves, plan.subtree_end_T, by_query, by_key, by_query, [16, 16, 4, 1] * 3, 0.25, *[None] * 4)
     torch.library.opcheck(backend.tree_attention_triton, args)
@@ -189,7 +195,9 @@ def test_the_op_is_registered_in_full():
     position = torch.arange(20)
     visible_TT = (position <= position[:, None]) & (position[:, None] < plan.subtree_end_T)
     want = scores_HTT.masked_fill(~visible_TT, -torch.inf).logsumexp(-1)
-    assert relative_error(lse, want) < 1e-6 and not lse.requires_grad and out.requires_grad
+    assert relative_error(lse, want) < 1e-6
+    assert not lse.requires_grad
+    assert out.requires_grad
 
 
 def test_an_expanded_gradient(run_triton):

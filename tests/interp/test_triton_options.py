@@ -13,6 +13,7 @@ from tree_cases import DEEP, gradients, relative_error
 from triton_cases import TOLERANCE, Case, draw_inputs, draw_plan, run, worst_error
 
 from verl_tree.attention import AttentionPlan, triton_kernels
+from verl_tree.attention.blocks import BlockLists
 from verl_tree.attention.dense import dense_attention
 from verl_tree.attention.self_test import KernelVariant, self_test, subtree_ends
 from verl_tree.attention.triton_backend import triton_attention
@@ -24,7 +25,7 @@ NUM_CASES = 2 * len(COMBINATIONS)
 
 
 def draw_small_case(seed):
-    """A trunk with branches and a second root, in small tiles, so that a window leaves some out and others full."""
+    """Draw a trunk with branches and a second root, in tiles so small that a window leaves some out and others full."""
     rng = np.random.default_rng(seed)
     trunk, long = rng.integers(34, 56), rng.integers(12, 30)
     a, b, c, d, root = rng.integers(1, 10, size=5)
@@ -37,7 +38,7 @@ def draw_small_case(seed):
 
 
 def draw_option_case(index):
-    """A layer that asks for one combination of options; every combination comes twice."""
+    """Draw a layer that asks for one combination of options; every combination comes twice."""
     case, names = draw_small_case(index), COMBINATIONS[index % len(COMBINATIONS)]
     rng = np.random.default_rng(index)
     sinks = torch.from_numpy(2 * rng.standard_normal(case.inputs[0].shape[1])).float()
@@ -62,7 +63,9 @@ def test_the_cases_reach_every_kind_of_tile_and_option():
     for case in cases:
         for config in (case.configs.forward, case.configs.dkv, case.configs.dq) if case.window else ():
             sizes = {"query_block": config.query_block, "key_block": config.key_block}
-            tree, windowed = (case.plan.block_lists(**sizes, window=window).by_query for window in (None, case.window))
+            tree, windowed = (
+                BlockLists.of_plan(case.plan, **sizes, window=window).by_query for window in (None, case.window)
+            )
             num_full, num_full_in_window = (
                 int((rows.rows_R4[:, 2] - rows.rows_R4[:, 1]).sum()) for rows in (tree, windowed)
             )
@@ -71,7 +74,8 @@ def test_the_cases_reach_every_kind_of_tile_and_option():
             full += num_full_in_window > 0
     assert min(skipped, masked, full) > 2, (skipped, masked, full)
     caps = [case.softcap for case in cases if case.softcap is not None]
-    assert min(caps) < 1 and max(caps) > 20
+    assert min(caps) < 1
+    assert max(caps) > 20
     assert len({(case.window is None, case.softcap is None, case.sinks_H is None) for case in cases}) == 7
 
 
@@ -107,7 +111,8 @@ def test_scores_far_beyond_the_cap_and_sinks_far_beyond_the_scores(run_triton):
     )
     got, want = run_triton(case), run(dense_attention, case, dtype=torch.float64)
     assert worst_error(got, want, case) < TOLERANCE
-    assert got[0][:, 0].abs().max() < 1e-10 and got[0][:, 1].abs().max() > 0.1
+    assert got[0][:, 0].abs().max() < 1e-10
+    assert got[0][:, 1].abs().max() > 0.1
 
 
 def test_the_self_test_accepts_bfloat16_with_every_option():
@@ -121,8 +126,8 @@ def test_the_op_with_options_is_registered_in_full():
     rng = np.random.default_rng(0)
     plan = AttentionPlan.from_subtree_end(torch.tensor([8, 8, 5, 5, 5, 8, 8, 8]))
     q, k, v, _ = draw_inputs(rng, num_tokens=8, num_groups=2, num_kv_heads=1, head_dim=16)
-    lists = plan.block_lists(query_block=16, key_block=16, window=3)
-    by_query, by_key = ([rows.rows_R4, rows.indices] for rows in (lists.by_query, lists.by_key))
+    lists = BlockLists.of_plan(plan, query_block=16, key_block=16, window=3)
+    by_query, by_key = (list(rows) for rows in (lists.by_query, lists.by_key))
     leaves = [x.detach().requires_grad_() for x in (q, k, v, torch.zeros(2))]
     args = (*leaves[:3], plan.subtree_end_T, by_query, by_key, by_query, [16, 16, 4, 1] * 3, 0.25)
     options = (leaves[3], plan.position_T, 3, 2.0)
@@ -140,7 +145,8 @@ def test_a_model_gives_the_logits_and_gradients_of_flat_sequences(name):
     for backend in ("dense", "triton"):
         logits = [x.double() for x in tree_logits(model, DEEP, backend=backend)]
         found = gradients(model, loss_of(logits))
-        assert found.keys() == wanted.keys() and len(found) > 10
+        assert found.keys() == wanted.keys()
+        assert len(found) > 10
         errors[backend] = {name: relative_error(found[name].double(), wanted[name]) for name in wanted}
         errors[backend]["logits"] = max(map(relative_error, logits, want))
     for name, plain in errors["dense"].items():

@@ -33,8 +33,7 @@ class Shapes:
 
 def shapes_of(trees: tuple) -> Shapes:
     plan = AttentionPlan.from_subtree_end(torch.tensor(self_test.subtree_ends(trees), dtype=torch.int32))
-    lists = plan.block_lists(query_block=fa4.BLOCK_LEN, key_block=fa4.BLOCK_LEN)
-    key_shapes, query_shapes = ([table.shape for table in each] for each in (lists.key_tables(), lists.query_tables()))
+    key_shapes, query_shapes = ([table.shape for table in each] for each in fa4.BlockTables.of_plan(plan))
     return Shapes(plan.num_tokens, (key_shapes, query_shapes))
 
 
@@ -76,7 +75,8 @@ def run(shapes: Shapes, inputs: list[torch.Tensor]) -> dict:
     started = time.perf_counter()
     gradients = fa4._Fa4Attention.backward(ctx, grad_out)[:3]
     backward_s, backward_ptx = time.perf_counter() - started, take_ptx()
-    assert out.shape == qkv[0].shape and out.dtype == qkv[0].dtype
+    assert out.shape == qkv[0].shape
+    assert out.dtype == qkv[0].dtype
     assert all(got.shape == of.shape and got.dtype == of.dtype for got, of in zip(gradients, qkv, strict=True))
     return {
         "forward_s": forward_s,
@@ -87,7 +87,7 @@ def run(shapes: Shapes, inputs: list[torch.Tensor]) -> dict:
 
 
 def take_ptx() -> dict:
-    """What the PTX that was written since the last call says of itself."""
+    """Return what the PTX that was written since the last call says of itself."""
     texts = []
     for path in Path(os.environ["CUTE_DSL_DUMP_DIR"]).glob("*.ptx"):
         texts.append(path.read_text())
@@ -116,13 +116,8 @@ def fake(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def fake_plan(shapes: Shapes) -> SimpleNamespace:
     """As much of a plan as the backend reads."""
     key_tables, query_tables = ([fake(*shape, dtype=torch.int32) for shape in each] for each in shapes.tables)
-    lists = SimpleNamespace(key_tables=lambda: key_tables, query_tables=lambda: query_tables)
-
-    def block_lists(*, query_block: int, key_block: int) -> SimpleNamespace:
-        assert query_block == key_block == fa4.BLOCK_LEN
-        return lists
-
-    return SimpleNamespace(subtree_end_T=fake(shapes.num_tokens, dtype=torch.int32), block_lists=block_lists)
+    tables = fa4.BlockTables(key_tables, query_tables)
+    return SimpleNamespace(subtree_end_T=fake(shapes.num_tokens, dtype=torch.int32), once=lambda _key, _make: tables)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def compile_one(case: dict) -> dict:
 
 
 def measure(cubin: bytes) -> dict:
-    """Registers of a thread, bytes it spills, and how many instructions of the matrix units there are."""
+    """Return the registers of a thread, the bytes it spills, and the number of instructions of the matrix units."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

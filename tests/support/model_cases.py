@@ -97,6 +97,6 @@ def tree_logits(model, sequences, *, backend):
 
 
 def loss_of(logits):
-    """A signed sum over everything, different for every (sequence, position, token)."""
+    """Return a signed sum over everything, different for every (sequence, position, token)."""
     generator = torch.Generator().manual_seed(1)
     return sum((x * torch.randn(x.shape, generator=generator, dtype=torch.float64)).sum() for x in logits)

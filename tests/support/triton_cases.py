@@ -28,7 +28,7 @@ class Case:
 
 
 def draw_plan(rng, *, num_tokens):
-    """The first `num_tokens` tokens of a random forest in DFS preorder: any prefix of a forest is one."""
+    """Return the first `num_tokens` tokens of a random forest in DFS preorder: any prefix of a forest is one."""
     sequences = []
     while not sequences or layout_of(sequences).num_tokens < num_tokens:
         mean_len = int(rng.integers(1, 2 + num_tokens // 2))
@@ -40,7 +40,7 @@ def draw_plan(rng, *, num_tokens):
 def draw_configs(rng, *, num_tokens, num_heads):
     """Block sizes of the three kernels, unequal as often as not, so small that some tiles are skipped."""
 
-    def draw(num_programs):
+    def draw():
         sizes = [(q, k) for q in (16, 32, 64, 128, 256) for k in (16, 32, 64, 128, 256)]
         tiles = {(q, k): num_heads * -(-num_tokens // q) * (-(-num_tokens // k) + 1) / 2 for q, k in sizes}
         fitting = [size for size in sizes if tiles[size] <= MAX_TILES / 3] or [(256, 256)]
@@ -48,11 +48,11 @@ def draw_configs(rng, *, num_tokens, num_heads):
         query_block, key_block = finest[rng.integers(len(finest))]
         return KernelConfig(query_block, key_block, 4, 1)
 
-    return KernelConfigs(draw(num_heads), draw(num_heads), draw(num_heads))
+    return KernelConfigs(draw(), draw(), draw())
 
 
 def draw_inputs(rng, *, num_tokens, num_groups, num_kv_heads, head_dim):
-    """Inputs in the memory orders (T, H, D), (H, T, D) and (T, D, H)."""
+    """Draw inputs in the memory orders (T, H, D), (H, T, D) and (T, D, H)."""
     inputs = []
     for num_heads in (num_groups * num_kv_heads, num_kv_heads, num_kv_heads, num_groups * num_kv_heads):
         x = torch.from_numpy(rng.standard_normal((num_tokens, num_heads, head_dim)).astype(np.float32))
@@ -90,7 +90,7 @@ def run(attend, case, *, dtype=torch.float32, plan=None):
 
 
 def worst_error(got, want, case):
-    """The largest error of output and gradients, each relative to its norm.
+    """Return the largest error of output and gradients, each relative to its norm.
 
     A gradient that is exactly zero (of queries and keys, where every query sees one key) is the difference of two equal
     sums in float32; its error is relative to the gradient of the output.

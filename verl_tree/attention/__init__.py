@@ -1,11 +1,11 @@
 """Attention under the tree mask: one contract, several backends in one flat registry.
 
 Key `j` is visible to query `i` iff `j <= i < subtree_end[j]` (tokens in DFS preorder). A backend is a function with
-that contract plus a function that says why it cannot serve given inputs; `"auto"` takes the first one, in the order of
-the registry, that has no objection, and the choice is logged once, with the objections of the faster ones.
+that contract, and a function that says why it cannot serve given inputs. `"auto"` takes the first backend of the
+registry that has no objection. The choice is logged once, with the objections of the faster ones.
 
-A layer may ask for more than the mask: a sliding window, softcapped scores, attention sinks (`ScoreOptions`). They are
-served exactly or refused by name.
+A layer may ask for more than the mask: a sliding window, softcapped scores, attention sinks (`ScoreOptions`). A backend
+serves them exactly or refuses them by name.
 
 Legend: T tree tokens of the pack, Hq and Hkv query and key-value heads, D head dim.
 """
@@ -18,13 +18,11 @@ import torch
 
 from verl_tree.attention import dense, fa4, triton_backend, varlen
 from verl_tree.attention.options import ScoreOptions
-from verl_tree.attention.pieces import AttentionPiece
 from verl_tree.attention.plan import AttentionPlan
 
 __all__ = [
     "BACKENDS",
     "AttentionBackend",
-    "AttentionPiece",
     "AttentionPlan",
     "ScoreOptions",
     "choose_backend",
@@ -40,8 +38,8 @@ class AttentionBackend:
 
     Attributes:
         attend: `attend(q_THD, k_THD, v_THD, plan, *, options) -> out_THD`, differentiable.
-        not_supported_reasons: `not_supported_reasons(q_THD, k_THD, v_THD, plan, *, options) -> list[str]`, empty where
-            it can serve.
+        not_supported_reasons: `not_supported_reasons(q_THD, k_THD, v_THD, plan, *, options) -> list[str]`, empty if it
+            can serve.
     """
 
     attend: Callable[..., torch.Tensor]
@@ -52,7 +50,7 @@ BACKENDS: dict[str, AttentionBackend] = {
     "fa4": AttentionBackend(fa4.fa4_attention, fa4.not_supported_reasons),
     "triton": AttentionBackend(triton_backend.triton_attention, triton_backend.not_supported_reasons),
     "varlen": AttentionBackend(varlen.varlen_attention, varlen.not_supported_reasons),
-    "dense": AttentionBackend(dense.dense_attention, dense.not_supported_reasons),
+    "dense": AttentionBackend(dense.dense_attention, lambda *_, **__: []),
 }
 """Every backend, fastest first: `"auto"` takes the first that serves the inputs."""
 
@@ -71,14 +69,14 @@ def tree_attention(
     sinks: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Attention of one pack, in which every token sees exactly the tokens of its own path.
+    """Compute attention of one pack, in which every token sees exactly the tokens of its own path.
 
     Args:
         q_THD: (T, Hq, D) queries.
         k_THD: (T, Hkv, D) keys; Hkv divides Hq (grouped-query attention).
         v_THD: (T, Hkv, D) values.
-        subtree_end: int32 (T,) one past the last descendant of each token in DFS preorder, or the pack's plan, which
-            spares every layer but the first the planning.
+        subtree_end: int32 (T,), one past the last descendant of each token in DFS preorder, or the pack's plan, which
+            all layers share.
         scale: Factor on the scores, by default `D ** -0.5`.
         window: A query sees only the keys fewer than `window` positions before it on its path, itself included.
         softcap: Scores `s` become `softcap * tanh(s / softcap)`.
@@ -96,7 +94,7 @@ def tree_attention(
     plan = subtree_end if is_plan else AttentionPlan.from_subtree_end(subtree_end, device=q_THD.device)
     _check_shapes(q_THD, k_THD, v_THD, plan)
     _, num_heads, head_dim = q_THD.shape
-    scale = head_dim**-0.5 if scale is None else scale
+    scale = float(head_dim**-0.5) if scale is None else scale
     options = ScoreOptions.of_layer(plan, scale=scale, num_heads=num_heads, window=window, softcap=softcap, sinks=sinks)
     asked = plan.backend if backend == "auto" else backend
     name = choose_backend(q_THD, k_THD, v_THD, plan, backend=asked, options=options)
@@ -112,7 +110,7 @@ def choose_backend(
     backend: str,
     options: ScoreOptions,
 ) -> str:
-    """Returns the name of the backend that will serve the inputs; logs it once per set of options.
+    """Return the name of the backend that will serve the inputs, and log it once per set of options.
 
     Raises:
         ValueError: `backend` does not exist or refuses, or is `"auto"` and every backend refuses.

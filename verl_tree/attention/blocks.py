@@ -18,11 +18,13 @@ Legend: T tokens, R blocks of one direction (rows), C blocks of the other (colum
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
+
+from verl_tree.attention.plan import AttentionPlan
 
 CHUNK_TILES = 1 << 22
 """Tiles compared at once; bounds the memory of planning."""
@@ -31,9 +33,8 @@ _Index = tuple[slice | None, slice | None]
 """Of the row or the column blocks, for broadcasting one against the other."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockRows:
-    """The tiles of one direction: for every row block the column blocks it needs.
+class BlockRows(NamedTuple):
+    """The tiles of one direction: for every row block, the column blocks it needs.
 
     Attributes:
         rows_R4: int32 (R, 4): block, start, middle, end. `indices[start:middle]` are the block's full tiles and
@@ -46,22 +47,24 @@ class BlockRows:
     indices: torch.Tensor
 
     def to(self, device: torch.device | str) -> Self:
-        """Returns the lists with their tensors on `device`."""
+        """Return the lists with their tensors on `device`."""
         return type(self)(self.rows_R4.to(device), self.indices.to(device))
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The lists as padded tables in block order, as FlexAttention's `BlockMask` and flash-attn-4 take them.
+        """Return the lists as padded tables in block order, as FlexAttention's `BlockMask` and flash-attn-4 take them.
 
         Returns:
             Number of partial tiles (1, 1, R), their columns (1, 1, R, W), number of full tiles (1, 1, R) and their
-            columns (1, 1, R, W'); int32, columns ascending, unused entries 0, W and W' at least 1.
+            columns (1, 1, R, W'). All are int32; columns ascend, unused entries are 0, W and W' are at least 1.
         """
         rows_R4 = self.rows_R4.cpu().numpy()
         indices = self.indices.cpu().numpy()
         _, start_R, middle_R, end_R = rows_R4[np.argsort(rows_R4[:, 0])].T
-        partial = _padded_table(indices, middle_R, end_R)
-        full = _padded_table(indices, start_R, middle_R)
-        return tuple(torch.from_numpy(table)[None, None].to(self.indices.device) for table in (*partial, *full))
+        tables = (*_padded_table(indices, middle_R, end_R), *_padded_table(indices, start_R, middle_R))
+        num_partial, partial, num_full, full = (
+            torch.from_numpy(table)[None, None].to(self.indices.device) for table in tables
+        )
+        return num_partial, partial, num_full, full
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +82,18 @@ class BlockLists:
     key_block: int
     by_query: BlockRows
     by_key: BlockRows
-    _tables: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of_plan(cls, plan: AttentionPlan, *, query_block: int, key_block: int, window: int | None = None) -> Self:
+        """Return the lists of a pack on the plan's device; found once for a pair of sizes and a window."""
+
+        def find(plan: AttentionPlan) -> Self:
+            runs = plan.runs
+            sizes = {"query_block": query_block, "key_block": key_block}
+            lists = cls.from_subtree_end(runs.subtree_end_T, **sizes, window=window, position_T=runs.position_T)
+            return lists.to(plan.subtree_end_T.device)
+
+        return plan.once(("block lists", query_block, key_block, window), find)
 
     @classmethod
     def from_subtree_end(
@@ -91,7 +105,7 @@ class BlockLists:
         window: int | None = None,
         position_T: np.ndarray | None = None,
     ) -> Self:
-        """Finds the visible tiles in O(T^2 / (query_block * key_block)) integer comparisons, on the host.
+        """Find the visible tiles in O(T^2 / (query_block * key_block)) integer comparisons, on the host.
 
         Args:
             subtree_end_T: Integer (T,), one past the last descendant of each token in DFS preorder.
@@ -108,19 +122,20 @@ class BlockLists:
         """
         if query_block < 1 or key_block < 1:
             raise ValueError(f"query_block={query_block}, key_block={key_block}: blocks need at least one token")
-        if window is not None and position_T is None:
+        if window is None:
+            position_T = np.zeros(len(subtree_end_T), dtype=np.int32)
+        elif position_T is None:
             raise ValueError(f"window={window} is measured in positions: give position_T, or None for no window")
-        num_query_blocks, num_key_blocks = (-(-len(subtree_end_T) // size) for size in (query_block, key_block))
+        num_tokens = len(subtree_end_T)
+        num_query_blocks, num_key_blocks = -(-num_tokens // query_block), -(-num_tokens // key_block)
         first_query = np.arange(num_query_blocks, dtype=np.int32) * query_block
         first_key = np.arange(num_key_blocks, dtype=np.int32) * key_block
         last_query, last_key = first_query + query_block - 1, first_key + key_block - 1
         ends = np.zeros((num_key_blocks, key_block), dtype=np.int32)  # keys past T end at 0: visible to no query
-        ends.flat[: len(subtree_end_T)] = subtree_end_T
+        ends.flat[:num_tokens] = subtree_end_T
         largest, smallest = ends.max(1), ends.min(1)
-
-        if window is not None:
-            least_of_query, most_of_query = _extremes(position_T, num_blocks=num_query_blocks, size=query_block)
-            least_of_key, most_of_key = _extremes(position_T, num_blocks=num_key_blocks, size=key_block)
+        least_of_query, most_of_query = _extremes(position_T, num_blocks=num_query_blocks, size=query_block)
+        least_of_key, most_of_key = _extremes(position_T, num_blocks=num_key_blocks, size=key_block)
 
         def classify(query: _Index, key: _Index) -> tuple[np.ndarray, np.ndarray]:
             visible = (first_key[key] <= last_query[query]) & (first_query[query] < largest[key])
@@ -130,33 +145,21 @@ class BlockLists:
                 full &= most_of_query[query] - least_of_key[key] < window
             return visible, full
 
-        row, column = (lambda rows: (rows, None)), (None, slice(None))
+        every = (None, slice(None))
         return cls(
             query_block=query_block,
             key_block=key_block,
             by_query=_find_rows(
-                lambda rows: classify(row(rows), column), num_rows=num_query_blocks, num_columns=num_key_blocks
+                lambda rows: classify((rows, None), every), num_rows=num_query_blocks, num_columns=num_key_blocks
             ),
             by_key=_find_rows(
-                lambda rows: classify(column, row(rows)), num_rows=num_key_blocks, num_columns=num_query_blocks
+                lambda rows: classify(every, (rows, None)), num_rows=num_key_blocks, num_columns=num_query_blocks
             ),
         )
 
     def to(self, device: torch.device | str) -> Self:
-        """Returns the lists with their tensors on `device`."""
+        """Return the lists with their tensors on `device`."""
         return type(self)(self.query_block, self.key_block, self.by_query.to(device), self.by_key.to(device))
-
-    def key_tables(self) -> tuple[torch.Tensor, ...]:
-        """`BlockRows.tables` of the key blocks of every query block, built once."""
-        if "key" not in self._tables:
-            self._tables["key"] = self.by_query.tables()
-        return self._tables["key"]
-
-    def query_tables(self) -> tuple[torch.Tensor, ...]:
-        """`BlockRows.tables` of the query blocks of every key block, built once."""
-        if "query" not in self._tables:
-            self._tables["query"] = self.by_key.tables()
-        return self._tables["query"]
 
 
 def _extremes(position_T: np.ndarray, *, num_blocks: int, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -168,7 +171,10 @@ def _extremes(position_T: np.ndarray, *, num_blocks: int, size: int) -> tuple[np
 def _find_rows(
     classify: Callable[[slice], tuple[np.ndarray, np.ndarray]], *, num_rows: int, num_columns: int
 ) -> BlockRows:
-    """Lists of all rows; `classify(rows)` gives the (rows, columns) booleans "visible" and "full", which implies it."""
+    """Find the lists of all rows.
+
+    `classify(rows)` gives the (rows, columns) booleans "visible" and "full"; what is full is visible.
+    """
     num_full_R, num_visible_R = np.empty(num_rows, dtype=np.int64), np.empty(num_rows, dtype=np.int64)
     indices = []
     step = max(1, CHUNK_TILES // num_columns)
@@ -188,6 +194,7 @@ def _find_rows(
 
 
 def _padded_table(indices: np.ndarray, start_R: np.ndarray, end_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths of the rows' lists (R,), and the lists padded with 0 (R, W)."""
     num_R = end_R - start_R
     table_RW = np.zeros((len(num_R), max(1, int(num_R.max()))), dtype=np.int32)
     used_RW = np.arange(table_RW.shape[1]) < num_R[:, None]

@@ -1,7 +1,7 @@
 """The oracle: tree attention as a plain softmax under the boolean mask, one block of queries at a time, all options.
 
-Matrix products and `torch.softmax` only, so it runs on any device and in any dtype and shares no kernel with the fast
-backends. A block is recomputed in the backward pass: nothing of size T x T ever lives, but it is slow.
+It uses matrix products and `torch.softmax` only, so it runs on any device and in any dtype and shares no kernel with
+the fast backends. A block is recomputed in the backward pass: nothing of size T x T ever lives, but it is slow.
 
 Legend: T tree tokens, L queries of a block, K keys of a block, H key-value heads, G query heads per key-value head, D
     head dim.
@@ -16,17 +16,10 @@ from verl_tree.attention.plan import AttentionPlan
 QUERY_BLOCK_LEN = 512
 
 
-def not_supported_reasons(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
-) -> list[str]:
-    """Says why this backend cannot serve the inputs: it always can."""
-    return []
-
-
 def dense_attention(
     q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> torch.Tensor:
-    """Attention under the tree mask, differentiable.
+    """Compute attention under the tree mask, differentiable.
 
     Args:
         q_THD: (T, Hq, D) queries.

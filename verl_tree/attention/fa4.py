@@ -1,9 +1,8 @@
 """Tree attention on flash-attn-4's Hopper kernels: TMA, warp-specialised wgmma, block sparsity, the tree as a mask.
 
-flash-attn-4 is a beta that needs an exact set of packages (the extra `fa4`) and one GPU architecture, so this module
-imports none of it until a CUDA tensor asks, and trusts a kernel only after it has agreed with the dense backend on a
-tiny forest on this device: forward and gradients, once per dtype, head dim and ratio of heads. A kernel that fails is
-logged with its numbers and refused from then on, so `"auto"` takes the next backend.
+flash-attn-4 is a beta that needs an exact set of packages (the extra `fa4`) and one GPU architecture. So this module
+imports none of it until a CUDA tensor asks, and trusts a kernel only after its self-test on this device
+(`verl_tree.attention.self_test`), once per dtype, head dim and ratio of heads.
 
 Legend: T tree tokens, Hq and Hkv query and key-value heads, D head dim.
 """
@@ -12,12 +11,15 @@ import functools
 import importlib
 import importlib.metadata
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from verl_tree.attention.blocks import BlockLists
 from verl_tree.attention.options import ScoreOptions
 from verl_tree.attention.plan import AttentionPlan
+from verl_tree.attention.refusals import HALF_DTYPES, dtype_reasons
 from verl_tree.attention.self_test import KernelVariant, self_test_reasons
 
 PINNED_VERSIONS = {
@@ -30,15 +32,36 @@ PINNED_VERSIONS = {
 
 COMPUTE_CAPABILITY = (9, 0)
 HEAD_DIMS = (64, 96, 128)
-DTYPES = (torch.bfloat16, torch.float16)
 BLOCK_LEN = 128
 """Queries and keys of a tile in both directions: the kernels of all head dims take it."""
+
+
+class BlockTables(NamedTuple):
+    """The visible tiles of a pack as flash-attn-4 takes them (`BlockRows.tables`).
+
+    Attributes:
+        keys: Key blocks of every query block, for the forward pass.
+        queries: Query blocks of every key block, for the backward pass.
+    """
+
+    keys: tuple[torch.Tensor, ...]
+    queries: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of_plan(cls, plan: AttentionPlan) -> "BlockTables":
+        """Return the tables of a pack; found once."""
+
+        def find(plan: AttentionPlan) -> BlockTables:
+            lists = BlockLists.of_plan(plan, query_block=BLOCK_LEN, key_block=BLOCK_LEN)
+            return cls(lists.by_query.tables(), lists.by_key.tables())
+
+        return plan.once("fa4 tables", find)
 
 
 def not_supported_reasons(
     q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> list[str]:
-    """Says why this backend cannot serve the inputs; empty where it can.
+    """Say why this backend cannot serve the inputs; empty where it can.
 
     The first inputs of a kind that nothing else speaks against run the self-test, which compiles the kernels: about ten
     seconds.
@@ -62,7 +85,7 @@ def not_supported_reasons(
 def fa4_attention(
     q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> torch.Tensor:
-    """Attention under the tree mask, differentiable once.
+    """Compute attention under the tree mask, differentiable once.
 
     Args:
         q_THD: (T, Hq, D) bf16 or fp16 queries on an SM90 device.
@@ -79,29 +102,35 @@ def fa4_attention(
 
 class _Fa4Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_THD, k_THD, v_THD, plan, scale):
+    def forward(
+        ctx: Any, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, scale: float
+    ) -> torch.Tensor:
         # A broadcast dimension (stride 0) would be another kernel, which no self-test has run.
         q_THD, k_THD, v_THD = (_without_broadcast(each) for each in (q_THD, k_THD, v_THD))
-        lists = plan.block_lists(query_block=BLOCK_LEN, key_block=BLOCK_LEN)
+        tables = BlockTables.of_plan(plan)
         out_THD, lse_1HT = _kernels().forward(
-            q_THD, k_THD, v_THD, plan.subtree_end_T, key_tables=lists.key_tables(), scale=scale
+            q_THD, k_THD, v_THD, plan.subtree_end_T, key_tables=tables.keys, block_len=BLOCK_LEN, scale=scale
         )
         ctx.save_for_backward(q_THD, k_THD, v_THD, out_THD, lse_1HT)
         ctx.plan, ctx.scale = plan, scale
         return out_THD
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_out_THD):
-        lists = ctx.plan.block_lists(query_block=BLOCK_LEN, key_block=BLOCK_LEN)
-        gradients = _kernels().backward(
-            _without_broadcast(grad_out_THD),
-            *ctx.saved_tensors,
-            ctx.plan.subtree_end_T,
-            query_tables=lists.query_tables(),
-            scale=ctx.scale,
-        )
-        return *gradients, None, None
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _backward(ctx, *grad_outputs)
+
+
+@once_differentiable
+def _backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    gradients = _kernels().backward(
+        _without_broadcast(grad_out_THD),
+        *ctx.saved_tensors,
+        ctx.plan.subtree_end_T,
+        query_tables=BlockTables.of_plan(ctx.plan).queries,
+        block_len=BLOCK_LEN,
+        scale=ctx.scale,
+    )
+    return *gradients, None, None
 
 
 def _without_broadcast(x_THD: torch.Tensor) -> torch.Tensor:
@@ -115,10 +144,7 @@ def _kernels() -> ModuleType:
 
 
 def _input_reasons(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> list[str]:
-    reasons = []
-    if q_THD.dtype not in DTYPES or not q_THD.dtype == k_THD.dtype == v_THD.dtype:
-        dtypes = sorted({str(each.dtype) for each in (q_THD, k_THD, v_THD)})
-        reasons.append(f"dtype {' and '.join(dtypes)} is neither bfloat16 nor float16 throughout")
+    reasons = dtype_reasons(q_THD, k_THD, v_THD, dtypes=HALF_DTYPES)
     if q_THD.shape[-1] not in HEAD_DIMS or v_THD.shape[-1] != q_THD.shape[-1]:
         dims = sorted({q_THD.shape[-1], v_THD.shape[-1]})
         reasons.append(f"head dim {' and '.join(map(str, dims))} is none of {HEAD_DIMS}, the same for q, k and v")
@@ -127,7 +153,7 @@ def _input_reasons(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor
 
 @functools.cache
 def installation_reasons() -> tuple[str, ...]:
-    """Says why the kernels cannot be imported; empty where they can. Asked once per process."""
+    """Say why the kernels cannot be imported; empty where they can. Asked once per process."""
     wrong = []
     for name, pinned in PINNED_VERSIONS.items():
         try:

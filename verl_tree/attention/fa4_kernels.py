@@ -1,9 +1,8 @@
 """The tree mask in flash-attn-4's Hopper kernels; can be imported only where the extra `fa4` is installed.
 
-The kernels are called directly, not through `flash_attn_func`: the arity of what `_flash_attn_fwd` returns changed
-between betas (five values in 4.0.0b36), and what is saved for the backward pass is ours to say. They skip the tiles of
-128 x 128 (query, key) pairs that no list names, ask `tree_mask` about every pair of a partial tile and about none of a
-full one.
+The kernels are called directly, not through `flash_attn_func`, so that we choose what is saved for the backward pass.
+They skip the tiles that no table names, ask `tree_mask` about every pair of a partial tile, and about none of a full
+one.
 
 Two properties of 4.0.0b36 are relied on (flash_attn/cute/block_sparse_utils.py and mask.py). A list is visited from its
 end, and the forward kernel masks what lies past the last token in the first partial tile it visits only, so lists must
@@ -13,6 +12,9 @@ needs no padding.
 Legend: T tree tokens, Hq and Hkv query and key-value heads, D head dim.
 """
 
+# The extra `fa4` is not installed where types are checked.
+# pyright: reportMissingImports=false
+
 import inspect
 
 import cutlass
@@ -20,8 +22,6 @@ import cutlass.cute as cute
 import torch
 from flash_attn.cute import interface, utils
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-
-from verl_tree.attention.fa4 import BLOCK_LEN
 
 if "block_sparse_tensors_bwd" not in inspect.signature(interface.flash_attn_func).parameters:
     raise ImportError(
@@ -31,8 +31,8 @@ if "block_sparse_tensors_bwd" not in inspect.signature(interface.flash_attn_func
 
 
 @cute.jit
-def tree_mask(batch, head, query, key, seqlen_info, aux_tensors):
-    """True where `key <= query < subtree_end[key]`; vectors of one element, as the kernel asks pair by pair."""
+def tree_mask(_batch, _head, query, key, _seqlen_info, aux_tensors):
+    """Return `key <= query < subtree_end[key]`, for vectors of one element, as the kernel asks pair by pair."""
     subtree_end = utils.scalar_to_ssa(aux_tensors[0][key[0]], cutlass.Int32)
     return (key <= query) & (query < subtree_end)
 
@@ -44,28 +44,31 @@ def forward(
     subtree_end_T: torch.Tensor,
     *,
     key_tables: tuple[torch.Tensor, ...],
+    block_len: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one pack.
+    """Compute attention of one pack.
 
     Args:
         q_THD: (T, Hq, D) bf16 or fp16 queries on an SM90 device.
         k_THD: (T, Hkv, D) keys.
         v_THD: (T, Hkv, D) values.
         subtree_end_T: int32 (T,).
-        key_tables: Key blocks of every query block, `BlockLists.key_tables`.
+        key_tables: Key blocks of every query block, `BlockRows.tables`.
+        block_len: Queries and keys of a tile.
         scale: Factor on the scores.
 
     Returns:
         (T, Hq, D) output and float32 (1, Hq, T) log-sum-exp, as `backward` takes it.
     """
+    # How many values follow the two differs between betas.
     out_1THD, lse_1HT, *_ = interface._flash_attn_fwd(
         q_THD.unsqueeze(0),
         k_THD.unsqueeze(0),
         v_THD.unsqueeze(0),
         softmax_scale=scale,
         mask_mod=tree_mask,
-        block_sparse_tensors=_block_sparse(key_tables),
+        block_sparse_tensors=_block_sparse(key_tables, block_len),
         aux_tensors=[subtree_end_T],
         # Also where no gradient is asked for: without it, it is another kernel, which no self-test has run.
         return_lse=True,
@@ -83,20 +86,12 @@ def backward(
     subtree_end_T: torch.Tensor,
     *,
     query_tables: tuple[torch.Tensor, ...],
+    block_len: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of one pack; see `forward`.
+    """Compute the gradients of one pack from its inputs and what `forward` returned.
 
-    Args:
-        grad_out_THD: (T, Hq, D) gradient of the output.
-        q_THD: Queries of the forward pass.
-        k_THD: Keys.
-        v_THD: Values.
-        out_THD: (T, Hq, D) output.
-        lse_1HT: float32 (1, Hq, T) log-sum-exp.
-        subtree_end_T: int32 (T,).
-        query_tables: Query blocks of every key block, `BlockLists.query_tables`.
-        scale: Factor on the scores.
+    `query_tables` are the query blocks of every key block, `BlockRows.tables`.
 
     Returns:
         Gradients of queries, keys and values, shaped and typed as these.
@@ -110,19 +105,19 @@ def backward(
         lse_1HT,
         softmax_scale=scale,
         mask_mod=tree_mask,
-        block_sparse_tensors=_block_sparse(query_tables),
+        block_sparse_tensors=_block_sparse(query_tables, block_len),
         aux_tensors=[subtree_end_T],
     )
     dq_1THD, dk_1THD, dv_1THD = gradients
     return dq_1THD.squeeze(0), dk_1THD.squeeze(0), dv_1THD.squeeze(0)
 
 
-def _block_sparse(tables: tuple[torch.Tensor, ...]) -> BlockSparseTensorsTorch:
+def _block_sparse(tables: tuple[torch.Tensor, ...], block_len: int) -> BlockSparseTensorsTorch:
     num_partial_11R, partial_11RW, num_full_11R, full_11RW = tables
     return BlockSparseTensorsTorch(
         mask_block_cnt=num_partial_11R,
         mask_block_idx=partial_11RW,
         full_block_cnt=num_full_11R,
         full_block_idx=full_11RW,
-        block_size=(BLOCK_LEN, BLOCK_LEN),
+        block_size=(block_len, block_len),
     )

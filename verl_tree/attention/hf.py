@@ -1,10 +1,9 @@
 """Tree attention as an attention implementation of transformers: `attn_implementation="tree_attention"`.
 
 transformers hands every keyword of `model(...)` that it does not know to the attention function of every layer, also
-through gradient checkpointing. So the plan of a pack travels as `model(..., tree_plan=plan)` and nothing is patched. A
-mask that gets lost on its way is the worst bug this can have: a layer without a plan, with a mask of its own, or with a
-feature that no backend serves, raises. Layers of one model may differ: each hands its own sliding window, softcap and
-sinks.
+through gradient checkpointing. So the plan of a pack travels as `model(..., tree_plan=plan)` and nothing is patched.
+The worst bug would be a mask that gets lost on its way, so a layer raises if it has no plan, a mask of its own, or a
+feature that no backend serves. Layers of one model may differ: each hands its own sliding window, softcap and sinks.
 """
 
 import torch
@@ -22,7 +21,7 @@ _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 def register() -> None:
-    """Makes `attn_implementation="tree_attention"` known to transformers in this process; may be called again."""
+    """Make `attn_implementation="tree_attention"` known to transformers in this process; may be called again."""
     AttentionInterface.register(ATTENTION_NAME, tree_attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
 
@@ -45,7 +44,7 @@ def tree_attention_forward(
     output_attentions: bool = False,
     **_unread: object,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers' layers call.
+    """Compute attention as transformers' layers ask for it.
 
     Args:
         module: The attention layer.
@@ -96,7 +95,9 @@ def tree_attention_forward(
     if reasons:
         raise ValueError(f"tree attention cannot serve {layer}, which asks for " + "; ".join(reasons))
     out_THD = tree_attention(
-        *(x[0].transpose(0, 1) for x in (query, key, value)),
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
         tree_plan,
         scale=scaling,
         window=sliding_window,
@@ -107,7 +108,7 @@ def tree_attention_forward(
 
 
 def check_model(model: PreTrainedModel, *, max_path_len: int) -> None:
-    """Refuses a model whose layers cannot honour the tree.
+    """Refuse a model whose layers cannot honour the tree.
 
     Args:
         model: A transformers model, not wrapped.
@@ -151,6 +152,6 @@ def check_model(model: PreTrainedModel, *, max_path_len: int) -> None:
 
 
 def _no_mask(*_args: object, attention_mask: torch.Tensor | None = None, **_kwargs: object) -> None:
-    """transformers' mask factory: the mask of a pack is its plan."""
+    """Serve as transformers' mask factory: the mask of a pack is its plan."""
     if attention_mask is not None:
         raise ValueError("tree attention got an attention_mask: a pack has no padding, pass attention_mask=None")

@@ -16,8 +16,8 @@ class ScoreOptions:
     """How a layer's scores become probabilities.
 
     With `s = scale * (q . k)`, a softcap replaces `s` by `softcap * tanh(s / softcap)`. Positions are those on a
-    token's own path. The definitions are transformers' (5.10.4, masking_utils.py and the eager attention of Gemma-2
-    and gpt-oss).
+    token's own path. The definitions are those of transformers (5.10.4: masking_utils.py, and the eager attention of
+    Gemma-2 and gpt-oss).
 
     Attributes:
         scale: Factor on the scores.
@@ -43,7 +43,7 @@ class ScoreOptions:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> Self:
-        """Checks a layer's options; a window that covers the longest path is none.
+        """Check a layer's options, and drop a window that covers the longest path.
 
         Raises:
             ValueError: An option is out of its range or shape.
@@ -60,12 +60,12 @@ class ScoreOptions:
         return cls(scale=scale, window=window if is_window else None, softcap=softcap, sinks_H=sinks)
 
     def names(self) -> tuple[str, ...]:
-        """The options in force besides the scale: `"window"`, `"softcap"`, `"sinks"`."""
+        """Return the options in force besides the scale: `"window"`, `"softcap"`, `"sinks"`."""
         given = {"window": self.window, "softcap": self.softcap, "sinks": self.sinks_H}
         return tuple(name for name, value in given.items() if value is not None)
 
     def not_served_reasons(self, *, served: tuple[str, ...] = ()) -> list[str]:
-        """Reasons of a backend that serves the options named in `served` only."""
+        """Say why a backend that serves only the options in `served` cannot serve these."""
         reasons = {
             "window": f"a sliding window of {self.window} tokens, shorter than the longest path, is not served",
             "softcap": f"scores softcapped at {self.softcap} are not served",

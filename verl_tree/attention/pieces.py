@@ -1,17 +1,18 @@
-"""The tree mask as rectangles and triangles, one by one or as the calls of a kernel for sequences of varying lengths.
+"""The tree mask as pieces, and the kernel calls that the pieces make up.
 
-Every run of tokens with one `subtree_end` is a triangle over itself and a rectangle for the queries below it. On a CPU
-each is a call of its own. On a GPU a call has to be large: all triangles are one call, with every run as a sequence,
-and the rectangles of one *level* are one more. The level of a rectangle is the number of rectangles around it, so those
-of one level share neither queries nor keys. A prompt with branches has one level, so it takes the two calls of Prefix
+A *piece* is a triangle (a run against itself) or a rectangle (the queries below a run against the run): two contiguous
+ranges, no mask, and no pair that is not visible. How many pieces go into one call is the provider's choice. On a CPU
+each is a call of its own. On a GPU a call has to be large: all triangles are one call, with every run as a segment, and
+the rectangles of one *level* are one more. The level of a rectangle is the number of rectangles around it, so those of
+one level share neither queries nor keys. A prompt with branches has one level, so it takes the two calls of Prefix
 Grouper (https://arxiv.org/abs/2506.05433)::
 
     prompt ──┬── a ──┬── b        call 0, causal:  prompt | a | b | c | d     against themselves
              │       └── c        call 1:          a b c d                    against prompt
              └── d                call 2:          b c                        against a
 
-A layer with a sliding window takes no merging: every run against itself and the few tokens before it on its path, which
-are gathered, some of them for several runs.
+Under a sliding window nothing needs merging: a piece is a run against itself and the few tokens before it on its path.
+Those are gathered, some of them for several runs.
 
 Legend: T tree tokens, Q queries and K keys of a call, S its segments.
 """
@@ -19,47 +20,40 @@ Legend: T tree tokens, Q queries and K keys of a call, S its segments.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 
+from verl_tree.attention.plan import AttentionPlan, Runs
+
 MAX_WINDOW_KEYS = 1 << 17
 """Keys that one call under a sliding window gathers: 256 MB for eight heads of 128 in bfloat16, and values likewise."""
 
+Range = tuple[int, int]
+"""First token, and one past the last."""
 
-@dataclass(frozen=True, slots=True)
-class AttentionPiece:
-    """One call of a dense attention kernel: a range of queries against a range of keys that all of them see.
 
-    Attributes:
-        query_start: First query.
-        query_end: One past the last query.
-        key_start: First key.
-        key_end: One past the last key.
-        causal: Queries and keys are the same range, and key `j` is visible to query `i` iff `j <= i`.
-    """
+class AttentionPiece(NamedTuple):
+    """A range of queries, and the ranges of their keys: one, except under a sliding window."""
 
-    query_start: int
-    query_end: int
-    key_start: int
-    key_end: int
-    causal: bool = False
+    queries: Range
+    keys: tuple[Range, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VarlenCall:
-    """One call of a varlen kernel: segments of queries, each against a segment of keys.
+    """One call of a kernel: segments of queries, each against a segment of keys.
 
     Attributes:
         query_rows: The tokens that are queries, segment after segment: int64 (Q,), or a slice where they are one range.
         key_rows: The same for the keys, (K,).
         query_offsets_S1: int32 (S + 1,), where the segments start among the Q queries, and Q.
         key_offsets_S1: The same for the keys.
-        max_query_len: At least the length of the longest segment of queries, and at least 2: for 1, flash-attn 2 takes
-            another kernel, which gives the log-sum-exp in another order.
+        max_query_len: At least the length of the longest segment of queries, and at least 2.
         max_key_len: At least the length of the longest segment of keys, and at least 2.
         causal: The keys of a segment end with its queries, and a query sees those up to itself. The causal calls of a
-            layer cover every query once.
+            layer come first and cover every query once.
         window: With `causal`, how many keys a query sees, itself included; None: all.
     """
 
@@ -70,123 +64,124 @@ class VarlenCall:
     max_query_len: int
     max_key_len: int
     causal: bool
-    window: int | None = None
+    window: int | None
+
+    @classmethod
+    def of_pieces(
+        cls, pieces: Sequence[AttentionPiece], *, causal: bool, window: int | None = None, device: torch.device
+    ) -> Self:
+        """Return the call that runs the pieces, one a segment, with its tensors on `device`."""
+        query_lens = [_num_tokens((piece.queries,)) for piece in pieces]
+        key_lens = [_num_tokens(piece.keys) for piece in pieces]
+        return cls(
+            query_rows=_rows([piece.queries for piece in pieces], device=device),
+            key_rows=_rows([each for piece in pieces for each in piece.keys], device=device),
+            query_offsets_S1=_offsets(query_lens, device=device),
+            key_offsets_S1=_offsets(key_lens, device=device),
+            # At least 2: for 1, flash-attn 2 takes another kernel, which gives the log-sum-exp in another order.
+            max_query_len=max(2, *query_lens),
+            max_key_len=max(2, *key_lens),
+            causal=causal,
+            window=window,
+        )
 
 
-def varlen_calls(
-    self_pieces: Sequence[AttentionPiece], ancestor_pieces: Sequence[AttentionPiece], *, device: torch.device
-) -> tuple[VarlenCall, ...]:
-    """Batches the pieces of a pack.
+def mask_calls(plan: AttentionPlan, *, by_level: bool) -> tuple[VarlenCall, ...]:
+    """Return the calls of a layer without a window; found once for a plan.
 
     Args:
-        self_pieces: Triangles that cover every token once, in the order of the tokens.
-        ancestor_pieces: Rectangles in DFS order.
-        device: Where the tensors go.
-
-    Returns:
-        The call of the triangles, then those of the rectangles, level by level.
+        plan: Plan of the pack.
+        by_level: All triangles are one call, and the rectangles of each level one more. Else every piece is a call.
     """
-    levels: list[list[AttentionPiece]] = []
-    around: list[AttentionPiece] = []
-    for piece in ancestor_pieces:
-        while around and around[-1].query_end <= piece.key_start:
-            around.pop()
-        if len(around) == len(levels):
-            levels.append([])
-        levels[len(around)].append(piece)
-        around.append(piece)
-    return tuple(
-        _call(
-            [(piece.query_start, piece.query_end) for piece in pieces],
-            [[(piece.key_start, piece.key_end)] for piece in pieces],
-            causal=pieces[0].causal,
-            device=device,
+
+    def find(plan: AttentionPlan) -> tuple[VarlenCall, ...]:
+        device = plan.subtree_end_T.device
+        return tuple(
+            VarlenCall.of_pieces(batch, causal=level == 0, device=device)
+            for level, pieces in enumerate(cut_mask(plan.runs))
+            for batch in ([pieces] if by_level else [[piece] for piece in pieces])
         )
-        for pieces in (self_pieces, *levels)
-    )
+
+    return plan.once(("mask calls", by_level), find)
 
 
 def window_calls(
-    self_pieces: Sequence[AttentionPiece],
-    ancestor_pieces: Sequence[AttentionPiece],
-    *,
-    window: int,
-    max_segment_len: int | None,
-    device: torch.device,
+    plan: AttentionPlan, window: int, *, max_query_len: int | None = None, max_keys: int = MAX_WINDOW_KEYS
 ) -> tuple[VarlenCall, ...]:
-    """The calls of a layer with a sliding window: every run against itself and what precedes it on its path.
-
-    A window limits what must be gathered to `window - 1` keys before each run, so nothing needs merging. It is one
-    call, unless many short runs under a long window gather more than `MAX_WINDOW_KEYS`.
+    """Return the calls of a layer with a sliding window; found once for a plan and these numbers.
 
     Args:
-        self_pieces: Triangles that cover every token once, in the order of the tokens.
-        ancestor_pieces: Rectangles in DFS order.
+        plan: Plan of the pack.
         window: Keys that a query sees, itself included.
-        max_segment_len: Longer runs are cut; None: they are not.
-        device: Where the tensors go.
+        max_query_len: Longer runs are cut into several segments; None: they are not.
+        max_keys: Keys that a call of several segments gathers at most. It is one call, unless many short runs under a
+            long window gather more.
     """
-    subtree_end = {piece.key_start: piece.query_end for piece in ancestor_pieces}
-    path: list[tuple[int, int]] = []
-    batches: list[tuple[list, list]] = []
-    num_keys = MAX_WINDOW_KEYS
-    for piece in self_pieces:
-        start, end = piece.query_start, piece.query_end
-        while path and subtree_end.get(path[-1][0], 0) <= start:
+
+    def find(plan: AttentionPlan) -> tuple[VarlenCall, ...]:
+        batches: list[list[AttentionPiece]] = []
+        num_keys = max_keys
+        for piece in cut_window(plan.runs, window, max_query_len=max_query_len):
+            num_keys += _num_tokens(piece.keys)
+            if not batches or num_keys > max_keys:
+                batches.append([])
+                num_keys = _num_tokens(piece.keys)
+            batches[-1].append(piece)
+        device = plan.subtree_end_T.device
+        return tuple(VarlenCall.of_pieces(batch, causal=True, window=window, device=device) for batch in batches)
+
+    return plan.once(("window calls", window, max_query_len, max_keys), find)
+
+
+def cut_mask(runs: Runs) -> list[list[AttentionPiece]]:
+    """Return the triangles, which cover every query once, and then the rectangles of each level, outermost first."""
+    levels: list[list[AttentionPiece]] = [[]]
+    around: list[int] = []  # where the rectangles around the run end
+    for start, end, subtree_end in runs.ranges():
+        levels[0].append(AttentionPiece((start, end), ((start, end),)))
+        if subtree_end == end:
+            continue
+        while around and around[-1] <= start:
+            around.pop()
+        around.append(subtree_end)
+        if len(around) == len(levels):
+            levels.append([])
+        levels[len(around)].append(AttentionPiece((end, subtree_end), ((start, end),)))
+    return levels
+
+
+def cut_window(runs: Runs, window: int, *, max_query_len: int | None) -> list[AttentionPiece]:
+    """Return every run, cut to `max_query_len`, against itself and the `window - 1` tokens before it on its path."""
+    pieces = []
+    path: list[tuple[int, int, int]] = []
+    for start, end, subtree_end in runs.ranges():
+        while path and path[-1][2] <= start:
             path.pop()
-        path.append((start, end))
-        for first in range(start, end, max_segment_len or end - start):
-            last = min(first + max_segment_len, end) if max_segment_len else end
+        path.append((start, end, subtree_end))
+        for first in range(start, end, max_query_len or end - start):
+            last = min(first + max_query_len, end) if max_query_len else end
             keys = _last_of_path(path, end=last, num_tokens=window - 1 + last - first)
-            num_keys += _num_tokens(keys)
-            if num_keys > MAX_WINDOW_KEYS:
-                batches.append(([], []))
-                num_keys = _num_tokens(keys)
-            batches[-1][0].append((first, last))
-            batches[-1][1].append(keys)
-    return tuple(_call(*batch, causal=True, window=window, device=device) for batch in batches)
+            pieces.append(AttentionPiece((first, last), keys))
+    return pieces
 
 
-def _last_of_path(path: list[tuple[int, int]], *, end: int, num_tokens: int) -> list[tuple[int, int]]:
+def _last_of_path(path: list[tuple[int, int, int]], *, end: int, num_tokens: int) -> tuple[Range, ...]:
     """Ranges of the last tokens of a path, whose last run is cut at `end`; all of it where it is no longer."""
     ranges = []
-    for start, stop in reversed(path):
+    for start, stop, _ in reversed(path):
         stop = min(stop, end)
         ranges.append((max(start, stop - num_tokens), stop))
         num_tokens -= stop - ranges[-1][0]
         if num_tokens == 0:
             break
-    return ranges[::-1]
+    return tuple(ranges[::-1])
 
 
-def _call(
-    query_ranges: list[tuple[int, int]],
-    key_ranges: list[list[tuple[int, int]]],
-    *,
-    causal: bool,
-    device: torch.device,
-    window: int | None = None,
-) -> VarlenCall:
-    """A call of one range of queries and some ranges of keys per segment."""
-    query_lens = [end - start for start, end in query_ranges]
-    key_lens = [_num_tokens(ranges) for ranges in key_ranges]
-    return VarlenCall(
-        query_rows=_rows(query_ranges, device=device),
-        key_rows=_rows([each for ranges in key_ranges for each in ranges], device=device),
-        query_offsets_S1=_offsets(query_lens, device=device),
-        key_offsets_S1=_offsets(key_lens, device=device),
-        max_query_len=max(2, *query_lens),
-        max_key_len=max(2, *key_lens),
-        causal=causal,
-        window=window,
-    )
-
-
-def _num_tokens(ranges: list[tuple[int, int]]) -> int:
+def _num_tokens(ranges: Sequence[Range]) -> int:
     return sum(end - start for start, end in ranges)
 
 
-def _rows(ranges: list[tuple[int, int]], *, device: torch.device) -> torch.Tensor | slice:
+def _rows(ranges: list[Range], *, device: torch.device) -> torch.Tensor | slice:
     """Ranges as an index; as a slice, which copies nothing, where each begins at the end of the one before."""
     if all(start == end for (_, end), (start, _) in itertools.pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][1])

@@ -1,8 +1,8 @@
 """A kernel is trusted on a device only after it has agreed with the dense backend there, once per kind of inputs.
 
-Kernels for GPUs are compiled on the machine that runs them, by compilers that change. A wrong mask would train on,
-unnoticed. So the first inputs of a kind run a tiny forest forward and backward; a kernel that disagrees is refused from
-then on, with its numbers, and `"auto"` takes the next backend.
+Kernels for GPUs are compiled on the machine that runs them, by compilers that change, and training would go on with a
+wrong mask unnoticed. So the first inputs of a kind run a tiny forest forward and backward. A kernel that disagrees is
+refused from then on, its errors are logged, and `"auto"` takes the next backend.
 
 Legend: T tree tokens, Hq and Hkv query and key-value heads, D head dim.
 """
@@ -37,17 +37,19 @@ SOFTCAP = 2.0
 """Bound of the scores in the self-test of a kernel with one: the scores are normal with a deviation of one."""
 
 LIMITS = {"output": 4.0, "dq": 30.0, "dk": 8.0, "dv": 4.0, "dsinks": 8.0}
-"""Times the error of the dense backend in the same dtype that a kernel may err: about 2.5 times what exact
-arithmetic on probabilities and score gradients rounded to that dtype does. `dq` of a token that sees two or three keys
-is the worst: it subtracts nearly equal numbers, one of them made from the rounded output."""
+"""Allowed error, as a multiple of the dense backend's error in the same dtype.
+
+That is about 2.5 times the error of exact arithmetic on probabilities and score gradients rounded to the dtype. The
+worst is `dq` of a token that sees two or three keys: it subtracts nearly equal numbers, one made from the rounded
+output."""
 
 LEAST_LIMIT = 1e-5
-"""What a kernel may err in any case: in float32 the dense backend's own error is a few rounding errors."""
+"""Error that is allowed in any case: in float32 the dense backend's own error is a few rounding errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelVariant:
-    """What a kernel is compiled anew for, as far as the inputs decide it."""
+    """What of the inputs makes it another kernel: each combination is compiled, and tested, by itself."""
 
     device: torch.device
     dtype: torch.dtype
@@ -68,7 +70,7 @@ class KernelVariant:
         is_capped: bool = False,
         has_sinks: bool = False,
     ) -> Self:
-        """Returns the variant for these inputs: key-value heads beyond two change nothing while their ratio holds."""
+        """Return the variant for these inputs, with two key-value heads at most: their ratio to the others decides."""
         num_kv_heads = min(k_THD.shape[1], 2)
         num_heads = num_kv_heads * (q_THD.shape[1] // k_THD.shape[1])
         sizes = (q_THD.shape[2], num_heads, num_kv_heads)
@@ -80,7 +82,7 @@ _lock = threading.Lock()
 
 
 def self_test_reasons(backend: str, attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> list[str]:
-    """Why the kernel must not be used: its self-test, run on the first call, failed. Failures are logged once.
+    """Return why the kernel must not be used: its self-test, run on the first call, failed. Log failures once.
 
     Args:
         backend: Name of the backend.
@@ -108,11 +110,10 @@ def self_test_reasons(backend: str, attend: Callable[..., torch.Tensor], kernel:
 
 
 def self_test(attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> list[str]:
-    """Compares a kernel with the dense backend on `TREES`, output and gradients.
+    """Compare a kernel with the dense backend on `TREES`, output and gradients.
 
-    The error of a token is the norm of its difference to float64 over its norm, or over the root mean square norm of
-    all tokens if that is larger; the worst token counts, so that one wrong pair shows. The dense backend in the
-    kernel's own dtype sets the scale.
+    The error of a token is the norm of its difference to float64, relative to its norm or to the root mean square norm
+    of all tokens, whichever is larger. The worst token counts, so that one wrong pair shows.
 
     Args:
         attend: The backend, called as `attend(q_THD, k_THD, v_THD, plan, options=options)`.
@@ -154,7 +155,7 @@ def self_test(attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> lis
 
 
 def subtree_ends(trees: tuple, *, start: int = 0) -> list[int]:
-    """Returns `subtree_end` of trees given as (number of tokens, children), in DFS preorder from token `start` on."""
+    """Return `subtree_end` of trees given as (number of tokens, children), in DFS preorder from token `start` on."""
     ends: list[int] = []
     for num_tokens, children in trees:
         first_child = start + len(ends) + num_tokens
@@ -178,7 +179,7 @@ def _output_and_gradients(
 
 
 def _worst_token(got_THD: torch.Tensor, want_THD: torch.Tensor) -> float:
-    """The gradient of the sinks, (Hq,), counts as one token."""
+    """Return the largest relative error of a token. The gradient of the sinks, (Hq,), counts as one token."""
     norm_TH = want_THD.norm(dim=-1)
     scale_TH = norm_TH.clamp(min=norm_TH.square().mean().sqrt().item())
     return ((got_THD.double() - want_THD).norm(dim=-1) / scale_TH).max().item()

@@ -16,7 +16,7 @@ import torch
 
 
 def absorb_sinks(out_xTD: torch.Tensor, lse_xT: torch.Tensor, sinks_x1: torch.Tensor) -> None:
-    """Adds the sinks to the softmax of every query, in place.
+    """Add the sinks to the softmax of every query, in place.
 
     Args:
         out_xTD: Output of the softmax without sinks.
@@ -31,7 +31,7 @@ def absorb_sinks(out_xTD: torch.Tensor, lse_xT: torch.Tensor, sinks_x1: torch.Te
 def sink_gradient(
     grad_out_xTD: torch.Tensor, out_xTD: torch.Tensor, lse_xT: torch.Tensor, sinks_x1: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the sinks' logits.
+    """Return the gradient of the sinks' logits.
 
     Args:
         grad_out_xTD: Gradient of the output.
@@ -46,5 +46,5 @@ def sink_gradient(
 
 
 def sink_gradient_of_delta(delta_xT: torch.Tensor, lse_xT: torch.Tensor, sinks_x1: torch.Tensor) -> torch.Tensor:
-    """`sink_gradient` where a backward pass has already found `delta = sum(out * grad_out)` of every query."""
+    """Return `sink_gradient` where a backward pass has already found `delta = sum(out * grad_out)` of every query."""
     return -((sinks_x1 - lse_xT).exp() * delta_xT).sum(-1)

@@ -68,7 +68,7 @@ FLOAT32_CONFIGS = {
 
 
 def choose_configs(q_THD: torch.Tensor, *, options: ScoreOptions) -> KernelConfigs:
-    """The configurations for the dtype, head dim and device of the queries, and for what the layer asks for."""
+    """Return the configurations for the dtype, head dim and device of the queries, and for what the layer asks for."""
     is_hopper = q_THD.device.type == "cuda" and torch.cuda.get_device_capability(q_THD.device) == HOPPER
     if q_THD.dtype == torch.float32:
         table = FLOAT32_CONFIGS
@@ -80,5 +80,5 @@ def choose_configs(q_THD: torch.Tensor, *, options: ScoreOptions) -> KernelConfi
 
 
 def padded_dim(head_dim: int) -> int:
-    """The power of two that a tile's head dim is padded to; a matrix product needs at least 16."""
+    """Return the power of two that a tile's head dim is padded to; a matrix product needs at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())

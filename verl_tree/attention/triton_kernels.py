@@ -26,13 +26,13 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _is_visible(query, key, end):
-    """The tree mask, broadcast. `end` is 0 for keys past T, and no query past T is below any end."""
+    """Return the tree mask, broadcast. `end` is 0 for keys past T, and no query past T is below any end."""
     return (key <= query) & (query < end)
 
 
 @triton.jit
 def _is_within(query_position, key_position, window):
-    """The sliding window on positions of one path, broadcast; a query sees itself and `window - 1` tokens before."""
+    """Return the sliding window on positions of one path, broadcast: a query sees itself and `window - 1` before."""
     return query_position - key_position < window
 
 
@@ -68,7 +68,7 @@ def _load_tile(
 def _store_tile(
     ptr, tile, start, num_tokens, stride_t, BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr
 ):  # fmt: skip
-    """Writes the rows of a (BLOCK, D) tile that exist; the columns of the output are contiguous."""
+    """Write the rows of a (BLOCK, D) tile that exist; the columns of the output are contiguous."""
     row = tl.arange(0, BLOCK)
     column = tl.arange(0, PADDED_DIM)
     mask = ((start + row) < num_tokens)[:, None] & (column < DIM)[None, :]
@@ -127,7 +127,7 @@ def forward_kernel(
     """
     program = tl.program_id(0)
     group = program % num_groups
-    query_block, start, middle, end = _row(rows, (program // num_groups) % num_rows)
+    query_block, start, middle, end = _row(rows, (program // num_groups) % num_rows)  # pyright: ignore[reportGeneralTypeIssues]
     kv_head = program // num_groups // num_rows
     head = kv_head * num_groups + group
     k += kv_head.to(tl.int64) * stride_kh
@@ -239,7 +239,7 @@ def dkv_kernel(
     Grid: R * Hkv programs; those of one head are neighbours.
     """
     program = tl.program_id(0)
-    key_block, start, middle, end = _row(rows, program % num_rows)
+    key_block, start, middle, end = _row(rows, program % num_rows)  # pyright: ignore[reportGeneralTypeIssues]
     kv_head = program // num_rows
     key_start = key_block * KEY_BLOCK
     key_K = key_start + tl.arange(0, KEY_BLOCK)
@@ -318,7 +318,7 @@ def dq_kernel(
     """Gradient of the queries (T, Hq, D) of one query block and one query head; the grid is that of the forward."""
     program = tl.program_id(0)
     group = program % num_groups
-    query_block, start, middle, end = _row(rows, (program // num_groups) % num_rows)
+    query_block, start, middle, end = _row(rows, (program // num_groups) % num_rows)  # pyright: ignore[reportGeneralTypeIssues]
     kv_head = program // num_groups // num_rows
     head = (kv_head * num_groups + group).to(tl.int64)
     k += kv_head.to(tl.int64) * stride_kh

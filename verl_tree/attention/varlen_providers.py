@@ -1,18 +1,19 @@
-"""Flash kernels for sequences of varying lengths on CUDA, behind one pair of functions: FA3, FA2, PyTorch's own.
+"""Flash kernels that give the log-sum-exp and take it back: PyTorch's on a CPU; FA3, FA2 or PyTorch's own on CUDA.
 
-Each provider imports its package with the first call only. `forward` gives the log-sum-exp besides the output, and
-`backward` takes both from outside, which is all that merging needs. Signatures were read in
+A provider chooses the calls and runs them; `verl_tree.attention.varlen` merges. It imports its package with the first
+call only. Its `forward` gives the log-sum-exp besides the output, and its `backward` takes both from outside, which is
+all that merging needs. Signatures were read in
 
-- FA3: `flash_attn_interface` of flash-attention 3.0.0 (hopper/, commit 0251105a) and of 3.0.0.b1 as tagged v2.8.3.
-  The names of some arguments differ between the two and their order does not, so they are passed by position.
+- FA3: `flash_attn_interface` of flash-attention 3.0.0 (hopper/, commit 0251105a) and of 3.0.0.b1 as tagged v2.8.3;
 - FA2: `flash_attn.flash_attn_interface` of flash-attn 2.7.0, 2.8.3 and 2.8.4; before 2.7 the forward pass returned
-  eight values.
+  eight values;
 - aten: `torch.ops.aten._flash_attention_forward` and `_backward` of torch 2.13; `torch.nn.attention.varlen` calls the
-  first likewise.
+  first likewise;
+- CPU: `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu` and its backward, of torch 2.13.
 
-None of them takes tensors whose last dimension is not contiguous.
+Those on CUDA take no tensors whose last dimension is not contiguous.
 
-Legend: Q queries and K keys of a call, Hq and Hkv query and key-value heads, D head dim.
+Legend: Q queries and K keys of a call, Hq query heads, H key-value heads, G query heads for each, D head dim.
 """
 
 import importlib
@@ -23,11 +24,17 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_tree.attention.pieces import VarlenCall
+from verl_tree.attention.pieces import VarlenCall, mask_calls, window_calls
+from verl_tree.attention.plan import AttentionPlan
 
 FA3_COMPUTE_CAPABILITY = (9, 0)
 FA3_MAX_DETERMINISTIC_HEAD_DIM = 192
 FA2_MIN_VERSION = (2, 7)
+MAX_CPU_WINDOW_QUERIES = 256
+"""Queries of a call under a sliding window on a CPU, whose mask has that many rows."""
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of queries, keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,37 +43,94 @@ class VarlenProvider:
 
     Attributes:
         name: What logs call it.
-        not_supported_reasons: `not_supported_reasons(q_THD, *, is_windowed) -> list[str]`, empty where it is installed
+        not_supported_reasons: `not_supported_reasons(q_THD, is_windowed) -> list[str]`, empty where it is installed
             and serves the device, head dim and window, and deterministically if `torch.use_deterministic_algorithms` is
             on.
+        calls: `calls(plan, window) -> tuple[VarlenCall, ...]` of a layer, whose window may be None.
         forward: `forward(q_QHD, k_KHD, v_KHD, call, *, scale) -> (out_QHD, lse_HQ)`, the log-sum-exp of a segment's
-            scores in float32 (or wider).
+            scores in float32 or wider. The output may have its heads in two dimensions, (Q, H, G, D).
         backward: `backward(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD, lse_HQ, call, *, scale)` -> gradients of q, k
-            and v for probabilities `exp(score - lse)` and `delta = sum(out * grad_out)`.
-        max_segment_len: Queries of a segment with a window, where the kernel needs a mask in memory; None: any number.
+            and v for probabilities `exp(score - lse)` and `delta = sum(out * grad_out)`. Their heads may be in two
+            dimensions likewise.
     """
 
     name: str
-    not_supported_reasons: Callable[[torch.Tensor], list[str]]
+    not_supported_reasons: Callable[[torch.Tensor, bool], list[str]]
+    calls: Callable[[AttentionPlan, int | None], tuple[VarlenCall, ...]]
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    max_segment_len: int | None = None
+    backward: Callable[..., Gradients]
 
 
-def _lengths(call: VarlenCall) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    return call.query_offsets_S1, call.key_offsets_S1, call.max_query_len, call.max_key_len
+def few_calls(plan: AttentionPlan, window: int | None) -> tuple[VarlenCall, ...]:
+    """Return large calls of many segments, as a GPU wants them."""
+    return mask_calls(plan, by_level=True) if window is None else window_calls(plan, window)
 
 
-def _window(call: VarlenCall) -> tuple[int, int]:
-    """Keys before and behind a query's own, as flash-attn counts them; -1: no limit."""
-    return (-1, -1) if call.window is None else (call.window - 1, 0)
+def _cpu_reasons(q_THD: torch.Tensor, _is_windowed: bool) -> list[str]:
+    return [] if q_THD.device.type == "cpu" else [f"tensors are on {q_THD.device}"]
 
 
-def _rows_contiguous(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+def _cpu_calls(plan: AttentionPlan, window: int | None) -> tuple[VarlenCall, ...]:
+    """One call a piece."""
+    if window is None:
+        return mask_calls(plan, by_level=False)
+    return window_calls(plan, window, max_query_len=MAX_CPU_WINDOW_QUERIES, max_keys=0)
 
 
-def _fa3_reasons(q_THD: torch.Tensor, *, is_windowed: bool) -> list[str]:
+def _cpu_forward(q_QHD, k_KHD, v_KHD, call, *, scale):
+    is_causal, mask_QK = _cpu_mask(call, len(q_QHD), len(k_KHD), dtype=q_QHD.dtype)
+    out_HGQD, lse_HGQ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *_heads_first(q_QHD, k_KHD, v_KHD), 0.0, is_causal, attn_mask=mask_QK, scale=scale
+    )
+    return out_HGQD.permute(2, 0, 1, 3), lse_HGQ.flatten(0, 1)
+
+
+def _cpu_backward(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD, lse_HQ, call, *, scale):
+    is_causal, mask_QK = _cpu_mask(call, len(q_QHD), len(k_KHD), dtype=q_QHD.dtype)
+    num_kv_heads = k_KHD.shape[1]
+    grad_q_HGQD, *of_keys = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        _grouped(grad_out_QHD, num_kv_heads),
+        *_heads_first(q_QHD, k_KHD, v_KHD),
+        _grouped(out_QHD, num_kv_heads),
+        lse_HQ.unflatten(0, (num_kv_heads, -1)),
+        0.0,
+        is_causal,
+        attn_mask=mask_QK,
+        scale=scale,
+    )
+    grad_k_KHD, grad_v_KHD = (x_HGKD.sum(1, dtype=lse_HQ.dtype).transpose(0, 1) for x_HGKD in of_keys)
+    return grad_q_HGQD.permute(2, 0, 1, 3), grad_k_KHD, grad_v_KHD
+
+
+def _grouped(x_QHD: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """(Q, Hq, D) as (H, G, Q, D), without a copy."""
+    return x_QHD.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+
+
+def _heads_first(
+    q_QHD: torch.Tensor, k_KHD: torch.Tensor, v_KHD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values as (H, G, tokens, D), without a copy."""
+    # The key-value heads are the kernel's batch. The query heads of a group read one key head by a stride of zero.
+    q_HGQD = _grouped(q_QHD, k_KHD.shape[1])
+    num_groups = q_HGQD.shape[1]
+    k_HGKD, v_HGKD = (x.transpose(0, 1).unsqueeze(1).expand(-1, num_groups, -1, -1) for x in (k_KHD, v_KHD))
+    return q_HGQD, k_HGKD, v_HGKD
+
+
+def _cpu_mask(
+    call: VarlenCall, num_queries: int, num_keys: int, *, dtype: torch.dtype
+) -> tuple[bool, torch.Tensor | None]:
+    """Whether the kernel masks by itself, and the mask (Q, K) of a window, 0 or -inf, which it does not know."""
+    if call.window is None:
+        return call.causal, None
+    # The keys end with the queries, so both count backwards from the end of the piece.
+    query_Q, key_K = torch.arange(-num_queries, 0)[:, None], torch.arange(-num_keys, 0)
+    visible_QK = (key_K <= query_Q) & (query_Q - key_K < call.window)
+    return False, torch.zeros(visible_QK.shape, dtype=dtype).masked_fill_(~visible_QK, -torch.inf)
+
+
+def _fa3_reasons(q_THD: torch.Tensor, is_windowed: bool) -> list[str]:
     reasons = []
     if is_windowed:
         reasons.append("its versions take a window in different ways")
@@ -79,30 +143,43 @@ def _fa3_reasons(q_THD: torch.Tensor, *, is_windowed: bool) -> list[str]:
     return reasons
 
 
+# FA3 is called by position: the names of some arguments differ between its versions, and their order does not.
+
+
 def _fa3_forward(q_QHD, k_KHD, v_KHD, call, *, scale):
-    query_offsets_S1, key_offsets_S1, max_query_len, max_key_len = _lengths(call)
-    cache_arguments, paging_and_scales = [None] * 4, [None] * 9
-    out_QHD, lse_HQ, *_ = importlib.import_module("flash_attn_interface")._flash_attn_forward(
-        *(*_rows_contiguous(q_QHD, k_KHD, v_KHD), *cache_arguments),
-        *(query_offsets_S1, key_offsets_S1, None, None, None, max_query_len, max_key_len),
-        *(*paging_and_scales, scale, call.causal),
-    )
+    q_QHD, k_KHD, v_KHD = _rows_contiguous(q_QHD, k_KHD, v_KHD)
+    paging = ("page_table", "kv_batch_idx", "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary")
+    arguments = {
+        **{"q": q_QHD, "k": k_KHD, "v": v_KHD},
+        **dict.fromkeys(("k_new", "v_new", "qv", "out")),
+        **{"cu_seqlens_q": call.query_offsets_S1, "cu_seqlens_k": call.key_offsets_S1},
+        **dict.fromkeys(("cu_seqlens_k_new", "seqused_q", "seqused_k")),
+        **{"max_seqlen_q": call.max_query_len, "max_seqlen_k": call.max_key_len},
+        **dict.fromkeys((*paging, "q_descale", "k_descale", "v_descale")),
+        **{"softmax_scale": scale, "causal": call.causal},
+    }
+    kernels = importlib.import_module("flash_attn_interface")
+    out_QHD, lse_HQ, *_ = kernels._flash_attn_forward(*arguments.values())
     return out_QHD, lse_HQ
 
 
 def _fa3_backward(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD, lse_HQ, call, *, scale):
-    query_offsets_S1, key_offsets_S1, max_query_len, max_key_len = _lengths(call)
-    inputs = _rows_contiguous(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD)
+    grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD = _rows_contiguous(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD)
     gradients = _empty_gradients(q_QHD, k_KHD, v_KHD)
-    importlib.import_module("flash_attn_interface")._flash_attn_backward(
-        *(*inputs, lse_HQ, query_offsets_S1, key_offsets_S1, None, None, max_query_len, max_key_len),
-        *(*gradients, scale, call.causal),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
+    arguments = {
+        **{"dout": grad_out_QHD, "q": q_QHD, "k": k_KHD, "v": v_KHD, "out": out_QHD, "softmax_lse": lse_HQ},
+        **{"cu_seqlens_q": call.query_offsets_S1, "cu_seqlens_k": call.key_offsets_S1},
+        **dict.fromkeys(("sequed_q", "sequed_k")),
+        **{"max_seqlen_q": call.max_query_len, "max_seqlen_k": call.max_key_len},
+        **dict(zip(("dq", "dk", "dv"), gradients, strict=True)),
+        **{"softmax_scale": scale, "causal": call.causal},
+    }
+    kernels = importlib.import_module("flash_attn_interface")
+    kernels._flash_attn_backward(*arguments.values(), deterministic=torch.are_deterministic_algorithms_enabled())
     return gradients
 
 
-def _fa2_reasons(q_THD: torch.Tensor, *, is_windowed: bool) -> list[str]:
+def _fa2_reasons(_q_THD: torch.Tensor, _is_windowed: bool) -> list[str]:
     # The package flash_attn alone proves nothing: flash-attn-4 shares it.
     if importlib.util.find_spec("flash_attn_2_cuda") is None:
         return ["flash-attn 2 is not installed"]
@@ -112,60 +189,99 @@ def _fa2_reasons(q_THD: torch.Tensor, *, is_windowed: bool) -> list[str]:
     return []
 
 
+def _fa2_options(call: VarlenCall, *, scale: float) -> dict[str, object]:
+    """Arguments that its forward and its backward take."""
+    left, right = _window(call)
+    return {
+        "cu_seqlens_q": call.query_offsets_S1,
+        "cu_seqlens_k": call.key_offsets_S1,
+        "max_seqlen_q": call.max_query_len,
+        "max_seqlen_k": call.max_key_len,
+        "dropout_p": 0.0,
+        "softmax_scale": scale,
+        "causal": call.causal,
+        "window_size_left": left,
+        "window_size_right": right,
+    }
+
+
 def _fa2_forward(q_QHD, k_KHD, v_KHD, call, *, scale):
-    out_QHD, lse_HQ, *_ = importlib.import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_forward(
-        *_rows_contiguous(q_QHD, k_KHD, v_KHD), *_lengths(call), 0.0, scale, call.causal, *_window(call)
+    kernels = importlib.import_module("flash_attn.flash_attn_interface")
+    out_QHD, lse_HQ, *_ = kernels._flash_attn_varlen_forward(
+        *_rows_contiguous(q_QHD, k_KHD, v_KHD), **_fa2_options(call, scale=scale)
     )
     return out_QHD, lse_HQ
 
 
 def _fa2_backward(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD, lse_HQ, call, *, scale):
-    inputs = _rows_contiguous(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD)
-    gradients = _empty_gradients(q_QHD, k_KHD, v_KHD)
-    importlib.import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward(
-        *(*inputs, lse_HQ, *gradients, *_lengths(call), 0.0, scale, call.causal, *_window(call)),
-        softcap=0.0,
-        alibi_slopes=None,
+    kernels = importlib.import_module("flash_attn.flash_attn_interface")
+    dq, dk, dv = _empty_gradients(q_QHD, k_KHD, v_KHD)
+    kernels._flash_attn_varlen_backward(
+        *_rows_contiguous(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD),
+        lse_HQ,
+        **{"dq": dq, "dk": dk, "dv": dv, "softcap": 0.0, "alibi_slopes": None},
+        **_fa2_options(call, scale=scale),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    return gradients
+    return dq, dk, dv
 
 
-def _aten_reasons(q_THD: torch.Tensor, *, is_windowed: bool) -> list[str]:
+def _aten_reasons(_q_THD: torch.Tensor, _is_windowed: bool) -> list[str]:
     return []
 
 
-def _aten_forward(q_QHD, k_KHD, v_KHD, call, *, scale):
+def _aten_options(call: VarlenCall, *, scale: float) -> dict[str, object]:
+    """Arguments that its forward and its backward take."""
     left, right = _window(call)
+    return {
+        "cum_seq_q": call.query_offsets_S1,
+        "cum_seq_k": call.key_offsets_S1,
+        "max_q": call.max_query_len,
+        "max_k": call.max_key_len,
+        "dropout_p": 0.0,
+        "is_causal": call.causal,
+        "scale": scale,
+        "window_size_left": left,
+        "window_size_right": right,
+    }
+
+
+def _aten_forward(q_QHD, k_KHD, v_KHD, call, *, scale):
     out_QHD, lse_HQ, *_ = torch.ops.aten._flash_attention_forward(
-        *(*_rows_contiguous(q_QHD, k_KHD, v_KHD), *_lengths(call), 0.0, call.causal, False),
-        scale=scale,
-        window_size_left=left,
-        window_size_right=right,
+        *_rows_contiguous(q_QHD, k_KHD, v_KHD), return_debug_mask=False, **_aten_options(call, scale=scale)
     )
     return out_QHD, lse_HQ
 
 
 def _aten_backward(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD, lse_HQ, call, *, scale):
-    inputs = _rows_contiguous(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD)
-    # The state of the random generator is read with dropout only.
-    no_state, unused = q_QHD.new_zeros(2, dtype=torch.uint64), q_QHD.new_empty(0)
-    left, right = _window(call)
     return torch.ops.aten._flash_attention_backward(
-        *(*inputs, lse_HQ, *_lengths(call), 0.0, call.causal, no_state, unused),
-        scale=scale,
-        window_size_left=left,
-        window_size_right=right,
+        *_rows_contiguous(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD),
+        lse_HQ,
+        # The state of the random generator is read with dropout only.
+        rng_state=q_QHD.new_zeros(2, dtype=torch.uint64),
+        unused=q_QHD.new_empty(0),
+        **_aten_options(call, scale=scale),
     )
 
 
-def _empty_gradients(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
+def _window(call: VarlenCall) -> tuple[int, int]:
+    """Keys before and behind a query's own, as flash-attn counts them; -1: no limit."""
+    return (-1, -1) if call.window is None else (call.window - 1, 0)
+
+
+def _rows_contiguous(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def _empty_gradients(q_QHD: torch.Tensor, k_KHD: torch.Tensor, v_KHD: torch.Tensor) -> Gradients:
+    dq_QHD, dk_KHD, dv_KHD = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_QHD, k_KHD, v_KHD))
+    return dq_QHD, dk_KHD, dv_KHD
 
 
 PROVIDERS = (
-    VarlenProvider("flash-attention 3", _fa3_reasons, _fa3_forward, _fa3_backward),
-    VarlenProvider("flash-attn 2", _fa2_reasons, _fa2_forward, _fa2_backward),
-    VarlenProvider("aten", _aten_reasons, _aten_forward, _aten_backward),
+    VarlenProvider("CPU", _cpu_reasons, _cpu_calls, _cpu_forward, _cpu_backward),
+    VarlenProvider("flash-attention 3", _fa3_reasons, few_calls, _fa3_forward, _fa3_backward),
+    VarlenProvider("flash-attn 2", _fa2_reasons, few_calls, _fa2_forward, _fa2_backward),
+    VarlenProvider("aten", _aten_reasons, few_calls, _aten_forward, _aten_backward),
 )
 """The first that is installed and serves wins; aten comes with torch and has no reason of its own to refuse."""

@@ -1,6 +1,6 @@
 """Attention under the tree mask: the backends against a full softmax and against each other, and what they refuse."""
 
-import dataclasses
+import itertools
 import subprocess
 import sys
 from functools import partial
@@ -17,13 +17,13 @@ from verl_tree.attention import (
     choose_backend,
     tree_attention,
     triton_backend,
-    varlen,
+    varlen_providers,
 )
+from verl_tree.attention.pieces import cut_mask
 from verl_tree.attention.varlen import varlen_attention
 
 CPU_BACKENDS = ["varlen", "dense"]
 PLAIN = ScoreOptions(scale=0.25)
-SHORT_SEGMENTS = dataclasses.replace(varlen._CPU_SEGMENTS, max_segment_len=6)
 
 
 def random_qkv(num_tokens, *, num_groups, num_kv_heads=2, head_dim=16, seed=0, dtype=torch.float64):
@@ -91,7 +91,7 @@ def within(layout, window):
     return visible_TT if window is None else visible_TT & (position_T[:, None] - position_T < window)
 
 
-def naive_options(layout, *, window=None, softcap=None, sinks=False):
+def naive_options(layout, *, window=None, softcap=None, **_sinks):
     return partial(naive_attention, visible_TT=within(layout, window), softcap=softcap)
 
 
@@ -104,7 +104,7 @@ def attend_with(layout, backend, *, window=None, softcap=None, sinks=False):
 
 
 def leaves_for(options, qkv):
-    """The inputs to differentiate: with logits of the sinks, one of which dominates its head, where asked for."""
+    """Return the inputs to differentiate, with logits of the sinks where asked for; one dominates its head."""
     sinks_H = torch.linspace(-1, 3, qkv[0].shape[1], dtype=qkv[0].dtype).requires_grad_()
     return [*qkv, sinks_H] if options.get("sinks") else qkv
 
@@ -129,7 +129,7 @@ def test_dense_serves_windows_softcap_and_sinks(options, num_groups, query_block
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("num_groups", [1, 4])
 def test_varlen_serves_windows_and_sinks(options, seed, num_groups, monkeypatch):
-    monkeypatch.setattr("verl_tree.attention.varlen._CPU_SEGMENTS", SHORT_SEGMENTS)
+    monkeypatch.setattr(varlen_providers, "MAX_CPU_WINDOW_QUERIES", 6)
     rng = np.random.default_rng(seed)
     layout = layout_of(random_sequences(rng, num_sequences=int(rng.integers(1, 30)), mean_len=8))
     *qkv, grad_out = random_qkv(layout.num_tokens, num_groups=num_groups, seed=seed)
@@ -187,7 +187,8 @@ def test_a_window_counts_positions_of_the_path_and_not_of_the_pack():
 def test_positions_of_a_plan_are_those_of_the_layout(seed):
     layout = layout_of(random_sequences(np.random.default_rng(seed), num_sequences=30, mean_len=6))
     position_T = AttentionPlan.from_layout(layout).position_T
-    assert position_T.dtype == torch.int32 and position_T.tolist() == layout.position_T.tolist()
+    assert position_T.dtype == torch.int32
+    assert position_T.tolist() == layout.position_T.tolist()
 
 
 def test_a_window_as_long_as_the_longest_path_is_none():
@@ -243,12 +244,13 @@ def test_the_choice_is_logged_once_with_the_reasons_of_the_faster_backends(caplo
             tree_attention(*qkv, torch.tensor([3, 3, 3]))
             tree_attention(*qkv, torch.tensor([3, 3, 3]), window=2, softcap=3.0)
     plain, capped = caplog.records
-    assert (
-        plain.levelname == "INFO" and "backend: varlen" in plain.message and "fa4: tensors are on cpu" in plain.message
-    )
+    assert plain.levelname == "INFO"
+    assert "backend: varlen" in plain.message
+    assert "fa4: tensors are on cpu" in plain.message
     assert capped.levelname == "WARNING"  # the oracle is slow and nobody asked for it
     assert "backend for layers with window and softcap: dense" in capped.message
-    assert "a sliding window of 2 tokens, shorter" in capped.message and "varlen: scores softcapped" in capped.message
+    assert "a sliding window of 2 tokens, shorter" in capped.message
+    assert "varlen: scores softcapped" in capped.message
 
 
 def assert_varlen_equals_dense(sequences, *, num_groups, seed):
@@ -341,8 +343,10 @@ def test_gradients_of_one_path_reach_no_other_token():
         out = tree_attention(*qkv, layout.subtree_end_T, backend=backend)[token]
         grad_q, grad_k, grad_v = torch.autograd.grad(out, qkv, grad_out[token])
         unseen = ~visible_TT[token]
-        assert unseen.any() and grad_v[~unseen].abs().min() > 0
-        assert grad_k[unseen].abs().max() == 0 and grad_v[unseen].abs().max() == 0
+        assert unseen.any()
+        assert grad_v[~unseen].abs().min() > 0
+        assert grad_k[unseen].abs().max() == 0
+        assert grad_v[unseen].abs().max() == 0
         assert grad_q[:token].abs().max() == 0
 
 
@@ -352,13 +356,13 @@ def test_every_pair_is_in_exactly_one_piece():
         layout = layout_of(random_sequences(np.random.default_rng(seed), num_sequences=25, mean_len=7))
         attention_plan = AttentionPlan.from_layout(layout)
         count_TT = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.int64)
-        for piece in (*attention_plan.self_pieces, *attention_plan.ancestor_pieces):
-            query_L = torch.arange(piece.query_start, piece.query_end)[:, None]
-            key_K = torch.arange(piece.key_start, piece.key_end)
-            count_TT[query_L, key_K] += (key_K <= query_L).long() if piece.causal else 1
+        triangles, *rectangles = cut_mask(attention_plan.runs)
+        for piece in itertools.chain(triangles, *rectangles):
+            query_L, (key_K,) = torch.arange(*piece.queries)[:, None], [torch.arange(*keys) for keys in piece.keys]
+            count_TT[query_L, key_K] += (key_K <= query_L).long() if piece in triangles else 1
         assert torch.equal(count_TT, layout.materialize().long())
         assert attention_plan.num_visible_pairs == int(count_TT.sum())
-        self_queries = [range(piece.query_start, piece.query_end) for piece in attention_plan.self_pieces]
+        self_queries = [range(*piece.queries) for piece in triangles]
         assert [query for queries in self_queries for query in queries] == list(range(layout.num_tokens))
 
 
@@ -367,18 +371,10 @@ def test_plan_of_the_drawn_forest():
     subtree_end = [590] * 200 + [530] * 150 + [480] * 130 + [530] * 50 + [590] * 60
     attention_plan = AttentionPlan.from_subtree_end(torch.tensor(subtree_end))
     assert attention_plan.max_path_len == 200 + 150 + 130
-    assert [(p.query_start, p.query_end) for p in attention_plan.self_pieces] == [
-        (0, 200),
-        (200, 350),
-        (350, 480),
-        (480, 530),
-        (530, 590),
-    ]
-    assert all(piece.causal for piece in attention_plan.self_pieces)
-    assert [(p.query_start, p.query_end, p.key_start, p.key_end) for p in attention_plan.ancestor_pieces] == [
-        (200, 590, 0, 200),
-        (350, 530, 200, 350),
-    ]
+    triangles, *rectangles = cut_mask(attention_plan.runs)
+    assert [piece.queries for piece in triangles] == [(0, 200), (200, 350), (350, 480), (480, 530), (530, 590)]
+    assert all(piece.keys == (piece.queries,) for piece in triangles)
+    assert rectangles == [[((200, 590), ((0, 200),))], [((350, 530), ((200, 350),))]]
 
 
 def test_auto_takes_the_first_backend_without_an_objection():

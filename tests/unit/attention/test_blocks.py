@@ -9,6 +9,7 @@ from tree_cases import layout_of, random_sequences
 
 from verl_tree.attention import AttentionPlan, blocks
 from verl_tree.attention.blocks import BlockLists, BlockRows
+from verl_tree.attention.pieces import mask_calls
 
 # The forest of the module's docstring: a0 a1 a2 | b0 b1 | c0.
 DRAWN = np.array([6, 6, 6, 5, 5, 6])
@@ -32,19 +33,22 @@ def test_the_drawn_forest():
 
 def test_the_tables_of_the_drawn_forest():
     lists = BlockLists.from_subtree_end(DRAWN, query_block=2, key_block=2)
-    num_partial, partial, num_full, full = lists.key_tables()
-    assert num_partial.tolist() == [[[1, 1, 2]]] and partial.tolist() == [[[[0, 0], [1, 0], [1, 2]]]]
-    assert num_full.tolist() == [[[0, 1, 1]]] and full.tolist() == [[[[0], [0], [0]]]]
-    num_partial, partial, num_full, full = lists.query_tables()
-    assert num_partial.tolist() == [[[1, 2, 1]]] and partial.tolist() == [[[[0, 0], [1, 2], [2, 0]]]]
-    assert num_full.tolist() == [[[2, 0, 0]]] and full.tolist() == [[[[1, 2], [0, 0], [0, 0]]]]
-    assert all(table.dtype == torch.int32 for table in (*lists.key_tables(), *lists.query_tables()))
-    assert lists.key_tables() is lists.key_tables()
+    num_partial, partial, num_full, full = lists.by_query.tables()
+    assert num_partial.tolist() == [[[1, 1, 2]]]
+    assert partial.tolist() == [[[[0, 0], [1, 0], [1, 2]]]]
+    assert num_full.tolist() == [[[0, 1, 1]]]
+    assert full.tolist() == [[[[0], [0], [0]]]]
+    num_partial, partial, num_full, full = lists.by_key.tables()
+    assert num_partial.tolist() == [[[1, 2, 1]]]
+    assert partial.tolist() == [[[[0, 0], [1, 2], [2, 0]]]]
+    assert num_full.tolist() == [[[2, 0, 0]]]
+    assert full.tolist() == [[[[1, 2], [0, 0], [0, 0]]]]
+    assert all(table.dtype == torch.int32 for table in (*lists.by_query.tables(), *lists.by_key.tables()))
 
 
 def test_tables_without_a_full_tile_are_one_wide():
     lists = BlockLists.from_subtree_end(np.array([1]), query_block=128, key_block=128)
-    num_partial, partial, num_full, full = lists.key_tables()
+    num_partial, partial, num_full, full = lists.by_query.tables()
     assert (num_partial.tolist(), num_full.tolist()) == ([[[1]]], [[[0]]])
     assert partial.shape == full.shape == (1, 1, 1, 1)
 
@@ -55,7 +59,7 @@ def used(num_11R: torch.Tensor, columns_11RW: torch.Tensor) -> list[list[int]]:
 
 
 def assert_equals_block_mask(subtree_end_T: torch.Tensor, query_block: int, key_block: int) -> None:
-    def tree_mask(batch, head, query, key):
+    def tree_mask(_batch, _head, query, key):
         return (key <= query) & (query < subtree_end_T[key])
 
     num_tokens = len(subtree_end_T)
@@ -63,10 +67,10 @@ def assert_equals_block_mask(subtree_end_T: torch.Tensor, query_block: int, key_
         tree_mask, None, None, num_tokens, num_tokens, device="cpu", BLOCK_SIZE=(query_block, key_block)
     )
     lists = BlockLists.from_subtree_end(subtree_end_T.numpy(), query_block=query_block, key_block=key_block)
-    num_partial, partial, num_full, full = lists.key_tables()
+    num_partial, partial, num_full, full = lists.by_query.tables()
     assert used(num_partial, partial) == used(want.kv_num_blocks, want.kv_indices)
     assert used(num_full, full) == used(want.full_kv_num_blocks, want.full_kv_indices)
-    num_partial, partial, num_full, full = lists.query_tables()
+    num_partial, partial, num_full, full = lists.by_key.tables()
     assert used(num_partial, partial) == used(want.q_num_blocks, want.q_indices)
     assert used(num_full, full) == used(want.full_q_num_blocks, want.full_q_indices)
 
@@ -100,7 +104,7 @@ def test_the_tiles_of_a_window_hold_every_visible_pair(seed, monkeypatch):
     window = int(rng.integers(1, plan.max_path_len + 2))
     if seed % 3 == 0:
         monkeypatch.setattr(blocks, "CHUNK_TILES", 7)
-    lists = plan.block_lists(query_block=query_block, key_block=key_block, window=window)
+    lists = BlockLists.of_plan(plan, query_block=query_block, key_block=key_block, window=window)
     by_query, by_key = lists_of(lists.by_query), lists_of(lists.by_key)
     visible_TT = mask_of(plan, window)
     for query, queries in enumerate(visible_TT.split(query_block)):
@@ -118,12 +122,12 @@ def test_the_tiles_of_a_window_on_a_chain_are_those_of_create_block_mask(window,
     """On one path the smallest and largest position of a block say all, so no tile is visited in vain."""
     plan = AttentionPlan.from_subtree_end(np.full(150, 150))
 
-    def mask(batch, head, query, key):
+    def mask(_batch, _head, query, key):
         return (key <= query) & (query - key < window)
 
     want = create_block_mask(mask, None, None, 150, 150, device="cpu", BLOCK_SIZE=(query_block, key_block))
-    lists = plan.block_lists(query_block=query_block, key_block=key_block, window=window)
-    num_partial, partial, num_full, full = lists.key_tables()
+    lists = BlockLists.of_plan(plan, query_block=query_block, key_block=key_block, window=window)
+    num_partial, partial, num_full, full = lists.by_query.tables()
     assert used(num_partial, partial) == used(want.kv_num_blocks, want.kv_indices)
     assert used(num_full, full) == used(want.full_kv_num_blocks, want.full_kv_indices)
 
@@ -135,7 +139,7 @@ def test_a_window_takes_positions():
 
 def test_the_drawn_forest_in_a_window():
     """Positions 0 1 2 3 4 3: b1 and c0 see two tokens before them at most; a0 a1 is out of reach."""
-    lists = AttentionPlan.from_subtree_end(DRAWN).block_lists(query_block=2, key_block=2, window=2)
+    lists = BlockLists.of_plan(AttentionPlan.from_subtree_end(DRAWN), query_block=2, key_block=2, window=2)
     assert lists_of(lists.by_query) == {0: ([], [0]), 1: ([], [0, 1]), 2: ([], [1, 2])}
     assert lists_of(lists.by_key) == {0: ([], [0, 1]), 1: ([], [1, 2]), 2: ([], [2])}
 
@@ -145,17 +149,18 @@ def test_the_longest_lists_come_first():
     lists = BlockLists.from_subtree_end(layout.subtree_end_T.numpy(), query_block=16, key_block=8)
     for rows in (lists.by_query, lists.by_key):
         lengths = (rows.rows_R4[:, 3] - rows.rows_R4[:, 1]).tolist()
-        assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
+        assert lengths == sorted(lengths, reverse=True)
+        assert lengths[0] > lengths[-1]
 
 
 def test_a_plan_finds_the_lists_of_a_size_once():
     plan = AttentionPlan.from_subtree_end(DRAWN)
-    lists = plan.block_lists(query_block=2, key_block=4)
-    assert plan.block_lists(query_block=2, key_block=4) is lists
-    assert plan.block_lists(query_block=4, key_block=2) is not lists
-    assert plan.block_lists(query_block=2, key_block=4, window=2) is not lists
-    assert plan.block_lists(query_block=2, key_block=4, window=2) is plan.block_lists(
-        query_block=2, key_block=4, window=2
+    lists = BlockLists.of_plan(plan, query_block=2, key_block=4)
+    assert BlockLists.of_plan(plan, query_block=2, key_block=4) is lists
+    assert BlockLists.of_plan(plan, query_block=4, key_block=2) is not lists
+    assert BlockLists.of_plan(plan, query_block=2, key_block=4, window=2) is not lists
+    assert BlockLists.of_plan(plan, query_block=2, key_block=4, window=2) is BlockLists.of_plan(
+        plan, query_block=2, key_block=4, window=2
     )
     assert (lists.query_block, lists.key_block) == (2, 4)
     assert lists_of(lists.by_query) == {0: ([], [0]), 1: ([], [0]), 2: ([], [0, 1])}
@@ -165,9 +170,10 @@ def test_planning_reads_nothing_back_from_the_device():
     """A tensor on the meta device has no values, so a copy to the host would raise."""
     plan = AttentionPlan.from_subtree_end(DRAWN, device="meta")
     for window in (None, 2):
-        lists = plan.block_lists(query_block=2, key_block=2, window=window)
-        assert lists.by_query.rows_R4.shape == (3, 4) and lists.by_query.indices.device.type == "meta"
-    assert plan.varlen_calls()[0].query_offsets_S1.device.type == "meta"
+        lists = BlockLists.of_plan(plan, query_block=2, key_block=2, window=window)
+        assert lists.by_query.rows_R4.shape == (3, 4)
+        assert lists.by_query.indices.device.type == "meta"
+    assert mask_calls(plan, by_level=True)[0].query_offsets_S1.device.type == "meta"
 
 
 def test_a_long_pack_needs_no_square_memory():
@@ -183,7 +189,7 @@ def test_a_long_pack_needs_no_square_memory():
 @pytest.mark.parametrize("sizes", [(0, 16), (16, -1)])
 def test_blocks_hold_tokens(sizes):
     with pytest.raises(ValueError, match=f"query_block={sizes[0]}, key_block={sizes[1]}: blocks need at least one"):
-        AttentionPlan.from_subtree_end(DRAWN).block_lists(query_block=sizes[0], key_block=sizes[1])
+        BlockLists.of_plan(AttentionPlan.from_subtree_end(DRAWN), query_block=sizes[0], key_block=sizes[1])
 
 
 def test_copies_of_a_plan_share_their_lists():
@@ -191,4 +197,6 @@ def test_copies_of_a_plan_share_their_lists():
     original = AttentionPlan.from_subtree_end(torch.tensor([3, 2, 3]))
     copy = _apply_to_tensors(lambda tensor: tensor, {"tree_plan": original})["tree_plan"]
     assert copy is not original
-    assert copy.block_lists(query_block=16, key_block=16) is original.block_lists(query_block=16, key_block=16)
+    assert BlockLists.of_plan(copy, query_block=16, key_block=16) is BlockLists.of_plan(
+        original, query_block=16, key_block=16
+    )

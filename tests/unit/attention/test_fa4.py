@@ -43,9 +43,9 @@ def on_gpu(monkeypatch):
         num_tokens=700,
         options=PLAIN,
     ):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         monkeypatch.setattr(fa4, "installation_reasons", lambda: ())
-        monkeypatch.setattr(fa4, "self_test_reasons", lambda backend, attend, kernel: [])
+        monkeypatch.setattr(fa4, "self_test_reasons", lambda *_: [])
         plan = AttentionPlan.from_subtree_end(torch.full((num_tokens,), num_tokens, dtype=torch.int32))
         with FakeTensorMode():
             q, k, v = (
@@ -99,7 +99,7 @@ def test_cpu_tensors_are_refused():
     q, k, v = torch.zeros(700, 8, 80), torch.zeros(700, 2, 80), torch.zeros(700, 2, 80)
     assert fa4.not_supported_reasons(q, k, v, PLAN, options=PLAIN) == [
         "tensors are on cpu, the kernels run on CUDA only",
-        "dtype torch.float32 is neither bfloat16 nor float16 throughout",
+        "dtype torch.float32 is none of bfloat16, float16 throughout",
         "head dim 80 is none of (64, 96, 128), the same for q, k and v",
     ]
 
@@ -111,11 +111,11 @@ def test_hopper_with_everything_in_order_is_served(on_gpu, head_dim, dtype):
 
 
 @pytest.mark.parametrize(
-    "case, reason",
+    ("case", "reason"),
     [
         ({"capability": AMPERE}, "compute capability (8, 0) is not (9, 0)"),
         ({"capability": (10, 0)}, "compute capability (10, 0) is not (9, 0)"),
-        ({"dtype": torch.float32}, "dtype torch.float32 is neither"),
+        ({"dtype": torch.float32}, "dtype torch.float32 is none of bfloat16, float16"),
         ({"head_dim": 256}, "head dim 256 is none of"),
         ({"value_head_dim": 64}, "head dim 64 and 128 is none of"),
         ({"num_tokens": 128}, "128 tokens are one block"),
@@ -179,17 +179,20 @@ def test_importing_the_backend_imports_no_kernels():
 
 def test_forest_of_the_self_test_has_every_kind_of_tile():
     assert self_test.subtree_ends(((2, ((1, ()), (3, ()))), (1, ()))) == [6, 6, 3, 6, 6, 6, 7]
-    lists = PLAN.block_lists(query_block=fa4.BLOCK_LEN, key_block=fa4.BLOCK_LEN)
-    num_partial, partial, num_full, full = lists.key_tables()
+    tables = fa4.BlockTables.of_plan(PLAN)
+    assert fa4.BlockTables.of_plan(PLAN) is tables
+    num_partial, partial, num_full, full = tables.keys
     num_blocks = num_partial.shape[-1]
-    assert PLAN.num_tokens > 256 and PLAN.num_tokens % 128
-    assert num_full.sum() > 0 and num_partial.sum() > num_blocks
+    assert PLAN.num_tokens > 256
+    assert PLAN.num_tokens % 128
+    assert num_full.sum() > 0
+    assert num_partial.sum() > num_blocks
     assert num_full.sum() + num_partial.sum() < num_blocks * (num_blocks + 1) / 2  # some are skipped
     # A dimension of one has no stride of its own: the kernel compiled for it could be another one.
-    assert min(table.shape[-1] for table in (partial, full, *lists.query_tables()[1::2])) >= 2
+    assert min(table.shape[-1] for table in (partial, full, *tables.queries[1::2])) >= 2
 
 
-@pytest.mark.parametrize("num_groups, head_dim", [(1, 128), (4, 96), (7, 64)])
+@pytest.mark.parametrize(("num_groups", "head_dim"), [(1, 128), (4, 96), (7, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_self_test_passes_a_kernel_that_rounds_as_flash_attention_does(dtype, num_groups, head_dim):
     variant = self_test.KernelVariant(torch.device("cpu"), dtype, head_dim, 2 * num_groups, 2)
@@ -201,7 +204,7 @@ def tree_mask():
     return (query_T <= query_T[:, None]) & (query_T[:, None] < PLAN.subtree_end_T)
 
 
-@pytest.mark.parametrize("query, key", [(700, 700), (699, 623), (500, 0), (261, 259)])
+@pytest.mark.parametrize(("query", "key"), [(700, 700), (699, 623), (500, 0), (261, 259)])
 def test_self_test_sees_one_wrong_pair(query, key):
     wrong_TT = tree_mask()
     wrong_TT[query, key] ^= True
@@ -233,7 +236,7 @@ def test_variants_ignore_heads_beyond_the_ratio():
 def test_a_failure_is_remembered_and_logged_once(caplog):
     calls = []
 
-    def broken(*inputs, options):
+    def broken(*_, options):
         calls.append(options)
         raise RuntimeError("no kernel image")
 
@@ -245,8 +248,10 @@ def test_a_failure_is_remembered_and_logged_once(caplog):
 
 
 def test_self_test_is_invisible_to_the_caller():
-    """It runs without autocast and inference mode, saves nothing where checkpointing counts, and draws from no shared
-    generator."""
+    """It runs without autocast and inference mode.
+
+    It saves nothing where checkpointing counts, and draws from no shared generator.
+    """
     saved = []
     state = torch.get_rng_state()
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda kept: kept)
@@ -266,7 +271,7 @@ def test_graph_capture_puts_the_self_test_off(monkeypatch):
 
 @pytest.mark.skipif(bool(fa4.installation_reasons()), reason="; ".join(fa4.installation_reasons()))
 @pytest.mark.parametrize(
-    "head_dim, dtype, ratios",
+    ("head_dim", "dtype", "ratios"),
     [
         (64, "bfloat16", (1, 4, 8)),
         (96, "bfloat16", (1, 4, 8)),
@@ -298,5 +303,6 @@ def test_kernels_compile_for_hopper(head_dim, dtype, ratios, tmp_path):
     for record in records:
         for direction in ("forward", "backward"):
             ptx = record[direction]
-            assert ptx["num_kernels"] == ptx["num_sm_90a"] >= 1 and ptx["num_wgmma"] > 0
+            assert ptx["num_kernels"] == ptx["num_sm_90a"] >= 1
+            assert ptx["num_wgmma"] > 0
         assert record["num_compiled_later"] == 0

@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from verl_tree.attention import AttentionPlan, ScoreOptions, self_test, triton_backend
+from verl_tree.attention.blocks import BlockLists
 from verl_tree.attention.triton_configs import (
     FLOAT32_CONFIGS,
     HOPPER_CAPPED_CONFIGS,
@@ -21,13 +22,13 @@ WINDOW, CAP, SINKS = {"window": 2}, {"softcap": 30.0}, {"sinks_H": torch.zeros(8
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Queries and keys on a pretended GPU; what is self-tested goes into the list."""
+    """Return queries and keys on a pretended GPU; what is self-tested goes into the list."""
     tested = []
     monkeypatch.setattr(triton_backend, "_is_installed", lambda: True)
-    monkeypatch.setattr(triton_backend, "self_test_reasons", lambda name, attend, kernel: tested.append(kernel) or [])
+    monkeypatch.setattr(triton_backend, "self_test_reasons", lambda *given: tested.append(given[-1]) or [])
 
     def tensors(*, capability=(9, 0), dtype=torch.bfloat16, head_dim=128):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         with FakeTensorMode():
             return [torch.empty(4, heads, head_dim, dtype=dtype, device="cuda") for heads in (8, 2, 2)]
 
@@ -70,7 +71,7 @@ def test_the_forest_of_the_self_test_has_every_kind_of_tile_under_its_window():
     plan = AttentionPlan.from_subtree_end(torch.tensor(self_test.subtree_ends(self_test.TREES)))
     config = HOPPER_CONFIGS[64].forward
     sizes = {"query_block": config.query_block, "key_block": config.key_block}
-    tree, windowed = (plan.block_lists(**sizes, window=window).by_query for window in (None, self_test.WINDOW))
+    tree, windowed = (BlockLists.of_plan(plan, **sizes, window=window).by_query for window in (None, self_test.WINDOW))
     num_full, num_full_in_window = (int((rows.rows_R4[:, 2] - rows.rows_R4[:, 1]).sum()) for rows in (tree, windowed))
     assert 0 < num_full_in_window < num_full
     assert len(windowed.indices) < len(tree.indices)

@@ -1,4 +1,4 @@
-"""varlen on CUDA without a GPU: its calls and merging with a provider that loops on the CPU, and how kernels are asked.
+"""varlen's providers for CUDA without a GPU: their calls, merged with a loop on the CPU, and how they ask for kernels.
 
 A stand-in for each package has the parameters of the real function (versions in `varlen_providers`) and computes by the
 loop, so an argument in the wrong place gives wrong numbers. What the real kernels compute, only a GPU can tell.
@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tree_cases import layout_of, random_sequences, relative_error
 
-from verl_tree.attention import AttentionPlan, ScoreOptions, pieces, varlen_cuda
+from verl_tree.attention import AttentionPlan, ScoreOptions, varlen
 from verl_tree.attention.dense import dense_attention
+from verl_tree.attention.pieces import MAX_WINDOW_KEYS, mask_calls, window_calls
 from verl_tree.attention.self_test import KernelVariant, self_test
-from verl_tree.attention.varlen_cuda import call_attention
-from verl_tree.attention.varlen_providers import PROVIDERS, VarlenProvider
+from verl_tree.attention.varlen import merged_attention
+from verl_tree.attention.varlen_providers import PROVIDERS, VarlenProvider, few_calls
 
-FA3, FA2, ATEN = PROVIDERS
+CPU, FA3, FA2, ATEN = PROVIDERS
 PLAIN = ScoreOptions(scale=0.3)
 # Tokens 0 1 | 2 | 3 4 | 5 | 6 | 7 8 | 9: a root with the children 2 and 6; below 2: 3-4 and 5, below 6: 7-8 and 9.
 TWO_LEVELS = np.array([10, 10, 6, 5, 5, 6, 10, 9, 9, 10])
@@ -91,7 +92,7 @@ def loop_backward(grad_out, q, k, v, out, lse, call, *, scale):
     return tuple(gradients)
 
 
-LOOP = VarlenProvider("loop", lambda q_THD, *, is_windowed: [], loop_forward, loop_backward)
+LOOP = VarlenProvider("loop", lambda *_: [], few_calls, loop_forward, loop_backward)
 
 
 def random_inputs(num_tokens, *, num_groups=2, head_dim=8, dtype=torch.float64, seed=0):
@@ -120,7 +121,7 @@ def assert_equals_dense(provider, plan, *, num_groups, with_sinks, window=None, 
     want = outputs_and_gradients(dense_attention, plan, inputs, **case)
 
     def attend(*args, options):
-        return call_attention(*args, options=options, provider=provider)
+        return merged_attention(*args, options=options, provider=provider)
 
     for got, wanted in zip(outputs_and_gradients(attend, plan, inputs, **case), want, strict=True):
         assert relative_error(got, wanted) < 1e-12
@@ -144,9 +145,10 @@ def test_calls_cover_every_visible_pair_once(seed):
     """And no call has a token twice among its queries or keys: gradients are added by index."""
     plan = random_plan(seed)
     count_TT = torch.zeros(plan.num_tokens, plan.num_tokens, dtype=torch.int64)
-    for call in plan.varlen_calls():
+    for call in mask_calls(plan, by_level=True):
         queries, keys = (torch.arange(plan.num_tokens)[rows] for rows in (call.query_rows, call.key_rows))
-        assert len(queries.unique()) == len(queries) and len(keys.unique()) == len(keys)
+        assert len(queries.unique()) == len(queries)
+        assert len(keys.unique()) == len(keys)
         for rows, columns in segments(call):
             visible = queries[rows, None] >= keys[columns] if call.causal else torch.ones(1, 1, dtype=torch.bool)
             count_TT[queries[rows, None], keys[columns]] += visible.long()
@@ -159,22 +161,19 @@ def test_calls_cover_every_visible_pair_once(seed):
 @given(
     seed=st.integers(0, 10**6),
     window=st.integers(2, 30),
-    max_segment_len=st.sampled_from([None, 1, 3, 8]),
+    max_query_len=st.sampled_from([None, 1, 3, 8]),
     num_groups=st.sampled_from([1, 3]),
     with_sinks=st.booleans(),
 )
-def test_a_windowed_call_equals_dense_on_random_forests(seed, window, max_segment_len, num_groups, with_sinks):
-    max_keys = 64 if seed % 2 else pieces.MAX_WINDOW_KEYS  # in several calls, and in one
-    provider = dataclasses.replace(LOOP, max_segment_len=max_segment_len)
+def test_a_windowed_call_equals_dense_on_random_forests(seed, window, max_query_len, num_groups, with_sinks):
+    sizes = {"max_query_len": max_query_len, "max_keys": 64 if seed % 2 else MAX_WINDOW_KEYS}  # several calls, and one
+    provider = dataclasses.replace(LOOP, calls=lambda plan, window: window_calls(plan, window, **sizes))
     case = {"num_groups": num_groups, "with_sinks": with_sinks, "window": window, "seed": seed}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "MAX_WINDOW_KEYS", max_keys)
-        assert_equals_dense(provider, random_plan(seed), **case)
+    assert_equals_dense(provider, random_plan(seed), **case)
 
 
-def test_windowed_calls_gather_no_more_than_they_may(monkeypatch):
-    monkeypatch.setattr(pieces, "MAX_WINDOW_KEYS", 7)
-    calls = AttentionPlan.from_subtree_end(TWO_LEVELS).window_calls(3)
+def test_windowed_calls_gather_no_more_than_they_may():
+    calls = window_calls(AttentionPlan.from_subtree_end(TWO_LEVELS), 3, max_keys=7)
     assert [call.key_offsets_S1.tolist() for call in calls] == [[0, 2, 5], [0, 4, 7], [0, 3, 7], [0, 3]]
     assert [call.query_rows for call in calls] == [slice(0, 3), slice(3, 6), slice(6, 9), slice(9, 10)]
 
@@ -182,63 +181,71 @@ def test_windowed_calls_gather_no_more_than_they_may(monkeypatch):
 def test_the_windowed_call_of_two_levels():
     """Window 3: every run with the two tokens before it on its path."""
     plan = AttentionPlan.from_subtree_end(TWO_LEVELS)
-    (call,) = plan.window_calls(3)
-    assert call.causal and call.window == 3 and call.query_rows == slice(0, 10)
+    (call,) = window_calls(plan, 3)
+    assert call.causal
+    assert call.window == 3
+    assert call.query_rows == slice(0, 10)
     assert call.query_offsets_S1.tolist() == [0, 2, 3, 5, 6, 7, 9, 10]
     keys = [call.key_rows[start:end].tolist() for start, end in itertools.pairwise(call.key_offsets_S1.tolist())]
     assert keys == [[0, 1], [0, 1, 2], [1, 2, 3, 4], [1, 2, 5], [0, 1, 6], [1, 6, 7, 8], [1, 6, 9]]
-    assert plan.window_calls(3)[0] is call
-    (halves,) = plan.window_calls(2, max_segment_len=1)
+    assert window_calls(plan, 3)[0] is call
+    (halves,) = window_calls(plan, 2, max_query_len=1)
     assert halves.query_offsets_S1.tolist() == list(range(11))
     assert halves.key_rows.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 2, 5, 1, 6, 6, 7, 7, 8, 6, 9]
 
 
 def test_random_forests_reach_deep_levels_with_and_without_a_gather():
-    calls = [random_plan(seed).varlen_calls() for seed in range(20)]
+    calls = [mask_calls(random_plan(seed), by_level=True) for seed in range(20)]
     assert max(map(len, calls)) > 4
     kinds = [type(call.query_rows) for each in calls for call in each[1:]]
-    assert kinds.count(slice) > 5 and kinds.count(torch.Tensor) > 5
+    assert kinds.count(slice) > 5
+    assert kinds.count(torch.Tensor) > 5
 
 
 def test_calls_of_the_drawn_forest():
-    """prompt | a | b | c | d of the docstring, with 3, 2, 1, 2 and 1 tokens."""
+    """Prompt | a | b | c | d of the docstring, with 3, 2, 1, 2 and 1 tokens."""
     plan = AttentionPlan.from_subtree_end(np.array([9, 9, 9, 8, 8, 6, 8, 8, 9]))
-    triangles, first, second = plan.varlen_calls()
-    assert triangles.causal and not first.causal and not second.causal
+    triangles, first, second = mask_calls(plan, by_level=True)
+    assert triangles.causal
+    assert not first.causal
+    assert not second.causal
     assert triangles.query_rows == triangles.key_rows == slice(0, 9)
     assert triangles.query_offsets_S1.tolist() == triangles.key_offsets_S1.tolist() == [0, 3, 5, 6, 8, 9]
     assert (first.query_rows, first.key_rows) == (slice(3, 9), slice(0, 3))
     assert (second.query_rows, second.key_rows) == (slice(5, 8), slice(3, 5))
-    assert second.query_offsets_S1.tolist() == [0, 3] and second.key_offsets_S1.tolist() == [0, 2]
+    assert second.query_offsets_S1.tolist() == [0, 3]
+    assert second.key_offsets_S1.tolist() == [0, 2]
     assert (second.max_query_len, second.max_key_len) == (3, 2)
     assert triangles.query_offsets_S1.dtype == torch.int32
-    assert plan.varlen_calls()[0] is triangles
+    assert mask_calls(plan, by_level=True)[0] is triangles
 
 
 def test_a_prompt_with_branches_is_two_calls():
     """Prefix Grouper's; views of one range each."""
     plan = AttentionPlan.from_layout(layout_of([[1, 2, 3, 10 + branch, 4] for branch in range(5)]))
-    causal, rectangle = plan.varlen_calls()
+    causal, rectangle = mask_calls(plan, by_level=True)
     assert (rectangle.query_rows, rectangle.key_rows) == (slice(3, 13), slice(0, 3))
     assert isinstance(causal.query_rows, slice)
 
 
 def test_levels_with_several_rectangles_are_gathered():
-    _, root, children = AttentionPlan.from_subtree_end(TWO_LEVELS).varlen_calls()
+    _, root, children = mask_calls(AttentionPlan.from_subtree_end(TWO_LEVELS), by_level=True)
     assert (root.query_rows, root.key_rows) == (slice(2, 10), slice(0, 2))
-    assert children.query_rows.tolist() == [3, 4, 5, 7, 8, 9] and children.key_rows.tolist() == [2, 6]
-    assert children.query_offsets_S1.tolist() == [0, 3, 6] and children.key_offsets_S1.tolist() == [0, 1, 2]
+    assert children.query_rows.tolist() == [3, 4, 5, 7, 8, 9]
+    assert children.key_rows.tolist() == [2, 6]
+    assert children.query_offsets_S1.tolist() == [0, 3, 6]
+    assert children.key_offsets_S1.tolist() == [0, 1, 2]
     assert (children.max_query_len, children.max_key_len) == (3, 2)  # at least 2: flash-attn 2's other kernel
 
 
 def test_a_wrong_log_sum_exp_is_found():
     """Guards the comparison: a backward pass with each call's own log-sum-exp is far off."""
 
-    def backward(grad_out, q, k, v, out, lse, call, *, scale):
+    def backward(grad_out, q, k, v, _out, _lse, call, *, scale):
         own_out, own_lse = loop_forward(q, k, v, call, scale=scale)
         return loop_backward(grad_out, q, k, v, own_out, own_lse, call, scale=scale)
 
-    wrong = VarlenProvider("wrong", lambda q_THD, *, is_windowed: [], loop_forward, backward)
+    wrong = VarlenProvider("wrong", lambda *_: [], few_calls, loop_forward, backward)
     with pytest.raises(AssertionError):
         assert_equals_dense(wrong, AttentionPlan.from_subtree_end(TWO_LEVELS), num_groups=1, with_sinks=False)
 
@@ -247,7 +254,7 @@ def test_a_wrong_log_sum_exp_is_found():
 @pytest.mark.parametrize("num_groups", [1, 4])
 def test_the_self_test_accepts_bfloat16_calls(num_groups, is_windowed):
     def attend(*args, options):
-        return call_attention(*args, options=options, provider=LOOP)
+        return merged_attention(*args, options=options, provider=LOOP)
 
     variant = KernelVariant(torch.device("cpu"), torch.bfloat16, 64, 2 * num_groups, 2, is_windowed)
     assert self_test(attend, variant) == []
@@ -256,7 +263,7 @@ def test_the_self_test_accepts_bfloat16_calls(num_groups, is_windowed):
 def test_the_self_test_finds_a_window_off_by_one():
     def attend(*args, options):
         wider = dataclasses.replace(options, window=options.window + 1)
-        return call_attention(*args, options=wider, provider=LOOP)
+        return merged_attention(*args, options=wider, provider=LOOP)
 
     variant = KernelVariant(torch.device("cpu"), torch.bfloat16, 64, 2, 2, is_windowed=True)
     assert self_test(attend, variant) != []
@@ -268,20 +275,24 @@ def test_aten_is_asked_as_its_schema_says(window):
     plan = AttentionPlan.from_subtree_end(TWO_LEVELS, device="meta")
     shapes = ((10, 4, 64), (10, 2, 64), (10, 2, 64), (4,))
     q, k, v, sinks = (torch.empty(x, dtype=torch.bfloat16, device="meta", requires_grad=True) for x in shapes)
-    out = call_attention(q, k, v, plan, options=ScoreOptions(0.3, window=window, sinks_H=sinks), provider=ATEN)
-    assert out.shape == q.shape and out.dtype == q.dtype
+    out = merged_attention(q, k, v, plan, options=ScoreOptions(0.3, window=window, sinks_H=sinks), provider=ATEN)
+    assert out.shape == q.shape
+    assert out.dtype == q.dtype
     for x, gradient in zip((q, k, v, sinks), torch.autograd.grad(out, (q, k, v, sinks), out), strict=True):
-        assert gradient.shape == x.shape and gradient.dtype == x.dtype
+        assert gradient.shape == x.shape
+        assert gradient.dtype == x.dtype
 
 
-def call_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, left=-1, right=-1):
+def call_of(given):
+    """Return the call that the arguments of a stand-in, by name, describe."""
+    left, right = given.get("window_size_left", -1), given.get("window_size_right", -1)
     assert right == (-1 if left == -1 else 0)
     return SimpleNamespace(
-        query_offsets_S1=cu_seqlens_q,
-        key_offsets_S1=cu_seqlens_k,
-        max_query_len=max_seqlen_q,
-        max_key_len=max_seqlen_k,
-        causal=causal,
+        query_offsets_S1=given["cu_seqlens_q"],
+        key_offsets_S1=given["cu_seqlens_k"],
+        max_query_len=given["max_seqlen_q"],
+        max_key_len=given["max_seqlen_k"],
+        causal=given["causal"],
         window=None if left == -1 else left + 1,
     )
 
@@ -297,8 +308,7 @@ def fa2_forward(
     leftpad_k=None, seqused_k=None, zero_tensors=False,
 ):  # fmt: skip
     assert dropout_p == 0.0
-    window = (window_size_left, window_size_right)
-    call = call_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, *window)
+    call = call_of(locals())
     return *loop_forward(q, k, v, call, scale=softmax_scale), None, None
 
 
@@ -309,8 +319,7 @@ def fa2_backward(
 ):  # fmt: skip
     assert (dropout_p, softcap, alibi_slopes) == (0.0, 0.0, None)
     assert deterministic is torch.are_deterministic_algorithms_enabled()
-    window = (window_size_left, window_size_right)
-    call = call_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, *window)
+    call = call_of(locals())
     fill((dq, dk, dv), loop_backward(dout, q, k, v, out, softmax_lse, call, scale=softmax_scale))
 
 
@@ -321,7 +330,7 @@ def fa3_forward(
     scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
 ):  # fmt: skip
     assert seqused_q is seqused_k is page_table is v_descale is None
-    call = call_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+    call = call_of(locals())
     return *loop_forward(q, k, v, call, scale=softmax_scale), None, None
 
 
@@ -329,8 +338,9 @@ def fa3_backward(
     dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k, dq, dk,
     dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0, deterministic=False, sm_margin=0,
 ):  # fmt: skip
-    assert sequed_q is sequed_k is None and deterministic is torch.are_deterministic_algorithms_enabled()
-    call = call_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+    assert sequed_q is sequed_k is None
+    assert deterministic is torch.are_deterministic_algorithms_enabled()
+    call = call_of(locals())
     fill((dq, dk, dv), loop_backward(dout, q, k, v, out, softmax_lse, call, scale=softmax_scale))
 
 
@@ -350,7 +360,7 @@ def install(monkeypatch):
                 _flash_attn_varlen_forward=fa2_forward,
                 _flash_attn_varlen_backward=fa2_backward,
             )
-            monkeypatch.setattr(importlib.metadata, "version", lambda name: fa2)
+            monkeypatch.setattr(importlib.metadata, "version", lambda _: fa2)
 
     return install_packages
 
@@ -374,15 +384,15 @@ def on_gpu(monkeypatch):
 
     def refusals(*, capability=(9, 0), dtype=torch.bfloat16, head_dim=128, value_head_dim=None, options=PLAIN):
         names = []
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(varlen_cuda, "self_test_reasons", lambda name, attend, kernel: names.append(name) or [])
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(varlen, "self_test_reasons", lambda name, *_: names.append(name) or [])
         plan = AttentionPlan.from_subtree_end(TWO_LEVELS)
         with FakeTensorMode():
             q, k, v = (
                 torch.empty(10, heads, dim, dtype=dtype, device="cuda")
                 for heads, dim in ((8, head_dim), (2, head_dim), (2, value_head_dim or head_dim))
             )
-        return varlen_cuda.not_supported_reasons(q, k, v, plan, options=options), names
+        return varlen.not_supported_reasons(q, k, v, plan, options=options), names
 
     return refusals
 
@@ -419,7 +429,7 @@ def test_what_cannot_be_deterministic_is_passed_over(install, on_gpu):
     ("case", "reason"),
     [
         ({"capability": (7, 5)}, "compute capability (7, 5) is below (8, 0)"),
-        ({"dtype": torch.float32}, "dtype torch.float32 is neither bfloat16 nor float16 throughout"),
+        ({"dtype": torch.float32}, "dtype torch.float32 is none of bfloat16, float16 throughout"),
         ({"head_dim": 264}, "head dim 264 is above 256 or no multiple of 8"),
         ({"head_dim": 100}, "head dim 100 is above 256 or no multiple of 8"),
         ({"value_head_dim": 64}, "value head dim 64 differs from the query head dim 128"),
@@ -428,4 +438,5 @@ def test_what_cannot_be_deterministic_is_passed_over(install, on_gpu):
 )
 def test_each_refusal_has_its_reason(case, reason, on_gpu):
     (got,), names = on_gpu(**case)
-    assert got.startswith(reason) and names == []
+    assert got.startswith(reason)
+    assert names == []

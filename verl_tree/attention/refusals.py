@@ -1,0 +1,32 @@
+"""Reasons of a backend not to serve inputs that several backends have in common."""
+
+import torch
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+MIN_COMPUTE_CAPABILITY = (8, 0)
+
+
+def dtype_reasons(*inputs: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> list[str]:
+    """Refuse inputs that do not all have one of the dtypes."""
+    found = {each.dtype for each in inputs}
+    if len(found) == 1 and found <= set(dtypes):
+        return []
+    wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return [f"dtype {' and '.join(sorted(map(str, found)))} is none of {wanted} throughout"]
+
+
+def value_dim_reasons(q_THD: torch.Tensor, v_THD: torch.Tensor) -> list[str]:
+    """Refuse values of another head dim than that of queries and keys."""
+    if v_THD.shape[-1] == q_THD.shape[-1]:
+        return []
+    return [f"value head dim {v_THD.shape[-1]} differs from the query head dim {q_THD.shape[-1]}"]
+
+
+def gpu_reasons(device: torch.device) -> list[str]:
+    """Refuse CUDA devices that are too old or AMD's."""
+    if torch.version.hip is not None:
+        return ["the device is an AMD GPU, on which nothing has been tried"]
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_COMPUTE_CAPABILITY:
+        return [f"compute capability {capability} is below {MIN_COMPUTE_CAPABILITY}"]
+    return []
