@@ -114,9 +114,7 @@ def ilp_instance(number: int, *, options: argparse.Namespace) -> Row:
     capacity = int(forest.sequence_lens.max() * rng.uniform(1, 2.5))
     found = packings(forest, methods=METHODS, exact_limit_s=options.exact_limit_s, capacity=capacity)
     heuristic = found["heuristic"]
-    items = Items.from_forest(
-        forest, terms=forest.sequence_lens[forest.order] - 1, start=0, end=forest.num_leaves
-    ).without_prefixes()
+    items = Items.from_forest(forest, terms=forest.sequence_lens - 1).without_prefixes()
     start_s = time.perf_counter()
     solved = integer_programme(
         items,

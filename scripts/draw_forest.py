@@ -10,6 +10,7 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 
 from verl_tree.tree import TokenForest
@@ -27,7 +28,7 @@ COLOURS = ["#4c72b0", "#55a868", "#c44e52", "#8172b3", "#ccb974", "#64b5cd", "#d
 
 
 def draw_flat(axes: Axes, words: list[list[str]], node_of: list[list[int]]) -> None:
-    """The trajectories as rows: what a flat trainer computes."""
+    """Draw the trajectories as rows: what a flat trainer computes."""
     for row, (line, nodes) in enumerate(zip(words, node_of, strict=True)):
         for column, (word, node) in enumerate(zip(line, nodes, strict=True)):
             axes.add_patch(plt.Rectangle((column, -row), 0.94, 0.8, color=COLOURS[node], alpha=0.75))
@@ -38,17 +39,15 @@ def draw_flat(axes: Axes, words: list[list[str]], node_of: list[list[int]]) -> N
     axes.axis("off")
 
 
-def draw_tree(axes: Axes, layout: TreeLayout, vocabulary: list[str], node_T: list[int]) -> None:
-    """The forest: every token once, at its original position."""
+def draw_tree(axes: Axes, forest: TokenForest, layout: TreeLayout, vocabulary: list[str], node_T: list[int]) -> None:
+    """Draw the forest: every token once, at its original position."""
     row_of_node: dict[int, int] = {}
-    for node in range(layout.num_nodes):
-        parent = int(layout.node_parent[node])
-        is_first_child = parent >= 0 and layout.node_start[node] == layout.node_end[parent]
+    for node, (parent, start) in enumerate(zip(forest.node_parent.tolist(), forest.node_start.tolist(), strict=True)):
+        is_first_child = parent >= 0 and parent == node - 1  # nodes are in preorder
         row_of_node[node] = row_of_node[parent] if is_first_child else len(set(row_of_node.values()))
         if parent >= 0 and not is_first_child:
-            column = int(layout.position_T[layout.node_start[node]])
             rows = [-row_of_node[parent] + 0.4, -row_of_node[node] + 0.4]
-            axes.plot([column - 0.03] * 2, rows, color="grey", linewidth=1, zorder=0)
+            axes.plot([start - 0.03] * 2, rows, color="grey", linewidth=1, zorder=0)
     for token, (token_id, position) in enumerate(
         zip(layout.token_ids_T.tolist(), layout.position_T.tolist(), strict=True)
     ):
@@ -62,7 +61,7 @@ def draw_tree(axes: Axes, layout: TreeLayout, vocabulary: list[str], node_T: lis
 
 
 def draw_mask(axes: Axes, layout: TreeLayout, vocabulary: list[str], node_T: list[int]) -> None:
-    """The pack in DFS preorder and who sees whom: kv <= q < subtree_end[kv]."""
+    """Draw the pack in DFS preorder and who sees whom: kv <= q < subtree_end[kv]."""
     visible = layout.materialize()
     for query, key in visible.nonzero().tolist():
         axes.add_patch(plt.Rectangle((key, -query), 0.94, 0.94, color=COLOURS[node_T[key]], alpha=0.75))
@@ -82,7 +81,7 @@ def draw_mask(axes: Axes, layout: TreeLayout, vocabulary: list[str], node_T: lis
 
 
 def main() -> None:
-    """Writes the figure."""
+    """Write the figure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("docs/forest.svg"))
     arguments = parser.parse_args()
@@ -90,7 +89,7 @@ def main() -> None:
     vocabulary = sorted({word for line in words for word in line})
     forest = TokenForest.from_sequences([[vocabulary.index(word) for word in line] for line in words])
     layout = TreeLayout.from_forest(forest)
-    node_T = [node for node in range(layout.num_nodes) for _ in range(layout.node_start[node], layout.node_end[node])]
+    node_T = np.repeat(np.arange(forest.num_nodes), forest.node_end - forest.node_start).tolist()
     lines, node_of = [], []
     for leaf, (start, end) in enumerate(zip(layout.leaf_offsets[:-1], layout.leaf_offsets[1:], strict=True)):
         lines.append(words[layout.leaves[leaf]])
@@ -100,7 +99,7 @@ def main() -> None:
     figure = plt.figure(figsize=(9.5, 4.6))
     grid = figure.add_gridspec(2, 2, width_ratios=[1.1, 1])
     draw_flat(figure.add_subplot(grid[0, 0]), lines, node_of)
-    draw_tree(figure.add_subplot(grid[1, 0]), layout, vocabulary, node_T)
+    draw_tree(figure.add_subplot(grid[1, 0]), forest, layout, vocabulary, node_T)
     draw_mask(figure.add_subplot(grid[:, 1]), layout, vocabulary, node_T)
     figure.tight_layout(rect=(0, 0, 1, 0.96))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.typing import ArrayLike
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,8 +24,7 @@ class SequenceLogProbs:
     """Scores of whole trajectories.
 
     Attributes:
-        log_probs: For each sequence, in the order given, (len - 1,) log-probs of its tokens but the first;
-            differentiable.
+        log_probs: Per sequence, in the order given, (len - 1,) log-probs of its tokens but the first; differentiable.
         entropy: The same shapes, in nats, or None.
         num_tree_tokens: Tokens that were computed, over all packs.
         num_flat_tokens: Tokens of all sequences.
@@ -46,10 +46,10 @@ def tree_log_probs(
     capacity: int | None = None,
     packing: str = "auto",
 ) -> SequenceLogProbs:
-    """Log-probs of trajectories that share prefixes, every shared prefix computed once, forward and backward.
+    """Compute the log-probs of trajectories that share prefixes, every shared prefix once, forward and backward.
 
-    Any transformers causal LM will do whose layers call transformers' attention interface; its attention implementation
-    is "tree_attention" during the call, and what it was before afterwards.
+    Any transformers causal LM will do whose layers call transformers' attention interface. During the call its
+    attention implementation is "tree_attention", afterwards what it was before.
 
     Args:
         model: A causal LM, bare or wrapped by PEFT. Its training mode stays as it is.
@@ -64,17 +64,17 @@ def tree_log_probs(
         The scores, in the order of `sequences`.
 
     Raises:
-        ValueError: A sequence is empty, longer than the capacity or holds an id that the model has no embedding for, or
+        ValueError: A sequence is empty, longer than the capacity or holds an id that the model has no embedding for; or
             the model or the backend cannot honour the tree.
     """
     forest = TokenForest.from_sequences(sequences)
-    packs = pack(forest, capacity=capacity, method=packing)
-    log_probs: list[Tensor | None] = [None] * len(sequences)
-    entropy: list[Tensor | None] = [None] * len(sequences)
+    packed = pack(forest, capacity=capacity, method=packing)
+    log_probs: dict[int, Tensor] = {}
+    entropy: dict[int, Tensor] = {}
     with tree_attention_implementation(model, max_path_len=int(forest.sequence_lens.max(initial=0))):
         _check_token_ids(forest, model)
-        for one in packs.packs:
-            layout = TreeLayout.from_forest(forest, one.leaves, device=model.device)
+        for part in packed.packs:
+            layout = TreeLayout.from_forest(forest, part.leaves, device=model.device)
             scores = tree_forward_log_probs(
                 model,
                 layout,
@@ -82,23 +82,21 @@ def tree_log_probs(
                 temperature=temperature,
                 calculate_entropy=calculate_entropy,
             )
-            _scatter(scores.log_probs_T, layout, into=log_probs)
-            if calculate_entropy:
-                _scatter(scores.entropy_T, layout, into=entropy)
+            log_probs |= _by_sequence(scores.log_probs_T, layout)
+            if scores.entropy_T is not None:
+                entropy |= _by_sequence(scores.entropy_T, layout)
+    order = range(len(sequences))
     return SequenceLogProbs(
-        log_probs=log_probs,
-        entropy=entropy if calculate_entropy else None,
-        num_tree_tokens=packs.num_tokens,
-        num_flat_tokens=packs.num_flat_tokens,
+        log_probs=[log_probs[sequence] for sequence in order],
+        entropy=[entropy[sequence] for sequence in order] if calculate_entropy else None,
+        num_tree_tokens=packed.num_tokens,
+        num_flat_tokens=packed.num_flat_tokens,
     )
 
 
 @contextmanager
 def tree_attention_implementation(model: PreTrainedModel, *, max_path_len: int) -> Iterator[None]:
-    """Sets the model's attention implementation to "tree_attention" and restores what it was, also on error.
-
-    Gradient checkpointing runs layers a second time in the backward pass, after this has ended. Those runs get the
-    implementation back for their duration.
+    """Set the model's attention implementation to "tree_attention" and restore what it was, also on error.
 
     Args:
         model: A causal LM, bare or wrapped by PEFT.
@@ -110,21 +108,24 @@ def tree_attention_implementation(model: PreTrainedModel, *, max_path_len: int) 
     base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
     check_model(base, max_path_len=max_path_len)
     register()
-    checkpointed = [module for module in base.modules() if "_gradient_checkpointing_func" in vars(module)]
-    checkpoints = [module._gradient_checkpointing_func for module in checkpointed]
-    for module in checkpointed:
-        module._gradient_checkpointing_func = _checkpoint_with_tree(module._gradient_checkpointing_func, base)
+    # Gradient checkpointing runs layers a second time in the backward pass, after this has ended. Those runs need the
+    # implementation once more.
+    name = "_gradient_checkpointing_func"
+    checkpoints = [(vars(module), vars(module)[name]) for module in base.modules() if name in vars(module)]
+    for attributes, function in checkpoints:
+        attributes[name] = _checkpoint_with_tree(function, base)
     try:
         with _attention_name(base, ATTENTION_NAME):
             yield
     finally:
-        for module, function in zip(checkpointed, checkpoints, strict=True):
-            module._gradient_checkpointing_func = function
+        for attributes, function in checkpoints:
+            attributes[name] = function
 
 
 @contextmanager
 def _attention_name(model: PreTrainedModel, name: str) -> Iterator[None]:
     before = model.config._attn_implementation
+    assert before is not None, "a model that is built has an attention implementation"
     model.set_attn_implementation(name)
     try:
         yield
@@ -133,7 +134,7 @@ def _attention_name(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def _checkpoint_with_tree(checkpoint: Callable[..., Any], model: PreTrainedModel) -> Callable[..., Any]:
-    """A checkpoint function whose function runs with tree attention, now and when it is run again."""
+    """Return a checkpoint function whose function runs with tree attention, now and when it is run again."""
 
     def run(function: Callable[..., Any], *args: Any) -> Any:
         def with_tree(*inner_args: Any) -> Any:
@@ -146,9 +147,12 @@ def _checkpoint_with_tree(checkpoint: Callable[..., Any], model: PreTrainedModel
 
 
 def _check_token_ids(forest: TokenForest, model: PreTrainedModel) -> None:
-    """Refuses ids without an embedding, on the host: on a GPU their look-up ends the process's use of the device."""
-    # The rows that are looked up, which need not be the config's number. PEFT's wrappers have the weight, too.
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    """Refuse ids without an embedding."""
+    # On a GPU such an id is a device assert, which kills the process, so it is found on the host. The weight says what
+    # can be looked up, also under PEFT's wrappers; the config's number may differ.
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    vocab_size = weight.shape[0]
     if forest.tokens.min(initial=0) >= 0 and forest.tokens.max(initial=0) < vocab_size:
         return
     flat = int(((forest.tokens < 0) | (forest.tokens >= vocab_size)).argmax())
@@ -160,8 +164,7 @@ def _check_token_ids(forest: TokenForest, model: PreTrainedModel) -> None:
     )
 
 
-def _scatter(values_T: Tensor, layout: TreeLayout, *, into: list[Tensor | None]) -> None:
-    """Puts the expanded values of each leaf, but its first token's, at the place of its sequence."""
-    lens = (layout.leaf_offsets[1:] - layout.leaf_offsets[:-1]).tolist()
-    for sequence, values in zip(layout.leaves.tolist(), expand(values_T, layout).split(lens), strict=True):
-        into[sequence] = values[1:]
+def _by_sequence(values_T: Tensor, layout: TreeLayout) -> dict[int, Tensor]:
+    """Expand values to the layout's sequences, without the first token of each."""
+    values = expand(values_T, layout).split(np.diff(layout.leaf_offsets).tolist())
+    return {sequence: each[1:] for sequence, each in zip(layout.leaves.tolist(), values, strict=True)}

@@ -1,29 +1,28 @@
 """From tree tokens back to trajectories: the expansion that restores the flat gradient.
 
-`expand` gathers per-tree-token values to (leaf, token) pairs, where any flat loss can read them; the gather's
-backward adds the pairs of one token up, which is the flat gradient for every loss (docs/gradient_restoration.md). A
-weight on the pairs' gradients declares another objective for shared tokens. The paper's reuse-count scaler (section
-2.3) is the shortcut for losses that treat every leaf alike: compute them once per tree token and scale.
+`expand` gathers values of tree tokens to (leaf, token) pairs, where any flat loss can read them. The gather's backward
+adds up the pairs of one token, which is the flat gradient for every loss (docs/gradient_restoration.md). A weight on
+the pairs' gradients declares another objective for shared tokens. The paper's reuse-count scaler (section 2.3) is the
+shortcut for losses that treat every leaf alike: compute them once per tree token and scale.
 
 Legend: T tree tokens, F flat tokens = (leaf, token) pairs, S trajectories.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl_tree.tree.layout import TreeLayout
 
-SHARED_TOKEN_MODES = ("sum", "mean", "once")
-
 
 def expand(values_T: Tensor, layout: TreeLayout, *, gradient_weight_F: Tensor | None = None) -> Tensor:
-    """Gathers values of tree tokens to the trajectories of the pack.
+    """Gather values of tree tokens to the trajectories of the pack.
 
     Args:
         values_T: (T,) or (T, ...) values, one per tree token.
         layout: The pack.
-        gradient_weight_F: (F,) factor on the gradient of every (leaf, token) pair; the values stay as they are. None:
-            1.
+        gradient_weight_F: (F,) factor on the gradient of every (leaf, token) pair; the values stay. None: 1.
 
     Returns:
         (F,) or (F, ...), leaf after leaf as in `layout.leaves` and `layout.leaf_offsets`.
@@ -33,31 +32,31 @@ def expand(values_T: Tensor, layout: TreeLayout, *, gradient_weight_F: Tensor | 
 
 
 def scale_gradient(values: Tensor, weight: Tensor) -> Tensor:
-    """Returns `values` unchanged; their gradient is multiplied by `weight` along the first dimension."""
+    """Return `values` unchanged, their gradient multiplied by `weight` along the first dimension."""
     return _ScaleGradient.apply(values, weight)
 
 
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, values, weight):
+    def forward(ctx: Any, values: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx, gradient):
-        (weight,) = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        (gradient,), (weight,) = grad_outputs, ctx.saved_tensors
         weight = weight.to(gradient.dtype)
         return gradient * weight.reshape(-1, *(1,) * (gradient.dim() - 1)), None
 
 
 def shared_token_weights(layout: TreeLayout, trained_F: Tensor, mode: str) -> Tensor:
-    """Gradient weights for `expand` that declare what the leaves of a shared token do to it.
+    """Compute gradient weights for `expand` that declare what the leaves of a shared token do to it.
 
     Args:
         layout: The pack, or the forest of a whole mini-batch.
         trained_F: (F,) bool, the (leaf, token) pairs that the loss trains.
-        mode: "sum": every leaf trains it, the flat objective. "mean": the leaves that train it are averaged. "once":
-            only the first of them in DFS order trains it.
+        mode: One of `verl_tree.config.SHARED_TOKENS`. "sum": every leaf trains it, the flat objective. "mean": the
+            leaves that train it are averaged. "once": only the first of them in DFS order trains it.
 
     Returns:
         (F,) float32. Pairs that are not trained get 1 with "sum" and 0 otherwise.
@@ -65,13 +64,13 @@ def shared_token_weights(layout: TreeLayout, trained_F: Tensor, mode: str) -> Te
     Raises:
         ValueError: The mode does not exist.
     """
-    if mode not in SHARED_TOKEN_MODES:
-        raise ValueError(f"tree.shared_tokens is {mode!r}: use one of {list(SHARED_TOKEN_MODES)}")
     if mode == "sum":
         return torch.ones(layout.num_flat_tokens, device=trained_F.device)
     if mode == "mean":
         num_training_T = tree_scale(layout, trained_F)
         return trained_F / num_training_T[layout.tree_index_F].clamp(min=1)
+    if mode != "once":
+        raise ValueError(f"tree.shared_tokens is {mode!r}: use sum, mean or once")
     pair_F = torch.arange(layout.num_flat_tokens, device=trained_F.device)
     never = layout.num_flat_tokens
     first_T = torch.full((layout.num_tokens,), never, device=trained_F.device).scatter_reduce(
@@ -81,10 +80,10 @@ def shared_token_weights(layout: TreeLayout, trained_F: Tensor, mode: str) -> Te
 
 
 def tree_scale(layout: TreeLayout, trained_F: Tensor | None = None) -> Tensor:
-    """The reuse count of the paper (section 2.3.3): how many leaves train each tree token.
+    """Count the leaves that train each tree token: the paper's reuse count (section 2.3.3).
 
-    With it, and only if the loss gives one token the same coefficient on every leaf that trains it (SFT), the flat
-    loss is `(tree_scale(layout, trained_F) * loss_T).sum()`, computed once per tree token without expansion.
+    If the loss gives a token the same coefficient on every leaf that trains it (SFT), and only then, the flat loss is
+    `(tree_scale(layout, trained_F) * loss_T).sum()`, computed once per tree token without expansion.
 
     Args:
         layout: The pack.

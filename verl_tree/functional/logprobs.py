@@ -1,25 +1,27 @@
 """Log-probs and entropy of tree tokens: token t is scored by the logits at its parent.
 
-A position has one set of logits but, at a branch point, several next tokens; reading the logits at `parent[t]` for
+A position has one set of logits but, at a branch point, several next tokens. Reading the logits at `parent[t]` for
 every token t scores the first token of each branch like any other. Only positions with a child that a loss reads are
-projected to the vocabulary, in chunks whose logits are recomputed in the backward pass, so that they never live all
-at once.
+projected to the vocabulary. They are projected in chunks whose logits are computed again in the backward pass, so that
+the logits of all positions never exist at once.
 
-The projection must happen inside the model's own forward (under FSDP2 the head's weight is a shard outside it). So
-while the model runs, the output head's *instance* has a forward that receives the hidden states of the wanted
-positions and returns scores in place of logits.
+The projection must happen inside the model's own forward, because under FSDP2 the head's weight is a shard outside it.
+So while the model runs, the output head's *instance* has a forward that receives hidden states and returns the scores
+of the wanted positions in place of logits.
 
-Legend: T tree tokens, P projected positions, K (position, label) pairs, V vocabulary, C rows of the score table.
+Legend: T tree tokens, P projected positions, K (position, label) pairs, V vocabulary, C rows of the score table, R rows
+that the model hands to its head.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.tree.layout import TreeLayout
@@ -37,14 +39,14 @@ _LOGIT_TRANSFORMS = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ScoringPlan:
+class ScoredPairs:
     """Which positions are projected to the vocabulary, and which log-probs are read there.
 
     Attributes:
-        position_P: (P,) int64 tree indices of the positions, ascending.
-        pair_position_K: (K,) int64 index into P, ascending.
-        pair_token_K: (K,) int64 tree index of the token that the pair scores.
-        label_K: (K,) int64 token id of that token.
+        position_P: (P,) int64, tree indices of the positions, ascending.
+        pair_position_K: (K,) int64, index into P, ascending.
+        pair_token_K: (K,) int64, tree index of the token that the pair scores.
+        label_K: (K,) int64, token id of that token.
     """
 
     position_P: Tensor
@@ -54,7 +56,7 @@ class ScoringPlan:
 
     @classmethod
     def from_layout(cls, layout: TreeLayout, wanted_T: Tensor | None = None) -> Self:
-        """Finds the positions that must be projected.
+        """Find the positions that must be projected.
 
         Args:
             layout: The pack.
@@ -84,7 +86,7 @@ class TreeLogProbs:
 
 
 def tree_forward_log_probs(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     layout: TreeLayout,
     *,
     plan: AttentionPlan,
@@ -94,7 +96,7 @@ def tree_forward_log_probs(
     entropy_requires_grad: bool = True,
     chunk_size: int | None = None,
 ) -> TreeLogProbs:
-    """Runs a causal LM on one pack.
+    """Run a causal LM on one pack.
 
     Args:
         model: A transformers causal LM whose attention implementation is "tree_attention", bare or wrapped by PEFT or
@@ -106,25 +108,27 @@ def tree_forward_log_probs(
         calculate_entropy: Also compute the entropy.
         entropy_requires_grad: Whether gradients flow through the entropy.
         chunk_size: Positions projected at a time. None: at least 1,024, more while their logits stay below 2**25
-            numbers. With several chunks each is recomputed in the backward pass; a single one is kept, as nothing
-            would be saved.
+            numbers. With several chunks each is recomputed in the backward pass; a single one is kept, as nothing would
+            be saved.
 
     Returns:
         The scores of the wanted tokens.
 
     Raises:
-        ValueError: The chunk size is not positive, or the model has no output head or changes the logits behind it in a
-            way that is not known here.
+        ValueError: The chunk size is not positive; or the model has no output head, does not run it once on the wanted
+            or on all positions, or changes the logits behind it in a way that is not known here.
     """
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}: give a positive number of positions, or None")
-    scoring = ScoringPlan.from_layout(layout, wanted_T)
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__} has no output embeddings: log-probs need a causal LM")
+    pairs = ScoredPairs.from_layout(layout, wanted_T)
     scorer = _Scorer(
-        scoring,
-        temperature_P=temperature[scoring.position_P] if _is_per_position(temperature) else temperature,
+        pairs,
+        model_name=type(model).__name__,
+        num_tokens=layout.num_tokens,
+        temperature_P=_at(temperature, pairs.position_P),
         calculate_entropy=calculate_entropy,
         entropy_requires_grad=entropy_requires_grad,
         chunk_size=_auto_chunk_size(model) if chunk_size is None else chunk_size,
@@ -134,53 +138,60 @@ def tree_forward_log_probs(
         "position_ids": layout.position_T.unsqueeze(0),
         "attention_mask": None,
         "use_cache": False,
-        "logits_to_keep": scoring.position_P,
+        "logits_to_keep": pairs.position_P,
         "tree_plan": plan,
     }
     if transforms_logits(model):
-        scores_CK = scorer.score(model(**inputs).logits[0])
+        scores_CK = scorer.score(model(**inputs).logits)
     else:
-        with scoring_head(head, scorer) as returned:
-            scores_CK = model(**inputs).logits[0]
-        _check_untouched(model, returned, scores_CK)
+        with scoring_head(head, scorer) as calls:
+            logits_1CK = model(**inputs).logits
+        _check_untouched(scorer.model_name, calls, logits_1CK)
+        scores_CK = logits_1CK[0]
     # A gather's opposite: every scored token occurs once.
-    scores_CT = scores_CK.new_zeros(scores_CK.shape[0], layout.num_tokens).index_copy(
-        1, scoring.pair_token_K, scores_CK
-    )
+    scores_CT = scores_CK.new_zeros(scores_CK.shape[0], layout.num_tokens).index_copy(1, pairs.pair_token_K, scores_CK)
     return TreeLogProbs(scores_CT[0], scores_CT[1] if calculate_entropy else None)
 
 
-def transforms_logits(model: torch.nn.Module) -> bool:
-    """Whether the architecture caps or scales the logits behind its head, so that the head alone does not give them."""
+def transforms_logits(model: PreTrainedModel) -> bool:
+    """Return whether the architecture caps or scales the logits behind its head."""
     config = model.config.get_text_config(decoder=True).to_dict()
     return any(config.get(key, neutral) not in (neutral, None) for key, neutral in _LOGIT_TRANSFORMS.items())
 
 
-@contextmanager
-def scoring_head(head: torch.nn.Module, scorer: "_Scorer") -> Iterator[list[Tensor]]:
-    """While active, `head` maps hidden states of the projected positions to scores instead of logits.
+class _HeadCall(NamedTuple):
+    """One call of the output head: its scores, and the copy of them that the model got in place of logits."""
 
-    Only this instance is changed, and it is restored also on error. What the backward pass recomputes is bound here.
+    scores_CK: Tensor
+    logits_1CK: Tensor
+
+
+@contextmanager
+def scoring_head(head: torch.nn.Module, scorer: "_Scorer") -> Iterator[list[_HeadCall]]:
+    """Let `head` map hidden states to scores instead of logits while active.
+
+    Only this instance is changed, and it is restored also on error.
 
     Args:
         head: The output head; its own forward (LoRA and all) maps hidden states to logits.
         scorer: What to compute from them.
 
     Yields:
-        A list that receives what the head returned.
+        A list that receives every call of the head.
     """
+    # The backward pass, which recomputes chunks after the head is restored, calls this `project` too.
     project, instance_forward = head.forward, vars(head).get("forward")
-    returned: list[Tensor] = []
+    calls: list[_HeadCall] = []
 
-    def forward(hidden_1PD: Tensor) -> Tensor:
-        scores_CK = scorer.score(hidden_1PD[0], project=project)
-        returned.append(scores_CK.detach())
+    def forward(hidden_1RD: Tensor) -> Tensor:
+        scores_CK = scorer.score(hidden_1RD, project=project)
         # A copy: FSDP2 hangs its backward hook on the model's outputs, and a view could lose it.
-        return torch.stack([scores_CK])
+        calls.append(_HeadCall(scores_CK.detach(), torch.stack([scores_CK])))
+        return calls[-1].logits_1CK
 
     head.forward = forward
     try:
-        yield returned
+        yield calls
     finally:
         if instance_forward is None:
             del head.forward
@@ -188,70 +199,99 @@ def scoring_head(head: torch.nn.Module, scorer: "_Scorer") -> Iterator[list[Tens
             head.forward = instance_forward
 
 
-def _check_untouched(model: torch.nn.Module, returned: list[Tensor], scores_CK: Tensor) -> None:
-    """Refuses a model that did something with the logits between its head and its output."""
-    assert len(returned) == 1, f"the output head ran {len(returned)} times in one forward"
-    before, after = returned[0].to(scores_CK.dtype), scores_CK.detach()
+def _check_untouched(model_name: str, calls: list[_HeadCall], logits_1CK: Tensor) -> None:
+    """Refuse a model that did not run its head once, or did something with the logits behind it."""
+    if len(calls) != 1:
+        raise ValueError(
+            f"{model_name} ran its output head {len(calls)} times in one forward: log-probs need a forward that "
+            "projects its hidden states once (fused losses do not: with verl set use_fused_kernels=false)"
+        )
+    scores_CK, given_1CK = calls[0]
+    # Usually it is the very tensor, never written to. That is seen on the host; comparing values waits for the device.
+    if logits_1CK is given_1CK and not given_1CK.is_inference() and given_1CK._version == 0:
+        return
+    before, after = scores_CK.unsqueeze(0).to(logits_1CK.dtype), logits_1CK.detach()
     if before.shape != after.shape or not torch.equal(before.nan_to_num(), after.nan_to_num()):
         raise ValueError(
-            f"{type(model).__name__} changes the logits behind its output head in a way that is not known here: add "
-            f"the config key that says so to {sorted(_LOGIT_TRANSFORMS)} in verl_tree.functional.logprobs"
+            f"{model_name} changes the logits behind its output head in a way that is not known here: add the config "
+            f"key that says so to {sorted(_LOGIT_TRANSFORMS)} in verl_tree.functional.logprobs"
         )
 
 
-def _auto_chunk_size(model: torch.nn.Module) -> int:
+def _auto_chunk_size(model: PreTrainedModel) -> int:
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     return max(_MIN_AUTO_CHUNK_SIZE, _MAX_AUTO_CHUNK_LOGITS // vocab_size)
 
 
-def _is_per_position(temperature: float | Tensor) -> bool:
-    return isinstance(temperature, Tensor) and temperature.dim() > 0
+def _at(temperature: float | Tensor, index: Tensor | slice) -> float | Tensor:
+    """Return the temperature of some positions: a part of a tensor, or the one number of all."""
+    return temperature[index] if isinstance(temperature, Tensor) and temperature.dim() else temperature
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Scorer:
-    """Turns hidden states (or logits) of the projected positions into (C, K) scores: log-probs and maybe entropy."""
+    """What turns hidden states, or logits, into (C, K) scores: log-probs and maybe entropy.
 
-    def __init__(
-        self,
-        plan: ScoringPlan,
-        *,
-        temperature_P: float | Tensor,
-        calculate_entropy: bool,
-        entropy_requires_grad: bool,
-        chunk_size: int,
-    ) -> None:
-        self.plan = plan
-        self.temperature_P = temperature_P
-        self.calculate_entropy = calculate_entropy
-        self.entropy_requires_grad = entropy_requires_grad
-        self.chunk_size = chunk_size
+    Attributes:
+        pairs: What is scored.
+        model_name: Class of the model.
+        num_tokens: Tree tokens of the pack.
+        temperature_P: Divides the logits: a number or (P,).
+        calculate_entropy: Also compute the entropy.
+        entropy_requires_grad: Whether gradients flow through the entropy.
+        chunk_size: Positions projected at a time.
+    """
 
-    def score(self, rows_PX: Tensor, *, project: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Scores all pairs, chunk by chunk.
+    pairs: ScoredPairs
+    model_name: str
+    num_tokens: int
+    temperature_P: float | Tensor
+    calculate_entropy: bool
+    entropy_requires_grad: bool
+    chunk_size: int
+
+    def score(self, rows_1RX: Tensor, *, project: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Score all pairs, chunk by chunk.
 
         Args:
-            rows_PX: (P, X) hidden states, or logits where there is nothing to project.
+            rows_1RX: (1, R, X) hidden states, or logits where there is nothing to project; R = P or T.
             project: Maps hidden states to logits.
 
         Returns:
             (C, K) scores.
+
+        Raises:
+            ValueError: R is neither P nor T.
         """
+        rows_PX = self._wanted(rows_1RX.flatten(0, -2))
         num_positions = rows_PX.shape[0]
         starts = list(range(0, num_positions, self.chunk_size)) or [0]
         bounds = torch.tensor([*starts, num_positions], device=rows_PX.device)
-        pair_bounds = torch.searchsorted(self.plan.pair_position_K, bounds).tolist()
+        pair_bounds = torch.searchsorted(self.pairs.pair_position_K, bounds).tolist()
         chunks = []
         for number, start in enumerate(starts):
-            pairs = slice(pair_bounds[number], pair_bounds[number + 1])
-            row_K = self.plan.pair_position_K[pairs] - start
-            end = min(start + self.chunk_size, num_positions)
-            temperature = self.temperature_P[start:end] if _is_per_position(self.temperature_P) else self.temperature_P
-            args = (rows_PX[start:end], project, temperature, row_K, self.plan.label_K[pairs])
+            rows, pairs = slice(start, start + self.chunk_size), slice(pair_bounds[number], pair_bounds[number + 1])
+            row_K, label_K = self.pairs.pair_position_K[pairs] - start, self.pairs.label_K[pairs]
+            args = (rows_PX[rows], project, _at(self.temperature_P, rows), row_K, label_K)
             if len(starts) > 1 and torch.is_grad_enabled():
                 chunks.append(checkpoint(self._score_chunk, *args, use_reentrant=False))
             else:
                 chunks.append(self._score_chunk(*args))
         return torch.cat(chunks, dim=1)
+
+    def _wanted(self, rows_RX: Tensor) -> Tensor:
+        """Select the wanted positions where the model's forward did not."""
+        num_rows, num_wanted = rows_RX.shape[0], self.pairs.position_P.shape[0]
+        if num_rows == num_wanted:
+            return rows_RX
+        # A forward without `logits_to_keep`, as verl patches into vision models, hands over all positions. They are
+        # never as many as the wanted ones: the last token of a pack has no child.
+        if num_rows == self.num_tokens:
+            return rows_RX.index_select(0, self.pairs.position_P)
+        raise ValueError(
+            f"{self.model_name} projects {num_rows} positions where {num_wanted} of {self.num_tokens} are wanted: its "
+            "forward must honour `logits_to_keep`, or project all positions in one call of its output head"
+        )
 
     def _score_chunk(
         self,
@@ -263,10 +303,9 @@ class _Scorer:
     ) -> Tensor:
         logits_PV = rows_PX if project is None else project(rows_PX)
         logits_PV = logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()
-        if _is_per_position(temperature_P):
-            temperature_P = temperature_P.to(logits_PV.dtype).unsqueeze(1)
-        # A division by one would still be a pass over all logits.
-        if isinstance(temperature_P, Tensor) or temperature_P != 1.0:
+        if isinstance(temperature_P, Tensor):
+            logits_PV = logits_PV / temperature_P.to(logits_PV.dtype).unsqueeze(-1)
+        elif temperature_P != 1.0:  # a division by one would still be a pass over all logits
             logits_PV = logits_PV / temperature_P
         log_probs_PV = logits_PV.log_softmax(-1)
         log_probs_K = log_probs_PV[row_K, label_K]

@@ -12,15 +12,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from verl_tree.packing.baselines import arrival_first_fit, dfs_first_fit
-from verl_tree.packing.bound import tree_lower_bound
-from verl_tree.packing.methods import Options, pack_trees, tree_bounds
+from verl_tree.packing.methods import TREE_METHODS, Tree, pack_trees
 from verl_tree.packing.problem import UNLIMITED, Caps, Items, Pack, Packing
 from verl_tree.tree import TokenForest
 from verl_tree.tree.nodes import IntArray
 
 __all__ = ["METHODS", "Pack", "Packing", "lower_bound", "pack"]
 
-METHODS = ("auto", "heuristic", "exact", "single_path", "dfs_first_fit", "arrival_first_fit")
+METHODS = (*TREE_METHODS, "dfs_first_fit", "arrival_first_fit")
 
 
 def pack(
@@ -35,60 +34,53 @@ def pack(
     time_limit_s: float | None = None,
     max_states: int = 1_000_000,
 ) -> Packing:
-    """Cuts a forest into packs with few tokens.
+    """Cut a forest into packs with few tokens.
 
     Args:
-        forest: the trajectories.
-        capacity: tree tokens per pack. None: no limit.
+        forest: The trajectories.
+        capacity: Tree tokens per pack. None: no limit.
         method: "heuristic": near the optimum for any size. "exact": the optimum of small and medium trees, or an error.
             "auto": the heuristic, then the exact programme where that is cheap. Baselines: "single_path" (the paper's
             first programme), "dfs_first_fit" and "arrival_first_fit" (in DFS order and in the order given).
-        max_loss_terms: loss terms per pack, see `loss_terms`. None: no limit.
-        loss_terms: (S,) for every trajectory the tokens that the loss trains on it: the (leaf, token) pairs that are
-            expanded from the pack. None: all tokens but its first.
-        max_path_len: tokens of the longest trajectory that the model may see. None: no limit.
-        seed: of the heuristic's random choices.
-        time_limit_s: seconds after which the improvement of "heuristic" and "auto" ends early (None: 10), which makes
+        max_loss_terms: Loss terms per pack, see `loss_terms`. None: no limit.
+        loss_terms: (S,) tokens of each trajectory that the loss trains: the (leaf, token) pairs that are expanded from
+            the pack. None: all tokens but its first.
+        max_path_len: Tokens of the longest trajectory that the model may see. None: no limit.
+        seed: Seed of the heuristic's random choices.
+        time_limit_s: Seconds after which the improvement of "heuristic" and "auto" ends early (None: 10), which makes
             their result depend on the machine; or those of "exact" (None: 60).
-        max_states: of the programme of "exact".
+        max_states: States that "exact" may make.
 
     Returns:
-        The packing; it has no packs if the forest is empty. The same arguments give the same packing, unless the
-        time limit is reached.
+        The packing; it has no packs if the forest is empty. The same arguments give the same packing, unless the time
+        limit is reached.
 
     Raises:
-        ValueError: the method is unknown, a cap is not positive, a trajectory exceeds a cap, or "exact" exceeds its
+        ValueError: The method is unknown, a cap is not positive, a trajectory exceeds a cap, or "exact" exceeds its
             budget.
     """
     if method not in METHODS:
         raise ValueError(f"packing method {method!r} does not exist: use one of {list(METHODS)}")
-    terms = forest.sequence_lens - 1 if loss_terms is None else np.asarray(loss_terms, dtype=np.int64)
+    terms = _terms(forest, loss_terms)
     caps = _checked_caps(
         forest, capacity=capacity, max_loss_terms=max_loss_terms, terms=terms, max_path_len=max_path_len
     )
-    terms = terms[forest.order]
-    options = Options(
-        caps=caps,
-        seed=seed,
-        time_limit_s=(60.0 if method == "exact" else 10.0) if time_limit_s is None else time_limit_s,
-        max_states=max_states,
-    )
+    leaves = Items.from_forest(forest, terms=terms)
+    trees = [Tree.from_leaves(tree, caps=caps) for tree in leaves.trees()]
     if method == "arrival_first_fit":
-        whole = Items.from_forest(forest, terms=terms, start=0, end=forest.num_leaves)
-        bins = [np.array(bin_) for bin_ in arrival_first_fit(whole, caps=caps, arrival=forest.dfs_rank)]
+        bins = arrival_first_fit(leaves, caps=caps, arrival=forest.dfs_rank)
     elif method == "dfs_first_fit":
-        whole = Items.from_forest(forest, terms=terms, start=0, end=forest.num_leaves)
-        bins = [np.array(bin_) for bin_ in dfs_first_fit(whole, caps=caps)]
+        bins = dfs_first_fit(leaves, caps=caps)
     else:
-        bins = pack_trees(forest, terms=terms, method=method, options=options)
-    packs = tuple(
-        Pack(leaves=forest.order[bin_], num_tokens=forest.pack_num_tokens(forest.order[bin_])) for bin_ in bins
-    )
+        if time_limit_s is None:
+            time_limit_s = 60.0 if method == "exact" else 10.0
+        bins = pack_trees(trees, method=method, caps=caps, seed=seed, time_limit_s=time_limit_s, max_states=max_states)
+    packs = tuple(Pack(leaves=forest.order[members], num_tokens=leaves.union_tokens(members)) for members in bins)
     return Packing(
         packs=packs,
         num_tokens=sum(part.num_tokens for part in packs),
         num_flat_tokens=forest.num_flat_tokens,
-        lower_bound=_lower_bound(forest, terms=terms, caps=caps),
+        lower_bound=sum(tree.lower_bound for tree in trees),
         num_capacity_tokens=None if capacity is None else capacity * len(packs),
     )
 
@@ -100,10 +92,16 @@ def lower_bound(
     max_loss_terms: int | None = None,
     loss_terms: Sequence[int] | IntArray | None = None,
 ) -> int:
-    """Packed tokens that no method can go below; see `verl_tree.packing.bound`. Arguments and errors as of `pack`."""
-    terms = forest.sequence_lens - 1 if loss_terms is None else np.asarray(loss_terms, dtype=np.int64)
+    """Count the tokens that no packing can go below; arguments and errors are those of `pack`."""
+    terms = _terms(forest, loss_terms)
     caps = _checked_caps(forest, capacity=capacity, max_loss_terms=max_loss_terms, terms=terms, max_path_len=None)
-    return _lower_bound(forest, terms=terms[forest.order], caps=caps)
+    trees = Items.from_forest(forest, terms=terms).trees()
+    return sum(Tree.from_leaves(tree, caps=caps).lower_bound for tree in trees)
+
+
+def _terms(forest: TokenForest, loss_terms: Sequence[int] | IntArray | None) -> IntArray:
+    """Return the loss terms of each trajectory, (S,) int64."""
+    return forest.sequence_lens - 1 if loss_terms is None else np.asarray(loss_terms, dtype=np.int64)
 
 
 def _checked_caps(
@@ -114,7 +112,7 @@ def _checked_caps(
     terms: IntArray,
     max_path_len: int | None,
 ) -> Caps:
-    """Refuses caps that cannot be kept, each with the key that sets it."""
+    """Refuse caps that cannot be kept, each with the key that sets it."""
     if len(terms) != forest.num_leaves or (terms < 0).any():
         raise ValueError(
             f"loss_terms has {len(terms)} entries, the least is {terms.min(initial=0)}: give one number of at least 0 "
@@ -143,17 +141,3 @@ def _checked_caps(
         num_tokens=UNLIMITED if capacity is None else capacity,
         num_terms=UNLIMITED if max_loss_terms is None else max_loss_terms,
     )
-
-
-def _lower_bound(forest: TokenForest, *, terms: IntArray, caps: Caps) -> int:
-    starts = np.array(tree_bounds(forest), dtype=np.int64)
-    if len(starts) == 1:
-        return 0
-    tokens = np.add.reduceat(forest.sequence_lens[forest.order] - forest.lcp, starts[:-1])
-    tree_terms = np.add.reduceat(terms, starts[:-1])
-    is_whole = (tokens <= caps.num_tokens) & (tree_terms <= caps.num_terms)
-    cut = [
-        tree_lower_bound(Items.from_forest(forest, terms=terms, start=starts[tree], end=starts[tree + 1]), caps=caps)
-        for tree in np.flatnonzero(~is_whole)
-    ]
-    return int(tokens[is_whole].sum()) + sum(cut)

@@ -1,4 +1,4 @@
-"""Greedy packings, the ones that every other system uses: baselines, and starts for the heuristic."""
+"""Baselines: the greedy packings of other systems, which also start the heuristic, and the paper's first programme."""
 
 from bisect import bisect
 
@@ -15,7 +15,6 @@ class RangeMin:
     """
 
     def __init__(self, values: IntArray) -> None:
-        """O(n log n) once."""
         tables = [values]
         while 2 ** len(tables) <= len(values):
             before, half = tables[-1], 2 ** (len(tables) - 1)
@@ -23,33 +22,32 @@ class RangeMin:
         self._tables = [table.tolist() for table in tables]
 
     def __call__(self, start: int, end: int) -> int:
-        """min(values[start:end]) for start < end."""
+        """Return min(values[start:end]) for start < end."""
         level = (end - start).bit_length() - 1
         table = self._tables[level]
         return min(table[start], table[end - 2**level])
 
 
 def next_fit(lens: IntArray, *, shared: IntArray, terms: IntArray, caps: Caps) -> list[list[int]]:
-    """Takes items in a depth-first order and opens a new bin where the current one would outgrow a cap.
-
-    Every bin is a range of the order, so what an item adds to its bin is what it does not share with the item before.
+    """Take items in a depth-first order and open a new bin where the current one would outgrow a cap.
 
     Args:
         lens: (m,) tokens of the items with their root paths.
         shared: (m,) tokens shared with the item before.
         terms: (m,) loss terms.
-        caps: of a bin.
+        caps: Of a bin.
 
     Returns:
         Positions in the given order, bin by bin.
     """
+    # Every bin is a range of the order, so what an item adds to its bin is what it does not share with the item before.
     bins: list[list[int]] = []
     tokens = num_terms = 0
     for index, (item_len, item_shared, item_terms) in enumerate(
         zip(lens.tolist(), shared.tolist(), terms.tolist(), strict=True)
     ):
         added = item_len - item_shared
-        if bins and tokens + added <= caps.num_tokens and num_terms + item_terms <= caps.num_terms:
+        if bins and caps.hold(tokens + added, num_terms + item_terms):
             bins[-1].append(index)
             tokens, num_terms = tokens + added, num_terms + item_terms
         else:
@@ -59,17 +57,20 @@ def next_fit(lens: IntArray, *, shared: IntArray, terms: IntArray, caps: Caps) -
 
 
 def dfs_first_fit(items: Items, *, caps: Caps) -> list[list[int]]:
-    """Next fit in DFS order: no sibling is separated from its siblings except at a bin's two ends."""
+    """Pack in DFS order by next fit: siblings are separated only at a bin's two ends."""
     return next_fit(items.lens, shared=items.lcp, terms=items.terms, caps=caps)
 
 
 def arrival_first_fit(items: Items, *, caps: Caps, arrival: IntArray) -> list[list[int]]:
-    """Every item, in the order of arrival, goes to the first bin that it fits into.
+    """Put every item, in the order of arrival, into the first bin that takes it.
 
     Args:
-        items: of a whole forest, in DFS order.
-        caps: of a bin.
+        items: Those of a forest.
+        caps: Of a bin.
         arrival: (m,) the items in order of arrival.
+
+    Returns:
+        The items of each bin, ascending.
     """
     lens, all_terms = items.lens.tolist(), items.terms.tolist()
     lcp = RangeMin(items.lcp)
@@ -78,9 +79,8 @@ def arrival_first_fit(items: Items, *, caps: Caps, arrival: IntArray) -> list[li
     terms: list[int] = []
     for item in arrival.tolist():
         for number, members in enumerate(bins):
-            added = lens[item] - shared_with(members, item, lcp=lcp)
-            fits = tokens[number] + added <= caps.num_tokens
-            if fits and terms[number] + all_terms[item] <= caps.num_terms:
+            added = lens[item] - _shared_with(members, item, lcp=lcp)
+            if caps.hold(tokens[number] + added, terms[number] + all_terms[item]):
                 break
         else:
             number, added = len(bins), lens[item]
@@ -93,9 +93,59 @@ def arrival_first_fit(items: Items, *, caps: Caps, arrival: IntArray) -> list[li
     return bins
 
 
-def shared_with(members: list[int], item: int, *, lcp: RangeMin) -> int:
-    """Tokens of the item's root path that a bin of ascending members holds: its two neighbours have them all."""
+def _shared_with(members: list[int], item: int, *, lcp: RangeMin) -> int:
+    """Count the tokens of an item's root path that a bin of ascending members holds."""
+    # Its two neighbours in the bin have them all.
     place = bisect(members, item)
     before = lcp(members[place - 1] + 1, item + 1) if place else 0
     after = lcp(item + 1, members[place] + 1) if place < len(members) else 0
     return max(before, after)
+
+
+def single_path(items: Items, *, caps: Caps) -> list[list[int]]:
+    """Pack one tree by the paper's single-path programme (Tree Training, section 2.2.1, eq. 3-5).
+
+    One pack shares the root path of one node u among all leaves below u. It is feasible if that prefix and everything
+    below, leaf by leaf, fit into C: L(u) + R(u) <= C. It saves (n(u) - 1) L(u) tokens against flat. Bottom-up, in
+    O(nodes), the programme chooses the nodes with the largest saving: a node takes all of its leaves, or leaves them to
+    its children. A leaf below no chosen node is a pack of its own.
+
+    The programme does not count what a pack shares below u, but a pack is computed like any other: its tokens can be
+    fewer.
+
+    Args:
+        items: One tree, an item per leaf.
+        caps: Of a pack.
+
+    Returns:
+        The items of each pack.
+    """
+    nodes = items.nodes
+    first, last, parent = nodes.first_leaf.tolist(), nodes.last_leaf.tolist(), nodes.parent.tolist()
+    lens_before, terms_before = np.append(0, np.cumsum(items.lens)), np.append(0, np.cumsum(items.terms))
+    num_leaves = nodes.last_leaf - nodes.first_leaf
+    lens_below = lens_before[nodes.last_leaf] - lens_before[nodes.first_leaf]
+    terms_below = terms_before[nodes.last_leaf] - terms_before[nodes.first_leaf]
+    residual = lens_below - num_leaves * nodes.end  # R(u)
+    is_feasible = (nodes.end + residual <= caps.num_tokens) & (terms_below <= caps.num_terms)
+    own_saving = np.where(is_feasible, (num_leaves - 1) * nodes.end, -1).tolist()
+    best = [0] * nodes.num_nodes  # sum over the children first, then the maximum of eq. 5
+    takes_all = [False] * nodes.num_nodes
+    for node in range(nodes.num_nodes - 1, -1, -1):
+        if own_saving[node] >= best[node]:
+            best[node], takes_all[node] = own_saving[node], True
+        if parent[node] >= 0:
+            best[parent[node]] += best[node]
+    bins = []
+    node, subtree_end, end_node = 0, nodes.subtree_end.tolist(), items.end_node.tolist()
+    while node < nodes.num_nodes:
+        if takes_all[node]:
+            bins.append(list(range(first[node], last[node])))
+            node = subtree_end[node]
+            continue
+        leaf = first[node]
+        while leaf < last[node] and end_node[leaf] == node:
+            bins.append([leaf])  # it ends in a node that takes nothing
+            leaf += 1
+        node += 1
+    return bins

@@ -16,26 +16,26 @@ The bound is the sum of w(v) t(v). It is the optimum wherever a tree fits into o
 import numpy as np
 
 from verl_tree.packing.problem import UNLIMITED, Caps, Items
-from verl_tree.tree.nodes import IntArray, NodeTable
+from verl_tree.tree.nodes import IntArray
 
 
 def tree_lower_bound(items: Items, *, caps: Caps) -> int:
-    """Tokens that no packing of this tree can go below."""
-    if items.num_tokens <= caps.num_tokens and items.terms.sum() <= caps.num_terms:
+    """Count the tokens that no packing of this tree can go below."""
+    if caps.hold(items.num_tokens, items.num_terms):
         return items.num_tokens
-    nodes = items.nodes()
-    return int((least_visits(items, nodes=nodes, caps=caps) * (nodes.end - nodes.start)).sum())
+    return int(least_visits(items, caps=caps) @ (items.nodes.end - items.nodes.start))
 
 
-def least_visits(items: Items, *, nodes: NodeTable, caps: Caps) -> IntArray:
-    """(N,) int64: packs in which each node appears at least."""
+def least_visits(items: Items, *, caps: Caps) -> IntArray:
+    """Count the packs in which each node of a tree appears at least, (N,) int64."""
+    nodes = items.nodes
     num_nodes = nodes.num_nodes
     own, end, parent = (nodes.end - nodes.start).tolist(), nodes.end.tolist(), nodes.parent.tolist()
-    terms_before = np.concatenate(([0], np.cumsum(items.terms)))
+    terms_before = np.append(0, np.cumsum(items.terms))
     num_terms = (terms_before[nodes.last_leaf] - terms_before[nodes.first_leaf]).tolist()
     # Shortest way from the end of a node to the end of an item: 0 where one ends in the node.
     shortest = [UNLIMITED] * num_nodes
-    for node in items.end_node(nodes).tolist():
+    for node in items.end_node.tolist():
         shortest[node] = 0
     demand, most_visited = [0] * num_nodes, [1] * num_nodes
     child_visits: list[list[tuple[int, int]]] = [[] for _ in range(num_nodes)]
@@ -60,10 +60,10 @@ def least_visits(items: Items, *, nodes: NodeTable, caps: Caps) -> IntArray:
 
 
 def _bin_packing_bound(items: list[tuple[int, int]], *, room: int) -> int:
-    """The bound L2 on bins of `room` for (size, count) items, for every threshold at once."""
+    """Compute the bound L2 on bins of `room` for (size, count) items, for every threshold at once."""
     size, count = np.array(sorted(items, reverse=True), dtype=np.int64).T
-    total = np.concatenate(([0], np.cumsum(size * count)))
-    number = np.concatenate(([0], np.cumsum(count)))
+    total = np.append(0, np.cumsum(size * count))
+    number = np.append(0, np.cumsum(count))
     num_big = int(np.searchsorted(-size, -room / 2, side="left"))  # sizes above room / 2: one bin each
     thresholds = np.unique(size[num_big:])
     if not len(thresholds):

@@ -3,8 +3,8 @@
 State of a node: the loads of the packs (the paper's traversals) that visit it, each load being the tokens that the pack
 holds below the node. What happens above depends on nothing else, and because a pack computes each of its tokens once,
 the cost so far is the sum of the loads: a state *is* its sorted loads. Lifting to the parent adds the node's tokens to
-every load (eq. 9). At the parent, the loads of its children are merged in every way in which no pack outgrows
-C - L(parent) (eq. 10); two packs of one child stay two packs for ever. At the root the smallest sum wins (eq. 11).
+every load (eq. 9). At the parent, the loads of its children are merged in every way in which no pack outgrows C -
+L(parent) (eq. 10); two packs of one child stay two packs for ever. At the root the smallest sum wins (eq. 11).
 
 Three things keep the number of states small, none of which can lose the optimum:
 
@@ -17,6 +17,7 @@ With a cap on loss terms a load is the pair (tokens, terms).
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,9 +38,9 @@ class Budget:
     """What the programme may use, over all trees of a forest.
 
     Attributes:
-        max_states: states that may be made.
-        deadline_s: value of `time.perf_counter` at which it gives up.
-        num_states: states made so far.
+        max_states: States that may be made.
+        deadline_s: Value of `time.perf_counter` at which it gives up.
+        num_states: States made so far.
     """
 
     max_states: int
@@ -47,11 +48,7 @@ class Budget:
     num_states: int = field(default=0)
 
     def spend(self) -> None:
-        """Counts one state.
-
-        Raises:
-            BudgetExceededError: states or time are used up.
-        """
+        """Count one state; raise BudgetExceededError where states or time are used up."""
         self.num_states += 1
         if self.num_states > self.max_states:
             raise BudgetExceededError
@@ -59,57 +56,54 @@ class Budget:
             self.check_time()
 
     def check_time(self) -> None:
-        """For loops that are long without a new state.
-
-        Raises:
-            BudgetExceededError: time is used up.
-        """
+        """Raise BudgetExceededError where time is used up; for loops that are long without a new state."""
         if time.perf_counter() > self.deadline_s:
             raise BudgetExceededError
 
 
 def exact(items: Items, *, caps: Caps, known: list[list[int]], budget: Budget) -> list[list[int]]:
-    """Packs one tree with the fewest tokens possible.
+    """Pack one tree with the fewest tokens possible.
 
     Args:
-        items: the tree.
-        caps: of a pack.
-        known: a packing; returned where none is better.
-        budget: what may be used.
+        items: The tree.
+        caps: Of a pack.
+        known: A packing; returned where none is better.
+        budget: What may be used.
 
     Returns:
         The items of each pack.
 
     Raises:
-        BudgetExceededError: see `Budget`.
+        BudgetExceededError: States or time are used up.
     """
     programme = _Programme(items, caps=caps, known=known, budget=budget)
     return known if programme.best == sum(programme.least) else programme.solve()
 
 
 class _Programme:
-    """One run on one tree. A table maps a state to the packs that make it, as bit masks of items."""
+    """The programme on one tree. A table maps a state to the packs that make it, as bit masks of items."""
 
     def __init__(self, items: Items, *, caps: Caps, known: list[list[int]], budget: Budget) -> None:
-        nodes = items.nodes()
+        nodes = items.nodes
         self.nodes, self.caps, self.known, self.budget = nodes, caps, known, budget
-        self.best = sum(items.union_tokens(members) for members in known)
+        self.best = sum(map(items.union_tokens, known))
         self.own = (nodes.end - nodes.start).tolist()
-        self.visits = least_visits(items, nodes=nodes, caps=caps).tolist()
+        self.visits = least_visits(items, caps=caps).tolist()
         self.least = [own * visits for own, visits in zip(self.own, self.visits, strict=True)]
         # A second result for a cap that does not bind would only part states that are the same.
-        self.terms = items.terms.tolist() if items.terms.sum() > caps.num_terms else [0] * len(items)
+        self.terms = items.terms.tolist() if items.num_terms > caps.num_terms else [0] * len(items)
         self.ends_here: list[list[int]] = [[] for _ in range(nodes.num_nodes)]
-        for item, node in enumerate(items.end_node(nodes).tolist()):
+        for item, node in enumerate(items.end_node.tolist()):
             self.ends_here[node].append(item)
 
     def solve(self) -> list[list[int]]:
+        """Return the items of each pack of the optimum."""
         nodes = self.nodes
         parent, subtree_end = nodes.parent.tolist(), nodes.subtree_end.tolist()
         children: list[list[int]] = [[] for _ in range(nodes.num_nodes)]
         for node in range(nodes.num_nodes - 1, 0, -1):
             children[parent[node]].insert(0, node)
-        least_before = np.concatenate(([0], np.cumsum(self.least))).tolist()
+        least_before = np.append(0, np.cumsum(self.least)).tolist()
         tables: list[dict[State, tuple[int, ...]]] = [{} for _ in range(nodes.num_nodes)]
         for node in range(nodes.num_nodes - 1, -1, -1):
             ancestors = [node]
@@ -150,7 +144,7 @@ class _Programme:
         ancestors: list[int],
         rest: int,
     ) -> dict[State, tuple[int, ...]]:
-        """Merges two tables at a node in every way that can still beat the best packing known."""
+        """Merge two tables at a node in every way that can still beat the best packing known."""
         room = self.caps.num_tokens - int(self.nodes.end[node])
         path = [(self.own[each], self.visits[each]) for each in ancestors]
         most = self._most_packs(path)
@@ -171,8 +165,8 @@ class _Programme:
                 )
         return _undominated(merged, budget=self.budget)
 
-    def _most_packs(self, path: list[tuple[int, int]]):
-        """How many packs may visit a node and its ancestors for fewer than a number of tokens."""
+    def _most_packs(self, path: list[tuple[int, int]]) -> Callable[[int], int]:
+        """Return a function: how many packs may visit a node and its ancestors for fewer than a number of tokens?"""
 
         def most(num_tokens: int) -> int:
             low, high = 0, self.nodes.num_nodes + len(self.terms)
@@ -195,9 +189,8 @@ class _Programme:
         max_packs: int,
         into: dict[State, tuple[int, ...]],
     ) -> None:
-        """Each pack of `right` joins a pack of `left` of its own, or stays alone."""
-        used = [False] * len(left)
-        packs = list(left)
+        """Join each pack of `right` to a pack of `left` of its own, or leave it alone, in every way."""
+        used, packs = [False] * len(left), list(left)
         alone: list[tuple[Load, int]] = []
 
         def place(index: int) -> None:
@@ -229,7 +222,7 @@ class _Programme:
 
 
 def _undominated(table: dict[State, tuple[int, ...]], *, budget: Budget) -> dict[State, tuple[int, ...]]:
-    """Drops states whose sorted loads are nowhere smaller than another's that has no more packs."""
+    """Drop states whose sorted loads are nowhere smaller than another's that has no more packs."""
     if len(table) < 2:
         return table
     states = sorted(table, key=lambda state: (sum(load for load, _ in state), len(state), state))
@@ -251,7 +244,7 @@ def _undominated(table: dict[State, tuple[int, ...]], *, budget: Budget) -> dict
 
 
 def _members(mask: int) -> list[int]:
-    """The set bits, ascending."""
+    """List the set bits, ascending."""
     members = []
     while mask:
         lowest = mask & -mask

@@ -1,7 +1,7 @@
 """Near-optimal packings of trees of any size: the best of three quick packings, then ruin and recreate (`improve.py`).
 
-- the paper's rules (Tree Training, section 2.2.2): children with the deepest leaves first, so that leaves of similar
-  depth come together; depth-first, with a new traversal where the capacity is exceeded;
+- the paper's rules (Tree Training, section 2.2.2): depth-first, the child with the deepest leaf first, so that leaves
+  of similar depth come together; a new pack where the capacity is exceeded;
 - the same depth-first walk in the order of the token ids;
 - bottom-up: at every node the bins of its children are merged by best fit decreasing, the paper's programme with one
   state per node.
@@ -17,62 +17,52 @@ import numpy as np
 from verl_tree.packing.baselines import dfs_first_fit, next_fit
 from verl_tree.packing.improve import MAX_WINDOW_ITEMS, improve
 from verl_tree.packing.problem import Caps, Items
-from verl_tree.tree.nodes import NodeTable
 
 _COARSE_FRACTIONS = (128, 64, 32, 16, 8)
-"""Items of a large tree hold at most 1/128 (1/64, ...) of a pack."""
+"""Items of a large tree hold at most 1/128 of a pack; 1/64, ... if these are still too many items."""
 
 
 def heuristic(
     items: Items, *, caps: Caps, num_rounds: int, seed: int, deadline_s: float, lower_bound: int
 ) -> list[list[int]]:
-    """Packs one tree.
+    """Pack one tree.
 
     Args:
-        items: the tree.
-        caps: of a pack.
-        num_rounds: of improvement.
-        seed: of the improvement's random choices.
-        deadline_s: value of `time.perf_counter` at which the improvement ends whatever rounds are left.
-        lower_bound: tokens at which the packing is optimal and the improvement ends.
+        items: The tree.
+        caps: Of a pack.
+        num_rounds: Rounds of improvement.
+        seed: Seed of the improvement's random choices.
+        deadline_s: Value of `time.perf_counter` at which the improvement ends whatever rounds are left.
+        lower_bound: Tokens at which the packing is optimal and the improvement ends.
 
     Returns:
         The items of each pack, ascending.
     """
     coarse = _coarse(items, caps=caps)
-    nodes = coarse.nodes()
-    starts = [
-        best_fit_up(coarse, nodes=nodes, caps=caps),
-        deepest_first(coarse, nodes=nodes, caps=caps),
-        dfs_first_fit(coarse, caps=caps),
-    ]
-    bins = min(starts, key=lambda candidate: (_total(coarse, candidate), len(candidate)))
+    starts = [best_fit_up(coarse, caps=caps), deepest_first(coarse, caps=caps), dfs_first_fit(coarse, caps=caps)]
+    bins = min(starts, key=lambda bins: (sum(map(coarse.union_tokens, bins)), len(bins)))
     bins = improve(
         coarse, bins, caps=caps, num_rounds=num_rounds, seed=seed, deadline_s=deadline_s, lower_bound=lower_bound
     )
     if coarse is items:
         return bins
-    leaf = (coarse.bounds - coarse.bounds[0]).tolist()
-    return [[each for item in members for each in range(leaf[item], leaf[item + 1])] for members in bins]
+    first, last = (items.first_leaf.searchsorted(leaf).tolist() for leaf in (coarse.first_leaf, coarse.last_leaf))
+    return [[each for item in members for each in range(first[item], last[item])] for members in bins]
 
 
 def _coarse(items: Items, *, caps: Caps) -> Items:
-    """Joins small subtrees of a large tree until it has few items."""
+    """Join small subtrees of a large tree until it has few items."""
     coarse = items
     for fraction in _COARSE_FRACTIONS:
         if len(coarse) <= MAX_WINDOW_ITEMS:
             break
-        coarse = items.coarsened(max_tokens=caps.num_tokens // fraction, max_terms=caps.num_terms // fraction)
+        coarse = items.coarsened(caps=Caps(caps.num_tokens // fraction, caps.num_terms // fraction))
     return coarse
 
 
-def _total(items: Items, bins: list[list[int]]) -> int:
-    return sum(items.union_tokens(members) for members in bins)
-
-
-def deepest_first(items: Items, *, nodes: NodeTable, caps: Caps) -> list[list[int]]:
-    """The paper's rules: a depth-first walk that enters the child with the deepest leaf first."""
-    num_nodes = nodes.num_nodes
+def deepest_first(items: Items, *, caps: Caps) -> list[list[int]]:
+    """Pack by the paper's rules: a depth-first walk that enters the child with the deepest leaf first."""
+    nodes, num_nodes = items.nodes, items.nodes.num_nodes
     parent, start = nodes.parent.tolist(), nodes.start.tolist()
     deepest = nodes.end.tolist()
     children: list[list[int]] = [[] for _ in range(num_nodes)]
@@ -81,11 +71,11 @@ def deepest_first(items: Items, *, nodes: NodeTable, caps: Caps) -> list[list[in
         deepest[above] = max(deepest[above], deepest[node])
         children[above].append(node)
     ends_here: list[list[int]] = [[] for _ in range(num_nodes)]
-    for item, node in enumerate(items.end_node(nodes).tolist()):
+    for item, node in enumerate(items.end_node.tolist()):
         ends_here[node].append(item)
     order, shared, stack = [], [], [0]
     lens = items.lens.tolist()
-    fork = 0  # where the walk left the path of the last item
+    fork: int | None = 0  # where the walk left the path of the last item
     while stack:
         node = stack.pop()
         if fork is None:
@@ -100,16 +90,13 @@ def deepest_first(items: Items, *, nodes: NodeTable, caps: Caps) -> list[list[in
     return [sorted(order[position] for position in members) for members in bins]
 
 
-def best_fit_up(items: Items, *, nodes: NodeTable, caps: Caps) -> list[list[int]]:
-    """Merges the children's bins at every node by best fit decreasing, from the leaves to the root.
-
-    Bins of one child never fit together (else they had been merged there), so where one child has most of the bins,
-    only those of the others are moved.
-    """
+def best_fit_up(items: Items, *, caps: Caps) -> list[list[int]]:
+    """Merge the children's bins at every node by best fit decreasing, from the leaves to the root."""
+    nodes = items.nodes
     own, end, parent = (nodes.end - nodes.start).tolist(), nodes.end.tolist(), nodes.parent.tolist()
     all_terms = items.terms.tolist()
     arriving: list[list[_OpenBins]] = [[] for _ in range(nodes.num_nodes)]
-    for item, node in enumerate(items.end_node(nodes).tolist()):
+    for item, node in enumerate(items.end_node.tolist()):
         arriving[node].append(_OpenBins([0], [(all_terms[item], [item])]))
     merged = _OpenBins([], [])
     for node in range(nodes.num_nodes - 1, -1, -1):
@@ -126,9 +113,9 @@ class _OpenBins:
     """Bins of one node, ascending by load.
 
     Attributes:
-        loads: tokens below the node, minus `offset`.
-        contents: loss terms and items.
-        offset: tokens that the walk to the root has added to every load.
+        loads: Tokens below the node, minus `offset`.
+        contents: Loss terms and items.
+        offset: Tokens that the walk to the root has added to every load.
     """
 
     loads: list[int]
@@ -136,7 +123,7 @@ class _OpenBins:
     offset: int = 0
 
     def put(self, load: int, terms: int, members: list[int], *, caps: Caps) -> None:
-        """Adds to the fullest bin that takes it, or opens one."""
+        """Add to the fullest bin that takes it, or open one."""
         load -= self.offset
         fullest = bisect(self.loads, caps.num_tokens - 2 * self.offset - load) - 1
         while fullest >= 0 and self.contents[fullest][0] + terms > caps.num_terms:
@@ -151,9 +138,11 @@ class _OpenBins:
 
 
 def _merge(groups: list[_OpenBins], *, caps: Caps) -> _OpenBins:
-    """Puts the bins of several children together."""
+    """Put the bins of several children together."""
     if len(groups) == 1:
         return groups[0]
+    # Bins of one child never fit together, else they had been merged there. So where one child has most of the bins,
+    # only those of the others are moved.
     largest = max(groups, key=lambda group: len(group.loads))
     num_others = sum(len(group.loads) for group in groups) - len(largest.loads)
     base = largest if len(largest.loads) > num_others else _OpenBins([], [])

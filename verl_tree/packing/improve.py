@@ -1,8 +1,8 @@
 """Ruin and recreate (Schrimpf et al., 2000): take a few packs apart, put them together anew, keep what is better.
 
-Items of a few packs that share much are taken out and put back one after another, each where it shares most; the
-result is kept unless it is worse. That moves and swaps leaves, merges packs and parts them. How many rounds are run
-depends on the instance only, so one seed gives one result; the deadline is a safeguard.
+Items of a few packs that share much are taken out and put back one after another, each where it shares most; the result
+is kept unless it is worse. That moves and swaps leaves, merges packs and parts them. The number of rounds depends on
+the instance only, so one seed gives one result; the deadline is a safeguard.
 """
 
 import random
@@ -19,7 +19,7 @@ MAX_WINDOW_ITEMS = 384
 
 _MAX_RUINED_ITEMS = 32
 _STALE_ROUNDS = 250
-"""Rounds without a better packing, plus four per item, after which a search ends."""
+"""Rounds without a better packing after which a search ends; four more per item."""
 
 
 def improve(
@@ -32,14 +32,12 @@ def improve(
     deadline_s: float,
     lower_bound: int,
 ) -> list[list[int]]:
-    """Ruins and recreates packs, window by window where there are many items.
-
-    A window is a run of packs in DFS order; the second pass shifts the windows by half a window.
-    """
+    """Ruin and recreate the packs `bins`, window by window where there are many items; see `heuristic`."""
     bins = sorted(bins)
     if len(items) <= MAX_WINDOW_ITEMS:
         search = _RuinAndRecreate(items, bins, caps=caps, seed=seed)
         return search.run(num_rounds, deadline_s=deadline_s, lower_bound=lower_bound)
+    # A window is some packs in DFS order; the second pass shifts the windows by half a window.
     for is_shifted in (False, True):
         improved: list[list[int]] = []
         windows = _windows(bins, max_items=MAX_WINDOW_ITEMS, is_shifted=is_shifted)
@@ -49,12 +47,7 @@ def improve(
                 continue
             index = np.array(sorted(item for members in window for item in members))
             local = {item: position for position, item in enumerate(index.tolist())}
-            part = Items(
-                lens=items.lens[index],
-                lcp=items.shared(index),
-                terms=items.terms[index],
-                bounds=np.arange(len(index) + 1),
-            )
+            part = items.subset(index)
             search = _RuinAndRecreate(
                 part, [[local[item] for item in members] for members in window], caps=caps, seed=seed + number
             )
@@ -69,7 +62,7 @@ def improve(
 
 
 def _windows(bins: list[list[int]], *, max_items: int, is_shifted: bool) -> list[list[list[int]]]:
-    """Runs of packs with at most `max_items` items, one pack at least; if shifted, half of that in the first."""
+    """Part packs into windows of at most `max_items` items, half of that in the first if shifted; one pack at least."""
     windows: list[list[list[int]]] = []
     room = 0
     for members in bins:
@@ -99,7 +92,7 @@ class _RuinAndRecreate:
         self.bin_terms = [sum(self.terms[item] for item in members) for members in self.bins]
 
     def run(self, num_rounds: int, *, deadline_s: float, lower_bound: int) -> list[list[int]]:
-        """Runs the rounds and returns the best packing: none is ever worse than the one before."""
+        """Run the rounds and return the last packing: none is worse than the one before."""
         stale = 0
         for number in range(num_rounds):
             if sum(self.tokens) <= lower_bound or len(self.bins) < 2 or stale >= _STALE_ROUNDS + 4 * len(self.lens):
@@ -110,7 +103,7 @@ class _RuinAndRecreate:
         return [sorted(members) for members in self.bins]
 
     def _round(self) -> bool:
-        """One ruin and recreate; whether tokens were saved."""
+        """Ruin and recreate once; return whether tokens were saved."""
         chosen = self._choose()
         removed = self._remove(chosen)
         kept = [[item for item in self.bins[number] if item not in removed] for number in chosen]
@@ -130,7 +123,7 @@ class _RuinAndRecreate:
         return new_tokens < old_tokens
 
     def _choose(self) -> list[int]:
-        """A few packs: that of a random item, and others that hold what it shares most with, or any."""
+        """Choose a few packs: that of a random item, and others that hold what it shares most with, or any."""
         anchor = self.random.randrange(len(self.lens))
         chosen = [self.bin_of[anchor]]
         num_chosen = min(self.random.choice((2, 2, 3, 3, 4)), len(self.bins))
@@ -147,7 +140,7 @@ class _RuinAndRecreate:
         return chosen + self.random.sample(others, num_chosen - len(chosen))
 
     def _remove(self, chosen: list[int]) -> set[int]:
-        """Which items of the chosen packs are taken out: all of small packs, a run in DFS order of each large one."""
+        """Choose the items that are taken out: all of a small pack, neighbours in DFS order of a large one, or any."""
         removed: set[int] = set()
         share = max(_MAX_RUINED_ITEMS // len(chosen), 1)
         for number in chosen:
@@ -161,7 +154,7 @@ class _RuinAndRecreate:
         return removed
 
     def _order(self, removed: set[int]) -> list[int]:
-        """The order in which items are put back: longest first, in DFS order from somewhere on, or any."""
+        """Choose the order in which items are put back: longest first, in DFS order from somewhere on, or any."""
         order = sorted(removed)
         kind = self.random.randrange(4)
         if kind == 0:
@@ -189,12 +182,11 @@ class _RuinAndRecreate:
             for item in new.members[number]:
                 self.bin_of[item] = place
         for place in sorted(chosen[len(filled) :], reverse=True):
-            last = len(self.bins) - 1
-            for columns in (self.bins, self.tokens, self.bin_terms):
-                columns[place] = columns[last]
-                columns.pop()
-            if place != last:
-                for item in self.bins[place]:
+            # The last pack takes the place that became free.
+            members, tokens, terms = self.bins.pop(), self.tokens.pop(), self.bin_terms.pop()
+            if place < len(self.bins):
+                self.bins[place], self.tokens[place], self.bin_terms[place] = members, tokens, terms
+                for item in members:
                     self.bin_of[item] = place
 
 
@@ -203,7 +195,7 @@ class _Bins:
 
     def __init__(self, search: _RuinAndRecreate, members: list[list[int]]) -> None:
         self.search = search
-        self.members = [[] for _ in members]
+        self.members: list[list[int]] = [[] for _ in members]
         self.tokens = [0] * len(members)
         self.terms = [0] * len(members)
         for number, kept in enumerate(members):
@@ -214,7 +206,7 @@ class _Bins:
                 self.terms[number] += search.terms[item]
 
     def insert(self, item: int, *, blink: float) -> None:
-        """Puts an item where it shares most; the fullest of equals. With probability `blink` a bin is overlooked."""
+        """Put an item where it shares most, into the fullest of equals; overlook a bin with probability `blink`."""
         search = self.search
         item_len, item_terms, row = search.lens[item], search.terms[item], search.shared[item]
         max_tokens, max_terms = search.caps.num_tokens, search.caps.num_terms
@@ -245,9 +237,7 @@ class _Bins:
 
 
 def _pairs(items: Items) -> list[list[int]]:
-    """(m, m) tokens that every two items share, as lists: they are read one number at a time."""
-    num_items = len(items)
-    above = np.where(np.triu(np.ones((num_items, num_items), dtype=bool), 1), items.lcp[None, :], items.lens.max())
-    upper = np.minimum.accumulate(above, axis=1)
-    table = np.where(np.triu(np.ones((num_items, num_items), dtype=bool), 1), upper, 0)
+    """Count the tokens that every two items share, (m, m), as lists: they are read one number at a time."""
+    is_later = np.triu(np.ones((len(items), len(items)), dtype=bool), 1)
+    table = np.where(is_later, np.minimum.accumulate(np.where(is_later, items.lcp, items.lens.max()), axis=1), 0)
     return (table + table.T + np.diag(items.lens)).tolist()

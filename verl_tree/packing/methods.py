@@ -2,24 +2,21 @@
 
 import time
 from bisect import bisect, insort
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import pairwise
+from typing import Self
 
 import numpy as np
 
+from verl_tree.packing.baselines import single_path
 from verl_tree.packing.bound import tree_lower_bound
 from verl_tree.packing.exact import Budget, BudgetExceededError, exact
 from verl_tree.packing.heuristic import heuristic
 from verl_tree.packing.problem import UNLIMITED, Caps, Items
-from verl_tree.packing.single_path import single_path
-from verl_tree.tree import TokenForest
 from verl_tree.tree.nodes import IntArray
 
 _MAX_ROUNDS = 6_000
 _MAX_ROUNDS_PER_TREE = 2_000
-"""Rounds of improvement of all trees together and of one small tree: less than a second and a third of one."""
+"""Rounds of improvement of all trees together, less than a second, and of one small tree, a third of one."""
 
 _MAX_TRIED_PACKS = 32
 _AUTO_EXACT_ITEMS = 16
@@ -27,45 +24,112 @@ _AUTO_EXACT_STATES = 20_000
 """States of all trees together in which `auto` looks for optima: about a tenth of a second."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Tree:
+    """One tree of the forest that is packed.
+
+    Attributes:
+        leaves: An item per leaf.
+        items: The same with every prefix joined to what extends it, where loss terms are not capped.
+        is_whole: Whether it fits into one pack.
+        lower_bound: Tokens that no packing of it can go below.
+    """
+
+    leaves: Items
+    items: Items
+    is_whole: bool
+    lower_bound: int
+
+    @classmethod
+    def from_leaves(cls, leaves: Items, *, caps: Caps) -> Self:
+        """Prepare one tree, given by its leaves."""
+        if caps.hold(leaves.num_tokens, leaves.num_terms):
+            return cls(leaves, leaves, is_whole=True, lower_bound=leaves.num_tokens)
+        items = leaves.without_prefixes() if caps.num_terms == UNLIMITED else leaves
+        return cls(leaves, items, is_whole=False, lower_bound=tree_lower_bound(items, caps=caps))
+
+
 @dataclass(frozen=True, slots=True)
-class Options:
-    """What the methods need besides the forest; see `verl_tree.packing.pack`."""
+class _Search:
+    """What the packing of one tree may use.
+
+    Attributes:
+        caps: Of a pack.
+        seed: Seed of random choices.
+        num_cut_items: Items of all trees that do not fit into one pack; they share the rounds of improvement.
+        budget: Of the exact programme, for all trees; its deadline also ends the improvement.
+    """
 
     caps: Caps
     seed: int
-    time_limit_s: float
-    max_states: int
+    num_cut_items: int
+    budget: Budget
 
 
-def tree_bounds(forest: TokenForest) -> list[int]:
-    """Where each tree starts in the DFS order, and the end."""
-    return [*np.flatnonzero(forest.lcp == 0).tolist(), forest.num_leaves]
+def _single_path(tree: Tree, search: _Search) -> list[list[int]]:
+    return single_path(tree.leaves, caps=search.caps)
 
 
-def pack_trees(forest: TokenForest, *, terms: IntArray, method: str, options: Options) -> list[IntArray]:
-    """Packs each tree by itself, then puts packs of different trees together. DFS ranks, bin by bin."""
-    caps, bounds = options.caps, tree_bounds(forest)
-    trees = [Items.from_forest(forest, terms=terms, start=start, end=end) for start, end in pairwise(bounds)]
-    is_whole = [tree.num_tokens <= caps.num_tokens and tree.terms.sum() <= caps.num_terms for tree in trees]
-    if method != "single_path" and caps.num_terms == UNLIMITED:
-        trees = [tree if whole else tree.without_prefixes() for tree, whole in zip(trees, is_whole, strict=True)]
-    solver = {"single_path": _single_path, "heuristic": _heuristic, "exact": _exact, "auto": _auto}[method]
-    solve = solver(
-        options, num_cut_items=sum(len(tree) for tree, whole in zip(trees, is_whole, strict=True) if not whole)
+def _heuristic(tree: Tree, search: _Search) -> list[list[int]]:
+    num_items = len(tree.items)
+    return heuristic(
+        tree.items,
+        caps=search.caps,
+        num_rounds=min(_MAX_ROUNDS * num_items // search.num_cut_items, max(_MAX_ROUNDS_PER_TREE, num_items)),
+        seed=search.seed,
+        deadline_s=search.budget.deadline_s,
+        lower_bound=tree.lower_bound,
     )
+
+
+def _exact(tree: Tree, search: _Search) -> list[list[int]]:
+    return exact(tree.items, caps=search.caps, known=_heuristic(tree, search), budget=search.budget)
+
+
+def _auto(tree: Tree, search: _Search) -> list[list[int]]:
+    known = _heuristic(tree, search)
+    if len(tree.items) > _AUTO_EXACT_ITEMS:
+        return known
+    try:
+        return exact(tree.items, caps=search.caps, known=known, budget=search.budget)
+    except BudgetExceededError:
+        return known
+
+
+TREE_METHODS = {"auto": _auto, "heuristic": _heuristic, "exact": _exact, "single_path": _single_path}
+
+
+def pack_trees(
+    trees: list[Tree], *, method: str, caps: Caps, seed: int, time_limit_s: float, max_states: int
+) -> list[IntArray]:
+    """Pack each tree by itself, then put packs of different trees together; arguments and errors are those of `pack`.
+
+    Returns:
+        The leaves of each pack, ascending places in the DFS order of the forest.
+    """
+    budget = Budget(
+        max_states=max_states if method == "exact" else _AUTO_EXACT_STATES,
+        deadline_s=time.perf_counter() + time_limit_s,
+    )
+    num_cut_items = sum(len(tree.items) for tree in trees if not tree.is_whole)
+    search = _Search(caps=caps, seed=seed, num_cut_items=num_cut_items, budget=budget)
     parts: list[_Part] = []
-    for number, (tree, whole) in enumerate(zip(trees, is_whole, strict=True)):
+    for number, tree in enumerate(trees):
         # A tree that fits is one pack; only the paper's first programme may cut it nevertheless.
-        bins = [list(range(len(tree)))] if whole and method != "single_path" else solve(tree)
+        items = tree.leaves if method == "single_path" else tree.items
+        try:
+            cut = method == "single_path" or not tree.is_whole
+            bins = TREE_METHODS[method](tree, search) if cut else [list(range(len(items)))]
+        except BudgetExceededError as error:
+            raise ValueError(
+                f"the exact packing of a tree with {len(tree.leaves)} leaves and {items.nodes.num_nodes} nodes was not "
+                f"found with {budget.num_states} states (max_states={budget.max_states}) in {time_limit_s:g} s "
+                '(time_limit_s): raise them, or use method="heuristic", which also reports how far from the optimum it '
+                "can be (Packing.gap)"
+            ) from error
         for members in bins:
-            parts.append(
-                _Part(
-                    tree=number,
-                    num_tokens=tree.union_tokens(members),
-                    num_terms=int(tree.terms[members].sum()),
-                    ranks=np.concatenate([np.arange(tree.bounds[item], tree.bounds[item + 1]) for item in members]),
-                )
-            )
+            num_tokens, num_terms = items.union_tokens(members), int(items.terms[members].sum())
+            parts.append(_Part(number, num_tokens=num_tokens, num_terms=num_terms, leaves=items.leaves(members)))
     return _share_packs(parts, caps=caps)
 
 
@@ -76,71 +140,33 @@ class _Part:
     tree: int
     num_tokens: int
     num_terms: int
-    ranks: IntArray
+    leaves: IntArray
 
 
-Solve = Callable[[Items], list[list[int]]]
+@dataclass(slots=True)
+class _OpenPack:
+    """A pack that parts are put into."""
 
+    leaves: list[IntArray] = field(default_factory=list)
+    trees: set[int] = field(default_factory=set)
+    num_terms: int = 0
 
-def _single_path(options: Options, *, num_cut_items: int) -> Solve:
-    return partial(single_path, caps=options.caps)
+    def takes(self, part: _Part, *, caps: Caps) -> bool:
+        """Return whether a part that has few enough tokens may enter."""
+        # Parts of one tree do not fit together, or were parted on purpose (by the paper's first programme).
+        return part.tree not in self.trees and self.num_terms + part.num_terms <= caps.num_terms
 
-
-def _heuristic(options: Options, *, num_cut_items: int) -> Solve:
-    deadline_s = time.perf_counter() + options.time_limit_s
-
-    def solve(tree: Items) -> list[list[int]]:
-        return heuristic(
-            tree,
-            caps=options.caps,
-            num_rounds=min(_MAX_ROUNDS * len(tree) // num_cut_items, max(_MAX_ROUNDS_PER_TREE, len(tree))),
-            seed=options.seed,
-            deadline_s=deadline_s,
-            lower_bound=tree_lower_bound(tree, caps=options.caps),
-        )
-
-    return solve
-
-
-def _exact(options: Options, *, num_cut_items: int) -> Solve:
-    first = _heuristic(options, num_cut_items=num_cut_items)
-    budget = Budget(max_states=options.max_states, deadline_s=time.perf_counter() + options.time_limit_s)
-
-    def solve(tree: Items) -> list[list[int]]:
-        try:
-            return exact(tree, caps=options.caps, known=first(tree), budget=budget)
-        except BudgetExceededError as error:
-            raise ValueError(
-                f"the exact packing of a tree with {tree.bounds[-1] - tree.bounds[0]} leaves and "
-                f"{tree.nodes().num_nodes} nodes was not found with {budget.num_states} states "
-                f"(max_states={options.max_states}) in {options.time_limit_s:g} s (time_limit_s): raise them, or use "
-                'method="heuristic", which also reports how far from the optimum it can be (Packing.gap)'
-            ) from error
-
-    return solve
-
-
-def _auto(options: Options, *, num_cut_items: int) -> Solve:
-    first = _heuristic(options, num_cut_items=num_cut_items)
-    budget = Budget(max_states=_AUTO_EXACT_STATES, deadline_s=time.perf_counter() + options.time_limit_s)
-
-    def solve(tree: Items) -> list[list[int]]:
-        known = first(tree)
-        if len(tree) > _AUTO_EXACT_ITEMS:
-            return known
-        try:
-            return exact(tree, caps=options.caps, known=known, budget=budget)
-        except BudgetExceededError:
-            return known
-
-    return solve
+    def add(self, part: _Part) -> None:
+        self.leaves.append(part.leaves)
+        self.trees.add(part.tree)
+        self.num_terms += part.num_terms
 
 
 def _share_packs(parts: list[_Part], *, caps: Caps) -> list[IntArray]:
-    """Puts parts of different trees into one pack by best fit, the largest first. DFS ranks; packs in DFS order."""
+    """Put parts of different trees into one pack by best fit, the largest first; packs are in DFS order."""
     open_packs: list[tuple[int, int]] = []  # (tokens, number), ascending
     packs: list[_OpenPack] = []
-    for part in sorted(parts, key=lambda each: (-each.num_tokens, each.ranks[0])):
+    for part in sorted(parts, key=lambda part: (-part.num_tokens, part.leaves[0])):
         place = bisect(open_packs, (caps.num_tokens - part.num_tokens, len(packs))) - 1
         lowest = max(place - _MAX_TRIED_PACKS, -1)
         while place > lowest and not packs[open_packs[place][1]].takes(part, caps=caps):
@@ -152,24 +178,4 @@ def _share_packs(parts: list[_Part], *, caps: Caps) -> list[IntArray]:
             packs.append(_OpenPack())
         packs[number].add(part)
         insort(open_packs, (tokens + part.num_tokens, number))
-    bins = [np.sort(np.concatenate(one.ranks)) for one in packs]
-    return sorted(bins, key=lambda bin_: bin_[0])
-
-
-@dataclass(slots=True)
-class _OpenPack:
-    """A pack that parts are put into."""
-
-    ranks: list[IntArray] = field(default_factory=list)
-    trees: set[int] = field(default_factory=set)
-    num_terms: int = 0
-
-    def takes(self, part: _Part, *, caps: Caps) -> bool:
-        """Whether a part that has few enough tokens may enter."""
-        # Parts of one tree do not fit together, or were parted on purpose (by the paper's first programme).
-        return part.tree not in self.trees and self.num_terms + part.num_terms <= caps.num_terms
-
-    def add(self, part: _Part) -> None:
-        self.ranks.append(part.ranks)
-        self.trees.add(part.tree)
-        self.num_terms += part.num_terms
+    return sorted((np.sort(np.concatenate(pack.leaves)) for pack in packs), key=lambda leaves: leaves[0])

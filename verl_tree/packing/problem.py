@@ -1,12 +1,14 @@
-"""What the packing methods share: the caps of a pack, one tree as a list of items, and the result.
+"""What the packing methods share: the caps of a pack, a forest or one tree as a list of items, and the result.
 
-In DFS order, a tree is two columns: the length of every leaf and the tokens that it shares with the leaf before it.
-The tokens of any set of leaves follow from them (`TokenForest.subset_lcp`), so the methods need nothing else. They
-work on *items*: one leaf, or several neighbours that no method wants to part.
+In DFS order, a tree is two columns: the length of every leaf and the tokens that it shares with the leaf before it. The
+tokens of any set of leaves follow from them, so the methods need nothing else. They work on *items*: one leaf, or
+several neighbours that no method wants to part.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Self
 
 import numpy as np
@@ -23,7 +25,7 @@ class Pack:
 
     Attributes:
         leaves: (s,) int64 indices of trajectories, in DFS order.
-        num_tokens: tree tokens of the pack, the union of the root paths of its leaves.
+        num_tokens: Tree tokens of the pack, the union of the root paths of its leaves.
     """
 
     leaves: IntArray
@@ -35,11 +37,11 @@ class Packing:
     """A partition of the trajectories of a forest into packs.
 
     Attributes:
-        packs: every trajectory is in exactly one of them.
-        num_tokens: packed tokens, the sum over the packs.
-        num_flat_tokens: sum of the trajectory lengths.
-        lower_bound: tokens that no packing under these caps can go below.
-        num_capacity_tokens: what all packs could hold, None where the capacity is not limited.
+        packs: Every trajectory is in exactly one of them.
+        num_tokens: Packed tokens, the sum over the packs.
+        num_flat_tokens: Sum of the trajectory lengths.
+        lower_bound: Tokens that no packing under these caps can go below.
+        num_capacity_tokens: What all packs could hold, None where the capacity is not limited.
     """
 
     packs: tuple[Pack, ...]
@@ -60,7 +62,7 @@ class Packing:
 
     @property
     def gap(self) -> float:
-        """How far from the optimum this can be at most: packed tokens / lower bound - 1; 0.0 proves the optimum."""
+        """Packed tokens / lower bound - 1: how far from the optimum this can be at most; 0.0 proves the optimum."""
         return self.num_tokens / self.lower_bound - 1.0 if self.lower_bound else 0.0
 
     @property
@@ -74,84 +76,116 @@ class Caps:
     """What one pack may hold.
 
     Attributes:
-        num_tokens: tree tokens.
-        num_terms: loss terms.
+        num_tokens: Tree tokens.
+        num_terms: Loss terms.
     """
 
     num_tokens: int = UNLIMITED
     num_terms: int = UNLIMITED
 
+    def hold(self, num_tokens: int, num_terms: int) -> bool:
+        """Return whether one pack can have this many tokens and loss terms."""
+        return num_tokens <= self.num_tokens and num_terms <= self.num_terms
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, eq=False)  # without slots: cached properties need a __dict__
 class Items:
-    """One tree: what is to be distributed to packs, in DFS order.
+    """What is to be distributed to packs, in DFS order: a forest or one of its trees.
 
     Legend: m items.
 
     Attributes:
-        lens: (m,) int64 tokens of the item with its whole root path.
-        lcp: (m,) int64 tokens shared with the item before; lcp[0] = 0.
-        terms: (m,) int64 loss terms.
-        bounds: (m + 1,) int64, item i holds the leaves bounds[i]..bounds[i + 1] of the DFS order of the forest.
+        lens: (m,) int64, tokens of the item with its whole root path.
+        lcp: (m,) int64, tokens shared with the item before; 0 where a tree starts.
+        terms: (m,) int64, loss terms.
+        first_leaf: (m,) int64, first of the item's leaves in the DFS order of the forest.
+        last_leaf: (m,) int64, one past the last.
     """
 
     lens: IntArray
     lcp: IntArray
     terms: IntArray
-    bounds: IntArray
+    first_leaf: IntArray
+    last_leaf: IntArray
 
     @classmethod
-    def from_forest(cls, forest: TokenForest, *, terms: IntArray, start: int, end: int) -> Self:
-        """The leaves start..end of the DFS order, one item each; they must be one tree. terms: (S,) in DFS order."""
-        lcp = forest.lcp[start:end].copy()
-        lcp[:1] = 0
-        lens = forest.sequence_lens[forest.order[start:end]]
-        return cls(lens=lens, lcp=lcp, terms=terms[start:end], bounds=np.arange(start, end + 1))
+    def from_forest(cls, forest: TokenForest, *, terms: IntArray) -> Self:
+        """Make one item of each leaf; `terms` are the loss terms of the trajectories, (S,) in the order given."""
+        return cls(
+            lens=forest.sequence_lens[forest.order],
+            lcp=forest.lcp,
+            terms=terms[forest.order],
+            first_leaf=np.arange(forest.num_leaves),
+            last_leaf=np.arange(forest.num_leaves) + 1,
+        )
 
     @property
     def num_tokens(self) -> int:
         """Tree tokens of all items together."""
         return int(self.lens.sum() - self.lcp.sum())
 
-    def __len__(self) -> int:
-        return len(self.lens)
+    @property
+    def num_terms(self) -> int:
+        """Loss terms of all items together."""
+        return int(self.terms.sum())
 
+    @cached_property
     def nodes(self) -> NodeTable:
         """The nodes of the tree; their leaves are items."""
         return NodeTable.from_lcp(self.lens, lcp=self.lcp)
 
-    def end_node(self, nodes: NodeTable) -> IntArray:
-        """(m,) int64 the node in which each item ends."""
-        # A duplicate has no run of its own: the last node of the leaf before it is its node too.
-        return np.searchsorted(nodes.first_leaf, np.arange(len(self)), side="right") - 1
+    @cached_property
+    def end_node(self) -> IntArray:
+        """(m,) int64, the node in which each item ends."""
+        # A duplicate has no node of its own: it ends in the last node of the item before it.
+        return np.searchsorted(self.nodes.first_leaf, np.arange(len(self)), side="right") - 1
 
-    def union_tokens(self, items: Sequence[int]) -> int:
-        """Tree tokens of some items, given in ascending order."""
-        index = np.asarray(items, dtype=np.int64)
-        return int(self.lens[index].sum() - self.shared(index).sum())
+    def __len__(self) -> int:
+        return len(self.lens)
 
-    def shared(self, index: IntArray) -> IntArray:
-        """Tokens that each of some items (ascending) shares with the one before it; the first is 0."""
-        return lcp_of_subset(self.lcp, index)
+    def trees(self) -> list[Self]:
+        """Part a forest into its trees."""
+        starts = [*np.flatnonzero(self.lcp == 0).tolist(), len(self)]
+        return [self.subset(np.arange(start, end)) for start, end in pairwise(starts)]
 
-    def merged(self, starts: IntArray) -> Self:
-        """Makes one item of each run of neighbours.
-
-        Args:
-            starts: (k,) ascending item indices, the first of each run; starts[0] = 0. The items of a run must share
-                at least as much with each other as with what is outside.
-        """
-        tokens = np.add.reduceat(self.lens - self.lcp, starts) + self.lcp[starts]
+    def subset(self, index: IntArray) -> Self:
+        """Keep some items, given in ascending order, as if there were no others."""
         return replace(
             self,
-            lens=tokens,
+            lens=self.lens[index],
+            lcp=lcp_of_subset(self.lcp, index),
+            terms=self.terms[index],
+            first_leaf=self.first_leaf[index],
+            last_leaf=self.last_leaf[index],
+        )
+
+    def leaves(self, items: Sequence[int]) -> IntArray:
+        """Return the leaves of some items, places in the DFS order of the forest."""
+        return np.concatenate([np.arange(self.first_leaf[item], self.last_leaf[item]) for item in items])
+
+    def union_tokens(self, items: Sequence[int] | IntArray) -> int:
+        """Count the tree tokens of some items, given in ascending order."""
+        index = np.asarray(items, dtype=np.int64)
+        return int(self.lens[index].sum() - lcp_of_subset(self.lcp, index).sum())
+
+    def merged(self, starts: IntArray) -> Self:
+        """Make one item of every stretch of neighbours.
+
+        Args:
+            starts: (k,) ascending item indices, the first of each stretch; starts[0] = 0. The items of a stretch must
+                share at least as much with each other as with what is outside.
+        """
+        return replace(
+            self,
+            lens=np.add.reduceat(self.lens - self.lcp, starts) + self.lcp[starts],
             lcp=self.lcp[starts],
             terms=np.add.reduceat(self.terms, starts),
-            bounds=np.append(self.bounds[starts], self.bounds[-1]),
+            first_leaf=self.first_leaf[starts],
+            last_leaf=self.last_leaf[np.append(starts[1:], len(self)) - 1],
         )
 
     def without_prefixes(self) -> Self:
-        """Joins every item that is a prefix of the next one (or its duplicate) to it: together they cost no token more.
+        """Join every item that is a prefix of the next one, or its duplicate, to it: together they cost no token more.
 
         Only for packs whose loss terms are not capped.
         """
@@ -159,36 +193,29 @@ class Items:
         is_start[1:] = self.lens[:-1] != self.lcp[1:]
         return self if is_start.all() else self.merged(np.flatnonzero(is_start))
 
-    def coarsened(self, *, max_tokens: int, max_terms: int) -> Self:
-        """Joins small subtrees, and runs of small sibling subtrees, to items.
+    def coarsened(self, *, caps: Caps) -> Self:
+        """Join small subtrees, and small sibling subtrees, to items of one tree.
 
         Args:
-            max_tokens: tokens of an item below the node that its leaves share.
-            max_terms: its loss terms.
+            caps: Of an item; its tokens count below the node that its leaves share.
         """
-        nodes = self.nodes()
-        own = nodes.end - nodes.start
-        below = own.copy()
-        for node in range(nodes.num_nodes - 1, 0, -1):
-            below[nodes.parent[node]] += below[node]
-        terms = np.concatenate(([0], np.cumsum(self.terms)))
-        starts: list[int] = []
-        group_tokens = group_terms = 0
-        group_parent = -2
+        nodes, end_node = self.nodes, self.end_node.tolist()
         first, last, parent = nodes.first_leaf.tolist(), nodes.last_leaf.tolist(), nodes.parent.tolist()
-        subtree_tokens, subtree_end = below.tolist(), nodes.subtree_end.tolist()
-        end_node = self.end_node(nodes).tolist()
-        node = 0
+        subtree_end = nodes.subtree_end.tolist()
+        tokens_before = np.append(0, np.cumsum(nodes.end - nodes.start)).tolist()
+        terms_before = np.append(0, np.cumsum(self.terms)).tolist()
+        starts: list[int] = []
+        group_tokens = group_terms = node = 0
+        group_parent = -2
         while node < nodes.num_nodes:
-            tokens = subtree_tokens[node]
-            num_terms = int(terms[last[node]] - terms[first[node]])
-            if tokens <= max_tokens and num_terms <= max_terms:
-                is_sibling = parent[node] == group_parent
-                if is_sibling and group_tokens + tokens <= max_tokens and group_terms + num_terms <= max_terms:
-                    group_tokens, group_terms = group_tokens + tokens, group_terms + num_terms
+            tokens = tokens_before[subtree_end[node]] - tokens_before[node]
+            terms = terms_before[last[node]] - terms_before[first[node]]
+            if caps.hold(tokens, terms):
+                if parent[node] == group_parent and caps.hold(group_tokens + tokens, group_terms + terms):
+                    group_tokens, group_terms = group_tokens + tokens, group_terms + terms
                 else:
                     starts.append(first[node])
-                    group_tokens, group_terms, group_parent = tokens, num_terms, parent[node]
+                    group_tokens, group_terms, group_parent = tokens, terms, parent[node]
                 node = subtree_end[node]
                 continue
             # Items that end in a node which is parted stand alone.

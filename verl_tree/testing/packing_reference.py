@@ -125,8 +125,8 @@ def integer_programme(items: Items, *, caps: Caps, known_tokens: int, time_limit
     Returns:
         The best packing known and the best bound, the solver's or that of `least_visits`.
     """
-    nodes = items.nodes()
-    visits = least_visits(items, nodes=nodes, caps=caps)
+    nodes = items.nodes
+    visits = least_visits(items, caps=caps)
     own = nodes.end - nodes.start
     num_packs = max_packs(items, own=own, visits=visits, caps=caps, known_tokens=known_tokens)
     can_hold = np.arange(num_packs) <= np.arange(len(items))[:, None]  # item l is in one of the packs 0..l
@@ -167,7 +167,7 @@ def _constraints(
     own, room = nodes.end - nodes.start, (caps.num_tokens - nodes.end).astype(float)
     index = np.arange(num_nodes)
     is_below = (index[:, None] < index) & (index < nodes.subtree_end[:, None])
-    end_of = csr_array((np.ones(num_items), (np.arange(num_items), items.end_node(nodes))), (num_items, num_nodes))
+    end_of = csr_array((np.ones(num_items), (np.arange(num_items), items.end_node)), (num_items, num_nodes))
     parent_of = csr_array((np.ones(num_nodes - 1), (index[1:] - 1, nodes.parent[1:])), (num_nodes - 1, num_nodes))
     earlier = csr_array(np.tri(num_items, k=-1))
     each_item, each_node = eye_array(num_items).tocsr(), eye_array(num_nodes).tocsr()

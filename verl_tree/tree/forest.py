@@ -1,9 +1,8 @@
 """Trajectories form a forest of prefix trees: sort them, compare neighbours, read off the nodes.
 
-Once the trajectories are in lexicographic order, those that share a prefix are neighbours, so the number of
-tokens that each shares with the one before it (`lcp`) holds the whole forest: the leaves under a token are a
-range of the order, the tokens of any subset of leaves are counted from it, and the nodes follow from it in
-one pass over the trajectories. Nothing here is a Python object per token.
+In lexicographic order, trajectories that share a prefix are neighbours. So the number of tokens that each shares with
+the one before it (`lcp`) holds the whole forest: the leaves under a token are a range of the order, the tokens of any
+subset of leaves are counted from it, and one pass over it gives the nodes. Nothing here is a Python object per token.
 
 Legend: F flat tokens, S trajectories (leaves), N nodes.
 """
@@ -38,20 +37,20 @@ class TokenForest:
         num_flat_tokens  14                node_sequence     2  0  1  4
 
     Attributes:
-        tokens: (F,) the trajectories one after another, int32 where all were given so, else int64.
+        tokens: (F,) the trajectories one after another; int32 where all were given so, else int64.
         sequence_offsets: (S + 1,) int64, where each trajectory starts in `tokens`.
-        sequence_lens: (S,) int64 lengths in tokens.
-        order: (S,) int64, the trajectories in DFS order: by merge key in order of first appearance, then by
-            token ids, strict prefixes before their extensions, duplicates by index.
+        sequence_lens: (S,) int64, lengths in tokens.
+        order: (S,) int64, the trajectories in DFS order: by merge key in order of first appearance, then by token ids,
+            strict prefixes before their extensions, duplicates by index.
         dfs_rank: (S,) int64, the inverse of `order`.
         lcp: (S,) int64, tokens that order[i] shares with order[i - 1]; lcp[0] = 0.
         node_parent: (N,) int64, -1 at roots. Nodes are in DFS preorder.
-        node_start: (N,) int64 first position of the node in its trajectories.
-        node_end: (N,) int64 one past the last.
-        node_first_leaf: (N,) int64 first of the node's leaves, an index into `order`.
-        node_last_leaf: (N,) int64 one past the last.
+        node_start: (N,) int64, first position of the node in its trajectories.
+        node_end: (N,) int64, one past the last.
+        node_first_leaf: (N,) int64, first of the node's leaves, an index into `order`.
+        node_last_leaf: (N,) int64, one past the last.
         node_sequence: (N,) int64, a trajectory that carries the node's tokens.
-        node_depth: (N,) int64 number of ancestors.
+        node_depth: (N,) int64, number of ancestors.
     """
 
     tokens: IntArray
@@ -70,19 +69,19 @@ class TokenForest:
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[ArrayLike], *, merge_keys: Sequence[Hashable] | None = None) -> Self:
-        """Finds the forest of a list of trajectories from their tokens alone.
+        """Find the forest of a list of trajectories from their tokens alone.
 
         Args:
             sequences: S one-dimensional integer arrays or lists, each with at least one token.
-            merge_keys: one per trajectory, what besides the tokens changes the forward (images, LoRA slot,
-                position scheme). Trajectories with different keys share no token. None: all may share.
+            merge_keys: One per trajectory: what besides the tokens changes the forward (images, LoRA slot, position
+                scheme). Trajectories with different keys share no token. None: all may share.
 
         Returns:
             The forest; an empty list gives an empty one.
 
         Raises:
-            ValueError: a trajectory is empty, not one-dimensional or not of integers; or the number of merge
-                keys is not S.
+            ValueError: A trajectory is empty, not one-dimensional or not of integers; or the number of merge keys is
+                not S.
         """
         if merge_keys is not None and len(merge_keys) != len(sequences):
             raise ValueError(
@@ -114,12 +113,12 @@ class TokenForest:
 
     @property
     def num_leaves(self) -> int:
-        """Number of trajectories S."""
+        """Number of trajectories, S."""
         return len(self.order)
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes N."""
+        """Number of nodes, N."""
         return len(self.node_parent)
 
     @property
@@ -134,7 +133,7 @@ class TokenForest:
 
     @property
     def num_flat_tokens(self) -> int:
-        """Sum of the trajectory lengths F."""
+        """Sum of the trajectory lengths, F."""
         return len(self.tokens)
 
     @property
@@ -148,11 +147,11 @@ class TokenForest:
         return 1.0 - self.num_tokens / self.num_flat_tokens if self.num_flat_tokens else 0.0
 
     def sequence(self, index: int) -> IntArray:
-        """The tokens of one trajectory, a view."""
+        """Return the tokens of one trajectory, a view."""
         return self.tokens[self.sequence_offsets[index] : self.sequence_offsets[index + 1]]
 
     def subset_lcp(self, leaves: ArrayLike) -> IntArray:
-        """Tokens that each of some trajectories shares with the one before it: the `lcp` of their own forest.
+        """Count the tokens that each of some trajectories shares with the one before it: the `lcp` of their own forest.
 
         Args:
             leaves: (s,) distinct indices of trajectories in DFS order.
@@ -161,7 +160,7 @@ class TokenForest:
             (s,) int64, the first is 0.
 
         Raises:
-            ValueError: the leaves are not distinct and in DFS order.
+            ValueError: The leaves are not distinct and in DFS order.
         """
         ranks = self.dfs_rank[np.asarray(leaves, dtype=np.int64)]
         if (np.diff(ranks) <= 0).any():
@@ -172,23 +171,23 @@ class TokenForest:
         return lcp_of_subset(self.lcp, ranks)
 
     def pack_num_tokens(self, leaves: ArrayLike) -> int:
-        """Tree tokens of a pack of trajectories: the union of their root paths.
+        """Count the tree tokens of a pack of trajectories: the union of their root paths.
 
         Args:
             leaves: (s,) distinct indices of trajectories in DFS order.
 
         Raises:
-            ValueError: the leaves are not distinct and in DFS order.
+            ValueError: The leaves are not distinct and in DFS order.
         """
         lens = self.sequence_lens[np.asarray(leaves, dtype=np.int64)]
         return int(lens.sum() - self.subset_lcp(leaves).sum())
 
 
 def lcp_of_subset(lcp: IntArray, ranks: IntArray) -> IntArray:
-    """Tokens that each leaf of a subset shares with the one before it.
+    """Count the tokens that each leaf of a subset shares with the one before it.
 
     Args:
-        lcp: (S,) the same of all leaves, in DFS order.
+        lcp: (S,) the same for all leaves, in DFS order.
         ranks: (s,) the subset, ascending places in that order.
 
     Returns:
@@ -202,7 +201,7 @@ def lcp_of_subset(lcp: IntArray, ranks: IntArray) -> IntArray:
 
 
 def _concatenate(sequences: Sequence[ArrayLike]) -> tuple[IntArray, IntArray]:
-    """Checks the trajectories and lays them one after another: tokens (F,) and offsets (S + 1,) int64."""
+    """Check the trajectories and lay them one after another: tokens (F,) and offsets (S + 1,) int64."""
     arrays = [np.asarray(sequence) for sequence in sequences]
     for index, array in enumerate(arrays):
         if array.ndim != 1:
@@ -221,22 +220,20 @@ def _concatenate(sequences: Sequence[ArrayLike]) -> tuple[IntArray, IntArray]:
 
 
 def _key_ids(merge_keys: Sequence[Hashable]) -> IntArray:
-    """Numbers the merge keys in order of first appearance. (S,) int64."""
+    """Give each merge key a number, in order of first appearance, (S,) int64."""
     number_of = {key: number for number, key in enumerate(dict.fromkeys(merge_keys))}
     return np.array([number_of[key] for key in merge_keys], dtype=np.int64)
 
 
 def _lexicographic_order(tokens: IntArray, *, offsets: IntArray, key_ids: IntArray) -> IntArray:
-    """Sorts the trajectories by merge key, then tokens, then index. (S,) int64.
-
-    Big-endian bytes compare like the numbers that they encode, so a comparison of two trajectories is one
-    memcmp however much they share, and a strict prefix comes before its extensions.
-    """
+    """Sort the trajectories by merge key, then tokens, then index, (S,) int64."""
+    # Big-endian bytes compare like the numbers that they encode. So a comparison of two trajectories is one memcmp
+    # however much they share, and a strict prefix comes before its extensions.
     bounds = offsets.tolist()
     if tokens.min(initial=0) >= 0 and tokens.max(initial=0) < 2**32:
         rows = [tokens[start:end].astype(">u4").tobytes() for start, end in pairwise(bounds)]
     else:
-        sign = np.int64(-(2**63))  # flipped, it makes signed numbers compare as unsigned ones
+        sign = np.int64(-(2**63))  # flipped, so that signed numbers compare like unsigned ones
         rows = [(tokens[start:end].astype(np.int64) ^ sign).astype(">i8").tobytes() for start, end in pairwise(bounds)]
     order = sorted(range(len(rows)), key=rows.__getitem__)
     order.sort(key=key_ids.tolist().__getitem__)
@@ -244,20 +241,14 @@ def _lexicographic_order(tokens: IntArray, *, offsets: IntArray, key_ids: IntArr
 
 
 def _neighbour_lcp(tokens: IntArray, *, offsets: IntArray, order: IntArray, key_ids: IntArray) -> IntArray:
-    """Tokens shared with the trajectory before in the order, 0 across merge keys. (S,) int64."""
+    """Count the tokens shared with the trajectory before in the order, 0 across merge keys, (S,) int64."""
     lcp = np.zeros(len(order), dtype=np.int64)
     for index in range(1, len(order)):
         before, here = order[index - 1], order[index]
         if key_ids[before] == key_ids[here]:
-            lcp[index] = _common_prefix_len(
-                tokens[offsets[before] : offsets[before + 1]], tokens[offsets[here] : offsets[here + 1]]
-            )
+            first = tokens[offsets[before] : offsets[before + 1]]
+            second = tokens[offsets[here] : offsets[here + 1]]
+            longest = min(len(first), len(second))
+            # The first place at which they differ, or the end of the shorter one.
+            lcp[index] = np.append(first[:longest] != second[:longest], True).argmax()
     return lcp
-
-
-def _common_prefix_len(first: IntArray, second: IntArray) -> int:
-    """Number of leading tokens that two non-empty trajectories have in common."""
-    longest = min(len(first), len(second))
-    differs = first[:longest] != second[:longest]
-    position = int(differs.argmax())
-    return position if differs[position] else longest

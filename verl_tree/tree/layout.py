@@ -1,10 +1,10 @@
 """A pack of trajectories as tensors: every tree token once, in DFS preorder.
 
-In preorder the descendants of a token are the range that follows it, so one integer per token says who may
-attend to it: the key j is visible to the query i iff j <= i < subtree_end[j]. Arrays that only planning reads
-stay on the host as numpy beside the device tensors, so that nothing in the hot path has to be copied back.
+In preorder the descendants of a token are the range that follows it, so one integer per token says who may attend to
+it: the key j is visible to the query i iff j <= i < subtree_end[j]. What only planning reads stays on the host as
+numpy, so that nothing has to be copied back from the device.
 
-Legend: T tree tokens of the pack, F flat tokens (sum over its trajectories), S its trajectories, N its nodes.
+Legend: T tree tokens of the pack, F flat tokens (sum over its trajectories), S its trajectories.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from verl_tree.tree.nodes import IntArray, NodeTable
 class TreeLayout:
     """The tensors of one pack.
 
-    Example: a tree four tokens deep of the trajectories 0 = [5 6 7 8], 1 = [5 6 7 9], 2 = [5 6] (a strict
-    prefix of 0 and 1), 3 = [5 4 3] and 4 = [5 4 3] (duplicates). DFS order of the leaves: 3 4 2 0 1::
+    Example: a tree four tokens deep of the trajectories 0 = [5 6 7 8], 1 = [5 6 7 9], 2 = [5 6] (a strict prefix of 0
+    and 1), 3 = [5 4 3] and 4 = [5 4 3] (duplicates). DFS order of the leaves: 3 4 2 0 1::
 
         index in the pack   0   1   2   3   4   5   6
                             5 ┬ 4 ─ 3                   3 and 4 end at index 2
@@ -42,27 +42,18 @@ class TreeLayout:
         tree_index_F        0 1 2   0 1 2   0 3   0 3 4 5   0 3 4 6
         leaf_offsets        0       3       6     8         12        16
 
-        node_start          0   1   3   4   5   6
-        node_end            1   3   4   5   6   7
-        node_depth          0   1   1   2   3   3
-        node_parent        -1   0   0   2   3   3
-        node_subtree_end    7   3   7   7   6   7
+        num_nodes           6: [5], [4 3], [6], [7], [8], [9]
 
     Attributes:
         token_ids_T: (T,) int64.
         position_T: (T,) int64, the token's position in its trajectories.
         parent_T: (T,) int64, index in the pack of the token before it on its path, -1 at roots.
         subtree_end_T: (T,) int32, one past the last descendant.
-        num_leaves_T: (T,) int32, how many of the pack's trajectories pass through the token (the paper's
-            tree_scale).
+        num_leaves_T: (T,) int32, how many of the pack's trajectories pass through the token (the paper's tree_scale).
         tree_index_F: (F,) int64, the tree token of every (leaf, position), leaf after leaf.
         leaf_offsets: (S + 1,) int64 on the host, where each leaf starts in F.
         leaves: (S,) int64 on the host, indices of the forest's trajectories in DFS order.
-        node_start: (N,) int64 on the host, first tree token of each node; nodes are in DFS preorder.
-        node_end: (N,) int64 on the host, one past the node's last tree token.
-        node_depth: (N,) int64 on the host, number of ancestors.
-        node_parent: (N,) int64 on the host, -1 at roots.
-        node_subtree_end: (N,) int64 on the host, one past the last tree token of the node's descendants.
+        num_nodes: Nodes of the tree that these leaves alone form.
     """
 
     token_ids_T: Tensor
@@ -73,28 +64,24 @@ class TreeLayout:
     tree_index_F: Tensor
     leaf_offsets: IntArray
     leaves: IntArray
-    node_start: IntArray
-    node_end: IntArray
-    node_depth: IntArray
-    node_parent: IntArray
-    node_subtree_end: IntArray
+    num_nodes: int
 
     @classmethod
     def from_forest(
         cls, forest: TokenForest, leaves: ArrayLike | None = None, *, device: torch.device | str = "cpu"
     ) -> Self:
-        """Lays out some trajectories of a forest.
+        """Lay out some trajectories of a forest.
 
         Args:
-            forest: the trajectories.
+            forest: The trajectories.
             leaves: (S,) distinct indices of trajectories in DFS order, as in `Pack.leaves`. None: all.
-            device: where the tensors go.
+            device: Where the tensors go.
 
         Returns:
             The layout of the tree that these leaves alone form; T = 0 where `leaves` is empty.
 
         Raises:
-            ValueError: the leaves are not distinct and in DFS order.
+            ValueError: The leaves are not distinct and in DFS order.
         """
         leaves = forest.order if leaves is None else np.asarray(leaves, dtype=np.int64)
         lcp, lens = forest.subset_lcp(leaves), forest.sequence_lens[leaves]
@@ -109,10 +96,9 @@ class TreeLayout:
 
         node_lens = nodes.end - nodes.start
         node_bounds = np.concatenate([[0], np.cumsum(node_lens)])
-        node_start, node_end = node_bounds[:-1], node_bounds[1:]
-        node_subtree_end = node_bounds[nodes.subtree_end]
         parent_T = index_T - 1
-        parent_T[node_start] = np.where(nodes.parent >= 0, node_end[nodes.parent] - 1, -1)
+        # A node starts below the last token of its parent node.
+        parent_T[node_bounds[:-1]] = np.where(nodes.parent >= 0, node_bounds[nodes.parent + 1] - 1, -1)
 
         def on_device(array: IntArray, dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(array).to(device=device, dtype=dtype)
@@ -121,16 +107,12 @@ class TreeLayout:
             token_ids_T=on_device(token_ids_T, torch.int64),
             position_T=on_device(position_T, torch.int64),
             parent_T=on_device(parent_T, torch.int64),
-            subtree_end_T=on_device(np.repeat(node_subtree_end, node_lens), torch.int32),
+            subtree_end_T=on_device(np.repeat(node_bounds[nodes.subtree_end], node_lens), torch.int32),
             num_leaves_T=on_device(np.repeat(nodes.last_leaf - nodes.first_leaf, node_lens), torch.int32),
             tree_index_F=on_device(_tree_index(lens, lcp=lcp, run_ends=run_ends), torch.int64),
             leaf_offsets=np.concatenate([[0], np.cumsum(lens)]),
             leaves=leaves,
-            node_start=node_start,
-            node_end=node_end,
-            node_depth=nodes.depth,
-            node_parent=nodes.parent,
-            node_subtree_end=node_subtree_end,
+            num_nodes=nodes.num_nodes,
         )
 
     @property
@@ -148,13 +130,8 @@ class TreeLayout:
         """Trajectories S."""
         return len(self.leaves)
 
-    @property
-    def num_nodes(self) -> int:
-        """Nodes N."""
-        return len(self.node_start)
-
     def to(self, device: torch.device | str) -> Self:
-        """The same layout with its tensors on another device; host arrays are shared."""
+        """Return the same layout with its tensors on another device; host arrays are shared."""
         return dataclasses.replace(
             self,
             token_ids_T=self.token_ids_T.to(device),
@@ -166,9 +143,9 @@ class TreeLayout:
         )
 
     def materialize(self) -> Tensor:
-        """The (T, T) boolean mask, queries by keys: which tokens are on the path of which.
+        """Return the (T, T) boolean mask, queries by keys: which tokens are on the path of which.
 
-        The slow oracle for tests: it follows `parent_T` token by token and knows nothing of `subtree_end_T`.
+        The slow oracle of tests: it follows `parent_T` token by token and knows nothing of `subtree_end_T`.
         """
         visible = torch.eye(self.num_tokens, dtype=torch.bool)
         for query, parent in enumerate(self.parent_T.tolist()):
@@ -178,7 +155,7 @@ class TreeLayout:
 
 
 def _tree_index(lens: IntArray, *, lcp: IntArray, run_ends: IntArray) -> IntArray:
-    """(F,) int64, the tree token of every (leaf, position); a leaf repeats what it shares with the last."""
+    """Return the tree token of every (leaf, position), (F,) int64; a leaf repeats what it shares with the last one."""
     tree_index = np.empty(int(lens.sum()), dtype=np.int64)
     before = tree_index[:0]
     offset = 0

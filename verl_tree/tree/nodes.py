@@ -17,8 +17,8 @@ class NodeTable:
     """The nodes of a forest in DFS preorder: a node is a maximal run of tokens with one set of leaves.
 
     All fields are (N,) int64. Roots have parent -1 and depth 0. A node covers the positions start..end of its
-    trajectories, and its leaves are the half-open range first_leaf..last_leaf of the DFS order; its tokens
-    are those of the leaf `first_leaf`.
+    trajectories, and its leaves are the half-open range first_leaf..last_leaf of the DFS order; its tokens are those of
+    `first_leaf`.
     """
 
     parent: IntArray
@@ -30,34 +30,31 @@ class NodeTable:
 
     @classmethod
     def from_lcp(cls, lens: IntArray, *, lcp: IntArray) -> Self:
-        """Finds the nodes.
-
-        The leaf i brings the new tokens lcp[i]..lens[i], its run. Every node is a piece of one run, and a run
-        is cut where a later leaf leaves it. Preorder is the order of the runs, and within a run that of the
-        positions.
+        """Find the nodes of trajectories in DFS order.
 
         Args:
-            lens: (S,) lengths in tokens of the trajectories in DFS order.
-            lcp: (S,) tokens that each shares with the one before it; lcp[0] = 0.
+            lens: (S,) lengths in tokens.
+            lcp: (S,) tokens that each trajectory shares with the one before it; lcp[0] = 0.
 
         Returns:
             The nodes; none of them is empty, also where trajectories are duplicates.
         """
-        num_leaves = len(lens)
-        left_run = _previous_smaller(lcp)
-        is_cut = left_run >= 0
-        is_cut[is_cut] = lcp[is_cut] < lens[left_run[is_cut]]
-        has_run = lens > lcp
-        run = np.concatenate([np.flatnonzero(has_run), left_run[is_cut]])
-        start = np.concatenate([lcp[has_run], lcp[is_cut]])
-        # Sorted as one integer, (run, start) is preorder; unique drops the cuts that several leaves make.
+        # Leaf i brings the new tokens lcp[i]..lens[i]. A node is a part of what one leaf brings, its first leaf: that
+        # is cut where a later leaf departs from it. Preorder is the order of the first leaves, then of the positions.
+        departed_from = _previous_smaller(lcp)
+        is_cut = departed_from >= 0
+        is_cut[is_cut] = lcp[is_cut] < lens[departed_from[is_cut]]
+        has_new = lens > lcp
+        first_leaf = np.concatenate([np.flatnonzero(has_new), departed_from[is_cut]])
+        start = np.concatenate([lcp[has_new], lcp[is_cut]])
+        # (first leaf, start) sort as one integer; unique drops the cuts that several leaves make.
         stride = int(lens.max(initial=0)) + 1
-        run, start = np.divmod(np.unique(run * stride + start), stride)
-        end = lens[run]
-        is_same_run = run[1:] == run[:-1]
-        end[:-1][is_same_run] = start[1:][is_same_run]
-        parent, last_leaf, depth = _walk(run, start=start, num_leaves=num_leaves)
-        return cls(parent=parent, start=start, end=end, first_leaf=run, last_leaf=last_leaf, depth=depth)
+        first_leaf, start = np.divmod(np.unique(first_leaf * stride + start), stride)
+        end = lens[first_leaf]
+        is_followed = first_leaf[1:] == first_leaf[:-1]
+        end[:-1][is_followed] = start[1:][is_followed]
+        parent, last_leaf, depth = _walk(first_leaf, start=start, num_leaves=len(lens))
+        return cls(parent=parent, start=start, end=end, first_leaf=first_leaf, last_leaf=last_leaf, depth=depth)
 
     @property
     def num_nodes(self) -> int:
@@ -66,12 +63,12 @@ class NodeTable:
 
     @property
     def subtree_end(self) -> IntArray:
-        """(N,) one past the last descendant: those of node n are the nodes n+1..subtree_end[n]."""
+        """(N,) int64, one past the last descendant: those of node n are the nodes n + 1..subtree_end[n]."""
         return np.searchsorted(self.first_leaf, self.last_leaf)
 
 
 def _previous_smaller(values: IntArray) -> IntArray:
-    """The nearest index to the left that holds a smaller value, -1 where none does. (S,) -> (S,) int64."""
+    """Find the nearest index to the left that holds a smaller value, -1 where none does. (S,) -> (S,) int64."""
     result, stack, items = [], [], values.tolist()
     for index, value in enumerate(items):
         while stack and items[stack[-1]] >= value:
@@ -81,14 +78,14 @@ def _previous_smaller(values: IntArray) -> IntArray:
     return np.array(result, dtype=np.int64)
 
 
-def _walk(run: IntArray, *, start: IntArray, num_leaves: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Walks the nodes in preorder, the current path on a stack: parent, last leaf and depth, (N,) each."""
-    parent, depth, last_leaf = [], [], [num_leaves] * len(run)
+def _walk(first_leaf: IntArray, *, start: IntArray, num_leaves: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Walk the nodes in preorder, the current path on a stack: parent, last leaf and depth, (N,) int64 each."""
+    parent, depth, last_leaf = [], [], [num_leaves] * len(first_leaf)
     stack, starts = [], start.tolist()
-    for node, (leaf, position) in enumerate(zip(run.tolist(), starts, strict=True)):
+    for node, (leaf, position) in enumerate(zip(first_leaf.tolist(), starts, strict=True)):
         while stack and starts[stack[-1]] >= position:
             last_leaf[stack.pop()] = leaf
         parent.append(stack[-1] if stack else -1)
         depth.append(len(stack))
         stack.append(node)
-    return tuple(np.array(column, dtype=np.int64) for column in (parent, last_leaf, depth))
+    return np.array(parent, np.int64), np.array(last_leaf, np.int64), np.array(depth, np.int64)

@@ -10,7 +10,7 @@ from tree_cases import DEEP, VOCAB_SIZE, flat_scores, gradients, layout_of, rand
 from verl_tree.attention import AttentionPlan
 from verl_tree.attention.hf import ATTENTION_NAME, check_model, register
 from verl_tree.functional import expand
-from verl_tree.functional.logprobs import ScoringPlan, tree_forward_log_probs
+from verl_tree.functional.logprobs import ScoredPairs, tree_forward_log_probs
 
 FAMILIES = ["qwen3", "llama", "qwen2"]
 
@@ -147,14 +147,14 @@ def test_scoring_plan_of_a_small_forest():
     layout = layout_of([[5, 6, 7, 8], [5, 6, 7, 9], [4]])
     tokens = layout.token_ids_T.tolist()
     wanted_T = torch.tensor([token in (8, 9, 6, 4) for token in tokens])
-    plan = ScoringPlan.from_layout(layout, wanted_T)
+    plan = ScoredPairs.from_layout(layout, wanted_T)
     assert [tokens[position] for position in plan.position_P] == [5, 7]  # the root 4 has no parent, 7 is not wanted
     read = [
         (tokens[plan.position_P[at]], int(label)) for at, label in zip(plan.pair_position_K, plan.label_K, strict=True)
     ]
     assert sorted(read) == [(5, 6), (7, 8), (7, 9)]
     assert torch.equal(layout.token_ids_T[plan.pair_token_K], plan.label_K)
-    assert len(ScoringPlan.from_layout(layout).label_K) == 4
+    assert len(ScoredPairs.from_layout(layout).label_K) == 4
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])

@@ -31,8 +31,7 @@ def union_of_paths(sequences):
 def one_tree(sequences):
     forest = TokenForest.from_sequences(sequences)
     assert forest.num_roots == 1
-    terms = forest.sequence_lens[forest.order] - 1
-    return Items.from_forest(forest, terms=terms, start=0, end=forest.num_leaves)
+    return Items.from_forest(forest, terms=forest.sequence_lens - 1)
 
 
 def branching(rng, *, num_leaves, num_new):
@@ -134,12 +133,12 @@ def test_large_trees_are_packed_by_subtrees_within_the_caps():
     rng = np.random.default_rng(0)
     forest = TokenForest.from_sequences(branching(rng, num_leaves=1500, num_new=20))
     capacity, max_terms = 8 * int(forest.sequence_lens.max()), 16 * int(forest.sequence_lens.max())
-    items = Items.from_forest(forest, terms=forest.sequence_lens[forest.order] - 1, start=0, end=1500)
-    coarse = items.coarsened(max_tokens=capacity // 16, max_terms=max_terms // 16)
+    items = Items.from_forest(forest, terms=forest.sequence_lens - 1)
+    coarse = items.coarsened(caps=Caps(num_tokens=capacity // 16, num_terms=max_terms // 16))
     assert len(coarse) < 1100
     assert coarse.num_tokens == forest.num_tokens
     assert coarse.union_tokens(range(0, len(coarse), 2)) == forest.pack_num_tokens(
-        np.concatenate([forest.order[slice(*coarse.bounds[item : item + 2])] for item in range(0, len(coarse), 2)])
+        forest.order[coarse.leaves(range(0, len(coarse), 2))]
     )
     greedy = pack(forest, capacity=capacity, method="dfs_first_fit", max_loss_terms=max_terms)
     better = pack(forest, capacity=capacity, method="heuristic", max_loss_terms=max_terms)
@@ -148,6 +147,20 @@ def test_large_trees_are_packed_by_subtrees_within_the_caps():
         assert part.num_tokens == forest.pack_num_tokens(part.leaves) <= capacity
         assert (forest.sequence_lens[part.leaves] - 1).sum() <= max_terms
     assert better.lower_bound <= better.num_tokens < greedy.num_tokens
+
+
+def test_large_trees_with_prefixes_and_duplicates_are_packed_whole():
+    """Prefixes are joined to what extends them, and subtrees to items: no leaf may be lost in between."""
+    rng = np.random.default_rng(0)
+    sequences = branching(rng, num_leaves=700, num_new=20)
+    for end in rng.integers(1, 20, size=300):
+        sequences.append(sequences[rng.integers(len(sequences))][:end])
+    sequences += sequences[:50]
+    forest = TokenForest.from_sequences(sequences)
+    packing = pack(forest, capacity=8 * int(forest.sequence_lens.max()), method="heuristic")
+    assert sorted(chain.from_iterable(part.leaves.tolist() for part in packing.packs)) == list(range(1050))
+    assert all(part.num_tokens == forest.pack_num_tokens(part.leaves) for part in packing.packs)
+    assert packing.lower_bound <= packing.num_tokens <= 1.2 * packing.lower_bound
 
 
 def test_the_heuristic_repeats_itself_and_its_seed_matters():
@@ -172,20 +185,20 @@ def test_the_second_pass_of_improvement_shifts_its_windows():
 def test_the_papers_rules():
     """The child with the deepest leaf comes first, with it what is of similar depth: [0 1 ..] before [0 2], [0 3]."""
     items = one_tree([[0, 2], [0, 3], [0, 1, 5, 5, 5], [0, 1, 6, 6]])  # DFS order: 01555 0166 02 03
-    bins = deepest_first(items, nodes=items.nodes(), caps=Caps(num_tokens=5))
+    bins = deepest_first(items, caps=Caps(num_tokens=5))
     assert bins == [[0], [1, 2], [3]]
     items = one_tree([[0, 1], [0, 2, 4], [0, 2, 5, 5], [0, 3, 3, 3, 3]])  # deepest first: 03333 0255 024 01
-    bins = deepest_first(items, nodes=items.nodes(), caps=Caps(num_tokens=5))
+    bins = deepest_first(items, caps=Caps(num_tokens=5))
     assert bins == [[3], [1, 2], [0]]
 
 
 def test_best_fit_merges_at_every_node():
     """Below the root token, children of 3, 2, 2 and 1 tokens and room for 4: 3 + 1 and 2 + 2."""
     items = one_tree([[0, 1, 1, 1], [0, 2, 2], [0, 3, 3], [0, 4]])
-    assert sorted(best_fit_up(items, nodes=items.nodes(), caps=Caps(num_tokens=5))) == [[0, 3], [1, 2]]
+    assert sorted(best_fit_up(items, caps=Caps(num_tokens=5))) == [[0, 3], [1, 2]]
     # Node [0 1 1] has two bins, of 2 + 1 and 2 tokens; at the root the short leaf enters the one with room.
     items = one_tree([[0, 1, 1, 2, 2], [0, 1, 1, 3, 3], [0, 1, 1, 4], [0, 5]])
-    assert sorted(best_fit_up(items, nodes=items.nodes(), caps=Caps(num_tokens=6))) == [[0, 3], [1, 2]]
+    assert sorted(best_fit_up(items, caps=Caps(num_tokens=6))) == [[0, 3], [1, 2]]
 
 
 def test_single_path_by_hand():
@@ -206,13 +219,13 @@ def test_lower_bound_by_hand():
     """Below the root's 4 tokens and in room for 6: three leaves of 4 do not pair, and two of 2 fit to them."""
     items = one_tree([[9, 9, 9, 9, leaf, *[0] * (size - 1)] for leaf, size in enumerate((4, 4, 4, 2, 2))])
     caps = Caps(num_tokens=10)
-    assert least_visits(items, nodes=items.nodes(), caps=caps)[0] == 3
+    assert least_visits(items, caps=caps)[0] == 3
     # One more leaf of 2 fills the third pack, another opens a fourth: by demand (18 + 2) / 6.
     items = one_tree([[9, 9, 9, 9, leaf, *[0] * (size - 1)] for leaf, size in enumerate((4, 4, 4, 2, 2, 2, 2))])
-    assert least_visits(items, nodes=items.nodes(), caps=caps)[0] == 4
+    assert least_visits(items, caps=caps)[0] == 4
     # Loss terms count too: five leaves of 7, 7, 7, 5, 5 trained tokens, at most 8 in a pack.
     items = one_tree([[9, 9, 9, 9, leaf, *[0] * (size - 1)] for leaf, size in enumerate((4, 4, 4, 2, 2))])
-    assert least_visits(items, nodes=items.nodes(), caps=Caps(num_tokens=100, num_terms=8))[0] == 4
+    assert least_visits(items, caps=Caps(num_tokens=100, num_terms=8))[0] == 4
 
 
 @seeded

@@ -4,7 +4,7 @@ The example of docs/packing.md is here too, so that its numbers stay true.
 """
 
 import time
-from itertools import chain, pairwise
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ from verl_tree.packing import lower_bound, pack
 from verl_tree.packing.bound import least_visits
 from verl_tree.packing.exact import Budget, BudgetExceededError, _undominated, exact
 from verl_tree.packing.heuristic import best_fit_up
-from verl_tree.packing.methods import tree_bounds
 from verl_tree.packing.problem import UNLIMITED, Caps, Items
 from verl_tree.testing.packing_reference import brute_force, integer_programme, max_packs
 from verl_tree.testing.synthetic import overlap, random_forest, tree_search
@@ -27,18 +26,16 @@ EXAMPLE = [[0, 0, 0, 1, 11], [0, 0, 0, 1, 12, 12], [0, 0, 0, 2, *[21] * 4], [0, 
 
 
 def one_tree(forest):
-    terms = forest.sequence_lens[forest.order] - 1
-    return Items.from_forest(forest, terms=terms, start=0, end=forest.num_leaves)
+    return Items.from_forest(forest, terms=forest.sequence_lens - 1)
 
 
 def exact_total(forest, *, capacity, loss_terms=None, max_loss_terms=None):
     """Packed tokens of the exact programme where only the flat packing is known: the heuristic cannot help."""
-    terms = (forest.sequence_lens - 1 if loss_terms is None else np.array(loss_terms))[forest.order]
+    terms = forest.sequence_lens - 1 if loss_terms is None else np.array(loss_terms)
     caps = Caps(num_tokens=capacity, num_terms=UNLIMITED if max_loss_terms is None else max_loss_terms)
     budget = Budget(max_states=10**6, deadline_s=time.perf_counter() + 60)
     total = 0
-    for start, end in pairwise(tree_bounds(forest)):
-        items = Items.from_forest(forest, terms=terms, start=start, end=end)
+    for items in Items.from_forest(forest, terms=terms).trees():
         bins = exact(items, caps=caps, known=[[item] for item in range(len(items))], budget=budget)
         assert sorted(chain.from_iterable(bins)) == list(range(len(items)))
         total += sum(items.union_tokens(members) for members in bins)
@@ -88,10 +85,10 @@ def test_the_example():
     }
     assert totals == {"exact": 21, "heuristic": 21, "auto": 21, "dfs_first_fit": 23, "single_path": 23}
     items = one_tree(forest)
-    start = best_fit_up(items, nodes=items.nodes(), caps=Caps(num_tokens=11))
+    start = best_fit_up(items, caps=Caps(num_tokens=11))
     assert sum(items.union_tokens(members) for members in start) == 23
     assert [part.num_tokens for part in pack(forest, capacity=11, method="exact").packs] in ([10, 11], [11, 10])
-    assert least_visits(items, nodes=items.nodes(), caps=Caps(num_tokens=11)).tolist() == [2, 1, 1, 1, 2, 1, 1]
+    assert least_visits(items, caps=Caps(num_tokens=11)).tolist() == [2, 1, 1, 1, 2, 1, 1]
     assert lower_bound(forest, capacity=11) == 20
     assert brute_force(EXAMPLE, capacity=11) == 21
 
@@ -120,7 +117,7 @@ def test_demand_counts_all_that_is_below():
     """Three children of 1 token with two leaves of 2 each: 15 tokens below the root and room for 8, so two visits."""
     sequences = [[0, 0, child, *[10 * child + leaf] * 2] for child in (1, 2, 3) for leaf in (1, 2)]
     items = one_tree(TokenForest.from_sequences(sequences))
-    assert least_visits(items, nodes=items.nodes(), caps=Caps(num_tokens=10)).tolist() == [2] + 9 * [1]
+    assert least_visits(items, caps=Caps(num_tokens=10)).tolist() == [2] + 9 * [1]
     assert lower_bound(TokenForest.from_sequences(sequences), capacity=10) == 19
     assert brute_force(sequences, capacity=10) == 20
 

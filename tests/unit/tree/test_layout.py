@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from verl_tree.tree import TokenForest
+from verl_tree.tree import NodeTable, TokenForest
 from verl_tree.tree.layout import TreeLayout
 
 # The same draws in every run, and no time limit per draw: the machine may be busy.
@@ -18,9 +18,7 @@ SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7), min_si
 # Five nodes deep, with strict prefixes, duplicates, a one-token trajectory and a second root.
 DEEP = [[0, 1, 1, 0, 1], [0, 1, 1, 0, 0], [0, 1], [0, 1, 1, 1], [0, 1, 1, 0, 1], [0], [1, 0]]
 TENSORS = ["token_ids_T", "position_T", "parent_T", "subtree_end_T", "num_leaves_T", "tree_index_F"]
-HOST_ARRAYS = [
-    "leaf_offsets", "leaves", "node_start", "node_end", "node_depth", "node_parent", "node_subtree_end"
-]  # fmt: skip
+HOST_ARRAYS = ["leaf_offsets", "leaves"]
 
 
 def naive_layout(sequences, leaves):
@@ -61,16 +59,17 @@ def naive_nodes(layout):
     return nodes
 
 
-def check_against_naive(sequences, layout):
+def check_against_naive(sequences, forest, layout):
     fields, visible = naive_layout(sequences, layout.leaves.tolist())
     actual = {name: value.tolist() for name, value in asdict(layout).items() if name in fields}
     assert actual == fields
     assert layout.materialize().tolist() == visible
     assert layout.leaf_offsets.tolist() == [0, *np.cumsum([len(sequences[leaf]) for leaf in layout.leaves])]
-    columns = [
-        layout.node_start, layout.node_end, layout.node_parent, layout.node_depth, layout.node_subtree_end
-    ]  # fmt: skip
+    nodes = NodeTable.from_lcp(forest.sequence_lens[layout.leaves], lcp=forest.subset_lcp(layout.leaves))
+    bounds = np.concatenate([[0], np.cumsum(nodes.end - nodes.start)])
+    columns = [bounds[:-1], bounds[1:], nodes.parent, nodes.depth, bounds[nodes.subtree_end]]
     assert np.stack(columns, axis=1).tolist() == naive_nodes(layout)
+    assert layout.num_nodes == nodes.num_nodes
 
 
 def test_docstring_example():
@@ -84,17 +83,12 @@ def test_docstring_example():
     assert layout.leaves.tolist() == [3, 4, 2, 0, 1]
     assert layout.tree_index_F.tolist() == [0, 1, 2, 0, 1, 2, 0, 3, 0, 3, 4, 5, 0, 3, 4, 6]
     assert layout.leaf_offsets.tolist() == [0, 3, 6, 8, 12, 16]
-    assert layout.node_start.tolist() == [0, 1, 3, 4, 5, 6]
-    assert layout.node_end.tolist() == [1, 3, 4, 5, 6, 7]
-    assert layout.node_depth.tolist() == [0, 1, 1, 2, 3, 3]
-    assert layout.node_parent.tolist() == [-1, 0, 0, 2, 3, 3]
-    assert layout.node_subtree_end.tolist() == [7, 3, 7, 7, 6, 7]
     assert (layout.num_tokens, layout.num_flat_tokens, layout.num_leaves, layout.num_nodes) == (7, 16, 5, 6)
 
 
 def test_dtypes():
     layout = TreeLayout.from_forest(TokenForest.from_sequences([np.array([1, 2], np.int32)]))
-    dtypes = {name: value.dtype for name, value in asdict(layout).items()}
+    dtypes = {name: asdict(layout)[name].dtype for name in TENSORS + HOST_ARRAYS}
     int32_names = {"subtree_end_T", "num_leaves_T"}
     assert {name for name, dtype in dtypes.items() if dtype == torch.int32} == int32_names
     assert {name for name, dtype in dtypes.items() if dtype == torch.int64} == set(TENSORS) - int32_names
@@ -108,7 +102,8 @@ def test_dtypes():
 @example(sequences=[[3], [3]])
 @example(sequences=[[3, 1], [3]])
 def test_equals_naive_twin(sequences):
-    check_against_naive(sequences, TreeLayout.from_forest(TokenForest.from_sequences(sequences)))
+    forest = TokenForest.from_sequences(sequences)
+    check_against_naive(sequences, forest, TreeLayout.from_forest(forest))
 
 
 @seeded
@@ -121,7 +116,7 @@ def test_some_leaves_equal_naive_twin(sequences, data):
     assert layout.leaves.tolist() == leaves.tolist()
     assert layout.num_tokens == forest.pack_num_tokens(leaves)
     if len(leaves):
-        check_against_naive(sequences, layout)
+        check_against_naive(sequences, forest, layout)
 
 
 def test_a_node_is_whole_without_the_leaf_that_cut_it():
@@ -129,7 +124,7 @@ def test_a_node_is_whole_without_the_leaf_that_cut_it():
     assert TreeLayout.from_forest(forest).num_nodes == 3
     layout = TreeLayout.from_forest(forest, [1])
     assert layout.token_ids_T.tolist() == [1, 2, 4]
-    assert layout.node_end.tolist() == [3]
+    assert layout.num_nodes == 1
 
 
 @seeded

@@ -20,7 +20,7 @@ DEEP = [[0, 1, 1, 0, 1], [0, 1, 1, 0, 0], [0, 1], [0, 1, 1, 1], [0, 1, 1, 0, 1],
 
 
 def leaves_of_prefixes(sequences, keys):
-    """The naive trie: every prefix (led by its merge key) with the set of trajectories through it."""
+    """Build the naive trie: every prefix (led by its merge key) with the set of trajectories through it."""
     leaves_of = {}
     for index, (key, sequence) in enumerate(zip(keys, sequences, strict=True)):
         for length in range(1, len(sequence) + 1):
