@@ -1,17 +1,15 @@
-"""Ranks come out even in predicted time: whole groups are dealt out, and a group is cut where that is not enough.
+"""Groups are dealt to ranks so that the ranks come out even in predicted time, and cut where that is not enough.
 
-Whole groups are dealt longest first. A group that outweighs a rank's fair share then decides how long the mini-batch
-lasts, so as long as it pays a group of the slowest rank is cut in two ranges of its DFS order and one of them moves to
-the least loaded rank. Both sides of a cut compute the tokens that they share, so among the cuts that balance about
-equally well the one that shares least is taken.
+Whole groups are dealt first, the longest first. A group that outweighs a rank's fair share then decides how long the
+mini-batch lasts. So as long as it pays, a group of the slowest rank is cut into two ranges of its DFS order, and one
+of them moves to the least loaded rank. Both sides of a cut compute the tokens that they share, so among the cuts that
+balance about equally well the one that shares least is made.
 
 Example, 2 ranks, group A with leaves of 6, 6 and 6 tokens in DFS order (lcp 0 1 5), group B with 4 tokens::
 
     dealt whole    rank 0: A (6 + 5 + 1 = 12)           rank 1: B (4)            12 | 4
     cut at 2       rank 0: A[0:2] (6 + 5 = 11)          rank 1: B, A[2:3] (6)    11 | 10, 5 tokens lost
     cut at 1       rank 0: A[1:3] (6 + 1 = 7)           rank 1: B, A[0:1] (6)     7 | 10, 1 token lost, taken
-
-Pure functions on Python and numpy values.
 
 Legend: K candidate cuts.
 """
@@ -28,28 +26,29 @@ from verl_tree.cost.model import CostModel, FloatArray, WorkProfile
 from verl_tree.tree.nodes import IntArray
 
 MIN_GAIN = 0.01
-"""Least gain that a cut must bring, as a share of the mean time of the ranks."""
+"""Smallest gain for which groups are cut, as a share of the mean time of the ranks."""
 
 NEAR_TIE = 0.02
-"""Cuts this close to the best, as a share of the mean time of the ranks, compare by the tokens they lose."""
+"""Of the cuts this close to the best, as a share of the mean time of the ranks, the one that loses least is made."""
 
 CUTS_PER_RANK = 4
-"""Most cuts that are tried, times the number of ranks."""
+"""Cuts that are tried at most, per rank."""
 
 OVERFILL_WEIGHT = 1.25
-"""How much worse it is to overload the receiving rank than to leave as much on the slow one: the former makes one more
-rank that must give work away."""
+"""How much worse it is to overload the receiving rank than to leave the same time on the slow one.
+
+An overloaded receiver is one more rank that must give work away."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class GroupPart:
     """A range of a group's DFS order; the whole group where it is not cut.
 
     Attributes:
-        group: index of the group.
-        start: first leaf of the DFS order.
-        end: one past the last.
-        cost_s: predicted time.
+        group: Index of the group.
+        start: First leaf, in DFS order.
+        end: One past the last leaf.
+        cost_s: Predicted time.
     """
 
     group: int
@@ -63,19 +62,19 @@ class Balance:
     """Who computes what of one mini-batch.
 
     Attributes:
-        shares: per rank its pieces, by group; a rank has at most one piece of a group.
-        loads_s: per rank the predicted time.
+        shares: Each rank's parts, sorted by group; a rank has at most one part of a group.
+        loads_s: Each rank's predicted time.
     """
 
-    shares: tuple[tuple[Piece, ...], ...]
+    shares: tuple[tuple[GroupPart, ...], ...]
     loads_s: tuple[float, ...]
 
     @classmethod
-    def from_shares(cls, shares: Sequence[Sequence[Piece]]) -> Self:
-        """Sorts and adds up the pieces of every rank."""
+    def from_shares(cls, shares: Sequence[Sequence[GroupPart]]) -> Self:
+        """Sort and add up the parts of every rank."""
         return cls(
-            shares=tuple(tuple(sorted(share, key=lambda piece: piece.group)) for share in shares),
-            loads_s=tuple(sum(piece.cost_s for piece in share) for share in shares),
+            shares=tuple(tuple(sorted(share, key=lambda part: part.group)) for share in shares),
+            loads_s=tuple(sum(part.cost_s for part in share) for share in shares),
         )
 
     @property
@@ -86,12 +85,12 @@ class Balance:
     @property
     def num_cut_groups(self) -> int:
         """Groups that are on more than one rank."""
-        num_pieces = Counter(piece.group for share in self.shares for piece in share)
-        return sum(num > 1 for num in num_pieces.values())
+        num_parts = Counter(part.group for share in self.shares for part in share)
+        return sum(num > 1 for num in num_parts.values())
 
     def num_lost_tokens(self, profiles: Sequence[WorkProfile]) -> int:
-        """Tokens that the cuts make several ranks compute: those of the pieces beyond those of the groups."""
-        return sum(profiles[piece.group].lost_tokens(piece.start) for share in self.shares for piece in share)
+        """Count the tokens that are computed twice because of the cuts: what a part shares with the one before."""
+        return sum(int(profiles[part.group].lcp[part.start]) for share in self.shares for part in share)
 
 
 def balance(
@@ -102,34 +101,32 @@ def balance(
     rank_num_rows: Sequence[int],
     cut_groups: bool,
 ) -> Balance:
-    """Deals the groups of one mini-batch to the ranks.
+    """Deal the groups of one mini-batch to the ranks.
 
     Invariants:
-        - every leaf of every group is in one piece; a rank's leaves of a group are one range of its DFS order;
+        - every leaf of every group is in one part; a rank's leaves of a group are one range of its DFS order;
         - without cuts no rank exceeds the mean by more than the largest group;
         - cuts never raise the makespan, and are only made where together they lower it by more than `MIN_GAIN`;
         - the same arguments give the same answer.
 
     Args:
-        members: the groups of the mini-batch, indices into `profiles`.
-        profiles: per group its work.
-        model: what work costs.
-        rank_num_rows: per rank the rows that it already has; among equally loaded ranks the one with the fewest is
-            served first, which keeps padding rows few.
-        cut_groups: whether groups may be cut.
-
-    Returns:
-        The pieces of every rank.
+        members: The groups of the mini-batch, indices into `profiles`.
+        profiles: The work of each group.
+        model: The cost model.
+        rank_num_rows: Rows that each rank already has. Of equally loaded ranks the one with the fewest is served
+            first, which keeps padding rows few.
+        cut_groups: Whether groups may be cut.
     """
     wholes = [
-        _piece(group, start=0, end=profiles[group].num_leaves, profiles=profiles, model=model) for group in members
+        _part(group, start=0, end=profiles[group].num_leaves, profiles=profiles, model=model) for group in members
     ]
     best = current = _deal_whole(wholes, profiles=profiles, rank_num_rows=rank_num_rows)
     if not cut_groups or best.makespan_s == 0:
         return best
     num_ranks = len(rank_num_rows)
     min_gain_s = MIN_GAIN * sum(best.loads_s) / num_ranks
-    # One cut does not lower the makespan while another rank is as slow, so cuts are tried ahead and kept once they pay.
+    # One cut does not lower the makespan while another rank is as slow, so cuts are tried ahead and kept once they
+    # pay together.
     for _ in range(CUTS_PER_RANK * num_ranks):
         following = _cut_slowest(
             current, profiles=profiles, model=model, rank_num_rows=rank_num_rows, min_gain_s=min_gain_s
@@ -142,19 +139,21 @@ def balance(
     return best
 
 
-def _piece(group: int, *, start: int, end: int, profiles: Sequence[WorkProfile], model: CostModel) -> Piece:
-    return Piece(group, start=start, end=end, cost_s=model.predict(profiles[group].range_work(start, end)))
+def _part(group: int, *, start: int, end: int, profiles: Sequence[WorkProfile], model: CostModel) -> GroupPart:
+    return GroupPart(group, start=start, end=end, cost_s=model.predict(profiles[group].range_work(start, end)))
 
 
-def _deal_whole(wholes: Sequence[Piece], *, profiles: Sequence[WorkProfile], rank_num_rows: Sequence[int]) -> Balance:
-    """Longest processing time first: the dearest group left goes to the least loaded rank."""
-    shares: list[list[Piece]] = [[] for _ in rank_num_rows]
+def _deal_whole(
+    wholes: Sequence[GroupPart], *, profiles: Sequence[WorkProfile], rank_num_rows: Sequence[int]
+) -> Balance:
+    """Give the dearest group that is left to the least loaded rank, again and again."""
+    shares: list[list[GroupPart]] = [[] for _ in rank_num_rows]
     heap = [(0.0, num_rows, rank) for rank, num_rows in enumerate(rank_num_rows)]
     heapq.heapify(heap)
-    for piece in sorted(wholes, key=lambda piece: -piece.cost_s):
+    for part in sorted(wholes, key=lambda part: -part.cost_s):
         load_s, num_rows, rank = heapq.heappop(heap)
-        shares[rank].append(piece)
-        heapq.heappush(heap, (load_s + piece.cost_s, num_rows + profiles[piece.group].num_leaves, rank))
+        shares[rank].append(part)
+        heapq.heappush(heap, (load_s + part.cost_s, num_rows + profiles[part.group].num_leaves, rank))
     return Balance.from_shares(shares)
 
 
@@ -166,18 +165,18 @@ def _cut_slowest(
     rank_num_rows: Sequence[int],
     min_gain_s: float,
 ) -> Balance | None:
-    """Cuts a piece of the slowest rank and moves one side; None where no cut gains enough.
+    """Cut a part of the slowest rank and move one side to another rank; None where no cut gains enough.
 
-    The least loaded rank receives it, unless what it holds of the same groups leaves no cut that gains.
+    The least loaded rank receives it, unless what that rank holds of the same groups leaves no cut that gains.
     """
     num_rows = [
-        num_before + sum(piece.end - piece.start for piece in share)
+        num_before + sum(part.end - part.start for part in share)
         for num_before, share in zip(rank_num_rows, current.shares, strict=True)
     ]
     giver = int(np.argmax(current.loads_s))
     others = [rank for rank in range(len(num_rows)) if rank != giver]
     for receiver in sorted(others, key=lambda rank: (current.loads_s[rank], num_rows[rank])):
-        held = {piece.group: piece for piece in current.shares[receiver]}
+        held = {part.group: part for part in current.shares[receiver]}
         cuts = _Cuts.of_share(current.shares[giver], held=held, profiles=profiles, model=model)
         index = _best_cut(cuts, loads_s=current.loads_s, giver=giver, receiver=receiver, min_gain_s=min_gain_s)
         if index is not None:
@@ -185,17 +184,17 @@ def _cut_slowest(
             shares = [list(share) for share in current.shares]
             for rank, ranges_K2 in ((giver, cuts.kept_K2), (receiver, cuts.received_K2)):
                 start, end = ranges_K2[index].tolist()
-                shares[rank] = [piece for piece in shares[rank] if piece.group != group]
-                shares[rank].append(_piece(group, start=start, end=end, profiles=profiles, model=model))
+                shares[rank] = [part for part in shares[rank] if part.group != group]
+                shares[rank].append(_part(group, start=start, end=end, profiles=profiles, model=model))
             return Balance.from_shares(shares)
     return None
 
 
 def _best_cut(cuts: "_Cuts", *, loads_s: Sequence[float], giver: int, receiver: int, min_gain_s: float) -> int | None:
-    """The index of the cut to make; None where none lowers the slower of the two ranks by more than `min_gain_s`.
+    """Return the index of the best cut; None where none lowers the slower of the two ranks by more than `min_gain_s`.
 
-    A cut is judged by where the makespan can go from it: the mean of all ranks, which lost tokens raise, and what is
-    left above the mean on either of the two ranks and must be moved again.
+    A cut is judged by the makespan that can be reached from it: the mean of all ranks (lost tokens raise it) plus what
+    either of the two ranks has above the mean, because that must be moved again.
     """
     giver_s_K = loads_s[giver] + cuts.change_s_K2[:, 0]
     receiver_s_K = loads_s[receiver] + cuts.change_s_K2[:, 1]
@@ -211,14 +210,14 @@ def _best_cut(cuts: "_Cuts", *, loads_s: Sequence[float], giver: int, receiver: 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cuts:
-    """Ways to cut one piece of a rank and to hand one side to another rank.
+    """Ways to cut one part of a rank and to hand one side to another rank.
 
     Attributes:
-        group_K: (K,) whose piece is cut.
+        group_K: (K,) group whose part is cut.
         kept_K2: (K, 2) start and end of what the giving rank keeps.
         received_K2: (K, 2) start and end of what the receiving rank then holds of the group.
-        change_s_K2: (K, 2) how the times of the giving and of the receiving rank change.
-        num_lost_K: (K,) tokens that are computed twice because of the cut; less where it only shifts an earlier one.
+        change_s_K2: (K, 2) change of the times of the giving and of the receiving rank.
+        num_lost_K: (K,) tokens that are computed twice because of the cut; less where it only shifts an earlier cut.
     """
 
     group_K: IntArray
@@ -230,41 +229,40 @@ class _Cuts:
     @classmethod
     def of_share(
         cls,
-        share: Sequence[Piece],
+        share: Sequence[GroupPart],
         *,
-        held: Mapping[int, Piece],
+        held: Mapping[int, GroupPart],
         profiles: Sequence[WorkProfile],
         model: CostModel,
     ) -> Self:
-        """All cuts of the pieces of a rank, given what the receiving rank holds of the same groups."""
+        """List all cuts of the parts of a rank, given what the receiving rank holds of the same groups."""
         columns = [
-            _cuts_of_piece(piece, held=held.get(piece.group), profile=profiles[piece.group], model=model)
-            for piece in share
+            _cuts_of_part(part, held=held.get(part.group), profile=profiles[part.group], model=model) for part in share
         ]
         return cls(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
-def _cuts_of_piece(
-    piece: Piece, *, held: Piece | None, profile: WorkProfile, model: CostModel
+def _cuts_of_part(
+    part: GroupPart, *, held: GroupPart | None, profile: WorkProfile, model: CostModel
 ) -> tuple[IntArray, IntArray, IntArray, FloatArray, IntArray]:
-    """The columns of `_Cuts` for one piece.
+    """Compute the columns of `_Cuts` for one part.
 
-    Without anything `held` either side of a cut may move; with it the side that continues it, so that the receiving
-    rank still has one range, and the earlier cut between the two is healed.
+    Either side of a cut may move to a rank that holds nothing of the group. Otherwise the side moves that continues
+    what is `held`: the receiving rank still has one range, and the earlier cut between the two is gone.
     """
-    cut = np.arange(piece.start + 1, piece.end)
+    cut = np.arange(part.start + 1, part.end)
     ranges, num_lost = [], []
-    if held is None or held.end == piece.start:
-        first = piece.start if held is None else held.start
-        ranges.append(np.stack([cut, np.full_like(cut, piece.end), np.full_like(cut, first), cut], axis=1))
-        num_lost.append(profile.lcp[cut] - (0 if held is None else profile.lcp[piece.start]))
-    if held is None or held.start == piece.end:
-        last = piece.end if held is None else held.end
-        ranges.append(np.stack([np.full_like(cut, piece.start), cut, cut, np.full_like(cut, last)], axis=1))
-        num_lost.append(profile.lcp[cut] - (0 if held is None else profile.lcp[piece.end]))
+    if held is None or held.end == part.start:
+        first = part.start if held is None else held.start
+        ranges.append(np.stack([cut, np.full_like(cut, part.end), np.full_like(cut, first), cut], axis=1))
+        num_lost.append(profile.lcp[cut] - (0 if held is None else profile.lcp[part.start]))
+    if held is None or held.start == part.end:
+        last = part.end if held is None else held.end
+        ranges.append(np.stack([np.full_like(cut, part.start), cut, cut, np.full_like(cut, last)], axis=1))
+        num_lost.append(profile.lcp[cut] - (0 if held is None else profile.lcp[part.end]))
     ranges_K4 = np.concatenate([np.empty((0, 4), dtype=np.int64), *ranges])
     kept_K2, received_K2 = ranges_K4[:, :2], ranges_K4[:, 2:]
-    before_s = (piece.cost_s, 0.0 if held is None else held.cost_s)
+    before_s = (part.cost_s, 0.0 if held is None else held.cost_s)
     change_s_K2 = np.stack(
         [
             model.predict_counts(profile.range_counts(side_K2[:, 0], side_K2[:, 1])) - cost_s
@@ -273,4 +271,4 @@ def _cuts_of_piece(
         axis=1,
     )
     num_lost_K = np.concatenate([np.empty(0, dtype=np.int64), *num_lost])
-    return np.full(len(ranges_K4), piece.group), kept_K2, received_K2, change_s_K2, num_lost_K
+    return np.full(len(ranges_K4), part.group), kept_K2, received_K2, change_s_K2, num_lost_K

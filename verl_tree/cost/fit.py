@@ -1,4 +1,4 @@
-"""Fits the cost model of packs (`verl_tree.cost.model`) to their measured times.
+"""The fit of the cost model of packs (`verl_tree.cost.model`) to their measured times.
 
 Legend: M measurements; 5 stands for the fields of `Work`, in their order.
 """
@@ -16,73 +16,81 @@ MIN_MEASUREMENTS = 8
 """Fewer measured packs than this say nothing about five coefficients."""
 
 OUTLIER_FACTOR = 3.0
-"""Measurements whose relative error exceeds this many times the median error are left out of the second fit."""
+"""The second fit leaves out measurements whose relative error exceeds this many times the median error."""
 
 FREE_SHARE = 0.3
-"""Standard deviation, before anything is measured, of the share of a pack's time that scored tokens, segments and the
-pack itself take."""
+"""Standard deviation of the prior on the share of a pack's time that scored tokens, nodes and the pack itself take."""
 
 
 class CostFitter:
-    """Fits the cost model to the latest measurements by non-negative least squares.
+    """The cost model of one kind of model call, fitted to its latest measurements by non-negative least squares.
 
     Relative errors are minimised, so small packs count as much as large ones. Some measurements hold what no pack
-    needs (compilation, the allocator's first growth); after a first fit those that it misses by more than
+    needs (compilation, the allocator's first growth): after a first fit those that it misses by more than
     `OUTLIER_FACTOR` times the median error are left out, once.
 
+    Attributes:
+        model: The latest fit; `CostModel.prior()` until there is one.
+        relative_error: Median of |predicted / measured - 1| over the window of the latest fit, outliers too; nan
+            before a fit.
+
     Args:
-        window: measurements that are kept; older ones are forgotten.
+        window: Measurements that are kept; older ones are forgotten.
     """
 
     def __init__(self, *, window: int = 512) -> None:
-        """Starts without measurements."""
-        self._rows: deque[tuple[Work, float]] = deque(maxlen=window)
-        self._relative_error = math.nan
+        self.model = CostModel.prior()
+        self.relative_error = math.nan
+        self._measured: deque[tuple[Work, float]] = deque(maxlen=window)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether `model` is a fit and no longer the prior."""
+        return not math.isnan(self.relative_error)
 
     def add(self, work: Work, *, seconds: float) -> None:
-        """Adds the measured time of some work, usually of one pack.
+        """Add the measured time of some work, usually of one pack.
 
         Raises:
-            ValueError: the time is not a positive, finite number.
+            ValueError: The time is not a positive, finite number.
         """
         if not (math.isfinite(seconds) and seconds > 0):
             raise ValueError(f"seconds={seconds} is no measured time: give a positive number, or leave the pack out")
-        self._rows.append((work, seconds))
+        self._measured.append((work, seconds))
 
-    def fit(self) -> CostModel | None:
-        """Fits the measurements of the window.
+    def fit(self) -> CostModel:
+        """Fit the measurements of the window and return `model`: still the prior below `MIN_MEASUREMENTS`.
 
-        Returns:
-            The model; None below `MIN_MEASUREMENTS`.
-
-        Source:
-            Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23 (scipy.optimize.nnls).
+        Source: Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23 (scipy.optimize.nnls).
         """
-        if len(self._rows) < MIN_MEASUREMENTS:
-            return None
+        if len(self._measured) < MIN_MEASUREMENTS:
+            return self.model
         # Divided by its measured time a row predicts 1, and its residual is its relative error.
-        rows_M5 = np.array([astuple(work) for work, _ in self._rows], dtype=np.float64)
-        rows_M5 /= np.array([seconds for _, seconds in self._rows])[:, None]
+        rows_M5 = np.array([astuple(work) for work, _ in self._measured], dtype=np.float64)
+        rows_M5 /= np.array([seconds for _, seconds in self._measured])[:, None]
         first = _non_negative_fit(rows_M5)
         errors_M = np.abs(rows_M5 @ first - 1)
         # The floor keeps an exact fit from telling rounding errors apart.
         is_kept_M = errors_M <= max(OUTLIER_FACTOR * float(np.median(errors_M)), 1e-9)
         coefficients = first if is_kept_M.all() else _non_negative_fit(rows_M5[is_kept_M])
-        self._relative_error = float(np.median(np.abs(rows_M5 @ coefficients - 1)))
-        return CostModel(*coefficients.tolist())
+        self.relative_error = float(np.median(np.abs(rows_M5 @ coefficients - 1)))
+        self.model = CostModel(*coefficients.tolist())
+        return self.model
 
-    def relative_error(self) -> float:
-        """Median of |predicted / measured - 1| over the window of the last fit, outliers too; nan before a fit."""
-        return self._relative_error
+    def metrics(self, *, prefix: str) -> dict[str, float]:
+        """Return the coefficients and the relative error of the fit; nothing before the first one."""
+        if not self.is_fitted:
+            return {}
+        return self.model.as_metrics(prefix) | {f"{prefix}/relative_error": self.relative_error}
 
 
 def _non_negative_fit(rows_M5: FloatArray) -> FloatArray:
-    """Coefficients >= 0 under which every row predicts 1. (M, 5) -> (5,).
+    """Find coefficients >= 0 under which every row predicts 1. (M, 5) -> (5,).
 
-    Packs filled to the capacity are nearly alike. Noise would then decide which coefficient takes the whole time, and a
-    time put down to the pack itself says that cutting work in two saves nothing. So the shares of what is free in
-    `CostModel.prior` are drawn to zero by a Gaussian prior whose weight is the noise of the measurements: it decides
-    where they cannot, and exact measurements do not feel it.
+    Packs that are filled to the capacity look alike, so noise would decide which coefficient takes the whole time. If
+    the constant term took it, the balancer would never cut a group. So a ridge prior pulls the shares of all that is
+    free in `CostModel.prior` to 0. Its weight is the noise of the measurements: it decides where they cannot, and exact
+    measurements do not feel it.
     """
     # Pairs outnumber packs by many orders of magnitude: without unit columns nnls compares gradients of unlike scale.
     norms = np.linalg.norm(rows_M5, axis=0)
@@ -94,5 +102,5 @@ def _non_negative_fit(rows_M5: FloatArray) -> FloatArray:
     weight = math.sqrt(max(variance, 1e-12) / len(unit_M5)) / FREE_SHARE
     is_free = np.array(astuple(CostModel.prior())) == 0
     rows = np.vstack([unit_M5, weight * np.eye(len(norms))[is_free]])
-    drawn, _ = nnls(rows, np.concatenate([np.ones(len(unit_M5)), np.zeros(np.count_nonzero(is_free))]))
-    return drawn / norms
+    ridged, _ = nnls(rows, np.concatenate([np.ones(len(unit_M5)), np.zeros(np.count_nonzero(is_free))]))
+    return ridged / norms

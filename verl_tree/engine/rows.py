@@ -1,5 +1,6 @@
 """verl's side of a mini-batch: what its rows may hold, and how results are handed back as verl expects them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 from verl.utils.model import extract_multi_modal_inputs
 
+from verl_tree.config import TREE_STRATEGY
 from verl_tree.cost.model import Work
 from verl_tree.engine.packs import TreeBatch, TreeMicroBatch
 from verl_tree.packing.counts import ForestCounts
@@ -19,49 +21,34 @@ from verl_tree.packing.counts import ForestCounts
 _OUTPUTS_WITHOUT_A_TREE_PATH = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
 
 
-def refuse_unsupported(data: TensorDict) -> None:
-    """Checks that the tree path gets these rows right.
+def jagged(column: Any) -> tuple[Tensor, Tensor]:
+    """Return the values and the offsets of a jagged (B, j) column of a mini-batch."""
+    return column.values(), column.offsets()
 
-    Args:
-        data: the rows of a mini-batch.
+
+def check_rows(data: TensorDict) -> None:
+    """Check that the tree path gets these rows right.
 
     Raises:
-        ValueError: rows with multimodal inputs or with position ids other than 0, 1, 2, ..., or an output that only
+        ValueError: Rows with multimodal inputs or with position ids other than 0, 1, 2, ..., or an output that only
             verl's own engine computes.
     """
-    if extract_multi_modal_inputs(data.get("multi_modal_inputs", [])):
+    if extract_multi_modal_inputs(tu.get(data, "multi_modal_inputs", [])):
         raise ValueError(
-            "rows carry multi_modal_inputs, which fsdp_tree does not merge yet: train them with tree.enabled=false"
+            f"rows carry multi_modal_inputs, which {TREE_STRATEGY} does not merge yet: train them with "
+            "tree.enabled=false"
         )
-    starts, lens = data["input_ids"].offsets()[:-1].cpu(), data["input_ids"].offsets().diff().cpu()
-    expected = torch.arange(int(lens.sum())) - torch.repeat_interleave(starts, lens)
-    position_ids = data["position_ids"]
+    offsets = jagged(data["input_ids"])[1].cpu()
+    expected = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], offsets.diff())
+    position_ids = tu.get(data, "position_ids")
     if position_ids.dim() != 2 or not torch.equal(position_ids.values().cpu().to(expected.dtype), expected):
         raise ValueError(
-            "position_ids are not 0, 1, 2, ... in every row: fsdp_tree places a token by its depth in the tree; "
-            "train models with other position schemes (M-RoPE) with tree.enabled=false"
+            f"position_ids are not 0, 1, 2, ... in every row: {TREE_STRATEGY} places a token by its depth in the "
+            "tree; train models with other position schemes (M-RoPE) with tree.enabled=false"
         )
     for key in _OUTPUTS_WITHOUT_A_TREE_PATH:
-        if tu.get_non_tensor_data(data, key=key, default=False):
-            raise ValueError(f"{key}=True is not computed by fsdp_tree: set tree.enabled=false")
-
-
-class RowOutputs:
-    """Collects the packs' results into one flat host tensor per output, in the order of the rows."""
-
-    def __init__(self, input_ids: Tensor, *, names: tuple[str, ...]) -> None:
-        """Zeros for every token of the jagged (B, j) rows, one float32 tensor per name."""
-        self._offsets = input_ids.offsets().cpu()
-        self._flat = {name: torch.zeros(input_ids.values().shape[0], dtype=torch.float32) for name in names}
-
-    def add(self, micro: TreeMicroBatch, model_output: dict[str, Tensor]) -> None:
-        """Writes the rows of one pack, from jagged tensors in the order of its rows."""
-        for name, value in model_output.items():
-            self._flat[name][micro.flat_index_F] = value.values().detach().cpu().to(torch.float32)
-
-    def jagged(self) -> dict[str, Tensor]:
-        """One jagged (B, j) tensor per output; rows that no pack holds are zero."""
-        return {name: torch.nested.nested_tensor_from_jagged(flat, self._offsets) for name, flat in self._flat.items()}
+        if tu.get(data, key, False):
+            raise ValueError(f"{key}=True is not computed by {TREE_STRATEGY}: set tree.enabled=false")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +56,9 @@ class RankWork:
     """What one rank computes in a mini-batch.
 
     Attributes:
-        works: its packs, in the order in which they run.
-        counts: their metrics.
-        packing_s: seconds of packing.
+        works: Its packs, in the order in which they run.
+        counts: Their metrics.
+        packing_s: Seconds of packing.
     """
 
     works: tuple[Work, ...]
@@ -80,25 +67,75 @@ class RankWork:
 
     @classmethod
     def of_batch(cls, batch: TreeBatch) -> Self:
-        """The work of this rank's packs."""
+        """Sum up this rank's packs."""
         return cls(tuple(micro.work for micro in batch.micro_batches), batch.counts, batch.packing_s)
 
 
-def gather(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
-    """The values of all ranks."""
+def gather(value: Any, *, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return the values of all ranks of a group, by rank."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
-def one_value_per_rank(step_metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """Aggregates a rank's metrics over its packs: verl needs equal numbers of values from all ranks.
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What one model call gave.
+
+    Attributes:
+        model_output: One jagged tensor per output, its rows in the order of the pack's; empty after a backward.
+        loss: The value of the loss; None where none was computed.
+        metrics: What the loss function returned beside it.
+    """
+
+    model_output: dict[str, Tensor]
+    loss: float | None
+    metrics: dict[str, Any]
+
+
+class MiniBatchResult:
+    """What the model calls of a mini-batch gave, collected on the host as verl expects it.
 
     Args:
-        step_metrics: what the loss function returned for each pack.
+        input_ids: The jagged (B, j) rows of the mini-batch.
+    """
+
+    def __init__(self, input_ids: Tensor) -> None:
+        values, offsets = jagged(input_ids)
+        self._num_tokens, self._offsets = len(values), offsets.cpu()
+        self._flat: dict[str, Tensor] = {}
+        self._losses: list[float] = []
+        self._metrics: list[dict[str, Any]] = []
+
+    def add(self, step: StepResult, *, micro: TreeMicroBatch | None) -> None:
+        """Add the result of one pack; the outputs of a call on no pack (None) are zero and belong to no row."""
+        for name, value in step.model_output.items():
+            flat = self._flat.setdefault(name, torch.zeros(self._num_tokens, dtype=torch.float32))
+            if micro is not None:
+                flat[micro.flat_index_F] = jagged(value)[0].detach().cpu().to(torch.float32)
+        if step.loss is not None:
+            self._losses.append(step.loss)
+            self._metrics.append(step.metrics)
+
+    def as_verl(self) -> dict[str, Any]:
+        """Return jagged (B, j) outputs, zero in rows that no pack holds; the losses; one value for each metric."""
+        return {
+            "model_output": {
+                name: torch.nested.nested_tensor_from_jagged(flat, self._offsets) for name, flat in self._flat.items()
+            },
+            "loss": self._losses or [0.0],
+            "metrics": one_value_per_rank(self._metrics),
+        }
+
+
+def one_value_per_rank(step_metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Aggregate a rank's metrics over its packs, because verl needs equal numbers of values from all ranks.
+
+    Args:
+        step_metrics: What the loss function returned for each pack.
 
     Returns:
-        For each metric one value: a `Metric` is reduced as it asks for, a plain number is averaged.
+        One value for each metric: a `Metric` is reduced as it asks for, a plain number is averaged.
     """
     merged: dict[str, Any] = {}
     for name in step_metrics[0] if step_metrics else ():

@@ -1,10 +1,10 @@
 """Metrics of forests and packings: counters that add over forests, steps and ranks, and ratios of the sums.
 
-A mean of ratios is not the ratio of the whole, so ratios are only taken at the end, from the added counters.
+A mean of ratios is not the ratio of the whole. So ratios are taken at the end, from the added counters.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Self
 
 from verl_tree.packing.problem import Packing
@@ -16,16 +16,16 @@ class ForestCounts:
     """What was packed. `sum(counts, ForestCounts())` adds any number of them.
 
     Attributes:
-        num_flat_tokens: sum of the trajectory lengths.
-        num_tree_tokens: unique tokens of the forests.
-        num_packed_tokens: tokens computed, the sum over the packs.
-        num_nodes: nodes of the forests.
-        num_leaves: trajectories.
-        num_packs: packs.
-        num_flat_packs: of these, packs whose trajectories are computed one by one.
-        num_lower_bound_tokens: tokens that no packing can go below.
-        num_capacity_tokens: what the packs could hold; 0 where that is not limited.
-        depth: nodes on the longest path; of two forests the deeper one counts.
+        num_flat_tokens: Sum of the trajectory lengths.
+        num_tree_tokens: Unique tokens of the forests.
+        num_packed_tokens: Tokens computed, the sum over the packs.
+        num_nodes: Nodes of the forests.
+        num_leaves: Trajectories.
+        num_packs: Packs.
+        num_flat_packs: Packs whose trajectories are computed one by one.
+        num_lower_bound_tokens: Tokens that no packing can go below.
+        num_capacity_tokens: Tokens that the packs could hold; 0 where that is not limited.
+        depth: Nodes on the longest path; of two forests the deeper one counts.
     """
 
     num_flat_tokens: int = 0
@@ -41,7 +41,7 @@ class ForestCounts:
 
     @classmethod
     def from_packing(cls, packing: Packing, *, forest: TokenForest) -> Self:
-        """Counts a forest and the packing made of it."""
+        """Count a forest and the packing made of it."""
         assert packing.num_flat_tokens == forest.num_flat_tokens, "a packing of another forest"
         return cls(
             num_flat_tokens=forest.num_flat_tokens,
@@ -56,21 +56,19 @@ class ForestCounts:
         )
 
     def __add__(self, other: Self) -> Self:
-        mine, its = asdict(self), asdict(other)
-        return type(self)(**{name: mine[name] + its[name] for name in mine} | {"depth": max(self.depth, other.depth)})
+        sums = [mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)]
+        return replace(type(self)(*sums), depth=max(self.depth, other.depth))
 
     def metrics(self, *, prefix: str = "tree") -> dict[str, float]:
-        """The metrics of everything that was added.
+        """Return the metrics of everything that was added, under `{prefix}/...`.
 
-        Args:
-            prefix: first part of the names.
+        Ratios: `por` = 1 - tree / flat tokens, `err` = 1 - packed / flat tokens, `compression` = flat / packed tokens
+        (0, 0 and 1 where nothing was added). Where packs were made, `gap` = packed tokens / lower bound - 1: how far
+        this can be from the best packing at most (packs that run flat count with all of their tokens). Under a
+        capacity, `fill` = packed tokens / capacity of the packs.
 
-        Returns:
-            `por` = 1 - tree / flat tokens, `err` = 1 - packed / flat tokens and `compression` = flat / packed
-            tokens (0, 0 and 1 where nothing was added); `tokens` (unique tree tokens), `flat_tokens`,
-            `packed_tokens`, `nodes`, `leaves`, `packs`, `packs_flat` and `depth`. Where packs were made also `gap` =
-            packed tokens / lower bound - 1, how far from the best packing this can be at most (packs that run flat
-            count with all of their tokens), and under a capacity `fill` = packed tokens / capacity of the packs.
+        Sums: `tokens` (unique tree tokens), `flat_tokens`, `packed_tokens`, `nodes`, `leaves`, `packs`, `packs_flat`;
+        and `depth`.
         """
         flat, packed, bound = self.num_flat_tokens, self.num_packed_tokens, self.num_lower_bound_tokens
         values = {
@@ -98,11 +96,11 @@ class RankTimes:
     """How evenly ranks work; `sum(times, RankTimes())` adds mini-batches, each of which waits for its slowest rank.
 
     Attributes:
-        predicted_max_s: what the cost model predicts for the slowest rank (in its own unit until it is fitted).
-        predicted_mean_s: the mean of all ranks.
-        measured_max_s: processor seconds of the busiest rank; 0 where they are not measured (on a GPU).
-        measured_mean_s: the mean of all ranks.
-        packing_s: seconds that the slowest rank needed to find its forest and pack it.
+        predicted_max_s: What the cost model predicts for the slowest rank; no seconds until it is fitted.
+        predicted_mean_s: The mean of the ranks' predictions.
+        measured_max_s: Processor seconds of the busiest rank; 0 where they are not measured (on a GPU).
+        measured_mean_s: The mean of the ranks' processor seconds.
+        packing_s: Seconds that the slowest rank needed to find its forest and pack it.
     """
 
     predicted_max_s: float = 0.0
@@ -113,7 +111,7 @@ class RankTimes:
 
     @classmethod
     def of_ranks(cls, *, predicted_s: Sequence[float], measured_s: Sequence[float], packing_s: Sequence[float]) -> Self:
-        """One mini-batch, one entry per rank."""
+        """Sum up one mini-batch from one entry per rank."""
         return cls(
             predicted_max_s=max(predicted_s),
             predicted_mean_s=sum(predicted_s) / len(predicted_s),
@@ -123,11 +121,10 @@ class RankTimes:
         )
 
     def __add__(self, other: Self) -> Self:
-        mine, its = asdict(self), asdict(other)
-        return type(self)(**{name: mine[name] + its[name] for name in mine})
+        return type(self)(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
     def metrics(self, *, prefix: str = "tree") -> dict[str, float]:
-        """`rank_imbalance/predicted` and, where measured, `rank_imbalance/measured`: maximum / mean; `packing_s`."""
+        """Return `packing_s`, and maximum / mean: `rank_imbalance/predicted` and, where measured, `.../measured`."""
         values = {"packing_s": self.packing_s}
         if self.predicted_mean_s:
             values["rank_imbalance/predicted"] = self.predicted_max_s / self.predicted_mean_s

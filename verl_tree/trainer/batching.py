@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from verl_tree.cost.balance import Balance, Piece, balance
+from verl_tree.cost.balance import Balance, GroupPart, balance
 from verl_tree.cost.model import CostModel, WorkProfile
 
 
@@ -238,7 +238,7 @@ def assign_rows(
     )
 
 
-def _rows_of(piece: Piece, *, groups: Sequence[Sequence[int]], profiles: Sequence[WorkProfile]) -> list[int]:
+def _rows_of(piece: GroupPart, *, groups: Sequence[Sequence[int]], profiles: Sequence[WorkProfile]) -> list[int]:
     """The rows of a piece, in the order of its group."""
     positions = np.sort(profiles[piece.group].order[piece.start : piece.end]).tolist()
     return [groups[piece.group][position] for position in positions]

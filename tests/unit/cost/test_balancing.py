@@ -8,25 +8,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_tree.cost.balance import MIN_GAIN, Piece, balance
+from verl_tree.cost.balance import MIN_GAIN, GroupPart, balance
 from verl_tree.cost.model import CostModel, WorkProfile
 from verl_tree.tree import TokenForest
 
 # The same draws in every run, and no time limit per draw: the machine may be busy.
 seeded = settings(derandomize=True, deadline=None)
 # One unit per tree token, so that expected loads are counted by hand.
-TOKENS = CostModel(s_per_token=1.0, s_per_pair=0.0, s_per_scored=0.0, s_per_segment=0.0, s_per_pack=0.0)
+TOKENS = CostModel(s_per_token=1.0, s_per_pair=0.0, s_per_scored=0.0, s_per_node=0.0, s_per_pack=0.0)
 
 
-def group_of(runs):
-    """The profile of leaves in DFS order, each given as (tokens shared with the one before, new tokens)."""
+def group_of(leaves):
+    """Profile leaves in DFS order, each given as (tokens shared with the one before, new tokens)."""
     sequences, path = [], []
-    for leaf, (shared, num_new) in enumerate(runs):
+    for leaf, (shared, num_new) in enumerate(leaves):
         path = path[:shared] + [leaf + 1] * num_new
         sequences.append(path)
     profile = WorkProfile.from_forest(TokenForest.from_sequences(sequences))
-    assert profile.order.tolist() == list(range(len(runs)))
-    assert profile.lcp.tolist() == [shared for shared, _ in runs]
+    assert profile.order.tolist() == list(range(len(leaves)))
+    assert profile.lcp.tolist() == [shared for shared, _ in leaves]
     return profile
 
 
@@ -41,10 +41,10 @@ def balanced(profiles, *, num_ranks, model=TOKENS, cut_groups=True):
 
 
 def bounds(result):
-    return [[(piece.group, piece.start, piece.end) for piece in share] for share in result.shares]
+    return [[(part.group, part.start, part.end) for part in share] for share in result.shares]
 
 
-def pieces_of(result):
+def parts_of(result):
     return sorted(chain.from_iterable(bounds(result)))
 
 
@@ -54,7 +54,7 @@ def test_example_of_the_module_docstring():
     assert (bounds(whole), whole.loads_s) == ([[(0, 0, 3)], [(1, 0, 1)]], (12, 4))
     result = balanced(profiles, num_ranks=2)
     assert bounds(result) == [[(0, 1, 3)], [(0, 0, 1), (1, 0, 1)]]
-    assert result.shares[1][0] == Piece(0, start=0, end=1, cost_s=6)
+    assert result.shares[1][0] == GroupPart(0, start=0, end=1, cost_s=6)
     assert result.loads_s == (7, 10)
     assert result.num_lost_tokens(profiles) == 1
     assert result.num_cut_groups == 1
@@ -65,8 +65,8 @@ def test_a_big_group_is_cut_where_it_loses_least_among_the_cuts_that_balance():
 
     All cuts between the short leaves balance to a few tokens; the one before leaf 6 shares 2 tokens, the others 30.
     """
-    runs = [(0, 500)] + [(30, 1)] * 5 + [(2, 28)] + [(30, 1)] * 5 + [(30, 470)]
-    profiles = [group_of(runs), group_of([(0, 4)])]
+    leaves = [(0, 500)] + [(30, 1)] * 5 + [(2, 28)] + [(30, 1)] * 5 + [(30, 470)]
+    profiles = [group_of(leaves), group_of([(0, 4)])]
     assert profiles[0].range_work(0, 13).num_tokens == 1008
     result = balanced(profiles, num_ranks=2)
     # leaves 6..12: 30 + 5 + 470 = 505; leaves 0..5: 500 + 5 = 505, with the tiny group 509
@@ -77,13 +77,13 @@ def test_a_big_group_is_cut_where_it_loses_least_among_the_cuts_that_balance():
 
 def test_a_slightly_worse_balance_is_taken_for_fewer_lost_tokens():
     """Four leaves of 100 tokens, two of 7, four of 100: 395 | 397 with 3 tokens lost, or 399 | 391 with 1."""
-    runs = [(0, 100), (3, 97), (3, 97), (3, 97), (3, 4), (3, 4), (1, 99), (3, 97), (3, 97), (3, 97)]
-    profile = group_of(runs)
+    leaves = [(0, 100), (3, 97), (3, 97), (3, 97), (3, 4), (3, 4), (1, 99), (3, 97), (3, 97), (3, 97)]
+    profile = group_of(leaves)
     even, cheap = 5, 6
     assert [profile.range_work(*ends).num_tokens for ends in ((0, even), (even, 10))] == [395, 397]
     assert [profile.range_work(*ends).num_tokens for ends in ((0, cheap), (cheap, 10))] == [399, 391]
     result = balanced([profile], num_ranks=2)
-    assert pieces_of(result) == [(0, 0, cheap), (0, cheap, 10)]
+    assert parts_of(result) == [(0, 0, cheap), (0, cheap, 10)]
     assert result.num_lost_tokens([profile]) == 1
 
 
@@ -128,7 +128,7 @@ def test_a_cut_that_saves_nothing_is_not_made():
 def test_one_group_fills_many_ranks_with_as_few_cuts_as_it_takes():
     profile = group_of([(0, 10)] * 30)
     result = balanced([profile], num_ranks=3)
-    assert pieces_of(result) == [(0, 0, 10), (0, 10, 20), (0, 20, 30)]
+    assert parts_of(result) == [(0, 0, 10), (0, 10, 20), (0, 20, 30)]
     assert result.loads_s == (100, 100, 100)
 
 
@@ -136,7 +136,7 @@ def test_no_rank_is_filled_beyond_the_mean_where_another_can_take_it():
     """52 tokens on three ranks: halves of 26 would leave two ranks too slow, and no cut of either would lower both."""
     profile = group_of([(0, 10), (4, 6), (0, 10), (0, 10), (4, 6), (0, 10)])
     result = balanced([profile], num_ranks=3)
-    assert pieces_of(result) == [(0, 0, 2), (0, 2, 4), (0, 4, 6)]
+    assert parts_of(result) == [(0, 0, 2), (0, 2, 4), (0, 4, 6)]
     assert sorted(result.loads_s) == [16, 20, 20]
 
 
@@ -144,7 +144,7 @@ def test_another_rank_receives_where_the_least_loaded_cannot():
     """The least loaded rank holds a range of the group that the slowest one's does not continue."""
     profile = group_of([(0, 10), (0, 10), (4, 6), (2, 8), (4, 6), (0, 10)])
     result = balanced([profile], num_ranks=3)
-    assert pieces_of(result) == [(0, 0, 2), (0, 2, 4), (0, 4, 6)]
+    assert parts_of(result) == [(0, 0, 2), (0, 2, 4), (0, 4, 6)]
     assert sorted(result.loads_s) == [18, 20, 20]
 
 
@@ -178,7 +178,7 @@ def test_cuts_that_never_pay_are_taken_back():
 def test_more_ranks_than_rows():
     result = balanced([group_of([(0, 10), (0, 10)])], num_ranks=5)
     assert sorted(result.loads_s) == [0, 0, 0, 10, 10]
-    assert pieces_of(result) == [(0, 0, 1), (0, 1, 2)]
+    assert parts_of(result) == [(0, 0, 1), (0, 1, 2)]
 
 
 def test_no_rank_is_left_out_of_a_hundred():
@@ -194,25 +194,25 @@ def test_fixed_cost_per_pack_can_make_a_cut_not_worth_it():
 
 
 def test_work_that_costs_nothing_is_not_cut():
-    free = CostModel(s_per_token=0.0, s_per_pair=0.0, s_per_scored=0.0, s_per_segment=0.0, s_per_pack=0.0)
+    free = CostModel(s_per_token=0.0, s_per_pair=0.0, s_per_scored=0.0, s_per_node=0.0, s_per_pack=0.0)
     result = balance([0], profiles=[group_of([(0, 5), (0, 5)])], model=free, rank_num_rows=[4, 2], cut_groups=True)
     assert bounds(result) == [[], [(0, 0, 2)]]
 
 
-RUNS = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 9)), min_size=1, max_size=12)
+LEAVES = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 9)), min_size=1, max_size=12)
 
 
 @settings(seeded, max_examples=200)
 @given(
-    groups=st.lists(RUNS, min_size=1, max_size=8),
+    groups=st.lists(LEAVES, min_size=1, max_size=8),
     num_ranks=st.integers(1, 6),
     coefficients=st.tuples(*[st.sampled_from([0.0, 0.01, 1.0, 5.0])] * 5),
 )
 def test_invariants(groups, num_ranks, coefficients):
     profiles = []
-    for runs in groups:
+    for leaves in groups:
         path, sequences = [], []
-        for leaf, (shared, num_new) in enumerate(runs):
+        for leaf, (shared, num_new) in enumerate(leaves):
             path = path[:shared] + [leaf] * num_new
             sequences.append(path)
         profiles.append(WorkProfile.from_forest(TokenForest.from_sequences(sequences)))
@@ -220,26 +220,26 @@ def test_invariants(groups, num_ranks, coefficients):
     whole = balanced(profiles, num_ranks=num_ranks, model=model, cut_groups=False)
     result = balanced(profiles, num_ranks=num_ranks, model=model)
 
-    pieces = pieces_of(result)
-    assert pieces_of(whole) == [(g, 0, profile.num_leaves) for g, profile in enumerate(profiles)]
+    parts = parts_of(result)
+    assert parts_of(whole) == [(g, 0, profile.num_leaves) for g, profile in enumerate(profiles)]
     for group, profile in enumerate(profiles):
-        own = [(start, end) for other, start, end in pieces if other == group]
+        own = [(start, end) for other, start, end in parts if other == group]
         leaves = np.concatenate([np.arange(start, end) for start, end in own])
         assert leaves.tolist() == list(range(profile.num_leaves)), "every leaf once, in ranges"
     for share, load_s in zip(result.shares, result.loads_s, strict=True):
-        assert len({piece.group for piece in share}) == len(share), "one range of a group on a rank"
-        costs = [model.predict(profiles[piece.group].range_work(piece.start, piece.end)) for piece in share]
+        assert len({part.group for part in share}) == len(share), "one range of a group on a rank"
+        costs = [model.predict(profiles[part.group].range_work(part.start, part.end)) for part in share]
         assert load_s == pytest.approx(sum(costs))
     mean_s = sum(whole.loads_s) / num_ranks
-    largest_s = max(piece.cost_s for share in whole.shares for piece in share)
+    largest_s = max(part.cost_s for share in whole.shares for part in share)
     assert whole.makespan_s <= (mean_s + largest_s) * (1 + 1e-9)
     if result.num_cut_groups:
         assert result.makespan_s < whole.makespan_s - MIN_GAIN * mean_s
     else:
         assert bounds(result) == bounds(whole)
-    num_computed = sum(profiles[group].range_work(start, end).num_tokens for group, start, end in pieces)
+    num_computed = sum(profiles[group].range_work(start, end).num_tokens for group, start, end in parts)
     num_tokens = sum(profile.range_work(0, profile.num_leaves).num_tokens for profile in profiles)
     assert result.num_lost_tokens(profiles) == num_computed - num_tokens
-    if coefficients[3] == 0:  # a cut can save segments: the mean falls, and with it the makespan that it may have
+    if coefficients[3] == 0:  # a cut can save nodes: the mean falls, and with it the makespan that it may have
         assert result.makespan_s * sum(whole.loads_s) <= whole.makespan_s * sum(result.loads_s) * (1 + 1e-9)
     assert balanced(profiles, num_ranks=num_ranks, model=model) == result

@@ -22,7 +22,7 @@ DEEP = [[0, 1, 1, 0, 1], [0, 1, 1, 0, 0], [0, 1], [0, 1, 1, 1], [0, 1, 1, 0, 1],
 # The example of TokenForest: order 2 0 3 1 4, lens 2 4 4 3 1, lcp 0 2 4 2 0.
 SMALL = [[1, 2, 3, 4], [1, 2, 5], [1, 2], [1, 2, 3, 4], [7]]
 # Seconds of a mid-sized model; the parts of a pack of 8000 tokens: 80, 40, 20, 10 and 10 ms.
-TRUTH = CostModel(s_per_token=1e-5, s_per_pair=2e-9, s_per_scored=5e-6, s_per_segment=1e-4, s_per_pack=1e-2)
+TRUTH = CostModel(s_per_token=1e-5, s_per_pair=2e-9, s_per_scored=5e-6, s_per_node=1e-4, s_per_pack=1e-2)
 
 
 def profile_of(sequences, trained=None):
@@ -38,10 +38,10 @@ def random_works(rng, num_works):
     num_tokens = np.exp(rng.uniform(np.log(200), np.log(20_000), num_works)).astype(int)
     path_lens = rng.uniform(0.1, 1.0, num_works) * num_tokens
     num_scored = rng.uniform(0.05, 0.9, num_works) * num_tokens
-    num_segments = rng.integers(1, 300, num_works)
+    num_nodes = rng.integers(1, 300, num_works)
     return [
-        Work(int(tokens), int(tokens * path_len / 2), int(scored), int(segments), 1)
-        for tokens, path_len, scored, segments in zip(num_tokens, path_lens, num_scored, num_segments, strict=True)
+        Work(int(tokens), int(tokens * path_len / 2), int(scored), int(nodes), 1)
+        for tokens, path_len, scored, nodes in zip(num_tokens, path_lens, num_scored, num_nodes, strict=True)
     ]
 
 
@@ -49,7 +49,7 @@ def fitted(works, times_s):
     fitter = CostFitter()
     for work, time_s in zip(works, times_s, strict=True):
         fitter.add(work, seconds=time_s)
-    return fitter.fit(), fitter.relative_error()
+    return fitter.fit(), fitter.relative_error
 
 
 def prediction_errors(model, works):
@@ -71,7 +71,7 @@ def test_ranges_by_hand():
     assert profile.range_work(1, 3) == Work(4, 10, 3, 1, 1)  # the duplicate costs nothing
     assert profile.range_work(3, 5) == Work(4, 7, 2, 2, 1)  # 1 2 5 pays its whole path
     assert profile.range_work(4, 5) == Work(1, 1, 0, 1, 1)
-    assert [profile.lost_tokens(cut) for cut in range(5)] == [0, 2, 4, 2, 0]
+    assert profile.lcp.tolist() == [0, 2, 4, 2, 0], "tokens that a cut before a leaf computes twice"
 
 
 def test_a_range_of_its_own_misses_the_branch_point_of_an_outside_leaf():
@@ -87,7 +87,8 @@ def test_trained_tokens_are_counted_where_the_run_is():
     # In DFS order: nothing of 1 2; 3 4; the duplicate has no run; 5. Token 2 is trained by 3 and 1 only: missed.
     assert profile.range_work(0, 5).num_scored == 3
     assert profile.range_work(2, 5).num_scored == 4  # 2 3 4 of the duplicate's path, then 5; first tokens never
-    assert [work.num_scored for work in profile.flat_works()] == [2, 2, 0, 3, 0]
+    alone = [profile.range_work(rank, rank + 1).num_scored for rank in range(5)]
+    assert alone == [0, 2, 3, 2, 0]  # the trajectories 2 0 3 1 4
 
 
 @seeded
@@ -97,7 +98,7 @@ def test_every_range_counts_what_its_trie_counts(sequences, data):
     forest = TokenForest.from_sequences(sequences)
     profile = WorkProfile.from_forest(forest)
     assert profile.range_work(0, len(sequences)).num_tokens == forest.num_tokens
-    assert profile.range_work(0, len(sequences)).num_segments == forest.num_nodes
+    assert profile.range_work(0, len(sequences)).num_nodes == forest.num_nodes
     ranges = [(start, end) for start in range(len(sequences)) for end in range(start + 1, len(sequences) + 1)]
     if data is not None:
         ranges = [data.draw(st.sampled_from(ranges))]
@@ -111,18 +112,23 @@ def test_every_range_counts_what_its_trie_counts(sequences, data):
         assert work.num_packs == 1
         num_nodes = TokenForest.from_sequences(leaves).num_nodes
         num_branch_points = len(prefixes_of([leaves[0]]))
-        assert num_nodes - num_branch_points < work.num_segments <= num_nodes
+        assert num_nodes - num_branch_points < work.num_nodes <= num_nodes
         if start > 0:
             lost = profile.range_work(0, start).num_tokens + profile.range_work(start, len(sequences)).num_tokens
-            assert profile.lost_tokens(start) == lost - forest.num_tokens
+            assert profile.lcp[start] == lost - forest.num_tokens
 
 
 @seeded
 @given(sequences=SEQUENCES)
 @example(sequences=DEEP)
-def test_flat_works_are_the_trajectories_as_given(sequences):
-    works = profile_of(sequences).flat_works()
-    assert works == tuple(Work(length, length * (length + 1) // 2, length - 1, 1, 1) for length in map(len, sequences))
+def test_flat_work_is_that_of_the_trajectories_one_by_one(sequences):
+    profile = profile_of(sequences)
+    alone = [profile.range_work(rank, rank + 1) for rank in range(len(sequences))]
+    lens = [len(sequences[index]) for index in profile.order]
+    assert alone == [Work(length, length * (length + 1) // 2, length - 1, 1, 1) for length in lens]
+    total = sum(alone, Work())
+    flat = Work.flat(np.array(lens), num_scored=total.num_scored, num_packs=len(lens))
+    assert flat == total
 
 
 def test_many_ranges_at_once_are_the_ranges_one_by_one():
@@ -143,11 +149,12 @@ def test_masks_that_do_not_fit_are_refused():
 
 def test_an_empty_forest_has_no_work():
     profile = profile_of([])
-    assert (profile.num_leaves, profile.flat_works()) == (0, ())
+    assert profile.num_leaves == 0
+    assert Work.flat(np.array([], dtype=np.int64), num_scored=0, num_packs=0) == Work()
 
 
 def test_prediction_by_hand():
-    model = CostModel(s_per_token=2.0, s_per_pair=0.5, s_per_scored=3.0, s_per_segment=10.0, s_per_pack=100.0)
+    model = CostModel(s_per_token=2.0, s_per_pair=0.5, s_per_scored=3.0, s_per_node=10.0, s_per_pack=100.0)
     assert model.predict(Work(7, 4, 5, 2, 1)) == 14 + 2 + 15 + 20 + 100
     assert model.predict(Work()) == 0
 
@@ -159,6 +166,7 @@ def test_prior_takes_a_pair_for_a_20000th_of_a_token():
 def test_metrics_give_the_model_back():
     metrics = TRUTH.as_metrics("tree/cost")
     assert metrics["tree/cost/s_per_pair"] == 2e-9
+    assert metrics["tree/cost/s_per_segment"] == TRUTH.s_per_node
     assert CostModel.from_metrics({"loss": 1.0, **metrics}, prefix="tree/cost") == TRUTH
     assert CostModel.from_metrics(TRUTH.as_metrics()) == TRUTH
     with pytest.raises(ValueError, match="cost_model/s_per_token"):
@@ -168,7 +176,7 @@ def test_metrics_give_the_model_back():
 @pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf])
 def test_coefficients_are_times(value):
     with pytest.raises(ValueError, match=r"s_per_pair=.* is not a time"):
-        CostModel(s_per_token=1.0, s_per_pair=value, s_per_scored=0.0, s_per_segment=0.0, s_per_pack=0.0)
+        CostModel(s_per_token=1.0, s_per_pair=value, s_per_scored=0.0, s_per_node=0.0, s_per_pack=0.0)
 
 
 def test_exact_times_give_exact_predictions():
@@ -239,23 +247,26 @@ def test_overhead_is_still_found():
     works = [
         Work(int(tokens), int(tokens * 100), int(tokens * 0.6), 20, 1) for tokens in rng.uniform(300, 1500, 64).tolist()
     ]
-    truth = CostModel(s_per_token=1e-5, s_per_pair=0.0, s_per_scored=0.0, s_per_segment=0.0, s_per_pack=5e-2)
+    truth = CostModel(s_per_token=1e-5, s_per_pair=0.0, s_per_scored=0.0, s_per_node=0.0, s_per_pack=5e-2)
     times_s = [truth.predict(work) * rng.normal(1.0, 0.05) for work in works]
     model, _ = fitted(works, times_s)
     empty = model.predict(Work(0, 0, 0, 20, 1))
     assert empty == pytest.approx(5e-2, rel=0.1)
 
 
-def test_too_few_measurements_give_no_model():
+def test_too_few_measurements_leave_the_prior():
     works = random_works(np.random.default_rng(3), MIN_MEASUREMENTS)
     fitter = CostFitter()
     for work in works[1:]:
         fitter.add(work, seconds=0.1)
-    assert fitter.fit() is None
-    assert math.isnan(fitter.relative_error())
+    assert fitter.fit() == CostModel.prior()
+    assert not fitter.is_fitted
+    assert math.isnan(fitter.relative_error)
+    assert fitter.metrics(prefix="cost") == {}
     fitter.add(works[0], seconds=0.1)
-    assert fitter.fit() is not None
-    assert math.isfinite(fitter.relative_error())
+    assert fitter.fit() == fitter.model != CostModel.prior()
+    assert fitter.is_fitted
+    assert math.isfinite(fitter.relative_error)
 
 
 def test_the_window_forgets():
@@ -273,11 +284,11 @@ def test_only_times_are_measurements(seconds):
         CostFitter().add(Work(1, 1, 1, 1, 1), seconds=seconds)
 
 
-def test_a_fragmented_tree_with_dear_segments_runs_faster_flat():
-    model = CostModel(s_per_token=1.0, s_per_pair=0.0, s_per_scored=0.0, s_per_segment=5.0, s_per_pack=0.0)
+def test_a_fragmented_tree_with_dear_nodes_runs_faster_flat():
+    model = CostModel(s_per_token=1.0, s_per_pair=0.0, s_per_scored=0.0, s_per_node=5.0, s_per_pack=0.0)
     tree, flat = Work(100, 0, 0, 20, 1), Work(150, 0, 0, 9, 1)
     assert runs_faster_flat(model, tree=tree, flat=flat)  # 195 < 200
-    assert not runs_faster_flat(model, tree=tree, flat=flat + Work(num_segments=1))  # a tie goes to the tree
+    assert not runs_faster_flat(model, tree=tree, flat=flat + Work(num_nodes=1))  # a tie goes to the tree
     assert not runs_faster_flat(CostModel.prior(), tree=tree, flat=flat)
 
 

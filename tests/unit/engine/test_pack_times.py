@@ -2,12 +2,13 @@
 
 import pytest
 
+from verl_tree.cost.fit import CostFitter
 from verl_tree.cost.model import CostModel, Work
-from verl_tree.engine.pack_times import OnlineCost, PackClock
+from verl_tree.engine.pack_times import PackClock, learn_costs
 
 
 def work(num_tokens: int) -> Work:
-    return Work(num_tokens=num_tokens, num_visible_pairs=num_tokens**2, num_scored=1, num_segments=1, num_packs=1)
+    return Work(num_tokens=num_tokens, num_visible_pairs=num_tokens**2, num_scored=1, num_nodes=1, num_packs=1)
 
 
 def test_the_clock_measures_each_call() -> None:
@@ -21,20 +22,20 @@ def test_the_clock_measures_each_call() -> None:
 
 def test_a_step_lasts_as_long_as_its_dearest_pack() -> None:
     """Two ranks, 2 us a token; rank 1 has a pack less. Every step is explained by the larger pack of the two."""
-    cost = OnlineCost()
-    assert cost.model is None and cost.current == CostModel.prior() and cost.metrics(prefix="x") == {}
+    cost = CostFitter()
     ranks = [[work(n) for n in (1000, 300, 900, 70)], [work(n) for n in (500, 800, 20)]]
     for _ in range(2):
-        cost.learn(ranks, seconds=[2e-6 * max_tokens for max_tokens in (1000, 800, 900, 70)])
+        learn_costs(cost, ranks, seconds=[2e-6 * max_tokens for max_tokens in (1000, 800, 900, 70)])
     for num_tokens in (70, 500, 1000):
-        assert cost.current.predict(work(num_tokens)) == pytest.approx(2e-6 * num_tokens, rel=1e-6)
+        assert cost.model.predict(work(num_tokens)) == pytest.approx(2e-6 * num_tokens, rel=1e-6)
     metrics = cost.metrics(prefix="tree/cost_model")
     assert CostModel.from_metrics(metrics, prefix="tree/cost_model") == cost.model
     assert metrics["tree/cost_model/relative_error"] < 1e-6
 
 
 def test_a_mini_batch_without_packs_teaches_nothing() -> None:
-    cost = OnlineCost()
+    cost = CostFitter()
     for _ in range(20):
-        cost.learn([[], []], seconds=[0.1])
-    assert cost.model is None
+        learn_costs(cost, [[], []], seconds=[0.1])
+    assert not cost.is_fitted
+    assert cost.model == CostModel.prior()

@@ -6,12 +6,8 @@ import torch
 
 from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel, Work
-from verl_tree.engine.packs import TreeBatch, split_into_packs, trained_tokens
-
-
-def jagged(rows: list[list[int]]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
-
+from verl_tree.engine.packs import TreeBatch, split_into_packs
+from verl_tree.tree.rows import trained_tokens
 
 ROWS = [[5, 6, 7, 8], [1, 1], [5, 6, 9], [5, 6, 7, 8]]
 """A row, a padding row, a sibling, a duplicate."""
@@ -24,41 +20,28 @@ def split(
     masks: list[list[int]],
     *,
     capacity: int = 100,
-    model: CostModel | None = None,
+    cost_model: CostModel | None = None,
     merge_keys: list | None = None,
-    **tree,
+    **options,
 ) -> TreeBatch:
+    mask_lens = np.array([len(mask) for mask in masks])
     return split_into_packs(
         TOKENS,
         offsets=OFFSETS,
-        trained=trained_tokens(jagged(masks), sequence_lens=np.diff(OFFSETS)),
+        trained=trained_tokens(np.concatenate(masks), mask_lens=mask_lens, row_lens=np.diff(OFFSETS)),
         capacity=capacity,
-        tree=TreeConfig(**tree),
-        model=model,
+        config=TreeConfig(**options),
+        cost_model=CostModel.prior() if cost_model is None else cost_model,
         merge_keys=merge_keys,
     )
-
-
-def test_a_mask_covers_the_end_of_its_row() -> None:
-    trained = trained_tokens(jagged([[1, 0], [1]]), sequence_lens=np.array([4, 2]))
-    assert trained.tolist() == [False, False, True, False, False, True]
-
-
-def test_a_mask_may_cover_the_whole_row_but_first_tokens_are_never_scored() -> None:
-    trained = trained_tokens(jagged([[1, 1, 0], [1, 1]]), sequence_lens=np.array([3, 2]))
-    assert trained.tolist() == [False, True, False, False, True]
-
-
-def test_a_mask_longer_than_its_row_is_refused() -> None:
-    with pytest.raises(ValueError, match="row 1 has 3 entries"):
-        trained_tokens(jagged([[1, 1], [1, 1, 1]]), sequence_lens=np.array([2, 2]))
 
 
 def test_rows_without_trained_tokens_cost_nothing() -> None:
     batch = split([[1, 1], [0], [1], [0, 1]])
     (micro,) = batch.micro_batches
     assert sorted(micro.rows.tolist()) == [0, 2, 3]
-    assert batch.counts.num_packed_tokens == 5 and batch.counts.num_flat_tokens == 11
+    assert batch.counts.num_packed_tokens == 5
+    assert batch.counts.num_flat_tokens == 11
     assert micro.layout.token_ids_T.tolist() == [5, 6, 7, 8, 9]
     # 7 and 8 are trained by row 0, 9 by row 2; nobody trains the prompt.
     assert micro.wanted_T.tolist() == [False, False, True, True, True]
@@ -73,9 +56,11 @@ def test_results_find_their_rows() -> None:
     assert flat.tolist() == [5, 6, 7, 8, 0, 0, 5, 6, 9, 5, 6, 7, 8]
 
 
-def test_no_trained_row_gives_no_pack() -> None:
-    batch = split([[0, 0], [0], [0], [0, 0]])
-    assert batch.micro_batches == () and batch.counts.num_flat_tokens == 0
+@pytest.mark.parametrize("shared_tokens", ["sum", "mean", "once"])
+def test_no_trained_row_gives_no_pack(shared_tokens: str) -> None:
+    batch = split([[0, 0], [0], [0], [0, 0]], shared_tokens=shared_tokens)
+    assert batch.micro_batches == ()
+    assert batch.counts.num_flat_tokens == 0
 
 
 @pytest.mark.parametrize("capacity", [100, 4])
@@ -98,7 +83,7 @@ def test_rows_with_different_merge_keys_share_nothing() -> None:
 def test_the_work_of_a_pack() -> None:
     """5 6 7 8 9 at positions 0 1 2 3 2: 1 + 2 + 3 + 4 + 3 pairs; 7, 8, 9 are scored; 5 6, 7 8 and 9 are nodes."""
     (micro,) = split([[1, 1], [0], [1], [0, 1]]).micro_batches
-    assert micro.work == Work(num_tokens=5, num_visible_pairs=13, num_scored=3, num_segments=3, num_packs=1)
+    assert micro.work == Work(num_tokens=5, num_visible_pairs=13, num_scored=3, num_nodes=3, num_packs=1)
 
 
 def test_packs_run_dearest_first() -> None:
@@ -115,7 +100,7 @@ def test_a_pack_that_runs_flat_shares_nothing_and_keeps_the_capacity(capacity: i
     for micro in batch.micro_batches:
         assert micro.layout.num_tokens == micro.layout.num_flat_tokens <= capacity
         assert (micro.layout.parent_T < 0).sum() == len(micro.rows)
-        assert micro.work.num_segments == len(micro.rows)
+        assert micro.work.num_nodes == len(micro.rows)
     flat = np.zeros(len(TOKENS), dtype=np.int64)
     for micro in batch.micro_batches:
         flat[micro.flat_index_F.numpy()] = micro.layout.token_ids_T[micro.layout.tree_index_F].numpy()
@@ -125,21 +110,19 @@ def test_a_pack_that_runs_flat_shares_nothing_and_keeps_the_capacity(capacity: i
 
 
 def test_the_gate_opens_where_the_model_says_so() -> None:
-    """5 tokens in 3 segments as a tree, 11 tokens in 3 segments and one pack flat."""
+    """5 tokens in 3 nodes as a tree, 11 tokens in 3 nodes and one pack flat."""
     masks = [[1, 1], [0], [1], [0, 1]]
-    linear = CostModel(s_per_token=1.0, s_per_pair=0.0, s_per_scored=0.0, s_per_segment=0.0, s_per_pack=0.0)
-    assert split(masks, model=linear).counts.num_flat_packs == 0
-    # Without sharing there are fewer segments: rows 0 and 2 alone are 5 6 | 7 8 | 9 as a tree and two rows flat.
+    linear = CostModel(s_per_token=1.0, s_per_pair=0.0, s_per_scored=0.0, s_per_node=0.0, s_per_pack=0.0)
+    assert split(masks, cost_model=linear).counts.num_flat_packs == 0
+    # Without sharing there are fewer nodes: rows 0 and 2 alone are 5 6 | 7 8 | 9 as a tree and two rows flat.
     masks = [[1, 1], [0], [1], [0, 0]]
-    for s_per_segment, is_flat in ((1.9, False), (2.1, True)):
-        model = CostModel(
-            s_per_token=1.0, s_per_pair=0.0, s_per_scored=0.0, s_per_segment=s_per_segment, s_per_pack=0.0
-        )
-        batch = split(masks, model=model)  # tree: 5 tokens, 3 segments; flat: 7 tokens, 2 segments
+    for s_per_node, is_flat in ((1.9, False), (2.1, True)):
+        model = CostModel(s_per_token=1.0, s_per_pair=0.0, s_per_scored=0.0, s_per_node=s_per_node, s_per_pack=0.0)
+        batch = split(masks, cost_model=model)  # tree: 5 tokens, 3 nodes; flat: 7 tokens, 2 nodes
         assert batch.counts.num_flat_packs == int(is_flat)
         assert batch.counts.num_packed_tokens == (7 if is_flat else 5)
-        assert split(masks, model=model, gate="never").counts.num_flat_packs == 0
-    assert split(masks, model=None).counts.num_flat_packs == 0, "nothing was measured yet"
+        assert split(masks, cost_model=model, gate="never").counts.num_flat_packs == 0
+    assert split(masks).counts.num_flat_packs == 0, "nothing was measured yet"
 
 
 def test_caps_reach_the_packing() -> None:
