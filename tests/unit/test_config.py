@@ -1,4 +1,10 @@
-"""The options: refused where they are wrong, and reaching the engine of every role through Hydra."""
+"""The options: refused where they are wrong, documented once, and reaching the engine of every role through Hydra."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -53,6 +59,14 @@ def test_options_pass_through_and_take_defaults() -> None:
 def test_yaml_defaults_are_the_dataclass_defaults() -> None:
     config = compose_config(["profile=cpu"])
     assert TreeConfig.from_mapping(config.tree) == TreeConfig()
+
+
+def test_every_option_is_documented_and_the_page_is_made_from_the_yaml() -> None:
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "scripts/make_options.py", "--check"], cwd=root, check=True)
+    documented = re.findall(r"^\| `(tree\.[\w.]+)`", (root / "docs" / "options.md").read_text(), flags=re.MULTILINE)
+    options = [f"tree.{each.name}" for each in fields(TreeConfig)]
+    assert documented == options + [f"tree.watchdog.{each.name}" for each in fields(WatchdogConfig)]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp_tree", "fsdp2", "fsdp"])

@@ -93,7 +93,7 @@ def _refused_by(check: Check, config: DictConfig, *, whole: bool = False) -> str
     """Return the refusal of a check (its key and value, or the whole message), before which no other check refuses."""
     for earlier in CHECKS[: CHECKS.index(check)]:
         assert list(earlier(config)) == []
-    with pytest.raises(ValueError, match="=|tree has no option") as error:
+    with pytest.raises(ValueError, match=r"=|tree has no option") as error:
         validate(config)
     message = str(error.value)
     return message if whole else message.partition(": ")[0]

@@ -18,7 +18,7 @@ from verl_tree.launch.validation.refusals import (
     Check,
     Finding,
     Findings,
-    column_names,
+    columns,
     data_files,
     missing,
     refusal,
@@ -108,9 +108,9 @@ def _loops_in_use(config: DictConfig) -> list[tuple[str, Any]]:
 
     named, has_unnamed = {}, False
     for key in DATA_KEYS:
-        for path in map(Path, data_files(config, key)):
-            if path.suffix == ".parquet" and path.is_file() and "agent_name" in column_names(path):
-                column = pyarrow.parquet.read_table(path, columns=["agent_name"]).column(0)
+        for name in data_files(config, key):
+            if "agent_name" in columns(name):
+                column = pyarrow.parquet.read_table(name, columns=["agent_name"]).column(0)
                 named |= {(key, each): None for each in column.unique().to_pylist()}
             else:
                 has_unnamed = True

@@ -16,7 +16,7 @@ from verl_tree.launch.validation.refusals import (
     MODELS,
     Check,
     Findings,
-    column_names,
+    columns,
     data_files,
     has_scheme,
     missing,
@@ -42,12 +42,10 @@ def check_data_files(config: DictConfig) -> Findings:
 
 def check_text_rows(config: DictConfig) -> Findings:
     """Find rows with images, videos or sounds: token ids alone do not tell such inputs apart."""
-    paths = [Path(name) for key in DATA_KEYS for name in data_files(config, key)]
-    for path in paths:
-        columns = column_names(path) if path.suffix == ".parquet" and path.is_file() else []
+    for name in (name for key in DATA_KEYS for name in data_files(config, key)):
         for key in ("image_key", "video_key", "audio_key"):
-            if config.data[key] in columns:
-                yield refusal(config, f"data.{key}", f"{path} has such a column; only text rows are supported, drop it")
+            if config.data[key] in columns(name):
+                yield refusal(config, f"data.{key}", f"{name} has such a column; only text rows are supported, drop it")
 
 
 def check_models(config: DictConfig) -> Findings:

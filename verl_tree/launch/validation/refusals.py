@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -88,11 +87,12 @@ def data_files(config: DictConfig, key: str) -> list[str]:
     return [files] if isinstance(files, str) else list(files or [])
 
 
-def column_names(path: Path) -> list[str]:
-    """Return the columns of a parquet file."""
+def columns(name: str) -> list[str]:
+    """Return the columns of a parquet file; none of another file, or of one that is not here."""
     import pyarrow.parquet
 
-    return pyarrow.parquet.read_schema(path).names
+    is_here = name.endswith(".parquet") and os.path.isfile(name)
+    return pyarrow.parquet.read_schema(name).names if is_here else []
 
 
 def has_scheme(path: str) -> bool:
