@@ -34,13 +34,7 @@ class CpuWeightReloadExtension(vLLMColocateWorkerExtension):
     def update_weights_from_ipc(
         self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
-        """Receive the weights of the policy and load them into the running model.
-
-        Args:
-            peft_config: LoRA configuration, when the policy has adapters.
-            base_sync_done: Whether the base weights were sent before; with `peft_config` only adapters come now.
-            use_shm: Whether the buckets come through shared memory; always so on a CPU.
-        """
+        """Receive the weights of the policy and load them into the running model."""
         if peft_config and base_sync_done:
             # Adapters are separate tensors: the packed layers stay as they are.
             super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)

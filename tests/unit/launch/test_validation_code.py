@@ -1,5 +1,6 @@
 """Code that is not there is refused before Ray starts: agent loops, tools, rewards, data set classes."""
 
+import importlib
 import logging
 import os
 import subprocess
@@ -152,7 +153,7 @@ def test_reward_managers_that_nobody_registered_are_refused() -> None:
         validate(resolved(f"reward.reward_manager.name={known}"))
     message = refusal("reward.reward_manager.name=prime")
     assert "reward.reward_manager.name=prime: no such reward manager; choose one of dapo, " in message
-    assert "reward.reward_manager.source=foo: choose register" in refusal("reward.reward_manager.source=foo")
+    assert "reward.reward_manager.source=foo: verl knows register" in refusal("reward.reward_manager.source=foo")
     assert "module.path=None" in refusal("reward.reward_manager.source=importlib", "reward.reward_manager.module=null")
     message = refusal("reward.reward_manager.source=importlib")
     assert "reward.reward_manager.module.path=None: source=importlib reads a class from it" in message
@@ -251,8 +252,7 @@ def test_looking_up_loops_leaves_vllm_alone(tmp_path: Path) -> None:
 def test_every_loop_that_a_worker_knows_is_known_here() -> None:
     from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
-    import rollout_hooks.worker  # noqa: F401 - registers its loops
-
+    importlib.import_module("rollout_hooks.worker")  # registers its loops
     known = [name for name, entry in _agent_loop_registry.items() if entry["_target_"].startswith("rollout_hooks.")]
     program = (
         "import verl_tree.cpu.platform; from input_cases import resolved\n"

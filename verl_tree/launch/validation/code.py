@@ -163,11 +163,8 @@ def check_reward_code(config: DictConfig) -> Findings:
         if not value_of(config, module_key):
             yield refusal(config, module_key, "source=importlib reads a class from it; give a file")
         yield from _check_object(config, module_key, "reward.reward_manager.name")
-    elif manager.source != "register":
-        remedy = "choose register (a name of verl's) or importlib (yours)"
-        yield refusal(config, "reward.reward_manager.source", remedy)
     # The default exists, and looking up another one takes an import that the driver does not need otherwise.
-    elif manager.name != "naive":
+    elif manager.source == "register" and manager.name != "naive":
         from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
 
         if manager.name not in REWARD_MANAGER:

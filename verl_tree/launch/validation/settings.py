@@ -71,6 +71,9 @@ RULES: tuple[Rule, ...] = (
     Rule("trainer.v1.trainer_mode", ("sync",), "only the synchronous trainer keeps groups together"),
     Rule("actor_rollout_ref.hybrid_engine", ON, "trainer.v1.trainer_mode=sync needs it"),
     Rule("tree.shared_tokens", ("sum",), "tree.enabled=false knows only the sum", _uses_flat),
+    Rule(
+        "reward.reward_manager.source", ("register", "importlib"), "verl knows register (its own) and importlib (yours)"
+    ),
     # What the engine does not compute, or would cut differently.
     *_rules((*MODELS, ACTOR), "use_fused_kernels", OFF, "fused kernels do not make the logits that branches need"),
     *_rules((ACTOR, REF, "critic", *ENGINES), "ulysses_sequence_parallel_size", (1, None), "Ulysses is not supported"),
