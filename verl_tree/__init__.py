@@ -1,8 +1,6 @@
 """verl_tree: branching agent rollouts trained as token trees, every shared prefix computed once.
 
-The modules form one line and import only backwards along it: `tree` and `packing` (numpy), `layout`,
-`attention`, `logprobs` and `functional` (torch), then the engine and the trainer (verl). Importing the
-package itself imports none of them.
+Its folders, and which may import which, are on one page: docs/architecture.md.
 """
 
 __version__ = "0.1.0"

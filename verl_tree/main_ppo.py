@@ -5,90 +5,48 @@
 `--cfg job` prints the configuration, `--help` the options. Everything heavy is imported after that.
 """
 
+import importlib
 import os
 import sys
 
 import hydra
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from verl_tree.launch.composition import CONFIG_MODULE, CONFIG_NAME, accept_added_keys, prepare_hydra
-
-PLUGIN = "verl_tree.cpu.platform"
-MODULES_VARIABLE = "VERL_USE_EXTERNAL_MODULES"
-PLATFORM_VARIABLE = "VERL_PLATFORM"
+from verl_tree.launch.environment import PLATFORM_MODULE, ray_env_vars, set_ray_options
 
 
 def main() -> None:
-    """Parses the command line and trains."""
+    """Parse the command line and train."""
     prepare_hydra()
     sys.argv[1:] = accept_added_keys(sys.argv[1:])
-    _composed()
-
-
-@hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name=CONFIG_NAME, version_base=None)
-def _composed(config: DictConfig) -> None:
-    run(config)
+    hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name=CONFIG_NAME, version_base=None)(run)()
 
 
 def run(config: DictConfig) -> None:
-    """Trains as a composed configuration says.
+    """Train as a composed configuration says.
 
     Args:
         config: The configuration of `verl_tree.launch.composition.compose_config`; resolved in place.
 
     Raises:
         ValueError: A setting that cannot work.
-        RuntimeError: A process of the run died or hung; the message has the cause and the tail of its log.
+        RuntimeError: A process died or hung; the message has the cause and the tail of its log.
     """
     OmegaConf.resolve(config)
-    environment = process_environment(config)
-    os.environ.update(environment)
-    import verl_tree.cpu.platform  # noqa: F401 - before anything of verl asks for the platform
+    variables = ray_env_vars(config)
+    os.environ.update(variables)
+    # Hydra has imported verl by now, to find its YAML files: for this process the variables come too late.
+    importlib.import_module(PLATFORM_MODULE)
     from verl_tree.launch.validation import validate
 
     validate(config)
-    adapt_ray_options(config, environment)
+    set_ray_options(config, variables)
     train(config)
 
 
-def process_environment(config: DictConfig) -> dict[str, str]:
-    """Returns the environment variables that the driver and every Ray actor of the run need.
-
-    verl imports the modules of `VERL_USE_EXTERNAL_MODULES` in each process; those that the user named, for Ray or
-    in the shell, stay first.
-    """
-    of_ray = config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {}
-    named = of_ray.get(MODULES_VARIABLE, os.environ.get(MODULES_VARIABLE, ""))
-    modules = [each for each in named.split(",") if each]
-    environment = {MODULES_VARIABLE: ",".join([each for each in modules if each != PLUGIN] + [PLUGIN])}
-    if config.trainer.device == "cpu":
-        environment[PLATFORM_VARIABLE] = "cpu"
-    return environment
-
-
-def adapt_ray_options(config: DictConfig, environment: dict[str, str]) -> None:
-    """Adds the environment to Ray's options, and tells a cluster to join from one to start.
-
-    A cluster that runs already (`RAY_ADDRESS`, `ray_kwargs.ray_init.address`) keeps the sizes it was started with.
-
-    Args:
-        config: The configuration; `ray_kwargs.ray_init` is changed in place.
-        environment: Variables for every process of the run (`process_environment`).
-    """
-    ray_init = config.ray_kwargs.ray_init
-    with open_dict(ray_init):
-        ray_init.runtime_env.env_vars = {**(ray_init.runtime_env.get("env_vars") or {}), **environment}
-        if "RAY_ADDRESS" in os.environ or ray_init.get("address") not in (None, "local"):
-            # Ray refuses sizes for a cluster that it did not start (`ray start`, `ray job submit`).
-            ray_init.num_cpus = None
-            ray_init.num_gpus = None
-        elif ray_init.get("num_cpus") is not None or ray_init.get("num_gpus") is not None:
-            # Sizes ask for a cluster of our own; without an address Ray would join another one on this machine.
-            ray_init.address = "local"
-
-
 def train(config: DictConfig) -> None:
-    """Starts Ray and runs the task runner to its end, watched.
+    """Start Ray and run the task runner to its end, watched.
 
     Args:
         config: A valid, resolved configuration.

@@ -63,11 +63,10 @@ def test_run_ppo_takes_a_task_runner() -> None:
     assert list(inspect.signature(run_ppo).parameters) == ["config", "task_runner_class"]
 
 
-def test_vllm_takes_the_extension_class_from_the_engine_options() -> None:
-    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+def test_verls_flops_counter_knows_the_name_of_the_device() -> None:
+    from verl.utils.flops_counter import get_device_flops
 
-    source = inspect.getsource(vLLMHttpServer.launch_server)
-    assert source.index('"worker_extension_cls"') < source.index("**engine_kwargs,")
+    assert get_device_flops(unit="G", device_name=PlatformCPU().device_module.get_device_name()) == 448
 
 
 def test_extension_overrides_verls_weight_update() -> None:

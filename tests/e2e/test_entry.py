@@ -47,7 +47,7 @@ def test_configuration_from_a_wheel_outside_the_checkout(tmp_path: Path) -> None
 
 
 def _copy_sources(folder: Path) -> None:
-    """What a wheel is built from; a build in the checkout would leave files there."""
+    """Copy what a wheel is built from; a build in the checkout would leave files there."""
     ignore = shutil.ignore_patterns("__pycache__")
     for name in ("verl_tree", "rollout_hooks", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignore)
@@ -60,5 +60,5 @@ def test_bad_setting_ends_at_once_and_starts_no_ray(tmp_path: Path) -> None:
     done = entry("profile=cpu", "tree.shared_tokens=max", cwd=tmp_path)
     assert time.monotonic() - started < 60
     assert done.returncode != 0
-    assert "tree.shared_tokens='max' is unknown; choose one of sum, mean, once" in done.stderr
+    assert "tree.shared_tokens=max: choose one of sum, mean, once" in done.stderr
     assert "ray init kwargs" not in done.stdout

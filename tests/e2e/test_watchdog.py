@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
@@ -44,14 +44,14 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def cluster() -> Iterator[None]:
-    """A cluster per test: the watchdog reports every death of its job, also an earlier one."""
+    """Start a cluster for each test: the watchdog reports every death of its job, also an earlier one."""
     ray.init(address="local", num_cpus=4, logging_level="ERROR", log_to_driver=False)
     yield
     ray.shutdown()
 
 
 @pytest.fixture
-def server(cluster: None, request: pytest.FixtureRequest) -> Iterator[ray.actor.ActorHandle]:
+def server(request: pytest.FixtureRequest) -> Iterator[ray.actor.ActorHandle]:
     handle = Server.remote(title=getattr(request, "param", None))
     ray.get(handle.pid.remote())
     yield handle
@@ -62,12 +62,22 @@ def kill_later(pid: int, *, after_s: float) -> None:
     threading.Timer(after_s, os.kill, (pid, signal.SIGKILL)).start()
 
 
+def failure(options: WatchdogConfig, body: Callable[[], object]) -> str:
+    """Return why the watchdog ended the body."""
+
+    def watched() -> None:
+        with watch_run(options):
+            body()
+
+    with pytest.raises(RunFailedError) as error:
+        watched()
+    return str(error.value)
+
+
 def test_killed_actor_is_the_cause(server: ray.actor.ActorHandle) -> None:
     pid = ray.get(server.pid.remote())
-    with pytest.raises(RunFailedError) as error, watch_run(WatchdogConfig(poll_s=0.5)):
-        kill_later(pid, after_s=1.0)
-        ray.get(server.wait.remote())
-    message = str(error.value)
+    kill_later(pid, after_s=1.0)
+    message = failure(WatchdogConfig(poll_s=0.5), lambda: ray.get(server.wait.remote()))
     assert f"the process of Server (pid {pid}" in message
     assert "the server wrote this to stdout" in message
     assert "the server wrote this to stderr" in message
@@ -78,28 +88,25 @@ def test_killed_actor_that_nobody_asks_ends_the_run() -> None:
     server = Server.remote()
     pid = ray.get(server.pid.remote())
     started = time.monotonic()
-    with pytest.raises(RunFailedError, match=f"pid {pid}"), watch_run(WatchdogConfig(poll_s=0.5)):
-        kill_later(pid, after_s=0.5)
-        time.sleep(120)
+    kill_later(pid, after_s=0.5)
+    assert f"pid {pid}" in failure(WatchdogConfig(poll_s=0.5), lambda: time.sleep(120))
     assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("server", ["VLLM::EngineCore"], indirect=True)
 def test_lost_engine_process_ends_the_run(server: ray.actor.ActorHandle) -> None:
     pid = ray.get(server.engine_pid.remote())
-    with pytest.raises(RunFailedError) as error, watch_run(WatchdogConfig(poll_s=0.5)):
-        kill_later(pid, after_s=4.0)
-        ray.get(server.wait.remote())
-    assert f"the vLLM process VLLM::EngineCore 300 (pid {pid}) is gone" in str(error.value)
-    assert "the server wrote this to stdout" in str(error.value)
+    kill_later(pid, after_s=4.0)
+    message = failure(WatchdogConfig(poll_s=0.5), lambda: ray.get(server.wait.remote()))
+    assert f"the vLLM process VLLM::EngineCore 300 (pid {pid}) is gone" in message
+    assert "the server wrote this to stdout" in message
 
 
 def test_hang_ends_the_run_and_names_the_task(server: ray.actor.ActorHandle) -> None:
     started = time.monotonic()
-    with pytest.raises(RunFailedError) as error, watch_run(WatchdogConfig(poll_s=0.5, timeout_s=6.0)):
-        ray.get(server.wait.remote())
+    message = failure(WatchdogConfig(poll_s=0.5, timeout_s=6.0), lambda: ray.get(server.wait.remote()))
     assert 6.0 < time.monotonic() - started < 60
-    assert re.search(r"no Ray task has started or ended for 6 s.*Server\.wait of pid \d+ for \d+ s", str(error.value))
+    assert re.search(r"no Ray task has started or ended for 6 s.*Server\.wait of pid \d+ for \d+ s", message)
 
 
 def test_progress_is_no_hang(server: ray.actor.ActorHandle) -> None:

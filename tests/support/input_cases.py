@@ -17,14 +17,14 @@ FOLDER = tempfile.TemporaryDirectory()
 
 
 def write_model(folder: Path, **settings: object) -> Path:
-    """Makes a folder that has a config.json."""
+    """Make a folder that has a config.json."""
     folder.mkdir(exist_ok=True, parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **settings}))
     return folder
 
 
 def write_rows(path: Path, *columns: str) -> Path:
-    """Makes a parquet file of one row."""
+    """Make a parquet file of one row."""
     pyarrow.parquet.write_table(pyarrow.table({column: ["a"] for column in ("prompt", *columns)}), path)
     return path
 
@@ -40,14 +40,14 @@ def _composed() -> DictConfig:
 
 
 def resolved(*overrides: str) -> DictConfig:
-    """The CPU configuration with values replaced; Hydra itself, which test_config covers, is asked once only."""
+    """Return the CPU configuration with values replaced; Hydra, which test_composition covers, is asked only once."""
     config = OmegaConf.merge(_composed(), OmegaConf.from_dotlist([each.lstrip("+") for each in overrides]))
     OmegaConf.resolve(config)
     return config
 
 
 def refusal(*overrides: str) -> str:
-    """Why the configuration with these values is refused."""
-    with pytest.raises(ValueError) as error:
+    """Say why the configuration with these values is refused."""
+    with pytest.raises(ValueError, match="=") as error:
         validate(resolved(*overrides))
     return str(error.value)

@@ -1,24 +1,27 @@
 """Weight updates for the vLLM CPU engine: the extension class that its worker processes load.
 
-After loading, vLLM's CPU linear layers repack their weights and drop the originals, so loading new weights into
-them fails (`'Parameter' object has no attribute 'weight_loader'`). vLLM's own layer-wise reload restores each
-layer, loads it and packs it again; this class puts it around the weights that verl sends. It is chosen by
-`rollout.engine_kwargs.vllm.worker_extension_cls` in the profile `cpu`.
+vLLM's CPU linear layers repack their weights once loaded and drop the originals, so loading new weights into them fails
+(`'Parameter' object has no attribute 'weight_loader'`). vLLM's own layer-wise reload restores each layer, loads it and
+packs it again; this class puts it around the weights that verl sends. The profile `cpu` chooses it by
+`rollout.engine_kwargs.vllm.worker_extension_cls`.
 """
 
 import logging
+from typing import Any, cast
 
 import torch
+from typing_extensions import override
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 
 class _OnlyLostWeights(logging.Filter):
-    """Drops the warning that rotary embeddings got no weights: their tables are computed, never sent."""
+    """A filter that drops the warning of rotary embeddings without weights: their tables are computed, never sent."""
 
+    @override
     def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.args and "RotaryEmbedding" in str(record.args[0]))
+        return not (isinstance(record.args, tuple) and record.args and "RotaryEmbedding" in str(record.args[0]))
 
 
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_OnlyLostWeights())
@@ -27,30 +30,27 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter
 class CpuWeightReloadExtension(vLLMColocateWorkerExtension):
     """verl's worker extension (0.9.1) whose full weight updates go through vLLM's layer-wise reload."""
 
+    @override
     def update_weights_from_ipc(
         self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
-        """Receives the weights of the policy and loads them into the running model.
-
-        Args:
-            peft_config: LoRA configuration, when the policy has adapters.
-            base_sync_done: Whether the base weights were sent before; with `peft_config` only adapters come now.
-            use_shm: Whether the buckets come through shared memory; always so on a CPU.
-        """
+        """Receive the weights of the policy and load them into the running model."""
         if peft_config and base_sync_done:
-            # Adapters are separate tensors: nothing of the packed model is touched.
+            # Adapters are separate tensors: the packed layers stay as they are.
             super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
             return
         receiver = BucketedWeightReceiver(
             zmq_handle=self._get_zmq_handle(), device=torch.device("cpu"), use_shm=use_shm
         )
         for model in self._iter_all_models():
+            assert model is not None
             initialize_layerwise_reload(model)
 
-        def load_bucket(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
+        def load_bucket(weights: list[tuple[str, torch.Tensor]], _is_last: bool) -> None:
             # The reload keeps tensors until their layer is complete, and the bucket's memory is used again.
             kept = [(name, tensor.clone()) for name, tensor in weights]
-            self._update_weights(kept, peft_config=peft_config, base_sync_done=base_sync_done)
+            # verl annotates a dict and passes None itself.
+            self._update_weights(kept, peft_config=cast("dict[str, Any]", peft_config), base_sync_done=base_sync_done)
 
         receiver.receive_weights(on_bucket_received=load_bucket)
         for model, model_config in self._iter_all_models_with_config():

@@ -1,1 +1,1 @@
-"""What happens before and around a run: composing and checking its configuration, watching its processes."""
+"""What happens before and around a training run: composing and checking its configuration, watching its processes."""

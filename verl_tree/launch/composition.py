@@ -1,8 +1,7 @@
-"""Composes the configuration `tree_ppo`: verl's, the `tree` options and the device profile.
+"""The configuration `tree_ppo`: verl's, the `tree` options and the device profile, composed by Hydra.
 
-Everything a setting depends on is an OmegaConf resolver used in the YAML files, so that Hydra's own rules
-decide what wins: verl's defaults, then `tree_ppo.yaml`, then the profile, then a config that includes it, then
-the command line. The module imports neither verl nor Ray; torch only when `profile=auto` asks for CUDA.
+Whatever depends on a setting is an OmegaConf resolver in the YAML files, so Hydra's own rules decide what wins: verl's
+defaults, then `tree_ppo.yaml`, then the profile, then a config that includes it, then the command line.
 """
 
 import os
@@ -13,6 +12,9 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
+from typing_extensions import override
+
+from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
 
 CONFIG_MODULE = "verl_tree.configs"
 CONFIG_NAME = "tree_ppo"
@@ -20,40 +22,39 @@ VERL_CONFIGS = "pkg://verl.trainer.config"
 
 
 class TreeSearchPath(SearchPathPlugin):
-    """Lets Hydra find verl's files and ours, also when a recipe's own config is the primary one.
+    """Hydra plugin that finds verl's files and ours, also when a recipe's own config is the primary one.
 
-    Hydra reads `hydra.searchpath` of the primary config only, so a recipe that lists `tree_ppo` among its
-    defaults would have to repeat it.
+    Hydra reads `hydra.searchpath` of the primary config only, so each recipe that includes `tree_ppo` would have to
+    repeat it.
     """
 
+    @override
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append(provider="verl_tree", path=f"pkg://{CONFIG_MODULE}")
         search_path.append(provider="verl", path=VERL_CONFIGS)
 
 
 def device_profile() -> str:
-    """Returns the profile that `profile=auto` stands for: `gpu` where torch sees CUDA, else `cpu`."""
+    """Return the profile that `profile=auto` stands for: `gpu` where torch sees CUDA, else `cpu`."""
     import torch
 
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
 def tree_strategy(enabled: bool) -> str:
-    """Returns verl's engine name for `tree.enabled`: `fsdp_tree`, or verl's own `fsdp2` for false."""
-    return "fsdp_tree" if enabled else "fsdp2"
+    """Return the name of the engine that `tree.enabled` chooses."""
+    return TREE_STRATEGY if enabled else FLAT_STRATEGY
 
 
 def cpu_threads(num_processes: int) -> str:
-    """Returns, as an environment variable wants it, the threads for each of `num_processes` equal processes.
-
-    One core of each share is left to Ray, the loops and vLLM's scheduler: threads that wait for a core that is
-    taken made an update on two cores six times slower.
-    """
+    """Return the threads for each of `num_processes` equal processes, as the text of an environment variable."""
+    # One core of each share is left to Ray, the loops and vLLM's scheduler: on two cores, threads that waited for a
+    # busy core made an update six times slower.
     return str(max(1, len(os.sched_getaffinity(0)) // num_processes - 1))
 
 
 def prepare_hydra() -> None:
-    """Makes the search path and the resolvers of the YAML files known to Hydra; may be called again."""
+    """Register the search path and the resolvers of the YAML files with Hydra; may be called again."""
     Plugins.instance().register(TreeSearchPath)
     OmegaConf.register_new_resolver("tree_cpu_threads", cpu_threads, replace=True)
     OmegaConf.register_new_resolver("tree_device_profile", device_profile, replace=True)
@@ -61,7 +62,7 @@ def prepare_hydra() -> None:
 
 
 def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
-    """Composes the configuration as the command line does.
+    """Compose the configuration as the command line does.
 
     Args:
         overrides: Hydra overrides, e.g. `["profile=cpu", "data.train_batch_size=8"]`.
@@ -75,10 +76,9 @@ def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
 
 
 def accept_added_keys(arguments: Sequence[str]) -> list[str]:
-    """Rewrites `+key=value` to Hydra's `++key=value` ("add or override").
+    """Rewrite `+key=value` to Hydra's `++key=value` ("add or override"); everything else passes unchanged.
 
-    verl's users add keys that its YAML lacks with `+`; where our files already set such a key, Hydra would
-    refuse the same command line. Everything else passes unchanged.
+    verl's users write `+` for keys that its YAML lacks. Where our files set such a key, Hydra would refuse that.
 
     Args:
         arguments: Command line arguments or overrides.

@@ -1,29 +1,30 @@
-"""A dead or hanging process ends the run with its cause, where verl would wait for an answer for ever.
+"""Ends a training run whose process died or hangs, with the cause; verl would wait for an answer for ever.
 
-A thread of the driver looks at facts, not at messages. Ray knows which actors of the job died and which tasks run; a
-vLLM engine is no actor, so its processes (children of a server actor, titled `VLLM::...`) are looked up on this
-machine. Three findings end the run: an actor whose process died, an engine process that is gone, and the same set
-of running tasks for `tree.watchdog.timeout_s`. The report has the tail of the logs that Ray keeps per actor.
+A thread of the driver looks at facts, not at messages. Ray knows which actors of the job died and which tasks run. A
+vLLM engine is not an actor, so its processes (children of a server actor, titled `VLLM::...`) are looked up on this
+machine. Three findings end the training run: an actor whose process died, an engine process that is gone, and the same
+set of running tasks for `tree.watchdog.timeout_s`. The report has the tails of the logs that Ray keeps per actor.
 
-What is left out: engine processes on other machines are not seen; a run there ends by the timeout.
+Engine processes on other machines are not seen; if one dies, the training run ends by the timeout.
 """
 
 import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any, Protocol
 
 import psutil
 import ray
 import requests
 from ray.exceptions import RayError
 from ray.util.state import get_log, list_actors, list_tasks
-from ray.util.state.common import ActorState, TaskState
 from ray.util.state.exception import RayStateApiException
+from typing_extensions import override
 
 from verl_tree.config import WatchdogConfig
 
@@ -36,26 +37,58 @@ ENGINE_TITLE = "VLLM::"
 STATE_LIMIT = 10_000
 MAX_LOGS = 3
 INTERRUPT = signal.SIGUSR1
-# A failing task usually reports more than its process' death does, so the run may end by itself first.
+# A failing task usually reports more than the death of its process, so the training run may end by itself first.
 GRACE_S = 5.0
 
 
+class Actor(Protocol):
+    """What is read of `ray.util.state.common.ActorState`, whose fields Ray hides from type checkers."""
+
+    actor_id: str
+    class_name: str
+    name: str | None
+    state: str
+    node_id: str | None
+    pid: int | None
+    death_cause: dict[str, Any] | None
+
+
+class Task(Protocol):
+    """What is read of `ray.util.state.common.TaskState`."""
+
+    task_id: str
+    name: str
+    actor_id: str | None
+    worker_pid: int | None
+    creation_time_ms: int | None
+    start_time_ms: int | None
+
+
 class RunFailedError(RuntimeError):
-    """The run was ended by the watchdog, or failed and the watchdog knows why; the message is its report."""
+    """The watchdog ended the training run, or knows why it failed; the message is its report."""
 
 
 def _cluster() -> str:
-    """The address of this driver's own cluster: Ray's state API would ask any other that this machine remembers."""
+    # Without an address Ray's state API would ask any cluster that this machine remembers.
     return ray.get_runtime_context().gcs_address
 
 
+def _ask(list_states: Callable[..., Any], **columns: str) -> Any:
+    """Return what Ray's state API lists of this driver's job, where columns have the given values."""
+    columns["job_id"] = ray.get_runtime_context().get_job_id()
+    filters = [(column, "=", value) for column, value in columns.items()]
+    return list_states(
+        address=_cluster(), filters=filters, detail=True, limit=STATE_LIMIT, raise_on_missing_output=False
+    )
+
+
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """Why a run cannot go on.
+class Failure:
+    """A reason why a training run cannot go on.
 
     Attributes:
         cause: One sentence.
-        actor_ids: Actors whose logs tell more, most telling first.
+        actor_ids: Actors whose logs tell more, the most telling first.
     """
 
     cause: str
@@ -67,9 +100,9 @@ class EngineProcess:
     """A process of a vLLM engine.
 
     Attributes:
-        process: The process; psutil compares its start time, so a reused pid is not taken for it.
-        title: How it calls itself, e.g. `VLLM::EngineCore`.
-        actor_id: Ray actor that started it.
+        process: The process; psutil compares start times, so another process with its pid is not taken for it.
+        title: Its process title, e.g. `VLLM::EngineCore`.
+        actor_id: The Ray actor that started it.
     """
 
     process: psutil.Process
@@ -89,32 +122,30 @@ class Watchdog:
         self._running: frozenset[str] = frozenset()
         self._changed_at = time.monotonic()
 
-    def look(self) -> Finding | None:
-        """Looks once; returns what is wrong, or None.
+    def look(self) -> Failure | None:
+        """Look once, and return what is wrong, or None.
 
         Raises:
             RayStateApiException: Ray's dashboard does not answer.
             requests.RequestException: Likewise.
         """
-        job = [("job_id", "=", ray.get_runtime_context().get_job_id())]
-        actors = list_actors(
-            address=_cluster(), filters=job, detail=True, limit=STATE_LIMIT, raise_on_missing_output=False
-        )
-        return self._dead_actor(actors) or self._gone_engine(actors) or self._hang(job)
+        actors = _ask(list_actors)
+        return self._dead_actor(actors) or self._gone_engine(actors) or self._hang()
 
-    def _dead_actor(self, actors: list[ActorState]) -> Finding | None:
-        dead = [(each, _death(each)) for each in actors if each.state == "DEAD"]
-        dead = [(each, death) for each, death in dead if death.get("reason") in DEATHS]
+    def _dead_actor(self, actors: list[Actor]) -> Failure | None:
+        deaths = [(each, (each.death_cause or {}).get("actor_died_error_context", {})) for each in actors]
+        dead = [(each, death) for each, death in deaths if each.state == "DEAD" and death.get("reason") in DEATHS]
         if not dead:
             return None
-        # Actors that died with their owner are a consequence.
+        # Actors that died with their owner are a consequence, so they come last.
         dead.sort(key=lambda pair: pair[1]["reason"] == "OWNER_DIED")
         actor, death = dead[0]
+        title = f"{actor.class_name} {actor.name}".strip()
         where = f"pid {actor.pid} on node {death.get('node_ip_address')}"
-        cause = f"the process of {_title(actor)} ({where}) died: {death.get('error_message')}"
-        return Finding(cause, tuple(each.actor_id for each, _ in dead))
+        cause = f"the process of {title} ({where}) died: {death.get('error_message')}"
+        return Failure(cause, tuple(each.actor_id for each, _ in dead))
 
-    def _gone_engine(self, actors: list[ActorState]) -> Finding | None:
+    def _gone_engine(self, actors: list[Actor]) -> Failure | None:
         here = ray.get_runtime_context().get_node_id()
         for actor in actors:
             if actor.state == "ALIVE" and actor.node_id == here and actor.pid:
@@ -124,18 +155,12 @@ class Watchdog:
         for pid, engine in self._engines.items():
             if not _is_running(engine.process):
                 cause = f"the vLLM process {engine.title} (pid {pid}) is gone; its server cannot generate any more"
-                return Finding(cause, (engine.actor_id,))
+                return Failure(cause, (engine.actor_id,))
         return None
 
-    def _hang(self, job: list[tuple[str, str, str]]) -> Finding | None:
+    def _hang(self) -> Failure | None:
         now = time.monotonic()
-        tasks = list_tasks(
-            address=_cluster(),
-            filters=[*job, ("state", "=", "RUNNING")],
-            detail=True,
-            limit=STATE_LIMIT,
-            raise_on_missing_output=False,
-        )
+        tasks: list[Task] = _ask(list_tasks, state="RUNNING")
         running = frozenset(each.task_id for each in tasks)
         if running != self._running:
             self._running, self._changed_at = running, now
@@ -147,39 +172,27 @@ class Watchdog:
             f"no Ray task has started or ended for {self.options.timeout_s:g} s (tree.watchdog.timeout_s); "
             f"running: {names}"
         )
-        return Finding(cause, tuple(dict.fromkeys(each.actor_id for each in tasks if each.actor_id)))
+        return Failure(cause, tuple(dict.fromkeys(each.actor_id for each in tasks if each.actor_id)))
 
-    def report(self, finding: Finding) -> str:
-        """Returns the cause and the tails of the logs of up to `MAX_LOGS` actors of a finding."""
+    def report(self, failure: Failure) -> str:
+        """Return the cause of a failure and the tails of the logs of up to `MAX_LOGS` of its actors."""
         num_lines = self.options.log_tail_lines
-        parts = [finding.cause]
-        for actor_id in finding.actor_ids[:MAX_LOGS]:
+        parts = [failure.cause]
+        for actor_id in failure.actor_ids[:MAX_LOGS]:
             for suffix in ("out", "err"):
                 tail = _log_tail(actor_id, suffix=suffix, num_lines=num_lines)
                 parts.append(f"--- last {num_lines} lines of std{suffix} of actor {actor_id}\n{tail}")
         return "\n".join(parts)
 
 
-def _death(actor: ActorState) -> dict[str, str]:
-    return (actor.death_cause or {}).get("actor_died_error_context", {})
-
-
-def _title(actor: ActorState) -> str:
-    return f"{actor.class_name} {actor.name}".strip()
-
-
-def _engine_processes(actor: ActorState) -> dict[int, EngineProcess]:
-    """Returns the vLLM processes below an actor by pid.
-
-    A process that an engine forks to start a program (a compiler, `lscpu`) has the engine's title until it becomes that
-    program, and ends soon: whatever has the title of its parent is no engine.
-    """
+def _engine_processes(actor: Actor) -> dict[int, EngineProcess]:
+    """Return the vLLM processes below an actor by pid."""
     try:
         children = psutil.Process(actor.pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return {}
     titles, found = {}, {}
-    # Parents come first in the list. Asked last, a parent that takes its title meanwhile has it like its child.
+    # Parents come first in the list. They are asked last, so a parent that takes its title meanwhile has it in time.
     for child in reversed(children):
         with suppress(psutil.NoSuchProcess):
             titles[child.pid] = " ".join(child.cmdline()).strip()
@@ -187,6 +200,8 @@ def _engine_processes(actor: ActorState) -> dict[int, EngineProcess]:
         title = titles.get(child.pid, "")
         if title.startswith(ENGINE_TITLE):
             with suppress(psutil.NoSuchProcess):
+                # Skip children that still carry their parent's title: forked to start a program (a compiler, `lscpu`),
+                # they have not become that program yet and end soon.
                 if titles.get(child.ppid()) != title:
                     found[child.pid] = EngineProcess(child, title, actor.actor_id)
     return found
@@ -199,7 +214,7 @@ def _is_running(process: psutil.Process) -> bool:
         return False
 
 
-def _running_for(task: TaskState) -> str:
+def _running_for(task: Task) -> str:
     started_s = (task.start_time_ms or task.creation_time_ms or time.time() * 1000) / 1000
     return f"{task.name} of pid {task.worker_pid} for {time.time() - started_s:.0f} s"
 
@@ -212,7 +227,7 @@ def _log_tail(actor_id: str, *, suffix: str, num_lines: int) -> str:
 
 
 class _Watch(threading.Thread):
-    """Looks at regular intervals and interrupts the main thread once, with a report."""
+    """A thread that looks at regular intervals and interrupts the main thread once, with a report."""
 
     def __init__(self, options: WatchdogConfig) -> None:
         super().__init__(name="verl_tree watchdog", daemon=True)
@@ -221,44 +236,47 @@ class _Watch(threading.Thread):
         self._stopped = threading.Event()
         self._watchdog = Watchdog(options)
 
+    @override
     def run(self) -> None:
         while not self._stopped.wait(self.options.poll_s):
             if ray.is_initialized() and self.look():
                 break
         if self.report is not None and not self._stopped.wait(GRACE_S):
-            signal.pthread_kill(threading.main_thread().ident, INTERRUPT)
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, INTERRUPT)
 
     def look(self) -> bool:
-        """Looks once and keeps the report; returns whether something is wrong."""
+        """Look once, keep the report, and return whether something is wrong."""
         try:
-            finding = self._watchdog.look()
+            failure = self._watchdog.look()
         except (RayStateApiException, requests.RequestException) as error:
             logger.warning("the watchdog cannot ask Ray about its processes: %s", error)
             return False
-        if finding is not None:
-            self.report = self._watchdog.report(finding)
-        return finding is not None
+        if failure is not None:
+            self.report = self._watchdog.report(failure)
+        return failure is not None
 
     def stop(self) -> None:
-        """Ends the thread; returns when it does not look any more."""
+        """End the thread, and return when it does not look any more."""
         self._stopped.set()
         self.join()
 
 
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    # The one exception that `ray.get` lets a signal handler raise through its wait.
+def _interrupt(_signum: int, _frame: FrameType | None) -> None:
+    # `ray.get` lets a signal handler end its wait with this exception only.
     raise KeyboardInterrupt
 
 
 @contextmanager
 def watch_run(options: WatchdogConfig) -> Iterator[None]:
-    """Watches the Ray job that the body runs from the main thread.
+    """Watch the Ray job that the body runs from the main thread.
 
     Args:
         options: `tree.watchdog`.
 
     Raises:
-        RunFailedError: A process died or nothing moved; the message is the cause with the logs' tails.
+        RunFailedError: A process died or nothing moved; the message has the cause and the tails of the logs.
     """
     if not options.enabled:
         yield

@@ -1,5 +1,6 @@
 """Code that is not there is refused before Ray starts: agent loops, tools, rewards, data set classes."""
 
+import importlib
 import logging
 import os
 import subprocess
@@ -42,15 +43,15 @@ def test_file_of_loops_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     validate(resolved(f"{LOOPS}=loops.yaml", f"{DEFAULT}=mine"))
 
 
-def test_unknown_loop_is_refused_with_the_closest_name(tmp_path: Path) -> None:
+def test_unknown_loop_is_refused_with_the_known_names(tmp_path: Path) -> None:
     for known in ("single_turn_agent", "tool_agent", "parallel_tools", "tree_search", "blackbox"):
         validate(resolved(f"{DEFAULT}={known}"))
     message = refusal(f"{DEFAULT}=paralel_tools")
-    assert f"{DEFAULT}=paralel_tools: no such agent loop; did you mean parallel_tools?" in message
+    assert f"{DEFAULT}=paralel_tools: no such agent loop; choose one of blackbox, " in message
     assert "single_turn_agent, subagents, tool_agent, tree_search" in message
     loops = tmp_path / "loops.yaml"
     loops.write_text("- name: note_taker\n  _target_: rollout_hooks.loops.memory.MemoryAgentLoop\n")
-    assert "did you mean note_taker?" in refusal(f"{LOOPS}={loops}", f"{DEFAULT}=notetaker")
+    assert "memory, note_taker, parallel_tools" in refusal(f"{LOOPS}={loops}", f"{DEFAULT}=notetaker")
 
 
 def test_rows_may_name_their_loops(tmp_path: Path) -> None:
@@ -65,8 +66,8 @@ def test_rows_may_name_their_loops(tmp_path: Path) -> None:
     validate(resolved(mine, train, val, f"{DEFAULT}=nothing"))
     assert refusal(mine, train, f"{DEFAULT}=nothing").startswith(f"{DEFAULT}=nothing: no such agent loop")
     message = refusal(mine, f"data.train_files={rows['bad']}", val)
-    assert message.startswith("data.train_files=") and "agent_name has 'tool_agnt': no such agent loop;" in message
-    assert "did you mean tool_agent?" in message
+    assert message.startswith("data.train_files=")
+    assert "agent_name has 'tool_agnt': no such agent loop; choose one of blackbox, " in message
 
 
 def test_loops_of_a_manager_of_the_users_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,16 +76,14 @@ def test_loops_of_a_manager_of_the_users_are_known(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(tmp_path)
     key = f"{AGENT}.agent_loop_manager_class"
     validate(resolved(f"{key}=their_manager.Manager", f"{DEFAULT}=theirs"))
-    message = refusal(f"{key}=their_manager.Manger")
-    assert f"{key}=their_manager.Manger: {tmp_path}/their_manager.py has no Manger" in message
+    assert f"{key}=thier_manager.Manager: no module named thier_manager" in refusal(f"{key}=thier_manager.Manager")
+    assert f"{key}=None: set it to rollout_hooks.worker.TreeAgentLoopManager" in refusal(f"{key}=null")
 
 
 LOOP_TARGETS = {
-    "my_loops.Missing": "my_loops.py has no Missing",
     "my_lops.MyLoop": "no module named my_lops",
-    "my_package.sub.MyLoop": "my_package/__init__.py has no sub",
+    "my_package.sub.MyLoop": "no module named my_package.sub",
     "my_folder.sub.MyLoop": "no module named my_folder.sub",
-    "my_loops.inner.MyLoop": "my_loops.py has no inner",
     "my_broken.loops.MyLoop": "No module named 'no_such_dependency'",
     "MyLoop": "full name of a class",
 }
@@ -143,12 +142,9 @@ def test_what_verl_loads_by_its_path_must_be_there(
     for missing in ("yours.py", "file://yours.py"):
         message = refusal(*source, f"{path_key}={missing}", f"{name_key}=graded")
         assert f"{path_key}={missing}: no such file in {tmp_path}: yours.py" in message
-    message = refusal(*source, f"{path_key}=mine.py", f"{name_key}=graed")
-    assert f"{name_key}=graed: {path_key}=mine.py has no such name" in message
     assert f"{path_key}=pkg://yours: no module named yours" in refusal(
         *source, f"{path_key}=pkg://yours", f"{name_key}=graded"
     )
-    assert "has no graed" in refusal(*source, f"{path_key}=pkg://mine", f"{name_key}=graed")
     assert f"{name_key}=None: give the name" in refusal(*source, f"{path_key}=mine.py", f"{name_key}=null")
 
 
@@ -157,7 +153,7 @@ def test_reward_managers_that_nobody_registered_are_refused() -> None:
         validate(resolved(f"reward.reward_manager.name={known}"))
     message = refusal("reward.reward_manager.name=prime")
     assert "reward.reward_manager.name=prime: no such reward manager; choose one of dapo, " in message
-    assert "reward.reward_manager.source=foo: choose register" in refusal("reward.reward_manager.source=foo")
+    assert "reward.reward_manager.source=foo: verl knows register" in refusal("reward.reward_manager.source=foo")
     assert "module.path=None" in refusal("reward.reward_manager.source=importlib", "reward.reward_manager.module=null")
     message = refusal("reward.reward_manager.source=importlib")
     assert "reward.reward_manager.module.path=None: source=importlib reads a class from it" in message
@@ -177,7 +173,7 @@ def test_reward_managers_that_nobody_registered_are_refused() -> None:
     ],
 )
 def test_keys_of_earlier_releases_are_refused_with_their_new_names(legacy: str, key: str) -> None:
-    """verl composes them with nulls and its trainer reads none: a reward function named there would not be called."""
+    """A reward function named there would not be called: verl composes the keys with nulls, its trainer reads none."""
     name, value = legacy.lstrip("+").split("=")
     assert f"{name}={value.replace('true', 'True')}: verl 0.9.1 does not read this key; set {key} instead" in refusal(
         legacy
@@ -187,20 +183,6 @@ def test_keys_of_earlier_releases_are_refused_with_their_new_names(legacy: str, 
 def test_keys_of_earlier_releases_that_change_nothing_are_left_alone() -> None:
     validate(resolved("reward_model.enable=false", "reward_model.num_workers=3", "reward.num_workers=3"))
     assert "reward_model.num_workers=3: " in refusal("reward_model.num_workers=3", "reward.num_workers=2")
-
-
-SOURCES = {
-    "mine.pyc": b"\xff\x00\xfe",
-    "latin.py": b"# coding: latin-1\nTEXT = '\xe4'\ndef graded(): ...\n",
-    "made.py": b"exec('def gra' + 'ded(): ...')\n",
-}
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_files_whose_names_cannot_be_read_off_are_left_to_verl(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(SOURCES[name])
-    path = f"reward.custom_reward_function.path={tmp_path / name}"
-    validate(resolved(path, "reward.custom_reward_function.name=graded"))
 
 
 def test_new_names_are_those_of_verl() -> None:
@@ -254,7 +236,7 @@ def test_modules_that_ray_brings_along_are_warned_of(
 
 
 def test_looking_up_loops_leaves_vllm_alone(tmp_path: Path) -> None:
-    """vLLM belongs to the workers; imported by the driver it costs seconds, and memory for the whole run."""
+    """The workers need vLLM; imported by the driver it costs seconds, and memory for the whole training run."""
     (tmp_path / "loops.yaml").write_text("- name: mine\n  _target_: rollout_hooks.capture.async_llm.AsyncLLM\n")
     program = (
         "import sys, verl_tree.cpu.platform; from input_cases import resolved\n"
@@ -270,8 +252,7 @@ def test_looking_up_loops_leaves_vllm_alone(tmp_path: Path) -> None:
 def test_every_loop_that_a_worker_knows_is_known_here() -> None:
     from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
-    import rollout_hooks.worker  # noqa: F401 - registers its loops
-
+    importlib.import_module("rollout_hooks.worker")  # registers its loops
     known = [name for name, entry in _agent_loop_registry.items() if entry["_target_"].startswith("rollout_hooks.")]
     program = (
         "import verl_tree.cpu.platform; from input_cases import resolved\n"

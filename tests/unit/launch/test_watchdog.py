@@ -46,7 +46,7 @@ FORKS = f'{sys.executable} -c "import os, time; os.fork(); time.sleep(60)"'
 
 @pytest.fixture
 def engine(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen]:
-    """A real process that calls itself as vLLM's do, started by a shell: a grandchild of this process."""
+    """Start a real process that calls itself as vLLM's do, by a shell: a grandchild of this process."""
     program = getattr(request, "param", "sleep 60")
     shell = subprocess.Popen(["bash", "-c", f"bash -c 'exec -a VLLM::EngineCore {program}' & wait"])
     yield shell
@@ -111,10 +111,15 @@ def test_disabled_watchdog_starts_nothing() -> None:
 def test_watching_leaves_no_trace_and_hides_no_error() -> None:
     handler = signal.getsignal(INTERRUPT)
     before = threading.active_count()
-    with pytest.raises(KeyError, match="mine"), watch_run(WatchdogConfig(poll_s=0.01)):
-        assert threading.active_count() == before + 1
-        raise KeyError("mine")
-    with pytest.raises(KeyboardInterrupt), watch_run(WatchdogConfig(poll_s=0.01)):
-        raise KeyboardInterrupt
+
+    def watched(error: BaseException) -> None:
+        with watch_run(WatchdogConfig(poll_s=0.01)):
+            assert threading.active_count() == before + 1
+            raise error
+
+    with pytest.raises(KeyError, match="mine"):
+        watched(KeyError("mine"))
+    with pytest.raises(KeyboardInterrupt):
+        watched(KeyboardInterrupt())
     assert threading.active_count() == before
     assert signal.getsignal(INTERRUPT) == handler

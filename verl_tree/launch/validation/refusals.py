@@ -1,78 +1,98 @@
-"""What the checks of a configuration share: the keys, how a value is refused, which roles are in use."""
+"""What the checks of a configuration share: findings, the keys, and which parts of verl a configuration uses."""
 
-import logging
 import os
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+
+from verl_tree.launch.environment import joins_running_cluster
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
 MODELS = ("actor_rollout_ref.model", "critic.model")
 DATA_KEYS = ("data.train_files", "data.val_files")
 
-logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A reason why a configuration cannot work.
+
+    Attributes:
+        message: The key, its value and what to do about it.
+        is_warning: Whether the training run may work all the same, because its processes may see other files.
+    """
+
+    message: str
+    is_warning: bool = False
 
 
-def refuse(config: DictConfig, key: str, remedy: str) -> None:
-    """Raises the ValueError of a check: the key, its value and what to do about it."""
-    raise ValueError(f"{key}={value_of(config, key)}: {remedy}")
+Findings = Iterator[Finding]
+Check = Callable[[DictConfig], Findings]
+"""What is wrong with a resolved configuration, one finding after the other. Checks are independent of each other."""
 
 
-def refuse_here(config: DictConfig, key: str, remedy: str, *, brings_code: bool = False) -> None:
-    """Refuses what this machine lacks; warns only, where the processes of the run may see other files.
+def refusal(config: DictConfig, key: str, remedy: str) -> Finding:
+    """Return the finding that a key has a value that cannot work."""
+    return Finding(f"{key}={value_of(config, key)}: {remedy}")
 
-    verl reads the data, the model and the loops in Ray processes that it pins to no node.
+
+def refusal_here(config: DictConfig, key: str, remedy: str, *, brings_code: bool = False) -> Finding:
+    """Return the finding that this machine lacks something; a warning where other machines may have it.
 
     Args:
         config: The configuration.
         key: The option.
         remedy: What is missing, and what to do about it.
-        brings_code: What is missing is a module, which Ray's runtime environment may bring along.
+        brings_code: Whether a module is missing, which Ray's runtime environment may bring along.
     """
-    if _may_use_other_machines(config) or (brings_code and _has_own_modules(config)):
-        where = "a warning only: the run's processes may see other files than this one"
-        logger.warning("%s=%s: %s (%s)", key, value_of(config, key), remedy, where)
-    else:
-        refuse(config, key, remedy)
-
-
-def refuse_true(config: DictConfig, keys: Sequence[str], remedy: str) -> None:
-    """Refuses the first of the keys whose value is true."""
-    for key in keys:
-        if value_of(config, key):
-            refuse(config, key, remedy)
+    # verl reads the data, the model and the loops in Ray processes that it pins to no node.
+    other_machines = config.trainer.nnodes > 1 or joins_running_cluster(config)
+    if other_machines or (brings_code and _has_own_modules(config)):
+        remedy = f"{remedy} (a warning only: the training run's processes may see other files than this one)"
+        return Finding(f"{key}={value_of(config, key)}: {remedy}", is_warning=True)
+    return refusal(config, key, remedy)
 
 
 def value_of(config: DictConfig, key: str) -> Any:
-    """Returns the value of a dotted key; None where there is none."""
+    """Return the value of a dotted key, or None where there is none."""
     return OmegaConf.select(config, key)
 
 
+def uses_tree(config: DictConfig) -> bool:
+    """Whether the tree engine trains, not verl's own."""
+    return config.tree.enabled is True
+
+
+def uses_cpu(config: DictConfig) -> bool:
+    """Whether everything runs on the processor."""
+    return config.trainer.device == "cpu"
+
+
 def uses_critic(config: DictConfig) -> bool:
-    """Whether the run has a critic, as `verl.trainer.ppo.utils.need_critic` (0.9.1) decides."""
+    """Whether there is a critic, as `verl.trainer.ppo.utils.need_critic` (0.9.1) decides."""
     enabled = config.critic.enable
     return config.algorithm.adv_estimator == "gae" if enabled is None else bool(enabled)
 
 
 def uses_reference(config: DictConfig) -> bool:
-    """Whether the run has a reference model."""
+    """Whether there is a reference model."""
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
 def data_files(config: DictConfig, key: str) -> list[str]:
-    """Returns the files of one of `DATA_KEYS`, which takes a name or a list of them."""
+    """Return the files of one of `DATA_KEYS`, which takes a name or a list of them."""
     files = value_of(config, key)
     return [files] if isinstance(files, str) else list(files or [])
 
 
-def column_names(path: Path) -> list[str]:
-    """Returns the columns of a parquet file."""
+def columns(name: str) -> list[str]:
+    """Return the columns of a parquet file; none of another file, or of one that is not here."""
     import pyarrow.parquet
 
-    return pyarrow.parquet.read_schema(path).names
+    is_here = name.endswith(".parquet") and os.path.isfile(name)
+    return pyarrow.parquet.read_schema(name).names if is_here else []
 
 
 def has_scheme(path: str) -> bool:
@@ -81,17 +101,12 @@ def has_scheme(path: str) -> bool:
 
 
 def missing(path: str, kind: str) -> str:
-    """Says that a path does not exist, where it was looked for, and that nobody expands a `~`."""
+    """Say that a path does not exist, where it was looked for, and that nobody expands a `~`."""
     expanded = os.path.expanduser(path)
     if expanded != path:
         return f"~ is not expanded; give {expanded}"
     where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
     return f"no such {kind}{where}: {path}; give one that exists"
-
-
-def _may_use_other_machines(config: DictConfig) -> bool:
-    address = config.ray_kwargs.ray_init.get("address")
-    return config.trainer.nnodes > 1 or "RAY_ADDRESS" in os.environ or address not in (None, "local")
 
 
 def _has_own_modules(config: DictConfig) -> bool:

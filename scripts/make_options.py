@@ -1,0 +1,73 @@
+"""Makes docs/options.md from the comments in the YAML files.
+
+    python scripts/make_options.py [--check]
+
+Each option is documented once, by the comment above it. `--check` changes nothing and fails if the page is out of date.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "options.md"
+SOURCES = {"configs/tree/default.yaml": "tree.", "configs/tree_ppo.yaml": ""}
+NOT_OF_A_GROUP = ("algorithm.adv_estimator", "profile")
+"""What the page shows of `tree_ppo.yaml`; the rest of that file is not meant to be changed."""
+
+HEADER = """# Options
+
+Any verl option works on the command line of `python -m verl_tree.main_ppo`; these are ours. The table is made from the
+comments in [`configs`](../configs) by `python scripts/make_options.py`.
+
+| option | default | meaning |
+|---|---|---|
+"""
+
+
+def options(text: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (dotted key, value, comment above it) of every commented key of a YAML file, `- key: value` included."""
+    parents: list[tuple[int, str]] = []
+    comment: list[str] = []
+    for line in text.splitlines():
+        words = line.strip()
+        match = re.fullmatch(r"( *)(- )?(\w+):\s*(.*)", line)
+        if words.startswith("#"):
+            comment.append(words.removeprefix("#").strip())
+            continue
+        if match:
+            indent, item, name, value = len(match[1]), match[2], match[3], match[4]
+            parents = [each for each in parents if each[0] < indent]
+            key = name if item else ".".join([*(parent for _, parent in parents), name])
+            if comment:
+                yield key, value, " ".join(comment)
+            if not value:
+                parents.append((indent, name))
+        comment = []
+
+
+def page() -> str:
+    """Return the page: a row for each option."""
+    rows = []
+    for source, prefix in SOURCES.items():
+        for key, value, comment in options((ROOT / source).read_text(encoding="utf-8")):
+            if prefix or key in NOT_OF_A_GROUP:
+                meaning = re.sub(r"\bdocs/(\w+)\.md", r"[\1](\1.md)", comment).replace("|", "\\|")
+                rows.append(f"| `{prefix}{key}` | {f'`{value}`' if value else ''} | {meaning} |")
+    return HEADER + "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    """Write the page, or check it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if the page is out of date")
+    if not parser.parse_args().check:
+        PAGE.write_text(page(), encoding="utf-8")
+    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page():
+        sys.exit(f"{PAGE.relative_to(ROOT)} is out of date: run python scripts/make_options.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""What the processes of a training run get from the entry point: environment variables and Ray's options."""
+
+import pytest
+from input_cases import resolved
+
+from verl_tree.launch.environment import ray_env_vars, set_ray_options
+
+
+def test_processes_learn_the_plugin_and_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VERL_USE_EXTERNAL_MODULES", raising=False)
+    assert ray_env_vars(resolved()) == {
+        "VERL_USE_EXTERNAL_MODULES": "verl_tree.cpu.platform",
+        "VERL_PLATFORM": "cpu",
+    }
+    assert "VERL_PLATFORM" not in ray_env_vars(resolved("trainer.device=cuda"))
+
+
+def test_modules_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine,verl_tree.cpu.platform")
+    assert ray_env_vars(resolved())["VERL_USE_EXTERNAL_MODULES"] == "mine,verl_tree.cpu.platform"
+    of_ray = "++ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=theirs"
+    assert ray_env_vars(resolved(of_ray))["VERL_USE_EXTERNAL_MODULES"] == "theirs,verl_tree.cpu.platform"
+
+
+def test_ray_gets_the_environment_and_the_logical_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = resolved("trainer.n_gpus_per_node=2")
+    set_ray_options(config, {"VERL_PLATFORM": "cpu"})
+    ray_init = config.ray_kwargs.ray_init
+    assert ray_init.num_gpus == 2
+    assert ray_init.address == "local", "without an address Ray joins a cluster of somebody else on this machine"
+    assert ray_init.runtime_env.env_vars.VERL_PLATFORM == "cpu"
+    assert ray_init.runtime_env.env_vars.VLLM_CPU_KVCACHE_SPACE == "1"
+    assert all(isinstance(value, str) for value in ray_init.runtime_env.env_vars.values())
+
+
+def test_a_running_cluster_keeps_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    config = resolved()
+    set_ray_options(config, {})
+    assert config.ray_kwargs.ray_init.num_gpus is None
+    assert config.ray_kwargs.ray_init.num_cpus is None

@@ -1,0 +1,133 @@
+"""Settings that cannot work are refused before Ray starts, each with its remedy."""
+
+import pytest
+from input_cases import resolved
+from omegaconf import DictConfig
+
+from verl_tree.launch.validation import CHECKS, find, settings, validate
+from verl_tree.launch.validation.refusals import Check, uses_critic, uses_reference
+from verl_tree.launch.validation.settings import RULES, Rule, capacity_keys, longest_trajectory
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def test_defaults_are_valid() -> None:
+    assert list(find(resolved())) == []
+    validate(resolved("tree.enabled=false"))
+    validate(resolved("algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=true"))
+
+
+OTHER_VALUES = {True: "false", False: "true", None: "fp8", "sync": "separate_async", "sum": "once", "vllm": "sglang"}
+APPLIES = {uses_critic: ["critic.enable=true"], uses_reference: [f"{ACTOR}.use_kl_loss=true"]}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=[rule.key for rule in RULES])
+def test_every_rule_of_the_table_refuses_and_says_what_to_set(rule: Rule) -> None:
+    first = rule.allowed[0]
+    other = "2" if rule.allowed == (1, None) else OTHER_VALUES.get(first, "nonsense")
+    overrides = [f"{rule.key}={other}", *APPLIES.get(rule.applies, [])]
+    if rule.key == "tree.shared_tokens":
+        overrides.append("tree.enabled=false")
+    config = resolved(*overrides)
+    assert _refused_by(rule, config) == f"{rule.key}={other.replace('true', 'True').replace('false', 'False')}"
+    (finding,) = rule(config)
+    assert finding.message.endswith(f"; set it to {'null' if first is None else str(first).lower()}")
+    assert not list(rule(resolved()))
+
+
+def test_rules_are_silent_where_they_do_not_apply() -> None:
+    validate(resolved("tree.enabled=false", f"{ACTOR}.calculate_sum_pi_squared=true", f"{ACTOR}.pad_to_length=true"))
+    validate(resolved("critic.use_dynamic_bsz=false", "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false"))
+    assert len({rule.key for rule in RULES}) == len(RULES)
+
+
+REFUSED = {
+    "check_tree_options": [
+        (["tree.gate=max"], ["tree.gate='max'", "auto, always, never"]),
+        (["tree.shared_tokens=max"], ["tree.shared_tokens=max", "sum, mean, once"]),
+        (["tree.packing=nonsense"], ["tree.packing=nonsense", "auto"]),
+        (["tree.backend=nonsense"], ["tree.backend=nonsense", "dense"]),
+        (["+tree.capcity=1"], ["tree has no option capcity"]),
+    ],
+    "check_strategies": [
+        ([f"{ACTOR}.strategy=fsdp2"], [f"{ACTOR}.strategy=fsdp2", "fsdp_tree"]),
+        (["tree.enabled=false", f"{ACTOR}.strategy=fsdp_tree"], ["tree.enabled=False", "fsdp2"]),
+        (["actor_rollout_ref.ref.strategy=fsdp2"], ["actor_rollout_ref.ref.strategy=fsdp2", "fsdp_tree"]),
+        (["critic.enable=true", "critic.strategy=veomni"], ["critic.strategy=veomni", "fsdp_tree"]),
+    ],
+    "check_estimator": [
+        (["algorithm.adv_estimator=tree_rl"], ["adv_estimator=tree_rl", "treerl", "gae", "VERL_USE_EXTERNAL_MODULES"])
+    ],
+    "check_cpu_backend": [
+        (["tree.backend=fa4"], ["tree.backend=fa4", "trainer.device=cpu", "auto"]),
+        (["tree.backend=triton"], ["tree.backend=triton", "trainer.device=cpu", "auto"]),
+    ],
+    "check_capacity": [
+        (["tree.capacity=1023"], ["tree.capacity=1023", "1024 tokens", "data.max_response_length"]),
+        ([f"{ACTOR}.ppo_max_token_len_per_gpu=1000"], ["ppo_max_token_len_per_gpu=1000", "1024 tokens"]),
+        (["critic.enable=true", "critic.forward_max_token_len_per_gpu=9"], ["critic.forward_max_token_len_per_gpu=9"]),
+        (["data.max_response_length=16000"], ["16512 tokens", "raise it"]),
+        (["tree.max_path_len=1000"], ["tree.max_path_len=1000", "1024 tokens", "null", "data.max_prompt_length=512 +"]),
+        (["tree.max_path_len=9", f"{ROLLOUT}.max_model_len=20"], [f"20 tokens ({ROLLOUT}.max_model_len)"]),
+        (["tree.max_loss_terms=511"], ["tree.max_loss_terms=511", "data.max_response_length", "512 tokens"]),
+    ],
+    "check_loss_normalisation": [
+        ([f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"], ["loss_scale_factor=None", "max_response_length"])
+    ],
+    "check_critic_cut": [
+        (["critic.enable=true", "critic.ppo_mini_batch_size=3"], ["critic.ppo_mini_batch_size=3", "256"])
+    ],
+}
+CASES = [(name, *case) for name, cases in REFUSED.items() for case in cases]
+
+
+@pytest.mark.parametrize(("name", "overrides", "parts"), CASES)
+def test_setting_is_refused_with_its_remedy(name: str, overrides: list[str], parts: list[str]) -> None:
+    """The named check, and nothing that runs before it, refuses; the message has key, value and remedy."""
+    message = _refused_by(vars(settings)[name], resolved(*overrides), whole=True)
+    for part in parts:
+        assert part in message
+
+
+def _refused_by(check: Check, config: DictConfig, *, whole: bool = False) -> str:
+    """Return the refusal of a check (its key and value, or the whole message), before which no other check refuses."""
+    for earlier in CHECKS[: CHECKS.index(check)]:
+        assert list(earlier(config)) == []
+    with pytest.raises(ValueError, match=r"=|tree has no option") as error:
+        validate(config)
+    message = str(error.value)
+    return message if whole else message.partition(": ")[0]
+
+
+def test_every_check_is_tested() -> None:
+    assert {check.__name__ for check in settings.CHECKS if not isinstance(check, Rule)} == {*REFUSED, "check_device"}
+
+
+def test_a_bad_option_hides_no_other_finding() -> None:
+    config = resolved("tree.capacity=many", "trainer.use_v1=false", "data.train_files=/no/rows.parquet")
+    found = [finding.message.partition(" ")[0] for finding in find(config)]
+    assert found == ["tree.capacity='many'", "trainer.use_v1=False:", "data.train_files=/no/rows.parquet:"]
+
+
+def test_cuda_without_a_device_is_refused() -> None:
+    import torch
+
+    config = resolved("trainer.device=cuda")
+    if torch.cuda.is_available():
+        validate(config)
+    else:
+        with pytest.raises(ValueError, match=r"trainer\.device=cuda.*profile=cpu"):
+            validate(config)
+
+
+def test_capacity_of_the_roles_in_use() -> None:
+    assert capacity_keys(resolved("tree.capacity=5000")) == ["tree.capacity"]
+    flat = capacity_keys(resolved("tree.capacity=5000", "tree.enabled=false"))
+    assert flat == [f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"]
+    assert len(capacity_keys(resolved("critic.enable=true", f"{ACTOR}.use_kl_loss=true"))) == 5
+
+
+def test_longest_trajectory() -> None:
+    lens = ["data.max_prompt_length=100", "data.max_response_length=50"]
+    assert longest_trajectory(resolved(*lens))[0] == 150
+    assert longest_trajectory(resolved(*lens, f"{ROLLOUT}.max_model_len=120"))[0] == 120

@@ -1,0 +1,52 @@
+"""What the processes of a training run get: environment variables, and Ray's options for a cluster.
+
+The driver and every Ray actor import verl, and verl imports the modules named in `VERL_USE_EXTERNAL_MODULES` while it
+does. Naming `verl_tree.cpu.platform` there registers our CPU platform wherever verl runs.
+"""
+
+import os
+
+from omegaconf import DictConfig, open_dict
+
+PLATFORM_MODULE = "verl_tree.cpu.platform"
+MODULES_VARIABLE = "VERL_USE_EXTERNAL_MODULES"
+PLATFORM_VARIABLE = "VERL_PLATFORM"
+
+
+def ray_env_vars(config: DictConfig) -> dict[str, str]:
+    """Return the environment variables that the driver and every Ray actor of the training run need."""
+    variables = {MODULES_VARIABLE: ",".join([*external_modules(config), PLATFORM_MODULE])}
+    if config.trainer.device == "cpu":
+        variables[PLATFORM_VARIABLE] = "cpu"
+    return variables
+
+
+def external_modules(config: DictConfig) -> list[str]:
+    """Return the modules that the user wants verl to import: those named for Ray, else those named in the shell."""
+    for_ray = config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {}
+    names = for_ray.get(MODULES_VARIABLE, os.environ.get(MODULES_VARIABLE, ""))
+    return [name for name in names.split(",") if name not in ("", PLATFORM_MODULE)]
+
+
+def joins_running_cluster(config: DictConfig) -> bool:
+    """Whether Ray joins a cluster that somebody else started (`ray start`, `ray job submit`)."""
+    return "RAY_ADDRESS" in os.environ or config.ray_kwargs.ray_init.get("address") not in (None, "local")
+
+
+def set_ray_options(config: DictConfig, variables: dict[str, str]) -> None:
+    """Pass environment variables to Ray's processes, and say whether Ray joins a cluster or starts one.
+
+    Args:
+        config: The configuration; `ray_kwargs.ray_init` is changed in place.
+        variables: Environment variables for every process of the training run (`ray_env_vars`).
+    """
+    ray_init = config.ray_kwargs.ray_init
+    with open_dict(ray_init):
+        ray_init.runtime_env.env_vars = {**(ray_init.runtime_env.get("env_vars") or {}), **variables}
+        if joins_running_cluster(config):
+            # Ray refuses sizes for a cluster that it did not start.
+            ray_init.num_cpus = None
+            ray_init.num_gpus = None
+        elif ray_init.get("num_cpus") is not None or ray_init.get("num_gpus") is not None:
+            # Sizes ask for a cluster of our own; without an address Ray would join another one on this machine.
+            ray_init.address = "local"
