@@ -19,18 +19,21 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 
 import numpy as np
 
 from rollout_hooks.capture.call_kinds import CallKind, classify
-from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS, Realigner, Realignment
+from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS, Realignment, heal
 from rollout_hooks.capture.recorded import CallStatus, DriftExample, Path, RecordedCall
-from rollout_hooks.capture.text_compare import Decode
+from rollout_hooks.capture.text_compare import Decode, fewest_equal
 from rollout_hooks.capture.token_arrays import token_array
 from rollout_hooks.capture.token_trie import TokenTrie
 
 _NEVER = np.iinfo(np.int64).max
 _EXAMPLE_LEN = 16
+_MAX_COMPARED = 4096
+"""Places of drift that a session remembers, at under 1 KB each."""
 
 
 class SessionTree:
@@ -47,8 +50,7 @@ class SessionTree:
     def __init__(self, *, decode: Decode | None = None, max_replaced: int = MAX_REPLACED_TOKENS) -> None:
         self._decode = decode
         self._trie = TokenTrie()
-        heals = decode is not None and max_replaced > 0
-        self._realigner = Realigner(self._trie, decode, max_replaced) if heals else None
+        self._heal = None if decode is None or max_replaced < 1 else _healer(decode, max_replaced)
         self._calls: list[RecordedCall] = []
         # Completed calls with an output, and how many tokens each has generated.
         self._num_outputs: dict[int, int] = {}
@@ -84,9 +86,9 @@ class SessionTree:
             The prompt to send; the given one if there is nothing to heal, or healing is switched off.
         """
         given = token_array(token_ids)
-        if self._realigner is None or given.ndim != 1:
+        if self._heal is None or given.ndim != 1:
             return Realignment(given)
-        realignment = self._realigner.realign(given)
+        realignment = self._heal(self._trie, given)
         if realignment.splices and self.drift_example is None:
             first = realignment.splices[0]
             self._keep_example(
@@ -248,3 +250,9 @@ class SessionTree:
         recorded_ids = tuple(recorded[start : start + _EXAMPLE_LEN].tolist())
         given_ids = tuple(given[start : start + _EXAMPLE_LEN].tolist())
         self.drift_example = DriftExample(self._decode([*before, *recorded_ids]), recorded_ids, given_ids, is_healed)
+
+
+def _healer(decode: Decode, max_tokens: int) -> partial[Realignment]:
+    """`heal` with a memory of the texts compared: a drifted turn comes back in every later prompt of its session."""
+    compare = lru_cache(_MAX_COMPARED)(partial(fewest_equal, decode=decode, max_tokens=max_tokens))
+    return partial(heal, decode=decode, max_tokens=max_tokens, compare=compare)

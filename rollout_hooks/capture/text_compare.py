@@ -13,6 +13,7 @@ import numpy as np
 from rollout_hooks.capture.token_trie import Node, Point, TokenTrie
 
 Decode = Callable[[list[int]], str]
+Compare = Callable[[bytes, bytes, bytes], tuple[int, int] | None]
 
 CONTEXT_LEN = 8
 """Tokens decoded before (and behind) the ones that are compared: more than a character has bytes."""
@@ -72,3 +73,44 @@ def reads_the_same(trie: TokenTrie, point: Point, tokens: np.ndarray, *, decode:
         if text.startswith(recorded_text) or (num_tokens >= len(tokens) and recorded_text.startswith(text)):
             return True
     return False
+
+
+def fewest_equal(
+    context: bytes, recorded: bytes, given: bytes, *, decode: Decode, max_tokens: int
+) -> tuple[int, int] | None:
+    """Find the fewest recorded and given tokens, at least one each, behind which both read the same.
+
+        context   P P P
+        recorded        a  b  c  d          reads  "a" "b" "c" "d"
+        given           ab  cd              reads  "ab" "cd"         the fewest: a b and ab
+
+    Args:
+        context, recorded, given: int32 token ids as bytes, so that answers can be kept by their questions.
+        decode: Token ids to text; more tokens never read shorter, but for an incomplete character at the end.
+        max_tokens: Most given tokens behind which texts are compared.
+
+    Returns:
+        The two numbers of tokens; None if the texts part, or end, before they are equal.
+    """
+    before, ours, theirs = (np.frombuffer(tokens, dtype=np.int32).tolist() for tokens in (context, recorded, given))
+    num_ours = num_theirs = 1
+    unread = decode(before)
+    text, other = decode(before + ours[:1]), decode(before + theirs[:1])
+    while num_ours <= len(ours) and num_theirs <= min(len(theirs), max_tokens) and may_agree(text, other):
+        behind = theirs[num_theirs : num_theirs + CONTEXT_LEN]
+        # What follows tells whether two incomplete characters are the same one.
+        is_told = bool(behind) or not text.endswith(INCOMPLETE)
+        # Tokens that read like nothing do not count.
+        if text == other != unread and is_told:
+            compared = before + theirs[: num_theirs + CONTEXT_LEN]
+            if decode(before + ours[:num_ours] + behind) == decode(compared):
+                return num_ours, num_theirs
+        # The shorter text goes on; an incomplete character does not count yet.
+        lead = len(text.rstrip(INCOMPLETE)) - len(other.rstrip(INCOMPLETE))
+        if lead < 0 or (lead == 0 and num_ours < len(ours)):
+            num_ours += 1
+            text = decode(before + ours[:num_ours])
+        else:
+            num_theirs += 1
+            other = decode(before + theirs[:num_theirs])
+    return None

@@ -11,7 +11,6 @@ everything recorded in a few numpy calls of N comparisons, and one Python step p
 has not passed.
 """
 
-import sys
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,8 +19,6 @@ from typing import NamedTuple
 import numpy as np
 
 from rollout_hooks.capture.token_arrays import append, common_prefix_len
-
-_NO_CHANGE = sys.maxsize
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +69,6 @@ class TokenTrie:
         empty = np.zeros(0, dtype=np.int32)
         self._root = Node(0, empty, empty, 0)
         self._end_of: dict[int, Point] = {}
-        self._lowest_change = _NO_CHANGE
         # The last tokens followed from the root, how far that went, and the nodes on their way with their starts.
         self._walked, self._walked_len = empty, 0
         self._trail, self._starts = [self._root], [0]
@@ -125,7 +121,6 @@ class TokenTrie:
 
     def begin(self, call: int, point: Point, rest: np.ndarray) -> None:
         """Record what a call reads: the tokens up to a point, then `rest`, no token of which is recorded there."""
-        self._note_change(point.position)
         if rest.size:
             point = self._extend(point, rest, source=-1)
         self._end_at(call, point)
@@ -136,7 +131,6 @@ class TokenTrie:
         A token that another call has generated there before keeps that call as its source.
         """
         node, position = self._end_of[call]
-        self._note_change(position)
         del node.ends[bisect_left(node.ends, (position, call))]
         point, num_known = self.advance(Point(node, position), output)
         self._mark(point, num_known, source=call)
@@ -149,24 +143,13 @@ class TokenTrie:
         node, position = self._end_of.pop(call)
         del node.ends[bisect_left(node.ends, (position, call))]
         del node.boundaries[bisect_left(node.boundaries, position)]
-        self._note_change(position)
         while node.parent is not None and not node.children:
             end = node.ends[-1][0] if node.ends else node.start
-            self._note_change(end)
             if end > node.start:
                 node.size = end - node.start
                 return
             del node.parent.children[int(node.tokens[0])]
             node = node.parent
-
-    def take_lowest_change(self) -> int:
-        """The lowest position at which anything has changed since this was last asked; very large if nothing has.
-
-        At each index below it, every path has the tokens and sources that it had, and no path, and no boundary, has
-        come or gone there: what was found by reading those only would be found again.
-        """
-        position, self._lowest_change = self._lowest_change, _NO_CHANGE
-        return position
 
     def tokens_to(self, point: Point, *, start: int = 0) -> np.ndarray:
         """(position - start,) int32: the ids from position `start` to a point, a copy."""
@@ -221,9 +204,6 @@ class TokenTrie:
                 yield tokens
             else:
                 stack.extend((child, tokens) for child in node.children.values())
-
-    def _note_change(self, position: int) -> None:
-        self._lowest_change = min(self._lowest_change, position)
 
     def _collect(self, point: Point, *, start: int, name: str) -> np.ndarray:
         node, position = point
