@@ -18,7 +18,8 @@ import ray
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput, describe_error
+from rollout_hooks.capture.errors import describe_error
+from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput
 from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.report import CaptureReport, FailedSession
