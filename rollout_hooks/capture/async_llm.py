@@ -149,7 +149,7 @@ class _RecordedSample:
 
 def _checked_prompt(prompt: "Sequence[int] | TokensPrompt") -> "TokensPrompt":
     if isinstance(prompt, str):
-        raise ValueError(f"prompt={prompt[:80]!r} is text: encode it first, the tokens are what is recorded")
+        raise ValueError(f"prompt={str(prompt)[:80]!r} is text: encode it first, the tokens are what is recorded")
     if not isinstance(prompt, Mapping):
         return {"prompt_token_ids": [int(token) for token in prompt]}
     more = sorted(key for key, value in prompt.items() if key not in _PROMPT_KEYS and value)

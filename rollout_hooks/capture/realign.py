@@ -1,4 +1,4 @@
-"""Healing of drift: recorded tokens put in the place of others that read the same.
+"""Healing of drift: recorded tokens are put in the place of others that read the same.
 
 An agent that keeps its history as text sends it back through the tokenizer, which may cut the model's own text into
 other tokens than the model sampled:
@@ -7,15 +7,15 @@ other tokens than the model sampled:
     given      P P P   y   c   t t   u u       y reads like a b
     healed     P P P   a b c   t t   u u       what is sent: the model goes on from tokens that it sampled
 
-Where the given tokens part from all recorded paths, the fewest tokens are looked for behind which both texts are equal
-again; the recorded ones are spliced in and the comparison goes on behind them, so every drifted turn of a prompt heals.
-A splice stands only if
+Where the given tokens part from all recorded paths, `heal` looks for the fewest tokens behind which both texts are
+equal again. It splices the recorded ones in and goes on behind them, so every drifted turn of a prompt heals. A splice
+stands only if
 
-- the text stays the same: both windows, with the tokens before and behind them, decode to equal strings;
+- the text stays the same: both sides, with the tokens before and behind them, decode to equal strings;
 - it replaces at most `max_tokens` tokens by at most as many;
-- the given tokens then follow the recorded path to the next boundary, or end before it, and what they follow holds
-  generated tokens. So text of the environment is replaced on the way to text that the model generated, and never for
-  its own sake, when nothing would be won; and a changed history keeps its own tokens from the segment of the change on.
+- the given tokens then follow the recorded path to the next boundary, or end before it, and follow generated tokens on
+  the way. So text of the environment is replaced only on the way to text that the model generated, since nothing would
+  be won otherwise. A history that was changed keeps its own tokens from the last boundary before the change on.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from rollout_hooks.capture.token_trie import Point, TokenTrie
 MAX_REPLACED_TOKENS = 64
 """Default bound of one splice, in tokens."""
 _MAX_WAYS = 16
-"""Ways on from one point that are compared token by token; many more than branches that begin with the same text."""
+"""Most ways on from one point that are compared; far more than there are branches that begin with the same text."""
 
 
 class Splice(NamedTuple):
@@ -56,7 +56,7 @@ class Realignment:
     splices: tuple[Splice, ...] = ()
 
     def spread(self, values: np.ndarray) -> np.ndarray:
-        """Values of the given tokens (G,) for the healed ones (N,); a splice gets the largest of those it replaces."""
+        """Carry values of the given tokens (G,) over to the healed ones (N,); a splice gets the largest it replaces."""
         parts, at = [], 0
         for splice in self.splices:
             largest = values[splice.given_start : splice.given_end].max()
@@ -65,7 +65,7 @@ class Realignment:
         return np.concatenate([*parts, values[at:]])
 
     def position(self, given: int) -> int:
-        """Where a position of the given sequence lies in the healed one; inside a splice, at its start."""
+        """Return where a position of the given sequence lies in the healed one; inside a splice, that is its start."""
         shift = 0
         for splice in self.splices:
             if given < splice.given_end:
@@ -82,14 +82,14 @@ def heal(
     max_tokens: int = MAX_REPLACED_TOKENS,
     compare: Compare | None = None,
 ) -> Realignment:
-    """Heal the drift of a prompt; a pure function of what is recorded and what is given.
+    """Heal the drift of a prompt; the answer depends on nothing but what is recorded and what is given.
 
     Args:
         trie: The recorded paths.
         given: (G,) int32, the prompt.
         decode: Token ids to text.
         max_tokens: Most tokens that one splice replaces, and most that it brings in.
-        compare: `fewest_equal` with `decode` and `max_tokens` bound, and with a memory if the caller has one.
+        compare: `fewest_equal` with `decode` and `max_tokens` bound; one with a memory of its answers is faster.
 
     Returns:
         The healed prompt, which decodes to the same text.
@@ -134,9 +134,9 @@ def _is_sound(trie: TokenTrie, point: Point, splices: list[Splice], *, is_at_end
 def _find_splice(
     trie: TokenTrie, point: Point, given: np.ndarray, *, decode: Decode, max_tokens: int, compare: Compare
 ) -> tuple[np.ndarray, int] | None:
-    """Recorded tokens behind a point, and how many of the given ones they replace; None if none read the same.
+    """Find recorded tokens behind a point that read like the given ones, and how many of these they replace.
 
-    Of several ways on that read the same: the one that the given tokens then follow farthest, the newest of equals.
+    Of several ways on that read the same, take the one that the given tokens follow farthest, the newest of equals.
     """
     node, position = point
     if position == 0 or (position == node.end and not node.children):

@@ -23,7 +23,7 @@ from rollout_hooks.capture.recorded import TokenPath
 from rollout_hooks.capture.session_tree import SessionTree
 
 CALLS_FIELD = "recorded_calls"
-"""Entry of a row's `extra_fields` that says which call sampled which of its tokens; see `recorded_runs`."""
+"""Entry of a row's `extra_fields` that says which call sampled which of its tokens; see `sampled_by`."""
 
 _MEDIA_FIELDS = ("multi_modal_data", "mm_processor_kwargs", "mm_processor_output")
 
@@ -110,7 +110,7 @@ def _own_row(tree: SessionTree | None, output: AgentLoopOutput, *, limits: RowLi
         if log_probs is None or len(log_probs) != len(mask):
             log_probs = path.log_probs[prompt_len:].tolist()
         versions = weight_versions(_versions(tree, path))
-        extra_fields = {**versions, **extra_fields, CALLS_FIELD: recorded_runs(tree, path)}
+        extra_fields = {**versions, **extra_fields, CALLS_FIELD: sampled_by(tree, path)}
     update = {
         "response_mask": mask,
         "response_logprobs": log_probs if limits.wants_log_probs else None,
@@ -160,7 +160,7 @@ def _captured_row(tree: SessionTree, path: TokenPath, *, limits: RowLimits) -> T
         prompt_len=prompt_len,
         response_length=limits.response_length,
         versions=_versions(tree, path),
-        extra_fields={CALLS_FIELD: recorded_runs(tree, path, num_tokens=num_tokens)},
+        extra_fields={CALLS_FIELD: sampled_by(tree, path, num_tokens=num_tokens)},
     )
 
 
@@ -187,9 +187,7 @@ def _versions(tree: SessionTree, path: TokenPath) -> list[int | None]:
     return [version for call in calls for version in (call.min_global_steps, call.max_global_steps)]
 
 
-def recorded_runs(
-    tree: SessionTree, path: TokenPath, *, num_tokens: int | None = None
-) -> list[tuple[int, str, int, int]]:
+def sampled_by(tree: SessionTree, path: TokenPath, *, num_tokens: int | None = None) -> list[tuple[int, str, int, int]]:
     """Return who sampled the tokens of a path.
 
     Args:
@@ -203,8 +201,8 @@ def recorded_runs(
     """
     source = path.source[:num_tokens]
     bounds = [0, *(np.flatnonzero(np.diff(source)) + 1).tolist(), len(source)]
-    runs = [(int(source[start]), start, end) for start, end in pairwise(bounds) if end > start]
-    return [(call, tree.calls[call].kind.value, start, end) for call, start, end in runs if call >= 0]
+    stretches = [(int(source[start]), start, end) for start, end in pairwise(bounds) if end > start]
+    return [(call, tree.calls[call].kind.value, start, end) for call, start, end in stretches if call >= 0]
 
 
 def _share_fields(rows: Sequence[AgentLoopOutput]) -> None:

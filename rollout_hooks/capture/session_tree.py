@@ -54,7 +54,7 @@ class SessionTree:
         self._calls: list[RecordedCall] = []
         # Number of tokens that each completed call has generated; calls without an output are left out.
         self._num_outputs: dict[int, int] = {}
-        # When each call began and finished, counted in such events: a call could read what had finished before it began.
+        # When each call began and finished, counted in such events: a call could read what finished before it began.
         self._num_events = 0
         self._begun: list[int] = []
         self._finished: list[int] = []
