@@ -1,10 +1,10 @@
-"""verl's agent loop worker and manager, with every session recorded and no failure lost.
+"""The agent loop worker and manager of verl, with every session recorded and no failure lost.
 
-`TreeAgentLoopManager` is what `rollout.agent.agent_loop_manager_class` names. Its workers run each session on a shallow
-copy of themselves whose LLM client records, so verl's loops run unchanged and concurrent sessions do not mix.
+`rollout.agent.agent_loop_manager_class` names `TreeAgentLoopManager`. Its workers run each session on a shallow copy of
+themselves whose LLM client records, so verl's loops run unchanged and concurrent sessions do not mix.
 
-A session that fails takes only itself down: its prompt ends as "finished" with the rows of the other sessions, and
-as "failure" only if all failed (verl marks the prompt as "failure" for one failed session and keeps no cause).
+A session that fails takes only itself down: its prompt ends as "finished" with the rows of the other sessions, and as
+"failure" only if all failed. verl alone marks the prompt as "failure" for one failed session, and keeps no cause.
 """
 
 import asyncio
@@ -12,13 +12,14 @@ import copy
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import ray
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput, describe_error
+from rollout_hooks.capture.errors import describe_error
+from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput
 from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.report import CaptureReport, FailedSession
@@ -35,7 +36,7 @@ PARTITIONS = ("train", "val")
 
 @dataclass(slots=True)
 class _PromptProgress:
-    """How many sessions a prompt has, and the causes of those that failed without leaving a row."""
+    """Number of sessions of a prompt, and causes of those that failed without a row."""
 
     num_sessions: int
     causes: list[str]
@@ -53,27 +54,30 @@ class _Session:
     rows: SessionRows | None = None
 
 
-class TreeAgentLoopWorkerBase(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
-    """verl's worker with capture; `TreeAgentLoopWorker` is the Ray actor class made of it."""
+# An actor class cannot be subclassed, the class that it was made of can; Ray's types do not know it.
+_AgentLoopWorker = cast(Any, AgentLoopWorkerTQ).__ray_metadata__.modified_class
 
-    _has_told_drift = False
+
+class TreeAgentLoopWorkerBase(_AgentLoopWorker):
+    """The worker of verl with capture; `TreeAgentLoopWorker` is the Ray actor class made of it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._reports = dict.fromkeys(PARTITIONS, CaptureReport())
+        self._reports: dict[str, CaptureReport] = dict.fromkeys(PARTITIONS, CaptureReport())
         self._prompts: dict[str, _PromptProgress] = {}
         self._session: _Session | None = None
         """Set on the copies that run sessions, never on the worker itself."""
+        self._has_told_drift = False
 
     async def drain_capture_report(self, partition: str) -> CaptureReport:
-        """What the sessions that ended since the last call gave; see `TreeAgentLoopManager.drain_capture_report`."""
+        """Return and clear the report of this worker; see `TreeAgentLoopManager.drain_capture_report`."""
         report, self._reports[partition] = self._reports[partition], CaptureReport()
         return report
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
     ) -> None:
-        """Run the sessions of one prompt; verl's method, with the number of sessions noted."""
+        """Run the sessions of one prompt, their number noted."""
         rollout = self.config.actor_rollout_ref.rollout
         num_sessions = rollout.val_kwargs.n if trajectory["validate"] else rollout.n
         uid = prompt["uid"]
@@ -95,8 +99,8 @@ class TreeAgentLoopWorkerBase(AgentLoopWorkerTQ.__ray_metadata__.modified_class)
         """Run and record one session.
 
         Raises:
-            RuntimeError: If this was the last session of its prompt to fail and none has a row; every other failure
-                is only reported, since verl would mark the prompt as failed for it.
+            RuntimeError: If all sessions of the prompt have failed without a row, and this is the last one. Any other
+                failure is only reported, since verl would mark the prompt as failed for it.
         """
         session = _Session(
             uid=kwargs["uid"],
@@ -113,20 +117,20 @@ class TreeAgentLoopWorkerBase(AgentLoopWorkerTQ.__ray_metadata__.modified_class)
         self._settle(session, error)
 
     async def _run_session(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> None:
-        """verl's run of one session, on the copy; leaves of a failed session with a reward of their own are kept."""
+        """Run one session on the copy; if it fails, keep its leaves with a reward of their own."""
         try:
             await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
         except SessionFailed as error:
             # Validation takes the last row for the session's result, so there a failed session has no rows.
             if error.outputs and not trajectory["validate"]:
                 row = {name: value for name, value in kwargs.items() if name not in ("agent_name", "trace")}
-                await self._agent_loop_postprocess(error.outputs, trajectory["validate"], **row)
+                await self._agent_loop_postprocess([*error.outputs], trajectory["validate"], **row)
             raise
 
     async def _agent_loop_postprocess(
         self, output: AgentLoopOutput | list[AgentLoopOutput], validate: bool, **kwargs: Any
     ) -> None:
-        """Merge the loop's outputs with the recorded calls and let verl write the rows."""
+        """Merge the loop's outputs with the recorded calls, and let verl write the rows."""
         session = self._session
         assert session is not None, "rows are written by the copy of the worker that runs the session"
         outputs = output if isinstance(output, list) else [output]
@@ -147,11 +151,10 @@ class TreeAgentLoopWorkerBase(AgentLoopWorkerTQ.__ray_metadata__.modified_class)
         session.rows = rows
 
     def _new_tree(self) -> SessionTree:
-        # Read from the mapping itself, so that capture works under any trainer; the driver has checked the values.
+        # The group `tree` is there under our trainer only, which has checked its values; capture works under any.
         options = self.config.get("tree") or {}
-        max_replaced = (
-            options.get("drift_max_tokens", MAX_REPLACED_TOKENS) if options.get("drift", "heal") == "heal" else 0
-        )
+        heals = options.get("drift", "heal") == "heal"
+        max_replaced = options.get("drift_max_tokens", MAX_REPLACED_TOKENS) if heals else 0
         # Cleaned-up spaces would make different texts equal.
         decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
         return SessionTree(decode=decode, max_replaced=max_replaced)
@@ -224,15 +227,15 @@ TreeAgentLoopWorker = ray.remote(TreeAgentLoopWorkerBase)
 
 
 class TreeAgentLoopManager(AgentLoopManagerTQ):
-    """verl's manager with workers of ours; named by `actor_rollout_ref.rollout.agent.agent_loop_manager_class`."""
+    """The manager of verl with our workers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # After super(): verl's own __init__ sets its class here.
+        # Behind super().__init__, which sets verl's class.
         self.agent_loop_workers_class = TreeAgentLoopWorker
 
     def drain_capture_report(self, partition: str = "train") -> CaptureReport:
-        """What was captured and lost since the last call, summed over the workers.
+        """Return what was captured and lost since the last call, summed over the workers.
 
         The sessions of a prompt are in the report before the prompt's status says that it has ended.
 

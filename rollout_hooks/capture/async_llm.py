@@ -6,15 +6,15 @@
         ...
     session.tree.leaves()
 
-The outputs are vLLM's own `RequestOutput`s. A call counts as ended with the output that says so, before that output
-reaches the caller; a call that is left early (closed, cancelled, failed) keeps the tokens that had arrived.
+The outputs are vLLM's own `RequestOutput`s. A call has ended once an output says so, which is recorded before the
+caller gets that output. A call that is left early (closed, cancelled, failed) keeps the tokens that had arrived.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from rollout_hooks.capture.outputs import describe_error
+from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.realign import Realignment
 from rollout_hooks.capture.session_tree import SessionTree
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _PROMPT_KEYS = frozenset({"type", "prompt", "prompt_token_ids", "cache_salt"})
-"""Keys of a token prompt that leave its tokens all that the model reads."""
+"""Keys that a prompt of nothing but tokens may have."""
 
 
 class RecordingAsyncLLM:
-    """Records the calls of one session; `session` gives handles for others on the same engine.
+    """An engine that records the calls of one session; `session` gives handles for others on the same engine.
 
     Args:
         engine: The engine that does the calls.
-        new_tree: Makes the trees, one for this session and one for each `session`. A tree that can decode heals
-            prompts that have drifted from its tokens, as in `RecordingClient`.
+        new_tree: Makes the trees: one for this session and one for each `session`. A tree that can decode heals
+            prompts that have drifted from its tokens.
     """
 
     def __init__(self, engine: "AsyncLLM", *, new_tree: Callable[[], SessionTree] = SessionTree) -> None:
@@ -45,7 +45,7 @@ class RecordingAsyncLLM:
         self._sessions: dict[str, RecordingAsyncLLM] = {}
 
     def session(self, session_id: str) -> "RecordingAsyncLLM":
-        """The handle of a session with a tree of its own; the same id gives the same handle."""
+        """Return the handle of a session with a tree of its own; the same id gives the same handle."""
         if session_id not in self._sessions:
             self._sessions[session_id] = RecordingAsyncLLM(self.engine, new_tree=self._new_tree)
         return self._sessions[session_id]
@@ -61,14 +61,14 @@ class RecordingAsyncLLM:
         request_id: str,
         **engine_kwargs: Any,
     ) -> AsyncIterator["RequestOutput"]:
-        """Hand a call to the engine, its drift healed, and record it; with `n` samples it counts as `n` calls.
+        """Hand a call to the engine, its drift healed, and record it; a request for `n` samples counts as `n` calls.
 
-        Leave it early through `contextlib.aclosing`, so that the call ends then and not with the garbage collector.
+        To leave it early, use `contextlib.aclosing`: else the call ends only when it is garbage collected.
 
         Args:
             prompt: Token ids, or a `TokensPrompt` of token ids only.
-            sampling_params: vLLM's. Log-probs of the sampled tokens are asked for where they are not yet.
-            request_id: vLLM's; concurrent calls must not share one.
+            sampling_params: As vLLM takes them. Log-probs of the sampled tokens are added if they are not asked for.
+            request_id: As vLLM takes it; concurrent calls must not share one.
             **engine_kwargs: Handed to `AsyncLLM.generate` as they are.
 
         Yields:
@@ -76,9 +76,8 @@ class RecordingAsyncLLM:
 
         Raises:
             ValueError: If the prompt is text, or holds more than tokens.
-            Whatever the engine raises, after the cause has been recorded.
         """
-        tokens_prompt = _tokens_prompt(prompt)
+        tokens_prompt = _checked_prompt(prompt)
         if sampling_params.logprobs is None:
             sampling_params = sampling_params.clone()
             sampling_params.logprobs = 0
@@ -148,9 +147,9 @@ class _RecordedSample:
         )
 
 
-def _tokens_prompt(prompt: "Sequence[int] | TokensPrompt") -> dict[str, Any]:
+def _checked_prompt(prompt: "Sequence[int] | TokensPrompt") -> "TokensPrompt":
     if isinstance(prompt, str):
-        raise ValueError(f"prompt={prompt[:80]!r} is text: encode it first, the tokens are what is recorded")
+        raise ValueError(f"prompt={str(prompt)[:80]!r} is text: encode it first, the tokens are what is recorded")
     if not isinstance(prompt, Mapping):
         return {"prompt_token_ids": [int(token) for token in prompt]}
     more = sorted(key for key, value in prompt.items() if key not in _PROMPT_KEYS and value)
@@ -159,4 +158,4 @@ def _tokens_prompt(prompt: "Sequence[int] | TokensPrompt") -> dict[str, Any]:
             f"prompt with the keys {sorted(prompt)}: give prompt_token_ids and nothing beside them that the model "
             "reads; prompts with media or embeddings cannot be recorded as tokens"
         )
-    return dict(prompt)
+    return prompt.copy()

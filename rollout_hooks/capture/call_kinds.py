@@ -1,7 +1,7 @@
 """How the prompt of an LLM call relates to what the session recorded before it: five kinds, told from the tokens.
 
-A recorded path is cut into segments at its *boundaries*: where a call's prompt or a call's output ended. With L the
-length of the longest prefix that the prompt shares with any recorded path (`|` marks boundaries):
+A recorded path has *boundaries*: places where a call's prompt or a call's output ended. The kind follows from where the
+prompt parts from the recorded paths (`|` marks boundaries):
 
     recorded   P P P | a a | t t g | b b |      P root prompt; a, b generated; t environment, g generation prompt
     prompt     P P P   a a   t t g   b b  u u   continuation: goes on from the end of a path
@@ -13,8 +13,8 @@ length of the longest prefix that the prompt shares with any recorded path (`|` 
     prompt     P P P   y     t t g              drift, if y reads like a a
 
 The kind is that of the prompt that is sent. Where drift is healed (`realign`), that is the healed prompt, so DRIFT is
-left for what could not be healed. The kind is counted, it decides nothing: what is trained follows from the tokens
-alone (`SessionTree.locate`).
+left for what could not be healed. Kinds are only counted: what is trained follows from the tokens alone
+(`SessionTree.locate`).
 """
 
 from collections.abc import Mapping
@@ -33,18 +33,18 @@ _MAX_OUTPUTS = 64
 
 
 class CallKind(StrEnum):
-    """Kind of a call; the first sentence that holds decides, in the order of this list."""
+    """Kind of a call: the first in this list whose description holds."""
 
     ROOT = "root"
     """The prompt shares no token with any recorded path; the first call of a session is one."""
     CONTINUATION = "continuation"
     """The prompt begins with all tokens of a recorded path, generated ones included, that nothing continues yet."""
     DRIFT = "drift"
-    """The prompt parts from a recorded path and still reads the same to the end of that segment, or of the prompt."""
+    """The prompt parts from a recorded path, but reads the same to the next boundary, or to the end of the prompt."""
     FORK = "fork"
-    """The prompt ends behind a boundary without having parted, or begins with the whole prompt of a running call, or
-    parts from the recorded paths at a boundary, where they part themselves, or in environment text behind a
-    boundary, without repeating the end of an output that it leaves behind."""
+    """The prompt ends behind a boundary without having parted; or begins with the whole prompt of a running call; or
+    parts from the recorded paths at a boundary, or where they part themselves, or in environment text behind a
+    boundary, and does not repeat the end of an output that it leaves behind."""
     REWRITE = "rewrite"
     """Any other prompt: text that an earlier call read or generated was changed."""
 
@@ -52,7 +52,7 @@ class CallKind(StrEnum):
 def classify(
     trie: TokenTrie, prompt: np.ndarray, *, num_outputs: Mapping[int, int], decode: Decode | None = None
 ) -> tuple[CallKind, Point]:
-    """Kind of a call with this prompt, and where the prompt leaves the recorded paths.
+    """Return the kind of a call with this prompt, and where the prompt leaves the recorded paths.
 
     Args:
         trie: Paths of completed calls and prompts of running ones.
@@ -61,7 +61,7 @@ def classify(
         decode: Token ids to text; without it drift is not told from other changes.
 
     Returns:
-        The kind and the point whose position is L, the longest common prefix in tokens.
+        The kind, and the end of the longest prefix that the prompt shares with a recorded path.
     """
     point = trie.walk(prompt)
     node, position = point
@@ -85,7 +85,7 @@ def _is_fork(trie: TokenTrie, point: Point, rest: np.ndarray, num_outputs: Mappi
     if trie.is_at_boundary(point):
         return True
     if position == node.end:
-        # Else a call that failed was the only other one to go on from here.
+        # One child is left where the others belonged to calls that failed.
         if len(node.children) > 1:
             return True
         (node,) = node.children.values()
@@ -96,9 +96,9 @@ def _is_fork(trie: TokenTrie, point: Point, rest: np.ndarray, num_outputs: Mappi
 def _repeats_output(trie: TokenTrie, point: Point, rest: np.ndarray, num_outputs: Mapping[int, int]) -> bool:
     """Whether the prompt, behind the shared tokens, holds the end of an output that is recorded there.
 
-    The end is the last four tokens, or the whole output and the token before it. That finds histories that carry
-    outputs along, shortened ones too (chat templates drop the reasoning of earlier turns). Of very many outputs only
-    some are looked for, the newest branches first.
+    The end is the last four tokens, or the whole output and the token before it. So histories that carry outputs along
+    are found even if they shorten them (chat templates drop the reasoning of earlier turns). If there are very many
+    outputs, only some are looked for, the newest branches first.
     """
     text = rest.tobytes()
     outputs = (

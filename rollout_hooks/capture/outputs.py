@@ -1,25 +1,27 @@
-"""One leaf of a session, as verl's agent loop worker writes it to a row: an output that keeps its own reward.
+"""One leaf of a session as the row that verl's agent loop worker writes: an output that keeps its own reward.
 
-verl 0.9.1 scores only the last output of a session and then copies that score to all the others
-(`trainer/ppo/v1/agent_loop_tq.py`, `_agent_loop_postprocess`). `TreeAgentLoopOutput` carries a leaf reward which that
-copy does not touch, and rewards of single nodes which are added to either; `as_dict` writes them to `rm_scores`.
-Everything else is verl's `AgentLoopOutput`.
+verl 0.9.1 scores only the last output of a session and copies that score to all the others
+(`trainer/ppo/v1/agent_loop_tq.py`, `_agent_loop_postprocess`). `TreeAgentLoopOutput` carries a leaf reward that the
+copy does not touch, and rewards of single nodes that are added to it; `as_dict` writes both to `rm_scores`.
 """
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from pydantic import field_validator
-from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from typing_extensions import override
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
 
 class TreeAgentLoopOutput(AgentLoopOutput):
     """A leaf of a session: verl's output with a reward of its own.
 
-    An agent loop that returns outputs of this class has named its leaves itself; the worker then makes no further
-    rows from recorded calls. A leaf without a reward of its own gets what verl gives it: the score of its reward
-    function if it is the last leaf of the session, else a copy of the last leaf's reward.
+    A loop that returns outputs of this class has named its leaves itself, so the worker makes no further rows from
+    recorded calls. A leaf without a reward gets verl's: the last leaf of the session is scored by the reward function,
+    the others get a copy of its reward.
     """
 
     leaf_reward: float | None = None
@@ -27,8 +29,8 @@ class TreeAgentLoopOutput(AgentLoopOutput):
     leaf_reward_extra_info: dict[str, Any] | None = None
     """What to report with that reward (verl's `reward_extra_info`); None leaves it to verl."""
     node_rewards: tuple[tuple[int, float], ...] = ()
-    """Rewards of nodes on the path: (position in the response, reward). Each is written to the last trained token at or
-    before its position, to the first trained one if there is none: so none is lost with tokens that are cut off."""
+    """(position in the response, reward) of nodes on the path. Each reward is written to the last trained token at or
+    before its position, else to the first trained token, so that none is lost with tokens that are cut off."""
 
     @field_validator("node_rewards")
     @classmethod
@@ -44,16 +46,17 @@ class TreeAgentLoopOutput(AgentLoopOutput):
             raise ValueError(f"leaf_reward={value}: a reward must be finite; use None to leave it to verl")
         return value
 
+    @override
     def as_dict(self) -> dict[str, Any]:
-        """The fields of the row.
+        """Return the fields of the row.
 
         Returns:
-            verl's fields: `prompts` (P,), `responses` (R,), `response_mask` (R,) int64, `rollout_log_probs` (R,)
-            float32 when there are log-probs, `rm_scores` (R,) float32 with the reward on the last token, plus node
-            rewards on theirs, when there is a reward, and the non-tensor fields that were set.
+            Tensors named as verl does: `prompts` (P,), `responses` (R,) and `response_mask` (R,), int64; if there are
+            log-probs, `rollout_log_probs` (R,) float32; if there is a reward, `rm_scores` (R,) float32, which holds it
+            on the last token, and node rewards on theirs. Beside them the non-tensor fields that were set.
 
         Raises:
-            ValueError: If there are node rewards and neither a leaf reward nor a score of verl's.
+            ValueError: If there are node rewards, but neither a leaf reward nor a score of verl's.
         """
         row = super().as_dict()
         for name in ("leaf_reward", "leaf_reward_extra_info", "node_rewards"):
@@ -85,11 +88,11 @@ class TreeAgentLoopOutput(AgentLoopOutput):
 
 
 class SessionFailed(RuntimeError):
-    """A session that could not be completed, with the leaves that had already earned a reward of their own.
+    """A session could not be completed; carries the leaves that had already earned a reward of their own.
 
     Args:
         cause: What went wrong, for the report.
-        outputs: Leaves with a `leaf_reward`; they are still trained, the session counts as failed all the same.
+        outputs: Leaves with a `leaf_reward`. They are trained, although the session counts as failed.
     """
 
     def __init__(self, cause: str, *, outputs: list[TreeAgentLoopOutput] | None = None) -> None:
@@ -97,11 +100,46 @@ class SessionFailed(RuntimeError):
         self.outputs = outputs or []
 
 
-def describe_error(error: BaseException) -> str:
-    """One line of type and message per error; the errors inside an exception group are listed instead of it."""
-    if isinstance(error, BaseExceptionGroup):
-        return "; ".join(describe_error(inner) for inner in error.exceptions)
-    if isinstance(error, SessionFailed):
-        return str(error)
-    # An error raised in a Ray actor carries the remote traceback as its message: its end says what happened.
-    return f"{type(error).__name__}: {error}".strip()[-2000:]
+def make_row(
+    token_ids: Sequence[int],
+    mask: Sequence[int],
+    log_probs: Sequence[float] | None,
+    *,
+    prompt_len: int,
+    response_length: int,
+    versions: Iterable[int | None],
+    extra_fields: Mapping[str, Any],
+    **fields: Any,
+) -> TreeAgentLoopOutput:
+    """Make the row of a leaf, its response cut to `response_length`.
+
+    Args:
+        token_ids: N tokens from the root.
+        mask: N times 1 (sampled, trained) or 0 (read).
+        log_probs: N rollout log-probs; None if the row carries none.
+        prompt_len: Tokens of the prompt; all that follow are the response.
+        response_length: Most tokens of the response.
+        versions: Versions of the weights that generated the leaf; see `weight_versions`.
+        extra_fields: Added to the `extra_fields` that verl's tool loop gives.
+        **fields: Other fields of `TreeAgentLoopOutput`.
+    """
+    response = slice(prompt_len, prompt_len + response_length)
+    response_mask = list(mask[response])
+    # The prompt is a turn, and so is every stretch of generated or observed tokens.
+    num_turns = 1 + (1 + sum(a != b for a, b in pairwise(response_mask)) if response_mask else 0)
+    shared_fields = {"turn_scores": [], "tool_rewards": [], "reward_extra_info": {}, **weight_versions(versions)}
+    return TreeAgentLoopOutput(
+        prompt_ids=list(token_ids[:prompt_len]),
+        response_ids=list(token_ids[response]),
+        response_mask=response_mask,
+        response_logprobs=None if log_probs is None else list(log_probs[response]),
+        num_turns=num_turns,
+        extra_fields={**shared_fields, **extra_fields},
+        **{"metrics": AgentLoopMetrics(), **fields},
+    )
+
+
+def weight_versions(versions: Iterable[int | None]) -> dict[str, int]:
+    """Return verl's fields for the first and last version of the weights; none if no version is known."""
+    known = [version for version in versions if version is not None]
+    return {"min_global_steps": min(known), "max_global_steps": max(known)} if known else {}

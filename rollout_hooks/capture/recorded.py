@@ -1,4 +1,4 @@
-"""What a session's tree tells of its calls: a record per call, token paths, an example of drift."""
+"""What a session's tree tells about its calls: a record per call, token paths, an example of drift."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,8 +13,8 @@ class DriftExample:
     """A place where a prompt had other tokens than the recorded path and the same text, cut to a few tokens.
 
     Attributes:
-        text: From a few tokens before the place on, as the recorded tokens read.
-        recorded_ids, given_ids: What the path and the prompt have there, each with a few tokens that follow.
+        text: How the recorded tokens read, from a few tokens before the place on.
+        recorded_ids, given_ids: Tokens of the path and of the prompt there, each with a few that follow.
         is_healed: Whether the recorded tokens were sent.
     """
 
@@ -40,9 +40,9 @@ class RecordedCall:
     Attributes:
         index: Place in the order in which the calls were sent.
         kind: How its prompt relates to what had been recorded when it was sent.
-        num_shared: Length of the longest common prefix of its prompt and any recorded path, in tokens.
-        num_prompt, num_output: Tokens it read and generated.
-        num_splices: Places of its prompt at which recorded tokens were put for others that read the same.
+        num_shared: Tokens of the longest prefix that its prompt shares with a recorded path.
+        num_prompt, num_output: Tokens that it read and generated.
+        num_splices: Places of its prompt that were healed.
         status, stop_reason: How it ended; `stop_reason` is the server's own word.
         cause: Why it failed or was aborted, or None.
         min_global_steps, max_global_steps: First and last version of the weights that generated it, None if unknown.
@@ -62,8 +62,8 @@ class RecordedCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
-    """A token sequence from the root of the tree, with what is known of each of its N tokens.
+class TokenPath:
+    """A token sequence from the root of the tree, with what is known about each of its N tokens.
 
     Attributes:
         token_ids: (N,) int64.

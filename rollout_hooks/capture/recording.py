@@ -1,24 +1,30 @@
 """A client of the LLM servers that records every call of one session on its way.
 
 It stands where verl's loops expect `LLMServerClient` and changes nothing that goes in or comes out, so it captures any
-agent loop as it is; with one exception: a prompt that has drifted from the recorded tokens is healed on its way (see
-`realign`; what is sent has the same text and the tokens that the model sampled), unless the tree heals nothing.
+agent loop as it is. There is one exception: a prompt that has drifted from the recorded tokens is healed (`realign`),
+so that it is sent with the same text in the tokens that the model sampled. A tree that heals nothing switches that off.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from typing_extensions import override
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from rollout_hooks.capture.outputs import describe_error
+from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.realign import Realignment
 from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.capture.token_arrays import token_array
 
 ABORTED = ("aborted", "abort")
 """verl's stop reasons of a call that the server gave up (`workers/rollout/llm_server.py`)."""
+
+
+def stable_request_id(row: Mapping[str, Any]) -> str:
+    """Return the request id of a session under `rollout.full_determinism`: the same one in every training run."""
+    return f"det-{int(row.get('priority', 0))}-{row.get('session_id', 0)}"
 
 
 class RecordingClient(LLMServerClient):
@@ -34,16 +40,13 @@ class RecordingClient(LLMServerClient):
         self._client = client
         self.tree = tree
         self.num_media_calls = 0
-        """Calls with images, videos or audio: their tokens do not say all that the model saw."""
+        """Number of calls with images, videos or audio: their tokens do not say all that the model saw."""
 
+    @override
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
     ) -> TokenOutput:
-        """Hand the call over, its drift healed, and record it; the rest, result and errors are the client's own.
-
-        Raises:
-            Whatever the client raises, after the cause has been recorded.
-        """
+        """Hand the call over, its drift healed, and record it; result and errors are the client's own."""
         has_media = any(kwargs.get(name) for name in ("image_data", "video_data", "audio_data"))
         self.num_media_calls += has_media
         # Equal text is not an equal prompt where images stand behind the tokens.

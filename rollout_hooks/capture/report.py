@@ -1,4 +1,4 @@
-"""What the capture saw and what it lost: counts and causes in one record that adds up over sessions and workers."""
+"""What was captured and what was lost: counts and causes in one record that adds up over sessions and workers."""
 
 from dataclasses import dataclass, fields
 
@@ -14,8 +14,8 @@ class FailedSession:
         uid: Its prompt.
         session_id: Its number among the sessions of the prompt.
         cause: What went wrong.
-        num_calls: LLM calls that had been recorded until then.
-        num_rows: Leaves that are trained all the same, since they had been given a reward of their own.
+        num_calls: LLM calls recorded before it failed.
+        num_rows: Leaves that are trained all the same, because they had a reward of their own.
     """
 
     uid: str
@@ -32,15 +32,15 @@ class CaptureReport:
     Attributes:
         num_sessions: Sessions that ended, failed ones included.
         num_leaves: Rows written.
-        num_calls: LLM calls; the first of a session is neither of the four kinds below.
+        num_calls: LLM calls. The first call of a session is none of the four kinds below.
         num_continuations, num_forks, num_rewrites, num_drifts: Calls by kind, see `CallKind`.
-        num_realigned: Calls whose prompt had drifted and was healed; their kind is that of the healed prompt.
+        num_realigned: Calls whose prompt was healed; their kind is that of the healed prompt.
         num_failed_calls, num_aborted_calls: Calls that ended with an error, and calls that the server gave up.
-        num_dropped_leaves: Trajectories that gave no row: without a trained token within the length limits, not
-            finished by a branching loop, or with images or other media.
+        num_dropped_leaves: Trajectories that gave no row: they have no trained token within the length limits, were
+            not finished by a branching loop, or have images or other media.
         num_truncated_leaves: Rows cut to `rollout.response_length`.
         failed_sessions: The sessions that failed, with their causes.
-        failed_prompts: uids of the prompts all of whose sessions failed.
+        failed_prompts: uid of each prompt all of whose sessions failed.
     """
 
     num_sessions: int = 0
@@ -59,12 +59,11 @@ class CaptureReport:
     failed_prompts: tuple[str, ...] = ()
 
     def __add__(self, other: "CaptureReport") -> "CaptureReport":
-        names = [field.name for field in fields(self)]
-        return CaptureReport(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        return CaptureReport(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     @classmethod
     def of_calls(cls, tree: SessionTree) -> "CaptureReport":
-        """The counts that the recorded calls of one session give."""
+        """Count the recorded calls of one session."""
         kinds = tree.count_kinds()
         statuses = [call.status for call in tree.calls]
         return cls(

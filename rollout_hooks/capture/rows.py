@@ -1,14 +1,13 @@
-"""A loop's own outputs and the calls recorded while it ran, merged into the rows of the session.
+"""The rows of a session: a loop's own outputs, merged with the calls recorded while it ran.
 
-The loop's own outputs stay as verl's loop made them, except that a token is trained only if a recorded call generated
-it at that very place, and that drift which was healed in a call is healed in them too (`realign`). Recorded leaves that
-no own output covers become rows before them: the root prompt up to the first generated token is the prompt, the rest
-the response. verl's loops return one output, so the extra rows are what a loop forked off, dropped or rewrote.
+A loop's own outputs stay as the loop made them, with two exceptions: a token is trained only if a recorded call
+generated it at that very place, and drift that was healed in a call is healed in them too (`realign`). Recorded leaves
+that no own output covers become rows before them. Their prompt ends with the first generated token; the rest is the
+response. verl's loops return one output, so the extra rows are what a loop forked off, dropped or rewrote.
 
-Lengths: verl cuts the root prompt before the first call and the response after the last one, at
-`rollout.response_length`; so do the rows made here. A recorded prompt that is longer than `rollout.prompt_length` (a
-loop rewrote its history into a longer one) keeps its tokens, as untrained tokens of the response: cutting them off
-would train the output under a context it was not sampled in.
+Rows are cut where verl cuts them: the response at `rollout.response_length`. If a loop rewrote its history into a
+prompt longer than `rollout.prompt_length`, the tokens beyond that limit are kept as untrained tokens of the response:
+without them the output would be trained under a context that it was not sampled in.
 """
 
 from collections.abc import Sequence
@@ -17,20 +16,21 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
-from rollout_hooks.capture.outputs import TreeAgentLoopOutput
-from rollout_hooks.capture.session_tree import Path, SessionTree
+from rollout_hooks.capture.outputs import TreeAgentLoopOutput, make_row, weight_versions
+from rollout_hooks.capture.recorded import TokenPath
+from rollout_hooks.capture.session_tree import SessionTree
 
 CALLS_FIELD = "recorded_calls"
-"""Entry of a row's `extra_fields`: which call sampled which of its tokens, see `recorded_runs`."""
+"""Entry of a row's `extra_fields` that says which call sampled which of its tokens; see `sampled_by`."""
 
 _MEDIA_FIELDS = ("multi_modal_data", "mm_processor_kwargs", "mm_processor_output")
 
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """What a row may be.
+    """Lengths and contents that a row may have.
 
     Attributes:
         prompt_length, response_length: verl's `rollout.prompt_length` and `rollout.response_length`, in tokens.
@@ -65,14 +65,14 @@ def session_rows(
 
     Args:
         tree: The session's calls.
-        outputs: What the loop returned. If it returned `TreeAgentLoopOutput`s it has named its leaves itself, and
-            recorded paths that are not among them are dropped.
+        outputs: What the loop returned. `TreeAgentLoopOutput`s say that it has named its leaves itself: recorded paths
+            that are not among them are dropped.
         limits: Lengths, and whether rows carry log-probs.
-        has_media: Whether calls had images or the like. The tokens then do not say all that the model saw: the loop's
-            own outputs are taken as they are and other recorded leaves are dropped.
+        has_media: Whether calls had images or the like. Tokens do not say then what the model saw, so the loop's own
+            outputs are taken as they are and other recorded leaves are dropped.
 
     Returns:
-        The rows, all with the same fields; none has an empty response or lacks a trained token.
+        Rows with the same fields; each has a trained token.
 
     Raises:
         ValueError: If log-probs are wanted and there is none for a trained token.
@@ -97,7 +97,7 @@ def session_rows(
 
 
 def _own_row(tree: SessionTree | None, output: AgentLoopOutput, *, limits: RowLimits) -> AgentLoopOutput:
-    """A loop's own output, with mask, log-probs and weight versions completed from the recorded calls (if any)."""
+    """Complete mask, log-probs and weight versions of a loop's own output from the recorded calls, if there are any."""
     if tree is not None:
         output = _realigned(tree, output, limits=limits)
     mask, log_probs = list(output.response_mask), output.response_logprobs
@@ -109,7 +109,8 @@ def _own_row(tree: SessionTree | None, output: AgentLoopOutput, *, limits: RowLi
         mask = [int(trained and sampled) for trained, sampled in zip(mask, generated, strict=True)]
         if log_probs is None or len(log_probs) != len(mask):
             log_probs = path.log_probs[prompt_len:].tolist()
-        extra_fields = {**_weight_versions(tree, path), **extra_fields, CALLS_FIELD: recorded_runs(tree, path)}
+        versions = weight_versions(_versions(tree, path))
+        extra_fields = {**versions, **extra_fields, CALLS_FIELD: sampled_by(tree, path)}
     update = {
         "response_mask": mask,
         "response_logprobs": log_probs if limits.wants_log_probs else None,
@@ -123,9 +124,9 @@ def _own_row(tree: SessionTree | None, output: AgentLoopOutput, *, limits: RowLi
 
 
 def _realigned(tree: SessionTree, output: AgentLoopOutput, *, limits: RowLimits) -> AgentLoopOutput:
-    """The output with its drift healed as that of its calls was, so that it is the sequence that the model saw.
+    """Heal the drift of an output as that of its calls was healed, so that it is the sequence that the model saw.
 
-    A loop puts together its output from the tokens that it gave, not from those that were sent.
+    A loop builds its output from the tokens that it gave, not from those that were sent.
     """
     realignment = tree.realign(output.prompt_ids + output.response_ids)
     # Routing is recorded per token of the output as it is.
@@ -148,32 +149,23 @@ def _realigned(tree: SessionTree, output: AgentLoopOutput, *, limits: RowLimits)
     return output.model_copy(update=update)
 
 
-def _captured_row(tree: SessionTree, path: Path, *, limits: RowLimits) -> TreeAgentLoopOutput:
-    """A recorded leaf as a row, cut to the limits."""
+def _captured_row(tree: SessionTree, path: TokenPath, *, limits: RowLimits) -> TreeAgentLoopOutput:
+    """Make the row of a recorded leaf."""
     prompt_len = min(path.prompt_len, limits.prompt_length)
-    response = slice(prompt_len, prompt_len + limits.response_length)
-    mask = path.is_generated[response].astype(int)
-    # The prompt is a turn, and so is every run of generated or observed tokens.
-    num_turns = 1 + int(np.count_nonzero(np.diff(mask))) + int(mask.size > 0)
-    return TreeAgentLoopOutput(
-        prompt_ids=path.token_ids[:prompt_len].tolist(),
-        response_ids=path.token_ids[response].tolist(),
-        response_mask=mask.tolist(),
-        response_logprobs=path.log_probs[response].tolist() if limits.wants_log_probs else None,
-        num_turns=num_turns,
-        metrics=AgentLoopMetrics(),
-        extra_fields={
-            "turn_scores": [],
-            "tool_rewards": [],
-            "reward_extra_info": {},
-            **_weight_versions(tree, path),
-            CALLS_FIELD: recorded_runs(tree, path, num_tokens=response.stop),
-        },
+    num_tokens = prompt_len + limits.response_length
+    return make_row(
+        path.token_ids.tolist(),
+        path.is_generated.astype(int).tolist(),
+        path.log_probs.tolist() if limits.wants_log_probs else None,
+        prompt_len=prompt_len,
+        response_length=limits.response_length,
+        versions=_versions(tree, path),
+        extra_fields={CALLS_FIELD: sampled_by(tree, path, num_tokens=num_tokens)},
     )
 
 
-def _covers(row: AgentLoopOutput, path: Path, *, limits: RowLimits) -> bool:
-    """Whether a recorded leaf is the own output `row`, an earlier part of it, or that output before the loop cut it."""
+def _covers(row: AgentLoopOutput, path: TokenPath, *, limits: RowLimits) -> bool:
+    """Whether a recorded leaf is the row, an earlier part of it, or the row before the loop cut it."""
     tokens = np.asarray(row.prompt_ids + row.response_ids, dtype=np.int64)
     within_limits = path.token_ids[: min(path.prompt_len, limits.prompt_length) + limits.response_length]
     if len(within_limits) <= len(tokens):
@@ -182,7 +174,7 @@ def _covers(row: AgentLoopOutput, path: Path, *, limits: RowLimits) -> bool:
     return is_prefix and path.source[len(tokens) - 1] == path.source[-1]
 
 
-def _is_cut(row: AgentLoopOutput, leaves: Sequence[Path], *, limits: RowLimits) -> bool:
+def _is_cut(row: AgentLoopOutput, leaves: Sequence[TokenPath], *, limits: RowLimits) -> bool:
     if len(row.response_ids) < limits.response_length:
         return False
     tokens = np.asarray(row.prompt_ids + row.response_ids, dtype=np.int64)
@@ -190,37 +182,35 @@ def _is_cut(row: AgentLoopOutput, leaves: Sequence[Path], *, limits: RowLimits) 
     return any(bool((token_ids[: len(tokens)] == tokens).all()) for token_ids in longer)
 
 
-def _weight_versions(tree: SessionTree, path: Path) -> dict[str, int]:
+def _versions(tree: SessionTree, path: TokenPath) -> list[int | None]:
     calls = [tree.calls[index] for index in path.calls]
-    first = [call.min_global_steps for call in calls if call.min_global_steps is not None]
-    last = [call.max_global_steps for call in calls if call.max_global_steps is not None]
-    return {"min_global_steps": min(first), "max_global_steps": max(last)} if first and last else {}
+    return [version for call in calls for version in (call.min_global_steps, call.max_global_steps)]
 
 
-def recorded_runs(tree: SessionTree, path: Path, *, num_tokens: int | None = None) -> list[tuple[int, str, int, int]]:
-    """Who sampled the tokens of a path, run by run.
+def sampled_by(tree: SessionTree, path: TokenPath, *, num_tokens: int | None = None) -> list[tuple[int, str, int, int]]:
+    """Return who sampled the tokens of a path.
 
     Args:
         tree: The session's calls.
-        path: N tokens from the root.
-        num_tokens: Only the first so many of them; None for all.
+        path: The path.
+        num_tokens: Number of its first tokens to look at; None for all.
 
     Returns:
-        Per run of tokens that one call sampled: the call's index, its kind, and the positions start and end in the
-        path. Tokens that were only read are in no run.
+        For each stretch of tokens that one call sampled: the call's index, its kind, and the positions start and end
+        in the path. Tokens that were only read are in no stretch.
     """
     source = path.source[:num_tokens]
     bounds = [0, *(np.flatnonzero(np.diff(source)) + 1).tolist(), len(source)]
-    runs = [(int(source[start]), start, end) for start, end in pairwise(bounds) if end > start]
-    return [(call, tree.calls[call].kind.value, start, end) for call, start, end in runs if call >= 0]
+    stretches = [(int(source[start]), start, end) for start, end in pairwise(bounds) if end > start]
+    return [(call, tree.calls[call].kind.value, start, end) for call, start, end in stretches if call >= 0]
 
 
 def _share_fields(rows: Sequence[AgentLoopOutput]) -> None:
-    """Give all rows the same fields: verl takes the names from the first one (`list_of_dict_to_tensordict`)."""
+    """Give all rows the same fields, because verl reads the names from the first one (`list_of_dict_to_tensordict`)."""
     names = set().union(*(row.model_fields_set for row in rows))
     for row in rows:
         for name in sorted(names - row.model_fields_set):
-            # What stays the same for all sequences of a session is taken from the loop's own final output.
+            # Media are the same for all rows of a session: the loop's own final output has them.
             source: Any = rows[-1] if name in _MEDIA_FIELDS else None
             value = dict(source).get(name) if source is not None else type(row).model_fields[name].get_default()
             setattr(row, name, value)

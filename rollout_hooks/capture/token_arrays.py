@@ -1,4 +1,4 @@
-"""Token ids as numpy arrays: made from lists, compared, lengthened. What every call of a session does to its tokens."""
+"""Token ids as numpy arrays: made from lists, compared, and lengthened."""
 
 import struct
 from collections.abc import Sequence
@@ -6,15 +6,13 @@ from collections.abc import Sequence
 import numpy as np
 
 _GROWTH = 1.25
-"""Room that a growing array takes; the rest of its memory is used."""
+"""Room of an array that has grown, as a multiple of what is in use."""
 
 
 def token_array(token_ids: Sequence[int]) -> np.ndarray:
-    """Token ids as (N,) int32; may be read-only.
-
-    `struct` reads a list of 3,000 ids in half the time that numpy takes, which is most of what recording a call costs.
-    """
+    """Return token ids as (N,) int32; may be read-only."""
     if isinstance(token_ids, list):
+        # `struct` takes half the time of numpy for 3,000 ids, and this is most of what recording a call costs.
         try:
             return np.frombuffer(struct.pack(f"{len(token_ids)}i", *token_ids), dtype=np.int32)
         except struct.error:
@@ -23,7 +21,7 @@ def token_array(token_ids: Sequence[int]) -> np.ndarray:
 
 
 def common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:
-    """Number of leading tokens that two token arrays share."""
+    """Count the leading tokens that two token arrays share."""
     n = min(len(a), len(b))
     if n == 0:
         return 0
@@ -33,7 +31,7 @@ def common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def append(values: np.ndarray, more: np.ndarray, *, size: int) -> np.ndarray:
-    """`values[:size]` and `more` in one array, which is `values` itself where there is room."""
+    """Return `values[:size]` and `more` in one array, which is `values` itself where there is room."""
     num_values = size + len(more)
     if num_values > len(values):
         grown = np.empty(max(num_values, int(_GROWTH * size)), dtype=values.dtype)

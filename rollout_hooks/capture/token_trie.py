@@ -5,13 +5,12 @@
     call 2   P P P   a a   u | c |       split:       root ── P P P a a ──┬── t b b
                                                                           └── u c
 
-A node is a run of tokens in two arrays, ids and *source* (the call that generated the token, -1 where none has). A node
-without children grows in place, so a session that never forks stays one node. A prompt of N tokens is compared with
-everything recorded in a few numpy calls of N comparisons, and one Python step per fork on its way that the last prompt
-has not passed.
+A node holds a stretch of tokens in two arrays: ids, and *source* (the call that generated the token, -1 if none has).
+A node without children grows in place, so a session that never forks stays one node. To compare a prompt of N tokens
+with everything recorded takes a few numpy calls of N comparisons, and one Python step for each fork on its way that the
+last prompt has not passed.
 """
 
-import sys
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,12 +20,10 @@ import numpy as np
 
 from rollout_hooks.capture.token_arrays import append, common_prefix_len
 
-_NO_CHANGE = sys.maxsize
-
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A run of tokens; changed by `TokenTrie` only.
+    """A stretch of tokens; changed by `TokenTrie` only.
 
     Attributes:
         start: Position of its first token, counted from the root.
@@ -34,8 +31,8 @@ class Node:
         parent: None for the root of the trie, which has no tokens.
         children: By their first token.
         boundaries: Ascending positions p, start < p <= end, at which a call's prompt or output ended.
-        ends: Ascending (position, call): the recorded calls whose path ends here.
-        head: Text of the first token behind its context, kept by those who compare texts; None while unknown.
+        ends: Ascending (position, call) of the recorded calls whose path ends in the node.
+        head: Text of the first token behind its context, kept for `text_compare`; None while unknown.
     """
 
     start: int
@@ -54,7 +51,7 @@ class Node:
         return self.start + self.size
 
     def slice(self, start: int, end: int) -> np.ndarray:
-        """Ids of the tokens from position `start` to position `end`, a view."""
+        """Return a view of the token ids from position `start` to position `end`."""
         return self.tokens[start - self.start : min(end - self.start, self.size)]
 
 
@@ -66,13 +63,12 @@ class Point(NamedTuple):
 
 
 class TokenTrie:
-    """Paths of calls; see the module."""
+    """The paths of the calls of one session; see the module."""
 
     def __init__(self) -> None:
         empty = np.zeros(0, dtype=np.int32)
         self._root = Node(0, empty, empty, 0)
         self._end_of: dict[int, Point] = {}
-        self._lowest_change = _NO_CHANGE
         # The last tokens followed from the root, how far that went, and the nodes on their way with their starts.
         self._walked, self._walked_len = empty, 0
         self._trail, self._starts = [self._root], [0]
@@ -83,7 +79,7 @@ class TokenTrie:
         return Point(self._root, 0)
 
     def end_of(self, call: int) -> Point:
-        """Where the path of a recorded call ends."""
+        """Return where the path of a recorded call ends."""
         return self._end_of[call]
 
     def walk(self, tokens: np.ndarray) -> Point:
@@ -104,10 +100,10 @@ class TokenTrie:
         Args:
             point: Where they begin.
             tokens: (N,) int32.
-            trail: Gets the further nodes that are entered.
+            trail: List that gets the nodes entered on the way.
 
         Returns:
-            Where that ends, and the number of tokens up to there.
+            The point where that ends, and the number of tokens followed.
         """
         node, position = point
         num_tokens = 0
@@ -124,8 +120,7 @@ class TokenTrie:
                 trail.append(node)
 
     def begin(self, call: int, point: Point, rest: np.ndarray) -> None:
-        """Record what a call reads: the tokens up to a point, then `rest`, no token of which is recorded there."""
-        self._note_change(point.position)
+        """Record what a call reads: the tokens up to a point, then `rest`, whose first token is not recorded there."""
         if rest.size:
             point = self._extend(point, rest, source=-1)
         self._end_at(call, point)
@@ -136,7 +131,6 @@ class TokenTrie:
         A token that another call has generated there before keeps that call as its source.
         """
         node, position = self._end_of[call]
-        self._note_change(position)
         del node.ends[bisect_left(node.ends, (position, call))]
         point, num_known = self.advance(Point(node, position), output)
         self._mark(point, num_known, source=call)
@@ -144,40 +138,29 @@ class TokenTrie:
         self._end_at(call, self._extend(point, rest, source=call) if rest.size else point)
 
     def remove(self, call: int) -> None:
-        """Forget the path of a call that has generated nothing, as far as no other call has it."""
+        """Forget the path of a call that generated nothing, except for what other calls share."""
         self._walked, self._walked_len, self._trail, self._starts = self._walked[:0], 0, [self._root], [0]
         node, position = self._end_of.pop(call)
         del node.ends[bisect_left(node.ends, (position, call))]
         del node.boundaries[bisect_left(node.boundaries, position)]
-        self._note_change(position)
         while node.parent is not None and not node.children:
             end = node.ends[-1][0] if node.ends else node.start
-            self._note_change(end)
             if end > node.start:
                 node.size = end - node.start
                 return
             del node.parent.children[int(node.tokens[0])]
             node = node.parent
 
-    def take_lowest_change(self) -> int:
-        """The lowest position at which anything has changed since this was last asked; very large if nothing has.
-
-        At each index below it, every path has the tokens and sources that it had, and no path, and no boundary, has
-        come or gone there: what was found by reading those only would be found again.
-        """
-        position, self._lowest_change = self._lowest_change, _NO_CHANGE
-        return position
-
     def tokens_to(self, point: Point, *, start: int = 0) -> np.ndarray:
-        """(position - start,) int32: the ids from position `start` to a point, a copy."""
+        """Copy the ids from position `start` to a point: (position - start,) int32."""
         return self._collect(point, start=start, name="tokens")
 
     def source_to(self, point: Point, *, start: int = 0) -> np.ndarray:
-        """(position - start,) int32: the sources from position `start` to a point, a copy."""
+        """Copy the sources from position `start` to a point: (position - start,) int32."""
         return self._collect(point, start=start, name="source")
 
     def last_boundary(self, point: Point) -> int:
-        """The last boundary at or before a point, 0 if there is none."""
+        """Return the last boundary at or before a point, 0 if there is none."""
         node, position = point
         while node.parent is not None:
             index = bisect_right(node.boundaries, position)
@@ -191,7 +174,7 @@ class TokenTrie:
         return self.last_boundary(point) == point.position > 0
 
     def nodes_behind(self, point: Point) -> Iterator[Node]:
-        """The nodes that hold tokens behind a point: the rest of its own node first, if there is one."""
+        """Yield the nodes that hold tokens behind a point, beginning with the rest of its own node if there is one."""
         stack = [point.node] if point.position < point.node.end else list(point.node.children.values())
         while stack:
             node = stack.pop()
@@ -199,11 +182,11 @@ class TokenTrie:
             stack.extend(node.children.values())
 
     def ways_on(self, point: Point, *, max_len: int | None = None) -> Iterator[np.ndarray]:
-        """The different token sequences (N,) that are recorded behind a point, the newest first.
+        """Yield the different token sequences (N,) that are recorded behind a point, the newest first.
 
         Args:
             point: Where they begin.
-            max_len: Number of tokens at which they are cut; None cuts them at the next boundary.
+            max_len: Most tokens of a sequence; None cuts it at the next boundary.
         """
         ahead = [point.node] if point.position < point.node.end else list(point.node.children.values())
         stack = [(node, np.zeros(0, dtype=np.int32)) for node in ahead]
@@ -215,15 +198,12 @@ class TokenTrie:
             is_cut = max_len is not None and end == point.position + max_len
             if max_len is None and index < len(node.boundaries):
                 end, is_cut = node.boundaries[index], True
-            run = node.slice(start, end)
-            tokens = np.concatenate([before, run]) if before.size else run
+            more = node.slice(start, end)
+            tokens = np.concatenate([before, more]) if before.size else more
             if is_cut or not node.children:
                 yield tokens
             else:
                 stack.extend((child, tokens) for child in node.children.values())
-
-    def _note_change(self, position: int) -> None:
-        self._lowest_change = min(self._lowest_change, position)
 
     def _collect(self, point: Point, *, start: int, name: str) -> np.ndarray:
         node, position = point

@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from rollout_hooks.capture.outputs import describe_error
+from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.gateway.chat_api import ChatAnswer
 from rollout_hooks.gateway.chat_format import ChatFormat
 from rollout_hooks.gateway.engine import SessionEngine

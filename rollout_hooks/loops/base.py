@@ -21,9 +21,10 @@ from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
-from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput, describe_error
-from rollout_hooks.loops.branch import Branch
-from rollout_hooks.loops.branch_session import BranchSession
+from rollout_hooks.capture.errors import describe_error
+from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput
+from rollout_hooks.capture.recording import stable_request_id
+from rollout_hooks.loops.branch import Branch, BranchSession
 from rollout_hooks.loops.loop_options import refuse_unknown_options
 
 __all__ = ["Branch", "BranchSession", "BranchingAgentLoop"]
@@ -110,7 +111,7 @@ class BranchingAgentLoop(AgentLoopBase):
             response_length=self.rollout_config.response_length,
             prompt_length=self.rollout_config.prompt_length,
             call_timeout_s=self.call_timeout_s,
-            request_id=f"det-{int(row.get('priority', 0))}-{row.get('session_id', 0)}" if full_determinism else None,
+            request_id=stable_request_id(row) if full_determinism else None,
             unique_request_ids=full_determinism,
         )
         # As in Branch.generate: an error is a value here, so that finished leaves survive it.

@@ -23,8 +23,9 @@ from uuid import uuid4
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register
 from verl.experimental.agent_loop.tool_parser import ToolParser
 
-from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput, describe_error
-from rollout_hooks.capture.recording import RecordingClient
+from rollout_hooks.capture.errors import describe_error
+from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput
+from rollout_hooks.capture.recording import RecordingClient, stable_request_id
 from rollout_hooks.capture.rows import CALLS_FIELD, RowLimits, session_rows
 from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.gateway import (
@@ -127,7 +128,7 @@ class BlackboxAgentLoop(AgentLoopBase):
     ) -> GatewaySession:
         rollout = self.rollout_config
         full_determinism = rollout.full_determinism
-        request_id = f"det-{int(row.get('priority', 0))}-{row.get('session_id', 0)}" if full_determinism else None
+        request_id = stable_request_id(row) if full_determinism else None
         row_len = rollout.prompt_length + rollout.response_length
         return gateway.open_session(
             uuid4().hex,

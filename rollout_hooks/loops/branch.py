@@ -1,18 +1,17 @@
-"""A cursor in a session's token tree.
+"""Cursors in the token tree of a session, and the session that they share.
 
     root ──generate──● ──fork(2)──┬── a ──observe──generate──finish(reward)
                      │            └── b ──observe──generate──finish(reward)
                      └──observe──generate──finish()          the root branch goes on by itself
 
 A branch holds one token sequence: the prompt, then what the model generated (trained) and what the environment
-answered (not trained). `fork` copies the cursor, so branches share their tokens up to the fork and nothing after
-it, and run concurrently under `asyncio.gather` or `asyncio.TaskGroup`. A call to the LLM that fails or takes too long
-marks its own branch and raises nothing, so the siblings in a task group live on. `add_reward` rewards what the model
-has generated last, for all leaves that go on from there. `finish` makes the branch a leaf; what is not finished is not
-trained.
+answered (not trained). `fork` copies the cursor: branches share the tokens before the fork and none behind it, and may
+run concurrently under `asyncio.gather` or `asyncio.TaskGroup`. A call to the LLM that fails or takes too long marks its
+own branch and raises nothing, so siblings in a task group go on. `add_reward` rewards what the model generated last, on
+every leaf that goes on from there. `finish` makes the branch a leaf; a branch that is not finished is not trained.
 
-A loop that writes its context anew (memory, compaction, a subagent) `restart`s a branch with another prompt; which
-tokens that prompt shares with the other paths follows from the tokens.
+A loop that writes its context anew (memory, compaction, a subagent) calls `restart` with another prompt. The tokens
+alone decide what that prompt shares with the other paths:
 
     root prompt  s s q g      restart with  s s n q g:   the row's prompt is  s s n q g
                  s s q g A                                s s n q g B
@@ -22,34 +21,93 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import Any, SupportsFloat
+from uuid import uuid4
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
 from verl.utils.profiler import simple_timer
+from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from rollout_hooks.capture.outputs import TreeAgentLoopOutput, describe_error
+from rollout_hooks.capture.errors import describe_error
+from rollout_hooks.capture.outputs import TreeAgentLoopOutput, make_row
 from rollout_hooks.capture.recording import ABORTED
 from rollout_hooks.loops.branch_tokens import BranchTokens
 
-if TYPE_CHECKING:
-    from rollout_hooks.loops.branch_session import BranchSession
+
+class BranchSession:
+    """What the branches of one session share: the client, sampling parameters, token budget, and list of branches.
+
+    Args:
+        client: Where calls go; in our worker it records them.
+        prompt_ids: Tokens of the root prompt, at least one.
+        sampling_params: Sampling parameters as verl names them; `logprobs` decides whether rows carry log-probs.
+        response_length: Most tokens that a branch may hold behind its prompt.
+        prompt_length: Most tokens of a `restart` prompt that count as the row's prompt. The rest become untrained
+            tokens of the response and use up `response_length`, as in `capture.rows`. None: no limit.
+        request_id: Session id of verl: all calls with it go to one server and share its prefix cache.
+        unique_request_ids: Give each call an id of its own, derived from `request_id`. Needed where verl hands the
+            id to vLLM as it is (`rollout.full_determinism`), since concurrent calls must not share one.
+        call_timeout_s: Most seconds that a call to the LLM may take; its branch fails after that. None: no limit.
+    """
+
+    def __init__(
+        self,
+        client: LLMServerClient,
+        *,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        response_length: int,
+        prompt_length: int | None = None,
+        request_id: str | None = None,
+        unique_request_ids: bool = False,
+        call_timeout_s: float | None = None,
+    ) -> None:
+        if not len(prompt_ids):
+            raise ValueError("prompt_ids=[]: a session needs a prompt of at least one token")
+        self.client = client
+        self.prompt_ids = [int(token) for token in prompt_ids]
+        self.sampling_params = dict(sampling_params)
+        self.response_length = response_length
+        self.prompt_length = prompt_length
+        self.request_id = request_id or uuid4().hex
+        self.unique_request_ids = unique_request_ids
+        self.call_timeout_s = call_timeout_s
+        self.branches: list[Branch] = []
+        self.root = Branch(self)
+
+    @property
+    def wants_log_probs(self) -> bool:
+        """Whether the sampling parameters ask for rollout log-probs."""
+        return bool(self.sampling_params.get("logprobs"))
+
+    def leaves(self) -> "list[Branch]":
+        """Return the finished branches: depth first in the order of forking, the root branch last.
+
+        The order does not depend on which of two concurrent branches forked first.
+        """
+        finished = [branch for branch in self.branches if branch.is_finished]
+        return sorted(finished, key=lambda branch: (branch is self.root, branch.lineage))
+
+    def outputs(self) -> list[TreeAgentLoopOutput]:
+        """Return the leaves as rows."""
+        return [leaf.as_output() for leaf in self.leaves()]
 
 
 class Branch:
-    """A cursor in the token tree of a session; see the module for the picture.
+    """A cursor in the token tree of a session, made by `BranchSession` (the root) or `fork`.
 
-    Branches are made by `BranchSession` (the root) and `fork`, not by hand.
+    Every method that acts on the branch raises `ValueError` if the branch is finished or has failed.
 
     Attributes:
         index: Place in the order of creation; the root is 0.
         lineage: For the branch and each of its ancestors its number among the forks of its parent; the root has none.
         failure: Why this branch cannot go on (its last call failed, or `fail`), or None.
         reward: What `finish` or `reward_leaves` gave; rewards of `add_reward` are not in it.
-        metrics: Seconds and counts of this branch, verl's `AgentLoopMetrics` names.
+        metrics: Seconds spent in this branch, by the names of verl's `AgentLoopMetrics`.
     """
 
-    def __init__(self, session: "BranchSession", parent: "Branch | None" = None) -> None:
+    def __init__(self, session: BranchSession, parent: "Branch | None" = None) -> None:
         self._session = session
         self.index = len(session.branches)
         self.lineage: tuple[int, ...] = (*parent.lineage, parent._num_forks) if parent else ()
@@ -65,7 +123,7 @@ class Branch:
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens up to the cursor, prompt and response; a copy."""
+        """A copy of all tokens up to the cursor, prompt and response."""
         return list(self._tokens.token_ids)
 
     @property
@@ -75,34 +133,34 @@ class Branch:
 
     @property
     def response_mask(self) -> list[int]:
-        """1 for every generated token after the prompt, 0 for every observed one; a copy."""
+        """A copy of the mask behind the prompt: 1 for a generated token, 0 for an observed one."""
         return self._tokens.mask[self._tokens.prompt_len :]
 
     @property
     def tool_rewards(self) -> tuple[float, ...]:
-        """What tools rewarded the calls of this branch with, those before its fork included; see `add_tool_reward`."""
+        """Rewards that tools gave the calls of this branch, those before its fork included; see `add_tool_reward`."""
         return tuple(value for _, value in self._tokens.tool_rewards)
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that still fit into `response_length`."""
+        """Number of tokens that still fit into `response_length`."""
         return max(0, self._tokens.prompt_len + self._session.response_length - self.position)
 
     async def generate(self, sampling_params: Mapping[str, Any] | None = None, **client_kwargs: Any) -> TokenOutput:
         """Let the model go on from the cursor, and move the cursor behind what it generated.
 
         Args:
-            sampling_params: Overrides of the session's sampling parameters for this call. `max_tokens` is set to
-                what still fits into the branch, or to the smaller value given here.
+            sampling_params: Overrides the session's sampling parameters for this call. `max_tokens` is lowered to what
+                still fits into the branch.
             **client_kwargs: Handed to `LLMServerClient.generate` as they are.
 
         Returns:
-            verl's output of the call. Its `token_ids` are empty when the branch is full (`stop_reason` "length",
-            no call is made) and when the call failed (`stop_reason` "failed", the cause in `self.failure`). A call
-            that the server aborted keeps the tokens it got and fails the branch too.
+            The output of the call. Its `token_ids` are empty if the branch is full (`stop_reason` "length", no call is
+            made) and if the call failed (`stop_reason` "failed", the cause in `self.failure`). A call that the server
+            aborted keeps the tokens it got and fails the branch too.
 
         Raises:
-            ValueError: If the branch is finished, has failed before, or is rewound to the very start.
+            ValueError: If the branch is rewound to the very start.
         """
         self._check_open("generate")
         if not self.position:
@@ -111,13 +169,8 @@ class Branch:
             return TokenOutput(token_ids=[], stop_reason="length")
         params = {**self._session.sampling_params, **(sampling_params or {})}
         params["max_tokens"] = min(params.get("max_tokens", self.num_remaining), self.num_remaining)
-        self._num_calls += 1
-        request_id = self._session.request_id
-        if self._session.unique_request_ids:
-            # By lineage, not by index: which of two concurrent branches forks first must not change an id.
-            request_id = "-".join([request_id, *map(str, self.lineage), f"call{self._num_calls}"])
         call = self._session.client.generate(
-            request_id, prompt_ids=self.token_ids, sampling_params=params, **client_kwargs
+            self._next_request_id(), prompt_ids=self.token_ids, sampling_params=params, **client_kwargs
         )
         output: TokenOutput | BaseException
         with simple_timer("generate_sequences", self.metrics):
@@ -137,22 +190,14 @@ class Branch:
         return output
 
     def observe(self, token_ids: Sequence[int]) -> None:
-        """Append tokens of the environment: read by the model from here on, not trained.
-
-        Raises:
-            ValueError: If the branch is finished or has failed, or text is given.
-        """
+        """Append tokens of the environment: the model reads them from here on, and they are not trained."""
         self._check_open("observe")
         if isinstance(token_ids, str):
             raise ValueError(f"observe({token_ids!r}): takes token ids; for text use `observe_messages` of the loop")
         self._tokens.read(token_ids, max_prompt_len=self._session.prompt_length)
 
-    def fork(self, n: int = 1) -> list["Branch"]:
-        """Make `n` new branches at the cursor; this branch stays as it is and can go on.
-
-        Raises:
-            ValueError: If `n` < 1, or the branch is finished or has failed.
-        """
+    def fork(self, n: int = 1) -> "list[Branch]":
+        """Make `n` new branches at the cursor; this branch stays as it is and can go on."""
         self._check_open("fork")
         if n < 1:
             raise ValueError(f"fork({n}): the number of branches must be at least 1")
@@ -166,14 +211,11 @@ class Branch:
         """Put the cursor back to an earlier `position`; what came after it leaves this branch (fork first to keep it).
 
         Args:
-            to: A position between 0 and the present one; inside a generated turn too, and inside the prompt. Behind a
-                rewind into the prompt, the tokens observed before the next call are the row's prompt, not response.
-            keep_rewards: What becomes of rewards of `add_reward` on the tokens that leave: they leave too, or (True)
-                they move to the last sampled token that stays, to the next one sampled if none stays. Rewards of tools
-                likewise leave with the end of the turn that called, or stay.
-
-        Raises:
-            ValueError: If `to` lies elsewhere, or the branch is finished or has failed.
+            to: A position from 0 to the present one; it may lie inside a generated turn, or inside the prompt. After a
+                rewind into the prompt, the tokens observed before the next call belong to the row's prompt.
+            keep_rewards: Whether rewards of `add_reward` on the tokens that leave stay. They then move to the last
+                sampled token that stays, or to the next one sampled if none stays. Rewards of tools likewise leave with
+                the end of the turn that called, or stay.
         """
         self._check_open("rewind")
         if not 0 <= to <= self.position:
@@ -187,34 +229,30 @@ class Branch:
         """Put the cursor at the end of another prompt; what the branch held before leaves it (fork first to keep it).
 
         Args:
-            prompt_ids: Tokens of the prompt, at least one. What they have in common with the root prompt, or any
-                other path of the session, is shared with it.
-            keep_tool_rewards: Whether rewards of tools stay: the same work goes on in a new context. Rewards of
+            prompt_ids: Tokens of the prompt, at least one. It shares with the root prompt, and with every other path of
+                the session, the tokens that they have in common.
+            keep_tool_rewards: Whether rewards of tools stay, because the same work goes on in a new context. Rewards of
                 `add_reward` leave with their tokens.
-
-        Raises:
-            ValueError: If the prompt is empty, or the branch is finished or has failed.
         """
         if not len(prompt_ids):
             raise ValueError("restart([]): a prompt has at least one token")
-        kept = [(-1, value) for value in self.tool_rewards] if keep_tool_rewards else []  # before every token
+        kept = [(-1, value) for value in self.tool_rewards] if keep_tool_rewards else []  # -1: before every token
         self.rewind(0)
         self._tokens.tool_rewards = kept
         self.observe(prompt_ids)
 
     def add_reward(self, value: float) -> None:
-        """Reward what the model has generated last: a node of the tree, a step of a process.
+        """Reward what the model generated last: a node of the tree, a step of a process.
 
-        The reward lies on the last token of the branch that the model sampled, also where the environment has answered
-        since. Each leaf that goes on from here has it: this branch and those forked from it later, not those forked
-        before. Several rewards add up, with each other and with that of the leaf.
+        The reward lies on the last sampled token of the branch, also if the environment has answered since. Each leaf
+        that goes on from here gets it: this branch and those forked from it later, not those forked before. Several
+        rewards add up, with each other and with that of the leaf.
 
         Args:
-            value: A finite number; it is added to the reward of each of these leaves.
+            value: A finite number.
 
         Raises:
-            ValueError: If `value` is no finite number, if the model has sampled no token of this branch, or if the
-                branch is finished or has failed.
+            ValueError: If `value` is no finite number, or the branch holds no sampled token.
         """
         self._check_open("add_reward")
         if not isinstance(value, Real) or not math.isfinite(value):
@@ -227,28 +265,15 @@ class Branch:
         self._tokens.reward(float(value))
 
     def add_tool_reward(self, value: float) -> None:
-        """Report what a tool rewarded a call of this branch with (verl's `tool_rewards`); it is not trained on.
+        """Report the reward that a tool gave a call of this branch (verl's `tool_rewards`); it is not trained on.
 
         Each leaf that goes on from here reports it with its row. `rewind` to a position before the cursor drops it.
-
-        Args:
-            value: As the tool returned it.
-
-        Raises:
-            ValueError: If the branch is finished or has failed.
         """
         self._check_open("add_tool_reward")
         self._tokens.tool_rewards.append((self.position - 1, value))
 
     def fail(self, reason: str) -> None:
-        """End this branch with a reason: a tool that took too long, a context that leaves no room to generate.
-
-        Args:
-            reason: What `failure` says from here on; it is in the report if the session fails for it.
-
-        Raises:
-            ValueError: If the branch is finished or has failed.
-        """
+        """End this branch with a reason, e.g. a tool that took too long; a session that fails for it reports it."""
         self._check_open("fail")
         self.failure = reason
 
@@ -258,7 +283,7 @@ class Branch:
         Args:
             reward: The leaf's own reward. None leaves it to verl: its reward function scores the last leaf of the
                 session, and leaves before it get a copy of that score. Rewards of `add_reward` come on top of either.
-            extra_info: Reported with the reward, verl's `reward_extra_info`.
+            extra_info: Reported with the reward, as verl's `reward_extra_info`.
 
         Raises:
             ValueError: If the branch is finished, if the reward is not finite, or if the branch has failed and no
@@ -271,7 +296,7 @@ class Branch:
         self.is_finished = True
 
     def checked_reward(self, reward: float | None) -> float | None:
-        """The reward as a number that this branch may get as a leaf; see `finish` for what is refused."""
+        """Return a reward as a number, or refuse it for the reasons given at `finish`."""
         if reward is not None and not (isinstance(reward, SupportsFloat) and math.isfinite(reward)):
             raise ValueError(f"reward={reward!r} of branch {self.index}: a reward must be finite, or None for verl's")
         if self.failure is not None and reward is None:
@@ -279,30 +304,34 @@ class Branch:
         return None if reward is None else float(reward)
 
     def as_output(self) -> TreeAgentLoopOutput:
-        """The branch as a row: its prompt (the root prompt, if it was not left), and all that follows as response."""
+        """Return the branch as a row."""
         tokens = self._tokens
-        response = slice(tokens.prompt_len, tokens.prompt_len + self._session.response_length)
-        extra_fields: dict[str, Any] = {
-            "turn_scores": [value for _, value in tokens.rewards],
-            "tool_rewards": list(self.tool_rewards),
-        }
-        if tokens.versions:
-            versions = [version for _, version in tokens.versions]
-            extra_fields |= {"min_global_steps": min(versions), "max_global_steps": max(versions)}
-        return TreeAgentLoopOutput(
-            prompt_ids=tokens.token_ids[: tokens.prompt_len],
-            response_ids=tokens.token_ids[response],
-            response_mask=tokens.mask[response],
-            response_logprobs=tokens.log_probs[response] if self._session.wants_log_probs else None,
-            num_turns=tokens.num_turns,
-            metrics=AgentLoopMetrics(**self.metrics),
-            extra_fields={**extra_fields, "reward_extra_info": self._reward_extra_info or {}},
+        return make_row(
+            tokens.token_ids,
+            tokens.mask,
+            tokens.log_probs if self._session.wants_log_probs else None,
+            prompt_len=tokens.prompt_len,
+            response_length=self._session.response_length,
+            versions=[version for _, version in tokens.versions],
+            extra_fields={
+                "turn_scores": [value for _, value in tokens.rewards],
+                "tool_rewards": list(self.tool_rewards),
+                "reward_extra_info": self._reward_extra_info or {},
+            },
+            metrics=AgentLoopMetrics.model_validate(self.metrics),
             # verl runs its reward function only on a last output without `reward_score`.
             reward_score=self.reward,
             leaf_reward=self.reward,
             leaf_reward_extra_info=self._reward_extra_info,
             node_rewards=tuple((position - tokens.prompt_len, value) for position, value in tokens.rewards),
         )
+
+    def _next_request_id(self) -> str:
+        self._num_calls += 1
+        if not self._session.unique_request_ids:
+            return self._session.request_id
+        # By lineage, not by index: which of two concurrent branches forks first must not change an id.
+        return "-".join([self._session.request_id, *map(str, self.lineage), f"call{self._num_calls}"])
 
     def _append_generated(self, output: TokenOutput) -> None:
         num_tokens = len(output.token_ids)

@@ -1,10 +1,9 @@
 """The tokens of one branch: a prompt, and behind it what the model generated and what it observed.
 
-Where the prompt ends is where the row is cut into verl's prompt and response. A branch begins with the root prompt; one
-that is cut inside its prompt (`BranchTokens.cut`) opens it again: what it reads is prompt until the model generates.
+The row is cut into verl's prompt and response where the prompt ends. A branch begins with the root prompt. If it is cut
+inside its prompt, the prompt is open again: what the branch reads belongs to it until the model generates.
 """
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -35,11 +34,11 @@ class BranchTokens:
 
     @classmethod
     def of_prompt(cls, prompt_ids: Sequence[int]) -> "BranchTokens":
-        """The tokens of a root branch."""
+        """Make the tokens of a root branch."""
         return cls(list(prompt_ids), [0] * len(prompt_ids), [0.0] * len(prompt_ids), len(prompt_ids))
 
     def copy(self) -> "BranchTokens":
-        """The tokens of a fork."""
+        """Make the tokens of a fork."""
         return BranchTokens(
             list(self.token_ids),
             list(self.mask),
@@ -55,12 +54,6 @@ class BranchTokens:
     def has_generated(self) -> bool:
         """Whether there is a generated token."""
         return any(self.mask)
-
-    @property
-    def num_turns(self) -> int:
-        """The prompt is a turn, and so is every run of generated or observed tokens after it."""
-        mask = self.mask[self.prompt_len :]
-        return 1 + (1 + sum(a != b for a, b in itertools.pairwise(mask)) if mask else 0)
 
     def read(self, token_ids: Sequence[int], *, max_prompt_len: int | None) -> None:
         """Append tokens that the model reads; an open prompt takes them up to `max_prompt_len` tokens (None: all)."""
@@ -86,15 +79,13 @@ class BranchTokens:
         self.rewards.append((last, value))
 
     def cut(self, to: int, *, keep_rewards: bool = False) -> None:
-        """Drop everything from position `to` on, or (`keep_rewards`) all but rewards; inside the prompt this opens it.
-
-        Rewards that are kept lie before `to`, on a token of any kind: whoever reads them looks for the generated one.
-        """
+        """Drop everything from position `to` on, rewards only unless they are kept; inside the prompt this opens it."""
         for values in (self.token_ids, self.mask, self.log_probs):
             del values[to:]
         self.versions = [(start, version) for start, version in self.versions if start < to]
         for rewards in (self.rewards, self.tool_rewards):
             stay = [(position, value) for position, value in rewards if keep_rewards or position < to]
+            # Kept rewards may come to lie on a token that was read: the row looks for the sampled one before it.
             rewards[:] = [(min(position, to - 1), value) for position, value in stay]
         if to < self.prompt_len:
             self.prompt_len = to

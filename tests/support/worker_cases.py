@@ -23,6 +23,7 @@ class InProcessWorker(TreeAgentLoopWorkerBase):
         self._reports = {"train": CaptureReport(), "val": CaptureReport()}
         self._prompts = {}
         self._session = None
+        self._has_told_drift = False
 
 
 def run_sessions(worker, *, num_sessions, validate=False, agent_name="single_turn_agent"):

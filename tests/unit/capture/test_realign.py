@@ -138,8 +138,8 @@ def test_a_known_splice_is_found_again_where_it_still_holds():
         return decode(token_ids)
 
     tree = SessionTree(decode=counting)
-    tree.complete(tree.begin(P), [A, B, C, D, D, D, D, D, D, D, D])
-    given = [*P, AB, C, *[D] * 8]
+    tree.complete(tree.begin(P), [A, B, C, *[D] * 80])
+    given = [*P, AB, C, *[D] * 80]  # longer than what is compared
     first = tree.realign(given)
     num_decoded = len(decoded)
     assert num_decoded > 0

@@ -1,7 +1,4 @@
-"""What a realigner takes over from earlier prompts is what it would find again: against one that knows no prompt.
-
-The naive twin is a new `Realigner` for each prompt, on the same trie.
-"""
+"""What a session remembers of texts it has compared changes nothing: against the pure function, on the same trie."""
 
 import asyncio
 import random
@@ -9,64 +6,52 @@ import random
 import pytest
 from test_realign import TEXT, Agent, P, decode
 
-from rollout_hooks.capture.realign import Realigner
+from rollout_hooks.capture.realign import heal
 from rollout_hooks.capture.session_tree import SessionTree
+from rollout_hooks.capture.token_arrays import token_array
 
 A, B, C, D, T, U, V = 0, 1, 2, 3, 19, 20, 21
 AB, BC, ABC, CD, UV = 100, 101, 102, 103, 104
 
 
-class CheckedRealigner(Realigner):
-    """Heals each prompt as the naive twin does too, and asserts that both are equal."""
+class CheckedTree(SessionTree):
+    """Heals each prompt as the pure function does too, and asserts that both are equal."""
 
-    __slots__ = ("num_spliced", "num_taken_over")
+    def __init__(self, *, decode, max_replaced):
+        super().__init__(decode=decode, max_replaced=max_replaced)
+        self.max_replaced = max_replaced
+        self.num_spliced = 0
 
-    def realign(self, given):
-        steps = self._last.steps if self._last else []
-        healed = super().realign(given)
-        naive_trie = UnaskedTrie(self.trie)
-        naive = Realigner(naive_trie, self.decode, self.max_tokens).realign(given)
+    def realign(self, token_ids):
+        healed = super().realign(token_ids)
+        naive = heal(self._trie, token_array(token_ids), decode=self._decode, max_tokens=self.max_replaced)
         assert healed.token_ids.tolist() == naive.token_ids.tolist()
         assert healed.splices == naive.splices
         self.num_spliced += len(healed.splices)
-        if steps and self._last and self._last.steps[:1] == steps[:1]:
-            self.num_taken_over += sum(a is b for a, b in zip(self._last.steps, steps, strict=False))
         return healed
 
-
-class UnaskedTrie:
-    """A trie whose changes are left for the realigner that it belongs to."""
-
-    def __init__(self, trie):
-        self._trie = trie
-
-    def take_lowest_change(self):
-        return 0
-
-    def __getattr__(self, name):
-        return getattr(self._trie, name)
+    @property
+    def comparisons(self):
+        return self._heal.keywords["compare"].cache_info()
 
 
 def checked_tree(*calls, decode=decode, max_replaced=64):
-    tree = SessionTree(decode=decode, max_replaced=max_replaced)
-    tree._realigner = CheckedRealigner(tree._trie, decode, max_replaced)
-    tree._realigner.num_spliced = tree._realigner.num_taken_over = 0
+    tree = CheckedTree(decode=decode, max_replaced=max_replaced)
     for prompt, output in calls:
         tree.complete(tree.begin(prompt), output)
     return tree
 
 
 def test_a_prompt_takes_over_what_it_shares_and_nothing_that_has_changed():
-    tail = [T, U, V, T, U, V, T, U, V]
+    tail = [T, U, V] * 27  # longer than what decides a splice
     tree = checked_tree((P, [A, B, C]), ([*P, A, B, C, *tail], [C, D, A]), ([*P, A, B, C, *tail, C, D, A, *tail], [B]))
-    realigner = tree._realigner
     given = [*P, AB, C, *tail, CD, A, *tail]
     tree.realign(given)
-    assert realigner.num_taken_over == 0
+    assert tree.comparisons.hits == 0
     assert len(tree.realign([*given, D]).splices) == 2
-    assert realigner.num_taken_over == 2
+    assert tree.comparisons.hits == 2
     assert len(tree.realign([*P, AB, C, *tail, C, D, B]).splices) == 1  # parts from the last prompt behind one of them
-    assert realigner.num_taken_over == 3
+    assert tree.comparisons.hits == 3
 
 
 def test_a_path_recorded_since_is_followed():
@@ -136,7 +121,7 @@ def test_random_histories_heal_as_without_memory(seed, max_replaced):
         tree.realign(given + encode("abc"))
         if rng.random() < 0.5:
             running.append((tree.begin(prompt if rng.random() < 0.8 else given), text))
-    assert tree._realigner.num_spliced > 30
+    assert tree.num_spliced > 30
 
 
 @pytest.mark.parametrize("seed", [3, 4])
@@ -150,8 +135,8 @@ def test_a_thousand_turns_heal_as_without_memory(seed):
             pass
 
     asyncio.run(run())
-    assert checked._realigner.num_spliced > 1000
-    assert checked._realigner.num_taken_over > 100
+    assert checked.num_spliced > 1000
+    assert checked.comparisons.hits > 100
 
 
 def test_what_is_remembered_is_bounded_by_the_tree():
@@ -159,9 +144,8 @@ def test_what_is_remembered_is_bounded_by_the_tree():
     tree, history, given = checked_tree(), list(P), list(P)
     for turn in range(40):
         tree.complete(tree.begin(tree.realign(given)), [A, B, C])
-        history += [A, B, C, *[T] * 8, turn % 4 + 4]
-        given += [AB, C, *[T] * 8, turn % 4 + 4]
-    realigner = tree._realigner
-    assert len(realigner._last.splices) == 39
-    assert len(realigner._known) <= 39
-    assert tree.num_tokens == len(history) - 9  # what follows the last output was not sent
+        history += [A, B, C, *[T] * 80, turn % 4 + 4]
+        given += [AB, C, *[T] * 80, turn % 4 + 4]
+    assert len(tree.realign(given).splices) == 40
+    assert tree.comparisons.currsize <= 41
+    assert tree.num_tokens == len(history) - 81  # what follows the last output was not sent

@@ -14,7 +14,8 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.capture.call_kinds import CallKind
-from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput, describe_error
+from rollout_hooks.capture.errors import describe_error
+from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.rows import RowLimits, session_rows
 from rollout_hooks.capture.session_tree import SessionTree

@@ -1,0 +1,13 @@
+"""One line about an error, as reports, logs and failed branches show it."""
+
+from rollout_hooks.capture.outputs import SessionFailed
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type and message of an error; for an exception group, those of the errors inside it."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(describe_error(inner) for inner in error.exceptions)
+    if isinstance(error, SessionFailed):
+        return str(error)
+    # An error raised in a Ray actor carries the remote traceback as its message: its end says what happened.
+    return f"{type(error).__name__}: {error}".strip()[-2000:]
