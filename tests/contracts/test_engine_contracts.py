@@ -1,22 +1,30 @@
 """What the engines and workers rely on in verl 0.9.1: names, signatures and behaviour."""
 
 import inspect
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from engine_cases import save_model
 from tensordict import NonTensorData, TensorDict
+from torch.distributed.fsdp import FSDPModule
 from verl.single_controller.base.decorator import MAGIC_ATTR
+from verl.trainer.config import CheckpointConfig
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
-from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
-from verl_tree.engine import FSDPTreeEngineWithLMHead, FSDPTreeEngineWithValueHead
+from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY, TreeFSDPEngineConfig
+from verl_tree.engine import CPUEngineWithLMHead, FSDPTreeEngineWithLMHead, FSDPTreeEngineWithValueHead
+from verl_tree.testing.local_worker import FP32
 
 
 def jagged(rows: list[list[float]]) -> torch.Tensor:
@@ -50,42 +58,85 @@ def test_overridden_and_called_methods_keep_their_signatures(owner: type, name: 
     assert parameters(inspect.getattr_static(owner, name)) == expected
 
 
-def test_the_engine_sets_what_the_overrides_read() -> None:
-    source = inspect.getsource(FSDPEngine)
-    for assignment in ("self._autocast_dtype = ", "self.scaler = ", "self.use_remove_padding = ", "self.module = "):
-        assert assignment in source
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Save a tiny model, and make a process group of this process alone."""
+    if torch.cuda.is_available():
+        pytest.skip("builds engines on the CPU platform")
+    folder = tmp_path_factory.mktemp("engine")
+    save_model(folder, tied=True)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
+    yield folder
+    dist.destroy_process_group()
+
+
+def build(engine_class: type[FSDPEngine], folder: Path, **options: object) -> FSDPEngine:
+    is_tree = engine_class is FSDPTreeEngineWithLMHead
+    engine = engine_class(
+        HFModelConfig(
+            path=str(folder),
+            load_tokenizer=False,
+            use_remove_padding=is_tree,
+            override_config={"attn_implementation": "sdpa"},
+        ),
+        TreeFSDPEngineConfig(
+            strategy=TREE_STRATEGY if is_tree else FLAT_STRATEGY,
+            mixed_precision=FP32,
+            use_torch_compile=False,
+            use_dynamic_bsz=True,
+            **options,
+        ),
+        FSDPOptimizerConfig(lr=1e-3, total_training_steps=10),
+        CheckpointConfig(),
+    )
+    engine.initialize()
+    return engine
+
+
+def test_a_tree_engine_is_an_fsdp2_engine(folder: Path) -> None:
+    """What the overrides read is where verl sets it, and what they set is where verl reads it."""
+    engine = build(FSDPTreeEngineWithLMHead, folder)
+    assert isinstance(engine.module, FSDPModule)
+    assert engine.engine_config.strategy == FLAT_STRATEGY
+    assert engine._autocast_dtype == torch.float32
+    assert engine.scaler is None
+    assert engine.use_remove_padding is False
     # Runs that must repeat bit for bit say so here; measured times then decide nothing.
-    assert FSDPEngineConfig().full_determinism is False
-    assert "self.engine_config.full_determinism" in source
-    # The strategies that verl's FSDP code branches on; ours is replaced by fsdp2 before it sees it.
-    assert 'self.engine_config.strategy == "fsdp2"' in inspect.getsource(FSDPEngine._build_fsdp_module)
+    assert engine.engine_config.full_determinism is False
 
 
-def test_a_reference_model_is_offloaded_through_pinned_memory() -> None:
-    """Why `on_this_device` hides `forward_only`: pinned memory needs CUDA."""
-    source = inspect.getsource(FSDPEngine._build_fsdp_module)
-    assert "self.engine_config.forward_only" in source and "CPUOffloadPolicy(pin_memory=True)" in source
+def test_a_reference_model_on_a_cpu_is_not_offloaded_through_pinned_memory(folder: Path) -> None:
+    """Why `BuildOnAnyDevice` hides `forward_only`: pinned memory needs CUDA."""
+    for engine_class in (FSDPTreeEngineWithLMHead, CPUEngineWithLMHead):
+        engine = build(engine_class, folder, forward_only=True)
+        assert engine._uses_fsdp2_cpu_offload_policy is False
+        assert engine.engine_config.forward_only is True
+    with pytest.raises(RuntimeError, match="accelerator"):
+        build(FSDPEngineWithLMHead, folder, forward_only=True)
 
 
 def test_the_registry_keeps_engines_by_model_type_strategy_and_device() -> None:
-    assert EngineRegistry._engines["language_model"]["fsdp_tree"]["cpu"] is FSDPTreeEngineWithLMHead
-    assert EngineRegistry._engines["value_model"]["fsdp_tree"]["cuda"] is FSDPTreeEngineWithValueHead
+    for device in ("cpu", "cuda"):
+        assert EngineRegistry._engines["language_model"][TREE_STRATEGY][device] is FSDPTreeEngineWithLMHead
+        assert EngineRegistry._engines["value_model"][TREE_STRATEGY][device] is FSDPTreeEngineWithValueHead
+    assert EngineRegistry._engines["language_model"]["fsdp2"]["cpu"] is CPUEngineWithLMHead
     assert EngineRegistry._engines["language_model"]["fsdp2"]["cuda"] is FSDPEngineWithLMHead
     assert EngineRegistry._engines["value_model"]["fsdp2"]["cuda"] is FSDPEngineWithValueHead
 
 
 def test_actor_strategy_reaches_the_engine_config_unchecked() -> None:
     actor = FSDPActorConfig(
-        strategy="fsdp_tree", rollout_n=1, ppo_micro_batch_size_per_gpu=1, fsdp_config=FSDPEngineConfig()
+        strategy=TREE_STRATEGY, rollout_n=1, ppo_micro_batch_size_per_gpu=1, fsdp_config=FSDPEngineConfig()
     )
-    assert actor.engine.strategy == "fsdp_tree"
+    assert actor.engine.strategy == TREE_STRATEGY
 
 
 def test_worker_classes_are_class_attributes() -> None:
     assert ActorRolloutRefWorker.actor_worker_cls is TrainingWorker
     assert ActorRolloutRefWorker.ref_worker_cls is TrainingWorker
     attributes = getattr(TrainingWorker.train_mini_batch, MAGIC_ATTR)
-    assert attributes["blocking"] is False and attributes["dispatch_mode"]["dispatch_fn"] is not None
+    assert attributes["blocking"] is False
+    assert attributes["dispatch_mode"]["dispatch_fn"] is not None
 
 
 def test_scores_stand_one_position_before_their_token() -> None:
@@ -112,7 +163,8 @@ def test_non_tensor_values_are_kept_and_lists_are_rows() -> None:
     tu.assign_non_tensor(data, one=1.5, lens=NonTensorData([1, 2]))
     chosen = tu.index_select_tensor_dict(data, [2, 0])
     assert chosen["x"].tolist() == [2, 0]
-    assert tu.get(chosen, "one") == 1.5 and tu.get(chosen, "lens") == [1, 2]
+    assert tu.get(chosen, "one") == 1.5
+    assert tu.get(chosen, "lens") == [1, 2]
     assert tu.get(chosen, "absent", default=7) == 7
     assert tu.pop(chosen, key="absent", default=8) == 8
 

@@ -1,9 +1,9 @@
-"""Runs the tree engine beside verl's own FSDP2 engine on the same rows; one process per rank.
+"""The tree engine beside verl's own FSDP2 engine on the same rows; one process per rank.
 
-Both sides are real `TrainingWorker`s on verl's real losses, in fp32 on the CPU, and both take the same SGD steps, one
-unless the case says more. For every case rank 0 writes how far they are apart: outputs relative to the largest value of
-the flat side, gradients and parameters per tensor relative to that tensor, or to the global norm where a tensor's
-gradient is zero but for rounding (query and key weights, where every query sees one key).
+Both sides are real `TrainingWorker`s on verl's real losses, in fp32 on the CPU, and both take the same SGD steps: one,
+unless the case says more. For every case rank 0 writes how far they are apart. Outputs are compared relative to the
+largest value of the flat side, gradients and parameters per tensor relative to that tensor, or relative to the global
+norm where a tensor's gradient is zero but for rounding (query and key weights, where every query sees one key).
 `tests/e2e/test_engines.py` starts it.
 """
 
@@ -25,6 +25,7 @@ from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, FSDPOptimizer
 from verl.workers.utils.losses import ppo_loss, value_loss
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform and the engines)
+from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.testing.local_worker import batch_of_rows, local_worker
 from verl_tree.trainer.worker import TreeTrainingWorker
 
@@ -97,11 +98,8 @@ CASES = [
 ]
 
 
-# ------------------------------------------------------------------ rows
-
-
 def random_rows(kind: str, *, rank: int, rng: np.random.Generator) -> list[tuple[list[int], list[int]]]:
-    """(prompt, response) token lists of one rank: trees of depth >= 3 unless the kind says otherwise."""
+    """Draw the (prompt, response) token lists of one rank: trees of depth >= 3 unless the kind says otherwise."""
 
     def tokens(low: int, high: int) -> list[int]:
         return rng.integers(1, VOCABULARY, size=rng.integers(low, high + 1)).tolist()
@@ -127,7 +125,7 @@ def random_rows(kind: str, *, rank: int, rng: np.random.Generator) -> list[tuple
 
 
 def make_batch(case: Case, *, step: int, rank: int, world_size: int) -> TensorDict:
-    """The rows as verl's workers get them, with random signed advantages and masks; equal row counts on all ranks."""
+    """Make the rows that verl's workers get, with random signed advantages and masks; as many on all ranks."""
     rows = random_rows(case.rows, rank=rank, rng=np.random.default_rng(17 + rank + 1000 * step))
     counts: list[Any] = [None] * world_size
     dist.all_gather_object(counts, len(rows))
@@ -166,11 +164,8 @@ def make_batch(case: Case, *, step: int, rank: int, world_size: int) -> TensorDi
     return batch
 
 
-# ------------------------------------------------------------------ workers
-
-
 def save_model(folder: Path, *, tied: bool) -> None:
-    """A tiny random Qwen3 with grouped-query attention."""
+    """Save a tiny random Qwen3 with grouped-query attention."""
     torch.manual_seed(5)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -193,7 +188,7 @@ def save_model(folder: Path, *, tied: bool) -> None:
 
 
 def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorker:
-    """A worker on the tree engine (`fsdp_tree`) or verl's own (`fsdp2`)."""
+    """Make a worker on the tree engine or verl's own."""
     torch.manual_seed(7)  # value heads and LoRA adapters start at random
     worker = local_worker(
         str(folder),
@@ -212,7 +207,7 @@ def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorke
 
 
 def make_loss(case: Case) -> Any:
-    """verl's own loss function with the case's settings."""
+    """Make verl's own loss function with the case's settings."""
     if case.is_critic:
         config = FSDPCriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, rollout_n=1, **case.actor)
         return partial(value_loss, config=config)
@@ -221,12 +216,12 @@ def make_loss(case: Case) -> Any:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded tensor."""
+    """Return the whole of a sharded tensor."""
     return tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
 
 
 def run_worker(worker: TreeTrainingWorker, batches: list[TensorDict]) -> dict[str, Any]:
-    """Inference and gradients on the first batch, and an optimiser step on each, through the worker's engine."""
+    """Infer and take gradients on the first batch, and take an optimiser step on each, through the worker's engine."""
     engine = worker.engine
     infer = batches[0].clone()
     tu.assign_non_tensor(infer, compute_loss=False, calculate_entropy=True)
@@ -253,11 +248,8 @@ def run_worker(worker: TreeTrainingWorker, batches: list[TensorDict]) -> dict[st
     return result
 
 
-# ------------------------------------------------------------------ comparison
-
-
 def compare(flat: dict[str, Any], tree: dict[str, Any], batch: TensorDict) -> dict[str, float]:
-    """Relative distances between the two sides, and figures that show the case is not empty; `batch` is the first."""
+    """Measure relative distances between the sides, and what shows that the case is not empty; `batch` is the first."""
     lens = batch["input_ids"].offsets().diff()
     errors: dict[str, float] = {}
     for name in ("log_probs", "entropy", "values"):
@@ -294,14 +286,14 @@ def compare(flat: dict[str, Any], tree: dict[str, Any], batch: TensorDict) -> di
 
 
 def run_case(case: Case, *, rank: int, world_size: int, root: Path) -> dict[str, float]:
-    """One case on all ranks; the worst rank's distances."""
+    """Run one case on all ranks; return the worst rank's distances."""
     folder = root / ("tied" if case.tied else "untied")
     batches = [make_batch(case, step=step, rank=rank, world_size=world_size) for step in range(case.num_steps)]
     sides, saved = [], 0.0
-    for strategy in ("fsdp2", "fsdp_tree"):
+    for strategy in (FLAT_STRATEGY, TREE_STRATEGY):
         worker = make_worker(case, strategy=strategy, folder=folder)
         sides.append(run_worker(worker, batches))
-        if strategy == "fsdp_tree":
+        if strategy == TREE_STRATEGY:
             saved = worker.engine.tree_counts.metrics()["tree/por"]
     errors: list[Any] = [None] * world_size
     dist.all_gather_object(errors, compare(sides[0], sides[1], batches[0]))
@@ -309,7 +301,7 @@ def run_case(case: Case, *, rank: int, world_size: int, root: Path) -> dict[str,
 
 
 def main() -> None:
-    """Runs the cases named on the command line, or all."""
+    """Run the cases named on the command line, or all."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("cases", nargs="*")

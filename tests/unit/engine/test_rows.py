@@ -1,0 +1,81 @@
+"""What rows a tree engine refuses, and how results are handed back to verl."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("verl")
+
+from verl.utils import tensordict_utils as tu
+from verl.utils.metric import AggregationType, Metric
+
+import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
+from verl_tree.config import TreeConfig
+from verl_tree.cost.model import CostModel
+from verl_tree.engine.packs import split_into_packs
+from verl_tree.engine.rows import MiniBatchResult, StepResult, check_rows
+from verl_tree.testing.local_worker import batch_of_rows
+
+
+def rows(**settings):
+    row = {"prompts": torch.tensor([5, 6]), "responses": torch.tensor([7, 8]), "response_mask": torch.tensor([1, 1])}
+    return batch_of_rows([row, row], max_token_len=8, global_batch_size=2, **settings)
+
+
+def jagged(values: list[list[float]]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in values], layout=torch.jagged)
+
+
+def test_plain_rows_pass() -> None:
+    check_rows(rows())
+
+
+def test_positions_that_do_not_count_up_from_zero_are_refused() -> None:
+    data = rows()
+    data["position_ids"] = jagged([[0, 1, 2, 3], [0, 0, 1, 2]])
+    with pytest.raises(ValueError, match=r"position_ids are not 0, 1, 2"):
+        check_rows(data)
+
+
+def test_outputs_without_a_tree_path_are_refused() -> None:
+    with pytest.raises(ValueError, match="calculate_sum_pi_squared=True is not computed by fsdp_tree"):
+        check_rows(rows(calculate_sum_pi_squared=True))
+
+
+def test_images_are_refused() -> None:
+    data = rows()
+    tu.assign_non_tensor_stack(data, "multi_modal_inputs", [{"pixel_values": torch.ones(1, 2)}, {}])
+    with pytest.raises(ValueError, match="multi_modal_inputs"):
+        check_rows(data)
+
+
+def test_outputs_stand_at_their_rows_and_each_metric_has_one_value() -> None:
+    """Rows [1 2 3] and [4 5] in packs of their own, the second computed first; then a step on nothing."""
+    tokens, offsets = np.array([1, 2, 3, 4, 5]), np.array([0, 3, 5])
+    batch = split_into_packs(
+        tokens,
+        offsets=offsets,
+        trained=np.array([False, True, True, False, True]),
+        capacity=3,
+        config=TreeConfig(),
+        cost_model=CostModel.prior(),
+    )
+    by_row = {int(micro.rows[0]): micro for micro in batch.micro_batches}
+    result = MiniBatchResult(jagged([[1, 2, 3], [4, 5]]))
+    for row, values, loss in ((1, [0.4, 0.5], 3.0), (0, [0.1, 0.2, 0.3], 1.0)):
+        metrics = {"kl": loss, "pg_loss": Metric(AggregationType.SUM, value=loss)}
+        result.add(StepResult({"log_probs": jagged([values])}, loss=loss, metrics=metrics), micro=by_row[row])
+    result.add(StepResult({"log_probs": jagged([[0.0, 0.0, 0.0]])}, loss=None, metrics={}), micro=None)
+    output = result.as_verl()
+    assert [row.tolist() for row in output["model_output"]["log_probs"].unbind()] == [
+        pytest.approx([0.1, 0.2, 0.3]),
+        pytest.approx([0.4, 0.5]),
+    ]
+    assert output["loss"] == [3.0, 1.0]
+    assert output["metrics"]["kl"] == [2.0]
+    assert output["metrics"]["pg_loss"].aggregate() == 4.0
+
+
+def test_a_mini_batch_without_a_loss_has_a_loss_of_zero() -> None:
+    output = MiniBatchResult(jagged([[1, 2, 3]])).as_verl()
+    assert output == {"model_output": {}, "loss": [0.0], "metrics": {}}
