@@ -36,6 +36,7 @@ from verl_tree.launch.composition import compose_config
 from verl_tree.trainer import advantages, replay
 from verl_tree.trainer.batching import MiniBatchPlan, group_rows, parse_row_key
 from verl_tree.trainer.padding import PADDING_LEN, real_rows
+from verl_tree.trainer.step_rows import StepRows
 from verl_tree.trainer.trainer import TreePPOTrainerSync
 
 pytestmark = pytest.mark.e2e
@@ -94,6 +95,7 @@ class RowsTrainer(TreePPOTrainerSync):
         self.use_critic = False
         self.actor_rollout_wg = workers
         self._cost_model = CostModel.prior()
+        self._step_rows = StepRows()
         self.replay_buffer = self._build_replay_buffer()
 
     @property
@@ -290,8 +292,8 @@ def test_rows_reach_the_ranks_as_planned_and_advantages_skip_padding(trainer: Ro
     padding = [tag for tag in batch.tags if tag.get("is_padding", False)]
     # Group 0 (3 rows) and group 1 (4 rows) are mini-batch 0, group 2 (1 row) is mini-batch 1 on the rank with
     # fewer.
-    assert sorted(trainer._plan.rows) == [(3, 2), (4, 1)]
-    assert trainer._plan.num_rows == (7, 1)
+    assert sorted(trainer._mini_batch_plan.rows) == [(3, 2), (4, 1)]
+    assert trainer._mini_batch_plan.num_rows == (7, 1)
     assert [tag["seq_len"] for tag in padding] == [PADDING_LEN] * 2
     assert metrics["global_seqlen/balanced_max"] >= metrics["global_seqlen/balanced_min"]
     # A flat run reports what a tree engine would have shared: here the four prompt tokens of each group.
@@ -302,7 +304,7 @@ def test_rows_reach_the_ranks_as_planned_and_advantages_skip_padding(trainer: Ro
     put_log_probs(batch, reference_is_lower_by=0.0)
     check_advantages(trainer, batch)
 
-    batch.extra_info.update(trainer._plan.to_extra_info())
+    batch.extra_info.update(trainer._mini_batch_plan.to_extra_info())
     trainer.actor_rollout_wg.take(batch)
     check_cells(trainer.actor_rollout_wg.echo())
     clear(batch)

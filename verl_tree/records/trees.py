@@ -3,7 +3,7 @@
 Numpy only; how they lie in a file is `files`.
 """
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -127,19 +127,26 @@ class StoredTree:
         step: The trainer's global step.
         uid: The group.
         leaves: Its trajectories, in the order of their rows.
+        known_forest: The forest of their tokens, where it is known already.
     """
 
     step: int
     uid: str
     leaves: tuple[StoredLeaf, ...]
+    known_forest: InitVar[TokenForest | None] = None
+    _forest: TokenForest | None = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, known_forest: TokenForest | None) -> None:
         if not self.leaves:
             raise ValueError(f"the tree {self.uid!r} has no leaves: leave it out")
+        object.__setattr__(self, "_forest", known_forest)
 
     def forest(self) -> TokenForest:
-        """The forest of the leaves, in their order."""
-        return TokenForest.from_sequences([leaf.token_ids for leaf in self.leaves])
+        """Return the forest of the leaves, in their order; it is made once."""
+        if self._forest is None:
+            object.__setattr__(self, "_forest", TokenForest.from_sequences([leaf.token_ids for leaf in self.leaves]))
+        assert self._forest is not None
+        return self._forest
 
 
 def end_nodes(forest: TokenForest) -> np.ndarray:

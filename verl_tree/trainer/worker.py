@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from codetiming import Timer
 from tensordict import NonTensorData, TensorDict
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
@@ -24,6 +23,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker, T
 
 from verl_tree.cpu.platform import ensure_cpu_process_group
 from verl_tree.engine import FSDPTreeEngineWithLMHead
+from verl_tree.engine.rows import gather
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.trainer.batching import MiniBatchPlan
 
@@ -101,9 +101,7 @@ class TreeTrainingWorker(TrainingWorker):
         lens = mini_batch["input_ids"].offsets().diff()
         is_trained = torch.stack([mask.any() for mask in mini_batch["response_mask"].unbind()])
         group = self.engine.get_data_parallel_group()
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, lens[is_trained].tolist(), group=group)
-        return list(chain.from_iterable(gathered))
+        return list(chain.from_iterable(gather(lens[is_trained].tolist(), group=group)))
 
 
 class TreeActorRolloutRefWorker(ActorRolloutRefWorker):

@@ -8,18 +8,13 @@
 Formulas, drawn examples and what `tree.shared_tokens` does to each: docs/advantages.md.
 """
 
-from verl_tree.trainer.advantages.estimators import (
-    ESTIMATORS,
-    ESTIMATORS_ON_NODES,
-    register,
-)
+from verl_tree.trainer.advantages.estimators import ESTIMATORS, register
 from verl_tree.trainer.advantages.leaves import intra_tree_advantages, leaf_advantages
 from verl_tree.trainer.advantages.nodes import SessionTrees, treepo_advantages, treerl_advantages
 from verl_tree.trainer.advantages.rows import Rows, announce_rows
 
 __all__ = [
     "ESTIMATORS",
-    "ESTIMATORS_ON_NODES",
     "Rows",
     "SessionTrees",
     "announce_rows",
