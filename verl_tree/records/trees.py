@@ -1,6 +1,6 @@
 """The trajectories of a prompt group as they are stored and shown: tokens, masks, log-probs, rewards, advantages.
 
-Numpy only; how they lie in a file is `files`.
+How they lie in a file is in `files`.
 """
 
 from dataclasses import InitVar, dataclass, field
@@ -15,7 +15,7 @@ _OPTIONAL = ("token_rewards", "token_advantages")
 
 @dataclass(frozen=True, slots=True)
 class CallRun:
-    """A run of tokens of a trajectory that one LLM call sampled.
+    """The tokens of a trajectory that one LLM call sampled, one after another.
 
     Attributes:
         call: The call's index in its session, in the order in which calls were sent.
@@ -43,7 +43,7 @@ class StoredLeaf:
         token_advantages: (R,) float32; None where none were computed (validation).
         reward_extra_info: What the reward function reported, JSON values.
         min_global_steps, max_global_steps: First and last version of the weights, None if unknown.
-        calls: The runs of tokens that the session's LLM calls sampled, ascending; empty if not recorded.
+        calls: What the session's LLM calls sampled of it, ascending; empty if not recorded.
     """
 
     session: int
@@ -96,7 +96,7 @@ class StoredLeaf:
         return float(value) if (self.token_advantages == np.where(is_trained, value, 0)).all() else None
 
     def row(self) -> dict[str, np.ndarray]:
-        """The trajectory under verl's names: what its trainer, an SFT job or a replay takes.
+        """Return the trajectory under verl's names, as its trainer, an SFT job or a replay takes it.
 
         Returns:
             `prompts` (P,), `responses` (R,), `input_ids` (L,), all int64; `response_mask` (R,) int64;
@@ -150,7 +150,7 @@ class StoredTree:
 
 
 def end_nodes(forest: TokenForest) -> np.ndarray:
-    """The node in which each trajectory ends. (S,) int64, in the order of the trajectories."""
+    """Return the node in which each trajectory ends. (S,) int64, in the order of the trajectories."""
     ends = np.zeros(forest.num_leaves, dtype=np.int64)
     bounds = zip(forest.node_first_leaf.tolist(), forest.node_last_leaf.tolist(), strict=True)
     # Preorder: the deepest node of a leaf comes last.

@@ -111,7 +111,7 @@ def embedded(page: str) -> dict:
 def test_content_by_hand(tree: StoredTree, words: Words) -> None:
     content = page_content(tree, tokenizer=words)
     # More than half of the leaves are behind the call, so that branch comes last and is not indented.
-    shown = [(node["level"], node["parent"], [s["text"] for s in node["segments"]]) for node in content["nodes"]]
+    shown = [(node["level"], node["parent"], [s["text"] for s in node["passages"]]) for node in content["nodes"]]
     assert shown == [
         (0, -1, ["ask"]),
         (1, 0, ["guess"]),
@@ -123,7 +123,7 @@ def test_content_by_hand(tree: StoredTree, words: Words) -> None:
     assert [node["ends"] for node in content["nodes"]] == [[], [2], [], [0], [1]]
     assert [node["reward"] for node in content["nodes"]] == [0.5, 0.5, 0.5, 1.0, 0.0]
     assert [node["advantage"] for node in content["nodes"]] == [None, 0.25, -0.25, 0.5, -1.0]
-    producers = [[(s["who"], s["call"], s["num_training"]) for s in node["segments"]] for node in content["nodes"]]
+    producers = [[(s["who"], s["call"], s["num_training"]) for s in node["passages"]] for node in content["nodes"]]
     assert producers == [
         [("prompt", None, 0)],
         [("model", 0, 1)],
@@ -139,7 +139,7 @@ def test_content_by_hand(tree: StoredTree, words: Words) -> None:
     assert [leaf["node"] for leaf in content["leaves"]] == [3, 4, 1]
 
 
-def test_a_segment_ends_where_fewer_leaves_train_it(words: Words) -> None:
+def test_a_passage_ends_where_fewer_leaves_train_it(words: Words) -> None:
     parts = [("read", ["ask"]), ("root", ["a", "b"])]
     whole = leaf_of(words, parts, session=0, leaf=0, reward=0.0, advantage=0.0)
     part = leaf_of(
@@ -147,15 +147,15 @@ def test_a_segment_ends_where_fewer_leaves_train_it(words: Words) -> None:
     )
     content = page_content(StoredTree(step=0, uid="u", leaves=(whole, part)), tokenizer=words)
     (node,) = content["nodes"]
-    assert [(s["text"], s["num_training"]) for s in node["segments"]] == [("ask", 0), ("a", 2), ("b", 1)]
+    assert [(s["text"], s["num_training"]) for s in node["passages"]] == [("ask", 0), ("a", 2), ("b", 1)]
     assert node["ends"] == [0, 1]
 
 
 def test_rows_without_records_say_model_where_they_are_trained() -> None:
     leaf = StoredLeaf(0, 0, np.arange(4), 1, np.array([0, 1, 0, 1], dtype=bool), np.full(4, np.nan))
     content = page_content(StoredTree(step=0, uid="u", leaves=(leaf,)), tokenizer=None)
-    segments = content["nodes"][0]["segments"]
-    assert [(s["who"], s["call"], s["text"]) for s in segments] == [
+    passages = content["nodes"][0]["passages"]
+    assert [(s["who"], s["call"], s["text"]) for s in passages] == [
         ("prompt", None, "0"),
         ("model", None, "1"),
         ("environment", None, "2"),
@@ -183,7 +183,7 @@ def test_every_token_is_shown_once_after_its_parent_and_levels_stay_low(seed: in
     for row, ids in enumerate(sequences):
         index, text = content["leaves"][row]["node"], []
         while index >= 0:
-            text.insert(0, " ".join(segment["text"] for segment in content["nodes"][index]["segments"]))
+            text.insert(0, " ".join(passage["text"] for passage in content["nodes"][index]["passages"]))
             index = content["nodes"][index]["parent"]
         assert " ".join(text) == " ".join(map(str, ids))
 
@@ -191,7 +191,7 @@ def test_every_token_is_shown_once_after_its_parent_and_levels_stay_low(seed: in
 def test_what_a_model_wrote_cannot_become_markup(tree: StoredTree, words: Words) -> None:
     page = tree_page(tree, words)
     assert HOSTILE not in page and "hijacked" in page
-    assert embedded(page)["nodes"][4]["segments"][1]["text"] == HOSTILE
+    assert embedded(page)["nodes"][4]["passages"][1]["text"] == HOSTILE
 
     names = []
 
@@ -333,7 +333,7 @@ def test_the_script_makes_the_page_of_a_stored_tree(tree: StoredTree, tmp_path: 
     stored, page = tmp_path / "step_000010.parquet", tmp_path / "new" / "out.html"
     write_trees(stored, [tree])
     subprocess.run([sys.executable, SCRIPT, str(stored), "--out", str(page)], check=True, timeout=120)
-    assert embedded(page.read_text())["nodes"][2]["segments"][0]["text"] == "1 2"
+    assert embedded(page.read_text())["nodes"][2]["passages"][0]["text"] == "1 2"
     done = subprocess.run(
         [sys.executable, SCRIPT, str(stored)], check=True, timeout=120, capture_output=True, text=True
     )

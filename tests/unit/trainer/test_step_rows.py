@@ -194,8 +194,8 @@ def test_a_recorded_session_says_who_wrote_what() -> None:
     assert turns == [call_text(3) + call_text(4) + END, "the sum is 14" + END]
     assert [(run.call, run.kind) for run in leaf.calls] == [(0, "root"), (1, "continuation")]
     (node,) = page_content(stored, tokenizer=tokenizer())["nodes"]
-    assert [segment["who"] for segment in node["segments"]] == ["prompt", "model", "environment", "model"]
-    assert node["segments"][1]["text"] == turns[0]
+    assert [passage["who"] for passage in node["passages"]] == ["prompt", "model", "environment", "model"]
+    assert node["passages"][1]["text"] == turns[0]
 
 
 @pytest.mark.parametrize("response_length", [256, 60])

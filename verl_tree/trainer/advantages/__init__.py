@@ -5,7 +5,7 @@
 `estimators`  the four in verl's form, under the names that `algorithm.adv_estimator` takes
 `rows`        what the trainer tells them of its rows, beyond what verl gives to an estimator
 
-Formulas, drawn examples and what `tree.shared_tokens` does to each: docs/advantages.md.
+docs/advantages.md has the formulas, drawn examples, and what `tree.shared_tokens` does to each.
 """
 
 from verl_tree.trainer.advantages.estimators import ESTIMATORS, register
