@@ -6,6 +6,7 @@ A failure here after an upgrade of verl names the seam that moved; the modules n
 import inspect
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from verl.utils.skip import rollout_skip
 
 from verl_tree.launch.composition import compose_config
 from verl_tree.trainer.padding import shorten
-from verl_tree.trainer.trainer import TreePPOTrainerSync, WatchedBuffer
+from verl_tree.trainer.trainer import TreePPOTrainerSync
 
 STEP = (
     "_balance_batch",
@@ -61,7 +62,7 @@ class TracedTrainer(PPOTrainerSync):
         self.config = compose_config(["profile=cpu", "actor_rollout_ref.model.path=unused"])
         self.global_steps, self.use_critic, self.use_reference_policy = 1, True, False
         self.called: list[str] = []
-        self.replay_buffer = WatchedBuffer(self, on_sample=lambda batch: None)
+        self.replay_buffer = self
         self.reward_loop_manager = self
         self.reward_loop_worker_handles = ()
 
@@ -72,9 +73,14 @@ class TracedTrainer(PPOTrainerSync):
     def on_sample_end(self) -> None:
         """There is no rollout to put to sleep."""
 
+    def _note(self, name: str, batch: KVBatchMeta, *, metrics: dict[str, float]) -> KVBatchMeta:
+        assert metrics == {}
+        self.called.append(name)
+        return batch
+
     def __getattribute__(self, name: str) -> Any:
         if name in STEP:
-            return lambda batch, metrics: self.called.append(name) or batch
+            return partial(self._note, name)
         return super().__getattribute__(name)
 
 

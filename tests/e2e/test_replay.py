@@ -346,6 +346,7 @@ def test_the_kl_penalty_is_in_the_rewards_and_does_not_see_padding(trainer: Rows
         trainer.config.algorithm.use_kl_in_reward = True
         trainer.config.algorithm.norm_adv_by_std_in_grpo = False
         trainer.config.algorithm.kl_ctrl.kl_coef = 0.5
+        trainer.config.algorithm.rollout_correction.rollout_is = "token"
     trainer.kl_ctrl_in_reward = get_kl_controller(trainer.config.algorithm.kl_ctrl)
     batch = trainer._balance_batch(sample(trainer), {})
     put_log_probs(batch, reference_is_lower_by=0.25)
@@ -353,6 +354,10 @@ def test_the_kl_penalty_is_in_the_rewards_and_does_not_see_padding(trainer: Rows
     rows = fetch(trainer._compute_advantage(batch, metrics))
     # Two of the ten rows are padding; counted as rows without KL they would lower the mean to 0.2.
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.25)
+    # What verl computes for the real rows exists in the padding rows, too.
+    assert all(
+        {"advantages", "returns", "token_level_rewards", "rollout_is_weights"} <= set(row) for row in rows.values()
+    )
     assert rows["000000002-m_1_0"]["token_level_rewards"] == pytest.approx([-0.125, 0, -0.125, 3 - 0.125])
     # Trained tokens of the leaves 0_0, 0_1, 1_0 of the first prompt: 2, 3, 3.
     rewards = np.array([1.0, 0.0, 1.0]) - 0.125 * np.array([2, 3, 3])

@@ -23,12 +23,12 @@ def profile_of(sequences: Sequence[Sequence[int]]) -> WorkProfile:
 
 
 def duplicates(num_rows: int, num_tokens: int) -> WorkProfile:
-    """A group that costs `num_tokens` and is never worth a cut: all its rows are the same."""
+    """Profile a group that costs `num_tokens` and is never worth a cut: all its rows are the same."""
     return profile_of([[0] * num_tokens] * num_rows)
 
 
 def cells_of(result: RowAssignment) -> list[list[list[int]]]:
-    """The rows of every (rank, mini-batch), padding included."""
+    """Return the rows of every (rank, mini-batch), padding included."""
     rows = iter(result.row_order)
     return [[[next(rows) for _ in range(num_rows)] for num_rows in rank_rows] for rank_rows in result.plan.rows]
 
