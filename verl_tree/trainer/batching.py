@@ -75,11 +75,6 @@ class MiniBatchPlan:
     rows: tuple[tuple[int, ...], ...]
     num_rows: tuple[int, ...]
 
-    @property
-    def num_mini_batches(self) -> int:
-        """Number of optimiser steps of one epoch."""
-        return len(self.num_rows)
-
     def to_extra_info(self) -> dict[str, Any]:
         """Return the keys to put into `KVBatchMeta.extra_info`."""
         # verl unpacks them into the worker's TensorDict with `assign_non_tensor_data`, which leaves nested tuples as
@@ -124,13 +119,6 @@ class RowAssignment:
     predicted_s: tuple[tuple[float, ...], ...]
     num_cut_groups: int
     num_lost_tokens: int
-
-    @property
-    def imbalance(self) -> float:
-        """Predicted time over that of perfectly even ranks, at least 1: mini-batches wait for the slowest rank."""
-        mini_batches = list(zip(*self.predicted_s, strict=True))
-        mean_s = sum(sum(ranks) / len(ranks) for ranks in mini_batches)
-        return sum(max(ranks) for ranks in mini_batches) / mean_s if mean_s else 1.0
 
 
 def assign_rows(

@@ -14,26 +14,27 @@ which equals the paper's where all trees have equally many leaves, as they have 
 from collections.abc import Hashable, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 EPSILON = 1e-6
 """Added to a standard deviation, as in verl's GRPO."""
 
 
-def one_per_leaf(rewards: np.ndarray, **others: Sequence[object]) -> np.ndarray:
+def one_per_leaf(rewards: ArrayLike, **others: Sequence[object]) -> np.ndarray:
     """Return the rewards as (R,) float64.
 
     Raises:
         ValueError: There is not one reward, and one of each of the others, per leaf.
     """
-    rewards = np.asarray(rewards, dtype=np.float64)
-    if any(rewards.shape != (len(values),) for values in others.values()):
+    rewards_R = np.asarray(rewards, dtype=np.float64)
+    if any(rewards_R.shape != (len(values),) for values in others.values()):
         given = ", ".join(f"{len(values)} {name}" for name, values in others.items())
-        raise ValueError(f"rewards of shape {rewards.shape} for {given}: give one of each per leaf")
-    return rewards
+        raise ValueError(f"rewards of shape {rewards_R.shape} for {given}: give one of each per leaf")
+    return rewards_R
 
 
 def leaf_advantages(
-    rewards: np.ndarray,
+    rewards: ArrayLike,
     *,
     groups: Sequence[Hashable],
     sessions: Sequence[Hashable],
@@ -56,9 +57,9 @@ def leaf_advantages(
     Raises:
         ValueError: The arguments differ in length.
     """
-    rewards = one_per_leaf(rewards, groups=groups, sessions=sessions)
-    if len(rewards) == 0:
-        return rewards
+    rewards_R = one_per_leaf(rewards, groups=groups, sessions=sessions)
+    if len(rewards_R) == 0:
+        return rewards_R
     group = dense_ids(groups)
     session = dense_ids(list(zip(groups, sessions, strict=True)))
     num_groups = int(group.max()) + 1
@@ -71,19 +72,19 @@ def leaf_advantages(
 
     # Relative to the group's first reward, equal rewards cancel exactly and epsilon does not magnify rounding.
     first_leaf = np.unique(group, return_index=True)[1]
-    relative = rewards - rewards[first_leaf][group]
+    relative = rewards_R - rewards_R[first_leaf][group]
     deviation = relative - np.bincount(group, weight * relative)[group]
 
     is_alone = np.bincount(group) == 1
     sum_of_squared_weights = np.where(is_alone, 0.0, np.bincount(group, weight**2))
     variance = np.bincount(group, weight * deviation**2) / (1.0 - sum_of_squared_weights)
     std = np.where(is_alone, 1.0, np.sqrt(variance))
-    deviation = np.where(is_alone[group], rewards, deviation)
+    deviation = np.where(is_alone[group], rewards_R, deviation)
     return deviation / (std[group] + epsilon) if normalize_by_std else deviation
 
 
 def intra_tree_advantages(
-    rewards: np.ndarray,
+    rewards: ArrayLike,
     *,
     groups: Sequence[Hashable],
     sessions: Sequence[Hashable],

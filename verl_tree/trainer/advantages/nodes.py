@@ -20,6 +20,7 @@ from itertools import pairwise
 from typing import Self
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from verl_tree.trainer.advantages.leaves import EPSILON, dense_ids, one_per_leaf
 from verl_tree.tree import TokenForest
@@ -52,9 +53,9 @@ class SessionTrees:
     @classmethod
     def from_leaves(
         cls,
-        sequences: Sequence[np.ndarray],
+        sequences: Sequence[ArrayLike],
         *,
-        rewards: np.ndarray,
+        rewards: ArrayLike,
         groups: Sequence[Hashable],
         sessions: Sequence[Hashable],
     ) -> Self:
@@ -69,7 +70,7 @@ class SessionTrees:
         Raises:
             ValueError: The arguments differ in length.
         """
-        rewards = one_per_leaf(rewards, sequences=sequences, groups=groups, sessions=sessions)
+        rewards_R = one_per_leaf(rewards, sequences=sequences, groups=groups, sessions=sessions)
         forest = TokenForest.from_sequences(sequences, merge_keys=list(zip(groups, sessions, strict=True)))
         group_R = dense_ids(groups)
         num_leaves_G = np.bincount(group_R)
@@ -77,7 +78,7 @@ class SessionTrees:
         is_alone_G = num_leaves_G == 1
         # Relative to the group's first reward, equal rewards cancel exactly. As in verl's GRPO, a leaf that is alone in
         # its group is compared with 0, not with itself.
-        relative_R = rewards - np.where(is_alone_G, 0.0, rewards[first_leaf_G])[group_R]
+        relative_R = rewards_R - np.where(is_alone_G, 0.0, rewards_R[first_leaf_G])[group_R]
         value_G = np.where(is_alone_G, 0.0, np.bincount(group_R, relative_R) / num_leaves_G)
         squares_G = np.bincount(group_R, (relative_R - value_G[group_R]) ** 2)
         std_G = np.where(is_alone_G, 1.0, np.sqrt(squares_G / np.maximum(num_leaves_G - 1, 1)))
@@ -108,19 +109,17 @@ class SessionTrees:
             (R, width) float64, 0 behind the responses.
         """
         forest = self.forest
-        node_P = np.repeat(np.arange(forest.num_nodes), self.num_leaves_N)
-        nth_P = np.arange(len(node_P)) - np.repeat(np.cumsum(self.num_leaves_N) - self.num_leaves_N, self.num_leaves_N)
-        row_P = forest.order[forest.node_first_leaf[node_P] + nth_P]
-        # Nodes are in preorder, so a stable sort by row leaves each row's nodes in the order of its tokens.
-        path_P = node_P[np.argsort(row_P, kind="stable")]
-        ends = np.cumsum(np.bincount(row_P, minlength=forest.num_leaves)).tolist()
-        node_lens = forest.node_end - forest.node_start
+        spans = list(zip(forest.node_start.tolist(), forest.node_end.tolist(), strict=True))
+        first_nodes = np.searchsorted(forest.node_first_leaf, np.arange(forest.num_leaves + 1)).tolist()
         result = np.zeros((forest.num_leaves, width))
-        for row, (start, end) in enumerate(pairwise([0, *ends])):
-            path = path_P[start:end]
-            values = np.repeat(values_N[path], node_lens[path])
-            assert response_lens[row] <= min(len(values), width)
-            result[row, : response_lens[row]] = values[len(values) - response_lens[row] :]
+        # In DFS order a row has the values of the row before it, but for the nodes that begin with this row.
+        values = np.zeros(forest.sequence_lens.max(initial=0))
+        for row, (start, end) in zip(forest.order.tolist(), pairwise(first_nodes), strict=True):
+            for node in range(start, end):
+                values[slice(*spans[node])] = values_N[node]
+            row_len, response_len = forest.sequence_lens[row], response_lens[row]
+            assert response_len <= min(row_len, width)
+            result[row, :response_len] = values[row_len - response_len : row_len]
         return result
 
 
