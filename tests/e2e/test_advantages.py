@@ -17,7 +17,8 @@ from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_tree.launch.composition import compose_config
-from verl_tree.trainer.padding import append_padding_rows
+from verl_tree.trainer.padding import append_padding_rows, real_rows
+from verl_tree.trainer.step_rows import StepRows
 
 pytestmark = pytest.mark.e2e
 
@@ -92,6 +93,7 @@ def test_advantages_of_nodes_reach_the_rows(name: str) -> None:
     overrides = ["profile=cpu", f"algorithm.adv_estimator={name}", "algorithm.norm_adv_by_std_in_grpo=false"]
     trainer = RowsTrainer(compose_config(overrides), workers=None)
     batch = store_rows()
+    trainer._step_rows = StepRows.fetch(real_rows(batch))
     written = trainer._compute_advantage(batch, {})
     assert written.keys == batch.keys
     data = tq.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=["advantages"])

@@ -35,6 +35,7 @@ from verl_tree.launch.composition import compose_config
 from verl_tree.trainer import advantages, replay
 from verl_tree.trainer.batching import MiniBatchPlan, group_rows, parse_row_key
 from verl_tree.trainer.padding import PADDING_LEN, real_rows
+from verl_tree.trainer.step_rows import StepRows
 from verl_tree.trainer.trainer import TreePPOTrainerSync
 
 pytestmark = pytest.mark.e2e
@@ -93,6 +94,7 @@ class RowsTrainer(TreePPOTrainerSync):
         self.use_critic = False
         self.actor_rollout_wg = workers
         self._cost_model = CostModel.prior()
+        self._step_rows = StepRows()
         self.replay_buffer = self._build_replay_buffer()
 
     @property
@@ -289,8 +291,8 @@ def test_rows_reach_the_ranks_as_planned_and_advantages_skip_padding(trainer: Ro
     padding = [tag for tag in batch.tags if tag.get("is_padding", False)]
     # Group 0 (3 rows) and group 1 (4 rows) are mini-batch 0, group 2 (1 row) is mini-batch 1 on the rank with
     # fewer.
-    assert sorted(trainer._plan.rows) == [(3, 2), (4, 1)]
-    assert trainer._plan.num_rows == (7, 1)
+    assert sorted(trainer._mini_batch_plan.rows) == [(3, 2), (4, 1)]
+    assert trainer._mini_batch_plan.num_rows == (7, 1)
     assert [tag["seq_len"] for tag in padding] == [PADDING_LEN] * 2
     assert metrics["global_seqlen/balanced_max"] >= metrics["global_seqlen/balanced_min"]
     # A flat run reports what a tree engine would have shared: here the four prompt tokens of each group.
@@ -301,7 +303,7 @@ def test_rows_reach_the_ranks_as_planned_and_advantages_skip_padding(trainer: Ro
     put_log_probs(batch, reference_is_lower_by=0.0)
     check_advantages(trainer, batch)
 
-    batch.extra_info.update(trainer._plan.to_extra_info())
+    batch.extra_info.update(trainer._mini_batch_plan.to_extra_info())
     trainer.actor_rollout_wg.take(batch)
     check_cells(trainer.actor_rollout_wg.echo())
     clear(batch)
@@ -344,6 +346,7 @@ def test_the_kl_penalty_is_in_the_rewards_and_does_not_see_padding(trainer: Rows
         trainer.config.algorithm.use_kl_in_reward = True
         trainer.config.algorithm.norm_adv_by_std_in_grpo = False
         trainer.config.algorithm.kl_ctrl.kl_coef = 0.5
+        trainer.config.algorithm.rollout_correction.rollout_is = "token"
     trainer.kl_ctrl_in_reward = get_kl_controller(trainer.config.algorithm.kl_ctrl)
     batch = trainer._balance_batch(sample(trainer), {})
     put_log_probs(batch, reference_is_lower_by=0.25)
@@ -351,6 +354,10 @@ def test_the_kl_penalty_is_in_the_rewards_and_does_not_see_padding(trainer: Rows
     rows = fetch(trainer._compute_advantage(batch, metrics))
     # Two of the ten rows are padding; counted as rows without KL they would lower the mean to 0.2.
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.25)
+    # What verl computes for the real rows exists in the padding rows, too.
+    assert all(
+        {"advantages", "returns", "token_level_rewards", "rollout_is_weights"} <= set(row) for row in rows.values()
+    )
     assert rows["000000002-m_1_0"]["token_level_rewards"] == pytest.approx([-0.125, 0, -0.125, 3 - 0.125])
     # Trained tokens of the leaves 0_0, 0_1, 1_0 of the first prompt: 2, 3, 3.
     rewards = np.array([1.0, 0.0, 1.0]) - 0.125 * np.array([2, 3, 3])

@@ -162,7 +162,7 @@ DRAWN = {"fork": FORK, "deep": DEEP, "agent": AGENT}
 def estimate(
     name: str, leaves: Sequence[Leaf], *, normalize_by_std: bool = True, width: int | None = None
 ) -> dict[str, list[float]]:
-    """Runs an estimator as the trainer does, on padded rows: per row key the advantages of the response's tokens."""
+    """Run an estimator as the trainer does, on padded rows; return each row's advantages of the response's tokens."""
     lens = [len(leaf.response) for leaf in leaves]
     rewards = torch.zeros(len(leaves), width or max(lens), dtype=torch.float64)
     mask = torch.zeros(rewards.shape, dtype=torch.int64)

@@ -2,12 +2,12 @@
 
     trees of a step ─ write_trees ─▶ step_000010.parquet ─ read_trees ─▶ the same trees ─ forest() ─▶ TokenForest
 
-The unit is the group (all sessions of one prompt), so that what sessions share is stored once. What a token is may
-differ between the leaves that share it: it is trained on one and only read on another, or two sessions sampled it with
-different log-probs. A node holds the values of its first leaf in DFS order; a leaf that differs there carries an
-*override* of that node. `docs/stored_trees.md` documents every column.
+The unit is the group (all sessions of one prompt), so that what sessions share is stored once. Leaves that share a
+token may disagree about it: it is trained on one and only read on another, or two sessions sampled it with different
+log-probs. A node holds the values of its first leaf in DFS order; a leaf that differs there carries an *override* of
+that node. `docs/stored_trees.md` documents every column.
 
-Numpy and pyarrow (which verl brings) only. Left out: text, prompts as messages, images.
+It needs numpy and pyarrow (which verl brings) only. Text, prompts as messages and images are left out.
 """
 
 from verl_tree.records.files import FORMAT_VERSION, SCHEMA, forests, read_trees, write_trees

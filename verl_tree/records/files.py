@@ -25,12 +25,12 @@ from verl_tree.records.trees import CallRun, StoredLeaf, StoredTree, end_nodes
 from verl_tree.tree import TokenForest
 
 FORMAT_VERSION = 1
-"""Of the files written here; lower ones are read, too."""
+"""Version of the files written here; files of lower versions are read, too."""
 
 _VERSION_KEY = b"verl_tree.records.format_version"
 
 _NUM_UIDS_NAMED = 8
-"""Groups that an error about an unknown one lists."""
+"""How many groups an error about an unknown one lists."""
 
 _OVERRIDE = pa.struct(
     [("node", pa.int32()), ("is_trained", pa.list_(pa.bool_())), ("log_probs", pa.list_(pa.float32()))]
@@ -70,11 +70,11 @@ SCHEMA = pa.schema(
     ],
     metadata={_VERSION_KEY: str(FORMAT_VERSION).encode()},
 )
-"""One row per node, the nodes of a tree in preorder; the file's metadata carry the format version, too."""
+"""One row per node, the nodes of a tree in preorder. The file's metadata carry the format version, too."""
 
 
 def write_trees(path: str | os.PathLike[str], trees: Iterable[StoredTree]) -> None:
-    """Writes trees to one parquet file; under its name there is never a part of a file.
+    """Write trees to one parquet file; under its name there is never a part of a file.
 
     Args:
         path: The file; its folder is made, and a file of that name is replaced.
@@ -92,7 +92,7 @@ def write_trees(path: str | os.PathLike[str], trees: Iterable[StoredTree]) -> No
 
 
 def read_trees(path: str | os.PathLike[str], *, uid: str | None = None) -> list[StoredTree]:
-    """Reads the trees of a file.
+    """Read the trees of a file.
 
     Args:
         path: A file of `write_trees`.
@@ -127,12 +127,12 @@ def read_trees(path: str | os.PathLike[str], *, uid: str | None = None) -> list[
 
 
 def forests(path: str | os.PathLike[str]) -> list[TokenForest]:
-    """The forests of a file, one per group: stored rollouts as input of a benchmark."""
+    """Read the forests of a file, one per group: stored rollouts as input of a benchmark."""
     return [tree.forest() for tree in read_trees(path)]
 
 
 def _to_batch(tree: StoredTree, *, index: int) -> pa.RecordBatch:
-    """The rows of one tree."""
+    """Make the rows of one tree."""
     forest = tree.forest()
     num_nodes, parents = forest.num_nodes, forest.node_parent.tolist()
     spans = [slice(*bounds) for bounds in zip(forest.node_start.tolist(), forest.node_end.tolist(), strict=True)]
@@ -165,7 +165,7 @@ def _to_batch(tree: StoredTree, *, index: int) -> pa.RecordBatch:
 
 
 def _root_path(node: int, *, parents: Sequence[int]) -> list[int]:
-    """The node and its ancestors, from the root."""
+    """Return the node and its ancestors, from the root."""
     path = []
     while node >= 0:
         path.append(node)
@@ -174,7 +174,7 @@ def _root_path(node: int, *, parents: Sequence[int]) -> list[int]:
 
 
 def _leaf_columns(leaf: StoredLeaf) -> dict[str, Any]:
-    """The columns of a leaf but for its place in the forest; per-token lists only where a number does not say it."""
+    """Return a leaf's own columns; it has per-token lists only where one number does not say it."""
     info = leaf.reward_extra_info
     is_reward_last = leaf.token_rewards is None or not leaf.token_rewards[:-1].any()
     is_constant = leaf.token_advantages is None or leaf.advantage is not None
@@ -195,14 +195,14 @@ def _leaf_columns(leaf: StoredLeaf) -> dict[str, Any]:
 
 
 def _json_value(value: Any) -> Any:
-    """Numpy values as Python ones, everything else as text."""
+    """Return numpy values as Python ones, everything else as text."""
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
 def _overrides(
     leaf: StoredLeaf, *, path: Sequence[int], owners: Sequence[StoredLeaf], spans: Sequence[slice]
 ) -> list[dict[str, Any]]:
-    """The nodes on its path where the leaf is trained otherwise, or has other log-probs, than the node's first leaf."""
+    """Find the nodes of a leaf's path on which its mask or its log-probs differ from those of the node's owner."""
     overrides = []
     for node in path:
         owner, span = owners[node], spans[node]
@@ -217,7 +217,6 @@ def _overrides(
 
 
 def _from_table(table: pa.Table) -> Iterator[StoredTree]:
-    """The trees of a table, one after another."""
     columns = [table.column(name).to_pylist() for name in ("tree", "step", "uid", "parent")]
     tokens = [_lists(table.column(name)) for name in ("token_ids", "is_trained", "log_probs")]
     leaves = _leaves(table.column("leaves"))
@@ -227,7 +226,7 @@ def _from_table(table: pa.Table) -> Iterator[StoredTree]:
 
 
 def _tree(nodes: list[tuple[Any, ...]]) -> StoredTree:
-    """A tree from its nodes: step, uid and, in preorder, parent, token values and the leaves that end there."""
+    """Make a tree from its nodes: step, uid and, in preorder, parent, token values and the leaves that end there."""
     _, steps, uids, parents, token_ids, is_trained, log_probs, leaves = zip(*nodes, strict=True)
     found: dict[int, StoredLeaf] = {}
     for node, ending in enumerate(leaves):
@@ -249,7 +248,7 @@ def _tree(nodes: list[tuple[Any, ...]]) -> StoredTree:
 def _leaf(
     columns: dict[str, Any], *, token_ids: np.ndarray, is_trained: np.ndarray, log_probs: np.ndarray
 ) -> StoredLeaf:
-    """A leaf from its columns and the token values of its path."""
+    """Make a leaf from its columns and the token values of its path."""
     response = slice(columns["prompt_len"], None)
     token_rewards, token_advantages = columns["token_rewards"], columns["token_advantages"]
     if token_rewards is None and columns["reward"] is not None:
@@ -275,16 +274,16 @@ def _leaf(
 
 
 def _lists(column: pa.ChunkedArray | pa.ListArray) -> list[np.ndarray | None]:
-    """A column of lists as one array per entry, views of the whole; None for null."""
+    """Return a column of lists as one array per entry, views of the whole; None for null."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     values = array.flatten().to_numpy(zero_copy_only=False)
-    lens = np.array([len or 0 for len in array.value_lengths().to_pylist()], dtype=np.int64)
-    pieces = np.split(values, np.cumsum(lens)[:-1]) if len(lens) else []
-    return [piece if is_valid else None for piece, is_valid in zip(pieces, array.is_valid().to_pylist(), strict=True)]
+    lens = np.array([length or 0 for length in array.value_lengths().to_pylist()], dtype=np.int64)
+    arrays = np.split(values, np.cumsum(lens)[:-1]) if len(lens) else []
+    return [each if is_valid else None for each, is_valid in zip(arrays, array.is_valid().to_pylist(), strict=True)]
 
 
 def _leaves(column: pa.ChunkedArray) -> list[list[dict[str, Any]]]:
-    """The nested leaves, per-token lists as arrays and everything else as Python values."""
+    """Return the nested leaves, per-token lists as arrays and everything else as Python values."""
     array = column.combine_chunks()
     leaves = array.flatten()
     per_token = ("token_rewards", "token_advantages")

@@ -1,9 +1,9 @@
 """The trajectories of a prompt group as they are stored and shown: tokens, masks, log-probs, rewards, advantages.
 
-Numpy only; how they lie in a file is `files`.
+How they lie in a file is in `files`.
 """
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ _OPTIONAL = ("token_rewards", "token_advantages")
 
 @dataclass(frozen=True, slots=True)
 class CallRun:
-    """A run of tokens of a trajectory that one LLM call sampled.
+    """The tokens of a trajectory that one LLM call sampled, one after another.
 
     Attributes:
         call: The call's index in its session, in the order in which calls were sent.
@@ -43,7 +43,7 @@ class StoredLeaf:
         token_advantages: (R,) float32; None where none were computed (validation).
         reward_extra_info: What the reward function reported, JSON values.
         min_global_steps, max_global_steps: First and last version of the weights, None if unknown.
-        calls: The runs of tokens that the session's LLM calls sampled, ascending; empty if not recorded.
+        calls: What the session's LLM calls sampled of it, ascending; empty if not recorded.
     """
 
     session: int
@@ -96,7 +96,7 @@ class StoredLeaf:
         return float(value) if (self.token_advantages == np.where(is_trained, value, 0)).all() else None
 
     def row(self) -> dict[str, np.ndarray]:
-        """The trajectory under verl's names: what its trainer, an SFT job or a replay takes.
+        """Return the trajectory under verl's names, as its trainer, an SFT job or a replay takes it.
 
         Returns:
             `prompts` (P,), `responses` (R,), `input_ids` (L,), all int64; `response_mask` (R,) int64;
@@ -127,23 +127,30 @@ class StoredTree:
         step: The trainer's global step.
         uid: The group.
         leaves: Its trajectories, in the order of their rows.
+        known_forest: The forest of their tokens, where it is known already.
     """
 
     step: int
     uid: str
     leaves: tuple[StoredLeaf, ...]
+    known_forest: InitVar[TokenForest | None] = None
+    _forest: TokenForest | None = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, known_forest: TokenForest | None) -> None:
         if not self.leaves:
             raise ValueError(f"the tree {self.uid!r} has no leaves: leave it out")
+        object.__setattr__(self, "_forest", known_forest)
 
     def forest(self) -> TokenForest:
-        """The forest of the leaves, in their order."""
-        return TokenForest.from_sequences([leaf.token_ids for leaf in self.leaves])
+        """Return the forest of the leaves, in their order; it is made once."""
+        if self._forest is None:
+            object.__setattr__(self, "_forest", TokenForest.from_sequences([leaf.token_ids for leaf in self.leaves]))
+        assert self._forest is not None
+        return self._forest
 
 
 def end_nodes(forest: TokenForest) -> np.ndarray:
-    """The node in which each trajectory ends. (S,) int64, in the order of the trajectories."""
+    """Return the node in which each trajectory ends. (S,) int64, in the order of the trajectories."""
     ends = np.zeros(forest.num_leaves, dtype=np.int64)
     bounds = zip(forest.node_first_leaf.tolist(), forest.node_last_leaf.tolist(), strict=True)
     # Preorder: the deepest node of a leaf comes last.

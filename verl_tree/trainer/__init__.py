@@ -1,1 +1,1 @@
-"""The driver's side of a run: verl's trainer and worker, subclassed, and what they do with rows."""
+"""verl's trainer and training worker, subclassed, and what they do with rows."""

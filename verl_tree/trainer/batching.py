@@ -1,21 +1,20 @@
-"""Which row is trained where: prompt groups to mini-batches and ranks, and padding that evens the ranks out.
+"""Which row is trained where: prompt groups are dealt to mini-batches and ranks, and padding evens the ranks out.
 
-verl cuts a batch by row count: rows are dealt to ranks by length and each rank's rows are sliced into
-mini-batches. Sessions with several leaves break both: siblings part, and the number of optimiser steps
-depends on the leaf count. Here the unit is the group (verl's uid): a group is in one mini-batch, and a
-mini-batch is `ppo_mini_batch_size` groups, however many leaves they have. A group is also on one rank, unless
-the ranks would be so uneven that it pays to cut it and to compute some of its tokens twice (`balancing`).
+verl deals rows to ranks by length and cuts each rank's rows into mini-batches by count. Where sessions have several
+leaves, that parts siblings, and the number of optimiser steps depends on the number of leaves. Here the unit is the
+group (verl's uid): a group is in one mini-batch, and a mini-batch is `ppo_mini_batch_size` groups, however many leaves
+they have. A group is also on one rank, unless the ranks would be so uneven that it pays to cut the group and to compute
+some of its tokens twice (`verl_tree.cost.balance`).
 
-Example, 2 ranks, 2 groups per mini-batch, three groups A (rows 0 1 2), B (row 3), C (rows 4 5), none worth a
-cut::
+Example: 2 ranks, 2 groups per mini-batch, and the groups A (rows 0 1 2), B (row 3), C (rows 4 5), none worth a cut::
 
     mini-batch 0: A on rank 0, B on rank 1        rank 0: 0 1 2 | p        rows ((3, 1), (1, 3))
     mini-batch 1: C on rank 1                     rank 1: 3 | 4 5 q        num_rows (4, 2)
 
-Rank 0 has nothing in mini-batch 1 and gets the padding row p; q evens out the ranks, because verl's dispatch
-cuts the batch into equal parts. Were C cut, rank 0 would have row 4 in place of p and rank 1 row 5.
+Rank 0 has nothing in mini-batch 1 and gets the padding row p. verl's dispatch cuts the batch into equal parts, so rank
+1 gets the padding row q. Were C cut, rank 0 would have row 4 in place of p, and rank 1 would have row 5.
 
-Pure functions on Python and numpy values; nothing here knows verl, torch or ray.
+These are pure functions on Python and numpy values; nothing here knows verl, torch or ray.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,16 +37,10 @@ class RowKey(NamedTuple):
 
 
 def parse_row_key(key: str) -> RowKey:
-    """Splits a row key.
-
-    Args:
-        key: `{uid}_{session}_{leaf}`.
-
-    Returns:
-        The parts; they order rows by group, then session, then leaf.
+    """Split a row key; the parts order rows by group, then session, then leaf.
 
     Raises:
-        ValueError: the key has another form.
+        ValueError: The key has another form than `{uid}_{session}_{leaf}`.
     """
     parts = key.rsplit("_", 2)
     if len(parts) != 3 or not (parts[1].isdecimal() and parts[2].isdecimal()):
@@ -56,14 +49,11 @@ def parse_row_key(key: str) -> RowKey:
 
 
 def group_rows(keys: Sequence[str]) -> list[list[int]]:
-    """Collects the rows of each group, in an order that does not depend on when rows arrived.
-
-    Args:
-        keys: the row keys of a batch.
+    """Collect the rows of each group, in an order that does not depend on when rows arrived.
 
     Returns:
-        Per group the indices into `keys` by session and leaf; groups by uid (the trainer's uids sort in the
-        order of the prompts).
+        Per group the indices into `keys`, by session and leaf. The groups are in the order of their uids; the trainer's
+        uids sort in the order of the prompts.
     """
     parsed = [parse_row_key(key) for key in keys]
     order = sorted(range(len(keys)), key=lambda row: parsed[row])
@@ -72,45 +62,31 @@ def group_rows(keys: Sequence[str]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatchPlan:
-    """How the workers cut their rows into optimiser steps; what driver and worker agree on.
+    """Where the workers cut their rows into optimiser steps.
 
-    It travels in `KVBatchMeta.extra_info`, which verl unpacks into the worker's TensorDict with
-    `assign_non_tensor_data`: nested tuples (and lists) arrive unchanged. `assign_non_tensor` must not be used
-        for
-    them: it makes one item per row of a list. The worker writes `plan = MiniBatchPlan.from_batch(data)` and
-    its rows of mini-batch m are the next `plan.rows[dp_rank][m]` rows of `data`; `plan.num_rows[m]` is that
-    mini-batch's `global_batch_size`.
+    A worker's rows of mini-batch m are the next `plan.rows[dp_rank][m]` rows of its data.
 
     Attributes:
-        rows: per data-parallel rank, per mini-batch: number of rows, padding included. At least 1 each; all
-            ranks have the same number of mini-batches and the same total.
-        num_rows: per mini-batch: trajectories over all ranks, padding not counted. At least 1.
+        rows: Per data-parallel rank and mini-batch, the number of rows with padding, at least 1. All ranks have the
+            same number of mini-batches and the same total.
+        num_rows: Per mini-batch, the trajectories on all ranks without padding, at least 1: its `global_batch_size`.
     """
 
     rows: tuple[tuple[int, ...], ...]
     num_rows: tuple[int, ...]
 
-    @property
-    def num_mini_batches(self) -> int:
-        """Optimiser steps of one epoch."""
-        return len(self.num_rows)
-
     def to_extra_info(self) -> dict[str, Any]:
-        """The keys to put into `KVBatchMeta.extra_info`."""
+        """Return the keys to put into `KVBatchMeta.extra_info`."""
+        # verl unpacks them into the worker's TensorDict with `assign_non_tensor_data`, which leaves nested tuples as
+        # they are; `assign_non_tensor` would make one item per row of them.
         return {"mini_batch_rows": self.rows, "mini_batch_num_rows": self.num_rows}
 
     @classmethod
     def from_batch(cls, data: Mapping[str, Any]) -> Self:
-        """Reads the plan on a worker.
-
-        Args:
-            data: the worker's TensorDict, or any mapping that holds the keys of `to_extra_info`.
-
-        Returns:
-            The plan.
+        """Read the plan from a worker's TensorDict, or any mapping with the keys of `to_extra_info`.
 
         Raises:
-            ValueError: the batch carries no plan: it does not come from our trainer.
+            ValueError: The batch carries no plan: it does not come from our trainer.
         """
         if "mini_batch_rows" not in data:
             raise ValueError(
@@ -125,17 +101,16 @@ class MiniBatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowAssignment:
-    """The order in which rows are dispatched, the plan that says where the mini-batches are, and what they cost.
+    """The order in which rows are dispatched, where the mini-batches are, and what they cost.
 
     Attributes:
-        row_order: indices of rows, rank by rank and mini-batch by mini-batch; `num_rows + i` is padding row
-            i.
-        num_padding: padding rows to be made.
-        plan: where the mini-batches of every rank are.
-        predicted_s: per rank, per mini-batch: the predicted time, padding not counted (the model's unit if
-            nothing was measured yet).
-        num_cut_groups: groups that are on more than one rank.
-        num_lost_tokens: tree tokens that ranks compute because of cuts, beyond those of whole groups.
+        row_order: Indices of rows, rank by rank and mini-batch by mini-batch; `num_rows + i` is padding row i.
+        num_padding: Padding rows to be made.
+        plan: Where the mini-batches of every rank are.
+        predicted_s: Per rank and mini-batch the predicted time without padding; in the cost model's own unit if nothing
+            was measured yet.
+        num_cut_groups: Groups that are on more than one rank.
+        num_lost_tokens: Tree tokens that are computed on several ranks because of cuts, beyond the first time.
     """
 
     row_order: tuple[int, ...]
@@ -144,13 +119,6 @@ class RowAssignment:
     predicted_s: tuple[tuple[float, ...], ...]
     num_cut_groups: int
     num_lost_tokens: int
-
-    @property
-    def imbalance(self) -> float:
-        """Predicted time over that of perfectly even ranks, at least 1: mini-batches wait for the slowest rank."""
-        mini_batches = list(zip(*self.predicted_s, strict=True))
-        mean_s = sum(sum(ranks) / len(ranks) for ranks in mini_batches)
-        return sum(max(ranks) for ranks in mini_batches) / mean_s if mean_s else 1.0
 
 
 def assign_rows(
@@ -163,35 +131,29 @@ def assign_rows(
     shuffle_seed: Sequence[int] | None = None,
     cut_groups: bool = True,
 ) -> RowAssignment:
-    """Deals groups to mini-batches and ranks and pads the ranks to equal numbers of rows.
+    """Deal groups to mini-batches and ranks, and pad the ranks to equal numbers of rows.
 
     Invariants:
-        - `row_order` is a permutation of all rows and `num_padding` padding rows;
-        - all rows of a group are in one mini-batch, so that the optimiser step does not depend on cuts;
-        - a group is on one rank unless cutting it evens out the ranks (`balancing.balance`); the rows that a
-          (rank, mini-batch) cell has of a group are one range of the group's DFS order, and stand next to
-          each other in the given order;
-        - every mini-batch but the last has `groups_per_mini_batch` groups; without `shuffle_seed`
-          mini-batches follow the order of `groups`;
-        - every cell has at least one row; all ranks have equally many; padding comes last in its cell;
-        - the same arguments give the same answer.
+        - `row_order` is a permutation of all rows and `num_padding` padding rows.
+        - All rows of a group are in one mini-batch, so that the optimiser step does not depend on cuts.
+        - A group is on one rank unless cutting it evens out the ranks. The rows that a (rank, mini-batch) cell has of a
+          group are one range of the group's DFS order, and stand next to each other in the given order.
+        - Every mini-batch but the last has `groups_per_mini_batch` groups. Without `shuffle_seed` mini-batches follow
+          the order of `groups`.
+        - Every cell has at least one row; all ranks have equally many; padding comes last in its cell.
+        - The same arguments give the same answer.
 
     Args:
-        groups: per group its rows; together the integers 0 .. number of rows - 1.
-        profiles: per group the work of its rows; `order` holds positions in the group.
-        model: what work costs.
-        num_ranks: data-parallel ranks.
+        groups: Per group its rows; together the integers 0 .. number of rows - 1.
+        profiles: Per group the work of its rows; `order` holds positions in the group.
+        model: The cost model.
+        num_ranks: Data-parallel ranks.
         groups_per_mini_batch: verl's `ppo_mini_batch_size`, counted in prompts.
-        shuffle_seed: groups are drawn into mini-batches in a random order of this seed; None keeps their
-            order.
-        cut_groups: whether a group may be on several ranks. False where a rank must see all leaves of a token:
-            `tree.shared_tokens` other than `sum` counts them on the rank.
-
-    Returns:
-        The assignment.
+        shuffle_seed: Seed of the random order in which groups are drawn into mini-batches; None keeps their order.
+        cut_groups: Whether a group may be on several ranks. False where a rank must see all leaves of a token.
 
     Raises:
-        ValueError: nothing to train on, or a mini-batch size below 1.
+        ValueError: There is nothing to train on, or the mini-batch size is below 1.
     """
     if not groups or not all(groups):
         raise ValueError(
@@ -239,17 +201,13 @@ def assign_rows(
 
 
 def _rows_of(piece: GroupPart, *, groups: Sequence[Sequence[int]], profiles: Sequence[WorkProfile]) -> list[int]:
-    """The rows of a piece, in the order of its group."""
+    """Return the rows of a share of a group, in the order of the group."""
     positions = np.sort(profiles[piece.group].order[piece.start : piece.end]).tolist()
     return [groups[piece.group][position] for position in positions]
 
 
 def _pad(cells: list[list[list[int]]], *, first_padding_row: int) -> int:
-    """Appends padding rows in place: one to each empty cell, the rest to each rank's last cell.
-
-    Returns:
-        The number of padding rows.
-    """
+    """Append padding rows in place, one to each empty cell, the rest to each rank's last cell; return their number."""
     target = max(sum(max(1, len(cell)) for cell in rank_cells) for rank_cells in cells)
     num_padding = 0
     for rank_cells in cells:

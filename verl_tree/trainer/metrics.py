@@ -12,16 +12,16 @@ _MAX_CAUSES_SHOWN = 5
 
 
 def session_metrics(keys: Sequence[str], *, rewards: np.ndarray) -> dict[str, float]:
-    """Metrics over sessions; verl's own `critic/score` and `critic/rewards` are over rows.
+    """Return metrics over sessions; verl's own `critic/score` and `critic/rewards` are over rows.
 
     Args:
         keys: (R,) row keys without padding rows.
         rewards: (R,) reward of each row.
 
     Returns:
-        `tree/sessions`, `tree/leaves_per_session`; `tree/session_reward/mean|max|min` over the sessions' last
-        leaves (the loop's own final output, what verl validates); `tree/leaf_reward/mean`, every session with
-        the same weight (the baseline of `tree_grpo`).
+        `tree/sessions` and `tree/leaves_per_session`; `tree/session_reward/mean|max|min` over the sessions' last leaves
+        (the loop's own final output, which verl validates); `tree/leaf_reward/mean`, in which every session has the
+        same weight (the baseline of `tree_grpo`).
     """
     leaf_rewards: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
     for key, reward in zip(keys, rewards.tolist(), strict=True):
@@ -40,7 +40,7 @@ def session_metrics(keys: Sequence[str], *, rewards: np.ndarray) -> dict[str, fl
 
 
 def capture_metrics(report: CaptureReport, *, prefix: str = "tree") -> dict[str, float]:
-    """What the agent loops did since the last report; all 0 where stored rollouts were replayed."""
+    """Return what the agent loops did since the last report; all 0 where stored rollouts were replayed."""
     counts = {
         "calls": report.num_calls,
         "continuations": report.num_continuations,
@@ -59,11 +59,7 @@ def capture_metrics(report: CaptureReport, *, prefix: str = "tree") -> dict[str,
 
 
 def describe_failures(report: CaptureReport) -> str | None:
-    """One message for everything that failed, each different cause once with its number of sessions.
-
-    Returns:
-        The message; None where nothing failed.
-    """
+    """Return one message for all that failed, each cause once with its number of sessions; None if nothing failed."""
     if not report.failed_sessions and not report.failed_prompts:
         return None
     sessions_of: dict[str, list[str]] = defaultdict(list)
@@ -82,16 +78,10 @@ def describe_failures(report: CaptureReport) -> str | None:
 
 
 def describe_step(metrics: Mapping[str, float], *, step: int, num_steps: int) -> str:
-    """One line for people: is the agent learning, and what did the trees save?
+    """Return one line for people: is the agent learning, and what did the trees save?
 
-    Args:
-        metrics: everything that the step logs.
-        step: its number.
-        num_steps: of the run.
-
-    Returns:
-        Such as `step 5/30: reward 0.53, validation 0.52 | 3.0 leaves a session, POR 0.86, 7.3x fewer tokens |
-        step 5.4 s, update 1.0 s`; what was not measured is left out.
+    Such as `step 5/30: reward 0.53, validation 0.52 | 3.0 leaves a session, POR 0.86, 7.3x fewer tokens | step 5.4 s,
+    update 1.0 s`; what was not measured is left out.
     """
     validation = [value for name, value in sorted(metrics.items()) if name.startswith("val-core/")]
     reward = [f"reward {metrics['tree/session_reward/mean']:.2f}"] + [
@@ -106,13 +96,13 @@ def describe_step(metrics: Mapping[str, float], *, step: int, num_steps: int) ->
 
 
 def promote_tree_metrics(metrics: dict[str, float]) -> None:
-    """Renames the actor engine's `actor/tree/...` to `tree/...`, in place; the critic's keep their prefix."""
+    """Rename the actor engine's `actor/tree/...` to `tree/...`, in place; the critic's keep their prefix."""
     for name in [name for name in metrics if name.startswith("actor/tree/")]:
         metrics[name.removeprefix("actor/")] = metrics.pop(name)
 
 
 def tree_tokens_per_s(metrics: Mapping[str, float], *, update_s: float) -> dict[str, float]:
-    """Tree tokens of all epochs over the seconds of the update; nothing where no update ran."""
+    """Return the tree tokens of all epochs over the seconds of the update; nothing where no update ran."""
     if "tree/tokens" not in metrics or update_s <= 0:
         return {}
     return {"perf/update_tree_tokens_per_s": metrics["tree/tokens"] / update_s}

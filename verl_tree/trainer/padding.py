@@ -1,8 +1,8 @@
 """Padding rows: two tokens that no loss reads, so that every rank can be given the same number of rows.
 
 verl builds the row (`padding_utils.construct_minimal_padding_template`, verl 0.9.1) and marks it with the tag
-`is_padding`; its 128 tokens are cut to two here, because verl's own engines do compute them. A tree engine
-skips rows without trained tokens altogether.
+`is_padding`. Its 128 tokens are cut to two here, because verl's own engines do compute them; a tree engine skips rows
+without trained tokens altogether.
 """
 
 import copy
@@ -24,12 +24,12 @@ _FIELDS_OF_ADVANTAGES = ("advantages", "returns", "token_level_rewards", "rollou
 
 
 def append_padding_rows(batch: KVBatchMeta, *, num_rows: int, eos_token_id: int) -> KVBatchMeta:
-    """Writes padding rows to TransferQueue and appends them to the batch.
+    """Write padding rows to TransferQueue and append them to the batch.
 
     Args:
-        batch: at least one row, whose fields and tags the padding rows imitate.
-        num_rows: rows to append; 0 returns the batch itself.
-        eos_token_id: token that the rows consist of.
+        batch: At least one row, whose fields and tags the padding rows imitate.
+        num_rows: Rows to append; 0 returns the batch itself.
+        eos_token_id: The token that the rows consist of.
 
     Returns:
         The longer batch. The padding rows are a group of their own, one session each.
@@ -68,17 +68,16 @@ def shorten(row: dict[str, Any], tag: dict[str, Any]) -> tuple[dict[str, Any], d
 
 
 def real_rows(batch: KVBatchMeta) -> KVBatchMeta:
-    """The batch without its padding rows, in the same order."""
+    """Return the batch without its padding rows, in the same order."""
     return batch.select_keys([key for key, tag in zip(batch.keys, batch.tags, strict=True) if not _is_padding(tag)])
 
 
 def fill_padding_rows(batch: KVBatchMeta, *, written: KVBatchMeta) -> KVBatchMeta:
-    """Gives padding rows zeros for what was computed for the real rows only, since a field must exist in
-    every row.
+    """Write zeros to padding rows for what was computed for the real rows only: a field must exist in every row.
 
     Args:
-        batch: all rows.
-        written: what TransferQueue returned when the advantages of the real rows were written.
+        batch: All rows.
+        written: What TransferQueue returned when the advantages of the real rows were written.
 
     Returns:
         All rows, with the fields of `written`.

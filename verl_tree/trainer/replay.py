@@ -1,14 +1,14 @@
 """Stored rollouts with several leaves per session, put back exactly as they were.
 
-verl's `skip.rollout_tq` stores the rows of a step and, where a step is already stored, uses them instead of
-generating. Its loader (`RolloutTqSkip.load_dump_data`, verl 0.9.1) deals `rollout.n` rows of leaf 0 to every
-prompt, which drops or repeats leaves. This one puts every row back under its own key, so a flat and a tree
-run see the same groups, sessions and leaves, in the same order. Storing is verl's own; use it so::
+verl's `skip.rollout_tq` stores the rows of a step and, where a step is already stored, uses them instead of generating.
+Its loader (`RolloutTqSkip.load_dump_data`, verl 0.9.1) deals `rollout.n` rows of leaf 0 to every prompt, which drops or
+repeats leaves. The loader here puts every row back under its own key, so that a flat and a tree training run see the
+same groups, sessions and leaves in the same order. Storing is verl's own; use it so::
 
     skip.rollout_tq.enable=true skip.rollout_tq.dump_dir=DIR skip.rollout_tq.steps=[1,2,3]
     skip.rollout_tq.action=cache
 
-`register` puts this loader in the place of verl's, in verl's registry of skips.
+`register` puts this loader into verl's registry of skips, in the place of verl's.
 """
 
 import logging
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transfer_queue as tq
+from typing_extensions import override
 from verl.utils.skip.base_skip import register_skip
 from verl.utils.skip.rollout_skip import RolloutTqSkip
 from verl.utils.tensordict_utils import index_select_tensor_dict
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 class TreeRolloutSkip(RolloutTqSkip):
     """verl's store of rollouts with a loader that keeps sessions and leaves."""
 
+    @override
     def load_dump_data(
         self,
         step: int,
@@ -36,21 +38,19 @@ class TreeRolloutSkip(RolloutTqSkip):
         global_steps: int,
         partition_id: str = "train",
     ) -> None:
-        """Puts the rows stored for `step` into TransferQueue, and marks as many prompts as were submitted as
-        ended.
+        """Put the rows stored for a step into TransferQueue, and mark as many prompts as were submitted as ended.
 
         Args:
-            step: the training step to replay.
-            new_prompt_uids: uids of the prompts that the data loader drew for this step; those without a
-                stored group (its sessions had all failed) end as failed, as they did then.
-            n: unused; the stored sessions decide.
-            global_steps: the current step; stored weight versions are moved by its distance to the stored
-                step.
+            step: The training step to replay.
+            new_prompt_uids: Uids of the prompts that the data loader drew for this step. Those without a stored group
+                (all of its sessions had failed) end as failed, as they did then.
+            n: Not used; the stored sessions decide.
+            global_steps: The current step; stored weight versions are moved by its distance to the stored step.
             partition_id: TransferQueue partition.
 
         Raises:
-            FileNotFoundError: nothing is stored for the step.
-            ValueError: more groups are stored than prompts were submitted.
+            FileNotFoundError: Nothing is stored for the step.
+            ValueError: More groups are stored than prompts were submitted.
         """
         stored_step = self._resolve_load_step_v1(step)
         if stored_step == -1:
@@ -89,7 +89,7 @@ class TreeRolloutSkip(RolloutTqSkip):
 
 
 def _put_rows(payload: dict[str, Any], *, partition_id: str, global_steps: int) -> None:
-    """Writes the rows of one stored file, sorted, under their own keys."""
+    """Write the rows of one stored file, sorted, under their own keys."""
     keys, tags = payload["keys"], payload["tags"]
     order = [row for group in group_rows(keys) for row in group]
     moved_by = global_steps - payload["global_steps"]
@@ -108,5 +108,5 @@ def _put_rows(payload: dict[str, Any], *, partition_id: str, global_steps: int) 
 
 
 def register() -> None:
-    """Makes verl replay through `TreeRolloutSkip` in this process; repeated calls do nothing."""
+    """Make verl replay through `TreeRolloutSkip` in this process; repeated calls do nothing."""
     register_skip("rollout_tq")(TreeRolloutSkip)

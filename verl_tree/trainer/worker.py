@@ -1,9 +1,9 @@
-"""Worker classes: verl's training workers, cutting mini-batches by prompt group instead of by row count.
+"""verl's training workers, cutting mini-batches by prompt group instead of by row count.
 
-verl cuts a rank's rows into mini-batches of a fixed number of rows. Sessions with several leaves make that number
-meaningless: a group would be split over optimiser steps and its sharing lost. Here the trainer decides which rows
-belong to which mini-batch (`MiniBatchPlan`) and a mini-batch is one optimiser step, however many leaves it has. The
-same cut serves verl's own flat engines, so that tree and flat runs differ in nothing else.
+verl cuts a rank's rows into mini-batches of a fixed number of rows. Where sessions have several leaves, that would
+split a group over optimiser steps and lose what its rows share. Here the trainer decides which rows belong to which
+mini-batch (`MiniBatchPlan`), and a mini-batch is one optimiser step, however many leaves it has. verl's own flat
+engines get the same mini-batches, so that tree and flat training runs differ in nothing else.
 """
 
 from collections.abc import Iterator
@@ -39,18 +39,18 @@ class TreeTrainingWorker(TrainingWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_mini_batch(self, data: TensorDict) -> TensorDict | None:
-        """One optimiser step per mini-batch of the plan, for every epoch; see `TrainingWorker.train_mini_batch`.
+        """Take one optimiser step per mini-batch of the plan, in every epoch; see `TrainingWorker.train_mini_batch`.
 
         Args:
-            data: this rank's rows, mini-batch after mini-batch, with the keys of `MiniBatchPlan` and verl's `epochs`,
+            data: This rank's rows, mini-batch after mini-batch, with the keys of `MiniBatchPlan` and verl's `epochs`,
                 `seed`, `dataloader_kwargs` and `disable_auto_offload`.
 
         Returns:
-            `metrics` as verl's; `tree/...` metrics where the engine is a tree engine. None on ranks that collect
+            `metrics` as verl's, and `tree/...` metrics where the engine is a tree engine. None on ranks that collect
             nothing.
 
         Raises:
-            ValueError: the plan's rows are not the rows that arrived.
+            ValueError: The plan's rows are not the rows that arrived.
         """
         plan = MiniBatchPlan.from_batch(data)
         disable_auto_offload = tu.pop(data, key="disable_auto_offload", default=False)
@@ -97,10 +97,11 @@ class TreeTrainingWorker(TrainingWorker):
         return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": metrics}).cpu()
 
     def _row_lens(self, mini_batch: TensorDict) -> list[int]:
-        """Lengths in tokens of the trained rows of all ranks: what verl's MFU counts."""
+        """Return the lengths in tokens of the trained rows of all ranks, which verl's MFU counts."""
         lens = mini_batch["input_ids"].offsets().diff()
         is_trained = torch.stack([mask.any() for mask in mini_batch["response_mask"].unbind()])
-        return list(chain.from_iterable(gather(lens[is_trained].tolist(), group=self.engine.get_data_parallel_group())))
+        group = self.engine.get_data_parallel_group()
+        return list(chain.from_iterable(gather(lens[is_trained].tolist(), group=group)))
 
 
 class TreeActorRolloutRefWorker(ActorRolloutRefWorker):
@@ -111,14 +112,14 @@ class TreeActorRolloutRefWorker(ActorRolloutRefWorker):
 
 
 def _mini_batch_order(num_mini_batches: int, *, epochs: int, seed: int, shuffle: bool) -> Iterator[int]:
-    """The mini-batches of all epochs in the order of their optimiser steps, the same on every rank."""
+    """Yield the mini-batches of all epochs in the order of their optimiser steps, the same on every rank."""
     generator = np.random.default_rng(seed)
     for _ in range(epochs):
         yield from generator.permutation(num_mini_batches).tolist() if shuffle else range(num_mini_batches)
 
 
 def _merge_metrics(per_step: list[dict[str, Any]]) -> dict[str, Any]:
-    """Flattens ranks and packs, one entry per optimiser step and metric, as verl's trainer expects."""
+    """Flatten ranks and packs to one entry per optimiser step and metric, as verl's trainer expects."""
     merged: dict[str, Any] = {}
     for metrics in per_step:
         for name, value in metrics.items():

@@ -31,7 +31,7 @@ NAN = float("nan")
 
 
 def leaf_of(tokens: list[int], *, mask: list[int], log_probs: list[float] | None = None, **values) -> StoredLeaf:
-    """A leaf whose prompt ends where its mask begins."""
+    """Make a leaf whose prompt ends where its mask begins."""
     return StoredLeaf(
         session=values.pop("session", 0),
         leaf=values.pop("leaf", 0),
@@ -117,7 +117,7 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, seed: int, num_lea
 
 @pytest.fixture
 def tree() -> StoredTree:
-    """The forest of `TokenForest`'s docstring; 2 is trained after 1 on row 1 and only read on the others."""
+    """Make the forest of `TokenForest`'s docstring; 2 is trained after 1 on row 1 and only read on the others."""
     rows = [
         leaf_of([1, 2, 3, 4], mask=[0, 1, 1], log_probs=[NAN, NAN, -0.1, -0.2]),
         leaf_of([1, 2, 5], mask=[1, 0], log_probs=[NAN, -0.5, NAN]),
@@ -138,7 +138,8 @@ def test_rows_are_nodes_and_leaves_lie_where_they_end(tree: StoredTree, tmp_path
     assert [[leaf["row"] for leaf in row["leaves"]] for row in rows] == [[2], [0, 3], [1], [4]]
     assert {(row["format_version"], row["step"], row["uid"], row["tree"]) for row in rows} == {(1, 10, "u", 0)}
     # Node 0 is told by row 2, its first leaf; row 1 trains the token 2, and only row 1 differs there.
-    assert rows[0]["is_trained"] == [False, False] and rows[0]["log_probs"] == [None, None]
+    assert rows[0]["is_trained"] == [False, False]
+    assert rows[0]["log_probs"] == [None, None]
     overrides = {leaf["row"]: leaf["overrides"] for row in rows for leaf in row["leaves"]}
     assert overrides[1] == [{"node": 0, "is_trained": [False, True], "log_probs": [None, -0.5]}]
     # Row 3 samples the same tokens as row 0 with another log-prob.
@@ -272,7 +273,7 @@ def test_a_write_that_fails_leaves_the_old_file(
     path = tmp_path / "new" / "t.parquet"
     write_trees(path, [tree])
 
-    def break_off(table: pa.Table, where: Path, **_options: object) -> None:
+    def break_off(_table: pa.Table, where: Path, **_options: object) -> None:
         where.write_bytes(b"half")
         raise OSError("disk full")
 

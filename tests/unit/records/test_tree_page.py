@@ -39,7 +39,7 @@ class Words:
 
 
 def leaf_of(words: Words, parts: list[tuple[str, list[str]]], *, session: int, leaf: int, **values) -> StoredLeaf:
-    """A leaf from parts (kind of the call, or "read"; its words); the parts before the first call are the prompt."""
+    """Make a leaf from parts (kind of the call, or "read"; its words); those before the first call are the prompt."""
     token_ids, calls, trained = [], [], []
     for kind, pieces in parts:
         start = len(token_ids)
@@ -103,7 +103,7 @@ def tree(words: Words) -> StoredTree:
 
 
 def embedded(page: str) -> dict:
-    """The page's data, found as a browser finds it: up to the first end of the script element."""
+    """Return the page's data, found as a browser finds it: up to the first end of the script element."""
     found = re.search(r'<script type="application/json" id="content">(.*?)</script', page, re.DOTALL | re.IGNORECASE)
     return json.loads(found[1])
 
@@ -111,7 +111,7 @@ def embedded(page: str) -> dict:
 def test_content_by_hand(tree: StoredTree, words: Words) -> None:
     content = page_content(tree, tokenizer=words)
     # More than half of the leaves are behind the call, so that branch comes last and is not indented.
-    shown = [(node["level"], node["parent"], [s["text"] for s in node["segments"]]) for node in content["nodes"]]
+    shown = [(node["level"], node["parent"], [s["text"] for s in node["passages"]]) for node in content["nodes"]]
     assert shown == [
         (0, -1, ["ask"]),
         (1, 0, ["guess"]),
@@ -123,7 +123,7 @@ def test_content_by_hand(tree: StoredTree, words: Words) -> None:
     assert [node["ends"] for node in content["nodes"]] == [[], [2], [], [0], [1]]
     assert [node["reward"] for node in content["nodes"]] == [0.5, 0.5, 0.5, 1.0, 0.0]
     assert [node["advantage"] for node in content["nodes"]] == [None, 0.25, -0.25, 0.5, -1.0]
-    producers = [[(s["who"], s["call"], s["num_training"]) for s in node["segments"]] for node in content["nodes"]]
+    producers = [[(s["who"], s["call"], s["num_training"]) for s in node["passages"]] for node in content["nodes"]]
     assert producers == [
         [("prompt", None, 0)],
         [("model", 0, 1)],
@@ -139,7 +139,7 @@ def test_content_by_hand(tree: StoredTree, words: Words) -> None:
     assert [leaf["node"] for leaf in content["leaves"]] == [3, 4, 1]
 
 
-def test_a_segment_ends_where_fewer_leaves_train_it(words: Words) -> None:
+def test_a_passage_ends_where_fewer_leaves_train_it(words: Words) -> None:
     parts = [("read", ["ask"]), ("root", ["a", "b"])]
     whole = leaf_of(words, parts, session=0, leaf=0, reward=0.0, advantage=0.0)
     part = leaf_of(
@@ -147,15 +147,15 @@ def test_a_segment_ends_where_fewer_leaves_train_it(words: Words) -> None:
     )
     content = page_content(StoredTree(step=0, uid="u", leaves=(whole, part)), tokenizer=words)
     (node,) = content["nodes"]
-    assert [(s["text"], s["num_training"]) for s in node["segments"]] == [("ask", 0), ("a", 2), ("b", 1)]
+    assert [(s["text"], s["num_training"]) for s in node["passages"]] == [("ask", 0), ("a", 2), ("b", 1)]
     assert node["ends"] == [0, 1]
 
 
 def test_rows_without_records_say_model_where_they_are_trained() -> None:
     leaf = StoredLeaf(0, 0, np.arange(4), 1, np.array([0, 1, 0, 1], dtype=bool), np.full(4, np.nan))
     content = page_content(StoredTree(step=0, uid="u", leaves=(leaf,)), tokenizer=None)
-    segments = content["nodes"][0]["segments"]
-    assert [(s["who"], s["call"], s["text"]) for s in segments] == [
+    passages = content["nodes"][0]["passages"]
+    assert [(s["who"], s["call"], s["text"]) for s in passages] == [
         ("prompt", None, "0"),
         ("model", None, "1"),
         ("environment", None, "2"),
@@ -183,15 +183,16 @@ def test_every_token_is_shown_once_after_its_parent_and_levels_stay_low(seed: in
     for row, ids in enumerate(sequences):
         index, text = content["leaves"][row]["node"], []
         while index >= 0:
-            text.insert(0, " ".join(segment["text"] for segment in content["nodes"][index]["segments"]))
+            text.insert(0, " ".join(passage["text"] for passage in content["nodes"][index]["passages"]))
             index = content["nodes"][index]["parent"]
         assert " ".join(text) == " ".join(map(str, ids))
 
 
 def test_what_a_model_wrote_cannot_become_markup(tree: StoredTree, words: Words) -> None:
     page = tree_page(tree, words)
-    assert HOSTILE not in page and "hijacked" in page
-    assert embedded(page)["nodes"][4]["segments"][1]["text"] == HOSTILE
+    assert HOSTILE not in page
+    assert "hijacked" in page
+    assert embedded(page)["nodes"][4]["passages"][1]["text"] == HOSTILE
 
     names = []
 
@@ -206,7 +207,7 @@ def test_what_a_model_wrote_cannot_become_markup(tree: StoredTree, words: Words)
     assert "default-src 'none'" in page
 
 
-def test_values_that_json_lacks_are_missing(tree: StoredTree, words: Words) -> None:
+def test_values_that_json_lacks_are_missing(words: Words) -> None:
     leaf = leaf_of(words, [("read", ["ask"]), ("root", ["a"])], session=0, leaf=0, reward=np.nan, advantage=np.inf)
     content = page_content(StoredTree(step=0, uid="u", leaves=(leaf,)), tokenizer=words)
     assert json.loads(json.dumps(content, allow_nan=False))["nodes"][0]["reward"] is None
@@ -214,7 +215,7 @@ def test_values_that_json_lacks_are_missing(tree: StoredTree, words: Words) -> N
 
 @pytest.fixture
 def browse(tmp_path: Path):
-    """Opens a page in headless Chromium and returns the document after its script ran."""
+    """Open a page in headless Chromium and return the document after its script ran."""
     if CHROMIUM is None:
         pytest.skip("no chromium, chromium-browser or google-chrome on the PATH")
 
@@ -277,11 +278,9 @@ def test_a_browser_shows_the_tree(tree: StoredTree, words: Words, browse) -> Non
     document = browse(tree_page(tree, words))
     assert document.text["title"] == "Token tree u-1, step 10"
     assert document.shown == [0, 1, 2, 3, 4]
-    assert document.scripts == 2 and HOSTILE in document.nodes[4]["text"]
-    assert (
-        "#4branch 2 of 2after #2" in document.nodes[4]["text"]
-        and "leaf 0_1 ends: reward 0" in document.nodes[4]["text"]
-    )
+    assert document.scripts == 2
+    for text in (HOSTILE, "#4branch 2 of 2after #2", "leaf 0_1 ends: reward 0"):
+        assert text in document.nodes[4]["text"]
     assert "model · session 0 call 0 (root) · trained" in document.nodes[2]["text"]
     for fact in ("leaves3", "flat tokens12", "tree tokens8", "POR0.333", "step10"):
         assert fact in document.text["facts"]
@@ -291,7 +290,7 @@ def test_a_browser_shows_the_tree(tree: StoredTree, words: Words, browse) -> Non
 def test_a_browser_marks_markup_as_text(tree: StoredTree, words: Words, browse) -> None:
     document = browse(tree_page(tree, words), "#search=%3C/script%3E%3Cscript%3E")
     assert document.marks == ["</script><script>"]
-    assert document.scripts == 2 and document.text["title"] == "Token tree u-1, step 10"
+    assert (document.scripts, document.text["title"]) == (2, "Token tree u-1, step 10")
 
 
 @pytest.mark.parametrize(
@@ -333,12 +332,13 @@ def test_the_script_makes_the_page_of_a_stored_tree(tree: StoredTree, tmp_path: 
     stored, page = tmp_path / "step_000010.parquet", tmp_path / "new" / "out.html"
     write_trees(stored, [tree])
     subprocess.run([sys.executable, SCRIPT, str(stored), "--out", str(page)], check=True, timeout=120)
-    assert embedded(page.read_text())["nodes"][2]["segments"][0]["text"] == "1 2"
+    assert embedded(page.read_text())["nodes"][2]["passages"][0]["text"] == "1 2"
     done = subprocess.run(
         [sys.executable, SCRIPT, str(stored)], check=True, timeout=120, capture_output=True, text=True
     )
     beside = tmp_path / "step_000010_u-1.html"
-    assert done.stdout.split() == [str(beside)] and beside.read_text() == page.read_text()
+    assert done.stdout.split() == [str(beside)]
+    assert beside.read_text() == page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -360,4 +360,6 @@ def test_the_script_says_what_it_cannot_read(
     write_trees(tmp_path / "empty.parquet", [])
     command = [sys.executable, SCRIPT, *arguments]
     done = subprocess.run(command, cwd=tmp_path, timeout=120, capture_output=True, text=True)
-    assert done.returncode == 2 and f"error: {message}" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2
+    assert f"error: {message}" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("verl")
 
-from advantage_cases import DRAWN, FORK, DrawnTree, Leaf, estimate
+from advantage_cases import DRAWN, DrawnTree, Leaf, estimate
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, get_adv_estimator_fn
 
 from verl_tree.trainer.advantages import (
     ESTIMATORS,
-    ESTIMATORS_ON_NODES,
     Rows,
     SessionTrees,
     announce_rows,
@@ -110,7 +109,8 @@ def test_leaf_estimators_read_rewards_and_mask_as_verls_grpo(seed: int, name: st
     for uid in uids:
         keys.append(f"{uid}_{sessions[uid]}_0")
         sessions[uid] += 1
-    with announce_rows(Rows(keys=keys)):
+    sequences = [np.array([1, row]) for row in range(len(keys))]
+    with announce_rows(Rows(keys=keys, sequences=sequences, response_lens=[1] * len(keys))):
         advantages, returns = ESTIMATORS[name](
             token_level_rewards=rewards,
             response_mask=mask,
@@ -190,7 +190,7 @@ def test_groups_and_sessions_of_other_groups_do_not_mix() -> None:
 
 
 def naive_advantages(rewards: list[float], groups: list[str], sessions: list[int]) -> list[float]:
-    """The definition, with loops."""
+    """Follow the definition, with loops."""
     advantages = []
     for row, reward in enumerate(rewards):
         members = [other for other in range(len(rewards)) if groups[other] == groups[row]]
@@ -263,13 +263,6 @@ def test_estimators_are_registered_with_verl_and_need_the_rows(name: str) -> Non
     assert torch.equal(advantages, torch.zeros(2, 3))
     with pytest.raises(ValueError, match="of 0 rows"):
         estimator(**arguments)
-
-
-@pytest.mark.parametrize("name", ESTIMATORS_ON_NODES)
-def test_estimators_on_nodes_need_the_tokens(name: str) -> None:
-    keys = [leaf.key for leaf in FORK.leaves]
-    with announce_rows(Rows(keys=keys)), pytest.raises(ValueError, match="knows the tokens of 0 rows and got 3"):
-        ESTIMATORS[name](token_level_rewards=torch.ones(3, 2), response_mask=torch.ones(3, 2))
 
 
 def test_arguments_of_unlike_lengths_are_refused() -> None:

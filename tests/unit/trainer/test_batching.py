@@ -23,14 +23,21 @@ def profile_of(sequences: Sequence[Sequence[int]]) -> WorkProfile:
 
 
 def duplicates(num_rows: int, num_tokens: int) -> WorkProfile:
-    """A group that costs `num_tokens` and is never worth a cut: all its rows are the same."""
+    """Profile a group that costs `num_tokens` and is never worth a cut: all its rows are the same."""
     return profile_of([[0] * num_tokens] * num_rows)
 
 
 def cells_of(result: RowAssignment) -> list[list[list[int]]]:
-    """The rows of every (rank, mini-batch), padding included."""
+    """Return the rows of every (rank, mini-batch), padding included."""
     rows = iter(result.row_order)
     return [[[next(rows) for _ in range(num_rows)] for num_rows in rank_rows] for rank_rows in result.plan.rows]
+
+
+def imbalance(result: RowAssignment) -> float:
+    """Divide the predicted time by that of perfectly even ranks, at least 1: mini-batches wait for the slowest rank."""
+    mini_batches = list(zip(*result.predicted_s, strict=True))
+    mean_s = sum(sum(ranks) / len(ranks) for ranks in mini_batches)
+    return sum(max(ranks) for ranks in mini_batches) / mean_s if mean_s else 1.0
 
 
 def test_example_of_the_module_docstring() -> None:
@@ -42,7 +49,7 @@ def test_example_of_the_module_docstring() -> None:
     assert result.row_order == (0, 1, 2, 6, 3, 4, 5, 7)
     assert result.num_padding == 2
     assert result.predicted_s == ((30, 0), (10, 20))
-    assert result.imbalance == pytest.approx((30 + 20) / (20 + 10))
+    assert imbalance(result) == pytest.approx((30 + 20) / (20 + 10))
     assert (result.num_cut_groups, result.num_lost_tokens) == (0, 0)
 
     profiles[2] = profile_of([[1] * 10, [2] * 10])
@@ -68,7 +75,7 @@ def test_a_big_group_is_cut_where_it_shares_least_and_its_rows_keep_their_order(
 
     whole = assign_rows(groups, profiles=profiles, model=TOKENS, num_ranks=2, groups_per_mini_batch=2, cut_groups=False)
     assert whole.predicted_s == ((20,), (1,))
-    assert whole.imbalance == pytest.approx(20 / 10.5)
+    assert imbalance(whole) == pytest.approx(20 / 10.5)
     assert (whole.num_cut_groups, whole.num_lost_tokens) == (0, 0)
 
 
@@ -80,7 +87,7 @@ def test_one_rank_needs_no_padding() -> None:
     assert result.row_order == (0, 1, 2, 3, 4, 5)
     assert result.plan == MiniBatchPlan(rows=((3, 3),), num_rows=(3, 3))
     assert result.num_padding == 0
-    assert result.imbalance == 1
+    assert imbalance(result) == 1
 
 
 def test_a_single_leaf_on_many_ranks() -> None:
@@ -88,7 +95,7 @@ def test_a_single_leaf_on_many_ranks() -> None:
     assert result.row_order == (0, 1, 2, 3)
     assert result.plan == MiniBatchPlan(rows=((1,), (1,), (1,), (1,)), num_rows=(1,))
     assert result.predicted_s == ((7,), (0,), (0,), (0,))
-    assert result.imbalance == 4
+    assert imbalance(result) == 4
 
 
 def test_a_group_is_cut_for_ranks_that_would_idle() -> None:
@@ -97,13 +104,13 @@ def test_a_group_is_cut_for_ranks_that_would_idle() -> None:
         [list(range(6))], profiles=[profile_of(sequences)], model=TOKENS, num_ranks=3, groups_per_mini_batch=1
     )
     assert sorted(cell for (cell,) in cells_of(result)) == [[0, 1], [2, 3], [4, 5]]
-    assert (result.num_cut_groups, result.num_lost_tokens, result.imbalance) == (1, 0, 1)
+    assert (result.num_cut_groups, result.num_lost_tokens, imbalance(result)) == (1, 0, 1)
 
 
 def test_fewer_groups_than_a_mini_batch_is_one_optimiser_step() -> None:
     profiles = [duplicates(2, 2), duplicates(1, 1)]
     result = assign_rows([[0, 1], [2]], profiles=profiles, model=TOKENS, num_ranks=2, groups_per_mini_batch=8)
-    assert result.plan.num_mini_batches == 1
+    assert len(result.plan.num_rows) == 1
     assert result.plan.num_rows == (3,)
 
 
@@ -160,7 +167,7 @@ def test_invariants(
     assert len(plan.rows) == num_ranks
     assert {sum(rank_rows) for rank_rows in plan.rows} == {len(result.row_order) // num_ranks}
     assert min(min(rank_rows) for rank_rows in plan.rows) >= 1
-    assert plan.num_mini_batches == -(-len(groups) // groups_per_mini_batch)
+    assert len(plan.num_rows) == -(-len(groups) // groups_per_mini_batch)
 
     group_of = {row: index for index, group in enumerate(groups) for row in group}
     groups_of_mini_batch: list[set[int]] = [set() for _ in plan.num_rows]
@@ -196,7 +203,7 @@ def test_invariants(
     num_tokens = sum(profile.range_work(0, profile.num_leaves).num_tokens for profile in profiles)
     assert result.num_lost_tokens == num_computed - num_tokens
     whole = assign_rows(groups, cut_groups=False, **arguments)
-    assert 1 <= result.imbalance * (1 + 1e-9) <= whole.imbalance * (1 + 2e-9)
+    assert 1 <= imbalance(result) * (1 + 1e-9) <= imbalance(whole) * (1 + 2e-9)
     for cut_s, whole_s in zip(zip(*result.predicted_s, strict=True), zip(*whole.predicted_s, strict=True), strict=True):
         assert max(cut_s) <= max(whole_s) * (1 + 1e-9)
     assert assign_rows(groups, cut_groups=cut_groups, **arguments) == result

@@ -43,7 +43,7 @@ def estimate(name, rows_by_key):
 
 
 def of_turns(a, b, c, d):
-    """Expected advantages: `a` as (on the way to b, on the way to c)."""
+    """Name the expected advantages: `a` as (on the way to b, on the way to c)."""
     return {
         "u_0_0": pytest.approx({"a": a[0], "A": a[0], "b": b, "B": b}),
         "u_0_1": pytest.approx({"a": a[1], "A": a[1], "c": c}),
@@ -90,7 +90,7 @@ def test_what_a_shared_reward_adds_to_each_advantage(name):
 
 
 def gae_returns(rows, values):
-    """verl's returns of the trained tokens, gamma 1, lambda 1/2."""
+    """Compute verl's returns of the trained tokens, gamma 1, lambda 1/2."""
     data = DataProto.from_dict(
         tensors={
             "token_level_rewards": padded(rows, "rm_scores"),

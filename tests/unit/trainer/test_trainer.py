@@ -1,4 +1,8 @@
-"""What the trainer is before there is a cluster: its registrations, workers, prompts and refusals."""
+"""What the trainer is before there is a cluster: its registrations, workers, prompts and watched validation."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -7,20 +11,21 @@ pytest.importorskip("verl")
 import numpy as np
 from omegaconf import DictConfig
 from tensordict.tensorclass import NonTensorStack
+from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.trainer.ppo.utils import Role
 from verl.utils.skip.base_skip import SKIP_REGISTRY
 
 from verl_tree.launch.composition import compose_config
+from verl_tree.records import read_trees
 from verl_tree.trainer.advantages import ESTIMATORS
 from verl_tree.trainer.replay import TreeRolloutSkip
-from verl_tree.trainer.task_runner import TreeTaskRunner
-from verl_tree.trainer.trainer import POLL_INTERVAL_S, TreePPOTrainerSync, count_flat
+from verl_tree.trainer.trainer import POLL_INTERVAL_S, TreePPOTrainerSync, WatchedBuffer
 from verl_tree.trainer.worker import TreeActorRolloutRefWorker, TreeTrainingWorker
 
 
 def config_of(*overrides: str) -> DictConfig:
-    """The composed configuration of a CPU run."""
+    """Compose the configuration of a CPU run."""
     return compose_config(["profile=cpu", "actor_rollout_ref.model.path=unused", *overrides])
 
 
@@ -53,35 +58,66 @@ def test_every_role_runs_on_our_worker(overrides: list[str], roles: dict[Role, t
     assert all(issubclass(classes[role], worker) for role, worker in roles.items())
 
 
-def test_a_critic_with_other_mini_batches_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"critic\.ppo_mini_batch_size=3"):
-        TreePPOTrainerSync(config_of("algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=3"))
-
-
 def test_uids_sort_in_the_order_in_which_prompts_were_drawn() -> None:
     trainer = TreePPOTrainerSync(config_of())
     prompts = [{"raw_prompt": np.array([f"question {n}" for n in range(3)], dtype=object)} for _ in range(4)]
     trainer.train_dataloader_it = iter(prompts)
     batches = [trainer._fetch_one_gen_batch() for _ in range(4)]
     uids = [uid for batch in batches for uid in batch["uid"]]
-    assert uids == sorted(uids) and len(set(uids)) == 12
+    assert uids == sorted(uids)
+    assert len(set(uids)) == 12
     assert not any("_" in uid for uid in uids), "verl splits row keys at underscores"
     assert isinstance(batches[0].get("uid"), NonTensorStack), "what verl's agent loop workers index"
 
 
-def test_flat_counts_are_of_the_cells_that_a_tree_engine_would_share() -> None:
-    sequences = [np.array(row) for row in ([1, 2, 3], [1, 2, 4, 5], [1, 2, 3], [9])]
-    # Cells: rows 0 and 1 (7 flat, 5 tree tokens); row 2 and padding (3, 3); row 3 (1, 1); padding alone
-    # (nothing)
-    counts = count_flat(sequences, row_order=(0, 1, 2, 4, 3, 5, 6, 7), cells=((2, 2), (1, 3)))
-    assert (counts.num_flat_tokens, counts.num_tree_tokens, counts.num_packed_tokens) == (11, 9, 11)
-    assert counts.num_leaves == 4
-    metrics = counts.metrics()
-    assert metrics["tree/por"] == pytest.approx(2 / 11)
-    assert metrics["tree/err"] == 0.0 and metrics["tree/compression"] == 1.0
+class Buffer:
+    """A replay buffer without rows."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    def sample(self, **options: Any) -> tuple[KVBatchMeta, dict[str, float]]:
+        self.asked.append(options)
+        return KVBatchMeta(partition_id="val", keys=[], tags=[]), {"metric": 1.0}
 
 
-def test_the_task_runner_refuses_other_modes() -> None:
-    runner = TreeTaskRunner.__ray_metadata__.modified_class()
-    with pytest.raises(ValueError, match=r"trainer\.v1\.trainer_mode=sync"):
-        runner.run(config_of("trainer.v1.trainer_mode=colocate_async"))
+def trainer_with_buffer(*overrides: str) -> TreePPOTrainerSync:
+    trainer = TreePPOTrainerSync(config_of(*overrides))
+    trainer.replay_buffer = Buffer()
+    trainer.global_steps, trainer.total_training_steps = 5, 10
+    return trainer
+
+
+def test_a_validation_is_watched_while_it_runs_and_its_samples_are_the_buffers_own(tmp_path: Path) -> None:
+    trainer = trainer_with_buffer(f"tree.dump_dir={tmp_path}", "tree.show_every=0")
+    trainer.tokenizer, trainer.logger = None, SimpleNamespace(logger={})
+    buffer = trainer.replay_buffer
+    with trainer._log_validation():
+        assert trainer.replay_buffer is not buffer
+        assert trainer.replay_buffer.sample(batch_size=2)[1] == {"metric": 1.0}
+    assert trainer.replay_buffer is buffer
+    assert buffer.asked == [{"batch_size": 2}]
+    assert read_trees(tmp_path / "val_000005.parquet") == []
+
+
+def test_a_validation_that_nobody_looks_at_is_not_watched() -> None:
+    trainer = trainer_with_buffer("tree.dump_dir=null", "tree.show_every=0")
+    buffer = trainer.replay_buffer
+    with trainer._log_validation():
+        assert trainer.replay_buffer is buffer
+
+
+def test_the_buffer_comes_back_when_validation_fails_and_nothing_is_logged(tmp_path: Path) -> None:
+    trainer = trainer_with_buffer(f"tree.dump_dir={tmp_path}", "tree.show_every=1")
+    buffer = trainer.replay_buffer
+    with pytest.raises(RuntimeError, match="no rows"), trainer._log_validation():
+        raise RuntimeError("no rows")
+    assert trainer.replay_buffer is buffer
+    assert list(tmp_path.iterdir()) == []
+    assert trainer._tree_log.last_shown is None
+
+
+def test_a_sample_is_shown_before_it_is_used() -> None:
+    buffer, seen = Buffer(), []
+    batch, _ = WatchedBuffer(buffer, on_sample=seen.append).sample(batch_size=1)
+    assert seen == [batch]

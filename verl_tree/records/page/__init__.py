@@ -6,6 +6,7 @@ The page loads nothing (its content security policy forbids it), and the script 
 that what a model wrote stays text. Views have addresses: `page.html#search=foo`, `#leaf=0_1`, `#collapse=all`.
 """
 
+from verl_tree.records.page.content import Tokenizer
 from verl_tree.records.page.page import tree_page
 
-__all__ = ["tree_page"]
+__all__ = ["Tokenizer", "tree_page"]

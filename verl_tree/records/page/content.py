@@ -17,18 +17,18 @@ from verl_tree.records import StoredLeaf, StoredTree, end_nodes
 from verl_tree.tree import TokenForest
 
 _PROMPT, _ENVIRONMENT, _UNKNOWN_CALL = -3, -2, -1
-"""Producers of a token besides the calls 0, 1, ...; the last one sampled it, but was not recorded."""
+"""Producers of a token besides the calls 0, 1, ...; the last is a call that was not recorded."""
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer."""
+    """A tokenizer as far as it is asked."""
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
 
 
 def page_content(tree: StoredTree, *, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Everything that the page's script needs.
+    """Return everything that the page's script needs.
 
     Args:
         tree: What to show.
@@ -38,7 +38,7 @@ def page_content(tree: StoredTree, *, tokenizer: Tokenizer | None) -> dict[str, 
         JSON values; the nodes in display order, with each node's parent an index into that order.
     """
     forest = tree.forest()
-    placed = _place(forest, leaves=tree.leaves)
+    placed = _place(forest)
     position = {each.node: index for index, each in enumerate(placed)}
     ends = end_nodes(forest).tolist()
     rewards = [reward for leaf in tree.leaves if (reward := _finite(leaf.reward)) is not None]
@@ -65,7 +65,7 @@ def page_content(tree: StoredTree, *, tokenizer: Tokenizer | None) -> dict[str, 
 
 
 def overlap_histogram(forest: TokenForest) -> list[tuple[int, int]]:
-    """How many tree tokens are shared by how many leaves (Tree Training, figure 7).
+    """Count how many tree tokens are shared by how many leaves (Tree Training, figure 7).
 
     Returns:
         (leaves, tokens), ascending, without empty entries; the tokens sum to the tree tokens.
@@ -76,13 +76,13 @@ def overlap_histogram(forest: TokenForest) -> list[tuple[int, int]]:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no NaN and no infinity; they are shown as missing."""
+    # JSON has no NaN and no infinity; they are shown as missing.
     return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A node and where it is shown: its level, its number among its siblings, and theirs; roots have no siblings."""
+    """A node and where it is shown: its level, its number among its siblings, and how many they are; 0 for roots."""
 
     node: int
     level: int
@@ -90,8 +90,8 @@ class _Placed:
     num_branches: int
 
 
-def _place(forest: TokenForest, *, leaves: Sequence[StoredLeaf]) -> list[_Placed]:
-    """The nodes in display order."""
+def _place(forest: TokenForest) -> list[_Placed]:
+    """Return the nodes in display order."""
     children: dict[int, list[int]] = {node: [] for node in range(-1, forest.num_nodes)}
     for node, parent in enumerate(forest.node_parent.tolist()):
         children[parent].append(node)
@@ -117,7 +117,7 @@ def _place(forest: TokenForest, *, leaves: Sequence[StoredLeaf]) -> list[_Placed
 
 
 def _leaf(leaf: StoredLeaf, *, node: int) -> dict[str, Any]:
-    """A line of the table of leaves."""
+    """Return a line of the table of leaves."""
     return {
         "name": f"{leaf.session}_{leaf.leaf}",
         "num_tokens": len(leaf.token_ids),
@@ -130,7 +130,6 @@ def _leaf(leaf: StoredLeaf, *, node: int) -> dict[str, Any]:
 
 
 def _node(tree: StoredTree, forest: TokenForest, placed: _Placed, *, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """A node of the page."""
     node = placed.node
     span = slice(int(forest.node_start[node]), int(forest.node_end[node]))
     rows = forest.order[forest.node_first_leaf[node] : forest.node_last_leaf[node]].tolist()
@@ -146,13 +145,13 @@ def _node(tree: StoredTree, forest: TokenForest, placed: _Placed, *, tokenizer: 
         "reward": sum(rewards) / len(rewards) if rewards else None,
         "advantage": _mean_advantage(leaves, span),
         "fork": _fork_kind(leaves[0], span.start) if placed.num_branches > 1 else None,
-        "segments": _segments(leaves, span, tokenizer=tokenizer),
+        "passages": _passages(leaves, span, tokenizer=tokenizer),
         "ends": [],
     }
 
 
 def _mean_advantage(leaves: Sequence[StoredLeaf], span: slice) -> float | None:
-    """Mean advantage of the node's tokens over the leaves that train them; None where nothing is trained."""
+    """Return the mean advantage of a node's tokens over the leaves that train them; None where none does."""
     values = []
     for leaf in leaves:
         if leaf.token_advantages is not None:
@@ -164,7 +163,7 @@ def _mean_advantage(leaves: Sequence[StoredLeaf], span: slice) -> float | None:
 
 
 def _producers(leaf: StoredLeaf, span: slice) -> np.ndarray:
-    """Who produced each token of a part of a leaf: a call's index, or one of the constants above."""
+    """Tell who produced each token of a part of a leaf: a call's index, or one of the constants above."""
     producers = np.full(len(leaf.token_ids), _ENVIRONMENT)
     producers[: leaf.prompt_len] = _PROMPT
     producers[leaf.is_trained] = _UNKNOWN_CALL
@@ -174,10 +173,12 @@ def _producers(leaf: StoredLeaf, span: slice) -> np.ndarray:
 
 
 def _fork_kind(leaf: StoredLeaf, start: int) -> str:
-    """Why a branch that begins at `start` is one, as its first leaf tells it.
+    """Tell why a branch of this leaf begins at `start`.
 
-    `sampled`: its first token was sampled, so two calls went on differently from the same tokens. Else the kind of the
-    first call behind it (`fork`, `rewrite`, `drift`, `continuation`, ...), which read something else.
+    Returns:
+        `sampled` if its first token was sampled: two calls went on differently from the same tokens. Otherwise
+        something else was read: the kind of the first call behind it (`fork`, `rewrite`, `drift`, `continuation`, ...),
+        or `read` if there is none.
     """
     behind = [run for run in leaf.calls if run.end > start]
     if behind and behind[0].start > start:
@@ -185,8 +186,8 @@ def _fork_kind(leaf: StoredLeaf, start: int) -> str:
     return "sampled" if behind or leaf.is_trained[start] else "read"
 
 
-def _segments(leaves: Sequence[StoredLeaf], span: slice, *, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
-    """The node's tokens, cut where the producer or the number of leaves that train them changes."""
+def _passages(leaves: Sequence[StoredLeaf], span: slice, *, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+    """Cut a node's tokens where the producer, or the number of leaves that train them, changes."""
     owner = leaves[0]
     producers = _producers(owner, span)
     num_training = np.sum([leaf.is_trained[span] for leaf in leaves], axis=0)
@@ -194,11 +195,11 @@ def _segments(leaves: Sequence[StoredLeaf], span: slice, *, tokenizer: Tokenizer
     bounds = [0, *(np.flatnonzero(is_cut) + 1).tolist(), len(producers)]
     kinds = {run.call: run.kind for run in owner.calls}
     names = {_PROMPT: "prompt", _ENVIRONMENT: "environment"}
-    segments = []
+    passages = []
     for start, end in pairwise(bounds):
         producer = int(producers[start])
         token_ids = owner.token_ids[span.start + start : span.start + end].tolist()
-        segments.append(
+        passages.append(
             {
                 "who": names.get(producer, "model"),
                 "call": producer if producer >= 0 else None,
@@ -209,4 +210,4 @@ def _segments(leaves: Sequence[StoredLeaf], span: slice, *, tokenizer: Tokenizer
                 "text": " ".join(map(str, token_ids)) if tokenizer is None else tokenizer.decode(token_ids),
             }
         )
-    return segments
+    return passages

@@ -111,26 +111,26 @@ function fillText(box, text, key) {
   box.append(shown.slice(from), start + shown.length < text.length ? " …" : "");
 }
 
-function drawSegment(segment, numLeaves, key) {
-  const isUntrained = segment.who === "model" && !segment.num_training;
-  const made = element("div", `segment ${segment.who}${isUntrained ? " untrained" : ""}`);
-  const parts = [segment.who];
-  if (segment.call !== null) parts.push(`session ${segment.session} call ${segment.call} (${segment.kind})`);
-  if (segment.who === "model") parts.push(segment.num_training === numLeaves ? "trained" : segment.num_training ? `trained on ${segment.num_training} of ${plural(numLeaves, "leaf")}` : "not trained");
-  parts.push(plural(segment.num_tokens, "token"));
+function drawPassage(passage, numLeaves, key) {
+  const isUntrained = passage.who === "model" && !passage.num_training;
+  const made = element("div", `passage ${passage.who}${isUntrained ? " untrained" : ""}`);
+  const parts = [passage.who];
+  if (passage.call !== null) parts.push(`session ${passage.session} call ${passage.call} (${passage.kind})`);
+  if (passage.who === "model") parts.push(passage.num_training === numLeaves ? "trained" : passage.num_training ? `trained on ${passage.num_training} of ${plural(numLeaves, "leaf")}` : "not trained");
+  parts.push(plural(passage.num_tokens, "token"));
   const text = element("pre");
   made.append(element("div", "who", parts.join(" · ")), text);
-  fillText(text, segment.text, key);
-  if (segment.text.length > FOLD) {
-    const more = element("button", "more", `Show all ${number(segment.text.length)} characters`);
+  fillText(text, passage.text, key);
+  if (passage.text.length > FOLD) {
+    const more = element("button", "more", `Show all ${number(passage.text.length)} characters`);
     more.type = "button";
     more.setAttribute("aria-expanded", "false");
     more.addEventListener("click", () => {
       const isOpen = !unfolded.delete(key);
       if (isOpen) unfolded.add(key);
-      more.textContent = isOpen ? "Show less" : `Show all ${number(segment.text.length)} characters`;
+      more.textContent = isOpen ? "Show less" : `Show all ${number(passage.text.length)} characters`;
       more.setAttribute("aria-expanded", String(isOpen));
-      fillText(text, segment.text, key);
+      fillText(text, passage.text, key);
     });
     made.append(more);
   }
@@ -163,7 +163,7 @@ function drawNode(node, index) {
     element("span", "", `in ${plural(node.rows.length, "leaf")}`),
     measure(`${mean}reward`, node.reward, data.reward_range), measure(`${mean}advantage`, node.advantage, data.advantage_range));
   made.append(head);
-  node.segments.forEach((segment, place) => made.append(drawSegment(segment, node.rows.length, `${index}/${place}`)));
+  node.passages.forEach((passage, place) => made.append(drawPassage(passage, node.rows.length, `${index}/${place}`)));
   for (const row of node.ends) {
     const leaf = data.leaves[row];
     made.append(element("div", "end", `■ leaf ${leaf.name} ends: reward ${measured(leaf.reward)}, advantage ${leaf.advantage === null && data.advantage_range !== null ? "varies" : measured(leaf.advantage)}`));
@@ -174,7 +174,7 @@ function drawNode(node, index) {
 // Which nodes are shown: those on the chosen path, with a match or on the way to one. Only a search opens collapsed nodes.
 function visibility() {
   const isHit = data.nodes.map((node) => (leafRow < 0 || node.rows.includes(leafRow)) &&
-    (!query || node.segments.some((segment) => segment.text.toLowerCase().includes(query))));
+    (!query || node.passages.some((passage) => passage.text.toLowerCase().includes(query))));
   const isWanted = [...isHit];
   for (let index = data.nodes.length - 1; index >= 0; index--) {
     if (isWanted[index] && data.nodes[index].parent >= 0) isWanted[data.nodes[index].parent] = true;
@@ -204,7 +204,7 @@ function update() {
       toggle.setAttribute("aria-label", `what follows node #${index}`);
     }
     block.querySelectorAll("pre").forEach((box, place) => {
-      if (isShown[index]) fillText(box, node.segments[place].text, `${index}/${place}`);
+      if (isShown[index]) fillText(box, node.passages[place].text, `${index}/${place}`);
     });
   });
   byId("measure").textContent = by;

@@ -11,7 +11,7 @@ _PARTS = {"/*STYLE*/": "page.css", "/*SCRIPT*/": "page.js"}
 
 
 def tree_page(tree: StoredTree, tokenizer: Tokenizer | None) -> str:
-    """Makes the page of a tree.
+    """Make the page of a tree.
 
     Args:
         tree: What to show.
@@ -24,13 +24,14 @@ def tree_page(tree: StoredTree, tokenizer: Tokenizer | None) -> str:
     page = source.joinpath("template.html").read_text(encoding="utf-8")
     for mark, name in _PARTS.items():
         page = page.replace(mark, source.joinpath(name).read_text(encoding="utf-8"))
-    # Last, so that no mark is looked for in what a model wrote.
+    # The content comes last, so that no mark is looked for in what a model wrote.
     return page.replace("/*CONTENT*/", _script_safe_json(page_content(tree, tokenizer=tokenizer)))
 
 
 def _script_safe_json(content: dict[str, Any]) -> str:
-    """JSON that cannot end or open a script element: `<`, `>` and `&` only occur in strings, where they are escaped."""
+    """Return JSON that cannot end or open a script element."""
     text = json.dumps(content, ensure_ascii=True, separators=(",", ":"))
+    # They occur in strings only, where they may be escaped.
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text

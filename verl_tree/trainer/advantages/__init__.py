@@ -5,21 +5,16 @@
 `estimators`  the four in verl's form, under the names that `algorithm.adv_estimator` takes
 `rows`        what the trainer tells them of its rows, beyond what verl gives to an estimator
 
-Formulas, drawn examples and what `tree.shared_tokens` does to each: docs/advantages.md.
+docs/advantages.md has the formulas, drawn examples, and what `tree.shared_tokens` does to each.
 """
 
-from verl_tree.trainer.advantages.estimators import (
-    ESTIMATORS,
-    ESTIMATORS_ON_NODES,
-    register,
-)
+from verl_tree.trainer.advantages.estimators import ESTIMATORS, register
 from verl_tree.trainer.advantages.leaves import intra_tree_advantages, leaf_advantages
 from verl_tree.trainer.advantages.nodes import SessionTrees, treepo_advantages, treerl_advantages
 from verl_tree.trainer.advantages.rows import Rows, announce_rows
 
 __all__ = [
     "ESTIMATORS",
-    "ESTIMATORS_ON_NODES",
     "Rows",
     "SessionTrees",
     "announce_rows",

@@ -14,96 +14,65 @@ from torch import Tensor
 
 from verl_tree.trainer.advantages.leaves import intra_tree_advantages, leaf_advantages
 from verl_tree.trainer.advantages.nodes import SessionTrees, treepo_advantages, treerl_advantages
-from verl_tree.trainer.advantages.rows import announced_rows
+from verl_tree.trainer.advantages.rows import Rows, announced_rows
 
 Estimator = Callable[..., tuple[Tensor, Tensor]]
-Config = Mapping[str, Any] | None
 
 
-def on_leaves(name: str, advantages: Callable[..., np.ndarray]) -> Estimator:
-    """An estimator in verl's form from one that gives every leaf a number, the same on all its trained tokens.
+def _on_leaves(
+    rewards_R: np.ndarray, *, advantages: Callable[..., np.ndarray], rows: Rows, width: int, normalize_by_std: bool
+) -> np.ndarray:
+    """Give all tokens of a leaf the leaf's advantage, such as that of `leaf_advantages`. (R, width)."""
+    values_R = advantages(rewards_R, groups=rows.groups, sessions=rows.sessions, normalize_by_std=normalize_by_std)
+    return np.broadcast_to(values_R[:, None], (len(values_R), width))
 
-    Args:
-        name: what `algorithm.adv_estimator` calls it.
-        advantages: such as `leaf_advantages`.
 
-    Returns:
-        `estimator(token_level_rewards, response_mask, *, config)`. It raises a ValueError outside `announce_rows`,
-        that is, called by a trainer that is not ours.
-    """
+def _on_nodes(
+    rewards_R: np.ndarray, *, advantages: Callable[..., np.ndarray], rows: Rows, width: int, normalize_by_std: bool
+) -> np.ndarray:
+    """Give every token the advantage of its node, such as that of `treerl_advantages`. (R, width)."""
+    trees = SessionTrees.from_leaves(rows.sequences, rewards=rewards_R, groups=rows.groups, sessions=rows.sessions)
+    values_N = advantages(trees, normalize_by_std=normalize_by_std)
+    return trees.on_responses(values_N, response_lens=rows.response_lens, width=width)
+
+
+def _estimator(name: str, on_tokens: Callable[..., np.ndarray], advantages: Callable[..., np.ndarray]) -> Estimator:
+    """Return the estimator that verl calls; outside `announce_rows` it raises a ValueError."""
 
     def estimate(
-        token_level_rewards: Tensor, response_mask: Tensor, *, config: Config = None, **_unused: Any
+        token_level_rewards: Tensor, response_mask: Tensor, *, config: Mapping[str, Any] | None = None, **_unused: Any
     ) -> tuple[Tensor, Tensor]:
-        rows = announced_rows(name, num_rows=len(token_level_rewards), with_tokens=False).parsed_keys()
-        values_R = advantages(
-            _leaf_rewards(token_level_rewards),
-            groups=[row.uid for row in rows],
-            sessions=[row.session for row in rows],
-            normalize_by_std=_normalizes_by_std(config),
+        values = on_tokens(
+            token_level_rewards.sum(dim=-1).double().numpy(),
+            advantages=advantages,
+            rows=announced_rows(name, num_rows=len(token_level_rewards)),
+            width=response_mask.shape[1],
+            normalize_by_std=True if config is None else config.get("norm_adv_by_std_in_grpo", True),
         )
-        return _masked(values_R[:, None], response_mask, dtype=token_level_rewards.dtype)
+        per_token = torch.tensor(values, dtype=token_level_rewards.dtype) * response_mask
+        return per_token, per_token
 
     return estimate
 
-
-def on_nodes(name: str, advantages: Callable[..., np.ndarray]) -> Estimator:
-    """The same for one that gives every node a number, such as `treerl_advantages`."""
-
-    def estimate(
-        token_level_rewards: Tensor, response_mask: Tensor, *, config: Config = None, **_unused: Any
-    ) -> tuple[Tensor, Tensor]:
-        announced = announced_rows(name, num_rows=len(token_level_rewards), with_tokens=True)
-        rows = announced.parsed_keys()
-        trees = SessionTrees.from_leaves(
-            announced.sequences,
-            rewards=_leaf_rewards(token_level_rewards),
-            groups=[row.uid for row in rows],
-            sessions=[row.session for row in rows],
-        )
-        values_N = advantages(trees, normalize_by_std=_normalizes_by_std(config))
-        values = trees.on_responses(values_N, response_lens=announced.response_lens, width=response_mask.shape[1])
-        return _masked(values, response_mask, dtype=token_level_rewards.dtype)
-
-    return estimate
-
-
-ESTIMATORS_ON_NODES: dict[str, Estimator] = {
-    "treerl": on_nodes("treerl", treerl_advantages),
-    "treepo": on_nodes("treepo", treepo_advantages),
-}
-"""Those that read the rows' tokens."""
 
 ESTIMATORS: dict[str, Estimator] = {
-    "tree_grpo": on_leaves("tree_grpo", leaf_advantages),
-    "tree_grpo_intra": on_leaves("tree_grpo_intra", intra_tree_advantages),
-    **ESTIMATORS_ON_NODES,
+    "tree_grpo": _estimator("tree_grpo", _on_leaves, leaf_advantages),
+    "tree_grpo_intra": _estimator("tree_grpo_intra", _on_leaves, intra_tree_advantages),
+    "treerl": _estimator("treerl", _on_nodes, treerl_advantages),
+    "treepo": _estimator("treepo", _on_nodes, treepo_advantages),
 }
 """By the value of `algorithm.adv_estimator`.
 
-Each takes (R, response length) rewards and response mask, and of the other things that verl gives to every estimator
-only `config`, the `algorithm` options. It returns advantages and returns, the same (R, response length) tensor, as
-verl's outcome estimators.
+Each takes (R, response length) rewards and response mask. Of the other things that verl gives to every estimator it
+reads only `config`, the `algorithm` options. It returns advantages and returns, the same (R, response length) tensor,
+as verl's outcome estimators do.
 """
 
 
 def register() -> None:
-    """Makes the estimators known to verl in this process; repeated calls do nothing."""
+    """Make the estimators known to verl in this process; repeated calls do nothing."""
     # Not at the top: this module is for processes in which verl may still be importing.
     from verl.trainer.ppo.core_algos import register_adv_est
 
     for name, estimator in ESTIMATORS.items():
         register_adv_est(name)(estimator)
-
-
-def _leaf_rewards(token_level_rewards: Tensor) -> np.ndarray:
-    return token_level_rewards.sum(dim=-1).double().numpy()
-
-
-def _normalizes_by_std(config: Config) -> bool:
-    return True if config is None else config.get("norm_adv_by_std_in_grpo", True)
-
-
-def _masked(values: np.ndarray, response_mask: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    per_token = torch.from_numpy(values).to(dtype) * response_mask
-    return per_token, per_token

@@ -1,64 +1,65 @@
 """One advantage per leaf: `tree_grpo`, and `tree_grpo_intra` which adds a comparison within the session.
 
-`tree_grpo` is GRPO whose samples are the leaves of a prompt's sessions, every session with the same weight. A session
-that branched a lot must not dominate the baseline, so a leaf of session s weighs w = 1 / (number of sessions * leaves
-of s). With weights the mean is sum(w r) and the unbiased variance is sum(w (r - mean)^2) / (1 - sum(w^2)); where
-every session has equally many leaves these are the mean and the standard deviation of verl's GRPO
+`tree_grpo` is GRPO whose samples are the leaves of a prompt's sessions. A session that branched a lot must not dominate
+the baseline, so every session has the same weight: a leaf of session s weighs w = 1 / (number of sessions * leaves of
+s). With weights the mean is sum(w r) and the unbiased variance is sum(w (r - mean)^2) / (1 - sum(w^2)). Where every
+session has equally many leaves these are the mean and the variance of verl's GRPO
 (`core_algos.compute_grpo_outcome_advantage`, verl 0.9.1). As there, a leaf that is alone in its group keeps its reward.
 
 `tree_grpo_intra` is the advantage of Tree-GRPO (arXiv 2509.21240): A = A_inter-tree + A_intra-tree, GRPO over all
-leaves of the question plus GRPO over the leaves of the tree. A tree is a session here, and the first part is
-`tree_grpo`: in the paper all trees have equally many leaves, and then it is the paper's.
+leaves of the question plus GRPO over the leaves of the tree. A tree is a session here. The first part is `tree_grpo`,
+which equals the paper's where all trees have equally many leaves, as they have in the paper.
 """
 
 from collections.abc import Hashable, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 EPSILON = 1e-6
 """Added to a standard deviation, as in verl's GRPO."""
 
 
-def one_per_leaf(rewards: np.ndarray, **others: Sequence[object]) -> np.ndarray:
-    """Returns the rewards as (R,) float64.
+def one_per_leaf(rewards: ArrayLike, **others: Sequence[object]) -> np.ndarray:
+    """Return the rewards as (R,) float64.
 
     Raises:
-        ValueError: there is not one reward, and one of each of the others, per leaf.
+        ValueError: There is not one reward, and one of each of the others, per leaf.
     """
-    rewards = np.asarray(rewards, dtype=np.float64)
-    if any(rewards.shape != (len(values),) for values in others.values()):
+    rewards_R = np.asarray(rewards, dtype=np.float64)
+    if any(rewards_R.shape != (len(values),) for values in others.values()):
         given = ", ".join(f"{len(values)} {name}" for name, values in others.items())
-        raise ValueError(f"rewards of shape {rewards.shape} for {given}: give one of each per leaf")
-    return rewards
+        raise ValueError(f"rewards of shape {rewards_R.shape} for {given}: give one of each per leaf")
+    return rewards_R
 
 
 def leaf_advantages(
-    rewards: np.ndarray,
+    rewards: ArrayLike,
     *,
     groups: Sequence[Hashable],
     sessions: Sequence[Hashable],
     normalize_by_std: bool = True,
     epsilon: float = EPSILON,
 ) -> np.ndarray:
-    """Advantages of leaves relative to all leaves of their group, equal weight per session.
+    """Compare leaves with all leaves of their group, every session with the same weight.
 
     Args:
         rewards: (R,) reward of each leaf.
         groups: (R,) the prompt of each leaf.
         sessions: (R,) its session; distinct within a group, may repeat between groups.
-        normalize_by_std: divide by the group's standard deviation (GRPO) or not (Dr. GRPO).
-        epsilon: added to the standard deviation.
+        normalize_by_std: Whether to divide by the group's standard deviation (GRPO) or not (Dr. GRPO).
+        epsilon: Added to the standard deviation.
 
     Returns:
-        (R,) float64. Exactly 0 in a group of equal rewards; the reward itself (over 1 + epsilon where
+        (R,) float64 advantages. Exactly 0 in a group of equal rewards; the reward itself (over 1 + epsilon where
         normalised) for a leaf that is alone in its group.
 
     Raises:
-        ValueError: the arguments differ in length.
+        ValueError: The arguments differ in length.
     """
-    rewards = one_per_leaf(rewards, groups=groups, sessions=sessions)
-    if len(rewards) == 0:
-        return rewards
+    rewards_R = one_per_leaf(rewards, groups=groups, sessions=sessions)
+    if len(rewards_R) == 0:
+        return rewards_R
     group = dense_ids(groups)
     session = dense_ids(list(zip(groups, sessions, strict=True)))
     num_groups = int(group.max()) + 1
@@ -69,43 +70,31 @@ def leaf_advantages(
     group_num_sessions = np.bincount(session_group, minlength=num_groups)
     weight = 1.0 / (group_num_sessions[group] * session_num_leaves[session])
 
-    # Relative to the group's first reward, so that equal rewards cancel exactly and epsilon does not magnify
-    # rounding.
+    # Relative to the group's first reward, equal rewards cancel exactly and epsilon does not magnify rounding.
     first_leaf = np.unique(group, return_index=True)[1]
-    relative = rewards - rewards[first_leaf][group]
+    relative = rewards_R - rewards_R[first_leaf][group]
     deviation = relative - np.bincount(group, weight * relative)[group]
 
     is_alone = np.bincount(group) == 1
     sum_of_squared_weights = np.where(is_alone, 0.0, np.bincount(group, weight**2))
     variance = np.bincount(group, weight * deviation**2) / (1.0 - sum_of_squared_weights)
     std = np.where(is_alone, 1.0, np.sqrt(variance))
-    deviation = np.where(is_alone[group], rewards, deviation)
+    deviation = np.where(is_alone[group], rewards_R, deviation)
     return deviation / (std[group] + epsilon) if normalize_by_std else deviation
 
 
 def intra_tree_advantages(
-    rewards: np.ndarray,
+    rewards: ArrayLike,
     *,
     groups: Sequence[Hashable],
     sessions: Sequence[Hashable],
     normalize_by_std: bool = True,
     epsilon: float = EPSILON,
 ) -> np.ndarray:
-    """Advantages of leaves relative to their group plus relative to their session (Tree-GRPO).
-
-    A leaf that is alone in its session has no one to be compared with there: its second part is 0, as the paper's
-    formula gives. (The authors' code gives it its raw reward, GRPO's rule for a lone sample; then sessions with one
-    leaf would not be GRPO.)
-
-    Args:
-        rewards: (R,) reward of each leaf.
-        groups: (R,) the prompt of each leaf.
-        sessions: (R,) its session; distinct within a group, may repeat between groups.
-        normalize_by_std: divide either part by the standard deviation of its leaves, or neither.
-        epsilon: added to the standard deviations.
+    """Compare leaves with their group plus with their session (Tree-GRPO); arguments are those of `leaf_advantages`.
 
     Returns:
-        (R,) float64. Exactly 0 in a group of equal rewards.
+        (R,) float64 advantages. Exactly 0 in a group of equal rewards.
     """
     question = leaf_advantages(
         rewards, groups=groups, sessions=sessions, normalize_by_std=normalize_by_std, epsilon=epsilon
@@ -115,10 +104,12 @@ def intra_tree_advantages(
         rewards, groups=trees, sessions=range(len(trees)), normalize_by_std=normalize_by_std, epsilon=epsilon
     )
     tree_of_leaf = dense_ids(trees)
+    # A leaf alone in its session is compared with no one there, and the paper's formula gives 0. The authors' code
+    # gives the raw reward, GRPO's rule for a lone sample; with that, sessions with one leaf would not be GRPO.
     return question + np.where(np.bincount(tree_of_leaf)[tree_of_leaf] > 1, tree, 0.0)
 
 
 def dense_ids(values: Sequence[Hashable]) -> np.ndarray:
-    """0, 1, ... by first appearance."""
+    """Replace values by 0, 1, ... in order of first appearance."""
     ids: dict[Hashable, int] = {}
     return np.array([ids.setdefault(value, len(ids)) for value in values], dtype=np.int64)

@@ -1,16 +1,15 @@
 """One advantage per node of a session's token tree: `treerl` and `treepo`.
 
-A session's trajectories form a token tree (`TokenForest`, prompt and response); a node is a maximal run of tokens with
-one set of leaves. The value of a node is the mean reward of the leaves below it, and above the roots of a prompt's
-sessions stands the group with all their leaves::
+A session's trajectories, prompt and response, form a token tree (`TokenForest`). The value of a node is the mean reward
+of the leaves below it. Above the roots of a prompt's sessions stands the group with all their leaves::
 
     group  ──┬── session 0 ── P a ─┬─ b    r = 1          V(group) = 2/3, 3 leaves
              │                     └─ c    r = 0          V(P a) = 1/2, 2 leaves
              └── session 1 ── P d          r = 1          V(b) = V(P d) = 1, V(c) = 0
 
 Sessions never share a node, also where they sampled the same tokens: in both papers the trees are those of the search,
-and the trajectories of different trees are independent samples, as in GRPO. So what sessions with one leaf get does
-not depend on which tokens they happen to have in common.
+and the trajectories of different trees are independent samples, as in GRPO. So the advantages of sessions with one leaf
+do not depend on which tokens they happen to have in common.
 
 Legend: R rows (leaves), N nodes, G groups.
 """
@@ -21,6 +20,7 @@ from itertools import pairwise
 from typing import Self
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from verl_tree.trainer.advantages.leaves import EPSILON, dense_ids, one_per_leaf
 from verl_tree.tree import TokenForest
@@ -31,14 +31,11 @@ from verl_tree.tree.nodes import IntArray
 class SessionTrees:
     """The token trees of all sessions, and the values of their nodes and groups.
 
-    A trajectory that is a strict prefix of another ends in an inner node, duplicates end in one node: their rewards
+    A trajectory that is a strict prefix of another ends in an inner node, and duplicates end in one node. Their rewards
     count in that node's value, and their tokens have the advantages of the nodes on their path.
 
-    Values are relative to the first reward of the group, so that equal rewards cancel exactly. As in verl's GRPO, a
-    leaf that is alone in its group is compared with 0, not with itself.
-
     Attributes:
-        forest: the trees.
+        forest: The trees.
         value_N: (N,) mean reward below each node.
         num_leaves_N: (N,) leaves below it.
         group_value_N: (N,) mean reward of the node's group.
@@ -56,13 +53,13 @@ class SessionTrees:
     @classmethod
     def from_leaves(
         cls,
-        sequences: Sequence[np.ndarray],
+        sequences: Sequence[ArrayLike],
         *,
-        rewards: np.ndarray,
+        rewards: ArrayLike,
         groups: Sequence[Hashable],
         sessions: Sequence[Hashable],
     ) -> Self:
-        """Builds the trees.
+        """Build the trees of all groups.
 
         Args:
             sequences: (R,) token ids of each trajectory, prompt and response.
@@ -70,25 +67,23 @@ class SessionTrees:
             groups: (R,) the prompt of each leaf.
             sessions: (R,) its session; distinct within a group, may repeat between groups.
 
-        Returns:
-            The trees of all groups.
-
         Raises:
-            ValueError: the arguments differ in length.
+            ValueError: The arguments differ in length.
         """
-        rewards = one_per_leaf(rewards, sequences=sequences, groups=groups, sessions=sessions)
+        rewards_R = one_per_leaf(rewards, sequences=sequences, groups=groups, sessions=sessions)
         forest = TokenForest.from_sequences(sequences, merge_keys=list(zip(groups, sessions, strict=True)))
         group_R = dense_ids(groups)
         num_leaves_G = np.bincount(group_R)
         first_leaf_G = np.unique(group_R, return_index=True)[1]
-        origin_G = np.where(num_leaves_G == 1, 0.0, rewards[first_leaf_G])
-        relative_R = rewards - origin_G[group_R]
         is_alone_G = num_leaves_G == 1
+        # Relative to the group's first reward, equal rewards cancel exactly. As in verl's GRPO, a leaf that is alone in
+        # its group is compared with 0, not with itself.
+        relative_R = rewards_R - np.where(is_alone_G, 0.0, rewards_R[first_leaf_G])[group_R]
         value_G = np.where(is_alone_G, 0.0, np.bincount(group_R, relative_R) / num_leaves_G)
         squares_G = np.bincount(group_R, (relative_R - value_G[group_R]) ** 2)
         std_G = np.where(is_alone_G, 1.0, np.sqrt(squares_G / np.maximum(num_leaves_G - 1, 1)))
 
-        # The sums over first_leaf..last_leaf; the zero at the end is for a last_leaf of R.
+        # The sums over first_leaf..last_leaf. The zero at the end is for a last_leaf of R.
         bounds = np.stack([forest.node_first_leaf, forest.node_last_leaf], axis=1).ravel()
         sum_N = np.add.reduceat(np.append(relative_R[forest.order], 0.0), bounds)[::2]
         num_leaves_N = forest.node_last_leaf - forest.node_first_leaf
@@ -103,35 +98,33 @@ class SessionTrees:
         )
 
     def on_responses(self, values_N: np.ndarray, *, response_lens: Sequence[int], width: int) -> np.ndarray:
-        """Gives every response token the value of its node.
+        """Give every response token the value of its node.
 
         Args:
             values_N: (N,) one number per node.
             response_lens: (R,) tokens of each response, the end of its sequence.
-            width: columns, at least the longest response.
+            width: Number of columns, at least the longest response.
 
         Returns:
             (R, width) float64, 0 behind the responses.
         """
         forest = self.forest
-        node_P = np.repeat(np.arange(forest.num_nodes), self.num_leaves_N)
-        nth_P = np.arange(len(node_P)) - np.repeat(np.cumsum(self.num_leaves_N) - self.num_leaves_N, self.num_leaves_N)
-        row_P = forest.order[forest.node_first_leaf[node_P] + nth_P]
-        # Nodes are in preorder, so a stable sort by row leaves each row's nodes in the order of its tokens.
-        path_P = node_P[np.argsort(row_P, kind="stable")]
-        ends = np.cumsum(np.bincount(row_P, minlength=forest.num_leaves)).tolist()
-        node_lens = forest.node_end - forest.node_start
+        spans = list(zip(forest.node_start.tolist(), forest.node_end.tolist(), strict=True))
+        first_nodes = np.searchsorted(forest.node_first_leaf, np.arange(forest.num_leaves + 1)).tolist()
         result = np.zeros((forest.num_leaves, width))
-        for row, (start, end) in enumerate(pairwise([0, *ends])):
-            path = path_P[start:end]
-            values = np.repeat(values_N[path], node_lens[path])
-            assert response_lens[row] <= min(len(values), width)
-            result[row, : response_lens[row]] = values[len(values) - response_lens[row] :]
+        # In DFS order a row has the values of the row before it, but for the nodes that begin with this row.
+        values = np.zeros(forest.sequence_lens.max(initial=0))
+        for row, (start, end) in zip(forest.order.tolist(), pairwise(first_nodes), strict=True):
+            for node in range(start, end):
+                values[slice(*spans[node])] = values_N[node]
+            row_len, response_len = forest.sequence_lens[row], response_lens[row]
+            assert response_len <= min(row_len, width)
+            result[row, :response_len] = values[row_len - response_len : row_len]
         return result
 
 
 def treerl_advantages(trees: SessionTrees, *, normalize_by_std: bool = True, epsilon: float = EPSILON) -> np.ndarray:
-    """TreeRL: a node against the group and against its parent, over the square root of its leaves.
+    """Compare a node with the group and with its parent, over the square root of its leaves (TreeRL).
 
     A(n) = ((V(n) - V(group)) + (V(n) - V(parent))) / (2 sqrt(leaves of n)), the parent of a root being the group.
 
@@ -139,12 +132,12 @@ def treerl_advantages(trees: SessionTrees, *, normalize_by_std: bool = True, eps
     constant factor, and the standard deviation of the group make it GRPO where every session has one leaf.
 
     Args:
-        trees: the sessions.
-        normalize_by_std: divide by the group's standard deviation or not.
-        epsilon: added to it.
+        trees: The sessions.
+        normalize_by_std: Whether to divide by the group's standard deviation.
+        epsilon: Added to it.
 
     Returns:
-        (N,) float64. Exactly 0 in a group of equal rewards.
+        (N,) float64 advantages. Exactly 0 in a group of equal rewards.
     """
     parent_N = trees.forest.node_parent
     parent_value_N = np.where(parent_N >= 0, trees.value_N[parent_N], trees.group_value_N)
@@ -154,23 +147,17 @@ def treerl_advantages(trees: SessionTrees, *, normalize_by_std: bool = True, eps
 
 
 def treepo_advantages(trees: SessionTrees, *, normalize_by_std: bool = True, epsilon: float = EPSILON) -> np.ndarray:
-    """TreePO: a node against each subgroup above it, larger subgroups counting more.
+    """Compare a node with each subgroup above it, larger subgroups counting more (TreePO).
 
     A(n) = sum(|g| (V(n) - V(g))) / sum(|g|) over the subgroups g above n: its group and its ancestors, |g| leaves each.
     A root that holds all leaves of its group is the same subgroup and counts once.
 
     Source: TreePO, arXiv 2508.17445, tree-based advantage estimation weighted by subgroup size (`group_size` in the
-    authors' `compute_tree_reinforce_plus_plus_baseline_outcome_advantage`). It gives one number per trajectory; that
-    is the number here on tokens that only this trajectory has. A token that several have gets the same formula for the
-    subtree below it. Normalised per group as GRPO, where the authors whiten over the batch.
+    authors' `compute_tree_reinforce_plus_plus_baseline_outcome_advantage`). The paper gives one number per trajectory;
+    that is the number here on tokens that only this trajectory has. A token that several trajectories have gets the
+    same formula for the subtree below it. It is normalised per group as GRPO, where the authors whiten over the batch.
 
-    Args:
-        trees: the sessions.
-        normalize_by_std: divide by the group's standard deviation or not.
-        epsilon: added to it.
-
-    Returns:
-        (N,) float64. Exactly 0 in a group of equal rewards.
+    Args and Returns are those of `treerl_advantages`.
     """
     forest = trees.forest
     is_group_N = (forest.node_parent < 0) & (trees.num_leaves_N == trees.group_num_leaves_N)

@@ -1,0 +1,226 @@
+"""The rows of one training step, as the driver knows them: read from TransferQueue once, found by row key.
+
+The trainer balances the ranks with their tokens, shows them to the estimators and logs their trees. In between, verl
+reorders the rows and pads them, so a row is never found by its position.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, Self
+
+import numpy as np
+import transfer_queue as tq
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+
+from rollout_hooks.capture.rows import CALLS_FIELD
+from verl_tree.cost.model import WorkProfile
+from verl_tree.packing.counts import ForestCounts
+from verl_tree.records import CallRun, StoredLeaf, StoredTree
+from verl_tree.trainer.advantages import Rows
+from verl_tree.trainer.batching import RowAssignment, RowKey, group_rows, parse_row_key
+from verl_tree.tree import TokenForest
+from verl_tree.tree.rows import trained_tokens
+
+_SAMPLED = ("input_ids", "response_mask", "rm_scores")
+_RESULTS = ("response_mask", "rollout_log_probs", "advantages", "extra_fields")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRow:
+    """One trajectory of L tokens, the last R of them the response.
+
+    Attributes:
+        place: Its group, session and leaf.
+        tag: Its tag in TransferQueue.
+        token_ids: (L,) int32.
+        response_mask: (R,) whether each token of the response is trained, as sampled.
+        token_rewards: (R,) float32; None where nothing was scored.
+    """
+
+    place: RowKey
+    tag: Mapping[str, Any]
+    token_ids: np.ndarray
+    response_mask: np.ndarray
+    token_rewards: np.ndarray | None
+
+    @property
+    def is_trained(self) -> np.ndarray:
+        """(L,) bool, the tokens that a loss reads."""
+        mask_lens, row_lens = np.array([len(self.response_mask)]), np.array([len(self.token_ids)])
+        return trained_tokens(self.response_mask, mask_lens=mask_lens, row_lens=row_lens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRows:
+    """The rows of a step, without padding rows.
+
+    Attributes:
+        rows: The rows by their keys in TransferQueue, in the order of the batch that was read.
+        partition_id: Their partition in TransferQueue.
+    """
+
+    rows: Mapping[str, StepRow] = field(default_factory=dict)
+    partition_id: str = "train"
+    _forests: dict[tuple[str, ...], TokenForest] = field(default_factory=dict)
+
+    @classmethod
+    def fetch(cls, batch: KVBatchMeta) -> Self:
+        """Read what is known of rows once they are sampled and scored."""
+        if not batch.keys:
+            return cls(partition_id=batch.partition_id)
+        columns = _fetch(batch.keys, partition_id=batch.partition_id, names=_SAMPLED)
+        return cls.from_columns(batch.keys, tags=batch.tags, columns=columns, partition_id=batch.partition_id)
+
+    @classmethod
+    def from_columns(
+        cls, keys: Sequence[str], *, tags: Sequence[Mapping[str, Any]], columns: TensorDict, partition_id: str = "train"
+    ) -> Self:
+        """Make the rows from verl's columns `input_ids`, `response_mask` and, where known, `rm_scores`."""
+        token_ids, masks = _arrays(columns, "input_ids"), _arrays(columns, "response_mask")
+        rewards = _arrays(columns, "rm_scores") if "rm_scores" in columns else [None] * len(keys)
+        rows = {
+            key: StepRow(parse_row_key(key), tag, ids.astype(np.int32), mask, token_rewards)
+            for key, tag, ids, mask, token_rewards in zip(keys, tags, token_ids, masks, rewards, strict=True)
+        }
+        return cls(rows, partition_id)
+
+    def select(self, keys: Sequence[str]) -> Self:
+        """Return the rows of these keys, in their order; forests that are known stay known."""
+        return type(self)({key: self.rows[key] for key in keys}, self.partition_id, self._forests)
+
+    def __or__(self, other: Self) -> Self:
+        return type(self)({**self.rows, **other.rows}, other.partition_id, self._forests | other._forests)
+
+    @property
+    def keys(self) -> list[str]:
+        """Row keys."""
+        return list(self.rows)
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """Positions of each group's rows; see `group_rows`."""
+        return group_rows(self.keys)
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """(R,) float64 reward of each row: the sum of its token rewards."""
+        return np.array([np.sum(row.token_rewards, dtype=np.float64) for row in self.rows.values()])
+
+    def announcement(self) -> Rows:
+        """Return what estimators are told."""
+        rows = self.rows.values()
+        return Rows(self.keys, [row.token_ids for row in rows], [len(row.response_mask) for row in rows])
+
+    def profiles(self) -> list[WorkProfile]:
+        """Return the work of each group."""
+        return [
+            WorkProfile.from_forest(self._forest(keys), trained=[self.rows[key].is_trained for key in keys])
+            for keys in self._group_keys()
+        ]
+
+    def flat_counts(self, assignment: RowAssignment) -> ForestCounts:
+        """Count what verl's own engine computes: every row in full, whatever the rows of a mini-batch share.
+
+        Args:
+            assignment: Which row is trained where; rows are their positions here.
+
+        Returns:
+            Counts whose tree tokens are what a tree engine would find in the same mini-batches.
+        """
+        counts, keys = ForestCounts(), self.keys
+        order = iter(assignment.row_order)
+        for num_rows in (num_rows for rank_rows in assignment.plan.rows for num_rows in rank_rows):
+            # Padding rows come behind the last row.
+            members = [keys[row] for row in islice(order, num_rows) if row < len(keys)]
+            if members:
+                forest = TokenForest.from_sequences([self.rows[key].token_ids for key in members])
+                counts = counts + ForestCounts(
+                    num_flat_tokens=forest.num_flat_tokens,
+                    num_tree_tokens=forest.num_tokens,
+                    num_packed_tokens=forest.num_flat_tokens,
+                    num_nodes=forest.num_nodes,
+                    num_leaves=forest.num_leaves,
+                    depth=forest.depth,
+                )
+        return counts
+
+    def fetch_trees(self, *, step: int) -> list[StoredTree]:
+        """Read what has become known since the rows were sampled, and return their trees; see `trees`."""
+        if not self.rows:
+            return []
+        return self.trees(step=step, columns=_fetch(self.keys, partition_id=self.partition_id, names=_RESULTS))
+
+    def trees(self, *, step: int, columns: TensorDict) -> list[StoredTree]:
+        """Make the trees that are stored and shown.
+
+        Args:
+            step: The trainer's global step.
+            columns: verl's columns of these rows: `response_mask`, from which rollout correction may have taken tokens
+                since they were sampled, and where known `rollout_log_probs`, `advantages` and `extra_fields`
+                (`reward_extra_info`, recorded calls).
+
+        Returns:
+            One tree per group in the order of uids, its leaves in the order of sessions and leaves.
+        """
+        names = [name for name in _RESULTS if name != "extra_fields" and name in columns]
+        values = {name: _arrays(columns, name) for name in names}
+        extra = columns.get("extra_fields").tolist() if "extra_fields" in columns else [{}] * len(self.rows)
+        leaves = {
+            key: _leaf(row, results={name: values[name][index] for name in names}, extra=extra[index])
+            for index, (key, row) in enumerate(self.rows.items())
+        }
+        return [
+            StoredTree(step, self.rows[keys[0]].place.uid, tuple(leaves[key] for key in keys), self._forest(keys))
+            for keys in self._group_keys()
+        ]
+
+    def _group_keys(self) -> list[list[str]]:
+        keys = self.keys
+        return [[keys[row] for row in group] for group in self.groups]
+
+    def _forest(self, keys: Sequence[str]) -> TokenForest:
+        """Return the forest of a group, which is made once."""
+        members = tuple(keys)
+        if members not in self._forests:
+            self._forests[members] = TokenForest.from_sequences([self.rows[key].token_ids for key in members])
+        return self._forests[members]
+
+
+def _fetch(keys: Sequence[str], *, partition_id: str, names: Sequence[str]) -> TensorDict:
+    """Read columns; those that do not exist yet are left out."""
+    return tq.kv_batch_get(keys=list(keys), partition_id=partition_id, select_fields=list(names))
+
+
+def _arrays(columns: TensorDict, name: str) -> list[np.ndarray]:
+    return [row.numpy() for row in columns[name].unbind()]
+
+
+def _leaf(row: StepRow, *, results: Mapping[str, np.ndarray], extra: Mapping[str, Any]) -> StoredLeaf:
+    """Make the stored form of a row."""
+    is_trained = replace(row, response_mask=results["response_mask"]).is_trained
+    prompt_len = len(row.token_ids) - len(row.response_mask)
+    calls = tuple(CallRun(*run) for run in extra.get(CALLS_FIELD, ()))
+    log_probs = np.full(len(row.token_ids), np.nan, dtype=np.float32)
+    if "rollout_log_probs" in results:
+        # verl writes 0 for tokens that were only read; a sampled one may have it, too.
+        was_sampled = is_trained.copy()
+        for run in calls:
+            was_sampled[max(run.start, prompt_len) : run.end] = True
+        values = results["rollout_log_probs"]
+        log_probs[prompt_len:] = np.where(was_sampled[prompt_len:] | (values != 0), values, np.nan)
+    return StoredLeaf(
+        session=row.place.session,
+        leaf=row.place.leaf,
+        token_ids=row.token_ids,
+        prompt_len=prompt_len,
+        is_trained=is_trained,
+        log_probs=log_probs,
+        token_rewards=row.token_rewards,
+        token_advantages=results.get("advantages"),
+        reward_extra_info=extra.get("reward_extra_info"),
+        min_global_steps=row.tag.get("min_global_steps"),
+        max_global_steps=row.tag.get("max_global_steps"),
+        calls=calls,
+    )
