@@ -13,7 +13,7 @@
 `rows`            a loop's own outputs and the recorded calls, merged into the rows of the session
 `branch`          a cursor in the session's tree: generate, observe, fork, rewind, restart, add_reward, finish
                   (`branch_session` for what branches share, `branch_tokens` for what one holds)
-`branching`       the agent loop base class whose subclasses steer branches (`loop_options`: misspelt ones are refused)
+`base`            the agent loop base class whose subclasses steer branches; misspelt options of `loops.yaml` are refused
 `tool_turns`      the base class of the loops that call tools: turns, calls and results of a branch (in `turns`)
 `parallel_tools`  the agent loop in which every tool call of a turn gets its own branch
 `memory`          the agent loop in which every turn has a context of its own, with notes (`memory_store`)
