@@ -10,7 +10,7 @@ The outputs are vLLM's own `RequestOutput`s. A call counts as ended with the out
 reaches the caller; a call that is left early (closed, cancelled, failed) keeps the tokens that had arrived.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,7 @@ class RecordingAsyncLLM:
         sampling_params: "SamplingParams",
         request_id: str,
         **engine_kwargs: Any,
-    ) -> AsyncIterator["RequestOutput"]:
+    ) -> AsyncGenerator["RequestOutput", None]:
         """Hand a call to the engine, its drift healed, and record it; with `n` samples it counts as `n` calls.
 
         Leave it early through `contextlib.aclosing`, so that the call ends then and not with the garbage collector.

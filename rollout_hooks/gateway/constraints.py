@@ -26,7 +26,7 @@ Tags = list[dict[str, Any]]
 
 
 def structured_outputs(request: TurnRequest, tool_parser: ToolParser | None) -> dict[str, Any]:
-    """The form of the turn that a request asks for; see `prescribes`.
+    """Return the form of the turn that a request asks for; see `prescribes`.
 
     Returns:
         Arguments of vLLM's `StructuredOutputsParams`.
@@ -45,7 +45,7 @@ def structured_outputs(request: TurnRequest, tool_parser: ToolParser | None) -> 
 
 
 def prescribes(request: TurnRequest) -> str | None:
-    """The first parameter by which a request prescribes a form; None where the model is free."""
+    """Return the first parameter by which a request prescribes a form; None where the model is free."""
     if request.parses_tools and request.forced_tools:
         return "tool_choice"
     if request.parses_tools and request.single_call:
@@ -125,9 +125,9 @@ def _check(grammar_of: str, text: str, *, param: str, owner: str) -> None:
         raise ApiError(400, message, code="unsupported_or_invalid_parameter", param=param)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)  # agents send the same tools with every turn, and reading them takes milliseconds
 def _refusal(grammar_of: str, text: str) -> str | None:
-    """Why XGrammar refuses a form. Agents send the same tools with every turn, and reading them takes milliseconds."""
+    """Return why XGrammar refuses a form, if it does."""
     # XGrammar comes with vLLM, and is of no use to sessions that prescribe nothing.
     from xgrammar import Grammar
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from uuid import uuid4
 
+from typing_extensions import override
+
 from rollout_hooks.capture.async_llm import RecordingAsyncLLM
 from rollout_hooks.capture.recording import ABORTED, RecordingClient
 from rollout_hooks.capture.session_tree import SessionTree
@@ -52,7 +54,7 @@ class SessionEngine(Protocol):
         ...
 
 
-class ClientEngine:
+class ClientEngine(SessionEngine):
     """verl's LLM servers, through the recording client of the session: one chunk per call.
 
     Args:
@@ -70,10 +72,10 @@ class ClientEngine:
         self._request_id = request_id or uuid4().hex
         self._unique_request_ids = unique_request_ids
 
+    @override
     async def stream(
         self, prompt_ids: Sequence[int], *, sampling_params: Mapping[str, Any]
     ) -> AsyncIterator[TokenChunk]:
-        """See `SessionEngine.stream`."""
         params = _with_vllm_form(sampling_params)
         # The client takes its place among the calls before it first waits for anything.
         call = len(self.tree.calls)
@@ -85,7 +87,7 @@ class ClientEngine:
         yield TokenChunk(call, list(output.token_ids), output.log_probs or None, output.stop_reason in ABORTED)
 
 
-class AsyncLLMEngine:
+class AsyncLLMEngine(SessionEngine):
     """vLLM's `AsyncLLM` in this process, through a recording handle: chunks as they come.
 
     Args:
@@ -96,10 +98,10 @@ class AsyncLLMEngine:
         self.tree = llm.tree
         self._llm = llm
 
+    @override
     async def stream(
         self, prompt_ids: Sequence[int], *, sampling_params: Mapping[str, Any]
     ) -> AsyncIterator[TokenChunk]:
-        """See `SessionEngine.stream`."""
         # Importing vLLM takes seconds; with an engine in this process it is imported already.
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -117,13 +119,11 @@ class AsyncLLMEngine:
 
 
 def _with_vllm_form(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling parameters with `structured_outputs` as vLLM's own class; verl's server hands it on as it is.
-
-    The first form of a process waits a second or two for the import. Nothing else may come between a request and its
-    place among the calls, so it is not awaited.
-    """
+    """Return sampling parameters with `structured_outputs` as vLLM's own class; verl's server hands it on as it is."""
     params = dict(sampling_params)
     if "structured_outputs" in params:
+        # The first import in a process takes a second or two. It is not awaited in a thread: nothing may come between a
+        # request and its place among the calls.
         from vllm.sampling_params import StructuredOutputsParams
 
         params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])

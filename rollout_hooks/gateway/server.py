@@ -32,7 +32,7 @@ class Address:
         return f"{self.url}/v1"
 
     def session_url(self, session_id: str) -> str:
-        """Base URL of a client that talks to one session."""
+        """Return the base URL of a client that talks to one session."""
         return f"{self.url}/sessions/{session_id}/v1"
 
 
@@ -49,8 +49,8 @@ async def serve(gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0) -> 
 
     Args:
         gateway: What to serve.
-        host: Address to bind. The default is reached from this machine only; the key goes over the wire in the
-            clear, so put TLS in front of any other.
+        host: Address to bind. The default is reached from this machine only. Put TLS in front of any other, since the
+            key goes over the wire in the clear.
         port: Port to bind; 0 takes a free one.
 
     Yields:

@@ -1,4 +1,4 @@
-"""A request for one turn of the model, whichever API it came through."""
+"""One turn of the model, asked for and given, whichever API it came through."""
 
 import json
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """What the model shall read and how it shall answer.
+    """The history that the model shall read, and how it shall answer.
 
     Attributes:
         messages: The history, in the words of chat templates.
@@ -48,7 +48,7 @@ class ToolCall:
     arguments: str
 
     def as_message_part(self) -> dict[str, Any]:
-        """As chat templates read it: arguments that are a JSON object become one, as in verl's tool loop."""
+        """Return it as chat templates read it: arguments that are a JSON object become one, as in verl's tool loop."""
         try:
             parsed = json.loads(self.arguments)
         except json.JSONDecodeError:
@@ -58,7 +58,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ModelTurn:
     """One answer of the model.
 
     Attributes:
