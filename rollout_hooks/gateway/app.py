@@ -1,4 +1,4 @@
-"""The HTTP side: who may call, which session is meant, how much is let in, and what an error looks like.
+"""The HTTP side: who may call, which session is meant, how much is accepted, and what an error looks like.
 
     POST /sessions/{id}/v1/chat/completions     or  /v1/chat/completions  with the header X-Session-Id
     POST /sessions/{id}/v1/responses            or  /v1/responses         with the header X-Session-Id
@@ -35,7 +35,7 @@ _SESSION_ID = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class GatewayLimits:
-    """What the gateway lets in.
+    """Limits on what the gateway accepts.
 
     Attributes:
         max_body_bytes: Largest request body; a larger one is refused with 413.
@@ -58,7 +58,7 @@ class Gateway:
     Args:
         model: The model's name: what requests must ask for.
         api_key: The bearer token; a new random one by default.
-        limits: What is let in.
+        limits: Limits on what is accepted.
 
     Attributes:
         app: The ASGI application.

@@ -20,7 +20,7 @@ from rollout_hooks.gateway.errors import ApiError
 from rollout_hooks.gateway.turn import Message, ToolCall
 
 _UNFINISHED = "\ufffd"
-"""What decoders write for a token that holds a part of a character."""
+"""Decoders write it for a token that holds a part of a character."""
 
 
 class ChatFormat:
@@ -81,11 +81,7 @@ class ChatFormat:
     async def parse_calls(
         self, token_ids: Sequence[int], tools: Sequence[dict[str, Any]]
     ) -> tuple[str, tuple[ToolCall, ...]]:
-        """Look for tool calls in a turn.
-
-        Returns:
-            The text beside the calls, and the calls.
-        """
+        """Return the text beside the tool calls of a turn, and the calls."""
         assert self.tool_parser is not None
         schemas = [_parser_schema(tool["function"]) for tool in tools]
         content, calls = await self.tool_parser.extract_tool_calls(list(token_ids), schemas)
@@ -120,11 +116,7 @@ class TextStream:
     """The text of a turn as its tokens come.
 
     Text that may still change is held back: parts of characters, the possible beginning of a stop string, and a special
-    token that may be the end of the turn.
-
-    Args:
-        chat_format: Decodes the tokens.
-        stop: Strings that end the text; neither they nor what follows them is part of it.
+    token that may be the end of the turn. A stop string and what follows it are not part of the text.
     """
 
     def __init__(self, chat_format: ChatFormat, *, stop: Sequence[str] = ()) -> None:

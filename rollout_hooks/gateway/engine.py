@@ -1,8 +1,8 @@
-"""What the gateway needs of an engine: tokens in, tokens out, recorded; and the two engines that it comes with.
+"""The engine as the gateway sees it, tokens in and recorded tokens out; and the two engines that it comes with.
 
 A `SessionEngine` belongs to one session and records its calls in the session's tree, so the gateway itself records
-nothing and decides nothing about tokens. `ClientEngine` is verl's client; it hands a turn over in one piece.
-`AsyncLLMEngine` is vLLM in this process; it hands tokens over as they come.
+nothing and decides nothing about tokens. `ClientEngine` is verl's client; it hands a turn over whole. `AsyncLLMEngine`
+is vLLM in this process; it hands tokens over as they come.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -44,7 +44,7 @@ class SessionEngine(Protocol):
         """Make one call and record it.
 
         Args:
-            prompt_ids: What the model reads.
+            prompt_ids: The tokens that the model reads.
             sampling_params: verl's names: those of vLLM's `SamplingParams`, with a bool for `logprobs` and the
                 arguments of vLLM's `StructuredOutputsParams` for `structured_outputs`.
 
@@ -58,7 +58,7 @@ class ClientEngine(SessionEngine):
     """verl's LLM servers, through the recording client of the session: one chunk per call.
 
     Args:
-        client: The session's client.
+        client: The recording client.
         request_id: verl's sticky session id: all calls of the session go to one server and share its prefix cache.
         unique_request_ids: Give each call an id of its own, derived from `request_id`; needed under
             `rollout.full_determinism`, where verl hands the id to vLLM as it is.
@@ -88,11 +88,7 @@ class ClientEngine(SessionEngine):
 
 
 class AsyncLLMEngine(SessionEngine):
-    """vLLM's `AsyncLLM` in this process, through a recording handle: chunks as they come.
-
-    Args:
-        llm: The session's handle.
-    """
+    """vLLM's `AsyncLLM` in this process, through the recording handle of the session: chunks as they come."""
 
     def __init__(self, llm: RecordingAsyncLLM) -> None:
         self.tree = llm.tree

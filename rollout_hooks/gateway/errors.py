@@ -5,14 +5,7 @@ from pydantic_core import ErrorDetails
 
 
 class ApiError(Exception):
-    """An error that reaches the client.
-
-    Args:
-        status: HTTP status.
-        message: What is wrong and what would be right.
-        code: OpenAI's machine-readable code.
-        param: The name of the parameter that is meant.
-    """
+    """An error that reaches the client: HTTP status, message, OpenAI's code, and the parameter that is meant."""
 
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -26,6 +19,11 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
+def refused(message: str, *, param: str | None) -> ApiError:
+    """Return the 400 for a parameter that cannot be served."""
+    return ApiError(400, message, code="unsupported_or_invalid_parameter", param=param)
+
+
 class EngineFailure(ApiError):
     """A call that the engine failed (500) or gave up (503); both are recorded in the session's tree."""
 
@@ -35,7 +33,7 @@ class EngineFailure(ApiError):
 
 
 _SAMPLING = "the policy is trained as it samples; leave it out"
-_THINKING = "how a model thinks is said by the arguments of the run's chat template; leave it out"
+_THINKING = "how a model thinks is set for the training run, by the arguments of its chat template; leave it out"
 
 # What to do instead, by the first name of the parameter.
 _REMEDIES = {
@@ -64,7 +62,7 @@ def invalid_request(error: ValidationError) -> ApiError:
     problems = error.errors(include_url=False, include_context=False)
     params = [".".join(str(part) for part in problem["loc"]) or None for problem in problems]
     lines = [_line(param, problem) for param, problem in zip(params, problems, strict=True)]
-    return ApiError(400, "; ".join(lines), code="unsupported_or_invalid_parameter", param=params[0])
+    return refused("; ".join(lines), param=params[0])
 
 
 def _line(param: str | None, problem: ErrorDetails) -> str:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from rollout_hooks.gateway.errors import ApiError
+from rollout_hooks.gateway.errors import refused
 
 
 class Body(BaseModel):
@@ -112,11 +112,9 @@ class SharedBody(Body):
         names = tuple(tool["function"]["name"] for tool in tools)
         named = _named_function(self.tool_choice)
         if (self.tool_choice == "required" and not names) or (named is not None and named not in names):
-            raise ApiError(
-                400,
+            raise refused(
                 f"tool_choice={self.tool_choice!r}, but `tools` has {', '.join(names) or 'nothing'}: add the function, "
                 "or leave tool_choice out",
-                code="unsupported_or_invalid_parameter",
                 param="tool_choice",
             )
         return {

@@ -16,12 +16,7 @@ _GRACE_S = 5
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a gateway listens.
-
-    Attributes:
-        url: Scheme, host and port.
-        api_key: The bearer token that requests must carry.
-    """
+    """Where a gateway listens (scheme, host and port), and the bearer token that requests must carry."""
 
     url: str
     api_key: str
@@ -48,7 +43,7 @@ async def serve(gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0) -> 
     """Serve a gateway while the context is open.
 
     Args:
-        gateway: What to serve.
+        gateway: The gateway to serve.
         host: Address to bind. The default is reached from this machine only. Put TLS in front of any other, since the
             key goes over the wire in the clear.
         port: Port to bind; 0 takes a free one.

@@ -16,7 +16,7 @@ from rollout_hooks.capture.outputs import describe_error
 from rollout_hooks.gateway.chat_format import ChatFormat, TextStream
 from rollout_hooks.gateway.constraints import prescribes, structured_outputs
 from rollout_hooks.gateway.engine import SessionEngine, TokenChunk
-from rollout_hooks.gateway.errors import ApiError, EngineFailure
+from rollout_hooks.gateway.errors import ApiError, EngineFailure, refused
 from rollout_hooks.gateway.turn import Message, ModelTurn, ToolCall, TurnRequest
 
 logger = logging.getLogger(__name__)
@@ -83,10 +83,7 @@ class SessionSettings:
 class RunningCall:
     """One call to the engine, as a task that runs to its end whoever listens.
 
-    Args:
-        chunks: The engine's stream.
-        max_tokens: The call's limit, None if the engine decides.
-        num_prompt: Tokens of its prompt.
+    `max_tokens` is the limit of the call, None if the engine decides; `num_prompt` counts the tokens of its prompt.
     """
 
     def __init__(self, chunks: AsyncIterator[TokenChunk], *, max_tokens: int | None, num_prompt: int) -> None:
@@ -124,14 +121,7 @@ class RunningCall:
 
 
 class GatewaySession:
-    """A session that clients talk to; made by `Gateway.open_session`.
-
-    Args:
-        session_id: Its name in URLs and headers.
-        engine: Makes and records its calls.
-        chat_format: The model's.
-        settings: How calls are made.
-    """
+    """A session that clients talk to; made by `Gateway.open_session`."""
 
     def __init__(
         self, session_id: str, engine: SessionEngine, *, chat_format: ChatFormat, settings: SessionSettings
@@ -182,7 +172,7 @@ class GatewaySession:
         With tools the text comes at once, since what is text and what is a call is known when both are whole.
 
         Raises:
-            EngineFailure: See `RunningCall`.
+            EngineFailure: If the engine failed or gave the call up, or the session was closed.
         """
         stream = TextStream(self.chat_format, stop=request.stop)
         token_ids: list[int] = []
@@ -252,13 +242,8 @@ class GatewaySession:
         if param is None:
             return {}
         if not self.settings.constrained_decoding:
-            raise ApiError(
-                400,
-                f"{param}: this run prescribes no form of an answer, so that its tokens are the policy's own; leave it "
-                "out, or set constrained_decoding=true",
-                code="unsupported_or_invalid_parameter",
-                param=param,
-            )
+            message = "this training run prescribes no form of an answer, so that its tokens are the policy's own"
+            raise refused(f"{param}: {message}; leave it out, or set constrained_decoding=true", param=param)
         form = structured_outputs(request, self.chat_format.tool_parser)
         _warn_of_masks(param)
         return {"structured_outputs": form}
@@ -283,7 +268,7 @@ class GatewaySession:
 
 @cache
 def _warn_of_masks(param: str) -> None:
-    """Once in a process for each parameter."""
+    # Once in a process for each parameter.
     logger.warning(
         "the agent prescribes the form of answers (%s): vLLM masks tokens then, and the policy is trained without the "
         "mask; turn on algorithm.rollout_correction.rollout_is=token, or refuse such requests with "

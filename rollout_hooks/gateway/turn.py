@@ -19,8 +19,8 @@ class TurnRequest:
         forced_tools: Names of the tools of which the answer must call one; empty for an answer as the model likes.
         single_call: Whether the answer may make one call at most.
         text_schema: JSON schema that the text must follow, None for any text.
-        text_param: What the API calls the parameter with that schema.
-        sampling: What the client asked for, under vLLM's names.
+        text_param: The API's name of the parameter with that schema.
+        sampling: The sampling parameters that the client gave, under vLLM's names.
         stop: Strings that end the answer; they are not part of the text that the client gets.
         num_choices: Answers to sample.
         wants_log_probs: Whether the client gets the log-probs of the tokens.
@@ -63,7 +63,7 @@ class ModelTurn:
 
     Attributes:
         call: Index of the call in the session's tree.
-        token_ids: What was generated, the stop token included.
+        token_ids: The generated tokens, the stop token included.
         log_probs: One per token, or None.
         content: The text for the client: no tool calls, no stop token, no stop string.
         tool_calls: The calls that were found.

@@ -30,7 +30,7 @@ from rollout_hooks.loops.branch_session import BranchSession
 
 __all__ = ["Branch", "BranchSession", "BranchingAgentLoop"]
 
-# What verl's worker gives to every loop; `name` is the name of an entry of `loops.yaml`.
+# The arguments that verl's worker gives to every loop; `name` is the name of an entry of `loops.yaml`.
 _GIVEN_BY_VERL = frozenset(inspect.signature(AgentLoopBase.__init__).parameters) | {"tools", "name"}
 
 
@@ -41,10 +41,9 @@ class BranchingAgentLoop(AgentLoopBase):
     `rollout.prompt_length` as in verl's loops. A branch holds at most `rollout.response_length` tokens after it.
 
     Args:
-        *args: What verl's worker gives.
         call_timeout_s: Most seconds that one call to the LLM (in tool-calling loops also one call of a tool) may take;
             after that its branch ends, with the reason in `Branch.failure`. None: no limit.
-        **kwargs: What verl's worker gives, and the options of the subclass.
+        **kwargs: The options of the subclass, and what verl's worker gives.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -160,12 +159,7 @@ class BranchingAgentLoop(AgentLoopBase):
     async def prompt_tokens(
         self, messages: Sequence[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None
     ) -> list[int]:
-        """Return the tokens of another prompt, for `Branch.restart`: verl's template code, but nothing is cut off.
-
-        Args:
-            messages: The whole context.
-            tools: Tool schemas that the chat template renders.
-        """
+        """Return the tokens of another prompt, for `Branch.restart`: verl's template code, but nothing is cut off."""
         return await asyncio.to_thread(
             self.continuous_token_builder.build_initial_tokens, list(messages), tools=tools or None
         )
@@ -219,9 +213,7 @@ def fixed_request_id(row: Mapping[str, Any]) -> str:
 def refuse_unknown_options(loop_class: type[AgentLoopBase], arguments: Mapping[str, Any]) -> None:
     """Refuse keyword arguments that neither verl nor the loop knows: verl would drop a misspelt option silently.
 
-    Args:
-        loop_class: The class of the loop; its options are the keyword-only arguments of its and its bases' `__init__`.
-        arguments: What no class has taken.
+    The options of a loop are the keyword-only arguments of its and its bases' `__init__`.
 
     Raises:
         ValueError: Naming option, value and the options that there are.

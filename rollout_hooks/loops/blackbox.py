@@ -44,14 +44,14 @@ from rollout_hooks.loops.base import fixed_request_id, refuse_unknown_options
 Agent = Callable[..., Awaitable[float | Mapping[str, Any] | None]]
 
 MODEL = "policy"
-"""What agents ask the gateway for."""
+"""The name of the model, for which agents ask the gateway."""
 
 
 @register("blackbox")
 class BlackboxAgentLoop(AgentLoopBase):
     """Agent loop that runs an agent against the gateway; see the module.
 
-    What the agent returns is the reward:
+    The agent returns the reward:
 
     - a number: the reward of every leaf of the session;
     - None: verl's reward function scores the last leaf, and the other leaves get a copy;
@@ -59,15 +59,13 @@ class BlackboxAgentLoop(AgentLoopBase):
       them, and anything else, which is reported with the reward (verl's `reward_extra_info`).
 
     Args:
-        *args: What verl's worker gives.
         agent: Import path of the function, `package.module:function`.
         timeout_s: Seconds after which the agent is cancelled and the session fails.
         drain_s: Seconds that calls may go on after the agent has ended, e.g. those whose client went away.
-        fixed_sampling: Sampling parameters in which the run overrules the agent. verl computes log-probs at
+        fixed_sampling: Sampling parameters in which the configuration overrules the agent. verl computes log-probs at
             `rollout.temperature`, so an agent that sets another temperature trains at the wrong one: name it here.
         constrained_decoding: Whether the agent may force tool calls and JSON. Such turns are not sampled from the
             policy alone; False refuses the request.
-        **kwargs: What verl's worker gives.
     """
 
     tokenizer: PreTrainedTokenizerBase

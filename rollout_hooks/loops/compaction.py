@@ -5,7 +5,7 @@
 
 The summary is generated on the old branch, after all that it sums up, and trained there: that leaf ends with it. The
 next branch shares the root prompt and begins with the row's messages and the summary, as text that the model reads.
-What a good summary is worth shows in the reward of the answer, which its leaf gets too by default.
+The worth of a good summary shows in the reward of the answer, which its leaf gets too by default.
 """
 
 from typing import Any
@@ -31,13 +31,12 @@ class CompactionAgentLoop(ToolTurnsLoop):
     count), or where results and the request for a summary do not fit.
 
     Args:
-        *args: What verl's worker gives.
         max_context_len: Tokens of a context, prompt included, beyond which it is summarised before the next turn. None:
             `rollout.prompt_length` and half of `rollout.response_length`.
         max_summary_len: Most tokens of a summary. None: as many as fit.
         request: The user message that asks for the summary.
-        preface: What the next context says before the summary.
-        **kwargs: What verl's worker gives, and the options of `ToolTurnsLoop`.
+        preface: The words before the summary in the next context.
+        **kwargs: The options of `ToolTurnsLoop`, and what verl's worker gives.
     """
 
     endless_because = "compaction lets a session go on for ever"

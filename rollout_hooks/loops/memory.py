@@ -36,11 +36,10 @@ class MemoryAgentLoop(ToolTurnsLoop):
     `rollout.multi_turn.max_assistant_turns`.
 
     Args:
-        *args: What verl's worker gives.
         max_notes: Most notes that a context holds; fewer where they would not fit into `rollout.prompt_length`.
         max_found: Most notes that one `memory_search` returns.
         embed: Texts to vectors, for a search by meaning beside the one by words; see `memory_store`. None: words only.
-        **kwargs: What verl's worker gives, and the options of `ToolTurnsLoop`.
+        **kwargs: The options of `ToolTurnsLoop`, and what verl's worker gives.
     """
 
     own_schemas = (WRITE, SEARCH)

@@ -63,15 +63,9 @@ class MemoryStore:
         return note
 
     async def search(self, query: str, *, limit: int) -> list[Note]:
-        """Return the notes that fit a query best.
+        """Return the notes that fit a query, any text, best first; of equally good notes the older one first.
 
-        Args:
-            query: Any text.
-            limit: Most notes to return, at least 1.
-
-        Returns:
-            Best first; of equally good notes the older one first. Notes without a word of the query are found through
-            embeddings only.
+        Notes without a word of the query are found through embeddings only.
 
         Raises:
             ValueError: If `limit` < 1.

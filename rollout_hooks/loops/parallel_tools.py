@@ -31,9 +31,8 @@ class ParallelToolsAgentLoop(ToolTurnsLoop):
     A call that takes too long (or, with `tool_errors="end"`, raises) ends its own branch; the main branch is told.
 
     Args:
-        *args: What verl's worker gives.
         branch_single_call: Whether a turn with a single call gets a branch too. None takes the class attribute.
-        **kwargs: What verl's worker gives, and the options of `ToolTurnsLoop`.
+        **kwargs: The options of `ToolTurnsLoop`, and what verl's worker gives.
     """
 
     branch_single_call: bool = True
@@ -52,7 +51,7 @@ class ParallelToolsAgentLoop(ToolTurnsLoop):
         Args:
             row: The dataset row, `uid` and `session_id`.
             call: The call: `name` and `arguments`, a JSON string as the model wrote it.
-            result: What the tool answered; `result.text` is what the model saw.
+            result: The answer of the tool; the model saw `result.text`.
             conclusion: The model's text after that result.
         """
 

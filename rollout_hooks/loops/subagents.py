@@ -33,7 +33,7 @@ CHILD_SYSTEM_PROMPT = "You are a subagent. Do the task and answer briefly; only 
 
 @dataclass(slots=True)
 class _Session:
-    """What the agents of one session share: the row, how many children there are, and where they run."""
+    """The state that the agents of one session share: the row, the number of children, and where they run."""
 
     row: dict[str, Any]
     tasks: asyncio.TaskGroup
@@ -48,11 +48,10 @@ class SubagentsAgentLoop(ToolTurnsLoop):
     bounds the children of one turn, `max_assistant_turns` the turns of each agent.
 
     Args:
-        *args: What verl's worker gives.
         max_depth: Generations of children: 1 lets only the first agent spawn.
         max_children: Most children of a session; further calls are refused with a message to the model.
         child_system_prompt: The system prompt of a child.
-        **kwargs: What verl's worker gives, and the options of `ToolTurnsLoop`.
+        **kwargs: The options of `ToolTurnsLoop`, and what verl's worker gives.
     """
 
     own_schemas = (SPAWN,)
@@ -76,7 +75,7 @@ class SubagentsAgentLoop(ToolTurnsLoop):
 
         Args:
             row: The dataset row, `uid` and `session_id`.
-            task: What the parent asked for.
+            task: The task that the parent gave.
             depth: 1 for a child of the first agent.
         """
         del row, depth  # for those who override it

@@ -1,4 +1,4 @@
-"""What the loops that call tools share: turns of the model, tool calls through verl, and their results as messages.
+"""The base class of loops that call tools: turns of the model, tool calls through verl, their results as messages.
 
 Tools (function tools, verl's stateful tools, MCP tools), tool parser and truncation of results are verl's own
 (`ToolAgentLoop`); here they run for a branch. Text only: a tool that returns images is refused.
@@ -41,15 +41,14 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
     scores the final leaf, and any other leaf gets a copy of that score.
 
     Args:
-        *args: What verl's worker gives.
         tool_errors: "tell": the model reads what went wrong, as in verl, and may do better. "end": an error raised by a
             tool ends the branch that needs the result, with the error as the reason. Calls that name no tool or have
             no valid arguments are the model's own mistakes and always told.
-        tool_rewards: What becomes of the rewards that tools return. "report": each row has those of its calls as
+        tool_rewards: The use of the rewards that tools return. "report": each row has those of its calls as
             `tool_rewards`, as in verl, where the reward function of the session's last row reads them in `extra_info`.
             "add": each is also added to the turn that called (`Branch.add_reward`), for all leaves that go on from it.
         max_turn_len: Most tokens of one call to the LLM. None: as many as fit into `rollout.response_length`.
-        **kwargs: What verl's worker gives, `call_timeout_s`, and the options of the subclass.
+        **kwargs: `call_timeout_s`, the options of the subclass, and what verl's worker gives.
     """
 
     own_schemas: tuple[OpenAIFunctionToolSchema, ...] = ()
@@ -119,12 +118,7 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
         return number == self.max_assistant_turns or number > (self.max_user_turns or number)
 
     async def take_turn(self, branch: Branch, *, tools: Mapping[str, Any], start: int | None = None) -> ToolTurn | None:
-        """Let the model take its turn, or the rest of one.
-
-        Args:
-            branch: Where; it has not failed.
-            tools: The tools that the parser may look for, by name.
-            start: Where the turn begins if its first tokens are on the branch already. None: at the cursor.
+        """Let the model take its turn, or the rest of one that begins on the branch already, at `start`.
 
         Returns:
             The turn, or None if the branch failed; a context that leaves no room to generate fails it too.
@@ -243,14 +237,14 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
         """Take turns and read tool results on one branch until the model answers, as in verl's tool loop.
 
         Args:
-            branch: Where; its tokens stand for `messages`.
+            branch: The branch; its tokens stand for `messages`.
             messages: The messages before the first turn.
-            tools: The tools by name.
-            row: The dataset row.
+            tools: The tools that the model may call, by name.
+            row: The dataset row, `uid` and `session_id`.
             number: The number of the first turn.
-            start: As in `take_turn`, for the first turn.
-            steps: Every turn is appended to it.
-            run_calls: Runs the calls of a turn in the place of the method `run_calls`.
+            start: The beginning of the first turn; see `take_turn`.
+            steps: A list to which every turn is appended.
+            run_calls: A function that runs the calls of a turn in the place of the method `run_calls`.
 
         Returns:
             The text of the last turn, or None if the branch failed.

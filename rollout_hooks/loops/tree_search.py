@@ -71,7 +71,6 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
     `num_trees` = 1 and `rollout.n` = M.
 
     Args:
-        *args: What verl's worker gives.
         num_trees: M, chains from the prompt.
         num_expansions: N, places per tree and round.
         num_rounds: L.
@@ -79,7 +78,7 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
         select: "random" or "entropy".
         seed: Of the random choice, together with the prompt and the number of the session; the same seed makes the same
             choices among the same samples.
-        **kwargs: What verl's worker gives, and the options of `ToolTurnsLoop`.
+        **kwargs: The options of `ToolTurnsLoop`, and what verl's worker gives.
     """
 
     def __init__(

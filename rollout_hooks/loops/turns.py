@@ -19,7 +19,7 @@ class ToolTurn:
         start: Position at which the turn begins on its branch.
         output: verl's output of the call to the LLM that ended the turn.
         text: The turn's text, special tokens removed.
-        content: What the tool parser left of the text when it took the calls out, special tokens removed too.
+        content: The text without the calls, as the tool parser leaves it, special tokens removed too.
         calls: The first `max_parallel_calls` tool calls.
     """
 
@@ -32,7 +32,7 @@ class ToolTurn:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What one tool call gave.
+    """The outcome of one tool call.
 
     Attributes:
         response: verl's response; `text` is what the model is told, errors included.
