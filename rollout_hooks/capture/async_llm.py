@@ -10,7 +10,7 @@ The outputs are vLLM's own `RequestOutput`s. A call has ended once an output say
 caller gets that output. A call that is left early (closed, cancelled, failed) keeps the tokens that had arrived.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +60,8 @@ class RecordingAsyncLLM:
         sampling_params: "SamplingParams",
         request_id: str,
         **engine_kwargs: Any,
-    ) -> AsyncIterator["RequestOutput"]:
-        """Hand a call to the engine, its drift healed, and record it; a request for `n` samples counts as `n` calls.
+    ) -> AsyncGenerator["RequestOutput", None]:
+        """Hand a call to the engine, its drift healed, and record it; with `n` samples it counts as `n` calls.
 
         To leave it early, use `contextlib.aclosing`: else the call ends only when it is garbage collected.
 

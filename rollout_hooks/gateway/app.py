@@ -1,4 +1,4 @@
-"""The HTTP side: who may call, which session is meant, how much is let in, and what an error looks like.
+"""The HTTP side: who may call, which session is meant, how much is accepted, and what an error looks like.
 
     POST /sessions/{id}/v1/chat/completions     or  /v1/chat/completions  with the header X-Session-Id
     POST /sessions/{id}/v1/responses            or  /v1/responses         with the header X-Session-Id
@@ -8,10 +8,9 @@ Checked in this order: token (401), session (404), calls in flight (429), size o
 """
 
 import asyncio
-import json
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,7 +28,6 @@ from rollout_hooks.gateway.requests import ChatBody, ResponsesBody
 from rollout_hooks.gateway.responses_api import ResponsesAnswer
 from rollout_hooks.gateway.session import GatewaySession, SessionSettings
 
-Event = dict[str, Any]
 Body = TypeVar("Body", ChatBody, ResponsesBody)
 
 _SESSION_ID = re.compile(r"[A-Za-z0-9._~-]{1,128}")
@@ -37,7 +35,7 @@ _SESSION_ID = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class GatewayLimits:
-    """What the gateway lets in.
+    """Limits on what the gateway accepts.
 
     Attributes:
         max_body_bytes: Largest request body; a larger one is refused with 413.
@@ -60,7 +58,7 @@ class Gateway:
     Args:
         model: The model's name: what requests must ask for.
         api_key: The bearer token; a new random one by default.
-        limits: What is let in.
+        limits: Limits on what is accepted.
 
     Attributes:
         app: The ASGI application.
@@ -81,7 +79,7 @@ class Gateway:
         """Let clients talk to an engine under a name.
 
         Raises:
-            ValueError: If the name is taken, or cannot stand in a URL.
+            ValueError: If the name is taken or cannot stand in a URL.
         """
         if not _SESSION_ID.fullmatch(session_id):
             raise ValueError(f"session_id={session_id!r}: use 1 to 128 letters, digits and . _ ~ -")
@@ -121,9 +119,8 @@ class Gateway:
         router.add_api_route("/models/{model:path}", self._model, methods=["GET"])
         app.include_router(router, prefix="/v1")
         app.include_router(router, prefix="/sessions/{session_id}/v1")
-        app.add_exception_handler(ApiError, _error_response)
-        app.add_exception_handler(HTTPException, _route_error)
-        app.add_exception_handler(Exception, _own_error)
+        for kind in (ApiError, HTTPException, Exception):
+            app.add_exception_handler(kind, _error_response)
         return app
 
     async def _models(self, request: Request) -> Response:
@@ -142,11 +139,7 @@ class Gateway:
         session, body = await self._admit(request, ChatBody)
         wanted = body.turn_request()
         self._check_room(wanted.num_choices)
-        answer = ChatAnswer(session, body, request=wanted, calls=session.start(wanted))
-        if not body.stream:
-            return JSONResponse(await answer.whole())
-        kind = _StreamKind(line=_plain_line, failed=ApiError.body, end="data: [DONE]\n\n")
-        return await _event_stream(answer.events(), kind=kind)
+        return await _respond(ChatAnswer(session, body, wanted, session.start(wanted)), stream=body.stream)
 
     async def _responses(self, request: Request) -> Response:
         session, body = await self._admit(request, ResponsesBody)
@@ -154,14 +147,10 @@ class Gateway:
         wanted = body.turn_request(() if previous is None else session.messages_until(previous))
         self._check_room(wanted.num_choices)
         (call,) = session.start(wanted)
-        answer = ResponsesAnswer(session, body, request=wanted, call=call)
-        if not body.stream:
-            return JSONResponse(await answer.whole())
-        kind = _StreamKind(line=_named_line, failed=answer.failed, end="")
-        return await _event_stream(answer.events(), kind=kind)
+        return await _respond(ResponsesAnswer(session, body, wanted, call), stream=body.stream)
 
     async def _admit(self, request: Request, body_class: type[Body]) -> tuple[GatewaySession, Body]:
-        """The session and the body of a request that may make calls.
+        """Return the session and the body of a request that may make calls.
 
         Raises:
             ApiError: Every refusal listed at the top of the module.
@@ -216,54 +205,33 @@ class Gateway:
         return bytes(body)
 
 
-async def _error_response(request: Request, error: ApiError) -> Response:
-    del request
+async def _error_response(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        error = ApiError(error.status_code, message, code="no_such_route")
+    elif not isinstance(error, ApiError):
+        # A fault of the gateway; uvicorn logs it with its traceback.
+        error = ApiError(500, describe_error(error), code="gateway_error")
     return JSONResponse(error.body(), status_code=error.status)
 
 
-async def _own_error(request: Request, error: Exception) -> Response:
-    """A fault of the gateway; uvicorn logs it with its traceback."""
-    return await _error_response(request, ApiError(500, describe_error(error), code="gateway_error"))
-
-
-async def _route_error(request: Request, error: HTTPException) -> Response:
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return await _error_response(request, ApiError(error.status_code, message, code="no_such_route"))
-
-
-@dataclass(frozen=True, slots=True)
-class _StreamKind:
-    """How an API writes its stream: an event, the event of a failure, and what follows the last event."""
-
-    line: Callable[[Event], str]
-    failed: Callable[[ApiError], Event]
-    end: str
-
-
-def _plain_line(event: Event) -> str:
-    return f"data: {json.dumps(event)}\n\n"
-
-
-def _named_line(event: Event) -> str:
-    return f"event: {event['type']}\n{_plain_line(event)}"
-
-
-async def _event_stream(events: AsyncIterator[Event], *, kind: "_StreamKind") -> Response:
-    """Server-sent events.
-
-    The status goes out with the first event, which the answers send when the engine has given something: a call that
-    fails before is an ordinary error response.
-    """
+async def _respond(answer: ChatAnswer | ResponsesAnswer, *, stream: bool) -> Response:
+    """Return an answer whole, or as server-sent events."""
+    if not stream:
+        return JSONResponse(await answer.whole())
+    events = answer.events()
+    # The status goes out with the first event, which an answer yields when the engine has given something: a call that
+    # fails before is an ordinary error response.
     first = await anext(events)
 
     async def lines() -> AsyncIterator[str]:
-        yield kind.line(first)
+        yield answer.line(first)
         try:
             async for event in events:
-                yield kind.line(event)
+                yield answer.line(event)
         except ApiError as error:
-            yield kind.line(kind.failed(error))
+            yield answer.line(answer.failed(error))
             return
-        yield kind.end
+        yield answer.end
 
     return StreamingResponse(lines(), media_type="text/event-stream")

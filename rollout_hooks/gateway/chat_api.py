@@ -1,45 +1,36 @@
 """Chat Completions: turns as OpenAI's completion object, or as its stream of chunks."""
 
+import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+from rollout_hooks.gateway.errors import ApiError
 from rollout_hooks.gateway.requests import ChatBody
 from rollout_hooks.gateway.session import GatewaySession, RunningCall
-from rollout_hooks.gateway.turn import Turn, TurnRequest
+from rollout_hooks.gateway.turn import ModelTurn, TurnRequest
 
 Event = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """The answer to one request to `POST /v1/chat/completions`.
+    """The answer to one request to `POST /v1/chat/completions`, with one call for each choice."""
 
-    Args:
-        session: Where the calls run.
-        body: The request.
-        request: What it asks for.
-        calls: The calls, one for each choice.
-    """
-
-    def __init__(
-        self, session: GatewaySession, body: ChatBody, *, request: TurnRequest, calls: Sequence[RunningCall]
-    ) -> None:
-        self._session = session
-        self._body = body
-        self._request = request
-        self._calls = calls
-        self._id = f"chatcmpl-{uuid4().hex}"
-        self._created = int(time.time())
+    session: GatewaySession
+    body: ChatBody
+    request: TurnRequest
+    calls: Sequence[RunningCall]
+    end: str = "data: [DONE]\n\n"
+    _id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
+    _created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self) -> dict[str, Any]:
-        """The completion, when all its choices are there."""
-        turns = []
-        for call in self._calls:
-            async for piece in self._session.follow(call, self._request):
-                if isinstance(piece, Turn):
-                    turns.append(piece)
-        self._session.calls_of_response[self._id] = tuple(turn.call for turn in turns)
+        """Return the completion when all its choices are there."""
+        turns = [await self.session.whole_turn(call, self.request) for call in self.calls]
+        self.session.calls_of_response[self._id] = tuple(turn.call for turn in turns)
         choices = [
             {
                 "index": index,
@@ -52,27 +43,40 @@ class ChatAnswer:
         return {**self._head("chat.completion"), "choices": choices, "usage": _usage(turns)}
 
     async def events(self) -> AsyncIterator[Event]:
-        """The chunks of the one choice; the first one when the engine has given something."""
-        (call,) = self._calls
+        """Yield the chunks of the one choice, the first one when the engine has given something."""
+        (call,) = self.calls
         has_begun = False
-        async for piece in self._session.follow(call, self._request):
+        async for part in self.session.follow(call, self.request):
             if not has_begun:
                 yield self._chunk({"role": "assistant", "content": ""})
                 has_begun = True
-            if isinstance(piece, Turn):
-                turn = piece
-            elif piece.text or (self._request.wants_log_probs and piece.token_ids):
-                yield self._chunk({"content": piece.text}, log_probs=self._log_probs(piece.token_ids, piece.log_probs))
-        self._session.calls_of_response[self._id] = (turn.call,)
+            if isinstance(part, ModelTurn):
+                for chunk in self._last_chunks(part):
+                    yield chunk
+            elif part.text or (self.request.wants_log_probs and part.token_ids):
+                yield self._chunk({"content": part.text}, log_probs=self._log_probs(part.token_ids, part.log_probs))
+
+    @staticmethod
+    def line(event: Event) -> str:
+        """Return a chunk as a server-sent event."""
+        return f"data: {json.dumps(event)}\n\n"
+
+    @staticmethod
+    def failed(error: ApiError) -> Event:
+        """Return the event that ends a stream which cannot be completed."""
+        return error.body()
+
+    def _last_chunks(self, turn: ModelTurn) -> Iterator[Event]:
+        self.session.calls_of_response[self._id] = (turn.call,)
         if turn.tool_calls:
             calls = [{"index": index, **part} for index, part in enumerate(_message(turn)["tool_calls"])]
             yield self._chunk({"tool_calls": calls})
         yield self._chunk({}, finish_reason=turn.finish_reason)
-        if self._body.stream_options.include_usage:
+        if self.body.stream_options.include_usage:
             yield {**self._head("chat.completion.chunk"), "choices": [], "usage": _usage([turn])}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._body.model}
+        return {"id": self._id, "object": kind, "created": self._created, "model": self.body.model}
 
     def _chunk(
         self, delta: dict[str, Any], *, finish_reason: str | None = None, log_probs: dict[str, Any] | None = None
@@ -81,9 +85,9 @@ class ChatAnswer:
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
     def _log_probs(self, token_ids: Sequence[int], log_probs: Sequence[float] | None) -> dict[str, Any] | None:
-        if not self._request.wants_log_probs or log_probs is None:
+        if not self.request.wants_log_probs or log_probs is None:
             return None
-        texts = [self._session.chat_format.decode([token]) for token in token_ids]
+        texts = [self.session.chat_format.decode([token]) for token in token_ids]
         content = [
             {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
             for text, value in zip(texts, log_probs, strict=True)
@@ -91,7 +95,7 @@ class ChatAnswer:
         return {"content": content, "refusal": None}
 
 
-def _message(turn: Turn) -> dict[str, Any]:
+def _message(turn: ModelTurn) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": turn.content, "refusal": None}
     if turn.tool_calls:
         message["content"] = turn.content or None
@@ -102,6 +106,6 @@ def _message(turn: Turn) -> dict[str, Any]:
     return message
 
 
-def _usage(turns: Sequence[Turn]) -> dict[str, int]:
+def _usage(turns: Sequence[ModelTurn]) -> dict[str, int]:
     num_prompt, num_output = turns[0].num_prompt, sum(len(turn.token_ids) for turn in turns)
     return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}

@@ -1,10 +1,10 @@
 """Between messages and tokens: chat template one way, text and tool calls the other way.
 
-Text goes out once, for the client to read, and is never encoded back into what is recorded. A client that sends its
-history gets it rendered anew, and the recorder compares the tokens with what it knows. Two things keep that history
-what the model wrote: nothing of the text is left out but the stop token, which the template writes itself; and a turn
-with tool calls that comes back unchanged is rendered from the model's own words, since a template writes calls in its
-own way (spaces, order) and no tokeniser could undo that.
+Text goes out once, for the client to read, and is never encoded back into what is recorded. The history that a client
+sends is rendered anew, and the recorder compares the tokens with what it knows. Two rules keep that history what the
+model wrote. Nothing of the text is left out but the stop token, which the template writes itself. And a turn with tool
+calls that comes back unchanged is rendered from the model's own words, since a template writes calls in its own way
+(spaces, order) and no tokeniser could undo that.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from rollout_hooks.gateway.errors import ApiError
 from rollout_hooks.gateway.turn import Message, ToolCall
 
 _UNFINISHED = "\ufffd"
-"""What decoders write for a token that holds a part of a character."""
+"""Decoders write it for a token that holds a part of a character."""
 
 
 class ChatFormat:
@@ -52,7 +52,7 @@ class ChatFormat:
         )
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        """The tokens of a prompt, the beginning of the model's turn included.
+        """Return the tokens of a prompt, the beginning of the model's turn included.
 
         Raises:
             ApiError: 400, if the chat template refuses the messages.
@@ -65,25 +65,23 @@ class ChatFormat:
         return [int(token) for token in token_ids]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of some tokens, special ones included."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        """Return the text of some tokens, special ones included."""
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
 
     def ends_itself(self, token_ids: Sequence[int]) -> bool:
-        """Whether a turn ends with a special token, and not because it may not be longer."""
+        """Say whether a turn ends with a special token, and not because it may not be longer."""
         return bool(token_ids) and token_ids[-1] in self._special_ids
 
     def without_stop_token(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokens of a turn without the special token that ends it."""
+        """Return the tokens of a turn without the special token that ends it."""
         return list(token_ids[: len(token_ids) - self.ends_itself(token_ids)])
 
     async def parse_calls(
         self, token_ids: Sequence[int], tools: Sequence[dict[str, Any]]
     ) -> tuple[str, tuple[ToolCall, ...]]:
-        """Look for tool calls in a turn.
-
-        Returns:
-            The text beside the calls, and the calls.
-        """
+        """Return the text beside the tool calls of a turn, and the calls."""
         assert self.tool_parser is not None
         schemas = [_parser_schema(tool["function"]) for tool in tools]
         content, calls = await self.tool_parser.extract_tool_calls(list(token_ids), schemas)
@@ -95,7 +93,7 @@ class ChatFormat:
 
 
 def _parser_schema(function: dict[str, Any]) -> OpenAIFunctionToolSchema:
-    """A function as verl's parsers want it: they look at the names and at the types of its arguments.
+    """Return a function as verl's parsers want it: they look at the names and at the types of its arguments.
 
     Argument schemas without a plain type (`anyOf`, references) are called objects: the parsers then read JSON.
     """
@@ -103,27 +101,22 @@ def _parser_schema(function: dict[str, Any]) -> OpenAIFunctionToolSchema:
     properties = {name: {"type": _argument_type(schema)} for name, schema in dict(given or {}).items()}
     required = [name for name in function["parameters"].get("required") or [] if name in properties]
     schema = {"type": "object", "properties": properties, "required": required}
-    return OpenAIFunctionToolSchema(
-        type="function",
-        function={"name": function["name"], "description": function["description"], "parameters": schema},
-    )
+    function = {"name": function["name"], "description": function["description"], "parameters": schema}
+    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
 
 def _argument_type(schema: Any) -> str | list[str]:
     kind = schema.get("type") if isinstance(schema, dict) else None
-    is_plain = isinstance(kind, str) or (isinstance(kind, list) and all(isinstance(each, str) for each in kind))
-    return kind if is_plain else "object"
+    if isinstance(kind, str) or (isinstance(kind, list) and all(isinstance(each, str) for each in kind)):
+        return kind
+    return "object"
 
 
 class TextStream:
     """The text of a turn as its tokens come.
 
-    What may still change is held back: parts of characters, what may be the beginning of a stop string, and a special
-    token that may be the end of the turn.
-
-    Args:
-        chat_format: Decodes.
-        stop: Strings that end the text; neither they nor what follows them is part of it.
+    Text that may still change is held back: parts of characters, the possible beginning of a stop string, and a special
+    token that may be the end of the turn. A stop string and what follows it are not part of the text.
     """
 
     def __init__(self, chat_format: ChatFormat, *, stop: Sequence[str] = ()) -> None:
@@ -137,7 +130,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All that was handed out."""
+        """All text that was handed out."""
         return self._text[: self._num_emitted]
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -148,7 +141,7 @@ class TextStream:
         return self._emit(len(self._text) - longest + 1)
 
     def finish(self) -> str:
-        """No more tokens come; return the rest of the text."""
+        """Return the rest of the text, as no more tokens come."""
         self._decode_to(self._text_len(), is_end=True)
         return self._emit(len(self._text))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl.experimental.agent_loop.tool_parser import HermesToolParser, Qwen3XMLToolParser, ToolParser
 
-from rollout_hooks.gateway.errors import ApiError
+from rollout_hooks.gateway.errors import refused
 from rollout_hooks.gateway.turn import TurnRequest
 
 _TRIGGER = "<tool_call>"
@@ -26,7 +26,7 @@ Tags = list[dict[str, Any]]
 
 
 def structured_outputs(request: TurnRequest, tool_parser: ToolParser | None) -> dict[str, Any]:
-    """The form of the turn that a request asks for; see `prescribes`.
+    """Return the form of the turn that a request asks for; see `prescribes`.
 
     Returns:
         Arguments of vLLM's `StructuredOutputsParams`.
@@ -45,7 +45,7 @@ def structured_outputs(request: TurnRequest, tool_parser: ToolParser | None) -> 
 
 
 def prescribes(request: TurnRequest) -> str | None:
-    """The first parameter by which a request prescribes a form; None where the model is free."""
+    """Return the first parameter by which a request prescribes a form; None where the model is free."""
     if request.parses_tools and request.forced_tools:
         return "tool_choice"
     if request.parses_tools and request.single_call:
@@ -56,11 +56,9 @@ def prescribes(request: TurnRequest) -> str | None:
 def _form_with_calls(request: TurnRequest, tool_parser: ToolParser | None) -> dict[str, Any]:
     if type(tool_parser) not in _TAGS:
         formats = "hermes, qwen3_coder"
-        raise ApiError(
-            400,
+        raise refused(
             f"tool_choice, parallel_tool_calls=false and {request.text_param} beside tools need a format of tool calls "
             f"that can be enforced ({formats}), and this model's is {type(tool_parser).__name__}; leave them out",
-            code="unsupported_or_invalid_parameter",
             param=prescribes(request),
         )
     functions = [tool["function"] for tool in request.tools]
@@ -122,12 +120,12 @@ def _check(grammar_of: str, text: str, *, param: str, owner: str) -> None:
     cause = _refusal(grammar_of, text)
     if cause is not None:
         message = f"{owner}: the JSON schema cannot be kept to: {cause}; simplify it, or leave the constraint out"
-        raise ApiError(400, message, code="unsupported_or_invalid_parameter", param=param)
+        raise refused(message, param=param)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)  # agents send the same tools with every turn, and reading them takes milliseconds
 def _refusal(grammar_of: str, text: str) -> str | None:
-    """Why XGrammar refuses a form. Agents send the same tools with every turn, and reading them takes milliseconds."""
+    """Return why XGrammar refuses a form, if it does."""
     # XGrammar comes with vLLM, and is of no use to sessions that prescribe nothing.
     from xgrammar import Grammar
 

@@ -1,8 +1,8 @@
-"""What the gateway needs of an engine: tokens in, tokens out, recorded; and the two engines that it comes with.
+"""The engine as the gateway sees it, tokens in and recorded tokens out; and the two engines that it comes with.
 
 A `SessionEngine` belongs to one session and records its calls in the session's tree, so the gateway itself records
-nothing and decides nothing about tokens. `ClientEngine` is verl's client; it hands a turn over in one piece.
-`AsyncLLMEngine` is vLLM in this process; it hands tokens over as they come.
+nothing and decides nothing about tokens. `ClientEngine` is verl's client; it hands a turn over whole. `AsyncLLMEngine`
+is vLLM in this process; it hands tokens over as they come.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -10,6 +10,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 from uuid import uuid4
+
+from typing_extensions import override
 
 from rollout_hooks.capture.async_llm import RecordingAsyncLLM
 from rollout_hooks.capture.recording import ABORTED, RecordingClient
@@ -42,7 +44,7 @@ class SessionEngine(Protocol):
         """Make one call and record it.
 
         Args:
-            prompt_ids: What the model reads.
+            prompt_ids: The tokens that the model reads.
             sampling_params: verl's names: those of vLLM's `SamplingParams`, with a bool for `logprobs` and the
                 arguments of vLLM's `StructuredOutputsParams` for `structured_outputs`.
 
@@ -52,11 +54,11 @@ class SessionEngine(Protocol):
         ...
 
 
-class ClientEngine:
+class ClientEngine(SessionEngine):
     """verl's LLM servers, through the recording client of the session: one chunk per call.
 
     Args:
-        client: The session's client.
+        client: The recording client.
         request_id: verl's sticky session id: all calls of the session go to one server and share its prefix cache.
         unique_request_ids: Give each call an id of its own, derived from `request_id`; needed under
             `rollout.full_determinism`, where verl hands the id to vLLM as it is.
@@ -70,10 +72,10 @@ class ClientEngine:
         self._request_id = request_id or uuid4().hex
         self._unique_request_ids = unique_request_ids
 
+    @override
     async def stream(
         self, prompt_ids: Sequence[int], *, sampling_params: Mapping[str, Any]
     ) -> AsyncIterator[TokenChunk]:
-        """See `SessionEngine.stream`."""
         params = _with_vllm_form(sampling_params)
         # The client takes its place among the calls before it first waits for anything.
         call = len(self.tree.calls)
@@ -85,21 +87,17 @@ class ClientEngine:
         yield TokenChunk(call, list(output.token_ids), output.log_probs or None, output.stop_reason in ABORTED)
 
 
-class AsyncLLMEngine:
-    """vLLM's `AsyncLLM` in this process, through a recording handle: chunks as they come.
-
-    Args:
-        llm: The session's handle.
-    """
+class AsyncLLMEngine(SessionEngine):
+    """vLLM's `AsyncLLM` in this process, through the recording handle of the session: chunks as they come."""
 
     def __init__(self, llm: RecordingAsyncLLM) -> None:
         self.tree = llm.tree
         self._llm = llm
 
+    @override
     async def stream(
         self, prompt_ids: Sequence[int], *, sampling_params: Mapping[str, Any]
     ) -> AsyncIterator[TokenChunk]:
-        """See `SessionEngine.stream`."""
         # Importing vLLM takes seconds; with an engine in this process it is imported already.
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -117,13 +115,11 @@ class AsyncLLMEngine:
 
 
 def _with_vllm_form(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling parameters with `structured_outputs` as vLLM's own class; verl's server hands it on as it is.
-
-    The first form of a process waits a second or two for the import. Nothing else may come between a request and its
-    place among the calls, so it is not awaited.
-    """
+    """Return sampling parameters with `structured_outputs` as vLLM's own class; verl's server hands it on as it is."""
     params = dict(sampling_params)
     if "structured_outputs" in params:
+        # The first import in a process takes a second or two. It is not awaited in a thread: nothing may come between a
+        # request and its place among the calls.
         from vllm.sampling_params import StructuredOutputsParams
 
         params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])

@@ -1,18 +1,11 @@
-"""What the gateway says when it refuses or fails: a status and OpenAI's error JSON."""
+"""Refusals and failures of the gateway: a status and OpenAI's error JSON."""
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 
 class ApiError(Exception):
-    """An error that reaches the client.
-
-    Args:
-        status: HTTP status.
-        message: What is wrong and what would be right.
-        code: OpenAI's machine-readable code.
-        param: The parameter of the request that is meant.
-    """
+    """An error that reaches the client: HTTP status, message, OpenAI's code, and the parameter that is meant."""
 
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -21,9 +14,14 @@ class ApiError(Exception):
         self.param = param
 
     def body(self) -> dict[str, dict[str, str | None]]:
-        """OpenAI's error JSON."""
+        """Return OpenAI's error JSON."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def refused(message: str, *, param: str | None) -> ApiError:
+    """Return the 400 for a parameter that cannot be served."""
+    return ApiError(400, message, code="unsupported_or_invalid_parameter", param=param)
 
 
 class EngineFailure(ApiError):
@@ -35,7 +33,9 @@ class EngineFailure(ApiError):
 
 
 _SAMPLING = "the policy is trained as it samples; leave it out"
+_THINKING = "how a model thinks is set for the training run, by the arguments of its chat template; leave it out"
 
+# What to do instead, by the first name of the parameter.
 _REMEDIES = {
     "background": "answers are waited for; leave it out",
     "conversation": "send the items, or previous_response_id",
@@ -46,25 +46,23 @@ _REMEDIES = {
     "messages": "send text",
     "modalities": "the model reads and writes text; leave it out",
     "presence_penalty": _SAMPLING,
-    "reasoning": "how a model thinks is said by the arguments of the run's chat template; leave it out",
-    "reasoning_effort": "how a model thinks is said by the arguments of the run's chat template; leave it out",
+    "reasoning": _THINKING,
+    "reasoning_effort": _THINKING,
     "service_tier": 'there is one; use "auto" or leave it out',
     "store": "completions are not kept; leave it out",
     "top_logprobs": "the engine gives the log-prob of the sampled token only; set logprobs=true and leave this out",
     "truncation": "no prompt is cut; send a shorter one",
 }
-"""What to do instead, by the parameter's first name."""
 
-_MOST_CHARACTERS = 60
-"""Of a value in a message."""
+_MAX_VALUE_LEN = 60  # characters of a value in a message
 
 
 def invalid_request(error: ValidationError) -> ApiError:
-    """The 400 that names every parameter of a request that cannot be served, its value and what to do instead."""
+    """Return the 400 that names every parameter which cannot be served, its value and what to do instead."""
     problems = error.errors(include_url=False, include_context=False)
     params = [".".join(str(part) for part in problem["loc"]) or None for problem in problems]
     lines = [_line(param, problem) for param, problem in zip(params, problems, strict=True)]
-    return ApiError(400, "; ".join(lines), code="unsupported_or_invalid_parameter", param=params[0])
+    return refused("; ".join(lines), param=params[0])
 
 
 def _line(param: str | None, problem: ErrorDetails) -> str:
@@ -72,8 +70,8 @@ def _line(param: str | None, problem: ErrorDetails) -> str:
     if param is None:
         return f"body: {reason}"
     value = repr(problem["input"])
-    if len(value) > _MOST_CHARACTERS:
-        value = value[:_MOST_CHARACTERS] + "..."
+    if len(value) > _MAX_VALUE_LEN:
+        value = value[:_MAX_VALUE_LEN] + "..."
     remedy = _REMEDIES.get(param.split(".")[0])
     if problem["type"] == "extra_forbidden":
         return f"unsupported parameter {param}={value}: {remedy or 'leave it out'}"

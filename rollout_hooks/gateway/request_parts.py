@@ -1,18 +1,14 @@
-"""Parts that the bodies of the two APIs share: text, functions, what shapes an answer.
-
-A parameter that is not here is refused by its name: nothing is ignored silently. null and empty lists count as not
-given.
-"""
+"""Parts that the bodies of the two APIs share: text, functions, what shapes an answer."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from rollout_hooks.gateway.errors import ApiError
+from rollout_hooks.gateway.errors import refused
 
 
 class Body(BaseModel):
-    """A JSON object of a request; unknown fields are refused."""
+    """A JSON object of a request; unknown fields are refused, null and empty lists count as not given."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -33,7 +29,7 @@ Content = str | list[_TextPart]
 
 
 def text_of(content: Content) -> str:
-    """The text of a message, whose parts are pieces of one text."""
+    """Return the text of a message, whose parts belong to one text."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -46,33 +42,23 @@ class Function(Body):
     strict: bool = False
 
     def as_tool(self) -> dict[str, Any]:
-        """As chat templates read it."""
+        """Return it as chat templates read it."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
 
-class TextFormat(Body):
-    """`{"type": "text"}`: no constraint."""
+class PlainFormat(Body):
+    """`{"type": "text"}`, no constraint, or `{"type": "json_object"}`, any JSON object."""
 
-    type: Literal["text"]
-
-    def schema_of_text(self) -> dict[str, Any] | None:
-        """The JSON schema of the text, None for any text."""
-        return None
-
-
-class JsonObjectFormat(Body):
-    """`{"type": "json_object"}`: any JSON object."""
-
-    type: Literal["json_object"]
+    type: Literal["text", "json_object"]
 
     def schema_of_text(self) -> dict[str, Any] | None:
-        """See `TextFormat`."""
-        return {"type": "object"}
+        """Return the JSON schema of the text, None for any text."""
+        return None if self.type == "text" else {"type": "object"}
 
 
 class NamedSchema(Body):
-    """A JSON schema; it is kept to whether or not the client calls it strict."""
+    """A JSON schema; the answer keeps to it whether or not the client calls it strict."""
 
     name: str = ""
     description: str = ""
@@ -82,11 +68,7 @@ class NamedSchema(Body):
 
 
 def _known_choice(value: Any) -> Any:
-    """`tool_choice` as both APIs write it; what is named is looked up later.
-
-    Raises:
-        ValueError: If it is none of them.
-    """
+    # Whether `tools` has a function that is named is checked in `call_rules`.
     if value in ("auto", "none", "required") or _named_function(value) is not None:
         return value
     raise ValueError('use "auto", "none", "required", or name one function of `tools`')
@@ -117,12 +99,12 @@ class SharedBody(Body):
     service_tier: Literal["auto", "default"] = "auto"
 
     def sampling(self, **more: Any) -> dict[str, Any]:
-        """The sampling parameters that are given, under vLLM's names."""
+        """Return the sampling parameters that are given, under vLLM's names."""
         wanted = {"temperature": self.temperature, "top_p": self.top_p, **more}
         return {name: value for name, value in wanted.items() if value is not None}
 
     def call_rules(self, tools: list[dict[str, Any]]) -> dict[str, Any]:
-        """The fields of a `TurnRequest` that say whether, which and how many tools may be called.
+        """Return the fields of a `TurnRequest` that say whether, which and how many tools may be called.
 
         Raises:
             ApiError: 400, if a tool must be called that is not there.
@@ -130,11 +112,9 @@ class SharedBody(Body):
         names = tuple(tool["function"]["name"] for tool in tools)
         named = _named_function(self.tool_choice)
         if (self.tool_choice == "required" and not names) or (named is not None and named not in names):
-            raise ApiError(
-                400,
+            raise refused(
                 f"tool_choice={self.tool_choice!r}, but `tools` has {', '.join(names) or 'nothing'}: add the function, "
                 "or leave tool_choice out",
-                code="unsupported_or_invalid_parameter",
                 param="tool_choice",
             )
         return {

@@ -1,8 +1,8 @@
 """The bodies of `POST /v1/chat/completions` and `POST /v1/responses`: what is accepted, and what it asks for.
 
-A parameter that is not here is refused by its name: nothing is ignored silently. null and empty lists count as not
-given. Accepted without effect on what is generated, as with OpenAI: `user`, `metadata`, `safety_identifier`,
-`prompt_cache_key`, `service_tier`; and `strict` of a function, which constrains a call only where one is forced.
+A parameter that is not here is refused by its name: nothing is ignored silently. Accepted without effect on the turn,
+as with OpenAI: `user`, `metadata`, `safety_identifier`, `prompt_cache_key`, `service_tier`; and `strict` of a function,
+which constrains a call only where one is forced.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,9 @@ from rollout_hooks.gateway.request_parts import (
     Body,
     Content,
     Function,
-    JsonObjectFormat,
     NamedSchema,
+    PlainFormat,
     SharedBody,
-    TextFormat,
     text_of,
 )
 from rollout_hooks.gateway.turn import Message, ToolCall, TurnRequest
@@ -57,7 +56,6 @@ class _SchemaFormat(Body):
     json_schema: NamedSchema
 
     def schema_of_text(self) -> dict[str, Any] | None:
-        """See `TextFormat`."""
         return self.json_schema.json_schema
 
 
@@ -73,7 +71,7 @@ class ChatBody(SharedBody):
     seed: int | None = None
     logprobs: bool = False
     stream_options: _StreamOptions = _StreamOptions()
-    response_format: Annotated[TextFormat | JsonObjectFormat | _SchemaFormat, Field(discriminator="type")] | None = None
+    response_format: Annotated[PlainFormat | _SchemaFormat, Field(discriminator="type")] | None = None
     store: Literal[False] = False
     presence_penalty: Literal[0] = 0
     frequency_penalty: Literal[0] = 0
@@ -85,7 +83,7 @@ class ChatBody(SharedBody):
         return self
 
     def turn_request(self) -> TurnRequest:
-        """What it asks for.
+        """Return the turn that the request asks for.
 
         Raises:
             ApiError: 400, if a tool must be called that is not there.
@@ -124,29 +122,28 @@ class _FlatTool(Function):
     type: Literal["function"]
 
 
-class _MessageItem(Body):
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content = ""
+class _Item(Body):
     id: str | None = None
     status: str | None = None
 
 
-class _CallItem(Body):
+class _MessageItem(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content = ""
+
+
+class _CallItem(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: str | None = None
 
 
-class _OutputItem(Body):
+class _OutputItem(_Item):
     type: Literal["function_call_output"]
     call_id: str
     output: Content
-    id: str | None = None
-    status: str | None = None
 
 
 def _item_type(value: Any) -> str | None:
@@ -166,12 +163,11 @@ class _FlatSchemaFormat(NamedSchema):
     type: Literal["json_schema"]
 
     def schema_of_text(self) -> dict[str, Any] | None:
-        """See `TextFormat`."""
         return self.json_schema
 
 
 class _TextOptions(Body):
-    format: Annotated[TextFormat | JsonObjectFormat | _FlatSchemaFormat, Field(discriminator="type")] | None = None
+    format: Annotated[PlainFormat | _FlatSchemaFormat, Field(discriminator="type")] | None = None
 
 
 class ResponsesBody(SharedBody):
@@ -193,7 +189,7 @@ class ResponsesBody(SharedBody):
     include: list[Literal["reasoning.encrypted_content"]] = Field(default_factory=list)
 
     def turn_request(self, history: Sequence[Message] = ()) -> TurnRequest:
-        """What it asks for.
+        """Return the turn that the request asks for.
 
         Args:
             history: The messages up to the previous response; its instructions are not among them, as with OpenAI.

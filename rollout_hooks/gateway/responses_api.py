@@ -1,87 +1,82 @@
 """Responses: a turn as OpenAI's response object, or as its stream of events."""
 
+import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 from uuid import uuid4
 
 from rollout_hooks.gateway.errors import ApiError
 from rollout_hooks.gateway.requests import ResponsesBody
 from rollout_hooks.gateway.session import GatewaySession, RunningCall
-from rollout_hooks.gateway.turn import ToolCall, Turn, TurnRequest
+from rollout_hooks.gateway.turn import ModelTurn, ToolCall, TurnRequest
 
 Event = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
 class ResponsesAnswer:
-    """The answer to one request to `POST /v1/responses`.
+    """The answer to one request to `POST /v1/responses`."""
 
-    Args:
-        session: Where the call runs.
-        body: The request.
-        request: What it asks for.
-        call: The call.
-    """
-
-    def __init__(
-        self, session: GatewaySession, body: ResponsesBody, *, request: TurnRequest, call: RunningCall
-    ) -> None:
-        self._session = session
-        self._body = body
-        self._request = request
-        self._call = call
-        self._id = f"resp_{uuid4().hex}"
-        self._message_id = f"msg_{uuid4().hex}"
-        self._created = int(time.time())
-        self._num_events = 0
+    session: GatewaySession
+    body: ResponsesBody
+    request: TurnRequest
+    call: RunningCall
+    end: str = ""
+    _id: str = field(default_factory=lambda: f"resp_{uuid4().hex}")
+    _message_id: str = field(default_factory=lambda: f"msg_{uuid4().hex}")
+    _created: int = field(default_factory=lambda: int(time.time()))
+    _event_numbers: Iterator[int] = field(default_factory=count)
 
     async def whole(self) -> dict[str, Any]:
-        """The response, when it is complete."""
-        async for piece in self._session.follow(self._call, self._request):
-            if isinstance(piece, Turn):
-                turn = piece
-        return self._finished(turn)
+        """Return the response when it is complete."""
+        return self._finished(await self.session.whole_turn(self.call, self.request))
 
     async def events(self) -> AsyncIterator[Event]:
-        """The events of the response; the first one when the engine has given something."""
+        """Yield the events of the response, the first one when the engine has given something."""
         has_begun = is_open = False
-        async for piece in self._session.follow(self._call, self._request):
+        async for part in self.session.follow(self.call, self.request):
             if not has_begun:
                 for kind in ("response.created", "response.in_progress"):
                     yield self._event(kind, response=self._response("in_progress"))
                 has_begun = True
-            if isinstance(piece, Turn):
-                turn = piece
-            elif piece.text:
-                if not is_open:
-                    for event in self._open_message():
-                        yield event
-                    is_open = True
-                yield self._text_event("response.output_text.delta", delta=piece.text, logprobs=[])
-        items = self._items(turn)
-        if items[0]["type"] == "message":
-            for event in [] if is_open else self._open_message():
-                yield event
-            for event in self._close_message(turn.content, item=items[0]):
-                yield event
-        for index, item in enumerate(items):
-            if item["type"] == "function_call":
-                for event in self._call_events(index, item):
+            if isinstance(part, ModelTurn):
+                for event in self._last_events(part, is_open=is_open):
                     yield event
+            elif part.text:
+                for event in [] if is_open else self._open_message():
+                    yield event
+                is_open = True
+                yield self._text_event("response.output_text.delta", delta=part.text, logprobs=[])
+
+    @staticmethod
+    def line(event: Event) -> str:
+        """Return an event as a server-sent event."""
+        return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
+
+    def _last_events(self, turn: ModelTurn, *, is_open: bool) -> Iterator[Event]:
+        for index, item in enumerate(self._items(turn)):
+            if item["type"] == "function_call":
+                yield from self._call_events(index, item)
+            else:
+                yield from [] if is_open else self._open_message()
+                yield from self._close_message(turn.content, item=item)
         response = self._finished(turn)
         kind = "response.incomplete" if response["status"] == "incomplete" else "response.completed"
         yield self._event(kind, response=response)
 
     def failed(self, error: ApiError) -> Event:
-        """The event that ends a stream which cannot be completed."""
+        """Return the event that ends a stream which cannot be completed."""
         details = {"code": "server_error", "message": str(error)}
         return self._event("response.failed", response={**self._response("failed"), "error": details})
 
-    def _finished(self, turn: Turn) -> dict[str, Any]:
-        self._session.calls_of_response[self._id] = (turn.call,)
-        if self._body.store:
-            has_instructions = self._body.instructions is not None
-            self._session.keep(self._id, self._request, turn, has_instructions=has_instructions)
+    def _finished(self, turn: ModelTurn) -> dict[str, Any]:
+        self.session.calls_of_response[self._id] = (turn.call,)
+        if self.body.store:
+            has_instructions = self.body.instructions is not None
+            self.session.keep(self._id, self.request, turn, has_instructions=has_instructions)
         is_cut = turn.finish_reason == "length"
         num_output = len(turn.token_ids)
         return {
@@ -98,8 +93,8 @@ class ResponsesAnswer:
         }
 
     def _response(self, status: str) -> dict[str, Any]:
-        """The response object without its outcome; it repeats what the request said."""
-        body = self._body
+        """Return the response object without its outcome; it repeats what the request said."""
+        body = self.body
         return {
             "id": self._id,
             "object": "response",
@@ -117,13 +112,13 @@ class ResponsesAnswer:
             "top_p": body.top_p,
             "max_output_tokens": body.max_output_tokens,
             "tool_choice": body.tool_choice,
-            "tools": [{"type": "function", **tool["function"], "strict": False} for tool in self._request.tools],
+            "tools": [{"type": "function", **tool["function"], "strict": False} for tool in self.request.tools],
             "truncation": "disabled",
             "text": body.text.model_dump(by_alias=True) if body.text else {"format": {"type": "text"}},
             "store": body.store,
         }
 
-    def _items(self, turn: Turn) -> list[dict[str, Any]]:
+    def _items(self, turn: ModelTurn) -> list[dict[str, Any]]:
         status = "incomplete" if turn.finish_reason == "length" else "completed"
         message = self._message_item([_text_part(turn.content)], status=status)
         has_message = bool(turn.content) or not turn.tool_calls
@@ -161,9 +156,7 @@ class ResponsesAnswer:
         return self._event(kind, item_id=self._message_id, output_index=0, content_index=0, **fields)
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        number = self._num_events
-        self._num_events += 1
-        return {"type": kind, "sequence_number": number, **fields}
+        return {"type": kind, "sequence_number": next(self._event_numbers), **fields}
 
 
 def _text_part(text: str) -> dict[str, Any]:

@@ -16,12 +16,7 @@ _GRACE_S = 5
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a gateway listens.
-
-    Attributes:
-        url: Scheme, host and port.
-        api_key: The bearer token that requests must carry.
-    """
+    """Where a gateway listens (scheme, host and port), and the bearer token that requests must carry."""
 
     url: str
     api_key: str
@@ -32,7 +27,7 @@ class Address:
         return f"{self.url}/v1"
 
     def session_url(self, session_id: str) -> str:
-        """Base URL of a client that talks to one session."""
+        """Return the base URL of a client that talks to one session."""
         return f"{self.url}/sessions/{session_id}/v1"
 
 
@@ -48,9 +43,9 @@ async def serve(gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0) -> 
     """Serve a gateway while the context is open.
 
     Args:
-        gateway: What to serve.
-        host: Address to bind. The default is reached from this machine only; the key goes over the wire in the
-            clear, so put TLS in front of any other.
+        gateway: The gateway to serve.
+        host: Address to bind. The default is reached from this machine only. Put TLS in front of any other, since the
+            key goes over the wire in the clear.
         port: Port to bind; 0 takes a free one.
 
     Yields:

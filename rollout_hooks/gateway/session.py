@@ -16,15 +16,15 @@ from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.gateway.chat_format import ChatFormat, TextStream
 from rollout_hooks.gateway.constraints import prescribes, structured_outputs
 from rollout_hooks.gateway.engine import SessionEngine, TokenChunk
-from rollout_hooks.gateway.errors import ApiError, EngineFailure
-from rollout_hooks.gateway.turn import Message, ToolCall, Turn, TurnRequest
+from rollout_hooks.gateway.errors import ApiError, EngineFailure, refused
+from rollout_hooks.gateway.turn import Message, ModelTurn, ToolCall, TurnRequest
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """A piece of an answer: its text, and the tokens that came since the last piece."""
+    """The next text of an answer, and the tokens that came with it."""
 
     text: str
     token_ids: list[int]
@@ -56,7 +56,7 @@ class SessionSettings:
             raise ValueError(f"fixed={sorted(self.fixed)}: give values for {', '.join(unknown)} in `sampling`")
 
     def sampling_params(self, request: TurnRequest, *, num_prompt: int, choice: int) -> dict[str, Any]:
-        """The sampling parameters of one call, but for the form of its answer.
+        """Return the sampling parameters of one call, but for the form of its answer.
 
         Raises:
             ApiError: 400, if the prompt leaves no room for an answer.
@@ -83,10 +83,7 @@ class SessionSettings:
 class RunningCall:
     """One call to the engine, as a task that runs to its end whoever listens.
 
-    Args:
-        chunks: The engine's stream.
-        max_tokens: The call's limit, None if the engine decides.
-        num_prompt: Tokens of its prompt.
+    `max_tokens` is the limit of the call, None if the engine decides; `num_prompt` counts the tokens of its prompt.
     """
 
     def __init__(self, chunks: AsyncIterator[TokenChunk], *, max_tokens: int | None, num_prompt: int) -> None:
@@ -98,7 +95,7 @@ class RunningCall:
         self.task.add_done_callback(self._ended)
 
     async def __aiter__(self) -> AsyncIterator[TokenChunk]:
-        """The chunks as they come; for one listener.
+        """Yield the chunks as they come; for one listener.
 
         Raises:
             EngineFailure: If the engine failed or gave the call up, or the session was closed.
@@ -124,14 +121,7 @@ class RunningCall:
 
 
 class GatewaySession:
-    """A session that clients talk to; made by `Gateway.open_session`.
-
-    Args:
-        session_id: Its name in URLs and headers.
-        engine: Makes and records its calls.
-        chat_format: The model's.
-        settings: How calls are made.
-    """
+    """A session that clients talk to; made by `Gateway.open_session`."""
 
     def __init__(
         self, session_id: str, engine: SessionEngine, *, chat_format: ChatFormat, settings: SessionSettings
@@ -141,11 +131,11 @@ class GatewaySession:
         self.chat_format = chat_format
         self.settings = settings
         self.running: set[RunningCall] = set()
+        # Indices in the tree of the calls that gave a response, by the response's id.
         self.calls_of_response: dict[str, tuple[int, ...]] = {}
-        """Indices in the tree of the calls that gave a response, by the response's id."""
         self._kept: dict[str, tuple[Message, ...]] = {}
+        # Content and whole text of the turns with tool calls, by their calls.
         self._raw_turns: dict[str, tuple[str, str]] = {}
-        """Content and whole text of the turns with tool calls, by their calls."""
 
     def start(self, request: TurnRequest) -> list[RunningCall]:
         """Start the calls of a request, one for each choice.
@@ -176,13 +166,13 @@ class GatewaySession:
             call.task.add_done_callback(lambda _, call=call: self.running.discard(call))
         return calls
 
-    async def follow(self, call: RunningCall, request: TurnRequest) -> AsyncIterator[TextDelta | Turn]:
-        """What a call gives, as it comes: pieces of text, and the whole turn at the end.
+    async def follow(self, call: RunningCall, request: TurnRequest) -> AsyncIterator[TextDelta | ModelTurn]:
+        """Yield what a call gives, as it comes: texts, and the whole turn at the end.
 
-        With tools the text comes in one piece, since what is text and what is a call is known when both are whole.
+        With tools the text comes at once, since what is text and what is a call is known when both are whole.
 
         Raises:
-            EngineFailure: See `RunningCall`.
+            EngineFailure: If the engine failed or gave the call up, or the session was closed.
         """
         stream = TextStream(self.chat_format, stop=request.stop)
         token_ids: list[int] = []
@@ -199,7 +189,7 @@ class GatewaySession:
             if not request.parses_tools:
                 yield TextDelta(text, chunk.token_ids, chunk.log_probs)
         rest = stream.finish()
-        content, calls = stream.text, ()
+        content, calls = stream.text, tuple[ToolCall, ...]()
         if request.parses_tools:
             content, calls = await self._parse(token_ids, request, text=stream.text)
             yield TextDelta(content, token_ids, log_probs)
@@ -207,7 +197,7 @@ class GatewaySession:
             yield TextDelta(rest, [], [])
         is_cut = call.max_tokens is not None and len(token_ids) >= call.max_tokens
         finish_reason = "length" if is_cut and not self.chat_format.ends_itself(token_ids) else "stop"
-        yield Turn(
+        yield ModelTurn(
             call=index,
             token_ids=token_ids,
             log_probs=log_probs,
@@ -217,7 +207,13 @@ class GatewaySession:
             num_prompt=call.num_prompt,
         )
 
-    def keep(self, response_id: str, request: TurnRequest, turn: Turn, *, has_instructions: bool) -> None:
+    async def whole_turn(self, call: RunningCall, request: TurnRequest) -> ModelTurn:
+        """Return what a call gives when it is whole; see `follow`."""
+        *_, turn = [part async for part in self.follow(call, request)]
+        assert isinstance(turn, ModelTurn)
+        return turn
+
+    def keep(self, response_id: str, request: TurnRequest, turn: ModelTurn, *, has_instructions: bool) -> None:
         """Keep the messages up to a response, for requests that go on from it."""
         message: Message = {"role": "assistant", "content": turn.content}
         if turn.tool_calls:
@@ -225,7 +221,7 @@ class GatewaySession:
         self._kept[response_id] = (*request.messages[has_instructions:], message)
 
     def messages_until(self, response_id: str) -> tuple[Message, ...]:
-        """The messages up to a response that was kept.
+        """Return the messages up to a response that was kept.
 
         Raises:
             ApiError: 400, if there is none of that id.
@@ -241,18 +237,13 @@ class GatewaySession:
         return self._kept[response_id]
 
     def _form(self, request: TurnRequest) -> dict[str, Any]:
-        """The sampling parameter that makes the engine keep to a form, if one is asked for."""
+        """Return the sampling parameter that makes the engine keep to a form, if one is asked for."""
         param = prescribes(request)
         if param is None:
             return {}
         if not self.settings.constrained_decoding:
-            raise ApiError(
-                400,
-                f"{param}: this run prescribes no form of an answer, so that its tokens are the policy's own; leave it "
-                "out, or set constrained_decoding=true",
-                code="unsupported_or_invalid_parameter",
-                param=param,
-            )
+            message = "this training run prescribes no form of an answer, so that its tokens are the policy's own"
+            raise refused(f"{param}: {message}; leave it out, or set constrained_decoding=true", param=param)
         form = structured_outputs(request, self.chat_format.tool_parser)
         _warn_of_masks(param)
         return {"structured_outputs": form}
@@ -268,7 +259,7 @@ class GatewaySession:
         return content, calls
 
     def _as_written(self, message: Message) -> Message:
-        """A turn with tool calls in the model's own words, if the client sent it back unchanged."""
+        """Return a turn with tool calls in the model's own words, if the client sent it back unchanged."""
         if not self.chat_format.keeps_raw_calls or not message.get("tool_calls"):
             return message
         content, raw = self._raw_turns.get(json.dumps(message["tool_calls"]), (None, ""))
@@ -277,7 +268,7 @@ class GatewaySession:
 
 @cache
 def _warn_of_masks(param: str) -> None:
-    """Once in a process for each parameter."""
+    # Once in a process for each parameter.
     logger.warning(
         "the agent prescribes the form of answers (%s): vLLM masks tokens then, and the policy is trained without the "
         "mask; turn on algorithm.rollout_correction.rollout_is=token, or refuse such requests with "

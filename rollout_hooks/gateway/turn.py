@@ -1,4 +1,4 @@
-"""A request for one turn of the model, whichever API it came through."""
+"""One turn of the model, asked for and given, whichever API it came through."""
 
 import json
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """What the model shall read and how it shall answer.
+    """The history that the model shall read, and how it shall answer.
 
     Attributes:
         messages: The history, in the words of chat templates.
@@ -19,8 +19,8 @@ class TurnRequest:
         forced_tools: Names of the tools of which the answer must call one; empty for an answer as the model likes.
         single_call: Whether the answer may make one call at most.
         text_schema: JSON schema that the text must follow, None for any text.
-        text_param: What the API calls the parameter with that schema.
-        sampling: What the client asked for, under vLLM's names.
+        text_param: The API's name of the parameter with that schema.
+        sampling: The sampling parameters that the client gave, under vLLM's names.
         stop: Strings that end the answer; they are not part of the text that the client gets.
         num_choices: Answers to sample.
         wants_log_probs: Whether the client gets the log-probs of the tokens.
@@ -48,7 +48,7 @@ class ToolCall:
     arguments: str
 
     def as_message_part(self) -> dict[str, Any]:
-        """As chat templates read it: arguments that are a JSON object become one, as in verl's tool loop."""
+        """Return it as chat templates read it: arguments that are a JSON object become one, as in verl's tool loop."""
         try:
             parsed = json.loads(self.arguments)
         except json.JSONDecodeError:
@@ -58,12 +58,12 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ModelTurn:
     """One answer of the model.
 
     Attributes:
         call: Index of the call in the session's tree.
-        token_ids: What was generated, the stop token included.
+        token_ids: The generated tokens, the stop token included.
         log_probs: One per token, or None.
         content: The text for the client: no tool calls, no stop token, no stop string.
         tool_calls: The calls that were found.

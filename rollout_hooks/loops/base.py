@@ -15,33 +15,39 @@ class TwoAttempts(BranchingAgentLoop):
 import asyncio
 import inspect
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
 from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput
 from rollout_hooks.capture.recording import stable_request_id
 from rollout_hooks.loops.branch import Branch, BranchSession
-from rollout_hooks.loops.loop_options import refuse_unknown_options
 
 __all__ = ["Branch", "BranchSession", "BranchingAgentLoop"]
+
+# The arguments that verl's worker gives to every loop; `name` is the name of an entry of `loops.yaml`.
+_GIVEN_BY_VERL = frozenset(inspect.signature(AgentLoopBase.__init__).parameters) | {"tools", "name"}
 
 
 class BranchingAgentLoop(AgentLoopBase):
     """Base class of agent loops that branch: implement `run_branches`.
 
-    Text only. The root prompt is the row's `raw_prompt` through verl's own chat-template code (left-cut to
-    `rollout.prompt_length` as in verl's loops); a branch holds at most `rollout.response_length` tokens after it.
+    Text only. The root prompt is the row's `raw_prompt`, rendered by verl's own chat-template code and left-cut to
+    `rollout.prompt_length` as in verl's loops. A branch holds at most `rollout.response_length` tokens after it.
 
     Args:
-        *args: As verl's worker gives them.
         call_timeout_s: Most seconds that one call to the LLM (in tool-calling loops also one call of a tool) may take;
-            its branch ends after that, with the reason in `Branch.failure`. None: no limit.
-        **kwargs: As verl's worker gives them, and the options of the subclass.
+            after that its branch ends, with the reason in `Branch.failure`. None: no limit.
+        **kwargs: The options of the subclass, and what verl's worker gives.
     """
+
+    tokenizer: PreTrainedTokenizerBase
 
     def __init__(self, *args: Any, call_timeout_s: float | None = None, **kwargs: Any) -> None:
         refuse_unknown_options(type(self), kwargs)
@@ -60,29 +66,30 @@ class BranchingAgentLoop(AgentLoopBase):
         """
 
     async def reward_leaves(self, leaves: Sequence[Branch], *, row: dict[str, Any]) -> Sequence[float | None]:
-        """Rewards of the leaves when the whole tree of the session is known. Override it.
+        """Return the rewards of the leaves once the whole tree of the session is known; override it.
 
-        For rewards that depend on more than one leaf: the answer that most leaves agree on, a judge who sees all, a
-        price for what the session took in all.
+        It is for rewards that depend on more than one leaf: the answer that most leaves agree on, a judge who sees
+        all, a price for what the whole session took. If it raises, the session fails, and the leaves that `finish`
+        had given a reward are trained with that one.
 
         Args:
-            leaves: The finished branches, at least one, in the order of the rows, the root branch last. `token_ids` and
-                `response_mask` say what was read and what generated, `lineage` where they forked.
-            row: The dataset row (`raw_prompt`, `extra_info`, `reward_model`, ...), `uid` and `session_id`.
+            leaves: The finished branches, at least one, in the order of the rows, the root branch last. `token_ids`
+                and `response_mask` say what was read and what was generated, `lineage` where they forked.
+            row: The dataset row, `uid` and `session_id`.
 
         Returns:
-            For each leaf its reward, in their order; None leaves it to verl. By default what `finish` was given. If
-            this raises, the session fails, and leaves that `finish` had given a reward are trained with that one.
+            A reward for each leaf, in their order; None leaves it to verl. By default what `finish` was given.
         """
-        del row
+        del row  # for those who override it
         return [leaf.reward for leaf in leaves]
 
     def prompt_tools(self, **row: Any) -> list[dict[str, Any]] | None:
-        """Tool schemas that the chat template renders for this row; none by default."""
-        del row
-        return None
+        """Return the tool schemas that the chat template renders for this row; none by default."""
 
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[TreeAgentLoopOutput]:
+    @override
+    async def run(  # pyright: ignore[reportIncompatibleMethodOverride]  # verl's worker takes a list too
+        self, sampling_params: dict[str, Any], **row: Any
+    ) -> list[TreeAgentLoopOutput]:
         """Run one session; verl's entry point.
 
         Returns:
@@ -94,26 +101,7 @@ class BranchingAgentLoop(AgentLoopBase):
                 the leaves that had been given a reward of their own.
             ValueError: If the row has images, videos or audio, or router replay is on.
         """
-        if self.rollout_config.enable_rollout_routing_replay:
-            raise ValueError(
-                "rollout.enable_rollout_routing_replay=True: branches do not carry routed experts; turn it off"
-            )
-        messages = list(row["raw_prompt"])
-        media = await self.process_multi_modal_info(messages)
-        if media:
-            raise ValueError(f"{sorted(media)} in raw_prompt: branching agent loops take text only")
-        prompt_ids = await self.ct_build_initial_tokens(messages, tools=self.prompt_tools(**row))
-        full_determinism = self.rollout_config.full_determinism
-        session = BranchSession(
-            self.server_manager,
-            prompt_ids=prompt_ids,
-            sampling_params=sampling_params,
-            response_length=self.rollout_config.response_length,
-            prompt_length=self.rollout_config.prompt_length,
-            call_timeout_s=self.call_timeout_s,
-            request_id=stable_request_id(row) if full_determinism else None,
-            unique_request_ids=full_determinism,
-        )
+        session = await self._open_session(sampling_params, row)
         # As in Branch.generate: an error is a value here, so that finished leaves survive it.
         (error,) = await asyncio.gather(self._run_session(session, row), return_exceptions=True)
         outputs = session.outputs()
@@ -121,12 +109,34 @@ class BranchingAgentLoop(AgentLoopBase):
         if isinstance(error, BaseException):
             cause = describe_error(error)
         elif cause is None and not outputs:
-            reasons = {branch.failure: None for branch in session.branches if branch.failure is not None}
+            reasons = dict.fromkeys(branch.failure for branch in session.branches if branch.failure is not None)
             cause = "; ".join([f"{type(self).__name__}.run_branches finished no branch", *reasons])
         if cause is not None:
             rewarded = [output for output in outputs if output.leaf_reward is not None]
-            raise SessionFailed(cause, outputs=rewarded) from (error if isinstance(error, BaseException) else None)
+            raise SessionFailed(cause, outputs=rewarded) from error
         return outputs
+
+    async def _open_session(self, sampling_params: dict[str, Any], row: dict[str, Any]) -> BranchSession:
+        rollout = self.rollout_config
+        if rollout.enable_rollout_routing_replay:
+            raise ValueError(
+                "rollout.enable_rollout_routing_replay=True: branches do not carry routed experts; turn it off"
+            )
+        messages = list(row["raw_prompt"])
+        media = await self.process_multi_modal_info(messages)
+        if media:
+            raise ValueError(f"{sorted(media)} in raw_prompt: branching agent loops take text only")
+        tools = cast("list[dict[str, Any]]", self.prompt_tools(**row))  # None is verl's default
+        return BranchSession(
+            self.server_manager,
+            prompt_ids=await self.ct_build_initial_tokens(messages, tools=tools),
+            sampling_params=sampling_params,
+            response_length=rollout.response_length,
+            prompt_length=rollout.prompt_length,
+            call_timeout_s=self.call_timeout_s,
+            request_id=stable_request_id(row) if rollout.full_determinism else None,
+            unique_request_ids=rollout.full_determinism,
+        )
 
     async def _run_session(self, session: BranchSession, row: dict[str, Any]) -> None:
         await self.run_branches(session.root, **row)
@@ -150,12 +160,7 @@ class BranchingAgentLoop(AgentLoopBase):
     async def prompt_tokens(
         self, messages: Sequence[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None
     ) -> list[int]:
-        """Tokens of a prompt of its own, for `Branch.restart`: verl's template code, but nothing is cut off.
-
-        Args:
-            messages: The whole context.
-            tools: Tool schemas that the chat template renders.
-        """
+        """Return the tokens of another prompt, for `Branch.restart`: verl's template code, but nothing is cut off."""
         return await asyncio.to_thread(
             self.continuous_token_builder.build_initial_tokens, list(messages), tools=tools or None
         )
@@ -184,7 +189,11 @@ class BranchingAgentLoop(AgentLoopBase):
         """
         previous = list(history)
         merged, mask, _ = await self.ct_merge_context_msg(
-            previous, previous + list(messages), branch.token_ids, branch.response_mask, tools=tools
+            previous,
+            previous + list(messages),
+            branch.token_ids,
+            branch.response_mask,
+            tools=cast("list[dict[str, Any]]", tools),  # None is verl's default
         )
         if len(mask) >= self.rollout_config.response_length:
             return False
@@ -195,3 +204,38 @@ class BranchingAgentLoop(AgentLoopBase):
         branch.rewind(kept, keep_rewards=True)
         branch.observe(merged.token_ids[kept:])
         return True
+
+
+def refuse_unknown_options(loop_class: type[AgentLoopBase], arguments: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments that neither verl nor the loop knows: verl would drop a misspelt option silently.
+
+    The options of a loop are the keyword-only arguments of its and its bases' `__init__`.
+
+    Raises:
+        ValueError: Naming option, value and the options that there are.
+    """
+    for name, value in arguments.items():
+        if name not in _GIVEN_BY_VERL:
+            options = _loop_options(loop_class)
+            close = get_close_matches(name, options, n=1)
+            meant = f"did you mean {close[0]}? " if close else ""
+            raise ValueError(
+                f"{name}={value!r}: {loop_class.__name__} has no such option; {meant}It takes: {', '.join(options)}"
+            )
+
+
+def _loop_options(loop_class: type[AgentLoopBase]) -> list[str]:
+    inits = [vars(base)["__init__"] for base in loop_class.__mro__[:-1] if "__init__" in vars(base)]
+    parameters = [each for init in inits for each in inspect.signature(init).parameters.values()]
+    return sorted({each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY} - _GIVEN_BY_VERL)
+
+
+def check_at_least(least: int, remedy: str = "", /, **options: int | None) -> None:
+    """Refuse options below `least`; None means no limit.
+
+    Raises:
+        ValueError: Naming the option and its value; `remedy` ends the message.
+    """
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value}: must be at least {least}{remedy}")

@@ -5,9 +5,9 @@
         ...
         return reward
 
-Each run of the function is one session of the gateway of this process, behind the session's recording client. Its
-leaves become the rows; the leaf that made the last call is the last row. The function shares the event loop with the
-gateway, so it must not block: hand blocking code to `asyncio.to_thread` or to a process of its own.
+Each run of the function is one session of the gateway of this process, which talks to the session's recording client.
+The leaves become the rows; the leaf that made the last call is the last row. The function shares the event loop with
+the gateway, so it must not block: hand blocking code to `asyncio.to_thread` or to a process of its own.
 """
 
 import asyncio
@@ -17,9 +17,11 @@ import pkgutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register
 from verl.experimental.agent_loop.tool_parser import ToolParser
 
@@ -38,19 +40,19 @@ from rollout_hooks.gateway import (
     SessionSettings,
     serve,
 )
-from rollout_hooks.loops.loop_options import refuse_unknown_options
+from rollout_hooks.loops.base import refuse_unknown_options
 
 Agent = Callable[..., Awaitable[float | Mapping[str, Any] | None]]
 
 MODEL = "policy"
-"""What agents ask the gateway for."""
+"""The name of the model, for which agents ask the gateway."""
 
 
 @register("blackbox")
 class BlackboxAgentLoop(AgentLoopBase):
-    """Runs an agent against the gateway; see the module.
+    """Agent loop that runs an agent against the gateway; see the module.
 
-    What the agent returns is the reward:
+    The agent returns the reward:
 
     - a number: the reward of every leaf of the session;
     - None: verl's reward function scores the last leaf, and the other leaves get a copy;
@@ -61,11 +63,13 @@ class BlackboxAgentLoop(AgentLoopBase):
         agent: Import path of the function, `package.module:function`.
         timeout_s: Seconds after which the agent is cancelled and the session fails.
         drain_s: Seconds that calls may go on after the agent has ended, e.g. those whose client went away.
-        fixed_sampling: Sampling parameters in which the run overrules the agent. verl computes log-probs at
+        fixed_sampling: Sampling parameters in which the configuration overrules the agent. verl computes log-probs at
             `rollout.temperature`, so an agent that sets another temperature trains at the wrong one: name it here.
         constrained_decoding: Whether the agent may force tool calls and JSON. Such turns are not sampled from the
             policy alone; False refuses the request.
     """
+
+    tokenizer: PreTrainedTokenizerBase
 
     def __init__(
         self,
@@ -88,7 +92,10 @@ class BlackboxAgentLoop(AgentLoopBase):
         self._fixed_sampling = frozenset(fixed_sampling)
         self._constrained_decoding = constrained_decoding
 
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[TreeAgentLoopOutput]:
+    @override
+    async def run(  # pyright: ignore[reportIncompatibleMethodOverride]  # verl's worker takes a list too
+        self, sampling_params: dict[str, Any], **row: Any
+    ) -> list[TreeAgentLoopOutput]:
         """Run one session; verl's entry point.
 
         Returns:
@@ -112,7 +119,7 @@ class BlackboxAgentLoop(AgentLoopBase):
             model=MODEL,
             row=row,
         )
-        # An error of the agent is a value here: its calls are waited for before it is reported.
+        # An error of the agent is a value here: its calls are waited for before the error is reported.
         try:
             (result,) = await asyncio.gather(asyncio.wait_for(call, self._timeout_s), return_exceptions=True)
         finally:
@@ -127,12 +134,11 @@ class BlackboxAgentLoop(AgentLoopBase):
         self, gateway: Gateway, client: RecordingClient, sampling_params: dict[str, Any], row: dict[str, Any]
     ) -> GatewaySession:
         rollout = self.rollout_config
-        full_determinism = rollout.full_determinism
-        request_id = stable_request_id(row) if full_determinism else None
+        request_id = stable_request_id(row) if rollout.full_determinism else None
         row_len = rollout.prompt_length + rollout.response_length
         return gateway.open_session(
             uuid4().hex,
-            ClientEngine(client, request_id=request_id, unique_request_ids=full_determinism),
+            ClientEngine(client, request_id=request_id, unique_request_ids=rollout.full_determinism),
             chat_format=ChatFormat(
                 self.tokenizer,
                 render=self.continuous_token_builder.build_initial_tokens,
@@ -150,9 +156,9 @@ class BlackboxAgentLoop(AgentLoopBase):
     def _outputs(
         self, tree: SessionTree, session: GatewaySession, result: Any, *, wants_log_probs: bool
     ) -> list[TreeAgentLoopOutput]:
-        """The leaves with their rewards."""
         limits = RowLimits(self.rollout_config.prompt_length, self.rollout_config.response_length, wants_log_probs)
-        outputs = session_rows(tree, [], limits=limits).outputs
+        # Without outputs of a loop, every row is made from the record.
+        outputs = cast("list[TreeAgentLoopOutput]", session_rows(tree, [], limits=limits).outputs)
         if not outputs:
             raise SessionFailed("the agent made no call that gave a token to train")
         last_calls = [_last_call(output) for output in outputs]
@@ -178,7 +184,7 @@ def _load_agent(path: str | None) -> Agent:
 
 
 def _read_result(result: Any) -> tuple[float | None, Mapping[str, float], dict[str, Any]]:
-    """Reward, rewards by response id, and what is reported with them."""
+    """Return the reward, the rewards by response id, and what is reported with them."""
     if result is None or isinstance(result, int | float):
         return _reward(result), {}, {}
     if not isinstance(result, Mapping) or not {"reward", "leaf_rewards"} & set(result):
@@ -198,7 +204,7 @@ def _reward(value: float | None) -> float | None:
 def _rewards_of_calls(
     session: GatewaySession, leaf_rewards: Mapping[str, float], *, last_calls: Sequence[int]
 ) -> dict[int, float | None]:
-    """Rewards by the call that ends a leaf."""
+    """Return the rewards by the call that ends a leaf."""
     rewards: dict[int, float | None] = {}
     for response_id, reward in leaf_rewards.items():
         calls = session.calls_of_response.get(response_id, ())
@@ -212,13 +218,13 @@ def _rewards_of_calls(
 
 
 def _last_call(output: TreeAgentLoopOutput) -> int:
-    # Not found again from the tokens: two calls that sampled the same ones are two leaves.
+    # From the record, not from the tokens: two calls that sampled the same ones are two leaves.
     return output.extra_fields[CALLS_FIELD][-1][0]
 
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """A gateway that listens; `serving` must be kept, since its end ends the server."""
+    """A gateway that listens. Keep `serving`: its end ends the server."""
 
     gateway: Gateway
     address: Address
@@ -229,7 +235,7 @@ _served: dict[asyncio.AbstractEventLoop, "asyncio.Task[_Served]"] = {}
 
 
 async def _shared_gateway() -> _Served:
-    """The gateway of this process (of this event loop): started with its first session, ended with the loop."""
+    """Return the gateway of this event loop; the first session starts it, the end of the loop ends it."""
     for closed in [loop for loop in _served if loop.is_closed()]:
         del _served[closed]
     loop = asyncio.get_running_loop()

@@ -4,17 +4,16 @@
              └── summary (read) ── turn 3 ── results ── turn 4, the answer            the session's final leaf
 
 The summary is generated on the old branch, after all that it sums up, and trained there: that leaf ends with it. The
-tree is then rewound: the next branch begins with the row's messages and the summary as text that the model reads, and
-shares the root prompt. What a good summary is worth shows in the reward of the answer, which its leaf gets too by
-default.
+next branch shares the root prompt and begins with the row's messages and the summary, as text that the model reads.
+The worth of a good summary shows in the reward of the answer, which its leaf gets too by default.
 """
 
-import itertools
 from typing import Any
 
+from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import register
 
-from rollout_hooks.loops.base import Branch
+from rollout_hooks.loops.base import Branch, check_at_least
 from rollout_hooks.loops.tool_turns import ToolTurnsLoop
 
 REQUEST = (
@@ -28,21 +27,19 @@ PREFACE = "Summary of the work so far:\n"
 class CompactionAgentLoop(ToolTurnsLoop):
     """Tool-calling agent loop that compacts its history; see the module for the picture.
 
-    A session ends with a turn that calls no tool, with turn `rollout.multi_turn.max_assistant_turns` (which must be
-    set, since compaction lets a session go on for ever; summaries do not count), or where results and the request for
-    a summary do not fit.
-
-    To give rewards, subclass, register under a name of your own and override the hooks.
+    A session ends with a turn that calls no tool, with turn `rollout.multi_turn.max_assistant_turns` (summaries do not
+    count), or where results and the request for a summary do not fit.
 
     Args:
-        *args: As verl's worker gives them.
         max_context_len: Tokens of a context, prompt included, beyond which it is summarised before the next turn. None:
             `rollout.prompt_length` and half of `rollout.response_length`.
         max_summary_len: Most tokens of a summary. None: as many as fit.
         request: The user message that asks for the summary.
-        preface: What the next context says before the summary.
-        **kwargs: As verl's worker gives them, and the options of `ToolTurnsLoop`.
+        preface: The words before the summary in the next context.
+        **kwargs: The options of `ToolTurnsLoop`, and what verl's worker gives.
     """
+
+    endless_because = "compaction lets a session go on for ever"
 
     def __init__(
         self,
@@ -62,31 +59,20 @@ class CompactionAgentLoop(ToolTurnsLoop):
                 f"max_context_len={max_context_len}: must be at least 1 and below rollout.prompt_length + "
                 f"rollout.response_length = {limit}, so that there is room for a summary"
             )
-        if max_summary_len is not None and max_summary_len < 1:
-            raise ValueError(f"max_summary_len={max_summary_len}: must be at least 1, or null for no limit")
-        if not self.max_assistant_turns:
-            raise ValueError(
-                "rollout.multi_turn.max_assistant_turns=null: compaction lets a session go on for ever, so set the "
-                "number of turns after which it ends"
-            )
+        check_at_least(1, ", or null for no limit", max_summary_len=max_summary_len)
         self.max_context_len, self.max_summary_len = max_context_len, max_summary_len
         self.request, self.preface = request, preface
 
     async def summary_reward(self, *, row: dict[str, Any], summary: str, number: int) -> float | None:
-        """Reward of the leaf that ends with summary `number` (from 1). Override it.
+        """Return the reward of the leaf that ends with summary `number` (from 1); override it."""
 
-        Returns:
-            A finite reward, or None: the leaf then gets a copy of the final leaf's reward.
-        """
-        del row, summary, number
-        return None
-
+    @override
     async def run_branches(self, root: Branch, **row: Any) -> None:
-        """Run turns on the root branch; a branch that was summed up is kept as a leaf."""
         tools, schemas = self.row_tools(row), self.prompt_tools(**row)
         messages = list(row["raw_prompt"])
-        num_summaries = 0
-        for number in itertools.count(1):
+        number = num_summaries = 0
+        while True:
+            number += 1
             turn = await self.take_turn(root, tools=tools)
             if turn is None:
                 return
@@ -105,19 +91,13 @@ class CompactionAgentLoop(ToolTurnsLoop):
             asked = [*results, {"role": "user", "content": self.request}]
             if not await self.observe_messages(root, asked, history=history, tools=schemas):
                 break
-            summary = await self._summarise(root)
-            if summary is None:
+            output = await root.generate({"max_tokens": self.max_summary_len} if self.max_summary_len else None)
+            if root.failure is not None:
                 return
+            summary = self.text_of(output.token_ids)
             num_summaries += 1
             (leaf,) = root.fork()
             leaf.finish(await self.summary_reward(row=row, summary=summary, number=num_summaries))
             messages = [*row["raw_prompt"], {"role": "user", "content": self.preface + summary}]
             root.restart(await self.prompt_tokens(messages, tools=schemas), keep_tool_rewards=True)
         root.finish(await self.final_reward(row=row, answer=turn.text))
-
-    async def _summarise(self, root: Branch) -> str | None:
-        """Let the model write the summary; None if the branch failed."""
-        output = await root.generate({"max_tokens": self.max_summary_len} if self.max_summary_len else None)
-        if root.failure is not None:
-            return None
-        return self.tokenizer.decode(output.token_ids, skip_special_tokens=True)

@@ -7,33 +7,25 @@
 A turn sees the row's messages (system prompt and task), the notes that fit best, the last turn with its results, and
 what the environment says next; nothing else. So no context grows with the task, and all contexts share the root prompt
 up to where the notes begin. The model keeps what it will need with two tools, `memory_write` and `memory_search`,
-beside the tools of the configuration. A turn that is copied into the next context is text that the model reads there:
-it is trained once, on its own leaf.
+beside the tools of the configuration. A turn that is copied into the next context is only read there: it is trained
+once, on its own leaf.
 """
 
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import register
 from verl.tools.function_tool import FunctionTool
-from verl.tools.schemas import OpenAIFunctionToolSchema
 
-from rollout_hooks.loops.base import Branch
+from rollout_hooks.loops.base import Branch, check_at_least
 from rollout_hooks.loops.memory_store import Embed, MemoryStore, Note
 from rollout_hooks.loops.tool_turns import ToolTurnsLoop
-from rollout_hooks.loops.turns import Turn
+from rollout_hooks.loops.turns import ToolTurn, text_tool
 
-
-def _schema(name: str, description: str, argument: str, meaning: str) -> OpenAIFunctionToolSchema:
-    properties = {argument: {"type": "string", "description": meaning}}
-    parameters = {"type": "object", "properties": properties, "required": [argument]}
-    function = {"name": name, "description": description, "parameters": parameters}
-    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
-
-
-WRITE = _schema("memory_write", "Keep a note. Anything that is not noted is forgotten.", "text", "The note.")
-SEARCH = _schema("memory_search", "Find notes that were kept earlier.", "query", "Words to look for.")
+WRITE = text_tool("memory_write", "Keep a note. Anything that is not noted is forgotten.", "text", "The note.")
+SEARCH = text_tool("memory_search", "Find notes that were kept earlier.", "query", "Words to look for.")
 
 
 @register("memory")
@@ -41,67 +33,50 @@ class MemoryAgentLoop(ToolTurnsLoop):
     """Agent loop with a context per turn; see the module for the picture.
 
     A session ends with a turn that calls no tool when the environment has no more input, or with turn
-    `rollout.multi_turn.max_assistant_turns`, which must be set, since no context ever grows full.
-
-    To give rewards or inputs, subclass, register under a name of your own and override the hooks.
+    `rollout.multi_turn.max_assistant_turns`.
 
     Args:
-        *args: As verl's worker gives them.
         max_notes: Most notes that a context holds; fewer where they would not fit into `rollout.prompt_length`.
         max_found: Most notes that one `memory_search` returns.
         embed: Texts to vectors, for a search by meaning beside the one by words; see `memory_store`. None: words only.
-        **kwargs: As verl's worker gives them, and the options of `ToolTurnsLoop`.
+        **kwargs: The options of `ToolTurnsLoop`, and what verl's worker gives.
     """
 
     own_schemas = (WRITE, SEARCH)
+    endless_because = "the contexts of the memory loop never grow full"
 
     def __init__(
         self, *args: Any, max_notes: int = 4, max_found: int = 4, embed: Embed | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        if max_notes < 0:
-            raise ValueError(f"max_notes={max_notes}: must be at least 0 (0 leaves notes to memory_search)")
-        if max_found < 1:
-            raise ValueError(f"max_found={max_found}: must be at least 1")
-        if not self.max_assistant_turns:
-            raise ValueError(
-                "rollout.multi_turn.max_assistant_turns=null: the contexts of the memory loop never grow full, so set "
-                "the number of turns after which a session ends"
-            )
+        check_at_least(0, " (0 leaves notes to memory_search)", max_notes=max_notes)
+        check_at_least(1, max_found=max_found)
         self.max_notes, self.max_found, self.embed = max_notes, max_found, embed
 
     async def turn_input(self, *, row: dict[str, Any], number: int) -> str | None:
-        """What the environment says before a turn: a chunk of a long text, say. Override it.
+        """Return what the environment says before a turn, say a chunk of a long text; override it.
 
         Args:
-            row: The dataset row (`raw_prompt`, `extra_info`, ...), `uid` and `session_id`.
+            row: The dataset row, `uid` and `session_id`.
             number: The number of the turn, from 1.
 
         Returns:
             The text of a user message, or None if there is nothing more to say.
         """
-        del row, number
-        return None
 
-    async def turn_reward(self, *, row: dict[str, Any], turn: Turn, number: int) -> float | None:
-        """Reward of the leaf of a turn that is not the last. Override it.
-
-        Returns:
-            A finite reward, or None: the leaf then gets a copy of the final leaf's reward.
-        """
-        del row, turn, number
-        return None
+    async def turn_reward(self, *, row: dict[str, Any], turn: ToolTurn, number: int) -> float | None:
+        """Return the reward of the leaf of a turn that is not the last; override it."""
 
     async def choose_notes(
-        self, store: MemoryStore, *, row: dict[str, Any], last: Turn | None, given: str | None
+        self, store: MemoryStore, *, row: dict[str, Any], last: ToolTurn | None, given: str | None
     ) -> list[Note]:
-        """The notes of the next context, most useful first. Override it for another choice.
+        """Return the notes of the next context, most useful first; override it for another choice.
 
         Here: those that fit the task, the last turn and the input by their words, then the newest ones.
 
         Args:
             store: The notes of the session.
-            row: As in `turn_input`.
+            row: The dataset row, `uid` and `session_id`.
             last: The last turn, None before the first one.
             given: The input of the next turn, or None.
         """
@@ -115,11 +90,11 @@ class MemoryAgentLoop(ToolTurnsLoop):
     def context(
         self, notes: Sequence[Note], *, row: dict[str, Any], last_turn: Sequence[dict[str, Any]], given: str | None
     ) -> list[dict[str, Any]]:
-        """The messages of one context, what all contexts share first. Override it for another form.
+        """Return the messages of one context, what all contexts share first; override it for another form.
 
         Args:
-            notes: Those chosen, most useful first; shown in the order of writing.
-            row: As in `turn_input`.
+            notes: The notes that were chosen, most useful first; shown in the order of writing.
+            row: The dataset row, `uid` and `session_id`.
             last_turn: The last turn and the results of its calls, as messages; empty before the first turn.
             given: The input of this turn, or None.
         """
@@ -130,11 +105,11 @@ class MemoryAgentLoop(ToolTurnsLoop):
         messages += last_turn
         return messages if given is None else [*messages, {"role": "user", "content": given}]
 
+    @override
     async def run_branches(self, root: Branch, **row: Any) -> None:
-        """Run turn after turn on the root branch; what a turn gave is kept as a leaf before the next context."""
         store = MemoryStore(embed=self.embed)
         tools = self.row_tools(row) | self._own_tools(store)
-        last: Turn | None = None
+        last: ToolTurn | None = None
         last_turn: list[dict[str, Any]] = []
         given = await self.turn_input(row=row, number=1)
         for number in itertools.count(1):
@@ -165,15 +140,13 @@ class MemoryAgentLoop(ToolTurnsLoop):
         last_turn: list[dict[str, Any]],
         given: str | None,
     ) -> list[dict[str, Any]]:
-        """Put the branch at the end of the next context and return its messages.
-
-        Notes are left out, the least useful first, until the context fits into `rollout.prompt_length`. The rest is
-        kept whole: what is longer uses up the response, and ends the branch if it leaves no room.
-        """
+        """Put the branch at the end of the next context and return its messages."""
         tools = self.prompt_tools(**row)
         while True:
             messages = self.context(notes, row=row, last_turn=last_turn, given=given)
             prompt_ids = await self.prompt_tokens(messages, tools=tools)
+            # The least useful notes are left out until the context fits. The rest is kept whole: what is longer uses up
+            # the response, and ends the branch if it leaves no room.
             if len(prompt_ids) <= self.prompt_length or not notes:
                 root.restart(prompt_ids, keep_tool_rewards=True)
                 return messages

@@ -1,9 +1,9 @@
 """Notes of one session in an SQLite full-text index (FTS5), in memory, with an optional embedding index beside it.
 
-A query is a bag of words: every word becomes a quoted FTS5 string and they are joined with OR, so that no query of a
-model can be a syntax error. Notes rank by BM25. With embeddings they also rank by cosine, and the two rankings are
-merged by reciprocal rank fusion: a note scores the sum of 1 / (60 + its rank) over the rankings it is in (Cormack,
-Clarke and Buettcher, SIGIR 2009).
+A query is a bag of words: each word becomes a quoted FTS5 string, and OR joins them, so that no query of a model can be
+a syntax error. Notes rank by BM25. With embeddings they also rank by cosine, and reciprocal rank fusion merges the two
+rankings: a note scores the sum of 1 / (60 + its rank) over the rankings it is in (Cormack, Clarke and Buettcher, SIGIR
+2009).
 """
 
 import asyncio
@@ -24,12 +24,7 @@ FUSION_CONSTANT = 60
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A note.
-
-    Attributes:
-        number: Place in the order of writing, from 1.
-        text: What was written.
-    """
+    """A text that was kept; `number` is its place in the order of writing, from 1."""
 
     number: int
     text: str
@@ -47,33 +42,30 @@ class MemoryStore:
 
     def __init__(self, *, embed: Embed | None = None) -> None:
         self._embed = embed
+        self._notes: list[Note] = []
         self._vectors: list[np.ndarray] = []
-        self._connection = sqlite3.connect(":memory:")
-        self._connection.execute("CREATE VIRTUAL TABLE notes USING fts5(text)")
+        self._index = sqlite3.connect(":memory:")
+        self._index.execute("CREATE VIRTUAL TABLE notes USING fts5(text, content='')")
         self._lock = asyncio.Lock()
 
     def __len__(self) -> int:
-        return self._connection.execute("SELECT count(*) FROM notes").fetchone()[0]
+        return len(self._notes)
 
     async def write(self, text: str) -> Note:
         """Add a note."""
         text = _encodable(text)
         async with self._lock:
             if self._embed is not None:
-                self._vectors.append(await self._vector(text))
-            number = self._connection.execute("INSERT INTO notes(text) VALUES (?)", (text,)).lastrowid
-        return Note(int(number), text)
+                self._vectors.append(await self._vector(self._embed, text))
+            note = Note(len(self._notes) + 1, text)
+            self._index.execute("INSERT INTO notes(rowid, text) VALUES (?, ?)", (note.number, text))
+            self._notes.append(note)
+        return note
 
     async def search(self, query: str, *, limit: int) -> list[Note]:
-        """The notes that fit a query best.
+        """Return the notes that fit a query, any text, best first; of equally good notes the older one first.
 
-        Args:
-            query: Any text.
-            limit: Most notes to return, at least 1.
-
-        Returns:
-            Best first; of equally good notes the older one first. Notes without a word of the query are found through
-            embeddings only.
+        Notes without a word of the query are found through embeddings only.
 
         Raises:
             ValueError: If `limit` < 1.
@@ -84,50 +76,41 @@ class MemoryStore:
         async with self._lock:
             rankings = [self._by_words(query)]
             if self._embed is not None and self._vectors:
-                rankings.append(self._by_cosine(await self._vector(query)))
-            scores: dict[int, float] = defaultdict(float)
-            for ranking in rankings:
-                for rank, number in enumerate(ranking, start=1):
-                    scores[number] += 1.0 / (FUSION_CONSTANT + rank)
-            best = sorted(scores, key=lambda number: (-scores[number], number))[:limit]
-            return [self._note(number) for number in best]
+                cosines = np.stack(self._vectors) @ await self._vector(self._embed, query)
+                rankings.append((np.argsort(-cosines, kind="stable") + 1).tolist())
+        scores: dict[int, float] = defaultdict(float)
+        for ranking in rankings:
+            for rank, number in enumerate(ranking, start=1):
+                scores[number] += 1.0 / (FUSION_CONSTANT + rank)
+        best = sorted(scores, key=lambda number: (-scores[number], number))[:limit]
+        return [self._notes[number - 1] for number in best]
 
     async def newest(self, *, limit: int) -> list[Note]:
-        """The last notes, newest first."""
+        """Return the last notes, newest first."""
         async with self._lock:
-            rows = self._connection.execute("SELECT rowid, text FROM notes ORDER BY rowid DESC LIMIT ?", (limit,))
-            return [Note(*row) for row in rows]
+            return self._notes[::-1][:limit]
 
     def close(self) -> None:
         """Free the index."""
-        self._connection.close()
+        self._index.close()
 
     def _by_words(self, query: str) -> list[int]:
         words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[:MAX_QUERY_WORDS]
         if not words:
             return []
         expression = " OR ".join(f'"{word}"' for word in words)
-        rows = self._connection.execute(
-            "SELECT rowid FROM notes WHERE notes MATCH ? ORDER BY rank, rowid", (expression,)
-        )
-        return [number for (number,) in rows]
+        ranked = "SELECT rowid FROM notes WHERE notes MATCH ? ORDER BY rank, rowid"
+        return [number for (number,) in self._index.execute(ranked, (expression,))]
 
-    def _by_cosine(self, query: np.ndarray) -> list[int]:
-        cosines = np.stack(self._vectors) @ query
-        return (np.argsort(-cosines, kind="stable") + 1).tolist()
-
-    async def _vector(self, text: str) -> np.ndarray:
-        """The unit vector of a text (or zero)."""
-        vectors = np.asarray(await asyncio.to_thread(self._embed, [text]), dtype=np.float64)
+    @staticmethod
+    async def _vector(embed: Embed, text: str) -> np.ndarray:
+        """Return the unit vector of a text, or zero."""
+        vectors = np.asarray(await asyncio.to_thread(embed, [text]), dtype=np.float64)
         if vectors.ndim != 2 or len(vectors) != 1:
             raise ValueError(f"embed gave an array of shape {vectors.shape} for 1 text: it must be (1, dimensions)")
         return vectors[0] / max(float(np.linalg.norm(vectors[0])), 1e-12)
 
-    def _note(self, number: int) -> Note:
-        (text,) = self._connection.execute("SELECT text FROM notes WHERE rowid = ?", (number,)).fetchone()
-        return Note(number, text)
-
 
 def _encodable(text: str) -> str:
-    """The text without lone surrogates, which a model's JSON can hold and SQLite refuses."""
+    """Return the text without lone surrogates, which a model's JSON can hold and SQLite refuses."""
     return text.encode("utf-8", "replace").decode("utf-8")

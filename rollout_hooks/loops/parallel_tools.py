@@ -5,35 +5,34 @@
                                                ├── result k ── conclusion        leaf k
                                                └── results 1..k ── answer        the session's final leaf
 
-Tools, tool parser and truncation of results are verl's own (`ToolAgentLoop`). The calls of a turn run concurrently; a
-branch concludes as soon as its own result is there, and the main branch goes on as soon as all are. Left out: tools
-that return images, and tool calls inside a conclusion.
+The calls of a turn run concurrently. A branch concludes as soon as its own result is there, and the main branch goes on
+as soon as all results are. A conclusion calls no tools.
 """
 
 import asyncio
-import itertools
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import register
 from verl.experimental.agent_loop.tool_parser import FunctionCall
 from verl.tools.schemas import ToolResponse
 
 from rollout_hooks.loops.base import Branch
 from rollout_hooks.loops.tool_turns import ToolTurnsLoop
-from rollout_hooks.loops.turns import ToolResult, Turn
+from rollout_hooks.loops.turns import ToolResult, ToolTurn
 
 
 @register("parallel_tools")
 class ParallelToolsAgentLoop(ToolTurnsLoop):
     """Tool-calling agent loop whose tool calls branch; see the module for the picture.
 
-    To give rewards, subclass, register under a name of your own (verl's `register`) and override the two hooks. A call
-    that takes too long (or, with `tool_errors="end"`, raises) ends its own branch; the main branch is told.
+    A call that takes too long (or, with `tool_errors="end"`, raises) ends its own branch; the main branch is told.
 
     Args:
-        *args: As verl's worker gives them.
         branch_single_call: Whether a turn with a single call gets a branch too. None takes the class attribute.
-        **kwargs: As verl's worker gives them, and the options of `ToolTurnsLoop`.
+        **kwargs: The options of `ToolTurnsLoop`, and what verl's worker gives.
     """
 
     branch_single_call: bool = True
@@ -47,51 +46,36 @@ class ParallelToolsAgentLoop(ToolTurnsLoop):
     async def branch_reward(
         self, *, row: dict[str, Any], call: FunctionCall, result: ToolResponse, conclusion: str
     ) -> float | None:
-        """Reward of the leaf that concludes one tool call. Override it.
+        """Return the reward of the leaf that concludes one tool call; override it.
 
         Args:
-            row: The dataset row (`raw_prompt`, `extra_info`, `reward_model`, ...), `uid` and `session_id`.
+            row: The dataset row, `uid` and `session_id`.
             call: The call: `name` and `arguments`, a JSON string as the model wrote it.
-            result: What the tool answered; `result.text` is what the model saw.
-            conclusion: The model's text after that result, special tokens removed.
-
-        Returns:
-            A finite reward, or None: the leaf then gets a copy of the final leaf's reward.
+            result: The answer of the tool; the model saw `result.text`.
+            conclusion: The model's text after that result.
         """
-        del row, call, result, conclusion
-        return None
 
+    @override
     async def run_branches(self, root: Branch, **row: Any) -> None:
-        """Run the main branch to its answer; conclusions of the side branches run beside it."""
-        tools = self.row_tools(row)
-        messages = list(row["raw_prompt"])
         # A task group: no branch outlives the session, and an error in a hook ends the session with its cause.
         async with asyncio.TaskGroup() as tasks:
-            for number in itertools.count(1):
-                turn = await self.take_turn(root, tools=tools)
-                if turn is None:
-                    return
-                if not turn.calls or self.is_last_turn(number) or root.num_remaining == 0:
-                    break
-                history = [*messages, self.assistant_message(turn, messages, row)]
-                results = await self._run_and_conclude(root, turn, history, row=row, tasks=tasks)
-                schemas = self.prompt_tools(**row)
-                if not await self.observe_messages(root, results, history=history, tools=schemas):
-                    break
-                messages = [*history, *results]
-            root.finish(await self.final_reward(row=row, answer=turn.text))
+            run_calls = partial(self._run_and_conclude, tasks=tasks)
+            messages, tools = list(row["raw_prompt"]), self.row_tools(row)
+            answer = await self.converse(root, messages, tools=tools, row=row, run_calls=run_calls)
+            if answer is not None:
+                root.finish(await self.final_reward(row=row, answer=answer))
 
     async def _run_and_conclude(
         self,
         root: Branch,
-        turn: Turn,
-        history: list[dict[str, Any]],
+        turn: ToolTurn,
         *,
+        tools: Mapping[str, Any],
+        history: list[dict[str, Any]],
         row: dict[str, Any],
         tasks: asyncio.TaskGroup,
     ) -> list[dict[str, Any]]:
-        """Run the calls of one turn and start their branches; returns the tool messages in the order of the calls."""
-        tools = self.row_tools(row)
+        """Run the calls of one turn and start their branches; return the tool messages in the order of the calls."""
         running = [
             tasks.create_task(self.run_call(root, call, tools=tools, history=history, row=row)) for call in turn.calls
         ]

@@ -5,8 +5,8 @@
                    └── task b ── turns and results ── answer b                       leaf 2
 
 A child has a context of its own, its system prompt and its task, and reports only its answer. Children of one turn run
-concurrently; each is a leaf of the same session tree, and children share what their prompts have in common. Children
-have the row's tools, and above the depth limit `spawn` too.
+concurrently. Each is a leaf of the same session tree, and they share what their prompts have in common. Children have
+the row's tools, and above the depth limit `spawn` too.
 """
 
 import asyncio
@@ -14,33 +14,26 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import register
 from verl.tools.function_tool import FunctionTool
-from verl.tools.schemas import OpenAIFunctionToolSchema
 
-from rollout_hooks.loops.base import Branch
+from rollout_hooks.loops.base import Branch, check_at_least
 from rollout_hooks.loops.tool_turns import ToolTurnsLoop
+from rollout_hooks.loops.turns import text_tool, tool_schemas
 
-SPAWN = OpenAIFunctionToolSchema.model_validate(
-    {
-        "type": "function",
-        "function": {
-            "name": "spawn",
-            "description": "Give a task to a subagent, which sees nothing but the task, and get its answer.",
-            "parameters": {
-                "type": "object",
-                "properties": {"task": {"type": "string", "description": "All that the subagent has to know."}},
-                "required": ["task"],
-            },
-        },
-    }
+SPAWN = text_tool(
+    "spawn",
+    "Give a task to a subagent, which sees nothing but the task, and get its answer.",
+    "task",
+    "All that the subagent has to know.",
 )
 CHILD_SYSTEM_PROMPT = "You are a subagent. Do the task and answer briefly; only your last message is reported."
 
 
 @dataclass(slots=True)
 class _Session:
-    """What the agents of one session share: the row, how many children there are, and where they run."""
+    """The state that the agents of one session share: the row, the number of children, and where they run."""
 
     row: dict[str, Any]
     tasks: asyncio.TaskGroup
@@ -54,14 +47,11 @@ class SubagentsAgentLoop(ToolTurnsLoop):
     A child that fails is reported to its parent as a result and is no leaf. `rollout.multi_turn.max_parallel_calls`
     bounds the children of one turn, `max_assistant_turns` the turns of each agent.
 
-    To give rewards, subclass, register under a name of your own and override the hooks.
-
     Args:
-        *args: As verl's worker gives them.
         max_depth: Generations of children: 1 lets only the first agent spawn.
         max_children: Most children of a session; further calls are refused with a message to the model.
         child_system_prompt: The system prompt of a child.
-        **kwargs: As verl's worker gives them, and the options of `ToolTurnsLoop`.
+        **kwargs: The options of `ToolTurnsLoop`, and what verl's worker gives.
     """
 
     own_schemas = (SPAWN,)
@@ -75,34 +65,27 @@ class SubagentsAgentLoop(ToolTurnsLoop):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        for name, value in (("max_depth", max_depth), ("max_children", max_children)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1; for an agent without children use tool_agent")
+        remedy = "; for an agent without children use tool_agent"
+        check_at_least(1, remedy, max_depth=max_depth, max_children=max_children)
         self.max_depth, self.max_children = max_depth, max_children
         self.child_system_prompt = child_system_prompt
 
     def child_messages(self, *, row: dict[str, Any], task: str, depth: int) -> list[dict[str, Any]]:
-        """The first messages of a child. Override it for another form.
+        """Return the first messages of a child; override it for another form.
 
         Args:
-            row: The dataset row (`raw_prompt`, `extra_info`, ...), `uid` and `session_id`.
-            task: What the parent asked for.
+            row: The dataset row, `uid` and `session_id`.
+            task: The task that the parent gave.
             depth: 1 for a child of the first agent.
         """
-        del row, depth
+        del row, depth  # for those who override it
         return [{"role": "system", "content": self.child_system_prompt}, {"role": "user", "content": task}]
 
     async def child_reward(self, *, row: dict[str, Any], task: str, answer: str, depth: int) -> float | None:
-        """Reward of a child's leaf. Override it.
+        """Return the reward of a child's leaf; override it. The arguments are those of `child_messages`."""
 
-        Returns:
-            A finite reward, or None: the leaf then gets a copy of the final leaf's reward.
-        """
-        del row, task, answer, depth
-        return None
-
+    @override
     async def run_branches(self, root: Branch, **row: Any) -> None:
-        """Run the first agent on the root branch; its children run beside it."""
         # An error in a hook of a child ends the session with its cause; verl would hand it to the model as a result.
         async with asyncio.TaskGroup() as tasks:
             session = _Session(row, tasks)
@@ -111,7 +94,6 @@ class SubagentsAgentLoop(ToolTurnsLoop):
             root.finish(await self.final_reward(row=row, answer=answer))
 
     def _tools(self, branch: Branch, session: _Session, depth: int) -> dict[str, Any]:
-        """The tools of an agent at this depth."""
         tools = self.row_tools(session.row)
         if depth < self.max_depth:
             spawn = self._spawn_from(branch, session, depth + 1)
@@ -132,7 +114,7 @@ class SubagentsAgentLoop(ToolTurnsLoop):
         """Run a child to its leaf and return what its parent is told."""
         messages = self.child_messages(row=session.row, task=task, depth=depth)
         tools = self._tools(child, session, depth)
-        schemas = [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools.values()]
+        schemas = tool_schemas(tool.tool_schema for tool in tools.values())
         child.restart(await self.prompt_tokens(messages, tools=schemas))
         answer = await self.converse(child, messages, tools=tools, row=session.row)
         if answer is None:

@@ -1,47 +1,71 @@
-"""What agent loops with tools share: a turn of the model, its tool calls through verl, and their results as messages.
+"""The base class of loops that call tools: turns of the model, tool calls through verl, their results as messages.
 
 Tools (function tools, verl's stateful tools, MCP tools), tool parser and truncation of results are verl's own
-(`ToolAgentLoop`); here they are run for a branch. Text only: a tool that returns images is refused.
+(`ToolAgentLoop`); here they run for a branch. Text only: a tool that returns images is refused.
 """
 
 import asyncio
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
+from typing_extensions import override
 from verl.experimental.agent_loop.tool_agent_loop import AgentData, ToolAgentLoop
-from verl.experimental.agent_loop.tool_parser import FunctionCall
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.profiler import simple_timer
 
-from rollout_hooks.loops.base import Branch, BranchingAgentLoop
-from rollout_hooks.loops.turns import Step, ToolResult, Turn
+from rollout_hooks.loops.base import Branch, BranchingAgentLoop, check_at_least
+from rollout_hooks.loops.turns import Step, ToolResult, ToolTurn, tool_schemas
 
 TOOL_ERRORS = ("tell", "end")
 TOOL_REWARDS = ("report", "add")
 
+RunCalls = Callable[..., Awaitable[list[dict[str, Any]] | None]]
+"""Takes and returns what `ToolTurnsLoop.run_calls` does."""
 
-class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
+
+class _AgentData(AgentData):
+    _active_tools: dict[str, Any]  # where verl's `_call_tool` looks for the tools of a row
+
+
+class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[reportIncompatibleMethodOverride]  # `run`
     """Base class of the agent loops that call tools.
 
     Configuration is verl's: `rollout.multi_turn.{tool_config_path, function_tool_path, format, max_parallel_calls,
     max_assistant_turns, max_user_turns, max_tool_response_length, tool_response_truncate_side}`. Note that
     `max_parallel_calls` is 1 by default: set it to the number of calls that a turn may make.
 
+    To give rewards, subclass a loop, register the subclass under a name of its own (verl's `register`) and override
+    its reward hooks. Each gets the dataset row (`raw_prompt`, `extra_info`, `reward_model`, ...) with `uid` and
+    `session_id`, and texts without special tokens. It returns a finite reward or None: verl's reward function then
+    scores the final leaf, and any other leaf gets a copy of that score.
+
     Args:
-        *args: As verl's worker gives them.
         tool_errors: "tell": the model reads what went wrong, as in verl, and may do better. "end": an error raised by a
             tool ends the branch that needs the result, with the error as the reason. Calls that name no tool or have
             no valid arguments are the model's own mistakes and always told.
-        tool_rewards: What becomes of the rewards that tools return. "report": each row has those of its calls as
+        tool_rewards: The use of the rewards that tools return. "report": each row has those of its calls as
             `tool_rewards`, as in verl, where the reward function of the session's last row reads them in `extra_info`.
             "add": each is also added to the turn that called (`Branch.add_reward`), for all leaves that go on from it.
         max_turn_len: Most tokens of one call to the LLM. None: as many as fit into `rollout.response_length`.
-        **kwargs: As verl's worker gives them, `call_timeout_s`, and the options of the subclass.
+        **kwargs: `call_timeout_s`, the options of the subclass, and what verl's worker gives.
     """
 
     own_schemas: tuple[OpenAIFunctionToolSchema, ...] = ()
     """Schemas of the tools that the loop itself brings."""
+    endless_because: str | None = None
+    """Why a session would not end without `max_assistant_turns`; None if it ends when its context is full."""
+
+    # Set by verl's ToolAgentLoop, which type checkers take for an AgentLoopBase: `register` is typed so.
+    tools: dict[str, Any]
+    tool_parser: ToolParser
+    prompt_length: int
+    response_length: int
+    max_assistant_turns: int | None
+    max_user_turns: int | None
+    max_parallel_calls: int
+    _call_tool: Callable[..., Awaitable[tuple[ToolResponse, float | None, dict[str, Any]]]]
+    _build_assistant_message: Callable[[str, AgentData], dict[str, Any]]
 
     def __init__(
         self,
@@ -52,58 +76,49 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        for name, value, allowed in (
-            ("tool_errors", tool_errors, TOOL_ERRORS),
-            ("tool_rewards", tool_rewards, TOOL_REWARDS),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r}: must be one of {allowed}")
+        if tool_errors not in TOOL_ERRORS:
+            raise ValueError(f"tool_errors={tool_errors!r}: must be one of {TOOL_ERRORS}")
+        if tool_rewards not in TOOL_REWARDS:
+            raise ValueError(f"tool_rewards={tool_rewards!r}: must be one of {TOOL_REWARDS}")
         self.tool_errors = tool_errors
         self.tool_rewards = tool_rewards
-        if max_turn_len is not None and max_turn_len < 1:
-            raise ValueError(f"max_turn_len={max_turn_len}: must be at least 1, or null for no limit")
+        check_at_least(1, ", or null for no limit", max_turn_len=max_turn_len)
         self.turn_sampling: dict[str, Any] = {} if max_turn_len is None else {"max_tokens": max_turn_len}
         """Overrides of the session's sampling parameters for the turns of the model."""
         taken = sorted({schema.function.name for schema in self.own_schemas} & set(self.tools))
         if taken:
             raise ValueError(f"tools named {taken} in rollout.multi_turn: the agent loop brings its own; rename yours")
+        if self.endless_because is not None and not self.max_assistant_turns:
+            raise ValueError(
+                f"rollout.multi_turn.max_assistant_turns=null: {self.endless_because}; set the number of turns after "
+                "which a session ends"
+            )
 
     async def final_reward(self, *, row: dict[str, Any], answer: str) -> float | None:
-        """Reward of the session's final leaf, in loops that end with one. Override it.
+        """Return the reward of the session's final leaf, in loops that end with one; override it.
 
         Args:
-            row: The dataset row (`raw_prompt`, `extra_info`, `reward_model`, ...), `uid` and `session_id`.
-            answer: The text of that leaf's last turn, special tokens removed.
-
-        Returns:
-            A finite reward, or None: verl's reward function decides.
+            row: The dataset row, `uid` and `session_id`.
+            answer: The text of that leaf's last turn.
         """
-        del row, answer
-        return None
 
+    @override
     def prompt_tools(self, **row: Any) -> list[dict[str, Any]]:
-        """Schemas of the tools of this row, then those of the loop itself."""
-        schemas = [*(tool.tool_schema for tool in self.row_tools(row).values()), *self.own_schemas]
-        return [schema.model_dump(exclude_unset=True, exclude_none=True) for schema in schemas]
+        return tool_schemas([*(tool.tool_schema for tool in self.row_tools(row).values()), *self.own_schemas])
 
     def row_tools(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The configured tools of this row by name: all, or those named in `extra_info.tool_selection`, as in verl."""
+        """Return the configured tools of a row by name: all, or those in `extra_info.tool_selection`, as in verl."""
         selection = (row.get("extra_info") or {}).get("tool_selection")
         if not selection:
             return dict(self.tools)
         return {name: self.tools[name] for name in selection if name in self.tools}
 
     def is_last_turn(self, number: int) -> bool:
-        """Whether turn `number` (from 1) is the last by verl's limits, so that its calls are not run."""
+        """Say whether turn `number` (from 1) is the last by verl's limits, so that its calls are not run."""
         return number == self.max_assistant_turns or number > (self.max_user_turns or number)
 
-    async def take_turn(self, branch: Branch, *, tools: Mapping[str, Any], start: int | None = None) -> Turn | None:
-        """Let the model take its turn, or the rest of one.
-
-        Args:
-            branch: Where; it has not failed.
-            tools: The tools that the parser may look for, by name.
-            start: Where the turn begins if its first tokens are on the branch already. None: at the cursor.
+    async def take_turn(self, branch: Branch, *, tools: Mapping[str, Any], start: int | None = None) -> ToolTurn | None:
+        """Let the model take its turn, or the rest of one that begins on the branch already, at `start`.
 
         Returns:
             The turn, or None if the branch failed; a context that leaves no room to generate fails it too.
@@ -119,10 +134,14 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
         start = before if start is None else start
         token_ids = branch.token_ids[start:]
         content, calls = await self.tool_parser.extract_tool_calls(token_ids, [t.tool_schema for t in tools.values()])
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        # A parser leaves the stop token in, and the chat template adds it again.
         for token in self.tokenizer.all_special_tokens:
-            content = content.replace(token, "")  # a parser leaves the stop token in; the chat template adds it again
-        return Turn(start, output, text, content, tuple(calls[: self.max_parallel_calls]))
+            content = content.replace(token, "")
+        return ToolTurn(start, output, self.text_of(token_ids), content, tuple(calls[: self.max_parallel_calls]))
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return the text of some tokens, special ones removed."""
+        return cast("str", self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     async def run_call(
         self,
@@ -135,20 +154,13 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
     ) -> ToolResult:
         """Run one tool call through verl, which turns an error of the tool into a text for the model.
 
-        Args:
-            branch: Whose metrics count it.
-            call: The call.
-            tools: The tools by name.
-            history: The messages up to and with the turn that calls.
-            row: The dataset row.
-
-        Returns:
-            The result. Let every branch that reads it have its reward (`reward_calls`).
+        The metrics of `branch` count the call; `history` ends with the turn that calls. Let every branch that reads the
+        result have its reward (`reward_calls`).
 
         Raises:
             ValueError: If the tool returned an image or a video.
         """
-        # The loop's own tools are not timed: what they wait for are calls to the LLM, which are.
+        # The loop's own tools have no time limit: their time is spent in LLM calls, which have one themselves.
         is_own = call.name in {schema.function.name for schema in self.own_schemas}
         data = self._agent_data(history, row, tools=tools)
         with simple_timer("tool_calls", branch.metrics):
@@ -166,11 +178,9 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
         return ToolResult(response, failure=failure, reward=reward)
 
     def reward_calls(self, branch: Branch, calls: Iterable[tuple[FunctionCall, ToolResult]]) -> None:
-        """Give a branch the rewards of calls that it made. `run_calls` does it; do it after `run_call`.
+        """Give a branch, its cursor right behind the turn, the rewards of the calls whose results it will read.
 
-        Args:
-            branch: The branch, its cursor right behind the turn.
-            calls: The calls whose results it will read, and what they gave.
+        `run_calls` does it itself; after `run_call` it is yours to do.
 
         Raises:
             ValueError: With `tool_rewards="add"`, if a reward is no finite number.
@@ -188,7 +198,7 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
     async def run_calls(
         self,
         branch: Branch,
-        turn: Turn,
+        turn: ToolTurn,
         *,
         tools: Mapping[str, Any],
         history: list[dict[str, Any]],
@@ -204,10 +214,9 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
                 tasks.create_task(self.run_call(branch, call, tools=tools, history=history, row=row))
                 for call in turn.calls
             ]
-        results = [task.result() for task in running]
-        calls = list(zip(turn.calls, results, strict=True))
+        calls = [(call, task.result()) for call, task in zip(turn.calls, running, strict=True)]
         self.reward_calls(branch, calls)
-        reasons = [result.failure for result in results if result.failure is not None]
+        reasons = [result.failure for _, result in calls if result.failure is not None]
         if reasons:
             branch.fail("; ".join(reasons))
             return None
@@ -223,56 +232,57 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
         number: int = 1,
         start: int | None = None,
         steps: list[Step] | None = None,
+        run_calls: RunCalls | None = None,
     ) -> str | None:
-        """Turns and tool results on one branch until the model answers, as in verl's tool loop.
+        """Take turns and read tool results on one branch until the model answers, as in verl's tool loop.
 
         Args:
-            branch: Where; its tokens stand for `messages`.
+            branch: The branch; its tokens stand for `messages`.
             messages: The messages before the first turn.
-            tools: The tools by name.
-            row: The dataset row.
+            tools: The tools that the model may call, by name.
+            row: The dataset row, `uid` and `session_id`.
             number: The number of the first turn.
-            start: As in `take_turn`, for the first turn.
-            steps: Every turn is appended to it.
+            start: The beginning of the first turn; see `take_turn`.
+            steps: A list to which every turn is appended.
+            run_calls: A function that runs the calls of a turn in the place of the method `run_calls`.
 
         Returns:
             The text of the last turn, or None if the branch failed.
         """
-        schemas = [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools.values()]
-        for turn_number in itertools.count(number):
-            turn = await self.take_turn(branch, tools=tools, start=start if turn_number == number else None)
+        schemas = tool_schemas(tool.tool_schema for tool in tools.values())
+        while True:
+            turn = await self.take_turn(branch, tools=tools, start=start)
             if turn is None:
                 return None
             if steps is not None:
-                steps.append(Step(turn_number, messages, turn, branch.fork()[0]))
-            if not turn.calls or self.is_last_turn(turn_number) or branch.num_remaining == 0:
+                steps.append(Step(number, messages, turn, branch.fork()[0]))
+            if not turn.calls or self.is_last_turn(number) or branch.num_remaining == 0:
                 return turn.text
             history = [*messages, self.assistant_message(turn, messages, row)]
-            results = await self.run_calls(branch, turn, tools=tools, history=history, row=row)
+            results = await (run_calls or self.run_calls)(branch, turn, tools=tools, history=history, row=row)
             if results is None:
                 return None
             if not await self.observe_messages(branch, results, history=history, tools=schemas):
                 return turn.text
-            messages = [*history, *results]
-        raise AssertionError("the count of turns has no end")
+            messages, number, start = [*history, *results], number + 1, None
 
-    def assistant_message(self, turn: Turn, messages: list[dict[str, Any]], row: dict[str, Any]) -> dict[str, Any]:
-        """The turn as a chat message, its calls in verl's form."""
+    def assistant_message(self, turn: ToolTurn, messages: list[dict[str, Any]], row: dict[str, Any]) -> dict[str, Any]:
+        """Return the turn as a chat message, its calls in verl's form."""
         data = self._agent_data(messages, row, tools={})
         data.tool_calls = list(turn.calls)
         return self._build_assistant_message(turn.content, data)
 
     @staticmethod
     def tool_message(call: FunctionCall, result: ToolResult) -> dict[str, Any]:
-        """The result of a call as a chat message."""
+        """Return the result of a call as a chat message."""
         message = {"role": "tool", "content": result.response.text or ""}
         return message if call.tool_call_id is None else {**message, "tool_call_id": call.tool_call_id}
 
     def _agent_data(
         self, messages: Sequence[dict[str, Any]], row: Mapping[str, Any], *, tools: Mapping[str, Any]
     ) -> AgentData:
-        """What verl's stateful tools are handed."""
-        agent_data = AgentData(
+        """Return what verl hands to stateful tools."""
+        agent_data = _AgentData(
             messages=list(messages),
             image_data=[],
             video_data=[],
@@ -282,5 +292,5 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):
             request_id="",
             tools_kwargs=row.get("tools_kwargs") or {},
         )
-        agent_data._active_tools = dict(tools)  # where verl's `_call_tool` looks for them
+        agent_data._active_tools = dict(tools)
         return agent_data

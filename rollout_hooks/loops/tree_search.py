@@ -9,11 +9,11 @@ M trees begin with one chain each: turns and tool results until an answer. L rou
 in every tree and expanded by T new chains each, which become part of the tree. That gives M (1 + L N T) leaves.
 
 `select="random"`: places are turns behind at least one tool result (in a tree without one: its first turn), drawn at
-random; with T = 1 this is the search of Tree-GRPO (arXiv 2509.21240, M, N and L as there).
-`select="entropy"`: places are the generated tokens that the model was least certain of; the token is sampled again, and
-what follows it. This is the search of TreeRL (arXiv 2506.11902, M, N, L and T as there). How certain the model was is
-told by the entropy of the `top_log_probs` that an LLM server put into its output's `extra_fields`; verl 0.9.1's servers
-report the sampled token only, and then its -log-prob is taken.
+random. With T = 1 this is the search of Tree-GRPO (arXiv 2509.21240, M, N and L as there).
+`select="entropy"`: places are the generated tokens that the model was least certain of; the token and what follows it
+are sampled again. This is the search of TreeRL (arXiv 2506.11902, M, N, L and T as there). The uncertainty is the
+entropy of the `top_log_probs` that an LLM server put into its output's `extra_fields`. verl 0.9.1's servers report the
+sampled token only; then it is that token's -log-prob.
 
 All chains of a session use its request id, so that they go to one server and find their prefix in its cache.
 """
@@ -26,12 +26,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import register
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.utils.reward_score import default_compute_score
 from verl.workers.rollout.replica import TokenOutput
 
-from rollout_hooks.loops.base import Branch
+from rollout_hooks.loops.base import Branch, check_at_least
 from rollout_hooks.loops.tool_turns import ToolTurnsLoop
 from rollout_hooks.loops.turns import Step
 
@@ -40,7 +41,7 @@ SELECTIONS = ("random", "entropy")
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tree is expanded: a step, and the position on its path behind which all is sampled anew."""
+    """Where a tree is expanded: a step, and the position on its path from which on all is sampled anew."""
 
     step: Step
     position: int
@@ -48,7 +49,7 @@ class _Place:
 
 @dataclass(slots=True)
 class _Tree:
-    """What a tree offers for expansion.
+    """The places of one tree that may be expanded.
 
     Attributes:
         first: The first turn of its first chain.
@@ -70,7 +71,6 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
     `num_trees` = 1 and `rollout.n` = M.
 
     Args:
-        *args: As verl's worker gives them.
         num_trees: M, chains from the prompt.
         num_expansions: N, places per tree and round.
         num_rounds: L.
@@ -78,7 +78,7 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
         select: "random" or "entropy".
         seed: Of the random choice, together with the prompt and the number of the session; the same seed makes the same
             choices among the same samples.
-        **kwargs: As verl's worker gives them, and the options of `ToolTurnsLoop`.
+        **kwargs: The options of `ToolTurnsLoop`, and what verl's worker gives.
     """
 
     def __init__(
@@ -93,10 +93,8 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        minima = {"num_trees": (num_trees, 1), "num_expansions": (num_expansions, 1), "num_samples": (num_samples, 1)}
-        for name, (value, least) in {**minima, "num_rounds": (num_rounds, 0)}.items():
-            if value < least:
-                raise ValueError(f"{name}={value}: must be at least {least}")
+        check_at_least(1, num_trees=num_trees, num_expansions=num_expansions, num_samples=num_samples)
+        check_at_least(0, num_rounds=num_rounds)
         if select not in SELECTIONS:
             raise ValueError(f"select={select!r}: must be one of {SELECTIONS}")
         self.num_trees, self.num_expansions = num_trees, num_expansions
@@ -107,15 +105,15 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
         self._score = get_custom_reward_fn(self.config) or default_compute_score
 
     async def leaf_reward(self, *, row: dict[str, Any], answer: str) -> float:
-        """Reward of one leaf. Override it for a reward of your own.
+        """Return the reward of one leaf; override it for a reward of your own.
 
         Here: verl's reward function (`reward.custom_reward_function`, else the one for the row's `data_source`), which
         verl itself would call for the last leaf only.
 
         Args:
-            row: The dataset row (`raw_prompt`, `extra_info`, ...), `uid` and `session_id`. `extra_info` has also the
-                `tool_rewards` of the chain, as verl would hand them over.
-            answer: The text of the chain's last turn, special tokens removed.
+            row: The dataset row, `uid` and `session_id`. `extra_info` has also the `tool_rewards` of the chain, as verl
+                would hand them over.
+            answer: The text of the chain's last turn.
         """
         score = self._score(
             data_source=row["data_source"],
@@ -128,7 +126,7 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
         return float(score["score"] if isinstance(score, dict) else score)
 
     def uncertainty(self, output: TokenOutput) -> np.ndarray:
-        """How uncertain the model was of each token that it generated; the least certain ones are sampled again.
+        """Return how uncertain the model was of each token that it generated; the least certain are sampled again.
 
         Args:
             output: N tokens. `extra_fields["top_log_probs"]`, if a server gives it, holds N sequences of log-probs of
@@ -144,8 +142,9 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
             return -np.asarray(output.log_probs, dtype=np.float64)
         return np.array([-np.sum(np.exp(log_probs) * log_probs) for log_probs in map(np.asarray, top)])
 
+    @override
     async def run_branches(self, root: Branch, **row: Any) -> None:
-        """Grow the trees; the root branch stays at the prompt and is no leaf."""
+        # The root branch stays at the prompt and is no leaf.
         rng = random.Random(f"{self.seed}/{row['session_id']}/{root.token_ids}")
         trees = [_Tree() for _ in range(self.num_trees)]
         chains = list(zip(trees, root.fork(self.num_trees), strict=True))
@@ -165,7 +164,7 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
                 self._add(tree, task.result())
 
     async def _grow(self, branch: Branch, place: _Place | None, *, row: dict[str, Any]) -> list[Step]:
-        """Run one chain to its answer and reward it; returns its steps."""
+        """Run one chain to its answer and reward it; return its steps."""
         steps: list[Step] = []
         tools = self.row_tools(row)
         if place is None:
@@ -193,7 +192,7 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
                 tree.tokens += [(float(value), _Place(step, start + i)) for i, value in enumerate(values)]
 
     def _choose(self, tree: _Tree, rng: random.Random) -> list[_Place]:
-        """The places of a tree that this round expands; none if its first chain failed in its first turn."""
+        """Return the places of a tree that this round expands; none if its first chain failed in its first turn."""
         if tree.first is None:
             return []
         if self.select == "entropy":

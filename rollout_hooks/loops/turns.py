@@ -1,24 +1,25 @@
-"""The parts of a conversation with tools: a turn of the model, what its tool calls gave, a place to go on from."""
+"""The parts of a conversation with tools: a turn, what its tool calls gave, a place to go on from, schemas."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from verl.experimental.agent_loop.tool_parser import FunctionCall
-from verl.tools.schemas import ToolResponse
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.loops.branch import Branch
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One turn of the model.
+class ToolTurn:
+    """A turn of the model, which may call tools.
 
     Attributes:
         start: Position at which the turn begins on its branch.
-        output: verl's output of the call that ended the turn.
+        output: verl's output of the call to the LLM that ended the turn.
         text: The turn's text, special tokens removed.
-        content: What the tool parser left of the text when it took the calls out, special tokens removed too.
+        content: The text without the calls, as the tool parser leaves it, special tokens removed too.
         calls: The first `max_parallel_calls` tool calls.
     """
 
@@ -31,13 +32,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What one tool call gave.
+    """The outcome of one tool call.
 
     Attributes:
         response: verl's response; `text` is what the model is told, errors included.
         failure: Why the branch that needs the result shall end; None if it can go on.
-        reward: What the tool rewarded the call with; verl has 0.0 for a function that says nothing. None: the tool took
-            too long, or gave none.
+        reward: The tool's reward for the call; verl has 0.0 for a function that says nothing. None if the tool took too
+            long or gave none.
     """
 
     response: ToolResponse
@@ -47,7 +48,7 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A place on a conversation from which another one can go on.
+    """A place in a conversation from which another one can go on.
 
     Attributes:
         number: The number of the turn, from 1.
@@ -58,5 +59,18 @@ class Step:
 
     number: int
     messages: list[dict[str, Any]]
-    turn: Turn
+    turn: ToolTurn
     end: Branch
+
+
+def tool_schemas(schemas: Iterable[OpenAIFunctionToolSchema]) -> list[dict[str, Any]]:
+    """Return the schemas of tools as chat templates read them."""
+    return [schema.model_dump(exclude_unset=True, exclude_none=True) for schema in schemas]
+
+
+def text_tool(name: str, description: str, argument: str, meaning: str) -> OpenAIFunctionToolSchema:
+    """Return the schema of a tool that takes one text."""
+    properties = {argument: {"type": "string", "description": meaning}}
+    parameters = {"type": "object", "properties": properties, "required": [argument]}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})

@@ -141,7 +141,7 @@ def test_register_stores_the_class_by_name():
 
 
 def test_the_worker_gives_loops_no_other_arguments_than_these():
-    """loop_options._OF_VERL: whatever else reaches a loop is an option of `loops.yaml`."""
+    """base._GIVEN_BY_VERL: whatever else reaches a loop is an option of `loops.yaml`."""
     source = inspect.getsource(AgentLoopWorkerTQ._run_agent_loop)
     call = source[source.index("hydra.utils.instantiate(") : source.index("await agent_loop.run")]
     given = set(re.findall(r"^\s+(\w+)=", call, re.M)) - {"config"}

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 
 from rollout_hooks.capture.outputs import TreeAgentLoopOutput
@@ -33,69 +34,57 @@ class AnythingParser(ToolParser):
 
 
 def score(text: str) -> float:
-    """The share of letters of the first half of the alphabet."""
+    """Return the share of letters of the first half of the alphabet."""
     return sum("a" <= character <= "m" for character in text) / max(len(text), 1)
 
 
 class Logged(ToolTurnsLoop):
-    """Writes a line for every session: the loop, and the rows as (prompt length, trained tokens)."""
+    """Rewards the final leaf; logs a line for a session: the loop, its rows as (prompt length, trained tokens)."""
 
     def __init__(self, *args: Any, log: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.log = Path(log)
 
+    @override
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[TreeAgentLoopOutput]:
-        """One session."""
         outputs = await super().run(sampling_params, **row)
         rows = [(len(output.prompt_ids), sum(output.response_mask)) for output in outputs]
         with self.log.open("a") as file:
             file.write(json.dumps({"loop": type(self).__name__, "rows": rows}) + "\n")
         return outputs
 
+    @override
+    async def final_reward(self, *, row: dict[str, Any], answer: str) -> float:
+        return score(answer)
+
 
 class Memory(Logged, MemoryAgentLoop):
     """`memory`: turns get the final leaf's reward."""
-
-    async def final_reward(self, *, row: dict[str, Any], answer: str) -> float:
-        """Of the last leaf."""
-        return score(answer)
 
 
 class Compaction(Logged, CompactionAgentLoop):
     """`compaction` with a reward for the summary."""
 
+    @override
     async def summary_reward(self, *, row: dict[str, Any], summary: str, number: int) -> float:
-        """Of the leaf that ends with a summary."""
         return score(summary)
-
-    async def final_reward(self, *, row: dict[str, Any], answer: str) -> float:
-        """Of the last leaf."""
-        return score(answer)
 
 
 class Subagents(Logged, SubagentsAgentLoop):
     """`subagents` with a reward for each child."""
 
+    @override
     async def child_reward(self, *, row: dict[str, Any], task: str, answer: str, depth: int) -> float:
-        """Of a child's leaf."""
-        return score(answer)
-
-    async def final_reward(self, *, row: dict[str, Any], answer: str) -> float:
-        """Of the last leaf."""
         return score(answer)
 
 
 class TreeSearch(Logged, TreeSearchAgentLoop):
-    """`tree_search`."""
+    """`tree_search` with a reward for every leaf."""
 
+    @override
     async def leaf_reward(self, *, row: dict[str, Any], answer: str) -> float:
-        """Of every leaf."""
         return score(answer)
 
 
 class ParallelTools(Logged, ParallelToolsAgentLoop):
     """`parallel_tools`: branches get the final leaf's reward."""
-
-    async def final_reward(self, *, row: dict[str, Any], answer: str) -> float:
-        """Of the last leaf."""
-        return score(answer)

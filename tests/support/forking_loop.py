@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from typing_extensions import override
+
 from rollout_hooks.loops.base import Branch, BranchingAgentLoop
 
 TURN_LEN = 5
@@ -10,9 +12,8 @@ TURN_LEN = 5
 class ForkingLoop(BranchingAgentLoop):
     """Generates, forks, observes, generates, forks again; a leaf's reward is its share of even tokens, and 1."""
 
+    @override
     async def run_branches(self, root: Branch, **row: Any) -> None:
-        """One session: four leaves, the main branch last."""
-        del row
         await root.generate({"max_tokens": TURN_LEN})
         root.add_reward(1.0)
         (side,) = root.fork()

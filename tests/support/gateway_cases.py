@@ -81,7 +81,7 @@ class StreamingEngine:
 
 
 def client_engine(reply, **kwargs) -> ClientEngine:
-    """verl's client, scripted, behind the recorder."""
+    """Make verl's client, scripted, behind the recorder."""
     scripted = ScriptedClient(reply, **kwargs)
     engine = ClientEngine(RecordingClient(scripted, tree=SessionTree(decode=tokenizer().decode)), request_id="r")
     engine.scripted = scripted

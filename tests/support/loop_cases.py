@@ -24,17 +24,17 @@ def decode(token_ids):
 
 
 def call(name, **arguments):
-    """A tool call in the hermes format."""
+    """Return a tool call in the hermes format."""
     return f'<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
 
 
-async def _sleep(x: int) -> str:
+async def _sleep(**_: int) -> str:
     await asyncio.sleep(30)
     return "late"
 
 
 def slow_tool():
-    """A tool that takes half a minute."""
+    """Make a tool that takes half a minute."""
     properties = {"x": {"type": "integer", "description": "Ignored."}}
     parameters = {"type": "object", "properties": properties, "required": ["x"]}
     function = {"name": "slow", "description": "Wait.", "parameters": parameters}
@@ -75,7 +75,7 @@ def response(output):
 
 
 def trained(output):
-    """The trained tokens as text, one string per run of them."""
+    """Return the trained tokens as text, one string for each stretch of them."""
     texts, is_open = [], False
     for token, mask in zip(output.response_ids, output.response_mask, strict=True):
         if mask:

@@ -13,6 +13,7 @@ import hydra
 from omegaconf import DictConfig
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, DictConfigWrap, ToolListWrap
 from verl.tools.function_tool import FunctionTool, function_tool, get_function_tool
 from verl.utils.dataset.rl_dataset import RLHFDataset
@@ -41,7 +42,7 @@ Reply = str | TokenOutput | Exception
 
 @functools.cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Characters as tokens, with Qwen's special tokens and a chat template."""
+    """Make a tokenizer with characters as tokens, Qwen's special tokens and a chat template."""
     characters = [chr(code) for code in range(32, 127)] + ["\n", "?"]
     vocabulary = {token: index for index, token in enumerate(dict.fromkeys([*SPECIAL, *characters]))}
     tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
@@ -61,7 +62,7 @@ def _composed_config() -> DictConfig:
 
 
 def config(**rollout: object) -> DictConfig:
-    """verl's own configuration with changes under `actor_rollout_ref.rollout` (dots written as `__`)."""
+    """Return verl's own configuration with changes under `actor_rollout_ref.rollout` (dots written as `__`)."""
     result = _composed_config().copy()
     settings = {"prompt_length": 256, "response_length": 256, "multi_turn__max_parallel_calls": 8, **rollout}
     for name, value in settings.items():
@@ -90,6 +91,7 @@ class ScriptedClient(LLMServerClient):
         self.request_ids: list[str] = []
         self.num_running = self.most_running = 0
 
+    @override
     async def generate(self, request_id, *, prompt_ids, sampling_params, **kwargs) -> TokenOutput:
         text = tokenizer().decode(prompt_ids)
         self.prompts.append(text)
@@ -116,7 +118,7 @@ class ScriptedClient(LLMServerClient):
 
 
 def log_prob(position: int, token: int) -> float:
-    """The rollout log-prob that `ScriptedClient` reports: it tells tokens and positions apart."""
+    """Return the rollout log-prob that `ScriptedClient` reports: it tells tokens and positions apart."""
     return -(position + token / 1000) / 100
 
 
@@ -132,11 +134,12 @@ def double(x: int) -> str:
 
 @function_tool("broken")
 def broken(x: int) -> str:
-    """A tool that fails.
+    """Fail.
 
     Args:
         x: Ignored.
     """
+    del x  # verl makes the tool's schema from the signature
     raise RuntimeError("out of order")
 
 
@@ -145,12 +148,12 @@ def tools() -> list[FunctionTool]:
 
 
 def call_text(x: int, name: str = "double") -> str:
-    """A tool call in the hermes format."""
+    """Return a tool call in the hermes format."""
     return f'<tool_call>{{"name": "{name}", "arguments": {{"x": {x}}}}}</tool_call>'
 
 
 def make_loop(loop_class: type[AgentLoopBase], client: LLMServerClient, **rollout: object) -> AgentLoopBase:
-    """An agent loop with the arguments that verl's worker gives it."""
+    """Make an agent loop with the arguments that verl's worker gives it."""
     settings = config(**rollout)
     return loop_class(
         trainer_config=DictConfigWrap(settings),
@@ -175,5 +178,5 @@ def run_loop(loop_class: type[AgentLoopBase], client: LLMServerClient, sampling_
 
 
 def row(question: str = "q", **fields: object) -> dict[str, object]:
-    """A dataset row as a loop's `run` receives it."""
+    """Return a dataset row as a loop's `run` receives it."""
     return {"raw_prompt": [{"role": "user", "content": question}], "uid": "u", "session_id": 0, **fields}

@@ -24,6 +24,7 @@ from openai.types.responses import Response
 from scripted_llm import CHAT_TEMPLATE, END, SPECIAL, call_text, config, tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
+from typing_extensions import override
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
@@ -145,6 +146,7 @@ class OddPieces(LLMServerClient):
         self.tokens = tokens
         self.prompts = []
 
+    @override
     async def generate(self, request_id, *, prompt_ids, sampling_params, **kwargs):
         self.prompts.append(prompt_ids)
         sampled = [self.tokens.convert_tokens_to_ids(piece) for piece in ("a", "b", END)]

@@ -24,7 +24,7 @@ TURNS = [FIRST, SECOND, "the answer is 10", "second answer"]
 
 
 def reply(prompt):
-    """The turn that comes next in a conversation."""
+    """Return the turn that comes next in a conversation."""
     return TURNS[prompt.count("<|im_start|>assistant") - 1]
 
 
@@ -185,7 +185,9 @@ def test_a_response_goes_on_from_any_that_was_kept():
                 last = await wire.post("/responses", responses_body(outputs_of(first, results), **more))
             assert [call.kind for call in engine.tree.calls[1:]] == [CallKind.CONTINUATION, CallKind.REWRITE]
             prompt = engine.scripted.prompts[2]
-            assert "You are brief" in prompt and "You are helpful" not in prompt and FIRST in prompt
+            assert "You are brief" in prompt
+            assert "You are helpful" not in prompt
+            assert FIRST in prompt
             assert (first["store"], last["store"]) == (True, False)
             for session, response in (("s", last), ("t", first)):
                 gone = responses_body("q", previous_response_id=response["id"])

@@ -61,7 +61,7 @@ def admits(form, text):
 
 
 async def form_of(body, *, api="chat"):
-    """The form that a request comes to, as the engine's client gets it."""
+    """Return the form that a request comes to, as the engine's client gets it."""
     async with served() as server:
         engine = client_engine(lambda _: DOUBLE)
         server.open("s", engine)
@@ -77,7 +77,7 @@ async def form_of(body, *, api="chat"):
 
 
 def given(form):
-    """The fields of vLLM's class that are set."""
+    """Return the fields of vLLM's class that are set."""
     return {"json": form.json} if form.json else {"structural_tag": form.structural_tag}
 
 
@@ -159,7 +159,7 @@ def test_responses_prescribe_the_same_forms():
 
 
 def test_the_form_is_what_vllm_takes_and_survives_the_way_to_its_process():
-    """verl's server makes `SamplingParams(max_tokens=..., **sampling_params)` of what the client sends it by Ray."""
+    """Verl's server makes `SamplingParams(max_tokens=..., **sampling_params)` of what the client sends it by Ray."""
     from vllm import SamplingParams
     from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
@@ -207,28 +207,36 @@ def test_forms_that_cannot_be_kept_to_are_refused_before_any_call():
                 return raised.value.param, raised.value.message
 
             param, message = await refusal("glm", tools=TOOLS, tool_choice="required")
-            assert param == "tool_choice" and "hermes, qwen3_coder" in message
+            assert param == "tool_choice"
+            assert "hermes, qwen3_coder" in message
             param, message = await refusal("pure", tools=TOOLS, tool_choice="required")
-            assert param == "tool_choice" and "constrained_decoding=true" in message
+            assert param == "tool_choice"
+            assert "constrained_decoding=true" in message
             param, _ = await refusal("pure", response_format={"type": "json_object"})
             assert param == "response_format"
             bad = {"type": "json_schema", "json_schema": {"name": "o", "schema": {"type": "no such type"}}}
             param, message = await refusal("s", response_format=bad)
-            assert param == "response_format" and "no such type" in message and ".cc:" not in message
+            assert param == "response_format"
+            assert "no such type" in message
+            assert ".cc:" not in message
             param, message = await refusal("s", response_format=bad, tools=TOOLS)
-            assert param == "response_format" and "no such type" in message
+            assert param == "response_format"
+            assert "no such type" in message
             broken = {"type": "function", "function": {"name": "break", "parameters": {"type": "no such type"}}}
             param, message = await refusal("s", tools=[*TOOLS, broken], tool_choice="required")
-            assert param == "tools" and "parameters of 'break'" in message
+            assert param == "tools"
+            assert "parameters of 'break'" in message
             param, _ = await refusal("pure", tools=TOOLS, parallel_tool_calls=False)
             assert param == "parallel_tool_calls"
+            text = {"format": {"type": "json_object"}}
             with pytest.raises(openai.BadRequestError) as raised:
-                text = {"format": {"type": "json_object"}}
                 await server.client("pure").responses.create(model="policy", input="q", text=text)
             assert raised.value.param == "text.format"
             halve = {"type": "function", "function": {"name": "halve"}}
             param, message = await refusal("s", tools=TOOLS, tool_choice=halve)
-            assert param == "tool_choice" and "halve" in message and "double" in message
+            assert param == "tool_choice"
+            assert "halve" in message
+            assert "double" in message
             param, _ = await refusal("s", tool_choice="required")
             assert param == "tool_choice"
             assert not engine.tree.calls
@@ -264,7 +272,9 @@ def test_a_prescribed_form_is_warned_of_once(caplog):
     _warn_of_masks.cache_clear()
     run(body)
     warnings = [record.getMessage() for record in caplog.records if "prescribes the form" in record.getMessage()]
-    assert len(warnings) == 1 and "(parallel_tool_calls)" in warnings[0] and "rollout_is=token" in warnings[0]
+    assert len(warnings) == 1
+    assert "(parallel_tool_calls)" in warnings[0]
+    assert "rollout_is=token" in warnings[0]
 
 
 async def forces(*, base_url, api_key, model, row):

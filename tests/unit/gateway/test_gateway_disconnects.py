@@ -71,7 +71,7 @@ def test_closing_a_session_refuses_requests_and_cancels_what_does_not_end():
 
 
 async def agent(client, number, rng, *, goes_away):
-    """A turn with two tool calls, an answer, and a question beside it; some clients stop reading a stream."""
+    """Have a turn with two tool calls, an answer, and a question beside it; some clients stop reading a stream."""
     messages = user(f"session {number}")
     beside = asyncio.create_task(client.chat.completions.create(model="policy", messages=user(f"beside {number}")))
     first = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)

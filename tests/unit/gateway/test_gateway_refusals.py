@@ -219,7 +219,7 @@ def test_sessions_have_good_and_unique_names():
 
 
 def test_messages_that_the_template_refuses_and_odd_schemas():
-    def refuse(messages, tools):
+    def refuse(messages, **_):
         if messages[-1]["content"] == "bug":
             raise KeyError("bug")
         raise TemplateError("roles must alternate")

@@ -67,11 +67,11 @@ async def twice(*, base_url, api_key, model, row):
     return {"leaf_rewards": {first.id: 1.0, second.id: -1.0}}
 
 
-async def silent(*, base_url, api_key, model, row):
+async def silent(**_):
     return 1.0
 
 
-def not_async(**kwargs):
+def not_async(**_):
     return 1.0
 
 

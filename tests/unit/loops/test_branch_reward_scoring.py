@@ -8,6 +8,7 @@ from branch_reward_cases import says
 from omegaconf import open_dict
 from scripted_llm import config, tokenizer
 from scripted_llm import row as dataset_row
+from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import register
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.trainer.ppo.v1 import agent_loop_tq
@@ -21,6 +22,7 @@ from rollout_hooks.worker import _PromptProgress
 class RewardsNodes(BranchingAgentLoop):
     """Two leaves below a rewarded turn, none with a reward of its own: verl scores them."""
 
+    @override
     async def run_branches(self, root, **row):
         await root.generate()
         root.add_reward(0.25)
@@ -41,7 +43,7 @@ def score(data_source, solution_str, ground_truth, extra_info, **kwargs):
 
 @pytest.fixture
 def rewarding(tmp_path):
-    """A handle to verl's reward worker as verl's agent loop worker calls it, without Ray in between."""
+    """Make a handle to verl's reward worker as verl's agent loop worker calls it, without Ray in between."""
     tokenizer().save_pretrained(tmp_path)
     (tmp_path / "reward.py").write_text(REWARD_FUNCTION)
     settings = config()
@@ -57,10 +59,10 @@ def rewarding(tmp_path):
 
 @pytest.fixture
 def put_rows(monkeypatch):
-    """What verl's worker puts into TransferQueue, in place of a queue."""
+    """Collect what verl's worker puts into TransferQueue, in place of a queue."""
     put = []
 
-    async def put_batch(*, fields, **kwargs):
+    async def put_batch(*, fields, **_):
         put.append(fields)
 
     monkeypatch.setattr(agent_loop_tq.tq, "async_kv_batch_put", put_batch)
@@ -68,7 +70,7 @@ def put_rows(monkeypatch):
 
 
 def run_session(worker):
-    """One session of `RewardsNodes` on the worker; its report."""
+    """Run one session of `RewardsNodes` on the worker; return its report."""
     trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False}
     worker.mm_processor_kwargs = {}
     worker._prompts["u"] = _PromptProgress(2, [])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from loop_cases import ASSISTANT, advantages, call, prompt, response, rewards, run, slow_tool, trained
 from scripted_llm import END, tokenizer
+from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
 from rollout_hooks.capture.call_kinds import CallKind
@@ -22,6 +23,7 @@ class Rewarded(CompactionAgentLoop):
         assert (summary, number, row["uid"]) == ("2 and 4", 1, "u")
         return 0.5
 
+    @override
     async def final_reward(self, *, row, answer):
         return float(answer == "12")
 
@@ -58,7 +60,8 @@ def test_registered_with_verl():
 
 
 def test_the_tree_its_masks_rewards_and_advantages():
-    """
+    """One summary, then the answer.
+
     prompt ──┬── g ── double 1 ── 2 ── double 2 ── 4, sum up ── summary       leaf 1, reward .5
              └── So far: summary ── g ── double 3 ── 6 ── 12                  leaf 2, reward 1
     """

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from loop_cases import ASSISTANT, advantages, call, prompt, response, rewards, run, slow_tool, trained
 from scripted_llm import END, tokenizer
 from scripted_llm import row as dataset_row
+from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
 from rollout_hooks.capture.outputs import SessionFailed
@@ -27,10 +28,12 @@ FIRST, SECOND = call("memory_write", text="alpha is 7"), call("memory_write", te
 class Rewarded(MemoryAgentLoop):
     """A quarter for a turn that keeps a note, one for the right answer."""
 
+    @override
     async def turn_reward(self, *, row, turn, number):
         assert turn.calls[0].name == "memory_write"
         return 0.25 * number
 
+    @override
     async def final_reward(self, *, row, answer):
         return float(answer == "15")
 
@@ -51,7 +54,8 @@ def test_registered_with_verl():
 
 
 def test_the_tree_its_masks_rewards_and_advantages():
-    """
+    """Two notes, then the answer.
+
     shared prompt ──┬── g ── write alpha                                      leaf 1, reward .25
                     └── Notes: 1. alpha is 7 ──┬── turn 1, result ── g ── write beta     leaf 2, .5
                                                └── 2. beta is 8, turn 2, result ── g ── 15     leaf 3, 1
@@ -83,13 +87,15 @@ def len_of(text):
 
 def test_input_of_the_environment_keeps_a_session_going_and_is_read_by_its_turn_only():
     class Reader(Rewarded):
+        @override
         async def turn_input(self, *, row, number):
             return f"chunk {number}" if number <= 2 else None
 
+        @override
         async def turn_reward(self, *, row, turn, number):
             return 0.0
 
-    outputs, _ = run(Reader, lambda text: "seen", row=ROW)
+    outputs, _ = run(Reader, lambda _: "seen", row=ROW)
     assert [prompt(output) for output in outputs] == [
         SHARED + user("chunk 1") + ASSISTANT,
         SHARED + ASSISTANT + f"seen{END}\n" + user("chunk 2") + ASSISTANT,
@@ -132,7 +138,8 @@ def test_notes_that_do_not_fit_are_left_out_least_useful_first():
         return [f"\n{number}. " in prompt(outputs[1]) for number in (1, 2)]
 
     assert (shown(whole), shown(shorter), shown(shortest)) == ([True, True], [False, True], [False, False])
-    assert "[Kept as note 1.]" in prompt(shortest[1]) and "Notes:" not in prompt(shortest[1])
+    assert "[Kept as note 1.]" in prompt(shortest[1])
+    assert "Notes:" not in prompt(shortest[1])
 
 
 def test_a_context_beyond_prompt_length_uses_up_the_response_and_may_leave_no_room():
@@ -142,7 +149,8 @@ def test_a_context_beyond_prompt_length_uses_up_the_response_and_may_leave_no_ro
     limits = {"prompt_length": len_of(SHARED + ASSISTANT), "response_length": 400}
     outputs, _ = run(MemoryAgentLoop, writing, row=ROW, options={"max_notes": 0}, **limits)
     assert len(outputs[1].prompt_ids) == limits["prompt_length"]
-    assert trained(outputs[1]) == ["done" + END] and outputs[1].response_mask[0] == 0
+    assert trained(outputs[1]) == ["done" + END]
+    assert outputs[1].response_mask[0] == 0
     with pytest.raises(SessionFailed, match="left no room to generate"):
         run(Rewarded, writing, row=ROW, options={"max_notes": 0}, **{**limits, "response_length": 140})
 
@@ -244,7 +252,7 @@ def test_embeddings_find_what_has_no_word_in_common():
     vectors["stone cold tiger"] = [1, 0.2]
     assert search(store, "stone cold tiger", limit=1) == [2]
     with pytest.raises(ValueError, match=r"shape \(2,\)"):
-        stored("a", embed=lambda texts: np.zeros(2))
+        stored("a", embed=lambda _: np.zeros(2))
 
 
 def test_concurrent_writes_are_numbered_in_the_order_of_the_calls():

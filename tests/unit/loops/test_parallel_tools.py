@@ -7,6 +7,7 @@ from loop_cases import run as run_with
 from loop_cases import slow_tool
 from scripted_llm import END, ScriptedClient, call_text, run_loop, tokenizer
 from scripted_llm import row as dataset_row
+from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
 from rollout_hooks.capture.call_kinds import CallKind
@@ -26,17 +27,19 @@ def decode(token_ids):
 
 
 def results(*values):
-    """What the chat template makes of tool messages, with the generation prompt after them."""
+    """Return what the chat template makes of tool messages, with the generation prompt after them."""
     return "".join(f"\n<|im_start|>user\n[{value}]{END}" for value in values) + "\n<|im_start|>assistant\n"
 
 
 class Rewarded(ParallelToolsAgentLoop):
     """Rewards a conclusion that names its result, and an answer that is long; notes what the hooks were given."""
 
+    @override
     async def branch_reward(self, *, row, call, result, conclusion):
         assert row["uid"] == "u"
         return 1.0 if result.text in conclusion else 0.0
 
+    @override
     async def final_reward(self, *, row, answer):
         return float(len(answer))
 
@@ -87,7 +90,7 @@ def test_every_call_has_a_branch_that_sees_only_its_own_result():
 
 
 def test_conclusions_run_beside_the_main_branch_and_the_order_of_rows_is_that_of_the_calls():
-    slow = run(delay=lambda prompt: 0.05)
+    slow = run(delay=lambda _: 0.05)
     assert slow[1]._client.most_running == 3  # both conclusions and the answer
     slow_first = run(delay=lambda prompt: 0.05 if "[6]" in prompt and "[8]" not in prompt else 0.0)
     fast = run()
@@ -190,6 +193,7 @@ def test_failed_main_branch_fails_the_session_and_keeps_rewarded_conclusions():
 
 def test_error_in_a_hook_fails_the_session_with_its_cause():
     class Buggy(ParallelToolsAgentLoop):
+        @override
         async def final_reward(self, *, row, answer):
             return 1.0 / 0.0
 

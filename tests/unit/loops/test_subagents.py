@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from loop_cases import ASSISTANT, advantages, call, prompt, response, rewards, run, slow_tool, trained
 from scripted_llm import END
+from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
 from rollout_hooks.capture.outputs import SessionFailed
@@ -22,6 +23,7 @@ class Rewarded(SubagentsAgentLoop):
         assert (row["uid"], depth) == ("u", 1)
         return {"three": 0.0, "four": 0.5}[task] if answer in ("6", "8") else -1.0
 
+    @override
     async def final_reward(self, *, row, answer):
         return float(answer == "14")
 
@@ -39,7 +41,7 @@ def result(*texts):
 
 
 def reply(text):
-    """The first agent spawns two children and adds; each child doubles its number with the tool."""
+    """Let the first agent spawn two children and add; each child doubles its number with the tool."""
     if "three" in text.split("system\nC")[-1] and "system\nC" in text:
         return "6" if "[6]" in text else call("double", x=3)
     if "system\nC" in text:
@@ -52,7 +54,8 @@ def test_registered_with_verl():
 
 
 def test_the_tree_its_masks_rewards_and_advantages():
-    """
+    """Two children, then the answer of the first agent.
+
     prompt ── spawn three, spawn four ── 6, 8 ── 14                leaf 3, reward 1
     C ──┬── three ── double 3 ── 6 ── 6                            leaf 1, reward 0
         └── four ── double 4 ── 8 ── 8                             leaf 2, reward .5
@@ -73,7 +76,8 @@ def test_the_tree_its_masks_rewards_and_advantages():
     assert rewards(outputs) == [0.0, 0.5, 1.0]
     # Weights 1/3, mean 1/2, unbiased variance 1/4.
     np.testing.assert_allclose(advantages(outputs), [-1.0, 0.0, 1.0], atol=1e-12)
-    assert client.num_media_calls == 0 and len(client.tree.calls) == 6
+    assert client.num_media_calls == 0
+    assert len(client.tree.calls) == 6
 
 
 def test_children_run_at_the_same_time_and_their_order_is_that_of_the_calls():
@@ -83,7 +87,7 @@ def test_children_run_at_the_same_time_and_their_order_is_that_of_the_calls():
     slow_first, _ = run(Rewarded, reply, options=OPTIONS, delay=delay)
     fast, _ = run(Rewarded, reply, options=OPTIONS)
     assert [o.response_ids for o in slow_first] == [o.response_ids for o in fast]
-    _, client = run(Rewarded, reply, options=OPTIONS, delay=lambda text: 0.02)
+    _, client = run(Rewarded, reply, options=OPTIONS, delay=lambda _: 0.02)
     assert client._client.most_running == 2
 
 
@@ -138,17 +142,19 @@ def test_a_slow_tool_ends_the_child_and_not_the_session():
     outputs, _ = run(SubagentsAgentLoop, slow, options={**OPTIONS, "call_timeout_s": 0.05}, more_tools=[slow_tool()])
     (output,) = outputs
     reason = re.escape("[The subagent failed: tool 'slow' took longer than call_timeout_s=0.05]")
-    assert re.search(reason, response(output)) and trained(output)[-1] == "told" + END
+    assert re.search(reason, response(output))
+    assert trained(output)[-1] == "told" + END
 
 
 def test_the_time_limit_of_a_call_does_not_cut_a_child_short():
     """Each call of a child stays below the limit, all of them together do not."""
-    outputs, _ = run(Rewarded, reply, options={**OPTIONS, "call_timeout_s": 0.15}, delay=lambda text: 0.1)
+    outputs, _ = run(Rewarded, reply, options={**OPTIONS, "call_timeout_s": 0.15}, delay=lambda _: 0.1)
     assert rewards(outputs) == [0.0, 0.5, 1.0]
 
 
 def test_error_in_a_hook_of_a_child_fails_the_session_with_its_cause():
     class Buggy(SubagentsAgentLoop):
+        @override
         async def child_reward(self, *, row, task, answer, depth):
             if task == "three":  # children run concurrently: of several errors any may come first
                 raise KeyError(task)

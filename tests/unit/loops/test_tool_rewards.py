@@ -7,6 +7,7 @@ import pytest
 from branch_reward_cases import encode, scores, session, written
 from loop_cases import call, response, run
 from scripted_llm import row as dataset_row
+from typing_extensions import override
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
@@ -20,7 +21,7 @@ from rollout_hooks.loops.tree_search import TreeSearchAgentLoop
 
 
 def graded(reward=None):
-    """A tool whose reward is its argument, or the given one."""
+    """Make a tool whose reward is its argument, or the given one."""
     parameters = {"type": "object", "properties": {"x": {"type": "number", "description": "X."}}, "required": ["x"]}
     function = {"name": "graded", "description": "Grade.", "parameters": parameters}
     schema = OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
@@ -53,10 +54,12 @@ def two_calls(prompt):
 
 @pytest.mark.parametrize("tool_rewards", ["report", "add"])
 def test_a_row_has_the_rewards_of_the_calls_whose_results_it_read(tool_rewards):
-    """prompt ── calls .5 and .25 ──┬── .5 ── done
-    ├── .25 ── done
-    └── .5, .25 ── call 2 ──┬── 2 ── done
-                            └── 2 ── done   (the last row)
+    """Two conclusions in the first turn and one in the second; the last row has all results.
+
+    prompt ── calls .5 and .25 ──┬── .5 ── done
+                                 ├── .25 ── done
+                                 └── .5, .25 ── call 2 ──┬── 2 ── done
+                                                         └── 2 ── done   (the last row)
     """
     outputs = run_graded(ParallelToolsAgentLoop, two_calls, options={"tool_rewards": tool_rewards})
     assert reported(outputs) == [[0.5], [0.25], [0.5, 0.25, 2], [0.5, 0.25, 2]]
@@ -79,6 +82,7 @@ def test_expansions_of_a_tree_search_have_the_rewards_of_the_calls_before_their_
         return next(answers) if "<0.5>" in prompt else call("graded", x=0.5)
 
     class Scored(TreeSearchAgentLoop):
+        @override
         async def leaf_reward(self, *, row, answer):
             return 0.0
 
@@ -107,7 +111,8 @@ def test_a_summary_reports_the_calls_that_it_sums_up():
 
     options = {"max_context_len": len(encode(call("graded", x=0.5))) + 60, "request": "Summarise"}
     outputs = run_graded(CompactionAgentLoop, reply, options=options)
-    assert len(outputs) == 2 and reported(outputs) == [[0.5], [0.5]]
+    assert len(outputs) == 2
+    assert reported(outputs) == [[0.5], [0.5]]
 
 
 def test_a_child_has_the_rewards_of_its_own_calls():
@@ -128,6 +133,7 @@ def test_leaves_of_a_tree_search_are_scored_with_the_rewards_of_their_tools():
     seen = []
 
     class Scored(TreeSearchAgentLoop):
+        @override
         async def leaf_reward(self, *, row, answer):
             seen.append(row["extra_info"]["tool_rewards"])
             return 0.0
@@ -147,7 +153,7 @@ def test_a_turn_with_a_failing_call_keeps_the_rewards_of_the_others():
             root.finish(0.0)
 
     turn = call("graded", x=0.5) + call("broken", x=1)
-    assert reported(run_graded(Kept, lambda prompt: turn, options={"tool_errors": "end"})) == [[0.5, 0.0]]
+    assert reported(run_graded(Kept, lambda _: turn, options={"tool_errors": "end"})) == [[0.5, 0.0]]
 
 
 def test_unknown_tools_and_tools_without_a_reward_are_verls_zero():

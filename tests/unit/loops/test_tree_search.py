@@ -31,7 +31,7 @@ def encode(text):
 
 
 def sampler(*answers):
-    """A first turn that calls the tool; behind its result one answer after the other."""
+    """Let the first turn call the tool; behind its result comes one answer after the other."""
     given = iter(answers)
 
     def reply(text):
@@ -114,7 +114,7 @@ def test_every_place_can_be_drawn_and_none_is_the_prompt():
 
 def test_a_chain_of_one_turn_is_expanded_at_the_prompt():
     answers = iter("123")
-    outputs, _ = run(Rewarded, lambda text: next(answers))
+    outputs, _ = run(Rewarded, lambda _: next(answers))
     assert texts(outputs) == [f"{n}{END}" for n in "123"]
 
 
@@ -130,8 +130,10 @@ def uncertain(token_values):
 
 
 def test_forks_at_the_least_certain_tokens_the_tree_its_masks_rewards_and_advantages():
-    """N = 2: the third token (-3) and then the first (-2) are sampled again, with what follows; in round 2 the least
-    certain of all tokens left is one of an expansion (9, -5).
+    """Two expansions a round, at the least certain tokens.
+
+    The third token (-3) and then the first (-2) are sampled again, with what follows; in round 2 the least certain of
+    all tokens left is one of an expansion (9, -5).
 
     ──┬── 1 ── 2 ──┬── 3 ── 4        first chain, log-probs -2 -1 -3 -.5; reward 1234
       │            └──┬── 5 ── 9     round 1, log-probs -.1 -5
