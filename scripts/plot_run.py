@@ -1,4 +1,4 @@
-"""Draws a run: validation reward, what the trees saved, and the time of an update, one panel each.
+"""Draw a training run: validation reward, what the trees saved, and the time of an update, one panel each.
 
     python scripts/plot_run.py runs/arithmetic_tools/metrics.jsonl [--baseline OTHER.jsonl] [--out FILE.png]
 
@@ -27,10 +27,10 @@ UPDATE_S = "timing_s/update_actor"
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Returns what was logged at each step; steps logged in several lines are merged.
+    """Return what was logged at each step; steps logged in several lines are merged.
 
     Raises:
-        ValueError: when the file has no steps.
+        ValueError: The file has no steps.
     """
     metrics: Metrics = {}
     for line in path.read_text().splitlines():
@@ -42,25 +42,20 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def series(metrics: Metrics, *, key: str) -> Series:
-    """Returns the steps that logged `key` and its values, in the order of the steps."""
+    """Return the steps that logged `key` and its values, in the order of the steps."""
     steps = [step for step in sorted(metrics) if key in metrics[step]]
     return steps, [metrics[step][key] for step in steps]
 
 
 def validation_key(metrics: Metrics) -> str | None:
-    """Returns the key of the mean validation reward, such as ``val-core/arithmetic_tools/reward/mean@1``, or None."""
+    """Return the key of the mean validation reward, such as ``val-core/arithmetic_tools/reward/mean@1``, or None."""
     keys = {key for data in metrics.values() for key in data}
     found = sorted(key for key in keys if key.startswith("val-core/") and "/mean@" in key)
     return found[0] if found else None
 
 
 def draw(runs: dict[str, Metrics], *, out: Path) -> None:
-    """Draws the runs, by name, into one picture.
-
-    Args:
-        runs: metrics of each run; the first is drawn solid, the others dashed.
-        out: the picture to write; its folder must exist.
-    """
+    """Draw training runs, by name, into the picture `out`: the first solid, the others dashed."""
     figure, (reward_axes, sharing_axes, update_axes) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     for number, (name, metrics) in enumerate(runs.items()):
         style = "-" if number == 0 else "--"
@@ -87,7 +82,7 @@ def draw(runs: dict[str, Metrics], *, out: Path) -> None:
 
 
 def summary(metrics: Metrics) -> str:
-    """Returns a few lines with the first and last values of what the picture shows."""
+    """Return a few lines with the first and last values of what the picture shows."""
     keys = [validation_key(metrics), SESSION_REWARD, *SHARING, "tree/compression", UPDATE_S]
     lines = []
     for key in keys:
@@ -106,7 +101,7 @@ def _line(axes: Axes, points: Series, *, label: str, style: str, marker: str = "
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, draws and prints a summary."""
+    """Parse the command line, draw and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("metrics", type=Path)
     parser.add_argument("--baseline", type=Path, help="metrics of another run to draw with it")

@@ -23,8 +23,8 @@ class Tool:
     """A function that the model may call.
 
     Attributes:
-        schema: as Chat Completions takes it.
-        run: the arguments of a call to the text that the model is told. It runs in a thread.
+        schema: As Chat Completions takes it.
+        run: Maps the arguments of a call to the text that the model is told; it runs in a thread.
     """
 
     schema: dict[str, Any]
@@ -45,8 +45,8 @@ class Solution:
     """How a task ended.
 
     Attributes:
-        answer: the text of the last turn; empty where that turn only made calls or the context was full before it.
-        conclusions: of all turns, in the order of the calls.
+        answer: The text of the last turn; empty where that turn only made calls or the context was full before it.
+        conclusions: Of all turns, in the order of the calls.
     """
 
     answer: str
@@ -58,10 +58,10 @@ class ToolAgent:
     """The agent.
 
     Attributes:
-        client: of any server that speaks Chat Completions.
-        model: the model's name there.
-        tools: by the names in their schemas, in the order in which the model is told of them.
-        max_turns: turns of the model; calls in the last one are not run.
+        client: Of any server that speaks Chat Completions.
+        model: The model's name there.
+        tools: By the names in their schemas, in the order in which the model is told of them.
+        max_turns: Turns of the model; calls in the last one are not run.
     """
 
     client: AsyncOpenAI
@@ -70,7 +70,7 @@ class ToolAgent:
     max_turns: int = 4
 
     async def solve(self, messages: Sequence[Message]) -> Solution:
-        """Works on the task that `messages` put."""
+        """Work on the task that `messages` put."""
         history = list(messages)
         conclusions: list[Conclusion] = []
         answer = ""
@@ -92,7 +92,7 @@ class ToolAgent:
         return Solution(answer, tuple(conclusions))
 
     async def _ask(self, messages: Sequence[Message], **options: Any) -> ChatCompletion | None:
-        """One request; None if the messages fill the model's context."""
+        """Return the response to one request, or None if the messages fill the model's context."""
         schemas = [tool.schema for tool in self.tools.values()]
         try:
             return await self.client.chat.completions.create(
@@ -110,7 +110,7 @@ class ToolAgent:
         return Conclusion(response.id, response.choices[0].message.content or "", result["content"])
 
     async def _run(self, call: ChatCompletionMessageFunctionToolCall) -> Message:
-        """Runs a call; what the model asked for wrongly is told to it."""
+        """Run a call; tell the model what is wrong with it."""
         tool = self.tools.get(call.function.name)
         arguments = _read_arguments(call.function.arguments)
         if tool is None:
