@@ -10,10 +10,15 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from openai import AsyncOpenAI, BadRequestError
-from openai.types.chat import ChatCompletion, ChatCompletionMessageFunctionToolCall
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionMessageFunctionToolCall,
+    ChatCompletionMessageParam,
+    ChatCompletionToolParam,
+)
 
 Message = dict[str, Any]
 
@@ -84,7 +89,8 @@ class ToolAgent:
             if not message.tool_calls or number == self.max_turns:
                 break
             history.append(message.model_dump(exclude_none=True))
-            results = await asyncio.gather(*(self._run(call) for call in message.tool_calls))
+            calls = [call for call in message.tool_calls if isinstance(call, ChatCompletionMessageFunctionToolCall)]
+            results = await asyncio.gather(*(self._run(call) for call in calls))
             if len(results) > 1:
                 asked = await asyncio.gather(*(self._conclude(history, result) for result in results))
                 conclusions += [conclusion for conclusion in asked if conclusion is not None]
@@ -96,7 +102,10 @@ class ToolAgent:
         schemas = [tool.schema for tool in self.tools.values()]
         try:
             return await self.client.chat.completions.create(
-                model=self.model, messages=messages, tools=schemas, **options
+                model=self.model,
+                messages=cast(Sequence[ChatCompletionMessageParam], messages),
+                tools=cast(Sequence[ChatCompletionToolParam], schemas),
+                **options,
             )
         except BadRequestError as error:
             if error.code != "context_length_exceeded":

@@ -10,8 +10,8 @@ import re
 import string
 from collections.abc import Sequence
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from recipes.demo.tasks import CONCLUSION, SYSTEM_PROMPT
 

@@ -82,12 +82,11 @@ class OneArgumentTool(BaseTool):
         with contextlib.redirect_stdout(io.StringIO()):  # verl prints the schema of every tool that it makes
             super().__init__(config, tool_schema or self.get_openai_tool_schema())
 
-    @classmethod
     @override
-    def get_openai_tool_schema(cls) -> OpenAIFunctionToolSchema:
-        argument = {"type": "string", "description": cls.argument_description}
-        parameters = {"type": "object", "properties": {cls.argument: argument}, "required": [cls.argument]}
-        function = {"name": cls.function_name, "description": cls.description, "parameters": parameters}
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        argument = {"type": "string", "description": self.argument_description}
+        parameters = {"type": "object", "properties": {self.argument: argument}, "required": [self.argument]}
+        function = {"name": self.function_name, "description": self.description, "parameters": parameters}
         return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
     def compute(self, argument: str) -> int:

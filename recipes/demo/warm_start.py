@@ -31,7 +31,7 @@ Loss = Callable[[Qwen3ForCausalLM, Sequence[Leaf]], torch.Tensor]
 def flat_loss(model: Qwen3ForCausalLM, leaves: Sequence[Leaf]) -> torch.Tensor:
     """Return the mean cross-entropy of the trained tokens, each leaf a padded row."""
     width = max(len(leaf.token_ids) for leaf in leaves)
-    token_ids = torch.full((len(leaves), width), model.config.pad_token_id)
+    token_ids = torch.zeros((len(leaves), width), dtype=torch.long)
     trained = torch.zeros((len(leaves), width), dtype=torch.bool)
     for row, leaf in enumerate(leaves):
         token_ids[row, : len(leaf.token_ids)] = torch.tensor(leaf.token_ids)
@@ -51,6 +51,9 @@ def tree_loss(model: Qwen3ForCausalLM, leaves: Sequence[Leaf]) -> torch.Tensor:
 
 def make_model(tokenizer: PreTrainedTokenizerFast, *, settings: WarmStartSettings, seed: int) -> Qwen3ForCausalLM:
     """Return a Qwen3 with random fp32 weights, a function of the seed."""
+    eos, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
+    assert isinstance(eos, int)
+    assert isinstance(padding, int)
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -64,8 +67,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, settings: WarmStartSetting
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=eos,
+        pad_token_id=padding,
     )
     return Qwen3ForCausalLM(config)
 

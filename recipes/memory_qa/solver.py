@@ -94,7 +94,7 @@ class Solver:
         return "ok" if self.rng.random() < 0.5 else write_note(name)
 
     def _answer(self, asked: Sequence[str], notes: Sequence[str]) -> str:
-        known = dict(fact.groups() for note in notes if (fact := _FACT.fullmatch(note)))
+        known = {fact[1]: fact[2] for note in notes if (fact := _FACT.fullmatch(note))}
         if not self._is_right(self.habits.answer):
             known = {}
         facts = [fact_text(name, int(known.get(name) or self.rng.randint(10, 99))) for name in asked]

@@ -93,7 +93,7 @@ def score_answer(completion: str, *, answer: str) -> float:
 
 
 def _make_task(rng: random.Random) -> Task:
-    names = rng.sample(NAMES, NUM_FACTS)
+    names: list[str] = rng.sample(NAMES, NUM_FACTS)
     ages = dict(zip(names, rng.sample(range(_YOUNGEST, _OLDEST + 1), NUM_FACTS), strict=True))
     # In the order of arrival, which is that of the notes: the model has to read notes, not to sort them.
     asked = sorted(rng.sample(names, NUM_ASKED), key=names.index)
