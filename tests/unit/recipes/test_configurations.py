@@ -1,5 +1,6 @@
-"""The recipes' configurations: composed as `launch.sh` does, and accepted by the checks before a training run."""
+"""How recipes are put together: they import the demo only, and their configurations are accepted before training."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,13 @@ def composed(recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *overri
     OmegaConf.resolve(config)
     validate(config)
     return config
+
+
+@pytest.mark.parametrize("folder_name", [*RECIPES, "demo"])
+def test_a_recipe_imports_the_demo_and_no_other_recipe(folder_name: str) -> None:
+    files = (ROOT / "recipes" / folder_name).glob("*.py")
+    imported = {name for file in files for name in re.findall(r"(?:from|import) recipes\.(\w+)", file.read_text())}
+    assert imported - {folder_name} == {"demo"} - {folder_name}
 
 
 @pytest.mark.parametrize(
