@@ -1,4 +1,4 @@
-"""Draws a run: validation reward, what the trees saved, and the time of an update, one panel each.
+"""Draw a training run: validation reward, what the trees saved, and the time of an update, one panel each.
 
     python scripts/plot_run.py runs/arithmetic_tools/metrics.jsonl [--baseline OTHER.jsonl] [--out FILE.png]
 
@@ -30,7 +30,7 @@ def read_metrics(path: Path) -> Metrics:
     """Return what was logged at each step; steps logged in several lines are merged.
 
     Raises:
-        ValueError: when the file has no steps.
+        ValueError: The file has no steps.
     """
     metrics: Metrics = {}
     for line in path.read_text().splitlines():
@@ -55,12 +55,7 @@ def validation_key(metrics: Metrics) -> str | None:
 
 
 def draw(runs: dict[str, Metrics], *, out: Path) -> None:
-    """Draws the runs, by name, into one picture.
-
-    Args:
-        runs: metrics of each run; the first is drawn solid, the others dashed.
-        out: the picture to write; its folder must exist.
-    """
+    """Draw training runs, by name, into the picture `out`: the first solid, the others dashed."""
     figure, (reward_axes, sharing_axes, update_axes) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     for number, (name, metrics) in enumerate(runs.items()):
         style = "-" if number == 0 else "--"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh clone to a small agent that learns: the environment, then the demo recipe.
+# From a fresh clone to a small agent that learns: the environment, then the recipe arithmetic_tools.
 #
 #   scripts/run.sh                          the trees
 #   scripts/run.sh tree.enabled=false       the same with verl's own engine; any Hydra override works

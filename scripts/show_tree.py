@@ -1,9 +1,6 @@
-"""Makes the HTML page of one tree of a stored rollout (`tree.dump_dir`).
+"""Make the HTML page of one tree of a stored rollout (`tree.dump_dir`).
 
 python scripts/show_tree.py STORED.parquet [--uid UID] [--tokenizer PATH] [--out page.html]
-
-Without --uid it is the first tree of the file; without --tokenizer the page shows token ids; without --out it lies
-beside the stored file, with the uid in its name.
 """
 
 import argparse
@@ -14,7 +11,7 @@ from verl_tree.records.page import tree_page
 
 
 def choose(path: Path, uid: str | None) -> StoredTree:
-    """Return the tree of a group, or the first one.
+    """Return the tree of the group `uid`, or the first one.
 
     Raises:
         ValueError: There is none, or the file holds no stored trees.
@@ -27,12 +24,14 @@ def choose(path: Path, uid: str | None) -> StoredTree:
 
 
 def main() -> None:
-    """Read the trees, make the page and say where it is."""
+    """Parse the command line, make the page, print where it is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stored", type=Path, help="file of stored trees")
-    parser.add_argument("--uid", help="group to show")
-    parser.add_argument("--tokenizer", help="model folder or name; the texts are decoded with its tokenizer")
-    parser.add_argument("--out", type=Path, help="page to write; default: beside the stored file")
+    parser.add_argument("--uid", help="group to show; default: the first of the file")
+    parser.add_argument("--tokenizer", help="model folder or name, to show texts instead of token ids")
+    parser.add_argument(
+        "--out", type=Path, help="page to write; default: beside the stored file, with the uid in its name"
+    )
     arguments = parser.parse_args()
 
     try:

@@ -10,10 +10,15 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from openai import AsyncOpenAI, BadRequestError
-from openai.types.chat import ChatCompletion, ChatCompletionMessageFunctionToolCall
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionMessageFunctionToolCall,
+    ChatCompletionMessageParam,
+    ChatCompletionToolParam,
+)
 
 Message = dict[str, Any]
 
@@ -23,8 +28,8 @@ class Tool:
     """A function that the model may call.
 
     Attributes:
-        schema: as Chat Completions takes it.
-        run: the arguments of a call to the text that the model is told. It runs in a thread.
+        schema: As Chat Completions takes it.
+        run: Maps the arguments of a call to the text that the model is told; it runs in a thread.
     """
 
     schema: dict[str, Any]
@@ -45,8 +50,8 @@ class Solution:
     """How a task ended.
 
     Attributes:
-        answer: the text of the last turn; empty where that turn only made calls or the context was full before it.
-        conclusions: of all turns, in the order of the calls.
+        answer: The text of the last turn; empty where that turn only made calls or the context was full before it.
+        conclusions: Of all turns, in the order of the calls.
     """
 
     answer: str
@@ -58,10 +63,10 @@ class ToolAgent:
     """The agent.
 
     Attributes:
-        client: of any server that speaks Chat Completions.
-        model: the model's name there.
-        tools: by the names in their schemas, in the order in which the model is told of them.
-        max_turns: turns of the model; calls in the last one are not run.
+        client: Of any server that speaks Chat Completions.
+        model: The model's name there.
+        tools: By the names in their schemas, in the order in which the model is told of them.
+        max_turns: Turns of the model; calls in the last one are not run.
     """
 
     client: AsyncOpenAI
@@ -70,7 +75,7 @@ class ToolAgent:
     max_turns: int = 4
 
     async def solve(self, messages: Sequence[Message]) -> Solution:
-        """Works on the task that `messages` put."""
+        """Work on the task that `messages` put."""
         history = list(messages)
         conclusions: list[Conclusion] = []
         answer = ""
@@ -84,7 +89,8 @@ class ToolAgent:
             if not message.tool_calls or number == self.max_turns:
                 break
             history.append(message.model_dump(exclude_none=True))
-            results = await asyncio.gather(*(self._run(call) for call in message.tool_calls))
+            calls = [call for call in message.tool_calls if isinstance(call, ChatCompletionMessageFunctionToolCall)]
+            results = await asyncio.gather(*(self._run(call) for call in calls))
             if len(results) > 1:
                 asked = await asyncio.gather(*(self._conclude(history, result) for result in results))
                 conclusions += [conclusion for conclusion in asked if conclusion is not None]
@@ -92,11 +98,14 @@ class ToolAgent:
         return Solution(answer, tuple(conclusions))
 
     async def _ask(self, messages: Sequence[Message], **options: Any) -> ChatCompletion | None:
-        """One request; None if the messages fill the model's context."""
+        """Return the response to one request, or None if the messages fill the model's context."""
         schemas = [tool.schema for tool in self.tools.values()]
         try:
             return await self.client.chat.completions.create(
-                model=self.model, messages=messages, tools=schemas, **options
+                model=self.model,
+                messages=cast(Sequence[ChatCompletionMessageParam], messages),
+                tools=cast(Sequence[ChatCompletionToolParam], schemas),
+                **options,
             )
         except BadRequestError as error:
             if error.code != "context_length_exceeded":
@@ -110,7 +119,7 @@ class ToolAgent:
         return Conclusion(response.id, response.choices[0].message.content or "", result["content"])
 
     async def _run(self, call: ChatCompletionMessageFunctionToolCall) -> Message:
-        """Runs a call; what the model asked for wrongly is told to it."""
+        """Run a call; tell the model what is wrong with it."""
         tool = self.tools.get(call.function.name)
         arguments = _read_arguments(call.function.arguments)
         if tool is None:

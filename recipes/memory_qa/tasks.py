@@ -1,4 +1,4 @@
-"""The task: facts arrive message by message, each is gone one turn later, and the last message asks for two of them.
+"""The task: facts come one message at a time, each is gone one turn later, and the last message asks for two of them.
 
     Emil is 53.    Hugo is 61.    Nora is 28.    Ada is 94.    The kettle boils.    How old are Emil and Nora?
 
@@ -33,6 +33,24 @@ NAMES = (
 )  # fmt: skip
 NUM_FACTS = 4
 NUM_ASKED = 2
+PHRASES = (
+    *(f"{role}\n" for role in ("user", "assistant")),
+    f"system\n{SYSTEM_PROMPT}\nmemory_write\nmemory_search",
+    f"user\n{REQUEST}",
+    "user\nNotes:\n",
+    *CHATTER,
+    *NAMES,
+    "How old are ",
+    " is ",
+    " and ",
+    ". ",
+    '<tool_call>\n{"name": "memory_write", "arguments": {"text": "',
+    '"}}\n</tool_call>',
+    "user\n<tool_response>\nKept as note ",
+    ".\n</tool_response>",
+    "ok",
+)
+"""One token each, so a leaf is 20 to 54 tokens long, and a turn that keeps a note six, of which three are decided."""
 
 _YOUNGEST, _OLDEST = 10, 99
 
@@ -53,29 +71,29 @@ class Task:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The messages with which every context starts."""
+        """The messages that start every context."""
         return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": REQUEST}]
 
 
 def fact_text(name: str, age: int) -> str:
-    """What a message says of a fact, and a note that keeps it: ``Emil is 53``."""
+    """Return a fact as a message says it and a note keeps it: ``Emil is 53``."""
     return f"{name} is {age}"
 
 
 def make_tasks(num_tasks: int, *, seed: int) -> list[Task]:
-    """Draws tasks, a function of `seed`."""
+    """Draw tasks, a function of `seed`."""
     rng = random.Random(seed)
     return [_make_task(rng) for _ in range(num_tasks)]
 
 
 def score_answer(completion: str, *, answer: str) -> float:
-    """Returns 1.0 when the last ``<answer>`` of `completion` is `answer`, but for white space around it, else 0.0."""
+    """Return 1.0 when the last ``<answer>`` of `completion` is `answer`, white space around it aside, else 0.0."""
     given = extract_answer(completion)
     return float(given is not None and given.strip() == answer)
 
 
 def _make_task(rng: random.Random) -> Task:
-    names = rng.sample(NAMES, NUM_FACTS)
+    names: list[str] = rng.sample(NAMES, NUM_FACTS)
     ages = dict(zip(names, rng.sample(range(_YOUNGEST, _OLDEST + 1), NUM_FACTS), strict=True))
     # In the order of arrival, which is that of the notes: the model has to read notes, not to sort them.
     asked = sorted(rng.sample(names, NUM_ASKED), key=names.index)

@@ -3,13 +3,14 @@
 verl 0.9.1's `ToolAgentLoop` never renders its history again: it appends the tokens of new messages to the tokens that
 were sampled (`verl/utils/tokenizer/continuous_token.py`), so earlier thinking stays in the context, whatever the
 template says. Most agents in use keep messages, not tokens, and send all of them through the template every time. Two
-methods of the loop decide this and are overridden; turns, tools, parser, limits and the output stay verl's.
+methods of the loop decide this and are overridden. Turns, tools, parser, limits and the output stay verl's.
 """
 
 import asyncio
 from itertools import takewhile
 from typing import Any
 
+from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import register
 from verl.experimental.agent_loop.tool_agent_loop import AgentData, ToolAgentLoop
 from verl.utils.tokenizer.continuous_token import MergeResult
@@ -23,18 +24,19 @@ class RenderedToolsLoop(ToolAgentLoop):
     and become rows of their own (`rollout_hooks.capture.rows`).
     """
 
+    @override
     def _build_assistant_message(self, content: str, agent_data: AgentData) -> dict[str, Any]:
-        """The turn as a message in the model's own words, calls included.
+        """Return the turn as a message in the model's own words, calls included.
 
         verl's message has the calls in parsed form, which the template would write in its own spelling, and behind
         them the text of the stop token, which the template writes itself.
         """
-        del content
         text = self.tokenizer.decode(
             agent_data.response_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return {"role": "assistant", "content": text}
 
+    @override
     async def ct_merge_context_msg(
         self,
         previous_messages: list[dict[str, Any]],
@@ -44,12 +46,11 @@ class RenderedToolsLoop(ToolAgentLoop):
         response_logprobs: list[float] | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> tuple[MergeResult, list[int], list[float] | None]:
-        """Renders all messages; the tokens from the first change on count as read, not as sampled.
+        """Render all messages; the tokens from the first change on count as read, not as sampled.
 
         Returns:
             What verl's method returns: the merge, and mask and log-probs of the tokens behind the prompt.
         """
-        del previous_messages
         builder = self.continuous_token_builder
         rendered = await asyncio.to_thread(builder.build_initial_tokens, updated_messages, tools=tools)
         pairs = zip(runtime_token_ids, rendered, strict=False)

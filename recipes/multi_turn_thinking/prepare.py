@@ -1,66 +1,47 @@
-"""Prepares a run of the recipe: what `arithmetic_tools` prepares, with this recipe's prompt, loop, model and template.
+"""Prepare a run of the recipe: the demo's sums with this recipe's prompt, model and template.
 
-    python -m recipes.multi_turn_thinking.prepare                  the small model, warm-started in a minute or two
-    python -m recipes.multi_turn_thinking.prepare --model PATH     a Hugging Face model folder of yours
-
-prints the folder that holds them; progress goes to stderr. Of a model of yours the files are linked; only its chat
-template is written anew, so that it drops earlier thinking.
+Of a model of yours the files are linked; only its chat template is written anew, so that it drops earlier thinking.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
-from recipes.arithmetic_tools.prepare import CODE as ARITHMETIC_CODE
-from recipes.arithmetic_tools.prepare import teach_tools, write_tasks
-from recipes.arithmetic_tools.settings import Settings
-from recipes.multi_turn_thinking.settings import default_settings
-from recipes.prepared import build_once, cache_key, check_model, run_command_line, write_loop
+from recipes.demo.prepare import prepare_once, run_command_line
+from recipes.demo.settings import Settings, WarmStartSettings
 
-DEFAULT_CACHE_DIR = Path(".cache/multi_turn_thinking")
-_OWN_CODE = ("prepare", "settings", "solver", "tokenizer", "warm_start")
-_CODE = (*ARITHMETIC_CODE, *(Path(__file__).with_name(f"{name}.py") for name in _OWN_CODE))
+SETTINGS = Settings(warm_start=WarmStartSettings(num_sessions=10, num_skilled_steps=300))
+_CODE = tuple(Path(__file__).with_name(f"{name}.py") for name in ("prepare", "solver", "template"))
 
 
 def prepare(cache_dir: Path, *, settings: Settings, model: Path | None = None) -> Path:
-    """Makes what a run needs unless `cache_dir` has it.
-
-    Args:
-        cache_dir: where prepared folders are kept.
-        settings: what to make; without a model, with a warm start.
-        model: a Hugging Face model folder to train instead of a new one; its files are linked.
-
-    Returns:
-        The prepared folder, an absolute path.
+    """Return the prepared folder, made unless it is there; see `prepare_once`.
 
     Raises:
-        ValueError: when `model` is not such a folder, its tokenizer has no chat template, or neither a model nor a warm
-            start is given.
+        ValueError: As `prepare_once` does, or because the tokenizer of `model` has no chat template.
     """
-    check_model(model, settings=settings)
-    folder = cache_dir.resolve() / cache_key(settings, model=model, code=_CODE)
-    return build_once(
-        folder, build=lambda building: _build(building, final_folder=folder, settings=settings, model=model)
-    )
 
+    def build(folder: Path, final_folder: Path) -> None:
+        # Imported here, so that a second call, which makes nothing, takes no time.
+        from recipes.demo.build_sums import teach_sums, write_sums
+        from recipes.demo.warm_start import tree_loss
+        from recipes.multi_turn_thinking.solver import SYSTEM_PROMPT, ThinkingSolver, build_thinking_tokenizer
 
-def _build(folder: Path, *, final_folder: Path, settings: Settings, model: Path | None) -> None:
-    # Imported here, so that a second call, which makes nothing, takes no time.
-    from recipes.multi_turn_thinking.tokenizer import SYSTEM_PROMPT, build_tokenizer
+        memory = write_sums(folder, final_folder=final_folder, settings=settings, system_prompt=SYSTEM_PROMPT)
+        if model is not None:
+            _link_model(folder / "model", model=model.resolve())
+        else:
+            tokenizer = build_thinking_tokenizer()
+            # The leaves of a session share all but the thinking: on trees the steps take less than half the time.
+            teach_sums(
+                folder, tokenizer, memory=memory, settings=settings, solver=ThinkingSolver, compute_loss=tree_loss
+            )
 
-    memory = write_tasks(folder, final_folder=final_folder, settings=settings, system_prompt=SYSTEM_PROMPT)
-    write_loop(folder, name="rendered_tools", target="recipes.multi_turn_thinking.loop.RenderedToolsLoop")
-    if model is not None:
-        _link_model(folder / "model", model=model.resolve())
-    else:
-        from recipes.multi_turn_thinking.warm_start import warm_start
-
-        teach_tools(folder, memory=memory, settings=settings, tokenizer=build_tokenizer(), warm_start=warm_start)
+    return prepare_once(cache_dir / "multi_turn_thinking", settings=settings, model=model, code=_CODE, build=build)
 
 
 def _link_model(folder: Path, *, model: Path) -> None:
     from transformers import AutoTokenizer
 
-    from recipes.multi_turn_thinking.tokenizer import drop_thinking
+    from recipes.multi_turn_thinking.template import drop_thinking
 
     template = AutoTokenizer.from_pretrained(model).chat_template
     if not isinstance(template, str):
@@ -73,11 +54,5 @@ def _link_model(folder: Path, *, model: Path) -> None:
     (folder / "chat_template.jinja").write_text(drop_thinking(template))
 
 
-def prepare_default(cache_dir: Path, model: Path | None) -> Path:
-    """Prepares with the default settings: the given model, or the small one."""
-    settings = default_settings()
-    return prepare(cache_dir, settings=settings if model is None else replace(settings, warm_start=None), model=model)
-
-
 if __name__ == "__main__":
-    run_command_line(__doc__, cache_dir=DEFAULT_CACHE_DIR, prepare=prepare_default)
+    run_command_line(prepare, settings=SETTINGS)

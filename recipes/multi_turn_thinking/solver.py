@@ -15,20 +15,39 @@ A thought decides what its turn does. Later turns find all they need in the call
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from recipes.arithmetic_tools.solver import Leaf, Solver, TokenBuilder, Turn, value_of, write_turn
-from recipes.arithmetic_tools.tasks import Part, Task
-from recipes.arithmetic_tools.tools import OneArgumentTool
-from recipes.multi_turn_thinking.tokenizer import SYSTEM_PROMPT, THOUGHT
+from transformers import PreTrainedTokenizerFast
+from typing_extensions import override
+
+from recipes.demo.leaves import Leaf, Renderer
+from recipes.demo.solver import Solver, Turn, value_of
+from recipes.demo.tasks import Part, Task
+from recipes.demo.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from recipes.demo.tools import OneArgumentTool
+from recipes.multi_turn_thinking.template import drop_thinking
+
+SYSTEM_PROMPT = (
+    "Find the value of both expressions, one after the other. calculator adds and subtracts numbers, lookup gives the "
+    "number stored under a key such as k41. In every turn think of what you know and what comes next, then call one "
+    "tool. With both values known reply <answer>first second</answer>."
+)
+_THOUGHT = "<think>\n{}.\n</think>\n\n"
+_PHRASES = (SYSTEM_PROMPT, "<think>", "</think>", "Known: ", "Next: ", "\n\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingSolver(Solver):
-    """Solves tasks with one call a turn; a wrong habit makes it guess a value instead of working it out."""
+    """Solves tasks with one call a turn; a wrong habit makes it guess a value instead of working it out.
 
+    The habit `plan` says whether a key is looked up, `go_on` whether a sum is calculated; nothing is concluded.
+    """
+
+    @override
+    def demonstrate(self, task: Task, renderer: Renderer) -> list[Leaf]:
+        return trace_leaves(task, self.solve(task), renderer)
+
+    @override
     def solve(self, task: Task) -> list[Turn]:
-        """Returns the session's turns, the last one an answer."""
         turns: list[Turn] = []
         known: list[str] = []
         for part in task.parts:
@@ -37,7 +56,7 @@ class ThinkingSolver(Solver):
         return turns
 
     def _work_out(self, part: Part, turns: list[Turn]) -> str:
-        """Appends the turns for one sum and returns its value."""
+        """Append the turns for one sum and return its value."""
         if part.key is not None and self._is_right(self.habits.plan):
             turns.append(self._step(self.lookup, part.key))
         elif part.key is not None:
@@ -53,30 +72,23 @@ class ThinkingSolver(Solver):
         return _with_thought(self._call([(tool, value)]), "Next: " + value)
 
 
-def trace_leaves(
-    task: Task, turns: Sequence[Turn], *, builder: TokenBuilder, tokenizer: Any, tools: list[dict[str, Any]]
-) -> list[Leaf]:
-    """Renders a session as the agent loop would have produced it.
-
-    Args:
-        task: what the prompt asks.
-        turns: the session.
-        builder: verl's Continuous Token builder of the model.
-        tokenizer: the model's tokenizer, with a template that drops earlier thinking.
-        tools: the schemas that the prompt shows.
-
-    Returns:
-        One leaf per turn: the chat before it, rendered anew, and the turn, which alone is trained.
-    """
-    messages: list[dict[str, Any]] = list(task.chat(SYSTEM_PROMPT))
+def trace_leaves(task: Task, turns: Sequence[Turn], renderer: Renderer) -> list[Leaf]:
+    """Return one leaf per turn: the chat before it, rendered anew, and the turn, which alone is trained."""
+    messages = task.chat(SYSTEM_PROMPT)
     leaves = []
     for turn in turns:
-        prompt = builder.build_initial_tokens(messages, tools=tools)
-        leaves.append(write_turn(Leaf(prompt, [0] * len(prompt)), turn.text, tokenizer=tokenizer))
+        leaves.append(renderer.write(renderer.read(messages), turn.text))
         messages.append({"role": "assistant", "content": turn.text})
         messages.extend({"role": "tool", "content": result} for result in turn.results)
     return leaves
 
 
+def build_thinking_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the demo's tokenizer with this recipe's phrases and a template that drops earlier thinking."""
+    tokenizer = build_tokenizer(_PHRASES)
+    tokenizer.chat_template = drop_thinking(CHAT_TEMPLATE)
+    return tokenizer
+
+
 def _with_thought(turn: Turn, thought: str) -> Turn:
-    return replace(turn, text=THOUGHT.format(thought) + turn.text)
+    return replace(turn, text=_THOUGHT.format(thought) + turn.text)

@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
-# Prepares, trains and plots; arguments are Hydra overrides, see ../launch.sh for MODEL and RUN.
-exec "$(dirname "${BASH_SOURCE[0]}")/../launch.sh" tree_search_reasoning recipes.tree_search_reasoning.prepare "$@"
+# Prepares, trains and plots; arguments are Hydra overrides. ../demo/launch.sh says what MODEL and RUN do.
+exec "$(dirname "${BASH_SOURCE[0]}")/../demo/launch.sh" tree_search_reasoning "$@"

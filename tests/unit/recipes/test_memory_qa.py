@@ -9,25 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import loop_cases
-import pandas as pd
 import pytest
 import scripted_llm
-import yaml
 from loop_cases import advantages, rewards, run
+from recipe_cases import check_given_model, check_prepared, loop_of
+from transformers import PreTrainedTokenizerFast
+from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 from verl.utils.tokenizer import hf_tokenizer
-from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
+from recipes.demo.leaves import Renderer
+from recipes.demo.tokenizer import build_tokenizer
 from recipes.memory_qa.loop import MemoryQALoop
-from recipes.memory_qa.prepare import prepare
-from recipes.memory_qa.settings import MAX_NOTES, Habits, Settings, WarmStartSettings
-from recipes.memory_qa.solver import Solver, Turn, trace_leaves
-from recipes.memory_qa.tasks import CHATTER, Task, make_tasks, score_answer
-from recipes.memory_qa.tokenizer import build_tokenizer
-from recipes.memory_qa.warm_start import tool_schemas
+from recipes.memory_qa.prepare import SETTINGS, prepare
+from recipes.memory_qa.solver import MAX_NOTES, SKILLED, Habits, Solver, Turn, trace_leaves, write_note
+from recipes.memory_qa.tasks import CHATTER, PHRASES, Task, make_tasks, score_answer
 from rollout_hooks.capture.outputs import TreeAgentLoopOutput
 
-RIGHT, MIXED = Habits(note=1.0, answer=1.0), Habits(note=0.5, answer=0.8)
+MIXED = Habits(note=0.5, answer=0.8)
 TASK = Task(
     ages={"Emil": 53, "Hugo": 61, "Nora": 28, "Ada": 94},
     inputs=("Emil is 53.", "Hugo is 61.", "Nora is 28.", "Ada is 94.", CHATTER[0], "How old are Emil and Nora?"),
@@ -35,12 +34,8 @@ TASK = Task(
 )
 
 
-def solve(task: Task, habits: Habits = RIGHT, *, seed: int = 0) -> list[Turn]:
+def solve(task: Task, habits: Habits = SKILLED, *, seed: int = 0) -> list[Turn]:
     return asyncio.run(Solver(habits=habits, rng=random.Random(seed)).solve(task))
-
-
-def write_call(text: str) -> str:
-    return f'<tool_call>\n{{"name": "memory_write", "arguments": {{"text": "{text}"}}}}\n</tool_call>'
 
 
 # Tasks and verifier
@@ -48,7 +43,8 @@ def write_call(text: str) -> str:
 
 def test_tasks_ask_for_two_of_the_facts_in_the_order_of_arrival() -> None:
     tasks = make_tasks(300, seed=7)
-    assert tasks == make_tasks(300, seed=7) and tasks != make_tasks(300, seed=8)
+    assert tasks == make_tasks(300, seed=7)
+    assert tasks != make_tasks(300, seed=8)
     asked_places: Counter[tuple[int, ...]] = Counter()
     for task in tasks:
         names = list(task.ages)
@@ -83,15 +79,15 @@ def test_verifier(completion: str, reward: float) -> None:
 
 
 def test_phrases_are_one_token_and_text_survives(tmp_path: Path) -> None:
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(PHRASES)
     tokenizer.save_pretrained(tmp_path)
-    texts = [write_call("Emil is 53"), TASK.inputs[-1], *CHATTER, "Emily is 531 and 'Adam'"]
+    texts = [write_note("Emil is 53"), TASK.inputs[-1], *CHATTER, "Emily is 531 and 'Adam'"]
     for loaded in (tokenizer, hf_tokenizer(str(tmp_path))):
         for text in texts:
             token_ids = loaded.encode(text)
             assert loaded.decode(token_ids) == text
             assert loaded.unk_token_id not in token_ids
-    parts = [tokenizer.decode([token]) for token in tokenizer.encode(write_call("Emil is 53"))]
+    parts = [tokenizer.decode([token]) for token in tokenizer.encode(write_note("Emil is 53"))]
     assert parts[1:-1] == ["Emil", " is ", "53"]
 
 
@@ -101,10 +97,10 @@ def test_phrases_are_one_token_and_text_survives(tmp_path: Path) -> None:
 def test_a_right_session_keeps_every_fact_and_reads_two_of_them() -> None:
     turns = solve(TASK)
     assert [turn.text for turn in turns] == [
-        write_call("Emil is 53"),
-        write_call("Hugo is 61"),
-        write_call("Nora is 28"),
-        write_call("Ada is 94"),
+        write_note("Emil is 53"),
+        write_note("Hugo is 61"),
+        write_note("Nora is 28"),
+        write_note("Ada is 94"),
         "ok",
         "<answer>Emil is 53 and Nora is 28</answer>",
     ]
@@ -115,7 +111,7 @@ def test_a_right_session_keeps_every_fact_and_reads_two_of_them() -> None:
     ]
     assert turns[1].context[2:] == [
         {"role": "user", "content": "Notes:\n1. Emil is 53"},
-        {"role": "assistant", "content": write_call("Emil is 53")},
+        {"role": "assistant", "content": write_note("Emil is 53")},
         {"role": "tool", "content": "Kept as note 1."},
         {"role": "user", "content": "Hugo is 61."},
     ]
@@ -125,7 +121,7 @@ def test_right_habits_always_earn_the_reward_and_mixed_ones_sometimes() -> None:
     tasks = make_tasks(200, seed=3)
     right, mixed = (
         [score_answer(solve(task, habits, seed=i)[-1].text, answer=task.answer) for i, task in enumerate(tasks)]
-        for habits in (RIGHT, MIXED)
+        for habits in (SKILLED, MIXED)
     )
     assert sum(right) == 200
     # Both facts kept, and read: .5 * .5 * .8 = .2; a lucky guess is rare.
@@ -136,7 +132,7 @@ def test_without_its_notes_the_solver_does_not_know() -> None:
     sessions = [solve(TASK, Habits(note=0.0, answer=1.0), seed=seed) for seed in range(40)]
     assert {turn.text for turns in sessions for turn in turns[:4]} == {
         "ok",
-        *(write_call(name) for name in TASK.ages),
+        *(write_note(name) for name in TASK.ages),
     }
     assert sum(score_answer(turns[-1].text, answer=TASK.answer) for turns in sessions) <= 1
 
@@ -145,9 +141,9 @@ def test_without_its_notes_the_solver_does_not_know() -> None:
 
 
 @pytest.fixture
-def recipe_tokenizer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The recipe's tokenizer, also in the scripted LLM."""
-    tokenizer = build_tokenizer()
+def recipe_tokenizer(monkeypatch: pytest.MonkeyPatch) -> PreTrainedTokenizerFast:
+    """Make the recipe's tokenizer, also that of the scripted LLM."""
+    tokenizer = build_tokenizer(PHRASES)
     for module in (scripted_llm, loop_cases):
         monkeypatch.setattr(module, "tokenizer", lambda: tokenizer)
     return tokenizer
@@ -164,7 +160,7 @@ def row(task: Task) -> dict[str, Any]:
 
 
 def play(task: Task, texts: list[str]) -> list[TreeAgentLoopOutput]:
-    """The loop's leaves when the LLM says `texts`, one a call."""
+    """Return the loop's leaves when the LLM says `texts`, one a call."""
     said = iter(texts)
     # scripted_llm brings two tools of its own; the recipe has none.
     loop = functools.partial(Toolless, max_notes=MAX_NOTES)
@@ -176,17 +172,20 @@ def play(task: Task, texts: list[str]) -> list[TreeAgentLoopOutput]:
 class Toolless(MemoryQALoop):
     """The recipe's loop without configured tools."""
 
+    @override
     def row_tools(self, row: Any) -> dict[str, Any]:
         return {}
 
 
-@pytest.mark.parametrize("habits", [RIGHT, MIXED])
-def test_the_loop_gives_the_leaves_of_the_solvers_traces(recipe_tokenizer: Any, habits: Habits) -> None:
-    builder = create_continuous_token_builder(recipe_tokenizer, hf_model_type="qwen3")
+@pytest.mark.parametrize("habits", [SKILLED, MIXED])
+def test_the_loop_gives_the_leaves_of_the_solvers_traces(
+    recipe_tokenizer: PreTrainedTokenizerFast, habits: Habits
+) -> None:
+    renderer = Renderer(recipe_tokenizer, MemoryQALoop.own_schemas)
     for seed, task in enumerate([TASK, *make_tasks(12, seed=5)]):
         turns = solve(task, habits, seed=seed)
         outputs = play(task, [turn.text for turn in turns])
-        leaves = list(trace_leaves(turns, builder=builder, tokenizer=recipe_tokenizer, tools=tool_schemas()))
+        leaves = trace_leaves(turns, renderer)
         assert [[*output.prompt_ids, *output.response_ids] for output in outputs] == [leaf.token_ids for leaf in leaves]
         assert [[0] * len(o.prompt_ids) + o.response_mask for o in outputs] == [leaf.trained for leaf in leaves]
         assert rewards(outputs) == [None] * 5 + [score_answer(turns[-1].text, answer=task.answer)]
@@ -194,28 +193,33 @@ def test_the_loop_gives_the_leaves_of_the_solvers_traces(recipe_tokenizer: Any, 
 
 
 def test_the_class_leaves_the_options_of_its_name_alone() -> None:
-    """verl's `register` would replace the entry of loops.yaml by one without options when the class is imported."""
+    """When the class is imported, verl's `register` would replace the entry of loops.yaml by one without options."""
     assert "memory_qa" not in _agent_loop_registry
+    assert loop_of("memory_qa", "memory_qa")["max_notes"] == MAX_NOTES
 
 
-def test_a_session_without_notes_fails_and_one_that_searches_may_still_answer(recipe_tokenizer: Any) -> None:
+@pytest.mark.usefixtures("recipe_tokenizer")
+def test_a_session_without_notes_fails_and_one_that_searches_may_still_answer() -> None:
     forgetful = play(TASK, ["ok"] * 5 + ["<answer>Emil is 50 and Nora is 20</answer>"])
     assert rewards(forgetful)[-1] == 0.0
     search = '<tool_call>\n{"name": "memory_search", "arguments": {"query": "Emil"}}\n</tool_call>'
     texts = [turn.text for turn in solve(TASK)]
     searching = play(TASK, [*texts[:-1], search, texts[-1]])
-    assert len(searching) == 7 and rewards(searching)[-1] == 1.0
+    assert len(searching) == 7
+    assert rewards(searching)[-1] == 1.0
 
 
-def test_a_note_of_small_talk_takes_the_place_of_a_fact(recipe_tokenizer: Any) -> None:
+def test_a_note_of_small_talk_takes_the_place_of_a_fact(recipe_tokenizer: PreTrainedTokenizerFast) -> None:
     """The words of the last turn are part of the query, so a note that it wrote ranks first when the question comes."""
     texts = [turn.text for turn in solve(TASK)]
-    outputs = play(TASK, [*texts[:4], write_call(CHATTER[0]), "<answer>?</answer>"])
+    outputs = play(TASK, [*texts[:4], write_note(CHATTER[0]), "<answer>?</answer>"])
     shown = recipe_tokenizer.decode(outputs[-1].prompt_ids)
-    assert f"5. {CHATTER[0]}" in shown and ("1. Emil" in shown) != ("3. Nora" in shown)
+    assert f"5. {CHATTER[0]}" in shown
+    assert ("1. Emil" in shown) != ("3. Nora" in shown)
 
 
-def test_every_turn_of_a_session_shares_its_advantage(recipe_tokenizer: Any) -> None:
+@pytest.mark.usefixtures("recipe_tokenizer")
+def test_every_turn_of_a_session_shares_its_advantage() -> None:
     texts = [turn.text for turn in solve(TASK)]
     sessions = [play(TASK, texts), play(TASK, ["ok", *texts[1:5], "<answer>Nora is 28</answer>"])]
     for outputs in sessions:
@@ -230,30 +234,10 @@ def test_every_turn_of_a_session_shares_its_advantage(recipe_tokenizer: Any) -> 
 
 
 def test_prepared_folder_is_complete_and_reused(tmp_path: Path) -> None:
-    tiny = WarmStartSettings(num_skilled_steps=1, num_mixed_steps=1, num_sessions=2, hidden_size=32, head_dim=16)
-    settings = Settings(num_train_tasks=8, num_validation_tasks=4, warm_start=tiny)
-    folder = prepare(tmp_path, settings=settings)
-    assert prepare(tmp_path, settings=settings) == folder
-    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
-    rows = pd.read_parquet(folder / "train.parquet")
-    assert len(rows) == 8 and len(pd.read_parquet(folder / "validation.parquet")) == 4
-    first = make_tasks(8, seed=settings.train_seed)[0]
-    assert rows.reward_model[0]["ground_truth"] == first.answer
+    first, *_ = make_tasks(8, seed=SETTINGS.train_seed)
+    folder, rows = check_prepared(prepare, tmp_path, settings=SETTINGS, first=first)
     assert list(rows.prompt[0]) == first.messages
     assert tuple(rows.extra_info[0]["inputs"]) == first.inputs
-    (loop,) = yaml.safe_load((folder / "loops.yaml").read_text())
-    assert loop.pop("_target_") == f"{MemoryQALoop.__module__}.{MemoryQALoop.__qualname__}"
-    assert loop.pop("name") == "memory_qa"
-    assert loop["max_notes"] == MAX_NOTES
-    assert json.loads((folder / "model" / "config.json").read_text())["vocab_size"] == len(build_tokenizer())
-
-    own = prepare(tmp_path, settings=Settings(warm_start=None), model=folder / "model")
-    assert own != folder
-    assert (own / "model").resolve() == folder / "model"
-
-
-def test_preparing_without_any_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"config\.json"):
-        prepare(tmp_path, settings=Settings(warm_start=None), model=tmp_path)
-    with pytest.raises(ValueError, match="warm_start=None"):
-        prepare(tmp_path, settings=Settings(warm_start=None))
+    config = json.loads((folder / "model" / "config.json").read_text())
+    assert config["vocab_size"] == len(build_tokenizer(PHRASES))
+    assert check_given_model(prepare, tmp_path, model=folder / "model", settings=SETTINGS) != folder

@@ -8,22 +8,21 @@ from types import SimpleNamespace
 import openai
 import pytest
 import scripted_llm
+from recipe_cases import ANSWER, TASK, check_given_model, check_prepared, task_tools
 from scripted_llm import ScriptedClient, log_prob, run_loop
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, ToolListWrap
-from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
-from recipes.arithmetic_tools.settings import Habits, Settings, WarmStartSettings
-from recipes.arithmetic_tools.tasks import Part, Task, make_memory, make_tasks
-from recipes.arithmetic_tools.tools import Calculator, LookupMemory, write_memory
-from recipes.arithmetic_tools.warm_start import flat_loss, make_model
+from recipes.demo.leaves import Renderer
+from recipes.demo.solver import MIXED, SKILLED
+from recipes.demo.tasks import make_memory, make_tasks
+from recipes.demo.tokenizer import build_tokenizer
+from recipes.demo.tools import make_tools, write_memory
 from recipes.multi_turn_thinking.loop import RenderedToolsLoop
-from recipes.multi_turn_thinking.prepare import prepare
+from recipes.multi_turn_thinking.prepare import SETTINGS, prepare
 from recipes.multi_turn_thinking.reward import compute_score
-from recipes.multi_turn_thinking.settings import default_settings
-from recipes.multi_turn_thinking.solver import ThinkingSolver, trace_leaves
-from recipes.multi_turn_thinking.tokenizer import SYSTEM_PROMPT, build_tokenizer, drop_thinking
-from recipes.multi_turn_thinking.warm_start import tree_loss
+from recipes.multi_turn_thinking.solver import SYSTEM_PROMPT, ThinkingSolver, build_thinking_tokenizer, trace_leaves
+from recipes.multi_turn_thinking.template import drop_thinking
 from rollout_hooks.capture.call_kinds import CallKind
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.rows import RowLimits, session_rows
@@ -33,16 +32,9 @@ from verl_tree.tree import TokenForest
 
 pytestmark = pytest.mark.timeout(60)
 
-RIGHT = Habits(plan=1.0, conclude=1.0, go_on=1.0, answer=1.0)
 LIMITS = {"prompt_length": 64, "response_length": 224}
 END = "<|im_end|>"
 GO = "<|im_start|>assistant\n"
-TASK = Task(
-    parts=(
-        Part(shown="84 + 23", expression="84 + 23", answer="107", key=None),
-        Part(shown="k41 - 17", expression="53 - 17", answer="36", key="k41"),
-    )
-)
 CALLS = (
     '<tool_call>\n{"name": "calculator", "arguments": {"expression": "84 + 23"}}\n</tool_call>',
     '<tool_call>\n{"name": "lookup", "arguments": {"key": "k41"}}\n</tool_call>',
@@ -53,13 +45,12 @@ THOUGHTS = tuple(
     f"<think>\n{thought}.\n</think>\n\n"
     for thought in ("Next: 84 + 23", "Next: k41", "Next: 53 - 17", "Known: 107, 36")
 )
-ANSWER = "<answer>107 36</answer>"
 TURNS = tuple(thought + act for thought, act in zip(THOUGHTS, (*CALLS, ANSWER), strict=True))
 PROMPT = f"<|im_start|>system\n{SYSTEM_PROMPT}\ncalculator\nlookup{END}\n<|im_start|>user\n84 + 23; k41 - 17{END}\n{GO}"
 
 
 def answered(call: str, result: str) -> str:
-    """A call in the history, without its thinking, and the result, up to the next turn."""
+    """Return a call in the history, without its thinking, and the result, up to the next turn."""
     return f"{call}{END}\n<|im_start|>user\n<tool_response>\n{result}\n</tool_response>{END}\n{GO}"
 
 
@@ -70,14 +61,12 @@ CONTEXTS = [PROMPT, PROMPT + TRUNK[0], PROMPT + TRUNK[0] + TRUNK[1], PROMPT + ""
 
 @functools.cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    return build_tokenizer()
+    return build_thinking_tokenizer()
 
 
 @pytest.fixture
 def tools(tmp_path: Path) -> list:
-    write_memory(tmp_path / "memory.sqlite", memory={"k41": 53})
-    database = str(tmp_path / "memory.sqlite")
-    return [Calculator({"type": "native"}), LookupMemory({"type": "native", "database": database})]
+    return list(task_tools(tmp_path))
 
 
 def schemas(tools: list) -> list:
@@ -87,7 +76,7 @@ def schemas(tools: list) -> list:
 def run_session(
     monkeypatch: pytest.MonkeyPatch, tools: list, turns: list[str], *, loop=RenderedToolsLoop, **rollout: object
 ) -> SimpleNamespace:
-    """Runs a loop on a model that writes `turns`, with the recipe's tokenizer and tools; makes the rows."""
+    """Run a loop on a model that writes `turns`, with the recipe's tokenizer and tools, and make the rows."""
     monkeypatch.setattr(scripted_llm, "tokenizer", tokenizer)
     replies = iter(turns)
     client = RecordingClient(ScriptedClient(lambda _: next(replies)), tree=SessionTree(decode=tokenizer().decode))
@@ -175,7 +164,7 @@ def test_a_session_is_a_caterpillar(monkeypatch: pytest.MonkeyPatch, tools: list
 
 
 async def chat_agent(*, base_url: str, api_key: str, model: str, row: dict) -> float:
-    """Any agent that keeps its chat as messages."""
+    """Be any agent that keeps its chat as messages."""
     messages, results = list(row["raw_prompt"]), iter(RESULTS)
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         while True:
@@ -250,7 +239,7 @@ def test_prompts_that_change_before_the_first_turn(monkeypatch: pytest.MonkeyPat
 
 def test_solver_thinks_and_calls_one_tool_after_the_other(tools: list) -> None:
     calculator, lookup = tools
-    turns = ThinkingSolver(calculator=calculator, lookup=lookup, habits=RIGHT).solve(TASK)
+    turns = ThinkingSolver(calculator=calculator, lookup=lookup, habits=SKILLED).solve(TASK)
     assert tuple(turn.text for turn in turns) == TURNS
     assert [turn.results for turn in turns] == [*((result,) for result in RESULTS), ()]
 
@@ -258,45 +247,25 @@ def test_solver_thinks_and_calls_one_tool_after_the_other(tools: list) -> None:
 def test_mixed_habits_succeed_now_and_then(tmp_path: Path) -> None:
     memory = make_memory(seed=1)
     write_memory(tmp_path / "memory.sqlite", memory=memory)
-    lookup = LookupMemory({"type": "native", "database": str(tmp_path / "memory.sqlite")})
-    warm = default_settings().warm_start
-    assert warm is not None
-    solver = ThinkingSolver(
-        calculator=Calculator({"type": "native"}), lookup=lookup, habits=warm.mixed, rng=random.Random(0)
-    )
+    calculator, lookup = make_tools(tmp_path / "memory.sqlite")
+    solver = ThinkingSolver(calculator=calculator, lookup=lookup, habits=MIXED, rng=random.Random(0))
     tasks = make_tasks(200, memory=memory, seed=1)
     sessions = [solver.solve(task) for task in tasks]
-    rewards = [compute_score("", turns[-1].text, task.answer, {}) for task, turns in zip(tasks, sessions, strict=True)]
+    rewards = [
+        compute_score(solution_str=turns[-1].text, ground_truth=task.answer)
+        for task, turns in zip(tasks, sessions, strict=True)
+    ]
     assert 0.1 < sum(rewards) / len(rewards) < 0.5
     assert {len(turns) for turns in sessions} == {1, 2, 3, 4}
 
 
 def test_solvers_leaves_are_what_the_loop_gives(monkeypatch: pytest.MonkeyPatch, tools: list) -> None:
     calculator, lookup = tools
-    turns = ThinkingSolver(calculator=calculator, lookup=lookup, habits=RIGHT).solve(TASK)
-    builder = create_continuous_token_builder(tokenizer(), hf_model_type="qwen3")
-    leaves = trace_leaves(TASK, turns, builder=builder, tokenizer=tokenizer(), tools=schemas(tools))
+    turns = ThinkingSolver(calculator=calculator, lookup=lookup, habits=SKILLED).solve(TASK)
+    leaves = trace_leaves(TASK, turns, Renderer(tokenizer(), [tool.tool_schema for tool in tools]))
     session = run_session(monkeypatch, tools, [turn.text for turn in turns])
     assert [leaf.token_ids for leaf in leaves] == [row.prompt_ids + row.response_ids for row in session.rows]
     assert [leaf.trained for leaf in leaves] == [[0] * len(row.prompt_ids) + row.response_mask for row in session.rows]
-
-
-def test_loss_on_trees_is_the_loss_on_rows(tools: list) -> None:
-    calculator, lookup = tools
-    turns = ThinkingSolver(calculator=calculator, lookup=lookup, habits=RIGHT).solve(TASK)
-    builder = create_continuous_token_builder(tokenizer(), hf_model_type="qwen3")
-    leaves = trace_leaves(TASK, turns, builder=builder, tokenizer=tokenizer(), tools=schemas(tools))
-    model = make_model(tokenizer(), settings=WarmStartSettings(hidden_size=32, head_dim=16), seed=1).double()
-    padding = tokenizer().pad_token_id
-    gradients = []
-    for compute_loss in (flat_loss, tree_loss):
-        model.zero_grad()
-        loss = compute_loss(model, leaves=leaves, padding=padding)
-        loss.backward()
-        gradients.append([loss, *(parameter.grad for parameter in model.parameters())])
-    # The norms of the layers round to float32.
-    for flat, tree in zip(*gradients, strict=True):
-        assert (tree - flat).norm() < 1e-6 * flat.norm()
 
 
 @pytest.mark.parametrize(
@@ -310,24 +279,17 @@ def test_loss_on_trees_is_the_loss_on_rows(tools: list) -> None:
     ],
 )
 def test_reward(response: str, reward: float) -> None:
-    assert compute_score("arithmetic_tools", response, "107 36", {}) == reward
+    row = {"data_source": "arithmetic_tools", "ground_truth": "107 36", "extra_info": {}}
+    assert compute_score(solution_str=response, **row) == reward
 
 
 # Preparation
 
 
 def test_prepared_folder_is_complete_and_reused(tmp_path: Path) -> None:
-    import pandas as pd
-
-    tiny = WarmStartSettings(num_skilled_steps=1, num_mixed_steps=1, num_sessions=2, hidden_size=32, head_dim=16)
-    settings = Settings(num_train_tasks=8, num_validation_tasks=4, warm_start=tiny)
-    folder = prepare(tmp_path, settings=settings)
-    assert prepare(tmp_path, settings=settings) == folder
-    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
-    rows = pd.read_parquet(folder / "train.parquet")
-    first = make_tasks(8, memory=make_memory(seed=settings.seed), seed=settings.train_seed)[0]
+    first, *_ = make_tasks(8, memory=make_memory(seed=SETTINGS.seed), seed=SETTINGS.train_seed)
+    folder, rows = check_prepared(prepare, tmp_path, settings=SETTINGS, first=first)
     assert list(rows.prompt[0]) == first.chat(SYSTEM_PROMPT)
-    assert "recipes.multi_turn_thinking.loop.RenderedToolsLoop" in (folder / "loops.yaml").read_text()
     saved = AutoTokenizer.from_pretrained(folder / "model")
     assert saved.chat_template == tokenizer().chat_template
     assert saved.encode(TURNS[0]) == tokenizer().encode(TURNS[0])
@@ -339,15 +301,9 @@ def test_a_model_of_your_own_is_linked_with_another_template(tmp_path: Path) -> 
     saved.chat_template = "{{ messages }}"
     saved.save_pretrained(model)
     (model / "config.json").write_text("{}")
-    settings = Settings(num_train_tasks=8, num_validation_tasks=4, warm_start=None)
-    folder = prepare(tmp_path / "cache", settings=settings, model=model) / "model"
-    assert (folder / "config.json").resolve() == model / "config.json"
+    folder = check_given_model(prepare, tmp_path, model=model, settings=SETTINGS) / "model"
     assert AutoTokenizer.from_pretrained(folder).chat_template == drop_thinking("{{ messages }}")
     assert AutoTokenizer.from_pretrained(model).chat_template == "{{ messages }}"
-    with pytest.raises(ValueError, match=r"config\.json"):
-        prepare(tmp_path / "cache", settings=settings, model=tmp_path)
-    saved.chat_template = None
-    saved.save_pretrained(tmp_path / "none")
-    (tmp_path / "none/config.json").write_text("{}")
+    (model / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="chat template"):
-        prepare(tmp_path / "cache", settings=settings, model=tmp_path / "none")
+        check_given_model(prepare, tmp_path / "none", model=model, settings=SETTINGS)

@@ -1,12 +1,9 @@
-"""The task: two sums from reasoning-gym, one of which has an operand that only the lookup memory knows.
-
-A task shows two expressions in random order::
+"""The task: two sums in random order, one with an operand that only a lookup memory knows.
 
     84 + 23; k41 - 17
 
-``k41`` is a key of the memory, which holds every two-digit number once under a shuffled key. The answer is
-``<answer>107 36</answer>`` when the memory holds 53 under ``k41``. Numbers, answers and the verifier are those
-of reasoning-gym's ``chain_sum``.
+``k41`` is a key of the memory, which holds every two-digit number once under a shuffled key. If it holds 53 there, the
+answer is ``<answer>107 36</answer>``. Numbers, answers and the verifier are those of reasoning-gym's ``chain_sum``.
 """
 
 import random
@@ -36,10 +33,10 @@ class Part:
     """One expression of a task.
 
     Attributes:
-        shown: what the prompt says, such as ``k41 - 17``.
-        expression: the same with the stored number filled in, ``53 - 17``.
-        answer: its value as text, ``36``.
-        key: the key that `shown` mentions, or None.
+        shown: What the prompt says, such as ``k41 - 17``.
+        expression: The same with the stored number filled in, ``53 - 17``.
+        answer: Its value as text, ``36``.
+        key: The key that `shown` mentions, or None.
     """
 
     shown: str
@@ -66,16 +63,16 @@ class Task:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The chat that starts a session."""
+        """The messages that start a session."""
         return self.chat(SYSTEM_PROMPT)
 
     def chat(self, system_prompt: str) -> list[dict[str, str]]:
-        """The same with another system prompt."""
+        """Return the messages that start a session, with another system prompt."""
         return [{"role": "system", "content": system_prompt}, {"role": "user", "content": self.question}]
 
 
 def make_memory(*, seed: int) -> dict[str, int]:
-    """Returns the stored numbers: keys ``k10`` to ``k99`` to a permutation of 10 to 99."""
+    """Return the stored numbers: keys ``k10`` to ``k99`` with a permutation of 10 to 99."""
     numbers = list(range(_FIRST_NUMBER, _LAST_NUMBER + 1))
     values = numbers.copy()
     random.Random(seed).shuffle(values)
@@ -83,13 +80,10 @@ def make_memory(*, seed: int) -> dict[str, int]:
 
 
 def make_tasks(num_tasks: int, *, memory: dict[str, int], seed: int) -> list[Task]:
-    """Draws tasks from reasoning-gym.
+    """Draw tasks, a function of the arguments.
 
-    Args:
-        num_tasks: how many.
-        memory: every two-digit number under one key, as `make_memory` gives it.
-        seed: tasks are a function of it. reasoning-gym seeds entry i with ``seed + i``, so two calls share no
-            entry when their seeds differ by at least twice the larger `num_tasks`.
+    reasoning-gym seeds its entry i with ``seed + i``, and a task takes two entries: two calls share no entry when their
+    seeds differ by at least twice the larger `num_tasks`.
     """
     key_of = {value: key for key, value in memory.items()}
     entries = _chain_sums(size=2 * num_tasks, seed=seed)
@@ -103,12 +97,7 @@ def make_tasks(num_tasks: int, *, memory: dict[str, int], seed: int) -> list[Tas
 
 
 def score_answer(completion: str, *, answer: str) -> float:
-    """Returns 1.0 when `completion` gives every value of `answer` in its order, else 0.0.
-
-    Args:
-        completion: the model's text; the last ``<answer>`` in it counts.
-        answer: the right values, separated by spaces.
-    """
+    """Return 1.0 when the last ``<answer>`` of `completion` gives the values of `answer` in their order, else 0.0."""
     given = extract_answer(completion)
     if given is None:
         return 0.0
@@ -124,11 +113,9 @@ def score_answer(completion: str, *, answer: str) -> float:
 
 
 def score_conclusion(conclusion: str, *, result: str) -> float:
-    """Returns 1.0 when a branch's `conclusion` states the value that its tool's `result` gives, else 0.0.
+    """Return 1.0 when `conclusion` states the value of a tool's `result`, else 0.0; an error has no value.
 
-    Args:
-        conclusion: the branch's text, right as ``Partial result: 107``.
-        result: the tool's text, such as ``84 + 23 = 107``. An error gives no value and so no reward.
+    For the result ``84 + 23 = 107`` the conclusion ``Partial result: 107`` is right.
     """
     stated = _CONCLUSION_PATTERN.search(conclusion)
     _, equals, value = result.rpartition(" = ")

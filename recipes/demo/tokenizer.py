@@ -1,19 +1,19 @@
 """A character-level tokenizer in Hugging Face's format, with Qwen3's chat and tool-call markup.
 
 Every printable ASCII character is a token. So are pairs of digits, the markup of the chat and the phrases that never
-vary (the system prompt, the fixed parts of a tool call), which keeps a session at about 120 tokens: the small model
-spends its positions on what it has to decide, and copies a two-digit number in one step. Text and tool calls look the
-same as with a Qwen3 tokenizer, so verl's ``hermes`` tool parser and its Continuous Token builder for ``qwen3`` read
-them as they are.
+vary (the system prompt, the fixed parts of a tool call). A session is then about 120 tokens long: the small model
+spends its positions on what it has to decide, and copies a two-digit number in one step. Text and tool calls look as
+with a Qwen3 tokenizer, so verl's ``hermes`` tool parser and its Continuous Token builder for ``qwen3`` read them.
 """
 
 import re
 import string
+from collections.abc import Sequence
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AddedToken, PreTrainedTokenizerFast
 
-from recipes.arithmetic_tools.tasks import CONCLUSION, SYSTEM_PROMPT
+from recipes.demo.tasks import CONCLUSION, SYSTEM_PROMPT
 
 END_OF_TURN = "<|im_end|>"
 _PADDING = "<|endoftext|>"
@@ -71,8 +71,12 @@ CHAT_TEMPLATE = """\
 """
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns the tokenizer; its vocabulary is fixed, nothing is trained."""
+def build_tokenizer(phrases: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Return the tokenizer; its vocabulary is fixed, nothing is trained.
+
+    Args:
+        phrases: More phrases that become one token each; of several that begin at one place the longest counts.
+    """
     characters = [c for c in string.printable if c.isprintable()] + ["\n"]
     digit_pairs = [f"{number:02}" for number in range(100)]
     vocabulary = [*_CONTROL_TOKENS, *_PHRASES, *digit_pairs, *characters]
@@ -80,11 +84,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         models.WordLevel({token: index for index, token in enumerate(vocabulary)}, unk_token=_UNKNOWN)
     )
     # Longest phrase first: the system prompt contains shorter ones.
-    phrases = "|".join(re.escape(phrase) for phrase in sorted(_PHRASES, key=len, reverse=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{phrases}|\d\d|[\s\S]"), behavior="isolated")
+    pattern = "|".join(re.escape(phrase) for phrase in sorted(_PHRASES, key=len, reverse=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{pattern}|\d\d|[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _CONTROL_TOKENS])
-    return PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TURN,
         pad_token=_PADDING,
@@ -92,3 +96,5 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+    fast.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
+    return fast

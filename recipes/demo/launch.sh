@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# recipes/launch.sh RECIPE PREPARE [override ...] prepares, trains and plots: what the recipes' run.sh have in common.
+# recipes/demo/launch.sh RECIPE [override ...] prepares, trains and plots: what the recipes' run.sh have in common.
 #
-# RECIPE is a folder here with configs/RECIPE.yaml; PREPARE is a module that makes what a run needs and prints the folder.
+# RECIPE is a folder in recipes/ with configs/RECIPE.yaml, loops.yaml and prepare.py; overrides are Hydra's.
 #   MODEL=path/to/Qwen3   a Hugging Face model of yours instead of the small one
 #   RUN=runs/other        where logs and metrics go, runs/RECIPE by default
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-RECIPE=$1 PREPARE=$2
-shift 2
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+RECIPE=$1
+shift
 RUN=${RUN:-runs/$RECIPE}
 mkdir -p "$RUN"
 RUN=$(cd "$RUN" && pwd)
 # One thread: the models are small, and a second thread beside other work makes their warm start several times slower.
-FOLDER=$(OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} python -m "$PREPARE" ${MODEL:+--model "$MODEL"})
+FOLDER=$(OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} python -m "recipes.$RECIPE.prepare" ${MODEL:+--model "$MODEL"})
 export VERL_FILE_LOGGER_PATH=$RUN/metrics.jsonl TENSORBOARD_DIR=$RUN/tensorboard
 export WANDB_MODE=${WANDB_MODE:-offline} WANDB_DIR=$RUN HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 python -m verl_tree.main_ppo --config-dir "recipes/$RECIPE/configs" --config-name "$RECIPE" \
-  recipe.folder="$FOLDER" trainer.default_local_dir="$RUN/checkpoints" hydra.run.dir="$RUN/hydra" "$@"
+  recipe.root="$PWD" recipe.folder="$FOLDER" trainer.default_local_dir="$RUN/checkpoints" hydra.run.dir="$RUN/hydra" "$@"
 python scripts/plot_run.py "$RUN/metrics.jsonl"

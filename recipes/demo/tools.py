@@ -1,7 +1,7 @@
 """The two tools: a calculator that evaluates a parsed expression, and a lookup memory in an SQLite file.
 
-Both answer with an equation (``84 + 23 = 107``, ``k41 = 53``), so that a branch that sees one result of two
-knows which call it belongs to. What the model asks for wrongly is answered with ``error: <cause>``.
+Both answer with an equation (``84 + 23 = 107``, ``k41 = 53``), so that a branch that sees one result of two knows which
+call it belongs to. A wrong call is answered with ``error: <cause>``.
 """
 
 import ast
@@ -15,6 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
@@ -28,10 +29,10 @@ _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def calculate(expression: str) -> int:
-    """Evaluates integers with ``+``, ``-``, ``*`` and parentheses.
+    """Return the value of integers with ``+``, ``-``, ``*`` and parentheses.
 
     Raises:
-        ValueError: for anything else, a text over 64 characters or a magnitude over 10**12.
+        ValueError: The expression has anything else, a text over 64 characters or a magnitude over 10**12.
     """
     if len(expression) > _MAX_EXPRESSION_LEN:
         raise ValueError(f"expression longer than {_MAX_EXPRESSION_LEN} characters")
@@ -43,17 +44,17 @@ def calculate(expression: str) -> int:
 
 
 def write_memory(path: Path, *, memory: dict[str, int]) -> None:
-    """Stores `memory` as the table ``memory(key, value)`` of a new SQLite file at `path`."""
+    """Store `memory` as the table ``memory(key, value)`` of a new SQLite file at `path`."""
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("CREATE TABLE memory (key TEXT PRIMARY KEY, value INTEGER NOT NULL)")
         connection.executemany("INSERT INTO memory VALUES (?, ?)", memory.items())
 
 
 def read_memory(path: Path, *, key: str) -> int:
-    """Returns the number stored under `key`.
+    """Return the number stored under `key`.
 
     Raises:
-        ValueError: when nothing is stored under it.
+        ValueError: Nothing is stored under it.
     """
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
         row = connection.execute("SELECT value FROM memory WHERE key = ?", (key,)).fetchone()
@@ -66,10 +67,10 @@ class OneArgumentTool(BaseTool):
     """A verl tool that maps one string argument to an equation.
 
     Attributes:
-        function_name: the name that the model calls.
-        argument: the name of the argument.
-        description: what the model is told about the tool.
-        argument_description: what the model is told about the argument.
+        function_name: The name that the model calls.
+        argument: The name of the argument.
+        description: What the model is told about the tool.
+        argument_description: What the model is told about the argument.
     """
 
     function_name: str
@@ -78,24 +79,22 @@ class OneArgumentTool(BaseTool):
     argument_description: str
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
-        """Takes verl's arguments; the schema is the class's own when the tool config gives none."""
         with contextlib.redirect_stdout(io.StringIO()):  # verl prints the schema of every tool that it makes
             super().__init__(config, tool_schema or self.get_openai_tool_schema())
 
-    @classmethod
-    def get_openai_tool_schema(cls) -> OpenAIFunctionToolSchema:
-        """The schema that the chat template shows to the model."""
-        argument = {"type": "string", "description": cls.argument_description}
-        parameters = {"type": "object", "properties": {cls.argument: argument}, "required": [cls.argument]}
-        function = {"name": cls.function_name, "description": cls.description, "parameters": parameters}
+    @override
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        argument = {"type": "string", "description": self.argument_description}
+        parameters = {"type": "object", "properties": {self.argument: argument}, "required": [self.argument]}
+        function = {"name": self.function_name, "description": self.description, "parameters": parameters}
         return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
     def compute(self, argument: str) -> int:
-        """Maps the argument to its value; raises `ValueError` with the cause to tell the model."""
+        """Return the value of the argument; raise `ValueError` with the cause to tell the model."""
         raise NotImplementedError
 
     def answer(self, parameters: dict[str, Any]) -> str:
-        """Returns the tool's text for one call's `parameters`, whatever the model put there."""
+        """Return the tool's text for one call's `parameters`, whatever the model put there."""
         value = parameters.get(self.argument)
         if not isinstance(value, str):
             return f"error: {self.argument} must be given as a string"
@@ -104,10 +103,11 @@ class OneArgumentTool(BaseTool):
         except ValueError as error:
             return f"error: {error}"
 
+    @override
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Answers one call in a thread, so that the calls of a turn overlap; the tool itself gives no reward."""
+        # In a thread, so that the calls of a turn overlap. The tool itself gives no reward.
         text = await asyncio.to_thread(self.answer, parameters)
         return ToolResponse(text=text), 0.0, {}
 
@@ -120,8 +120,8 @@ class Calculator(OneArgumentTool):
     description = "Evaluates an expression of integers with +, - and *."
     argument_description = "The expression, for example 84 + 23"
 
+    @override
     def compute(self, argument: str) -> int:
-        """Returns the value of the expression."""
         return calculate(argument)
 
 
@@ -133,9 +133,14 @@ class LookupMemory(OneArgumentTool):
     description = "Gives the number stored under a key."
     argument_description = "The key, for example k41"
 
+    @override
     def compute(self, argument: str) -> int:
-        """Returns the stored number."""
         return read_memory(Path(self.config["database"]), key=argument)
+
+
+def make_tools(database: Path) -> tuple[Calculator, LookupMemory]:
+    """Return both tools; the lookup reads `database`."""
+    return Calculator({"type": "native"}), LookupMemory({"type": "native", "database": str(database)})
 
 
 def _evaluate(node: ast.expr) -> int:

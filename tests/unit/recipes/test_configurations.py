@@ -1,0 +1,85 @@
+"""How recipes are put together: they import the demo only, and their configurations are accepted before training."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from input_cases import write_model, write_rows
+from omegaconf import DictConfig, OmegaConf
+from recipe_cases import RECIPES, ROOT
+
+from recipes.blackbox_openai_agent.session import MEMORY_VARIABLE
+from verl_tree.launch.composition import prepare_hydra
+from verl_tree.launch.validation import validate
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Make a prepared folder."""
+    write_rows(tmp_path / "train.parquet")
+    write_rows(tmp_path / "validation.parquet")
+    write_model(tmp_path / "model")
+    (tmp_path / "tools.yaml").write_text("tools: []\n")
+    return tmp_path
+
+
+def composed(recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> DictConfig:
+    """Compose and check a recipe's configuration."""
+    monkeypatch.chdir(ROOT)  # where launch.sh starts: the search path of the configuration is relative
+    prepare_hydra()
+    given = [f"recipe.root={ROOT}", f"recipe.folder={folder}", *overrides]
+    with initialize_config_dir(config_dir=str(ROOT / "recipes" / recipe / "configs"), version_base=None):
+        config = compose(recipe, overrides=given)
+    OmegaConf.resolve(config)
+    validate(config)
+    return config
+
+
+@pytest.mark.parametrize("folder_name", [*RECIPES, "demo"])
+def test_a_recipe_imports_the_demo_and_no_other_recipe(folder_name: str) -> None:
+    files = (ROOT / "recipes" / folder_name).glob("*.py")
+    imported = {name for file in files for name in re.findall(r"(?:from|import) recipes\.(\w+)", file.read_text())}
+    assert imported - {folder_name} == {"demo"} - {folder_name}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "agent", "estimator", "num_sessions", "response_len"),
+    [
+        ("arithmetic_tools", "arithmetic_tools", "tree_grpo", 8, 192),
+        ("blackbox_openai_agent", "openai_agent", "tree_grpo", 8, 192),
+        ("memory_qa", "memory_qa", "tree_grpo", 8, 48),
+        ("multi_turn_thinking", "rendered_tools", "tree_grpo", 8, 224),
+        ("tree_search_reasoning", "tree_grpo", "tree_grpo_intra", 4, 192),
+    ],
+)
+def test_a_recipe_is_the_demo_with_a_loop_of_its_own(
+    recipe: str,
+    agent: str,
+    estimator: str,
+    num_sessions: int,
+    response_len: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = composed(recipe, folder, monkeypatch, "profile=cpu")
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.agent.default_agent_loop, config.algorithm.adv_estimator) == (agent, estimator)
+    assert (rollout.n, config.data.max_response_length) == (num_sessions, response_len)
+    assert config.trainer.experiment_name == recipe
+    assert agent in [entry.name for entry in OmegaConf.load(rollout.agent.agent_loop_config_path)]
+
+
+def test_the_agent_behind_the_gateway_is_told_where_the_memory_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = composed("blackbox_openai_agent", folder, monkeypatch, "profile=cpu")
+    assert config.ray_kwargs.ray_init.runtime_env.env_vars[MEMORY_VARIABLE] == f"{folder}/memory.sqlite"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_sizes_for_eight_gpus_are_accepted(recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the profile of a CPU, since the one of a GPU is refused where there is none."""
+    config = composed(recipe, folder, monkeypatch, "profile=cpu", "+scale=qwen3_8b")
+    assert config.trainer.n_gpus_per_node == 8
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-6
