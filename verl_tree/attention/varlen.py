@@ -65,18 +65,7 @@ def not_supported_reasons(
 def varlen_attention(
     q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> torch.Tensor:
-    """Compute attention under the tree mask on the first provider that serves the device, differentiable once.
-
-    Args:
-        q_THD: (T, Hq, D) queries on a CPU or a CUDA device.
-        k_THD: (T, Hkv, D) keys; Hkv divides Hq.
-        v_THD: (T, Hkv, D) values.
-        plan: Plan of the pack, on the same device.
-        options: Scale, window and sinks of the scores.
-
-    Returns:
-        (T, Hq, D), dtype of `q_THD`.
-    """
+    """Compute attention as `AttentionBackend.attend`, on the first provider that serves the device."""
     provider = choose_provider(q_THD, is_windowed=options.window is not None)
     return merged_attention(q_THD, k_THD, v_THD, plan, options=options, provider=provider)
 
