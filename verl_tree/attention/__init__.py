@@ -37,7 +37,9 @@ class AttentionBackend:
     """One implementation of the tree mask.
 
     Attributes:
-        attend: `attend(q_THD, k_THD, v_THD, plan, *, options) -> out_THD`, differentiable.
+        attend: `attend(q_THD, k_THD, v_THD, plan, *, options) -> out_THD`, attention under the tree mask with the
+            scale and options of a layer, differentiable once. The plan is on the device of the inputs, whose shapes are
+            those of `tree_attention`; the output has the dtype of `q_THD`.
         not_supported_reasons: `not_supported_reasons(q_THD, k_THD, v_THD, plan, *, options) -> list[str]`, empty if it
             can serve.
     """

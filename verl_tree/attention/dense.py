@@ -19,18 +19,7 @@ QUERY_BLOCK_LEN = 512
 def dense_attention(
     q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> torch.Tensor:
-    """Compute attention under the tree mask, differentiable.
-
-    Args:
-        q_THD: (T, Hq, D) queries.
-        k_THD: (T, Hkv, D) keys; Hkv divides Hq.
-        v_THD: (T, Hkv, Dv) values.
-        plan: Plan of the pack.
-        options: Scale, window, softcap and sinks of the scores.
-
-    Returns:
-        (T, Hq, Dv), dtype of `q_THD`.
-    """
+    """Compute attention as `AttentionBackend.attend`; values may have a head dim of their own."""
     num_tokens = q_THD.shape[0]
     subtree_end_T, position_T = plan.subtree_end_T.to(q_THD.device), plan.position_T.to(q_THD.device)
     blocks = []

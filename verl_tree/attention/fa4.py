@@ -85,18 +85,7 @@ def not_supported_reasons(
 def fa4_attention(
     q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> torch.Tensor:
-    """Compute attention under the tree mask, differentiable once.
-
-    Args:
-        q_THD: (T, Hq, D) bf16 or fp16 queries on an SM90 device.
-        k_THD: (T, Hkv, D) keys; Hkv divides Hq.
-        v_THD: (T, Hkv, D) values.
-        plan: Plan of the pack, on the same device.
-        options: Scale of the scores.
-
-    Returns:
-        (T, Hq, D), dtype of `q_THD`.
-    """
+    """Compute attention as `AttentionBackend.attend`, without options."""
     return _Fa4Attention.apply(q_THD, k_THD, v_THD, plan, options.scale)
 
 

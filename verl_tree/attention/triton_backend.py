@@ -100,18 +100,7 @@ class OpInputs(NamedTuple):
 def triton_attention(
     q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> torch.Tensor:
-    """Compute attention under the tree mask, differentiable once.
-
-    Args:
-        q_THD: (T, Hq, D) queries on a CUDA device; any strides.
-        k_THD: (T, Hkv, D) keys; Hkv divides Hq.
-        v_THD: (T, Hkv, D) values.
-        plan: Plan of the pack, on the same device.
-        options: Scale, window, softcap and sinks of the scores.
-
-    Returns:
-        (T, Hq, D), dtype of `q_THD`, contiguous.
-    """
+    """Compute attention as `AttentionBackend.attend`; inputs may have any strides, the output is contiguous."""
     scale = options.scale
     if scale <= 0:  # the running maximum is taken before the factor
         q_THD, scale = q_THD * scale, 1.0

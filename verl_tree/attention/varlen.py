@@ -13,7 +13,8 @@ This module is the algorithm. Which kernel runs, and how many pieces one call of
 calls are tested on a CPU, with a provider that loops over the segments. On a GPU a provider is used only after it has
 agreed with the dense backend on a tiny forest.
 
-Legend: T tree tokens, Q queries and K keys of a call, Hq and Hkv query and key-value heads, D head dim.
+Legend: T tree tokens, K keys of a call, Hq and Hkv query and key-value heads, D head dim. Tensors without a legend in
+    their name have the heads as the provider takes them, in one dimension or in two.
 """
 
 from functools import partial
@@ -64,18 +65,7 @@ def not_supported_reasons(
 def varlen_attention(
     q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> torch.Tensor:
-    """Compute attention under the tree mask on the first provider that serves the device, differentiable once.
-
-    Args:
-        q_THD: (T, Hq, D) queries on a CPU or a CUDA device.
-        k_THD: (T, Hkv, D) keys; Hkv divides Hq.
-        v_THD: (T, Hkv, D) values.
-        plan: Plan of the pack, on the same device.
-        options: Scale, window and sinks of the scores.
-
-    Returns:
-        (T, Hq, D), dtype of `q_THD`.
-    """
+    """Compute attention as `AttentionBackend.attend`, on the first provider that serves the device."""
     provider = choose_provider(q_THD, is_windowed=options.window is not None)
     return merged_attention(q_THD, k_THD, v_THD, plan, options=options, provider=provider)
 
@@ -113,16 +103,17 @@ class _MergedAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         # Reduced precision is merged in float32, else every further call would add its own rounding to a query.
         wide = torch.float32 if q_THD.dtype in HALF_DTYPES else q_THD.dtype
-        out_THD = torch.empty(q_THD.shape, dtype=wide, device=q_THD.device)
-        lse_HT = torch.empty((q_THD.shape[1], q_THD.shape[0]), dtype=wide, device=q_THD.device)
+        q, k, v = _views(q_THD, k_THD, v_THD, provider)
+        out = torch.empty(q.shape, dtype=wide, device=q.device)
+        lse = torch.empty((*q.shape[1:-1], len(q)), dtype=wide, device=q.device)
         for call in calls:
             rows, keys = call.query_rows, call.key_rows
-            out_QHD, lse_HQ = provider.forward(q_THD[rows], k_THD[keys], v_THD[keys], call, scale=scale)
+            part, part_lse = provider.forward(q[rows], k[keys], v[keys], call, scale=scale)
             if call.causal:
-                _set_rows(out_THD, rows, out_QHD)
-                lse_HT[:, rows] = lse_HQ
+                out[rows], lse[..., rows] = part.to(wide), part_lse
             else:
-                _merge_rows(out_THD, lse_HT, rows, out_QHD, lse_HQ)
+                _merge_rows(out, lse, rows, part.to(wide), part_lse)
+        out_THD, lse_HT = out.view(q_THD.shape), lse.view(q_THD.shape[1], -1)
         if sinks_H is not None:
             absorb_sinks(out_THD.transpose(0, 1), lse_HT, _column(lse_HT, sinks_H))
         out_THD = out_THD.to(q_THD.dtype)
@@ -140,39 +131,40 @@ def _backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None
     q_THD, k_THD, v_THD, out_THD, lse_HT, sinks_H = ctx.saved_tensors
     grad_out_THD = grad_out_THD.contiguous()
     wide = {"dtype": lse_HT.dtype, "device": lse_HT.device}
-    grad_q_THD = torch.empty(q_THD.shape, **wide)
+    q, k, v = _views(q_THD, k_THD, v_THD, ctx.provider)
+    grad_out, out, lse = grad_out_THD.view(q.shape), out_THD.view(q.shape), lse_HT.view(*q.shape[1:-1], len(q))
+    grad_q = torch.empty(q.shape, **wide)
     grad_k_THD, grad_v_THD = torch.zeros(k_THD.shape, **wide), torch.zeros(v_THD.shape, **wide)
     for call in ctx.calls:
         rows, keys = call.query_rows, call.key_rows
-        grad_q_QHD, grad_k_KHD, grad_v_KHD = ctx.provider.backward(
-            grad_out_THD[rows],
-            q_THD[rows],
-            k_THD[keys],
-            v_THD[keys],
-            out_THD[rows],
-            lse_HT[:, rows].contiguous(),
-            call,
-            scale=ctx.scale,
+        part_q, part_k_KHD, part_v_KHD = ctx.provider.backward(
+            grad_out[rows], q[rows], k[keys], v[keys], out[rows], lse[..., rows], call, scale=ctx.scale
         )
-        (_set_rows if call.causal else _add_rows)(grad_q_THD, rows, grad_q_QHD)
-        _add_rows(grad_k_THD, keys, grad_k_KHD)
-        _add_rows(grad_v_THD, keys, grad_v_KHD)
+        if call.causal:
+            grad_q[rows] = part_q.to(grad_q.dtype)
+        else:
+            _add_rows(grad_q, rows, part_q)
+        _add_rows(grad_k_THD, keys, part_k_KHD)
+        _add_rows(grad_v_THD, keys, part_v_KHD)
     grad_sinks_H = None
     if sinks_H is not None:
         heads_first = (grad_out_THD.transpose(0, 1), out_THD.transpose(0, 1))
         grad_sinks_H = sink_gradient(*heads_first, lse_HT, _column(lse_HT, sinks_H)).to(sinks_H.dtype)
-    gradients = ((grad_q_THD, q_THD), (grad_k_THD, k_THD), (grad_v_THD, v_THD))
+    gradients = ((grad_q.view(q_THD.shape), q_THD), (grad_k_THD, k_THD), (grad_v_THD, v_THD))
     return *(gradient.to(x.dtype) for gradient, x in gradients), grad_sinks_H, None, None, None
 
 
-def _set_rows(total_THD: torch.Tensor, rows: torch.Tensor | slice, part: torch.Tensor) -> None:
-    """Write a provider's rows, whose heads may be one dimension or two."""
-    total_THD.view(-1, *part.shape[1:])[rows] = part.to(total_THD.dtype)
+def _views(
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, provider: VarlenProvider
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values with the heads in one or two dimensions, as the provider takes them."""
+    if not provider.groups_heads:
+        return q_THD, k_THD, v_THD
+    return q_THD.unflatten(1, (k_THD.shape[1], -1)), k_THD.unsqueeze(2), v_THD.unsqueeze(2)
 
 
-def _add_rows(total_THD: torch.Tensor, rows: torch.Tensor | slice, part: torch.Tensor) -> None:
-    """Add a provider's rows; those of an index may occur several times, as keys under a window do."""
-    total = total_THD.view(-1, *part.shape[1:])
+def _add_rows(total: torch.Tensor, rows: torch.Tensor | slice, part: torch.Tensor) -> None:
+    """Add to rows; those of an index may occur several times, as keys under a window do."""
     if isinstance(rows, slice):
         total[rows] += part
     else:
@@ -180,16 +172,14 @@ def _add_rows(total_THD: torch.Tensor, rows: torch.Tensor | slice, part: torch.T
 
 
 def _merge_rows(
-    out_THD: torch.Tensor, lse_HT: torch.Tensor, rows: torch.Tensor | slice, out_QHD: torch.Tensor, lse_HQ: torch.Tensor
+    out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor | slice, part: torch.Tensor, part_lse: torch.Tensor
 ) -> None:
     """Merge a call's results over further keys into the rows of its queries."""
-    out = out_THD.view(-1, *out_QHD.shape[1:])
-    merged_QHD, merged_HQ = out[rows], lse_HT[:, rows]  # views of a slice, copies of an index
-    weight_QH = (lse_HQ - merged_HQ).sigmoid_().T
-    merged_QHD.lerp_(out_QHD.to(out.dtype), weight_QH.unflatten(1, out.shape[1:-1]).unsqueeze(-1))
-    torch.logaddexp(merged_HQ, lse_HQ, out=merged_HQ)
+    merged, merged_lse = out[rows], lse[..., rows]  # views of a slice, copies of an index
+    merged.lerp_(part, (part_lse - merged_lse).sigmoid_().movedim(-1, 0).unsqueeze(-1))
+    torch.logaddexp(merged_lse, part_lse, out=merged_lse)
     if not isinstance(rows, slice):
-        out[rows], lse_HT[:, rows] = merged_QHD, merged_HQ
+        out[rows], lse[..., rows] = merged, merged_lse
 
 
 def _column(lse_HT: torch.Tensor, sinks_H: torch.Tensor) -> torch.Tensor:

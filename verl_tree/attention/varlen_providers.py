@@ -48,10 +48,11 @@ class VarlenProvider:
             on.
         calls: `calls(plan, window) -> tuple[VarlenCall, ...]` of a layer, whose window may be None.
         forward: `forward(q_QHD, k_KHD, v_KHD, call, *, scale) -> (out_QHD, lse_HQ)`, the log-sum-exp of a segment's
-            scores in float32 or wider. The output may have its heads in two dimensions, (Q, H, G, D).
+            scores in float32 or wider.
         backward: `backward(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD, lse_HQ, call, *, scale)` -> gradients of q, k
-            and v for probabilities `exp(score - lse)` and `delta = sum(out * grad_out)`. Their heads may be in two
-            dimensions likewise.
+            and v for probabilities `exp(score - lse)` and `delta = sum(out * grad_out)`.
+        groups_heads: Queries, outputs and their gradients are (Q, H, G, D), the log-sum-exp (H, G, Q), keys and values
+            (K, H, 1, D), and only the gradients of those (K, H, D).
     """
 
     name: str
@@ -59,6 +60,7 @@ class VarlenProvider:
     calls: Callable[[AttentionPlan, int | None], tuple[VarlenCall, ...]]
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     backward: Callable[..., Gradients]
+    groups_heads: bool = False
 
 
 def few_calls(plan: AttentionPlan, window: int | None) -> tuple[VarlenCall, ...]:
@@ -77,45 +79,39 @@ def _cpu_calls(plan: AttentionPlan, window: int | None) -> tuple[VarlenCall, ...
     return window_calls(plan, window, max_query_len=MAX_CPU_WINDOW_QUERIES, max_keys=0)
 
 
-def _cpu_forward(q_QHD, k_KHD, v_KHD, call, *, scale):
-    is_causal, mask_QK = _cpu_mask(call, len(q_QHD), len(k_KHD), dtype=q_QHD.dtype)
+def _cpu_forward(q_QHGD, k_KH1D, v_KH1D, call, *, scale):
+    is_causal, mask_QK = _cpu_mask(call, len(q_QHGD), len(k_KH1D), dtype=q_QHGD.dtype)
     out_HGQD, lse_HGQ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *_heads_first(q_QHD, k_KHD, v_KHD), 0.0, is_causal, attn_mask=mask_QK, scale=scale
+        *_heads_first(q_QHGD, k_KH1D, v_KH1D), 0.0, is_causal, attn_mask=mask_QK, scale=scale
     )
-    return out_HGQD.permute(2, 0, 1, 3), lse_HGQ.flatten(0, 1)
+    return out_HGQD.permute(2, 0, 1, 3), lse_HGQ
 
 
-def _cpu_backward(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD, lse_HQ, call, *, scale):
-    is_causal, mask_QK = _cpu_mask(call, len(q_QHD), len(k_KHD), dtype=q_QHD.dtype)
-    num_kv_heads = k_KHD.shape[1]
-    grad_q_HGQD, *of_keys = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _grouped(grad_out_QHD, num_kv_heads),
-        *_heads_first(q_QHD, k_KHD, v_KHD),
-        _grouped(out_QHD, num_kv_heads),
-        lse_HQ.unflatten(0, (num_kv_heads, -1)),
+def _cpu_backward(grad_out_QHGD, q_QHGD, k_KH1D, v_KH1D, out_QHGD, lse_HGQ, call, *, scale):
+    is_causal, mask_QK = _cpu_mask(call, len(q_QHGD), len(k_KH1D), dtype=q_QHGD.dtype)
+    grad_q_HGQD, grad_k_HGKD, grad_v_HGKD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out_QHGD.permute(1, 2, 0, 3),
+        *_heads_first(q_QHGD, k_KH1D, v_KH1D),
+        out_QHGD.permute(1, 2, 0, 3),
+        lse_HGQ,
         0.0,
         is_causal,
         attn_mask=mask_QK,
         scale=scale,
     )
-    grad_k_KHD, grad_v_KHD = (x_HGKD.sum(1, dtype=lse_HQ.dtype).transpose(0, 1) for x_HGKD in of_keys)
+    grad_k_KHD = grad_k_HGKD.sum(1, dtype=lse_HGQ.dtype).transpose(0, 1)
+    grad_v_KHD = grad_v_HGKD.sum(1, dtype=lse_HGQ.dtype).transpose(0, 1)
     return grad_q_HGQD.permute(2, 0, 1, 3), grad_k_KHD, grad_v_KHD
 
 
-def _grouped(x_QHD: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """(Q, Hq, D) as (H, G, Q, D), without a copy."""
-    return x_QHD.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
-
-
 def _heads_first(
-    q_QHD: torch.Tensor, k_KHD: torch.Tensor, v_KHD: torch.Tensor
+    q_QHGD: torch.Tensor, k_KH1D: torch.Tensor, v_KH1D: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries, keys and values as (H, G, tokens, D), without a copy."""
     # The key-value heads are the kernel's batch. The query heads of a group read one key head by a stride of zero.
-    q_HGQD = _grouped(q_QHD, k_KHD.shape[1])
-    num_groups = q_HGQD.shape[1]
-    k_HGKD, v_HGKD = (x.transpose(0, 1).unsqueeze(1).expand(-1, num_groups, -1, -1) for x in (k_KHD, v_KHD))
-    return q_HGQD, k_HGKD, v_HGKD
+    groups = (-1, q_QHGD.shape[2], -1, -1)
+    k_HGKD, v_HGKD = k_KH1D.permute(1, 2, 0, 3).expand(groups), v_KH1D.permute(1, 2, 0, 3).expand(groups)
+    return q_QHGD.permute(1, 2, 0, 3), k_HGKD, v_HGKD
 
 
 def _cpu_mask(
@@ -167,7 +163,14 @@ def _fa3_backward(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD, lse_HQ, call, *, s
     grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD = _rows_contiguous(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD)
     gradients = _empty_gradients(q_QHD, k_KHD, v_KHD)
     arguments = {
-        **{"dout": grad_out_QHD, "q": q_QHD, "k": k_KHD, "v": v_KHD, "out": out_QHD, "softmax_lse": lse_HQ},
+        **{
+            "dout": grad_out_QHD,
+            "q": q_QHD,
+            "k": k_KHD,
+            "v": v_KHD,
+            "out": out_QHD,
+            "softmax_lse": lse_HQ.contiguous(),
+        },
         **{"cu_seqlens_q": call.query_offsets_S1, "cu_seqlens_k": call.key_offsets_S1},
         **dict.fromkeys(("sequed_q", "sequed_k")),
         **{"max_seqlen_q": call.max_query_len, "max_seqlen_k": call.max_key_len},
@@ -218,7 +221,7 @@ def _fa2_backward(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD, lse_HQ, call, *, s
     dq, dk, dv = _empty_gradients(q_QHD, k_KHD, v_KHD)
     kernels._flash_attn_varlen_backward(
         *_rows_contiguous(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD),
-        lse_HQ,
+        lse_HQ.contiguous(),
         **{"dq": dq, "dk": dk, "dv": dv, "softcap": 0.0, "alibi_slopes": None},
         **_fa2_options(call, scale=scale),
         deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -256,7 +259,7 @@ def _aten_forward(q_QHD, k_KHD, v_KHD, call, *, scale):
 def _aten_backward(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD, lse_HQ, call, *, scale):
     return torch.ops.aten._flash_attention_backward(
         *_rows_contiguous(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD),
-        lse_HQ,
+        lse_HQ.contiguous(),
         # The state of the random generator is read with dropout only.
         rng_state=q_QHD.new_zeros(2, dtype=torch.uint64),
         unused=q_QHD.new_empty(0),
@@ -279,7 +282,7 @@ def _empty_gradients(q_QHD: torch.Tensor, k_KHD: torch.Tensor, v_KHD: torch.Tens
 
 
 PROVIDERS = (
-    VarlenProvider("CPU", _cpu_reasons, _cpu_calls, _cpu_forward, _cpu_backward),
+    VarlenProvider("CPU", _cpu_reasons, _cpu_calls, _cpu_forward, _cpu_backward, groups_heads=True),
     VarlenProvider("flash-attention 3", _fa3_reasons, few_calls, _fa3_forward, _fa3_backward),
     VarlenProvider("flash-attn 2", _fa2_reasons, few_calls, _fa2_forward, _fa2_backward),
     VarlenProvider("aten", _aten_reasons, few_calls, _aten_forward, _aten_backward),

@@ -76,7 +76,6 @@ def loop_forward(q, k, v, call, *, scale):
 
 def loop_backward(grad_out, q, k, v, out, lse, call, *, scale):
     groups = q.shape[1] // k.shape[1]
-    assert lse.is_contiguous()
     gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     for rows, keys in segments(call):
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -319,6 +318,7 @@ def fa2_backward(
 ):  # fmt: skip
     assert (dropout_p, softcap, alibi_slopes) == (0.0, 0.0, None)
     assert deterministic is torch.are_deterministic_algorithms_enabled()
+    assert softmax_lse.is_contiguous()
     call = call_of(locals())
     fill((dq, dk, dv), loop_backward(dout, q, k, v, out, softmax_lse, call, scale=softmax_scale))
 
@@ -340,6 +340,7 @@ def fa3_backward(
 ):  # fmt: skip
     assert sequed_q is sequed_k is None
     assert deterministic is torch.are_deterministic_algorithms_enabled()
+    assert softmax_lse.is_contiguous()
     call = call_of(locals())
     fill((dq, dk, dv), loop_backward(dout, q, k, v, out, softmax_lse, call, scale=softmax_scale))
 
