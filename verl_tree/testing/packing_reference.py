@@ -6,7 +6,7 @@ bound `least_visits` as cuts; `brute_force` judges that bound.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -132,7 +132,7 @@ def integer_programme(items: Items, *, caps: Caps, known_tokens: int, time_limit
     result = milp(
         np.concatenate([np.zeros(can_hold.size), np.repeat(own, num_packs), [known_tokens + 1]]),
         integrality=1,
-        bounds=Bounds(0, np.concatenate([can_hold.ravel(), np.ones(len(own) * num_packs + 1)])),
+        bounds=Bounds(0, cast(Any, np.concatenate([can_hold.ravel(), np.ones(len(own) * num_packs + 1)]))),
         constraints=_constraints(items, visits=visits, caps=caps, num_packs=num_packs),
         options={"time_limit": time_limit_s, "mip_rel_gap": 0},
     )
@@ -168,7 +168,7 @@ def _constraints(items: Items, *, visits: IntArray, caps: Caps, num_packs: int) 
     each_item, each_node = eye_array(num_items).tocsr(), eye_array(num_nodes).tocsr()
     each_pack, all_packs = eye_array(num_packs).tocsr(), np.ones((1, num_packs))
 
-    # scipy's annotations say no more than "some sparse array" of its constructors.
+    # scipy's annotations are too narrow: a bound is a float, a product of sparse arrays any of their kinds.
     def rows(x: Any, y: Any, z: ArrayLike = 0.0) -> Any:
         height = (y if x is None else x).shape[0]
         x = csr_array((height, num_items * num_packs)) if x is None else x
@@ -188,5 +188,5 @@ def _constraints(items: Items, *, visits: IntArray, caps: Caps, num_packs: int) 
     return [
         *(LinearConstraint(matrix, -np.inf, 0) for matrix in at_most_zero),
         LinearConstraint(rows(kron(each_item, all_packs), None, 1.0), 1, 1),
-        LinearConstraint(rows(None, kron(each_node, all_packs), visits.astype(float)), visits, np.inf),
+        LinearConstraint(rows(None, kron(each_node, all_packs), visits.astype(float)), cast(Any, visits), np.inf),
     ]
