@@ -76,7 +76,7 @@ TINY_SETTINGS = {
 
 
 def tiny_model(family: str = "qwen3", *, seed: int = 0, **overrides: object) -> torch.nn.Module:
-    """A random two-layer causal LM in float64, in eval mode, whose numbers are float64 throughout.
+    """Make a random two-layer causal LM in float64, in eval mode, whose numbers are float64 throughout.
 
     transformers' RMSNorm computes in float32 whatever its input; torch's own is the same formula without that.
     """
@@ -108,7 +108,7 @@ def flat_scores(
 
 
 def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The gradient of every parameter that the loss reaches."""
+    """Compute the gradient of every parameter that the loss reaches."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {name: gradient for name, gradient in zip(named, found, strict=True) if gradient is not None}

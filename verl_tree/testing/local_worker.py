@@ -1,10 +1,10 @@
 """A training worker in this process, without Ray: the engines as tests, benchmarks and notebooks use them.
 
-torchrun --nproc-per-node=1 my_script.py        # or any other way to set up torch.distributed
+Run the script by `torchrun --nproc-per-node=1`, or set up torch.distributed in any other way::
 
-worker = local_worker("path/to/qwen3", strategy="fsdp_tree", max_token_len=8192)
-worker.set_loss_fn(partial(ppo_loss, config=actor_config))
-worker.train_batch(batch_of_rows(rows, max_token_len=8192, global_batch_size=len(rows)))
+    worker = local_worker("path/to/qwen3", strategy="fsdp_tree", max_token_len=8192)
+    worker.set_loss_fn(partial(ppo_loss, config=actor_config))
+    worker.train_batch(batch_of_rows(rows, max_token_len=8192, global_batch_size=len(rows)))
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,15 +34,15 @@ def local_worker(
     tree_options: Mapping[str, Any] | None = None,
     optimizer: FSDPOptimizerConfig | None = None,
 ) -> TreeTrainingWorker:
-    """Builds a float32 worker with its model, optimiser and engine.
+    """Build a float32 worker with its model, optimiser and engine.
 
     Args:
-        model_path: folder of a Hugging Face model.
+        model_path: Folder of a Hugging Face model.
         strategy: `fsdp_tree`, or verl's own `fsdp2`.
-        max_token_len: tokens of one micro-batch: tree tokens of a pack, or flat tokens.
-        is_critic: a value model instead of a policy.
-        model_options: fields of verl's `HFModelConfig` to set.
-        tree_options: fields of `TreeConfig` to set.
+        max_token_len: Tokens of one micro-batch: tree tokens of a pack, or flat tokens.
+        is_critic: A value model instead of a policy.
+        model_options: Fields of verl's `HFModelConfig` to set.
+        tree_options: Fields of `TreeConfig` to set.
         optimizer: verl's optimiser config; AdamW with learning rate 1e-3 by default.
 
     Returns:
@@ -80,14 +80,14 @@ def local_worker(
 def batch_of_rows(
     rows: Sequence[Mapping[str, Tensor]], *, max_token_len: int, global_batch_size: int, **settings: Any
 ) -> TensorDict:
-    """The batch that verl's trainer would send to a worker.
+    """Make the batch that verl's trainer would send to a worker.
 
     Args:
-        rows: one mapping per trajectory with 1-D tensors: `prompts`, `responses`, `response_mask`, and what the loss
+        rows: One mapping per trajectory with 1-D tensors: `prompts`, `responses`, `response_mask`, and what the loss
             reads (`old_log_probs`, `advantages`, ... of the response's length).
-        max_token_len: tokens of one micro-batch.
-        global_batch_size: trajectories of the mini-batch over all ranks, padding rows not counted.
-        settings: other keys of the batch, such as `calculate_entropy`; `temperature` is 1.0 unless given.
+        max_token_len: Tokens of one micro-batch.
+        global_batch_size: Trajectories of the mini-batch over all ranks, padding rows not counted.
+        **settings: Other keys of the batch, such as `calculate_entropy`; `temperature` is 1.0 unless given.
 
     Returns:
         Jagged tensors with `input_ids`, `position_ids` and `loss_mask` added.
@@ -104,7 +104,6 @@ def batch_of_rows(
             columns.setdefault(name, []).append(value)
     jagged = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in columns.items()}
     batch = TensorDict(jagged, batch_size=[len(rows)])
-    lens = batch["input_ids"].offsets().diff().tolist()
     tu.assign_non_tensor(
         batch,
         **{
@@ -115,7 +114,7 @@ def batch_of_rows(
             "use_fused_kernels": False,
             "max_token_len_per_gpu": max_token_len,
             "global_batch_size": global_batch_size,
-            "global_token_num": NonTensorData(lens),
+            "global_token_num": NonTensorData([len(row) for row in columns["input_ids"]]),
             **settings,
         },
     )

@@ -6,6 +6,7 @@ bound `least_visits` as cuts; `brute_force` judges that bound.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,7 +15,7 @@ from scipy.sparse import csr_array, diags_array, eye_array, hstack, kron
 
 from verl_tree.packing.bound import least_visits
 from verl_tree.packing.problem import Caps, Items
-from verl_tree.tree.nodes import IntArray, NodeTable
+from verl_tree.tree.nodes import IntArray
 
 
 def brute_force(
@@ -24,29 +25,27 @@ def brute_force(
     max_loss_terms: int | None = None,
     loss_terms: Sequence[int] | None = None,
 ) -> int:
-    """Fewest packed tokens over all partitions of the trajectories.
-
-    A pack is a set of trie tokens, one bit each, and its cost the number of bits. The pack of the first trajectory of
-    a set is any of its subsets; the rest is the same problem: 3^S steps for S trajectories.
+    """Find the fewest packed tokens over all partitions of the trajectories, in 3^S steps for S trajectories.
 
     Args:
         sequences: S trajectories, about ten at most.
-        capacity: tree tokens per pack.
-        max_loss_terms: loss terms per pack. None: no limit.
+        capacity: Tree tokens per pack.
+        max_loss_terms: Loss terms per pack. None: no limit.
         loss_terms: (S,) as of `verl_tree.packing.pack`.
 
     Raises:
-        ValueError: a trajectory alone exceeds a cap.
+        ValueError: A trajectory alone exceeds a cap.
     """
+    # A pack is a set of trie tokens, one bit each, and its cost the number of bits.
     token_of: dict[tuple[int, int], int] = {}
     paths, terms = [], []
     for sequence in sequences:
-        above, path = -1, 0
-        for token in np.asarray(sequence).tolist():
+        above, path, tokens = -1, 0, np.asarray(sequence).tolist()
+        for token in tokens:
             above = token_of.setdefault((above, token), len(token_of))
             path |= 1 << above
         paths.append(path)
-        terms.append(len(sequence) - 1)
+        terms.append(len(tokens) - 1)
     terms = terms if loss_terms is None else list(loss_terms)
     num_sets = 1 << len(paths)
     union, sum_terms = [0] * num_sets, [0] * num_sets
@@ -62,6 +61,7 @@ def brute_force(
         for path, number in zip(union, sum_terms, strict=True)
     ]
     best = [0] * num_sets
+    # The pack of the first trajectory of a set is any of its subsets; the rest is the same problem.
     for members in range(1, num_sets):
         rest = members & (members - 1)
         first, others, least = members ^ rest, rest, never
@@ -80,12 +80,12 @@ def brute_force(
 
 @dataclass(frozen=True, slots=True)
 class IntegerResult:
-    """What the solver found out.
+    """What the solver found.
 
     Attributes:
-        num_tokens: packed tokens of the best packing known.
-        lower_bound: tokens that no packing can go below; equal to `num_tokens` where that is proven to be the optimum.
-        num_packs: packs that the programme had.
+        num_tokens: Packed tokens of the best packing known.
+        lower_bound: Tokens that no packing can go below; equal to `num_tokens` where that is proven to be the optimum.
+        num_packs: Packs that the programme had.
     """
 
     num_tokens: int
@@ -99,7 +99,7 @@ class IntegerResult:
 
 
 def integer_programme(items: Items, *, caps: Caps, known_tokens: int, time_limit_s: float) -> IntegerResult:
-    """Looks for the optimum of one tree with HiGHS (scipy.optimize.milp).
+    """Look for the optimum of one tree with HiGHS (scipy.optimize.milp).
 
     Binary x(l, p): item l is in pack p; y(v, p): pack p visits node v, of w(v) tokens that end at depth L(v). Binary z:
     the solver gives up and pays one token more than the known packing::
@@ -117,24 +117,23 @@ def integer_programme(items: Items, *, caps: Caps, known_tokens: int, time_limit
     a solution, hence a bound that it can report, from the start; and it proves an optimum only by finding it anew.
 
     Args:
-        items: the tree.
-        caps: of a pack; the tokens must be limited.
-        known_tokens: packed tokens of a packing.
-        time_limit_s: seconds after which the solver gives the bound that it has reached.
+        items: The tree.
+        caps: Of a pack; the tokens must be limited.
+        known_tokens: Packed tokens of a packing.
+        time_limit_s: Seconds after which the solver gives the bound that it has reached.
 
     Returns:
         The best packing known and the best bound, the solver's or that of `least_visits`.
     """
-    nodes = items.nodes
     visits = least_visits(items, caps=caps)
-    own = nodes.end - nodes.start
+    own = items.nodes.end - items.nodes.start
     num_packs = max_packs(items, own=own, visits=visits, caps=caps, known_tokens=known_tokens)
     can_hold = np.arange(num_packs) <= np.arange(len(items))[:, None]  # item l is in one of the packs 0..l
     result = milp(
         np.concatenate([np.zeros(can_hold.size), np.repeat(own, num_packs), [known_tokens + 1]]),
         integrality=1,
-        bounds=Bounds(0, np.concatenate([can_hold.ravel(), np.ones(len(own) * num_packs + 1)])),
-        constraints=_constraints(items, nodes=nodes, visits=visits, caps=caps, num_packs=num_packs),
+        bounds=Bounds(0, cast(Any, np.concatenate([can_hold.ravel(), np.ones(len(own) * num_packs + 1)]))),
+        constraints=_constraints(items, visits=visits, caps=caps, num_packs=num_packs),
         options={"time_limit": time_limit_s, "mip_rel_gap": 0},
     )
     assert result.status in (0, 1), result.message
@@ -146,24 +145,20 @@ def integer_programme(items: Items, *, caps: Caps, known_tokens: int, time_limit
 
 
 def max_packs(items: Items, *, own: IntArray, visits: IntArray, caps: Caps, known_tokens: int) -> int:
-    """Packs that an optimum can have at most.
-
-    Each visits the root, and the other nodes cost their least visits. And no two of k packs fit together, else the
-    root would be visited once less: together they have more than C + w(root) tokens, so all pairs have
-    (k - 1) cost > k (k - 1) / 2 (C + w(root)). Loss terms may keep packs apart that would fit.
-    """
+    """Count the packs that an optimum can have at most."""
+    # Each visits the root, and the other nodes cost their least visits.
     below_root = int(own[1:] @ visits[1:])
     most = min(len(items), (known_tokens - below_root) // int(own[0]))
-    if items.terms.sum() <= caps.num_terms:
+    # No two of k packs fit together, else the root would be visited once less: together they have more than C + w(root)
+    # tokens, so all pairs have (k - 1) cost > k (k - 1) / 2 (C + w(root)). Loss terms may keep packs apart that would.
+    if items.num_terms <= caps.num_terms:
         most = min(most, 2 * known_tokens // (caps.num_tokens + int(own[0])))
     return max(most, 1)
 
 
-def _constraints(
-    items: Items, *, nodes: NodeTable, visits: IntArray, caps: Caps, num_packs: int
-) -> list[LinearConstraint]:
-    """The rows of `integer_programme`; columns: x(l, p) by item, y(v, p) by node, z."""
-    num_items, num_nodes = len(items), nodes.num_nodes
+def _constraints(items: Items, *, visits: IntArray, caps: Caps, num_packs: int) -> list[LinearConstraint]:
+    """Make the rows of `integer_programme`; columns: x(l, p) by item, y(v, p) by node, z."""
+    nodes, num_items, num_nodes = items.nodes, len(items), items.nodes.num_nodes
     own, room = nodes.end - nodes.start, (caps.num_tokens - nodes.end).astype(float)
     index = np.arange(num_nodes)
     is_below = (index[:, None] < index) & (index < nodes.subtree_end[:, None])
@@ -173,7 +168,8 @@ def _constraints(
     each_item, each_node = eye_array(num_items).tocsr(), eye_array(num_nodes).tocsr()
     each_pack, all_packs = eye_array(num_packs).tocsr(), np.ones((1, num_packs))
 
-    def rows(x: csr_array | None, y: csr_array | None, z: ArrayLike = 0.0) -> csr_array:
+    # scipy's annotations are too narrow: a bound is a float, a product of sparse arrays any of their kinds.
+    def rows(x: Any, y: Any, z: ArrayLike = 0.0) -> Any:
         height = (y if x is None else x).shape[0]
         x = csr_array((height, num_items * num_packs)) if x is None else x
         y = csr_array((height, num_nodes * num_packs)) if y is None else y
@@ -185,12 +181,12 @@ def _constraints(
         rows(None, kron(csr_array(is_below * own) - diags_array(room), each_pack)),
         rows(kron(each_item, each_pack[1:]) - kron(earlier, each_pack[:-1]), None),
     ]
-    if items.terms.sum() > caps.num_terms:
+    if items.num_terms > caps.num_terms:
         is_root = csr_array((index == 0)[None].astype(float))
         terms = csr_array(items.terms[None].astype(float))
         at_most_zero.append(rows(kron(terms, each_pack), kron(-caps.num_terms * is_root, each_pack)))
     return [
         *(LinearConstraint(matrix, -np.inf, 0) for matrix in at_most_zero),
         LinearConstraint(rows(kron(each_item, all_packs), None, 1.0), 1, 1),
-        LinearConstraint(rows(None, kron(each_node, all_packs), visits.astype(float)), visits, np.inf),
+        LinearConstraint(rows(None, kron(each_node, all_packs), visits.astype(float)), cast(Any, visits), np.inf),
     ]

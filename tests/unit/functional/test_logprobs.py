@@ -1,10 +1,13 @@
 """Scores of tree tokens by real tiny models in float64, against the same model on one flat sequence after another."""
 
+import operator
+
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from tree_cases import DEEP, VOCAB_SIZE, flat_scores, gradients, layout_of, random_sequences, relative_error, tiny_model
 
 from verl_tree.attention import AttentionPlan
@@ -29,7 +32,7 @@ def tree_scores(model, sequences, **options):
 
 
 def signed_loss(log_probs, entropies, *, seed=0):
-    """A loss with a coefficient of its own for every (leaf, token), of either sign, and not linear in the log-probs."""
+    """Add up terms with a coefficient of their own per (leaf, token), of either sign, not linear in the log-probs."""
     generator = torch.Generator().manual_seed(seed)
     total = torch.zeros((), dtype=torch.float64)
     for log_prob, entropy in zip(log_probs, entropies, strict=True):
@@ -204,7 +207,8 @@ def test_no_leak_through_a_model_bit_for_bit(dtype):
     visible_TT = layout.materialize()
     token = int((visible_TT.sum(0) * (layout.parent_T >= 0) * (visible_TT.sum(0) < layout.num_tokens // 2)).argmax())
     sees = visible_TT[:, token]
-    assert sees.sum() > 3 and (~sees).sum() > 3
+    assert sees.sum() > 3
+    assert (~sees).sum() > 3
 
     def run(token_ids_T):
         embedded = model.get_input_embeddings()(token_ids_T).detach()[None].requires_grad_()
@@ -242,17 +246,100 @@ def test_models_that_change_their_logits_take_the_plain_path(config_class, model
         settings["attn_logit_softcapping"] = None
     model = model_class(config_class(**settings)).eval()
     want, _ = flat_reference(model, DEEP)
-    got, _, _ = tree_scores(model, DEEP, chunk_size=4)
-    for got_one, want_one in zip(got["log_probs"], want, strict=True):
-        torch.testing.assert_close(got_one, want_one, rtol=1e-5, atol=1e-5)
+    for ignores_logits_to_keep in (False, True):
+        if ignores_logits_to_keep:
+            replace_forward(model)
+        got, _, _ = tree_scores(model, DEEP, chunk_size=4)
+        for got_one, want_one in zip(got["log_probs"], want, strict=True):
+            torch.testing.assert_close(got_one, want_one, rtol=1e-5, atol=1e-5)
 
 
-def test_an_unknown_change_of_the_logits_is_noticed_and_the_head_restored():
+def replace_forward(model, change_hidden=lambda hidden: hidden):
+    """Give the model a forward that hands its head what `change_hidden` makes of all positions."""
+    forward, project = model.forward, model.get_output_embeddings()
+
+    def ignoring(input_ids, **options):
+        options.pop("logits_to_keep", None)
+        return forward(input_ids=input_ids, **options)
+
+    project.register_forward_pre_hook(lambda _module, args: (change_hidden(*args),))
+    model.forward = ignoring
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_a_forward_that_ignores_logits_to_keep_scores_the_same(chunk_size):
+    """As verl's patched forwards of vision models do: their head gets the hidden states of all tokens."""
     model = tiny_model()
-    model.register_forward_hook(lambda module, args, output: output.__setitem__("logits", output.logits * 2))
-    with pytest.raises(ValueError, match="changes the logits behind its output head"):
+    want, want_scores, layout = tree_scores(model, DEEP, calculate_entropy=True)
+    want_gradients = gradients(model, signed_loss(want["log_probs"], want["entropy"]))
+    replace_forward(model)
+    got, scores, _ = tree_scores(model, DEEP, calculate_entropy=True, chunk_size=chunk_size)
+    got_gradients = gradients(model, signed_loss(got["log_probs"], got["entropy"]))
+    torch.testing.assert_close(scores.log_probs_T, want_scores.log_probs_T, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(scores.entropy_T, want_scores.entropy_T, rtol=1e-12, atol=1e-12)
+    assert want_gradients.keys() == got_gradients.keys()
+    for name, want_one in want_gradients.items():
+        assert relative_error(got_gradients[name], want_one) < 1e-12, name
+    assert_equals_flat(model, DEEP, chunk_size=chunk_size, temperature=0.7)
+    assert len(ScoredPairs.from_layout(layout).position_P) < layout.num_tokens  # it had something to select
+
+
+@pytest.mark.parametrize("wanted", [[], [3], range(6), range(21)])
+def test_a_forward_that_ignores_logits_to_keep_is_read_at_the_wanted_positions_only(wanted):
+    model = tiny_model()
+    _, all_scores, layout = tree_scores(model, DEEP)
+    replace_forward(model)
+    wanted_T = torch.zeros(layout.num_tokens, dtype=torch.bool)
+    wanted_T[list(wanted)] = True
+    _, scores, _ = tree_scores(model, DEEP, wanted_T=wanted_T)
+    torch.testing.assert_close(scores.log_probs_T, all_scores.log_probs_T * wanted_T, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 14, 20, 22])
+def test_any_other_number_of_projected_positions_is_refused_with_the_models_name(num_rows):
+    model = tiny_model()
+    layout = layout_of(DEEP)
+    assert (layout.num_tokens, len(ScoredPairs.from_layout(layout).position_P)) == (21, 15)
+    replace_forward(model, lambda hidden: torch.cat([hidden, hidden], dim=1)[:, :num_rows])
+    message = f"Qwen3ForCausalLM projects {num_rows} positions where 15 of 21 are wanted: its forward must honour"
+    with pytest.raises(ValueError, match=message):
         tree_scores(model, DEEP)
     assert "forward" not in vars(model.lm_head)
+
+
+def test_a_forward_that_does_not_run_its_head_is_refused():
+    """Fused losses multiply by the head's weight themselves."""
+    model = tiny_model()
+    model.forward = lambda **_: CausalLMOutputWithPast(logits=torch.zeros(1, 1, 3))
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM ran its output head 0 times .*use_fused_kernels=false"):
+        tree_scores(model, DEEP)
+
+
+def change_logits(model, change):
+    model.register_forward_hook(
+        lambda _module, _args, output: operator.setitem(output, "logits", change(output.logits))
+    )
+
+
+@pytest.mark.parametrize("change", [lambda logits: logits * 2, lambda logits: logits.mul_(2)])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_an_unknown_change_of_the_logits_is_noticed_and_the_head_restored(mode, change):
+    model = tiny_model()
+    change_logits(model, change)
+    with mode(), pytest.raises(ValueError, match="changes the logits behind its output head"):
+        tree_scores(model, DEEP)
+    assert "forward" not in vars(model.lm_head)
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.clone, torch.Tensor.float, lambda logits: logits])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_logits_that_are_copied_or_cast_behind_the_head_are_no_change(mode, change):
+    model = tiny_model()
+    _, want, _ = tree_scores(model, DEEP)
+    change_logits(model, change)
+    with mode():
+        _, got, _ = tree_scores(model, DEEP)
+    torch.testing.assert_close(got.log_probs_T.double(), want.log_probs_T, rtol=1e-6, atol=1e-6)
 
 
 def test_a_bad_chunk_size_is_refused():

@@ -1,13 +1,13 @@
 """Synthetic forests for tests and benchmarks: trajectories of a known shape, the same for the same seed.
 
-`overlap` has a given potential overlap ratio, SHAPES are what agents make, `random_forest` is small and has
-every special case, and `groups` makes several prompts of any shape::
+`overlap` has a given potential overlap ratio, SHAPES are what agents make, `random_forest` is small and has every
+special case, and `groups` makes several prompts of any shape::
 
     forest = TokenForest.from_sequences(groups(star, num_groups=8, seed=3))
     forest = TokenForest.from_sequences(groups(partial(caterpillar, 20, system_len=512), num_groups=4))
 
-Trajectories are int32 arrays in a random order, as from a rollout, not in DFS order. Left out: text, chat
-templates, rewards.
+Trajectories are int32 arrays in a random order, as from a rollout, not in DFS order. Left out: text, chat templates,
+rewards.
 """
 
 from collections.abc import Callable
@@ -42,20 +42,20 @@ def groups(
     vocab_size: int = VOCAB_SIZE,
     shuffle: bool = True,
 ) -> Sequences:
-    """Several prompts: independent draws of a shape, with different roots, in one random order.
+    """Draw several prompts: independent draws of a shape, with different roots, in one random order.
 
     Args:
-        shape: called as shape(seed=..., vocab_size=..., shuffle=...), one of SHAPES or a functools.partial.
-        num_groups: draws.
-        seed: number or generator.
-        vocab_size: token ids are 0..vocab_size - 1.
-        shuffle: one random order for the trajectories of all groups; else one group after another.
+        shape: Called as shape(seed=..., vocab_size=..., shuffle=...), one of SHAPES or a functools.partial.
+        num_groups: Number of draws.
+        seed: Number or generator.
+        vocab_size: Token ids are 0..vocab_size - 1.
+        shuffle: One random order for the trajectories of all groups; else one group after another.
 
     Returns:
         The trajectories of all groups.
 
     Raises:
-        ValueError: the groups have more roots than there are token ids.
+        ValueError: The groups have more roots than there are token ids.
     """
     check_counts(num_groups=num_groups)
     rng = np.random.default_rng(seed)

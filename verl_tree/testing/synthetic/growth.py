@@ -1,7 +1,7 @@
 """A tree that grows node by node and then gets its tokens: what every synthetic shape is made with.
 
-Growing needs only lengths. The tokens of all nodes are drawn at once, a trajectory is a concatenation of
-slices of them, and siblings start with different tokens, so a tree branches exactly where it was asked to.
+Growing needs only lengths. The tokens of all nodes are drawn at once, a trajectory is a concatenation of slices of
+them, and siblings start with different tokens, so a tree branches exactly where it was asked to.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ class Growth:
     """A forest that grows: nodes with lengths, and trajectories that end in them.
 
     Attributes:
-        parent: of each node, NO_PARENT at roots.
-        node_len: tokens of each node, at least 1.
-        rank: of each node, the number of siblings older than it.
-        num_children: of each node; the last entry, that of NO_PARENT, counts the roots.
-        ends: per trajectory its last node and further nodes whose tokens it repeats after that one.
+        parent: Parent of each node, NO_PARENT at roots.
+        node_len: Tokens of each node, at least 1.
+        rank: Number of siblings older than the node.
+        num_children: Children of each node; the last entry, that of NO_PARENT, counts the roots.
+        ends: Per trajectory its last node and further nodes whose tokens it repeats after that one.
     """
 
     parent: list[int] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Growth:
     ends: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
     def add(self, parent: int, *, node_len: int) -> int:
-        """Adds a node and returns its number."""
+        """Add a node and return its number."""
         assert node_len >= 1, "a node has tokens"
         self.parent.append(parent)
         self.node_len.append(int(node_len))
@@ -47,21 +47,21 @@ class Growth:
         return len(self.parent) - 1
 
     def add_chain(self, parent: int, *, node_lens: Sequence[int]) -> list[int]:
-        """Adds nodes each below the one before, the first below `parent`, and returns their numbers."""
+        """Add nodes each below the one before, the first below `parent`, and return their numbers."""
         chain = [parent]
         for node_len in node_lens:
             chain.append(self.add(chain[-1], node_len=node_len))
         return chain[1:]
 
     def end(self, node: int, *, repeat: tuple[int, ...] = ()) -> None:
-        """Ends a trajectory in `node`, or after that with the tokens of other nodes once more."""
+        """End a trajectory in `node`, or after that with the tokens of other nodes once more."""
         self.ends.append((node, repeat))
 
     def sequences(self, rng: np.random.Generator, *, vocab_size: int, shuffle: bool) -> Sequences:
-        """Draws the tokens: S arrays that share no memory.
+        """Draw the tokens: S arrays that share no memory.
 
         Raises:
-            ValueError: more branches part at a node than there are token ids to tell them apart.
+            ValueError: More branches part at a node than there are token ids to tell them apart.
         """
         if max(self.num_children) > vocab_size:
             raise ValueError(
@@ -85,14 +85,14 @@ class Growth:
 
 
 def check_counts(**counts: float) -> None:
-    """Raises ValueError, with the name, for what is below 1."""
+    """Raise ValueError, with the name, for what is below 1."""
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"{name}={count}: give at least 1")
 
 
 def draw_lens(rng: np.random.Generator, *, size: int, **named: TokenLen) -> list[int]:
-    """Draws lengths uniformly from the one range given, which is named for the message only."""
+    """Draw lengths uniformly from the one range given, which is named for the message only."""
     ((name, token_len),) = named.items()
     low, high = token_len if isinstance(token_len, tuple) else (token_len, token_len)
     if not 1 <= low <= high:

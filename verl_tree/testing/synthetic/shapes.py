@@ -1,8 +1,8 @@
 """The shapes that agents make: samples, conversations, tool calls, searches.
 
-The defaults are a prompt of a training step; every argument is a size that a benchmark may want to vary.
-`seed` is a number or a generator, token ids are 0..vocab_size - 1, and with `shuffle` the trajectories come in
-random order. A count or length below 1 raises ValueError.
+The defaults are a prompt of a training step; every argument is a size that a benchmark may want to vary. `seed` is a
+number or a generator, token ids are 0..vocab_size - 1, and with `shuffle` the trajectories come in random order. A
+count or length below 1 raises ValueError.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def star(
     vocab_size: int = VOCAB_SIZE,
     shuffle: bool = True,
 ) -> Sequences:
-    """Samples of one prompt that share nothing else: `num_branches` trajectories, depth 2.
+    """Draw samples of one prompt that share nothing else: `num_branches` trajectories, depth 2.
 
     The default prompt is that of an agent: instructions, tools, documents. Where n branches need k packs, no packing
     keeps more than (n - k) / (n - 1) of the potential reuse.
@@ -54,7 +54,7 @@ def _add_session(
     thinking_len: TokenLen,
     answer_len: TokenLen,
 ) -> None:
-    """Grows the turns of a session whose first question is `node`; thinking is dropped from the history."""
+    """Grow the turns of a session whose first question is `node`; thinking is dropped from the history."""
     turn_lens = zip(
         draw_lens(rng, size=num_turns, question_len=question_len),
         draw_lens(rng, size=num_turns, thinking_len=thinking_len),
@@ -86,7 +86,7 @@ def caterpillar(
     vocab_size: int = VOCAB_SIZE,
     shuffle: bool = True,
 ) -> Sequences:
-    """A conversation whose thinking is dropped from the history: `num_turns` trajectories, one a turn.
+    """Draw a conversation whose thinking is dropped from the history: `num_turns` trajectories, one a turn.
 
     ::
 
@@ -123,7 +123,7 @@ def tool_fan_out(
     vocab_size: int = VOCAB_SIZE,
     shuffle: bool = True,
 ) -> Sequences:
-    """Parallel tool calls, each a branch; the main branch goes on with all results.
+    """Draw parallel tool calls, each a branch; the main branch goes on with all results.
 
     ::
 
@@ -151,7 +151,7 @@ def tool_fan_out(
 def _add_search_branch(
     tree: Growth, rng: np.random.Generator, *, node: int, num_steps: int, step_len: TokenLen
 ) -> list[tuple[int, int]]:
-    """Grows a trajectory below `node`; returns its steps but the last, each with the number that follow it."""
+    """Grow a trajectory below `node`; return its steps but the last, each with the number that follow it."""
     steps = tree.add_chain(node, node_lens=draw_lens(rng, size=num_steps, step_len=step_len))
     tree.end(steps[-1])
     return list(zip(steps[:-1], range(num_steps - 1, 0, -1), strict=True))
@@ -169,7 +169,7 @@ def tree_search(
     vocab_size: int = VOCAB_SIZE,
     shuffle: bool = True,
 ) -> Sequences:
-    """Tree search as in Tree-GRPO, M x N x L: M samples of one prompt, each then expanded L times.
+    """Draw a tree search as in Tree-GRPO, M x N x L: M samples of one prompt, each then expanded L times.
 
     A round draws N steps of a tree, and from each grows a new branch up to `num_steps`.
 
@@ -177,7 +177,7 @@ def tree_search(
         M * (1 + N * L) trajectories of `num_steps` steps after the prompt.
 
     Raises:
-        ValueError: a count or length is below 1, or num_steps is 1 and no step has room for a branch.
+        ValueError: A count or length is below 1, or num_steps is 1 and no step has room for a branch.
     """
     check_counts(num_trees=num_trees, num_expansions=num_expansions, num_rounds=num_rounds, prompt_len=prompt_len)
     if num_steps < 2:
@@ -206,12 +206,12 @@ def tau2(
     vocab_size: int = VOCAB_SIZE,
     shuffle: bool = True,
 ) -> Sequences:
-    """Customer service as in tau2-bench: one long system prompt, sessions like `caterpillar`, compression near 9.4.
+    """Draw customer service as in tau2-bench: a long system prompt, sessions like `caterpillar`, compression near 9.4.
 
-    All sessions share policy and tools in the system prompt, those of a task also its first question. The aim is
-    what AReaL reports: its depth-first tree training is timed at 9.43x compression, and its documentation of
-    tree training gives "up to 10x" fewer FLOPs on tau2. The lengths are not measured on tau2: the system prompt is
-    an assumption, and those of the turns were chosen to come to that compression.
+    All sessions share policy and tools in the system prompt, those of a task also its first question. The aim is what
+    AReaL reports: its depth-first tree training is timed at 9.43x compression, and its documentation of tree training
+    gives "up to 10x" fewer FLOPs on tau2. The lengths are not measured on tau2: the system prompt is an assumption, and
+    those of the turns were chosen to come to that compression.
 
     Returns:
         num_tasks * num_sessions * num_turns trajectories.
@@ -247,27 +247,27 @@ def unbalanced(
     vocab_size: int = VOCAB_SIZE,
     shuffle: bool = True,
 ) -> Sequences:
-    """A few deep branches and many short leaves, as real agents make them.
+    """Draw a few deep branches and many short leaves, as real agents make them.
 
-    After the Tree Training paper, section 3.1 on figure 7: "sparse, unbalanced trees with highly variable
-    reuse across different depths and branching factors", POR 28.0 % to 88.7 %. Lengths follow a Pareto
-    distribution, and so does the number of leaves that leave a node, divided by its depth: a few nodes hold
-    most tokens, a few others most leaves, and half of the trajectories end far above the deepest.
+    After the Tree Training paper, section 3.1 on figure 7: "sparse, unbalanced trees with highly variable reuse across
+    different depths and branching factors", POR 28.0 % to 88.7 %. Lengths follow a Pareto distribution, and so does the
+    number of leaves that leave a node, divided by its depth: a few nodes hold most tokens, a few others most leaves,
+    and half of the trajectories end far above the deepest.
 
     Args:
-        num_leaves: trajectories S, the deep ones included.
-        num_deep: branches of num_turns / 2 to num_turns nodes; each leaves an earlier one or the prompt.
-        num_turns: nodes of the deepest branch.
-        prompt_len: tokens that all share.
-        turn_len: smallest length of a node of a deep branch; the median is 1.6 times that.
-        leaf_len: the same of the other leaves.
-        max_len: largest length of a node.
-        seed: number or generator.
-        vocab_size: token ids are 0..vocab_size - 1.
-        shuffle: random order.
+        num_leaves: Trajectories S, the deep ones included.
+        num_deep: Branches of num_turns / 2 to num_turns nodes; each leaves an earlier one or the prompt.
+        num_turns: Nodes of the deepest branch.
+        prompt_len: Tokens that all share.
+        turn_len: Smallest length of a node of a deep branch; the median is 1.6 times that.
+        leaf_len: The same of the other leaves.
+        max_len: Largest length of a node.
+        seed: Number or generator.
+        vocab_size: Token ids are 0..vocab_size - 1.
+        shuffle: Random order.
 
     Raises:
-        ValueError: a count or length is below 1, or num_leaves is below num_deep.
+        ValueError: A count or length is below 1, or num_leaves is below num_deep.
     """
     check_counts(num_deep=num_deep, num_turns=num_turns, prompt_len=prompt_len)
     check_counts(turn_len=turn_len, leaf_len=leaf_len, max_len=max_len)

@@ -16,27 +16,27 @@ def overlap(
     vocab_size: int = VOCAB_SIZE,
     shuffle: bool = True,
 ) -> Sequences:
-    """One tree with a given POR, while leaves and flat tokens stay exactly what they are.
+    """Draw one tree with a given POR, while leaves and flat tokens stay exactly what they are.
 
-    From the Tree Training paper, section 3.1, we take the experiment: POR from 20 % to 92 % with the number of
-    leaves and the total of tokens constant. It does not say which trees; ours branch regularly, and every
-    level has shared tokens, the same number on each path. Only where that leaves too little to the leaves
-    (a high POR with few leaves) does the root get more. The leaves' own parts differ in length, by up to 3x.
+    From the Tree Training paper, section 3.1, we take the experiment: POR from 20 % to 92 % with the number of leaves
+    and the total of tokens constant. It does not say which trees; ours branch regularly, and every level has shared
+    tokens, the same number on each path. Only where that leaves too little to the leaves (a high POR with few leaves)
+    does the root get more. The leaves' own parts differ in length, by up to 3x.
 
     Args:
         potential_overlap_ratio: POR to reach, within num_leaves / num_flat_tokens. 0 gives separate trajectories.
-        num_leaves: trajectories S, at least 2 ** (depth - 1).
-        num_flat_tokens: sum of the trajectory lengths F.
-        depth: nodes on every path, at least 3.
-        seed: number or generator.
-        vocab_size: token ids are 0..vocab_size - 1.
-        shuffle: random order instead of that of the tree.
+        num_leaves: Trajectories S, at least 2 ** (depth - 1).
+        num_flat_tokens: Sum of the trajectory lengths F.
+        depth: Nodes on every path, at least 3.
+        seed: Number or generator.
+        vocab_size: Token ids are 0..vocab_size - 1.
+        shuffle: Random order instead of that of the tree.
 
     Returns:
         S trajectories.
 
     Raises:
-        ValueError: no such tree has this POR.
+        ValueError: No such tree has this POR.
     """
     check_counts(num_leaves=num_leaves, num_flat_tokens=num_flat_tokens)
     rng, tree = np.random.default_rng(seed), Growth()
@@ -78,11 +78,10 @@ def _check_overlap(potential_overlap_ratio: float, *, num_leaves: int, depth: in
 
 
 def _regular_tree(num_leaves: int, *, depth: int) -> tuple[list[int], NDArray, NDArray, list[int]]:
-    """A tree with `depth` nodes on every path, of about the same arity everywhere, at least 2.
+    """Make a tree with `depth` nodes on every path, of about the same arity everywhere, at least 2.
 
     Returns:
-        Of the inner nodes, parents before children: parent, leaves below (n,) and level (n,); and the parent of
-        each leaf (S,).
+        Parent, leaves below (n,) and level (n,) of the inner nodes, parents before children; parent of each leaf (S,).
     """
     inner, leaf_parents = [(NO_PARENT, num_leaves, 0)], []
     for node, (_, weight, level) in enumerate(inner):  # grows while it is walked: breadth first
@@ -98,11 +97,11 @@ def _regular_tree(num_leaves: int, *, depth: int) -> tuple[list[int], NDArray, N
 
 
 def _inner_lens(num_saved: int, *, num_flat_tokens: int, weights: NDArray, levels: NDArray) -> NDArray[np.int64]:
-    """Lengths of the inner nodes such that F - T comes to `num_saved`: sum((weights - 1) * lens).
+    """Choose the lengths of the inner nodes such that F - T comes to `num_saved`: sum((weights - 1) * lens).
 
-    A token shared by w leaves saves w - 1 and costs w flat tokens; near the root it costs the least per token
-    saved. So the same length on every level leaves the least to the leaves, all in the root the most, and a
-    mixture of the two anything between.
+    A token shared by w leaves saves w - 1 and costs w flat tokens; near the root it costs the least per token saved. So
+    the same length on every level leaves the least to the leaves, all in the root the most, and a mixture of the two
+    anything between.
     """
     num_leaves, num_levels, saves = int(weights[0]), int(levels[-1]) + 1, weights - 1
     saved_left = num_saved - int(saves.sum())  # every inner node has one token at least

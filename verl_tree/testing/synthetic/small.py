@@ -17,24 +17,24 @@ def random_forest(
     vocab_size: int = 64,
     shuffle: bool = True,
 ) -> Sequences:
-    """A small forest for property tests: random arity and depth, several roots, strict prefixes, duplicates.
+    """Draw a small forest for property tests: random arity and depth, several roots, strict prefixes, duplicates.
 
     Args:
-        seed: number or generator.
-        num_leaves: trajectories S, exactly.
-        mean_len: mean tokens of a node; the lengths are geometric, so nodes of one token are common.
-        max_depth: nodes on the longest path at most; from about 8 leaves on, depths below 3 are rare.
-        root_probability: that a trajectory begins a tree of its own.
-        prefix_probability: that it ends where another one goes on.
-        duplicate_probability: that it repeats an earlier one.
-        vocab_size: token ids are 0..vocab_size - 1; a small one repeats tokens along a path.
-        shuffle: random order.
+        seed: Number or generator.
+        num_leaves: Trajectories S, exactly.
+        mean_len: Mean tokens of a node; the lengths are geometric, so nodes of one token are common.
+        max_depth: Nodes on the longest path at most; from about 8 leaves on, depths below 3 are rare.
+        root_probability: That a trajectory begins a tree of its own.
+        prefix_probability: That it ends where another one goes on.
+        duplicate_probability: That it repeats an earlier one.
+        vocab_size: Token ids are 0..vocab_size - 1; a small one repeats tokens along a path.
+        shuffle: Random order.
 
     Returns:
         S trajectories.
 
     Raises:
-        ValueError: a count or mean_len is below 1, or the probabilities sum to more than 1.
+        ValueError: A count or mean_len is below 1, or the probabilities sum to more than 1.
     """
     check_counts(num_leaves=num_leaves, mean_len=mean_len, max_depth=max_depth)
     probabilities = [root_probability, prefix_probability, duplicate_probability]
