@@ -74,6 +74,15 @@ class Realignment:
         return given + shift
 
 
+class _Found(NamedTuple):
+    """Recorded tokens that replace given ones, and where the given tokens behind these then lead."""
+
+    recorded: np.ndarray
+    num_replaced: int
+    num_followed: int
+    end: Point
+
+
 def heal(
     trie: TokenTrie,
     given: np.ndarray,
@@ -104,13 +113,10 @@ def heal(
         found = _find_splice(trie, point, given[at:], decode=decode, max_tokens=max_tokens, compare=compare)
         if found is None:
             break
-        recorded, num_replaced = found
-        splices.append(Splice(at, at + num_replaced, point.position, point.position + len(recorded)))
-        replacements.append(recorded)
-        point, _ = trie.advance(point, recorded)
-        at += num_replaced
-        point, num_followed = trie.advance(point, given[at:])
-        at += num_followed
+        end = point.position + len(found.recorded)
+        splices.append(Splice(at, at + found.num_replaced, point.position, end))
+        replacements.append(found.recorded)
+        point, at = found.end, at + found.num_replaced + found.num_followed
         if _is_sound(trie, point, splices[num_sound:], is_at_end=at == len(given)):
             num_sound = len(splices)
     if not num_sound:
@@ -133,8 +139,8 @@ def _is_sound(trie: TokenTrie, point: Point, splices: list[Splice], *, is_at_end
 
 def _find_splice(
     trie: TokenTrie, point: Point, given: np.ndarray, *, decode: Decode, max_tokens: int, compare: Compare
-) -> tuple[np.ndarray, int] | None:
-    """Find recorded tokens behind a point that read like the given ones, and how many of these they replace.
+) -> _Found | None:
+    """Find recorded tokens behind a point that read like the first of the given ones.
 
     Of several ways on that read the same, take the one that the given tokens follow farthest, the newest of equals.
     """
@@ -147,16 +153,17 @@ def _find_splice(
         ways = trie.ways_on(point, max_len=max_tokens)
     else:
         ways = ways_that_may_agree(trie, point, window, decode=decode, max_len=max_tokens)
-    best, most_followed = None, -1
+    best = None
     for way in islice(ways, _MAX_WAYS):
         equal = compare(context, way.tobytes(), window.tobytes())
         if equal is None:
             continue
         num_recorded, num_replaced = equal
         recorded = way[:num_recorded].copy()
-        _, num_followed = trie.advance(trie.advance(point, recorded)[0], given[num_replaced:])
-        if num_followed > most_followed:
-            best, most_followed = (recorded, num_replaced), num_followed
+        behind, _ = trie.advance(point, recorded)
+        end, num_followed = trie.advance(behind, given[num_replaced:])
+        if best is None or num_followed > best.num_followed:
+            best = _Found(recorded, num_replaced, num_followed, end)
         if num_recorded <= node.end - position:
             break  # all ways begin with these tokens
     return best

@@ -30,13 +30,13 @@ def decode(token_ids):
 
 
 def says(text):
-    """An answer without an end token."""
+    """Make an answer without an end token."""
     token_ids = encode(text)
     return TokenOutput(token_ids=token_ids, log_probs=[-1.0] * len(token_ids), stop_reason="completed")
 
 
 def session(*answers, response_length=100, delay=None):
-    """A session whose model gives these answers, one a call; the root prompt is Q."""
+    """Make a session whose model gives these answers, one a call; the root prompt is Q."""
     remaining = iter(answers)
     client = ScriptedClient(lambda _: says(next(remaining)), delay)
     recording = RecordingClient(client, tree=SessionTree(decode=decode))
@@ -44,7 +44,7 @@ def session(*answers, response_length=100, delay=None):
 
 
 def written(running, limits=LIMITS):
-    """The rows of a session as verl gets them."""
+    """Return the rows of a session as verl gets them."""
     return [output.as_dict() for output in session_rows(running.client.tree, running.outputs(), limits=limits).outputs]
 
 
@@ -53,7 +53,7 @@ def scores(running):
 
 
 def drawn_rows(of_a=1.0):
-    """The rows of the drawn sessions by key, with another reward for node a."""
+    """Return the rows of the drawn sessions by key, with another reward for node a."""
 
     async def first():
         running = session("aA", "c", "bB")

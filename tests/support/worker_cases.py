@@ -27,7 +27,7 @@ class InProcessWorker(TreeAgentLoopWorkerBase):
 
 
 def run_sessions(worker, *, num_sessions, validate=False, agent_name="single_turn_agent"):
-    """What verl's `_run_prompt` does with the sessions of one prompt; returns their errors."""
+    """Run the sessions of one prompt as verl's `_run_prompt` does, and return their errors."""
     trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
     worker._prompts["u"] = _PromptProgress(num_sessions, [])
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from verl_tree.tree.layout import TreeLayout
 
+SHARED_TOKEN_MODES = ("sum", "mean", "once")
+
 
 def expand(values_T: Tensor, layout: TreeLayout, *, gradient_weight_F: Tensor | None = None) -> Tensor:
     """Gather values of tree tokens to the trajectories of the pack.
@@ -55,7 +57,7 @@ def shared_token_weights(layout: TreeLayout, trained_F: Tensor, mode: str) -> Te
     Args:
         layout: The pack, or the forest of a whole mini-batch.
         trained_F: (F,) bool, the (leaf, token) pairs that the loss trains.
-        mode: One of `verl_tree.config.SHARED_TOKENS`. "sum": every leaf trains it, the flat objective. "mean": the
+        mode: One of `SHARED_TOKEN_MODES`. "sum": every leaf trains it, the flat objective. "mean": the
             leaves that train it are averaged. "once": only the first of them in DFS order trains it.
 
     Returns:
@@ -64,13 +66,13 @@ def shared_token_weights(layout: TreeLayout, trained_F: Tensor, mode: str) -> Te
     Raises:
         ValueError: The mode does not exist.
     """
+    if mode not in SHARED_TOKEN_MODES:
+        raise ValueError(f"tree.shared_tokens is {mode!r}: use one of {', '.join(SHARED_TOKEN_MODES)}")
     if mode == "sum":
         return torch.ones(layout.num_flat_tokens, device=trained_F.device)
     if mode == "mean":
         num_training_T = tree_scale(layout, trained_F)
         return trained_F / num_training_T[layout.tree_index_F].clamp(min=1)
-    if mode != "once":
-        raise ValueError(f"tree.shared_tokens is {mode!r}: use sum, mean or once")
     pair_F = torch.arange(layout.num_flat_tokens, device=trained_F.device)
     never = layout.num_flat_tokens
     first_T = torch.full((layout.num_tokens,), never, device=trained_F.device).scatter_reduce(

@@ -51,12 +51,12 @@ class ScriptedEngine:
                     if end - 2 >= len(token_ids) or (kind is RequestOutputKind.FINAL_ONLY and not is_last):
                         continue
                     start = end - 2 if kind is RequestOutputKind.DELTA else 0
-                    yield self.output(index, start, token_ids[start:end], is_last, prompt)
+                    yield self.output(request_id, index, start, token_ids[start:end], is_last, prompt)
                 num_chunks += 1
         finally:
             self.was_closed = True
 
-    def output(self, index, start, token_ids, is_last, prompt):
+    def output(self, request_id, index, start, token_ids, is_last, prompt):
         values = [{token: Logprob(log_prob(index, start + i))} for i, token in enumerate(token_ids)]
         completion = CompletionOutput(
             index=index,
@@ -66,7 +66,7 @@ class ScriptedEngine:
             logprobs=values,
             finish_reason=self.finish_reason if is_last else None,
         )
-        return RequestOutput("r", None, prompt["prompt_token_ids"], None, [completion], finished=is_last)
+        return RequestOutput(request_id, None, prompt["prompt_token_ids"], None, [completion], finished=is_last)
 
 
 async def collect(llm, prompt, params, **kwargs):
@@ -79,7 +79,8 @@ def test_every_kind_of_output_is_recorded_alike(kind):
     llm = RecordingAsyncLLM(engine)
     outputs = asyncio.run(collect(llm, [1, 2], SamplingParams(output_kind=kind), priority=3))
     assert len(outputs) == (1 if kind is RequestOutputKind.FINAL_ONLY else 2)
-    assert engine.kwargs == [{"priority": 3}] and engine.prompts[0]["prompt_token_ids"] == [1, 2]
+    assert engine.kwargs == [{"priority": 3}]
+    assert engine.prompts[0]["prompt_token_ids"] == [1, 2]
     (leaf,) = llm.tree.leaves()
     assert (leaf.token_ids.tolist(), leaf.source.tolist()) == ([1, 2, 7, 8, 9], [-1, -1, 0, 0, 0])
     assert leaf.log_probs.tolist() == [0.0, 0.0, -1.0, -1.1, -1.2]
@@ -173,7 +174,8 @@ def test_an_engines_abort_is_an_aborted_call():
 def test_sessions_have_trees_of_their_own():
     llm = RecordingAsyncLLM(ScriptedEngine([7]))
     one, other = llm.session("a"), llm.session("b")
-    assert llm.session("a") is one and one.engine is other.engine
+    assert llm.session("a") is one
+    assert one.engine is other.engine
 
     async def both():
         await asyncio.gather(collect(one, [1], SamplingParams()), collect(other, [2], SamplingParams()))

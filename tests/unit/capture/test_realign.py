@@ -13,6 +13,7 @@ import pytest
 from scripted_llm import ScriptedClient
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.workers.rollout.replica import TokenOutput
 
@@ -213,6 +214,7 @@ class LoggedClient(ScriptedClient):
         self.outputs = iter(outputs)
         self.log = []
 
+    @override
     async def generate(self, request_id, *, prompt_ids, sampling_params, **kwargs):
         call = len(self.log)
         token_ids = next(self.outputs)
@@ -320,7 +322,8 @@ def test_an_output_that_ends_within_a_character_heals_only_to_the_same_text():
     real = byte_level_tokenizer()
     prompt, character = encode("<|im_start|>q"), encode("a" + "漢")
     broken = real.convert_tokens_to_ids(list(pre_tokenized("a漢")))[:-1]  # the last byte is missing: a length stop
-    assert real.decode(broken) == "a\ufffd" and len(character) > 0
+    assert real.decode(broken) == "a\ufffd"
+    assert len(character) > 0
     tree = SessionTree(decode=real.decode)
     tree.complete(tree.begin(prompt), broken)
     given = real.decode([*prompt, *broken]) + "<|im_end|> go on"

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import torch
 from scripted_llm import END, ScriptedClient, call_text, config, log_prob, run_loop, tokenizer
+from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
@@ -128,6 +129,7 @@ class LoopBase(AgentLoopBase):
 class BestOfThree(LoopBase):
     """Samples three answers at once and returns the longest."""
 
+    @override
     async def run(self, sampling_params, **row):
         prompt = self.encode("Q")
         answers = await asyncio.gather(*(self.ask(prompt, sampling_params) for _ in range(3)))
@@ -157,6 +159,7 @@ def test_samples_that_a_loop_throws_away_become_leaves_before_its_own_output():
 class Summarising(LoopBase):
     """Rewrites the prompt and carries the first turn along."""
 
+    @override
     async def run(self, sampling_params, **row):
         first = await self.ask(self.encode("Q: question"), sampling_params)
         summary = self.encode("Q: summary " + self.tokenizer.decode(first.token_ids) + "go on:")
@@ -194,6 +197,7 @@ def test_leaves_without_a_trained_token_are_dropped_and_counted():
 class TwoOutputs(LoopBase):
     """A multi-output loop of verl's kind, with a reward of its own for each output."""
 
+    @override
     async def run(self, sampling_params, **row):
         prompt = self.encode("Q")
         first = await self.ask(prompt, sampling_params)

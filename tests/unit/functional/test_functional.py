@@ -7,8 +7,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 from tree_cases import DEEP, flat_scores, gradients, layout_of, random_sequences, relative_error, tiny_model
 
-from verl_tree.config import SHARED_TOKENS
 from verl_tree.functional import expand, scale_gradient, shared_token_weights, tree_log_probs, tree_scale
+from verl_tree.functional.expansion import SHARED_TOKEN_MODES
 from verl_tree.packing import METHODS
 
 # Tree tokens: 5 (leaves 0 1 2), 6 (leaves 0 1), 7 (leaf 0), 8 (leaf 1), 9 (leaf 2); leaves in DFS order 0 1 2.
@@ -58,7 +58,7 @@ def test_an_unknown_mode_is_refused():
         shared_token_weights(layout_of(SMALL), TRAINED, "max")
 
 
-@pytest.mark.parametrize("mode", SHARED_TOKENS)
+@pytest.mark.parametrize("mode", SHARED_TOKEN_MODES)
 def test_weights_of_a_tree_token_add_up(mode):
     """Over the leaves that train it: to their number, to one, to one."""
     for seed in range(10):

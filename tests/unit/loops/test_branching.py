@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from scripted_llm import END, ScriptedClient, log_prob, make_loop, run_loop, tokenizer
 from scripted_llm import row as dataset_row
+from typing_extensions import override
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.replica import TokenOutput
 
@@ -272,7 +273,8 @@ def test_leaf_rewards_survive_verls_copy_of_the_last_reward():
     rows = [output(0.0, {"acc": 0}).as_dict(), output(None).as_dict(), output(2.0).as_dict()]
     assert [row["rm_scores"].tolist() for row in rows] == [[0.0, 0.0], [0.0, 9.0], [0.0, 2.0]]
     assert [row["extra_fields"]["reward_extra_info"]["acc"] for row in rows] == [0, 9, 9]
-    assert "leaf_reward" not in rows[0] and "leaf_reward_extra_info" not in rows[0]
+    assert "leaf_reward" not in rows[0]
+    assert "leaf_reward_extra_info" not in rows[0]
     batch = list_of_dict_to_tensordict(rows)
     assert batch["rm_scores"].sum(dim=1).tolist() == [0.0, 9.0, 2.0]
 
@@ -327,7 +329,8 @@ class Compared(Explore):
     async def reward_leaves(self, leaves, *, row):
         if self.rewards is not None:
             return self.rewards
-        assert row["uid"] == "u" and [leaf.lineage for leaf in leaves] == [(0,), (1,), ()]
+        assert row["uid"] == "u"
+        assert [leaf.lineage for leaf in leaves] == [(0,), (1,), ()]
         assert [leaf.reward for leaf in leaves] == [0.0, 1.0, None]
         ends = [leaf.token_ids[-2] for leaf in leaves]
         return [ends.count(end) / len(ends) for end in ends]
@@ -368,13 +371,16 @@ def test_the_agent_of_the_documentation_runs_as_printed():
     fields = dataset_row(reward_model={"ground_truth": "9"})
     outputs, tree = run_explore(lambda _: next(replies), scope["TwoGuesses"], row=fields)
     (leaf,) = outputs
-    assert leaf.leaf_reward == 1.0 and [value for _, value in leaf.node_rewards] == [0.1, 0.1]
-    assert "Wrong, once more." in decode(leaf.response_ids) and decode(leaf.response_ids).endswith("9" + END)
+    assert leaf.leaf_reward == 1.0
+    assert [value for _, value in leaf.node_rewards] == [0.1, 0.1]
+    assert "Wrong, once more." in decode(leaf.response_ids)
+    assert decode(leaf.response_ids).endswith("9" + END)
     assert [call.status.value for call in tree.calls] == ["completed"] * 3 + ["failed"]
 
 
 def test_a_hook_that_is_not_async_is_named():
     class Plain(Explore):
+        @override
         def reward_leaves(self, leaves, *, row):
             return [1.0] * len(leaves)
 
@@ -383,7 +389,7 @@ def test_a_hook_that_is_not_async_is_named():
 
 
 def test_an_entry_of_the_loops_file_makes_a_loop():
-    """verl hands on the whole entry, its name included."""
+    """The whole entry, its name included, is handed on by verl."""
     make_loop(functools.partial(Explore, name="explore", call_timeout_s=5), ScriptedClient(lambda _: "x"))
 
 
@@ -415,6 +421,7 @@ def test_session_that_fails_carries_its_cause_and_the_rewarded_leaves():
 
 def test_session_without_a_finished_branch_fails():
     class Idle(BranchingAgentLoop):
+        @override
         async def run_branches(self, root, **row):
             await root.generate()
 
@@ -463,8 +470,10 @@ def test_errors_in_a_task_group_are_named_one_by_one():
 
 
 class Program:
-    """A random program of branch operations; expected books are kept beside it: the prompt and, behind it, one
-    (token, trained) pair a token."""
+    """A random program of branch operations, with expected books beside it.
+
+    They are the prompt and, behind it, one (token, trained) pair a token.
+    """
 
     def __init__(self, seed):
         self.rng = random.Random(seed)
@@ -504,7 +513,7 @@ def test_random_programs_keep_exact_books_and_agree_with_what_was_recorded(seed)
     """The model answers with few different letters, as the environment does, so that paths often coincide."""
     rng = random.Random(1000 + seed)
 
-    def reply(prompt):
+    def reply(_):
         return RuntimeError("gone") if rng.random() < 0.1 else rng.choice(["a", "ab", "b", "abab"])
 
     program = Program(seed)
@@ -632,6 +641,7 @@ def test_a_call_that_takes_too_long_fails_its_branch_with_the_limit_named():
 
 def test_fail_ends_a_branch_and_names_the_session_failure_when_no_leaf_is_left():
     class Failing(BranchingAgentLoop):
+        @override
         async def run_branches(self, root, **row):
             for branch, reason in zip(root.fork(2), ("no luck", "no room"), strict=True):
                 branch.fail(reason)
@@ -640,6 +650,7 @@ def test_fail_ends_a_branch_and_names_the_session_failure_when_no_leaf_is_left()
         run_explore(lambda _: "x", Failing)
 
     class Penalised(BranchingAgentLoop):
+        @override
         async def run_branches(self, root, **row):
             await root.generate()
             root.fail("gave up")
