@@ -203,17 +203,9 @@ class NotingLoop(AgentLoopBase):
 
 
 def test_the_worker_gives_loops_no_other_arguments_than_these():
-<<<<<<< HEAD
     """base._GIVEN_BY_VERL: whatever else reaches a loop is an option of `loops.yaml`."""
-    source = inspect.getsource(AgentLoopWorkerTQ._run_agent_loop)
-    call = source[source.index("hydra.utils.instantiate(") : source.index("await agent_loop.run")]
-    given = set(re.findall(r"^\s+(\w+)=", call, re.M)) - {"config"}
-    assert given == set(parameters(AgentLoopBase.__init__)[1:8]) | {"tools"}
-=======
-    """loop_options._OF_VERL: whatever else reaches a loop is an option of `loops.yaml`."""
     run_sessions(InProcessWorker(lambda _: "a"), num_sessions=1, agent_name="contract_arguments")
     assert NotingLoop.given == set(parameters(AgentLoopBase.__init__)[1:8]) | {"tools"}
->>>>>>> capture
 
 
 def test_agent_loop_base():
