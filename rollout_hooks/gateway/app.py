@@ -139,7 +139,7 @@ class Gateway:
         session, body = await self._admit(request, ChatBody)
         wanted = body.turn_request()
         self._check_room(wanted.num_choices)
-        return await _respond(ChatAnswer(session, body, wanted, session.start(wanted)), stream=body.stream)
+        return await _respond(ChatAnswer(session, body, session.start(wanted)), stream=body.stream)
 
     async def _responses(self, request: Request) -> Response:
         session, body = await self._admit(request, ResponsesBody)
@@ -147,7 +147,7 @@ class Gateway:
         wanted = body.turn_request(() if previous is None else session.messages_until(previous))
         self._check_room(wanted.num_choices)
         (call,) = session.start(wanted)
-        return await _respond(ResponsesAnswer(session, body, wanted, call), stream=body.stream)
+        return await _respond(ResponsesAnswer(session, body, call), stream=body.stream)
 
     async def _admit(self, request: Request, body_class: type[Body]) -> tuple[GatewaySession, Body]:
         """Return the session and the body of a request that may make calls.

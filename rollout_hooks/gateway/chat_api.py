@@ -10,7 +10,7 @@ from uuid import uuid4
 from rollout_hooks.gateway.errors import ApiError
 from rollout_hooks.gateway.requests import ChatBody
 from rollout_hooks.gateway.session import GatewaySession, RunningCall
-from rollout_hooks.gateway.turn import ModelTurn, TurnRequest
+from rollout_hooks.gateway.turn import ModelTurn
 
 Event = dict[str, Any]
 
@@ -21,7 +21,6 @@ class ChatAnswer:
 
     session: GatewaySession
     body: ChatBody
-    request: TurnRequest
     calls: Sequence[RunningCall]
     end: str = "data: [DONE]\n\n"
     _id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
@@ -29,7 +28,7 @@ class ChatAnswer:
 
     async def whole(self) -> dict[str, Any]:
         """Return the completion when all its choices are there."""
-        turns = [await self.session.whole_turn(call, self.request) for call in self.calls]
+        turns = [await self.session.whole_turn(call) for call in self.calls]
         self.session.calls_of_response[self._id] = tuple(turn.call for turn in turns)
         choices = [
             {
@@ -46,14 +45,14 @@ class ChatAnswer:
         """Yield the chunks of the one choice, the first one when the engine has given something."""
         (call,) = self.calls
         has_begun = False
-        async for part in self.session.follow(call, self.request):
+        async for part in self.session.follow(call):
             if not has_begun:
                 yield self._chunk({"role": "assistant", "content": ""})
                 has_begun = True
             if isinstance(part, ModelTurn):
                 for chunk in self._last_chunks(part):
                     yield chunk
-            elif part.text or (self.request.wants_log_probs and part.token_ids):
+            elif part.text or (self.body.logprobs and part.token_ids):
                 yield self._chunk({"content": part.text}, log_probs=self._log_probs(part.token_ids, part.log_probs))
 
     @staticmethod
@@ -85,7 +84,7 @@ class ChatAnswer:
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
     def _log_probs(self, token_ids: Sequence[int], log_probs: Sequence[float] | None) -> dict[str, Any] | None:
-        if not self.request.wants_log_probs or log_probs is None:
+        if not self.body.logprobs or log_probs is None:
             return None
         texts = [self.session.chat_format.decode([token]) for token in token_ids]
         content = [

@@ -1,8 +1,8 @@
 """Turns of a prescribed form: forced tool calls, one call at most, text that follows a JSON schema.
 
-The engine keeps to a form by masking, at each step, the tokens that would leave it (vLLM's structured outputs). What
-is built here are the fields of vLLM's `StructuredOutputsParams`; a form with tool calls is a structural tag of
-XGrammar (0.2), which describes the calls as the model's tool parser reads them back.
+The engine keeps to a form by masking, at each step, the tokens that would leave it (vLLM's structured outputs). This
+module builds the fields of vLLM's `StructuredOutputsParams`. A form with tool calls is a structural tag of XGrammar
+(0.2), which describes the calls as the model's tool parser reads them back.
 
 The tokens are sampled, and their log-probs given, under the mask: another distribution than the policy alone.
 """
@@ -19,8 +19,8 @@ from rollout_hooks.gateway.errors import refused
 from rollout_hooks.gateway.turn import TurnRequest
 
 _TRIGGER = "<tool_call>"
+# XGrammar's messages begin with the time and a line of its C++ source.
 _PLACE_IN_XGRAMMAR = re.compile(r"^\[[^]]*\] \S+:\d+:\s*")
-"""Time and line of the C++ source, which its messages begin with."""
 
 Tags = list[dict[str, Any]]
 
@@ -126,7 +126,7 @@ def _check(grammar_of: str, text: str, *, param: str, owner: str) -> None:
 @lru_cache(maxsize=1024)  # agents send the same tools with every turn, and reading them takes milliseconds
 def _refusal(grammar_of: str, text: str) -> str | None:
     """Return why XGrammar refuses a form, if it does."""
-    # XGrammar comes with vLLM, and is of no use to sessions that prescribe nothing.
+    # XGrammar comes with vLLM; sessions that prescribe nothing do without it.
     from xgrammar import Grammar
 
     try:

@@ -11,7 +11,7 @@ from uuid import uuid4
 from rollout_hooks.gateway.errors import ApiError
 from rollout_hooks.gateway.requests import ResponsesBody
 from rollout_hooks.gateway.session import GatewaySession, RunningCall
-from rollout_hooks.gateway.turn import ModelTurn, ToolCall, TurnRequest
+from rollout_hooks.gateway.turn import ModelTurn, ToolCall
 
 Event = dict[str, Any]
 
@@ -22,7 +22,6 @@ class ResponsesAnswer:
 
     session: GatewaySession
     body: ResponsesBody
-    request: TurnRequest
     call: RunningCall
     end: str = ""
     _id: str = field(default_factory=lambda: f"resp_{uuid4().hex}")
@@ -32,12 +31,12 @@ class ResponsesAnswer:
 
     async def whole(self) -> dict[str, Any]:
         """Return the response when it is complete."""
-        return self._finished(await self.session.whole_turn(self.call, self.request))
+        return self._finished(await self.session.whole_turn(self.call))
 
     async def events(self) -> AsyncIterator[Event]:
         """Yield the events of the response, the first one when the engine has given something."""
         has_begun = is_open = False
-        async for part in self.session.follow(self.call, self.request):
+        async for part in self.session.follow(self.call):
             if not has_begun:
                 for kind in ("response.created", "response.in_progress"):
                     yield self._event(kind, response=self._response("in_progress"))
@@ -76,7 +75,7 @@ class ResponsesAnswer:
         self.session.calls_of_response[self._id] = (turn.call,)
         if self.body.store:
             has_instructions = self.body.instructions is not None
-            self.session.keep(self._id, self.request, turn, has_instructions=has_instructions)
+            self.session.keep(self._id, self.call.request, turn, has_instructions=has_instructions)
         is_cut = turn.finish_reason == "length"
         num_output = len(turn.token_ids)
         return {
@@ -112,7 +111,7 @@ class ResponsesAnswer:
             "top_p": body.top_p,
             "max_output_tokens": body.max_output_tokens,
             "tool_choice": body.tool_choice,
-            "tools": [{"type": "function", **tool["function"], "strict": False} for tool in self.request.tools],
+            "tools": [{"type": "function", **tool["function"], "strict": False} for tool in self.call.request.tools],
             "truncation": "disabled",
             "text": body.text.model_dump(by_alias=True) if body.text else {"format": {"type": "text"}},
             "store": body.store,

@@ -86,7 +86,10 @@ class RunningCall:
     `max_tokens` is the limit of the call, None if the engine decides; `num_prompt` counts the tokens of its prompt.
     """
 
-    def __init__(self, chunks: AsyncIterator[TokenChunk], *, max_tokens: int | None, num_prompt: int) -> None:
+    def __init__(
+        self, chunks: AsyncIterator[TokenChunk], request: TurnRequest, *, max_tokens: int | None, num_prompt: int
+    ) -> None:
+        self.request = request
         self.max_tokens = max_tokens
         self.num_prompt = num_prompt
         self._chunks = chunks
@@ -156,6 +159,7 @@ class GatewaySession:
         calls = [
             RunningCall(
                 self.engine.stream(prompt_ids, sampling_params=each),
+                request,
                 max_tokens=each.get("max_tokens"),
                 num_prompt=num_prompt,
             )
@@ -166,7 +170,7 @@ class GatewaySession:
             call.task.add_done_callback(lambda _, call=call: self.running.discard(call))
         return calls
 
-    async def follow(self, call: RunningCall, request: TurnRequest) -> AsyncIterator[TextDelta | ModelTurn]:
+    async def follow(self, call: RunningCall) -> AsyncIterator[TextDelta | ModelTurn]:
         """Yield what a call gives, as it comes: texts, and the whole turn at the end.
 
         With tools the text comes at once, since what is text and what is a call is known when both are whole.
@@ -174,6 +178,7 @@ class GatewaySession:
         Raises:
             EngineFailure: If the engine failed or gave the call up, or the session was closed.
         """
+        request = call.request
         stream = TextStream(self.chat_format, stop=request.stop)
         token_ids: list[int] = []
         log_probs: list[float] | None = []
@@ -207,9 +212,9 @@ class GatewaySession:
             num_prompt=call.num_prompt,
         )
 
-    async def whole_turn(self, call: RunningCall, request: TurnRequest) -> ModelTurn:
+    async def whole_turn(self, call: RunningCall) -> ModelTurn:
         """Return what a call gives when it is whole; see `follow`."""
-        *_, turn = [part async for part in self.follow(call, request)]
+        *_, turn = [part async for part in self.follow(call)]
         assert isinstance(turn, ModelTurn)
         return turn
 

@@ -38,7 +38,7 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
     To give rewards, subclass a loop, register the subclass under a name of its own (verl's `register`) and override
     its reward hooks. Each gets the dataset row (`raw_prompt`, `extra_info`, `reward_model`, ...) with `uid` and
     `session_id`, and texts without special tokens. It returns a finite reward or None: verl's reward function then
-    scores the final leaf, and any other leaf gets a copy of that score.
+    scores the final leaf, and another leaf gets a copy of the final leaf's reward.
 
     Args:
         tool_errors: "tell": the model reads what went wrong, as in verl, and may do better. "end": an error raised by a

@@ -129,7 +129,7 @@ def test_a_failed_summary_or_slow_tool_fails_the_branch_and_rewarded_leaves_stay
     def slow(text):
         return call("slow", x=1) if "So far" in text else reply(text)
 
-    options = {**OPTIONS, "max_context_len": BUDGET, "call_timeout_s": 0.05}
+    options = {**OPTIONS, "max_context_len": BUDGET, "call_timeout_s": 0.5}
     with pytest.raises(SessionFailed, match="tool 'slow' took longer") as raised:
         run(Rewarded, slow, options=options, more_tools=[slow_tool()])
     assert rewards(raised.value.outputs) == [0.5]

@@ -159,8 +159,8 @@ def test_a_slow_tool_ends_the_branch_with_the_reason_and_rewarded_turns_stay():
     def slow(text):
         return call("slow", x=1) if "[Kept" in text else FIRST
 
-    with pytest.raises(SessionFailed, match=r"tool 'slow' took longer than call_timeout_s=0\.05") as raised:
-        run(Rewarded, slow, row=ROW, options={"call_timeout_s": 0.05}, more_tools=[slow_tool()])
+    with pytest.raises(SessionFailed, match=r"tool 'slow' took longer than call_timeout_s=0\.5") as raised:
+        run(Rewarded, slow, row=ROW, options={"call_timeout_s": 0.5}, more_tools=[slow_tool()])
     assert rewards(raised.value.outputs) == [0.25]
 
 

@@ -207,9 +207,9 @@ def test_a_slow_call_ends_its_conclusion_and_the_main_branch_is_told():
             return "one is late"
         return "it is 6" if "[6]" in prompt else call_text(3) + call_text(1, "slow")
 
-    outputs, client = run_with(Rewarded, slow, options={"call_timeout_s": 0.05}, more_tools=[slow_tool()])
+    outputs, client = run_with(Rewarded, slow, options={"call_timeout_s": 0.5}, more_tools=[slow_tool()])
     assert [output.leaf_reward for output in outputs] == [1.0, 11.0]
-    assert "[Error: tool 'slow' took longer than call_timeout_s=0.05]" in decode(outputs[-1].response_ids)
+    assert "[Error: tool 'slow' took longer than call_timeout_s=0.5]" in decode(outputs[-1].response_ids)
     assert len(client.tree.calls) == 3
 
 

@@ -139,9 +139,9 @@ def test_a_slow_tool_ends_the_child_and_not_the_session():
             return call("slow", x=1)
         return "told" if "failed" in text else call("spawn", task="four")
 
-    outputs, _ = run(SubagentsAgentLoop, slow, options={**OPTIONS, "call_timeout_s": 0.05}, more_tools=[slow_tool()])
+    outputs, _ = run(SubagentsAgentLoop, slow, options={**OPTIONS, "call_timeout_s": 0.5}, more_tools=[slow_tool()])
     (output,) = outputs
-    reason = re.escape("[The subagent failed: tool 'slow' took longer than call_timeout_s=0.05]")
+    reason = re.escape("[The subagent failed: tool 'slow' took longer than call_timeout_s=0.5]")
     assert re.search(reason, response(output))
     assert trained(output)[-1] == "told" + END
 

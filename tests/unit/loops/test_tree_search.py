@@ -212,7 +212,7 @@ def test_failing_and_slow_chains_are_no_leaves_and_fail_nothing_else():
     assert rewards(outputs) == [0.0, 2.0]
 
     calls = iter(["1", call("slow", x=1), "3"])
-    options = {"call_timeout_s": 0.05}
+    options = {"call_timeout_s": 0.5}
     outputs, _ = run(Rewarded, lambda _: next(calls), options=options, more_tools=[slow_tool()])
     assert rewards(outputs) == [1.0, 3.0]
 
@@ -220,7 +220,7 @@ def test_failing_and_slow_chains_are_no_leaves_and_fail_nothing_else():
 def test_a_session_without_a_leaf_fails_with_the_reasons():
     with pytest.raises(SessionFailed, match="finished no branch; RuntimeError: gone"):
         run(Rewarded, lambda _: RuntimeError("gone"))
-    options = {"call_timeout_s": 0.05}
+    options = {"call_timeout_s": 0.5}
     with pytest.raises(SessionFailed, match="finished no branch; tool 'slow' took longer"):
         run(Rewarded, lambda _: call("slow", x=1), options=options, more_tools=[slow_tool()])
 
