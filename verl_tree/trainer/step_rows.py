@@ -68,6 +68,7 @@ class StepRows:
     @classmethod
     def fetch(cls, batch: KVBatchMeta) -> Self:
         """Read what is known of rows once they are sampled and scored."""
+        assert batch.partition_id is not None
         if not batch.keys:
             return cls(partition_id=batch.partition_id)
         columns = _fetch(batch.keys, partition_id=batch.partition_id, names=_SAMPLED)
@@ -106,7 +107,9 @@ class StepRows:
     @property
     def rewards(self) -> np.ndarray:
         """(R,) float64 reward of each row: the sum of its token rewards."""
-        return np.array([np.sum(row.token_rewards, dtype=np.float64) for row in self.rows.values()])
+        scores = [row.token_rewards for row in self.rows.values() if row.token_rewards is not None]
+        assert len(scores) == len(self.rows), "verl scores rows before it balances them"
+        return np.array([each.sum(dtype=np.float64) for each in scores])
 
     def announcement(self) -> Rows:
         """Return what estimators are told."""
@@ -194,7 +197,7 @@ def _fetch(keys: Sequence[str], *, partition_id: str, names: Sequence[str]) -> T
 
 
 def _arrays(columns: TensorDict, name: str) -> list[np.ndarray]:
-    return [row.numpy() for row in columns[name].unbind()]
+    return [row.numpy() for row in columns[name].unbind(dim=0)]
 
 
 def _leaf(row: StepRow, *, results: Mapping[str, np.ndarray], extra: Mapping[str, Any]) -> StoredLeaf:

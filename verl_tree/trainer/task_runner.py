@@ -10,7 +10,7 @@ from verl.trainer.main_ppo import TaskRunnerV1
 
 
 @ray.remote
-class TreeTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):
+class TreeTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # type: ignore[attr-defined]
     """verl's `TaskRunnerV1` with `TreePPOTrainerSync` as the trainer "sync"."""
 
     def run(self, config: DictConfig) -> None:

@@ -130,7 +130,7 @@ class TreePPOTrainerSync(PPOTrainerSync):
         batch = append_padding_rows(batch, num_rows=assignment.num_padding, eos_token_id=self.tokenizer.eos_token_id)
         batch.reorder(list(assignment.row_order))
         num_rank_rows = len(batch) // len(assignment.plan.rows)
-        ranks = [range(start, start + num_rank_rows) for start in range(0, len(batch), num_rank_rows)]
+        ranks = [list(range(start, start + num_rank_rows)) for start in range(0, len(batch), num_rank_rows)]
         metrics.update(log_seqlen_unbalance([tag["seq_len"] for tag in batch.tags], ranks, prefix=logging_prefix))
         return batch
 
@@ -186,6 +186,7 @@ class TreePPOTrainerSync(PPOTrainerSync):
 
     def _send_plan(self, batch: KVBatchMeta) -> None:
         assert self._mini_batch_plan is not None, "_balance_batch comes first"
+        assert batch.extra_info is not None
         batch.extra_info.update(self._mini_batch_plan.to_extra_info())
 
     @override

@@ -19,7 +19,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.metric import Metric
 from verl.utils.py_functional import append_to_dict
-from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker, TrainingWorkerConfig
+from verl.workers.config import TrainingWorkerConfig
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_tree.cpu.platform import ensure_cpu_process_group
 from verl_tree.engine import FSDPTreeEngineWithLMHead
