@@ -78,7 +78,8 @@ def test_nothing_counted():
     metrics = ForestCounts().metrics(prefix="rollout")
     assert metrics["rollout/por"] == metrics["rollout/err"] == 0.0
     assert metrics["rollout/compression"] == 1.0
-    assert "rollout/gap" not in metrics and "rollout/fill" not in metrics
+    assert "rollout/gap" not in metrics
+    assert "rollout/fill" not in metrics
 
 
 def test_a_packing_of_another_forest_is_a_bug():
