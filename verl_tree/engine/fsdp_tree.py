@@ -177,7 +177,7 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
             loss, metrics = loss_function(model_output=model_output, data=rows, dp_group=self.get_data_parallel_group())
         if not forward_only:
             # Without a loss the backward runs on zeros, because the other ranks wait in its collectives.
-            total = sum(jagged(value)[0].sum() for value in model_output.values()) * 0.0 if loss is None else loss
+            total = torch.cat([jagged(each)[0] for each in model_output.values()]).sum() * 0.0 if loss is None else loss
             (total if self.scaler is None else self.scaler.scale(total)).backward()
         return StepResult(
             model_output=model_output if forward_only else {},
