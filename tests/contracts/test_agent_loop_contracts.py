@@ -48,7 +48,7 @@ class LocalServerClient(FullyAsyncLLMServerClient):
     """verl's client in front of a server in this process, which answers with the given outputs."""
 
     def __init__(self, *outputs, **rollout):
-        super().__init__(config=config(**rollout))
+        super().__init__(config=config(name="vllm", **rollout))
         self.outputs, self.request_ids = iter(outputs), []
 
     @override
@@ -115,7 +115,6 @@ def test_both_words_for_aborted_are_stop_reasons():
     """recording.ABORTED: a call that goes on after an abort does so for these."""
     aborted = [output_of(token, stop_reason=word) for token, word in enumerate(ABORTED)]
     client = LocalServerClient(*aborted, output_of(7))
-    client.config.async_training = {"partial_rollout": True}
     output = asyncio.run(client.generate("r", prompt_ids=[1], sampling_params={"max_tokens": 9}))
     assert (output.token_ids, output.stop_reason) == ([0, 1, 7], "completed")
 
