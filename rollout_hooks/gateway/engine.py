@@ -109,8 +109,9 @@ class AsyncLLMEngine(SessionEngine):
         async with aclosing(self._llm.generate(list(prompt_ids), settings, uuid4().hex)) as outputs:
             async for output in outputs:
                 (completion,) = output.outputs
-                token_ids = list(completion.token_ids)
-                log_probs = [completion.logprobs[i][token].logprob for i, token in enumerate(token_ids)]
+                token_ids, candidates = list(completion.token_ids), completion.logprobs
+                assert candidates is not None, "the settings above ask for log-probs"
+                log_probs = [candidates[i][token].logprob for i, token in enumerate(token_ids)]
                 yield TokenChunk(call, token_ids, log_probs, completion.finish_reason == "abort")
 
 

@@ -15,13 +15,14 @@ Three things differ from the flat engine on purpose:
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, cast, ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
+from transformers import PreTrainedModel
 from typing_extensions import override
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
@@ -253,7 +254,7 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
         """Compute per-token outputs (T,) of the model on a pack."""
         with self._autocast():
             scores = tree_forward_log_probs(
-                self.module,
+                cast("PreTrainedModel", self.module),  # FSDP2 keeps the model's own class
                 layout,
                 plan=plan,
                 wanted_T=wanted_T,

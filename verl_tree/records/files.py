@@ -211,7 +211,7 @@ def _overrides(
         if is_same and np.array_equal(log_probs, owner.log_probs[span], equal_nan=True):
             continue
         # None becomes null, as in the nodes.
-        values = np.where(np.isnan(log_probs), None, log_probs).tolist()
+        values = np.where(np.isnan(log_probs), np.array(None), log_probs).tolist()
         overrides.append({"node": node, "is_trained": is_trained, "log_probs": values})
     return overrides
 

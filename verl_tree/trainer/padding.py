@@ -36,6 +36,7 @@ def append_padding_rows(batch: KVBatchMeta, *, num_rows: int, eos_token_id: int)
     """
     if num_rows == 0:
         return batch
+    assert batch.partition_id is not None
     source = tq.kv_batch_get(keys=batch.keys[:1], partition_id=batch.partition_id)[0]
     row, tag = shorten(*construct_minimal_padding_template(source, batch.tags[0], eos_token_id))
     uid = f"pad{uuid.uuid4().hex}"
@@ -56,7 +57,7 @@ def append_padding_rows(batch: KVBatchMeta, *, num_rows: int, eos_token_id: int)
 
 
 def shorten(row: dict[str, Any], tag: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Cuts verl's padding row to `PADDING_LEN` tokens; its response has one token already."""
+    """Cut verl's padding row to `PADDING_LEN` tokens; its response has one token already."""
     short = dict(row)
     short["prompts"] = row["prompts"][:PADDING_PROMPT_LEN]
     short["position_ids"] = row["position_ids"][..., :PADDING_LEN]
@@ -83,8 +84,9 @@ def fill_padding_rows(batch: KVBatchMeta, *, written: KVBatchMeta) -> KVBatchMet
         All rows, with the fields of `written`.
     """
     padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if _is_padding(tag)]
-    names = [name for name in _FIELDS_OF_ADVANTAGES if name in written.fields]
+    names = [name for name in _FIELDS_OF_ADVANTAGES if name in (written.fields or ())]
     if padding:
+        assert batch.partition_id is not None
         rows = [{name: torch.zeros(PADDING_RESPONSE_LEN) for name in names} for _ in padding]
         tq.kv_batch_put(keys=padding, partition_id=batch.partition_id, fields=list_of_dict_to_tensordict(rows))
     return KVBatchMeta(keys=batch.keys, tags=batch.tags, partition_id=batch.partition_id, fields=written.fields)

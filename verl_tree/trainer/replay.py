@@ -12,11 +12,12 @@ same groups, sessions and leaves in the same order. Storing is verl's own; use i
 """
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import transfer_queue as tq
-from typing_extensions import override
 from verl.utils.skip.base_skip import register_skip
 from verl.utils.skip.rollout_skip import RolloutTqSkip
 from verl.utils.tensordict_utils import index_select_tensor_dict
@@ -29,12 +30,18 @@ logger = logging.getLogger(__name__)
 class TreeRolloutSkip(RolloutTqSkip):
     """verl's store of rollouts with a loader that keeps sessions and leaves."""
 
-    @override
+    # verl's decorator hides its class from type checkers. This is what the loader uses of it.
+    parameter_sync_step: int
+    tq_batch_name: str
+    _resolve_load_step_v1: Callable[[int], int]
+    _get_project_dump_dir: Callable[[], Path]
+    _get_v1_inner_dir: Callable[[int, int], Path]
+
     def load_dump_data(
         self,
         step: int,
         new_prompt_uids: list[str],
-        n: int,
+        n: int,  # noqa: ARG002 - verl's signature
         global_steps: int,
         partition_id: str = "train",
     ) -> None:

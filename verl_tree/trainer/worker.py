@@ -24,7 +24,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_tree.cpu.platform import ensure_cpu_process_group
 from verl_tree.engine import FSDPTreeEngineWithLMHead
-from verl_tree.engine.rows import gather
+from verl_tree.engine.rows import gather, jagged
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.trainer.batching import MiniBatchPlan
 
@@ -99,8 +99,8 @@ class TreeTrainingWorker(TrainingWorker):
 
     def _row_lens(self, mini_batch: TensorDict) -> list[int]:
         """Return the lengths in tokens of the trained rows of all ranks, which verl's MFU counts."""
-        lens = mini_batch["input_ids"].offsets().diff()
-        is_trained = torch.stack([mask.any() for mask in mini_batch["response_mask"].unbind()])
+        lens = jagged(mini_batch["input_ids"])[1].diff()
+        is_trained = torch.stack([mask.any() for mask in mini_batch["response_mask"].unbind(dim=0)])
         group = self.engine.get_data_parallel_group()
         return list(chain.from_iterable(gather(lens[is_trained].tolist(), group=group)))
 

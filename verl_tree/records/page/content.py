@@ -25,6 +25,7 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids."""
+        ...
 
 
 def page_content(tree: StoredTree, *, tokenizer: Tokenizer | None) -> dict[str, Any]:
