@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every check of the project on a CPU: style, import contracts, unit and contract tests, kernels in
+# Runs every check of the project on a CPU: style, types and import contracts, unit and contract tests, kernels in
 # interpreted mode, and the end-to-end tests with real Ray and vLLM.
 #
 #   scripts/test.sh             scripts/test.sh --fast    (without the end-to-end tests)
@@ -15,7 +15,7 @@ esac
 
 scripts/setup.sh
 source scripts/steps.sh
-NUM_STEPS=$((7 - $([[ $FAST == true ]] && echo 1 || echo 0)))
+NUM_STEPS=$((5 - $([[ $FAST == true ]] && echo 1 || echo 0)))
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 WANDB_MODE=offline
 PATH=$PWD/.venv/bin:$PATH
 
@@ -36,9 +36,7 @@ browser() {
 }
 
 show "browser" browser
-show "ruff check" ruff check .
-show "ruff format" ruff format --check .
-show "import contracts" lint-imports
+show "style, types and import contracts" pre-commit run --all-files --show-diff-on-failure
 # Triton's interpreter must be chosen before triton is imported, so its tests have a process of their own; it is slow and
 # runs beside the unit tests.
 INTERP_LOG=$(mktemp)

@@ -15,7 +15,7 @@ Three things differ from the flat engine on purpose:
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
