@@ -311,7 +311,7 @@ def test_worker_runs_a_session_with_its_llm_client():
         "trace",
         "kwargs",
     ]
-    assert "_run_agent_loop" not in vars(WORKER)
+    assert inspect.unwrap(WORKER._run_agent_loop) is inspect.unwrap(AgentLoopWorker._run_agent_loop)
     assert parameters(WORKER._agent_loop_postprocess) == ["self", "output", "validate", "kwargs"]
 
 

@@ -18,7 +18,7 @@ class InProcessWorker(TreeAgentLoopWorkerBase):
         self.llm_client = ScriptedClient(reply)
         self.reward_loop_worker_handles = None if reward_handles is None else list(reward_handles)
         self.tokenizer, self.processor, self.hf_model_type = tokenizer(), None, "qwen3"
-        self.dataset_cls, self.tools = RLHFDataset, []
+        self.dataset_cls, self.tools, self.mm_processor_kwargs = RLHFDataset, [], {}
         self.distillation_enabled = False
         self._reports = {"train": CaptureReport(), "val": CaptureReport()}
         self._prompts = {}
