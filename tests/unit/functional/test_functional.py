@@ -54,7 +54,7 @@ def test_shared_token_weights_by_hand(mode, want):
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match=r"tree.shared_tokens is 'max': use sum, mean or once"):
+    with pytest.raises(ValueError, match=r"tree.shared_tokens is 'max': use one of sum, mean, once"):
         shared_token_weights(layout_of(SMALL), TRAINED, "max")
 
 
