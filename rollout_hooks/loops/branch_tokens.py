@@ -85,7 +85,7 @@ class BranchTokens:
         self.versions = [(start, version) for start, version in self.versions if start < to]
         for rewards in (self.rewards, self.tool_rewards):
             stay = [(position, value) for position, value in rewards if keep_rewards or position < to]
-            # A kept reward may end up on a token that was read; the row moves it to the sampled token before it.
+            # A kept reward may end up on a token that was read. Then it counts for the sampled token before that one.
             rewards[:] = [(min(position, to - 1), value) for position, value in stay]
         if to < self.prompt_len:
             self.prompt_len = to

@@ -31,9 +31,8 @@ class _AgentData(AgentData):
 class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[reportIncompatibleMethodOverride]  # `run`
     """Base class of the agent loops that call tools. docs/agent_loops.md explains its options.
 
-    Configuration is verl's: `rollout.multi_turn.{tool_config_path, function_tool_path, format, max_parallel_calls,
-    max_assistant_turns, max_user_turns, max_tool_response_length, tool_response_truncate_side}`. Note that
-    `max_parallel_calls` is 1 by default: set it to the number of calls that a turn may make.
+    Tools and limits of turns are configured by verl's `rollout.multi_turn`. Its `max_parallel_calls` is 1 by default:
+    set it to the number of calls that a turn may make.
 
     To give rewards, subclass a loop, override its reward hooks and name the subclass in `loops.yaml`. Each hook gets
     the dataset row with `uid` and `session_id`, and texts without special tokens. It returns a finite reward or None:
@@ -102,7 +101,7 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
         return number == self.max_assistant_turns or number > (self.max_user_turns or number)
 
     async def take_turn(self, branch: Branch, *, tools: Mapping[str, Any], start: int | None = None) -> ToolTurn | None:
-        """Let the model take its turn, or the rest of one that begins on the branch already, at `start`.
+        """Let the model take its turn, or the rest of a turn that begins at `start` on the branch.
 
         Return None if the branch failed. A context that leaves no room to generate fails it too.
         """
@@ -137,13 +136,13 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
     ) -> ToolResult:
         """Run one tool call through verl, which turns an error of the tool into a text for the model.
 
-        `history` ends with the turn that calls, and the metrics of `branch` count the time. Afterwards, give the reward
-        to every branch that reads the result, by `reward_calls`.
+        `history` ends with the turn that calls, and the metrics of `branch` count the time. The reward is not given
+        here: call `reward_calls` for every branch that reads the result.
 
         Raises:
             ValueError: If the tool returned an image or a video.
         """
-        # The loop's own tools have no time limit: their time is spent in LLM calls, which have one themselves.
+        # The loop's own tools have no time limit: their time is spent in LLM calls, which have their own limit.
         is_own = call.name in {schema.function.name for schema in self.own_schemas}
         data = self._agent_data(history, row, tools=tools)
         with simple_timer("tool_calls", branch.metrics):
@@ -155,13 +154,13 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
                 return ToolResult(ToolResponse(text=f"Error: {reason}"), failure=reason)
         if response.image or response.video:
             raise ValueError(f"tool {call.name!r} returned an image or video: branching agent loops take text only")
-        # verl catches what a tool raises. Only this beginning of the text tells that it did.
+        # verl catches what a tool raises. Only these first words of the text show it.
         has_raised = (response.text or "").startswith(f"Error executing tool '{call.name}': ")
         failure = response.text if has_raised and self.tool_errors == "end" else None
         return ToolResult(response, failure=failure, reward=reward)
 
     def reward_calls(self, branch: Branch, calls: Iterable[tuple[FunctionCall, ToolResult]]) -> None:
-        """Give a branch the rewards of the calls whose results it will read. Its cursor is right behind the turn.
+        """Give a branch the rewards of the calls whose results it will read. Its cursor must be right behind the turn.
 
         `run_calls` does this itself; after `run_call` the caller must.
 

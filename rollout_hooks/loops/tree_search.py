@@ -5,13 +5,14 @@
              └── turn ── result ──┬── tu│rn ── answer             first chain of tree 2
                                   └── tu│other rest ── answer     expansion at a token
 
-M trees begin with one chain each: turns and tool results until an answer. In each of L rounds, N places of every tree
-are expanded by T new chains, which become part of the tree. That gives M (1 + L N T) leaves.
+M trees (`num_trees`) begin with one chain each: turns and tool results until an answer. In each of L rounds
+(`num_rounds`), N places (`num_expansions`) of every tree are expanded by T new chains (`num_samples`), which become
+part of the tree. That gives M (1 + L N T) leaves.
 
-`select="random"`: places are random turns behind at least one tool result (in a tree without one: its first turn). With
-T = 1 this is the search of Tree-GRPO (arXiv 2509.21240, M, N and L as there).
-`select="entropy"`: places are the generated tokens that the model was least certain of. The token is sampled again,
-with what follows it. This is the search of TreeRL (arXiv 2506.11902, M, N, L and T as there).
+- `select="random"`: places are random turns behind at least one tool result (in a tree without one: its first turn).
+  With T = 1 this is the search of Tree-GRPO (arXiv 2509.21240, M, N and L as there).
+- `select="entropy"`: places are the generated tokens that the model was least certain of. The token is sampled again,
+  with what follows it. This is the search of TreeRL (arXiv 2506.11902, M, N, L and T as there).
 
 All chains of a session use its request id, so they go to one server and find their prefix in its cache.
 """
