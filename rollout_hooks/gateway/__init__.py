@@ -1,22 +1,8 @@
-"""An OpenAI-compatible HTTP gateway in front of token engines: agents that know nothing of verl, captured.
+"""An OpenAI-compatible HTTP gateway that captures agents which know nothing of verl; docs/gateway.md shows its use.
 
-    gateway = Gateway(model="policy")
-    gateway.open_session("task-7", ClientEngine(recording_client), chat_format=..., settings=...)
-    async with serve(gateway) as address:
-        client = openai.AsyncOpenAI(base_url=address.session_url("task-7"), api_key=address.api_key)
-
-`turn`            one turn of the model, asked for and given
-`requests`        the bodies of the two APIs
-`request_parts`   what both bodies have
-`constraints`     turns of a prescribed form
-`chat_format`     between messages and tokens
-`engine`          what an engine is to the gateway: verl's client, vLLM's AsyncLLM
-`session`         the calls of one session
-`chat_api`        Chat Completions
-`responses_api`   Responses
-`app`             routes, token, limits, errors
-`server`          uvicorn in the running event loop
-`errors`          statuses and OpenAI's error JSON
+A request passes `app` (routes, token, limits), `requests` (what the body asks for), `session` (its calls),
+`chat_format` (messages to tokens and back) and `engine` (verl's client or vLLM's AsyncLLM). `chat_api` and
+`responses_api` write the answer.
 """
 
 from rollout_hooks.gateway.app import Gateway, GatewayLimits

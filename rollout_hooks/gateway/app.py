@@ -1,4 +1,4 @@
-"""The HTTP side: who may call, which session is meant, how much is accepted, and what an error looks like.
+"""The HTTP side of the gateway: routes, bearer token, sessions, limits and errors.
 
     POST /sessions/{id}/v1/chat/completions     or  /v1/chat/completions  with the header X-Session-Id
     POST /sessions/{id}/v1/responses            or  /v1/responses         with the header X-Session-Id
@@ -35,12 +35,9 @@ _SESSION_ID = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class GatewayLimits:
-    """Limits on what the gateway accepts.
+    """Limits on what the gateway accepts: bytes of a request body (else 413), calls to the engine in flight (else 429).
 
-    Attributes:
-        max_body_bytes: Largest request body; a larger one is refused with 413.
-        max_calls: Calls to the engine in flight, abandoned ones included; a request that would make more is refused
-            with 429, which OpenAI's clients answer by trying again.
+    Abandoned calls count too. OpenAI's clients answer a 429 by trying again.
     """
 
     max_body_bytes: int = 16 * 2**20
@@ -53,15 +50,9 @@ class GatewayLimits:
 
 
 class Gateway:
-    """An OpenAI-compatible server in front of token engines, one engine per session.
+    """An OpenAI-compatible server in front of token engines, one engine per session. `app` is the ASGI application.
 
-    Args:
-        model: The model's name: what requests must ask for.
-        api_key: The bearer token; a new random one by default.
-        limits: Limits on what is accepted.
-
-    Attributes:
-        app: The ASGI application.
+    Requests must ask for `model` by that name and carry `api_key` as the bearer token; by default it is random.
     """
 
     def __init__(
@@ -76,7 +67,7 @@ class Gateway:
     def open_session(
         self, session_id: str, engine: SessionEngine, *, chat_format: ChatFormat, settings: SessionSettings
     ) -> GatewaySession:
-        """Let clients talk to an engine under a name.
+        """Let clients talk to an engine under the name `session_id`.
 
         Raises:
             ValueError: If the name is taken or cannot stand in a URL.
@@ -92,9 +83,7 @@ class Gateway:
     async def close_session(self, session_id: str, *, timeout_s: float = 60.0) -> None:
         """Refuse further requests to a session and wait for its calls, so that all of their tokens are recorded.
 
-        Args:
-            session_id: The session; one that is closed already is left alone.
-            timeout_s: Calls that run longer are cancelled; they are recorded as such.
+        Calls that run longer than `timeout_s` are cancelled and recorded as such. A closed session is left alone.
         """
         session = self._sessions.pop(session_id, None)
         tasks = [] if session is None else [call.task for call in session.running]
@@ -150,11 +139,7 @@ class Gateway:
         return await _respond(ResponsesAnswer(session, body, call), stream=body.stream)
 
     async def _admit(self, request: Request, body_class: type[Body]) -> tuple[GatewaySession, Body]:
-        """Return the session and the body of a request that may make calls.
-
-        Raises:
-            ApiError: Every refusal listed at the top of the module.
-        """
+        """Return the session and the body of a request, or raise one of the refusals listed in the module docstring."""
         self._authorise(request)
         session = self._session_of(request)
         self._check_room(1)
@@ -220,8 +205,8 @@ async def _respond(answer: ChatAnswer | ResponsesAnswer, *, stream: bool) -> Res
     if not stream:
         return JSONResponse(await answer.whole())
     events = answer.events()
-    # The status goes out with the first event, which an answer yields when the engine has given something: a call that
-    # fails before is an ordinary error response.
+    # The status goes out with the first event, which waits for the engine's first output. A call that fails earlier
+    # gets an ordinary error response.
     first = await anext(events)
 
     async def lines() -> AsyncIterator[str]:

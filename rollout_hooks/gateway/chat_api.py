@@ -27,7 +27,7 @@ class ChatAnswer:
     _created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self) -> dict[str, Any]:
-        """Return the completion when all its choices are there."""
+        """Return the completion once all its choices are complete."""
         turns = [await self.session.whole_turn(call) for call in self.calls]
         self.session.calls_of_response[self._id] = tuple(turn.call for turn in turns)
         choices = [
@@ -42,7 +42,7 @@ class ChatAnswer:
         return {**self._head("chat.completion"), "choices": choices, "usage": _usage(turns)}
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield the chunks of the one choice, the first one when the engine has given something."""
+        """Yield the chunks of the one choice, the first one once the engine has given something."""
         (call,) = self.calls
         has_begun = False
         async for part in self.session.follow(call):
@@ -62,7 +62,7 @@ class ChatAnswer:
 
     @staticmethod
     def failed(error: ApiError) -> Event:
-        """Return the event that ends a stream which cannot be completed."""
+        """Return the event that ends a stream after an error."""
         return error.body()
 
     def _last_chunks(self, turn: ModelTurn) -> Iterator[Event]:

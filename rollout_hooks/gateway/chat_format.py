@@ -1,10 +1,9 @@
-"""Between messages and tokens: chat template one way, text and tool calls the other way.
+"""Messages to tokens by the chat template, and tokens to text and tool calls.
 
-Text goes out once, for the client to read, and is never encoded back into what is recorded. The history that a client
-sends is rendered anew, and the recorder compares the tokens with what it knows. Two rules keep that history what the
-model wrote. Nothing of the text is left out but the stop token, which the template writes itself. And a turn with tool
-calls that comes back unchanged is rendered from the model's own words, since a template writes calls in its own way
-(spaces, order) and no tokeniser could undo that.
+Text goes out for the client to read and is never encoded back into what is recorded. The history that a client sends is
+rendered anew, and the recorder compares its tokens with what it knows. Two rules make them match. The text leaves out
+nothing but the stop token, which the template writes itself. And a turn with tool calls that comes back unchanged is
+rendered from the model's own words: a template writes calls in its own way (spaces, order).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,17 +19,16 @@ from rollout_hooks.gateway.errors import ApiError
 from rollout_hooks.gateway.turn import Message, ToolCall
 
 _UNFINISHED = "\ufffd"
-"""Decoders write it for a token that holds a part of a character."""
+"""What decoders write for a token that holds a part of a character."""
 
 
 class ChatFormat:
     """The chat format of one model.
 
     Args:
-        tokenizer: The model's.
-        render: Messages and tools to the tokens of a prompt; verl's `ContinuousTokenBuilder.build_initial_tokens`.
-        tool_parser: verl's parser of the model's tool calls (`rollout.multi_turn.format`), None for a model that
-            has no tools.
+        tokenizer: The model's tokenizer.
+        render: Maps messages and tools to prompt tokens; verl's `ContinuousTokenBuilder.build_initial_tokens`.
+        tool_parser: verl's parser of the model's tool calls (`rollout.multi_turn.format`); None if it has no tools.
         keeps_raw_calls: Whether a turn with tool calls is rendered from the model's own words. Turn it off for
             templates that accept results only behind messages with `tool_calls`.
     """
@@ -52,11 +50,7 @@ class ChatFormat:
         )
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the tokens of a prompt, the beginning of the model's turn included.
-
-        Raises:
-            ApiError: 400, if the chat template refuses the messages.
-        """
+        """Render a prompt, up to the model's turn. Raise ApiError (400) if the chat template refuses the messages."""
         try:
             token_ids = self._render(list(messages), tools=list(tools) or None)
         except (TemplateError, ValueError) as error:
@@ -71,7 +65,7 @@ class ChatFormat:
         return text
 
     def ends_itself(self, token_ids: Sequence[int]) -> bool:
-        """Say whether a turn ends with a special token, and not because it may not be longer."""
+        """Say whether a turn ends with a special token. A turn that was cut at its limit does not."""
         return bool(token_ids) and token_ids[-1] in self._special_ids
 
     def without_stop_token(self, token_ids: Sequence[int]) -> list[int]:
@@ -93,10 +87,7 @@ class ChatFormat:
 
 
 def _parser_schema(function: dict[str, Any]) -> OpenAIFunctionToolSchema:
-    """Return a function as verl's parsers want it: they look at the names and at the types of its arguments.
-
-    Argument schemas without a plain type (`anyOf`, references) are called objects: the parsers then read JSON.
-    """
+    """Return a function's schema for verl's parsers, which read only the names and types of arguments."""
     given = function["parameters"].get("properties")
     properties = {name: {"type": _argument_type(schema)} for name, schema in dict(given or {}).items()}
     required = [name for name in function["parameters"].get("required") or [] if name in properties]
@@ -109,21 +100,21 @@ def _argument_type(schema: Any) -> str | list[str]:
     kind = schema.get("type") if isinstance(schema, dict) else None
     if isinstance(kind, str) or (isinstance(kind, list) and all(isinstance(each, str) for each in kind)):
         return kind
-    return "object"
+    return "object"  # e.g. `anyOf` or a reference: the parsers read JSON for an object
 
 
 class TextStream:
     """The text of a turn as its tokens come.
 
     Text that may still change is held back: parts of characters, the possible beginning of a stop string, and a special
-    token that may be the end of the turn. A stop string and what follows it are not part of the text.
+    token that may end the turn. A stop string and what follows it are not part of the text.
     """
 
     def __init__(self, chat_format: ChatFormat, *, stop: Sequence[str] = ()) -> None:
         self._format = chat_format
         self._stop = tuple(stop)
         self._token_ids: list[int] = []
-        # Text is decoded from `_start`, a little before `_read`, since what a token reads may depend on the one before.
+        # Text is decoded from `_start`, a little before `_read`: a token's text may depend on the token before it.
         self._start = self._read = 0
         self._text = ""
         self._num_emitted = 0

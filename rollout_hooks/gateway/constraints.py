@@ -1,10 +1,9 @@
 """Turns of a prescribed form: forced tool calls, one call at most, text that follows a JSON schema.
 
-The engine keeps to a form by masking, at each step, the tokens that would leave it (vLLM's structured outputs). This
-module builds the fields of vLLM's `StructuredOutputsParams`. A form with tool calls is a structural tag of XGrammar
-(0.2), which describes the calls as the model's tool parser reads them back.
-
-The tokens are sampled, and their log-probs given, under the mask: another distribution than the policy alone.
+vLLM's structured outputs keep to a form by masking, at each step, the tokens that would leave it. This module builds
+the fields of `StructuredOutputsParams`. A form with tool calls is a structural tag of XGrammar (0.2), which describes
+the calls as the model's tool parser reads them. Tokens and log-probs are those of the masked distribution, not of the
+policy alone.
 """
 
 import json
@@ -26,18 +25,15 @@ Tags = list[dict[str, Any]]
 
 
 def structured_outputs(request: TurnRequest, tool_parser: ToolParser | None) -> dict[str, Any]:
-    """Return the form of the turn that a request asks for; see `prescribes`.
-
-    Returns:
-        Arguments of vLLM's `StructuredOutputsParams`.
+    """Return the arguments of vLLM's `StructuredOutputsParams` for the form that a request prescribes.
 
     Raises:
-        ApiError: 400, if calls of this model's format cannot be forced, or a schema is not one.
+        ApiError: 400, if calls of this model's format cannot be forced, or a schema is not valid.
     """
     if request.text_schema is not None:
         _check_schema(request.text_schema, param=request.text_param, owner=request.text_param)
         if not request.parses_tools:
-            # Not as a structural tag: vLLM takes another backend for schemas that XGrammar cannot keep to.
+            # No structural tag: for plain JSON, vLLM takes another backend if XGrammar cannot keep to the schema.
             return {"json": json.dumps(request.text_schema)}
     tag = json.dumps({"type": "structural_tag", "format": _form_with_calls(request, tool_parser)})
     _check("from_structural_tag", tag, param="tools", owner="tools")
@@ -45,7 +41,7 @@ def structured_outputs(request: TurnRequest, tool_parser: ToolParser | None) -> 
 
 
 def prescribes(request: TurnRequest) -> str | None:
-    """Return the first parameter by which a request prescribes a form; None where the model is free."""
+    """Return the first parameter by which a request prescribes a form, or None if the model is free."""
     if request.parses_tools and request.forced_tools:
         return "tool_choice"
     if request.parses_tools and request.single_call:
@@ -126,7 +122,7 @@ def _check(grammar_of: str, text: str, *, param: str, owner: str) -> None:
 @lru_cache(maxsize=1024)  # agents send the same tools with every turn, and reading them takes milliseconds
 def _refusal(grammar_of: str, text: str) -> str | None:
     """Return why XGrammar refuses a form, if it does."""
-    # XGrammar comes with vLLM; sessions that prescribe nothing do without it.
+    # Imported here: XGrammar comes with vLLM, and sessions that prescribe nothing do not need it.
     from xgrammar import Grammar
 
     try:

@@ -1,8 +1,6 @@
-"""The engine as the gateway sees it, tokens in and recorded tokens out; and the two engines that it comes with.
+"""Engines as the gateway sees them: prompt tokens in, recorded tokens out.
 
-A `SessionEngine` belongs to one session and records its calls in the session's tree, so the gateway itself records
-nothing and decides nothing about tokens. `ClientEngine` is verl's client; it hands a turn over whole. `AsyncLLMEngine`
-is vLLM in this process; it hands tokens over as they come.
+A `SessionEngine` belongs to one session and records its calls in the session's tree; the gateway records nothing.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -20,13 +18,9 @@ from rollout_hooks.capture.session_tree import SessionTree
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """Some tokens of a call.
+    """Some tokens of a call, perhaps none, with one log-prob each if the engine gave log-probs.
 
-    Attributes:
-        call: Index of the call in the session's tree.
-        token_ids: The next generated tokens; may be empty.
-        log_probs: One per token, or None if the engine gave none.
-        is_aborted: Whether the engine gave the call up after these tokens.
+    `call` is the index of the call in the session's tree. With `is_aborted` the engine gave the call up after them.
     """
 
     call: int
@@ -41,15 +35,10 @@ class SessionEngine(Protocol):
     tree: SessionTree
 
     def stream(self, prompt_ids: Sequence[int], *, sampling_params: Mapping[str, Any]) -> AsyncIterator[TokenChunk]:
-        """Make one call and record it.
+        """Make one call, record it, and yield its generated tokens in one or several chunks.
 
-        Args:
-            prompt_ids: The tokens that the model reads.
-            sampling_params: verl's names: those of vLLM's `SamplingParams`, with a bool for `logprobs` and the
-                arguments of vLLM's `StructuredOutputsParams` for `structured_outputs`.
-
-        Yields:
-            The generated tokens, in one or several chunks.
+        Sampling parameters have verl's names, those of vLLM's `SamplingParams`. But `logprobs` is a bool, and
+        `structured_outputs` holds the arguments of vLLM's `StructuredOutputsParams`.
         """
         ...
 
@@ -57,11 +46,9 @@ class SessionEngine(Protocol):
 class ClientEngine(SessionEngine):
     """verl's LLM servers, through the recording client of the session: one chunk per call.
 
-    Args:
-        client: The recording client.
-        request_id: verl's sticky session id: all calls of the session go to one server and share its prefix cache.
-        unique_request_ids: Give each call an id of its own, derived from `request_id`; needed under
-            `rollout.full_determinism`, where verl hands the id to vLLM as it is.
+    All calls with one `request_id`, verl's session id, go to one server and share its prefix cache. With
+    `unique_request_ids` each call gets an id of its own, made from it. `rollout.full_determinism` needs that, since
+    verl then hands the id to vLLM as it is.
     """
 
     def __init__(
@@ -77,7 +64,7 @@ class ClientEngine(SessionEngine):
         self, prompt_ids: Sequence[int], *, sampling_params: Mapping[str, Any]
     ) -> AsyncIterator[TokenChunk]:
         params = _with_vllm_form(sampling_params)
-        # The client takes its place among the calls before it first waits for anything.
+        # The client adds its call to the tree before it first awaits, so that this is the call's index.
         call = len(self.tree.calls)
         output = await self._client.generate(
             f"{self._request_id}-{call}" if self._unique_request_ids else self._request_id,
@@ -98,7 +85,7 @@ class AsyncLLMEngine(SessionEngine):
     async def stream(
         self, prompt_ids: Sequence[int], *, sampling_params: Mapping[str, Any]
     ) -> AsyncIterator[TokenChunk]:
-        # Importing vLLM takes seconds; with an engine in this process it is imported already.
+        # Imported here: vLLM takes seconds, and a process that has this engine has imported it already.
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -116,11 +103,11 @@ class AsyncLLMEngine(SessionEngine):
 
 
 def _with_vllm_form(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sampling parameters with `structured_outputs` as vLLM's own class; verl's server hands it on as it is."""
+    """Return sampling parameters with `structured_outputs` as vLLM's own class, which verl's server passes on."""
     params = dict(sampling_params)
     if "structured_outputs" in params:
-        # The first import in a process takes a second or two. It is not awaited in a thread: nothing may come between a
-        # request and its place among the calls.
+        # The first import takes a second or two. It does not run in a thread: during an `await`, another request could
+        # take this one's place among the calls.
         from vllm.sampling_params import StructuredOutputsParams
 
         params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])

@@ -5,7 +5,7 @@ from pydantic_core import ErrorDetails
 
 
 class ApiError(Exception):
-    """An error that reaches the client: HTTP status, message, OpenAI's code, and the parameter that is meant."""
+    """An error that reaches the client: HTTP status, message, OpenAI's code, and the parameter at fault."""
 
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ def refused(message: str, *, param: str | None) -> ApiError:
 
 
 class EngineFailure(ApiError):
-    """A call that the engine failed (500) or gave up (503); both are recorded in the session's tree."""
+    """A call that the engine failed (500) or gave up (503). The session's tree records both."""
 
     def __init__(self, cause: str, *, is_aborted: bool = False) -> None:
         code = "engine_aborted" if is_aborted else "engine_error"
@@ -58,7 +58,7 @@ _MAX_VALUE_LEN = 60  # characters of a value in a message
 
 
 def invalid_request(error: ValidationError) -> ApiError:
-    """Return the 400 that names every parameter which cannot be served, its value and what to do instead."""
+    """Return the 400 that names every refused parameter, its value and what to do instead."""
     problems = error.errors(include_url=False, include_context=False)
     params = [".".join(str(part) for part in problem["loc"]) or None for problem in problems]
     lines = [_line(param, problem) for param, problem in zip(params, problems, strict=True)]

@@ -1,4 +1,4 @@
-"""Parts that the bodies of the two APIs share: text, functions, what shapes an answer."""
+"""What the bodies of the two APIs share: text, functions, and the form of an answer."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,7 +8,7 @@ from rollout_hooks.gateway.errors import refused
 
 
 class Body(BaseModel):
-    """A JSON object of a request; unknown fields are refused, null and empty lists count as not given."""
+    """A JSON object of a request. Unknown fields are refused; null and empty lists count as not given."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -29,7 +29,7 @@ Content = str | list[_TextPart]
 
 
 def text_of(content: Content) -> str:
-    """Return the text of a message, whose parts belong to one text."""
+    """Return the text of a message, its parts joined."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -62,13 +62,13 @@ class NamedSchema(Body):
 
     name: str = ""
     description: str = ""
-    # `schema` is the name of a method of pydantic's models.
+    # Not named `schema`, since pydantic's models have a method of that name.
     json_schema: dict[str, Any] = Field(alias="schema")
     strict: bool = False
 
 
 def _known_choice(value: Any) -> Any:
-    # Whether `tools` has a function that is named is checked in `call_rules`.
+    # `call_rules` checks that a named function is in `tools`.
     if value in ("auto", "none", "required") or _named_function(value) is not None:
         return value
     raise ValueError('use "auto", "none", "required", or name one function of `tools`')
@@ -107,7 +107,7 @@ class SharedBody(Body):
         """Return the fields of a `TurnRequest` that say whether, which and how many tools may be called.
 
         Raises:
-            ApiError: 400, if a tool must be called that is not there.
+            ApiError: 400, if the request forces a tool that is not in `tools`.
         """
         names = tuple(tool["function"]["name"] for tool in tools)
         named = _named_function(self.tool_choice)

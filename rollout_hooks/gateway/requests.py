@@ -1,8 +1,8 @@
 """The bodies of `POST /v1/chat/completions` and `POST /v1/responses`: what is accepted, and what it asks for.
 
-A parameter that is not here is refused by its name: nothing is ignored silently. Accepted without effect on the turn,
-as with OpenAI: `user`, `metadata`, `safety_identifier`, `prompt_cache_key`, `service_tier`; and `strict` of a function,
-which constrains a call only where one is forced.
+Any other parameter is refused by its name; none is ignored silently. As with OpenAI, `user`, `metadata`,
+`safety_identifier`, `prompt_cache_key` and `service_tier` are accepted without effect on the turn. So is `strict` of a
+function: arguments follow their schema wherever `constraints` prescribes a form, and only there.
 """
 
 from collections.abc import Sequence
@@ -83,11 +83,7 @@ class ChatBody(SharedBody):
         return self
 
     def turn_request(self) -> TurnRequest:
-        """Return the turn that the request asks for.
-
-        Raises:
-            ApiError: 400, if a tool must be called that is not there.
-        """
+        """Return the turn that the request asks for. Raise ApiError (400) if it forces a tool that `tools` lacks."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return TurnRequest(
@@ -189,13 +185,9 @@ class ResponsesBody(SharedBody):
     include: list[Literal["reasoning.encrypted_content"]] = Field(default_factory=list)
 
     def turn_request(self, history: Sequence[Message] = ()) -> TurnRequest:
-        """Return the turn that the request asks for.
+        """Return the turn that the request asks for, after the messages up to the previous response; see `ChatBody`.
 
-        Args:
-            history: The messages up to the previous response; its instructions are not among them, as with OpenAI.
-
-        Raises:
-            ApiError: 400, if a tool must be called that is not there.
+        As with OpenAI, the instructions of the previous response are not in `history`.
         """
         messages: list[Message] = [dict(message) for message in history]
         if self.instructions is not None:
@@ -213,7 +205,7 @@ class ResponsesBody(SharedBody):
 
 
 def _add_item(messages: list[Message], item: _MessageItem | _CallItem | _OutputItem) -> None:
-    """Append an item; the text and the calls of one turn of the model are several items and one message."""
+    """Append an item. The text and the calls of one turn of the model are several items, but one message."""
     if isinstance(item, _MessageItem):
         role = "system" if item.role == "developer" else item.role
         messages.append({"role": role, "content": text_of(item.content)})
@@ -223,5 +215,5 @@ def _add_item(messages: list[Message], item: _MessageItem | _CallItem | _OutputI
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         call = ToolCall(item.call_id, item.name, item.arguments).as_message_part()
-        # A new list: the message may be one that is kept.
+        # A new list, since the session may keep this message.
         messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", []), call]

@@ -30,11 +30,11 @@ class ResponsesAnswer:
     _event_numbers: Iterator[int] = field(default_factory=count)
 
     async def whole(self) -> dict[str, Any]:
-        """Return the response when it is complete."""
+        """Return the response once it is complete."""
         return self._finished(await self.session.whole_turn(self.call))
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield the events of the response, the first one when the engine has given something."""
+        """Yield the events of the response, the first one once the engine has given something."""
         has_begun = is_open = False
         async for part in self.session.follow(self.call):
             if not has_begun:
@@ -67,7 +67,7 @@ class ResponsesAnswer:
         yield self._event(kind, response=response)
 
     def failed(self, error: ApiError) -> Event:
-        """Return the event that ends a stream which cannot be completed."""
+        """Return the event that ends a stream after an error."""
         details = {"code": "server_error", "message": str(error)}
         return self._event("response.failed", response={**self._response("failed"), "error": details})
 

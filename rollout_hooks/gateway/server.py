@@ -40,16 +40,9 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def serve(gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Address]:
-    """Serve a gateway while the context is open.
+    """Serve a gateway while the context is open, and yield where it listens. `port` 0 takes a free one.
 
-    Args:
-        gateway: The gateway to serve.
-        host: Address to bind. The default is reached from this machine only. Put TLS in front of any other, since the
-            key goes over the wire in the clear.
-        port: Port to bind; 0 takes a free one.
-
-    Yields:
-        Where it listens.
+    The default `host` is reached from this machine only. Put TLS in front of any other: the key goes in the clear.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:

@@ -1,7 +1,7 @@
-"""One session of the gateway: the calls that run, what they gave, and how a request becomes calls.
+"""One session of the gateway: how a request becomes calls, the calls that run, and what they gave.
 
-A call is a task of its own. It runs to its end and is recorded whether or not the client that asked for it still
-listens, so that a client which goes away loses text and never a sampled token.
+A call is a task of its own. It runs to its end and is recorded even if its client has gone away. So a client that goes
+away loses text, but no sampled token is lost.
 """
 
 import asyncio
@@ -36,11 +36,10 @@ class SessionSettings:
     """How the calls of a session are made.
 
     Attributes:
-        sampling: Sampling parameters, verl's names; what a request says goes before them.
-        fixed: Names of sampling parameters in which a request is overruled, e.g. "temperature" where the training
-            assumes one.
+        sampling: Sampling parameters under verl's names, for what a request leaves out.
+        fixed: Sampling parameters that a request cannot change, e.g. "temperature" where the training assumes one.
         context_len: Most tokens of a prompt and its answer together; None leaves it to the engine.
-        response_len: Most tokens of an answer whose request names no limit, or a higher one; None for no limit.
+        response_len: Most tokens of an answer, also if the request allows more; None means no limit.
         constrained_decoding: Whether requests may prescribe a form of the answer; see `constraints`.
     """
 
@@ -56,15 +55,11 @@ class SessionSettings:
             raise ValueError(f"fixed={sorted(self.fixed)}: give values for {', '.join(unknown)} in `sampling`")
 
     def sampling_params(self, request: TurnRequest, *, num_prompt: int, choice: int) -> dict[str, Any]:
-        """Return the sampling parameters of one call, but for the form of its answer.
-
-        Raises:
-            ApiError: 400, if the prompt leaves no room for an answer.
-        """
+        """Return the sampling parameters of one call. Raise ApiError (400) if the prompt leaves no room to answer."""
         wanted = {name: value for name, value in request.sampling.items() if name not in self.fixed}
         params = {**self.sampling, **wanted}
         if "seed" in params:
-            # Choices with one seed would be one answer.
+            # With the same seed, all choices would be the same answer.
             params["seed"] += choice
         params["logprobs"] = bool(params.get("logprobs")) or request.wants_log_probs
         limits = [params.get("max_tokens"), self.response_len]
@@ -81,9 +76,9 @@ class SessionSettings:
 
 
 class RunningCall:
-    """One call to the engine, as a task that runs to its end whoever listens.
+    """One call to the engine, as a task that runs to its end even if nobody listens.
 
-    `max_tokens` is the limit of the call, None if the engine decides; `num_prompt` counts the tokens of its prompt.
+    `max_tokens` is the limit of the call, None if the engine decides. `num_prompt` counts the tokens of its prompt.
     """
 
     def __init__(
@@ -98,11 +93,7 @@ class RunningCall:
         self.task.add_done_callback(self._ended)
 
     async def __aiter__(self) -> AsyncIterator[TokenChunk]:
-        """Yield the chunks as they come; for one listener.
-
-        Raises:
-            EngineFailure: If the engine failed or gave the call up, or the session was closed.
-        """
+        """Yield the chunks as they come, to one listener only. Raise EngineFailure as in `GatewaySession.follow`."""
         while (chunk := await self._queue.get()) is not None:
             yield chunk
             if chunk.is_aborted:
@@ -119,7 +110,7 @@ class RunningCall:
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled():
-            task.exception()  # the tree has the cause; with nobody listening asyncio would complain
+            task.exception()  # the tree has the cause; asyncio would warn of an exception that nobody reads
         self._queue.put_nowait(None)
 
 
@@ -137,14 +128,14 @@ class GatewaySession:
         # Indices in the tree of the calls that gave a response, by the response's id.
         self.calls_of_response: dict[str, tuple[int, ...]] = {}
         self._kept: dict[str, tuple[Message, ...]] = {}
-        # Content and whole text of the turns with tool calls, by their calls.
+        # Content and whole text of each turn with tool calls, by the JSON of its calls.
         self._raw_turns: dict[str, tuple[str, str]] = {}
 
     def start(self, request: TurnRequest) -> list[RunningCall]:
         """Start the calls of a request, one for each choice.
 
         Raises:
-            ApiError: 400, if the prompt is too long, there is no tool parser, or the form cannot be kept to.
+            ApiError: 400, if the prompt is too long, tools have no parser, or the form cannot be kept to.
         """
         if request.parses_tools and self.chat_format.tool_parser is None:
             raise ApiError(400, "this model has no tools: no tool parser was given", code="no_tools", param="tools")
@@ -171,9 +162,9 @@ class GatewaySession:
         return calls
 
     async def follow(self, call: RunningCall) -> AsyncIterator[TextDelta | ModelTurn]:
-        """Yield what a call gives, as it comes: texts, and the whole turn at the end.
+        """Yield the texts of a call as they come, and the whole turn at the end.
 
-        With tools the text comes at once, since what is text and what is a call is known when both are whole.
+        With tools, the text comes in one piece: text and calls can be told apart only when the turn is complete.
 
         Raises:
             EngineFailure: If the engine failed or gave the call up, or the session was closed.
@@ -213,7 +204,7 @@ class GatewaySession:
         )
 
     async def whole_turn(self, call: RunningCall) -> ModelTurn:
-        """Return what a call gives when it is whole; see `follow`."""
+        """Return the whole turn of a call; see `follow`."""
         *_, turn = [part async for part in self.follow(call)]
         assert isinstance(turn, ModelTurn)
         return turn
@@ -226,11 +217,7 @@ class GatewaySession:
         self._kept[response_id] = (*request.messages[has_instructions:], message)
 
     def messages_until(self, response_id: str) -> tuple[Message, ...]:
-        """Return the messages up to a response that was kept.
-
-        Raises:
-            ApiError: 400, if there is none of that id.
-        """
+        """Return the messages up to a response. Raise ApiError (400) if no response with that id was kept."""
         if response_id not in self._kept:
             raise ApiError(
                 400,
@@ -242,7 +229,7 @@ class GatewaySession:
         return self._kept[response_id]
 
     def _form(self, request: TurnRequest) -> dict[str, Any]:
-        """Return the sampling parameter that makes the engine keep to a form, if one is asked for."""
+        """Return the sampling parameter that makes the engine keep to the prescribed form, if there is one."""
         param = prescribes(request)
         if param is None:
             return {}

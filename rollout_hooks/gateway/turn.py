@@ -1,4 +1,4 @@
-"""One turn of the model, asked for and given, whichever API it came through."""
+"""One turn of the model, as a request and as an answer, for both APIs."""
 
 import json
 from dataclasses import dataclass, field
@@ -10,20 +10,17 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """The history that the model shall read, and how it shall answer.
+    """The history that the model reads, and how it must answer.
 
     Attributes:
-        messages: The history, in the words of chat templates.
         tools: Function tools in the form of Chat Completions; rendered by the chat template.
         parses_tools: Whether the answer is searched for tool calls.
-        forced_tools: Names of the tools of which the answer must call one; empty for an answer as the model likes.
+        forced_tools: The answer must call one of these tools; empty leaves the model free.
         single_call: Whether the answer may make one call at most.
         text_schema: JSON schema that the text must follow, None for any text.
         text_param: The API's name of the parameter with that schema.
-        sampling: The sampling parameters that the client gave, under vLLM's names.
-        stop: Strings that end the answer; they are not part of the text that the client gets.
-        num_choices: Answers to sample.
-        wants_log_probs: Whether the client gets the log-probs of the tokens.
+        sampling: The client's sampling parameters, under vLLM's names.
+        stop: Strings that end the answer; the client's text does not have them.
     """
 
     messages: list[Message]
@@ -48,7 +45,7 @@ class ToolCall:
     arguments: str
 
     def as_message_part(self) -> dict[str, Any]:
-        """Return it as chat templates read it: arguments that are a JSON object become one, as in verl's tool loop."""
+        """Return it as chat templates read it. Arguments that are a JSON object are parsed, as in verl's tool loop."""
         try:
             parsed = json.loads(self.arguments)
         except json.JSONDecodeError:
@@ -64,9 +61,7 @@ class ModelTurn:
     Attributes:
         call: Index of the call in the session's tree.
         token_ids: The generated tokens, the stop token included.
-        log_probs: One per token, or None.
         content: The text for the client: no tool calls, no stop token, no stop string.
-        tool_calls: The calls that were found.
         finish_reason: OpenAI's "stop", "length" or "tool_calls".
         num_prompt: Tokens of the prompt.
     """

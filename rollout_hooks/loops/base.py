@@ -1,16 +1,4 @@
-"""The agent loop base class whose subclasses steer branches; see `branch` for what a branch is.
-
-class TwoAttempts(BranchingAgentLoop):
-    async def run_branches(self, root, **row):
-        async with asyncio.TaskGroup() as tasks:
-            for branch in root.fork(2):
-                tasks.create_task(self.attempt(branch, row))
-
-    async def attempt(self, branch, row):
-        output = await branch.generate()
-        if branch.failure is None:
-            branch.finish(self.score(row, output.token_ids))
-"""
+"""The base class of agent loops that branch: see `branch` for what a branch is, docs/agent_loops.md for whole loops."""
 
 import asyncio
 import inspect
@@ -36,15 +24,10 @@ _GIVEN_BY_VERL = frozenset(inspect.signature(AgentLoopBase.__init__).parameters)
 
 
 class BranchingAgentLoop(AgentLoopBase):
-    """Base class of agent loops that branch: implement `run_branches`.
+    """Base class of agent loops that branch: implement `run_branches`. docs/agent_loops.md explains the options.
 
-    Text only. The root prompt is the row's `raw_prompt`, rendered by verl's own chat-template code and left-cut to
-    `rollout.prompt_length` as in verl's loops. A branch holds at most `rollout.response_length` tokens after it.
-
-    Args:
-        call_timeout_s: Most seconds that one call to the LLM (in tool-calling loops also one call of a tool) may take;
-            after that its branch ends, with the reason in `Branch.failure`. None: no limit.
-        **kwargs: The options of the subclass, and what verl's worker gives.
+    Text only. verl's chat-template code renders the row's `raw_prompt` as the root prompt and cuts it on the left to
+    `rollout.prompt_length`, as in verl's own loops. A branch holds at most `rollout.response_length` tokens after it.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -58,27 +41,18 @@ class BranchingAgentLoop(AgentLoopBase):
 
     @abstractmethod
     async def run_branches(self, root: Branch, **row: Any) -> None:
-        """Run one session: steer `root` and its forks, and `finish` every branch that shall become a leaf.
+        """Run one session: steer `root` and its forks, and `finish` every branch that should become a leaf.
 
-        Args:
-            root: The branch at the end of the root prompt.
-            **row: The fields of the dataset row (`raw_prompt`, `extra_info`, ...), `uid` and `session_id`.
+        `row` holds the fields of the dataset row (`raw_prompt`, `extra_info`, ...), `uid` and `session_id`.
         """
 
     async def reward_leaves(self, leaves: Sequence[Branch], *, row: dict[str, Any]) -> Sequence[float | None]:
-        """Return the rewards of the leaves once the whole tree of the session is known; override it.
+        """Return a reward for each leaf, in their order, once the whole tree is known. None leaves a leaf to verl.
 
-        It is for rewards that depend on more than one leaf: the answer that most leaves agree on, a judge who sees
-        all, a price for what the whole session took. If it raises, the session fails, and the leaves that `finish`
-        had given a reward are trained with that one.
-
-        Args:
-            leaves: The finished branches, at least one, in the order of the rows, the root branch last. `token_ids`
-                and `response_mask` say what was read and what was generated, `lineage` where they forked.
-            row: The dataset row, `uid` and `session_id`.
-
-        Returns:
-            A reward for each leaf, in their order; None leaves it to verl. By default what `finish` was given.
+        Override it for rewards that depend on several leaves: agreement with the most common answer, a judge who
+        compares all, a price for the whole session. By default each leaf keeps what `finish` gave. If it raises, the
+        session fails, but leaves that `finish` had given a reward are still trained with it. There is at least one
+        leaf, and the order is that of the rows: the root branch is last.
         """
         del row  # for those who override it
         return [leaf.reward for leaf in leaves]
@@ -90,19 +64,16 @@ class BranchingAgentLoop(AgentLoopBase):
     async def run(  # pyright: ignore[reportIncompatibleMethodOverride]  # verl's worker takes a list too
         self, sampling_params: dict[str, Any], **row: Any
     ) -> list[TreeAgentLoopOutput]:
-        """Run one session; verl's entry point.
-
-        Returns:
-            The leaves: finished branches in the order in which they were forked, the root branch last.
+        """Run one session (verl's entry point). Return its leaves in the order of forking, the root branch last.
 
         Raises:
-            SessionFailed: If `run_branches` or `reward_leaves` raised, the rewards do not fit the leaves, the root
-                branch failed (and was not finished with a reward all the same) or no branch was finished. It carries
-                the leaves that had been given a reward of their own.
+            SessionFailed: If a hook raised, the rewards do not fit the leaves, no branch was finished, or the root
+                branch failed and was not finished with a reward. It carries the leaves that already had a reward of
+                their own.
             ValueError: If the row has images, videos or audio, or router replay is on.
         """
         session = await self._open_session(sampling_params, row)
-        # As in Branch.generate: an error is a value here, so that finished leaves survive it.
+        # The error comes back as a value, as in Branch.generate, so that finished leaves survive it.
         (error,) = await asyncio.gather(self._run_session(session, row), return_exceptions=True)
         outputs = session.outputs()
         cause = None if session.root.is_finished else session.root.failure
@@ -160,7 +131,7 @@ class BranchingAgentLoop(AgentLoopBase):
     async def prompt_tokens(
         self, messages: Sequence[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None
     ) -> list[int]:
-        """Return the tokens of another prompt, for `Branch.restart`: verl's template code, but nothing is cut off."""
+        """Render another prompt for `Branch.restart` with verl's template code. Nothing is cut off."""
         return await asyncio.to_thread(
             self.continuous_token_builder.build_initial_tokens, list(messages), tools=tools or None
         )
@@ -176,16 +147,10 @@ class BranchingAgentLoop(AgentLoopBase):
     ) -> bool:
         """Append chat messages and the next generation prompt to a branch, with verl's token-exact merging.
 
-        Args:
-            branch: Where to append; its tokens stand for `history`.
-            messages: New messages of the environment (roles tool, user or system).
-            history: All messages before them, the model's own turns included.
-            tools: Tool schemas of the session, as given to the first prompt.
-            max_position: Most tokens that the branch may hold afterwards, prompt included. None: no further limit.
-
-        Returns:
-            True if the messages were appended; False, with the branch untouched, if they leave no room to generate
-            (verl's tool loop ends its trajectory at the same point) or would go beyond `max_position`.
+        Return False, and leave the branch as it is, if no room to generate would be left (verl's tool loop stops at the
+        same point) or the branch would hold more than `max_position` tokens, prompt included. `messages` come from the
+        environment (roles tool, user or system). `history` holds all messages before them, the model's own included,
+        and the branch's tokens stand for it. `tools` are the schemas that the first prompt had.
         """
         previous = list(history)
         merged, mask, _ = await self.ct_merge_context_msg(
@@ -209,10 +174,8 @@ class BranchingAgentLoop(AgentLoopBase):
 def refuse_unknown_options(loop_class: type[AgentLoopBase], arguments: Mapping[str, Any]) -> None:
     """Refuse keyword arguments that neither verl nor the loop knows: verl would drop a misspelt option silently.
 
-    The options of a loop are the keyword-only arguments of its and its bases' `__init__`.
-
     Raises:
-        ValueError: Naming option, value and the options that there are.
+        ValueError: If there is one; the message names it and the options that exist.
     """
     for name, value in arguments.items():
         if name not in _GIVEN_BY_VERL:
@@ -225,17 +188,14 @@ def refuse_unknown_options(loop_class: type[AgentLoopBase], arguments: Mapping[s
 
 
 def _loop_options(loop_class: type[AgentLoopBase]) -> list[str]:
+    # Options are the keyword-only arguments of the `__init__` of the loop and its bases.
     inits = [vars(base)["__init__"] for base in loop_class.__mro__[:-1] if "__init__" in vars(base)]
     parameters = [each for init in inits for each in inspect.signature(init).parameters.values()]
     return sorted({each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY} - _GIVEN_BY_VERL)
 
 
 def check_at_least(least: int, remedy: str = "", /, **options: int | None) -> None:
-    """Refuse options below `least`; None means no limit.
-
-    Raises:
-        ValueError: Naming the option and its value; `remedy` ends the message.
-    """
+    """Raise ValueError for an option below `least`. `remedy` ends the message; None means no limit."""
     for name, value in options.items():
         if value is not None and value < least:
             raise ValueError(f"{name}={value}: must be at least {least}{remedy}")

@@ -1,13 +1,10 @@
-"""The agent loop `blackbox`: any async function that talks to an OpenAI-compatible server, trained as it is.
+"""The agent loop `blackbox`: trains any async function that talks to an OpenAI-compatible server (docs/gateway.md).
 
-    async def agent(*, base_url: str, api_key: str, model: str, row: dict) -> float | Mapping | None:
-        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
-        ...
-        return reward
+    async def agent(*, base_url: str, api_key: str, model: str, row: dict) -> float | Mapping | None: ...
 
-Each run of the function is one session of the gateway of this process, which talks to the session's recording client.
-The leaves become the rows; the leaf that made the last call is the last row. The function shares the event loop with
-the gateway, so it must not block: hand blocking code to `asyncio.to_thread` or to a process of its own.
+Each run of the function is one session of this process's gateway, and the session's recording client makes the calls.
+The leaves become the rows, the leaf of the last call last. The function shares the event loop with the gateway, so it
+must not block: hand blocking code to `asyncio.to_thread` or to another process.
 """
 
 import asyncio
@@ -45,28 +42,19 @@ from rollout_hooks.loops.base import refuse_unknown_options
 Agent = Callable[..., Awaitable[float | Mapping[str, Any] | None]]
 
 MODEL = "policy"
-"""The name of the model, for which agents ask the gateway."""
+"""The model name that agents send to the gateway."""
 
 
 @register("blackbox")
 class BlackboxAgentLoop(AgentLoopBase):
-    """Agent loop that runs an agent against the gateway; see the module.
+    """Agent loop that runs an agent against the gateway. docs/gateway.md explains its options.
 
-    The agent returns the reward:
+    The agent returns one of these rewards:
 
     - a number: the reward of every leaf of the session;
-    - None: verl's reward function scores the last leaf, and the other leaves get a copy;
-    - a mapping: `reward` as above, `leaf_rewards` with rewards of single leaves by the id of the response that ends
-      them, and anything else, which is reported with the reward (verl's `reward_extra_info`).
-
-    Args:
-        agent: Import path of the function, `package.module:function`.
-        timeout_s: Seconds after which the agent is cancelled and the session fails.
-        drain_s: Seconds that calls may go on after the agent has ended, e.g. those whose client went away.
-        fixed_sampling: Sampling parameters in which the configuration overrules the agent. verl computes log-probs at
-            `rollout.temperature`, so an agent that sets another temperature trains at the wrong one: name it here.
-        constrained_decoding: Whether the agent may force tool calls and JSON. Such turns are not sampled from the
-            policy alone; False refuses the request.
+    - None: verl's reward function scores the last leaf, and the others get a copy;
+    - a mapping: `reward` as above, `leaf_rewards` with rewards of single leaves by the id of the response that ends the
+      leaf, and anything else, which becomes verl's `reward_extra_info`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -96,14 +84,11 @@ class BlackboxAgentLoop(AgentLoopBase):
     async def run(  # pyright: ignore[reportIncompatibleMethodOverride]  # verl's worker takes a list too
         self, sampling_params: dict[str, Any], **row: Any
     ) -> list[TreeAgentLoopOutput]:
-        """Run one session; verl's entry point.
-
-        Returns:
-            The leaves in the order of their calls, but the one that made the last call at the end.
+        """Run one session (verl's entry point). Return the leaves in the order of their calls; the last call's is last.
 
         Raises:
             SessionFailed: If the agent raised, ran out of time or made no call that gave a token.
-            ValueError: If the worker does not record, or the agent's reward cannot be read.
+            ValueError: If the worker does not record, or the agent returned no valid reward.
         """
         client = self.server_manager
         if not isinstance(client, RecordingClient):
@@ -119,7 +104,7 @@ class BlackboxAgentLoop(AgentLoopBase):
             model=MODEL,
             row=row,
         )
-        # An error of the agent is a value here: its calls are waited for before the error is reported.
+        # An error of the agent comes back as a value: its calls are waited for before it is reported.
         try:
             (result,) = await asyncio.gather(asyncio.wait_for(call, self._timeout_s), return_exceptions=True)
         finally:
@@ -157,7 +142,7 @@ class BlackboxAgentLoop(AgentLoopBase):
         self, tree: SessionTree, session: GatewaySession, result: Any, *, wants_log_probs: bool
     ) -> list[TreeAgentLoopOutput]:
         limits = RowLimits(self.rollout_config.prompt_length, self.rollout_config.response_length, wants_log_probs)
-        # Without outputs of a loop, every row is made from the record.
+        # No loop made outputs here, so every row is made from the record.
         outputs = cast("list[TreeAgentLoopOutput]", session_rows(tree, [], limits=limits).outputs)
         if not outputs:
             raise SessionFailed("the agent made no call that gave a token to train")
@@ -204,7 +189,7 @@ def _reward(value: float | None) -> float | None:
 def _rewards_of_calls(
     session: GatewaySession, leaf_rewards: Mapping[str, float], *, last_calls: Sequence[int]
 ) -> dict[int, float | None]:
-    """Return the rewards by the call that ends a leaf."""
+    """Return `leaf_rewards` by the index of the call that ends the leaf."""
     rewards: dict[int, float | None] = {}
     for response_id, reward in leaf_rewards.items():
         calls = session.calls_of_response.get(response_id, ())
@@ -218,13 +203,13 @@ def _rewards_of_calls(
 
 
 def _last_call(output: TreeAgentLoopOutput) -> int:
-    # From the record, not from the tokens: two calls that sampled the same ones are two leaves.
+    # Taken from the record: two calls that sampled the same tokens are still two leaves.
     return output.extra_fields[CALLS_FIELD][-1][0]
 
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """A gateway that listens. Keep `serving`: its end ends the server."""
+    """A running gateway. Keep a reference to `serving`: the server stops when it ends."""
 
     gateway: Gateway
     address: Address
@@ -235,7 +220,7 @@ _served: dict[asyncio.AbstractEventLoop, "asyncio.Task[_Served]"] = {}
 
 
 async def _shared_gateway() -> _Served:
-    """Return the gateway of this event loop; the first session starts it, the end of the loop ends it."""
+    """Return this event loop's gateway. The first session starts it, and it ends with the loop."""
     for closed in [loop for loop in _served if loop.is_closed()]:
         del _served[closed]
     loop = asyncio.get_running_loop()
@@ -245,7 +230,7 @@ async def _shared_gateway() -> _Served:
 
 
 async def _serve_gateway() -> _Served:
-    # The trainer bounds the number of sessions, and vLLM queues what it cannot run: no agent shall meet a 429.
+    # No agent should get a 429: the trainer bounds the number of sessions, and vLLM queues what it cannot run yet.
     gateway = Gateway(model=MODEL, limits=GatewayLimits(max_calls=2**20))
     serving = serve(gateway)
     return _Served(gateway, await serving.__aenter__(), serving)

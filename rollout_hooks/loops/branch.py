@@ -4,11 +4,10 @@
                      │            └── b ──observe──generate──finish(reward)
                      └──observe──generate──finish()          the root branch goes on by itself
 
-A branch holds one token sequence: the prompt, then what the model generated (trained) and what the environment
-answered (not trained). `fork` copies the cursor: branches share the tokens before the fork and none behind it, and may
-run concurrently under `asyncio.gather` or `asyncio.TaskGroup`. A call to the LLM that fails or takes too long marks its
-own branch and raises nothing, so siblings in a task group go on. `add_reward` rewards what the model generated last, on
-every leaf that goes on from there. `finish` makes the branch a leaf; a branch that is not finished is not trained.
+A branch holds one token sequence: the prompt, then what the model generated (trained) and what the environment answered
+(not trained). `fork` copies the cursor: branches share the tokens before the fork and none after it, and may run
+concurrently. A call to the LLM that fails or takes too long fails its own branch and raises nothing, so siblings in a
+task group go on. `finish` makes the branch a leaf; a branch that is not finished is not trained.
 
 A loop that writes its context anew (memory, compaction, a subagent) calls `restart` with another prompt. The tokens
 alone decide what that prompt shares with the other paths:
@@ -36,19 +35,19 @@ from rollout_hooks.loops.branch_tokens import BranchTokens
 
 
 class BranchSession:
-    """What the branches of one session share: the client, sampling parameters, token budget, and list of branches.
+    """What the branches of one session share: client, sampling parameters, token budget and the list of branches.
 
     Args:
-        client: Where calls go; in our worker it records them.
+        client: Makes the calls; the client of `rollout_hooks.worker` also records them.
         prompt_ids: Tokens of the root prompt, at least one.
-        sampling_params: Sampling parameters as verl names them; `logprobs` decides whether rows carry log-probs.
-        response_length: Most tokens that a branch may hold behind its prompt.
+        sampling_params: Sampling parameters under verl's names; `logprobs` decides whether rows carry log-probs.
+        response_length: Most tokens of a branch after its prompt.
         prompt_length: Most tokens of a `restart` prompt that count as the row's prompt. The rest become untrained
-            tokens of the response and use up `response_length`, as in `capture.rows`. None: no limit.
-        request_id: Session id of verl: all calls with it go to one server and share its prefix cache.
-        unique_request_ids: Give each call an id of its own, derived from `request_id`. Needed where verl hands the
-            id to vLLM as it is (`rollout.full_determinism`), since concurrent calls must not share one.
-        call_timeout_s: Most seconds that a call to the LLM may take; its branch fails after that. None: no limit.
+            tokens of the response and use up `response_length`, as in `capture.rows`. None means no limit.
+        request_id: verl's session id: all calls with it go to one server and share its prefix cache.
+        unique_request_ids: Whether each call gets an id of its own, made from `request_id`. `rollout.full_determinism`
+            needs it: verl then hands the id to vLLM as it is, and concurrent calls must not share one.
+        call_timeout_s: Most seconds of a call to the LLM; a slower call fails its branch. None means no limit.
     """
 
     def __init__(
@@ -82,10 +81,8 @@ class BranchSession:
         return bool(self.sampling_params.get("logprobs"))
 
     def leaves(self) -> "list[Branch]":
-        """Return the finished branches: depth first in the order of forking, the root branch last.
-
-        The order does not depend on which of two concurrent branches forked first.
-        """
+        """Return the finished branches, depth first in the order of forking, the root branch last."""
+        # By lineage: the order must not depend on which of two concurrent branches forked first.
         finished = [branch for branch in self.branches if branch.is_finished]
         return sorted(finished, key=lambda branch: (branch is self.root, branch.lineage))
 
@@ -101,7 +98,7 @@ class Branch:
 
     Attributes:
         index: Place in the order of creation; the root is 0.
-        lineage: For the branch and each of its ancestors its number among the forks of its parent; the root has none.
+        lineage: The path from the root: the fork numbers of the ancestors and of this branch. Empty for the root.
         failure: Why this branch cannot go on (its last call failed, or `fail`), or None.
         reward: What `finish` or `reward_leaves` gave; rewards of `add_reward` are not in it.
         metrics: Seconds spent in this branch, by the names of verl's `AgentLoopMetrics`.
@@ -138,7 +135,7 @@ class Branch:
 
     @property
     def tool_rewards(self) -> tuple[float, ...]:
-        """Rewards that tools gave the calls of this branch, those before its fork included; see `add_tool_reward`."""
+        """Rewards of the tools that this branch called, before its fork too; see `add_tool_reward`."""
         return tuple(value for _, value in self._tokens.tool_rewards)
 
     @property
@@ -149,18 +146,13 @@ class Branch:
     async def generate(self, sampling_params: Mapping[str, Any] | None = None, **client_kwargs: Any) -> TokenOutput:
         """Let the model go on from the cursor, and move the cursor behind what it generated.
 
-        Args:
-            sampling_params: Overrides the session's sampling parameters for this call. `max_tokens` is lowered to what
-                still fits into the branch.
-            **client_kwargs: Handed to `LLMServerClient.generate` as they are.
-
-        Returns:
-            The output of the call. Its `token_ids` are empty if the branch is full (`stop_reason` "length", no call is
-            made) and if the call failed (`stop_reason` "failed", the cause in `self.failure`). A call that the server
-            aborted keeps the tokens it got and fails the branch too.
+        `sampling_params` overrides the session's for this call; `max_tokens` is lowered to what still fits.
+        `client_kwargs` go to `LLMServerClient.generate`. The output has no tokens if the branch is full (`stop_reason`
+        "length", no call is made) or the call failed (`stop_reason` "failed", the cause in `failure`). A call that the
+        server aborted keeps the tokens it got and fails the branch too.
 
         Raises:
-            ValueError: If the branch is rewound to the very start.
+            ValueError: If the branch holds no token, after `rewind(0)`.
         """
         self._check_open("generate")
         if not self.position:
@@ -176,7 +168,7 @@ class Branch:
         with simple_timer("generate_sequences", self.metrics):
             try:
                 async with asyncio.timeout(self._session.call_timeout_s):
-                    # A failure is handed over as a value: whatever the server raises must not reach the siblings.
+                    # The error comes back as a value: whatever the server raises must not reach the siblings.
                     (output,) = await asyncio.gather(call, return_exceptions=True)
             except TimeoutError:
                 self.failure = f"the call to the LLM took longer than call_timeout_s={self._session.call_timeout_s}"
@@ -190,7 +182,7 @@ class Branch:
         return output
 
     def observe(self, token_ids: Sequence[int]) -> None:
-        """Append tokens of the environment: the model reads them from here on, and they are not trained."""
+        """Append tokens of the environment. The model reads them, and they are not trained."""
         self._check_open("observe")
         if isinstance(token_ids, str):
             raise ValueError(f"observe({token_ids!r}): takes token ids; for text use `observe_messages` of the loop")
@@ -208,14 +200,12 @@ class Branch:
         return forks
 
     def rewind(self, to: int, *, keep_rewards: bool = False) -> None:
-        """Put the cursor back to an earlier `position`; what came after it leaves this branch (fork first to keep it).
+        """Move the cursor back to an earlier `position`. The branch loses what came after it; fork first to keep it.
 
-        Args:
-            to: A position from 0 to the present one; it may lie inside a generated turn, or inside the prompt. After a
-                rewind into the prompt, the tokens observed before the next call belong to the row's prompt.
-            keep_rewards: Whether rewards of `add_reward` on the tokens that leave stay. They then move to the last
-                sampled token that stays, or to the next one sampled if none stays. Rewards of tools likewise leave with
-                the end of the turn that called, or stay.
+        `to` may lie inside a generated turn or inside the prompt. After a rewind into the prompt, tokens observed
+        before the next call belong to the row's prompt. `keep_rewards` keeps the rewards of the lost tokens: those of
+        `add_reward` move to the last sampled token that stays, or to the next one sampled if none stays. Without it
+        they are lost, and a reward of a tool is lost with the end of the turn that called the tool.
         """
         self._check_open("rewind")
         if not 0 <= to <= self.position:
@@ -226,13 +216,11 @@ class Branch:
         self._tokens.cut(to, keep_rewards=keep_rewards)
 
     def restart(self, prompt_ids: Sequence[int], *, keep_tool_rewards: bool = False) -> None:
-        """Put the cursor at the end of another prompt; what the branch held before leaves it (fork first to keep it).
+        """Put the cursor at the end of another prompt. The branch loses all that it held; fork first to keep it.
 
-        Args:
-            prompt_ids: Tokens of the prompt, at least one. It shares with the root prompt, and with every other path of
-                the session, the tokens that they have in common.
-            keep_tool_rewards: Whether rewards of tools stay, because the same work goes on in a new context. Rewards of
-                `add_reward` leave with their tokens.
+        The prompt needs at least one token. It shares with every other path of the session the tokens that they have in
+        common. `keep_tool_rewards` keeps the rewards of tools, for work that goes on in a new context. Rewards of
+        `add_reward` are lost with their tokens.
         """
         if not len(prompt_ids):
             raise ValueError("restart([]): a prompt has at least one token")
@@ -244,15 +232,11 @@ class Branch:
     def add_reward(self, value: float) -> None:
         """Reward what the model generated last: a node of the tree, a step of a process.
 
-        The reward lies on the last sampled token of the branch, also if the environment has answered since. Each leaf
-        that goes on from here gets it: this branch and those forked from it later, not those forked before. Several
-        rewards add up, with each other and with that of the leaf.
-
-        Args:
-            value: A finite number.
+        The reward lies on the last sampled token, even if the environment has answered since. This branch and those
+        forked from it later get it; branches forked before do not. All rewards add up, also with the leaf's own.
 
         Raises:
-            ValueError: If `value` is no finite number, or the branch holds no sampled token.
+            ValueError: If `value` is not a finite number, or the branch holds no sampled token.
         """
         self._check_open("add_reward")
         if not isinstance(value, Real) or not math.isfinite(value):
@@ -265,7 +249,7 @@ class Branch:
         self._tokens.reward(float(value))
 
     def add_tool_reward(self, value: float) -> None:
-        """Report the reward that a tool gave a call of this branch (verl's `tool_rewards`); it is not trained on.
+        """Report the reward that a tool gave a call of this branch (verl's `tool_rewards`). It is not trained on.
 
         Each leaf that goes on from here reports it with its row. `rewind` to a position before the cursor drops it.
         """
@@ -273,7 +257,7 @@ class Branch:
         self._tokens.tool_rewards.append((self.position - 1, value))
 
     def fail(self, reason: str) -> None:
-        """End this branch with a reason, e.g. a tool that took too long; a session that fails for it reports it."""
+        """End this branch, e.g. after a tool that took too long. A session that fails for it reports the reason."""
         self._check_open("fail")
         self.failure = reason
 
@@ -282,12 +266,12 @@ class Branch:
 
         Args:
             reward: The leaf's own reward. None leaves it to verl: its reward function scores the last leaf of the
-                session, and leaves before it get a copy of that score. Rewards of `add_reward` come on top of either.
+                session, and leaves before it get a copy of that score. Rewards of `add_reward` are added to either.
             extra_info: Reported with the reward, as verl's `reward_extra_info`.
 
         Raises:
-            ValueError: If the branch is finished, if the reward is not finite, or if the branch has failed and no
-                reward is given: only an explicit reward says that a broken trajectory shall be trained.
+            ValueError: If the branch is finished, the reward is not finite, or the branch has failed and no reward is
+                given. A broken trajectory is trained only with an explicit reward.
         """
         if self.is_finished:
             raise ValueError(f"finish on branch {self.index}: it is finished already")
@@ -296,7 +280,7 @@ class Branch:
         self.is_finished = True
 
     def checked_reward(self, reward: float | None) -> float | None:
-        """Return a reward as a number, or refuse it for the reasons given at `finish`."""
+        """Return a reward as a float, or raise ValueError as `finish` does."""
         if reward is not None and not (isinstance(reward, SupportsFloat) and math.isfinite(reward)):
             raise ValueError(f"reward={reward!r} of branch {self.index}: a reward must be finite, or None for verl's")
         if self.failure is not None and reward is None:

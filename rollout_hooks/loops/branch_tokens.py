@@ -1,7 +1,7 @@
-"""The tokens of one branch: a prompt, and behind it what the model generated and what it observed.
+"""The tokens of one branch: a prompt, then what the model generated and what it read.
 
-The row is cut into verl's prompt and response where the prompt ends. A branch begins with the root prompt. If it is cut
-inside its prompt, the prompt is open again: what the branch reads belongs to it until the model generates.
+A row is cut into verl's prompt and response where the prompt ends. A cut inside the prompt opens it again: until the
+model generates, what the branch reads belongs to the prompt.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,14 +13,14 @@ class BranchTokens:
     """Tokens of a branch, the prompt included.
 
     Attributes:
-        token_ids: N tokens.
+        token_ids: All N tokens.
         mask: 1 for a generated token, 0 for one that was read.
         log_probs: Rollout log-prob of a generated token, 0.0 for one that was read.
         prompt_len: Tokens of the row's prompt.
         is_prompt_open: Whether what is read next belongs to the prompt.
         versions: (position, version of the weights) of the calls that generated tokens from that position on.
         rewards: (position of a token, reward) in the order in which they were given.
-        tool_rewards: (position of the last token before the result, reward) of every tool that the branch called.
+        tool_rewards: (position of the last token before the result, reward) of each tool call.
     """
 
     token_ids: list[int]
@@ -74,18 +74,18 @@ class BranchTokens:
         self.log_probs += [float(value) for value in log_probs]
 
     def reward(self, value: float) -> None:
-        """Reward the last generated token; there is one."""
+        """Reward the last generated token; there must be one."""
         last = max(position for position, is_generated in enumerate(self.mask) if is_generated)
         self.rewards.append((last, value))
 
     def cut(self, to: int, *, keep_rewards: bool = False) -> None:
-        """Drop everything from position `to` on, rewards only unless they are kept; inside the prompt this opens it."""
+        """Drop the tokens from position `to` on, with their rewards unless kept. A cut inside the prompt opens it."""
         for values in (self.token_ids, self.mask, self.log_probs):
             del values[to:]
         self.versions = [(start, version) for start, version in self.versions if start < to]
         for rewards in (self.rewards, self.tool_rewards):
             stay = [(position, value) for position, value in rewards if keep_rewards or position < to]
-            # Kept rewards may come to lie on a token that was read: the row looks for the sampled one before it.
+            # A kept reward may end up on a token that was read. Then it counts for the sampled token before that one.
             rewards[:] = [(min(position, to - 1), value) for position, value in stay]
         if to < self.prompt_len:
             self.prompt_len = to

@@ -3,9 +3,9 @@
     prompt ──┬── turn 1 ── results ── turn 2 ── results ── "summarise" ── summary     leaf 1
              └── summary (read) ── turn 3 ── results ── turn 4, the answer            the session's final leaf
 
-The summary is generated on the old branch, after all that it sums up, and trained there: that leaf ends with it. The
-next branch shares the root prompt and begins with the row's messages and the summary, as text that the model reads.
-The worth of a good summary shows in the reward of the answer, which its leaf gets too by default.
+The summary is generated and trained on the old branch, after all that it sums up; that leaf ends with it. The next
+branch shares the root prompt and reads the row's messages and the summary as text. By default the leaf of a summary
+gets the reward of the answer.
 """
 
 from typing import Any
@@ -25,18 +25,10 @@ PREFACE = "Summary of the work so far:\n"
 
 @register("compaction")
 class CompactionAgentLoop(ToolTurnsLoop):
-    """Tool-calling agent loop that compacts its history; see the module for the picture.
+    """Tool-calling agent loop that compacts its history. docs/agent_loops.md explains its options.
 
     A session ends with a turn that calls no tool, with turn `rollout.multi_turn.max_assistant_turns` (summaries do not
-    count), or where results and the request for a summary do not fit.
-
-    Args:
-        max_context_len: Tokens of a context, prompt included, beyond which it is summarised before the next turn. None:
-            `rollout.prompt_length` and half of `rollout.response_length`.
-        max_summary_len: Most tokens of a summary. None: as many as fit.
-        request: The user message that asks for the summary.
-        preface: The words before the summary in the next context.
-        **kwargs: The options of `ToolTurnsLoop`, and what verl's worker gives.
+    count), or when the results and the request for a summary do not fit.
     """
 
     endless_because = "compaction lets a session go on for ever"

@@ -4,11 +4,10 @@
                    ├── notes 1 ── turn 1, its results ── input 2 ── g ── turn 2          leaf 2
                    └── notes 2 ── turn 2, its results ── input 3 ── g ── answer          the session's final leaf
 
-A turn sees the row's messages (system prompt and task), the notes that fit best, the last turn with its results, and
-what the environment says next; nothing else. So no context grows with the task, and all contexts share the root prompt
-up to where the notes begin. The model keeps what it will need with two tools, `memory_write` and `memory_search`,
-beside the tools of the configuration. A turn that is copied into the next context is only read there: it is trained
-once, on its own leaf.
+A turn sees only the row's messages (system prompt and task), the notes that fit best, the last turn with its results,
+and the next input of the environment. So contexts do not grow with the task, and they share the root prompt up to the
+notes. The model keeps what it will need with two tools, `memory_write` and `memory_search`. A turn that the next
+context quotes is only read there: it is trained once, on its own leaf.
 """
 
 import itertools
@@ -30,16 +29,10 @@ SEARCH = text_tool("memory_search", "Find notes that were kept earlier.", "query
 
 @register("memory")
 class MemoryAgentLoop(ToolTurnsLoop):
-    """Agent loop with a context per turn; see the module for the picture.
+    """Agent loop with a context per turn. docs/agent_loops.md explains its options.
 
-    A session ends with a turn that calls no tool when the environment has no more input, or with turn
-    `rollout.multi_turn.max_assistant_turns`.
-
-    Args:
-        max_notes: Most notes that a context holds; fewer where they would not fit into `rollout.prompt_length`.
-        max_found: Most notes that one `memory_search` returns.
-        embed: Texts to vectors, for a search by meaning beside the one by words; see `memory_store`. None: words only.
-        **kwargs: The options of `ToolTurnsLoop`, and what verl's worker gives.
+    A session ends with turn `rollout.multi_turn.max_assistant_turns`, or before it with a turn that calls no tool when
+    the environment has no more input.
     """
 
     own_schemas = (WRITE, SEARCH)
@@ -54,15 +47,7 @@ class MemoryAgentLoop(ToolTurnsLoop):
         self.max_notes, self.max_found, self.embed = max_notes, max_found, embed
 
     async def turn_input(self, *, row: dict[str, Any], number: int) -> str | None:
-        """Return what the environment says before a turn, say a chunk of a long text; override it.
-
-        Args:
-            row: The dataset row, `uid` and `session_id`.
-            number: The number of the turn, from 1.
-
-        Returns:
-            The text of a user message, or None if there is nothing more to say.
-        """
+        """Return the user message before turn `number` (from 1), say a chunk of a long text, or None; override it."""
 
     async def turn_reward(self, *, row: dict[str, Any], turn: ToolTurn, number: int) -> float | None:
         """Return the reward of the leaf of a turn that is not the last; override it."""
@@ -72,13 +57,8 @@ class MemoryAgentLoop(ToolTurnsLoop):
     ) -> list[Note]:
         """Return the notes of the next context, most useful first; override it for another choice.
 
-        Here: those that fit the task, the last turn and the input by their words, then the newest ones.
-
-        Args:
-            store: The notes of the session.
-            row: The dataset row, `uid` and `session_id`.
-            last: The last turn, None before the first one.
-            given: The input of the next turn, or None.
+        Here: the notes that best fit the words of the task, the last turn and the input `given`, then the newest ones.
+        `last` is None before the first turn.
         """
         if self.max_notes == 0:
             return []
@@ -92,11 +72,8 @@ class MemoryAgentLoop(ToolTurnsLoop):
     ) -> list[dict[str, Any]]:
         """Return the messages of one context, what all contexts share first; override it for another form.
 
-        Args:
-            notes: The notes that were chosen, most useful first; shown in the order of writing.
-            row: The dataset row, `uid` and `session_id`.
-            last_turn: The last turn and the results of its calls, as messages; empty before the first turn.
-            given: The input of this turn, or None.
+        `notes` come most useful first and are shown in the order of writing. `last_turn` is the last turn with the
+        results of its calls, empty before the first turn. `given` is the input of this turn.
         """
         lines = [f"{note.number}. {note.text}" for note in sorted(notes, key=lambda note: note.number)]
         messages = list(row["raw_prompt"])
@@ -145,8 +122,8 @@ class MemoryAgentLoop(ToolTurnsLoop):
         while True:
             messages = self.context(notes, row=row, last_turn=last_turn, given=given)
             prompt_ids = await self.prompt_tokens(messages, tools=tools)
-            # The least useful notes are left out until the context fits. The rest is kept whole: what is longer uses up
-            # the response, and ends the branch if it leaves no room.
+            # Leave out the least useful notes until the context fits. Nothing else is cut: a longer context uses up the
+            # response, and the branch ends if no room is left.
             if len(prompt_ids) <= self.prompt_length or not notes:
                 root.restart(prompt_ids, keep_tool_rewards=True)
                 return messages

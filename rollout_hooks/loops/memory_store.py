@@ -1,9 +1,8 @@
-"""Notes of one session in an SQLite full-text index (FTS5), in memory, with an optional embedding index beside it.
+"""Notes of one session in an SQLite full-text index (FTS5) in memory, with an optional embedding index.
 
-A query is a bag of words: each word becomes a quoted FTS5 string, and OR joins them, so that no query of a model can be
-a syntax error. Notes rank by BM25. With embeddings they also rank by cosine, and reciprocal rank fusion merges the two
-rankings: a note scores the sum of 1 / (60 + its rank) over the rankings it is in (Cormack, Clarke and Buettcher, SIGIR
-2009).
+A query is a bag of words: each word becomes a quoted FTS5 string, and OR joins them, so no query of a model is a syntax
+error. Notes rank by BM25. With embeddings they also rank by cosine, and reciprocal rank fusion merges the rankings: a
+note scores the sum of 1 / (60 + its rank) (Cormack, Clarke and Buettcher, SIGIR 2009).
 """
 
 import asyncio
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 Embed = Callable[[Sequence[str]], np.ndarray]
-"""N texts to (N, dimensions) vectors."""
+"""Maps N texts to vectors of shape (N, dimensions)."""
 
 MAX_QUERY_WORDS = 64
 FUSION_CONSTANT = 60
@@ -33,11 +32,8 @@ class Note:
 class MemoryStore:
     """The notes of one session.
 
-    Reads and writes take turns in the order in which they were asked for, so concurrent tool calls number their notes
-    in the order of the calls.
-
-    Args:
-        embed: Called in a thread for each note and query; without it only words count.
+    Reads and writes run in the order in which they were asked for, so concurrent tool calls number their notes in the
+    order of the calls. `embed` is called in a thread for each note and query; without it only words count.
     """
 
     def __init__(self, *, embed: Embed | None = None) -> None:
@@ -63,9 +59,9 @@ class MemoryStore:
         return note
 
     async def search(self, query: str, *, limit: int) -> list[Note]:
-        """Return the notes that fit a query, any text, best first; of equally good notes the older one first.
+        """Return the notes that fit a query (any text), best first, and older first among equals.
 
-        Notes without a word of the query are found through embeddings only.
+        A note without a word of the query is found through embeddings only.
 
         Raises:
             ValueError: If `limit` < 1.
@@ -104,7 +100,7 @@ class MemoryStore:
 
     @staticmethod
     async def _vector(embed: Embed, text: str) -> np.ndarray:
-        """Return the unit vector of a text, or zero."""
+        """Return the embedding of a text, scaled to length 1 unless it is zero."""
         vectors = np.asarray(await asyncio.to_thread(embed, [text]), dtype=np.float64)
         if vectors.ndim != 2 or len(vectors) != 1:
             raise ValueError(f"embed gave an array of shape {vectors.shape} for 1 text: it must be (1, dimensions)")

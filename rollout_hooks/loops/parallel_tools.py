@@ -6,7 +6,7 @@
                                                └── results 1..k ── answer        the session's final leaf
 
 The calls of a turn run concurrently. A branch concludes as soon as its own result is there, and the main branch goes on
-as soon as all results are. A conclusion calls no tools.
+when all results are there. A conclusion calls no tools.
 """
 
 import asyncio
@@ -26,17 +26,13 @@ from rollout_hooks.loops.turns import ToolResult, ToolTurn
 
 @register("parallel_tools")
 class ParallelToolsAgentLoop(ToolTurnsLoop):
-    """Tool-calling agent loop whose tool calls branch; see the module for the picture.
+    """Tool-calling agent loop whose tool calls branch. docs/agent_loops.md explains its options.
 
-    A call that takes too long (or, with `tool_errors="end"`, raises) ends its own branch; the main branch is told.
-
-    Args:
-        branch_single_call: Whether a turn with a single call gets a branch too. None takes the class attribute.
-        **kwargs: The options of `ToolTurnsLoop`, and what verl's worker gives.
+    A call that takes too long (or raises, with `tool_errors="end"`) ends its own branch. The main branch is told.
     """
 
     branch_single_call: bool = True
-    """Whether a turn with a single call gets a branch too (its prompt is then the main branch's next prompt)."""
+    """Whether a turn with a single call gets a branch too; its prompt then equals the main branch's next prompt."""
 
     def __init__(self, *args: Any, branch_single_call: bool | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -48,11 +44,8 @@ class ParallelToolsAgentLoop(ToolTurnsLoop):
     ) -> float | None:
         """Return the reward of the leaf that concludes one tool call; override it.
 
-        Args:
-            row: The dataset row, `uid` and `session_id`.
-            call: The call: `name` and `arguments`, a JSON string as the model wrote it.
-            result: The answer of the tool; the model saw `result.text`.
-            conclusion: The model's text after that result.
+        `call.arguments` is a JSON string as the model wrote it, `result.text` is what the model read, and `conclusion`
+        is the text that it wrote after it.
         """
 
     @override

@@ -4,9 +4,9 @@
     child prompt ──┬── task a ── turns and results ── answer a                       leaf 1
                    └── task b ── turns and results ── answer b                       leaf 2
 
-A child has a context of its own, its system prompt and its task, and reports only its answer. Children of one turn run
-concurrently. Each is a leaf of the same session tree, and they share what their prompts have in common. Children have
-the row's tools, and above the depth limit `spawn` too.
+A child sees only its own system prompt and its task, and reports only its answer. The children of one turn run
+concurrently. Each is a leaf of the same session tree, and their prompts share what they have in common. Children have
+the row's tools, and `spawn` too above the depth limit.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ CHILD_SYSTEM_PROMPT = "You are a subagent. Do the task and answer briefly; only 
 
 @dataclass(slots=True)
 class _Session:
-    """The state that the agents of one session share: the row, the number of children, and where they run."""
+    """What the agents of one session share: the row, the task group that runs the children, and their number."""
 
     row: dict[str, Any]
     tasks: asyncio.TaskGroup
@@ -42,16 +42,9 @@ class _Session:
 
 @register("subagents")
 class SubagentsAgentLoop(ToolTurnsLoop):
-    """Tool-calling agent loop with a tool `spawn(task)`; see the module for the picture.
+    """Tool-calling agent loop with a tool `spawn(task)`. docs/agent_loops.md explains its options.
 
-    A child that fails is reported to its parent as a result and is no leaf. `rollout.multi_turn.max_parallel_calls`
-    bounds the children of one turn, `max_assistant_turns` the turns of each agent.
-
-    Args:
-        max_depth: Generations of children: 1 lets only the first agent spawn.
-        max_children: Most children of a session; further calls are refused with a message to the model.
-        child_system_prompt: The system prompt of a child.
-        **kwargs: The options of `ToolTurnsLoop`, and what verl's worker gives.
+    A child that fails is no leaf, and its parent reads the failure as the result.
     """
 
     own_schemas = (SPAWN,)
@@ -71,22 +64,16 @@ class SubagentsAgentLoop(ToolTurnsLoop):
         self.child_system_prompt = child_system_prompt
 
     def child_messages(self, *, row: dict[str, Any], task: str, depth: int) -> list[dict[str, Any]]:
-        """Return the first messages of a child; override it for another form.
-
-        Args:
-            row: The dataset row, `uid` and `session_id`.
-            task: The task that the parent gave.
-            depth: 1 for a child of the first agent.
-        """
+        """Return the first messages of a child; override it. `depth` is 1 for a child of the first agent."""
         del row, depth  # for those who override it
         return [{"role": "system", "content": self.child_system_prompt}, {"role": "user", "content": task}]
 
     async def child_reward(self, *, row: dict[str, Any], task: str, answer: str, depth: int) -> float | None:
-        """Return the reward of a child's leaf; override it. The arguments are those of `child_messages`."""
+        """Return the reward of a child's leaf; override it. `depth` is that of `child_messages`."""
 
     @override
     async def run_branches(self, root: Branch, **row: Any) -> None:
-        # An error in a hook of a child ends the session with its cause; verl would hand it to the model as a result.
+        # With a task group, an error in a child's hook ends the session; verl alone would show it to the model.
         async with asyncio.TaskGroup() as tasks:
             session = _Session(row, tasks)
             answer = await self.converse(root, list(row["raw_prompt"]), tools=self._tools(root, session, 0), row=row)

@@ -1,7 +1,7 @@
 """The base class of loops that call tools: turns of the model, tool calls through verl, their results as messages.
 
-Tools (function tools, verl's stateful tools, MCP tools), tool parser and truncation of results are verl's own
-(`ToolAgentLoop`); here they run for a branch. Text only: a tool that returns images is refused.
+Tools (function tools, stateful tools, MCP tools), tool parser and truncation of results are those of verl's
+`ToolAgentLoop`. Text only: a tool that returns images is refused.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ TOOL_ERRORS = ("tell", "end")
 TOOL_REWARDS = ("report", "add")
 
 RunCalls = Callable[..., Awaitable[list[dict[str, Any]] | None]]
-"""Takes and returns what `ToolTurnsLoop.run_calls` does."""
+"""A function with the arguments and the result of `ToolTurnsLoop.run_calls`."""
 
 
 class _AgentData(AgentData):
@@ -29,26 +29,14 @@ class _AgentData(AgentData):
 
 
 class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[reportIncompatibleMethodOverride]  # `run`
-    """Base class of the agent loops that call tools.
+    """Base class of the agent loops that call tools. docs/agent_loops.md explains its options.
 
-    Configuration is verl's: `rollout.multi_turn.{tool_config_path, function_tool_path, format, max_parallel_calls,
-    max_assistant_turns, max_user_turns, max_tool_response_length, tool_response_truncate_side}`. Note that
-    `max_parallel_calls` is 1 by default: set it to the number of calls that a turn may make.
+    Tools and limits of turns are configured by verl's `rollout.multi_turn`. Its `max_parallel_calls` is 1 by default:
+    set it to the number of calls that a turn may make.
 
-    To give rewards, subclass a loop, register the subclass under a name of its own (verl's `register`) and override
-    its reward hooks. Each gets the dataset row (`raw_prompt`, `extra_info`, `reward_model`, ...) with `uid` and
-    `session_id`, and texts without special tokens. It returns a finite reward or None: verl's reward function then
-    scores the final leaf, and another leaf gets a copy of the final leaf's reward.
-
-    Args:
-        tool_errors: "tell": the model reads what went wrong, as in verl, and may do better. "end": an error raised by a
-            tool ends the branch that needs the result, with the error as the reason. Calls that name no tool or have
-            no valid arguments are the model's own mistakes and always told.
-        tool_rewards: The use of the rewards that tools return. "report": each row has those of its calls as
-            `tool_rewards`, as in verl, where the reward function of the session's last row reads them in `extra_info`.
-            "add": each is also added to the turn that called (`Branch.add_reward`), for all leaves that go on from it.
-        max_turn_len: Most tokens of one call to the LLM. None: as many as fit into `rollout.response_length`.
-        **kwargs: `call_timeout_s`, the options of the subclass, and what verl's worker gives.
+    To give rewards, subclass a loop, override its reward hooks and name the subclass in `loops.yaml`. Each hook gets
+    the dataset row with `uid` and `session_id`, and texts without special tokens. It returns a finite reward or None:
+    verl's reward function then scores the final leaf, and another leaf gets a copy of the final leaf's reward.
     """
 
     own_schemas: tuple[OpenAIFunctionToolSchema, ...] = ()
@@ -56,7 +44,7 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
     endless_because: str | None = None
     """Why a session would not end without `max_assistant_turns`; None if it ends when its context is full."""
 
-    # Set by verl's ToolAgentLoop, which type checkers take for an AgentLoopBase: `register` is typed so.
+    # Set by verl's ToolAgentLoop. Declared here, since the type of `register` hides that class from type checkers.
     tools: dict[str, Any]
     tool_parser: ToolParser
     prompt_length: int
@@ -95,12 +83,7 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
             )
 
     async def final_reward(self, *, row: dict[str, Any], answer: str) -> float | None:
-        """Return the reward of the session's final leaf, in loops that end with one; override it.
-
-        Args:
-            row: The dataset row, `uid` and `session_id`.
-            answer: The text of that leaf's last turn.
-        """
+        """Return the reward of the session's final leaf, if the loop has one; override it. `answer` is its text."""
 
     @override
     def prompt_tools(self, **row: Any) -> list[dict[str, Any]]:
@@ -114,14 +97,13 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
         return {name: self.tools[name] for name in selection if name in self.tools}
 
     def is_last_turn(self, number: int) -> bool:
-        """Say whether turn `number` (from 1) is the last by verl's limits, so that its calls are not run."""
+        """Say whether verl's limits make turn `number` (from 1) the last one. The calls of that turn are not run."""
         return number == self.max_assistant_turns or number > (self.max_user_turns or number)
 
     async def take_turn(self, branch: Branch, *, tools: Mapping[str, Any], start: int | None = None) -> ToolTurn | None:
-        """Let the model take its turn, or the rest of one that begins on the branch already, at `start`.
+        """Let the model take its turn, or the rest of a turn that begins at `start` on the branch.
 
-        Returns:
-            The turn, or None if the branch failed; a context that leaves no room to generate fails it too.
+        Return None if the branch failed. A context that leaves no room to generate fails it too.
         """
         stop = {"stop_token_ids": self.tool_parser.stop_token_ids} if self.tool_parser.stop_token_ids else {}
         before = branch.position
@@ -134,7 +116,7 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
         start = before if start is None else start
         token_ids = branch.token_ids[start:]
         content, calls = await self.tool_parser.extract_tool_calls(token_ids, [t.tool_schema for t in tools.values()])
-        # A parser leaves the stop token in, and the chat template adds it again.
+        # The parser leaves the stop token in. It must go, since the chat template adds one.
         for token in self.tokenizer.all_special_tokens:
             content = content.replace(token, "")
         return ToolTurn(start, output, self.text_of(token_ids), content, tuple(calls[: self.max_parallel_calls]))
@@ -154,13 +136,13 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
     ) -> ToolResult:
         """Run one tool call through verl, which turns an error of the tool into a text for the model.
 
-        The metrics of `branch` count the call; `history` ends with the turn that calls. Let every branch that reads the
-        result have its reward (`reward_calls`).
+        `history` ends with the turn that calls, and the metrics of `branch` count the time. The reward is not given
+        here: call `reward_calls` for every branch that reads the result.
 
         Raises:
             ValueError: If the tool returned an image or a video.
         """
-        # The loop's own tools have no time limit: their time is spent in LLM calls, which have one themselves.
+        # The loop's own tools have no time limit: their time is spent in LLM calls, which have their own limit.
         is_own = call.name in {schema.function.name for schema in self.own_schemas}
         data = self._agent_data(history, row, tools=tools)
         with simple_timer("tool_calls", branch.metrics):
@@ -172,18 +154,18 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
                 return ToolResult(ToolResponse(text=f"Error: {reason}"), failure=reason)
         if response.image or response.video:
             raise ValueError(f"tool {call.name!r} returned an image or video: branching agent loops take text only")
-        # verl catches what a tool raises and tells it in these words only.
+        # verl catches what a tool raises. Only these first words of the text show it.
         has_raised = (response.text or "").startswith(f"Error executing tool '{call.name}': ")
         failure = response.text if has_raised and self.tool_errors == "end" else None
         return ToolResult(response, failure=failure, reward=reward)
 
     def reward_calls(self, branch: Branch, calls: Iterable[tuple[FunctionCall, ToolResult]]) -> None:
-        """Give a branch, its cursor right behind the turn, the rewards of the calls whose results it will read.
+        """Give a branch the rewards of the calls whose results it will read. Its cursor must be right behind the turn.
 
-        `run_calls` does it itself; after `run_call` it is yours to do.
+        `run_calls` does this itself; after `run_call` the caller must.
 
         Raises:
-            ValueError: With `tool_rewards="add"`, if a reward is no finite number.
+            ValueError: With `tool_rewards="add"`, if a reward is not a finite number.
         """
         for call, result in calls:
             if result.reward is None:
@@ -204,10 +186,9 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
         history: list[dict[str, Any]],
         row: dict[str, Any],
     ) -> list[dict[str, Any]] | None:
-        """Run the calls of a turn concurrently; the branch, its cursor behind the turn, gets their rewards.
+        """Run the calls of a turn concurrently and give the branch, its cursor behind the turn, their rewards.
 
-        Returns:
-            The tool messages in the order of the calls, or None if one of them ended the branch.
+        Return the tool messages in the order of the calls, or None if a call ended the branch.
         """
         async with asyncio.TaskGroup() as tasks:
             running = [
@@ -236,18 +217,9 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
     ) -> str | None:
         """Take turns and read tool results on one branch until the model answers, as in verl's tool loop.
 
-        Args:
-            branch: The branch; its tokens stand for `messages`.
-            messages: The messages before the first turn.
-            tools: The tools that the model may call, by name.
-            row: The dataset row, `uid` and `session_id`.
-            number: The number of the first turn.
-            start: The beginning of the first turn; see `take_turn`.
-            steps: A list to which every turn is appended.
-            run_calls: A function that runs the calls of a turn in the place of the method `run_calls`.
-
-        Returns:
-            The text of the last turn, or None if the branch failed.
+        Return the text of the last turn, or None if the branch failed. The branch's tokens stand for `messages`. The
+        first turn has the number `number` and begins at `start` (see `take_turn`). Every turn is appended to `steps`,
+        and `run_calls` replaces the method of that name.
         """
         schemas = tool_schemas(tool.tool_schema for tool in tools.values())
         while True:

@@ -5,17 +5,16 @@
              └── turn ── result ──┬── tu│rn ── answer             first chain of tree 2
                                   └── tu│other rest ── answer     expansion at a token
 
-M trees begin with one chain each: turns and tool results until an answer. L rounds follow; in each, N places are chosen
-in every tree and expanded by T new chains each, which become part of the tree. That gives M (1 + L N T) leaves.
+M trees (`num_trees`) begin with one chain each: turns and tool results until an answer. In each of L rounds
+(`num_rounds`), N places (`num_expansions`) of every tree are expanded by T new chains (`num_samples`), which become
+part of the tree. That gives M (1 + L N T) leaves.
 
-`select="random"`: places are turns behind at least one tool result (in a tree without one: its first turn), drawn at
-random. With T = 1 this is the search of Tree-GRPO (arXiv 2509.21240, M, N and L as there).
-`select="entropy"`: places are the generated tokens that the model was least certain of; the token and what follows it
-are sampled again. This is the search of TreeRL (arXiv 2506.11902, M, N, L and T as there). The uncertainty is the
-entropy of the `top_log_probs` that an LLM server put into its output's `extra_fields`. verl 0.9.1's servers report the
-sampled token only; then it is that token's -log-prob.
+- `select="random"`: places are random turns behind at least one tool result (in a tree without one: its first turn).
+  With T = 1 this is the search of Tree-GRPO (arXiv 2509.21240, M, N and L as there).
+- `select="entropy"`: places are the generated tokens that the model was least certain of. The token is sampled again,
+  with what follows it. This is the search of TreeRL (arXiv 2506.11902, M, N, L and T as there).
 
-All chains of a session use its request id, so that they go to one server and find their prefix in its cache.
+All chains of a session use its request id, so they go to one server and find their prefix in its cache.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ SELECTIONS = ("random", "entropy")
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tree is expanded: a step, and the position on its path from which on all is sampled anew."""
+    """A place to expand: a step, and the position on its path from which all tokens are sampled anew."""
 
     step: Step
     position: int
@@ -64,21 +63,11 @@ class _Tree:
 
 @register("tree_search")
 class TreeSearchAgentLoop(ToolTurnsLoop):
-    """Tool-calling agent loop that searches; see the module for the picture.
+    """Tool-calling agent loop that searches. docs/agent_loops.md explains its options.
 
-    Every leaf needs a reward of its own: `leaf_reward`. A chain that fails is no leaf and fails nothing else; the
-    session fails if no leaf is left. Estimators that compare within a tree take a session for a tree: then use
-    `num_trees` = 1 and `rollout.n` = M.
-
-    Args:
-        num_trees: M, chains from the prompt.
-        num_expansions: N, places per tree and round.
-        num_rounds: L.
-        num_samples: T, chains per place.
-        select: "random" or "entropy".
-        seed: Of the random choice, together with the prompt and the number of the session; the same seed makes the same
-            choices among the same samples.
-        **kwargs: The options of `ToolTurnsLoop`, and what verl's worker gives.
+    Every leaf gets a reward of its own from `leaf_reward`. A chain that fails is no leaf and fails nothing else; the
+    session fails if no leaf is left. Estimators that compare within a tree take a session for a tree: for them set
+    `num_trees` to 1 and `rollout.n` to M.
     """
 
     def __init__(
@@ -105,15 +94,11 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
         self._score = get_custom_reward_fn(self.config) or default_compute_score
 
     async def leaf_reward(self, *, row: dict[str, Any], answer: str) -> float:
-        """Return the reward of one leaf; override it for a reward of your own.
+        """Return the reward of one leaf, whose last turn is `answer`; override it for a reward of your own.
 
-        Here: verl's reward function (`reward.custom_reward_function`, else the one for the row's `data_source`), which
-        verl itself would call for the last leaf only.
-
-        Args:
-            row: The dataset row, `uid` and `session_id`. `extra_info` has also the `tool_rewards` of the chain, as verl
-                would hand them over.
-            answer: The text of the chain's last turn.
+        By default verl's reward function gives it (`reward.custom_reward_function`, else that of the row's
+        `data_source`), which verl would call for the last leaf only. `row["extra_info"]` has the `tool_rewards` of the
+        chain, as in verl.
         """
         score = self._score(
             data_source=row["data_source"],
@@ -126,14 +111,13 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
         return float(score["score"] if isinstance(score, dict) else score)
 
     def uncertainty(self, output: TokenOutput) -> np.ndarray:
-        """Return how uncertain the model was of each token that it generated; the least certain are sampled again.
+        """Return how uncertain the model was of each of the N tokens that it generated: (N,) nats.
 
-        Args:
-            output: N tokens. `extra_fields["top_log_probs"]`, if a server gives it, holds N sequences of log-probs of
-                the likeliest tokens; else `log_probs` holds N log-probs of the sampled tokens.
+        It is the entropy of `output.extra_fields["top_log_probs"]` (N sequences of log-probs of the likeliest tokens)
+        if a server gives them. verl 0.9.1's servers report the sampled tokens only; then it is their -log-prob.
 
-        Returns:
-            (N,) nats.
+        Raises:
+            ValueError: If some token has no log-prob.
         """
         top = output.extra_fields.get("top_log_probs")
         if top is None:
@@ -183,7 +167,7 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
     def _add(self, tree: _Tree, steps: Sequence[Step]) -> None:
         """Make the steps of a chain part of a tree."""
         tree.first = tree.first or next(iter(steps), None)
-        # The first step of a chain begins at the prompt or at the place that was expanded, which the tree has already.
+        # The first step of a chain begins at the prompt or at the expanded place. The tree has both already.
         tree.later += steps[1:]
         if self.select == "entropy":
             for step in steps:

@@ -1,4 +1,4 @@
-"""The parts of a conversation with tools: a turn, what its tool calls gave, a place to go on from, schemas."""
+"""The parts of a conversation with tools: a turn, the result of a tool call, a place to go on from, schemas."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class ToolTurn:
     Attributes:
         start: Position at which the turn begins on its branch.
         output: verl's output of the call to the LLM that ended the turn.
-        text: The turn's text, special tokens removed.
-        content: The text without the calls, as the tool parser leaves it, special tokens removed too.
+        text: The turn's text, without special tokens.
+        content: The text that the tool parser leaves beside the calls, without special tokens.
         calls: The first `max_parallel_calls` tool calls.
     """
 
@@ -35,10 +35,9 @@ class ToolResult:
     """The outcome of one tool call.
 
     Attributes:
-        response: verl's response; `text` is what the model is told, errors included.
-        failure: Why the branch that needs the result shall end; None if it can go on.
-        reward: The tool's reward for the call; verl has 0.0 for a function that says nothing. None if the tool took too
-            long or gave none.
+        response: verl's response; the model reads its `text`, errors included.
+        failure: Why a branch that needs the result must end; None if it can go on.
+        reward: The tool's reward, None if it gave none or took too long. verl's function tools give 0.0 by default.
     """
 
     response: ToolResponse
@@ -48,13 +47,9 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A place in a conversation from which another one can go on.
+    """A place in a conversation from which another one can go on: turn `number` (from 1), after `messages`.
 
-    Attributes:
-        number: The number of the turn, from 1.
-        messages: The messages before the turn.
-        turn: The turn.
-        end: A branch with its cursor behind the turn: fork it and rewind to any position of the turn.
+    `end` is a branch with its cursor behind the turn: fork it and rewind to any position of the turn.
     """
 
     number: int
