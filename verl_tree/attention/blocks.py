@@ -30,7 +30,7 @@ CHUNK_TILES = 1 << 22
 """Tiles compared at once; bounds the memory of planning."""
 
 _Index = tuple[slice | None, slice | None]
-"""Index of row or column blocks. Its None lets rows broadcast against columns."""
+"""Index of row or column blocks. Its None is the axis of the other kind."""
 
 
 class BlockRows(NamedTuple):
@@ -53,9 +53,8 @@ class BlockRows(NamedTuple):
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return padded tables in block order, as FlexAttention's `BlockMask` and flash-attn-4 take them.
 
-        Returns:
-            Number of partial tiles (1, 1, R), their columns (1, 1, R, W), number of full tiles (1, 1, R) and their
-            columns (1, 1, R, W'). All are int32; columns ascend, unused entries are 0, W and W' are at least 1.
+        They are the number of partial tiles (1, 1, R), their columns (1, 1, R, W), the number of full tiles (1, 1, R)
+        and their columns (1, 1, R, W'). All are int32; columns ascend, unused entries are 0, W and W' are at least 1.
         """
         rows_R4 = self.rows_R4.cpu().numpy()
         indices = self.indices.cpu().numpy()
@@ -69,7 +68,7 @@ class BlockRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockLists:
-    """Visible tiles of one pack, for tiles of `query_block` queries and `key_block` keys.
+    """Visible tiles of one pack, each `query_block` queries by `key_block` keys.
 
     Attributes:
         by_query: Key blocks of every query block, for the forward pass and the gradient of the queries.

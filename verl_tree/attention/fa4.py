@@ -133,7 +133,7 @@ def _input_reasons(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor
 
 @functools.cache
 def installation_reasons() -> tuple[str, ...]:
-    """Return why the kernels cannot be imported; empty if they can. The answer holds for the process."""
+    """Return why the kernels cannot be imported; empty if they can. The answer is cached."""
     wrong = []
     for name, pinned in PINNED_VERSIONS.items():
         try:

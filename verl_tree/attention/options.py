@@ -13,16 +13,10 @@ from verl_tree.attention.plan import AttentionPlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreOptions:
-    """How a layer's scores become probabilities; None switches an option off.
+    """How a layer's scores become probabilities. `tree_attention` explains the fields; None switches an option off.
 
     Positions are those on a token's own path. The definitions are those of transformers (5.10.4: masking_utils.py, and
     the eager attention of Gemma-2 and gpt-oss).
-
-    Attributes:
-        scale: Factor on the scores: `s = scale * (q . k)`.
-        window: A query sees itself and the keys of its path fewer than `window` positions before it.
-        softcap: Scores `s` become `softcap * tanh(s / softcap)`.
-        sinks_H: (Hq,) logits that join the denominator of each head's softmax and carry no value.
     """
 
     scale: float
@@ -41,11 +35,7 @@ class ScoreOptions:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> Self:
-        """Check the options of a layer and drop a window that covers the longest path.
-
-        Raises:
-            ValueError: An option is out of its range or shape.
-        """
+        """Check the range and shape of a layer's options, and drop a window that covers the longest path."""
         if window is not None and window < 1:
             raise ValueError(f"window={window}: a query sees at least itself; give at least 1, or None for no window")
         if softcap is not None and not softcap > 0:

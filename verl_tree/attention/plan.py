@@ -28,12 +28,8 @@ T = TypeVar("T")
 class Runs:
     """The runs of one pack in DFS order, on the host, so that planning waits for no device.
 
-    Attributes:
-        subtree_end_T: int32 (T,), one past the last descendant of each token in DFS preorder.
-        position_T: int32 (T,), position of each token on its own path.
-        start_R: int64 (R,), first token of each run.
-        end_R: int64 (R,), one past its last token.
-        subtree_end_R: int64 (R,), `subtree_end` of its tokens.
+    `subtree_end_T` and `position_T` are those of `AttentionPlan`. The others are int64 (R,): the first token of each
+    run, one past its last token, and the `subtree_end` of its tokens.
     """
 
     subtree_end_T: np.ndarray
@@ -44,7 +40,7 @@ class Runs:
 
     @classmethod
     def from_subtree_end(cls, subtree_end_T: np.ndarray) -> Self:
-        """Find the runs of a pack. Raises a ValueError if it is not a forest in DFS preorder."""
+        """Find the runs of a pack. Raise a ValueError if it is not a forest in DFS preorder."""
         num_tokens = len(subtree_end_T)
         if subtree_end_T.ndim != 1 or num_tokens == 0:
             raise ValueError(f"subtree_end has shape {subtree_end_T.shape}; it must be (T,) with at least one token")

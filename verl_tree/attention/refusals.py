@@ -7,7 +7,7 @@ MIN_COMPUTE_CAPABILITY = (8, 0)
 
 
 def dtype_reasons(*inputs: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> list[str]:
-    """Refuse inputs that do not all have one of the dtypes, the same for all."""
+    """Refuse inputs unless all have the same dtype, and it is one of `dtypes`."""
     found = {each.dtype for each in inputs}
     if len(found) == 1 and found <= set(dtypes):
         return []

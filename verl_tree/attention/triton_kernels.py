@@ -38,7 +38,7 @@ def _is_within(query_position, key_position, window):
 
 @triton.jit
 def _tanh(x):
-    """Return tanh, good to the rounding of 1 in float32, without overflow. Triton has none for its interpreter."""
+    """Return tanh, good to the rounding of 1 in float32, without overflow. Triton's interpreter has none."""
     return 2.0 / (1.0 + tl.exp2(x * (-2.0 * LOG2_E))) - 1.0
 
 

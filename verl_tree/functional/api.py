@@ -103,7 +103,7 @@ def tree_attention_implementation(model: PreTrainedModel, *, max_path_len: int) 
     base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
     check_model(base, max_path_len=max_path_len)
     register()
-    # Gradient checkpointing runs layers again in the backward pass, when this context has ended. These runs need tree
+    # Gradient checkpointing runs layers again in the backward pass, after the `with` block. These runs need tree
     # attention, too.
     name = "_gradient_checkpointing_func"
     checkpoints = [(vars(module), vars(module)[name]) for module in base.modules() if name in vars(module)]

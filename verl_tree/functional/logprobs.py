@@ -54,7 +54,7 @@ class ScoredPairs:
 
     @classmethod
     def from_layout(cls, layout: TreeLayout, wanted_T: Tensor | None = None) -> Self:
-        """Find the positions whose children in `wanted_T`, (T,) bool, are scored. None: all tokens.
+        """Find the positions that must be projected to score the tokens in `wanted_T`, (T,) bool. None: all tokens.
 
         Roots have no parent that could score them and are left out either way.
         """
