@@ -1,11 +1,7 @@
-"""Attention under the tree mask: one contract, several backends in one flat registry.
+"""Attention under the tree mask: one contract, several backends (docs/attention.md).
 
-Key `j` is visible to query `i` iff `j <= i < subtree_end[j]` (tokens in DFS preorder). A backend is a function with
-that contract, and a function that says why it cannot serve given inputs. `"auto"` takes the first backend of the
-registry that has no objection. The choice is logged once, with the objections of the faster ones.
-
-A layer may ask for more than the mask: a sliding window, softcapped scores, attention sinks (`ScoreOptions`). A backend
-serves them exactly or refuses them by name.
+Key `j` is visible to query `i` iff `j <= i < subtree_end[j]` (tokens in DFS preorder). A backend serves this mask, and
+the options of a layer (`ScoreOptions`), exactly. If it cannot, it says why.
 
 Legend: T tree tokens of the pack, Hq and Hkv query and key-value heads, D head dim.
 """
@@ -37,11 +33,9 @@ class AttentionBackend:
     """One implementation of the tree mask.
 
     Attributes:
-        attend: `attend(q_THD, k_THD, v_THD, plan, *, options) -> out_THD`, attention under the tree mask with the
-            scale and options of a layer, differentiable once. The plan is on the device of the inputs, whose shapes are
-            those of `tree_attention`; the output has the dtype of `q_THD`.
-        not_supported_reasons: `not_supported_reasons(q_THD, k_THD, v_THD, plan, *, options) -> list[str]`, empty if it
-            can serve.
+        attend: `attend(q_THD, k_THD, v_THD, plan, *, options) -> out_THD`, differentiable once. Shapes are those of
+            `tree_attention`. The plan is on the device of the inputs. The output has the dtype of `q_THD`.
+        not_supported_reasons: Takes the same arguments. Returns a list of reasons, empty if the backend can serve.
     """
 
     attend: Callable[..., torch.Tensor]
@@ -54,7 +48,7 @@ BACKENDS: dict[str, AttentionBackend] = {
     "varlen": AttentionBackend(varlen.varlen_attention, varlen.not_supported_reasons),
     "dense": AttentionBackend(dense.dense_attention, lambda *_, **__: []),
 }
-"""Every backend, fastest first: `"auto"` takes the first that serves the inputs."""
+"""Every backend, fastest first. `"auto"` takes the first that serves the inputs."""
 
 _logged_choices: set[tuple[str, ...]] = set()
 
@@ -71,22 +65,19 @@ def tree_attention(
     sinks: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Compute attention of one pack, in which every token sees exactly the tokens of its own path.
+    """Compute differentiable attention, (T, Hq, D), in which every token sees exactly the tokens of its own path.
 
     Args:
         q_THD: (T, Hq, D) queries.
         k_THD: (T, Hkv, D) keys; Hkv divides Hq (grouped-query attention).
         v_THD: (T, Hkv, D) values.
-        subtree_end: int32 (T,), one past the last descendant of each token in DFS preorder, or the pack's plan, which
+        subtree_end: int32 (T,), one past the last descendant of each token in DFS preorder; or the pack's plan, which
             all layers share.
         scale: Factor on the scores, by default `D ** -0.5`.
-        window: A query sees only the keys fewer than `window` positions before it on its path, itself included.
+        window: A query sees only itself and the keys of its path fewer than `window` positions before it.
         softcap: Scores `s` become `softcap * tanh(s / softcap)`.
         sinks: (Hq,) logits that join the softmax's denominator and carry no value; differentiable.
         backend: A key of `BACKENDS`, or `"auto"`: the plan's own choice, else the first backend that can serve.
-
-    Returns:
-        (T, Hq, D), differentiable.
 
     Raises:
         ValueError: Shapes or options do not fit, or the backend (with `"auto"`: every backend) refuses; the message has
@@ -139,7 +130,7 @@ def _log_once(asked: str, chosen: str, *, refusals: list[str], options: ScoreOpt
     _logged_choices.add(key)
     wanted = f" for layers with {' and '.join(options.names())}" if options.names() else ""
     why = f"; faster ones refused: {', '.join(refusals)}" if refusals else ""
-    # The oracle is slow: whoever did not ask for it by name should not have to find that out from a profile.
+    # The dense backend is slow, so a user who did not ask for it by name is warned.
     level = logging.WARNING if asked == "auto" and chosen == "dense" else logging.INFO
     logger.log(level, "tree attention backend%s: %s (asked for: %s)%s", wanted, chosen, asked, why)
 

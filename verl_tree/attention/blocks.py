@@ -1,18 +1,18 @@
-"""Which blocks of the tree mask a kernel visits: block sparsity from one integer per key.
+"""Lists of the tiles of the tree mask that a kernel has to visit.
 
-A kernel works on (query block, key block) tiles. A tile without a visible pair is skipped, a *full* tile needs no mask,
-a *partial* one does. All of it follows from the largest and smallest `subtree_end` of each key block. For blocks of two
-tokens and the forest `a0 a1 a2 | b0 b1 | c0` (b and c are children of a; `subtree_end` 6 6 6 5 5 6)::
+A kernel works on tiles of (query block, key block). It skips a tile without a visible pair, computes a *full* tile
+without a mask, and a *partial* tile with one. The largest and smallest `subtree_end` of each key block decide. For
+blocks of two tokens and the forest `a0 a1 a2 | b0 b1 | c0` (b and c are children of a; `subtree_end` 6 6 6 5 5 6)::
 
     queries   keys a0a1   a2b0      b1c0        list of the query block
     a0 a1     partial     -         -           partial 0
     a2 b0     full        partial   -           full 0, partial 1
     b1 c0     full        partial   partial     full 0, partial 1, partial 2
 
-The lists of a key block (the backward pass of keys and values) are the columns of the same table.
+The lists of a key block, for the gradients of keys and values, are the columns of the table.
 
-A sliding window takes tiles away: those whose every pair is farther apart on its path than the window, as far as the
-smallest and largest position of each block can tell. A tile that holds such pairs beside others is partial.
+With a sliding window, the smallest and largest position of each block decide, too. A tile is skipped if they prove
+that every pair is too far apart, and full only if they prove that none is.
 
 Legend: T tokens, R blocks of one direction (rows), C blocks of the other (columns), W the longest list.
 """
@@ -30,7 +30,7 @@ CHUNK_TILES = 1 << 22
 """Tiles compared at once; bounds the memory of planning."""
 
 _Index = tuple[slice | None, slice | None]
-"""Of the row or the column blocks, for broadcasting one against the other."""
+"""Index of row or column blocks. Its None is the axis of the other kind."""
 
 
 class BlockRows(NamedTuple):
@@ -40,7 +40,7 @@ class BlockRows(NamedTuple):
         rows_R4: int32 (R, 4): block, start, middle, end. `indices[start:middle]` are the block's full tiles and
             `indices[middle:end]` its partial ones, each ascending. Rows with the longest lists come first, so that
             programs started in this order finish together.
-        indices: int32 (number of visible tiles, at least 1).
+        indices: int32, one entry per visible tile.
     """
 
     rows_R4: torch.Tensor
@@ -51,11 +51,10 @@ class BlockRows(NamedTuple):
         return type(self)(self.rows_R4.to(device), self.indices.to(device))
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the lists as padded tables in block order, as FlexAttention's `BlockMask` and flash-attn-4 take them.
+        """Return padded tables in block order, as FlexAttention's `BlockMask` and flash-attn-4 take them.
 
-        Returns:
-            Number of partial tiles (1, 1, R), their columns (1, 1, R, W), number of full tiles (1, 1, R) and their
-            columns (1, 1, R, W'). All are int32; columns ascend, unused entries are 0, W and W' are at least 1.
+        They are the number of partial tiles (1, 1, R), their columns (1, 1, R, W), the number of full tiles (1, 1, R)
+        and their columns (1, 1, R, W'). All are int32; columns ascend, unused entries are 0, W and W' are at least 1.
         """
         rows_R4 = self.rows_R4.cpu().numpy()
         indices = self.indices.cpu().numpy()
@@ -69,13 +68,11 @@ class BlockRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockLists:
-    """Visible tiles of one pack for one pair of block sizes.
+    """Visible tiles of one pack, each `query_block` queries by `key_block` keys.
 
     Attributes:
-        query_block: Queries of a tile.
-        key_block: Keys of a tile.
-        by_query: Key blocks of every query block: forward pass and gradient of the queries.
-        by_key: Query blocks of every key block: gradient of keys and values.
+        by_query: Key blocks of every query block, for the forward pass and the gradient of the queries.
+        by_key: Query blocks of every key block, for the gradients of keys and values.
     """
 
     query_block: int
@@ -85,7 +82,7 @@ class BlockLists:
 
     @classmethod
     def of_plan(cls, plan: AttentionPlan, *, query_block: int, key_block: int, window: int | None = None) -> Self:
-        """Return the lists of a pack on the plan's device; found once for a pair of sizes and a window."""
+        """Return the lists of a pack on the plan's device. They are found once per pair of sizes and window."""
 
         def find(plan: AttentionPlan) -> Self:
             runs = plan.runs
@@ -107,15 +104,8 @@ class BlockLists:
     ) -> Self:
         """Find the visible tiles in O(T^2 / (query_block * key_block)) integer comparisons, on the host.
 
-        Args:
-            subtree_end_T: Integer (T,), one past the last descendant of each token in DFS preorder.
-            query_block: Queries of a tile; the last tile may reach past T.
-            key_block: Keys of a tile; the last tile may reach past T.
-            window: A query sees the keys of its path fewer than `window` positions before it. None: all of them.
-            position_T: Integer (T,), position of each token on its path; read where there is a window.
-
-        Returns:
-            The lists, on the host. A tile that reaches past T is never full.
+        `subtree_end_T` and `position_T` are those of `Runs`; positions are read only with a window. The last tile may
+        reach past T. Such a tile is never full.
 
         Raises:
             ValueError: A block size is not positive, or there is a window and no positions.
@@ -163,7 +153,7 @@ class BlockLists:
 
 
 def _extremes(position_T: np.ndarray, *, num_blocks: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Smallest and largest position in each block; what reaches past T counts as the last token."""
+    """Return the smallest and largest position in each block. The last token stands for all places past T."""
     blocks = np.pad(position_T, (0, num_blocks * size - len(position_T)), mode="edge").reshape(num_blocks, size)
     return blocks.min(1), blocks.max(1)
 
@@ -171,10 +161,7 @@ def _extremes(position_T: np.ndarray, *, num_blocks: int, size: int) -> tuple[np
 def _find_rows(
     classify: Callable[[slice], tuple[np.ndarray, np.ndarray]], *, num_rows: int, num_columns: int
 ) -> BlockRows:
-    """Find the lists of all rows.
-
-    `classify(rows)` gives the (rows, columns) booleans "visible" and "full"; what is full is visible.
-    """
+    """Find the lists of all rows. `classify(rows)` gives (rows, columns) booleans of the visible and the full tiles."""
     num_full_R, num_visible_R = np.empty(num_rows, dtype=np.int64), np.empty(num_rows, dtype=np.int64)
     indices = []
     step = max(1, CHUNK_TILES // num_columns)
@@ -182,7 +169,7 @@ def _find_rows(
         rows = slice(start, min(start + step, num_rows))
         visible, full = classify(rows)
         num_full_R[rows], num_visible_R[rows] = full.sum(1), visible.sum(1)
-        # Full columns left of partial ones: the row-major order of the nonzeros is then the order of the lists.
+        # With the full columns left of the partial ones, the row-major order of the nonzeros is that of the lists.
         found = np.flatnonzero(np.concatenate((full, visible & ~full), axis=1))
         indices.append((found % num_columns).astype(np.int32))
     end_R = num_visible_R.cumsum()
@@ -194,7 +181,7 @@ def _find_rows(
 
 
 def _padded_table(indices: np.ndarray, start_R: np.ndarray, end_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths of the rows' lists (R,), and the lists padded with 0 (R, W)."""
+    """Return the lengths of the rows' lists (R,), and the lists padded with 0 (R, W)."""
     num_R = end_R - start_R
     table_RW = np.zeros((len(num_R), max(1, int(num_R.max()))), dtype=np.int32)
     used_RW = np.arange(table_RW.shape[1]) < num_R[:, None]

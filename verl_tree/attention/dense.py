@@ -1,10 +1,9 @@
-"""The oracle: tree attention as a plain softmax under the boolean mask, one block of queries at a time, all options.
+"""The oracle: a plain softmax under the boolean mask, for every device, dtype and option.
 
-It uses matrix products and `torch.softmax` only, so it runs on any device and in any dtype and shares no kernel with
-the fast backends. A block is recomputed in the backward pass: nothing of size T x T ever lives, but it is slow.
+It shares no kernel with the fast backends. Queries are computed in blocks, and a block is recomputed in the backward
+pass. So nothing of size T x T ever lives, but it is slow.
 
-Legend: T tree tokens, L queries of a block, K keys of a block, H key-value heads, G query heads per key-value head, D
-    head dim.
+Legend: T tree tokens, L queries and K keys of a block, H key-value heads, G query heads per key-value head, D head dim.
 """
 
 import torch
@@ -25,7 +24,7 @@ def dense_attention(
     blocks = []
     for start in range(0, num_tokens, QUERY_BLOCK_LEN):
         end = min(start + QUERY_BLOCK_LEN, num_tokens)
-        # Keys behind the block's last query are invisible to all of it: DFS preorder.
+        # In DFS preorder, keys behind the block's last query are invisible to all its queries.
         block = (q_THD[start:end], k_THD[:end], v_THD[:end], subtree_end_T[:end], position_T[:end], options)
         blocks.append(checkpoint(_block_attention, *block, use_reentrant=False))
     return torch.cat(blocks)
@@ -39,7 +38,7 @@ def _block_attention(
     position_K: torch.Tensor,
     options: ScoreOptions,
 ) -> torch.Tensor:
-    """Attention of the last L of K tokens to all K."""
+    """Return the attention of the last L of K tokens to all K."""
     # Reduced precision keeps its scores and probabilities in float32, as flash kernels do.
     wide = torch.float32 if q_LHD.dtype in (torch.bfloat16, torch.float16) else q_LHD.dtype
     q_HGLD = q_LHD.to(wide).unflatten(1, (k_KHD.shape[1], -1)).permute(1, 2, 0, 3)
@@ -61,7 +60,7 @@ def _block_attention(
 def _visible(
     subtree_end_K: torch.Tensor, position_K: torch.Tensor, *, num_queries: int, window: int | None
 ) -> torch.Tensor:
-    """(L, K) bool, what the last L of K tokens see."""
+    """Return what the last L of K tokens see, (L, K) bool."""
     key_K = torch.arange(len(subtree_end_K), device=subtree_end_K.device)
     query_L = key_K[-num_queries:, None]
     visible_LK = (key_K <= query_L) & (query_L < subtree_end_K)

@@ -1,8 +1,7 @@
-"""Tree attention on flash-attn-4's Hopper kernels: TMA, warp-specialised wgmma, block sparsity, the tree as a mask.
+"""Tree attention on flash-attn-4's Hopper kernels: TMA, warp-specialised wgmma, block sparsity.
 
-flash-attn-4 is a beta that needs an exact set of packages (the extra `fa4`) and one GPU architecture. So this module
-imports none of it until a CUDA tensor asks, and trusts a kernel only after its self-test on this device
-(`verl_tree.attention.self_test`), once per dtype, head dim and ratio of heads.
+flash-attn-4 is a beta that needs the exact packages of the extra `fa4`. So nothing of it is imported until a CUDA
+tensor asks, and a kernel is used only after its self-test on the device (`verl_tree.attention.self_test`).
 
 Legend: T tree tokens, Hq and Hkv query and key-value heads, D head dim.
 """
@@ -28,28 +27,23 @@ PINNED_VERSIONS = {
     "quack-kernels": "0.6.5",
     "apache-tvm-ffi": "0.1.15.post2",
 }
-"""Distributions that were compiled and tested together; the extra `fa4` of pyproject.toml holds the same."""
+"""Versions that were compiled and tested together. The extra `fa4` in pyproject.toml pins the same."""
 
 COMPUTE_CAPABILITY = (9, 0)
 HEAD_DIMS = (64, 96, 128)
 BLOCK_LEN = 128
-"""Queries and keys of a tile in both directions: the kernels of all head dims take it."""
+"""Queries and keys of a tile in both passes. The kernels of all head dims accept it."""
 
 
 class BlockTables(NamedTuple):
-    """The visible tiles of a pack as flash-attn-4 takes them (`BlockRows.tables`).
-
-    Attributes:
-        keys: Key blocks of every query block, for the forward pass.
-        queries: Query blocks of every key block, for the backward pass.
-    """
+    """Visible tiles of a pack (`BlockRows.tables`): `keys` for the forward pass, `queries` for the backward pass."""
 
     keys: tuple[torch.Tensor, ...]
     queries: tuple[torch.Tensor, ...]
 
     @classmethod
     def of_plan(cls, plan: AttentionPlan) -> "BlockTables":
-        """Return the tables of a pack; found once."""
+        """Return the tables of a pack, found once per plan."""
 
         def find(plan: AttentionPlan) -> BlockTables:
             lists = BlockLists.of_plan(plan, query_block=BLOCK_LEN, key_block=BLOCK_LEN)
@@ -61,11 +55,7 @@ class BlockTables(NamedTuple):
 def not_supported_reasons(
     q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> list[str]:
-    """Say why this backend cannot serve the inputs; empty where it can.
-
-    The first inputs of a kind that nothing else speaks against run the self-test, which compiles the kernels: about ten
-    seconds.
-    """
+    """Return why this backend cannot serve the inputs; empty if it can."""
     if q_THD.device.type != "cuda":
         where = f"tensors are on {q_THD.device}, the kernels run on CUDA only"
         return [where, *_input_reasons(q_THD, k_THD, v_THD), *options.not_served_reasons()]
@@ -79,6 +69,7 @@ def not_supported_reasons(
     if torch.are_deterministic_algorithms_enabled():
         reasons.append("deterministic algorithms are asked for; the block-sparse backward of SM90 adds in any order")
     reasons += installation_reasons()
+    # The self-test compiles the kernels, which takes about ten seconds.
     return reasons or self_test_reasons("fa4", fa4_attention, KernelVariant.of(q_THD, k_THD))
 
 
@@ -94,7 +85,7 @@ class _Fa4Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, scale: float
     ) -> torch.Tensor:
-        # A broadcast dimension (stride 0) would be another kernel, which no self-test has run.
+        # A broadcast dimension (stride 0) would select another kernel, which no self-test has run.
         q_THD, k_THD, v_THD = (_without_broadcast(each) for each in (q_THD, k_THD, v_THD))
         tables = BlockTables.of_plan(plan)
         out_THD, lse_1HT = _kernels().forward(
@@ -128,7 +119,7 @@ def _without_broadcast(x_THD: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _kernels() -> ModuleType:
-    # Not imported at the top: it needs the extra `fa4`, and takes seconds.
+    # Not imported at the top, because it needs the extra `fa4` and takes seconds.
     return importlib.import_module("verl_tree.attention.fa4_kernels")
 
 
@@ -142,7 +133,7 @@ def _input_reasons(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor
 
 @functools.cache
 def installation_reasons() -> tuple[str, ...]:
-    """Say why the kernels cannot be imported; empty where they can. Asked once per process."""
+    """Return why the kernels cannot be imported; empty if they can. The answer is cached."""
     wrong = []
     for name, pinned in PINNED_VERSIONS.items():
         try:

@@ -1,13 +1,14 @@
-"""The tree mask in flash-attn-4's Hopper kernels; can be imported only where the extra `fa4` is installed.
+"""The tree mask in flash-attn-4's Hopper kernels. This module can be imported only with the extra `fa4`.
 
 The kernels are called directly, not through `flash_attn_func`, so that we choose what is saved for the backward pass.
-They skip the tiles that no table names, ask `tree_mask` about every pair of a partial tile, and about none of a full
-one.
+They skip the tiles that no table names, and apply `tree_mask` to partial tiles only.
 
-Two properties of 4.0.0b36 are relied on (flash_attn/cute/block_sparse_utils.py and mask.py). A list is visited from its
-end, and the forward kernel masks what lies past the last token in the first partial tile it visits only, so lists must
-ascend. Where a tile reaches past the last key, `tree_mask` gets the key modulo the number of keys, so `subtree_end`
-needs no padding.
+We rely on two properties of 4.0.0b36 (flash_attn/cute/block_sparse_utils.py and mask.py):
+
+- A list is visited from its end. The forward kernel masks what lies past the last token only in the first partial tile
+  it visits. So lists must ascend.
+- Where a tile reaches past the last key, `tree_mask` gets the key modulo the number of keys. So `subtree_end` needs no
+  padding.
 
 Legend: T tree tokens, Hq and Hkv query and key-value heads, D head dim.
 """
@@ -32,7 +33,7 @@ if "block_sparse_tensors_bwd" not in inspect.signature(interface.flash_attn_func
 
 @cute.jit
 def tree_mask(_batch, _head, query, key, _seqlen_info, aux_tensors):
-    """Return `key <= query < subtree_end[key]`, for vectors of one element, as the kernel asks pair by pair."""
+    """Return `key <= query < subtree_end[key]`. The kernel asks pair by pair, with vectors of one element."""
     subtree_end = utils.scalar_to_ssa(aux_tensors[0][key[0]], cutlass.Int32)
     return (key <= query) & (query < subtree_end)
 
@@ -47,19 +48,9 @@ def forward(
     block_len: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention of one pack.
+    """Return output (T, Hq, D) and log-sum-exp, float32 (1, Hq, T), of one pack in bf16 or fp16 on an SM90 device.
 
-    Args:
-        q_THD: (T, Hq, D) bf16 or fp16 queries on an SM90 device.
-        k_THD: (T, Hkv, D) keys.
-        v_THD: (T, Hkv, D) values.
-        subtree_end_T: int32 (T,).
-        key_tables: Key blocks of every query block, `BlockRows.tables`.
-        block_len: Queries and keys of a tile.
-        scale: Factor on the scores.
-
-    Returns:
-        (T, Hq, D) output and float32 (1, Hq, T) log-sum-exp, as `backward` takes it.
+    `key_tables` are the key blocks of every query block (`BlockRows.tables`).
     """
     # How many values follow the two differs between betas.
     out_1THD, lse_1HT, *_ = interface._flash_attn_fwd(
@@ -70,7 +61,7 @@ def forward(
         mask_mod=tree_mask,
         block_sparse_tensors=_block_sparse(key_tables, block_len),
         aux_tensors=[subtree_end_T],
-        # Also where no gradient is asked for: without it, it is another kernel, which no self-test has run.
+        # Always on, also without gradients. Off would select another kernel, which no self-test has run.
         return_lse=True,
     )
     return out_1THD.squeeze(0), lse_1HT
@@ -89,12 +80,9 @@ def backward(
     block_len: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the gradients of one pack from its inputs and what `forward` returned.
+    """Compute the gradients of queries, keys and values from the inputs and results of `forward`.
 
-    `query_tables` are the query blocks of every key block, `BlockRows.tables`.
-
-    Returns:
-        Gradients of queries, keys and values, shaped and typed as these.
+    `query_tables` are the query blocks of every key block (`BlockRows.tables`).
     """
     gradients = interface._flash_attn_bwd(
         q_THD.unsqueeze(0),

@@ -1,9 +1,11 @@
 """Tree attention as an attention implementation of transformers: `attn_implementation="tree_attention"`.
 
-transformers hands every keyword of `model(...)` that it does not know to the attention function of every layer, also
-through gradient checkpointing. So the plan of a pack travels as `model(..., tree_plan=plan)` and nothing is patched.
-The worst bug would be a mask that gets lost on its way, so a layer raises if it has no plan, a mask of its own, or a
-feature that no backend serves. Layers of one model may differ: each hands its own sliding window, softcap and sinks.
+transformers hands every unknown keyword of `model(...)` to the attention function of every layer, also through gradient
+checkpointing. So the plan of a pack travels as `model(..., tree_plan=plan)` and nothing is patched. Each layer hands
+its own sliding window, softcap and sinks.
+
+A silently lost mask would be the worst bug. So a layer raises if it has no plan, a mask of its own, or a feature that
+no backend serves.
 """
 
 import torch
@@ -15,7 +17,7 @@ from verl_tree.attention.plan import AttentionPlan
 ATTENTION_NAME = "tree_attention"
 
 _TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
-"""Values of `config.layer_types` that see a token's own path and nothing else."""
+"""Values of `config.layer_types` in which a token sees its own path and nothing else."""
 
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
@@ -46,24 +48,8 @@ def tree_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention as transformers' layers ask for it.
 
-    Args:
-        module: The attention layer.
-        query: (1, Hq, T, D).
-        key: (1, Hkv, T, D).
-        value: (1, Hkv, T, D).
-        attention_mask: None; the mask is in `tree_plan`.
-        tree_plan: Plan of the pack, as given to `model(..., tree_plan=plan)`.
-        scaling: Factor on the scores.
-        dropout: Dropout on the probabilities; must be 0.
-        is_causal: None or True.
-        sliding_window: How many tokens of its path a query sees, itself included.
-        softcap: Bound on the absolute value of a score.
-        s_aux: (Hq,) attention sinks.
-        indices: Keys chosen by sparse attention; must be None.
-        output_attentions: Must be False.
-
-    Returns:
-        The output, (1, T, Hq, D), and None in place of the probabilities.
+    `query` is (1, Hq, T, D), `key` and `value` are (1, Hkv, T, D), and `s_aux` are (Hq,) logits of attention sinks. The
+    output is (1, T, Hq, D), with None in place of the probabilities.
 
     Raises:
         ValueError: There is no plan, or the layer asks for something that no backend serves.
@@ -108,11 +94,7 @@ def tree_attention_forward(
 
 
 def check_model(model: PreTrainedModel, *, max_path_len: int) -> None:
-    """Refuse a model whose layers cannot honour the tree.
-
-    Args:
-        model: A transformers model, not wrapped.
-        max_path_len: Tokens of the longest trajectory.
+    """Refuse an unwrapped transformers model that cannot honour the tree for paths of up to `max_path_len` tokens.
 
     Raises:
         ValueError: With the reason.
@@ -152,6 +134,6 @@ def check_model(model: PreTrainedModel, *, max_path_len: int) -> None:
 
 
 def _no_mask(*_args: object, attention_mask: torch.Tensor | None = None, **_kwargs: object) -> None:
-    """Serve as transformers' mask factory: the mask of a pack is its plan."""
+    """Serve as transformers' mask factory. It makes none, because the mask of a pack is its plan."""
     if attention_mask is not None:
         raise ValueError("tree attention got an attention_mask: a pack has no padding, pass attention_mask=None")

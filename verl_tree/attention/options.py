@@ -13,18 +13,10 @@ from verl_tree.attention.plan import AttentionPlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreOptions:
-    """How a layer's scores become probabilities.
+    """How a layer's scores become probabilities. `tree_attention` explains the fields; None switches an option off.
 
-    With `s = scale * (q . k)`, a softcap replaces `s` by `softcap * tanh(s / softcap)`. Positions are those on a
-    token's own path. The definitions are those of transformers (5.10.4: masking_utils.py, and the eager attention of
-    Gemma-2 and gpt-oss).
-
-    Attributes:
-        scale: Factor on the scores.
-        window: A query sees the keys of its path that are fewer than `window` positions before it, itself included.
-            None: all of them.
-        softcap: Bound on the absolute value of a score. None: no bound.
-        sinks_H: (Hq,) logits that join the denominator of each head's softmax and carry no value. None: no sinks.
+    Positions are those on a token's own path. The definitions are those of transformers (5.10.4: masking_utils.py, and
+    the eager attention of Gemma-2 and gpt-oss).
     """
 
     scale: float
@@ -43,11 +35,7 @@ class ScoreOptions:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> Self:
-        """Check a layer's options, and drop a window that covers the longest path.
-
-        Raises:
-            ValueError: An option is out of its range or shape.
-        """
+        """Check the range and shape of a layer's options, and drop a window that covers the longest path."""
         if window is not None and window < 1:
             raise ValueError(f"window={window}: a query sees at least itself; give at least 1, or None for no window")
         if softcap is not None and not softcap > 0:

@@ -1,18 +1,18 @@
-"""The tree mask as pieces, and the kernel calls that the pieces make up.
+"""The tree mask as pieces, and the kernel calls that run them.
 
-A *piece* is a triangle (a run against itself) or a rectangle (the queries below a run against the run): two contiguous
-ranges, no mask, and no pair that is not visible. How many pieces go into one call is the provider's choice. On a CPU
-each is a call of its own. On a GPU a call has to be large: all triangles are one call, with every run as a segment, and
-the rectangles of one *level* are one more. The level of a rectangle is the number of rectangles around it, so those of
-one level share neither queries nor keys. A prompt with branches has one level, so it takes the two calls of Prefix
-Grouper (https://arxiv.org/abs/2506.05433)::
+A *piece* is a triangle (a run against itself) or a rectangle (the queries below a run against the run). Both are
+contiguous ranges and hold visible pairs only. On a CPU each piece is a call of its own. On a GPU a call has to be
+large: all triangles are one call, with every run as a segment, and the rectangles of each *level* are one more. The
+level of a rectangle is how deep it is nested in other rectangles, so those of one level share neither queries nor keys.
+A prompt with branches has one level and takes two calls, like Prefix Grouper (https://arxiv.org/abs/2506.05433). This
+forest has two levels::
 
     prompt ──┬── a ──┬── b        call 0, causal:  prompt | a | b | c | d     against themselves
              │       └── c        call 1:          a b c d                    against prompt
              └── d                call 2:          b c                        against a
 
-Under a sliding window nothing needs merging: a piece is a run against itself and the few tokens before it on its path.
-Those are gathered, some of them for several runs.
+Under a sliding window a piece is a run against itself and the few tokens before it on its path. Nothing needs merging.
+The keys are gathered, some of them for several runs.
 
 Legend: T tree tokens, Q queries and K keys of a call, S its segments.
 """
@@ -28,7 +28,7 @@ import torch
 from verl_tree.attention.plan import AttentionPlan, Runs
 
 MAX_WINDOW_KEYS = 1 << 17
-"""Keys that one call under a sliding window gathers: 256 MB for eight heads of 128 in bfloat16, and values likewise."""
+"""Most keys that one call under a sliding window gathers: for eight heads of 128 in bfloat16, 256 MB of keys."""
 
 Range = tuple[int, int]
 """First token, and one past the last."""
@@ -46,15 +46,15 @@ class VarlenCall:
     """One call of a kernel: segments of queries, each against a segment of keys.
 
     Attributes:
-        query_rows: The tokens that are queries, segment after segment: int64 (Q,), or a slice where they are one range.
+        query_rows: Queries, segment after segment: int64 (Q,), or a slice if they are one range.
         key_rows: The same for the keys, (K,).
-        query_offsets_S1: int32 (S + 1,), where the segments start among the Q queries, and Q.
+        query_offsets_S1: int32 (S + 1,), where the segments start among the queries. The last entry is Q.
         key_offsets_S1: The same for the keys.
-        max_query_len: At least the length of the longest segment of queries, and at least 2.
-        max_key_len: At least the length of the longest segment of keys, and at least 2.
+        max_query_len: Length of the longest segment of queries, at least 2.
+        max_key_len: The same for the keys.
         causal: The keys of a segment end with its queries, and a query sees those up to itself. The causal calls of a
             layer come first and cover every query once.
-        window: With `causal`, how many keys a query sees, itself included; None: all.
+        window: With `causal`, how many keys a query sees, itself included. None: all.
     """
 
     query_rows: torch.Tensor | slice
@@ -70,7 +70,7 @@ class VarlenCall:
     def of_pieces(
         cls, pieces: Sequence[AttentionPiece], *, causal: bool, window: int | None = None, device: torch.device
     ) -> Self:
-        """Return the call that runs the pieces, one a segment, with its tensors on `device`."""
+        """Return the call that runs each piece as one segment, with its tensors on `device`."""
         query_lens = [_num_tokens((piece.queries,)) for piece in pieces]
         key_lens = [_num_tokens(piece.keys) for piece in pieces]
         return cls(
@@ -78,7 +78,7 @@ class VarlenCall:
             key_rows=_rows([each for piece in pieces for each in piece.keys], device=device),
             query_offsets_S1=_offsets(query_lens, device=device),
             key_offsets_S1=_offsets(key_lens, device=device),
-            # At least 2: for 1, flash-attn 2 takes another kernel, which gives the log-sum-exp in another order.
+            # For 1, flash-attn 2 takes another kernel, which gives the log-sum-exp in another order.
             max_query_len=max(2, *query_lens),
             max_key_len=max(2, *key_lens),
             causal=causal,
@@ -87,11 +87,9 @@ class VarlenCall:
 
 
 def mask_calls(plan: AttentionPlan, *, by_level: bool) -> tuple[VarlenCall, ...]:
-    """Return the calls of a layer without a window; found once for a plan.
+    """Return the calls of a layer without a window, found once per plan.
 
-    Args:
-        plan: Plan of the pack.
-        by_level: All triangles are one call, and the rectangles of each level one more. Else every piece is a call.
+    With `by_level`, all triangles are one call and the rectangles of each level one more. Else every piece is a call.
     """
 
     def find(plan: AttentionPlan) -> tuple[VarlenCall, ...]:
@@ -108,14 +106,10 @@ def mask_calls(plan: AttentionPlan, *, by_level: bool) -> tuple[VarlenCall, ...]
 def window_calls(
     plan: AttentionPlan, window: int, *, max_query_len: int | None = None, max_keys: int = MAX_WINDOW_KEYS
 ) -> tuple[VarlenCall, ...]:
-    """Return the calls of a layer with a sliding window; found once for a plan and these numbers.
+    """Return the calls of a layer with a sliding window, found once per plan and these numbers.
 
-    Args:
-        plan: Plan of the pack.
-        window: Keys that a query sees, itself included.
-        max_query_len: Longer runs are cut into several segments; None: they are not.
-        max_keys: Keys that a call of several segments gathers at most. It is one call, unless many short runs under a
-            long window gather more.
+    Runs longer than `max_query_len` are cut into several segments. A call of several segments gathers at most
+    `max_keys` keys. The default makes one call, unless many short runs under a long window gather more.
     """
 
     def find(plan: AttentionPlan) -> tuple[VarlenCall, ...]:
@@ -134,7 +128,7 @@ def window_calls(
 
 
 def cut_mask(runs: Runs) -> list[list[AttentionPiece]]:
-    """Return the triangles, which cover every query once, and then the rectangles of each level, outermost first."""
+    """Return the triangles, which cover every query once, then the rectangles of each level, outermost first."""
     levels: list[list[AttentionPiece]] = [[]]
     around: list[int] = []  # where the rectangles around the run end
     for start, end, subtree_end in runs.ranges():
@@ -166,7 +160,7 @@ def cut_window(runs: Runs, window: int, *, max_query_len: int | None) -> list[At
 
 
 def _last_of_path(path: list[tuple[int, int, int]], *, end: int, num_tokens: int) -> tuple[Range, ...]:
-    """Ranges of the last tokens of a path, whose last run is cut at `end`; all of it where it is no longer."""
+    """Return the ranges of the last `num_tokens` tokens of a path that is cut at `end`, or of all if it is shorter."""
     ranges = []
     for start, stop, _ in reversed(path):
         stop = min(stop, end)
@@ -182,7 +176,7 @@ def _num_tokens(ranges: Sequence[Range]) -> int:
 
 
 def _rows(ranges: list[Range], *, device: torch.device) -> torch.Tensor | slice:
-    """Ranges as an index; as a slice, which copies nothing, where each begins at the end of the one before."""
+    """Return the ranges as an index, or as a slice, which copies nothing, if each continues the one before."""
     if all(start == end for (_, end), (start, _) in itertools.pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][1])
     return torch.from_numpy(np.concatenate([np.arange(start, end) for start, end in ranges])).to(device)

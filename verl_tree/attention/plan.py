@@ -1,8 +1,8 @@
-"""What every attention layer of one pack shares: the mask, the runs of the pack, and what backends make of them.
+"""What all attention layers of one pack share: the mask, the runs, and what backends precompute.
 
 The mask of a pack in DFS preorder is one integer per key: key `j` is visible to query `i` iff
 `j <= i < subtree_end[j]`. A *run* is a maximal stretch of tokens with one `subtree_end`. Inside a run attention is
-causal, and the tokens below a run follow it directly. So the whole mask is a small set of triangles and rectangles::
+causal, and the tokens below a run follow it directly. So the whole mask is a few triangles and rectangles::
 
     prompt ──┬── a ──┬── b        runs in DFS order:  prompt | a | b | c | d
              │       └── c
@@ -28,12 +28,8 @@ T = TypeVar("T")
 class Runs:
     """The runs of one pack in DFS order, on the host, so that planning waits for no device.
 
-    Attributes:
-        subtree_end_T: int32 (T,), one past the last descendant of each token in DFS preorder.
-        position_T: int32 (T,), position of each token on its own path.
-        start_R: int64 (R,), first token of each run.
-        end_R: int64 (R,), one past its last token.
-        subtree_end_R: int64 (R,), `subtree_end` of its tokens.
+    `subtree_end_T` and `position_T` are those of `AttentionPlan`. The others are int64 (R,): the first token of each
+    run, one past its last token, and the `subtree_end` of its tokens.
     """
 
     subtree_end_T: np.ndarray
@@ -44,11 +40,7 @@ class Runs:
 
     @classmethod
     def from_subtree_end(cls, subtree_end_T: np.ndarray) -> Self:
-        """Find the runs of a pack.
-
-        Raises:
-            ValueError: `subtree_end_T` is not that of a forest in DFS preorder.
-        """
+        """Find the runs of a pack. Raise a ValueError if it is not a forest in DFS preorder."""
         num_tokens = len(subtree_end_T)
         if subtree_end_T.ndim != 1 or num_tokens == 0:
             raise ValueError(f"subtree_end has shape {subtree_end_T.shape}; it must be (T,) with at least one token")
@@ -84,11 +76,10 @@ class Runs:
 
 
 class _Shared:
-    """What all copies of a plan share: the runs, and what was made of them (see `AttentionPlan.once`).
+    """What all copies of a plan share: the runs, and what `AttentionPlan.once` made of them."""
 
-    Neither a dataclass nor a dict, because FSDP copies those among a module's arguments, layer by layer and all that is
-    in them. An object like this it passes on.
-    """
+    # FSDP copies the dataclasses and dicts among a module's arguments, layer by layer, with all they hold. This class
+    # is neither, so FSDP passes it on as it is.
 
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
@@ -101,11 +92,11 @@ class AttentionPlan:
 
     Attributes:
         subtree_end_T: int32 (T,), one past the last descendant of each token in DFS preorder.
-        position_T: int32 (T,), position of each token on its own path, which sliding windows are measured in.
+        position_T: int32 (T,), position of each token on its own path. Sliding windows are measured in it.
         num_tokens: T.
         max_path_len: Tokens on the longest root-to-leaf path. A sliding window at least this long has no effect.
-        num_visible_pairs: (query, key) pairs that the mask lets through, not counting any layer's window. Attention
-            costs `4 * Hq * D` FLOPs for each in the forward pass and `10 * Hq * D` in the backward pass.
+        num_visible_pairs: (query, key) pairs that the mask lets through, not counting any window. Each costs
+            `4 * Hq * D` FLOPs in the forward pass and `10 * Hq * D` in the backward pass.
         backend: Name of the backend the layers use, or `"auto"`.
     """
 
@@ -119,7 +110,7 @@ class AttentionPlan:
 
     @classmethod
     def from_layout(cls, layout: TreeLayout, *, backend: str = "auto") -> Self:
-        """Build the plan of a layout on the layout's device; see `from_subtree_end`."""
+        """Build the plan of a layout on its device; see `from_subtree_end`."""
         return cls.from_subtree_end(layout.subtree_end_T, backend=backend)
 
     @classmethod
@@ -130,12 +121,9 @@ class AttentionPlan:
         backend: str = "auto",
         device: torch.device | str | None = None,
     ) -> Self:
-        """Build the plan of a pack.
+        """Build the plan of a pack, with its tensors on `device`, by default that of `subtree_end_T`.
 
-        Args:
-            subtree_end_T: Integer (T,), one past the last descendant of each token in DFS preorder.
-            backend: Attention backend the layers will use (a key of `verl_tree.attention.BACKENDS`, or `"auto"`).
-            device: Where the plan's tensors go; by default the device of `subtree_end_T`.
+        `backend` is a key of `verl_tree.attention.BACKENDS`, or `"auto"`.
 
         Raises:
             ValueError: `subtree_end_T` is not that of a forest in DFS preorder.
@@ -164,7 +152,7 @@ class AttentionPlan:
     def once(self, key: Hashable, make: Callable[[Self], T]) -> T:
         """Return `make(self)`, made on the first call for `key` and shared by all layers and their recomputation.
 
-        A backend keeps here what it precomputes for a pack, under a key that names it and holds all it depends on.
+        Backends keep here what they precompute for a pack. The key names the backend and holds all it depends on.
         """
         made = self._shared.made
         if key not in made:

@@ -1,4 +1,4 @@
-"""Reasons of a backend not to serve inputs that several backends have in common."""
+"""Refusals that several backends have in common."""
 
 import torch
 
@@ -7,7 +7,7 @@ MIN_COMPUTE_CAPABILITY = (8, 0)
 
 
 def dtype_reasons(*inputs: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> list[str]:
-    """Refuse inputs that do not all have one of the dtypes."""
+    """Refuse inputs unless all have the same dtype, and it is one of `dtypes`."""
     found = {each.dtype for each in inputs}
     if len(found) == 1 and found <= set(dtypes):
         return []
@@ -16,14 +16,14 @@ def dtype_reasons(*inputs: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> lis
 
 
 def value_dim_reasons(q_THD: torch.Tensor, v_THD: torch.Tensor) -> list[str]:
-    """Refuse values of another head dim than that of queries and keys."""
+    """Refuse values whose head dim differs from that of the queries."""
     if v_THD.shape[-1] == q_THD.shape[-1]:
         return []
     return [f"value head dim {v_THD.shape[-1]} differs from the query head dim {q_THD.shape[-1]}"]
 
 
 def gpu_reasons(device: torch.device) -> list[str]:
-    """Refuse CUDA devices that are too old or AMD's."""
+    """Refuse AMD's GPUs, and CUDA devices that are too old."""
     if torch.version.hip is not None:
         return ["the device is an AMD GPU, on which nothing has been tried"]
     capability = torch.cuda.get_device_capability(device)

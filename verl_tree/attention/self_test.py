@@ -1,8 +1,8 @@
-"""A kernel is trusted on a device only after it has agreed with the dense backend there, once per kind of inputs.
+"""Self-tests: a kernel is used on a GPU only after it has agreed with the dense backend there.
 
-Kernels for GPUs are compiled on the machine that runs them, by compilers that change, and training would go on with a
-wrong mask unnoticed. So the first inputs of a kind run a tiny forest forward and backward. A kernel that disagrees is
-refused from then on, its errors are logged, and `"auto"` takes the next backend.
+Kernels are compiled on the machine that runs them, by compilers that change, and a wrong mask would go unnoticed in
+training. So the first inputs of a kind run a tiny forest forward and backward. A kernel that disagrees is refused from
+then on, its errors are logged, and `"auto"` takes the next backend.
 
 Legend: T tree tokens, Hq and Hkv query and key-value heads, D head dim.
 """
@@ -27,29 +27,29 @@ TREES = (
     (50, ((1, ((30, ()), (2, ()))), (20, ()))),
     (1, ((37, ((3, ()), (1, ()))),)),
 )
-"""Forest of the self-test, each tree as (tokens of the node, children): blocks that are full, partial and skipped."""
+"""Forest of the self-test, each tree as (tokens of the node, children). Its tiles are full, partial and skipped."""
 
 WINDOW = 150
-"""Tokens of a sliding window in the self-test of a kernel with one: shorter than some nodes and longer than others, so
-that tiles of 128 x 64 are full, partial and, besides those of other branches, skipped."""
+"""Tokens of the sliding window. Some nodes are shorter and some longer, so it makes tiles of 128 x 64 full, partial and
+skipped."""
 
 SOFTCAP = 2.0
-"""Bound of the scores in the self-test of a kernel with one: the scores are normal with a deviation of one."""
+"""Bound of the scores, which are normal with a deviation of one."""
 
 LIMITS = {"output": 4.0, "dq": 30.0, "dk": 8.0, "dv": 4.0, "dsinks": 8.0}
 """Allowed error, as a multiple of the dense backend's error in the same dtype.
 
-That is about 2.5 times the error of exact arithmetic on probabilities and score gradients rounded to the dtype. The
-worst is `dq` of a token that sees two or three keys: it subtracts nearly equal numbers, one made from the rounded
-output."""
+It is about 2.5 times the error of exact arithmetic on probabilities and score gradients rounded to the dtype. The worst
+is `dq` of a token that sees two or three keys. It subtracts nearly equal numbers, one made from the rounded output.
+"""
 
 LEAST_LIMIT = 1e-5
-"""Error that is allowed in any case: in float32 the dense backend's own error is a few rounding errors."""
+"""Error that is always allowed. In float32 the dense backend's own error is only a few rounding errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelVariant:
-    """What of the inputs makes it another kernel: each combination is compiled, and tested, by itself."""
+    """The properties of inputs that select a kernel. Each combination is compiled and tested by itself."""
 
     device: torch.device
     dtype: torch.dtype
@@ -70,7 +70,7 @@ class KernelVariant:
         is_capped: bool = False,
         has_sinks: bool = False,
     ) -> Self:
-        """Return the variant for these inputs, with two key-value heads at most: their ratio to the others decides."""
+        """Return the variant for these inputs. Two key-value heads are enough, as only the ratio of heads matters."""
         num_kv_heads = min(k_THD.shape[1], 2)
         num_heads = num_kv_heads * (q_THD.shape[1] // k_THD.shape[1])
         sizes = (q_THD.shape[2], num_heads, num_kv_heads)
@@ -82,23 +82,14 @@ _lock = threading.Lock()
 
 
 def self_test_reasons(backend: str, attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> list[str]:
-    """Return why the kernel must not be used: its self-test, run on the first call, failed. Log failures once.
-
-    Args:
-        backend: Name of the backend.
-        attend: Its function, called as `attend(q_THD, k_THD, v_THD, plan, options=options)`.
-        kernel: What it would be compiled for.
-
-    Returns:
-        Reasons; empty where the kernel agrees with the dense backend.
-    """
+    """Return why the kernel must not be used; empty if its self-test, run on the first call, finds no fault."""
     with _lock:
         if (backend, kernel) in _results:
             return _results[backend, kernel]
         if torch.cuda.is_current_stream_capturing():
             return ["the self-test has not run yet and cannot during graph capture; run the model once before"]
-        # A thread of its own sees no autocast, no_grad or inference mode of the caller, and none of its saved-tensor
-        # hooks: activation checkpointing counts what is saved, and the recomputation would find the test missing.
+        # In a thread of its own the caller's autocast, no_grad, inference mode and saved-tensor hooks are not active.
+        # Activation checkpointing counts saved tensors by such hooks, and the recomputation skips the test.
         with ThreadPoolExecutor(max_workers=1) as executor:
             future = executor.submit(self_test, attend, kernel)
             error = future.exception()
@@ -110,17 +101,10 @@ def self_test_reasons(backend: str, attend: Callable[..., torch.Tensor], kernel:
 
 
 def self_test(attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> list[str]:
-    """Compare a kernel with the dense backend on `TREES`, output and gradients.
+    """Return how a kernel's output and gradients on `TREES` disagree with the dense backend's; empty if they agree.
 
     The error of a token is the norm of its difference to float64, relative to its norm or to the root mean square norm
     of all tokens, whichever is larger. The worst token counts, so that one wrong pair shows.
-
-    Args:
-        attend: The backend, called as `attend(q_THD, k_THD, v_THD, plan, options=options)`.
-        kernel: Device, dtype, heads and options to test it with.
-
-    Returns:
-        What disagrees, with the numbers; empty where all agrees.
     """
     subtree_end = torch.tensor(subtree_ends(TREES), dtype=torch.int32)
     plan = AttentionPlan.from_subtree_end(subtree_end, device=kernel.device)
@@ -140,7 +124,7 @@ def self_test(attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> lis
         window=WINDOW if kernel.is_windowed else None,
         softcap=SOFTCAP if kernel.is_capped else None,
     )
-    # A new thread's current device is the first one.
+    # The current device of a new thread is the first one.
     with torch.cuda.device_of(inputs[0]):
         want = _output_and_gradients(dense_attention, [each.double() for each in inputs], plan, options=options)
         plain = _output_and_gradients(dense_attention, inputs, plan, options=options)
@@ -155,7 +139,7 @@ def self_test(attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> lis
 
 
 def subtree_ends(trees: tuple, *, start: int = 0) -> list[int]:
-    """Return `subtree_end` of trees given as (number of tokens, children), in DFS preorder from token `start` on."""
+    """Return `subtree_end` of trees as in `TREES`, in DFS preorder from token `start` on."""
     ends: list[int] = []
     for num_tokens, children in trees:
         first_child = start + len(ends) + num_tokens
@@ -167,7 +151,7 @@ def subtree_ends(trees: tuple, *, start: int = 0) -> list[int]:
 def _output_and_gradients(
     attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], plan: AttentionPlan, *, options: ScoreOptions
 ) -> dict[str, torch.Tensor]:
-    """Of queries, keys, values, the gradient of the output and, where there are any, the logits of sinks."""
+    """Return output and gradients. The inputs are q, k, v, the gradient of the output and, if any, sinks."""
     *qkv, grad_out_THD = inputs[:4]
     leaves = [each.clone().requires_grad_() for each in (*qkv, *inputs[4:])]
     if inputs[4:]:

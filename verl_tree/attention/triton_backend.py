@@ -1,8 +1,7 @@
-"""Tree attention on our own Triton kernels: any CUDA GPU from compute capability 8.0, deterministic.
+"""Tree attention on our own Triton kernels: deterministic, on any CUDA GPU from compute capability 8.0.
 
-The forward and the backward pass are custom ops, so that `torch.compile` and fake tensors see through them. The
-kernels and triton itself are imported with the first call. What the kernels skip comes from `BlockLists`. Sliding
-windows, softcapped scores and attention sinks are compiled in where a layer asks for them (`triton_kernels`).
+The forward and the backward pass are custom ops, so that `torch.compile` and fake tensors can trace them. `BlockLists`
+says which tiles the kernels skip. Sliding windows, softcaps and sinks are compiled in where a layer asks for them.
 
 Legend: T tree tokens, Hq and Hkv query and key-value heads, D head dim.
 """
@@ -34,10 +33,10 @@ DELTA_BLOCK = 64
 def not_supported_reasons(
     q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, _plan: AttentionPlan, *, options: ScoreOptions
 ) -> list[str]:
-    """Say why this backend cannot serve the inputs; empty where it can.
+    """Return why this backend cannot serve the inputs; empty if it can.
 
-    CPU tensors are served by Triton's interpreter, if `TRITON_INTERPRET=1` is set before triton is first imported. On a
-    GPU the first inputs of a kind run the self-test, which compiles the kernels.
+    On a GPU the first inputs of a kind run the self-test, which compiles the kernels. On a CPU Triton's interpreter
+    serves, if `TRITON_INTERPRET=1` is set before triton is first imported.
     """
     reasons = []
     device = q_THD.device
@@ -67,19 +66,14 @@ class OpInputs(NamedTuple):
     """Arguments of the op `tree_attention_triton`, and in the backward pass their gradients.
 
     Attributes:
-        q_THD: (T, Hq, D) queries.
-        k_THD: (T, Hkv, D) keys.
-        v_THD: (T, Hkv, D) values.
-        subtree_end_T: int32 (T,).
-        forward_rows: The fields of `BlockRows`: the tiles of the forward kernel, by query.
-        dkv_rows: The same for the kernel of the gradients of keys and values, by key.
-        dq_rows: The same for the kernel of the gradient of the queries, by query.
-        configs: The fields of the `KernelConfig` of forward, dkv and dq, one after the other.
+        forward_rows: Fields of `BlockRows`: the tiles of the forward kernel, by query.
+        dkv_rows: The same for the gradients of keys and values, by key.
+        dq_rows: The same for the gradient of the queries, by query.
+        configs: Fields of the `KernelConfig` of forward, dkv and dq, one after the other.
         scale: Factor on the scores, positive.
         sinks_H: float32 (Hq,) logits of the sinks, or None.
-        position_T: int32 (T,) position of each token on its path; None where there is no window.
-        window: A query sees the keys fewer than `window` positions before it, or None. The tiles must be those of it.
-        softcap: Bound of the scores, or None.
+        position_T: None if there is no window.
+        window: The tiles must be found for the same window.
     """
 
     q_THD: torch.Tensor | None
@@ -102,7 +96,7 @@ def triton_attention(
 ) -> torch.Tensor:
     """Compute attention as `AttentionBackend.attend`; inputs may have any strides, the output is contiguous."""
     scale = options.scale
-    if scale <= 0:  # the running maximum is taken before the factor
+    if scale <= 0:  # the kernel takes the maximum before it scales
         q_THD, scale = q_THD * scale, 1.0
     configs = choose_configs(q_THD, options=options)
     forward, dkv, dq = (
@@ -152,8 +146,7 @@ def tree_attention_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the forward pass; the arguments are those of `OpInputs`.
 
-    Returns:
-        The output (T, Hq, D) and its log-sum-exp, float32 (Hq, T), sinks included; contiguous.
+    The results are the output (T, Hq, D) and its log-sum-exp, float32 (Hq, T), sinks included; both contiguous.
     """
     out_THD, lse_HT = _empty_results(q_THD)
     q_THD, k_THD, v_THD = (_readable(x) for x in (q_THD, k_THD, v_THD))
@@ -207,9 +200,8 @@ def tree_attention_triton_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run the backward pass; the arguments are those of `OpInputs` and the results of `tree_attention_triton`.
 
-    Returns:
-        Gradients of queries, keys and values, of their shape and dtype, and float32 (Hq, T) `sum(out * grad_out)`, from
-        which the gradient of the sinks follows; contiguous.
+    The results are the gradients of queries, keys and values, and `sum(out * grad_out)`, float32 (Hq, T), from which
+    the gradient of the sinks follows; all contiguous.
     """
     grad_q_THD, grad_k_THD, grad_v_THD = _empty_gradients(q_THD, k_THD, v_THD)
     grad_out_THD, q_THD, k_THD, v_THD = (_readable(x) for x in (grad_out_THD, q_THD, k_THD, v_THD))
@@ -217,7 +209,7 @@ def tree_attention_triton_backward(
     (num_tokens, num_heads, head_dim), num_kv_heads = q_THD.shape, k_THD.shape[1]
     num_dkv_rows, num_dq_rows = len(dkv_rows[0]), len(dq_rows[0])
     delta_HT = torch.empty_like(lse_HT)
-    # What the kernels of both gradients take.
+    # The arguments of both gradient kernels.
     shared = {
         "q": q_THD,
         "k": k_THD,
@@ -329,12 +321,12 @@ def _is_installed() -> bool:
 
 @functools.cache
 def _kernels() -> ModuleType:
-    # Not at the top: triton is an extra, and TRITON_INTERPRET counts only before its first import.
+    # Not imported at the top, because triton is an extra and reads TRITON_INTERPRET at its first import.
     return importlib.import_module("verl_tree.attention.triton_kernels")
 
 
 def _strides(**tensors: torch.Tensor) -> dict[str, int]:
-    """Strides of (T, H, D) tensors under the kernels' names: `stride_qt`, `stride_qh`, `stride_qd` for `q`."""
+    """Return the strides of (T, H, D) tensors by the kernels' names: `stride_qt`, `stride_qh`, `stride_qd` for `q`."""
     return {
         f"stride_{name}{dim}": x_THD.stride(index) for name, x_THD in tensors.items() for index, dim in enumerate("thd")
     }
@@ -343,7 +335,7 @@ def _strides(**tensors: torch.Tensor) -> dict[str, int]:
 def _score_arguments(
     scale: float, position_T: torch.Tensor | None, window: int | None, softcap: float | None
 ) -> dict[str, object]:
-    """How scores become probabilities: `scale_log2` is that of the cap where there is one."""
+    """Return the kernels' arguments for the scores. With a softcap, `scale_log2` is made of the cap, not the scale."""
     return {
         "scale_log2": (scale if softcap is None else softcap) * LOG2_E,
         "positions": position_T,
@@ -365,7 +357,7 @@ def _constants(q_THD: torch.Tensor, config: KernelConfig) -> dict[str, object]:
 
 
 def _readable(x_THD: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy where its strides are too large for the kernels' int32 offsets inside a tile."""
+    """Return the tensor, or a copy if its strides are too large for the kernels' int32 offsets inside a tile."""
     return x_THD if MAX_HEAD_DIM * (x_THD.stride(0) + x_THD.stride(2)) < 2**31 else x_THD.contiguous()
 
 

@@ -33,12 +33,12 @@ HOPPER_CONFIGS = {
     128: KernelConfigs(KernelConfig(128, 128, 8, 2), KernelConfig(64, 128, 8, 2), KernelConfig(128, 64, 8, 3)),
     256: KernelConfigs(KernelConfig(128, 64, 8, 2), KernelConfig(32, 64, 8, 2), KernelConfig(128, 32, 8, 2)),
 }
-"""16-bit dtypes on compute capability 9.0, by padded head dim; 227 KB of shared memory.
+"""For 16-bit dtypes on compute capability 9.0 (227 KB of shared memory), by padded head dim.
 
 Chosen from machine code, not from timings: the largest tiles whose accumulators and scores stay in 255 registers with
-every product on wgmma. The next larger tile of each kernel spills (128 x 128 for `dq` and D = 128: 120 bytes a thread,
-with three stages for `forward`: 128). `dkv` keeps two accumulators and spills a little: 72 bytes for D = 128, 24 for
-D = 256 (with a window 88 and 32); halving its query block to avoid that would halve the width of its products.
+every product on wgmma. The next larger tile spills: with D = 128, `dq` spills 120 bytes a thread at 128 x 128, and
+`forward` 128 with three stages. `dkv` keeps two accumulators and spills a little: 72 bytes for D = 128, 24 for D = 256
+(with a window 88 and 32). Half its query block would avoid that, but halve the width of its products.
 """
 
 HOPPER_CAPPED_CONFIGS = {
@@ -46,10 +46,10 @@ HOPPER_CAPPED_CONFIGS = {
     128: KernelConfigs(KernelConfig(128, 64, 8, 3), KernelConfig(32, 128, 8, 2), KernelConfig(128, 64, 8, 3)),
     256: KernelConfigs(KernelConfig(128, 32, 8, 3), KernelConfig(32, 64, 8, 2), KernelConfig(128, 32, 8, 2)),
 }
-"""As `HOPPER_CONFIGS`, for softcapped scores, whose tanh takes registers.
+"""Like `HOPPER_CONFIGS`, for softcapped scores, whose tanh takes registers.
 
-Chosen in the same way: with a window besides, which takes some more, the `forward` kernels above spill 24, 88 and 16
-bytes a thread and `dkv` for D = 128 spills 200. What is left spills 16 (D = 64) and 112 (D = 256) in `dkv`.
+With a softcap and a window, the `forward` kernels of `HOPPER_CONFIGS` spill 24, 88 and 16 bytes a thread, and `dkv`
+spills 200 for D = 128. In this table only `dkv` spills: 16 for D = 64 and 112 for D = 256.
 """
 
 SMALL_CONFIGS = {
@@ -57,18 +57,18 @@ SMALL_CONFIGS = {
     128: KernelConfigs(KernelConfig(64, 64, 4, 2), KernelConfig(32, 64, 4, 2), KernelConfig(64, 32, 4, 2)),
     256: KernelConfigs(KernelConfig(64, 32, 8, 2), KernelConfig(32, 32, 8, 1), KernelConfig(32, 32, 4, 2)),
 }
-"""16-bit dtypes elsewhere, by padded head dim; within the 99 KB of shared memory of compute capability 8.6."""
+"""For 16-bit dtypes elsewhere, by padded head dim. They fit the 99 KB of shared memory of compute capability 8.6."""
 
 FLOAT32_CONFIGS = {
     64: KernelConfigs(KernelConfig(32, 16, 4, 1), KernelConfig(16, 32, 4, 1), KernelConfig(32, 16, 4, 1)),
     128: KernelConfigs(KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1)),
     256: KernelConfigs(KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1)),
 }
-"""float32 on any device: exact products run outside of the tensor cores, so these are for checks, not for speed."""
+"""For float32 on any device. Exact products do not use the tensor cores, so these are for checks, not for speed."""
 
 
 def choose_configs(q_THD: torch.Tensor, *, options: ScoreOptions) -> KernelConfigs:
-    """Return the configurations for the dtype, head dim and device of the queries, and for what the layer asks for."""
+    """Return the configurations for the dtype, head dim and device of the queries, and for the layer's options."""
     is_hopper = q_THD.device.type == "cuda" and torch.cuda.get_device_capability(q_THD.device) == HOPPER
     if q_THD.dtype == torch.float32:
         table = FLOAT32_CONFIGS

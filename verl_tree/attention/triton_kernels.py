@@ -1,18 +1,18 @@
 """Triton kernels of tree attention, forward and backward. Imported only where triton is installed and needed.
 
-FlashAttention-2's algorithm (https://arxiv.org/abs/2307.08691) on the tiles of `verl_tree.attention.blocks`: a program
-owns one block of rows (queries, or keys for the gradient of keys and values), walks the full tiles of its list without
-a mask and then the partial ones with `key <= query < subtree_end[key]`, and is the only one to write its rows. No
-atomics and a fixed order of every sum: two runs give the same bits.
+They run FlashAttention-2 (https://arxiv.org/abs/2307.08691) on the tiles of `verl_tree.attention.blocks`. A program
+owns one block of rows: queries, or keys for the gradients of keys and values. It walks the full tiles of its list
+without a mask, then the partial ones with `key <= query < subtree_end[key]`. No other program writes its rows. There
+are no atomics and every sum has a fixed order, so two runs give the same bits.
 
-Scores are in base 2 (`exp2` is one instruction); `lse` is the natural log-sum-exp. Sums are float32 throughout. A head
-dim that is no power of two is padded with zeros in registers (`DIM` to `PADDED_DIM`). Offsets are int64 at the start of
-a block and int32 inside it.
+Scores are in base 2 (`exp2` is one instruction); `lse` is the natural log-sum-exp. Sums are float32. A head dim that is
+no power of two is padded with zeros in registers (`DIM` to `PADDED_DIM`). Offsets are int64 at the start of a block and
+int32 inside it.
 
-Sliding windows (`positions`, `window`), softcapped scores (`scale_tanh`) and attention sinks (`sinks`) are arguments
-that are None where a layer has none: Triton compiles the kernel anew for None, without a trace of the option. With a
-softcap `scale_log2` is that of the cap, since `softcap * tanh` takes the place of the score. A sink is where the sum of
-a row starts: one more key, whose value is zero.
+Sliding windows (`positions`, `window`), softcaps (`scale_tanh`) and attention sinks (`sinks`) are None where a layer
+has none. Triton compiles the kernel anew for None, without a trace of the option. With a softcap, `scale_log2` is that
+of the cap, since `softcap * tanh` takes the place of the score. A sink is one more key with the value zero, so the sum
+of a row starts with it.
 
 Legend: T tokens, L queries and K keys of a tile, D head dim (padded), R row blocks, G query heads per key-value head.
 """
@@ -26,19 +26,19 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _is_visible(query, key, end):
-    """Return the tree mask, broadcast. `end` is 0 for keys past T, and no query past T is below any end."""
+    """Return the tree mask, broadcast. It is false for keys past T, whose `end` is 0, and for queries past T."""
     return (key <= query) & (query < end)
 
 
 @triton.jit
 def _is_within(query_position, key_position, window):
-    """Return the sliding window on positions of one path, broadcast: a query sees itself and `window - 1` before."""
+    """Return the window mask, broadcast, from positions on one path: a query sees itself and `window - 1` before."""
     return query_position - key_position < window
 
 
 @triton.jit
 def _tanh(x):
-    """tanh, good to the rounding of 1 in float32; neither overflows. Triton has none that its interpreter runs."""
+    """Return tanh, good to the rounding of 1 in float32, without overflow. Triton's interpreter has none."""
     return 2.0 / (1.0 + tl.exp2(x * (-2.0 * LOG2_E))) - 1.0
 
 
@@ -47,7 +47,7 @@ def _load_tile(
     ptr, start, num_tokens, stride_t, stride_d, BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK, D) rows from token `start`; zeros past D and, if `BOUNDED`, past T."""
+    """Load (BLOCK, D) rows from token `start` on, with zeros past D and, if `BOUNDED`, past T."""
     row = tl.arange(0, BLOCK)
     column = tl.arange(0, PADDED_DIM)
     ptrs = ptr + start.to(tl.int64) * stride_t + (row[:, None] * stride_t + column[None, :] * stride_d)
@@ -68,7 +68,7 @@ def _load_tile(
 def _store_tile(
     ptr, tile, start, num_tokens, stride_t, BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr
 ):  # fmt: skip
-    """Write the rows of a (BLOCK, D) tile that exist; the columns of the output are contiguous."""
+    """Write the rows of a (BLOCK, D) tile that exist. The columns of the output are contiguous."""
     row = tl.arange(0, BLOCK)
     column = tl.arange(0, PADDED_DIM)
     mask = ((start + row) < num_tokens)[:, None] & (column < DIM)[None, :]
@@ -78,7 +78,7 @@ def _store_tile(
 
 @triton.jit
 def _row(rows, number):
-    """Block, start, middle and end of one row of `BlockRows.rows_R4`."""
+    """Load block, start, middle and end of one row of `BlockRows.rows_R4`."""
     row = rows + 4 * number
     return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
 
@@ -102,7 +102,7 @@ def _forward_tile(
             visible_LK &= _is_within(position_L[:, None], position_K[None, :], window)
         s_LK = tl.where(visible_LK, s_LK, float("-inf"))
     new_max_L = tl.maximum(max_L, tl.max(s_LK, 1) * scale_log2)
-    # A row that has seen no key yet has the maximum -inf, from which nothing may be subtracted.
+    # The maximum of a row that has seen no key is -inf, and -inf - (-inf) would be NaN.
     base_L = tl.where(new_max_L == float("-inf"), 0.0, new_max_L) if MASKED else new_max_L
     p_LK = tl.exp2(s_LK * scale_log2 - base_L[:, None])
     rescale_L = tl.exp2(max_L - base_L)
@@ -120,10 +120,10 @@ def forward_kernel(
     QUERY_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output (T, Hq, D) and log-sum-exp (Hq, T) of one query block and one query head.
+    """Compute the output (T, Hq, D) and log-sum-exp (Hq, T) of one query block and one query head.
 
-    Grid: R * Hq programs. Those of one key-value head are neighbours, so they read its keys and values from L2, and
-    among them those of one query block.
+    Grid: R * Hq programs. Programs of one key-value head are neighbours, so that they read its keys and values from L2.
+    Among them, those of one query block are neighbours.
     """
     program = tl.program_id(0)
     group = program % num_groups
@@ -158,7 +158,7 @@ def forward_kernel(
             stride_kt, stride_kd, stride_vt, stride_vd, scale_log2, positions, position_L, window, scale_tanh,
             KEY_BLOCK, DIM, PADDED_DIM, PRECISION, True,
         )  # fmt: skip
-    # Every query sees itself, so only rows past T, which are not stored, have summed nothing.
+    # Every query sees itself, so only rows past T have an empty sum. They are not stored.
     is_empty_L = sum_L == 0.0
     sum_L = tl.where(is_empty_L, 1.0, sum_L)
     lse_L = tl.where(is_empty_L, 0.0, max_L * LN_2 + tl.log(sum_L))
@@ -174,7 +174,7 @@ def delta_kernel(
     out, grad_out, delta, stride_ot, stride_oh, stride_od, num_tokens, num_heads,
     BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
-    """`delta = sum over D of out * grad_out`, float32 (Hq, T); `out` is contiguous, `grad_out` strided.
+    """Compute `delta = sum over D of out * grad_out`, float32 (Hq, T); `out` is contiguous, `grad_out` strided.
 
     Grid: ceil(T / BLOCK) * Hq programs.
     """
@@ -234,7 +234,7 @@ def dkv_kernel(
     QUERY_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values (T, Hkv, D) of one key block and one key-value head, over its G query heads.
+    """Compute the gradients of keys and values (T, Hkv, D) of a key block and a key-value head, over its G query heads.
 
     Grid: R * Hkv programs; those of one head are neighbours.
     """
@@ -315,7 +315,7 @@ def dq_kernel(
     QUERY_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the queries (T, Hq, D) of one query block and one query head; the grid is that of the forward."""
+    """Compute the gradient of the queries (T, Hq, D) of a query block and a query head; the grid is the forward's."""
     program = tl.program_id(0)
     group = program % num_groups
     query_block, start, middle, end = _row(rows, (program // num_groups) % num_rows)  # pyright: ignore[reportGeneralTypeIssues]

@@ -1,17 +1,13 @@
-"""Tree attention from the pieces of the mask, merged by log-sum-exp, with the gradient of the merged whole.
+"""Tree attention from the pieces of the mask, merged by log-sum-exp.
 
-The kernel returns the log-sum-exp of every query besides its output, so two pieces over disjoint keys combine exactly:
-`out = lerp(out_a, out_b, sigmoid(lse_b - lse_a))` and `lse = logaddexp(lse_a, lse_b)`. In the backward pass every piece
-is called with the *merged* output and log-sum-exp, which makes its probabilities those of the whole softmax. The
-gradients of the pieces then simply add up (as in ring attention, https://arxiv.org/abs/2310.01889).
+Two pieces over disjoint keys combine exactly: `out = lerp(out_a, out_b, sigmoid(lse_b - lse_a))` and
+`lse = logaddexp(lse_a, lse_b)`. In the backward pass every piece is called with the *merged* output and log-sum-exp.
+Its probabilities are then those of the whole softmax, and the gradients of the pieces add up, as in ring attention
+(https://arxiv.org/abs/2310.01889). Under a sliding window every query is in one piece, so nothing is merged. Attention
+sinks join at the end (`verl_tree.attention.sinks`).
 
-Under a sliding window every query is in one piece only, and nothing is merged. Attention sinks join at the end
-(`verl_tree.attention.sinks`).
-
-This module is the algorithm. Which kernel runs, and how many pieces one call of it takes, is the provider's choice
-(`verl_tree.attention.varlen_providers`): on a CPU one call a piece, on a GPU one call a level of the tree. The GPU's
-calls are tested on a CPU, with a provider that loops over the segments. On a GPU a provider is used only after it has
-agreed with the dense backend on a tiny forest.
+The provider (`verl_tree.attention.varlen_providers`) chooses the kernel and how many pieces one call takes: one on a
+CPU, a level of the tree on a GPU. On a GPU a provider is used only after its self-test.
 
 Legend: T tree tokens, K keys of a call, Hq and Hkv query and key-value heads, D head dim. Tensors without a legend in
     their name have the heads as the provider takes them, in one dimension or in two.
@@ -39,10 +35,7 @@ GPU_HEAD_DIM_MULTIPLE = 8
 def not_supported_reasons(
     q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, _plan: AttentionPlan, *, options: ScoreOptions
 ) -> list[str]:
-    """Say why this backend cannot serve the inputs; empty where it can.
-
-    On a GPU the first inputs of a kind that nothing else speaks against run the self-test.
-    """
+    """Return why this backend cannot serve the inputs; empty if it can."""
     device, head_dim = q_THD.device, q_THD.shape[-1]
     reasons = options.not_served_reasons(served=("window", "sinks")) + value_dim_reasons(q_THD, v_THD)
     if device.type == "cpu":
@@ -56,7 +49,7 @@ def not_supported_reasons(
         return reasons
     is_windowed = options.window is not None
     provider = choose_provider(q_THD, is_windowed=is_windowed)
-    # Whether sums must be deterministic decides which kernel it is.
+    # Deterministic sums select another kernel, which needs its own test.
     name = f"varlen on {provider.name}{', deterministic' if torch.are_deterministic_algorithms_enabled() else ''}"
     kernel = KernelVariant.of(q_THD, k_THD, is_windowed=is_windowed)
     return self_test_reasons(name, partial(merged_attention, provider=provider), kernel)
@@ -101,7 +94,7 @@ class _MergedAttention(torch.autograd.Function):
         scale: float,
         provider: VarlenProvider,
     ) -> torch.Tensor:
-        # Reduced precision is merged in float32, else every further call would add its own rounding to a query.
+        # Reduced precision is merged in float32, or every further call would add its own rounding.
         wide = torch.float32 if q_THD.dtype in HALF_DTYPES else q_THD.dtype
         q, k, v = _views(q_THD, k_THD, v_THD, provider)
         out = torch.empty(q.shape, dtype=wide, device=q.device)
@@ -164,7 +157,7 @@ def _views(
 
 
 def _add_rows(total: torch.Tensor, rows: torch.Tensor | slice, part: torch.Tensor) -> None:
-    """Add to rows; those of an index may occur several times, as keys under a window do."""
+    """Add to rows. An index may hold a row several times, as keys under a window do."""
     if isinstance(rows, slice):
         total[rows] += part
     else:
@@ -174,7 +167,7 @@ def _add_rows(total: torch.Tensor, rows: torch.Tensor | slice, part: torch.Tenso
 def _merge_rows(
     out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor | slice, part: torch.Tensor, part_lse: torch.Tensor
 ) -> None:
-    """Merge a call's results over further keys into the rows of its queries."""
+    """Merge the results of a call over further keys into the rows of its queries."""
     merged, merged_lse = out[rows], lse[..., rows]  # views of a slice, copies of an index
     merged.lerp_(part, (part_lse - merged_lse).sigmoid_().movedim(-1, 0).unsqueeze(-1))
     torch.logaddexp(merged_lse, part_lse, out=merged_lse)

@@ -1,8 +1,7 @@
 """Flash kernels that give the log-sum-exp and take it back: PyTorch's on a CPU; FA3, FA2 or PyTorch's own on CUDA.
 
-A provider chooses the calls and runs them; `verl_tree.attention.varlen` merges. It imports its package with the first
-call only. Its `forward` gives the log-sum-exp besides the output, and its `backward` takes both from outside, which is
-all that merging needs. Signatures were read in
+A provider chooses the calls and runs them, and `verl_tree.attention.varlen` merges. A provider imports its package at
+the first call. The kernels on CUDA need a contiguous last dimension. Signatures were read in
 
 - FA3: `flash_attn_interface` of flash-attention 3.0.0 (hopper/, commit 0251105a) and of 3.0.0.b1 as tagged v2.8.3;
 - FA2: `flash_attn.flash_attn_interface` of flash-attn 2.7.0, 2.8.3 and 2.8.4; before 2.7 the forward pass returned
@@ -10,8 +9,6 @@ all that merging needs. Signatures were read in
 - aten: `torch.ops.aten._flash_attention_forward` and `_backward` of torch 2.13; `torch.nn.attention.varlen` calls the
   first likewise;
 - CPU: `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu` and its backward, of torch 2.13.
-
-Those on CUDA take no tensors whose last dimension is not contiguous.
 
 Legend: Q queries and K keys of a call, Hq query heads, H key-value heads, G query heads for each, D head dim.
 """
@@ -31,10 +28,10 @@ FA3_COMPUTE_CAPABILITY = (9, 0)
 FA3_MAX_DETERMINISTIC_HEAD_DIM = 192
 FA2_MIN_VERSION = (2, 7)
 MAX_CPU_WINDOW_QUERIES = 256
-"""Queries of a call under a sliding window on a CPU, whose mask has that many rows."""
+"""Most queries of a call under a sliding window on a CPU. The mask of such a call has that many rows."""
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of queries, keys and values."""
+"""Gradients of queries, keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +39,16 @@ class VarlenProvider:
     """One pair of kernels.
 
     Attributes:
-        name: What logs call it.
-        not_supported_reasons: `not_supported_reasons(q_THD, is_windowed) -> list[str]`, empty where it is installed
-            and serves the device, head dim and window, and deterministically if `torch.use_deterministic_algorithms` is
-            on.
+        name: Its name in logs.
+        not_supported_reasons: `not_supported_reasons(q_THD, is_windowed) -> list[str]`. Empty if it is installed and
+            serves the device, head dim and window, deterministically if `torch.use_deterministic_algorithms` is on.
         calls: `calls(plan, window) -> tuple[VarlenCall, ...]` of a layer, whose window may be None.
-        forward: `forward(q_QHD, k_KHD, v_KHD, call, *, scale) -> (out_QHD, lse_HQ)`, the log-sum-exp of a segment's
-            scores in float32 or wider.
+        forward: `forward(q_QHD, k_KHD, v_KHD, call, *, scale) -> (out_QHD, lse_HQ)`. The log-sum-exp is that of a
+            segment's scores, in float32 or wider.
         backward: `backward(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD, lse_HQ, call, *, scale)` -> gradients of q, k
             and v for probabilities `exp(score - lse)` and `delta = sum(out * grad_out)`.
-        groups_heads: Queries, outputs and their gradients are (Q, H, G, D), the log-sum-exp (H, G, Q), keys and values
-            (K, H, 1, D), and only the gradients of those (K, H, D).
+        groups_heads: Whether heads have two dimensions. Queries, outputs and their gradients are then (Q, H, G, D), the
+            log-sum-exp (H, G, Q), and keys and values (K, H, 1, D). The gradients of keys and values stay (K, H, D).
     """
 
     name: str
@@ -73,7 +69,7 @@ def _cpu_reasons(q_THD: torch.Tensor, _is_windowed: bool) -> list[str]:
 
 
 def _cpu_calls(plan: AttentionPlan, window: int | None) -> tuple[VarlenCall, ...]:
-    """One call a piece."""
+    """Return one call a piece."""
     if window is None:
         return mask_calls(plan, by_level=False)
     return window_calls(plan, window, max_query_len=MAX_CPU_WINDOW_QUERIES, max_keys=0)
@@ -117,7 +113,7 @@ def _heads_first(
 def _cpu_mask(
     call: VarlenCall, num_queries: int, num_keys: int, *, dtype: torch.dtype
 ) -> tuple[bool, torch.Tensor | None]:
-    """Whether the kernel masks by itself, and the mask (Q, K) of a window, 0 or -inf, which it does not know."""
+    """Return `is_causal` for the kernel, and the mask (Q, K) of a window, 0 or -inf, which it has no option for."""
     if call.window is None:
         return call.causal, None
     # The keys end with the queries, so both count backwards from the end of the piece.
@@ -139,7 +135,7 @@ def _fa3_reasons(q_THD: torch.Tensor, is_windowed: bool) -> list[str]:
     return reasons
 
 
-# FA3 is called by position: the names of some arguments differ between its versions, and their order does not.
+# FA3 is called by position, because its versions name some arguments differently, but order them alike.
 
 
 def _fa3_forward(q_QHD, k_KHD, v_KHD, call, *, scale):
@@ -183,7 +179,7 @@ def _fa3_backward(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD, lse_HQ, call, *, s
 
 
 def _fa2_reasons(_q_THD: torch.Tensor, _is_windowed: bool) -> list[str]:
-    # The package flash_attn alone proves nothing: flash-attn-4 shares it.
+    # The package flash_attn alone proves nothing, because flash-attn-4 has the same package.
     if importlib.util.find_spec("flash_attn_2_cuda") is None:
         return ["flash-attn 2 is not installed"]
     version = importlib.metadata.version("flash-attn")
@@ -193,7 +189,7 @@ def _fa2_reasons(_q_THD: torch.Tensor, _is_windowed: bool) -> list[str]:
 
 
 def _fa2_options(call: VarlenCall, *, scale: float) -> dict[str, object]:
-    """Arguments that its forward and its backward take."""
+    """Return the arguments that its forward and its backward share."""
     left, right = _window(call)
     return {
         "cu_seqlens_q": call.query_offsets_S1,
@@ -234,7 +230,7 @@ def _aten_reasons(_q_THD: torch.Tensor, _is_windowed: bool) -> list[str]:
 
 
 def _aten_options(call: VarlenCall, *, scale: float) -> dict[str, object]:
-    """Arguments that its forward and its backward take."""
+    """Return the arguments that its forward and its backward share."""
     left, right = _window(call)
     return {
         "cum_seq_q": call.query_offsets_S1,
@@ -260,7 +256,7 @@ def _aten_backward(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD, lse_HQ, call, *, 
     return torch.ops.aten._flash_attention_backward(
         *_rows_contiguous(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD),
         lse_HQ.contiguous(),
-        # The state of the random generator is read with dropout only.
+        # The state of the random generator is read only with dropout.
         rng_state=q_QHD.new_zeros(2, dtype=torch.uint64),
         unused=q_QHD.new_empty(0),
         **_aten_options(call, scale=scale),
@@ -268,7 +264,7 @@ def _aten_backward(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD, lse_HQ, call, *, 
 
 
 def _window(call: VarlenCall) -> tuple[int, int]:
-    """Keys before and behind a query's own, as flash-attn counts them; -1: no limit."""
+    """Return how many keys before and behind itself a query sees, as flash-attn counts them; -1 means no limit."""
     return (-1, -1) if call.window is None else (call.window - 1, 0)
 
 
@@ -287,4 +283,4 @@ PROVIDERS = (
     VarlenProvider("flash-attn 2", _fa2_reasons, few_calls, _fa2_forward, _fa2_backward),
     VarlenProvider("aten", _aten_reasons, few_calls, _aten_forward, _aten_backward),
 )
-"""The first that is installed and serves wins; aten comes with torch and has no reason of its own to refuse."""
+"""The first that does not refuse wins. The last, aten, comes with torch and never refuses."""

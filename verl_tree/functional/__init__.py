@@ -1,7 +1,7 @@
-"""A transformers model on a forest: the log-probs of its tokens, and how they become the flat trajectories' again.
+"""Log-probs of a forest from a transformers model, and the way back to flat trajectories.
 
-`api` is the whole path (`tree_log_probs`), `logprobs` one forward pass of one pack, `expansion` the way back to the
-trajectories. Needs torch and transformers, nothing of verl.
+`api` is the whole path (`tree_log_probs`), `logprobs` one forward pass of one pack, and `expansion` the gather to
+trajectories. They need torch and transformers, but not verl.
 """
 
 from verl_tree.functional.api import SequenceLogProbs, tree_log_probs

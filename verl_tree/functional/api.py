@@ -48,8 +48,8 @@ def tree_log_probs(
 ) -> SequenceLogProbs:
     """Compute the log-probs of trajectories that share prefixes, every shared prefix once, forward and backward.
 
-    Any transformers causal LM will do whose layers call transformers' attention interface. During the call its
-    attention implementation is "tree_attention", afterwards what it was before.
+    It works for any transformers causal LM whose layers call transformers' attention interface. During the call the
+    attention implementation is "tree_attention"; afterwards it is restored.
 
     Args:
         model: A causal LM, bare or wrapped by PEFT. Its training mode stays as it is.
@@ -59,9 +59,6 @@ def tree_log_probs(
         backend: Attention backend, see `verl_tree.attention.BACKENDS`.
         capacity: Tree tokens that one forward pass may hold. None: no limit.
         packing: Method of `verl_tree.packing.pack`.
-
-    Returns:
-        The scores, in the order of `sequences`.
 
     Raises:
         ValueError: A sequence is empty, longer than the capacity or holds an id that the model has no embedding for; or
@@ -96,11 +93,9 @@ def tree_log_probs(
 
 @contextmanager
 def tree_attention_implementation(model: PreTrainedModel, *, max_path_len: int) -> Iterator[None]:
-    """Set the model's attention implementation to "tree_attention" and restore what it was, also on error.
+    """Set the attention implementation to "tree_attention", and restore what it was, also on error.
 
-    Args:
-        model: A causal LM, bare or wrapped by PEFT.
-        max_path_len: Tokens of the longest trajectory.
+    `model` may be wrapped by PEFT. `max_path_len` is the length of the longest trajectory.
 
     Raises:
         ValueError: The model cannot honour the tree.
@@ -108,8 +103,8 @@ def tree_attention_implementation(model: PreTrainedModel, *, max_path_len: int) 
     base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
     check_model(base, max_path_len=max_path_len)
     register()
-    # Gradient checkpointing runs layers a second time in the backward pass, after this has ended. Those runs need the
-    # implementation once more.
+    # Gradient checkpointing runs layers again in the backward pass, after the `with` block. These runs need tree
+    # attention, too.
     name = "_gradient_checkpointing_func"
     checkpoints = [(vars(module), vars(module)[name]) for module in base.modules() if name in vars(module)]
     for attributes, function in checkpoints:
@@ -134,7 +129,7 @@ def _attention_name(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def _checkpoint_with_tree(checkpoint: Callable[..., Any], model: PreTrainedModel) -> Callable[..., Any]:
-    """Return a checkpoint function whose function runs with tree attention, now and when it is run again."""
+    """Return a checkpoint function that runs its layers with tree attention, also in the backward pass."""
 
     def run(function: Callable[..., Any], *args: Any) -> Any:
         def with_tree(*inner_args: Any) -> Any:
@@ -148,8 +143,8 @@ def _checkpoint_with_tree(checkpoint: Callable[..., Any], model: PreTrainedModel
 
 def _check_token_ids(forest: TokenForest, model: PreTrainedModel) -> None:
     """Refuse ids without an embedding."""
-    # On a GPU such an id is a device assert, which kills the process, so it is found on the host. The weight says what
-    # can be looked up, also under PEFT's wrappers; the config's number may differ.
+    # On a GPU such an id is a device assert, which kills the process. So it is found on the host. The weight has the
+    # true number of ids, also under PEFT's wrappers. The number in the config may differ.
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     vocab_size = weight.shape[0]

@@ -1,9 +1,9 @@
-"""From tree tokens back to trajectories: the expansion that restores the flat gradient.
+"""From tree tokens back to trajectories: the expansion, which restores the flat gradient.
 
-`expand` gathers values of tree tokens to (leaf, token) pairs, where any flat loss can read them. The gather's backward
-adds up the pairs of one token, which is the flat gradient for every loss (docs/gradient_restoration.md). A weight on
-the pairs' gradients declares another objective for shared tokens. The paper's reuse-count scaler (section 2.3) is the
-shortcut for losses that treat every leaf alike: compute them once per tree token and scale.
+`expand` gathers values of tree tokens to (leaf, token) pairs, where any flat loss can read them. Its backward adds up
+the pairs of one token, which is the flat gradient for every loss (docs/gradient_restoration.md). A weight on the pairs'
+gradients declares another objective for shared tokens. For losses that treat every leaf alike there is a shortcut, the
+paper's reuse-count scaler (section 2.3): compute them once per tree token and scale (`tree_scale`).
 
 Legend: T tree tokens, F flat tokens = (leaf, token) pairs, S trajectories.
 """
@@ -19,15 +19,10 @@ SHARED_TOKEN_MODES = ("sum", "mean", "once")
 
 
 def expand(values_T: Tensor, layout: TreeLayout, *, gradient_weight_F: Tensor | None = None) -> Tensor:
-    """Gather values of tree tokens to the trajectories of the pack.
+    """Gather values of tree tokens, (T,) or (T, ...), to the trajectories of the pack, (F,) or (F, ...).
 
-    Args:
-        values_T: (T,) or (T, ...) values, one per tree token.
-        layout: The pack.
-        gradient_weight_F: (F,) factor on the gradient of every (leaf, token) pair; the values stay. None: 1.
-
-    Returns:
-        (F,) or (F, ...), leaf after leaf as in `layout.leaves` and `layout.leaf_offsets`.
+    The result is leaf after leaf, as in `layout.leaves` and `layout.leaf_offsets`. `gradient_weight_F` (F,) multiplies
+    the gradient of every (leaf, token) pair and leaves the values as they are.
     """
     values_F = values_T.index_select(0, layout.tree_index_F)
     return values_F if gradient_weight_F is None else scale_gradient(values_F, gradient_weight_F)
@@ -52,13 +47,13 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def shared_token_weights(layout: TreeLayout, trained_F: Tensor, mode: str) -> Tensor:
-    """Compute gradient weights for `expand` that declare what the leaves of a shared token do to it.
+    """Compute gradient weights for `expand` that declare how the leaves of a shared token train it.
 
     Args:
         layout: The pack, or the forest of a whole mini-batch.
         trained_F: (F,) bool, the (leaf, token) pairs that the loss trains.
-        mode: One of `SHARED_TOKEN_MODES`. "sum": every leaf trains it, the flat objective. "mean": the
-            leaves that train it are averaged. "once": only the first of them in DFS order trains it.
+        mode: "sum": every leaf trains the token, which is the flat objective. "mean": the leaves that train it are
+            averaged. "once": only the first of them in DFS order trains it.
 
     Returns:
         (F,) float32. Pairs that are not trained get 1 with "sum" and 0 otherwise.
@@ -82,17 +77,11 @@ def shared_token_weights(layout: TreeLayout, trained_F: Tensor, mode: str) -> Te
 
 
 def tree_scale(layout: TreeLayout, trained_F: Tensor | None = None) -> Tensor:
-    """Count the leaves that train each tree token: the paper's reuse count (section 2.3.3).
+    """Count the leaves that train each tree token, float32 (T,): the paper's reuse count (section 2.3.3).
 
-    If the loss gives a token the same coefficient on every leaf that trains it (SFT), and only then, the flat loss is
+    `trained_F` (F,) says which (leaf, token) pairs the loss trains. None: all. If the loss gives a token the same
+    coefficient on every leaf that trains it (SFT), and only then, the flat loss is
     `(tree_scale(layout, trained_F) * loss_T).sum()`, computed once per tree token without expansion.
-
-    Args:
-        layout: The pack.
-        trained_F: (F,) bool, the (leaf, token) pairs that the loss trains. None: all.
-
-    Returns:
-        (T,) float32.
     """
     if trained_F is None:
         return layout.num_leaves_T.float()

@@ -1,13 +1,11 @@
 """Log-probs and entropy of tree tokens: token t is scored by the logits at its parent.
 
-A position has one set of logits but, at a branch point, several next tokens. Reading the logits at `parent[t]` for
-every token t scores the first token of each branch like any other. Only positions with a child that a loss reads are
-projected to the vocabulary. They are projected in chunks whose logits are computed again in the backward pass, so that
-the logits of all positions never exist at once.
+At a branch point one set of logits scores several next tokens. Only positions with a child that a loss reads are
+projected to the vocabulary. They are projected in chunks whose logits are recomputed in the backward pass, so that the
+logits of all positions never exist at once.
 
-The projection must happen inside the model's own forward, because under FSDP2 the head's weight is a shard outside it.
-So while the model runs, the output head's *instance* has a forward that receives hidden states and returns the scores
-of the wanted positions in place of logits.
+The projection must happen inside the model's own forward, because outside it FSDP2 holds only a shard of the head's
+weight. So while the model runs, this instance of the head returns scores in place of logits (`scoring_head`).
 
 Legend: T tree tokens, P projected positions, K (position, label) pairs, V vocabulary, C rows of the score table, R rows
 that the model hands to its head.
@@ -56,12 +54,9 @@ class ScoredPairs:
 
     @classmethod
     def from_layout(cls, layout: TreeLayout, wanted_T: Tensor | None = None) -> Self:
-        """Find the positions that must be projected.
+        """Find the positions that must be projected to score the tokens in `wanted_T`, (T,) bool. None: all tokens.
 
-        Args:
-            layout: The pack.
-            wanted_T: (T,) bool, the tokens whose log-prob or entropy a loss reads. None: all. Roots have no parent that
-                could score them and are left out either way.
+        Roots have no parent that could score them and are left out either way.
         """
         is_scored_T = layout.parent_T >= 0 if wanted_T is None else (layout.parent_T >= 0) & wanted_T
         token_K = is_scored_T.nonzero().squeeze(1)
@@ -96,7 +91,7 @@ def tree_forward_log_probs(
     entropy_requires_grad: bool = True,
     chunk_size: int | None = None,
 ) -> TreeLogProbs:
-    """Run a causal LM on one pack.
+    """Run a causal LM on one pack and score the wanted tokens.
 
     Args:
         model: A transformers causal LM whose attention implementation is "tree_attention", bare or wrapped by PEFT or
@@ -108,11 +103,8 @@ def tree_forward_log_probs(
         calculate_entropy: Also compute the entropy.
         entropy_requires_grad: Whether gradients flow through the entropy.
         chunk_size: Positions projected at a time. None: at least 1,024, more while their logits stay below 2**25
-            numbers. With several chunks each is recomputed in the backward pass; a single one is kept, as nothing would
-            be saved.
-
-    Returns:
-        The scores of the wanted tokens.
+            numbers. Several chunks are recomputed in the backward pass. A single one is kept, as nothing would be
+            saved.
 
     Raises:
         ValueError: The chunk size is not positive; or the model has no output head, does not run it once on the wanted
@@ -148,7 +140,7 @@ def tree_forward_log_probs(
             logits_1CK = model(**inputs).logits
         _check_untouched(scorer.model_name, calls, logits_1CK)
         scores_CK = logits_1CK[0]
-    # A gather's opposite: every scored token occurs once.
+    # Every scored token occurs once, so nothing is overwritten.
     scores_CT = scores_CK.new_zeros(scores_CK.shape[0], layout.num_tokens).index_copy(1, pairs.pair_token_K, scores_CK)
     return TreeLogProbs(scores_CT[0], scores_CT[1] if calculate_entropy else None)
 
@@ -168,16 +160,10 @@ class _HeadCall(NamedTuple):
 
 @contextmanager
 def scoring_head(head: torch.nn.Module, scorer: "_Scorer") -> Iterator[list[_HeadCall]]:
-    """Let `head` map hidden states to scores instead of logits while active.
+    """Let `head` map hidden states to scores instead of logits while active, and yield the list of its calls.
 
-    Only this instance is changed, and it is restored also on error.
-
-    Args:
-        head: The output head; its own forward (LoRA and all) maps hidden states to logits.
-        scorer: What to compute from them.
-
-    Yields:
-        A list that receives every call of the head.
+    The head's own forward (LoRA and all) still makes the logits. Only this instance is changed, and it is restored also
+    on error.
     """
     # The backward pass, which recomputes chunks after the head is restored, calls this `project` too.
     project, instance_forward = head.forward, vars(head).get("forward")
@@ -200,14 +186,14 @@ def scoring_head(head: torch.nn.Module, scorer: "_Scorer") -> Iterator[list[_Hea
 
 
 def _check_untouched(model_name: str, calls: list[_HeadCall], logits_1CK: Tensor) -> None:
-    """Refuse a model that did not run its head once, or did something with the logits behind it."""
+    """Refuse a model that did not run its head exactly once, or changed the logits behind it."""
     if len(calls) != 1:
         raise ValueError(
             f"{model_name} ran its output head {len(calls)} times in one forward: log-probs need a forward that "
             "projects its hidden states once (fused losses do not: with verl set use_fused_kernels=false)"
         )
     scores_CK, given_1CK = calls[0]
-    # Usually it is the very tensor, never written to. That is seen on the host; comparing values waits for the device.
+    # Usually it is the same tensor, never written to, which the host knows. Comparing values waits for the device.
     if logits_1CK is given_1CK and not given_1CK.is_inference() and given_1CK._version == 0:
         return
     before, after = scores_CK.unsqueeze(0).to(logits_1CK.dtype), logits_1CK.detach()
@@ -224,23 +210,13 @@ def _auto_chunk_size(model: PreTrainedModel) -> int:
 
 
 def _at(temperature: float | Tensor, index: Tensor | slice) -> float | Tensor:
-    """Return the temperature of some positions: a part of a tensor, or the one number of all."""
+    """Return the temperature at some positions: a part of a tensor, or the one number of all."""
     return temperature[index] if isinstance(temperature, Tensor) and temperature.dim() else temperature
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Scorer:
-    """What turns hidden states, or logits, into (C, K) scores: log-probs and maybe entropy.
-
-    Attributes:
-        pairs: What is scored.
-        model_name: Class of the model.
-        num_tokens: Tree tokens of the pack.
-        temperature_P: Divides the logits: a number or (P,).
-        calculate_entropy: Also compute the entropy.
-        entropy_requires_grad: Whether gradients flow through the entropy.
-        chunk_size: Positions projected at a time.
-    """
+    """The way from hidden states, or logits, to (C, K) scores: log-probs and maybe entropy."""
 
     pairs: ScoredPairs
     model_name: str
@@ -251,17 +227,9 @@ class _Scorer:
     chunk_size: int
 
     def score(self, rows_1RX: Tensor, *, project: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Score all pairs, chunk by chunk.
+        """Score all pairs, chunk by chunk, as (C, K).
 
-        Args:
-            rows_1RX: (1, R, X) hidden states, or logits where there is nothing to project; R = P or T.
-            project: Maps hidden states to logits.
-
-        Returns:
-            (C, K) scores.
-
-        Raises:
-            ValueError: R is neither P nor T.
+        `rows_1RX` are the hidden states (1, R, X) of the P wanted or of all T positions; without `project`, the logits.
         """
         rows_PX = self._wanted(rows_1RX.flatten(0, -2))
         num_positions = rows_PX.shape[0]
@@ -280,12 +248,12 @@ class _Scorer:
         return torch.cat(chunks, dim=1)
 
     def _wanted(self, rows_RX: Tensor) -> Tensor:
-        """Select the wanted positions where the model's forward did not."""
+        """Select the wanted positions if the model's forward did not."""
         num_rows, num_wanted = rows_RX.shape[0], self.pairs.position_P.shape[0]
         if num_rows == num_wanted:
             return rows_RX
-        # A forward without `logits_to_keep`, as verl patches into vision models, hands over all positions. They are
-        # never as many as the wanted ones: the last token of a pack has no child.
+        # A forward without `logits_to_keep`, as verl patches into vision models, hands over all positions. These are
+        # more than the wanted ones, as the last token of a pack has no child.
         if num_rows == self.num_tokens:
             return rows_RX.index_select(0, self.pairs.position_P)
         raise ValueError(
