@@ -50,11 +50,9 @@ class GroupPart:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """The groups or parts of one mini-batch that each rank computes.
+    """The parts that each rank computes of one mini-batch, and each rank's predicted time.
 
-    Attributes:
-        shares: Each rank's parts, sorted by group; a rank has at most one part of a group.
-        loads_s: Each rank's predicted time.
+    Shares are sorted by group, and a rank has at most one part of a group.
     """
 
     shares: tuple[tuple[GroupPart, ...], ...]

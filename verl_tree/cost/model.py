@@ -39,7 +39,6 @@ class Work:
         num_tokens: Tree tokens.
         num_visible_pairs: (query, key) pairs of attention: the sum of position + 1 over the tokens.
         num_scored: Tokens whose log-prob a loss reads.
-        num_nodes: Nodes of the tree.
         num_packs: Forward/backward passes; 1 for a pack, 0 for nothing.
     """
 

@@ -35,10 +35,9 @@ from verl_tree.tree.rows import ranges
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadRows:
-    """The rows of a mini-batch that a loss reads, as one forest.
+    """The rows of a mini-batch that a loss reads, as one forest with the leaves 0..S - 1.
 
     Attributes:
-        forest: Their forest; its trajectories are the leaves 0..S - 1.
         rows: (S,) int64, each leaf's row in the mini-batch.
         starts: (S,) int64, where each leaf starts among the F_all flat tokens.
         num_trained: (S,) int64, tokens of each leaf that a loss reads.
@@ -96,16 +95,13 @@ class ReadRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeMicroBatch:
-    """One pack, and how its results map to rows.
+    """One pack on the host, what it computes (`work`), and how its results map to rows.
 
     Attributes:
-        rows: (s,) int64 on the host, the rows of the mini-batch in the pack, in the order of `layout.leaves`.
-        layout: The pack, on the host.
+        rows: (s,) int64, the rows of the mini-batch in the pack, in the order of `layout.leaves`.
         wanted_T: (T,) bool, tokens whose log-prob a loss reads.
         flat_index_F: (F,) int64, the place of each (leaf, position) among the F_all flat tokens of the mini-batch.
         gradient_weight_F: (F,) float32, see `shared_token_weights`. None: all are 1.
-        work: What the model computes, for the cost model.
-        is_flat: Whether it runs flat.
     """
 
     rows: IntArray
@@ -119,12 +115,9 @@ class TreeMicroBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeBatch:
-    """The packs of one mini-batch on one rank.
+    """The packs of one mini-batch on one rank, and the seconds spent on finding the forest and packing it.
 
-    Attributes:
-        micro_batches: The packs, the dearest first. Ranks run them in step, so packs of similar cost should meet.
-        counts: The counters behind their metrics.
-        packing_s: Seconds spent on finding the forest and packing it.
+    The dearest pack comes first: ranks run their packs in step, so packs of similar cost should meet.
     """
 
     micro_batches: tuple[TreeMicroBatch, ...]

@@ -76,10 +76,8 @@ def gather(value: Any, *, group: dist.ProcessGroup | None) -> list[Any]:
 class StepResult:
     """The result of one model call.
 
-    Attributes:
-        model_output: One jagged tensor per output, with the rows of the pack in their order; empty after a backward.
-        loss: The value of the loss. None: not computed.
-        metrics: The metrics that the loss function returned.
+    `model_output` has one jagged tensor per output, with the rows of the pack in their order; it is empty after a
+    backward. `loss` is None if none was computed. `metrics` are those that the loss function returned.
     """
 
     model_output: dict[str, Tensor]

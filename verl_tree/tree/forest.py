@@ -36,6 +36,9 @@ class TokenForest:
         num_tokens       6                 node_depth        0  1  1  0
         num_flat_tokens  14                node_sequence     2  0  1  4
 
+    The fields node_* are (N,) int64: `node_sequence` is a trajectory that carries the node's tokens, the others are
+    those of `NodeTable`.
+
     Attributes:
         tokens: (F,) the trajectories one after another; int32 where all were given so, else int64.
         sequence_offsets: (S + 1,) int64, where each trajectory starts in `tokens`.
@@ -44,13 +47,6 @@ class TokenForest:
             strict prefixes before their extensions, duplicates by index.
         dfs_rank: (S,) int64, the inverse of `order`.
         lcp: (S,) int64, tokens that order[i] shares with order[i - 1]; lcp[0] = 0.
-        node_parent: (N,) int64, -1 at roots. Nodes are in DFS preorder.
-        node_start: (N,) int64, first position of the node in its trajectories.
-        node_end: (N,) int64, one past the last.
-        node_first_leaf: (N,) int64, first of the node's leaves, an index into `order`.
-        node_last_leaf: (N,) int64, one past the last.
-        node_sequence: (N,) int64, a trajectory that carries the node's tokens.
-        node_depth: (N,) int64, number of ancestors.
     """
 
     tokens: IntArray
@@ -148,9 +144,7 @@ class TokenForest:
         return self.tokens[self.sequence_offsets[index] : self.sequence_offsets[index + 1]]
 
     def subset_lcp(self, leaves: ArrayLike) -> IntArray:
-        """Count the tokens that each of some leaves shares with the one before it, (s,) int64: the `lcp` of their forest.
-
-        `leaves` are (s,) indices of trajectories.
+        """Count the tokens that each of (s,) trajectories shares with the one before, (s,) int64: the `lcp` of these alone.
 
         Raises:
             ValueError: The leaves are not distinct and in DFS order.

@@ -74,8 +74,7 @@ class TreeLayout:
 
         Args:
             forest: The trajectories.
-            leaves: (S,) distinct indices of trajectories in DFS order, as in `Pack.leaves`; may be empty (T = 0). None:
-                all.
+            leaves: (S,) distinct indices of trajectories in DFS order, as in `Pack.leaves`. None: all. Empty: T = 0.
             device: Where the tensors go.
 
         Raises:
@@ -153,7 +152,7 @@ class TreeLayout:
 
 
 def _tree_index(lens: IntArray, *, lcp: IntArray, run_ends: IntArray) -> IntArray:
-    """Return the tree token of every (leaf, position), (F,) int64; a leaf repeats what it shares with the one before."""
+    """Return the tree token of every (leaf, position), (F,) int64; a leaf repeats what it shares with the last one."""
     tree_index = np.empty(int(lens.sum()), dtype=np.int64)
     before = tree_index[:0]
     offset = 0

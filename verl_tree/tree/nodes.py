@@ -16,9 +16,9 @@ IntArray = NDArray[np.integer]
 class NodeTable:
     """The nodes of a forest in DFS preorder: a node is a maximal run of tokens with one set of leaves.
 
-    All fields are (N,) int64. Roots have parent -1 and depth 0. A node covers the positions start..end of its
-    trajectories. Its leaves are the half-open range first_leaf..last_leaf of the DFS order, and its tokens are those of
-    `first_leaf`.
+    All fields are (N,) int64. `parent` is -1 and `depth` (number of ancestors) 0 at roots. A node covers the positions
+    start..end of its trajectories. Its leaves are the half-open range first_leaf..last_leaf of the DFS order, and its
+    tokens are those of `first_leaf`.
     """
 
     parent: IntArray
