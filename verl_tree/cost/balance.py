@@ -1,9 +1,8 @@
 """Groups are dealt to ranks so that the ranks come out even in predicted time, and cut where that is not enough.
 
-Whole groups are dealt first, the longest first. If a group exceeds a rank's fair share, its rank decides how long the
-mini-batch lasts. So while it pays, a group of the slowest rank is cut into two ranges of its DFS order, and one range
-moves to the least loaded rank. Both ranges compute the tokens that they share. So among the cuts that balance about
-equally well, the one that shares least is made.
+Whole groups are dealt first, the longest first. Then, while it pays, a group of the slowest rank is cut into two ranges
+of its DFS order, and one range moves to the least loaded rank. Both ranges compute the tokens that they share, so among
+the cuts that balance about equally well, the one that shares least is made. See docs/balance.md.
 
 Example, 2 ranks, group A with leaves of 6, 6 and 6 tokens in DFS order (lcp 0 1 5), group B with 4 tokens::
 

@@ -87,9 +87,9 @@ class CostFitter:
 def _non_negative_fit(rows_M5: FloatArray) -> FloatArray:
     """Find coefficients >= 0 under which every row predicts 1. (M, 5) -> (5,).
 
-    Full packs look alike, so noise would decide which coefficient takes the time. If the constant term took it, a cut
-    would seem to save nothing and the balancer would never cut. So a ridge prior pulls to 0 the shares of what is free
-    in `CostModel.prior`. Its weight is the noise of the measurements: exact measurements override it.
+    Full packs look alike, so noise would decide which coefficient takes the time. If the constant term took it, the
+    balancer would never cut a group. So a ridge prior, as strong as the noise, pulls to 0 what is free in
+    `CostModel.prior`.
     """
     # Pairs outnumber packs by many orders of magnitude, and nnls compares gradients: so columns get unit length.
     norms = np.linalg.norm(rows_M5, axis=0)

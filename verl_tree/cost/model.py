@@ -1,15 +1,13 @@
 """The cost of a pack in seconds: a linear model of its work, fitted to measured times while training runs.
 
-A pack takes time for its tokens (everything but attention is linear in them), its visible pairs (attention), its nodes
-(many short nodes need more attention calls for the same pairs), its scored tokens (logits) and once for itself
-(launches, collectives). The host counts all five before anything is computed, so a pack's time can be predicted when
-its rank is chosen and when it is laid out as a tree or flat::
+A pack takes time for its tokens (everything but attention), its visible pairs (attention), its nodes (many short nodes
+need more attention calls for the same pairs), its scored tokens (logits) and once for itself (launches, collectives).
+The host counts all five before anything is computed, so its time can be predicted when its rank and its form (tree or
+flat) are chosen. See docs/balance.md::
 
     WorkProfile ──range_work──▶ Work ──CostModel.predict──▶ seconds
                                  │                             ▲
                   measured time ─┴──CostFitter.add──fit────────┘
-
-See docs/balance.md.
 
 Legend: S trajectories (leaves), N nodes, K ranges; 5 stands for the fields of `Work`, in their order.
 """

@@ -13,7 +13,7 @@ from verl_tree.tree import TokenForest
 
 @dataclass(frozen=True, slots=True)
 class ForestCounts:
-    """Counters of what was packed; `sum(counts, ForestCounts())` adds any number of them. See docs/glossary.md for the words.
+    """Counters of what was packed; `sum(counts, ForestCounts())` adds any number of them. The words: docs/glossary.md.
 
     Attributes:
         num_packed_tokens: Tokens computed, the sum over the packs.

@@ -1,10 +1,8 @@
 """Near-optimal packings of trees of any size: the best of three quick packings, then ruin and recreate (`improve.py`).
 
-- the paper's rules (Tree Training, section 2.2.2): depth-first, the child with the deepest leaf first, so that leaves
-  of similar depth come together; a new pack where the capacity is exceeded;
-- the same depth-first walk in the order of the token ids;
-- bottom-up: at every node the bins of its children are merged by best fit decreasing. This is the paper's programme
-  with one state per node.
+- `deepest_first`, the paper's rules (Tree Training, section 2.2.2), which bring leaves of similar depth together;
+- `dfs_first_fit`, the same depth-first walk in the order of the token ids;
+- `best_fit_up`, the paper's multi-path programme with one state per node.
 
 Small subtrees of large trees are packed as one item.
 """
@@ -53,7 +51,7 @@ def _coarse(items: Items, *, caps: Caps) -> Items:
 
 
 def deepest_first(items: Items, *, caps: Caps) -> list[list[int]]:
-    """Pack by the paper's rules: a depth-first walk that enters the child with the deepest leaf first."""
+    """Pack by the paper's rules: depth-first, the child with the deepest leaf first, a new pack where a cap is met."""
     nodes, num_nodes = items.nodes, items.nodes.num_nodes
     parent, start = nodes.parent.tolist(), nodes.start.tolist()
     deepest = nodes.end.tolist()

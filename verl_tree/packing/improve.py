@@ -1,8 +1,8 @@
 """Ruin and recreate (Schrimpf et al., 2000): take a few packs apart, put them together anew, keep the better result.
 
-Items of a few packs that share much are taken out and put back one after another, each where it shares most. The result
-is kept unless it is worse. This moves and swaps leaves, and merges and splits packs. The number of rounds depends on
-the instance only, so one seed gives one result; the deadline is a safeguard.
+Items of a few packs are taken out and put back one after another, each where it shares most. The result is kept unless
+it is worse. This moves and swaps leaves, and merges and splits packs. The number of rounds depends on the instance
+only, so one seed gives one result; the deadline is a safeguard.
 """
 
 import random
@@ -32,7 +32,7 @@ def improve(
     deadline_s: float,
     lower_bound: int,
 ) -> list[list[int]]:
-    """Ruin and recreate the packs `bins`, window by window if there are many items; see `heuristic`."""
+    """Improve the packs `bins`, window by window if there are many items; the arguments are those of `heuristic`."""
     bins = sorted(bins)
     if len(items) <= MAX_WINDOW_ITEMS:
         search = _RuinAndRecreate(items, bins, caps=caps, seed=seed)
@@ -62,7 +62,7 @@ def improve(
 
 
 def _windows(bins: list[list[int]], *, max_items: int, is_shifted: bool) -> list[list[list[int]]]:
-    """Part packs into windows of at most `max_items` items, half that in the first if shifted; large packs stay whole."""
+    """Part packs into windows of at most `max_items` items, half that in the first if shifted; no pack is split."""
     windows: list[list[list[int]]] = []
     room = 0
     for members in bins:
@@ -140,7 +140,7 @@ class _RuinAndRecreate:
         return chosen + self.random.sample(others, num_chosen - len(chosen))
 
     def _remove(self, chosen: list[int]) -> set[int]:
-        """Choose the items to take out: all of a small pack, neighbours in DFS order of a large one, or some of these."""
+        """Choose the items that leave each pack: all, neighbours in DFS order if there are many, or a random part."""
         removed: set[int] = set()
         share = max(_MAX_RUINED_ITEMS // len(chosen), 1)
         for number in chosen:

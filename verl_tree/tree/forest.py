@@ -144,7 +144,7 @@ class TokenForest:
         return self.tokens[self.sequence_offsets[index] : self.sequence_offsets[index + 1]]
 
     def subset_lcp(self, leaves: ArrayLike) -> IntArray:
-        """Count the tokens that each of (s,) trajectories shares with the one before, (s,) int64: the `lcp` of these alone.
+        """Return the `lcp` of some trajectories alone, (s,) int64: the tokens that each shares with the one before it.
 
         Raises:
             ValueError: The leaves are not distinct and in DFS order.
@@ -158,7 +158,7 @@ class TokenForest:
         return lcp_of_subset(self.lcp, ranks)
 
     def pack_num_tokens(self, leaves: ArrayLike) -> int:
-        """Count the tree tokens of a pack, the union of its root paths; `leaves` are (s,) indices of trajectories.
+        """Count the tree tokens of a pack of (s,) trajectories: the union of their root paths.
 
         Raises:
             ValueError: The leaves are not distinct and in DFS order.
