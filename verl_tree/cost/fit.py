@@ -23,19 +23,15 @@ FREE_SHARE = 0.3
 
 
 class CostFitter:
-    """The cost model of one kind of model call, fitted to its latest measurements by non-negative least squares.
+    """The cost model of one kind of model call, fitted to its latest `window` times by non-negative least squares.
 
     Relative errors are minimised, so small packs count as much as large ones. Some measurements contain time that no
-    pack needs (compilation, the allocator's first growth). The fit is repeated once without measurements that it misses
-    by more than `OUTLIER_FACTOR` times the median error.
+    pack needs (compilation, the allocator's first growth). So the fit is repeated once without those that it misses by
+    more than `OUTLIER_FACTOR` times the median error.
 
     Attributes:
         model: The latest fit; `CostModel.prior()` before the first.
-        relative_error: Median of |predicted / measured - 1| over the window of the latest fit, with outliers; nan
-            before the first.
-
-    Args:
-        window: Number of latest measurements that are kept.
+        relative_error: Median of |predicted / measured - 1| over the window, with outliers; nan before the first fit.
     """
 
     def __init__(self, *, window: int = 512) -> None:

@@ -58,7 +58,7 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
     """
 
     _output_shift: ClassVar[int] = -1
-    """verl keeps a token's score one position earlier. First tokens have no score, so one roll shifts all rows at once."""
+    """verl keeps a token's score one position earlier. First tokens have no score, so one roll shifts all rows."""
 
     def __init__(
         self, model_config: Any, engine_config: TreeFSDPEngineConfig, optimizer_config: Any, checkpoint_config: Any

@@ -141,8 +141,6 @@ class _Part:
 
 @dataclass(slots=True)
 class _OpenPack:
-    """A pack that parts are put into."""
-
     leaves: list[IntArray] = field(default_factory=list)
     trees: set[int] = field(default_factory=set)
     num_terms: int = 0

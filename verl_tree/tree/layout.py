@@ -72,10 +72,7 @@ class TreeLayout:
     ) -> Self:
         """Lay out the tree that some trajectories of a forest form alone.
 
-        Args:
-            forest: The trajectories.
-            leaves: (S,) distinct indices of trajectories in DFS order, as in `Pack.leaves`. None: all. Empty: T = 0.
-            device: Where the tensors go.
+        `leaves` are (S,) distinct indices of trajectories in DFS order, as in `Pack.leaves`. None: all. Empty: T = 0.
 
         Raises:
             ValueError: The leaves are not distinct and in DFS order.
