@@ -49,10 +49,7 @@ class GroupPart:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """The parts that each rank computes of one mini-batch, and each rank's predicted time.
-
-    Shares are sorted by group, and a rank has at most one part of a group.
-    """
+    """The parts that each rank computes of one mini-batch, at most one of a group, and each rank's predicted time."""
 
     shares: tuple[tuple[GroupPart, ...], ...]
     loads_s: tuple[float, ...]
@@ -91,8 +88,8 @@ def balance(
 ) -> Balance:
     """Deal the groups of one mini-batch (`members`, indices into `profiles`) to the ranks.
 
-    `rank_num_rows` are the rows that each rank already has. Of equally loaded ranks the one with fewest is served
-    first, which keeps padding rows few.
+    Of equally loaded ranks the one with fewest rows (`rank_num_rows` and those dealt) is served first, which keeps
+    padding rows few.
 
     Invariants:
         - every leaf of every group is in one part; a rank's leaves of a group are one range of its DFS order;

@@ -101,8 +101,7 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
         `model_output` is empty unless `forward_only`; `loss` has one number per model call with a loss.
 
         Raises:
-            ValueError: A tree cannot hold the rows (multimodal inputs, position ids other than 0, 1, 2, ...), or an
-                output is wanted that the tree path does not compute.
+            ValueError: The tree path cannot compute the rows (`check_rows`), or one of them cannot be packed.
         """
         check_rows(data)
         self._announce_denominators(data)

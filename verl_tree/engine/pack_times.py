@@ -51,9 +51,8 @@ class PackClock:
 def learn_costs(fitter: CostFitter, works_of_ranks: Sequence[Sequence[Work]], *, seconds: Sequence[float]) -> None:
     """Add the steps of one mini-batch to the measurements and fit the cost model again.
 
-    FSDP's collectives make every model call last as long as that of the dearest rank. So a step's time is attributed to
-    the dearest pack that any rank ran in it. `works_of_ranks` has the packs of each rank in the order in which they
-    ran; `seconds` has the time of each step as measured on this rank.
+    FSDP's collectives make every model call last as long as that of the dearest rank. So the time of a step, measured
+    on this rank, is attributed to the dearest pack that any rank ran in it.
     """
     steps = zip_longest(*works_of_ranks, fillvalue=Work())
     # Not strict: where no rank has a pack, one step still runs, and its time is not used.

@@ -117,7 +117,7 @@ class TreeMicroBatch:
 class TreeBatch:
     """The packs of one mini-batch on one rank, and the seconds spent on finding the forest and packing it.
 
-    The dearest pack comes first: ranks run their packs in step, so packs of similar cost should meet.
+    The dearest pack comes first, because ranks run in step and packs of similar cost should meet.
     """
 
     micro_batches: tuple[TreeMicroBatch, ...]

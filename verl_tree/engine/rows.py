@@ -27,11 +27,10 @@ def jagged(column: Any) -> tuple[Tensor, Tensor]:
 
 
 def check_rows(data: TensorDict) -> None:
-    """Check that the tree path computes these rows correctly.
+    """Refuse rows that the tree path would compute wrongly, with a ValueError.
 
-    Raises:
-        ValueError: Rows have multimodal inputs or position ids other than 0, 1, 2, ..., or an output is wanted that
-            only verl's own engine computes.
+    They have multimodal inputs, position ids other than 0, 1, 2, ..., or want outputs that only verl's own engine
+    computes.
     """
     if extract_multi_modal_inputs(tu.get(data, "multi_modal_inputs", [])):
         raise ValueError(

@@ -31,8 +31,7 @@ class RangeMin:
 def next_fit(lens: IntArray, *, shared: IntArray, terms: IntArray, caps: Caps) -> list[list[int]]:
     """Take items in a depth-first order and open a new bin where the current one would outgrow a cap.
 
-    `lens` (m,) are the tokens of the items with their root paths, `shared` (m,) those shared with the item before. The
-    result has positions in the given order, bin by bin.
+    `shared` (m,) are the tokens that an item shares with the one before. The bins hold positions in the given order.
     """
     # Every bin is a range of the order, so an item adds to it what it does not share with the item before.
     bins: list[list[int]] = []
@@ -90,13 +89,10 @@ def _shared_with(members: list[int], item: int, *, lcp: RangeMin) -> int:
 def single_path(items: Items, *, caps: Caps) -> list[list[int]]:
     """Pack one tree, an item per leaf, by the paper's single-path programme (Tree Training, section 2.2.1, eq. 3-5).
 
-    One pack shares the root path of one node u among all leaves below u. It is feasible if that prefix and everything
-    below, leaf by leaf, fit into C: L(u) + R(u) <= C. It saves (n(u) - 1) L(u) tokens against flat. Bottom-up, in
-    O(nodes), the programme chooses the nodes with the largest saving: a node takes all of its leaves, or leaves them to
-    its children. A leaf below no chosen node is a pack of its own.
-
-    The programme does not count what a pack shares below u, but a pack is computed like any other. So its tokens can be
-    fewer.
+    One pack shares the root path of one node u among all n(u) leaves below u. It is feasible if L(u) + R(u) <= C: the
+    path and everything below u, leaf by leaf. It saves (n(u) - 1) L(u) tokens against flat. Bottom-up, the programme
+    finds the nodes with the largest saving: a node takes all of its leaves or leaves them to its children. A leaf below
+    no such node is a pack of its own. What a pack shares below u is computed once, but the programme ignores it.
     """
     nodes = items.nodes
     first, last, parent = nodes.first_leaf.tolist(), nodes.last_leaf.tolist(), nodes.parent.tolist()

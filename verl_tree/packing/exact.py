@@ -58,8 +58,7 @@ class Budget:
 def exact(items: Items, *, caps: Caps, known: list[list[int]], budget: Budget) -> list[list[int]]:
     """Pack one tree with the fewest tokens possible; `known` is a packing, returned if none is better.
 
-    Raises:
-        BudgetExceededError: States or time are used up.
+    The budget raises BudgetExceededError when it is used up.
     """
     programme = _Programme(items, caps=caps, known=known, budget=budget)
     return known if programme.best == sum(programme.least) else programme.solve()

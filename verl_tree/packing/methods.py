@@ -28,11 +28,8 @@ _AUTO_EXACT_STATES = 20_000
 class Tree:
     """One tree of the forest that is packed.
 
-    Attributes:
-        leaves: An item per leaf.
-        items: The same, but prefixes are joined to what extends them if loss terms are not capped.
-        is_whole: Whether it fits into one pack.
-        lower_bound: Lower bound on its packed tokens.
+    `leaves` has an item per leaf. `items` are the same, but prefixes are joined to what extends them if loss terms are
+    not capped. `is_whole` says whether the tree fits into one pack.
     """
 
     leaves: Items
