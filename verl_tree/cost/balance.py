@@ -1,9 +1,8 @@
 """Groups are dealt to ranks so that the ranks come out even in predicted time, and cut where that is not enough.
 
-Whole groups are dealt first, the longest first. A group that outweighs a rank's fair share then decides how long the
-mini-batch lasts. So as long as it pays, a group of the slowest rank is cut into two ranges of its DFS order, and one
-of them moves to the least loaded rank. Both sides of a cut compute the tokens that they share, so among the cuts that
-balance about equally well the one that shares least is made.
+Whole groups are dealt first, the longest first. Then, while it pays, a group of the slowest rank is cut into two ranges
+of its DFS order, and one range moves to the least loaded rank. Both ranges compute the tokens that they share, so among
+the cuts that balance about equally well, the one that shares least is made. See docs/balance.md.
 
 Example, 2 ranks, group A with leaves of 6, 6 and 6 tokens in DFS order (lcp 0 1 5), group B with 4 tokens::
 
@@ -26,30 +25,21 @@ from verl_tree.cost.model import CostModel, FloatArray, WorkProfile
 from verl_tree.tree.nodes import IntArray
 
 MIN_GAIN = 0.01
-"""Smallest gain for which groups are cut, as a share of the mean time of the ranks."""
+"""Smallest gain for which groups are cut, as a share of the ranks' mean time."""
 
 NEAR_TIE = 0.02
-"""Of the cuts this close to the best, as a share of the mean time of the ranks, the one that loses least is made."""
+"""Of the cuts this close to the best, as a share of the ranks' mean time, the one that loses fewest tokens is made."""
 
 CUTS_PER_RANK = 4
-"""Cuts that are tried at most, per rank."""
+"""Cuts that are tried, at most, per rank."""
 
 OVERFILL_WEIGHT = 1.25
-"""How much worse it is to overload the receiving rank than to leave the same time on the slow one.
-
-An overloaded receiver is one more rank that must give work away."""
+"""How much worse a second overloaded rank is than the same time left on the slow one: it must give work away, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPart:
-    """A range of a group's DFS order; the whole group where it is not cut.
-
-    Attributes:
-        group: Index of the group.
-        start: First leaf, in DFS order.
-        end: One past the last leaf.
-        cost_s: Predicted time.
-    """
+    """A range start..end of a group's leaves in DFS order (all of them if it is not cut), and its predicted time."""
 
     group: int
     start: int
@@ -59,12 +49,7 @@ class GroupPart:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Who computes what of one mini-batch.
-
-    Attributes:
-        shares: Each rank's parts, sorted by group; a rank has at most one part of a group.
-        loads_s: Each rank's predicted time.
-    """
+    """The parts that each rank computes of one mini-batch, at most one of a group, and each rank's predicted time."""
 
     shares: tuple[tuple[GroupPart, ...], ...]
     loads_s: tuple[float, ...]
@@ -84,12 +69,12 @@ class Balance:
 
     @property
     def num_cut_groups(self) -> int:
-        """Groups that are on more than one rank."""
+        """Number of groups that are on more than one rank."""
         num_parts = Counter(part.group for share in self.shares for part in share)
         return sum(num > 1 for num in num_parts.values())
 
     def num_lost_tokens(self, profiles: Sequence[WorkProfile]) -> int:
-        """Count the tokens that are computed twice because of the cuts: what a part shares with the one before."""
+        """Count the tokens that are computed twice because of the cuts: what a part shares with the leaf before it."""
         return sum(int(profiles[part.group].lcp[part.start]) for share in self.shares for part in share)
 
 
@@ -101,21 +86,16 @@ def balance(
     rank_num_rows: Sequence[int],
     cut_groups: bool,
 ) -> Balance:
-    """Deal the groups of one mini-batch to the ranks.
+    """Deal the groups of one mini-batch (`members`, indices into `profiles`) to the ranks.
+
+    Of equally loaded ranks the one with fewest rows (`rank_num_rows` and those dealt) is served first, which keeps
+    padding rows few.
 
     Invariants:
         - every leaf of every group is in one part; a rank's leaves of a group are one range of its DFS order;
         - without cuts no rank exceeds the mean by more than the largest group;
-        - cuts never raise the makespan, and are only made where together they lower it by more than `MIN_GAIN`;
+        - cuts never raise the makespan, and are made only if together they lower it by more than `MIN_GAIN`;
         - the same arguments give the same answer.
-
-    Args:
-        members: The groups of the mini-batch, indices into `profiles`.
-        profiles: The work of each group.
-        model: The cost model.
-        rank_num_rows: Rows that each rank already has. Of equally loaded ranks the one with the fewest is served
-            first, which keeps padding rows few.
-        cut_groups: Whether groups may be cut.
     """
     wholes = [
         _part(group, start=0, end=profiles[group].num_leaves, profiles=profiles, model=model) for group in members
@@ -125,8 +105,7 @@ def balance(
         return best
     num_ranks = len(rank_num_rows)
     min_gain_s = MIN_GAIN * sum(best.loads_s) / num_ranks
-    # One cut does not lower the makespan while another rank is as slow, so cuts are tried ahead and kept once they
-    # pay together.
+    # One cut gains nothing while another rank is as slow. So cuts are tried ahead and kept once they pay together.
     for _ in range(CUTS_PER_RANK * num_ranks):
         following = _cut_slowest(
             current, profiles=profiles, model=model, rank_num_rows=rank_num_rows, min_gain_s=min_gain_s
@@ -146,7 +125,7 @@ def _part(group: int, *, start: int, end: int, profiles: Sequence[WorkProfile], 
 def _deal_whole(
     wholes: Sequence[GroupPart], *, profiles: Sequence[WorkProfile], rank_num_rows: Sequence[int]
 ) -> Balance:
-    """Give the dearest group that is left to the least loaded rank, again and again."""
+    """Give the dearest group that is left to the least loaded rank, until none is left."""
     shares: list[list[GroupPart]] = [[] for _ in rank_num_rows]
     heap = [(0.0, num_rows, rank) for rank, num_rows in enumerate(rank_num_rows)]
     heapq.heapify(heap)
@@ -165,16 +144,14 @@ def _cut_slowest(
     rank_num_rows: Sequence[int],
     min_gain_s: float,
 ) -> Balance | None:
-    """Cut a part of the slowest rank and move one side to another rank; None where no cut gains enough.
-
-    The least loaded rank receives it, unless what that rank holds of the same groups leaves no cut that gains.
-    """
+    """Cut a part of the slowest rank and move one side to another rank; None if no cut gains enough."""
     num_rows = [
         num_before + sum(part.end - part.start for part in share)
         for num_before, share in zip(rank_num_rows, current.shares, strict=True)
     ]
     giver = int(np.argmax(current.loads_s))
     others = [rank for rank in range(len(num_rows)) if rank != giver]
+    # The least loaded rank comes first. What it already holds of the same groups may leave no cut that gains.
     for receiver in sorted(others, key=lambda rank: (current.loads_s[rank], num_rows[rank])):
         held = {part.group: part for part in current.shares[receiver]}
         cuts = _Cuts.of_share(current.shares[giver], held=held, profiles=profiles, model=model)
@@ -191,10 +168,10 @@ def _cut_slowest(
 
 
 def _best_cut(cuts: "_Cuts", *, loads_s: Sequence[float], giver: int, receiver: int, min_gain_s: float) -> int | None:
-    """Return the index of the best cut; None where none lowers the slower of the two ranks by more than `min_gain_s`.
+    """Return the index of the best cut; None if none lowers the slower of the two ranks by more than `min_gain_s`.
 
     A cut is judged by the makespan that can be reached from it: the mean of all ranks (lost tokens raise it) plus what
-    either of the two ranks has above the mean, because that must be moved again.
+    either rank has above the mean, because that must be moved again.
     """
     giver_s_K = loads_s[giver] + cuts.change_s_K2[:, 0]
     receiver_s_K = loads_s[receiver] + cuts.change_s_K2[:, 1]
@@ -217,7 +194,8 @@ class _Cuts:
         kept_K2: (K, 2) start and end of what the giving rank keeps.
         received_K2: (K, 2) start and end of what the receiving rank then holds of the group.
         change_s_K2: (K, 2) change of the times of the giving and of the receiving rank.
-        num_lost_K: (K,) tokens that are computed twice because of the cut; less where it only shifts an earlier cut.
+        num_lost_K: (K,) tokens that are computed twice because of the cut, minus those of an earlier cut that it
+            replaces.
     """
 
     group_K: IntArray
@@ -235,7 +213,7 @@ class _Cuts:
         profiles: Sequence[WorkProfile],
         model: CostModel,
     ) -> Self:
-        """List all cuts of the parts of a rank, given what the receiving rank holds of the same groups."""
+        """List all cuts of the parts of a rank, given the parts that the receiving rank holds (`held`, by group)."""
         columns = [
             _cuts_of_part(part, held=held.get(part.group), profile=profiles[part.group], model=model) for part in share
         ]
@@ -247,8 +225,8 @@ def _cuts_of_part(
 ) -> tuple[IntArray, IntArray, IntArray, FloatArray, IntArray]:
     """Compute the columns of `_Cuts` for one part.
 
-    Either side of a cut may move to a rank that holds nothing of the group. Otherwise the side moves that continues
-    what is `held`: the receiving rank still has one range, and the earlier cut between the two is gone.
+    If the receiving rank holds nothing of the group, either side of a cut may move. Otherwise the side moves that is
+    next to `held`. The receiving rank then still has one range, and the earlier cut between the two is gone.
     """
     cut = np.arange(part.start + 1, part.end)
     ranges, num_lost = [], []

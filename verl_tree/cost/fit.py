@@ -13,7 +13,7 @@ from scipy.optimize import nnls
 from verl_tree.cost.model import CostModel, FloatArray, Work
 
 MIN_MEASUREMENTS = 8
-"""Fewer measured packs than this say nothing about five coefficients."""
+"""Packs that must be measured before a fit, because the model has five coefficients."""
 
 OUTLIER_FACTOR = 3.0
 """The second fit leaves out measurements whose relative error exceeds this many times the median error."""
@@ -23,19 +23,15 @@ FREE_SHARE = 0.3
 
 
 class CostFitter:
-    """The cost model of one kind of model call, fitted to its latest measurements by non-negative least squares.
+    """The cost model of one kind of model call, fitted to its latest `window` times by non-negative least squares.
 
-    Relative errors are minimised, so small packs count as much as large ones. Some measurements hold what no pack
-    needs (compilation, the allocator's first growth): after a first fit those that it misses by more than
-    `OUTLIER_FACTOR` times the median error are left out, once.
+    Relative errors are minimised, so small packs count as much as large ones. Some measurements contain time that no
+    pack needs (compilation, the allocator's first growth). So the fit is repeated once without those that it misses by
+    more than `OUTLIER_FACTOR` times the median error.
 
     Attributes:
-        model: The latest fit; `CostModel.prior()` until there is one.
-        relative_error: Median of |predicted / measured - 1| over the window of the latest fit, outliers too; nan
-            before a fit.
-
-    Args:
-        window: Measurements that are kept; older ones are forgotten.
+        model: The latest fit; `CostModel.prior()` before the first.
+        relative_error: Median of |predicted / measured - 1| over the window, with outliers; nan before the first fit.
     """
 
     def __init__(self, *, window: int = 512) -> None:
@@ -45,11 +41,11 @@ class CostFitter:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether `model` is a fit and no longer the prior."""
+        """Whether `model` is a fit, not the prior."""
         return not math.isnan(self.relative_error)
 
     def add(self, work: Work, *, seconds: float) -> None:
-        """Add the measured time of some work, usually of one pack.
+        """Add the measured time of some work, usually one pack.
 
         Raises:
             ValueError: The time is not a positive, finite number.
@@ -59,18 +55,18 @@ class CostFitter:
         self._measured.append((work, seconds))
 
     def fit(self) -> CostModel:
-        """Fit the measurements of the window and return `model`: still the prior below `MIN_MEASUREMENTS`.
+        """Fit the measurements of the window and return `model`, which is still the prior below `MIN_MEASUREMENTS`.
 
         Source: Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23 (scipy.optimize.nnls).
         """
         if len(self._measured) < MIN_MEASUREMENTS:
             return self.model
-        # Divided by its measured time a row predicts 1, and its residual is its relative error.
+        # Each row is divided by its measured time, so it should predict 1, and its residual is its relative error.
         rows_M5 = np.array([astuple(work) for work, _ in self._measured], dtype=np.float64)
         rows_M5 /= np.array([seconds for _, seconds in self._measured])[:, None]
         first = _non_negative_fit(rows_M5)
         errors_M = np.abs(rows_M5 @ first - 1)
-        # The floor keeps an exact fit from telling rounding errors apart.
+        # Without the floor, an exact fit would take rounding errors for outliers.
         is_kept_M = errors_M <= max(OUTLIER_FACTOR * float(np.median(errors_M)), 1e-9)
         coefficients = first if is_kept_M.all() else _non_negative_fit(rows_M5[is_kept_M])
         self.relative_error = float(np.median(np.abs(rows_M5 @ coefficients - 1)))
@@ -78,7 +74,7 @@ class CostFitter:
         return self.model
 
     def metrics(self, *, prefix: str) -> dict[str, float]:
-        """Return the coefficients and the relative error of the fit; nothing before the first one."""
+        """Return the coefficients and the relative error of the fit; an empty dict before the first."""
         if not self.is_fitted:
             return {}
         return self.model.as_metrics(prefix) | {f"{prefix}/relative_error": self.relative_error}
@@ -87,18 +83,17 @@ class CostFitter:
 def _non_negative_fit(rows_M5: FloatArray) -> FloatArray:
     """Find coefficients >= 0 under which every row predicts 1. (M, 5) -> (5,).
 
-    Packs that are filled to the capacity look alike, so noise would decide which coefficient takes the whole time. If
-    the constant term took it, the balancer would never cut a group. So a ridge prior pulls the shares of all that is
-    free in `CostModel.prior` to 0. Its weight is the noise of the measurements: it decides where they cannot, and exact
-    measurements do not feel it.
+    Full packs look alike, so noise would decide which coefficient takes the time. If the constant term took it, the
+    balancer would never cut a group. So a ridge prior, as strong as the noise, pulls to 0 what is free in
+    `CostModel.prior`.
     """
-    # Pairs outnumber packs by many orders of magnitude: without unit columns nnls compares gradients of unlike scale.
+    # Pairs outnumber packs by many orders of magnitude, and nnls compares gradients: so columns get unit length.
     norms = np.linalg.norm(rows_M5, axis=0)
     norms[norms == 0] = 1.0
     unit_M5 = rows_M5 / norms
     plain, residual = nnls(unit_M5, np.ones(len(unit_M5)))
     variance = residual**2 / max(len(unit_M5) - np.count_nonzero(plain), 1)
-    # A unit column times x is a share of about x / sqrt(M). The floor decides between columns that are exactly alike.
+    # A unit column times x is a share of about x / sqrt(M). The floor decides between identical columns.
     weight = math.sqrt(max(variance, 1e-12) / len(unit_M5)) / FREE_SHARE
     is_free = np.array(astuple(CostModel.prior())) == 0
     rows = np.vstack([unit_M5, weight * np.eye(len(norms))[is_free]])

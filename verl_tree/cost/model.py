@@ -1,16 +1,13 @@
-"""What a pack costs in seconds: a linear model of the work in it, fitted to measured times while training runs.
+"""The cost of a pack in seconds: a linear model of its work, fitted to measured times while training runs.
 
-A pack takes time for its tokens (everything but attention is linear in them), for its visible pairs (attention), for
-its nodes (a tree of many short nodes needs more attention calls for the same pairs), for its scored tokens (logits)
-and once for itself (launches, collectives). The host counts all five before anything is computed. So whoever places
-work (on which rank, as a tree or flat) knows its predicted time in advance::
+A pack takes time for its tokens (everything but attention), its visible pairs (attention), its nodes (many short nodes
+need more attention calls for the same pairs), its scored tokens (logits) and once for itself (launches, collectives).
+The host counts all five before anything is computed, so its time can be predicted when its rank and its form (tree or
+flat) are chosen. See docs/balance.md::
 
     WorkProfile ──range_work──▶ Work ──CostModel.predict──▶ seconds
                                  │                             ▲
                   measured time ─┴──CostFitter.add──fit────────┘
-
-`CostModel.prior` is used until enough packs are measured (`verl_tree.cost.fit`). Its numbers are relative, which is
-all that balancing needs.
 
 Legend: S trajectories (leaves), N nodes, K ranges; 5 stands for the fields of `Work`, in their order.
 """
@@ -29,18 +26,17 @@ from verl_tree.tree.nodes import IntArray
 FloatArray = NDArray[np.floating]
 
 COEFFICIENT_METRICS = ("s_per_token", "s_per_pair", "s_per_scored", "s_per_segment", "s_per_pack")
-"""Names of the coefficients among the metrics, in the order of the fields of `CostModel`; a segment is a node."""
+"""Metric names of the fields of `CostModel`, in their order; `segment` stands for node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is computed; `sum(works, Work())` adds any number of them.
+    """Amounts of what is computed; `sum(works, Work())` adds any number of them.
 
     Attributes:
         num_tokens: Tree tokens.
         num_visible_pairs: (query, key) pairs of attention: the sum of position + 1 over the tokens.
         num_scored: Tokens whose log-prob a loss reads.
-        num_nodes: Nodes of the tree.
         num_packs: Forward/backward passes; 1 for a pack, 0 for nothing.
     """
 
@@ -52,7 +48,7 @@ class Work:
 
     @classmethod
     def flat(cls, lens: IntArray, *, num_scored: int, num_packs: int) -> Self:
-        """Count the work of trajectories of `lens` tokens (S,) that share nothing, in so many packs."""
+        """Count the work of trajectories of `lens` tokens (S,) that share nothing."""
         return cls(
             num_tokens=int(lens.sum()),
             num_visible_pairs=int(_num_pairs(lens).sum()),
@@ -69,8 +65,8 @@ class Work:
 class WorkProfile:
     """The work of the trajectories of a forest, added up leaf by leaf in DFS order.
 
-    It gives the work of any range of the order, taken as a forest of its own, in constant time: the first leaf of the
-    range pays for its whole path, every other leaf for the tokens that the leaf before it does not have.
+    It gives the work of any range of the order, as a forest of its own, in constant time. The first leaf of the range
+    pays for its whole path, every other leaf for the tokens that it does not share with the leaf before it.
 
     Example: 0 = [1 2 3 4], 1 = [1 2 5], 2 = [1 2] have the order 2 0 1, lens 2 4 3 and lcp 0 2 2. The range 1..3 (the
     trajectories 0 and 1) has 4 + (3 - 2) = 5 tokens and 10 + 3 = 13 visible pairs. Alone, the range 2..3 has 3 tokens:
@@ -78,9 +74,9 @@ class WorkProfile:
 
     Attributes:
         order: (S,) int64, the trajectories in DFS order.
-        lcp: (S,) int64 tokens that each shares with the one before it in DFS order; lcp[0] = 0.
-        path_counts: (S, 5) int64 work of each leaf alone.
-        cumulative_counts: (S + 1, 5) int64 work of the first leaves of the order, no pack counted.
+        lcp: (S,) int64, tokens that each shares with the one before it in DFS order; lcp[0] = 0.
+        path_counts: (S, 5) int64, work of each leaf alone.
+        cumulative_counts: (S + 1, 5) int64, work of the first leaves of the order, with `num_packs` 0.
     """
 
     order: IntArray
@@ -92,14 +88,12 @@ class WorkProfile:
     def from_forest(cls, forest: TokenForest, *, trained: Sequence[np.ndarray] | None = None) -> Self:
         """Profile a forest.
 
-        Two of the numbers are estimates. Scored tokens: a shared token counts if the first leaf of the range that has
-        it trains it, so one that only a later leaf trains is missed. Nodes: exact for the whole forest and for one
-        leaf; a range misses branch points on its first leaf's path at which leaves outside of it branch off or end.
+        `trained` has one (len,) bool array per trajectory, in the order given: the tokens whose log-prob a loss reads.
+        The first token never counts, because nothing can score it. None: all others count.
 
-        Args:
-            forest: The trajectories.
-            trained: One (len,) bool array per trajectory, as they were given: the tokens whose log-prob a loss reads.
-                The first token never counts, as nothing can score it. None: all others.
+        Two numbers of a range are estimates. A shared token is scored if the first leaf of the range that has it trains
+        it; one that only a later leaf trains is missed. Nodes are exact for the whole forest and for one leaf; another
+        range misses a branch point on the path of its first leaf if a leaf before the range branches off or ends there.
 
         Raises:
             ValueError: `trained` does not fit the trajectories.
@@ -107,7 +101,7 @@ class WorkProfile:
         order, lcp = forest.order, forest.lcp
         lens = forest.sequence_lens[order]
         path_scored, new_scored = _count_scored(forest, trained)
-        # A node that starts inside a leaf's new tokens was cut off by the leaf after its last one; see NodeTable.
+        # Where a node starts inside its first leaf's new tokens, the leaf after its last one departs; see NodeTable.
         is_cut = forest.node_start > lcp[forest.node_first_leaf]
         num_cuts = np.bincount(forest.node_last_leaf[is_cut], minlength=len(order))
         pairs = _num_pairs(lens)
@@ -128,21 +122,13 @@ class WorkProfile:
         return len(self.order)
 
     def range_counts(self, starts: IntArray, ends: IntArray) -> IntArray:
-        """Count the work of many ranges of the DFS order, each as one pack.
-
-        Args:
-            starts: (K,) first leaves.
-            ends: (K,) one past the last leaves; no range is empty.
-
-        Returns:
-            (K, 5) int64.
-        """
+        """Count the work of the non-empty ranges starts..ends (K,) of the DFS order, each as one pack: (K, 5) int64."""
         starts, ends = np.asarray(starts), np.asarray(ends)
         assert ((starts >= 0) & (starts < ends) & (ends <= self.num_leaves)).all()
         return self.path_counts[starts] + self.cumulative_counts[ends] - self.cumulative_counts[starts + 1]
 
     def range_work(self, start: int, end: int) -> Work:
-        """Count the work of the leaves start..end of the DFS order as one pack; see `range_counts`."""
+        """Count the work of the leaves start..end of the DFS order as one pack."""
         return Work(*self.range_counts(np.array([start]), np.array([end]))[0].tolist())
 
 
@@ -151,7 +137,7 @@ def _num_pairs(lens: IntArray) -> IntArray:
 
 
 def _count_scored(forest: TokenForest, trained: Sequence[np.ndarray] | None) -> tuple[IntArray, IntArray]:
-    """Count the scored tokens of each leaf's path, and of its new tokens. (S,) int64 each, in DFS order."""
+    """Count the scored tokens of each leaf's path and of its new tokens, (S,) int64 each, in DFS order."""
     lens = forest.sequence_lens[forest.order]
     first_new = np.maximum(forest.lcp, 1)
     if trained is None:
@@ -170,14 +156,7 @@ def _count_scored(forest: TokenForest, trained: Sequence[np.ndarray] | None) -> 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of a unit of work, finite and at least 0. The fields follow those of `Work`.
-
-    Attributes:
-        s_per_token: Seconds per tree token.
-        s_per_pair: Seconds per visible pair.
-        s_per_scored: Seconds per scored token.
-        s_per_node: Seconds per node.
-        s_per_pack: Seconds per pack.
+    """Seconds per unit of work, finite and at least 0. The fields follow those of `Work`.
 
     Raises:
         ValueError: A coefficient is negative or not finite.
@@ -196,21 +175,21 @@ class CostModel:
 
     @classmethod
     def prior(cls) -> Self:
-        """Return the model of the time before anything is measured; its unit is a token, not a second.
+        """Return the model that is used before there is a fit. Its unit is a token, not a second.
 
         Forward and backward cost 6 FLOPs per parameter and token, and 14 per pair, head, head dimension and layer (4
-        forward, 10 backward with recomputed scores). A layer of hidden size h has about 12 h^2 parameters and
-        attention as wide as h, so a pair costs 14 h / (72 h^2) of a token: one 21,000th at h = 4096. Everything else
-        is taken to be free. Under this model a tree is never slower than its flat trajectories.
+        forward, 10 backward with recomputed scores). A layer of hidden size h has about 12 h^2 parameters and attention
+        as wide as h, so a pair costs 14 h / (72 h^2) of a token: one 21,000th at h = 4096. Everything else is free.
+        Under this model a tree is never slower than its flat trajectories.
         """
         return cls(s_per_token=1.0, s_per_pair=1 / 20_000, s_per_scored=0.0, s_per_node=0.0, s_per_pack=0.0)
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float], *, prefix: str = "cost_model") -> Self:
-        """Read what `as_metrics` wrote.
+        """Read the coefficients that `as_metrics` wrote.
 
         Raises:
-            ValueError: A coefficient is missing, or is not a time.
+            ValueError: A coefficient is missing, negative or not finite.
         """
         names = [f"{prefix}/{name}" for name in COEFFICIENT_METRICS]
         missing = [name for name in names if name not in metrics]

@@ -1,8 +1,8 @@
-"""verl's own FSDP engines on a CPU, the flat baseline where there is no GPU.
+"""verl's own FSDP engines on a CPU: the flat baseline where there is no GPU.
 
-They differ from verl's in how a model is built, because two assumptions of verl 0.9.1 do not hold: a reference model is
-offloaded through pinned memory, which needs CUDA, and a critic is loaded with flash_attention_2 by name, which neither
-a CPU nor a tree can use. The tree engines build their models in the same two ways.
+They differ from verl's only in how a model is built. verl 0.9.1 offloads a reference model through pinned memory, which
+needs CUDA. It loads a critic with flash_attention_2 by name, which neither a CPU nor a tree can use. The tree engines
+build their models with the same two classes.
 """
 
 from typing import cast
@@ -14,14 +14,14 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWith
 
 
 class BuildOnAnyDevice(FSDPEngine):
-    """An engine that does not offload a reference model on a CPU: there is nothing to offload from."""
+    """An engine that does not offload a reference model on a CPU, where it already is in host memory."""
 
     @override
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
         config = self.engine_config
         if get_device_name() != "cpu" or not config.forward_only:
             return super()._build_fsdp_module(module)
-        # What is forward-only is offloaded, and the config is frozen.
+        # verl offloads every forward-only model. The config is frozen, hence object.__setattr__.
         object.__setattr__(config, "forward_only", False)
         try:
             return super()._build_fsdp_module(module)
@@ -32,7 +32,7 @@ class BuildOnAnyDevice(FSDPEngine):
 class BuildTokenClassifier(FSDPEngine):
     """An engine whose critic is a token classifier with one label, built by verl's builder for ordinary models.
 
-    A checkpoint without a value head gets a freshly initialised one.
+    If the checkpoint has no value head, a new one is initialised.
     """
 
     @override
@@ -50,7 +50,7 @@ class BuildTokenClassifier(FSDPEngine):
             self.model_config.model_type = "value_model"
 
 
-# What verl's registry decorates has the type of any engine; these two are FSDP engines.
+# verl's registry types its classes as any engine, so the casts say that these two are FSDP engines.
 class CPUEngineWithLMHead(BuildOnAnyDevice, cast(type[FSDPEngine], FSDPEngineWithLMHead)):
     """verl's policy and reference engine on a CPU."""
 

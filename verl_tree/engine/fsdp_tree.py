@@ -1,13 +1,12 @@
-"""verl's FSDP2 engine with one change: a mini-batch is computed as the packs of its forest, not as rows.
+"""verl's FSDP2 engine with one change: it computes a mini-batch as the packs of its forest, not row by row.
 
-Everything else is verl's: building and sharding the model, LoRA, offload, optimiser, checkpoints, weight export and
-the loss functions. The engine overrides `forward_backward_batch`, which cuts a mini-batch and computes the cuts. The
-rows of a pack get their log-probs, entropy or values by a gather from the tree (`expand`), whose backward sums over the
-rows: that is the gradient of the flat rows. Source of the seams: verl 0.9.1, workers/engine/fsdp.
+The engine overrides `forward_backward_batch`. Everything else is verl's: building and sharding the model, LoRA,
+offload, optimiser, checkpoints, weight export and the loss functions. The rows of a pack gather their log-probs,
+entropy or values from the tree (`expand`). The backward of that gather sums over the rows, which gives the gradient of
+the flat rows. Source: verl 0.9.1, workers/engine/fsdp.
 
-Three things differ from the flat engine on purpose:
-- positions that no loss reads are not scored: their log-probs and entropy are 0, where the flat engine has numbers
-  that nothing reads;
+Three differences from the flat engine are intended:
+- positions that no loss reads are not scored: their log-probs and entropy are 0;
 - rows that no loss reads (padding) are not computed;
 - a rank reports one value per metric, whatever its number of packs.
 """
@@ -46,20 +45,20 @@ LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
-    """Policy and reference model: log-probs and entropy of the rows' trained tokens.
+    """The engine of policy and reference model: log-probs and entropy of the rows' trained tokens.
 
     Attributes:
-        tree_counts: What the last mini-batch computed and what its rows hold, summed over all ranks.
+        tree_counts: Tokens, nodes and packs of the last mini-batch, summed over all ranks.
         num_micro_batches: Packs that each rank ran for it (the largest number of any rank).
         rank_times: How evenly the ranks worked on the last update.
         cost_metrics: The cost model of updates as rank 0 has fitted it, as metrics.
 
     Raises:
-        ValueError: `engine_config` has no tree options; the other configs are as for verl's `FSDPEngine`.
+        ValueError: `engine_config` has no tree options.
     """
 
     _output_shift: ClassVar[int] = -1
-    """verl keeps the score of a token at the position before it. First tokens have no score, so a roll does it."""
+    """verl keeps a token's score one position earlier. First tokens have no score, so one roll shifts all rows."""
 
     def __init__(
         self, model_config: Any, engine_config: TreeFSDPEngineConfig, optimizer_config: Any, checkpoint_config: Any
@@ -71,12 +70,12 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
             )
         super().__init__(
             model_config=model_config,
-            # verl's FSDP code knows its own strategies only.
+            # verl's FSDP code knows only its own strategies.
             engine_config=dataclasses.replace(engine_config, strategy=FLAT_STRATEGY),
             optimizer_config=optimizer_config,
             checkpoint_config=checkpoint_config,
         )
-        # Rows never reach the model as rows, so verl's patches for padded and packed rows stay out.
+        # The model never sees rows, so verl's patches for padded and packed rows are not needed.
         self.use_remove_padding = False
         self.tree_config = engine_config.tree
         self.tree_counts = ForestCounts()
@@ -97,20 +96,12 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> Any:
-        """Compute one mini-batch as packs; see `BaseEngine.forward_backward_batch`.
+        """Compute one mini-batch as packs; arguments and result are those of `BaseEngine.forward_backward_batch`.
 
-        Args:
-            data: Rows as jagged tensors (`input_ids`, `position_ids`, `response_mask` or `loss_mask`, ...).
-            loss_function: verl's loss; None to only infer.
-            forward_only: No backward.
-
-        Returns:
-            A dict of `model_output` (only where forward_only): jagged tensors per row of `data`; `loss`: one number
-            per model call with a loss; `metrics`.
+        `model_output` is empty unless `forward_only`; `loss` has one number per model call with a loss.
 
         Raises:
-            ValueError: Rows that a tree cannot hold (multimodal inputs, position ids other than 0, 1, 2, ...), or an
-                output that the tree path does not compute.
+            ValueError: The tree path cannot compute the rows (`check_rows`), or one of them cannot be packed.
         """
         check_rows(data)
         self._announce_denominators(data)
@@ -124,14 +115,14 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
             sync = self._gradient_sync_context(is_last_micro_batch=number == len(steps) - 1)
             grad = torch.no_grad() if forward_only else sync
             with grad, clock.measure(), torch.profiler.record_function(f"micro_batch{number}"):
-                # verl needs the same metrics from every rank, so a rank without any pack calls the loss once, on zeros.
+                # verl needs equal metric keys on every rank, so a rank without any pack calls the loss once, on zeros.
                 loss = loss_function if micro is not None or number == 0 else None
                 result.add(self._step(micro, data, loss_function=loss, forward_only=forward_only), micro=micro)
         self._learn_costs(cost, ranks, clock=clock, forward_only=forward_only)
         return result.as_verl()
 
     def _announce_denominators(self, data: TensorDict) -> None:
-        """Add what verl's losses divide by: the trained tokens of all ranks and the number of ranks."""
+        """Add the denominators of verl's losses: the trained tokens of all ranks and the number of ranks."""
         num_tokens = tu.get(data, "loss_mask").sum().to(_device())
         dist.all_reduce(num_tokens, group=self.get_data_parallel_group())
         tu.assign_non_tensor(data, sp_size=1, batch_num_tokens=num_tokens.item(), dp_size=self.get_data_parallel_size())
@@ -141,7 +132,7 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
         tokens, offsets = (each.cpu().numpy() for each in jagged(data["input_ids"]))
         mask, mask_offsets = jagged(data["response_mask"] if "response_mask" in data else data["loss_mask"])
         row_lens = np.diff(offsets)
-        # Length-dependent RoPE is harmless up to some length.
+        # Length-dependent RoPE is refused only for rows that are long enough to be affected.
         check_model(self._model, max_path_len=int(row_lens.max()))
         temperature = tu.get(data, "temperature", default=1.0)
         capacity = self.tree_config.capacity
@@ -152,26 +143,26 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
             capacity=int(tu.get(data, "max_token_len_per_gpu")) if capacity is None else capacity,
             config=self.tree_config,
             cost_model=cost_model,
-            # One temperature per pack position: rows that are scored at different temperatures do not merge.
+            # A tree token has one temperature, so rows with different temperatures do not merge.
             merge_keys=temperature.tolist() if isinstance(temperature, Tensor) and temperature.dim() else None,
         )
 
     def _exchange_work(self, batch: TreeBatch) -> list[RankWork]:
-        """Tell all ranks what this one computes, and learn what they do."""
+        """Exchange with all ranks what each of them computes."""
         ranks: list[RankWork] = gather(RankWork.of_batch(batch), group=self.get_data_parallel_group())
         self.num_micro_batches = max(len(rank.works) for rank in ranks)
         self.tree_counts = sum((rank.counts for rank in ranks), ForestCounts())
         return ranks
 
     def _same_number_of_steps(self, batch: TreeBatch) -> list[TreeMicroBatch | None]:
-        """Fill this rank's packs up with None: FSDP's collectives need as many model calls from every rank."""
+        """Fill this rank's packs up with None, because FSDP's collectives need as many model calls from every rank."""
         num_missing = max(self.num_micro_batches, 1) - len(batch.micro_batches)
         return [*batch.micro_batches, *[None] * num_missing]
 
     def _step(
         self, micro: TreeMicroBatch | None, data: TensorDict, *, loss_function: LossFunction | None, forward_only: bool
     ) -> StepResult:
-        """Run the model and the loss on one pack, and the backward."""
+        """Run the model, the loss and the backward on one pack."""
         rows, model_output = self._compute_nothing(data) if micro is None else self._compute_pack(micro, data)
         loss, metrics = None, {}
         if loss_function is not None:
@@ -189,9 +180,9 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
     def _learn_costs(
         self, cost: CostFitter, ranks: Sequence[RankWork], *, clock: PackClock, forward_only: bool
     ) -> None:
-        """Fit the cost model to the measured times, and note how evenly the ranks worked on an update."""
+        """Fit the cost model to the measured times, and record how evenly the ranks worked on an update."""
         predicted_s = [sum(map(cost.model.predict, rank.works)) for rank in ranks]
-        # Measured times decide which rank computes what; a training run that must repeat bit for bit cannot use them.
+        # Fitted costs decide which rank computes what, so a training run that must repeat bit for bit has none.
         if not self.engine_config.full_determinism:
             learn_costs(cost, [rank.works for rank in ranks], seconds=clock.seconds())
         if forward_only:
@@ -206,7 +197,7 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
         self.cost_metrics = gathered[0][1]
 
     def _compute_pack(self, micro: TreeMicroBatch, data: TensorDict) -> tuple[TensorDict, dict[str, Tensor]]:
-        """Return the rows of a pack and the model's outputs for them, jagged and aligned as verl aligns them."""
+        """Return the rows of a pack and their model outputs, jagged and aligned as verl aligns them."""
         rows = tu.index_select_tensor_dict(data, torch.from_numpy(micro.rows)).to(_device())
         layout = micro.layout.to(_device())
         per_token = self._forward(
@@ -266,19 +257,19 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
         return outputs if scores.entropy_T is None else outputs | {"entropy": scores.entropy_T}
 
     def _plan(self, layout: TreeLayout) -> AttentionPlan:
-        """Make what the layers share, from the layout on the host, so that no device waits for it."""
+        """Plan the attention from the layout on the host, so that nothing waits for the device."""
         backend = self.tree_config.backend
         return AttentionPlan.from_subtree_end(layout.subtree_end_T, backend=backend, device=_device())
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """Autocast as verl's `forward_step` does: unless the parameters are float32."""
+        """Autocast as verl's `forward_step` does: only if the parameters are not float32."""
         if self._autocast_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
 
 
 class FSDPTreeEngineWithValueHead(BuildTokenClassifier, FSDPTreeEngineWithLMHead):
-    """Critic: one value per token of the rows, which stands at its own position."""
+    """The engine of the critic: one value per token of the rows, at the token's own position."""
 
     _output_shift = 0
 
@@ -308,7 +299,7 @@ def _device() -> torch.device:
 
 
 def _temperature_of_tokens(temperature: float | Tensor, layout: TreeLayout) -> float | Tensor:
-    """Spread one temperature per row to the tree tokens (T,): rows of different temperatures share no token."""
+    """Spread one temperature per row to the tree tokens (T,). Rows of different temperatures share no token."""
     if not isinstance(temperature, Tensor) or temperature.dim() == 0:
         return temperature
     row_lens = torch.from_numpy(np.diff(layout.leaf_offsets)).to(temperature.device)

@@ -1,4 +1,4 @@
-"""Measured times of model calls, and which pack of which rank each of them belongs to."""
+"""Measured times of model calls, and the pack that each time belongs to."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -12,10 +12,9 @@ from verl_tree.cost.model import Work
 
 
 class PackClock:
-    """Seconds of model calls, one after another; on a GPU by events, so that the host does not wait for each.
+    """A clock for model calls that run one after another.
 
-    Args:
-        device_type: `cuda` or `cpu`.
+    On a GPU (`device_type` is `cuda`) it uses events, so that the host does not wait for each call.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -26,7 +25,7 @@ class PackClock:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure what runs inside."""
+        """Measure one call, the body of the `with` block."""
         if not self._is_cuda:
             started_s = time.perf_counter()
             yield
@@ -39,29 +38,24 @@ class PackClock:
         self._events.append((started, ended))
 
     def seconds(self) -> list[float]:
-        """Return the times measured so far; waits for the device once."""
+        """Return the times of the calls so far. On a GPU this waits for the device once."""
         if self._is_cuda:
             torch.cuda.synchronize()
         return self._seconds + [started.elapsed_time(ended) / 1000 for started, ended in self._events]
 
     def busy_s(self) -> float:
-        """Return the processor seconds since the clock was made; 0 on a GPU, whose work they do not show."""
+        """Return the processor seconds since the clock was made; 0 on a GPU, whose work does not show in them."""
         return 0.0 if self._is_cuda else time.process_time() - self._started_s
 
 
 def learn_costs(fitter: CostFitter, works_of_ranks: Sequence[Sequence[Work]], *, seconds: Sequence[float]) -> None:
     """Add the steps of one mini-batch to the measurements and fit the cost model again.
 
-    FSDP's collectives make every model call last as long as that of the dearest rank. So the time of a step belongs to
-    the dearest pack that any rank ran in it.
-
-    Args:
-        fitter: What learns.
-        works_of_ranks: The packs of each rank, in the order in which they ran.
-        seconds: The time of each step, as measured on this rank.
+    FSDP's collectives make every model call last as long as that of the dearest rank. So the time of a step, measured
+    on this rank, is attributed to the dearest pack that any rank ran in it.
     """
     steps = zip_longest(*works_of_ranks, fillvalue=Work())
-    # Not strict: without any pack a step still runs, on nothing.
+    # Not strict: where no rank has a pack, one step still runs, and its time is not used.
     for works, step_s in zip(steps, seconds, strict=False):
         fitter.add(max(works, key=fitter.model.predict), seconds=step_s)
     fitter.fit()

@@ -1,11 +1,11 @@
 """The rows of a verl mini-batch as packs of their forest, and where the results of a pack belong among the rows.
 
-A row is a trajectory. Rows that no loss reads (their mask is all zero: padding rows, rejected rows) are left out of
-the forest and cost nothing; their outputs are zeros. verl's own loss then runs on the rows of one pack at a time, so
-its denominators count trajectories and their tokens, never packed tokens.
+A row is a trajectory. Rows that no loss reads (padding or rejected rows, whose mask is all zero) are not in the forest
+and cost nothing; their outputs are zeros. verl's loss runs on the rows of one pack at a time, so its denominators count
+trajectories and their tokens, never packed tokens.
 
-A pack that the cost model predicts to be faster flat runs flat: the same rows as trees of one row each, in as many
-micro-batches as the capacity asks for. Only the sharing is given up; everything behind it is the same code.
+If the cost model predicts that a pack is faster flat, the pack runs flat: its rows become trees of one row each, in as
+many micro-batches as the capacity requires. Nothing after that differs.
 
 Legend: B rows of the mini-batch, of which a loss reads S; F flat tokens of a pack, F_all flat tokens of the mini-batch;
 T tree tokens of a pack.
@@ -35,15 +35,14 @@ from verl_tree.tree.rows import ranges
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadRows:
-    """The rows of a mini-batch that a loss reads, as one forest.
+    """The rows of a mini-batch that a loss reads, as one forest with the leaves 0..S - 1.
 
     Attributes:
-        forest: Their forest; its trajectories are the leaves 0..S - 1.
-        rows: (S,) int64, the row of the mini-batch that each leaf is.
+        rows: (S,) int64, each leaf's row in the mini-batch.
         starts: (S,) int64, where each leaf starts among the F_all flat tokens.
         num_trained: (S,) int64, tokens of each leaf that a loss reads.
         trained: (F_all,) bool, the flat tokens that a loss reads.
-        weights: (F_all,) gradient weights of the flat tokens; None where all are 1.
+        weights: (F_all,) gradient weights of the flat tokens. None: all are 1.
     """
 
     forest: TokenForest
@@ -62,7 +61,7 @@ class ReadRows:
         trained: np.ndarray,
         merge_keys: Sequence[Hashable] | None = None,
     ) -> Self:
-        """Find the forest of the rows that a loss reads; see `split_into_packs`."""
+        """Build the forest of the rows that a loss reads; see `split_into_packs`."""
         num_trained = np.add.reduceat(trained, offsets[:-1], dtype=np.int64)
         rows = np.flatnonzero(num_trained)
         keys = None if merge_keys is None else [merge_keys[row] for row in rows]
@@ -76,13 +75,13 @@ class ReadRows:
         )
 
     def flat_index(self, leaves: IntArray) -> IntArray:
-        """Return where the tokens of some leaves stand among the F_all flat tokens, leaf after leaf."""
+        """Return the places of some leaves' tokens among the F_all flat tokens, leaf after leaf."""
         return ranges(self.starts[leaves], self.forest.sequence_lens[leaves])
 
     def weigh(self, shared_tokens: str) -> Self:
         """Add the gradient weights of an objective for shared tokens; see `shared_token_weights`.
 
-        They are counted over the whole mini-batch, so the objective does not depend on the packing.
+        Leaves are counted over the whole mini-batch, so the objective does not depend on the packing.
         """
         if shared_tokens == "sum":
             return self
@@ -96,16 +95,13 @@ class ReadRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeMicroBatch:
-    """One pack, with what is needed to read its results for the rows that it holds.
+    """One pack on the host, what it computes (`work`), and how its results map to rows.
 
     Attributes:
-        rows: (s,) int64 on the host, the rows of the mini-batch in the pack, in the order of `layout.leaves`.
-        layout: The pack, on the host.
+        rows: (s,) int64, the rows of the mini-batch in the pack, in the order of `layout.leaves`.
         wanted_T: (T,) bool, tokens whose log-prob a loss reads.
-        flat_index_F: (F,) int64, where each (leaf, position) stands among the F_all flat tokens of the mini-batch.
-        gradient_weight_F: (F,) float32 or None (all ones): see `shared_token_weights`.
-        work: What the model computes, for the cost model.
-        is_flat: Whether it runs flat.
+        flat_index_F: (F,) int64, the place of each (leaf, position) among the F_all flat tokens of the mini-batch.
+        gradient_weight_F: (F,) float32, see `shared_token_weights`. None: all are 1.
     """
 
     rows: IntArray
@@ -119,12 +115,9 @@ class TreeMicroBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeBatch:
-    """The packs of one mini-batch on one rank.
+    """The packs of one mini-batch on one rank, and the seconds spent on finding the forest and packing it.
 
-    Attributes:
-        micro_batches: The packs, the dearest first: ranks run them in step, so packs of like cost should meet.
-        counts: Their metrics.
-        packing_s: Seconds spent on finding the forest and packing it.
+    The dearest pack comes first, because ranks run in step and packs of similar cost should meet.
     """
 
     micro_batches: tuple[TreeMicroBatch, ...]
@@ -142,19 +135,10 @@ def split_into_packs(
     cost_model: CostModel,
     merge_keys: Sequence[Hashable] | None = None,
 ) -> TreeBatch:
-    """Find the forest of the rows that a loss reads and cut it into packs.
+    """Find the forest of the rows that a loss reads and cut it into packs; none if no loss reads any row.
 
-    Args:
-        tokens: (F_all,) token ids of the rows, one row after another.
-        offsets: (B + 1,) where each row starts.
-        trained: (F_all,) bool, the flat tokens that a loss reads.
-        capacity: Tree tokens that a pack may hold.
-        config: Packing method, further caps, gate and objective.
-        cost_model: What packs cost.
-        merge_keys: (B,) what besides the tokens changes a row's forward. None: nothing does.
-
-    Returns:
-        The packs and their counts; no packs where no loss reads any row.
+    `tokens` (F_all,) are the rows one after another, `offsets` (B + 1,) the start of each row. `trained` (F_all,) bool
+    marks the tokens that a loss reads. `merge_keys` (B,) is what besides the tokens changes a row's forward.
 
     Raises:
         ValueError: A row exceeds a cap, or the method cannot pack the rows; see `verl_tree.packing.pack`.
@@ -191,14 +175,10 @@ def split_into_packs(
 def flat_or_tree(
     read: ReadRows, leaves: IntArray, *, caps: Caps, gate: str, cost_model: CostModel
 ) -> list[TreeMicroBatch]:
-    """Lay out one pack as a tree, or flat if the gate says so (`TreeConfig.gate`).
+    """Lay out one pack, its leaves in DFS order, as a tree; or flat if the gate says so.
 
-    Args:
-        read: The rows.
-        leaves: The leaves of the pack, in DFS order.
-        caps: Caps of a micro-batch, which flat ones keep without sharing.
-        gate: `never`, `always`, or `auto`: flat where the cost model predicts that to be faster.
-        cost_model: What packs cost. Its prior never prefers flat.
+    The gate is `never`, `always`, or `auto`: flat if the cost model predicts that to be faster (its prior never does).
+    Flat micro-batches keep `caps`, counted without sharing.
     """
     tree = lay_out_tree(read, leaves)
     if gate == "never":
@@ -219,14 +199,14 @@ def lay_out_tree(read: ReadRows, leaves: IntArray) -> TreeMicroBatch:
 
 
 def lay_out_flat(read: ReadRows, leaves: IntArray) -> TreeMicroBatch:
-    """Lay out some leaves of the forest as one tree each."""
+    """Lay out some leaves of the forest, each as a tree of its own."""
     sequences = [read.forest.sequence(leaf) for leaf in leaves.tolist()]
     layout = TreeLayout.from_forest(TokenForest.from_sequences(sequences, merge_keys=range(len(sequences))))
     return _micro_batch(read, layout, leaves=leaves[layout.leaves], is_flat=True)
 
 
 def _micro_batch(read: ReadRows, layout: TreeLayout, *, leaves: IntArray, is_flat: bool) -> TreeMicroBatch:
-    """Attach a layout to its rows; `leaves` are those of the forest in the order of `layout.leaves`."""
+    """Attach a layout to its rows. `leaves` are the forest's, in the order of `layout.leaves`."""
     flat_index = read.flat_index(leaves)
     wanted_T = torch.zeros(layout.num_tokens, dtype=torch.bool)
     wanted_T[layout.tree_index_F[torch.from_numpy(read.trained[flat_index])]] = True
@@ -249,5 +229,5 @@ def _micro_batch(read: ReadRows, layout: TreeLayout, *, leaves: IntArray, is_fla
 
 
 def first_token_pack(token: int) -> TreeLayout:
-    """Lay out the smallest pack with a scored token: what a rank computes while others still have packs left."""
+    """Lay out the smallest pack with a scored token, for a rank that runs out of packs before the others."""
     return TreeLayout.from_forest(TokenForest.from_sequences([[token, token]]))

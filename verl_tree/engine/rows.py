@@ -1,4 +1,4 @@
-"""verl's side of a mini-batch: what its rows may hold, and how results are handed back as verl expects them."""
+"""verl's side of a mini-batch: which rows the tree path accepts, and results in the form that verl expects."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,16 +22,15 @@ _OUTPUTS_WITHOUT_A_TREE_PATH = ("calculate_sum_pi_squared", "distillation_use_to
 
 
 def jagged(column: Any) -> tuple[Tensor, Tensor]:
-    """Return the values and the offsets of a jagged (B, j) column of a mini-batch."""
+    """Return the values and the offsets of a jagged (B, j) column."""
     return column.values(), column.offsets()
 
 
 def check_rows(data: TensorDict) -> None:
-    """Check that the tree path gets these rows right.
+    """Refuse rows that the tree path would compute wrongly, with a ValueError.
 
-    Raises:
-        ValueError: Rows with multimodal inputs or with position ids other than 0, 1, 2, ..., or an output that only
-            verl's own engine computes.
+    They have multimodal inputs, position ids other than 0, 1, 2, ..., or want outputs that only verl's own engine
+    computes.
     """
     if extract_multi_modal_inputs(tu.get(data, "multi_modal_inputs", [])):
         raise ValueError(
@@ -53,13 +52,7 @@ def check_rows(data: TensorDict) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankWork:
-    """What one rank computes in a mini-batch.
-
-    Attributes:
-        works: Its packs, in the order in which they run.
-        counts: Their metrics.
-        packing_s: Seconds of packing.
-    """
+    """One rank's work in a mini-batch: its packs in the order in which they run, their counts, seconds of packing."""
 
     works: tuple[Work, ...]
     counts: ForestCounts
@@ -80,12 +73,10 @@ def gather(value: Any, *, group: dist.ProcessGroup | None) -> list[Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What one model call gave.
+    """The result of one model call.
 
-    Attributes:
-        model_output: One jagged tensor per output, its rows in the order of the pack's; empty after a backward.
-        loss: The value of the loss; None where none was computed.
-        metrics: What the loss function returned beside it.
+    `model_output` has one jagged tensor per output, with the rows of the pack in their order; it is empty after a
+    backward. `loss` is None if none was computed. `metrics` are those that the loss function returned.
     """
 
     model_output: dict[str, Tensor]
@@ -94,11 +85,7 @@ class StepResult:
 
 
 class MiniBatchResult:
-    """What the model calls of a mini-batch gave, collected on the host as verl expects it.
-
-    Args:
-        input_ids: The jagged (B, j) rows of the mini-batch.
-    """
+    """The results of a mini-batch's model calls, collected on the host in the form that verl expects."""
 
     def __init__(self, input_ids: Tensor) -> None:
         values, offsets = jagged(input_ids)
@@ -108,7 +95,7 @@ class MiniBatchResult:
         self._metrics: list[dict[str, Any]] = []
 
     def add(self, step: StepResult, *, micro: TreeMicroBatch | None) -> None:
-        """Add the result of one pack; the outputs of a call on no pack (None) are zero and belong to no row."""
+        """Add the result of one pack. Without a pack (None) the outputs are zero and belong to no row."""
         for name, value in step.model_output.items():
             flat = self._flat.setdefault(name, torch.zeros(self._num_tokens, dtype=torch.float32))
             if micro is not None:
@@ -118,7 +105,7 @@ class MiniBatchResult:
             self._metrics.append(step.metrics)
 
     def as_verl(self) -> dict[str, Any]:
-        """Return jagged (B, j) outputs, zero in rows that no pack holds; the losses; one value for each metric."""
+        """Return jagged (B, j) outputs (zero in rows that no pack holds), the losses, and one value for each metric."""
         return {
             "model_output": {
                 name: torch.nested.nested_tensor_from_jagged(flat, self._offsets) for name, flat in self._flat.items()
@@ -131,11 +118,7 @@ class MiniBatchResult:
 def one_value_per_rank(step_metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Aggregate a rank's metrics over its packs, because verl needs equal numbers of values from all ranks.
 
-    Args:
-        step_metrics: What the loss function returned for each pack.
-
-    Returns:
-        One value for each metric: a `Metric` is reduced as it asks for, a plain number is averaged.
+    A `Metric` is reduced by its own aggregation, a plain number is averaged.
     """
     merged: dict[str, Any] = {}
     for name in step_metrics[0] if step_metrics else ():

@@ -1,10 +1,9 @@
 """Packing cuts a forest into packs: sets of trajectories whose tree one forward/backward computes.
 
-A pack of trajectories costs the union of their root paths, so a prefix is computed again in every pack that needs it.
-The problem (Tree Training, section 2.2): partition the trajectories into packs of at most C tree tokens so that the
-packed tokens, summed over the packs, are fewest. Trees share no token, so each is packed by itself; at the end packs of
-different trees are put together where they fit, which saves passes and costs nothing. docs/packing.md has the
-mathematics and the measurements.
+A prefix is computed again in every pack that needs it. The problem (Tree Training, section 2.2): partition the
+trajectories into packs of at most C tree tokens so that the packed tokens, summed over the packs, are fewest. Trees
+share no token, so each is packed by itself. Then packs of different trees are put together where they fit, which saves
+passes and costs nothing. docs/packing.md has the mathematics and the measurements.
 """
 
 from collections.abc import Sequence
@@ -34,7 +33,9 @@ def pack(
     time_limit_s: float | None = None,
     max_states: int = 1_000_000,
 ) -> Packing:
-    """Cut a forest into packs with few tokens.
+    """Cut a forest into packs with few tokens; an empty forest has no packs.
+
+    The same arguments give the same packing, unless the time limit is reached.
 
     Args:
         forest: The trajectories.
@@ -47,13 +48,9 @@ def pack(
             the pack. None: all tokens but its first.
         max_path_len: Tokens of the longest trajectory that the model may see. None: no limit.
         seed: Seed of the heuristic's random choices.
-        time_limit_s: Seconds after which the improvement of "heuristic" and "auto" ends early (None: 10), which makes
-            their result depend on the machine; or those of "exact" (None: 60).
+        time_limit_s: Seconds after which "exact" gives up (None: 60), or the improvement of "heuristic" and "auto" ends
+            early (None: 10). An early end makes the result depend on the machine.
         max_states: States that "exact" may make.
-
-    Returns:
-        The packing; it has no packs if the forest is empty. The same arguments give the same packing, unless the time
-        limit is reached.
 
     Raises:
         ValueError: The method is unknown, a cap is not positive, a trajectory exceeds a cap, or "exact" exceeds its
@@ -92,7 +89,7 @@ def lower_bound(
     max_loss_terms: int | None = None,
     loss_terms: Sequence[int] | IntArray | None = None,
 ) -> int:
-    """Count the tokens that no packing can go below; arguments and errors are those of `pack`."""
+    """Compute a lower bound on the packed tokens of any packing; arguments and errors are those of `pack`."""
     terms = _terms(forest, loss_terms)
     caps = _checked_caps(forest, capacity=capacity, max_loss_terms=max_loss_terms, terms=terms, max_path_len=None)
     trees = Items.from_forest(forest, terms=terms).trees()
@@ -112,7 +109,7 @@ def _checked_caps(
     terms: IntArray,
     max_path_len: int | None,
 ) -> Caps:
-    """Refuse caps that cannot be kept, each with the key that sets it."""
+    """Refuse caps that cannot be kept; each error names the option that sets the cap."""
     if len(terms) != forest.num_leaves or (terms < 0).any():
         raise ValueError(
             f"loss_terms has {len(terms)} entries, the least is {terms.min(initial=0)}: give one number of at least 0 "

@@ -9,9 +9,9 @@ from verl_tree.tree.nodes import IntArray
 
 
 class RangeMin:
-    """Minimum of any range of a fixed array: tables of the minima of 1, 2, 4, ... neighbours.
+    """Minimum of any range of a fixed array, from tables of the minima of 1, 2, 4, ... neighbours.
 
-    The tokens that two items share are such a minimum of `lcp`.
+    On `lcp`, such a minimum is the number of tokens that two items share.
     """
 
     def __init__(self, values: IntArray) -> None:
@@ -31,16 +31,9 @@ class RangeMin:
 def next_fit(lens: IntArray, *, shared: IntArray, terms: IntArray, caps: Caps) -> list[list[int]]:
     """Take items in a depth-first order and open a new bin where the current one would outgrow a cap.
 
-    Args:
-        lens: (m,) tokens of the items with their root paths.
-        shared: (m,) tokens shared with the item before.
-        terms: (m,) loss terms.
-        caps: Of a bin.
-
-    Returns:
-        Positions in the given order, bin by bin.
+    `shared` (m,) are the tokens that an item shares with the one before. The bins hold positions in the given order.
     """
-    # Every bin is a range of the order, so what an item adds to its bin is what it does not share with the item before.
+    # Every bin is a range of the order, so an item adds to it what it does not share with the item before.
     bins: list[list[int]] = []
     tokens = num_terms = 0
     for index, (item_len, item_shared, item_terms) in enumerate(
@@ -62,16 +55,7 @@ def dfs_first_fit(items: Items, *, caps: Caps) -> list[list[int]]:
 
 
 def arrival_first_fit(items: Items, *, caps: Caps, arrival: IntArray) -> list[list[int]]:
-    """Put every item, in the order of arrival, into the first bin that takes it.
-
-    Args:
-        items: Those of a forest.
-        caps: Of a bin.
-        arrival: (m,) the items in order of arrival.
-
-    Returns:
-        The items of each bin, ascending.
-    """
+    """Put every item, in the order of `arrival` (m,), into the first bin that takes it. Bins are ascending lists."""
     lens, all_terms = items.lens.tolist(), items.terms.tolist()
     lcp = RangeMin(items.lcp)
     bins: list[list[int]] = []
@@ -95,7 +79,7 @@ def arrival_first_fit(items: Items, *, caps: Caps, arrival: IntArray) -> list[li
 
 def _shared_with(members: list[int], item: int, *, lcp: RangeMin) -> int:
     """Count the tokens of an item's root path that a bin of ascending members holds."""
-    # Its two neighbours in the bin have them all.
+    # Its two neighbours in the bin share all of them.
     place = bisect(members, item)
     before = lcp(members[place - 1] + 1, item + 1) if place else 0
     after = lcp(item + 1, members[place] + 1) if place < len(members) else 0
@@ -103,22 +87,12 @@ def _shared_with(members: list[int], item: int, *, lcp: RangeMin) -> int:
 
 
 def single_path(items: Items, *, caps: Caps) -> list[list[int]]:
-    """Pack one tree by the paper's single-path programme (Tree Training, section 2.2.1, eq. 3-5).
+    """Pack one tree, an item per leaf, by the paper's single-path programme (Tree Training, section 2.2.1, eq. 3-5).
 
-    One pack shares the root path of one node u among all leaves below u. It is feasible if that prefix and everything
-    below, leaf by leaf, fit into C: L(u) + R(u) <= C. It saves (n(u) - 1) L(u) tokens against flat. Bottom-up, in
-    O(nodes), the programme chooses the nodes with the largest saving: a node takes all of its leaves, or leaves them to
-    its children. A leaf below no chosen node is a pack of its own.
-
-    The programme does not count what a pack shares below u, but a pack is computed like any other: its tokens can be
-    fewer.
-
-    Args:
-        items: One tree, an item per leaf.
-        caps: Of a pack.
-
-    Returns:
-        The items of each pack.
+    One pack shares the root path of one node u among all n(u) leaves below u. It is feasible if L(u) + R(u) <= C: the
+    path and everything below u, leaf by leaf. It saves (n(u) - 1) L(u) tokens against flat. Bottom-up, the programme
+    finds the nodes with the largest saving: a node takes all of its leaves or leaves them to its children. A leaf below
+    no such node is a pack of its own. What a pack shares below u is computed once, but the programme ignores it.
     """
     nodes = items.nodes
     first, last, parent = nodes.first_leaf.tolist(), nodes.last_leaf.tolist(), nodes.parent.tolist()

@@ -1,16 +1,16 @@
-"""A lower bound on packed tokens: in how many packs must each node appear at least?
+"""A lower bound on packed tokens: the number of packs in which each node must appear at least.
 
-Bottom-up over the nodes. A pack that visits node v holds v's whole root path, so C - L(v) tokens are left for what is
-below, where L(v) counts the tokens from the root to the end of v. With t(u) visits of every node u below v, what is
-below takes D(v) = sum of w(u) t(u) tokens at least, w(u) being the tokens of u. Three bounds on the visits of v:
+L(v) counts the tokens from the root to the end of node v, w(v) those of v, and t(v) its visits: the packs that hold it.
+A visit holds v's whole root path, so it leaves C - L(v) tokens for the nodes u below v. These take at least D(v) = sum
+of w(u) t(u). Bottom-up, t(v) is the largest of:
 
-- demand: D(v) / (C - L(v)), rounded up, and the same for loss terms;
-- every child c: t(c), because a pack that visits c visits v;
-- big items: a visit of c takes at least m(c) = w(c) + the shortest way from the end of c to the end of a leaf. Visits
-  are items of size m(c); those of one child are in different packs by definition, and the bin-packing bound L2 of
-  Martello and Toth (Lower bounds and reduction procedures for the bin packing problem, 1990) counts the bins.
+- D(v) / (C - L(v)), rounded up, and the same for loss terms;
+- t(c) of every child c, because a pack that visits c visits v;
+- the number of bins of C - L(v) that the visits of the children need as items. A visit of c has at least the size w(c)
+  + the shortest way from the end of c to the end of a leaf. The bins are counted by the bound L2 of Martello and Toth
+  (Lower bounds and reduction procedures for the bin packing problem, 1990).
 
-The bound is the sum of w(v) t(v). It is the optimum wherever a tree fits into one pack.
+The bound is the sum of w(v) t(v). It is the optimum wherever a tree fits into one pack. See docs/packing.md.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ from verl_tree.tree.nodes import IntArray
 
 
 def tree_lower_bound(items: Items, *, caps: Caps) -> int:
-    """Count the tokens that no packing of this tree can go below."""
+    """Compute a lower bound on the packed tokens of this tree."""
     if caps.hold(items.num_tokens, items.num_terms):
         return items.num_tokens
     return int(least_visits(items, caps=caps) @ (items.nodes.end - items.nodes.start))
@@ -33,7 +33,7 @@ def least_visits(items: Items, *, caps: Caps) -> IntArray:
     own, end, parent = (nodes.end - nodes.start).tolist(), nodes.end.tolist(), nodes.parent.tolist()
     terms_before = np.append(0, np.cumsum(items.terms))
     num_terms = (terms_before[nodes.last_leaf] - terms_before[nodes.first_leaf]).tolist()
-    # Shortest way from the end of a node to the end of an item: 0 where one ends in the node.
+    # Shortest way from the end of a node to the end of an item: 0 if an item ends in the node.
     shortest = [UNLIMITED] * num_nodes
     for node in items.end_node.tolist():
         shortest[node] = 0
@@ -68,7 +68,7 @@ def _bin_packing_bound(items: list[tuple[int, int]], *, room: int) -> int:
     thresholds = np.unique(size[num_big:])
     if not len(thresholds):
         return int(number[num_big])
-    # Above room - threshold nothing else enters their bin; the other big ones leave room for what is small.
+    # Items above room - threshold have a bin to themselves. Other big items leave room for small ones.
     num_closed = np.minimum(np.searchsorted(-size, -(room - thresholds), side="left"), num_big)
     num_kept = np.searchsorted(-size, -thresholds, side="right")
     open_room = (number[num_big] - number[num_closed]) * room - (total[num_big] - total[num_closed])

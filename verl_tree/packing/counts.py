@@ -1,6 +1,6 @@
 """Metrics of forests and packings: counters that add over forests, steps and ranks, and ratios of the sums.
 
-A mean of ratios is not the ratio of the whole. So ratios are taken at the end, from the added counters.
+A mean of ratios is not the ratio of the whole, so ratios are taken last, from the added counters.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,14 @@ from verl_tree.tree import TokenForest
 
 @dataclass(frozen=True, slots=True)
 class ForestCounts:
-    """What was packed. `sum(counts, ForestCounts())` adds any number of them.
+    """Counters of what was packed; `sum(counts, ForestCounts())` adds any number of them. The words: docs/glossary.md.
 
     Attributes:
-        num_flat_tokens: Sum of the trajectory lengths.
-        num_tree_tokens: Unique tokens of the forests.
         num_packed_tokens: Tokens computed, the sum over the packs.
-        num_nodes: Nodes of the forests.
-        num_leaves: Trajectories.
-        num_packs: Packs.
         num_flat_packs: Packs whose trajectories are computed one by one.
-        num_lower_bound_tokens: Tokens that no packing can go below.
-        num_capacity_tokens: Tokens that the packs could hold; 0 where that is not limited.
-        depth: Nodes on the longest path; of two forests the deeper one counts.
+        num_lower_bound_tokens: Lower bound on the packed tokens.
+        num_capacity_tokens: Tokens that the packs could hold; 0 without a capacity.
+        depth: Nodes on the longest path; the maximum when added.
     """
 
     num_flat_tokens: int = 0
@@ -63,12 +58,12 @@ class ForestCounts:
         """Return the metrics of everything that was added, under `{prefix}/...`.
 
         Ratios: `por` = 1 - tree / flat tokens, `err` = 1 - packed / flat tokens, `compression` = flat / packed tokens
-        (0, 0 and 1 where nothing was added). Where packs were made, `gap` = packed tokens / lower bound - 1: how far
-        this can be from the best packing at most (packs that run flat count with all of their tokens). Under a
-        capacity, `fill` = packed tokens / capacity of the packs.
+        (0, 0 and 1 if nothing was added). If there are packs: `gap` = packed tokens / lower bound - 1, at least the
+        distance from the best packing (packs that run flat count with all of their tokens). Under a capacity: `fill` =
+        packed tokens / capacity of the packs.
 
-        Sums: `tokens` (unique tree tokens), `flat_tokens`, `packed_tokens`, `nodes`, `leaves`, `packs`, `packs_flat`;
-        and `depth`.
+        Sums: `tokens` (tree tokens), `flat_tokens`, `packed_tokens`, `nodes`, `leaves`, `packs`, `packs_flat`. Maximum:
+        `depth`.
         """
         flat, packed, bound = self.num_flat_tokens, self.num_packed_tokens, self.num_lower_bound_tokens
         values = {
@@ -95,12 +90,8 @@ class ForestCounts:
 class RankTimes:
     """How evenly ranks work; `sum(times, RankTimes())` adds mini-batches, each of which waits for its slowest rank.
 
-    Attributes:
-        predicted_max_s: What the cost model predicts for the slowest rank; no seconds until it is fitted.
-        predicted_mean_s: The mean of the ranks' predictions.
-        measured_max_s: Processor seconds of the busiest rank; 0 where they are not measured (on a GPU).
-        measured_mean_s: The mean of the ranks' processor seconds.
-        packing_s: Seconds that the slowest rank needed to find its forest and pack it.
+    Predictions are not in seconds until the cost model is fitted. Measured times are processor seconds, 0 on a GPU,
+    where they are not measured. `packing_s` is what the slowest rank needed to find its forest and pack it.
     """
 
     predicted_max_s: float = 0.0
@@ -124,7 +115,7 @@ class RankTimes:
         return type(self)(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
     def metrics(self, *, prefix: str = "tree") -> dict[str, float]:
-        """Return `packing_s`, and maximum / mean: `rank_imbalance/predicted` and, where measured, `.../measured`."""
+        """Return `packing_s` and `rank_imbalance/{predicted,measured}` (maximum / mean), the latter if measured."""
         values = {"packing_s": self.packing_s}
         if self.predicted_mean_s:
             values["rank_imbalance/predicted"] = self.predicted_max_s / self.predicted_mean_s

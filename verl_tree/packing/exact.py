@@ -1,19 +1,19 @@
 """The optimum: the paper's multi-path programme (Tree Training, section 2.2.2, eq. 6-11) with pruning.
 
-State of a node: the loads of the packs (the paper's traversals) that visit it, each load being the tokens that the pack
-holds below the node. What happens above depends on nothing else, and because a pack computes each of its tokens once,
-the cost so far is the sum of the loads: a state *is* its sorted loads. Lifting to the parent adds the node's tokens to
-every load (eq. 9). At the parent, the loads of its children are merged in every way in which no pack outgrows C -
-L(parent) (eq. 10); two packs of one child stay two packs for ever. At the root the smallest sum wins (eq. 11).
+The state of a node is the sorted loads of the packs (the paper's traversals) that visit it. A load is the number of
+tokens that the pack holds below the node. What happens above depends on nothing else. The cost so far is the sum of the
+loads, because a pack computes each of its tokens once. Lifting to the parent adds the node's tokens to every load (eq.
+9). At the parent, the loads of its children are merged in every way in which no pack outgrows C - L(parent) (eq. 10);
+two packs of one child stay two packs. At the root the smallest sum wins (eq. 11).
 
-Three things keep the number of states small, none of which can lose the optimum:
+Three prunings keep the number of states small, and none can lose the optimum:
 
-- one state for equal loads, and within a merge one choice among packs of equal load;
-- dominance: a state whose sorted loads are nowhere smaller than another's, with as many packs or more, is dropped;
-- bounds: the loads so far, plus one visit of every ancestor by each of the packs, plus the least that the rest of the
-  tree costs (`bound.py`), must stay below the best packing known.
+- equal loads: one state for equal loads, and within a merge one choice among packs of equal load;
+- dominance: a state is dropped if another has no more packs and, both sorted, nowhere a larger load;
+- bounds: a state is dropped unless its loads, plus one visit of every ancestor by each of its packs, plus the least
+  cost of the rest of the tree (`bound.py`), are less than the best packing known.
 
-With a cap on loss terms a load is the pair (tokens, terms).
+With a cap on loss terms a load is the pair (tokens, terms). docs/packing.md has the reasons and a worked example.
 """
 
 import time
@@ -35,20 +35,14 @@ class BudgetExceededError(ValueError):
 
 @dataclass(slots=True)
 class Budget:
-    """What the programme may use, over all trees of a forest.
-
-    Attributes:
-        max_states: States that may be made.
-        deadline_s: Value of `time.perf_counter` at which it gives up.
-        num_states: States made so far.
-    """
+    """What the programme may use, over all trees of a forest; `deadline_s` is a value of `time.perf_counter`."""
 
     max_states: int
     deadline_s: float
     num_states: int = field(default=0)
 
     def spend(self) -> None:
-        """Count one state; raise BudgetExceededError where states or time are used up."""
+        """Count one state; raise BudgetExceededError if states or time are used up."""
         self.num_states += 1
         if self.num_states > self.max_states:
             raise BudgetExceededError
@@ -56,25 +50,15 @@ class Budget:
             self.check_time()
 
     def check_time(self) -> None:
-        """Raise BudgetExceededError where time is used up; for loops that are long without a new state."""
+        """Raise BudgetExceededError if time is used up; for long loops that make no state."""
         if time.perf_counter() > self.deadline_s:
             raise BudgetExceededError
 
 
 def exact(items: Items, *, caps: Caps, known: list[list[int]], budget: Budget) -> list[list[int]]:
-    """Pack one tree with the fewest tokens possible.
+    """Pack one tree with the fewest tokens possible; `known` is a packing, returned if none is better.
 
-    Args:
-        items: The tree.
-        caps: Of a pack.
-        known: A packing; returned where none is better.
-        budget: What may be used.
-
-    Returns:
-        The items of each pack.
-
-    Raises:
-        BudgetExceededError: States or time are used up.
+    The budget raises BudgetExceededError when it is used up.
     """
     programme = _Programme(items, caps=caps, known=known, budget=budget)
     return known if programme.best == sum(programme.least) else programme.solve()
@@ -90,7 +74,7 @@ class _Programme:
         self.own = (nodes.end - nodes.start).tolist()
         self.visits = least_visits(items, caps=caps).tolist()
         self.least = [own * visits for own, visits in zip(self.own, self.visits, strict=True)]
-        # A second result for a cap that does not bind would only part states that are the same.
+        # A cap that does not bind must not distinguish states, so terms count 0 under it.
         self.terms = items.terms.tolist() if items.num_terms > caps.num_terms else [0] * len(items)
         self.ends_here: list[list[int]] = [[] for _ in range(nodes.num_nodes)]
         for item, node in enumerate(items.end_node.tolist()):
@@ -111,7 +95,7 @@ class _Programme:
                 ancestors.append(parent[ancestors[-1]])
             subtree = least_before[subtree_end[node]] - least_before[node]
             outside = least_before[-1] - subtree - sum(self.least[each] for each in ancestors[1:])
-            # What is still to be merged here: subtrees whose least cost stands in for their loads.
+            # Least cost of the child subtrees that are still to be merged here.
             waiting = subtree - self.least[node]
             table: dict[State, tuple[int, ...]] = {(): ()}
             for item in self.ends_here[node]:
@@ -166,7 +150,7 @@ class _Programme:
         return _undominated(merged, budget=self.budget)
 
     def _most_packs(self, path: list[tuple[int, int]]) -> Callable[[int], int]:
-        """Return a function: how many packs may visit a node and its ancestors for fewer than a number of tokens?"""
+        """Return a function from a number of tokens to how many packs may visit every node of `path` for fewer."""
 
         def most(num_tokens: int) -> int:
             low, high = 0, self.nodes.num_nodes + len(self.terms)
@@ -222,12 +206,12 @@ class _Programme:
 
 
 def _undominated(table: dict[State, tuple[int, ...]], *, budget: Budget) -> dict[State, tuple[int, ...]]:
-    """Drop states whose sorted loads are nowhere smaller than another's that has no more packs."""
+    """Drop states whose sorted loads are nowhere smaller than those of another that has no more packs."""
     if len(table) < 2:
         return table
     states = sorted(table, key=lambda state: (sum(load for load, _ in state), len(state), state))
     width = max(map(len, states))
-    # A missing pack is below one of load 0, which would still visit every ancestor.
+    # A missing pack is less (-1) than a pack of load 0, which still visits every ancestor.
     padded = np.full((len(states), width, 2), -1, dtype=np.int64)
     for number, state in enumerate(states):
         padded[number, : len(state)] = state

@@ -1,10 +1,8 @@
 """Near-optimal packings of trees of any size: the best of three quick packings, then ruin and recreate (`improve.py`).
 
-- the paper's rules (Tree Training, section 2.2.2): depth-first, the child with the deepest leaf first, so that leaves
-  of similar depth come together; a new pack where the capacity is exceeded;
-- the same depth-first walk in the order of the token ids;
-- bottom-up: at every node the bins of its children are merged by best fit decreasing, the paper's programme with one
-  state per node.
+- `deepest_first`, the paper's rules (Tree Training, section 2.2.2), which bring leaves of similar depth together;
+- `dfs_first_fit`, the same depth-first walk in the order of the token ids;
+- `best_fit_up`, the paper's multi-path programme with one state per node.
 
 Small subtrees of large trees are packed as one item.
 """
@@ -19,7 +17,7 @@ from verl_tree.packing.improve import MAX_WINDOW_ITEMS, improve
 from verl_tree.packing.problem import Caps, Items
 
 _COARSE_FRACTIONS = (128, 64, 32, 16, 8)
-"""Items of a large tree hold at most 1/128 of a pack; 1/64, ... if these are still too many items."""
+"""Items of a large tree hold at most 1/128 of a pack; 1/64 and so on if these are still too many items."""
 
 
 def heuristic(
@@ -27,16 +25,8 @@ def heuristic(
 ) -> list[list[int]]:
     """Pack one tree.
 
-    Args:
-        items: The tree.
-        caps: Of a pack.
-        num_rounds: Rounds of improvement.
-        seed: Seed of the improvement's random choices.
-        deadline_s: Value of `time.perf_counter` at which the improvement ends whatever rounds are left.
-        lower_bound: Tokens at which the packing is optimal and the improvement ends.
-
-    Returns:
-        The items of each pack, ascending.
+    The improvement ends after `num_rounds`, when `time.perf_counter` reaches `deadline_s`, or at `lower_bound` tokens,
+    where the packing is optimal.
     """
     coarse = _coarse(items, caps=caps)
     starts = [best_fit_up(coarse, caps=caps), deepest_first(coarse, caps=caps), dfs_first_fit(coarse, caps=caps)]
@@ -61,7 +51,7 @@ def _coarse(items: Items, *, caps: Caps) -> Items:
 
 
 def deepest_first(items: Items, *, caps: Caps) -> list[list[int]]:
-    """Pack by the paper's rules: a depth-first walk that enters the child with the deepest leaf first."""
+    """Pack by the paper's rules: depth-first, the child with the deepest leaf first, a new pack where a cap is met."""
     nodes, num_nodes = items.nodes, items.nodes.num_nodes
     parent, start = nodes.parent.tolist(), nodes.start.tolist()
     deepest = nodes.end.tolist()
@@ -110,12 +100,9 @@ def best_fit_up(items: Items, *, caps: Caps) -> list[list[int]]:
 
 @dataclass(slots=True)
 class _OpenBins:
-    """Bins of one node, ascending by load.
+    """Bins of one node, ascending by load: loads, and loss terms and items (`contents`).
 
-    Attributes:
-        loads: Tokens below the node, minus `offset`.
-        contents: Loss terms and items.
-        offset: Tokens that the walk to the root has added to every load.
+    A load is the tokens of a bin below the node, stored minus `offset`, which the walk to the root adds to every load.
     """
 
     loads: list[int]
@@ -141,8 +128,8 @@ def _merge(groups: list[_OpenBins], *, caps: Caps) -> _OpenBins:
     """Put the bins of several children together."""
     if len(groups) == 1:
         return groups[0]
-    # Bins of one child never fit together, else they had been merged there. So where one child has most of the bins,
-    # only those of the others are moved.
+    # Bins of one child never fit together, else they would have been merged there. So if one child has most of the
+    # bins, only those of the others are moved.
     largest = max(groups, key=lambda group: len(group.loads))
     num_others = sum(len(group.loads) for group in groups) - len(largest.loads)
     base = largest if len(largest.loads) > num_others else _OpenBins([], [])

@@ -1,8 +1,8 @@
-"""Ruin and recreate (Schrimpf et al., 2000): take a few packs apart, put them together anew, keep what is better.
+"""Ruin and recreate (Schrimpf et al., 2000): take a few packs apart, put them together anew, keep the better result.
 
-Items of a few packs that share much are taken out and put back one after another, each where it shares most; the result
-is kept unless it is worse. That moves and swaps leaves, merges packs and parts them. The number of rounds depends on
-the instance only, so one seed gives one result; the deadline is a safeguard.
+Items of a few packs are taken out and put back one after another, each where it shares most. The result is kept unless
+it is worse. This moves and swaps leaves, and merges and splits packs. The number of rounds depends on the instance
+only, so one seed gives one result; the deadline is a safeguard.
 """
 
 import random
@@ -15,7 +15,7 @@ from verl_tree.packing.bound import tree_lower_bound
 from verl_tree.packing.problem import Caps, Items
 
 MAX_WINDOW_ITEMS = 384
-"""Items that are improved together: they share a table of pairs."""
+"""Items that are improved together with one table of pairs."""
 
 _MAX_RUINED_ITEMS = 32
 _STALE_ROUNDS = 250
@@ -32,7 +32,7 @@ def improve(
     deadline_s: float,
     lower_bound: int,
 ) -> list[list[int]]:
-    """Ruin and recreate the packs `bins`, window by window where there are many items; see `heuristic`."""
+    """Improve the packs `bins`, window by window if there are many items; the arguments are those of `heuristic`."""
     bins = sorted(bins)
     if len(items) <= MAX_WINDOW_ITEMS:
         search = _RuinAndRecreate(items, bins, caps=caps, seed=seed)
@@ -62,7 +62,7 @@ def improve(
 
 
 def _windows(bins: list[list[int]], *, max_items: int, is_shifted: bool) -> list[list[list[int]]]:
-    """Part packs into windows of at most `max_items` items, half of that in the first if shifted; one pack at least."""
+    """Part packs into windows of at most `max_items` items, half that in the first if shifted; no pack is split."""
     windows: list[list[list[int]]] = []
     room = 0
     for members in bins:
@@ -76,7 +76,7 @@ def _windows(bins: list[list[int]], *, max_items: int, is_shifted: bool) -> list
 
 
 class _RuinAndRecreate:
-    """The search on one window; plain Python on a table of pairs, because the packs that it touches are small."""
+    """The search on one window, in plain Python on a table of pairs, because the packs that it touches are small."""
 
     def __init__(self, items: Items, bins: list[list[int]], *, caps: Caps, seed: int) -> None:
         self.caps = caps
@@ -92,7 +92,7 @@ class _RuinAndRecreate:
         self.bin_terms = [sum(self.terms[item] for item in members) for members in self.bins]
 
     def run(self, num_rounds: int, *, deadline_s: float, lower_bound: int) -> list[list[int]]:
-        """Run the rounds and return the last packing: none is worse than the one before."""
+        """Run the rounds and return the last packing, because no round makes it worse."""
         stale = 0
         for number in range(num_rounds):
             if sum(self.tokens) <= lower_bound or len(self.bins) < 2 or stale >= _STALE_ROUNDS + 4 * len(self.lens):
@@ -123,7 +123,7 @@ class _RuinAndRecreate:
         return new_tokens < old_tokens
 
     def _choose(self) -> list[int]:
-        """Choose a few packs: that of a random item, and others that hold what it shares most with, or any."""
+        """Choose a few packs: that of a random item, then those of its neighbours in DFS order or random ones."""
         anchor = self.random.randrange(len(self.lens))
         chosen = [self.bin_of[anchor]]
         num_chosen = min(self.random.choice((2, 2, 3, 3, 4)), len(self.bins))
@@ -140,7 +140,7 @@ class _RuinAndRecreate:
         return chosen + self.random.sample(others, num_chosen - len(chosen))
 
     def _remove(self, chosen: list[int]) -> set[int]:
-        """Choose the items that are taken out: all of a small pack, neighbours in DFS order of a large one, or any."""
+        """Choose the items that leave each pack: all, neighbours in DFS order if there are many, or a random part."""
         removed: set[int] = set()
         share = max(_MAX_RUINED_ITEMS // len(chosen), 1)
         for number in chosen:
@@ -154,7 +154,7 @@ class _RuinAndRecreate:
         return removed
 
     def _order(self, removed: set[int]) -> list[int]:
-        """Choose the order in which items are put back: longest first, in DFS order from somewhere on, or any."""
+        """Choose the order in which items are put back: by length (exact or noisy), in rotated DFS order, or random."""
         order = sorted(removed)
         kind = self.random.randrange(4)
         if kind == 0:
@@ -206,7 +206,7 @@ class _Bins:
                 self.terms[number] += search.terms[item]
 
     def insert(self, item: int, *, blink: float) -> None:
-        """Put an item where it shares most, into the fullest of equals; overlook a bin with probability `blink`."""
+        """Put an item where it shares most, on ties into the fullest; overlook a bin with probability `blink`."""
         search = self.search
         item_len, item_terms, row = search.lens[item], search.terms[item], search.shared[item]
         max_tokens, max_terms = search.caps.num_tokens, search.caps.num_terms
@@ -237,7 +237,7 @@ class _Bins:
 
 
 def _pairs(items: Items) -> list[list[int]]:
-    """Count the tokens that every two items share, (m, m), as lists: they are read one number at a time."""
+    """Count the tokens that every two items share, (m, m), as lists because they are read one number at a time."""
     is_later = np.triu(np.ones((len(items), len(items)), dtype=bool), 1)
     table = np.where(is_later, np.minimum.accumulate(np.where(is_later, items.lcp, items.lens.max()), axis=1), 0)
     return (table + table.T + np.diag(items.lens)).tolist()

@@ -16,23 +16,20 @@ from verl_tree.tree.nodes import IntArray
 
 _MAX_ROUNDS = 6_000
 _MAX_ROUNDS_PER_TREE = 2_000
-"""Rounds of improvement of all trees together, less than a second, and of one small tree, a third of one."""
+"""Rounds of improvement: of all trees together (less than a second) and of one small tree (a third of a second)."""
 
 _MAX_TRIED_PACKS = 32
 _AUTO_EXACT_ITEMS = 16
 _AUTO_EXACT_STATES = 20_000
-"""States of all trees together in which `auto` looks for optima: about a tenth of a second."""
+"""States of all trees together in which `auto` looks for optima, about a tenth of a second."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tree:
     """One tree of the forest that is packed.
 
-    Attributes:
-        leaves: An item per leaf.
-        items: The same with every prefix joined to what extends it, where loss terms are not capped.
-        is_whole: Whether it fits into one pack.
-        lower_bound: Tokens that no packing of it can go below.
+    `leaves` has an item per leaf. `items` are the same, but prefixes are joined to what extends them if loss terms are
+    not capped. `is_whole` says whether the tree fits into one pack.
     """
 
     leaves: Items
@@ -51,13 +48,10 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """What the packing of one tree may use.
+    """What the packing of one tree may use. The budget is for all trees, and its deadline also ends the improvement.
 
-    Attributes:
-        caps: Of a pack.
-        seed: Seed of random choices.
-        num_cut_items: Items of all trees that do not fit into one pack; they share the rounds of improvement.
-        budget: Of the exact programme, for all trees; its deadline also ends the improvement.
+    Trees that do not fit into one pack share the rounds of improvement by their items, of which all have
+    `num_cut_items`.
     """
 
     caps: Caps
@@ -104,8 +98,7 @@ def pack_trees(
 ) -> list[IntArray]:
     """Pack each tree by itself, then put packs of different trees together; arguments and errors are those of `pack`.
 
-    Returns:
-        The leaves of each pack, ascending places in the DFS order of the forest.
+    The result has the leaves of each pack as ascending places in the DFS order of the forest.
     """
     budget = Budget(
         max_states=max_states if method == "exact" else _AUTO_EXACT_STATES,
@@ -115,7 +108,7 @@ def pack_trees(
     search = _Search(caps=caps, seed=seed, num_cut_items=num_cut_items, budget=budget)
     parts: list[_Part] = []
     for number, tree in enumerate(trees):
-        # A tree that fits is one pack; only the paper's first programme may cut it nevertheless.
+        # A tree that fits is one pack, but the paper's first programme may still cut it.
         items = tree.leaves if method == "single_path" else tree.items
         try:
             cut = method == "single_path" or not tree.is_whole
@@ -135,7 +128,7 @@ def pack_trees(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """What one tree puts into one pack."""
+    """The leaves of one tree that are in one pack."""
 
     tree: int
     num_tokens: int
@@ -145,15 +138,13 @@ class _Part:
 
 @dataclass(slots=True)
 class _OpenPack:
-    """A pack that parts are put into."""
-
     leaves: list[IntArray] = field(default_factory=list)
     trees: set[int] = field(default_factory=set)
     num_terms: int = 0
 
     def takes(self, part: _Part, *, caps: Caps) -> bool:
-        """Return whether a part that has few enough tokens may enter."""
-        # Parts of one tree do not fit together, or were parted on purpose (by the paper's first programme).
+        """Return whether a part whose tokens fit may enter."""
+        # Parts of one tree do not fit together, or the paper's first programme parted them on purpose.
         return part.tree not in self.trees and self.num_terms + part.num_terms <= caps.num_terms
 
     def add(self, part: _Part) -> None:

@@ -2,7 +2,7 @@
 
 In DFS order, a tree is two columns: the length of every leaf and the tokens that it shares with the leaf before it. The
 tokens of any set of leaves follow from them, so the methods need nothing else. They work on *items*: one leaf, or
-several neighbours that no method wants to part.
+several neighbours that stay together.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,7 @@ UNLIMITED = 2**62
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """The trajectories of one forward/backward.
-
-    Attributes:
-        leaves: (s,) int64 indices of trajectories, in DFS order.
-        num_tokens: Tree tokens of the pack, the union of the root paths of its leaves.
-    """
+    """The trajectories of one forward/backward (`leaves`: (s,) int64 indices, in DFS order) and their tree tokens."""
 
     leaves: IntArray
     num_tokens: int
@@ -38,10 +33,10 @@ class Packing:
 
     Attributes:
         packs: Every trajectory is in exactly one of them.
-        num_tokens: Packed tokens, the sum over the packs.
-        num_flat_tokens: Sum of the trajectory lengths.
-        lower_bound: Tokens that no packing under these caps can go below.
-        num_capacity_tokens: What all packs could hold, None where the capacity is not limited.
+        num_tokens: Packed tokens.
+        num_flat_tokens: Flat tokens.
+        lower_bound: Lower bound on the packed tokens of any packing under these caps.
+        num_capacity_tokens: Tokens that all packs could hold. None: no capacity.
     """
 
     packs: tuple[Pack, ...]
@@ -52,33 +47,28 @@ class Packing:
 
     @property
     def effective_reuse_ratio(self) -> float:
-        """1 - packed tokens / flat tokens; 0.0 where there is nothing to pack."""
+        """1 - packed tokens / flat tokens; 0.0 if there is nothing to pack."""
         return 1.0 - self.num_tokens / self.num_flat_tokens if self.num_flat_tokens else 0.0
 
     @property
     def compression(self) -> float:
-        """Flat tokens / packed tokens; 1.0 where there is nothing to pack."""
+        """Flat tokens / packed tokens; 1.0 if there is nothing to pack."""
         return self.num_flat_tokens / self.num_tokens if self.num_tokens else 1.0
 
     @property
     def gap(self) -> float:
-        """Packed tokens / lower bound - 1: how far from the optimum this can be at most; 0.0 proves the optimum."""
+        """Packed tokens / lower bound - 1: the distance from the optimum is at most this; 0.0 proves the optimum."""
         return self.num_tokens / self.lower_bound - 1.0 if self.lower_bound else 0.0
 
     @property
     def fill(self) -> float:
-        """Packed tokens / capacity of all packs; 1.0 where the capacity is not limited."""
+        """Packed tokens / capacity of all packs; 1.0 without a capacity."""
         return self.num_tokens / self.num_capacity_tokens if self.num_capacity_tokens else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """What one pack may hold.
-
-    Attributes:
-        num_tokens: Tree tokens.
-        num_terms: Loss terms.
-    """
+    """The tree tokens and the loss terms that one pack may hold."""
 
     num_tokens: int = UNLIMITED
     num_terms: int = UNLIMITED
@@ -90,9 +80,7 @@ class Caps:
 
 @dataclass(frozen=True, eq=False)  # without slots: cached properties need a __dict__
 class Items:
-    """What is to be distributed to packs, in DFS order: a forest or one of its trees.
-
-    Legend: m items.
+    """The m items of a forest or of one of its trees, in DFS order.
 
     Attributes:
         lens: (m,) int64, tokens of the item with its whole root path.
@@ -110,7 +98,7 @@ class Items:
 
     @classmethod
     def from_forest(cls, forest: TokenForest, *, terms: IntArray) -> Self:
-        """Make one item of each leaf; `terms` are the loss terms of the trajectories, (S,) in the order given."""
+        """Make one item of each leaf; `terms` (S,) are the loss terms of the trajectories in the order given."""
         return cls(
             lens=forest.sequence_lens[forest.order],
             lcp=forest.lcp,
@@ -171,9 +159,8 @@ class Items:
     def merged(self, starts: IntArray) -> Self:
         """Make one item of every stretch of neighbours.
 
-        Args:
-            starts: (k,) ascending item indices, the first of each stretch; starts[0] = 0. The items of a stretch must
-                share at least as much with each other as with what is outside.
+        `starts` (k,) has the first item of each stretch, ascending; starts[0] = 0. The items of a stretch must share at
+        least as much with each other as with those outside.
         """
         return replace(
             self,
@@ -185,7 +172,7 @@ class Items:
         )
 
     def without_prefixes(self) -> Self:
-        """Join every item that is a prefix of the next one, or its duplicate, to it: together they cost no token more.
+        """Join every item that is a prefix or duplicate of the next one to it, because together they cost no more.
 
         Only for packs whose loss terms are not capped.
         """
@@ -196,8 +183,7 @@ class Items:
     def coarsened(self, *, caps: Caps) -> Self:
         """Join small subtrees, and small sibling subtrees, to items of one tree.
 
-        Args:
-            caps: Of an item; its tokens count below the node that its leaves share.
+        `caps` are those of an item; its tokens count below the node that its leaves share.
         """
         nodes, end_node = self.nodes, self.end_node.tolist()
         first, last, parent = nodes.first_leaf.tolist(), nodes.last_leaf.tolist(), nodes.parent.tolist()
@@ -218,7 +204,7 @@ class Items:
                     group_tokens, group_terms, group_parent = tokens, terms, parent[node]
                 node = subtree_end[node]
                 continue
-            # Items that end in a node which is parted stand alone.
+            # Items that end in a node that is parted stand alone.
             leaf = first[node]
             while leaf < last[node] and end_node[leaf] == node:
                 starts.append(leaf)

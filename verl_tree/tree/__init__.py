@@ -1,7 +1,7 @@
 """Token sequences as a prefix forest.
 
-`forest` finds the forest and its numbers, `nodes` lists its nodes (both numpy only), and `layout` makes tensors of a
-pack. Importing this package does not import torch, so `layout` is imported by its own name.
+`forest` finds the forest and its numbers, `nodes` lists its nodes, and `layout` makes tensors of a pack. Only `layout`
+needs torch, so it is imported by its own name.
 """
 
 from verl_tree.tree.forest import TokenForest, lcp_of_subset

@@ -1,8 +1,8 @@
 """Trajectories form a forest of prefix trees: sort them, compare neighbours, read off the nodes.
 
 In lexicographic order, trajectories that share a prefix are neighbours. So the number of tokens that each shares with
-the one before it (`lcp`) holds the whole forest: the leaves under a token are a range of the order, the tokens of any
-subset of leaves are counted from it, and one pass over it gives the nodes. Nothing here is a Python object per token.
+the one before it (`lcp`) holds the whole forest. The leaves under a token are a range of the order, the tokens of any
+subset of leaves are counted from it, and one pass over it gives the nodes. No token becomes a Python object.
 
 Legend: F flat tokens, S trajectories (leaves), N nodes.
 """
@@ -36,6 +36,9 @@ class TokenForest:
         num_tokens       6                 node_depth        0  1  1  0
         num_flat_tokens  14                node_sequence     2  0  1  4
 
+    The fields node_* are (N,) int64: `node_sequence` is a trajectory that carries the node's tokens, the others are
+    those of `NodeTable`.
+
     Attributes:
         tokens: (F,) the trajectories one after another; int32 where all were given so, else int64.
         sequence_offsets: (S + 1,) int64, where each trajectory starts in `tokens`.
@@ -44,13 +47,6 @@ class TokenForest:
             strict prefixes before their extensions, duplicates by index.
         dfs_rank: (S,) int64, the inverse of `order`.
         lcp: (S,) int64, tokens that order[i] shares with order[i - 1]; lcp[0] = 0.
-        node_parent: (N,) int64, -1 at roots. Nodes are in DFS preorder.
-        node_start: (N,) int64, first position of the node in its trajectories.
-        node_end: (N,) int64, one past the last.
-        node_first_leaf: (N,) int64, first of the node's leaves, an index into `order`.
-        node_last_leaf: (N,) int64, one past the last.
-        node_sequence: (N,) int64, a trajectory that carries the node's tokens.
-        node_depth: (N,) int64, number of ancestors.
     """
 
     tokens: IntArray
@@ -69,15 +65,12 @@ class TokenForest:
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[ArrayLike], *, merge_keys: Sequence[Hashable] | None = None) -> Self:
-        """Find the forest of a list of trajectories from their tokens alone.
+        """Find the forest of a list of trajectories from their tokens alone; an empty list gives an empty forest.
 
         Args:
             sequences: S one-dimensional integer arrays or lists, each with at least one token.
             merge_keys: One per trajectory: what besides the tokens changes the forward (images, LoRA slot, position
                 scheme). Trajectories with different keys share no token. None: all may share.
-
-        Returns:
-            The forest; an empty list gives an empty one.
 
         Raises:
             ValueError: A trajectory is empty, not one-dimensional or not of integers; or the number of merge keys is
@@ -138,7 +131,7 @@ class TokenForest:
 
     @property
     def num_tokens(self) -> int:
-        """Unique tokens in the forest."""
+        """Number of tree tokens."""
         return self.num_flat_tokens - int(self.lcp.sum())
 
     @property
@@ -147,17 +140,11 @@ class TokenForest:
         return 1.0 - self.num_tokens / self.num_flat_tokens if self.num_flat_tokens else 0.0
 
     def sequence(self, index: int) -> IntArray:
-        """Return the tokens of one trajectory, a view."""
+        """Return a view of the tokens of one trajectory."""
         return self.tokens[self.sequence_offsets[index] : self.sequence_offsets[index + 1]]
 
     def subset_lcp(self, leaves: ArrayLike) -> IntArray:
-        """Count the tokens that each of some trajectories shares with the one before it: the `lcp` of their own forest.
-
-        Args:
-            leaves: (s,) distinct indices of trajectories in DFS order.
-
-        Returns:
-            (s,) int64, the first is 0.
+        """Return the `lcp` of some trajectories alone, (s,) int64: the tokens that each shares with the one before it.
 
         Raises:
             ValueError: The leaves are not distinct and in DFS order.
@@ -171,10 +158,7 @@ class TokenForest:
         return lcp_of_subset(self.lcp, ranks)
 
     def pack_num_tokens(self, leaves: ArrayLike) -> int:
-        """Count the tree tokens of a pack of trajectories: the union of their root paths.
-
-        Args:
-            leaves: (s,) distinct indices of trajectories in DFS order.
+        """Count the tree tokens of a pack of (s,) trajectories: the union of their root paths.
 
         Raises:
             ValueError: The leaves are not distinct and in DFS order.
@@ -184,14 +168,9 @@ class TokenForest:
 
 
 def lcp_of_subset(lcp: IntArray, ranks: IntArray) -> IntArray:
-    """Count the tokens that each leaf of a subset shares with the one before it.
+    """Count the tokens that each leaf of a subset shares with the one before it, (s,) int64; the first is 0.
 
-    Args:
-        lcp: (S,) the same for all leaves, in DFS order.
-        ranks: (s,) the subset, ascending places in that order.
-
-    Returns:
-        (s,) int64, the first is 0.
+    `lcp` (S,) is the same for all leaves in DFS order, `ranks` (s,) the subset as ascending places in that order.
     """
     shared = np.zeros(len(ranks), dtype=np.int64)
     if len(ranks) > 1:
@@ -220,15 +199,15 @@ def _concatenate(sequences: Sequence[ArrayLike]) -> tuple[IntArray, IntArray]:
 
 
 def _key_ids(merge_keys: Sequence[Hashable]) -> IntArray:
-    """Give each merge key a number, in order of first appearance, (S,) int64."""
+    """Give each merge key a number in order of first appearance, (S,) int64."""
     number_of = {key: number for number, key in enumerate(dict.fromkeys(merge_keys))}
     return np.array([number_of[key] for key in merge_keys], dtype=np.int64)
 
 
 def _lexicographic_order(tokens: IntArray, *, offsets: IntArray, key_ids: IntArray) -> IntArray:
     """Sort the trajectories by merge key, then tokens, then index, (S,) int64."""
-    # Big-endian bytes compare like the numbers that they encode. So a comparison of two trajectories is one memcmp
-    # however much they share, and a strict prefix comes before its extensions.
+    # Big-endian bytes compare like the numbers that they encode. So two trajectories are compared by one memcmp, and a
+    # strict prefix comes before its extensions.
     bounds = offsets.tolist()
     if tokens.min(initial=0) >= 0 and tokens.max(initial=0) < 2**32:
         rows = [tokens[start:end].astype(">u4").tobytes() for start, end in pairwise(bounds)]
@@ -241,7 +220,7 @@ def _lexicographic_order(tokens: IntArray, *, offsets: IntArray, key_ids: IntArr
 
 
 def _neighbour_lcp(tokens: IntArray, *, offsets: IntArray, order: IntArray, key_ids: IntArray) -> IntArray:
-    """Count the tokens shared with the trajectory before in the order, 0 across merge keys, (S,) int64."""
+    """Count the tokens shared with the trajectory before in the order, (S,) int64; 0 across merge keys."""
     lcp = np.zeros(len(order), dtype=np.int64)
     for index in range(1, len(order)):
         before, here = order[index - 1], order[index]

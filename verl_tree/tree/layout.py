@@ -1,8 +1,8 @@
 """A pack of trajectories as tensors: every tree token once, in DFS preorder.
 
-In preorder the descendants of a token are the range that follows it, so one integer per token says who may attend to
-it: the key j is visible to the query i iff j <= i < subtree_end[j]. What only planning reads stays on the host as
-numpy, so that nothing has to be copied back from the device.
+In preorder the descendants of a token are the range that follows it. So one integer per token says who may attend to
+it: the key j is visible to the query i iff j <= i < subtree_end[j]. Arrays that only planning reads stay on the host as
+numpy, so that nothing is copied back from the device.
 
 Legend: T tree tokens of the pack, F flat tokens (sum over its trajectories), S its trajectories.
 """
@@ -70,15 +70,9 @@ class TreeLayout:
     def from_forest(
         cls, forest: TokenForest, leaves: ArrayLike | None = None, *, device: torch.device | str = "cpu"
     ) -> Self:
-        """Lay out some trajectories of a forest.
+        """Lay out the tree that some trajectories of a forest form alone.
 
-        Args:
-            forest: The trajectories.
-            leaves: (S,) distinct indices of trajectories in DFS order, as in `Pack.leaves`. None: all.
-            device: Where the tensors go.
-
-        Returns:
-            The layout of the tree that these leaves alone form; T = 0 where `leaves` is empty.
+        `leaves` are (S,) distinct indices of trajectories in DFS order, as in `Pack.leaves`. None: all. Empty: T = 0.
 
         Raises:
             ValueError: The leaves are not distinct and in DFS order.
@@ -86,7 +80,7 @@ class TreeLayout:
         leaves = forest.order if leaves is None else np.asarray(leaves, dtype=np.int64)
         lcp, lens = forest.subset_lcp(leaves), forest.sequence_lens[leaves]
         nodes = NodeTable.from_lcp(lens, lcp=lcp)
-        # The tokens that a leaf does not share with the one before it stand together in preorder.
+        # A leaf's run: the tokens that it does not share with the leaf before it. They are neighbours in preorder.
         run_lens = lens - lcp
         run_ends = np.cumsum(run_lens)
         num_tokens = int(run_lens.sum())
@@ -97,7 +91,7 @@ class TreeLayout:
         node_lens = nodes.end - nodes.start
         node_bounds = np.concatenate([[0], np.cumsum(node_lens)])
         parent_T = index_T - 1
-        # A node starts below the last token of its parent node.
+        # The parent of a node's first token is the last token of the parent node.
         parent_T[node_bounds[:-1]] = np.where(nodes.parent >= 0, node_bounds[nodes.parent + 1] - 1, -1)
 
         def on_device(array: IntArray, dtype: torch.dtype) -> Tensor:
@@ -145,7 +139,7 @@ class TreeLayout:
     def materialize(self) -> Tensor:
         """Return the (T, T) boolean mask, queries by keys: which tokens are on the path of which.
 
-        The slow oracle of tests: it follows `parent_T` token by token and knows nothing of `subtree_end_T`.
+        This is the slow oracle of tests: it follows `parent_T` token by token and does not use `subtree_end_T`.
         """
         visible = torch.eye(self.num_tokens, dtype=torch.bool)
         for query, parent in enumerate(self.parent_T.tolist()):

@@ -1,4 +1,4 @@
-"""The nodes of a forest, read off the numbers of tokens that neighbouring trajectories share.
+"""The nodes of a forest, found from the numbers of tokens that neighbouring trajectories share.
 
 Legend: S trajectories (leaves), N nodes.
 """
@@ -16,9 +16,9 @@ IntArray = NDArray[np.integer]
 class NodeTable:
     """The nodes of a forest in DFS preorder: a node is a maximal run of tokens with one set of leaves.
 
-    All fields are (N,) int64. Roots have parent -1 and depth 0. A node covers the positions start..end of its
-    trajectories, and its leaves are the half-open range first_leaf..last_leaf of the DFS order; its tokens are those of
-    `first_leaf`.
+    All fields are (N,) int64. `parent` is -1 and `depth` (number of ancestors) 0 at roots. A node covers the positions
+    start..end of its trajectories. Its leaves are the half-open range first_leaf..last_leaf of the DFS order, and its
+    tokens are those of `first_leaf`.
     """
 
     parent: IntArray
@@ -30,24 +30,19 @@ class NodeTable:
 
     @classmethod
     def from_lcp(cls, lens: IntArray, *, lcp: IntArray) -> Self:
-        """Find the nodes of trajectories in DFS order.
+        """Find the nodes of trajectories of `lens` (S,) tokens in DFS order; no node is empty.
 
-        Args:
-            lens: (S,) lengths in tokens.
-            lcp: (S,) tokens that each trajectory shares with the one before it; lcp[0] = 0.
-
-        Returns:
-            The nodes; none of them is empty, also where trajectories are duplicates.
+        `lcp` (S,) are the tokens that each trajectory shares with the one before it; lcp[0] = 0.
         """
-        # Leaf i brings the new tokens lcp[i]..lens[i]. A node is a part of what one leaf brings, its first leaf: that
-        # is cut where a later leaf departs from it. Preorder is the order of the first leaves, then of the positions.
+        # Leaf i brings the new tokens lcp[i]..lens[i]. They are cut into nodes where later leaves depart from them. So
+        # each node has one leaf that brings it, its first. Preorder sorts by first leaf, then by position.
         departed_from = _previous_smaller(lcp)
         is_cut = departed_from >= 0
         is_cut[is_cut] = lcp[is_cut] < lens[departed_from[is_cut]]
         has_new = lens > lcp
         first_leaf = np.concatenate([np.flatnonzero(has_new), departed_from[is_cut]])
         start = np.concatenate([lcp[has_new], lcp[is_cut]])
-        # (first leaf, start) sort as one integer; unique drops the cuts that several leaves make.
+        # (first leaf, start) sort as one integer. Several leaves may make the same cut, so only unique ones stay.
         stride = int(lens.max(initial=0)) + 1
         first_leaf, start = np.divmod(np.unique(first_leaf * stride + start), stride)
         end = lens[first_leaf]
@@ -63,12 +58,12 @@ class NodeTable:
 
     @property
     def subtree_end(self) -> IntArray:
-        """(N,) int64, one past the last descendant: those of node n are the nodes n + 1..subtree_end[n]."""
+        """(N,) int64, one past the last descendant: node n has the descendants n + 1..subtree_end[n]."""
         return np.searchsorted(self.first_leaf, self.last_leaf)
 
 
 def _previous_smaller(values: IntArray) -> IntArray:
-    """Find the nearest index to the left that holds a smaller value, -1 where none does. (S,) -> (S,) int64."""
+    """Find the nearest index to the left that holds a smaller value, else -1. (S,) -> (S,) int64."""
     result, stack, items = [], [], values.tolist()
     for index, value in enumerate(items):
         while stack and items[stack[-1]] >= value:
@@ -79,7 +74,7 @@ def _previous_smaller(values: IntArray) -> IntArray:
 
 
 def _walk(first_leaf: IntArray, *, start: IntArray, num_leaves: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Walk the nodes in preorder, the current path on a stack: parent, last leaf and depth, (N,) int64 each."""
+    """Walk the nodes in preorder with the current path on a stack: parent, last leaf and depth, (N,) int64 each."""
     parent, depth, last_leaf = [], [], [num_leaves] * len(first_leaf)
     stack, starts = [], start.tolist()
     for node, (leaf, position) in enumerate(zip(first_leaf.tolist(), starts, strict=True)):

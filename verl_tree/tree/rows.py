@@ -1,4 +1,4 @@
-"""Rows that stand one after another in a flat array: their ranges, and the tokens of them that a loss reads."""
+"""Rows that stand one after another in a flat array: their ranges, and the tokens in them that a loss reads."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,7 +7,7 @@ from verl_tree.tree.nodes import IntArray
 
 
 def ranges(starts: IntArray, lens: IntArray) -> IntArray:
-    """Return the integers starts[i]..starts[i] + lens[i] of every i, one range after another.
+    """Return the integers starts[i]..starts[i] + lens[i] for every i, one range after another.
 
     Example: starts 7 2 and lens 2 3 give 7 8 2 3 4.
     """
@@ -15,17 +15,10 @@ def ranges(starts: IntArray, lens: IntArray) -> IntArray:
 
 
 def trained_tokens(mask: np.ndarray, *, mask_lens: IntArray, row_lens: IntArray) -> NDArray[np.bool_]:
-    """Find the tokens that a loss reads.
+    """Find the tokens that a loss reads: (sum of row_lens,) bool, one row after another.
 
-    Args:
-        mask: (sum of mask_lens,) loss masks, one row after another. The mask of a row covers the end of it: the
-            response (RL) or the whole row (SFT).
-        mask_lens: (B,) length of each row's mask.
-        row_lens: (B,) length in tokens of each row.
-
-    Returns:
-        (sum of row_lens,) bool, one row after another. The first token of a row is never in it: there are no logits
-        before it to score it.
+    `mask` (sum of mask_lens,) has the loss masks of the rows, one after another. Each covers the end of its row: the
+    response (RL) or the whole row (SFT). The first token of a row is never read, because no logits precede it.
 
     Raises:
         ValueError: A mask is longer than its row.
