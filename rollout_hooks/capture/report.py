@@ -1,4 +1,4 @@
-"""What was captured and what was lost: counts and causes in one record that adds up over sessions and workers."""
+"""Counts of what was captured and what was lost, with causes; they add up over sessions and workers."""
 
 from dataclasses import dataclass, fields
 
@@ -8,14 +8,11 @@ from rollout_hooks.capture.session_tree import CallStatus, SessionTree
 
 @dataclass(frozen=True, slots=True)
 class FailedSession:
-    """A session that failed.
+    """A session that failed, and why.
 
     Attributes:
-        uid: Its prompt.
-        session_id: Its number among the sessions of the prompt.
-        cause: What went wrong.
         num_calls: LLM calls recorded before it failed.
-        num_rows: Leaves that are trained all the same, because they had a reward of their own.
+        num_rows: Leaves that are trained anyway, because they had a reward of their own.
     """
 
     uid: str
@@ -32,15 +29,13 @@ class CaptureReport:
     Attributes:
         num_sessions: Sessions that ended, failed ones included.
         num_leaves: Rows written.
-        num_calls: LLM calls. The first call of a session is none of the four kinds below.
-        num_continuations, num_forks, num_rewrites, num_drifts: Calls by kind, see `CallKind`.
+        num_calls: LLM calls. Root calls, such as the first of a session, are none of the four kinds below.
         num_realigned: Calls whose prompt was healed; their kind is that of the healed prompt.
-        num_failed_calls, num_aborted_calls: Calls that ended with an error, and calls that the server gave up.
-        num_dropped_leaves: Trajectories that gave no row: they have no trained token within the length limits, were
-            not finished by a branching loop, or have images or other media.
+        num_aborted_calls: Calls that the server gave up.
+        num_dropped_leaves: Trajectories that gave no row: they have no trained token within the length limits, a
+            branching loop did not finish them, or they have images or other media.
         num_truncated_leaves: Rows cut to `rollout.response_length`.
-        failed_sessions: The sessions that failed, with their causes.
-        failed_prompts: uid of each prompt all of whose sessions failed.
+        failed_prompts: The uid of each prompt whose sessions have all failed.
     """
 
     num_sessions: int = 0

@@ -1,7 +1,7 @@
 """What the trainer tells an estimator about its rows.
 
-verl hands an estimator the uid of each row, but neither its session nor its tokens. The trainer announces both around
-verl's own call, so that what verl does there (KL in the reward, rollout correction) stays verl's.
+verl gives an estimator the uid of each row, but neither its session nor its tokens. The trainer announces both around
+verl's own call, so what verl does there (KL in the reward, rollout correction) stays verl's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ class Rows:
 
     @property
     def sessions(self) -> list[int]:
-        """(R,) its session, a number within the group."""
+        """(R,) the session of each row, a number within the group."""
         return [parse_row_key(key).session for key in self.keys]
 
 
@@ -59,7 +59,7 @@ def announced_rows(estimator: str, *, num_rows: int) -> Rows:
     """Return the rows of the estimator that is running.
 
     Raises:
-        ValueError: Other rows than the `num_rows` that verl gave to it were announced: the trainer is not ours.
+        ValueError: The announced rows are not the `num_rows` that verl gave to it: the trainer is not ours.
     """
     rows = _rows.get(None)
     num_known = 0 if rows is None else len(rows.keys)
