@@ -19,12 +19,11 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 class TreeAgentLoopOutput(AgentLoopOutput):
     """A leaf of a session: verl's output with a reward of its own.
 
-    A loop that returns this class has named its leaves itself, so the worker makes no further rows from recorded calls.
-    A leaf without a reward gets verl's: the last leaf is scored by the reward function, the others get a copy.
+    A loop that returns this class names its leaves itself; the worker makes no further rows from recorded calls.
     """
 
     leaf_reward: float | None = None
-    """The leaf's own reward; None leaves the reward to verl."""
+    """None leaves the reward to verl: its reward function scores the session's last leaf, the others get a copy."""
     leaf_reward_extra_info: dict[str, Any] | None = None
     """verl's `reward_extra_info` for that reward; None leaves it to verl."""
     node_rewards: tuple[tuple[int, float], ...] = ()
@@ -110,8 +109,7 @@ def make_row(
     """Make the row of a leaf of N tokens, its response cut to `response_length`.
 
     The first `prompt_len` tokens are the prompt. `mask` is 1 for sampled tokens, which are trained, and 0 for those
-    that were read. `log_probs` are N rollout log-probs, or None if the row carries none. `extra_fields` are added to
-    those that verl's tool loop gives, `fields` are further fields of the output.
+    that were read. `extra_fields` are added to those that verl's tool loop gives.
     """
     response = slice(prompt_len, prompt_len + response_length)
     response_mask = list(mask[response])

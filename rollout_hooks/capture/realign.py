@@ -8,10 +8,10 @@ other tokens than the model sampled:
     healed     P P P   a b c   t t   u u       what is sent: the model goes on from tokens that it sampled
 
 Where the given tokens leave all recorded paths, `heal` finds the fewest tokens after which both texts are equal again.
-It puts in the recorded ones and goes on after them, so every drifted turn of a prompt heals. docs/capture.md says when
-such a *splice* stands, and why: both sides decode to the same text in their context, it has at most `max_tokens` tokens
-on either side, and the given tokens then follow the recorded path to the next boundary, or end before it, and pass
-generated tokens on the way. After a change of the history, its own tokens are kept from the last boundary before it on.
+It puts in the recorded ones and goes on after them, so every drifted turn of a prompt heals. Such a *splice* has at
+most `max_tokens` tokens on either side. It stands only if the given tokens then follow the recorded path to the next
+boundary, or end before it, and pass generated tokens on the way; docs/capture.md says why. A changed history keeps its
+own tokens from the last boundary before the change on.
 """
 
 from dataclasses import dataclass

@@ -10,15 +10,12 @@ from rollout_hooks.capture.call_kinds import CallKind
 
 @dataclass(frozen=True, slots=True)
 class DriftExample:
-    """A place where a prompt had other tokens than the recorded path and the same text.
+    """A place where a prompt had other tokens than the recorded path and the same text."""
 
-    `text` is that of the recorded tokens, from a few tokens before the place on; the ids begin there.
-    """
-
-    text: str
-    recorded_ids: tuple[int, ...]
+    text: str  # of the recorded tokens, from a few tokens before the place on
+    recorded_ids: tuple[int, ...]  # from the place on, as are `given_ids`
     given_ids: tuple[int, ...]
-    is_healed: bool
+    is_healed: bool  # whether the recorded tokens were sent
 
 
 class CallStatus(StrEnum):
@@ -32,28 +29,18 @@ class CallStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One call to the LLM.
+    """One call to the LLM."""
 
-    Attributes:
-        index: Place in the order in which the calls were sent.
-        kind: How its prompt relates to what had been recorded when it was sent.
-        num_shared: Tokens of the longest prefix that its prompt shares with a recorded path.
-        num_splices: Places of its prompt that were healed.
-        stop_reason: The server's word for how it ended.
-        cause: Why it failed or was aborted.
-        min_global_steps, max_global_steps: First and last version of the weights that generated it, None if unknown.
-    """
-
-    index: int
+    index: int  # in the order in which the calls were sent
     kind: CallKind
-    num_shared: int
+    num_shared: int  # tokens of the longest prefix that its prompt shares with a recorded path
     num_prompt: int
     num_output: int = 0
-    num_splices: int = 0
+    num_splices: int = 0  # places of its prompt that were healed
     status: CallStatus = CallStatus.RUNNING
-    stop_reason: str | None = None
-    cause: str | None = None
-    min_global_steps: int | None = None
+    stop_reason: str | None = None  # the server's word for how it ended
+    cause: str | None = None  # why it failed or was aborted
+    min_global_steps: int | None = None  # first and last version of the weights that generated it
     max_global_steps: int | None = None
 
 

@@ -39,11 +39,8 @@ class SessionTree:
     """The calls of one session and their paths.
 
     Call `begin` when a call is sent, and `complete` or `fail` when it ends. Concurrent calls are then indexed, and
-    their leaves ordered, as the loop sent them.
-
-    Args:
-        decode: Token ids to text, to tell drift from other changes; without it no drift is reported or healed.
-        max_replaced: Most tokens that one splice of `realign` replaces; 0 heals nothing.
+    their leaves ordered, as the loop sent them. Without `decode` (token ids to text) no drift is reported or healed.
+    `max_replaced` is the most tokens that one splice of `realign` replaces; 0 heals nothing.
     """
 
     def __init__(self, *, decode: Decode | None = None, max_replaced: int = MAX_REPLACED_TOKENS) -> None:
@@ -94,7 +91,7 @@ class SessionTree:
         return realignment
 
     def begin(self, prompt: Sequence[int] | Realignment) -> int:
-        """Record that a call with this prompt, token ids or the result of `realign`, is sent; return the call's index.
+        """Record that a call is sent, and return its index; its prompt is token ids, or the result of `realign`.
 
         Raises:
             ValueError: The prompt is empty.

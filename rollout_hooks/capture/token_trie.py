@@ -23,27 +23,19 @@ from rollout_hooks.capture.token_arrays import append, common_prefix_len
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A stretch of tokens; only `TokenTrie` changes it.
+    """A stretch of tokens; only `TokenTrie` changes it."""
 
-    Attributes:
-        start: Position of its first token, counted from the root.
-        tokens, source: (room,) int32; the first `size` entries are in use.
-        parent: None for the root, which has no tokens.
-        children: Keyed by their first token.
-        boundaries: Ascending positions p, start < p <= end, where a call's prompt or output ended.
-        ends: Ascending (position, call) of the calls whose path ends in the node.
-        head: Text of the first token in its context, cached by `text_compare`; None while unknown.
-    """
-
-    start: int
-    tokens: np.ndarray
-    source: np.ndarray
+    start: int  # position of its first token, counted from the root
+    tokens: np.ndarray  # (room,) int32, of which the first `size` entries are in use
+    source: np.ndarray  # likewise
     size: int
-    parent: "Node | None" = None
-    children: dict[int, "Node"] = field(default_factory=dict)
+    parent: "Node | None" = None  # None for the root, which has no tokens
+    children: dict[int, "Node"] = field(default_factory=dict)  # by their first token
+    # Ascending positions p, start < p <= end, where a call's prompt or output ended.
     boundaries: list[int] = field(default_factory=list)
+    # Ascending (position, call) of the calls whose path ends in the node.
     ends: list[tuple[int, int]] = field(default_factory=list)
-    head: str | None = None
+    head: str | None = None  # text of the first token in its context, cached by `text_compare`
 
     @property
     def end(self) -> int:

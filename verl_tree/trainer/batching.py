@@ -59,11 +59,9 @@ def group_rows(keys: Sequence[str]) -> list[list[int]]:
 class MiniBatchPlan:
     """Where the workers cut their rows into optimiser steps.
 
-    The rows of mini-batch m are the next `plan.rows[dp_rank][m]` rows of a worker's data.
-
-    Attributes:
-        rows: Rows with padding per data-parallel rank and mini-batch, at least 1; the same total on all ranks.
-        num_rows: Trajectories per mini-batch, on all ranks and without padding: its `global_batch_size`.
+    A rank's rows of mini-batch m are the next `rows[dp_rank][m]` rows of its data, padding included, at least 1. All
+    ranks have equally many. `num_rows[m]` are the trajectories on all ranks without padding: verl's
+    `global_batch_size`.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -95,21 +93,16 @@ class MiniBatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowAssignment:
-    """The order in which rows are dispatched, where the mini-batches are, and what they cost.
+    """The order in which rows are dispatched, where the mini-batches are, and what they cost."""
 
-    Attributes:
-        row_order: Indices of rows, rank by rank and mini-batch by mini-batch; `num_rows + i` is padding row i.
-        predicted_s: Predicted seconds per rank and mini-batch, without padding; relative times until some are measured.
-        num_cut_groups: Groups that are on more than one rank.
-        num_lost_tokens: Tree tokens that are computed again on another rank because of cuts.
-    """
-
+    # Indices of rows, rank by rank and mini-batch by mini-batch; number of rows + i is padding row i.
     row_order: tuple[int, ...]
     num_padding: int
     plan: MiniBatchPlan
+    # Per rank and mini-batch, without padding; relative times until some are measured.
     predicted_s: tuple[tuple[float, ...], ...]
-    num_cut_groups: int
-    num_lost_tokens: int
+    num_cut_groups: int  # groups that are on more than one rank
+    num_lost_tokens: int  # tree tokens that are computed again on another rank because of cuts
 
 
 def assign_rows(
@@ -124,9 +117,10 @@ def assign_rows(
 ) -> RowAssignment:
     """Deal groups to mini-batches and ranks, and pad the ranks to equal numbers of rows.
 
-    `groups` are the rows of each group, together the integers from 0. `profiles` are their work, with positions in the
-    group as `order`. Groups are drawn into mini-batches of `groups_per_mini_batch` at random by `shuffle_seed`, or as
-    they come if it is None. `cut_groups` is False if a rank must see all leaves of a token.
+    `groups` has the rows of each group, together the integers from 0 on. `profiles` has the work of each group, with
+    positions in the group as `order`. `groups_per_mini_batch` is verl's `ppo_mini_batch_size`. `shuffle_seed` draws
+    groups into mini-batches at random; None keeps their order. `cut_groups` is False if a rank needs all leaves of a
+    token.
 
     Invariants:
         - `row_order` is a permutation of all rows and `num_padding` padding rows.

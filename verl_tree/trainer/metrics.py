@@ -14,8 +14,8 @@ _MAX_CAUSES_SHOWN = 5
 def session_metrics(keys: Sequence[str], *, rewards: np.ndarray) -> dict[str, float]:
     """Return metrics over sessions, from R row keys without padding rows and their rewards (R,).
 
-    `tree/session_reward/...` is over the sessions' last leaves: the loop's own final outputs, which verl validates,
-    too. In `tree/leaf_reward/mean` every session has the same weight, as in `tree_grpo`.
+    `tree/session_reward/...` is over the sessions' last leaves: the loop's own final outputs, which validation scores.
+    In `tree/leaf_reward/mean` every session has the same weight, as in `tree_grpo`.
     """
     leaf_rewards: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
     for key, reward in zip(keys, rewards.tolist(), strict=True):
@@ -75,7 +75,7 @@ def describe_step(metrics: Mapping[str, float], *, step: int, num_steps: int) ->
     """Return one line for people: is the agent learning, and what do the trees save?
 
     For example `step 5/30: reward 0.53, validation 0.52 | 3.0 leaves a session, POR 0.86, 7.3x fewer tokens | step 5.4
-    s, update 1.0 s`. What was not measured is left out.
+    s`. What was not measured is left out.
     """
     validation = [value for name, value in sorted(metrics.items()) if name.startswith("val-core/")]
     reward = [f"reward {metrics['tree/session_reward/mean']:.2f}"] + [

@@ -46,8 +46,8 @@ class TreeRolloutSkip(RolloutTqSkip):
         """Put the rows stored for a step into TransferQueue, and mark as many prompts as were submitted as ended.
 
         The stored groups end as finished. If fewer groups are stored than prompts were submitted, all sessions of the
-        others had failed, so as many of `new_prompt_uids` end as failed. Stored weight versions are moved by the
-        distance of `global_steps` to the stored step. `n` is not used.
+        missing ones had failed, so that many of `new_prompt_uids` end as failed. Stored weight versions are moved by
+        the distance of `global_steps` to the stored step.
 
         Raises:
             FileNotFoundError: Nothing is stored for the step.

@@ -29,19 +29,13 @@ _RESULTS = ("response_mask", "rollout_log_probs", "advantages", "extra_fields")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRow:
-    """One trajectory of L tokens, the last R of them the response.
-
-    Attributes:
-        token_ids: (L,) int32.
-        response_mask: (R,) whether each token of the response is trained, as sampled.
-        token_rewards: (R,) float32; None if nothing was scored.
-    """
+    """One trajectory of L tokens, the last R of them the response."""
 
     place: RowKey
-    tag: Mapping[str, Any]
-    token_ids: np.ndarray
-    response_mask: np.ndarray
-    token_rewards: np.ndarray | None
+    tag: Mapping[str, Any]  # of TransferQueue
+    token_ids: np.ndarray  # (L,) int32
+    response_mask: np.ndarray  # (R,) whether each token of the response is trained, as sampled
+    token_rewards: np.ndarray | None  # (R,) float32; None if nothing was scored
 
     @property
     def is_trained(self) -> np.ndarray:

@@ -29,19 +29,13 @@ class When(NamedTuple):
 
 @dataclass(slots=True)
 class TreeLog:
-    """Writer of the trees and pages of one training run.
+    """Writer of the trees and pages of one training run."""
 
-    Attributes:
-        dump_dir: Folder of stored trees; None stores none.
-        show_every: Fewest steps between two shows; 0 shows nothing.
-        shows_training: Whether training steps are shown; only if the training run never validates.
-    """
-
-    dump_dir: Path | None
-    show_every: int
+    dump_dir: Path | None  # folder of stored trees; None stores none
+    show_every: int  # fewest steps between two shows; 0 shows nothing
     page_dir: Path
-    shows_training: bool
-    last_shown: int | None = None
+    shows_training: bool  # whether training steps are shown: only if the training run never validates
+    last_shown: int | None = None  # step of the last show
 
     @classmethod
     def from_config(cls, config: DictConfig) -> Self:

@@ -42,16 +42,9 @@ def leaf_advantages(
 ) -> np.ndarray:
     """Compare leaves with all leaves of their group, every session with the same weight.
 
-    Args:
-        rewards: (R,) reward of each leaf.
-        groups: (R,) its prompt.
-        sessions: (R,) its session; distinct within a group, may repeat between groups.
-        normalize_by_std: Whether to divide by the group's standard deviation (GRPO) or not (Dr. GRPO).
-        epsilon: Added to the standard deviation.
-
-    Returns:
-        (R,) float64, exactly 0 in a group of equal rewards. As in verl's GRPO, a leaf that is alone in its group gets
-            its reward (over 1 + epsilon if normalised).
+    `rewards`, `groups` and `sessions` have one entry per leaf; sessions may repeat between groups. `normalize_by_std`
+    divides by the group's standard deviation plus `epsilon` (GRPO; without it Dr. GRPO). The result is (R,) float64,
+    exactly 0 in a group of equal rewards. As in verl's GRPO, a leaf that is alone in its group gets its reward.
 
     Raises:
         ValueError: The arguments differ in length.
@@ -90,9 +83,9 @@ def intra_tree_advantages(
     normalize_by_std: bool = True,
     epsilon: float = EPSILON,
 ) -> np.ndarray:
-    """Compare leaves with their group plus with their session (Tree-GRPO): (R,) float64, 0 in a group of equal rewards.
+    """Compare leaves with their group plus with their session (Tree-GRPO), as `leaf_advantages` does with the group.
 
-    The arguments are those of `leaf_advantages`.
+    The result is (R,) float64, exactly 0 in a group of equal rewards.
     """
     question = leaf_advantages(
         rewards, groups=groups, sessions=sessions, normalize_by_std=normalize_by_std, epsilon=epsilon

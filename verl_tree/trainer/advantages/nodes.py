@@ -58,13 +58,9 @@ class SessionTrees:
         groups: Sequence[Hashable],
         sessions: Sequence[Hashable],
     ) -> Self:
-        """Build the trees of all groups.
+        """Build the trees of all groups from R trajectories (token ids of prompt and response).
 
-        Args:
-            sequences: (R,) token ids of each trajectory, prompt and response.
-            rewards: (R,) reward of each leaf.
-            groups: (R,) its prompt.
-            sessions: (R,) its session; distinct within a group, may repeat between groups.
+        Sessions are distinct within a group and may repeat between groups.
 
         Raises:
             ValueError: The arguments differ in length.
@@ -97,7 +93,7 @@ class SessionTrees:
         )
 
     def on_responses(self, values_N: np.ndarray, *, response_lens: Sequence[int], width: int) -> np.ndarray:
-        """Return every response token's value, that of its node: (R, width) float64, 0 after the responses.
+        """Return the value of each response token's node: (R, width) float64, 0 after the responses.
 
         `values_N` (N,) is one number per node. The last `response_lens` tokens of each sequence are its response.
         """
@@ -121,11 +117,11 @@ def treerl_advantages(trees: SessionTrees, *, normalize_by_std: bool = True, eps
 
     A(n) = ((V(n) - V(group)) + (V(n) - V(parent))) / (2 sqrt(leaves of n)), the parent of a root being the group.
 
-    Source: TreeRL, arXiv 2506.11902, process supervision by global and local advantage. Half of the paper's sum,
-    divided by the group's standard deviation, is GRPO where every session has one leaf.
+    Source: TreeRL, arXiv 2506.11902, process supervision by global and local advantage. The half of the paper's sum and
+    the division by the group's standard deviation make it GRPO where every session has one leaf.
 
-    The result is (N,) float64, exactly 0 in a group of equal rewards. `epsilon` is added to the standard deviation, by
-    which `normalize_by_std` divides.
+    The result is (N,) float64, exactly 0 in a group of equal rewards. `normalize_by_std` divides by the group's
+    standard deviation plus `epsilon`.
     """
     parent_N = trees.forest.node_parent
     parent_value_N = np.where(parent_N >= 0, trees.value_N[parent_N], trees.group_value_N)

@@ -16,17 +16,11 @@ from verl_tree.trainer.batching import parse_row_key
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """The rows of one call in verl's order, without padding rows.
+    """The rows of one call in verl's order, without padding rows."""
 
-    Attributes:
-        keys: (R,) row keys, `{uid}_{session}_{leaf}`.
-        sequences: (R,) token ids of prompt and response.
-        response_lens: (R,) tokens of the response, the end of each sequence.
-    """
-
-    keys: Sequence[str]
-    sequences: Sequence[np.ndarray]
-    response_lens: Sequence[int]
+    keys: Sequence[str]  # (R,) `{uid}_{session}_{leaf}`
+    sequences: Sequence[np.ndarray]  # (R,) token ids of prompt and response
+    response_lens: Sequence[int]  # (R,) tokens of the response, the end of each sequence
 
     def __post_init__(self) -> None:
         assert len(self.keys) == len(self.sequences) == len(self.response_lens)
