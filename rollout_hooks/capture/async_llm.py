@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _PROMPT_KEYS = frozenset({"type", "prompt", "prompt_token_ids", "cache_salt"})
-"""Keys that a prompt of tokens only may have."""
+"""Keys that a prompt of nothing but tokens may have."""
 
 
 class RecordingAsyncLLM:

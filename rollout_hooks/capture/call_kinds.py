@@ -43,7 +43,7 @@ class CallKind(StrEnum):
     FORK = "fork"
     """One of three: the prompt ends inside a recorded path, after a boundary; or it begins with the whole prompt of a
     running call; or it leaves the recorded paths at a boundary, where they part themselves, or in environment text
-    after a boundary, and does not repeat the end of an output that is recorded behind that place."""
+    after a boundary, and does not repeat the end of an output that is recorded after that place."""
     REWRITE = "rewrite"
     """Any other prompt: text that an earlier call read or generated was changed."""
 

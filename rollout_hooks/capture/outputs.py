@@ -85,7 +85,7 @@ class TreeAgentLoopOutput(AgentLoopOutput):
 
 
 class SessionFailed(RuntimeError):
-    """A session could not be completed.
+    """Error of a session that could not be completed.
 
     `outputs` are leaves that had already earned a `leaf_reward`. They are trained, but the session counts as failed.
     """

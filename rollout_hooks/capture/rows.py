@@ -54,9 +54,9 @@ def session_rows(
 ) -> SessionRows:
     """Make the rows of one session; they have the same fields, and each has a trained token.
 
-    Recorded paths that are not among `outputs` are dropped if these are `TreeAgentLoopOutput`s, because then the loop
-    has named its leaves itself. They are dropped, too, if `has_media`: tokens then do not say what the model saw, and
-    the loop's own outputs are taken as they are.
+    If an output is a `TreeAgentLoopOutput`, the loop has named its leaves itself, and other recorded paths are dropped.
+    They are dropped, too, if `has_media`: tokens then do not say what the model saw, and the loop's own outputs are
+    taken as they are.
 
     Raises:
         ValueError: Log-probs are wanted and there is none for a trained token.
@@ -108,7 +108,7 @@ def _own_row(tree: SessionTree | None, output: AgentLoopOutput, *, limits: RowLi
 
 
 def _realigned(tree: SessionTree, output: AgentLoopOutput, *, limits: RowLimits) -> AgentLoopOutput:
-    """Heal the drift of an output as in its calls; a loop builds it from the tokens that it gave, not those sent."""
+    """Heal the drift of an output: a loop builds it from its own tokens, not from those that were sent."""
     realignment = tree.realign(output.prompt_ids + output.response_ids)
     # Recorded routing belongs to the output's tokens as they are.
     if not realignment.splices or output.routed_experts is not None:
@@ -170,7 +170,8 @@ def _versions(tree: SessionTree, path: TokenPath) -> list[int | None]:
 def sampled_by(tree: SessionTree, path: TokenPath, *, num_tokens: int | None = None) -> list[tuple[int, str, int, int]]:
     """Return (call, kind, start, end) for each stretch of a path's first `num_tokens` tokens that one call sampled.
 
-    `kind` is a value of `CallKind`. Tokens that were only read are in no stretch. None looks at all tokens.
+    `kind` is a value of `CallKind`. Tokens that were only read are in no stretch. Without `num_tokens` all are looked
+    at.
     """
     source = path.source[:num_tokens]
     bounds = [0, *(np.flatnonzero(np.diff(source)) + 1).tolist(), len(source)]

@@ -178,7 +178,7 @@ class SessionTree:
     def locate(self, token_ids: Sequence[int]) -> TokenPath:
         """Return a token sequence from the root as a path, which says what finished calls generated.
 
-        No token after the longest recorded prefix is generated. If several calls sampled the same token at the same
+        Tokens after the longest recorded prefix count as read. If several calls sampled the same token at the same
         place, the one that finished first counts.
         """
         tokens = token_array(token_ids)

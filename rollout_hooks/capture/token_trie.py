@@ -204,7 +204,7 @@ class TokenTrie:
         self._end_of[call] = point
 
     def _mark(self, point: Point, num_tokens: int, *, source: int) -> None:
-        """Set `source` for the `num_tokens` tokens before a point that no call has generated yet."""
+        """Set `source` on those of the `num_tokens` tokens before a point that have none yet."""
         node, position = point
         start = position - num_tokens
         while node.parent is not None and position > start:

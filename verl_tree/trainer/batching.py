@@ -59,9 +59,8 @@ def group_rows(keys: Sequence[str]) -> list[list[int]]:
 class MiniBatchPlan:
     """Where the workers cut their rows into optimiser steps.
 
-    A rank's rows of mini-batch m are the next `rows[dp_rank][m]` rows of its data, padding included, at least 1. All
-    ranks have equally many. `num_rows[m]` are the trajectories on all ranks without padding: verl's
-    `global_batch_size`.
+    A rank's rows of mini-batch m are the next `rows[dp_rank][m]` rows of its data: at least one, padding included. All
+    ranks have the same total. All ranks together have `num_rows[m]` without padding, verl's `global_batch_size`.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -118,9 +117,8 @@ def assign_rows(
     """Deal groups to mini-batches and ranks, and pad the ranks to equal numbers of rows.
 
     `groups` has the rows of each group, together the integers from 0 on. `profiles` has the work of each group, with
-    positions in the group as `order`. `groups_per_mini_batch` is verl's `ppo_mini_batch_size`. `shuffle_seed` draws
-    groups into mini-batches at random; None keeps their order. `cut_groups` is False if a rank needs all leaves of a
-    token.
+    positions in the group as `order`. `groups_per_mini_batch` is `ppo_mini_batch_size`. `shuffle_seed` draws groups
+    into mini-batches at random; None keeps their order. `cut_groups` is False if a rank needs all leaves of a token.
 
     Invariants:
         - `row_order` is a permutation of all rows and `num_padding` padding rows.

@@ -74,8 +74,8 @@ def describe_failures(report: CaptureReport) -> str | None:
 def describe_step(metrics: Mapping[str, float], *, step: int, num_steps: int) -> str:
     """Return one line for people: is the agent learning, and what do the trees save?
 
-    For example `step 5/30: reward 0.53, validation 0.52 | 3.0 leaves a session, POR 0.86, 7.3x fewer tokens | step 5.4
-    s`. What was not measured is left out.
+    For example `step 5/30: reward 0.53, validation 0.52 | 3.0 leaves a session, POR 0.86, 7.3x fewer tokens`. What was
+    not measured is left out.
     """
     validation = [value for name, value in sorted(metrics.items()) if name.startswith("val-core/")]
     reward = [f"reward {metrics['tree/session_reward/mean']:.2f}"] + [

@@ -256,7 +256,7 @@ class TreePPOTrainerSync(PPOTrainerSync):
         return metrics | {"tree/failed_prompts": float(max(num_missing, num_reported))}
 
     def _report_failures(self, partition: str) -> CaptureReport | None:
-        """Log what failed since the last report; return None if another agent loop manager, which has none, is used."""
+        """Log what failed since the last report, and return the report; None if the agent loop manager gives none."""
         if not isinstance(self.agent_loop_manager, TreeAgentLoopManager):
             return None
         report = self.agent_loop_manager.drain_capture_report(partition=partition)

@@ -3,7 +3,7 @@
 `tree_grpo` is GRPO over the leaves of a prompt's sessions. Every session has the same weight, so that one that branched
 a lot does not dominate the baseline: a leaf of session s weighs w = 1 / (number of sessions * leaves of s). The mean is
 sum(w r), and the unbiased variance is sum(w (r - mean)^2) / (1 - sum(w^2)). If every session has equally many leaves,
-these are those of verl's GRPO (`core_algos.compute_grpo_outcome_advantage`, verl 0.9.1).
+both equal those of verl's GRPO (`core_algos.compute_grpo_outcome_advantage`, verl 0.9.1).
 
 `tree_grpo_intra` is Tree-GRPO (arXiv 2509.21240): A = A_inter-tree + A_intra-tree, GRPO over all leaves of the question
 plus GRPO over the leaves of the tree, which is a session here. The first part is `tree_grpo`. It equals the paper's if
@@ -44,7 +44,8 @@ def leaf_advantages(
 
     `rewards`, `groups` and `sessions` have one entry per leaf; sessions may repeat between groups. `normalize_by_std`
     divides by the group's standard deviation plus `epsilon` (GRPO; without it Dr. GRPO). The result is (R,) float64,
-    exactly 0 in a group of equal rewards. As in verl's GRPO, a leaf that is alone in its group gets its reward.
+    exactly 0 in a group of equal rewards. As in verl's GRPO, a leaf that is alone in its group gets its reward, over 1
+    + `epsilon` if normalised.
 
     Raises:
         ValueError: The arguments differ in length.
@@ -83,9 +84,9 @@ def intra_tree_advantages(
     normalize_by_std: bool = True,
     epsilon: float = EPSILON,
 ) -> np.ndarray:
-    """Compare leaves with their group plus with their session (Tree-GRPO), as `leaf_advantages` does with the group.
+    """Add to `leaf_advantages` a comparison with the leaves of the same session (Tree-GRPO).
 
-    The result is (R,) float64, exactly 0 in a group of equal rewards.
+    The arguments are the same. The result is (R,) float64, exactly 0 in a group of equal rewards.
     """
     question = leaf_advantages(
         rewards, groups=groups, sessions=sessions, normalize_by_std=normalize_by_std, epsilon=epsilon

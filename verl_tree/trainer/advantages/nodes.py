@@ -113,12 +113,12 @@ class SessionTrees:
 
 
 def treerl_advantages(trees: SessionTrees, *, normalize_by_std: bool = True, epsilon: float = EPSILON) -> np.ndarray:
-    """Compare each node with its group and its parent, over the square root of its leaves (TreeRL).
+    """Compare each node with its group and its parent, divided by the square root of its number of leaves (TreeRL).
 
     A(n) = ((V(n) - V(group)) + (V(n) - V(parent))) / (2 sqrt(leaves of n)), the parent of a root being the group.
 
-    Source: TreeRL, arXiv 2506.11902, process supervision by global and local advantage. The half of the paper's sum and
-    the division by the group's standard deviation make it GRPO where every session has one leaf.
+    Source: TreeRL, arXiv 2506.11902, process supervision by global and local advantage. Half of the paper's sum,
+    divided by the group's standard deviation: this makes it GRPO where every session has one leaf.
 
     The result is (N,) float64, exactly 0 in a group of equal rewards. `normalize_by_std` divides by the group's
     standard deviation plus `epsilon`.
@@ -139,7 +139,7 @@ def treepo_advantages(trees: SessionTrees, *, normalize_by_std: bool = True, eps
     Source: TreePO, arXiv 2508.17445, tree-based advantage estimation weighted by subgroup size (`group_size` in the
     authors' `compute_tree_reinforce_plus_plus_baseline_outcome_advantage`). The paper gives one number per trajectory;
     tokens that only this trajectory has get that number here. A shared token gets the formula of the subtree below it.
-    Numbers are normalised per group as in GRPO, where the authors whiten over the batch.
+    Numbers are normalised per group as in GRPO; the authors whiten over the batch.
 
     Arguments and result are those of `treerl_advantages`.
     """
