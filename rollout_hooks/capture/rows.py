@@ -170,8 +170,7 @@ def _versions(tree: SessionTree, path: TokenPath) -> list[int | None]:
 def sampled_by(tree: SessionTree, path: TokenPath, *, num_tokens: int | None = None) -> list[tuple[int, str, int, int]]:
     """Return (call, kind, start, end) for each stretch of a path's first `num_tokens` tokens that one call sampled.
 
-    `kind` is a value of `CallKind`. Tokens that were only read are in no stretch. Without `num_tokens` all are looked
-    at.
+    `kind` is a value of `CallKind`. Tokens that were only read are in no stretch. None means all tokens.
     """
     source = path.source[:num_tokens]
     bounds = [0, *(np.flatnonzero(np.diff(source)) + 1).tolist(), len(source)]
