@@ -7,9 +7,9 @@ its prompt leaves the recorded paths (`|` marks boundaries):
     prompt     P P P   a a   t t g   b b  u u   continuation: goes on from the end of a path
     prompt     P P P   a a   v v g              fork: parts at a boundary
     prompt     P P P   a a   t v g              fork: parts inside t, the text that followed a boundary
-    prompt     P P P   a a   t v g   b b  u u   rewritten: parts inside t, but carries the later output along
-    prompt     P P P   a x   t t g              rewritten: parts inside generated tokens
-    prompt     P P Q   ...                      rewritten: parts inside the root prompt
+    prompt     P P P   a a   t v g   b b  u u   rewrite: parts inside t, but carries the later output along
+    prompt     P P P   a x   t t g              rewrite: parts inside generated tokens
+    prompt     P P Q   ...                      rewrite: parts inside the root prompt
     prompt     P P P   y     t t g              drift, if y reads like a a
 
 The kind is that of the prompt as it is sent, after healing (`realign`). So DRIFT is what could not be healed. Kinds are

@@ -55,8 +55,8 @@ def session_rows(
     """Make the rows of one session; they have the same fields, and each has a trained token.
 
     If an output is a `TreeAgentLoopOutput`, the loop has named its leaves itself, and other recorded paths are dropped.
-    They are dropped, too, if `has_media`: tokens then do not say what the model saw, and the loop's own outputs are
-    taken as they are.
+    They are dropped, too, if an output has `routed_experts`, or if `has_media`: tokens then do not say what the model
+    saw, and the loop's own outputs are taken as they are.
 
     Raises:
         ValueError: Log-probs are wanted and there is none for a trained token.

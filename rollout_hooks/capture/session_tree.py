@@ -128,8 +128,7 @@ class SessionTree:
 
         `output_ids` includes the stop token and may be empty. `log_probs` has one value per token. If `is_aborted`, the
         server gave the call up; the tokens generated until then count. `stop_reason` is the server's word for how it
-        ended. `min_global_steps` and `max_global_steps` are the first and last version of the weights that generated
-        the tokens.
+        ended. `min_global_steps` and `max_global_steps` are the first and last version of the weights that were used.
 
         Raises:
             ValueError: The number of log-probs is not the number of tokens.
