@@ -1,10 +1,10 @@
-"""The agent loop worker and manager of verl, with every session recorded and no failure lost.
+"""verl's agent loop worker and manager, with every session recorded and no failure lost.
 
-`rollout.agent.agent_loop_manager_class` names `TreeAgentLoopManager`. Its workers run each session on a shallow copy of
-themselves whose LLM client records, so verl's loops run unchanged and concurrent sessions do not mix.
+`rollout.agent.agent_loop_manager_class` names `TreeAgentLoopManager`. Each session runs on a shallow copy of its worker
+whose LLM client records. So verl's loops run unchanged, and concurrent sessions do not mix.
 
-A session that fails takes only itself down: its prompt ends as "finished" with the rows of the other sessions, and as
-"failure" only if all failed. verl alone marks the prompt as "failure" for one failed session, and keeps no cause.
+A failed session takes only itself down. Its prompt ends as "finished" with the rows of the other sessions, and as
+"failure" only if all failed. verl alone marks the prompt as "failure" for one failed session and keeps no cause.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ PARTITIONS = ("train", "val")
 
 @dataclass(slots=True)
 class _PromptProgress:
-    """Number of sessions of a prompt, and causes of those that failed without a row."""
+    """The number of a prompt's sessions, and the causes of those that failed without a row."""
 
     num_sessions: int
     causes: list[str]
@@ -44,7 +44,7 @@ class _PromptProgress:
 
 @dataclass(slots=True)
 class _Session:
-    """One running session: who it is, its recorder, and the rows it has written."""
+    """A running session: who it is, its recorder, and the rows it has written."""
 
     uid: str
     session_id: int
@@ -54,12 +54,12 @@ class _Session:
     rows: SessionRows | None = None
 
 
-# An actor class cannot be subclassed, the class that it was made of can; Ray's types do not know it.
+# A Ray actor class cannot be subclassed, but the class it was made of can. Ray's types do not know that attribute.
 _AgentLoopWorker = cast(Any, AgentLoopWorkerTQ).__ray_metadata__.modified_class
 
 
 class TreeAgentLoopWorkerBase(_AgentLoopWorker):
-    """The worker of verl with capture; `TreeAgentLoopWorker` is the Ray actor class made of it."""
+    """verl's worker with capture; `TreeAgentLoopWorker` is the Ray actor class made of it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -77,7 +77,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
     ) -> None:
-        """Run the sessions of one prompt, their number noted."""
+        """Run the sessions of one prompt, and keep count of those that fail."""
         rollout = self.config.actor_rollout_ref.rollout
         num_sessions = rollout.val_kwargs.n if trajectory["validate"] else rollout.n
         uid = prompt["uid"]
@@ -96,11 +96,9 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
         trace: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Run and record one session.
+        """Run and record one session; raise only if all sessions of the prompt have failed without a row.
 
-        Raises:
-            RuntimeError: If all sessions of the prompt have failed without a row, and this is the last one. Any other
-                failure is only reported, since verl would mark the prompt as failed for it.
+        Other failures are only reported, because verl marks the whole prompt as failed for any error.
         """
         session = _Session(
             uid=kwargs["uid"],
@@ -112,16 +110,16 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
         runner = copy.copy(self)
         runner.llm_client, runner._session = session.client, session
         run = runner._run_session(sampling_params, trajectory, agent_name=agent_name, trace=trace, **kwargs)
-        # The error of a session is a value here: it is reported with its cause and must not reach its siblings.
+        # The error comes back as a value, because it must not reach the other sessions of the prompt.
         (error,) = await asyncio.gather(run, return_exceptions=True)
         self._settle(session, error)
 
     async def _run_session(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> None:
-        """Run one session on the copy; if it fails, keep its leaves with a reward of their own."""
+        """Run one session on the copy; if it fails, keep the leaves that have a reward of their own."""
         try:
             await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
         except SessionFailed as error:
-            # Validation takes the last row for the session's result, so there a failed session has no rows.
+            # Validation takes a session's last row for its result, so a failed session writes none there.
             if error.outputs and not trajectory["validate"]:
                 row = {name: value for name, value in kwargs.items() if name not in ("agent_name", "trace")}
                 await self._agent_loop_postprocess([*error.outputs], trajectory["validate"], **row)
@@ -151,7 +149,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
         session.rows = rows
 
     def _new_tree(self) -> SessionTree:
-        # The group `tree` is there under our trainer only, which has checked its values; capture works under any.
+        # Only our trainer has the group `tree`, with checked values; capture works under other trainers, too.
         options = self.config.get("tree") or {}
         heals = options.get("drift", "heal") == "heal"
         max_replaced = options.get("drift_max_tokens", MAX_REPLACED_TOKENS) if heals else 0
@@ -195,7 +193,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
             )
 
     def _settle(self, session: _Session, error: BaseException | None) -> None:
-        """Count the session, report its failure, and fail the prompt if nothing is left of it."""
+        """Count the session, report its failure, and raise if all sessions of its prompt have failed."""
         self._tell_drift(session)
         tree, rows = session.client.tree, session.rows
         num_rows = len(rows.outputs) if rows is not None else 0
@@ -227,11 +225,11 @@ TreeAgentLoopWorker = ray.remote(TreeAgentLoopWorkerBase)
 
 
 class TreeAgentLoopManager(AgentLoopManagerTQ):
-    """The manager of verl with our workers."""
+    """verl's manager with our workers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Behind super().__init__, which sets verl's class.
+        # After super().__init__, which sets verl's class.
         self.agent_loop_workers_class = TreeAgentLoopWorker
 
     def drain_capture_report(self, partition: str = "train") -> CaptureReport:
@@ -239,11 +237,8 @@ class TreeAgentLoopManager(AgentLoopManagerTQ):
 
         The sessions of a prompt are in the report before the prompt's status says that it has ended.
 
-        Args:
-            partition: "train" or "val".
-
         Raises:
-            ValueError: If there is no such partition.
+            ValueError: `partition` is neither "train" nor "val".
         """
         if partition not in PARTITIONS:
             raise ValueError(f"partition={partition!r}: must be one of {PARTITIONS}")

@@ -1,10 +1,10 @@
-"""Recording the LLM calls of a session as a token tree, and turning its leaves into verl's rows.
+"""Recording of a session's LLM calls as a token tree, and the rows that its leaves become.
 
-`recording`, `async_llm`        clients that record each call on its way
-`session_tree`, `recorded`      the calls of one session, the paths that they make, and what is told about them
+`recording`, `async_llm`        clients that record each call
+`session_tree`, `recorded`      the calls of one session, their paths, and records about them
 `token_trie`, `token_arrays`    the recorded paths, each token stored once
 `call_kinds`                    how a call's prompt relates to what was recorded before it
-`realign`, `text_compare`       healing of drift: recorded tokens in the place of others that read the same
-`rows`, `outputs`               the rows of a session, and one leaf as a row with its own reward
-`report`, `errors`              what was captured and what was lost, and causes in one line
+`realign`, `text_compare`       healing of drift
+`rows`, `outputs`               the rows of a session; one leaf as a row with its own reward
+`report`, `errors`              counts of what was captured and what was lost; causes in one line
 """

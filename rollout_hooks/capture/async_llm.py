@@ -1,4 +1,4 @@
-"""vLLM's `AsyncLLM` in this process, with every call of a session recorded on its way.
+"""vLLM's `AsyncLLM` in this process, with every call of a session recorded.
 
     llm = RecordingAsyncLLM(engine, new_tree=lambda: SessionTree(decode=tokenizer.decode))
     session = llm.session("task-7")
@@ -6,8 +6,8 @@
         ...
     session.tree.leaves()
 
-The outputs are vLLM's own `RequestOutput`s. A call has ended once an output says so, which is recorded before the
-caller gets that output. A call that is left early (closed, cancelled, failed) keeps the tokens that had arrived.
+The outputs are vLLM's own `RequestOutput`s. The end of a call is recorded before the caller gets the output that says
+so. A call that is left early (closed, cancelled, failed) keeps the tokens that had arrived.
 """
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from rollout_hooks.capture.realign import Realignment
 from rollout_hooks.capture.session_tree import SessionTree
 
 if TYPE_CHECKING:
-    # Importing vLLM takes seconds, and whoever has an engine has done it.
+    # Importing vLLM takes seconds, and whoever has an engine has already imported it.
     from vllm import RequestOutput, SamplingParams
     from vllm.inputs import TokensPrompt
     from vllm.outputs import CompletionOutput
@@ -32,10 +32,7 @@ _PROMPT_KEYS = frozenset({"type", "prompt", "prompt_token_ids", "cache_salt"})
 class RecordingAsyncLLM:
     """An engine that records the calls of one session; `session` gives handles for others on the same engine.
 
-    Args:
-        engine: The engine that does the calls.
-        new_tree: Makes the trees: one for this session and one for each `session`. A tree that can decode heals
-            prompts that have drifted from its tokens.
+    `new_tree` makes a tree for this session and for each `session`. A tree that can decode heals drifted prompts.
     """
 
     def __init__(self, engine: "AsyncLLM", *, new_tree: Callable[[], SessionTree] = SessionTree) -> None:
@@ -45,7 +42,7 @@ class RecordingAsyncLLM:
         self._sessions: dict[str, RecordingAsyncLLM] = {}
 
     def session(self, session_id: str) -> "RecordingAsyncLLM":
-        """Return the handle of a session with a tree of its own; the same id gives the same handle."""
+        """Return the handle of a session with its own tree; the same id gives the same handle."""
         if session_id not in self._sessions:
             self._sessions[session_id] = RecordingAsyncLLM(self.engine, new_tree=self._new_tree)
         return self._sessions[session_id]
@@ -61,21 +58,14 @@ class RecordingAsyncLLM:
         request_id: str,
         **engine_kwargs: Any,
     ) -> AsyncGenerator["RequestOutput", None]:
-        """Hand a call to the engine, its drift healed, and record it; with `n` samples it counts as `n` calls.
+        """Heal the drift of a call, pass it to the engine and record it; `n` samples count as `n` calls.
 
-        To leave it early, use `contextlib.aclosing`: else the call ends only when it is garbage collected.
-
-        Args:
-            prompt: Token ids, or a `TokensPrompt` of token ids only.
-            sampling_params: As vLLM takes them. Log-probs of the sampled tokens are added if they are not asked for.
-            request_id: As vLLM takes it; concurrent calls must not share one.
-            **engine_kwargs: Handed to `AsyncLLM.generate` as they are.
-
-        Yields:
-            The engine's outputs.
+        The arguments are those of `AsyncLLM.generate`, but the prompt holds nothing but token ids, and concurrent calls
+        must not share a request id. Log-probs of the sampled tokens are added if they are not asked for. To leave a
+        call early, use `contextlib.aclosing`. Otherwise it ends only when it is garbage collected.
 
         Raises:
-            ValueError: If the prompt is text, or holds more than tokens.
+            ValueError: The prompt is text, or holds more than tokens.
         """
         tokens_prompt = _checked_prompt(prompt)
         if sampling_params.logprobs is None:
@@ -113,7 +103,7 @@ class _RecordedSample:
         self._call = tree.begin(prompt)
 
     def add(self, completion: "CompletionOutput") -> None:
-        """Take what is new in an output: all of it, or what comes after the tokens that had arrived."""
+        """Take the new tokens of an output: all of a delta, else those after the tokens that had arrived."""
         num_known = 0 if self._is_delta else len(self._token_ids)
         new_ids = list(completion.token_ids)[num_known:]
         self._token_ids += new_ids
@@ -127,7 +117,7 @@ class _RecordedSample:
             self._end(stop_reason=completion.finish_reason, is_aborted=completion.finish_reason == "abort")
 
     def leave(self, cause: str) -> None:
-        """Record that no more will come; the tokens that have come were sampled, so they stay."""
+        """Record that no more tokens will come; those that have come were sampled, so they stay."""
         if self._has_ended:
             return
         if self._token_ids:

@@ -1,20 +1,19 @@
-"""How the prompt of an LLM call relates to what the session recorded before it: five kinds, told from the tokens.
+"""How the prompt of an LLM call relates to what the session recorded before it, told from the tokens.
 
-A recorded path has *boundaries*: places where a call's prompt or a call's output ended. The kind follows from where the
-prompt parts from the recorded paths (`|` marks boundaries):
+A recorded path has *boundaries*: places where a call's prompt or output ended. The kind of a call follows from where
+its prompt leaves the recorded paths (`|` marks boundaries):
 
     recorded   P P P | a a | t t g | b b |      P root prompt; a, b generated; t environment, g generation prompt
     prompt     P P P   a a   t t g   b b  u u   continuation: goes on from the end of a path
     prompt     P P P   a a   v v g              fork: parts at a boundary
     prompt     P P P   a a   t v g              fork: parts inside t, the text that followed a boundary
-    prompt     P P P   a a   t v g   b b  u u   rewritten: parts inside t, but carries the later output along
-    prompt     P P P   a x   t t g              rewritten: parts inside generated tokens
-    prompt     P P Q   ...                      rewritten: parts inside the root prompt
+    prompt     P P P   a a   t v g   b b  u u   rewrite: parts inside t, but carries the later output along
+    prompt     P P P   a x   t t g              rewrite: parts inside generated tokens
+    prompt     P P Q   ...                      rewrite: parts inside the root prompt
     prompt     P P P   y     t t g              drift, if y reads like a a
 
-The kind is that of the prompt that is sent. Where drift is healed (`realign`), that is the healed prompt, so DRIFT is
-left for what could not be healed. Kinds are only counted: what is trained follows from the tokens alone
-(`SessionTree.locate`).
+The kind is that of the prompt as it is sent, after healing (`realign`). So DRIFT is what could not be healed. Kinds are
+only counted; what is trained follows from the tokens alone (`SessionTree.locate`).
 """
 
 from collections.abc import Mapping
@@ -27,24 +26,24 @@ from rollout_hooks.capture.text_compare import Decode, reads_the_same
 from rollout_hooks.capture.token_trie import Point, TokenTrie
 
 _OUTPUT_END_LEN = 4
-"""Tokens by which a prompt is seen to hold an earlier output."""
+"""Last tokens of an output by which it is recognised in a later prompt."""
 _MAX_OUTPUTS = 64
-"""Earlier outputs that are looked for in a prompt."""
+"""Most earlier outputs that are looked for in a prompt."""
 
 
 class CallKind(StrEnum):
-    """Kind of a call: the first in this list whose description holds."""
+    """The kind of a call: the first in this list whose description holds."""
 
     ROOT = "root"
-    """The prompt shares no token with any recorded path; the first call of a session is one."""
+    """The prompt shares no token with any recorded path, such as that of a session's first call."""
     CONTINUATION = "continuation"
     """The prompt begins with all tokens of a recorded path, generated ones included, that nothing continues yet."""
     DRIFT = "drift"
-    """The prompt parts from a recorded path, but reads the same to the next boundary, or to the end of the prompt."""
+    """The prompt leaves a recorded path, but reads the same to the next boundary or to the end of the prompt."""
     FORK = "fork"
-    """The prompt ends behind a boundary without having parted; or begins with the whole prompt of a running call; or
-    parts from the recorded paths at a boundary, or where they part themselves, or in environment text behind a
-    boundary, and does not repeat the end of an output that it leaves behind."""
+    """One of three: the prompt ends inside a recorded path, after a boundary; or it begins with the whole prompt of a
+    running call; or it leaves the recorded paths at a boundary, where they part themselves, or in environment text
+    after a boundary, and does not repeat the end of an output that is recorded after that place."""
     REWRITE = "rewrite"
     """Any other prompt: text that an earlier call read or generated was changed."""
 
@@ -52,16 +51,10 @@ class CallKind(StrEnum):
 def classify(
     trie: TokenTrie, prompt: np.ndarray, *, num_outputs: Mapping[int, int], decode: Decode | None = None
 ) -> tuple[CallKind, Point]:
-    """Return the kind of a call with this prompt, and where the prompt leaves the recorded paths.
+    """Return the kind of a call with this prompt (N,) int32, and the point where the prompt leaves the recorded paths.
 
-    Args:
-        trie: Paths of completed calls and prompts of running ones.
-        prompt: (N,) int32.
-        num_outputs: Number of generated tokens of each completed call; the paths of the others end with their prompt.
-        decode: Token ids to text; without it drift is not told from other changes.
-
-    Returns:
-        The kind, and the end of the longest prefix that the prompt shares with a recorded path.
+    `num_outputs` has the number of generated tokens of each completed call. Paths of other calls end with their prompt.
+    Without `decode`, drift is not told from other changes.
     """
     point = trie.walk(prompt)
     node, position = point
@@ -85,7 +78,7 @@ def _is_fork(trie: TokenTrie, point: Point, rest: np.ndarray, num_outputs: Mappi
     if trie.is_at_boundary(point):
         return True
     if position == node.end:
-        # One child is left where the others belonged to calls that failed.
+        # A single child is left if the others belonged to calls that failed.
         if len(node.children) > 1:
             return True
         (node,) = node.children.values()
@@ -94,11 +87,10 @@ def _is_fork(trie: TokenTrie, point: Point, rest: np.ndarray, num_outputs: Mappi
 
 
 def _repeats_output(trie: TokenTrie, point: Point, rest: np.ndarray, num_outputs: Mapping[int, int]) -> bool:
-    """Whether the prompt, behind the shared tokens, holds the end of an output that is recorded there.
+    """Return whether the prompt, after the shared tokens, holds the end of an output that is recorded there.
 
-    The end is the last four tokens, or the whole output and the token before it. So histories that carry outputs along
-    are found even if they shorten them (chat templates drop the reasoning of earlier turns). If there are very many
-    outputs, only some are looked for, the newest branches first.
+    The end is the last four tokens, or a shorter output and the token before it. So an output is also found if the
+    history shortens it (chat templates drop the reasoning of earlier turns). Newest branches are looked for first.
     """
     text = rest.tobytes()
     outputs = (

@@ -1,4 +1,4 @@
-"""One line about an error, as reports, logs and failed branches show it."""
+"""One line about an error, for reports, logs and failed branches."""
 
 from rollout_hooks.capture.outputs import SessionFailed
 
@@ -9,5 +9,5 @@ def describe_error(error: BaseException) -> str:
         return "; ".join(describe_error(inner) for inner in error.exceptions)
     if isinstance(error, SessionFailed):
         return str(error)
-    # An error raised in a Ray actor carries the remote traceback as its message: its end says what happened.
+    # An error from a Ray actor has the remote traceback as its message, whose end says what happened.
     return f"{type(error).__name__}: {error}".strip()[-2000:]

@@ -1,8 +1,8 @@
-"""One leaf of a session as the row that verl's agent loop worker writes: an output that keeps its own reward.
+"""One leaf of a session as the row that verl's agent loop worker writes, with a reward of its own.
 
-verl 0.9.1 scores only the last output of a session and copies that score to all the others
+verl 0.9.1 scores only the last output of a session and copies that score to all others
 (`trainer/ppo/v1/agent_loop_tq.py`, `_agent_loop_postprocess`). `TreeAgentLoopOutput` carries a leaf reward that the
-copy does not touch, and rewards of single nodes that are added to it; `as_dict` writes both to `rm_scores`.
+copy does not touch, and rewards of single nodes that are added to it.
 """
 
 import math
@@ -19,18 +19,16 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 class TreeAgentLoopOutput(AgentLoopOutput):
     """A leaf of a session: verl's output with a reward of its own.
 
-    A loop that returns outputs of this class has named its leaves itself, so the worker makes no further rows from
-    recorded calls. A leaf without a reward gets verl's: the last leaf of the session is scored by the reward function,
-    the others get a copy of its reward.
+    A loop that returns this class names its leaves itself; the worker makes no further rows from recorded calls.
     """
 
     leaf_reward: float | None = None
-    """The leaf's own reward; None leaves the reward to verl."""
+    """None leaves the reward to verl: its reward function scores the session's last leaf, the others get a copy."""
     leaf_reward_extra_info: dict[str, Any] | None = None
-    """What to report with that reward (verl's `reward_extra_info`); None leaves it to verl."""
+    """verl's `reward_extra_info` for that reward; None leaves it to verl."""
     node_rewards: tuple[tuple[int, float], ...] = ()
-    """(position in the response, reward) of nodes on the path. Each reward is written to the last trained token at or
-    before its position, else to the first trained token, so that none is lost with tokens that are cut off."""
+    """(position in the response, reward) of nodes on the path. A reward goes to the last trained token at or before its
+    position, else to the first trained token, so that none is lost with tokens that are cut off."""
 
     @field_validator("node_rewards")
     @classmethod
@@ -48,15 +46,14 @@ class TreeAgentLoopOutput(AgentLoopOutput):
 
     @override
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields of the row.
+        """Return the fields of the row, named as verl does.
 
-        Returns:
-            Tensors named as verl does: `prompts` (P,), `responses` (R,) and `response_mask` (R,), int64; if there are
-            log-probs, `rollout_log_probs` (R,) float32; if there is a reward, `rm_scores` (R,) float32, which holds it
-            on the last token, and node rewards on theirs. Beside them the non-tensor fields that were set.
+        The tensors are `prompts` (P,), `responses` (R,) and `response_mask` (R,), int64; if there are log-probs,
+        `rollout_log_probs` (R,) float32; if there is a reward, `rm_scores` (R,) float32, which has it on the last token
+        and node rewards on theirs. Other fields are there if they were set.
 
         Raises:
-            ValueError: If there are node rewards, but neither a leaf reward nor a score of verl's.
+            ValueError: There are node rewards, but neither a leaf reward nor a score of verl's.
         """
         row = super().as_dict()
         for name in ("leaf_reward", "leaf_reward_extra_info", "node_rewards"):
@@ -88,11 +85,9 @@ class TreeAgentLoopOutput(AgentLoopOutput):
 
 
 class SessionFailed(RuntimeError):
-    """A session could not be completed; carries the leaves that had already earned a reward of their own.
+    """Error of a session that could not be completed.
 
-    Args:
-        cause: What went wrong, for the report.
-        outputs: Leaves with a `leaf_reward`. They are trained, although the session counts as failed.
+    `outputs` are leaves that had already earned a `leaf_reward`. They are trained, but the session counts as failed.
     """
 
     def __init__(self, cause: str, *, outputs: list[TreeAgentLoopOutput] | None = None) -> None:
@@ -111,21 +106,14 @@ def make_row(
     extra_fields: Mapping[str, Any],
     **fields: Any,
 ) -> TreeAgentLoopOutput:
-    """Make the row of a leaf, its response cut to `response_length`.
+    """Make the row of a leaf of N tokens, its response cut to `response_length`.
 
-    Args:
-        token_ids: N tokens from the root.
-        mask: N times 1 (sampled, trained) or 0 (read).
-        log_probs: N rollout log-probs; None if the row carries none.
-        prompt_len: Tokens of the prompt; all that follow are the response.
-        response_length: Most tokens of the response.
-        versions: Versions of the weights that generated the leaf; see `weight_versions`.
-        extra_fields: Added to the `extra_fields` that verl's tool loop gives.
-        **fields: Other fields of `TreeAgentLoopOutput`.
+    The first `prompt_len` tokens are the prompt. `mask` is 1 for sampled tokens, which are trained, and 0 for those
+    that were read. `extra_fields` are added to those that verl's tool loop gives.
     """
     response = slice(prompt_len, prompt_len + response_length)
     response_mask = list(mask[response])
-    # The prompt is a turn, and so is every stretch of generated or observed tokens.
+    # The prompt counts as a turn, and so does every stretch of generated or read tokens.
     num_turns = 1 + (1 + sum(a != b for a, b in pairwise(response_mask)) if response_mask else 0)
     shared_fields = {"turn_scores": [], "tool_rewards": [], "reward_extra_info": {}, **weight_versions(versions)}
     return TreeAgentLoopOutput(

@@ -1,21 +1,17 @@
-"""Healing of drift: recorded tokens are put in the place of others that read the same.
+"""Healing of drift: given tokens are replaced by recorded ones that read the same.
 
-An agent that keeps its history as text sends it back through the tokenizer, which may cut the model's own text into
+An agent that keeps its history as text sends it back through the tokenizer. That may cut the model's own text into
 other tokens than the model sampled:
 
     recorded   P P P | a b c | t t | ...       `|` marks boundaries: where a call's prompt or output ended
     given      P P P   y   c   t t   u u       y reads like a b
     healed     P P P   a b c   t t   u u       what is sent: the model goes on from tokens that it sampled
 
-Where the given tokens part from all recorded paths, `heal` looks for the fewest tokens behind which both texts are
-equal again. It splices the recorded ones in and goes on behind them, so every drifted turn of a prompt heals. A splice
-stands only if
-
-- the text stays the same: both sides, with the tokens before and behind them, decode to equal strings;
-- it replaces at most `max_tokens` tokens by at most as many;
-- the given tokens then follow the recorded path to the next boundary, or end before it, and follow generated tokens on
-  the way. So text of the environment is replaced only on the way to text that the model generated, since nothing would
-  be won otherwise. A history that was changed keeps its own tokens from the last boundary before the change on.
+Where the given tokens leave all recorded paths, `heal` finds the fewest tokens after which both texts are equal again.
+It puts in the recorded ones and goes on after them, so every drifted turn of a prompt heals. Such a *splice* has at
+most `max_tokens` tokens on either side. It stands only if the given tokens then follow the recorded path to the next
+boundary, or end before it, and pass generated tokens on the way; docs/capture.md says why. A changed history keeps its
+own tokens from the last boundary before the change on.
 """
 
 from dataclasses import dataclass
@@ -29,9 +25,9 @@ from rollout_hooks.capture.text_compare import CONTEXT_LEN, Compare, Decode, few
 from rollout_hooks.capture.token_trie import Point, TokenTrie
 
 MAX_REPLACED_TOKENS = 64
-"""Default bound of one splice, in tokens."""
+"""Most tokens of one splice, by default."""
 _MAX_WAYS = 16
-"""Most ways on from one point that are compared; far more than there are branches that begin with the same text."""
+"""Most ways on from one point that are compared. Far fewer branches begin with the same text."""
 
 
 class Splice(NamedTuple):
@@ -45,12 +41,7 @@ class Splice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Realignment:
-    """A token sequence and what was spliced into it.
-
-    Attributes:
-        token_ids: (N,) int32, the healed sequence; the given one where there is no splice.
-        splices: In ascending order.
-    """
+    """A token sequence (N,) int32 and its splices in ascending order; without splices it is the given sequence."""
 
     token_ids: np.ndarray
     splices: tuple[Splice, ...] = ()
@@ -75,7 +66,7 @@ class Realignment:
 
 
 class _Found(NamedTuple):
-    """Recorded tokens that replace given ones, and where the given tokens behind these then lead."""
+    """Recorded tokens that replace given ones, and where the given tokens after these lead."""
 
     recorded: np.ndarray
     num_replaced: int
@@ -91,17 +82,10 @@ def heal(
     max_tokens: int = MAX_REPLACED_TOKENS,
     compare: Compare | None = None,
 ) -> Realignment:
-    """Heal the drift of a prompt; the answer depends on nothing but what is recorded and what is given.
+    """Heal the drift of a prompt, `given` (G,) int32; the result decodes to the same text.
 
-    Args:
-        trie: The recorded paths.
-        given: (G,) int32, the prompt.
-        decode: Token ids to text.
-        max_tokens: Most tokens that one splice replaces, and most that it brings in.
-        compare: `fewest_equal` with `decode` and `max_tokens` bound; one with a memory of its answers is faster.
-
-    Returns:
-        The healed prompt, which decodes to the same text.
+    It depends on nothing but what is recorded and what is given. `max_tokens` limits both sides of a splice. `compare`
+    is `fewest_equal` with `decode` and `max_tokens` bound; a cached one is faster.
     """
     compare = compare or partial(fewest_equal, decode=decode, max_tokens=max_tokens)
     point = trie.walk(given)
@@ -129,7 +113,7 @@ def heal(
 
 
 def _is_sound(trie: TokenTrie, point: Point, splices: list[Splice], *, is_at_end: bool) -> bool:
-    """Whether the last splices lead to a boundary, or to the end, through generated tokens."""
+    """Return whether the last splices lead to a boundary, or to the end, through generated tokens."""
     end = point.position if is_at_end else trie.last_boundary(point)
     if end < splices[-1].end:
         return False
@@ -140,9 +124,9 @@ def _is_sound(trie: TokenTrie, point: Point, splices: list[Splice], *, is_at_end
 def _find_splice(
     trie: TokenTrie, point: Point, given: np.ndarray, *, decode: Decode, max_tokens: int, compare: Compare
 ) -> _Found | None:
-    """Find recorded tokens behind a point that read like the first of the given ones.
+    """Find recorded tokens after a point that read like the first of the given ones.
 
-    Of several ways on that read the same, take the one that the given tokens follow farthest, the newest of equals.
+    Of several ways on that read the same, take the one that the given tokens follow farthest, then the newest.
     """
     node, position = point
     if position == 0 or (position == node.end and not node.children):

@@ -1,4 +1,4 @@
-"""What a session's tree tells about its calls: a record per call, token paths, an example of drift."""
+"""Records of a session tree: its calls, its paths, an example of drift."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,18 +10,12 @@ from rollout_hooks.capture.call_kinds import CallKind
 
 @dataclass(frozen=True, slots=True)
 class DriftExample:
-    """A place where a prompt had other tokens than the recorded path and the same text, cut to a few tokens.
+    """A place where a prompt had other tokens than the recorded path and the same text."""
 
-    Attributes:
-        text: How the recorded tokens read, from a few tokens before the place on.
-        recorded_ids, given_ids: Tokens of the path and of the prompt there, each with a few that follow.
-        is_healed: Whether the recorded tokens were sent.
-    """
-
-    text: str
-    recorded_ids: tuple[int, ...]
+    text: str  # of the recorded tokens, from a few tokens before the place on
+    recorded_ids: tuple[int, ...]  # from the place on, as are `given_ids`
     given_ids: tuple[int, ...]
-    is_healed: bool
+    is_healed: bool  # whether the recorded tokens were sent
 
 
 class CallStatus(StrEnum):
@@ -35,39 +29,28 @@ class CallStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One call to the LLM.
+    """One call to the LLM."""
 
-    Attributes:
-        index: Place in the order in which the calls were sent.
-        kind: How its prompt relates to what had been recorded when it was sent.
-        num_shared: Tokens of the longest prefix that its prompt shares with a recorded path.
-        num_prompt, num_output: Tokens that it read and generated.
-        num_splices: Places of its prompt that were healed.
-        status, stop_reason: How it ended; `stop_reason` is the server's own word.
-        cause: Why it failed or was aborted, or None.
-        min_global_steps, max_global_steps: First and last version of the weights that generated it, None if unknown.
-    """
-
-    index: int
+    index: int  # in the order in which the calls were sent
     kind: CallKind
-    num_shared: int
+    num_shared: int  # tokens of the longest prefix that its prompt shares with a recorded path
     num_prompt: int
     num_output: int = 0
-    num_splices: int = 0
+    num_splices: int = 0  # places of its prompt that were healed
     status: CallStatus = CallStatus.RUNNING
-    stop_reason: str | None = None
-    cause: str | None = None
-    min_global_steps: int | None = None
+    stop_reason: str | None = None  # the server's word for how it ended
+    cause: str | None = None  # why it failed or was aborted
+    min_global_steps: int | None = None  # first and last version of the weights that generated it
     max_global_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPath:
-    """A token sequence from the root of the tree, with what is known about each of its N tokens.
+    """N tokens from the root of the tree, and what is known about each.
 
     Attributes:
         token_ids: (N,) int64.
-        source: (N,) int32, the index of the call that generated the token, -1 for a token that was only read.
+        source: (N,) int32, the index of the call that generated the token; -1 if it was only read.
         log_probs: (N,) float64, rollout log-prob of a generated token (NaN if the server gave none), 0 otherwise.
     """
 

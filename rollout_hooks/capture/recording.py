@@ -1,8 +1,8 @@
-"""A client of the LLM servers that records every call of one session on its way.
+"""An LLM client that records every call of one session.
 
-It stands where verl's loops expect `LLMServerClient` and changes nothing that goes in or comes out, so it captures any
-agent loop as it is. There is one exception: a prompt that has drifted from the recorded tokens is healed (`realign`),
-so that it is sent with the same text in the tokens that the model sampled. A tree that heals nothing switches that off.
+It stands where verl's loops expect `LLMServerClient` and changes nothing that goes in or comes out, so any agent loop
+is captured as it is. The one exception is a prompt that has drifted: it is sent with the same text in the tokens that
+the model sampled (`realign`), unless the tree heals nothing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,37 +19,32 @@ from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.capture.token_arrays import token_array
 
 ABORTED = ("aborted", "abort")
-"""verl's stop reasons of a call that the server gave up (`workers/rollout/llm_server.py`)."""
+"""verl's stop reasons for calls that the server gave up (`workers/rollout/llm_server.py`)."""
 
 
 def stable_request_id(row: Mapping[str, Any]) -> str:
-    """Return the request id of a session under `rollout.full_determinism`: the same one in every training run."""
+    """Return the request id of a session under `rollout.full_determinism`; it is the same in every training run."""
     return f"det-{int(row.get('priority', 0))}-{row.get('session_id', 0)}"
 
 
 class RecordingClient(LLMServerClient):
-    """Records the calls of one session into its tree.
-
-    Args:
-        client: The client that does the calls.
-        tree: Where they are recorded.
-    """
+    """An LLM client that records the calls of one session into `tree`; `client` does them."""
 
     def __init__(self, client: LLMServerClient, *, tree: SessionTree) -> None:
         super().__init__(config=client.config)
         self._client = client
         self.tree = tree
         self.num_media_calls = 0
-        """Number of calls with images, videos or audio: their tokens do not say all that the model saw."""
+        """Calls with images, videos or audio, whose tokens do not say all that the model saw."""
 
     @override
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
     ) -> TokenOutput:
-        """Hand the call over, its drift healed, and record it; result and errors are the client's own."""
+        """Heal the drift of a call, pass it on and record it; result and errors are the client's own."""
         has_media = any(kwargs.get(name) for name in ("image_data", "video_data", "audio_data"))
         self.num_media_calls += has_media
-        # Equal text is not an equal prompt where images stand behind the tokens.
+        # With images, equal text is not an equal prompt.
         prompt = Realignment(token_array(prompt_ids)) if has_media else self.tree.realign(prompt_ids)
         if prompt.splices:
             prompt_ids = prompt.token_ids.tolist()

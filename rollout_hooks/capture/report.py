@@ -1,4 +1,4 @@
-"""What was captured and what was lost: counts and causes in one record that adds up over sessions and workers."""
+"""Counts of what was captured and what was lost, with causes; they add up over sessions and workers."""
 
 from dataclasses import dataclass, fields
 
@@ -8,55 +8,37 @@ from rollout_hooks.capture.session_tree import CallStatus, SessionTree
 
 @dataclass(frozen=True, slots=True)
 class FailedSession:
-    """A session that failed.
-
-    Attributes:
-        uid: Its prompt.
-        session_id: Its number among the sessions of the prompt.
-        cause: What went wrong.
-        num_calls: LLM calls recorded before it failed.
-        num_rows: Leaves that are trained all the same, because they had a reward of their own.
-    """
+    """A session that failed, and why."""
 
     uid: str
     session_id: int
     cause: str
-    num_calls: int
-    num_rows: int = 0
+    num_calls: int  # LLM calls recorded before it failed
+    num_rows: int = 0  # leaves that are trained anyway, because they had a reward of their own
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureReport:
     """Sums over sessions; add them with `+`.
 
-    Attributes:
-        num_sessions: Sessions that ended, failed ones included.
-        num_leaves: Rows written.
-        num_calls: LLM calls. The first call of a session is none of the four kinds below.
-        num_continuations, num_forks, num_rewrites, num_drifts: Calls by kind, see `CallKind`.
-        num_realigned: Calls whose prompt was healed; their kind is that of the healed prompt.
-        num_failed_calls, num_aborted_calls: Calls that ended with an error, and calls that the server gave up.
-        num_dropped_leaves: Trajectories that gave no row: they have no trained token within the length limits, were
-            not finished by a branching loop, or have images or other media.
-        num_truncated_leaves: Rows cut to `rollout.response_length`.
-        failed_sessions: The sessions that failed, with their causes.
-        failed_prompts: uid of each prompt all of whose sessions failed.
+    `num_dropped_leaves` counts trajectories that gave no row: they have no trained token within the length limits, a
+    branching loop did not finish them, or they have images or other media.
     """
 
-    num_sessions: int = 0
-    num_leaves: int = 0
-    num_calls: int = 0
+    num_sessions: int = 0  # sessions that ended, failed ones included
+    num_leaves: int = 0  # rows written
+    num_calls: int = 0  # the first call of a session is none of the four kinds that follow (`CallKind`)
     num_continuations: int = 0
     num_forks: int = 0
     num_rewrites: int = 0
     num_drifts: int = 0
-    num_realigned: int = 0
+    num_realigned: int = 0  # calls whose prompt was healed; their kind is that of the healed prompt
     num_failed_calls: int = 0
-    num_aborted_calls: int = 0
+    num_aborted_calls: int = 0  # calls that the server gave up
     num_dropped_leaves: int = 0
-    num_truncated_leaves: int = 0
+    num_truncated_leaves: int = 0  # rows cut to `rollout.response_length`
     failed_sessions: tuple[FailedSession, ...] = ()
-    failed_prompts: tuple[str, ...] = ()
+    failed_prompts: tuple[str, ...] = ()  # uids of prompts whose sessions have all failed
 
     def __add__(self, other: "CaptureReport") -> "CaptureReport":
         return CaptureReport(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))

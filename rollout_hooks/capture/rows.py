@@ -1,13 +1,13 @@
-"""The rows of a session: a loop's own outputs, merged with the calls recorded while it ran.
+"""The rows of a session: the loop's own outputs, merged with the calls recorded while it ran.
 
-A loop's own outputs stay as the loop made them, with two exceptions: a token is trained only if a recorded call
-generated it at that very place, and drift that was healed in a call is healed in them too (`realign`). Recorded leaves
-that no own output covers become rows before them. Their prompt ends with the first generated token; the rest is the
-response. verl's loops return one output, so the extra rows are what a loop forked off, dropped or rewrote.
+A loop's own outputs stay as they are, with two exceptions. A token is trained only if a recorded call generated it at
+that very place. Drift that was healed in a call is healed in the outputs too. Recorded leaves that no own output covers
+become rows before them: they are what a loop forked off, dropped or rewrote. Their prompt is all that comes before the
+first generated token.
 
-Rows are cut where verl cuts them: the response at `rollout.response_length`. If a loop rewrote its history into a
-prompt longer than `rollout.prompt_length`, the tokens beyond that limit are kept as untrained tokens of the response:
-without them the output would be trained under a context that it was not sampled in.
+The response is cut at `rollout.response_length`, as in verl. A rewritten history may be longer than
+`rollout.prompt_length`. Its tokens beyond that limit are kept as untrained tokens of the response, because the output
+must be trained under the context in which it was sampled.
 """
 
 from collections.abc import Sequence
@@ -23,19 +23,14 @@ from rollout_hooks.capture.recorded import TokenPath
 from rollout_hooks.capture.session_tree import SessionTree
 
 CALLS_FIELD = "recorded_calls"
-"""Entry of a row's `extra_fields` that says which call sampled which of its tokens; see `sampled_by`."""
+"""Key in a row's `extra_fields`: which call sampled which of its tokens, as `sampled_by` returns it."""
 
 _MEDIA_FIELDS = ("multi_modal_data", "mm_processor_kwargs", "mm_processor_output")
 
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """Lengths and contents that a row may have.
-
-    Attributes:
-        prompt_length, response_length: verl's `rollout.prompt_length` and `rollout.response_length`, in tokens.
-        wants_log_probs: Whether the session's sampling parameters asked for rollout log-probs.
-    """
+    """verl's `rollout.prompt_length` and `rollout.response_length`, and whether rollout log-probs were asked for."""
 
     prompt_length: int
     response_length: int
@@ -44,13 +39,9 @@ class RowLimits:
 
 @dataclass(frozen=True, slots=True)
 class SessionRows:
-    """The rows of one session.
+    """The rows of one session, and how many trajectories gave no row or were cut to the response length.
 
-    Attributes:
-        outputs: In the order of their row index: recorded leaves in the order of their calls, then the loop's own
-            outputs as it returned them.
-        num_dropped: Trajectories that gave no row.
-        num_truncated: Rows cut to the response length.
+    `outputs` has recorded leaves in the order of their calls, then the loop's own outputs as it returned them.
     """
 
     outputs: list[AgentLoopOutput]
@@ -61,21 +52,14 @@ class SessionRows:
 def session_rows(
     tree: SessionTree, outputs: Sequence[AgentLoopOutput], *, limits: RowLimits, has_media: bool = False
 ) -> SessionRows:
-    """Make the rows of one session.
+    """Make the rows of one session; they have the same fields, and each has a trained token.
 
-    Args:
-        tree: The session's calls.
-        outputs: What the loop returned. `TreeAgentLoopOutput`s say that it has named its leaves itself: recorded paths
-            that are not among them are dropped.
-        limits: Lengths, and whether rows carry log-probs.
-        has_media: Whether calls had images or the like. Tokens do not say then what the model saw, so the loop's own
-            outputs are taken as they are and other recorded leaves are dropped.
-
-    Returns:
-        Rows with the same fields; each has a trained token.
+    If an output is a `TreeAgentLoopOutput`, the loop has named its leaves itself, and other recorded paths are dropped.
+    They are dropped, too, if an output has `routed_experts`, or if `has_media`: tokens then do not say what the model
+    saw, and the loop's own outputs are taken as they are.
 
     Raises:
-        ValueError: If log-probs are wanted and there is none for a trained token.
+        ValueError: Log-probs are wanted and there is none for a trained token.
     """
     is_exact = not has_media and bool(tree.calls)
     own = [_own_row(tree if is_exact else None, output, limits=limits) for output in outputs]
@@ -124,12 +108,9 @@ def _own_row(tree: SessionTree | None, output: AgentLoopOutput, *, limits: RowLi
 
 
 def _realigned(tree: SessionTree, output: AgentLoopOutput, *, limits: RowLimits) -> AgentLoopOutput:
-    """Heal the drift of an output as that of its calls was healed, so that it is the sequence that the model saw.
-
-    A loop builds its output from the tokens that it gave, not from those that were sent.
-    """
+    """Heal the drift of an output: a loop builds it from its own tokens, not from those that were sent."""
     realignment = tree.realign(output.prompt_ids + output.response_ids)
-    # Routing is recorded per token of the output as it is.
+    # Recorded routing belongs to the output's tokens as they are.
     if not realignment.splices or output.routed_experts is not None:
         return output
     prompt_len = min(realignment.position(len(output.prompt_ids)), limits.prompt_length)
@@ -150,7 +131,6 @@ def _realigned(tree: SessionTree, output: AgentLoopOutput, *, limits: RowLimits)
 
 
 def _captured_row(tree: SessionTree, path: TokenPath, *, limits: RowLimits) -> TreeAgentLoopOutput:
-    """Make the row of a recorded leaf."""
     prompt_len = min(path.prompt_len, limits.prompt_length)
     num_tokens = prompt_len + limits.response_length
     return make_row(
@@ -165,7 +145,7 @@ def _captured_row(tree: SessionTree, path: TokenPath, *, limits: RowLimits) -> T
 
 
 def _covers(row: AgentLoopOutput, path: TokenPath, *, limits: RowLimits) -> bool:
-    """Whether a recorded leaf is the row, an earlier part of it, or the row before the loop cut it."""
+    """Return whether a recorded leaf is the row, an earlier part of it, or the row before the loop cut it."""
     tokens = np.asarray(row.prompt_ids + row.response_ids, dtype=np.int64)
     within_limits = path.token_ids[: min(path.prompt_len, limits.prompt_length) + limits.response_length]
     if len(within_limits) <= len(tokens):
@@ -188,16 +168,9 @@ def _versions(tree: SessionTree, path: TokenPath) -> list[int | None]:
 
 
 def sampled_by(tree: SessionTree, path: TokenPath, *, num_tokens: int | None = None) -> list[tuple[int, str, int, int]]:
-    """Return who sampled the tokens of a path.
+    """Return (call, kind, start, end) for each stretch of a path's first `num_tokens` tokens that one call sampled.
 
-    Args:
-        tree: The session's calls.
-        path: The path.
-        num_tokens: Number of its first tokens to look at; None for all.
-
-    Returns:
-        For each stretch of tokens that one call sampled: the call's index, its kind, and the positions start and end
-        in the path. Tokens that were only read are in no stretch.
+    `kind` is a value of `CallKind`. Tokens that were only read are in no stretch. None means all tokens.
     """
     source = path.source[:num_tokens]
     bounds = [0, *(np.flatnonzero(np.diff(source)) + 1).tolist(), len(source)]
@@ -206,11 +179,11 @@ def sampled_by(tree: SessionTree, path: TokenPath, *, num_tokens: int | None = N
 
 
 def _share_fields(rows: Sequence[AgentLoopOutput]) -> None:
-    """Give all rows the same fields, because verl reads the names from the first one (`list_of_dict_to_tensordict`)."""
+    """Give all rows the same fields; verl reads their names from the first row (`list_of_dict_to_tensordict`)."""
     names = set().union(*(row.model_fields_set for row in rows))
     for row in rows:
         for name in sorted(names - row.model_fields_set):
-            # Media are the same for all rows of a session: the loop's own final output has them.
+            # All rows of a session have the same media, which the loop's own final output has.
             source: Any = rows[-1] if name in _MEDIA_FIELDS else None
             value = dict(source).get(name) if source is not None else type(row).model_fields[name].get_default()
             setattr(row, name, value)

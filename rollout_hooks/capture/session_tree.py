@@ -8,11 +8,10 @@
              └── u ── C        leaf of the calls (0, 2):  P A u C
 
 A token is *generated* on a path if an earlier, finished call sampled it there, after exactly the same tokens. So A is
-trained, with its rollout log-prob, on both leaves. A changed copy of A is not: it is text that the model read. A copy
-that reads the same but has other tokens can be healed before the call is sent (`realign`).
+trained on both leaves, with its rollout log-prob. A changed copy of A is only text that the model read. A copy that
+reads the same in other tokens can be healed before the call is sent (`realign`).
 
-Every token is held once (`token_trie`), as are the log-probs of each call, so memory is bounded by the tokens of the
-tree and not by the paths through it. Numpy only, no per-token objects, no verl.
+Each token and log-prob is stored once, so memory grows with the tree's tokens, not with the lengths of its paths.
 """
 
 from array import array
@@ -33,18 +32,15 @@ from rollout_hooks.capture.token_trie import TokenTrie
 _NEVER = np.iinfo(np.int64).max
 _EXAMPLE_LEN = 16
 _MAX_COMPARED = 4096
-"""Comparisons of texts that a session remembers, one per place of drift and under 1 KB each."""
+"""Text comparisons that a session remembers: one per place of drift, under 1 KB each."""
 
 
 class SessionTree:
-    """The calls of one session and the paths that they make.
+    """The calls of one session and their paths.
 
-    Call `begin` when a call is sent and `complete` or `fail` when it ends. Concurrent calls then get their index, and
-    thereby their place among the leaves, in the order in which the loop sent them.
-
-    Args:
-        decode: Token ids to text, to tell drift from other changes; without it no drift is reported or healed.
-        max_replaced: Most tokens that one splice of `realign` replaces; 0 heals nothing.
+    Call `begin` when a call is sent, and `complete` or `fail` when it ends. Concurrent calls are then indexed, and
+    their leaves ordered, as the loop sent them. Without `decode` (token ids to text) no drift is reported or healed.
+    `max_replaced` is the most tokens that one splice of `realign` replaces; 0 heals nothing.
     """
 
     def __init__(self, *, decode: Decode | None = None, max_replaced: int = MAX_REPLACED_TOKENS) -> None:
@@ -52,13 +48,13 @@ class SessionTree:
         self._trie = TokenTrie()
         self._heal = None if decode is None or max_replaced < 1 else _healer(decode, max_replaced)
         self._calls: list[RecordedCall] = []
-        # Number of tokens that each completed call has generated; calls without an output are left out.
+        # Tokens that each completed call has generated, without calls that generated none.
         self._num_outputs: dict[int, int] = {}
-        # When each call began and finished, counted in such events: a call could read what finished before it began.
+        # When each call began and finished, as event numbers. A call could read what had finished before it began.
         self._num_events = 0
         self._begun: list[int] = []
         self._finished: list[int] = []
-        # Log-probs of all calls one after another: that of a call's token at position p is at p + base.
+        # Log-probs of all calls in one array. That of a call's token at position p is at p + the call's base.
         self._log_probs = array("d")
         self._log_prob_base: list[int] = []
         self.drift_example: DriftExample | None = None
@@ -71,14 +67,14 @@ class SessionTree:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that the tree holds: those of all recorded paths, shared prefixes counted once."""
+        """Number of tokens in the tree; shared prefixes count once."""
         return sum(node.size for node in self._trie.nodes_behind(self._trie.root))
 
     def realign(self, token_ids: Sequence[int]) -> Realignment:
-        """Heal the drift of a prompt: put recorded tokens where it has others that read the same.
+        """Heal the drift of a prompt: replace its tokens by recorded ones that read the same.
 
-        This changes nothing in the tree. Give the result to `begin`, and send its `token_ids`: those given, if there is
-        nothing to heal or healing is switched off.
+        The tree does not change. Give the result to `begin`, and send its `token_ids`. They are the given ones if there
+        is nothing to heal or healing is switched off.
         """
         given = token_array(token_ids)
         if self._heal is None or given.ndim != 1:
@@ -95,16 +91,10 @@ class SessionTree:
         return realignment
 
     def begin(self, prompt: Sequence[int] | Realignment) -> int:
-        """Record that a call is sent.
-
-        Args:
-            prompt: Tokens that the model will read, at least one; or a prompt from `realign`.
-
-        Returns:
-            Index of the call.
+        """Record that a call is sent, and return its index; its prompt is token ids, or the result of `realign`.
 
         Raises:
-            ValueError: If the prompt is empty.
+            ValueError: The prompt is empty.
         """
         splices = prompt.splices if isinstance(prompt, Realignment) else ()
         tokens = prompt.token_ids if isinstance(prompt, Realignment) else token_array(prompt)
@@ -136,17 +126,12 @@ class SessionTree:
     ) -> None:
         """Record what a call generated.
 
-        Args:
-            call: Index from `begin`.
-            output_ids: Generated tokens, the stop token included; may be empty.
-            log_probs: One per generated token, or None.
-            is_aborted: Whether the server gave the call up; the tokens that had been generated count.
-            stop_reason: The server's word for how it ended.
-            min_global_steps: First version of the weights that generated them.
-            max_global_steps: Last version of the weights that generated them.
+        `output_ids` includes the stop token and may be empty. `log_probs` has one value per token. If `is_aborted`, the
+        server gave the call up; the tokens generated until then count. `stop_reason` is the server's word for how it
+        ended. `min_global_steps` and `max_global_steps` are the first and last version of the weights that were used.
 
         Raises:
-            ValueError: If the number of log-probs is not the number of tokens.
+            ValueError: The number of log-probs is not the number of tokens.
         """
         output = token_array(output_ids)
         if log_probs is not None and len(log_probs) != len(output):
@@ -164,7 +149,7 @@ class SessionTree:
             max_global_steps=max_global_steps,
         )
         if not len(output):
-            # A call that generated nothing adds no path: the one that it would have continued stays as it is.
+            # A call that generated nothing adds no path; the path that it would have continued stays a leaf.
             self._trie.remove(call)
             return
         self._trie.complete(call, output)
@@ -175,7 +160,7 @@ class SessionTree:
         self._log_probs.frombytes(values.tobytes())
 
     def fail(self, call: int, cause: str) -> None:
-        """Record that a call ended with an error: its cause is kept, its path is not."""
+        """Record that a call ended with an error; its cause is kept, its path is not."""
         assert self._calls[call].status is CallStatus.RUNNING
         self._calls[call] = replace(self._calls[call], status=CallStatus.FAILED, cause=cause)
         self._trie.remove(call)
@@ -183,22 +168,18 @@ class SessionTree:
     def leaves(self) -> list[TokenPath]:
         """Return the maximal paths: those of completed calls that no other path extends.
 
-        They are ordered by their calls, compared call by call from the root: of two leaves that part after a common
-        call, the one whose next call was sent first comes first. Equal paths of different calls are different samples:
-        all of them are leaves.
+        They are sorted by their `calls`: where two leaves part, the one whose next call was sent first comes first.
+        Equal paths of different calls are different samples, so all of them are leaves.
         """
         finished = np.asarray(self._finished, dtype=np.int64)
         leaves = [self._path_of(call, finished) for call in self._num_outputs if self._is_leaf(call)]
         return sorted(leaves, key=lambda path: path.calls)
 
     def locate(self, token_ids: Sequence[int]) -> TokenPath:
-        """Return a token sequence as a path: which of its tokens the finished calls generated, with log-probs.
+        """Return a token sequence from the root as a path, which says what finished calls generated.
 
-        Behind the longest prefix shared with a recorded path, no token is generated. Of several calls that sampled the
-        same token at the same place, the one that finished first counts.
-
-        Args:
-            token_ids: Tokens from the root.
+        Tokens after the longest recorded prefix count as read. If several calls sampled the same token at the same
+        place, the one that finished first counts.
         """
         tokens = token_array(token_ids)
         point = self._trie.walk(tokens)
@@ -226,7 +207,7 @@ class SessionTree:
         point, num_prompt = self._trie.end_of(call), self._calls[call].num_prompt
         source = self._trie.source_to(point)
         read = source[:num_prompt]
-        # To this call, a token that was generated only after it began is text that it read.
+        # A token whose call finished only after this one began is text that this call read.
         read[(read >= 0) & (finished[read] > self._begun[call])] = -1
         source[num_prompt:] = call
         return self._path(self._trie.tokens_to(point), source)
@@ -248,6 +229,6 @@ class SessionTree:
 
 
 def _healer(decode: Decode, max_tokens: int) -> partial[Realignment]:
-    """Return `heal` with a memory of compared texts: a drifted turn comes back in every later prompt of its session."""
+    """Return `heal` with a cache of compared texts, because a drifted turn comes back in every later prompt."""
     compare = lru_cache(_MAX_COMPARED)(partial(fewest_equal, decode=decode, max_tokens=max_tokens))
     return partial(heal, decode=decode, max_tokens=max_tokens, compare=compare)

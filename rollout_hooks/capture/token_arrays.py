@@ -1,4 +1,4 @@
-"""Token ids as numpy arrays: made from lists, compared, and lengthened."""
+"""Token ids as numpy arrays."""
 
 import struct
 from collections.abc import Sequence
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 import numpy as np
 
 _GROWTH = 1.25
-"""Room of an array that has grown, as a multiple of what is in use."""
+"""Size of an array that has grown, as a multiple of the entries in use."""
 
 
 def token_array(token_ids: Sequence[int]) -> np.ndarray:
-    """Return token ids as (N,) int32; may be read-only."""
+    """Return token ids as (N,) int32, possibly read-only."""
     if isinstance(token_ids, list):
         # `struct` takes half the time of numpy for 3,000 ids, and this is most of what recording a call costs.
         try:
             return np.frombuffer(struct.pack(f"{len(token_ids)}i", *token_ids), dtype=np.int32)
         except struct.error:
-            pass  # no flat list of 32-bit ints: numpy takes it, or says what is wrong with it
+            pass  # not a flat list of 32-bit ints: numpy takes it or raises
     return np.asarray(token_ids, dtype=np.int32)
 
 
@@ -31,7 +31,7 @@ def common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def append(values: np.ndarray, more: np.ndarray, *, size: int) -> np.ndarray:
-    """Return `values[:size]` and `more` in one array, which is `values` itself where there is room."""
+    """Return `values[:size]` followed by `more`, in `values` itself if it has room."""
     num_values = size + len(more)
     if num_values > len(values):
         grown = np.empty(max(num_values, int(_GROWTH * size)), dtype=values.dtype)

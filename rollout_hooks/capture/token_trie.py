@@ -5,10 +5,10 @@
     call 2   P P P   a a   u | c |       split:       root ── P P P a a ──┬── t b b
                                                                           └── u c
 
-A node holds a stretch of tokens in two arrays: ids, and *source* (the call that generated the token, -1 if none has).
-A node without children grows in place, so a session that never forks stays one node. To compare a prompt of N tokens
-with everything recorded takes a few numpy calls of N comparisons, and one Python step for each fork on its way that the
-last prompt has not passed.
+A node holds a stretch of tokens in two arrays: ids, and *source*, the call that generated the token (-1 if none did). A
+node without children grows in place, so a session that never forks stays one node. Comparing a prompt of N tokens with
+everything recorded takes a few numpy calls on N tokens, and one Python step for each fork on its way that the previous
+prompt did not pass.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -23,31 +23,23 @@ from rollout_hooks.capture.token_arrays import append, common_prefix_len
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A stretch of tokens; changed by `TokenTrie` only.
+    """A stretch of tokens; only `TokenTrie` changes it."""
 
-    Attributes:
-        start: Position of its first token, counted from the root.
-        tokens, source: (room,) int32 each; the first `size` entries are in use.
-        parent: None for the root of the trie, which has no tokens.
-        children: By their first token.
-        boundaries: Ascending positions p, start < p <= end, at which a call's prompt or output ended.
-        ends: Ascending (position, call) of the recorded calls whose path ends in the node.
-        head: Text of the first token behind its context, kept for `text_compare`; None while unknown.
-    """
-
-    start: int
-    tokens: np.ndarray
-    source: np.ndarray
+    start: int  # position of its first token, counted from the root
+    tokens: np.ndarray  # (room,) int32, of which the first `size` entries are in use
+    source: np.ndarray  # likewise
     size: int
-    parent: "Node | None" = None
-    children: dict[int, "Node"] = field(default_factory=dict)
+    parent: "Node | None" = None  # None for the root, which has no tokens
+    children: dict[int, "Node"] = field(default_factory=dict)  # by their first token
+    # Ascending positions p, start < p <= end, where a call's prompt or output ended.
     boundaries: list[int] = field(default_factory=list)
+    # Ascending (position, call) of the calls whose path ends in the node.
     ends: list[tuple[int, int]] = field(default_factory=list)
-    head: str | None = None
+    head: str | None = None  # text of the first token in its context, cached by `text_compare`
 
     @property
     def end(self) -> int:
-        """Position behind its last token."""
+        """Position after its last token."""
         return self.start + self.size
 
     def slice(self, start: int, end: int) -> np.ndarray:
@@ -56,20 +48,20 @@ class Node:
 
 
 class Point(NamedTuple):
-    """A place in the trie: behind `position` tokens, the last of which lies in `node` (the root, if there are none)."""
+    """A place in the trie: after `position` tokens, the last of which lies in `node` (the root if there are none)."""
 
     node: Node
     position: int
 
 
 class TokenTrie:
-    """The paths of the calls of one session; see the module."""
+    """The recorded paths of one session's calls."""
 
     def __init__(self) -> None:
         empty = np.zeros(0, dtype=np.int32)
         self._root = Node(0, empty, empty, 0)
         self._end_of: dict[int, Point] = {}
-        # The last tokens followed from the root, how far that went, and the nodes on their way with their starts.
+        # The last `walk`: its tokens, how many of them were recorded, and the nodes on their way with their starts.
         self._walked, self._walked_len = empty, 0
         self._trail, self._starts = [self._root], [0]
 
@@ -85,7 +77,7 @@ class TokenTrie:
     def walk(self, tokens: np.ndarray) -> Point:
         """Follow `tokens` (N,) from the root as far as they are recorded; return where that ends."""
         num_shared = len(tokens) if tokens is self._walked else common_prefix_len(tokens, self._walked)
-        # The deepest node whose first token is among the shared ones; a node of the trail may have been split since.
+        # Keep the nodes whose first token is shared. One of them may have been split since.
         num_kept = max(1, bisect_left(self._starts, num_shared))
         trail = self._trail[:num_kept]
         start = max(trail[-1].start, min(num_shared, self._walked_len, trail[-1].end))
@@ -95,16 +87,7 @@ class TokenTrie:
         return point
 
     def advance(self, point: Point, tokens: np.ndarray, *, trail: list[Node] | None = None) -> tuple[Point, int]:
-        """Follow tokens from a point as far as they are recorded.
-
-        Args:
-            point: Where they begin.
-            tokens: (N,) int32.
-            trail: List that gets the nodes entered on the way.
-
-        Returns:
-            The point where that ends, and the number of tokens followed.
-        """
+        """Follow `tokens` (N,) from a point as far as they are recorded; return where that ends and their number."""
         node, position = point
         num_tokens = 0
         while True:
@@ -116,7 +99,7 @@ class TokenTrie:
             if child is None:
                 return Point(node, position), num_tokens
             node = child
-            if trail is not None:
+            if trail is not None:  # gets the nodes entered on the way
                 trail.append(node)
 
     def begin(self, call: int, point: Point, rest: np.ndarray) -> None:
@@ -126,9 +109,9 @@ class TokenTrie:
         self._end_at(call, point)
 
     def complete(self, call: int, output: np.ndarray) -> None:
-        """Lengthen the path of a call by what it generated.
+        """Append what a call generated to its path.
 
-        A token that another call has generated there before keeps that call as its source.
+        A token that another call has already generated there keeps that call as its source.
         """
         node, position = self._end_of[call]
         del node.ends[bisect_left(node.ends, (position, call))]
@@ -138,7 +121,7 @@ class TokenTrie:
         self._end_at(call, self._extend(point, rest, source=call) if rest.size else point)
 
     def remove(self, call: int) -> None:
-        """Forget the path of a call that generated nothing, except for what other calls share."""
+        """Forget the path of a call that generated nothing; what other calls share stays."""
         self._walked, self._walked_len, self._trail, self._starts = self._walked[:0], 0, [self._root], [0]
         node, position = self._end_of.pop(call)
         del node.ends[bisect_left(node.ends, (position, call))]
@@ -152,15 +135,15 @@ class TokenTrie:
             node = node.parent
 
     def tokens_to(self, point: Point, *, start: int = 0) -> np.ndarray:
-        """Copy the ids from position `start` to a point: (position - start,) int32."""
+        """Return a copy of the ids from position `start` to a point."""
         return self._collect(point, start=start, name="tokens")
 
     def source_to(self, point: Point, *, start: int = 0) -> np.ndarray:
-        """Copy the sources from position `start` to a point: (position - start,) int32."""
+        """Return a copy of the sources from position `start` to a point."""
         return self._collect(point, start=start, name="source")
 
     def last_boundary(self, point: Point) -> int:
-        """Return the last boundary at or before a point, 0 if there is none."""
+        """Return the last boundary at or before a point, or 0 if there is none."""
         node, position = point
         while node.parent is not None:
             index = bisect_right(node.boundaries, position)
@@ -170,11 +153,11 @@ class TokenTrie:
         return 0
 
     def is_at_boundary(self, point: Point) -> bool:
-        """Whether a call's prompt or output ended at this point."""
+        """Return whether a call's prompt or output ended at this point."""
         return self.last_boundary(point) == point.position > 0
 
     def nodes_behind(self, point: Point) -> Iterator[Node]:
-        """Yield the nodes that hold tokens behind a point, beginning with the rest of its own node if there is one."""
+        """Yield the nodes that hold tokens after a point, first the rest of its own node if there is one."""
         stack = [point.node] if point.position < point.node.end else list(point.node.children.values())
         while stack:
             node = stack.pop()
@@ -182,11 +165,9 @@ class TokenTrie:
             stack.extend(node.children.values())
 
     def ways_on(self, point: Point, *, max_len: int | None = None) -> Iterator[np.ndarray]:
-        """Yield the different token sequences (N,) that are recorded behind a point, the newest first.
+        """Yield the different token sequences (N,) that are recorded after a point, the newest first.
 
-        Args:
-            point: Where they begin.
-            max_len: Most tokens of a sequence; None cuts it at the next boundary.
+        They are cut to `max_len` tokens, or at the next boundary if it is None.
         """
         ahead = [point.node] if point.position < point.node.end else list(point.node.children.values())
         stack = [(node, np.zeros(0, dtype=np.int32)) for node in ahead]
@@ -223,7 +204,7 @@ class TokenTrie:
         self._end_of[call] = point
 
     def _mark(self, point: Point, num_tokens: int, *, source: int) -> None:
-        """Name `source` as the call that generated the `num_tokens` tokens before a point, where none is named yet."""
+        """Set `source` on those of the `num_tokens` tokens before a point that have none yet."""
         node, position = point
         start = position - num_tokens
         while node.parent is not None and position > start:
@@ -247,7 +228,7 @@ class TokenTrie:
         return Point(child, child.end)
 
     def _split(self, node: Node, position: int) -> None:
-        """Cut a node in two; what lies behind `position` becomes its only child."""
+        """Cut a node in two; what comes after `position` becomes its only child."""
         size = position - node.start
         below = Node(position, node.tokens[size : node.size].copy(), node.source[size : node.size].copy(), 0, node)
         below.size = len(below.tokens)

@@ -1,10 +1,9 @@
 """Which row is trained where: prompt groups are dealt to mini-batches and ranks, and padding evens the ranks out.
 
-verl deals rows to ranks by length and cuts each rank's rows into mini-batches by count. Where sessions have several
-leaves, that parts siblings, and the number of optimiser steps depends on the number of leaves. Here the unit is the
-group (verl's uid): a group is in one mini-batch, and a mini-batch is `ppo_mini_batch_size` groups, however many leaves
-they have. A group is also on one rank, unless the ranks would be so uneven that it pays to cut the group and to compute
-some of its tokens twice (`verl_tree.cost.balance`).
+verl deals rows to ranks by length and cuts each rank's rows into mini-batches by count. If sessions have several
+leaves, that parts siblings, and the number of optimiser steps depends on the number of leaves. Here a mini-batch is
+`ppo_mini_batch_size` groups (verl's uid), however many leaves they have. A group is also on one rank, unless the ranks
+would be so uneven that cutting it pays, although some of its tokens are then computed twice (docs/balance.md).
 
 Example: 2 ranks, 2 groups per mini-batch, and the groups A (rows 0 1 2), B (row 3), C (rows 4 5), none worth a cut::
 
@@ -12,9 +11,7 @@ Example: 2 ranks, 2 groups per mini-batch, and the groups A (rows 0 1 2), B (row
     mini-batch 1: C on rank 1                     rank 1: 3 | 4 5 q        num_rows (4, 2)
 
 Rank 0 has nothing in mini-batch 1 and gets the padding row p. verl's dispatch cuts the batch into equal parts, so rank
-1 gets the padding row q. Were C cut, rank 0 would have row 4 in place of p, and rank 1 would have row 5.
-
-These are pure functions on Python and numpy values; nothing here knows verl, torch or ray.
+1 gets the padding row q. If C were cut, rank 0 would have row 4 in place of p, and rank 1 would have row 5.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,11 +46,9 @@ def parse_row_key(key: str) -> RowKey:
 
 
 def group_rows(keys: Sequence[str]) -> list[list[int]]:
-    """Collect the rows of each group, in an order that does not depend on when rows arrived.
+    """Return the rows of each group as indices into `keys`, by session and leaf, whatever the order of the keys.
 
-    Returns:
-        Per group the indices into `keys`, by session and leaf. The groups are in the order of their uids; the trainer's
-        uids sort in the order of the prompts.
+    The groups are in the order of their uids; the trainer's uids sort in the order of the prompts.
     """
     parsed = [parse_row_key(key) for key in keys]
     order = sorted(range(len(keys)), key=lambda row: parsed[row])
@@ -64,12 +59,8 @@ def group_rows(keys: Sequence[str]) -> list[list[int]]:
 class MiniBatchPlan:
     """Where the workers cut their rows into optimiser steps.
 
-    A worker's rows of mini-batch m are the next `plan.rows[dp_rank][m]` rows of its data.
-
-    Attributes:
-        rows: Per data-parallel rank and mini-batch, the number of rows with padding, at least 1. All ranks have the
-            same number of mini-batches and the same total.
-        num_rows: Per mini-batch, the trajectories on all ranks without padding, at least 1: its `global_batch_size`.
+    A rank's rows of mini-batch m are the next `rows[dp_rank][m]` rows of its data: at least one, padding included. All
+    ranks have the same total. All ranks together have `num_rows[m]` without padding, verl's `global_batch_size`.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -77,8 +68,8 @@ class MiniBatchPlan:
 
     def to_extra_info(self) -> dict[str, Any]:
         """Return the keys to put into `KVBatchMeta.extra_info`."""
-        # verl unpacks them into the worker's TensorDict with `assign_non_tensor_data`, which leaves nested tuples as
-        # they are; `assign_non_tensor` would make one item per row of them.
+        # verl unpacks these with `assign_non_tensor_data`, which leaves nested tuples as they are; `assign_non_tensor`
+        # would make one item per row of them.
         return {"mini_batch_rows": self.rows, "mini_batch_num_rows": self.num_rows}
 
     @classmethod
@@ -86,7 +77,7 @@ class MiniBatchPlan:
         """Read the plan from a worker's TensorDict, or any mapping with the keys of `to_extra_info`.
 
         Raises:
-            ValueError: The batch carries no plan: it does not come from our trainer.
+            ValueError: The batch has no plan: it does not come from our trainer.
         """
         if "mini_batch_rows" not in data:
             raise ValueError(
@@ -101,24 +92,16 @@ class MiniBatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowAssignment:
-    """The order in which rows are dispatched, where the mini-batches are, and what they cost.
+    """The order in which rows are dispatched, where the mini-batches are, and what they cost."""
 
-    Attributes:
-        row_order: Indices of rows, rank by rank and mini-batch by mini-batch; `num_rows + i` is padding row i.
-        num_padding: Padding rows to be made.
-        plan: Where the mini-batches of every rank are.
-        predicted_s: Per rank and mini-batch the predicted time without padding; in the cost model's own unit if nothing
-            was measured yet.
-        num_cut_groups: Groups that are on more than one rank.
-        num_lost_tokens: Tree tokens that are computed on several ranks because of cuts, beyond the first time.
-    """
-
+    # Indices of rows, rank by rank and mini-batch by mini-batch; number of rows + i is padding row i.
     row_order: tuple[int, ...]
     num_padding: int
     plan: MiniBatchPlan
+    # Per rank and mini-batch, without padding; relative times until some are measured.
     predicted_s: tuple[tuple[float, ...], ...]
-    num_cut_groups: int
-    num_lost_tokens: int
+    num_cut_groups: int  # groups that are on more than one rank
+    num_lost_tokens: int  # tree tokens that are computed again on another rank because of cuts
 
 
 def assign_rows(
@@ -133,24 +116,18 @@ def assign_rows(
 ) -> RowAssignment:
     """Deal groups to mini-batches and ranks, and pad the ranks to equal numbers of rows.
 
+    `groups` has the rows of each group, together the integers from 0 on. `profiles` has the work of each group, with
+    positions in the group as `order`. `groups_per_mini_batch` is `ppo_mini_batch_size`. `shuffle_seed` draws groups
+    into mini-batches at random; None keeps their order. `cut_groups` is False if a rank needs all leaves of a token.
+
     Invariants:
         - `row_order` is a permutation of all rows and `num_padding` padding rows.
-        - All rows of a group are in one mini-batch, so that the optimiser step does not depend on cuts.
-        - A group is on one rank unless cutting it evens out the ranks. The rows that a (rank, mini-batch) cell has of a
-          group are one range of the group's DFS order, and stand next to each other in the given order.
-        - Every mini-batch but the last has `groups_per_mini_batch` groups. Without `shuffle_seed` mini-batches follow
-          the order of `groups`.
+        - All rows of a group are in one mini-batch, so the optimiser step does not depend on cuts.
+        - A group is on one rank unless cutting it evens out the ranks. Its rows in a (rank, mini-batch) cell are one
+          range of the group's DFS order, and stand next to each other in the given order.
+        - Every mini-batch but the last is full.
         - Every cell has at least one row; all ranks have equally many; padding comes last in its cell.
         - The same arguments give the same answer.
-
-    Args:
-        groups: Per group its rows; together the integers 0 .. number of rows - 1.
-        profiles: Per group the work of its rows; `order` holds positions in the group.
-        model: The cost model.
-        num_ranks: Data-parallel ranks.
-        groups_per_mini_batch: verl's `ppo_mini_batch_size`, counted in prompts.
-        shuffle_seed: Seed of the random order in which groups are drawn into mini-batches; None keeps their order.
-        cut_groups: Whether a group may be on several ranks. False where a rank must see all leaves of a token.
 
     Raises:
         ValueError: There is nothing to train on, or the mini-batch size is below 1.
@@ -201,13 +178,13 @@ def assign_rows(
 
 
 def _rows_of(piece: GroupPart, *, groups: Sequence[Sequence[int]], profiles: Sequence[WorkProfile]) -> list[int]:
-    """Return the rows of a share of a group, in the order of the group."""
+    """Return the rows of a part of a group, in the order of the group."""
     positions = np.sort(profiles[piece.group].order[piece.start : piece.end]).tolist()
     return [groups[piece.group][position] for position in positions]
 
 
 def _pad(cells: list[list[list[int]]], *, first_padding_row: int) -> int:
-    """Append padding rows in place, one to each empty cell, the rest to each rank's last cell; return their number."""
+    """Append padding rows in place and return their number: one per empty cell, the others to each rank's last cell."""
     target = max(sum(max(1, len(cell)) for cell in rank_cells) for rank_cells in cells)
     num_padding = 0
     for rank_cells in cells:

@@ -12,16 +12,10 @@ _MAX_CAUSES_SHOWN = 5
 
 
 def session_metrics(keys: Sequence[str], *, rewards: np.ndarray) -> dict[str, float]:
-    """Return metrics over sessions; verl's own `critic/score` and `critic/rewards` are over rows.
+    """Return metrics over sessions, from R row keys without padding rows and their rewards (R,).
 
-    Args:
-        keys: (R,) row keys without padding rows.
-        rewards: (R,) reward of each row.
-
-    Returns:
-        `tree/sessions` and `tree/leaves_per_session`; `tree/session_reward/mean|max|min` over the sessions' last leaves
-        (the loop's own final output, which verl validates); `tree/leaf_reward/mean`, in which every session has the
-        same weight (the baseline of `tree_grpo`).
+    `tree/session_reward/...` is over the sessions' last leaves: the loop's own final outputs, which validation scores.
+    In `tree/leaf_reward/mean` every session has the same weight, as in `tree_grpo`.
     """
     leaf_rewards: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
     for key, reward in zip(keys, rewards.tolist(), strict=True):
@@ -40,7 +34,7 @@ def session_metrics(keys: Sequence[str], *, rewards: np.ndarray) -> dict[str, fl
 
 
 def capture_metrics(report: CaptureReport, *, prefix: str = "tree") -> dict[str, float]:
-    """Return what the agent loops did since the last report; all 0 where stored rollouts were replayed."""
+    """Return what the agent loops did since the last report; all 0 if stored rollouts were replayed."""
     counts = {
         "calls": report.num_calls,
         "continuations": report.num_continuations,
@@ -59,7 +53,7 @@ def capture_metrics(report: CaptureReport, *, prefix: str = "tree") -> dict[str,
 
 
 def describe_failures(report: CaptureReport) -> str | None:
-    """Return one message for all that failed, each cause once with its number of sessions; None if nothing failed."""
+    """Return one message about all that failed, each cause once with its number of sessions; None if nothing failed."""
     if not report.failed_sessions and not report.failed_prompts:
         return None
     sessions_of: dict[str, list[str]] = defaultdict(list)
@@ -78,10 +72,10 @@ def describe_failures(report: CaptureReport) -> str | None:
 
 
 def describe_step(metrics: Mapping[str, float], *, step: int, num_steps: int) -> str:
-    """Return one line for people: is the agent learning, and what did the trees save?
+    """Return one line for people: is the agent learning, and what do the trees save?
 
-    Such as `step 5/30: reward 0.53, validation 0.52 | 3.0 leaves a session, POR 0.86, 7.3x fewer tokens | step 5.4 s,
-    update 1.0 s`; what was not measured is left out.
+    For example `step 5/30: reward 0.53, validation 0.52 | 3.0 leaves a session, POR 0.86, 7.3x fewer tokens`. What was
+    not measured is left out.
     """
     validation = [value for name, value in sorted(metrics.items()) if name.startswith("val-core/")]
     reward = [f"reward {metrics['tree/session_reward/mean']:.2f}"] + [
@@ -96,13 +90,13 @@ def describe_step(metrics: Mapping[str, float], *, step: int, num_steps: int) ->
 
 
 def promote_tree_metrics(metrics: dict[str, float]) -> None:
-    """Rename the actor engine's `actor/tree/...` to `tree/...`, in place; the critic's keep their prefix."""
+    """Rename the actor's `actor/tree/...` to `tree/...`, in place; the critic's metrics keep their prefix."""
     for name in [name for name in metrics if name.startswith("actor/tree/")]:
         metrics[name.removeprefix("actor/")] = metrics.pop(name)
 
 
 def tree_tokens_per_s(metrics: Mapping[str, float], *, update_s: float) -> dict[str, float]:
-    """Return the tree tokens of all epochs over the seconds of the update; nothing where no update ran."""
+    """Return the tree tokens of all epochs per second of the update; nothing if no update ran."""
     if "tree/tokens" not in metrics or update_s <= 0:
         return {}
     return {"perf/update_tree_tokens_per_s": metrics["tree/tokens"] / update_s}

@@ -1,8 +1,8 @@
-"""Padding rows: two tokens that no loss reads, so that every rank can be given the same number of rows.
+"""Padding rows: two tokens that no loss reads, so that every rank can have the same number of rows.
 
 verl builds the row (`padding_utils.construct_minimal_padding_template`, verl 0.9.1) and marks it with the tag
-`is_padding`. Its 128 tokens are cut to two here, because verl's own engines do compute them; a tree engine skips rows
-without trained tokens altogether.
+`is_padding`. Its 128 tokens are cut to two, because verl's own engines compute them. A tree engine skips rows without
+trained tokens altogether.
 """
 
 import copy
@@ -26,13 +26,8 @@ _FIELDS_OF_ADVANTAGES = ("advantages", "returns", "token_level_rewards", "rollou
 def append_padding_rows(batch: KVBatchMeta, *, num_rows: int, eos_token_id: int) -> KVBatchMeta:
     """Write padding rows to TransferQueue and append them to the batch.
 
-    Args:
-        batch: At least one row, whose fields and tags the padding rows imitate.
-        num_rows: Rows to append; 0 returns the batch itself.
-        eos_token_id: The token that the rows consist of.
-
-    Returns:
-        The longer batch. The padding rows are a group of their own, one session each.
+    They imitate the fields and tags of the batch's first row and consist of the token `eos_token_id`. They are a group
+    of their own, one session each.
     """
     if num_rows == 0:
         return batch
@@ -76,12 +71,7 @@ def real_rows(batch: KVBatchMeta) -> KVBatchMeta:
 def fill_padding_rows(batch: KVBatchMeta, *, written: KVBatchMeta) -> KVBatchMeta:
     """Write zeros to padding rows for what was computed for the real rows only: a field must exist in every row.
 
-    Args:
-        batch: All rows.
-        written: What TransferQueue returned when the advantages of the real rows were written.
-
-    Returns:
-        All rows, with the fields of `written`.
+    `written` is what TransferQueue returned when the real rows were written. The result has all rows with its fields.
     """
     padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if _is_padding(tag)]
     names = [name for name in _FIELDS_OF_ADVANTAGES if name in (written.fields or ())]

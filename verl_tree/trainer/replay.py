@@ -1,14 +1,12 @@
-"""Stored rollouts with several leaves per session, put back exactly as they were.
+"""Replay of stored rollouts whose sessions have several leaves.
 
-verl's `skip.rollout_tq` stores the rows of a step and, where a step is already stored, uses them instead of generating.
+verl's `skip.rollout_tq` stores the rows of a step and, if a step is already stored, uses them instead of generating.
 Its loader (`RolloutTqSkip.load_dump_data`, verl 0.9.1) deals `rollout.n` rows of leaf 0 to every prompt, which drops or
-repeats leaves. The loader here puts every row back under its own key, so that a flat and a tree training run see the
-same groups, sessions and leaves in the same order. Storing is verl's own; use it so::
+repeats leaves. The loader here puts every row back under its own key, so a flat and a tree training run see the same
+groups, sessions and leaves in the same order. Storing is verl's own::
 
     skip.rollout_tq.enable=true skip.rollout_tq.dump_dir=DIR skip.rollout_tq.steps=[1,2,3]
     skip.rollout_tq.action=cache
-
-`register` puts this loader into verl's registry of skips, in the place of verl's.
 """
 
 import logging
@@ -28,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class TreeRolloutSkip(RolloutTqSkip):
-    """verl's store of rollouts with a loader that keeps sessions and leaves."""
+    """verl's store of rollouts, with a loader that keeps sessions and leaves."""
 
-    # verl's decorator hides its class from type checkers. This is what the loader uses of it.
+    # What the loader uses of verl's class, which a decorator hides from type checkers.
     parameter_sync_step: int
     tq_batch_name: str
     _resolve_load_step_v1: Callable[[int], int]
@@ -47,13 +45,9 @@ class TreeRolloutSkip(RolloutTqSkip):
     ) -> None:
         """Put the rows stored for a step into TransferQueue, and mark as many prompts as were submitted as ended.
 
-        Args:
-            step: The training step to replay.
-            new_prompt_uids: Uids of the prompts that the data loader drew for this step. Those without a stored group
-                (all of its sessions had failed) end as failed, as they did then.
-            n: Not used; the stored sessions decide.
-            global_steps: The current step; stored weight versions are moved by its distance to the stored step.
-            partition_id: TransferQueue partition.
+        The stored groups end as finished. If fewer groups are stored than prompts were submitted, all sessions of the
+        missing ones had failed, so that many of `new_prompt_uids` end as failed. Stored weight versions are moved by
+        the distance of `global_steps` to the stored step.
 
         Raises:
             FileNotFoundError: Nothing is stored for the step.
@@ -66,7 +60,7 @@ class TreeRolloutSkip(RolloutTqSkip):
         num_rows = 0
         for inner in range(self.parameter_sync_step):
             path = self._get_v1_inner_dir(stored_step, inner) / self.tq_batch_name
-            # Our own file: it holds whole row dictionaries, so it cannot be read with weights_only.
+            # Our own file. It holds whole row dictionaries, which weights_only refuses.
             payload = torch.load(path, weights_only=False)
             _put_rows(payload, partition_id=partition_id, global_steps=global_steps)
             uids.update(parse_row_key(key).uid for key in payload["keys"])

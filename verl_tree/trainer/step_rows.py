@@ -1,7 +1,7 @@
 """The rows of one training step, as the driver knows them: read from TransferQueue once, found by row key.
 
-The trainer balances the ranks with their tokens, shows them to the estimators and logs their trees. In between, verl
-reorders the rows and pads them, so a row is never found by its position.
+The trainer balances the ranks with their tokens, shows them to the estimators and logs their trees. verl reorders and
+pads the rows in between, so a row is never found by its position.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,21 +29,13 @@ _RESULTS = ("response_mask", "rollout_log_probs", "advantages", "extra_fields")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRow:
-    """One trajectory of L tokens, the last R of them the response.
-
-    Attributes:
-        place: Its group, session and leaf.
-        tag: Its tag in TransferQueue.
-        token_ids: (L,) int32.
-        response_mask: (R,) whether each token of the response is trained, as sampled.
-        token_rewards: (R,) float32; None where nothing was scored.
-    """
+    """One trajectory of L tokens, the last R of them the response."""
 
     place: RowKey
-    tag: Mapping[str, Any]
-    token_ids: np.ndarray
-    response_mask: np.ndarray
-    token_rewards: np.ndarray | None
+    tag: Mapping[str, Any]  # of TransferQueue
+    token_ids: np.ndarray  # (L,) int32
+    response_mask: np.ndarray  # (R,) whether each token of the response is trained, as sampled
+    token_rewards: np.ndarray | None  # (R,) float32; None if nothing was scored
 
     @property
     def is_trained(self) -> np.ndarray:
@@ -54,12 +46,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRows:
-    """The rows of a step, without padding rows.
-
-    Attributes:
-        rows: The rows by their keys in TransferQueue, in the order of the batch that was read.
-        partition_id: Their partition in TransferQueue.
-    """
+    """The rows of a step, without padding rows: keyed as in TransferQueue, in the order of the batch that was read."""
 
     rows: Mapping[str, StepRow] = field(default_factory=dict)
     partition_id: str = "train"
@@ -88,7 +75,7 @@ class StepRows:
         return cls(rows, partition_id)
 
     def select(self, keys: Sequence[str]) -> Self:
-        """Return the rows of these keys, in their order; forests that are known stay known."""
+        """Return the rows of these keys, in their order; forests that were made are kept."""
         return type(self)({key: self.rows[key] for key in keys}, self.partition_id, self._forests)
 
     def __or__(self, other: Self) -> Self:
@@ -124,18 +111,14 @@ class StepRows:
         ]
 
     def flat_counts(self, assignment: RowAssignment) -> ForestCounts:
-        """Count what verl's own engine computes: every row in full, whatever the rows of a mini-batch share.
+        """Count what verl's own engine computes: every row in full, although the rows of a mini-batch share tokens.
 
-        Args:
-            assignment: Which row is trained where; rows are their positions here.
-
-        Returns:
-            Counts whose tree tokens are what a tree engine would find in the same mini-batches.
+        The tree tokens of the counts are what a tree engine would find in the same mini-batches.
         """
         counts, keys = ForestCounts(), self.keys
         order = iter(assignment.row_order)
         for num_rows in (num_rows for rank_rows in assignment.plan.rows for num_rows in rank_rows):
-            # Padding rows come behind the last row.
+            # Padding rows have the indices after the last row.
             members = [keys[row] for row in islice(order, num_rows) if row < len(keys)]
             if members:
                 forest = TokenForest.from_sequences([self.rows[key].token_ids for key in members])
@@ -156,16 +139,10 @@ class StepRows:
         return self.trees(step=step, columns=_fetch(self.keys, partition_id=self.partition_id, names=_RESULTS))
 
     def trees(self, *, step: int, columns: TensorDict) -> list[StoredTree]:
-        """Make the trees that are stored and shown.
+        """Return the trees that are stored and shown, one per group in the order of uids, leaves by session and leaf.
 
-        Args:
-            step: The trainer's global step.
-            columns: verl's columns of these rows: `response_mask`, from which rollout correction may have taken tokens
-                since they were sampled, and where known `rollout_log_probs`, `advantages` and `extra_fields`
-                (`reward_extra_info`, recorded calls).
-
-        Returns:
-            One tree per group in the order of uids, its leaves in the order of sessions and leaves.
+        `columns` are verl's columns of these rows: `response_mask`, from which rollout correction may have taken tokens
+        since, and where known `rollout_log_probs`, `advantages` and `extra_fields`.
         """
         names = [name for name in _RESULTS if name != "extra_fields" and name in columns]
         values = {name: _arrays(columns, name) for name in names}
@@ -184,7 +161,7 @@ class StepRows:
         return [[keys[row] for row in group] for group in self.groups]
 
     def _forest(self, keys: Sequence[str]) -> TokenForest:
-        """Return the forest of a group, which is made once."""
+        """Return the forest of a group, made once."""
         members = tuple(keys)
         if members not in self._forests:
             self._forests[members] = TokenForest.from_sequences([self.rows[key].token_ids for key in members])
@@ -201,13 +178,12 @@ def _arrays(columns: TensorDict, name: str) -> list[np.ndarray]:
 
 
 def _leaf(row: StepRow, *, results: Mapping[str, np.ndarray], extra: Mapping[str, Any]) -> StoredLeaf:
-    """Make the stored form of a row."""
     is_trained = replace(row, response_mask=results["response_mask"]).is_trained
     prompt_len = len(row.token_ids) - len(row.response_mask)
     calls = tuple(CallRun(*run) for run in extra.get(CALLS_FIELD, ()))
     log_probs = np.full(len(row.token_ids), np.nan, dtype=np.float32)
     if "rollout_log_probs" in results:
-        # verl writes 0 for tokens that were only read; a sampled one may have it, too.
+        # verl writes 0 for tokens that were only read, but a sampled token may have a log-prob of 0, too.
         was_sampled = is_trained.copy()
         for run in calls:
             was_sampled[max(run.start, prompt_len) : run.end] = True

@@ -1,7 +1,7 @@
-"""The Ray actor that runs a training run: verl's task runner, with our trainer as its synchronous one.
+"""The Ray actor of a training run: verl's task runner, with our trainer as its synchronous one.
 
-verl compares `trainer.v1.trainer_mode` with the literal "sync" in seven places, so our trainer has to have that name.
-verl's own registration function refuses a second class for a name; but the registry is this process's own.
+verl compares `trainer.v1.trainer_mode` with the literal "sync" in seven places, so our trainer needs that name. verl's
+registration function refuses a second class for a name, but each process has its own registry.
 """
 
 import ray
@@ -15,7 +15,7 @@ class TreeTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # type: ign
 
     def run(self, config: DictConfig) -> None:
         """Train as a validated configuration says; see `TaskRunnerV1.run`."""
-        # Starting the trainer's imports here keeps them out of the driver.
+        # Imported here to keep the trainer's imports out of the driver.
         from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
         from verl_tree.trainer.trainer import TreePPOTrainerSync

@@ -3,17 +3,15 @@
 What differs from `PPOTrainerSync` (verl 0.9.1), each through an overridden method:
 
 - Rows (`_balance_batch`): a prompt group stays in one mini-batch, and on one rank unless the ranks would be too uneven
-  (`batching`). The order does not depend on when rows arrived. Which rank gets which rows is decided by the cost model
-  that the workers have fitted. Padding rows have two tokens; advantages, metrics and dumps leave them out.
-- Workers (`_init_resource_pool_mgr`, `_update_*`): those of `verl_tree.trainer.worker`, which cut mini-batches as
-  planned here.
-- Advantages (`_compute_advantage`): our estimators are told the session and the tokens of every row (`advantages`).
-- Failures (`step`, `_validate`): sessions and prompts that fail are counted and printed with their cause.
-- Replay: stored rollouts come back with all their leaves (`replay`).
-- Trees (`step`, `_validate`): they are stored and shown (`tree_log`).
+  (`batching`). The order does not depend on when rows arrived. The workers' fitted cost model balances the ranks.
+  Advantages, metrics and dumps leave padding rows out (`padding`).
+- Workers (`_init_resource_pool_mgr`, `_update_*`) cut mini-batches as planned here (`worker`).
+- Estimators (`_compute_advantage`) are told the session and the tokens of every row (`advantages`).
+- Failed sessions and prompts (`step`, `_validate`) are counted and printed with their cause.
+- Replayed rollouts come back with all their leaves (`replay`).
+- Trees (`step`, `_validate`) are stored and shown (`tree_log`).
 
-The driver reads the tokens of a step from TransferQueue once (`step_rows`). `tree.enabled` changes nothing here: a flat
-training run has the same rows, mini-batches and advantages.
+`tree.enabled` changes nothing here: a flat training run has the same rows, mini-batches and advantages.
 """
 
 import logging
@@ -57,15 +55,11 @@ from verl_tree.trainer.worker import TreeActorRolloutRefWorker, TreeTrainingWork
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.05
-"""Time between two looks for ended prompts; with verl's 2 s every generation phase would take up to 2 s longer."""
+"""Seconds between two looks for ended prompts; with verl's 2 s a generation phase takes up to 2 s longer."""
 
 
 class TreePPOTrainerSync(PPOTrainerSync):
-    """verl's synchronous trainer; see the module's docstring for what differs.
-
-    Args:
-        config: The composed configuration `tree_ppo`, validated (`verl_tree.launch.validation`).
-    """
+    """verl's synchronous trainer with trees, for a composed and validated configuration `tree_ppo`."""
 
     def __init__(self, config: DictConfig) -> None:
         advantages.register()
@@ -94,7 +88,7 @@ class TreePPOTrainerSync(PPOTrainerSync):
     @override
     def _fetch_one_gen_batch(self) -> TensorDict:
         batch = super()._fetch_one_gen_batch()
-        # Sortable uids keep the order of the prompts although rows arrive as sessions end, also in a replay.
+        # Sortable uids keep the order of the prompts although rows arrive out of order, also in a replay.
         uids = [f"{next(self._prompt_numbers):09d}-{uid}" for uid in batch["uid"]]
         tu.assign_non_tensor_stack(batch, "uid", uids)
         return batch
@@ -107,7 +101,7 @@ class TreePPOTrainerSync(PPOTrainerSync):
         logging_prefix: str = "global_seqlen",
         keep_minibatch: bool = False,
     ) -> KVBatchMeta:
-        """Order the rows rank by rank and mini-batch by mini-batch, and keep the mini-batch plan for the updates."""
+        """Order the rows by rank and mini-batch, and keep the mini-batch plan for the updates."""
         rows = StepRows.fetch(batch)
         self._step_rows |= rows
         actor = self.config.actor_rollout_ref.actor
@@ -118,7 +112,7 @@ class TreePPOTrainerSync(PPOTrainerSync):
             num_ranks=self._num_ranks(),
             groups_per_mini_batch=actor.ppo_mini_batch_size,
             shuffle_seed=(actor.data_loader_seed, self.global_steps) if actor.shuffle else None,
-            # The other objectives count the leaves of a token, which must then be on one rank.
+            # The other objectives count the leaves of a token, so these must be on one rank.
             cut_groups=self.config.tree.shared_tokens == "sum",
         )
         self._mini_batch_plan = assignment.plan
@@ -148,7 +142,7 @@ class TreePPOTrainerSync(PPOTrainerSync):
         try:
             batch = super().step(metrics, timing_raw)
         except RuntimeError:
-            # verl stops here when no prompt has a single trajectory, and cannot say why.
+            # verl raises this if no prompt has a trajectory, and cannot say why.
             self._report_failures("train")
             raise
         rows = self._step_rows.select(real_rows(batch).keys)
@@ -164,7 +158,7 @@ class TreePPOTrainerSync(PPOTrainerSync):
 
     @override
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
-        # Of the real rows only: the mean KL and its controller must not see padding.
+        # The mean KL and its controller must not see padding.
         real = real_rows(batch)
         with advantages.announce_rows(self._step_rows.select(real.keys).announcement()):
             written = super()._compute_advantage(real, metrics)
@@ -212,7 +206,7 @@ class TreePPOTrainerSync(PPOTrainerSync):
             with self._log_validation():
                 metrics = super()._validate()
         except (RuntimeError, ValueError):
-            # What verl raises when no session left a row.
+            # verl raises these if no session left a row.
             self._report_failures("val")
             raise
         report = self._report_failures("val")
@@ -226,7 +220,7 @@ class TreePPOTrainerSync(PPOTrainerSync):
             yield
             return
         trees: list[StoredTree] = []
-        # verl clears each batch of rows before it samples the next one, so trees are read as their rows are sampled.
+        # verl clears each batch before it samples the next, so trees are read as their rows are sampled.
         buffer = self.replay_buffer
         watched = WatchedBuffer(
             buffer, on_sample=lambda batch: trees.extend(StepRows.fetch(batch).fetch_trees(step=when.step))
@@ -236,7 +230,7 @@ class TreePPOTrainerSync(PPOTrainerSync):
             yield
         finally:
             self.replay_buffer = buffer
-        # Prompts are drawn in any order and have new uids each time; their tokens tell which is which.
+        # Prompts are drawn in any order and get new uids each time, so trees are sorted by their tokens.
         self._log_trees(sorted(trees, key=lambda tree: tree.leaves[0].token_ids.tobytes()), when)
 
     def _when(self, *, is_validation: bool) -> When:
@@ -262,7 +256,7 @@ class TreePPOTrainerSync(PPOTrainerSync):
         return metrics | {"tree/failed_prompts": float(max(num_missing, num_reported))}
 
     def _report_failures(self, partition: str) -> CaptureReport | None:
-        """Log what failed since the last report; None where another agent loop manager does not report."""
+        """Log what failed since the last report, and return the report; None if the agent loop manager gives none."""
         if not isinstance(self.agent_loop_manager, TreeAgentLoopManager):
             return None
         report = self.agent_loop_manager.drain_capture_report(partition=partition)
@@ -273,7 +267,7 @@ class TreePPOTrainerSync(PPOTrainerSync):
 
 
 class WatchedBuffer:
-    """A stand-in for a replay buffer that shows what is sampled from it."""
+    """A stand-in for a replay buffer that passes each sampled batch to `on_sample`."""
 
     def __init__(self, buffer: ReplayBuffer, *, on_sample: Callable[[KVBatchMeta], None]) -> None:
         self._buffer, self._on_sample = buffer, on_sample

@@ -1,13 +1,7 @@
-"""The trees of a training run, stored and shown: parquet files of every step, and now and then pages of a few trees.
+"""The trees of a training run: parquet files of every step, and pages of a few trees (docs/stored_trees.md).
 
-- `tree.dump_dir`: every training step becomes `step_000010.parquet` there once its advantages are known, every
-  validation `val_000010.parquet` (`verl_tree.records`).
-- `tree.show_every`: pages of the trees of NUM_SHOWN prompts, always the same ones, of validations that are at least so
-  many steps apart, and of the last one. A training run that never validates gives pages of training trees. Pages lie in
-  the dump folder, or in `<trainer.default_local_dir>/trees`, and go to wandb where that is a logger.
-
-A tree lacks what verl does not know at the time: in a validation the advantages, and the rewards of a reward model that
-shares the actor's resource pool.
+In a validation verl does not know advantages, nor the rewards of a reward model that shares the actor's resource pool,
+so its trees lack them.
 """
 
 from collections.abc import Sequence
@@ -22,11 +16,11 @@ from verl_tree.records import StoredTree, write_trees
 from verl_tree.records.page import Tokenizer, tree_page
 
 NUM_SHOWN = 4
-"""Trees of a step that become pages: a page of 50,000 tokens is about a third of a megabyte, in every wandb table."""
+"""Trees of a step that become pages. A page of 50,000 tokens is a third of a megabyte, in every wandb table."""
 
 
 class When(NamedTuple):
-    """When trees were made: at a training step, or by the validation that follows it."""
+    """The time of trees: a training step, or the validation that follows it."""
 
     step: int
     is_last: bool
@@ -35,21 +29,13 @@ class When(NamedTuple):
 
 @dataclass(slots=True)
 class TreeLog:
-    """Writer and shower of the trees of one training run.
+    """Writer of the trees and pages of one training run."""
 
-    Attributes:
-        dump_dir: Folder of stored trees; None stores none.
-        show_every: Fewest steps between two shows; 0 shows nothing.
-        page_dir: Folder of the pages.
-        shows_training: Whether training steps give pages, too: those of a training run that never validates.
-        last_shown: Step of the last show.
-    """
-
-    dump_dir: Path | None
-    show_every: int
+    dump_dir: Path | None  # folder of stored trees; None stores none
+    show_every: int  # fewest steps between two shows; 0 shows nothing
     page_dir: Path
-    shows_training: bool
-    last_shown: int | None = None
+    shows_training: bool  # whether training steps are shown: only if the training run never validates
+    last_shown: int | None = None  # step of the last show
 
     @classmethod
     def from_config(cls, config: DictConfig) -> Self:
@@ -63,7 +49,7 @@ class TreeLog:
         )
 
     def wants(self, when: When) -> bool:
-        """Return whether there is anything to do with the trees of that time."""
+        """Return whether the trees of that time are stored or shown."""
         return self.dump_dir is not None or self._shows(when)
 
     def log(
@@ -71,11 +57,7 @@ class TreeLog:
     ) -> None:
         """Store trees, and show the first of them when it is time.
 
-        Args:
-            trees: All trees of that time.
-            when: Their time.
-            tokenizer: Makes the text of the pages; None shows token ids.
-            wandb: The module, started; None where wandb is not a logger.
+        Pages show token ids if there is no `tokenizer`. `wandb` is the started module, None if it is not a logger.
         """
         name = "val" if when.is_validation else "step"
         if self.dump_dir is not None:
@@ -90,7 +72,7 @@ class TreeLog:
         if wandb is not None:
             table = wandb.Table(columns=["step", "uid", "leaves", "tree tokens", "POR", "mean reward", "tree"])
             for tree, page in zip(trees, pages, strict=False):
-                # inject=False: no style sheet of wandb's own, which the page's security policy would refuse.
+                # The page's security policy would refuse wandb's own style sheet.
                 table.add_data(when.step, tree.uid, *_summary(tree), wandb.Html(page, inject=False))
             wandb.log(data={f"{name}/trees": table}, step=when.step)
 

@@ -1,9 +1,9 @@
-"""verl's training workers, cutting mini-batches by prompt group instead of by row count.
+"""verl's training workers, with mini-batches of prompt groups instead of rows.
 
-verl cuts a rank's rows into mini-batches of a fixed number of rows. Where sessions have several leaves, that would
-split a group over optimiser steps and lose what its rows share. Here the trainer decides which rows belong to which
-mini-batch (`MiniBatchPlan`), and a mini-batch is one optimiser step, however many leaves it has. verl's own flat
-engines get the same mini-batches, so that tree and flat training runs differ in nothing else.
+verl cuts a rank's rows into mini-batches of a fixed number of rows. If sessions have several leaves, that splits a
+group over optimiser steps and loses what its rows share. Here a mini-batch has the rows that the trainer planned
+(`MiniBatchPlan`) and is one optimiser step, however many they are. verl's own flat engines get the same mini-batches,
+so tree and flat training runs differ in nothing else.
 """
 
 from collections.abc import Iterator
@@ -42,13 +42,9 @@ class TreeTrainingWorker(TrainingWorker):
     def train_mini_batch(self, data: TensorDict) -> TensorDict | None:
         """Take one optimiser step per mini-batch of the plan, in every epoch; see `TrainingWorker.train_mini_batch`.
 
-        Args:
-            data: This rank's rows, mini-batch after mini-batch, with the keys of `MiniBatchPlan` and verl's `epochs`,
-                `seed`, `dataloader_kwargs` and `disable_auto_offload`.
-
-        Returns:
-            `metrics` as verl's, and `tree/...` metrics where the engine is a tree engine. None on ranks that collect
-            nothing.
+        `data` has this rank's rows, mini-batch after mini-batch, the keys of `MiniBatchPlan`, and verl's `epochs`,
+        `seed`, `dataloader_kwargs` and `disable_auto_offload`. The result has verl's `metrics`, and `tree/...` metrics
+        of a tree engine. It is None on ranks that collect nothing.
 
         Raises:
             ValueError: The plan's rows are not the rows that arrived.
@@ -98,7 +94,7 @@ class TreeTrainingWorker(TrainingWorker):
         return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": metrics}).cpu()
 
     def _row_lens(self, mini_batch: TensorDict) -> list[int]:
-        """Return the lengths in tokens of the trained rows of all ranks, which verl's MFU counts."""
+        """Return the lengths of the trained rows of all ranks, in tokens; verl's MFU counts them."""
         lens = jagged(mini_batch["input_ids"])[1].diff()
         is_trained = torch.stack([mask.any() for mask in mini_batch["response_mask"].unbind(dim=0)])
         group = self.engine.get_data_parallel_group()
@@ -106,7 +102,7 @@ class TreeTrainingWorker(TrainingWorker):
 
 
 class TreeActorRolloutRefWorker(ActorRolloutRefWorker):
-    """verl's hybrid worker on `TreeTrainingWorker`s."""
+    """verl's hybrid worker with `TreeTrainingWorker`s."""
 
     actor_worker_cls = TreeTrainingWorker
     ref_worker_cls = TreeTrainingWorker

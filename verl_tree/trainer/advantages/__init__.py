@@ -1,11 +1,9 @@
-"""Advantages for sessions with several leaves: from leaf rewards to a number per token.
+"""Advantages for sessions with several leaves, one number per token (docs/advantages.md).
 
 `leaves`      one advantage per leaf: `tree_grpo`, `tree_grpo_intra`
 `nodes`       one advantage per node of a session's token tree: `treerl`, `treepo`
 `estimators`  the four in verl's form, under the names that `algorithm.adv_estimator` takes
 `rows`        what the trainer tells them of its rows, beyond what verl gives to an estimator
-
-docs/advantages.md has the formulas, drawn examples, and what `tree.shared_tokens` does to each.
 """
 
 from verl_tree.trainer.advantages.estimators import ESTIMATORS, register

@@ -1,8 +1,8 @@
 """The estimators in verl's form: (R, response length) rewards and mask in, advantages and returns out.
 
-A leaf's reward is the sum of its token-level rewards, the KL penalty subtracted where configured. All of them read
-`algorithm.norm_adv_by_std_in_grpo` (default true), all give exactly 0 to a group of equal rewards, and all are verl's
-GRPO where every session has one leaf.
+A leaf's reward is the sum of its token-level rewards, minus the KL penalty where configured. All estimators read
+`algorithm.norm_adv_by_std_in_grpo` (default true) and give exactly 0 to a group of equal rewards. All are verl's GRPO
+where every session has one leaf.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ Estimator = Callable[..., tuple[Tensor, Tensor]]
 def _on_leaves(
     rewards_R: np.ndarray, *, advantages: Callable[..., np.ndarray], rows: Rows, width: int, normalize_by_std: bool
 ) -> np.ndarray:
-    """Give all tokens of a leaf the leaf's advantage, such as that of `leaf_advantages`. (R, width)."""
+    """Give all tokens of a leaf its advantage: (R, width)."""
     values_R = advantages(rewards_R, groups=rows.groups, sessions=rows.sessions, normalize_by_std=normalize_by_std)
     return np.broadcast_to(values_R[:, None], (len(values_R), width))
 
@@ -30,7 +30,7 @@ def _on_leaves(
 def _on_nodes(
     rewards_R: np.ndarray, *, advantages: Callable[..., np.ndarray], rows: Rows, width: int, normalize_by_std: bool
 ) -> np.ndarray:
-    """Give every token the advantage of its node, such as that of `treerl_advantages`. (R, width)."""
+    """Give every token the advantage of its node: (R, width)."""
     trees = SessionTrees.from_leaves(rows.sequences, rewards=rewards_R, groups=rows.groups, sessions=rows.sessions)
     values_N = advantages(trees, normalize_by_std=normalize_by_std)
     return trees.on_responses(values_N, response_lens=rows.response_lens, width=width)
@@ -61,17 +61,13 @@ ESTIMATORS: dict[str, Estimator] = {
     "treerl": _estimator("treerl", _on_nodes, treerl_advantages),
     "treepo": _estimator("treepo", _on_nodes, treepo_advantages),
 }
-"""By the value of `algorithm.adv_estimator`.
-
-Each takes (R, response length) rewards and response mask. Of the other things that verl gives to every estimator it
-reads only `config`, the `algorithm` options. It returns advantages and returns, the same (R, response length) tensor,
-as verl's outcome estimators do.
-"""
+"""By the value of `algorithm.adv_estimator`. Of what verl passes besides rewards and mask, they read only `config`, the
+`algorithm` options. Advantages and returns are the same tensor, as in verl's outcome estimators."""
 
 
 def register() -> None:
     """Make the estimators known to verl in this process; repeated calls do nothing."""
-    # Not at the top: this module is for processes in which verl may still be importing.
+    # Not at the top, because verl may still be importing when this module is imported.
     from verl.trainer.ppo.core_algos import register_adv_est
 
     for name, estimator in ESTIMATORS.items():

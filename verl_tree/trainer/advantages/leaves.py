@@ -1,14 +1,13 @@
-"""One advantage per leaf: `tree_grpo`, and `tree_grpo_intra` which adds a comparison within the session.
+"""One advantage per leaf: `tree_grpo`, and `tree_grpo_intra`, which adds a comparison within the session.
 
-`tree_grpo` is GRPO whose samples are the leaves of a prompt's sessions. A session that branched a lot must not dominate
-the baseline, so every session has the same weight: a leaf of session s weighs w = 1 / (number of sessions * leaves of
-s). With weights the mean is sum(w r) and the unbiased variance is sum(w (r - mean)^2) / (1 - sum(w^2)). Where every
-session has equally many leaves these are the mean and the variance of verl's GRPO
-(`core_algos.compute_grpo_outcome_advantage`, verl 0.9.1). As there, a leaf that is alone in its group keeps its reward.
+`tree_grpo` is GRPO over the leaves of a prompt's sessions. Every session has the same weight, so that one that branched
+a lot does not dominate the baseline: a leaf of session s weighs w = 1 / (number of sessions * leaves of s). The mean is
+sum(w r), and the unbiased variance is sum(w (r - mean)^2) / (1 - sum(w^2)). If every session has equally many leaves,
+both equal those of verl's GRPO (`core_algos.compute_grpo_outcome_advantage`, verl 0.9.1).
 
-`tree_grpo_intra` is the advantage of Tree-GRPO (arXiv 2509.21240): A = A_inter-tree + A_intra-tree, GRPO over all
-leaves of the question plus GRPO over the leaves of the tree. A tree is a session here. The first part is `tree_grpo`,
-which equals the paper's where all trees have equally many leaves, as they have in the paper.
+`tree_grpo_intra` is Tree-GRPO (arXiv 2509.21240): A = A_inter-tree + A_intra-tree, GRPO over all leaves of the question
+plus GRPO over the leaves of the tree, which is a session here. The first part is `tree_grpo`. It equals the paper's if
+all trees have equally many leaves, as they have there.
 """
 
 from collections.abc import Hashable, Sequence
@@ -43,16 +42,10 @@ def leaf_advantages(
 ) -> np.ndarray:
     """Compare leaves with all leaves of their group, every session with the same weight.
 
-    Args:
-        rewards: (R,) reward of each leaf.
-        groups: (R,) the prompt of each leaf.
-        sessions: (R,) its session; distinct within a group, may repeat between groups.
-        normalize_by_std: Whether to divide by the group's standard deviation (GRPO) or not (Dr. GRPO).
-        epsilon: Added to the standard deviation.
-
-    Returns:
-        (R,) float64 advantages. Exactly 0 in a group of equal rewards; the reward itself (over 1 + epsilon where
-        normalised) for a leaf that is alone in its group.
+    `rewards`, `groups` and `sessions` have one entry per leaf; sessions may repeat between groups. `normalize_by_std`
+    divides by the group's standard deviation plus `epsilon` (GRPO; without it Dr. GRPO). The result is (R,) float64,
+    exactly 0 in a group of equal rewards. As in verl's GRPO, a leaf that is alone in its group gets its reward, over 1
+    + `epsilon` if normalised.
 
     Raises:
         ValueError: The arguments differ in length.
@@ -91,10 +84,9 @@ def intra_tree_advantages(
     normalize_by_std: bool = True,
     epsilon: float = EPSILON,
 ) -> np.ndarray:
-    """Compare leaves with their group plus with their session (Tree-GRPO); arguments are those of `leaf_advantages`.
+    """Add to `leaf_advantages` a comparison with the leaves of the same session (Tree-GRPO).
 
-    Returns:
-        (R,) float64 advantages. Exactly 0 in a group of equal rewards.
+    The arguments are the same. The result is (R,) float64, exactly 0 in a group of equal rewards.
     """
     question = leaf_advantages(
         rewards, groups=groups, sessions=sessions, normalize_by_std=normalize_by_std, epsilon=epsilon
@@ -104,8 +96,8 @@ def intra_tree_advantages(
         rewards, groups=trees, sessions=range(len(trees)), normalize_by_std=normalize_by_std, epsilon=epsilon
     )
     tree_of_leaf = dense_ids(trees)
-    # A leaf alone in its session is compared with no one there, and the paper's formula gives 0. The authors' code
-    # gives the raw reward, GRPO's rule for a lone sample; with that, sessions with one leaf would not be GRPO.
+    # For a leaf that is alone in its session, the paper's formula gives 0. The authors' code gives the raw reward, as
+    # GRPO does for a lone sample; with that, sessions with one leaf would not be GRPO.
     return question + np.where(np.bincount(tree_of_leaf)[tree_of_leaf] > 1, tree, 0.0)
 
 

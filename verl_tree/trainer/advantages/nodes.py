@@ -1,15 +1,14 @@
-"""One advantage per node of a session's token tree: `treerl` and `treepo`.
+"""One advantage per node of a session's token tree: `treerl` and `treepo` (docs/advantages.md).
 
-A session's trajectories, prompt and response, form a token tree (`TokenForest`). The value of a node is the mean reward
-of the leaves below it. Above the roots of a prompt's sessions stands the group with all their leaves::
+The trajectories of a session, prompt and response, form a token tree (`TokenForest`). The value V of a node is the mean
+reward of the leaves below it. Above the roots of a prompt's sessions stands the group with all their leaves::
 
     group  ──┬── session 0 ── P a ─┬─ b    r = 1          V(group) = 2/3, 3 leaves
              │                     └─ c    r = 0          V(P a) = 1/2, 2 leaves
              └── session 1 ── P d          r = 1          V(b) = V(P d) = 1, V(c) = 0
 
-Sessions never share a node, also where they sampled the same tokens: in both papers the trees are those of the search,
-and the trajectories of different trees are independent samples, as in GRPO. So the advantages of sessions with one leaf
-do not depend on which tokens they happen to have in common.
+Sessions never share a node, even where they sampled the same tokens. In both papers the trees are those of the search,
+and different trees are independent samples, as in GRPO.
 
 Legend: R rows (leaves), N nodes, G groups.
 """
@@ -29,10 +28,10 @@ from verl_tree.tree.nodes import IntArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionTrees:
-    """The token trees of all sessions, and the values of their nodes and groups.
+    """The token trees of all sessions, with the values of their nodes and groups.
 
     A trajectory that is a strict prefix of another ends in an inner node, and duplicates end in one node. Their rewards
-    count in that node's value, and their tokens have the advantages of the nodes on their path.
+    count in that node's value, and their tokens get the advantages of the nodes on their path.
 
     Attributes:
         forest: The trees.
@@ -40,7 +39,7 @@ class SessionTrees:
         num_leaves_N: (N,) leaves below it.
         group_value_N: (N,) mean reward of the node's group.
         group_num_leaves_N: (N,) leaves of the group.
-        group_std_N: (N,) standard deviation of their rewards, unbiased; 1 where the group has one leaf.
+        group_std_N: (N,) unbiased standard deviation of their rewards; 1 where the group has one leaf.
     """
 
     forest: TokenForest
@@ -59,13 +58,9 @@ class SessionTrees:
         groups: Sequence[Hashable],
         sessions: Sequence[Hashable],
     ) -> Self:
-        """Build the trees of all groups.
+        """Build the trees of all groups from R trajectories (token ids of prompt and response).
 
-        Args:
-            sequences: (R,) token ids of each trajectory, prompt and response.
-            rewards: (R,) reward of each leaf.
-            groups: (R,) the prompt of each leaf.
-            sessions: (R,) its session; distinct within a group, may repeat between groups.
+        Sessions are distinct within a group and may repeat between groups.
 
         Raises:
             ValueError: The arguments differ in length.
@@ -76,14 +71,14 @@ class SessionTrees:
         num_leaves_G = np.bincount(group_R)
         first_leaf_G = np.unique(group_R, return_index=True)[1]
         is_alone_G = num_leaves_G == 1
-        # Relative to the group's first reward, equal rewards cancel exactly. As in verl's GRPO, a leaf that is alone in
-        # its group is compared with 0, not with itself.
+        # Relative to the group's first reward, equal rewards cancel exactly. A leaf that is alone in its group is
+        # compared with 0, as in verl's GRPO, and not with itself.
         relative_R = rewards_R - np.where(is_alone_G, 0.0, rewards_R[first_leaf_G])[group_R]
         value_G = np.where(is_alone_G, 0.0, np.bincount(group_R, relative_R) / num_leaves_G)
         squares_G = np.bincount(group_R, (relative_R - value_G[group_R]) ** 2)
         std_G = np.where(is_alone_G, 1.0, np.sqrt(squares_G / np.maximum(num_leaves_G - 1, 1)))
 
-        # The sums over first_leaf..last_leaf. The zero at the end is for a last_leaf of R.
+        # Sums over first_leaf..last_leaf. The zero at the end is for a last_leaf of R.
         bounds = np.stack([forest.node_first_leaf, forest.node_last_leaf], axis=1).ravel()
         sum_N = np.add.reduceat(np.append(relative_R[forest.order], 0.0), bounds)[::2]
         num_leaves_N = forest.node_last_leaf - forest.node_first_leaf
@@ -98,21 +93,15 @@ class SessionTrees:
         )
 
     def on_responses(self, values_N: np.ndarray, *, response_lens: Sequence[int], width: int) -> np.ndarray:
-        """Give every response token the value of its node.
+        """Return the value of each response token's node: (R, width) float64, 0 after the responses.
 
-        Args:
-            values_N: (N,) one number per node.
-            response_lens: (R,) tokens of each response, the end of its sequence.
-            width: Number of columns, at least the longest response.
-
-        Returns:
-            (R, width) float64, 0 behind the responses.
+        `values_N` (N,) is one number per node. The last `response_lens` tokens of each sequence are its response.
         """
         forest = self.forest
         spans = list(zip(forest.node_start.tolist(), forest.node_end.tolist(), strict=True))
         first_nodes = np.searchsorted(forest.node_first_leaf, np.arange(forest.num_leaves + 1)).tolist()
         result = np.zeros((forest.num_leaves, width))
-        # In DFS order a row has the values of the row before it, but for the nodes that begin with this row.
+        # In DFS order a row has the values of the row before it, except on nodes that begin with this row.
         values = np.zeros(forest.sequence_lens.max(initial=0))
         for row, (start, end) in zip(forest.order.tolist(), pairwise(first_nodes), strict=True):
             for node in range(start, end):
@@ -124,20 +113,15 @@ class SessionTrees:
 
 
 def treerl_advantages(trees: SessionTrees, *, normalize_by_std: bool = True, epsilon: float = EPSILON) -> np.ndarray:
-    """Compare a node with the group and with its parent, over the square root of its leaves (TreeRL).
+    """Compare each node with its group and its parent, divided by the square root of its number of leaves (TreeRL).
 
     A(n) = ((V(n) - V(group)) + (V(n) - V(parent))) / (2 sqrt(leaves of n)), the parent of a root being the group.
 
-    Source: TreeRL, arXiv 2506.11902, process supervision by global and local advantage. Half of the paper's sum, a
-    constant factor, and the standard deviation of the group make it GRPO where every session has one leaf.
+    Source: TreeRL, arXiv 2506.11902, process supervision by global and local advantage. Half of the paper's sum,
+    divided by the group's standard deviation: this makes it GRPO where every session has one leaf.
 
-    Args:
-        trees: The sessions.
-        normalize_by_std: Whether to divide by the group's standard deviation.
-        epsilon: Added to it.
-
-    Returns:
-        (N,) float64 advantages. Exactly 0 in a group of equal rewards.
+    The result is (N,) float64, exactly 0 in a group of equal rewards. `normalize_by_std` divides by the group's
+    standard deviation plus `epsilon`.
     """
     parent_N = trees.forest.node_parent
     parent_value_N = np.where(parent_N >= 0, trees.value_N[parent_N], trees.group_value_N)
@@ -147,17 +131,17 @@ def treerl_advantages(trees: SessionTrees, *, normalize_by_std: bool = True, eps
 
 
 def treepo_advantages(trees: SessionTrees, *, normalize_by_std: bool = True, epsilon: float = EPSILON) -> np.ndarray:
-    """Compare a node with each subgroup above it, larger subgroups counting more (TreePO).
+    """Compare each node with the subgroups above it, larger subgroups counting more (TreePO).
 
     A(n) = sum(|g| (V(n) - V(g))) / sum(|g|) over the subgroups g above n: its group and its ancestors, |g| leaves each.
     A root that holds all leaves of its group is the same subgroup and counts once.
 
     Source: TreePO, arXiv 2508.17445, tree-based advantage estimation weighted by subgroup size (`group_size` in the
     authors' `compute_tree_reinforce_plus_plus_baseline_outcome_advantage`). The paper gives one number per trajectory;
-    that is the number here on tokens that only this trajectory has. A token that several trajectories have gets the
-    same formula for the subtree below it. It is normalised per group as GRPO, where the authors whiten over the batch.
+    tokens that only this trajectory has get that number here. A shared token gets the formula of the subtree below it.
+    Numbers are normalised per group as in GRPO; the authors whiten over the batch.
 
-    Args and Returns are those of `treerl_advantages`.
+    Arguments and result are those of `treerl_advantages`.
     """
     forest = trees.forest
     is_group_N = (forest.node_parent < 0) & (trees.num_leaves_N == trees.group_num_leaves_N)

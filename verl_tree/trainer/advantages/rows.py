@@ -1,7 +1,7 @@
 """What the trainer tells an estimator about its rows.
 
-verl hands an estimator the uid of each row, but neither its session nor its tokens. The trainer announces both around
-verl's own call, so that what verl does there (KL in the reward, rollout correction) stays verl's.
+verl gives an estimator the uid of each row, but neither its session nor its tokens. The trainer announces both around
+verl's own call, so what verl does there (KL in the reward, rollout correction) stays verl's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,17 +16,11 @@ from verl_tree.trainer.batching import parse_row_key
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """The rows of one call in verl's order, without padding rows.
+    """The rows of one call in verl's order, without padding rows."""
 
-    Attributes:
-        keys: (R,) row keys, `{uid}_{session}_{leaf}`.
-        sequences: (R,) token ids of prompt and response.
-        response_lens: (R,) tokens of the response, the end of each sequence.
-    """
-
-    keys: Sequence[str]
-    sequences: Sequence[np.ndarray]
-    response_lens: Sequence[int]
+    keys: Sequence[str]  # (R,) `{uid}_{session}_{leaf}`
+    sequences: Sequence[np.ndarray]  # (R,) token ids of prompt and response
+    response_lens: Sequence[int]  # (R,) tokens of the response, the end of each sequence
 
     def __post_init__(self) -> None:
         assert len(self.keys) == len(self.sequences) == len(self.response_lens)
@@ -38,7 +32,7 @@ class Rows:
 
     @property
     def sessions(self) -> list[int]:
-        """(R,) its session, a number within the group."""
+        """(R,) the session of each row, a number within the group."""
         return [parse_row_key(key).session for key in self.keys]
 
 
@@ -59,7 +53,7 @@ def announced_rows(estimator: str, *, num_rows: int) -> Rows:
     """Return the rows of the estimator that is running.
 
     Raises:
-        ValueError: Other rows than the `num_rows` that verl gave to it were announced: the trainer is not ours.
+        ValueError: The announced rows are not the `num_rows` that verl gave to it: the trainer is not ours.
     """
     rows = _rows.get(None)
     num_known = 0 if rows is None else len(rows.keys)
