@@ -99,7 +99,9 @@ def _time_shape(name: str, *, device: torch.device, head_dim: int, options: argp
     flat_lens = [len(row) for row in sequences]
     causal_len = int(np.sqrt(2 * num_pairs))
     contenders: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
-        backend: (_tree_call(plan, backend), layout.num_tokens) for backend in BACKENDS if backend != "dense"
+        backend: (_tree_call(plan, backend), layout.num_tokens)
+        for backend, found in BACKENDS.items()
+        if not found.is_oracle
     }
     contenders["flex"] = (_flex_call(plan, device), layout.num_tokens)
     contenders["flat"] = (_flat_call(flat_lens, device), sum(flat_lens))

@@ -27,6 +27,7 @@ from verl_tree.testing.synthetic import random_forest, star, tool_fan_out, tree_
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
 
+FAST_BACKENDS = [name for name, backend in BACKENDS.items() if not backend.is_oracle]
 HEADS = ((1, 1), (8, 8), (8, 2), (14, 2), (8, 1))
 """Query and key-value heads: groups of 1, 1, 4, 7 and 8."""
 
@@ -91,7 +92,7 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 96, 128, 256])
-    parser.add_argument("--backends", nargs="+", default=[name for name in BACKENDS if name != "dense"])
+    parser.add_argument("--backends", nargs="+", default=FAST_BACKENDS)
     return parser.parse_args()
 
 

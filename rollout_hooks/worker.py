@@ -25,11 +25,12 @@ from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.report import CaptureReport, FailedSession
 from rollout_hooks.capture.rows import RowLimits, SessionRows, session_rows
 from rollout_hooks.capture.session_tree import SessionTree
-
-# Imported so that the loops are registered in every worker process.
-from rollout_hooks.loops import blackbox, compaction, memory, parallel_tools, subagents, tree_search  # noqa: F401
+from rollout_hooks.loops import register_built_in
 
 logger = logging.getLogger(__name__)
+
+# In every worker process: it imports this module.
+register_built_in()
 
 PARTITIONS = ("train", "val")
 

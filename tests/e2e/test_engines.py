@@ -11,7 +11,7 @@ import pytest
 from engine_cases import CASES
 
 TOLERANCE = 1e-5
-"""Relative, per optimiser step, fp32 against fp32; design.md, invariant 1."""
+"""Relative, per optimiser step, float32 against float32."""
 
 
 def free_port() -> int:

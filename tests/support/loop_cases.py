@@ -55,7 +55,8 @@ def run(loop_class, reply, /, *, row=None, options=None, delay=None, more_tools=
 
     async def make_and_run():
         loop = make_loop(functools.partial(loop_class, **(options or {})), client, **settings)
-        loop.tools |= {tool.name: tool for tool in more_tools}
+        if more_tools:
+            loop.tools |= {tool.name: tool for tool in more_tools}
         return await loop.run(dict(SAMPLING), **(row or dataset_row()))
 
     outputs = asyncio.run(make_and_run())

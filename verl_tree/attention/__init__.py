@@ -36,17 +36,19 @@ class AttentionBackend:
         attend: `attend(q_THD, k_THD, v_THD, plan, *, options) -> out_THD`, differentiable once. Shapes are those of
             `tree_attention`. The plan is on the device of the inputs. The output has the dtype of `q_THD`.
         not_supported_reasons: Takes the same arguments. Returns a list of reasons, empty if the backend can serve.
+        is_oracle: It serves everything, slowly. `"auto"` warns when it takes it, and benchmarks leave it out.
     """
 
     attend: Callable[..., torch.Tensor]
     not_supported_reasons: Callable[..., list[str]]
+    is_oracle: bool = False
 
 
 BACKENDS: dict[str, AttentionBackend] = {
     "fa4": AttentionBackend(fa4.fa4_attention, fa4.not_supported_reasons),
     "triton": AttentionBackend(triton_backend.triton_attention, triton_backend.not_supported_reasons),
     "varlen": AttentionBackend(varlen.varlen_attention, varlen.not_supported_reasons),
-    "dense": AttentionBackend(dense.dense_attention, lambda *_, **__: []),
+    "dense": AttentionBackend(dense.dense_attention, lambda *_, **__: [], is_oracle=True),
 }
 """Every backend, fastest first. `"auto"` takes the first that serves the inputs."""
 
@@ -130,8 +132,8 @@ def _log_once(asked: str, chosen: str, *, refusals: list[str], options: ScoreOpt
     _logged_choices.add(key)
     wanted = f" for layers with {' and '.join(options.names())}" if options.names() else ""
     why = f"; faster ones refused: {', '.join(refusals)}" if refusals else ""
-    # The dense backend is slow, so a user who did not ask for it by name is warned.
-    level = logging.WARNING if asked == "auto" and chosen == "dense" else logging.INFO
+    # An oracle is slow, so a user who did not ask for it by name is warned.
+    level = logging.WARNING if asked == "auto" and BACKENDS[chosen].is_oracle else logging.INFO
     logger.log(level, "tree attention backend%s: %s (asked for: %s)%s", wanted, chosen, asked, why)
 
 

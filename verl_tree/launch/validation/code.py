@@ -122,9 +122,10 @@ def _registered_loops(config: DictConfig) -> list[str]:
     """Return the loops that every agent loop worker knows: verl's, ours, and those of a manager of the user's."""
     from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
-    # Importing a loop registers it. `rollout_hooks.worker` imports the same, but also vLLM, which takes 3 s.
-    for name in ("blackbox", "compaction", "memory", "parallel_tools", "subagents", "tree_search"):
-        importlib.import_module(f"rollout_hooks.loops.{name}")
+    from rollout_hooks.loops import register_built_in
+
+    # As `rollout_hooks.worker` does, which also imports vLLM: that takes 3 s.
+    register_built_in()
     manager = value_of(config, MANAGER_KEY) or TREE_MANAGER
     if manager != TREE_MANAGER and not _module_problem(manager):
         importlib.import_module(manager.rpartition(".")[0])
