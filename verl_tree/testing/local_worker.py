@@ -36,9 +36,9 @@ def local_worker(
 ) -> TreeTrainingWorker:
     """Build an initialised float32 worker on a folder with a Hugging Face model; `set_loss_fn` gives it a loss.
 
-    `strategy` is `fsdp_tree` or verl's own `fsdp2`. `max_token_len` bounds a micro-batch, in tree tokens of a pack or in
-    flat tokens. `model_options` sets fields of verl's `HFModelConfig`, `tree_options` those of `TreeConfig`. The
-    default optimiser is AdamW with learning rate 1e-3. `is_critic` builds a value model instead of a policy.
+    `strategy` is `fsdp_tree` or verl's own `fsdp2`. `max_token_len` bounds a micro-batch, in tree tokens or in flat
+    tokens. `model_options` sets fields of verl's `HFModelConfig`, `tree_options` those of `TreeConfig`. The default
+    optimiser is AdamW with learning rate 1e-3. `is_critic` builds a value model instead of a policy.
     """
     options = {"enable_gradient_checkpointing": False, **(model_options or {})}
     model_config = HFModelConfig(

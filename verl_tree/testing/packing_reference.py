@@ -1,7 +1,7 @@
 """Optimal packings as references for tests and benchmarks: by all partitions, and by an integer programme.
 
-`brute_force` shares no code with `verl_tree.packing`. `integer_programme` takes its items and nodes and its bound
-`least_visits` as cuts; tests check that bound by `brute_force`.
+`brute_force` shares no code with `verl_tree.packing`. `integer_programme` takes that package's items and nodes, and
+its bound `least_visits` as cuts; `brute_force` checks that bound.
 """
 
 from collections.abc import Sequence

@@ -246,9 +246,9 @@ def unbalanced(
     and leaves an earlier one or the prompt; `num_leaves` counts them, too.
 
     Lengths follow a Pareto distribution from `turn_len` (nodes of deep branches) or `leaf_len` (other leaves) to
-    `max_len`; their median is 1.6 times the smallest. The number of leaves at a node follows one, too, divided by the
-    node's depth. So a few nodes hold most tokens, a few others most leaves, and half of the trajectories end far above
-    the deepest.
+    `max_len`; their median is 1.6 times the smallest. The number of leaves at a node follows one, too, divided by its
+    depth. A few nodes hold most tokens, a few others most leaves, and half of the trajectories end far above the
+    deepest one.
 
     Raises:
         ValueError: A count or length is below 1, or num_leaves is below num_deep.

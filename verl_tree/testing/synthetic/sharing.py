@@ -111,7 +111,7 @@ def _inner_lens(num_saved: int, *, num_flat_tokens: int, weights: NDArray, level
     level_lens[0] += (1 - even_share) * root_len
     lens = 1 + np.floor(level_lens[levels]).astype(np.int64)
     saved_left = num_saved - int(saves @ lens)
-    for node, saved in enumerate(saves.tolist()):  # the rest, at most a few tokens per node
+    for node, saved in enumerate(saves.tolist()):  # the rest, at most a few tokens a node, largest nodes first
         more_len, saved_left = divmod(saved_left, saved)
         lens[node] += more_len
     return lens
