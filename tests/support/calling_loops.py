@@ -38,7 +38,7 @@ def score(text: str) -> float:
 
 
 class Logged(ToolTurnsLoop):
-    """A base that rewards the final leaf and logs each session: its loop, and (prompt length, trained tokens) per row."""
+    """A base that rewards the final leaf and logs per session the loop and each row's prompt length and trained tokens."""
 
     def __init__(self, *args: Any, log: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

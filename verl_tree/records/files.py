@@ -91,6 +91,8 @@ def write_trees(path: str | os.PathLike[str], trees: Iterable[StoredTree]) -> No
 def read_trees(path: str | os.PathLike[str], *, uid: str | None = None) -> list[StoredTree]:
     """Read the trees of a file of `write_trees` in the order in which they were written; with `uid`, only that group's.
 
+    Tokens, masks and float32 values come back exactly.
+
     Raises:
         ValueError: The file holds no stored trees, is of a newer format, or holds no tree of that group.
         OSError: The file does not exist or cannot be read.
@@ -122,7 +124,6 @@ def forests(path: str | os.PathLike[str]) -> list[TokenForest]:
 
 
 def _to_batch(tree: StoredTree, *, index: int) -> pa.RecordBatch:
-    """Make the rows of one tree."""
     forest = tree.forest()
     num_nodes, parents = forest.num_nodes, forest.node_parent.tolist()
     spans = [slice(*bounds) for bounds in zip(forest.node_start.tolist(), forest.node_end.tolist(), strict=True)]
@@ -185,7 +186,6 @@ def _leaf_columns(leaf: StoredLeaf) -> dict[str, Any]:
 
 
 def _json_value(value: Any) -> Any:
-    """Return numpy values as Python ones, everything else as text."""
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
@@ -238,7 +238,6 @@ def _tree(nodes: list[tuple[Any, ...]]) -> StoredTree:
 def _leaf(
     columns: dict[str, Any], *, token_ids: np.ndarray, is_trained: np.ndarray, log_probs: np.ndarray
 ) -> StoredLeaf:
-    """Make a leaf from its columns and the token values of its path."""
     response = slice(columns["prompt_len"], None)
     token_rewards, token_advantages = columns["token_rewards"], columns["token_advantages"]
     if token_rewards is None and columns["reward"] is not None:

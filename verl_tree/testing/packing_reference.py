@@ -27,7 +27,7 @@ def brute_force(
 ) -> int:
     """Find the fewest packed tokens over all partitions of the trajectories.
 
-    It takes 3^S steps for S trajectories, so S is about ten at most. The caps are those of `verl_tree.packing.pack`.
+    It takes 3^S steps for S trajectories, so S is about ten at most. Caps and loss terms are as in `pack`.
 
     Raises:
         ValueError: A trajectory alone exceeds a cap.

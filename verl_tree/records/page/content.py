@@ -86,7 +86,6 @@ class _Placed:
 
 
 def _place(forest: TokenForest) -> list[_Placed]:
-    """Return the nodes in display order."""
     children: dict[int, list[int]] = {node: [] for node in range(-1, forest.num_nodes)}
     for node, parent in enumerate(forest.node_parent.tolist()):
         children[parent].append(node)
@@ -112,7 +111,6 @@ def _place(forest: TokenForest) -> list[_Placed]:
 
 
 def _leaf(leaf: StoredLeaf, *, node: int) -> dict[str, Any]:
-    """Return a line of the table of leaves."""
     return {
         "name": f"{leaf.session}_{leaf.leaf}",
         "num_tokens": len(leaf.token_ids),
