@@ -38,7 +38,7 @@ def score(text: str) -> float:
 
 
 class Logged(ToolTurnsLoop):
-    """A base that rewards the final leaf and logs per session the loop and each row's prompt length and trained tokens."""
+    """A base that rewards the final leaf and logs per session its loop and each row's prompt and trained lengths."""
 
     def __init__(self, *args: Any, log: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
