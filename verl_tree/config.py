@@ -1,9 +1,7 @@
-"""The `tree:` options as frozen dataclasses, checked when they are built, and the engine config that carries them.
+"""The `tree:` options as dataclasses that check their values, and the engine config that carries them.
 
-`TreeConfig` is what every consumer reads. `TreeFSDPEngineConfig` is verl's FSDP engine config with the tree options as
-one more field: the workers see nothing but `actor_rollout_ref` and `critic`, so the options travel inside these.
-
-What the options mean is said once, in `configs/tree/default.yaml` (as a table: docs/options.md).
+verl's workers see only `actor_rollout_ref` and `critic`, so the options travel there in a `TreeFSDPEngineConfig`.
+`configs/tree/default.yaml` and docs/options.md say what each option means.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +14,7 @@ from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
 
 
 def _option(default: Any, must_be: str, holds: Callable[[Any], bool]) -> Any:
-    """Declare an option by its default and the values that it takes; a default of None may also be set."""
+    """Declare an option that takes the values for which `holds` is true, and None if that is its default."""
     return field(default=default, metadata={"must_be": must_be, "holds": holds})
 
 
@@ -43,12 +41,12 @@ def _text(default: str | None, must_be: str) -> Any:
 
 
 def _choice(*names: str, remedy: str) -> Any:
-    """Declare an option that is one of some names, the first by default."""
+    """Declare an option that takes one of the names; the first is its default."""
     return _option(names[0], f"one of {', '.join(names)}; {remedy}", lambda value: value in names)
 
 
 def _check(options: Any, *, group: str) -> None:
-    """Refuse the first option whose value is not one that it takes."""
+    """Raise ValueError for the first option whose value it does not take."""
     for each in fields(options):
         value = getattr(options, each.name)
         is_default_none = value is None and each.default is None
@@ -57,7 +55,7 @@ def _check(options: Any, *, group: str) -> None:
 
 
 def _from_mapping(cls: type, values: Any, *, group: str) -> Any:
-    """Build `cls` from a mapping and name unknown keys; an instance of `cls` passes through."""
+    """Build `cls` from a mapping and refuse unknown keys; an instance of `cls` passes through."""
     if isinstance(values, cls):
         return values
     if not isinstance(values, Mapping):
@@ -86,8 +84,8 @@ class WatchdogConfig:
 class TreeConfig:
     """The options of the group `tree`.
 
-    `packing`, `backend` and `shared_tokens` are names that the packages they select know
-    (`verl_tree.packing.METHODS`, `verl_tree.attention.BACKENDS`, `verl_tree.functional.expansion.SHARED_TOKEN_MODES`).
+    The names that `packing`, `backend` and `shared_tokens` take are in `verl_tree.packing.METHODS`,
+    `verl_tree.attention.BACKENDS` and `verl_tree.functional.expansion.SHARED_TOKEN_MODES`.
     """
 
     enabled: bool = _flag(True)
@@ -112,16 +110,10 @@ class TreeConfig:
 
     @classmethod
     def from_mapping(cls, values: "Mapping[str, Any] | TreeConfig") -> "TreeConfig":
-        """Build the options from a mapping such as the `tree` node of a composed configuration.
-
-        Args:
-            values: Option names and values; missing ones take their defaults. A `TreeConfig` passes through.
-
-        Returns:
-            The checked options.
+        """Build the options from a mapping of names and values; missing ones take their defaults.
 
         Raises:
-            ValueError: An unknown option, or a value that an option does not take; the message has the remedy.
+            ValueError: An option is unknown or does not take its value; the message has the remedy.
         """
         return _from_mapping(cls, values, group="tree")
 
@@ -130,18 +122,15 @@ class TreeConfig:
 class TreeFSDPEngineConfig(FSDPEngineConfig):
     """verl's FSDP engine config (`verl.workers.config.FSDPEngineConfig`, 0.9.1) with the tree options.
 
-    `fsdp_config._target_` selects it for both values of `tree.enabled`, so it accepts the strategies of either engine.
-    It is not frozen or slotted because its verl base is neither.
-
-    Attributes:
-        tree: The tree options; a mapping is turned into a `TreeConfig`.
+    `fsdp_config._target_` selects it for both values of `tree.enabled`, so it accepts the strategies of both engines.
+    `tree` may be given as a mapping. The class is neither frozen nor slotted because verl's class is neither.
     """
 
     tree: TreeConfig = field(default_factory=TreeConfig)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tree", TreeConfig.from_mapping(self.tree))
-        # verl's check knows its own strategies only. Ours runs on FSDP2, so it is checked under that name.
+        # verl's check accepts only its own strategies. Ours runs on FSDP2, so it is checked under that name.
         strategy = self.strategy
         if strategy == TREE_STRATEGY:
             object.__setattr__(self, "strategy", FLAT_STRATEGY)

@@ -1,8 +1,8 @@
-"""The entry point: compose the configuration, refuse what cannot work, prepare the processes, train.
+"""The entry point: compose the configuration, check it, prepare the processes, train.
 
     python -m verl_tree.main_ppo data.train_files=... actor_rollout_ref.model.path=... [any verl override]
 
-`--cfg job` prints the configuration, `--help` the options. Everything heavy is imported after that.
+`--cfg job` prints the configuration, `--help` the options. Heavy modules are imported later, so both are quick.
 """
 
 import importlib
@@ -24,19 +24,16 @@ def main() -> None:
 
 
 def run(config: DictConfig) -> None:
-    """Train as a composed configuration says.
-
-    Args:
-        config: The configuration of `verl_tree.launch.composition.compose_config`; resolved in place.
+    """Train with a configuration of `verl_tree.launch.composition.compose_config`, which is resolved in place.
 
     Raises:
-        ValueError: A setting that cannot work.
+        ValueError: A setting cannot work.
         RuntimeError: A process died or hung; the message has the cause and the tail of its log.
     """
     OmegaConf.resolve(config)
     variables = ray_env_vars(config)
     os.environ.update(variables)
-    # Hydra has imported verl by now, to find its YAML files: for this process the variables come too late.
+    # Hydra has already imported verl to find its YAML files, so the variables come too late for this process.
     importlib.import_module(PLATFORM_MODULE)
     from verl_tree.launch.validation import validate
 
@@ -46,11 +43,7 @@ def run(config: DictConfig) -> None:
 
 
 def train(config: DictConfig) -> None:
-    """Start Ray and run the task runner to its end, watched.
-
-    Args:
-        config: A valid, resolved configuration.
-    """
+    """Start Ray and run the task runner under the watchdog; the configuration must be valid and resolved."""
     from verl.trainer.main_ppo import run_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config

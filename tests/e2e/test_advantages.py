@@ -1,4 +1,4 @@
-"""The trainer gives estimators their rows: keys, tokens and response lengths, through a real TransferQueue."""
+"""Through a real TransferQueue, the trainer gives estimators the keys, tokens and response lengths of their rows."""
 
 import os
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def queue() -> Iterator[None]:
-    """Ray and TransferQueue."""
+    """Start Ray and TransferQueue."""
     env = {"VERL_USE_EXTERNAL_MODULES": "verl_tree.cpu.platform", "TRANSFER_QUEUE_ENABLE": "1"}
     ray.init(address="local", num_cpus=4, include_dashboard=False, runtime_env={"env_vars": env})
     try:
@@ -55,7 +55,7 @@ def queue() -> Iterator[None]:
 
 
 def store_rows() -> KVBatchMeta:
-    """Return the rows in an order in which session 0 is not together, and two padding rows."""
+    """Store the rows, with those of session 0 apart from each other, and two padding rows."""
     keys = ["u_0_1", "u_1_0", "u_0_0"]
     rows: list[dict[str, Any]] = []
     tags = []

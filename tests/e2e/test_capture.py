@@ -1,7 +1,7 @@
 """Capture end to end: verl's agent loop manager and worker with Ray and TransferQueue; only the LLM server is scripted.
 
-One batch of four prompts with three sessions each: branching loop with rewards of its own, verl's own tool loop scored
-by verl's reward worker, a prompt of which one session fails, and a prompt of which all fail.
+The batch has four prompts with three sessions each. The first runs a branching loop with rewards of its own, the second
+verl's tool loop with verl's reward worker. One session of the third prompt fails, and all sessions of the fourth.
 """
 
 import itertools
@@ -46,7 +46,7 @@ def twice(x: int) -> str:
 
 
 class NamedResult(ParallelToolsAgentLoop):
-    """A conclusion is worth 1 if it names its result; an answer is worth 2."""
+    """A loop whose conclusions are worth 1 if they name their result, and whose answers are worth 2."""
 
     @override
     async def branch_reward(self, *, row, call, result, conclusion):
@@ -58,12 +58,12 @@ class NamedResult(ParallelToolsAgentLoop):
 
 
 def reward_by_verl(**_row):
-    """Return a reward, as a custom reward function of verl's does."""
+    """Return a reward as verl's custom reward functions do."""
     return {"score": 0.75, "acc": 1.0}
 
 
 class Reply:
-    """Answers by what the prompt asks; the first session of a "flaky" prompt loses its server."""
+    """Answers that depend on the prompt's question; the first session of a "flaky" prompt loses its server."""
 
     def __init__(self):
         self.calls = itertools.count()
@@ -123,7 +123,7 @@ def cluster():
 
 
 def submit(manager, prompts, partition):
-    """Hand prompts over as verl's trainer does, and wait until all have ended; return uids and statuses."""
+    """Submit prompts as verl's trainer does, wait until all have ended, and return their uids and statuses."""
     size = len(prompts)
     batch = tu.get_tensordict(
         {

@@ -1,4 +1,4 @@
-"""The tree engine gives the numbers of verl's own FSDP2 engine: one and two ranks, fp32, real verl on gloo."""
+"""The tree engine computes what verl's FSDP2 engine computes: on one and two ranks, in fp32, real verl on gloo."""
 
 import json
 import socket
@@ -15,7 +15,7 @@ TOLERANCE = 1e-5
 
 
 def free_port() -> int:
-    """Find a port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -39,7 +39,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_verls_own_engine(results: dict[str, Any], case: Any) -> None:
-    """Log-probs, entropy, values, loss, every gradient and every parameter after the steps."""
+    """Compare log-probs, entropy, values, loss, every gradient and every parameter after the steps."""
     errors = results[case.name]
     tolerance = TOLERANCE * case.num_steps
     outputs = ("values",) if case.is_critic else ("log_probs", "entropy")
@@ -48,17 +48,17 @@ def test_equals_verls_own_engine(results: dict[str, Any], case: Any) -> None:
         assert errors[name] <= tolerance, (name, errors)
     if not case.same_objective:
         assert errors["gradient"] > 1e-2, errors
-    # The loss can cancel; its scale is that of its gradient's terms, which are of order one here.
+    # The terms of the loss may cancel, so its error is relative to the terms, which are of order one.
     assert errors["loss_difference"] <= tolerance * max(1.0, errors["loss"]), errors
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_case_is_not_empty(results: dict[str, Any], case: Any) -> None:
-    """A comparison of nothing passes; so the step must move the parameters, and deep rows must share tokens."""
+    """An empty comparison would pass, so the step must move the parameters, and deep rows must share tokens."""
     errors = results[case.name]
     assert errors["gradient_norm"] > 1e-3, errors
     assert errors["moved"] > 1e-4, errors
     if case.rows == "deep":
         assert errors["por"] > 0.3, errors
-        # Clip and dual clip both; GSPO has no dual clip and a critic neither.
+        # Both clip and dual clip act. GSPO has no dual clip, and a critic has neither.
         assert case.is_critic or "policy_loss" in case.actor or errors["clipped"] > 0.01, errors

@@ -19,7 +19,7 @@ def entry(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedP
 
 
 def test_configuration_from_a_wheel_outside_the_checkout(tmp_path: Path) -> None:
-    """The wheel brings its YAML files along, and nothing of the checkout is used."""
+    """The wheel contains its YAML files, and nothing of the checkout is used."""
     source, target, elsewhere = tmp_path / "source", tmp_path / "installed", tmp_path / "elsewhere"
     elsewhere.mkdir()
     _copy_sources(source)
@@ -47,7 +47,7 @@ def test_configuration_from_a_wheel_outside_the_checkout(tmp_path: Path) -> None
 
 
 def _copy_sources(folder: Path) -> None:
-    """Copy what a wheel is built from; a build in the checkout would leave files there."""
+    """Copy the sources of the wheel, because a build in the checkout would leave files there."""
     ignore = shutil.ignore_patterns("__pycache__")
     for name in ("verl_tree", "rollout_hooks", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignore)

@@ -1,4 +1,4 @@
-"""Capture in three places in front of one real vLLM engine on the CPU: verl's client, AsyncLLM, and the gateway."""
+"""Capture of one real vLLM engine on the CPU from three places: verl's client, AsyncLLM, and the gateway."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ NUM_SESSIONS = 64
 
 @pytest.fixture(scope="module")
 def loop():
-    """One event loop for the module: the engine belongs to the loop that it was first used in."""
+    """Return one event loop for the module, because an engine belongs to the loop that used it first."""
     loop = asyncio.new_event_loop()
     yield loop
     loop.close()
@@ -45,7 +45,7 @@ def loop():
 
 @pytest.fixture(scope="module")
 def engine(loop, tmp_path_factory):
-    """AsyncLLM with a random two-layer Qwen3."""
+    """Start AsyncLLM with a random two-layer Qwen3."""
     folder = str(tmp_path_factory.mktemp("model"))
     torch.manual_seed(3)
     tokenizer().save_pretrained(folder)
@@ -69,7 +69,7 @@ def engine(loop, tmp_path_factory):
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         patch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
         patch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
-        # Prefix caching would change which tokens share a matrix product, and so the last bits of log-probs.
+        # Prefix caching would change which tokens share a matrix product, and so the last bits of the log-probs.
         arguments = AsyncEngineArgs(
             model=folder,
             dtype="float32",
@@ -89,12 +89,10 @@ def engine(loop, tmp_path_factory):
 
 
 class LoggedEngine:
-    """The engine of one session with a log of what it sampled in each call.
+    """The engine of one session, with a log of what it sampled in each call.
 
-    Args:
-        engine: The engine.
-        fails_at: The call, counted from 0, that fails before it samples anything; None for no such call.
-        breaks_at: The call that fails after its first tokens, if it has more and they are streamed.
+    Call number `fails_at` (from 0) fails before it samples anything. Call number `breaks_at` fails after its first
+    tokens, if it has more and they are streamed.
     """
 
     def __init__(self, engine, *, fails_at=None, breaks_at=None):
@@ -151,7 +149,7 @@ class LocalClient(LLMServerClient):
 
 @ToolParser.register("every_turn_calls")
 class EveryTurnCalls(ToolParser):
-    """A random model calls no tools by itself: here whatever it says is two calls."""
+    """A parser that reads any text as two tool calls, because a random model writes none."""
 
     @override
     async def extract_tool_calls(self, responses_ids, tools=None):
@@ -168,7 +166,7 @@ def recording_client(engine):
 
 
 async def scripted_agent(chat):
-    """Three turns deep, branching behind the first; then another question. Each call has a seed of its own."""
+    """Take three turns, branching after the first, then ask another question. Each call has a seed of its own."""
     first = [*user("a question"), {"role": "assistant", "content": await chat(user("a question"), seed=1)}]
     for seed, text in ((2, "go on"), (3, "or else")):
         asked = [*first, *user(text)]
@@ -228,7 +226,7 @@ def forest(tree):
 
 
 def test_the_same_agent_gives_the_same_forest_in_all_three_places(loop, engine):
-    """Token for token and log-prob for log-prob, without any tolerance."""
+    """All tokens and log-probs are equal, without any tolerance."""
 
     async def all_places():
         return [
@@ -262,7 +260,7 @@ TURN_JSON = {"type": "json_schema", "json_schema": {"name": "turn", "schema": TU
 
 @pytest.mark.parametrize("place", ["verls_client", "async_llm"])
 def test_a_random_model_keeps_to_a_prescribed_form(loop, engine, place):
-    """Calls and JSON that such a model would never write; every token is recorded as it was sampled."""
+    """It writes tool calls and JSON that it never would by itself, and every token is recorded as it was sampled."""
     if place == "verls_client":
         session_engine = ClientEngine(recording_client(engine))
     else:
@@ -293,7 +291,7 @@ def test_a_random_model_keeps_to_a_prescribed_form(loop, engine, place):
 
 
 async def read_stream(create, messages, *, goes_away):
-    """Read an answer to its end, or leave at its first piece; False if it broke off, which no client tries again."""
+    """Read an answer to its end or leave at its first piece; return False if it broke off, which no client retries."""
     stream = await create(model="policy", messages=messages, tools=TOOLS, tool_choice="none", stream=True)
     try:
         async for _ in stream:
@@ -308,7 +306,7 @@ async def read_stream(create, messages, *, goes_away):
 
 
 async def openai_agent(client, number, *, goes_away):
-    """Two tool calls in a turn, their results, an answer; and a question beside it. Some clients go away."""
+    """Call two tools in a turn, send the results, get an answer, and ask another question. Some clients go away."""
     create = client.chat.completions.create
     beside = asyncio.create_task(create(model="policy", messages=user(f"beside {number}")))
     messages = user(f"session {number}")
@@ -326,7 +324,7 @@ async def openai_agent(client, number, *, goes_away):
 
 
 def test_64_openai_agents_lose_no_token_to_disconnects_and_errors(loop, engine):
-    """What the engine sampled and what the trees hold are the same, call by call."""
+    """Call by call, the trees hold what the engine sampled."""
 
     async def all_sessions():
         gateway, sessions = Gateway(), []

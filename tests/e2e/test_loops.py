@@ -1,4 +1,4 @@
-"""Three steps of real training in which the rows of the data set name the agent loops: all of them in every batch."""
+"""Three steps of real training whose rows name the agent loops; every batch has rows of every loop."""
 
 import json
 from collections import defaultdict
@@ -62,7 +62,7 @@ def test_every_loop_trains(folder: Path) -> None:
         "loops",
         f"data.train_batch_size={len(OPTIONS)}",
         f"actor_rollout_ref.rollout.n={NUM_SESSIONS}",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=memory",  # of the rows of validation, which name none
+        "actor_rollout_ref.rollout.agent.default_agent_loop=memory",  # for the validation rows, which name none
         "data.max_prompt_length=128",
         "data.max_response_length=96",
         "actor_rollout_ref.rollout.max_model_len=224",
@@ -94,9 +94,9 @@ def test_every_loop_trains(folder: Path) -> None:
         "ParallelTools": num_each,
     }
     assert all(trained > 0 for rows in sessions.values() for session in rows for _, trained in session)
-    # Three turns: three contexts, of which the first is the root prompt.
+    # Three turns have three contexts, and the first is the root prompt.
     assert all(len(session) == 3 and len({length for length, _ in session}) > 1 for session in sessions["Memory"])
-    # Two turns with their results are beyond max_context_len unless the model ended them early; the third is the last.
+    # Two turns with their results exceed max_context_len unless the model ended them early. The third is the last.
     assert {len(session) for session in sessions["Compaction"]} <= {1, 2, 3}
     assert max(len(session) for session in sessions["Compaction"]) >= 2
     assert all(len(session) > 1 for session in sessions["Subagents"])

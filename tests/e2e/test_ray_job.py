@@ -1,4 +1,4 @@
-"""On a Ray cluster that is there already: `ray start --head`, `ray job submit -- python -m verl_tree.main_ppo ...`."""
+"""Training on a running Ray cluster: `ray start --head`, `ray job submit -- python -m verl_tree.main_ppo ...`."""
 
 import os
 import secrets
@@ -70,7 +70,7 @@ def _wait_for(url: str, *, log: Path, head: subprocess.Popen, timeout_s: int = 1
 
 
 def test_a_submitted_job_trains_actor_and_critic_on_two_ranks(dashboard: str, tmp_path: Path) -> None:
-    """GAE on the leaves of two ranks; the critic learns on trees too. A mini-batch of one group is cut to feed both."""
+    """GAE on two ranks: the critic trains on trees, too, and a mini-batch of one group is cut to feed both ranks."""
     make_inputs(tmp_path)
     metrics = tmp_path / "metrics.jsonl"
     options = (
@@ -108,10 +108,10 @@ def test_a_submitted_job_trains_actor_and_critic_on_two_ranks(dashboard: str, tm
         assert step["tree/gap"] >= 0.0
         assert 0.0 < step["tree/fill"] <= 1.0
         assert step["tree/packing_s"] > 0.0
-        # Both engines have the updated policy: float32 on both sides, so rounding is left. Weights of the step before
-        # would differ by 1e-4 and more.
+        # Both engines have the updated policy in float32, so only rounding is left. Weights of the step before would
+        # differ by at least 1e-4.
         assert step["training/rollout_probs_diff_max"] < 1e-5
-    # Later steps are dealt by measured times, which may say that packs this small do not pay for a cut.
+    # Later steps are dealt by measured times. By these, cutting a group into such small packs may not pay.
     assert steps[1]["tree/cut_groups"] == 4
     assert steps[1]["tree/cut_tokens"] > 0
     assert steps[1]["tree/rank_imbalance/predicted"] < 1.5

@@ -1,7 +1,7 @@
 """Rows between driver and workers, on real Ray and TransferQueue: store, replay, cut, pad, dispatch.
 
-The trainer is ours with everything below `fit` that needs a model left out; what it is given instead of a
-model are workers that send back which rows they got and where they would cut them.
+The trainer is ours without the parts that need a model. Its workers send back which rows they got and where they would
+cut them.
 """
 
 import os
@@ -42,8 +42,7 @@ pytestmark = pytest.mark.e2e
 
 NUM_RANKS = 2
 GROUPS_PER_MINI_BATCH = 2
-# (uid, session, leaf) -> reward. The uids sort in the order of the prompts; the third prompt has one leaf
-# only.
+# (uid, session, leaf) -> reward. The uids sort in the order of the prompts; the third prompt has only one leaf.
 REWARDS = {
     ("000000000-x", 0, 0): 1.0,
     ("000000000-x", 0, 1): 0.0,
@@ -57,7 +56,7 @@ REWARDS = {
 
 
 class EchoWorker(Worker):
-    """Keeps what it gets, and sends it back when asked."""
+    """A worker that keeps what it gets and sends it back when asked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +64,7 @@ class EchoWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def take(self, data: TensorDict) -> TensorDict:
-        """Cuts its rows by the plan: per mini-batch the rows' tokens and whether a loss reads them."""
+        """Cut the rows by the plan: per mini-batch, keep the rows' tokens and whether a loss reads them."""
         plan = MiniBatchPlan.from_batch(data)
         rows = iter(zip(data["input_ids"].unbind(), data["loss_mask"].unbind(), strict=True))
         self.cells = [
@@ -99,7 +98,7 @@ class RowsTrainer(TreePPOTrainerSync):
 
     @property
     def tokenizer(self) -> Any:
-        """All that is asked of it."""
+        """A tokenizer with the one attribute that the trainer reads."""
 
         class Tokenizer:
             eos_token_id = 7
@@ -109,7 +108,7 @@ class RowsTrainer(TreePPOTrainerSync):
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[RayWorkerGroup]:
-    """Ray, TransferQueue and one echo worker per rank."""
+    """Start Ray, TransferQueue and one echo worker per rank."""
     env = {
         "VERL_USE_EXTERNAL_MODULES": "verl_tree.cpu.platform",
         "TRANSFER_QUEUE_ENABLE": "1",
@@ -215,7 +214,7 @@ def sample(trainer: RowsTrainer) -> KVBatchMeta:
 
 
 def fetch(batch: KVBatchMeta) -> dict[str, dict[str, Any]]:
-    """Every field of every row, by key."""
+    """Return every field of every row, by key."""
     data = tq.kv_batch_get(keys=batch.keys, partition_id="train")
     rows: dict[str, dict[str, Any]] = {key: {} for key in batch.keys}
     for name in list(data.keys()):
@@ -289,8 +288,7 @@ def test_rows_reach_the_ranks_as_planned_and_advantages_skip_padding(trainer: Ro
     keys_of_real_rows = real_rows(batch).keys
     assert sorted(keys_of_real_rows) == sorted(f"{uid}_{session}_{leaf}" for uid, session, leaf in REWARDS)
     padding = [tag for tag in batch.tags if tag.get("is_padding", False)]
-    # Group 0 (3 rows) and group 1 (4 rows) are mini-batch 0, group 2 (1 row) is mini-batch 1 on the rank with
-    # fewer.
+    # Mini-batch 0 is group 0 (3 rows) and group 1 (4 rows). Mini-batch 1, group 2 (1 row), is on the rank with fewer.
     assert sorted(trainer._mini_batch_plan.rows) == [(3, 2), (4, 1)]
     assert trainer._mini_batch_plan.num_rows == (7, 1)
     assert [tag["seq_len"] for tag in padding] == [PADDING_LEN] * 2
@@ -320,7 +318,7 @@ def put_log_probs(batch: KVBatchMeta, *, reference_is_lower_by: float) -> None:
 
 
 def check_advantages(trainer: RowsTrainer, batch: KVBatchMeta) -> None:
-    """By hand, with the algorithm's defaults: every leaf over its whole group, sessions weigh the same."""
+    """Compare with values by hand: each leaf is normalised over its group, and sessions weigh the same."""
     updated = trainer._compute_advantage(batch, {})
     assert updated.keys == batch.keys
     assert updated.tags == batch.tags
@@ -352,7 +350,7 @@ def test_the_kl_penalty_is_in_the_rewards_and_does_not_see_padding(trainer: Rows
     put_log_probs(batch, reference_is_lower_by=0.25)
     metrics: dict[str, Any] = {}
     rows = fetch(trainer._compute_advantage(batch, metrics))
-    # Two of the ten rows are padding; counted as rows without KL they would lower the mean to 0.2.
+    # Two of the ten rows are padding. As rows without KL they would lower the mean to 0.2.
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.25)
     # What verl computes for the real rows exists in the padding rows, too.
     assert all(

@@ -1,4 +1,4 @@
-"""One flag apart: the same stored rollouts through trees and through verl's own engine; a run that dies resumes.
+"""Whole training runs: trees and verl's own engine give the same on stored rollouts, and a run that dies resumes.
 
 The trees that the first run stores and shows are those that it trained.
 """
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(folder: Path) -> tuple[str, ...]:
-    """AdamW on the rollouts of every step, which are stored, or replayed where they are stored."""
+    """Return options of a run with AdamW that stores the rollouts of each step, or replays stored ones."""
     return (
         *ADAMW,
         "skip.rollout_tq.enable=true",
@@ -42,7 +42,7 @@ def options(folder: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def tree(folder: Path) -> dict[int, dict[str, Any]]:
-    """Make the training run that generates the rollouts, stores its trees and shows those of its validation."""
+    """Run the training that generates the rollouts, stores its trees and shows those of its validation."""
     shown = (f"tree.dump_dir={folder}/trees", "tree.show_every=1", f"trainer.test_freq={STEPS[-1]}")
     return run(folder, "tree", *options(folder), *shown)
 
@@ -54,7 +54,7 @@ def test_the_rollouts_branch(tree: dict[int, dict[str, Any]]) -> None:
         assert metrics["tree/depth"] >= 3
         assert metrics["tree/failed_sessions"] == 0
         assert metrics["tree/forks"] > 0
-        # A share of even tokens, and the first turn's 1.
+        # A leaf's reward is its share of even tokens plus the first turn's 1.
         assert 1 <= metrics["tree/leaf_reward/mean"] <= metrics["critic/score/max"] <= 2
         assert 1.5 < metrics["tree/compression"] <= 1 / (1 - metrics["tree/por"]) + 1e-6
 
@@ -90,7 +90,7 @@ def test_the_trees_are_stored_and_shown(folder: Path, tree: dict[int, dict[str, 
         for group, forest in zip(trees, forests(dumped / f"step_{step:06d}.parquet"), strict=True):
             assert forest.potential_overlap_ratio > 0.4
             assert forest.num_leaves == len(group.leaves)
-        # The first turn is the same call on all leaves of a session; behind it there are forks.
+        # The first turn is the same call on all leaves of a session; after it come forks.
         kinds = [run.kind for leaf in leaves for run in leaf.calls]
         assert set(kinds) >= {"root", "continuation", "fork"}
         assert all(leaf.calls[0].call == 0 for leaf in leaves)
@@ -103,7 +103,7 @@ def test_the_trees_are_stored_and_shown(folder: Path, tree: dict[int, dict[str, 
 
 
 def test_ten_steps_equal_those_of_verls_engine(folder: Path, tree: dict[int, dict[str, Any]]) -> None:
-    """Losses and gradient norms relative to their largest size in the run; rewards exactly."""
+    """Rewards are equal; losses and gradient norms are close, relative to their largest size in the run."""
     flat = run(folder, "flat", *options(folder), "tree.enabled=false")
     assert set(tree) == set(flat) == set(STEPS)
     for name in COMPARED:
@@ -117,7 +117,7 @@ def test_ten_steps_equal_those_of_verls_engine(folder: Path, tree: dict[int, dic
 
 
 def test_a_run_whose_engine_is_killed_says_so_and_resumes(folder: Path, tree: dict[int, dict[str, Any]]) -> None:
-    """The cause is named at once; the next start goes on behind the last checkpoint, with the same losses."""
+    """The cause is named at once, and the next start continues after the last checkpoint with the same losses."""
     saved = (f"trainer.save_freq={SAVE_FREQ}", "trainer.resume_mode=auto")
     log = run_and_kill_engine(
         folder, "killed", *options(folder), *saved, "tree.watchdog.poll_s=0.5", after_step=SAVE_FREQ + 1

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.e2e
 
 @ray.remote
 class Server:
-    """An actor that says something, may have an engine process, and can wait for ever."""
+    """An actor that writes to its log, may have an engine process, and can wait for ever."""
 
     def __init__(self, *, title: str | None = None) -> None:
         print("the server wrote this to stdout", flush=True)
@@ -84,7 +84,7 @@ def test_killed_actor_is_the_cause(server: ray.actor.ActorHandle) -> None:
 
 
 def test_killed_actor_that_nobody_asks_ends_the_run() -> None:
-    """The main thread waits for something else, as verl's trainer does for rows that never come."""
+    """The main thread waits for something else, as verl's trainer waits for rows that never come."""
     server = Server.remote()
     pid = ray.get(server.pid.remote())
     started = time.monotonic()
@@ -110,7 +110,7 @@ def test_hang_ends_the_run_and_names_the_task(server: ray.actor.ActorHandle) -> 
 
 
 def test_progress_is_no_hang(server: ray.actor.ActorHandle) -> None:
-    """Tasks that keep coming, and a wanted end of an actor, for three times the timeout."""
+    """For three times the timeout tasks keep coming, and an actor is ended on purpose."""
     extra = Server.remote()
     ray.get(extra.pid.remote())
     with watch_run(WatchdogConfig(poll_s=0.5, timeout_s=4.0)):

@@ -23,13 +23,10 @@ class Leaf:
 
 @dataclass(frozen=True)
 class DrawnTree:
-    """Leaves, and what each estimator makes of them.
+    """Leaves with what estimators make of them.
 
-    Attributes:
-        leaves: the rows.
-        expected: by estimator and row key, the advantages of the response's tokens, not divided by a standard
-            deviation.
-        std: by uid, the standard deviation that treerl and treepo divide by.
+    `expected` has, by estimator and row key, the advantages of the response's tokens, not divided by a standard
+    deviation. `std` is, by uid, the standard deviation that treerl and treepo divide by.
     """
 
     leaves: tuple[Leaf, ...]
@@ -116,7 +113,7 @@ DEEP = DrawnTree(
     std={"u": 21.5**0.5},
 )
 
-# An agent: a fork at the end of the prompt, a tool's token (T), a context written anew (Q shares nothing with P), and a
+# An agent: a fork at the end of the prompt, a tool's token (T), a rewritten context (Q shares nothing with P), and a
 # second prompt, whose only leaf keeps its reward:
 #
 # session 0:  P ─┬─ x T y   r = 1       P: 2 leaves, mean 1/2
@@ -162,12 +159,12 @@ DRAWN = {"fork": FORK, "deep": DEEP, "agent": AGENT}
 def estimate(
     name: str, leaves: Sequence[Leaf], *, normalize_by_std: bool = True, width: int | None = None
 ) -> dict[str, list[float]]:
-    """Run an estimator as the trainer does, on padded rows; return each row's advantages of the response's tokens."""
+    """Run an estimator as the trainer does, on padded rows; return the advantages of each row's response tokens."""
     lens = [len(leaf.response) for leaf in leaves]
     rewards = torch.zeros(len(leaves), width or max(lens), dtype=torch.float64)
     mask = torch.zeros(rewards.shape, dtype=torch.int64)
     for row, leaf in enumerate(leaves):
-        # Half at the first token: only the sum is the leaf's reward.
+        # Half of the reward is at the first token, because only the sum counts.
         rewards[row, 0] += leaf.reward / 2
         rewards[row, lens[row] - 1] += leaf.reward / 2
         mask[row, : lens[row]] = torch.tensor([letter not in leaf.untrained for letter in leaf.response])

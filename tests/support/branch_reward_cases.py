@@ -1,6 +1,6 @@
-"""What the tests of node rewards share: a session whose model gives listed answers, its rows, and one drawn session.
+"""Shared parts of the tests of node rewards: a session whose model gives listed answers, its rows, and a drawn tree.
 
-A letter is a token, T is a tool's::
+A letter is a token, and T is a tool's token::
 
     session 0:  Q ── a A (+1) ─┬─ T ── b B (+2)   finish(0)      reward 1 + 2 + 0 = 3
                                └─ c               finish(-1)     reward 1 - 1 = 0
@@ -36,7 +36,7 @@ def says(text):
 
 
 def session(*answers, response_length=100, delay=None):
-    """Make a session whose model gives these answers, one a call; the root prompt is Q."""
+    """Make a session whose model gives these answers, one per call; the root prompt is Q."""
     remaining = iter(answers)
     client = ScriptedClient(lambda _: says(next(remaining)), delay)
     recording = RecordingClient(client, tree=SessionTree(decode=decode))

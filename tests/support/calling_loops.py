@@ -1,7 +1,6 @@
-"""The agent loops for a model that says anything: a tool parser that reads every text as calls, and rewards.
+"""The agent loops for a random model: a tool parser that reads every text as calls, and rewards.
 
-The random model of the runs never writes a tool call. Parser and rewards are all that is made up here; turns, tools,
-branches and contexts are the loops' own.
+The model never writes a tool call by itself. Turns, tools, branches and contexts are the loops' own.
 """
 
 import json
@@ -22,10 +21,10 @@ from rollout_hooks.loops.tree_search import TreeSearchAgentLoop
 
 @ToolParser.register("anything")
 class AnythingParser(ToolParser):
-    """Every text is two calls, of the tools that its tokens add up to, with the text as the argument."""
+    """A parser that makes two calls of every text: its tokens choose the tools, and the text is the argument."""
 
     async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[FunctionCall]]:
-        """Text and calls."""
+        """Return the text and the calls."""
         text = self.tokenizer.decode(responses_ids, skip_special_tokens=True)
         chosen = [tools[(sum(responses_ids) + k) % len(tools)].function for k in range(2)] if tools else []
         arguments = [json.dumps({function.parameters.required[0]: text[:6]}) for function in chosen]
@@ -34,12 +33,12 @@ class AnythingParser(ToolParser):
 
 
 def score(text: str) -> float:
-    """Return the share of letters of the first half of the alphabet."""
+    """Return the share of letters that are in the first half of the alphabet."""
     return sum("a" <= character <= "m" for character in text) / max(len(text), 1)
 
 
 class Logged(ToolTurnsLoop):
-    """Rewards the final leaf; logs a line for a session: the loop, its rows as (prompt length, trained tokens)."""
+    """A base that rewards the final leaf and logs per session its loop and each row's prompt and trained lengths."""
 
     def __init__(self, *args: Any, log: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,10 +1,10 @@
-"""Compiles what the fa4 backend calls, for sm_90a and without a GPU, and prints one JSON line per ratio of heads.
+"""A program that compiles what the fa4 backend calls, for sm_90a without a GPU; one JSON line per ratio of heads.
 
     FLASH_ATTENTION_ARCH=sm_90 CUTE_DSL_ARCH=sm_90a FLASH_ATTENTION_NUM_SMS=132 CUTE_DSL_KEEP=ptx \
     CUTE_DSL_DUMP_DIR=folder python tests/support/compile_fa4.py 128 bfloat16 1 4 8
 
-Tensors are fake: they have a shape and a device and nothing else, and the kernels are compiled and not run. Autograd
-cannot run on fake CUDA tensors where torch has no CUDA, so the two passes are called with a context of our own.
+The kernels are compiled but not run, so fake tensors with a shape and a device are enough. Autograd cannot run on fake
+CUDA tensors where torch has no CUDA, so the two passes are called with a context of our own.
 """
 
 import json
@@ -48,11 +48,11 @@ def main() -> None:
 
 
 def compile_both(small: Shapes, large: Shapes, *, head_dim: int, dtype: torch.dtype, ratio: int) -> dict:
-    """Compiles as the self-test does, then calls again as training may: nothing new must be compiled."""
+    """Compile as the self-test does, then call again as training may: that must compile nothing new."""
     heads = (2 * ratio, 2, 2, 2 * ratio)
     record = run(small, [fake(small.num_tokens, count, head_dim, dtype=dtype) for count in heads])
     num_compiled = count_compiled()
-    # More heads, slices of one projection, as fused layers give, and a gradient that is stored heads first.
+    # Training may have more heads, slices of one projection (fused layers), and a gradient that is stored heads first.
     num_heads = 8 * ratio
     fused = ((num_heads + 16) * head_dim, head_dim, 1)
     qkv = [
@@ -87,7 +87,7 @@ def run(shapes: Shapes, inputs: list[torch.Tensor]) -> dict:
 
 
 def take_ptx() -> dict:
-    """Return what the PTX that was written since the last call says of itself."""
+    """Count kernels and instructions in the PTX that was written since the last call, and delete it."""
     texts = []
     for path in Path(os.environ["CUTE_DSL_DUMP_DIR"]).glob("*.ptx"):
         texts.append(path.read_text())
@@ -114,7 +114,7 @@ def fake(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def fake_plan(shapes: Shapes) -> SimpleNamespace:
-    """As much of a plan as the backend reads."""
+    """Make the part of a plan that the backend reads."""
     key_tables, query_tables = ([fake(*shape, dtype=torch.int32) for shape in each] for each in shapes.tables)
     tables = fa4.BlockTables(key_tables, query_tables)
     return SimpleNamespace(subtree_end_T=fake(shapes.num_tokens, dtype=torch.int32), once=lambda _key, _make: tables)

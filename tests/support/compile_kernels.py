@@ -1,10 +1,10 @@
-"""Compiles attention kernels ahead of time, without a GPU, and prints what came out as JSON lines.
+"""A program that compiles attention kernels ahead of time, without a GPU, and prints the results as JSON lines.
 
     python tests/support/compile_kernels.py '[{"kernel": "forward", "capability": 90, "dtype": "bf16", "head_dim": 128,
         "query_block": 128, "key_block": 64, "num_warps": 8, "num_stages": 3, "num_groups": 4, "options": ["window"]}]'
 
-A program of its own because TRITON_INTERPRET must not be set. Arguments are specialised as a launch on contiguous
-(T, H, D) tensors does it. The numbers are those of the machine code: `cuobjdump --dump-resource-usage` and `-sass`.
+It is a program because TRITON_INTERPRET must not be set. Arguments are specialised as in a launch on contiguous
+(T, H, D) tensors. The numbers are read off the machine code: `cuobjdump --dump-resource-usage` and `-sass`.
 """
 
 import json
@@ -34,7 +34,7 @@ OPTIONS = {"window": ("positions", "window"), "softcap": ("scale_tanh",), "sinks
 
 
 def compile_one(case: dict) -> dict:
-    """Compiles one kernel for one target and measures the result."""
+    """Compile one kernel for one target and measure the result."""
     kernel = getattr(triton_kernels, case["kernel"] + "_kernel")
     constants = {"DIM": case["head_dim"], "PADDED_DIM": padded_dim(case["head_dim"])}
     if case["kernel"] == "delta":
@@ -68,7 +68,7 @@ def compile_one(case: dict) -> dict:
 
 
 def measure(cubin: bytes) -> dict:
-    """Return the registers of a thread, the bytes it spills, and the number of instructions of the matrix units."""
+    """Return the registers of a thread, the bytes that it spills, and the number of matrix unit instructions."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,10 +1,9 @@
 """The tree engine beside verl's own FSDP2 engine on the same rows; one process per rank.
 
-Both sides are real `TrainingWorker`s on verl's real losses, in fp32 on the CPU, and both take the same SGD steps: one,
-unless the case says more. For every case rank 0 writes how far they are apart. Outputs are compared relative to the
-largest value of the flat side, gradients and parameters per tensor relative to that tensor, or relative to the global
-norm where a tensor's gradient is zero but for rounding (query and key weights, where every query sees one key).
-`tests/e2e/test_engines.py` starts it.
+`tests/e2e/test_engines.py` starts it. Both sides are real `TrainingWorker`s with verl's real losses, in fp32 on the
+CPU, and take the same SGD steps, one unless the case says more. Rank 0 writes the differences of every case. Those of
+outputs are relative to the largest value of the flat side, those of gradients and parameters to the tensor. Query and
+key gradients are zero but for rounding where every query sees one key; these are relative to the global norm.
 """
 
 import argparse
@@ -34,7 +33,7 @@ VOCABULARY = 61
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One comparison; the defaults are a token-mean PPO loss with clipping and dual clip active."""
+    """One comparison. The defaults are a token-mean PPO loss with clipping and dual clip active."""
 
     name: str
     actor: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -125,7 +124,7 @@ def random_rows(kind: str, *, rank: int, rng: np.random.Generator) -> list[tuple
 
 
 def make_batch(case: Case, *, step: int, rank: int, world_size: int) -> TensorDict:
-    """Make the rows that verl's workers get, with random signed advantages and masks; as many on all ranks."""
+    """Make the rows that verl's workers get, the same number on all ranks, with random signed advantages and masks."""
     rows = random_rows(case.rows, rank=rank, rng=np.random.default_rng(17 + rank + 1000 * step))
     counts: list[Any] = [None] * world_size
     dist.all_gather_object(counts, len(rows))
@@ -178,7 +177,7 @@ def save_model(folder: Path, *, tied: bool) -> None:
         max_position_embeddings=256,
         tie_word_embeddings=tied,
     )
-    # Larger weights than the default initialisation: gradients that matter, probabilities that differ.
+    # Larger weights than the default initialisation give gradients that matter and probabilities that differ.
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -197,7 +196,7 @@ def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorke
         is_critic=case.is_critic,
         model_options=case.model,
         tree_options=case.tree,
-        # Adam's first step is a sign: SGD shows the gradient. A huge clip, so that nothing is rescaled.
+        # SGD shows the gradient; Adam's first step shows only its sign. The huge clip rescales nothing.
         optimizer=FSDPOptimizerConfig(
             lr=case.lr, optimizer="SGD", clip_grad=1e9, override_optimizer_config={}, total_training_steps=10
         ),
@@ -221,7 +220,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run_worker(worker: TreeTrainingWorker, batches: list[TensorDict]) -> dict[str, Any]:
-    """Infer and take gradients on the first batch, and take an optimiser step on each, through the worker's engine."""
+    """Through the worker's engine, infer and take gradients on the first batch, then take a step on each batch."""
     engine = worker.engine
     infer = batches[0].clone()
     tu.assign_non_tensor(infer, compute_loss=False, calculate_entropy=True)
@@ -249,7 +248,7 @@ def run_worker(worker: TreeTrainingWorker, batches: list[TensorDict]) -> dict[st
 
 
 def compare(flat: dict[str, Any], tree: dict[str, Any], batch: TensorDict) -> dict[str, float]:
-    """Measure relative distances between the sides, and what shows that the case is not empty; `batch` is the first."""
+    """Return relative differences, and values that show that the case is not empty; `batch` is the first one."""
     lens = batch["input_ids"].offsets().diff()
     errors: dict[str, float] = {}
     for name in ("log_probs", "entropy", "values"):

@@ -1,4 +1,4 @@
-"""Branches whatever the model says: trees three forks deep, a reward for every leaf and one for the first turn."""
+"""A loop that branches whatever the model says: trees three forks deep, rewards for every leaf and the first turn."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ TURN_LEN = 5
 
 
 class ForkingLoop(BranchingAgentLoop):
-    """Generates, forks, observes, generates, forks again; a leaf's reward is its share of even tokens, and 1."""
+    """A loop that generates, forks, observes, generates, forks; a leaf's reward is 1 plus its share of even tokens."""
 
     @override
     async def run_branches(self, root: Branch, **row: Any) -> None:

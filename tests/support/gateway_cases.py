@@ -36,7 +36,7 @@ def run(test):
 
 
 def tool_reply(prompt: str) -> str:
-    """Two tool calls, and an answer where their results are."""
+    """Return two tool calls, or an answer if the prompt has their results."""
     return "6 and 8" if "[6]" in prompt else TURN
 
 
@@ -51,12 +51,10 @@ def chat_format(**kwargs) -> ChatFormat:
 
 
 class StreamingEngine:
-    """Streams the answer of a script token by token; it logs what it sampled, whoever listens.
+    """A scripted engine that streams its answer token by token, and logs what it sampled even if nobody listens.
 
-    Args:
-        reply: Prompt text to answer text, without the end token; or to an exception.
-        num_before_error: Tokens that come before an exception.
-        delay_s: Between two tokens.
+    `reply` maps the prompt's text to the answer's text without the end token, or to an exception, which comes after
+    `num_before_error` tokens.
     """
 
     def __init__(self, reply, *, delay_s: float = 0.0, tree: SessionTree | None = None) -> None:
@@ -89,7 +87,7 @@ def client_engine(reply, **kwargs) -> ClientEngine:
 
 
 class Served:
-    """A gateway that listens, with the clients of its sessions."""
+    """A running gateway with the clients of its sessions."""
 
     def __init__(self, gateway: Gateway, address) -> None:
         self.gateway, self.address = gateway, address

@@ -1,4 +1,4 @@
-"""A configuration that is valid: the CPU profile with a model folder and data files that exist."""
+"""A valid configuration: the CPU profile with a model folder and data files that exist."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ FOLDER = tempfile.TemporaryDirectory()
 
 
 def write_model(folder: Path, **settings: object) -> Path:
-    """Make a folder that has a config.json."""
+    """Make a model folder with a config.json."""
     folder.mkdir(exist_ok=True, parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **settings}))
     return folder
@@ -40,14 +40,14 @@ def _composed() -> DictConfig:
 
 
 def resolved(*overrides: str) -> DictConfig:
-    """Return the CPU configuration with values replaced; Hydra, which test_composition covers, is asked only once."""
+    """Return the CPU configuration with values replaced. To save time, Hydra composes it only once."""
     config = OmegaConf.merge(_composed(), OmegaConf.from_dotlist([each.lstrip("+") for each in overrides]))
     OmegaConf.resolve(config)
     return config
 
 
 def refusal(*overrides: str) -> str:
-    """Say why the configuration with these values is refused."""
+    """Return why the configuration with these values is refused."""
     with pytest.raises(ValueError, match="=") as error:
         validate(resolved(*overrides))
     return str(error.value)

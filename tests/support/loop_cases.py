@@ -1,4 +1,4 @@
-"""What the tests of the agent loops share: a run on the scripted LLM, and rows as text."""
+"""Shared parts of the tests of the agent loops: a run on the scripted LLM, and rows as text."""
 
 import asyncio
 import functools
@@ -34,7 +34,7 @@ async def _sleep(**_: int) -> str:
 
 
 def slow_tool():
-    """Make a tool that takes half a minute."""
+    """Return a tool that takes half a minute."""
     properties = {"x": {"type": "integer", "description": "Ignored."}}
     parameters = {"type": "object", "properties": properties, "required": ["x"]}
     function = {"name": "slow", "description": "Wait.", "parameters": parameters}
@@ -43,12 +43,10 @@ def slow_tool():
 
 
 def run(loop_class, reply, /, *, row=None, options=None, delay=None, more_tools=(), **rollout):
-    """Run a loop on one row; `options` are its constructor arguments, the rest is `rollout.*`.
+    """Run a loop on one row and return the outputs and the recording client.
 
-    Checks for every run that rows made of the outputs are the outputs: what a loop says is trained, was sampled there.
-
-    Returns:
-        The outputs and the recording client.
+    `options` are the loop's constructor arguments, the rest is `rollout.*`. Every run checks that rows made from the
+    recording equal the outputs: a token that a loop marks as trained was sampled there.
     """
     client = RecordingClient(ScriptedClient(reply, delay), tree=SessionTree(decode=decode))
     settings = {"prompt_length": 1024, "response_length": 1024, "multi_turn__max_assistant_turns": 6, **rollout}
@@ -76,7 +74,7 @@ def response(output):
 
 
 def trained(output):
-    """Return the trained tokens as text, one string for each stretch of them."""
+    """Return the trained tokens as text, one string per stretch."""
     texts, is_open = [], False
     for token, mask in zip(output.response_ids, output.response_mask, strict=True):
         if mask:
@@ -90,7 +88,7 @@ def rewards(outputs):
 
 
 def advantages(*sessions):
-    """Advantages of the leaves of the sessions of one prompt, GRPO's, session by session."""
+    """Return GRPO's advantages of the leaves of one prompt, session by session."""
     values = np.array([reward for outputs in sessions for reward in rewards(outputs)])
     names = [number for number, outputs in enumerate(sessions) for _ in outputs]
     return leaf_advantages(values, groups=["u"] * len(values), sessions=names, epsilon=0.0)

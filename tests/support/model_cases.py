@@ -1,4 +1,4 @@
-"""Tiny transformers models of every family that is served, and their logits as a tree and as flat sequences."""
+"""Tiny transformers models of every supported family, and their logits as a tree and as flat sequences."""
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ def build(config_class, model_class, **settings):
 
 
 def gemma2():
-    """Layers 0 and 2 slide, 1 is full; both softcaps bite: scores of several units, logits likewise."""
+    """Make a Gemma 2: layers 0 and 2 slide, 1 is full; scores and logits of several units make both softcaps act."""
     return build(
         Gemma2Config,
         Gemma2ForCausalLM,
@@ -47,7 +47,7 @@ def gemma2():
 
 
 def gpt_oss(*layer_types):
-    """Sinks in every layer. Experts one by one, as grouped products exist for float32 and narrower only."""
+    """Make a gpt-oss with sinks. Experts run one by one: grouped products do not exist for float64."""
     model = build(
         GptOssConfig,
         GptOssForCausalLM,

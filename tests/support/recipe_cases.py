@@ -1,4 +1,4 @@
-"""What the tests of the recipes share: one task of the demo, a model that solves it, and checks of `prepare`."""
+"""Shared parts of the tests of the recipes: one task of the demo, a model that solves it, and checks of `prepare`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,13 +43,13 @@ Prepare = Callable[..., Path]
 
 
 def task_tools(folder: Path) -> tuple[Calculator, LookupMemory]:
-    """Make the real tools; the memory, a file in `folder`, knows what `TASK` needs."""
+    """Make the real tools. The memory is a file in `folder` and has what `TASK` needs."""
     write_memory(folder / "memory.sqlite", memory={"k41": 53, "k10": 99})
     return make_tools(folder / "memory.sqlite")
 
 
 def right(prompt: str) -> str:
-    """Do everything right, as a model that is scripted."""
+    """Answer as a scripted model that does everything right."""
     has_sum, has_stored = "[84 + 23 = 107]" in prompt, "[k41 = 53]" in prompt
     if "[53 - 17 = 36]" in prompt:
         return ANSWER
@@ -61,7 +61,7 @@ def right(prompt: str) -> str:
 
 
 def instead(said: str, wrong: str) -> Callable[[str], str]:
-    """Make the same model, which says `wrong` for `said`."""
+    """Make the same model, but it says `wrong` instead of `said`."""
     return lambda prompt: wrong if right(prompt) == said else right(prompt)
 
 
@@ -73,7 +73,7 @@ def loop_of(recipe: str, name: str) -> dict[str, Any]:
 
 
 def play(entry: dict[str, Any], reply: Any, *, tools: Any = (), **rollout: Any) -> tuple[list, ScriptedClient]:
-    """Run an entry of a loop configuration on `TASK`, as verl's worker makes it."""
+    """Make the loop of a configuration entry as verl's worker does, and run it on `TASK`."""
 
     def make(**kwargs: Any) -> Any:
         reward = OmegaConf.load(ROOT / "recipes/tree_search_reasoning/configs/tree_search_reasoning.yaml").reward
@@ -93,10 +93,9 @@ def play(entry: dict[str, Any], reply: Any, *, tools: Any = (), **rollout: Any) 
 
 
 def check_prepared(prepare: Prepare, cache_dir: Path, *, settings: Settings, first: Any) -> tuple[Path, pd.DataFrame]:
-    """Prepare few tasks and a tiny model, twice; the second call makes nothing, and `first` is the first task.
+    """Prepare few tasks and a tiny model twice, and return the folder and its training rows.
 
-    Returns:
-        The folder, and its training rows.
+    The second call must make nothing, and `first` must be the first task.
     """
     settings = replace(settings, num_train_tasks=8, num_validation_tasks=4, warm_start=TINY)
     folder = prepare(cache_dir, settings=settings)
@@ -110,11 +109,7 @@ def check_prepared(prepare: Prepare, cache_dir: Path, *, settings: Settings, fir
 
 
 def check_given_model(prepare: Prepare, cache_dir: Path, *, model: Path, settings: Settings) -> Path:
-    """Prepare with a model folder; none is made, and the refusals say what is wrong.
-
-    Returns:
-        The prepared folder.
-    """
+    """Prepare with a given model folder and return the prepared folder; no model is made, and refusals are clear."""
     settings = replace(settings, num_train_tasks=8, num_validation_tasks=4, warm_start=None)
     with pytest.raises(ValueError, match=r"config\.json"):
         prepare(cache_dir, settings=settings, model=cache_dir)

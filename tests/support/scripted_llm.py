@@ -1,8 +1,8 @@
-"""A scripted LLM server for the tests of `rollout_hooks`: everything around it is the real thing.
+"""A scripted LLM server for the tests of `rollout_hooks`; everything around it is real.
 
-`ScriptedClient` keeps the contract of verl's `LLMServerClient.generate`, but its answers come from a function of the
-prompt's text. The tokenizer is a real one, small and made here: characters are tokens, plus the special tokens of
-Qwen's chat template, so verl picks its Qwen builder for it. Agent loops are made as verl's worker makes them.
+`ScriptedClient` keeps the contract of verl's `LLMServerClient.generate`, but a function of the prompt's text gives its
+answers. The tokenizer is real but small: its tokens are characters and the special tokens of Qwen's chat template, so
+verl picks its Qwen builder for it. Agent loops are made as verl's worker makes them.
 """
 
 import asyncio
@@ -75,12 +75,10 @@ def config(**rollout: object) -> DictConfig:
 
 
 class ScriptedClient(LLMServerClient):
-    """Answers each call with a function of the prompt's text.
+    """A client that answers each call with a function of the prompt's text.
 
-    Args:
-        reply: Prompt text to the answer's text (without its end token, which is added), to a whole `TokenOutput`, or
-            to an exception to raise.
-        delay: Prompt text to seconds to wait before answering.
+    `reply` maps the prompt's text to the answer's text (its end token is added), to a whole `TokenOutput`, or to an
+    exception to raise. `delay` maps it to the seconds to wait before the answer.
     """
 
     def __init__(self, reply: Callable[[str], Reply], delay: Callable[[str], float] | None = None) -> None:
@@ -118,7 +116,7 @@ class ScriptedClient(LLMServerClient):
 
 
 def log_prob(position: int, token: int) -> float:
-    """Return the rollout log-prob that `ScriptedClient` reports: it tells tokens and positions apart."""
+    """Return the rollout log-prob that `ScriptedClient` reports, different for different tokens and positions."""
     return -(position + token / 1000) / 100
 
 
@@ -168,7 +166,7 @@ def make_loop(loop_class: type[AgentLoopBase], client: LLMServerClient, **rollou
 
 
 def run_loop(loop_class: type[AgentLoopBase], client: LLMServerClient, sampling_params: dict, /, **settings: object):
-    """Make an agent loop and run it on one row (`row=`) in a fresh event loop; the other settings are rollout's."""
+    """Make an agent loop and run it on one row (`row=`) in a fresh event loop; other settings are `rollout.*`."""
     fields = settings.pop("row", None) or row()
 
     async def make_and_run():

@@ -103,18 +103,18 @@ def command(folder: Path, *overrides: str) -> list[str]:
 
 
 def environment(metrics: Path) -> dict[str, str]:
-    """Where the run logs its metrics, and where Ray's processes find the test's agent loop."""
+    """Return variables that say where to log metrics, and where Ray's processes find the test's agent loop."""
     return {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONPATH": str(Path(__file__).parent)}
 
 
 def read_metrics(metrics: Path) -> dict[int, dict[str, Any]]:
-    """Return what was logged at each step."""
+    """Return the logged metrics of each step."""
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     return {record["step"]: record["data"] for record in map(json.loads, lines)}
 
 
 def run(folder: Path, name: str, *overrides: str, timeout_s: int = 600) -> dict[int, dict[str, Any]]:
-    """Run to the end and return the metrics of every step; fails with the end of the log."""
+    """Run to the end and return the metrics of every step, or fail with the end of the log."""
     metrics = folder / f"{name}.jsonl"
     done = subprocess.run(
         command(folder, *overrides),

@@ -1,4 +1,4 @@
-"""Forests and tiny models that the tests of attention, log-probs and expansion share."""
+"""Shared forests and tiny models of the tests of attention, log-probs and expansion."""
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from verl_tree.tree.layout import TreeLayout
 
 VOCAB_SIZE = 61
 
-# A tree five nodes deep and a second root; 1 is a strict prefix of 0, 5 duplicates 0, 6 has one token.
+# A tree five nodes deep, and a second root. 1 is a strict prefix of 0, 5 duplicates 0, 6 has one token.
 DEEP = [
     [7, 3, 9, 4, 1, 8, 8, 2],
     [7, 3, 9, 4],
@@ -27,7 +27,7 @@ DEEP = [
 def random_sequences(
     rng: np.random.Generator, *, num_sequences: int, mean_len: int, vocab_size: int = VOCAB_SIZE
 ) -> list:
-    """Trajectories that fork from, extend, repeat or are cut out of earlier ones, or start anew."""
+    """Draw trajectories that fork from, extend, repeat or cut short earlier ones, or start anew."""
     sequences: list[list[int]] = []
 
     def new_tokens() -> list[int]:
@@ -76,9 +76,9 @@ TINY_SETTINGS = {
 
 
 def tiny_model(family: str = "qwen3", *, seed: int = 0, **overrides: object) -> torch.nn.Module:
-    """Make a random two-layer causal LM in float64, in eval mode, whose numbers are float64 throughout.
+    """Make a random two-layer causal LM in eval mode that computes in float64 throughout.
 
-    transformers' RMSNorm computes in float32 whatever its input; torch's own is the same formula without that.
+    transformers' RMSNorm always computes in float32, so torch's replaces it: the same formula in float64.
     """
     register()
     torch.manual_seed(seed)
@@ -100,7 +100,7 @@ def tiny_model(family: str = "qwen3", *, seed: int = 0, **overrides: object) -> 
 def flat_scores(
     model: torch.nn.Module, sequence: list, *, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(len - 1,) log-probs and entropies of one sequence by the model's own SDPA, the plain way."""
+    """Return the (len - 1,) log-probs and entropies of one sequence, computed directly with the model's SDPA."""
     token_ids = torch.tensor([list(sequence)])
     logits = model(input_ids=token_ids, use_cache=False).logits[0, :-1] / temperature
     log_probs = logits.log_softmax(-1)
@@ -115,5 +115,5 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Ten
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Norm of the difference over the norm, or over 1e-3 for (nearly) exact zeros."""
+    """Return the norm of the difference over the norm, or over 1e-3 for (nearly) exact zeros."""
     return ((got - want).norm() / want.norm().clamp(min=1e-3)).item()

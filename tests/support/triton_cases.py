@@ -1,4 +1,4 @@
-"""Random forests, inputs and block sizes for the Triton kernels, and their results beside those in float64."""
+"""Random forests, inputs and block sizes for the Triton kernels, and the errors of their results against float64."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ def draw_plan(rng, *, num_tokens):
 
 
 def draw_configs(rng, *, num_tokens, num_heads):
-    """Block sizes of the three kernels, unequal as often as not, so small that some tiles are skipped."""
+    """Draw block sizes of the three kernels, often unequal, and so small that some tiles are skipped."""
 
     def draw():
         sizes = [(q, k) for q in (16, 32, 64, 128, 256) for k in (16, 32, 64, 128, 256)]
@@ -79,7 +79,7 @@ def draw_case(seed):
 
 
 def run(attend, case, *, dtype=torch.float32, plan=None):
-    """Output and gradients of q, k, v and, where there are any, the sinks."""
+    """Return the output and the gradients of q, k, v and, if there are any, the sinks."""
     q, k, v, grad_out = (x.to(dtype) for x in case.inputs)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     if case.sinks_H is not None:
@@ -92,8 +92,8 @@ def run(attend, case, *, dtype=torch.float32, plan=None):
 def worst_error(got, want, case):
     """Return the largest error of output and gradients, each relative to its norm.
 
-    A gradient that is exactly zero (of queries and keys, where every query sees one key) is the difference of two equal
-    sums in float32; its error is relative to the gradient of the output.
+    Where every query sees one key, the gradients of queries and keys are zero: differences of two equal float32 sums.
+    Their error is relative to the gradient of the output.
     """
     assert all(torch.isfinite(one).all() for one in got)
     unit = case.inputs[3].double().norm()

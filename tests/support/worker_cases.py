@@ -10,7 +10,7 @@ from rollout_hooks.worker import TreeAgentLoopWorkerBase, _PromptProgress
 
 
 class InProcessWorker(TreeAgentLoopWorkerBase):
-    """The worker with the attributes that verl's `__init__` would read from a model folder, and no queue."""
+    """A worker without a queue; it has the attributes that verl's `__init__` would read from a model folder."""
 
     def __init__(self, reply, *, num_sessions=2, reward_handles=()):
         self.config = config(n=num_sessions)

@@ -1,1 +1,1 @@
-"""Training and rollout on a machine without a GPU: verl's platform, and weight updates of the vLLM CPU engine."""
+"""Training and rollout without a GPU: verl's platform `cpu`, and weight updates of the vLLM CPU engine."""

@@ -1,10 +1,8 @@
-"""The processor as a verl platform: what verl asks of an accelerator, answered for a machine without one.
+"""The CPU as a verl platform (`verl.plugin.platform.PlatformBase`, 0.9.1).
 
-verl reaches its device through `verl.plugin.platform.PlatformBase` (0.9.1). Two answers are worth knowing. The Ray
-resource is called `GPU`, because verl's resource checks know no other name; it is a *logical* resource that
-`ray.init(num_gpus=...)` provides, one per training rank. And collectives run on gloo.
-
-What is left out: profilers, streams, IPC of device memory. Weights travel through shared memory instead.
+The Ray resource is called `GPU`, because verl's resource checks know no other name. It is a *logical* resource that
+`ray.init(num_gpus=...)` provides, one per training rank. Collectives run on gloo, and weights travel through shared
+memory. There are no profilers, no streams and no IPC of device memory.
 """
 
 import os
@@ -43,16 +41,14 @@ class _CpuDeviceModule(ModuleType):
 
     @staticmethod
     def _nothing(*_args: Any) -> None:
-        """Do nothing: there is one device, its allocator keeps no cache, and the kernel keeps the peak of memory."""
+        """Do nothing: there is one device, its allocator has no cache, and the kernel measures peak memory."""
 
     set_device = empty_cache = ipc_collect = reset_peak_memory_stats = _nothing
 
     @staticmethod
     def get_device_name() -> str:
-        """Return the name that verl's FLOPs counter looks up: it takes every `CPU` for one of 448 GFLOP/s.
-
-        So `perf/mfu/*` is a share of that number, not of this processor's peak.
-        """
+        """Return the name that verl's FLOPs counter looks up."""
+        # verl takes every `CPU` for one of 448 GFLOP/s: `perf/mfu/*` is a share of that, not of this CPU's peak.
         return "CPU"
 
     @staticmethod
@@ -83,7 +79,7 @@ _DEVICE_MODULE = _CpuDeviceModule("verl_tree.cpu_device")
 
 @PlatformRegistry.register(platform=PLATFORM_NAME)
 class PlatformCPU(PlatformBase):
-    """verl platform `cpu`: registered at import; chosen where verl detects nothing else, or by `VERL_PLATFORM=cpu`."""
+    """verl's platform `cpu`, chosen where verl detects no other, or by `VERL_PLATFORM=cpu`."""
 
     @property
     @override
@@ -106,7 +102,7 @@ class PlatformCPU(PlatformBase):
 
     @override
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        # verl asks in order of registration, so an accelerator that is present has been taken before.
+        # verl asks platforms in order of registration, so it has taken any accelerator before it asks this one.
         return not torch.cuda.is_available()
 
     @override
@@ -164,11 +160,9 @@ class PlatformCPU(PlatformBase):
 def ensure_cpu_process_group(*, timeout_s: float | None = None) -> None:
     """Initialise the default gloo process group from the environment, unless one exists.
 
-    Call it before `verl.utils.distributed.initialize_global_process_group_ray` (verl 0.9.1), which leaves an existing
-    group alone and would ask for the backend `cpu:gloo,cpu:gloo` (ValueError: duplicate device).
-
-    Args:
-        timeout_s: Seconds that a collective may take; None for torch's default.
+    Call it before `verl.utils.distributed.initialize_global_process_group_ray` (verl 0.9.1). That function keeps an
+    existing group; for a new one it would ask for the backend `cpu:gloo,cpu:gloo` (ValueError: duplicate device).
+    `timeout_s` limits a collective; None is torch's default.
     """
     if torch.distributed.is_initialized():
         return

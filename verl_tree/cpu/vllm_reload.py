@@ -1,9 +1,8 @@
 """Weight updates for the vLLM CPU engine: the extension class that its worker processes load.
 
-vLLM's CPU linear layers repack their weights once loaded and drop the originals, so loading new weights into them fails
-(`'Parameter' object has no attribute 'weight_loader'`). vLLM's own layer-wise reload restores each layer, loads it and
-packs it again; this class puts it around the weights that verl sends. The profile `cpu` chooses it by
-`rollout.engine_kwargs.vllm.worker_extension_cls`.
+vLLM's CPU linear layers repack their weights and drop the originals, so loading new weights fails (`'Parameter' object
+has no attribute 'weight_loader'`). vLLM's layer-wise reload restores each layer, loads it and packs it again; this
+class uses it for verl's updates. The profile `cpu` names it in `rollout.engine_kwargs.vllm.worker_extension_cls`.
 """
 
 import logging
@@ -17,7 +16,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 
 class _OnlyLostWeights(logging.Filter):
-    """A filter that drops the warning of rotary embeddings without weights: their tables are computed, never sent."""
+    """A filter that drops the warning about rotary embeddings: their tables are computed, never sent."""
 
     @override
     def filter(self, record: logging.LogRecord) -> bool:
@@ -47,7 +46,7 @@ class CpuWeightReloadExtension(vLLMColocateWorkerExtension):
             initialize_layerwise_reload(model)
 
         def load_bucket(weights: list[tuple[str, torch.Tensor]], _is_last: bool) -> None:
-            # The reload keeps tensors until their layer is complete, and the bucket's memory is used again.
+            # The reload keeps tensors until their layer is complete; the bucket's memory is reused before that.
             kept = [(name, tensor.clone()) for name, tensor in weights]
             # verl annotates a dict and passes None itself.
             self._update_weights(kept, peft_config=cast("dict[str, Any]", peft_config), base_sync_done=base_sync_done)

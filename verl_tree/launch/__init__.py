@@ -1,1 +1,1 @@
-"""What happens before and around a training run: composing and checking its configuration, watching its processes."""
+"""The work around a training run: composing and checking its configuration, and watching its processes."""

@@ -1,7 +1,7 @@
 """The configuration `tree_ppo`: verl's, the `tree` options and the device profile, composed by Hydra.
 
-Whatever depends on a setting is an OmegaConf resolver in the YAML files, so Hydra's own rules decide what wins: verl's
-defaults, then `tree_ppo.yaml`, then the profile, then a config that includes it, then the command line.
+Values that depend on other settings are OmegaConf resolvers in the YAML files, so Hydra's rules decide what wins. From
+weakest to strongest: verl's defaults, `tree_ppo.yaml`, the profile, a config that includes these, the command line.
 """
 
 import os
@@ -22,10 +22,9 @@ VERL_CONFIGS = "pkg://verl.trainer.config"
 
 
 class TreeSearchPath(SearchPathPlugin):
-    """Hydra plugin that finds verl's files and ours, also when a recipe's own config is the primary one.
+    """Hydra plugin that adds verl's configs and ours to the search path.
 
-    Hydra reads `hydra.searchpath` of the primary config only, so each recipe that includes `tree_ppo` would have to
-    repeat it.
+    Hydra reads `hydra.searchpath` from the primary config only, so without the plugin every recipe must repeat it.
     """
 
     @override
@@ -47,14 +46,14 @@ def tree_strategy(enabled: bool) -> str:
 
 
 def cpu_threads(num_processes: int) -> str:
-    """Return the threads for each of `num_processes` equal processes, as the text of an environment variable."""
-    # One core of each share is left to Ray, the loops and vLLM's scheduler: on two cores, threads that waited for a
-    # busy core made an update six times slower.
+    """Return the threads for each of `num_processes` equal processes, as text for an environment variable."""
+    # Each process leaves one core to Ray, the loops and vLLM's scheduler. On two cores, threads that waited for a busy
+    # core made an update six times slower.
     return str(max(1, len(os.sched_getaffinity(0)) // num_processes - 1))
 
 
 def prepare_hydra() -> None:
-    """Register the search path and the resolvers of the YAML files with Hydra; may be called again."""
+    """Register the search path and the YAML files' resolvers with Hydra; may be called again."""
     Plugins.instance().register(TreeSearchPath)
     OmegaConf.register_new_resolver("tree_cpu_threads", cpu_threads, replace=True)
     OmegaConf.register_new_resolver("tree_device_profile", device_profile, replace=True)
@@ -62,13 +61,9 @@ def prepare_hydra() -> None:
 
 
 def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
-    """Compose the configuration as the command line does.
+    """Compose the configuration as the command line does; interpolations are not resolved yet.
 
-    Args:
-        overrides: Hydra overrides, e.g. `["profile=cpu", "data.train_batch_size=8"]`.
-
-    Returns:
-        The composed configuration; interpolations are not resolved yet.
+    Overrides are Hydra's, e.g. `["profile=cpu", "data.train_batch_size=8"]`.
     """
     prepare_hydra()
     with initialize_config_module(config_module=CONFIG_MODULE, version_base=None):
@@ -78,12 +73,6 @@ def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
 def accept_added_keys(arguments: Sequence[str]) -> list[str]:
     """Rewrite `+key=value` to Hydra's `++key=value` ("add or override"); everything else passes unchanged.
 
-    verl's users write `+` for keys that its YAML lacks. Where our files set such a key, Hydra would refuse that.
-
-    Args:
-        arguments: Command line arguments or overrides.
-
-    Returns:
-        The arguments in the same order.
+    verl's users write `+` for keys that its YAML lacks. Hydra would refuse that for a key that our files set.
     """
     return [f"+{each}" if each.startswith("+") and not each.startswith("++") else each for each in arguments]

@@ -1,7 +1,7 @@
-"""What the processes of a training run get: environment variables, and Ray's options for a cluster.
+"""The environment variables and Ray options of a training run's processes.
 
-The driver and every Ray actor import verl, and verl imports the modules named in `VERL_USE_EXTERNAL_MODULES` while it
-does. Naming `verl_tree.cpu.platform` there registers our CPU platform wherever verl runs.
+When verl is imported, it imports the modules named in `VERL_USE_EXTERNAL_MODULES`. Naming `verl_tree.cpu.platform`
+there registers our CPU platform in the driver and in every Ray actor.
 """
 
 import os
@@ -22,7 +22,7 @@ def ray_env_vars(config: DictConfig) -> dict[str, str]:
 
 
 def external_modules(config: DictConfig) -> list[str]:
-    """Return the modules that the user wants verl to import: those named for Ray, else those named in the shell."""
+    """Return the user's modules for verl to import: those named in Ray's variables, else those named in the shell."""
     for_ray = config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {}
     names = for_ray.get(MODULES_VARIABLE, os.environ.get(MODULES_VARIABLE, ""))
     return [name for name in names.split(",") if name not in ("", PLATFORM_MODULE)]
@@ -34,12 +34,7 @@ def joins_running_cluster(config: DictConfig) -> bool:
 
 
 def set_ray_options(config: DictConfig, variables: dict[str, str]) -> None:
-    """Pass environment variables to Ray's processes, and say whether Ray joins a cluster or starts one.
-
-    Args:
-        config: The configuration; `ray_kwargs.ray_init` is changed in place.
-        variables: Environment variables for every process of the training run (`ray_env_vars`).
-    """
+    """Set in `ray_kwargs.ray_init` the processes' environment variables and whether Ray joins or starts a cluster."""
     ray_init = config.ray_kwargs.ray_init
     with open_dict(ray_init):
         ray_init.runtime_env.env_vars = {**(ray_init.runtime_env.get("env_vars") or {}), **variables}

@@ -1,11 +1,10 @@
-"""Ends a training run whose process died or hangs, with the cause; verl would wait for an answer for ever.
+"""A watchdog that ends a training run whose process died or hangs, and names the cause; verl would wait for ever.
 
-A thread of the driver looks at facts, not at messages. Ray knows which actors of the job died and which tasks run. A
-vLLM engine is not an actor, so its processes (children of a server actor, titled `VLLM::...`) are looked up on this
-machine. Three findings end the training run: an actor whose process died, an engine process that is gone, and the same
-set of running tasks for `tree.watchdog.timeout_s`. The report has the tails of the logs that Ray keeps per actor.
-
-Engine processes on other machines are not seen; if one dies, the training run ends by the timeout.
+A thread of the driver asks Ray which actors of the job died and which tasks run. A vLLM engine is not an actor, so its
+processes (children of a server actor, titled `VLLM::...`) are looked up on this machine. Three findings end the
+training run: an actor's process died, an engine process is gone, or the set of running tasks did not change for
+`tree.watchdog.timeout_s`. The report has the tails of the actors' logs. The death of an engine process on another
+machine is not seen; the timeout ends the training run then.
 """
 
 import logging
@@ -31,18 +30,18 @@ from verl_tree.config import WatchdogConfig
 logger = logging.getLogger(__name__)
 
 DEATHS = ("WORKER_DIED", "NODE_DIED", "OWNER_DIED")
-"""Reasons of Ray (`ActorDiedErrorContext.Reason`, 2.60) for a death that nobody asked for."""
+"""Ray's reasons for a death that nobody asked for (`ActorDiedErrorContext.Reason`, 2.60)."""
 
 ENGINE_TITLE = "VLLM::"
 STATE_LIMIT = 10_000
 MAX_LOGS = 3
 INTERRUPT = signal.SIGUSR1
-# A failing task usually reports more than the death of its process, so the training run may end by itself first.
+# The training run has this long to end by itself: the error of a task usually says more than the death of its process.
 GRACE_S = 5.0
 
 
 class Actor(Protocol):
-    """What is read of `ray.util.state.common.ActorState`, whose fields Ray hides from type checkers."""
+    """The fields that are read of `ray.util.state.common.ActorState`; Ray hides them from type checkers."""
 
     actor_id: str
     class_name: str
@@ -54,7 +53,7 @@ class Actor(Protocol):
 
 
 class Task(Protocol):
-    """What is read of `ray.util.state.common.TaskState`."""
+    """The fields that are read of `ray.util.state.common.TaskState`."""
 
     task_id: str
     name: str
@@ -65,16 +64,16 @@ class Task(Protocol):
 
 
 class RunFailedError(RuntimeError):
-    """The watchdog ended the training run, or knows why it failed; the message is its report."""
+    """A training run that the watchdog ended, or whose failure it can explain; the message is its report."""
 
 
 def _cluster() -> str:
-    # Without an address Ray's state API would ask any cluster that this machine remembers.
+    # Without an address, Ray's state API may ask another cluster that this machine remembers.
     return ray.get_runtime_context().gcs_address
 
 
 def _ask(list_states: Callable[..., Any], **columns: str) -> Any:
-    """Return what Ray's state API lists of this driver's job, where columns have the given values."""
+    """Return what Ray's state API lists for this driver's job, filtered by the values of columns."""
     columns["job_id"] = ray.get_runtime_context().get_job_id()
     filters = [(column, "=", value) for column, value in columns.items()]
     return list_states(
@@ -84,12 +83,7 @@ def _ask(list_states: Callable[..., Any], **columns: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A reason why a training run cannot go on.
-
-    Attributes:
-        cause: One sentence.
-        actor_ids: Actors whose logs tell more, the most telling first.
-    """
+    """A reason why a training run cannot go on, and the actors whose logs tell more, the most telling first."""
 
     cause: str
     actor_ids: tuple[str, ...]
@@ -97,24 +91,16 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class EngineProcess:
-    """A process of a vLLM engine.
+    """A process of a vLLM engine, with its title (`VLLM::EngineCore`) and the Ray actor that started it."""
 
-    Attributes:
-        process: The process; psutil compares start times, so another process with its pid is not taken for it.
-        title: Its process title, e.g. `VLLM::EngineCore`.
-        actor_id: The Ray actor that started it.
-    """
-
+    # psutil compares start times, too, so it notices when another process has got the pid.
     process: psutil.Process
     title: str
     actor_id: str
 
 
 class Watchdog:
-    """Looks at the processes of this driver's Ray job.
-
-    Not thread-safe: `look` belongs to one thread at a time.
-    """
+    """Checks of the processes of this driver's Ray job. Not thread-safe: one thread at a time may call `look`."""
 
     def __init__(self, options: WatchdogConfig) -> None:
         self.options = options
@@ -127,7 +113,7 @@ class Watchdog:
 
         Raises:
             RayStateApiException: Ray's dashboard does not answer.
-            requests.RequestException: Likewise.
+            requests.RequestException: Ray's dashboard does not answer.
         """
         actors = _ask(list_actors)
         return self._dead_actor(actors) or self._gone_engine(actors) or self._hang()
@@ -137,7 +123,7 @@ class Watchdog:
         dead = [(each, death) for each, death in deaths if each.state == "DEAD" and death.get("reason") in DEATHS]
         if not dead:
             return None
-        # Actors that died with their owner are a consequence, so they come last.
+        # The death of an owner's actors is a consequence, so these come last.
         dead.sort(key=lambda pair: pair[1]["reason"] == "OWNER_DIED")
         actor, death = dead[0]
         title = f"{actor.class_name} {actor.name}".strip()
@@ -192,7 +178,7 @@ def _engine_processes(actor: Actor) -> dict[int, EngineProcess]:
     except psutil.NoSuchProcess:
         return {}
     titles, found = {}, {}
-    # Parents come first in the list. They are asked last, so a parent that takes its title meanwhile has it in time.
+    # Read the titles of children before their parents': a parent that sets its title meanwhile then has it, too.
     for child in reversed(children):
         with suppress(psutil.NoSuchProcess):
             titles[child.pid] = " ".join(child.cmdline()).strip()
@@ -200,8 +186,8 @@ def _engine_processes(actor: Actor) -> dict[int, EngineProcess]:
         title = titles.get(child.pid, "")
         if title.startswith(ENGINE_TITLE):
             with suppress(psutil.NoSuchProcess):
-                # Skip children that still carry their parent's title: forked to start a program (a compiler, `lscpu`),
-                # they have not become that program yet and end soon.
+                # Skip children that still carry their parent's title: they were forked to start a program (a compiler,
+                # `lscpu`), have not become it yet, and end soon.
                 if titles.get(child.ppid()) != title:
                     found[child.pid] = EngineProcess(child, title, actor.actor_id)
     return found
@@ -227,7 +213,7 @@ def _log_tail(actor_id: str, *, suffix: str, num_lines: int) -> str:
 
 
 class _Watch(threading.Thread):
-    """A thread that looks at regular intervals and interrupts the main thread once, with a report."""
+    """A thread that looks at regular intervals; on a failure it keeps a report and interrupts the main thread."""
 
     def __init__(self, options: WatchdogConfig) -> None:
         super().__init__(name="verl_tree watchdog", daemon=True)
@@ -258,25 +244,22 @@ class _Watch(threading.Thread):
         return failure is not None
 
     def stop(self) -> None:
-        """End the thread, and return when it does not look any more."""
+        """Stop the thread and wait for its end."""
         self._stopped.set()
         self.join()
 
 
 def _interrupt(_signum: int, _frame: FrameType | None) -> None:
-    # `ray.get` lets a signal handler end its wait with this exception only.
+    # This is the only exception by which a signal handler can end the wait of `ray.get`.
     raise KeyboardInterrupt
 
 
 @contextmanager
 def watch_run(options: WatchdogConfig) -> Iterator[None]:
-    """Watch the Ray job that the body runs from the main thread.
-
-    Args:
-        options: `tree.watchdog`.
+    """Watch the Ray job that the body runs; the body must run in the main thread.
 
     Raises:
-        RunFailedError: A process died or nothing moved; the message has the cause and the tails of the logs.
+        RunFailedError: A process died or hung; the message has the cause and the tails of the logs.
     """
     if not options.enabled:
         yield

@@ -1,13 +1,11 @@
-"""Rollouts on disk as trees: one parquet row per node of a prompt group, its leaves nested where they end.
+"""Rollouts stored as trees: one parquet row per node of a group, with the leaves that end there.
 
     trees of a step ─ write_trees ─▶ step_000010.parquet ─ read_trees ─▶ the same trees ─ forest() ─▶ TokenForest
 
-The unit is the group (all sessions of one prompt), so that what sessions share is stored once. Leaves that share a
-token may disagree about it: it is trained on one and only read on another, or two sessions sampled it with different
-log-probs. A node holds the values of its first leaf in DFS order; a leaf that differs there carries an *override* of
-that node. `docs/stored_trees.md` documents every column.
-
-It needs numpy and pyarrow (which verl brings) only. Text, prompts as messages and images are left out.
+The unit is the group, so what sessions share is stored once. Leaves may disagree about a token that they share: one
+trains it and another only reads it, or two sessions sampled it with different log-probs. A node holds the values of its
+first leaf in depth-first order; a leaf that differs has an *override* of that node. `docs/stored_trees.md` documents
+every column. Only numpy and pyarrow are needed. Text, messages and images are not stored.
 """
 
 from verl_tree.records.files import FORMAT_VERSION, SCHEMA, forests, read_trees, write_trees

@@ -1,7 +1,6 @@
-"""Stored trees as parquet: the schema, and how the trees of a group become its rows and come back.
+"""Stored trees as parquet files: the schema, writing and reading.
 
-Example, the forest of `TokenForest`'s docstring with the rows 0 = [1 2 3 4], 1 = [1 2 5], 2 = [1 2], 3 = [1 2 3 4],
-4 = [7]::
+The trajectories 0 = [1 2 3 4], 1 = [1 2 5], 2 = [1 2], 3 = [1 2 3 4] and 4 = [7] become these rows::
 
     node  parent  start  token_ids  leaves (row)
        0      -1      0  [1 2]      [2]
@@ -25,12 +24,12 @@ from verl_tree.records.trees import CallRun, StoredLeaf, StoredTree, end_nodes
 from verl_tree.tree import TokenForest
 
 FORMAT_VERSION = 1
-"""Version of the files written here; files of lower versions are read, too."""
+"""Version of the files that are written. Lower versions can be read, too."""
 
 _VERSION_KEY = b"verl_tree.records.format_version"
 
 _NUM_UIDS_NAMED = 8
-"""How many groups an error about an unknown one lists."""
+"""Number of groups that the error about an unknown one lists."""
 
 _OVERRIDE = pa.struct(
     [("node", pa.int32()), ("is_trained", pa.list_(pa.bool_())), ("log_probs", pa.list_(pa.float32()))]
@@ -70,15 +69,13 @@ SCHEMA = pa.schema(
     ],
     metadata={_VERSION_KEY: str(FORMAT_VERSION).encode()},
 )
-"""One row per node, the nodes of a tree in preorder. The file's metadata carry the format version, too."""
+"""One row per node, the nodes of a tree in preorder. The file's metadata have the format version, too."""
 
 
 def write_trees(path: str | os.PathLike[str], trees: Iterable[StoredTree]) -> None:
-    """Write trees to one parquet file; under its name there is never a part of a file.
+    """Write trees, possibly none, to one parquet file; its name never stands for a half-written file.
 
-    Args:
-        path: The file; its folder is made, and a file of that name is replaced.
-        trees: In the order in which they are to be read; may be empty.
+    The folder is made, and a file of that name is replaced.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,14 +89,9 @@ def write_trees(path: str | os.PathLike[str], trees: Iterable[StoredTree]) -> No
 
 
 def read_trees(path: str | os.PathLike[str], *, uid: str | None = None) -> list[StoredTree]:
-    """Read the trees of a file.
+    """Read the trees of a file of `write_trees` in the order in which they were written; with `uid`, only that group's.
 
-    Args:
-        path: A file of `write_trees`.
-        uid: Only the tree of this group, which the file must hold; None for all.
-
-    Returns:
-        The trees in the order in which they were written, with the tokens, masks and float32 values that were given.
+    Tokens, masks and float32 values come back exactly.
 
     Raises:
         ValueError: The file holds no stored trees, is of a newer format, or holds no tree of that group.
@@ -127,12 +119,11 @@ def read_trees(path: str | os.PathLike[str], *, uid: str | None = None) -> list[
 
 
 def forests(path: str | os.PathLike[str]) -> list[TokenForest]:
-    """Read the forests of a file, one per group: stored rollouts as input of a benchmark."""
+    """Read the forests of a file, one per group, as input of a benchmark."""
     return [tree.forest() for tree in read_trees(path)]
 
 
 def _to_batch(tree: StoredTree, *, index: int) -> pa.RecordBatch:
-    """Make the rows of one tree."""
     forest = tree.forest()
     num_nodes, parents = forest.num_nodes, forest.node_parent.tolist()
     spans = [slice(*bounds) for bounds in zip(forest.node_start.tolist(), forest.node_end.tolist(), strict=True)]
@@ -174,7 +165,7 @@ def _root_path(node: int, *, parents: Sequence[int]) -> list[int]:
 
 
 def _leaf_columns(leaf: StoredLeaf) -> dict[str, Any]:
-    """Return a leaf's own columns; it has per-token lists only where one number does not say it."""
+    """Return a leaf's own columns; it has per-token lists only where one number is not enough."""
     info = leaf.reward_extra_info
     is_reward_last = leaf.token_rewards is None or not leaf.token_rewards[:-1].any()
     is_constant = leaf.token_advantages is None or leaf.advantage is not None
@@ -195,14 +186,13 @@ def _leaf_columns(leaf: StoredLeaf) -> dict[str, Any]:
 
 
 def _json_value(value: Any) -> Any:
-    """Return numpy values as Python ones, everything else as text."""
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
 def _overrides(
     leaf: StoredLeaf, *, path: Sequence[int], owners: Sequence[StoredLeaf], spans: Sequence[slice]
 ) -> list[dict[str, Any]]:
-    """Find the nodes of a leaf's path on which its mask or its log-probs differ from those of the node's owner."""
+    """Find the nodes of a leaf's path on which its mask or log-probs differ from those of the node's owner."""
     overrides = []
     for node in path:
         owner, span = owners[node], spans[node]
@@ -226,7 +216,7 @@ def _from_table(table: pa.Table) -> Iterator[StoredTree]:
 
 
 def _tree(nodes: list[tuple[Any, ...]]) -> StoredTree:
-    """Make a tree from its nodes: step, uid and, in preorder, parent, token values and the leaves that end there."""
+    """Make a tree from its nodes in preorder."""
     _, steps, uids, parents, token_ids, is_trained, log_probs, leaves = zip(*nodes, strict=True)
     found: dict[int, StoredLeaf] = {}
     for node, ending in enumerate(leaves):
@@ -248,7 +238,6 @@ def _tree(nodes: list[tuple[Any, ...]]) -> StoredTree:
 def _leaf(
     columns: dict[str, Any], *, token_ids: np.ndarray, is_trained: np.ndarray, log_probs: np.ndarray
 ) -> StoredLeaf:
-    """Make a leaf from its columns and the token values of its path."""
     response = slice(columns["prompt_len"], None)
     token_rewards, token_advantages = columns["token_rewards"], columns["token_advantages"]
     if token_rewards is None and columns["reward"] is not None:
@@ -274,7 +263,7 @@ def _leaf(
 
 
 def _lists(column: pa.ChunkedArray | pa.ListArray) -> list[np.ndarray | None]:
-    """Return a column of lists as one array per entry, views of the whole; None for null."""
+    """Return a column of lists as one array per entry, a view; None for null."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     values = array.flatten().to_numpy(zero_copy_only=False)
     lens = np.array([length or 0 for length in array.value_lengths().to_pylist()], dtype=np.int64)
@@ -283,7 +272,7 @@ def _lists(column: pa.ChunkedArray | pa.ListArray) -> list[np.ndarray | None]:
 
 
 def _leaves(column: pa.ChunkedArray) -> list[list[dict[str, Any]]]:
-    """Return the nested leaves, per-token lists as arrays and everything else as Python values."""
+    """Return the leaves of each node; per-token lists are arrays, everything else Python values."""
     array = column.combine_chunks()
     leaves = array.flatten()
     per_token = ("token_rewards", "token_advantages")

@@ -1,7 +1,4 @@
-"""The trajectories of a prompt group as they are stored and shown: tokens, masks, log-probs, rewards, advantages.
-
-How they lie in a file is in `files`.
-"""
+"""The trajectories of a group as they are stored and shown: tokens, masks, log-probs, rewards, advantages."""
 
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -15,12 +12,10 @@ _OPTIONAL = ("token_rewards", "token_advantages")
 
 @dataclass(frozen=True, slots=True)
 class CallRun:
-    """The tokens of a trajectory that one LLM call sampled, one after another.
+    """Consecutive tokens of a trajectory, `start` to `end` (half-open), that one LLM call sampled.
 
-    Attributes:
-        call: The call's index in its session, in the order in which calls were sent.
-        kind: How its prompt related to the calls before it (`rollout_hooks.capture.call_kinds.CallKind`).
-        start, end: Positions in the trajectory, half-open.
+    `call` is the call's index in its session, in the order of sending. `kind` is how its prompt related to earlier
+    calls (`rollout_hooks.capture.call_kinds.CallKind`).
     """
 
     call: int
@@ -34,16 +29,16 @@ class StoredLeaf:
     """One trajectory of L tokens, the last R of them the response.
 
     Attributes:
-        session, leaf: Its place in the group; with the uid they are verl's row key `{uid}_{session}_{leaf}`.
+        session, leaf: Its place in the group. verl's row key is `{uid}_{session}_{leaf}`.
         token_ids: (L,) int32.
         prompt_len: L - R.
         is_trained: (L,) bool, verl's response mask; False on the prompt.
         log_probs: (L,) float32 rollout log-probs, NaN where there is none.
-        token_rewards: (R,) float32, verl's `rm_scores`; None where nothing was scored.
-        token_advantages: (R,) float32; None where none were computed (validation).
-        reward_extra_info: What the reward function reported, JSON values.
+        token_rewards: (R,) float32, verl's `rm_scores`; None if nothing was scored.
+        token_advantages: (R,) float32; None if none were computed (validation).
+        reward_extra_info: JSON values from the reward function.
         min_global_steps, max_global_steps: First and last version of the weights, None if unknown.
-        calls: What the session's LLM calls sampled of it, ascending; empty if not recorded.
+        calls: The parts that LLM calls sampled, ascending; empty if not recorded.
     """
 
     session: int
@@ -82,12 +77,12 @@ class StoredLeaf:
 
     @property
     def reward(self) -> float | None:
-        """Sum of the token rewards; None where nothing was scored."""
+        """Sum of the token rewards; None if nothing was scored."""
         return None if self.token_rewards is None else float(self.token_rewards.sum(dtype=np.float64))
 
     @property
     def advantage(self) -> float | None:
-        """The advantage of all trained tokens; None where there is none, or where it varies along the leaf."""
+        """The advantage of all trained tokens; None if there is none or if it varies along the leaf."""
         if self.token_advantages is None:
             return None
         is_trained = self.is_trained[self.prompt_len :]
@@ -98,10 +93,8 @@ class StoredLeaf:
     def row(self) -> dict[str, np.ndarray]:
         """Return the trajectory under verl's names, as its trainer, an SFT job or a replay takes it.
 
-        Returns:
-            `prompts` (P,), `responses` (R,), `input_ids` (L,), all int64; `response_mask` (R,) int64;
-            `rollout_log_probs` (R,) float32, 0 where there is none, if there are any; `rm_scores` and `advantages`
-            (R,) float32 where known.
+        `prompts` (P,), `responses` (R,), `input_ids` (L,) and `response_mask` (R,) are int64. `rollout_log_probs` (R,)
+        float32 is there if any are known, 0 for the others; `rm_scores` and `advantages` (R,) float32 if known.
         """
         input_ids, response = self.token_ids.astype(np.int64), slice(self.prompt_len, None)
         row = {
@@ -121,13 +114,9 @@ class StoredLeaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTree:
-    """The trajectories of one prompt group at one step.
+    """The trajectories of the group `uid` at one global step, in the order of their rows.
 
-    Attributes:
-        step: The trainer's global step.
-        uid: The group.
-        leaves: Its trajectories, in the order of their rows.
-        known_forest: The forest of their tokens, where it is known already.
+    `known_forest` is the forest of their tokens, if the caller has it already.
     """
 
     step: int
@@ -142,7 +131,7 @@ class StoredTree:
         object.__setattr__(self, "_forest", known_forest)
 
     def forest(self) -> TokenForest:
-        """Return the forest of the leaves, in their order; it is made once."""
+        """Return the forest of the leaves in their order; it is built once."""
         if self._forest is None:
             object.__setattr__(self, "_forest", TokenForest.from_sequences([leaf.token_ids for leaf in self.leaves]))
         assert self._forest is not None
@@ -150,7 +139,7 @@ class StoredTree:
 
 
 def end_nodes(forest: TokenForest) -> np.ndarray:
-    """Return the node in which each trajectory ends. (S,) int64, in the order of the trajectories."""
+    """Return the node in which each trajectory ends: (S,) int64, in the order of the trajectories."""
     ends = np.zeros(forest.num_leaves, dtype=np.int64)
     bounds = zip(forest.node_first_leaf.tolist(), forest.node_last_leaf.tolist(), strict=True)
     # Preorder: the deepest node of a leaf comes last.

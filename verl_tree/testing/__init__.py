@@ -1,1 +1,1 @@
-"""What tests and benchmarks need and the product never imports: drawn forests, oracles, a worker without Ray."""
+"""Tools for tests and benchmarks: drawn forests, oracles, a worker without Ray. The product never imports them."""

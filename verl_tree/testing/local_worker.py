@@ -1,4 +1,4 @@
-"""A training worker in this process, without Ray: the engines as tests, benchmarks and notebooks use them.
+"""A training worker in this process, without Ray, for tests, benchmarks and notebooks.
 
 Run the script by `torchrun --nproc-per-node=1`, or set up torch.distributed in any other way::
 
@@ -34,19 +34,11 @@ def local_worker(
     tree_options: Mapping[str, Any] | None = None,
     optimizer: FSDPOptimizerConfig | None = None,
 ) -> TreeTrainingWorker:
-    """Build a float32 worker with its model, optimiser and engine.
+    """Build an initialised float32 worker on a folder with a Hugging Face model; `set_loss_fn` gives it a loss.
 
-    Args:
-        model_path: Folder of a Hugging Face model.
-        strategy: `fsdp_tree`, or verl's own `fsdp2`.
-        max_token_len: Tokens of one micro-batch: tree tokens of a pack, or flat tokens.
-        is_critic: A value model instead of a policy.
-        model_options: Fields of verl's `HFModelConfig` to set.
-        tree_options: Fields of `TreeConfig` to set.
-        optimizer: verl's optimiser config; AdamW with learning rate 1e-3 by default.
-
-    Returns:
-        The worker, initialised; `set_loss_fn` gives it a loss.
+    `strategy` is `fsdp_tree` or verl's own `fsdp2`. `max_token_len` bounds a micro-batch, in tree tokens or in flat
+    tokens. `model_options` sets fields of verl's `HFModelConfig`, `tree_options` those of `TreeConfig`. The default
+    optimiser is AdamW with learning rate 1e-3. `is_critic` builds a value model instead of a policy.
     """
     options = {"enable_gradient_checkpointing": False, **(model_options or {})}
     model_config = HFModelConfig(
@@ -59,7 +51,7 @@ def local_worker(
     engine_config = TreeFSDPEngineConfig(
         strategy="fsdp2", mixed_precision=FP32, model_dtype="fp32", use_torch_compile=False, tree=tree_options or {}
     )
-    # As verl's actor config does: an engine config checks its strategy before the actor's is known.
+    # verl's actor config does the same: an engine config checks its strategy before the actor's is known.
     object.__setattr__(engine_config, "strategy", strategy)
     engine_config.use_dynamic_bsz = True
     engine_config.max_token_len_per_gpu = max_token_len
@@ -80,17 +72,12 @@ def local_worker(
 def batch_of_rows(
     rows: Sequence[Mapping[str, Tensor]], *, max_token_len: int, global_batch_size: int, **settings: Any
 ) -> TensorDict:
-    """Make the batch that verl's trainer would send to a worker.
+    """Make the batch that verl's trainer would send to a worker: jagged tensors.
 
-    Args:
-        rows: One mapping per trajectory with 1-D tensors: `prompts`, `responses`, `response_mask`, and what the loss
-            reads (`old_log_probs`, `advantages`, ... of the response's length).
-        max_token_len: Tokens of one micro-batch.
-        global_batch_size: Trajectories of the mini-batch over all ranks, padding rows not counted.
-        **settings: Other keys of the batch, such as `calculate_entropy`; `temperature` is 1.0 unless given.
-
-    Returns:
-        Jagged tensors with `input_ids`, `position_ids` and `loss_mask` added.
+    A row has the 1-D tensors `prompts`, `responses`, `response_mask`, and what the loss reads (`old_log_probs`,
+    `advantages`, ... of the response's length). `input_ids`, `position_ids` and `loss_mask` are added.
+    `global_batch_size` counts the mini-batch's trajectories over all ranks, without padding rows. `settings` are other
+    keys of the batch, such as `calculate_entropy`; `temperature` is 1.0 unless given.
     """
     columns: dict[str, list[Tensor]] = {}
     for row in rows:

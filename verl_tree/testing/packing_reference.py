@@ -1,7 +1,7 @@
-"""Optimal packings by other means, for tests and benchmarks only: all partitions, and an integer programme.
+"""Optimal packings as references for tests and benchmarks: by all partitions, and by an integer programme.
 
-`brute_force` shares no code with what it judges. `integer_programme` starts from the same items and nodes and uses the
-bound `least_visits` as cuts; `brute_force` judges that bound.
+`brute_force` shares no code with `verl_tree.packing`. `integer_programme` takes that package's items and nodes, and
+its bound `least_visits` as cuts; `brute_force` checks that bound.
 """
 
 from collections.abc import Sequence
@@ -25,13 +25,9 @@ def brute_force(
     max_loss_terms: int | None = None,
     loss_terms: Sequence[int] | None = None,
 ) -> int:
-    """Find the fewest packed tokens over all partitions of the trajectories, in 3^S steps for S trajectories.
+    """Find the fewest packed tokens over all partitions of the trajectories.
 
-    Args:
-        sequences: S trajectories, about ten at most.
-        capacity: Tree tokens per pack.
-        max_loss_terms: Loss terms per pack. None: no limit.
-        loss_terms: (S,) as of `verl_tree.packing.pack`.
+    It takes 3^S steps for S trajectories, so S is about ten at most. Caps and loss terms are as in `pack`.
 
     Raises:
         ValueError: A trajectory alone exceeds a cap.
@@ -80,13 +76,7 @@ def brute_force(
 
 @dataclass(frozen=True, slots=True)
 class IntegerResult:
-    """What the solver found.
-
-    Attributes:
-        num_tokens: Packed tokens of the best packing known.
-        lower_bound: Tokens that no packing can go below; equal to `num_tokens` where that is proven to be the optimum.
-        num_packs: Packs that the programme had.
-    """
+    """The packed tokens of the best packing known, their lower bound, and the packs that the programme had."""
 
     num_tokens: int
     lower_bound: int
@@ -114,16 +104,9 @@ def integer_programme(items: Items, *, caps: Caps, known_tokens: int, time_limit
                     x(l, p) <= sum over j < l of x(j, p - 1)                packs are ordered by their first items
 
     There are as many packs as an optimum can have (`max_packs`), so nothing is assumed about it. With z the solver has
-    a solution, hence a bound that it can report, from the start; and it proves an optimum only by finding it anew.
+    a solution from the start, hence a bound to report. It proves an optimum only by finding it anew.
 
-    Args:
-        items: The tree.
-        caps: Of a pack; the tokens must be limited.
-        known_tokens: Packed tokens of a packing.
-        time_limit_s: Seconds after which the solver gives the bound that it has reached.
-
-    Returns:
-        The best packing known and the best bound, the solver's or that of `least_visits`.
+    `caps` must limit the tokens. After `time_limit_s` the bound is the best so far, the solver's or `least_visits`.
     """
     visits = least_visits(items, caps=caps)
     own = items.nodes.end - items.nodes.start
@@ -145,12 +128,12 @@ def integer_programme(items: Items, *, caps: Caps, known_tokens: int, time_limit
 
 
 def max_packs(items: Items, *, own: IntArray, visits: IntArray, caps: Caps, known_tokens: int) -> int:
-    """Count the packs that an optimum can have at most."""
+    """Return the most packs that an optimum can have."""
     # Each visits the root, and the other nodes cost their least visits.
     below_root = int(own[1:] @ visits[1:])
     most = min(len(items), (known_tokens - below_root) // int(own[0]))
-    # No two of k packs fit together, else the root would be visited once less: together they have more than C + w(root)
-    # tokens, so all pairs have (k - 1) cost > k (k - 1) / 2 (C + w(root)). Loss terms may keep packs apart that would.
+    # No two of k packs fit together, else the root would be visited once less. So two have more than C + w(root) tokens
+    # and all pairs (k - 1) cost > k (k - 1) / 2 (C + w(root)). A limit of loss terms may keep packs apart that fit.
     if items.num_terms <= caps.num_terms:
         most = min(most, 2 * known_tokens // (caps.num_tokens + int(own[0])))
     return max(most, 1)

@@ -1,4 +1,4 @@
-"""Refuses a configuration that cannot work, before Ray starts and before any GPU time is spent."""
+"""Checks that refuse a configuration that cannot work, before Ray starts and before any GPU time is spent."""
 
 import logging
 
@@ -12,27 +12,20 @@ __all__ = ["CHECKS", "find", "validate"]
 logger = logging.getLogger(__name__)
 
 CHECKS = (*settings.CHECKS, *inputs.CHECKS, *code.CHECKS)
-"""Every check, in the order in which a user should hear of the problems."""
+"""All checks, in the order in which a user should hear of problems."""
 
 
 def find(config: DictConfig) -> Findings:
-    """Yield everything that the checks find.
-
-    Args:
-        config: The whole configuration, resolved.
-    """
+    """Yield everything that the checks find in a resolved configuration."""
     for check in CHECKS:
         yield from check(config)
 
 
 def validate(config: DictConfig) -> None:
-    """Run the checks and log their warnings.
-
-    Args:
-        config: The whole configuration, resolved.
+    """Run the checks on a resolved configuration and log their warnings.
 
     Raises:
-        ValueError: The first setting that cannot work, with its remedy.
+        ValueError: A setting cannot work; the message has the remedy.
     """
     for finding in find(config):
         if not finding.is_warning:

@@ -1,7 +1,7 @@
-"""Refuses code that is not there: agent loops, tools, reward functions, data set classes.
+"""Checks that the user's code exists: agent loops, tools, reward functions, data set classes.
 
-No module of the user's is run here, only the packages that it lies in: it may need what only Ray's processes have.
-Where those may be on other machines, or bring modules along, what is missing is a warning.
+A user's module may need what only Ray's processes have, so only the packages around it are imported. What is missing is
+only a warning where those processes may be on other machines or bring modules along.
 """
 
 import importlib
@@ -45,13 +45,13 @@ MOVED = {
     "reward_model.model.external_lib": None,
     "reward_model.model.trust_remote_code": None,
 }
-"""Where keys of `LEGACY_GROUPS` are now, None for nowhere; all others have moved below `reward` as they are.
+"""New names of keys of `LEGACY_GROUPS`; None is no new name. Keys that are not listed moved unchanged below `reward`.
 
 Source: `verl.experimental.reward_loop.migrate_legacy_reward_impl` (0.9.1)."""
 
 
 def check_manager(config: DictConfig) -> Findings:
-    """Find the agent loop manager: only one that captures makes leaves and forests."""
+    """Find a missing agent loop manager: verl's default one captures no leaves."""
     manager = value_of(config, MANAGER_KEY)
     if not manager:
         yield refusal(config, MANAGER_KEY, f"set it to {TREE_MANAGER} or a subclass of it")
@@ -60,7 +60,7 @@ def check_manager(config: DictConfig) -> Findings:
 
 
 def check_agent_loops(config: DictConfig) -> Findings:
-    """Read the file of agent loops, find the modules of its classes, and look up the loops that rows run."""
+    """Check the file of agent loops, the modules of its classes, and the names of the loops that rows run."""
     entries, problem = _read_loops(config)
     if problem is not None:
         yield problem
@@ -103,7 +103,7 @@ def _read_loops(config: DictConfig) -> tuple[list[dict[str, Any]], Finding | Non
 
 
 def _loops_in_use(config: DictConfig) -> list[tuple[str, Any]]:
-    """Return the option and the name of every loop that a row runs; the default unless all rows name their own."""
+    """Return (option, name) of every loop that rows run: those of data files, and the default if a file has none."""
     import pyarrow.parquet
 
     named, has_unnamed = {}, False
@@ -119,7 +119,7 @@ def _loops_in_use(config: DictConfig) -> list[tuple[str, Any]]:
 
 
 def _registered_loops(config: DictConfig) -> list[str]:
-    """Return the loops that every agent loop worker knows: verl's, ours, and those of a manager of the user's."""
+    """Return the loops that every agent loop worker knows: verl's, ours, and those of the user's manager."""
     from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
     from rollout_hooks.loops import register_built_in
@@ -152,7 +152,7 @@ def _config_file(name: str) -> Path | None:
 
 
 def check_data_code(config: DictConfig) -> Findings:
-    """Find a data set class of the user's whose module does not exist."""
+    """Find a data set class whose module does not exist."""
     return _check_object(config, "data.custom_cls.path", "data.custom_cls.name")
 
 
@@ -164,7 +164,7 @@ def check_reward_code(config: DictConfig) -> Findings:
         if not value_of(config, module_key):
             yield refusal(config, module_key, "source=importlib reads a class from it; give a file")
         yield from _check_object(config, module_key, "reward.reward_manager.name")
-    # The default exists, and looking up another one takes an import that the driver does not need otherwise.
+    # The default exists. Looking up another name takes an import that the driver does not need otherwise.
     elif manager.source == "register" and manager.name != "naive":
         from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
 
@@ -175,7 +175,7 @@ def check_reward_code(config: DictConfig) -> Findings:
 
 
 def check_legacy_reward_keys(config: DictConfig) -> Findings:
-    """Find keys of earlier releases, which verl 0.9.1 composes but does not read; unless they change nothing."""
+    """Find keys of earlier releases, which verl 0.9.1 does not read, unless the new key has the same value."""
     for group in LEGACY_GROUPS:
         for key in _set_keys(config, group):
             new = moved_to(key)
@@ -186,7 +186,7 @@ def check_legacy_reward_keys(config: DictConfig) -> Findings:
 
 
 def moved_to(key: str) -> str | None:
-    """Return the present name of a key of `LEGACY_GROUPS` (`reward_model.num_workers`), or None if it has none."""
+    """Return the new name of a key of `LEGACY_GROUPS` (`reward_model.num_workers`), or None if it has none."""
     for old, new in MOVED.items():
         if key == old or key.startswith(f"{old}."):
             return None if new is None else new + key.removeprefix(old)
@@ -204,7 +204,7 @@ def _set_keys(config: DictConfig, key: str) -> Iterator[str]:
 
 
 def _check_object(config: DictConfig, path_key: str, name_key: str) -> Findings:
-    """Check what verl loads from a module by its path (`load_extern_object`): of a file, or `pkg://`."""
+    """Check an object that verl loads from a file or a `pkg://` module (`load_extern_object`)."""
     from verl.utils.import_utils import FILE_PATH_PREFIX, PKG_PATH_PREFIX
 
     path, name = value_of(config, path_key), value_of(config, name_key)
@@ -219,12 +219,12 @@ def _check_object(config: DictConfig, path_key: str, name_key: str) -> Findings:
         return
     file = Path(path.removeprefix(FILE_PATH_PREFIX))
     if not file.is_file():
-        # Ray's processes look for a relative path in the working directory that they may be given.
+        # A relative path may exist in the working directory that Ray gives its processes.
         yield refusal_here(config, path_key, missing(str(file), "file"), brings_code=not file.is_absolute())
 
 
 def _module_problem(target: str) -> str | None:
-    """Say why the module of `package.module.Class` cannot be found; its packages are imported, it is not."""
+    """Return why the module of `package.module.Class` cannot be found; its packages are imported, it is not."""
     parts = target.split(".")
     if len(parts) < 2:
         return "not the full name of a class (package.module.Class)"

@@ -1,7 +1,7 @@
-"""Refuses files and folders that are not there, and inputs that are not text.
+"""Checks that files and folders exist and that inputs are text.
 
-Only what is on this machine is read: nothing is downloaded, paths with a scheme (`hdfs://`) are left alone. Where the
-training run's processes may be on other machines, what is missing is a warning.
+Nothing is downloaded, and paths with a scheme (`hdfs://`) are not checked. What is missing is only a warning where the
+training run's processes may be on other machines.
 """
 
 import glob
@@ -28,7 +28,7 @@ from verl_tree.launch.validation.refusals import (
 
 
 def check_data_files(config: DictConfig) -> Findings:
-    """Find data files that do not exist; a data set class of the user's may name them as it likes."""
+    """Find data files that do not exist. For a data set class of the user's a name may mean anything."""
     if value_of(config, "data.custom_cls.path"):
         return
     for key in DATA_KEYS:
@@ -41,7 +41,7 @@ def check_data_files(config: DictConfig) -> Findings:
 
 
 def check_text_rows(config: DictConfig) -> Findings:
-    """Find rows with images, videos or sounds: token ids alone do not tell such inputs apart."""
+    """Find rows with images, videos or sounds: two such rows may differ and yet have the same token ids."""
     for name in (name for key in DATA_KEYS for name in data_files(config, key)):
         for key in ("image_key", "video_key", "audio_key"):
             if config.data[key] in columns(name):
@@ -49,7 +49,7 @@ def check_text_rows(config: DictConfig) -> Findings:
 
 
 def check_models(config: DictConfig) -> Findings:
-    """Find models that are not there, or that take more than text."""
+    """Find models that do not exist or that take more than text."""
     for model in MODELS if uses_critic(config) else MODELS[:1]:
         key = f"{model}.path"
         path = value_of(config, key)
@@ -73,7 +73,7 @@ def _check_folder(config: DictConfig, key: str, folder: Path, other_config: str 
         return
     towers = [name for name in json.loads(path.read_text()) if name in ("vision_config", "audio_config")]
     if towers:
-        # Such a model has inputs that token ids alone do not tell apart.
+        # Inputs of such a model may differ and yet have the same token ids.
         yield refusal(config, key, f"multimodal model ({', '.join(towers)}); only text models are supported")
 
 
@@ -93,7 +93,7 @@ def _check_hub_name(config: DictConfig, key: str, name: str) -> Findings:
 
 
 def check_dump_dir(config: DictConfig) -> Findings:
-    """Find a folder of trees that cannot be made, or written to."""
+    """Find a folder for trees that cannot be made or written to."""
     key = "tree.dump_dir"
     name = value_of(config, key)
     if not isinstance(name, str):

@@ -1,4 +1,4 @@
-"""What the checks of a configuration share: findings, the keys, and which parts of verl a configuration uses."""
+"""The shared parts of the checks: findings, keys, and which parts of verl a configuration uses."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -17,11 +17,9 @@ DATA_KEYS = ("data.train_files", "data.val_files")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A reason why a configuration cannot work.
+    """A reason why a configuration cannot work: the key, its value and the remedy.
 
-    Attributes:
-        message: The key, its value and what to do about it.
-        is_warning: Whether the training run may work all the same, because its processes may see other files.
+    It is a warning if the training run may work all the same, because its processes may see other files.
     """
 
     message: str
@@ -30,7 +28,7 @@ class Finding:
 
 Findings = Iterator[Finding]
 Check = Callable[[DictConfig], Findings]
-"""What is wrong with a resolved configuration, one finding after the other. Checks are independent of each other."""
+"""A check reads a resolved configuration and yields what is wrong. Checks are independent of each other."""
 
 
 def refusal(config: DictConfig, key: str, remedy: str) -> Finding:
@@ -41,11 +39,7 @@ def refusal(config: DictConfig, key: str, remedy: str) -> Finding:
 def refusal_here(config: DictConfig, key: str, remedy: str, *, brings_code: bool = False) -> Finding:
     """Return the finding that this machine lacks something; a warning where other machines may have it.
 
-    Args:
-        config: The configuration.
-        key: The option.
-        remedy: What is missing, and what to do about it.
-        brings_code: Whether a module is missing, which Ray's runtime environment may bring along.
+    `brings_code` says that it is a module, which Ray's runtime environment may bring along.
     """
     # verl reads the data, the model and the loops in Ray processes that it pins to no node.
     other_machines = config.trainer.nnodes > 1 or joins_running_cluster(config)
@@ -61,12 +55,12 @@ def value_of(config: DictConfig, key: str) -> Any:
 
 
 def uses_tree(config: DictConfig) -> bool:
-    """Whether the tree engine trains, not verl's own."""
+    """Whether the tree engine trains instead of verl's own."""
     return config.tree.enabled is True
 
 
 def uses_cpu(config: DictConfig) -> bool:
-    """Whether everything runs on the processor."""
+    """Whether everything runs on the CPU."""
     return config.trainer.device == "cpu"
 
 
@@ -101,7 +95,7 @@ def has_scheme(path: str) -> bool:
 
 
 def missing(path: str, kind: str) -> str:
-    """Say that a path does not exist, where it was looked for, and that nobody expands a `~`."""
+    """Return the message that a path does not exist, with where it was looked for."""
     expanded = os.path.expanduser(path)
     if expanded != path:
         return f"~ is not expanded; give {expanded}"

@@ -1,4 +1,4 @@
-"""Refuses settings that cannot work or would be ignored: a table of values, then checks that read several keys."""
+"""Checks for settings that cannot work or would be ignored: a table of rules, then checks that read several keys."""
 
 import json
 import os
@@ -29,13 +29,9 @@ from verl_tree.launch.validation.refusals import (
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A check that a key has one of a few values.
+    """A check that a key has one of the allowed values; its message recommends the first.
 
-    Attributes:
-        key: The key.
-        allowed: Its values; the message recommends the first.
-        reason: Why another value cannot work.
-        applies: Which configurations the rule is for.
+    `reason` says why another value cannot work, `applies` for which configurations the rule holds.
     """
 
     key: str
@@ -44,7 +40,7 @@ class Rule:
     applies: Callable[[DictConfig], bool] = lambda _: True
 
     def __call__(self, config: DictConfig) -> Findings:
-        """Yield a finding if the rule is for this configuration and the key has another value."""
+        """Yield a finding if the rule applies and the key has another value."""
         if self.applies(config) and value_of(config, self.key) not in self.allowed:
             first = self.allowed[0]
             value = first if isinstance(first, str) else json.dumps(first)
@@ -74,7 +70,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "reward.reward_manager.source", ("register", "importlib"), "verl knows register (its own) and importlib (yours)"
     ),
-    # What the engine does not compute, or would cut differently.
+    # Settings that the engine does not implement, or under which it would cut a batch differently.
     *_rules((*MODELS, ACTOR), "use_fused_kernels", OFF, "fused kernels do not make the logits that branches need"),
     *_rules((ACTOR, REF, "critic", *ENGINES), "ulysses_sequence_parallel_size", (1, None), "Ulysses is not supported"),
     Rule(f"{ACTOR}.use_dynamic_bsz", ON, BY_TOKENS),
@@ -88,7 +84,7 @@ RULES: tuple[Rule, ...] = (
     *_rules(ENGINES, "router_replay.mode", ("disabled", None), NO_REPLAY),
     *_rules((ACTOR, *ENGINES), "qat.enable", OFF, "quantisation-aware training is not supported"),
     Rule("distillation.enabled", OFF, "distillation is not supported: a tree has no teacher logits"),
-    # Settings of a CUDA device that fail late, or hang, on a CPU.
+    # Settings for CUDA that fail late, or hang, on a CPU.
     Rule(f"{ROLLOUT}.name", ("vllm",), "trainer.device=cpu generates with vLLM's CPU engine", uses_cpu),
     Rule(f"{ROLLOUT}.quantization", (None,), "not supported with trainer.device=cpu", uses_cpu),
     Rule(f"{ROLLOUT}.enable_sleep_mode", OFF, NO_SLEEP, uses_cpu),
@@ -99,7 +95,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_tree_options(config: DictConfig) -> Findings:
-    """Build the options, and look up the names that other packages own."""
+    """Build the tree options, and look up the names of methods, backends and modes."""
     from verl_tree.attention import BACKENDS
     from verl_tree.functional.expansion import SHARED_TOKEN_MODES
     from verl_tree.packing import METHODS
@@ -145,7 +141,7 @@ def check_device(config: DictConfig) -> Findings:
 
 
 def check_cpu_backend(config: DictConfig) -> Findings:
-    """Find attention kernels for CUDA on a CPU, where only Triton's interpreter can run one of them."""
+    """Find a CUDA backend on a CPU; `triton` is allowed there under Triton's interpreter."""
     backend = config.tree.backend
     interprets = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if uses_cpu(config) and uses_tree(config) and backend in ("fa4", "triton") and not interprets:
@@ -166,7 +162,7 @@ def capacity_keys(config: DictConfig) -> list[str]:
 
 
 def longest_trajectory(config: DictConfig) -> tuple[int, str]:
-    """Return the tokens of the longest row that a session may end in, and the options that say so."""
+    """Return the length of the longest possible trajectory, and text that names the options behind it."""
     rollout = config.actor_rollout_ref.rollout
     # All turns after the first prompt count as response.
     longest = rollout.prompt_length + rollout.response_length
@@ -177,7 +173,7 @@ def longest_trajectory(config: DictConfig) -> tuple[int, str]:
 
 
 def check_capacity(config: DictConfig) -> Findings:
-    """Find limits below the longest possible trajectory: it must fit into one pack."""
+    """Find limits below the longest possible trajectory, which must fit into one pack."""
     longest, named = longest_trajectory(config)
     response = config.actor_rollout_ref.rollout.response_length
     limits = [(key, longest, f"trajectory, {named}; raise it or shorten them") for key in capacity_keys(config)]
@@ -193,7 +189,7 @@ def check_capacity(config: DictConfig) -> Findings:
 
 
 def check_loss_normalisation(config: DictConfig) -> Findings:
-    """Find a loss without its factor: verl would divide by the padded width, which depends on the cut."""
+    """Find a missing `loss_scale_factor`: verl would divide by the padded width of a micro-batch instead."""
     for role in (ACTOR, "critic") if uses_critic(config) else (ACTOR,):
         is_norm = value_of(config, f"{role}.loss_agg_mode") == "seq-mean-token-sum-norm"
         if is_norm and value_of(config, f"{role}.loss_scale_factor") is None:
@@ -202,7 +198,7 @@ def check_loss_normalisation(config: DictConfig) -> Findings:
 
 
 def check_critic_cut(config: DictConfig) -> Findings:
-    """Compare the mini-batches of actor and critic, which share one cut of the batch into groups."""
+    """Compare the mini-batch sizes of actor and critic, which share one mini-batch plan."""
     key, size = "critic.ppo_mini_batch_size", config.actor_rollout_ref.actor.ppo_mini_batch_size
     if uses_critic(config) and value_of(config, key) != size:
         yield refusal(config, key, f"must equal {ACTOR}.ppo_mini_batch_size={size}")

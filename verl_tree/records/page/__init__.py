@@ -2,8 +2,8 @@
 
     StoredTree + tokenizer ─ content ─▶ JSON ─ template.html, page.css, page.js ─▶ page
 
-The page loads nothing (its content security policy forbids it), and the script puts all text in with `textContent`, so
-that what a model wrote stays text. Views have addresses: `page.html#search=foo`, `#leaf=0_1`, `#collapse=all`.
+The page loads nothing (its content security policy forbids it). The script inserts text with `textContent`, so what a
+model wrote is never markup. Views have addresses (docs/stored_trees.md): `page.html#search=foo`, `#leaf=0_1`.
 """
 
 from verl_tree.records.page.content import Tokenizer

@@ -1,8 +1,8 @@
-"""What the page shows of a tree, as JSON values: per node its text by producer, its measures and its place.
+"""The content of a tree's page as JSON values: per node its text by producer, its measures and its place.
 
 Display order: a fork's branches follow it, each one level deeper, in the order of their sessions and calls. A branch
-that holds more than half of the fork's leaves comes last and stays at the fork's own level, so that a long
-conversation with side branches reads straight down, and levels number at most log2(leaves).
+with more than half of the fork's leaves comes last and stays at the fork's level. So a long conversation with side
+branches reads straight down, and there are at most log2(leaves) levels.
 """
 
 import math
@@ -17,11 +17,11 @@ from verl_tree.records import StoredLeaf, StoredTree, end_nodes
 from verl_tree.tree import TokenForest
 
 _PROMPT, _ENVIRONMENT, _UNKNOWN_CALL = -3, -2, -1
-"""Producers of a token besides the calls 0, 1, ...; the last is a call that was not recorded."""
+"""Producers of a token besides the recorded calls 0, 1, ..."""
 
 
 class Tokenizer(Protocol):
-    """A tokenizer as far as it is asked."""
+    """The part of a tokenizer that the page uses."""
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids."""
@@ -29,14 +29,9 @@ class Tokenizer(Protocol):
 
 
 def page_content(tree: StoredTree, *, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return everything that the page's script needs.
+    """Return the JSON values that the page's script needs; without a tokenizer, texts are token ids.
 
-    Args:
-        tree: What to show.
-        tokenizer: Turns token ids into text; None gives the ids, separated by spaces.
-
-    Returns:
-        JSON values; the nodes in display order, with each node's parent an index into that order.
+    Nodes are in display order, and a node's parent is an index into that order.
     """
     forest = tree.forest()
     placed = _place(forest)
@@ -66,10 +61,9 @@ def page_content(tree: StoredTree, *, tokenizer: Tokenizer | None) -> dict[str, 
 
 
 def overlap_histogram(forest: TokenForest) -> list[tuple[int, int]]:
-    """Count how many tree tokens are shared by how many leaves (Tree Training, figure 7).
+    """Return (leaves, tokens): how many tree tokens are shared by how many leaves (Tree Training, figure 7).
 
-    Returns:
-        (leaves, tokens), ascending, without empty entries; the tokens sum to the tree tokens.
+    Entries ascend, and none is empty. The tokens sum to the tree tokens.
     """
     num_leaves = forest.node_last_leaf - forest.node_first_leaf
     counts = np.bincount(num_leaves, weights=forest.node_end - forest.node_start).astype(int)
@@ -77,13 +71,13 @@ def overlap_histogram(forest: TokenForest) -> list[tuple[int, int]]:
 
 
 def _finite(value: float | None) -> float | None:
-    # JSON has no NaN and no infinity; they are shown as missing.
+    # JSON has no NaN and no infinity: show them as missing.
     return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A node and where it is shown: its level, its number among its siblings, and how many they are; 0 for roots."""
+    """A node's place on the page: its level, its number among its siblings and their count, both 0 for roots."""
 
     node: int
     level: int
@@ -92,7 +86,6 @@ class _Placed:
 
 
 def _place(forest: TokenForest) -> list[_Placed]:
-    """Return the nodes in display order."""
     children: dict[int, list[int]] = {node: [] for node in range(-1, forest.num_nodes)}
     for node, parent in enumerate(forest.node_parent.tolist()):
         children[parent].append(node)
@@ -118,7 +111,6 @@ def _place(forest: TokenForest) -> list[_Placed]:
 
 
 def _leaf(leaf: StoredLeaf, *, node: int) -> dict[str, Any]:
-    """Return a line of the table of leaves."""
     return {
         "name": f"{leaf.session}_{leaf.leaf}",
         "num_tokens": len(leaf.token_ids),
@@ -152,7 +144,7 @@ def _node(tree: StoredTree, forest: TokenForest, placed: _Placed, *, tokenizer: 
 
 
 def _mean_advantage(leaves: Sequence[StoredLeaf], span: slice) -> float | None:
-    """Return the mean advantage of a node's tokens over the leaves that train them; None where none does."""
+    """Return the mean advantage of a node's tokens over the leaves that train them, or None if none does."""
     values = []
     for leaf in leaves:
         if leaf.token_advantages is not None:
@@ -164,7 +156,7 @@ def _mean_advantage(leaves: Sequence[StoredLeaf], span: slice) -> float | None:
 
 
 def _producers(leaf: StoredLeaf, span: slice) -> np.ndarray:
-    """Tell who produced each token of a part of a leaf: a call's index, or one of the constants above."""
+    """Return the producer of each token of a part of a leaf: a call's index or one of the constants above."""
     producers = np.full(len(leaf.token_ids), _ENVIRONMENT)
     producers[: leaf.prompt_len] = _PROMPT
     producers[leaf.is_trained] = _UNKNOWN_CALL
@@ -174,12 +166,10 @@ def _producers(leaf: StoredLeaf, span: slice) -> np.ndarray:
 
 
 def _fork_kind(leaf: StoredLeaf, start: int) -> str:
-    """Tell why a branch of this leaf begins at `start`.
+    """Return why a branch of this leaf begins at `start`.
 
-    Returns:
-        `sampled` if its first token was sampled: two calls went on differently from the same tokens. Otherwise
-        something else was read: the kind of the first call behind it (`fork`, `rewrite`, `drift`, `continuation`, ...),
-        or `read` if there is none.
+    `sampled`: its first token was sampled, so two calls went on differently from the same tokens. Otherwise the branch
+    begins with text that was read: the kind of the first call after it (`fork`, `drift`, ...), or `read` without one.
     """
     behind = [run for run in leaf.calls if run.end > start]
     if behind and behind[0].start > start:
@@ -188,7 +178,7 @@ def _fork_kind(leaf: StoredLeaf, start: int) -> str:
 
 
 def _passages(leaves: Sequence[StoredLeaf], span: slice, *, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
-    """Cut a node's tokens where the producer, or the number of leaves that train them, changes."""
+    """Cut a node's tokens where the producer or the number of leaves that train them changes."""
     owner = leaves[0]
     producers = _producers(owner, span)
     num_training = np.sum([leaf.is_trained[span] for leaf in leaves], axis=0)

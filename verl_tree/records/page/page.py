@@ -11,27 +11,19 @@ _PARTS = {"/*STYLE*/": "page.css", "/*SCRIPT*/": "page.js"}
 
 
 def tree_page(tree: StoredTree, tokenizer: Tokenizer | None) -> str:
-    """Make the page of a tree.
-
-    Args:
-        tree: What to show.
-        tokenizer: Turns token ids into text; None shows the ids.
-
-    Returns:
-        A whole HTML document.
-    """
+    """Make the page of a tree, a whole HTML document; without a tokenizer it shows token ids."""
     source = files("verl_tree.records.page")
     page = source.joinpath("template.html").read_text(encoding="utf-8")
     for mark, name in _PARTS.items():
         page = page.replace(mark, source.joinpath(name).read_text(encoding="utf-8"))
-    # The content comes last, so that no mark is looked for in what a model wrote.
+    # The content comes last, so marks in what a model wrote are not replaced.
     return page.replace("/*CONTENT*/", _script_safe_json(page_content(tree, tokenizer=tokenizer)))
 
 
 def _script_safe_json(content: dict[str, Any]) -> str:
     """Return JSON that cannot end or open a script element."""
     text = json.dumps(content, ensure_ascii=True, separators=(",", ":"))
-    # They occur in strings only, where they may be escaped.
+    # These characters occur only in strings, where they may be escaped.
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text

@@ -1,13 +1,13 @@
 """Synthetic forests for tests and benchmarks: trajectories of a known shape, the same for the same seed.
 
 `overlap` has a given potential overlap ratio, SHAPES are what agents make, `random_forest` is small and has every
-special case, and `groups` makes several prompts of any shape::
+special case, and `groups` draws several prompts of any shape::
 
     forest = TokenForest.from_sequences(groups(star, num_groups=8, seed=3))
     forest = TokenForest.from_sequences(groups(partial(caterpillar, 20, system_len=512), num_groups=4))
 
-Trajectories are int32 arrays in a random order, as from a rollout, not in DFS order. Left out: text, chat templates,
-rewards.
+All return a list of int32 arrays. With `shuffle` their order is random, as from a rollout, else that of the tree.
+`seed` is a number or a generator; token ids are 0..vocab_size - 1. A count or length below 1 raises ValueError.
 """
 
 from collections.abc import Callable
@@ -42,17 +42,10 @@ def groups(
     vocab_size: int = VOCAB_SIZE,
     shuffle: bool = True,
 ) -> Sequences:
-    """Draw several prompts: independent draws of a shape, with different roots, in one random order.
+    """Draw several prompts: independent draws of a shape, with different roots.
 
-    Args:
-        shape: Called as shape(seed=..., vocab_size=..., shuffle=...), one of SHAPES or a functools.partial.
-        num_groups: Number of draws.
-        seed: Number or generator.
-        vocab_size: Token ids are 0..vocab_size - 1.
-        shuffle: One random order for the trajectories of all groups; else one group after another.
-
-    Returns:
-        The trajectories of all groups.
+    `shape` is one of SHAPES, or any function that takes `seed`, `vocab_size` and `shuffle`. With `shuffle` the
+    trajectories of all groups come in one random order, else one group after another.
 
     Raises:
         ValueError: The groups have more roots than there are token ids.
@@ -60,7 +53,7 @@ def groups(
     check_counts(num_groups=num_groups)
     rng = np.random.default_rng(seed)
     drawn = [shape(seed=stream, vocab_size=vocab_size, shuffle=shuffle) for stream in rng.spawn(num_groups)]
-    # By chance two groups may begin with the same token, so the roots of all are numbered anew.
+    # Two groups may begin with the same token by chance, so all roots get new tokens.
     firsts = [dict.fromkeys(int(sequence[0]) for sequence in group) for group in drawn]
     num_roots = sum(map(len, firsts))
     if num_roots > vocab_size:

@@ -1,7 +1,7 @@
-"""A tree that grows node by node and then gets its tokens: what every synthetic shape is made with.
+"""A tree that grows node by node and then gets its tokens; every synthetic shape is made with it.
 
-Growing needs only lengths. The tokens of all nodes are drawn at once, a trajectory is a concatenation of slices of
-them, and siblings start with different tokens, so a tree branches exactly where it was asked to.
+Growing needs only lengths. The tokens of all nodes are drawn at once at the end. Siblings start with different tokens,
+so a tree branches exactly where it was asked to.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 Sequences = list[NDArray[np.int32]]
 Seed = int | np.random.Generator
-TokenLen = int | tuple[int, int]  # tokens, or the smallest and the largest number of them
+TokenLen = int | tuple[int, int]  # a number of tokens, or (smallest, largest)
 
 VOCAB_SIZE = 151_936  # rows of the embedding of Qwen3-8B
 NO_PARENT = -1
@@ -20,20 +20,13 @@ NO_PARENT = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Growth:
-    """A forest that grows: nodes with lengths, and trajectories that end in them.
+    """A forest that grows: nodes with lengths, and trajectories that end in them."""
 
-    Attributes:
-        parent: Parent of each node, NO_PARENT at roots.
-        node_len: Tokens of each node, at least 1.
-        rank: Number of siblings older than the node.
-        num_children: Children of each node; the last entry, that of NO_PARENT, counts the roots.
-        ends: Per trajectory its last node and further nodes whose tokens it repeats after that one.
-    """
-
-    parent: list[int] = field(default_factory=list)
+    parent: list[int] = field(default_factory=list)  # NO_PARENT at roots
     node_len: list[int] = field(default_factory=list)
-    rank: list[int] = field(default_factory=list)
-    num_children: list[int] = field(default_factory=lambda: [0])
+    rank: list[int] = field(default_factory=list)  # number of older siblings
+    num_children: list[int] = field(default_factory=lambda: [0])  # the last entry, that of NO_PARENT, counts the roots
+    # Per trajectory its last node, and nodes whose tokens it repeats after that one.
     ends: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
     def add(self, parent: int, *, node_len: int) -> int:
@@ -47,21 +40,21 @@ class Growth:
         return len(self.parent) - 1
 
     def add_chain(self, parent: int, *, node_lens: Sequence[int]) -> list[int]:
-        """Add nodes each below the one before, the first below `parent`, and return their numbers."""
+        """Add a chain of nodes below `parent` and return their numbers."""
         chain = [parent]
         for node_len in node_lens:
             chain.append(self.add(chain[-1], node_len=node_len))
         return chain[1:]
 
     def end(self, node: int, *, repeat: tuple[int, ...] = ()) -> None:
-        """End a trajectory in `node`, or after that with the tokens of other nodes once more."""
+        """End a trajectory in `node`, or after it with a copy of the tokens of other nodes."""
         self.ends.append((node, repeat))
 
     def sequences(self, rng: np.random.Generator, *, vocab_size: int, shuffle: bool) -> Sequences:
         """Draw the tokens: S arrays that share no memory.
 
         Raises:
-            ValueError: More branches part at a node than there are token ids to tell them apart.
+            ValueError: A node has more children than there are token ids to tell them apart.
         """
         if max(self.num_children) > vocab_size:
             raise ValueError(
@@ -85,14 +78,14 @@ class Growth:
 
 
 def check_counts(**counts: float) -> None:
-    """Raise ValueError, with the name, for what is below 1."""
+    """Raise ValueError with the name of a count that is below 1."""
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"{name}={count}: give at least 1")
 
 
 def draw_lens(rng: np.random.Generator, *, size: int, **named: TokenLen) -> list[int]:
-    """Draw lengths uniformly from the one range given, which is named for the message only."""
+    """Draw lengths uniformly from the one range given; its name is only for the error message."""
     ((name, token_len),) = named.items()
     low, high = token_len if isinstance(token_len, tuple) else (token_len, token_len)
     if not 1 <= low <= high:

@@ -1,8 +1,6 @@
 """The shapes that agents make: samples, conversations, tool calls, searches.
 
-The defaults are a prompt of a training step; every argument is a size that a benchmark may want to vary. `seed` is a
-number or a generator, token ids are 0..vocab_size - 1, and with `shuffle` the trajectories come in random order. A
-count or length below 1 raises ValueError.
+The defaults draw one prompt of a training step. `verl_tree.testing.synthetic` explains the common arguments.
 """
 
 from collections.abc import Callable
@@ -33,8 +31,8 @@ def star(
 ) -> Sequences:
     """Draw samples of one prompt that share nothing else: `num_branches` trajectories, depth 2.
 
-    The default prompt is that of an agent: instructions, tools, documents. Where n branches need k packs, no packing
-    keeps more than (n - k) / (n - 1) of the potential reuse.
+    The default prompt is as long as an agent's, with instructions, tools and documents. Where n branches need k packs,
+    no packing keeps more than (n - k) / (n - 1) of the potential reuse.
     """
     check_counts(num_branches=num_branches, prompt_len=prompt_len)
     rng, tree = np.random.default_rng(seed), Growth()
@@ -66,7 +64,7 @@ def _add_session(
         if turn:
             node = tree.add(node, node_len=own_question_len)
         thinking = tree.add(node, node_len=own_thinking_len)
-        # The last answer is in no history, it is only written after its thinking.
+        # The last answer is in no history, so it only follows its thinking.
         answer = tree.add(thinking if is_last else node, node_len=own_answer_len)
         if is_last:
             tree.end(answer)
@@ -93,7 +91,7 @@ def caterpillar(
         system ── question 1 ─┬─ answer 1 ── question 2 ─┬─ answer 2 ── question 3 ── thinking 3 ── answer 3
                               └─ thinking 1 ── answer 1  └─ thinking 2 ── answer 2
 
-    The two copies of an answer have the same tokens behind different prefixes: they must not be merged.
+    The two copies of an answer have the same tokens after different prefixes and must not be merged.
     """
     check_counts(num_turns=num_turns, system_len=system_len)
     rng, tree = np.random.default_rng(seed), Growth()
@@ -123,16 +121,15 @@ def tool_fan_out(
     vocab_size: int = VOCAB_SIZE,
     shuffle: bool = True,
 ) -> Sequences:
-    """Draw parallel tool calls, each a branch; the main branch goes on with all results.
+    """Draw parallel tool calls: num_turns * num_calls + 1 trajectories.
+
+    Each call is a branch, and the main branch goes on with all results. Its last plan is its answer.
 
     ::
 
         prompt ── plan ─┬─ call 1 ── result 1
                         ├─ call 2 ── result 2
                         └─ result 1 ── result 2 ── plan ─┬─ ...
-
-    Returns:
-        num_turns * num_calls + 1 trajectories; the last plan of the main one is its answer.
     """
     check_counts(num_turns=num_turns, num_calls=num_calls, prompt_len=prompt_len)
     rng, tree = np.random.default_rng(seed), Growth()
@@ -169,12 +166,10 @@ def tree_search(
     vocab_size: int = VOCAB_SIZE,
     shuffle: bool = True,
 ) -> Sequences:
-    """Draw a tree search as in Tree-GRPO, M x N x L: M samples of one prompt, each then expanded L times.
+    """Draw a tree search as in Tree-GRPO, M x N x L: M samples of one prompt, each then expanded in L rounds.
 
-    A round draws N steps of a tree, and from each grows a new branch up to `num_steps`.
-
-    Returns:
-        M * (1 + N * L) trajectories of `num_steps` steps after the prompt.
+    A round draws N steps of a tree and grows a new branch from each. That gives M * (1 + N * L) trajectories of
+    `num_steps` steps after the prompt.
 
     Raises:
         ValueError: A count or length is below 1, or num_steps is 1 and no step has room for a branch.
@@ -206,15 +201,12 @@ def tau2(
     vocab_size: int = VOCAB_SIZE,
     shuffle: bool = True,
 ) -> Sequences:
-    """Draw customer service as in tau2-bench: a long system prompt, sessions like `caterpillar`, compression near 9.4.
+    """Draw customer service as in tau2-bench: num_tasks * num_sessions * num_turns trajectories like `caterpillar`.
 
-    All sessions share policy and tools in the system prompt, those of a task also its first question. The aim is what
-    AReaL reports: its depth-first tree training is timed at 9.43x compression, and its documentation of tree training
-    gives "up to 10x" fewer FLOPs on tau2. The lengths are not measured on tau2: the system prompt is an assumption, and
-    those of the turns were chosen to come to that compression.
-
-    Returns:
-        num_tasks * num_sessions * num_turns trajectories.
+    All sessions share policy and tools in the system prompt; those of a task share its first question, too. The lengths
+    are not measured on tau2: the system prompt is an assumption, and the turns were chosen for a compression near 9.4.
+    AReaL times its depth-first tree training at 9.43x compression, and its documentation of tree training gives "up to
+    10x" fewer FLOPs on tau2.
     """
     check_counts(num_tasks=num_tasks, num_sessions=num_sessions, num_turns=num_turns, system_len=system_len)
     rng, tree = np.random.default_rng(seed), Growth()
@@ -250,21 +242,13 @@ def unbalanced(
     """Draw a few deep branches and many short leaves, as real agents make them.
 
     After the Tree Training paper, section 3.1 on figure 7: "sparse, unbalanced trees with highly variable reuse across
-    different depths and branching factors", POR 28.0 % to 88.7 %. Lengths follow a Pareto distribution, and so does the
-    number of leaves that leave a node, divided by its depth: a few nodes hold most tokens, a few others most leaves,
-    and half of the trajectories end far above the deepest.
+    different depths and branching factors", POR 28.0 % to 88.7 %. Each deep branch has num_turns / 2 to num_turns nodes
+    and leaves an earlier one or the prompt; `num_leaves` counts them, too.
 
-    Args:
-        num_leaves: Trajectories S, the deep ones included.
-        num_deep: Branches of num_turns / 2 to num_turns nodes; each leaves an earlier one or the prompt.
-        num_turns: Nodes of the deepest branch.
-        prompt_len: Tokens that all share.
-        turn_len: Smallest length of a node of a deep branch; the median is 1.6 times that.
-        leaf_len: The same of the other leaves.
-        max_len: Largest length of a node.
-        seed: Number or generator.
-        vocab_size: Token ids are 0..vocab_size - 1.
-        shuffle: Random order.
+    Lengths follow a Pareto distribution from `turn_len` (nodes of deep branches) or `leaf_len` (other leaves) to
+    `max_len`; their median is 1.6 times the smallest. The number of leaves at a node follows one, too, divided by its
+    depth. A few nodes hold most tokens, a few others most leaves, and half of the trajectories end far above the
+    deepest one.
 
     Raises:
         ValueError: A count or length is below 1, or num_leaves is below num_deep.

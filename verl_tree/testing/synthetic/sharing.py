@@ -1,4 +1,4 @@
-"""Trees of a given potential overlap ratio: what sharing is worth, with everything else held constant."""
+"""Trees of a given potential overlap ratio (POR), to measure the effect of sharing alone."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,24 +16,15 @@ def overlap(
     vocab_size: int = VOCAB_SIZE,
     shuffle: bool = True,
 ) -> Sequences:
-    """Draw one tree with a given POR, while leaves and flat tokens stay exactly what they are.
+    """Draw one tree with a given POR and exactly the given numbers of leaves and flat tokens.
 
-    From the Tree Training paper, section 3.1, we take the experiment: POR from 20 % to 92 % with the number of leaves
-    and the total of tokens constant. It does not say which trees; ours branch regularly, and every level has shared
-    tokens, the same number on each path. Only where that leaves too little to the leaves (a high POR with few leaves)
-    does the root get more. The leaves' own parts differ in length, by up to 3x.
+    The experiment is that of the Tree Training paper, section 3.1: POR from 20 % to 92 % at constant leaves and tokens.
+    The paper does not describe its trees. Ours have `depth` nodes on every path and shared tokens on every level, the
+    same number on each path. Where that leaves too few tokens to the leaves (a high POR with few leaves), the root gets
+    more. The leaves' own parts differ in length by up to 3x.
 
-    Args:
-        potential_overlap_ratio: POR to reach, within num_leaves / num_flat_tokens. 0 gives separate trajectories.
-        num_leaves: Trajectories S, at least 2 ** (depth - 1).
-        num_flat_tokens: Sum of the trajectory lengths F.
-        depth: Nodes on every path, at least 3.
-        seed: Number or generator.
-        vocab_size: Token ids are 0..vocab_size - 1.
-        shuffle: Random order instead of that of the tree.
-
-    Returns:
-        S trajectories.
+    The POR is exact to num_leaves / num_flat_tokens, and 0 gives separate trajectories. Otherwise `depth` is at least 3
+    and `num_leaves` at least 2 ** (depth - 1).
 
     Raises:
         ValueError: No such tree has this POR.
@@ -78,7 +69,7 @@ def _check_overlap(potential_overlap_ratio: float, *, num_leaves: int, depth: in
 
 
 def _regular_tree(num_leaves: int, *, depth: int) -> tuple[list[int], NDArray, NDArray, list[int]]:
-    """Make a tree with `depth` nodes on every path, of about the same arity everywhere, at least 2.
+    """Make a tree with `depth` nodes on every path and about the same arity, at least 2, everywhere.
 
     Returns:
         Parent, leaves below (n,) and level (n,) of the inner nodes, parents before children; parent of each leaf (S,).
@@ -97,14 +88,14 @@ def _regular_tree(num_leaves: int, *, depth: int) -> tuple[list[int], NDArray, N
 
 
 def _inner_lens(num_saved: int, *, num_flat_tokens: int, weights: NDArray, levels: NDArray) -> NDArray[np.int64]:
-    """Choose the lengths of the inner nodes such that F - T comes to `num_saved`: sum((weights - 1) * lens).
+    """Choose the lengths of the inner nodes so that F - T = sum((weights - 1) * lens) is `num_saved`.
 
-    A token shared by w leaves saves w - 1 and costs w flat tokens; near the root it costs the least per token saved. So
-    the same length on every level leaves the least to the leaves, all in the root the most, and a mixture of the two
-    anything between.
+    A token shared by w leaves saves w - 1 tokens and costs w flat tokens, so it costs the least per saved token near
+    the root. The leaves get the fewest tokens if all levels have equal lengths, and the most if all shared tokens are
+    in the root. The lengths mix the two.
     """
     num_leaves, num_levels, saves = int(weights[0]), int(levels[-1]) + 1, weights - 1
-    saved_left = num_saved - int(saves.sum())  # every inner node has one token at least
+    saved_left = num_saved - int(saves.sum())  # every inner node has at least one token
     flat_left = num_flat_tokens - int(weights.sum())
     if saved_left < 0:
         raise ValueError(

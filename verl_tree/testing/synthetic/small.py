@@ -1,4 +1,4 @@
-"""Small random forests that hold every case at once: for property tests and comparisons by brute force."""
+"""Small random forests with every special case, for property tests and comparisons by brute force."""
 
 import numpy as np
 
@@ -19,19 +19,10 @@ def random_forest(
 ) -> Sequences:
     """Draw a small forest for property tests: random arity and depth, several roots, strict prefixes, duplicates.
 
-    Args:
-        seed: Number or generator.
-        num_leaves: Trajectories S, exactly.
-        mean_len: Mean tokens of a node; the lengths are geometric, so nodes of one token are common.
-        max_depth: Nodes on the longest path at most; from about 8 leaves on, depths below 3 are rare.
-        root_probability: That a trajectory begins a tree of its own.
-        prefix_probability: That it ends where another one goes on.
-        duplicate_probability: That it repeats an earlier one.
-        vocab_size: Token ids are 0..vocab_size - 1; a small one repeats tokens along a path.
-        shuffle: Random order.
-
-    Returns:
-        S trajectories.
+    A trajectory begins a tree of its own, is a strict prefix of another, or duplicates an earlier one, each with the
+    given probability; else it forks from another. Node lengths are geometric with mean `mean_len`, so nodes of one
+    token are common. `max_depth` bounds the nodes on a path; from about 8 leaves on, depths below 3 are rare. A small
+    `vocab_size` repeats tokens along a path.
 
     Raises:
         ValueError: A count or mean_len is below 1, or the probabilities sum to more than 1.
