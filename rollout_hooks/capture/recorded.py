@@ -46,16 +46,11 @@ class RecordedCall:
 
 @dataclass(frozen=True, slots=True)
 class TokenPath:
-    """N tokens from the root of the tree, and what is known about each.
+    """N tokens from the root of the tree, and what is known about each."""
 
-    Attributes:
-        token_ids: (N,) int64.
-        source: (N,) int32, the index of the call that generated the token; -1 if it was only read.
-        log_probs: (N,) float64, rollout log-prob of a generated token (NaN if the server gave none), 0 otherwise.
-    """
-
-    token_ids: np.ndarray
-    source: np.ndarray
+    token_ids: np.ndarray  # (N,) int64
+    source: np.ndarray  # (N,) int32, the index of the call that generated the token; -1 if it was only read
+    # (N,) float64, rollout log-prob of a generated token (NaN if the server gave none), 0 otherwise.
     log_probs: np.ndarray
 
     @property

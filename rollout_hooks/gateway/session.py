@@ -33,21 +33,14 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
-    """How the calls of a session are made.
+    """How the calls of a session are made."""
 
-    Attributes:
-        sampling: Sampling parameters under verl's names, for what a request leaves out.
-        fixed: Sampling parameters that a request cannot change, e.g. "temperature" where the training assumes one.
-        context_len: Most tokens of a prompt and its answer together; None leaves it to the engine.
-        response_len: Most tokens of an answer, also if the request allows more; None means no limit.
-        constrained_decoding: Whether requests may prescribe a form of the answer; see `constraints`.
-    """
-
-    sampling: Mapping[str, Any]
+    sampling: Mapping[str, Any]  # Sampling parameters under verl's names, for what a request leaves out
+    # Sampling parameters that a request cannot change, e.g. "temperature" where the training assumes one.
     fixed: frozenset[str] = frozenset()
-    context_len: int | None = None
-    response_len: int | None = None
-    constrained_decoding: bool = True
+    context_len: int | None = None  # Most tokens of a prompt and its answer together; None leaves it to the engine
+    response_len: int | None = None  # Most tokens of an answer, also if the request allows more; None means no limit
+    constrained_decoding: bool = True  # Whether requests may prescribe a form of the answer; see `constraints`
 
     def __post_init__(self) -> None:
         unknown = sorted(self.fixed - set(self.sampling))

@@ -10,28 +10,18 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """The history that the model reads, and how it must answer.
-
-    Attributes:
-        tools: Function tools in the form of Chat Completions; rendered by the chat template.
-        parses_tools: Whether the answer is searched for tool calls.
-        forced_tools: The answer must call one of these tools; empty leaves the model free.
-        single_call: Whether the answer may make one call at most.
-        text_schema: JSON schema that the text must follow, None for any text.
-        text_param: The API's name of the parameter with that schema.
-        sampling: The client's sampling parameters, under vLLM's names.
-        stop: Strings that end the answer; the client's text does not have them.
-    """
+    """The history that the model reads, and how it must answer."""
 
     messages: list[Message]
+    # Function tools in the form of Chat Completions; rendered by the chat template.
     tools: list[dict[str, Any]] = field(default_factory=list)
-    parses_tools: bool = False
-    forced_tools: tuple[str, ...] = ()
-    single_call: bool = False
-    text_schema: dict[str, Any] | None = None
-    text_param: str = "response_format"
-    sampling: dict[str, Any] = field(default_factory=dict)
-    stop: tuple[str, ...] = ()
+    parses_tools: bool = False  # Whether the answer is searched for tool calls
+    forced_tools: tuple[str, ...] = ()  # The answer must call one of these tools; empty leaves the model free
+    single_call: bool = False  # Whether the answer may make one call at most
+    text_schema: dict[str, Any] | None = None  # JSON schema that the text must follow, None for any text
+    text_param: str = "response_format"  # The API's name of the parameter with that schema
+    sampling: dict[str, Any] = field(default_factory=dict)  # The client's sampling parameters, under vLLM's names
+    stop: tuple[str, ...] = ()  # Strings that end the answer; the client's text does not have them
     num_choices: int = 1
     wants_log_probs: bool = False
 
@@ -56,20 +46,12 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ModelTurn:
-    """One answer of the model.
+    """One answer of the model."""
 
-    Attributes:
-        call: Index of the call in the session's tree.
-        token_ids: The generated tokens, the stop token included.
-        content: The text for the client: no tool calls, no stop token, no stop string.
-        finish_reason: OpenAI's "stop", "length" or "tool_calls".
-        num_prompt: Tokens of the prompt.
-    """
-
-    call: int
-    token_ids: list[int]
+    call: int  # Index of the call in the session's tree
+    token_ids: list[int]  # The generated tokens, the stop token included
     log_probs: list[float] | None
-    content: str
+    content: str  # The text for the client: no tool calls, no stop token, no stop string
     tool_calls: tuple[ToolCall, ...]
-    finish_reason: str
-    num_prompt: int
+    finish_reason: str  # OpenAI's "stop", "length" or "tool_calls"
+    num_prompt: int  # Tokens of the prompt

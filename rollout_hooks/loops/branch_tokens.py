@@ -10,26 +10,18 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class BranchTokens:
-    """Tokens of a branch, the prompt included.
+    """Tokens of a branch, the prompt included."""
 
-    Attributes:
-        token_ids: All N tokens.
-        mask: 1 for a generated token, 0 for one that was read.
-        log_probs: Rollout log-prob of a generated token, 0.0 for one that was read.
-        prompt_len: Tokens of the row's prompt.
-        is_prompt_open: Whether what is read next belongs to the prompt.
-        versions: (position, version of the weights) of the calls that generated tokens from that position on.
-        rewards: (position of a token, reward) in the order in which they were given.
-        tool_rewards: (position of the last token before the result, reward) of each tool call.
-    """
-
-    token_ids: list[int]
-    mask: list[int]
-    log_probs: list[float]
-    prompt_len: int
-    is_prompt_open: bool = False
+    token_ids: list[int]  # All N tokens
+    mask: list[int]  # 1 for a generated token, 0 for one that was read
+    log_probs: list[float]  # Rollout log-prob of a generated token, 0.0 for one that was read
+    prompt_len: int  # Tokens of the row's prompt
+    is_prompt_open: bool = False  # Whether what is read next belongs to the prompt
+    # (position, version of the weights) of the calls that generated tokens from that position on.
     versions: list[tuple[int, int]] = field(default_factory=list)
+    # (position of a token, reward) in the order in which they were given.
     rewards: list[tuple[int, float]] = field(default_factory=list)
+    # (position of the last token before the result, reward) of each tool call.
     tool_rewards: list[tuple[int, float]] = field(default_factory=list)
 
     @classmethod

@@ -48,16 +48,12 @@ class _Place:
 
 @dataclass(slots=True)
 class _Tree:
-    """The places of one tree that may be expanded.
+    """The places of one tree that may be expanded."""
 
-    Attributes:
-        first: The first turn of its first chain.
-        later: All turns behind a tool result, in the order in which their chains were started; each context once.
-        tokens: (uncertainty, place) of every generated token that has not been chosen yet.
-    """
-
-    first: Step | None = None
+    first: Step | None = None  # The first turn of its first chain
+    # All turns behind a tool result, in the order in which their chains were started; each context once.
     later: list[Step] = field(default_factory=list)
+    # (uncertainty, place) of every generated token that has not been chosen yet.
     tokens: list[tuple[float, _Place]] = field(default_factory=list)
 
 

@@ -13,35 +13,22 @@ from rollout_hooks.loops.branch import Branch
 
 @dataclass(frozen=True, slots=True)
 class ToolTurn:
-    """A turn of the model, which may call tools.
+    """A turn of the model, which may call tools."""
 
-    Attributes:
-        start: Position at which the turn begins on its branch.
-        output: verl's output of the call to the LLM that ended the turn.
-        text: The turn's text, without special tokens.
-        content: The text that the tool parser leaves beside the calls, without special tokens.
-        calls: The first `max_parallel_calls` tool calls.
-    """
-
-    start: int
-    output: TokenOutput
-    text: str
-    content: str
-    calls: tuple[FunctionCall, ...]
+    start: int  # Position at which the turn begins on its branch
+    output: TokenOutput  # verl's output of the call to the LLM that ended the turn
+    text: str  # The turn's text, without special tokens
+    content: str  # The text that the tool parser leaves beside the calls, without special tokens
+    calls: tuple[FunctionCall, ...]  # The first `max_parallel_calls` tool calls
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The outcome of one tool call.
+    """The outcome of one tool call."""
 
-    Attributes:
-        response: verl's response; the model reads its `text`, errors included.
-        failure: Why a branch that needs the result must end; None if it can go on.
-        reward: The tool's reward, None if it gave none or took too long. verl's function tools give 0.0 by default.
-    """
-
-    response: ToolResponse
-    failure: str | None = None
+    response: ToolResponse  # verl's response; the model reads its `text`, errors included
+    failure: str | None = None  # Why a branch that needs the result must end; None if it can go on
+    # The tool's reward, None if it gave none or took too long. verl's function tools give 0.0 by default.
     reward: float | None = None
 
 

@@ -34,17 +34,13 @@ _Index = tuple[slice | None, slice | None]
 
 
 class BlockRows(NamedTuple):
-    """The tiles of one direction: for every row block, the column blocks it needs.
+    """The tiles of one direction: for every row block, the column blocks it needs."""
 
-    Attributes:
-        rows_R4: int32 (R, 4): block, start, middle, end. `indices[start:middle]` are the block's full tiles and
-            `indices[middle:end]` its partial ones, each ascending. Rows with the longest lists come first, so that
-            programs started in this order finish together.
-        indices: int32, one entry per visible tile.
-    """
-
+    # int32 (R, 4): block, start, middle, end. `indices[start:middle]` are the block's full tiles and
+    # `indices[middle:end]` its partial ones, each ascending. Rows with the longest lists come first, so that
+    # programs started in this order finish together.
     rows_R4: torch.Tensor
-    indices: torch.Tensor
+    indices: torch.Tensor  # int32, one entry per visible tile
 
     def to(self, device: torch.device | str) -> Self:
         """Return the lists with their tensors on `device`."""
@@ -68,17 +64,12 @@ class BlockRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockLists:
-    """Visible tiles of one pack, each `query_block` queries by `key_block` keys.
-
-    Attributes:
-        by_query: Key blocks of every query block, for the forward pass and the gradient of the queries.
-        by_key: Query blocks of every key block, for the gradients of keys and values.
-    """
+    """Visible tiles of one pack, each `query_block` queries by `key_block` keys."""
 
     query_block: int
     key_block: int
-    by_query: BlockRows
-    by_key: BlockRows
+    by_query: BlockRows  # Key blocks of every query block, for the forward pass and the gradient of the queries
+    by_key: BlockRows  # Query blocks of every key block, for the gradients of keys and values
 
     @classmethod
     def of_plan(cls, plan: AttentionPlan, *, query_block: int, key_block: int, window: int | None = None) -> Self:

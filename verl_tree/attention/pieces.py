@@ -43,28 +43,18 @@ class AttentionPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VarlenCall:
-    """One call of a kernel: segments of queries, each against a segment of keys.
+    """One call of a kernel: segments of queries, each against a segment of keys."""
 
-    Attributes:
-        query_rows: Queries, segment after segment: int64 (Q,), or a slice if they are one range.
-        key_rows: The same for the keys, (K,).
-        query_offsets_S1: int32 (S + 1,), where the segments start among the queries. The last entry is Q.
-        key_offsets_S1: The same for the keys.
-        max_query_len: Length of the longest segment of queries, at least 2.
-        max_key_len: The same for the keys.
-        causal: The keys of a segment end with its queries, and a query sees those up to itself. The causal calls of a
-            layer come first and cover every query once.
-        window: With `causal`, how many keys a query sees, itself included. None: all.
-    """
-
-    query_rows: torch.Tensor | slice
-    key_rows: torch.Tensor | slice
-    query_offsets_S1: torch.Tensor
-    key_offsets_S1: torch.Tensor
-    max_query_len: int
-    max_key_len: int
+    query_rows: torch.Tensor | slice  # Queries, segment after segment: int64 (Q,), or a slice if they are one range
+    key_rows: torch.Tensor | slice  # The same for the keys, (K,)
+    query_offsets_S1: torch.Tensor  # int32 (S + 1,), where the segments start among the queries. The last entry is Q
+    key_offsets_S1: torch.Tensor  # The same for the keys
+    max_query_len: int  # Length of the longest segment of queries, at least 2
+    max_key_len: int  # The same for the keys
+    # The keys of a segment end with its queries, and a query sees those up to itself. The causal calls of a layer
+    # come first and cover every query once.
     causal: bool
-    window: int | None
+    window: int | None  # With `causal`, how many keys a query sees, itself included. None: all
 
     @classmethod
     def of_pieces(

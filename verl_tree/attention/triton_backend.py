@@ -63,31 +63,20 @@ def not_supported_reasons(
 
 
 class OpInputs(NamedTuple):
-    """Arguments of the op `tree_attention_triton`, and in the backward pass their gradients.
-
-    Attributes:
-        forward_rows: Fields of `BlockRows`: the tiles of the forward kernel, by query.
-        dkv_rows: The same for the gradients of keys and values, by key.
-        dq_rows: The same for the gradient of the queries, by query.
-        configs: Fields of the `KernelConfig` of forward, dkv and dq, one after the other.
-        scale: Factor on the scores, positive.
-        sinks_H: float32 (Hq,) logits of the sinks, or None.
-        position_T: None if there is no window.
-        window: The tiles must be found for the same window.
-    """
+    """Arguments of the op `tree_attention_triton`, and in the backward pass their gradients."""
 
     q_THD: torch.Tensor | None
     k_THD: torch.Tensor | None
     v_THD: torch.Tensor | None
     subtree_end_T: torch.Tensor | None
-    forward_rows: Sequence[torch.Tensor | None]
-    dkv_rows: Sequence[torch.Tensor | None]
-    dq_rows: Sequence[torch.Tensor | None]
-    configs: Sequence[int] | None
-    scale: float | None
-    sinks_H: torch.Tensor | None
-    position_T: torch.Tensor | None
-    window: int | None
+    forward_rows: Sequence[torch.Tensor | None]  # Fields of `BlockRows`: the tiles of the forward kernel, by query
+    dkv_rows: Sequence[torch.Tensor | None]  # The same for the gradients of keys and values, by key
+    dq_rows: Sequence[torch.Tensor | None]  # The same for the gradient of the queries, by query
+    configs: Sequence[int] | None  # Fields of the `KernelConfig` of forward, dkv and dq, one after the other
+    scale: float | None  # Factor on the scores, positive
+    sinks_H: torch.Tensor | None  # float32 (Hq,) logits of the sinks, or None
+    position_T: torch.Tensor | None  # None if there is no window
+    window: int | None  # The tiles must be found for the same window
     softcap: float | None
 
 

@@ -36,26 +36,22 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class VarlenProvider:
-    """One pair of kernels.
+    """One pair of kernels."""
 
-    Attributes:
-        name: Its name in logs.
-        not_supported_reasons: `not_supported_reasons(q_THD, is_windowed) -> list[str]`. Empty if it is installed and
-            serves the device, head dim and window, deterministically if `torch.use_deterministic_algorithms` is on.
-        calls: `calls(plan, window) -> tuple[VarlenCall, ...]` of a layer, whose window may be None.
-        forward: `forward(q_QHD, k_KHD, v_KHD, call, *, scale) -> (out_QHD, lse_HQ)`. The log-sum-exp is that of a
-            segment's scores, in float32 or wider.
-        backward: `backward(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD, lse_HQ, call, *, scale)` -> gradients of q, k
-            and v for probabilities `exp(score - lse)` and `delta = sum(out * grad_out)`.
-        groups_heads: Whether heads have two dimensions. Queries, outputs and their gradients are then (Q, H, G, D), the
-            log-sum-exp (H, G, Q), and keys and values (K, H, 1, D). The gradients of keys and values stay (K, H, D).
-    """
-
-    name: str
+    name: str  # Its name in logs
+    # `not_supported_reasons(q_THD, is_windowed) -> list[str]`. Empty if it is installed and serves the device,
+    # head dim and window, deterministically if `torch.use_deterministic_algorithms` is on.
     not_supported_reasons: Callable[[torch.Tensor, bool], list[str]]
+    # `calls(plan, window) -> tuple[VarlenCall, ...]` of a layer, whose window may be None.
     calls: Callable[[AttentionPlan, int | None], tuple[VarlenCall, ...]]
+    # `forward(q_QHD, k_KHD, v_KHD, call, *, scale) -> (out_QHD, lse_HQ)`. The log-sum-exp is that of a segment's
+    # scores, in float32 or wider.
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    # `backward(grad_out_QHD, q_QHD, k_KHD, v_KHD, out_QHD, lse_HQ, call, *, scale)` -> gradients of q, k and v
+    # for probabilities `exp(score - lse)` and `delta = sum(out * grad_out)`.
     backward: Callable[..., Gradients]
+    # Whether heads have two dimensions. Queries, outputs and their gradients are then (Q, H, G, D), the log-sum-exp
+    # (H, G, Q), and keys and values (K, H, 1, D). The gradients of keys and values stay (K, H, D).
     groups_heads: bool = False
 
 

@@ -187,21 +187,13 @@ def _best_cut(cuts: "_Cuts", *, loads_s: Sequence[float], giver: int, receiver: 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cuts:
-    """Ways to cut one part of a rank and to hand one side to another rank.
+    """Ways to cut one part of a rank and to hand one side to another rank."""
 
-    Attributes:
-        group_K: (K,) group whose part is cut.
-        kept_K2: (K, 2) start and end of what the giving rank keeps.
-        received_K2: (K, 2) start and end of what the receiving rank then holds of the group.
-        change_s_K2: (K, 2) change of the times of the giving and of the receiving rank.
-        num_lost_K: (K,) tokens that are computed twice because of the cut, minus those of an earlier cut that it
-            replaces.
-    """
-
-    group_K: IntArray
-    kept_K2: IntArray
-    received_K2: IntArray
-    change_s_K2: FloatArray
+    group_K: IntArray  # (K,) group whose part is cut
+    kept_K2: IntArray  # (K, 2) start and end of what the giving rank keeps
+    received_K2: IntArray  # (K, 2) start and end of what the receiving rank then holds of the group
+    change_s_K2: FloatArray  # (K, 2) change of the times of the giving and of the receiving rank
+    # (K,) tokens that are computed twice because of the cut, minus those of an earlier cut that it replaces.
     num_lost_K: IntArray
 
     @classmethod

@@ -31,20 +31,13 @@ COEFFICIENT_METRICS = ("s_per_token", "s_per_pair", "s_per_scored", "s_per_segme
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Amounts of what is computed; `sum(works, Work())` adds any number of them.
+    """Amounts of what is computed; `sum(works, Work())` adds any number of them."""
 
-    Attributes:
-        num_tokens: Tree tokens.
-        num_visible_pairs: (query, key) pairs of attention: the sum of position + 1 over the tokens.
-        num_scored: Tokens whose log-prob a loss reads.
-        num_packs: Forward/backward passes; 1 for a pack, 0 for nothing.
-    """
-
-    num_tokens: int = 0
-    num_visible_pairs: int = 0
-    num_scored: int = 0
+    num_tokens: int = 0  # Tree tokens
+    num_visible_pairs: int = 0  # (query, key) pairs of attention: the sum of position + 1 over the tokens
+    num_scored: int = 0  # Tokens whose log-prob a loss reads
     num_nodes: int = 0
-    num_packs: int = 0
+    num_packs: int = 0  # Forward/backward passes; 1 for a pack, 0 for nothing
 
     @classmethod
     def flat(cls, lens: IntArray, *, num_scored: int, num_packs: int) -> Self:

@@ -35,22 +35,14 @@ from verl_tree.tree.rows import ranges
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadRows:
-    """The rows of a mini-batch that a loss reads, as one forest with the leaves 0..S - 1.
-
-    Attributes:
-        rows: (S,) int64, each leaf's row in the mini-batch.
-        starts: (S,) int64, where each leaf starts among the F_all flat tokens.
-        num_trained: (S,) int64, tokens of each leaf that a loss reads.
-        trained: (F_all,) bool, the flat tokens that a loss reads.
-        weights: (F_all,) gradient weights of the flat tokens. None: all are 1.
-    """
+    """The rows of a mini-batch that a loss reads, as one forest with the leaves 0..S - 1."""
 
     forest: TokenForest
-    rows: IntArray
-    starts: IntArray
-    num_trained: IntArray
-    trained: np.ndarray
-    weights: Tensor | None = None
+    rows: IntArray  # (S,) int64, each leaf's row in the mini-batch
+    starts: IntArray  # (S,) int64, where each leaf starts among the F_all flat tokens
+    num_trained: IntArray  # (S,) int64, tokens of each leaf that a loss reads
+    trained: np.ndarray  # (F_all,) bool, the flat tokens that a loss reads
+    weights: Tensor | None = None  # (F_all,) gradient weights of the flat tokens. None: all are 1
 
     @classmethod
     def from_batch(
@@ -95,20 +87,13 @@ class ReadRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeMicroBatch:
-    """One pack on the host, what it computes (`work`), and how its results map to rows.
+    """One pack on the host, what it computes (`work`), and how its results map to rows."""
 
-    Attributes:
-        rows: (s,) int64, the rows of the mini-batch in the pack, in the order of `layout.leaves`.
-        wanted_T: (T,) bool, tokens whose log-prob a loss reads.
-        flat_index_F: (F,) int64, the place of each (leaf, position) among the F_all flat tokens of the mini-batch.
-        gradient_weight_F: (F,) float32, see `shared_token_weights`. None: all are 1.
-    """
-
-    rows: IntArray
+    rows: IntArray  # (s,) int64, the rows of the mini-batch in the pack, in the order of `layout.leaves`
     layout: TreeLayout
-    wanted_T: Tensor
-    flat_index_F: Tensor
-    gradient_weight_F: Tensor | None
+    wanted_T: Tensor  # (T,) bool, tokens whose log-prob a loss reads
+    flat_index_F: Tensor  # (F,) int64, the place of each (leaf, position) among the F_all flat tokens of the mini-batch
+    gradient_weight_F: Tensor | None  # (F,) float32, see `shared_token_weights`. None: all are 1
     work: Work
     is_flat: bool
 

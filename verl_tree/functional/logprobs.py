@@ -38,19 +38,12 @@ _LOGIT_TRANSFORMS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredPairs:
-    """Which positions are projected to the vocabulary, and which log-probs are read there.
+    """Which positions are projected to the vocabulary, and which log-probs are read there."""
 
-    Attributes:
-        position_P: (P,) int64, tree indices of the positions, ascending.
-        pair_position_K: (K,) int64, index into P, ascending.
-        pair_token_K: (K,) int64, tree index of the token that the pair scores.
-        label_K: (K,) int64, token id of that token.
-    """
-
-    position_P: Tensor
-    pair_position_K: Tensor
-    pair_token_K: Tensor
-    label_K: Tensor
+    position_P: Tensor  # (P,) int64, tree indices of the positions, ascending
+    pair_position_K: Tensor  # (K,) int64, index into P, ascending
+    pair_token_K: Tensor  # (K,) int64, tree index of the token that the pair scores
+    label_K: Tensor  # (K,) int64, token id of that token
 
     @classmethod
     def from_layout(cls, layout: TreeLayout, wanted_T: Tensor | None = None) -> Self:
@@ -69,15 +62,10 @@ class ScoredPairs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeLogProbs:
-    """Scores of a pack's tokens, 0.0 where a token was not scored.
+    """Scores of a pack's tokens, 0.0 where a token was not scored."""
 
-    Attributes:
-        log_probs_T: (T,) log-prob of each token after its path; float32, or float64 for a float64 model.
-        entropy_T: (T,) entropy of the distribution that each token was drawn from, in nats, or None.
-    """
-
-    log_probs_T: Tensor
-    entropy_T: Tensor | None
+    log_probs_T: Tensor  # (T,) log-prob of each token after its path; float32, or float64 for a float64 model
+    entropy_T: Tensor | None  # (T,) entropy of the distribution that each token was drawn from, in nats, or None
 
 
 def tree_forward_log_probs(

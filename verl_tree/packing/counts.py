@@ -13,26 +13,18 @@ from verl_tree.tree import TokenForest
 
 @dataclass(frozen=True, slots=True)
 class ForestCounts:
-    """Counters of what was packed; `sum(counts, ForestCounts())` adds any number of them. The words: docs/glossary.md.
-
-    Attributes:
-        num_packed_tokens: Tokens computed, the sum over the packs.
-        num_flat_packs: Packs whose trajectories are computed one by one.
-        num_lower_bound_tokens: Lower bound on the packed tokens.
-        num_capacity_tokens: Tokens that the packs could hold; 0 without a capacity.
-        depth: Nodes on the longest path; the maximum when added.
-    """
+    """Counters of what was packed, in the words of docs/glossary.md; `sum(counts, ForestCounts())` adds them."""
 
     num_flat_tokens: int = 0
     num_tree_tokens: int = 0
-    num_packed_tokens: int = 0
+    num_packed_tokens: int = 0  # Tokens computed, the sum over the packs
     num_nodes: int = 0
     num_leaves: int = 0
     num_packs: int = 0
-    num_flat_packs: int = 0
-    num_lower_bound_tokens: int = 0
-    num_capacity_tokens: int = 0
-    depth: int = 0
+    num_flat_packs: int = 0  # Packs whose trajectories are computed one by one
+    num_lower_bound_tokens: int = 0  # Lower bound on the packed tokens
+    num_capacity_tokens: int = 0  # Tokens that the packs could hold; 0 without a capacity
+    depth: int = 0  # Nodes on the longest path; the maximum when added
 
     @classmethod
     def from_packing(cls, packing: Packing, *, forest: TokenForest) -> Self:

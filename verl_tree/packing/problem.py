@@ -80,21 +80,13 @@ class Caps:
 
 @dataclass(frozen=True, eq=False)  # without slots: cached properties need a __dict__
 class Items:
-    """The m items of a forest or of one of its trees, in DFS order.
+    """The m items of a forest or of one of its trees, in DFS order."""
 
-    Attributes:
-        lens: (m,) int64, tokens of the item with its whole root path.
-        lcp: (m,) int64, tokens shared with the item before; 0 where a tree starts.
-        terms: (m,) int64, loss terms.
-        first_leaf: (m,) int64, first of the item's leaves in the DFS order of the forest.
-        last_leaf: (m,) int64, one past the last.
-    """
-
-    lens: IntArray
-    lcp: IntArray
-    terms: IntArray
-    first_leaf: IntArray
-    last_leaf: IntArray
+    lens: IntArray  # (m,) int64, tokens of the item with its whole root path
+    lcp: IntArray  # (m,) int64, tokens shared with the item before; 0 where a tree starts
+    terms: IntArray  # (m,) int64, loss terms
+    first_leaf: IntArray  # (m,) int64, first of the item's leaves in the DFS order of the forest
+    last_leaf: IntArray  # (m,) int64, one past the last
 
     @classmethod
     def from_forest(cls, forest: TokenForest, *, terms: IntArray) -> Self:

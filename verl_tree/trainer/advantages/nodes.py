@@ -32,22 +32,14 @@ class SessionTrees:
 
     A trajectory that is a strict prefix of another ends in an inner node, and duplicates end in one node. Their rewards
     count in that node's value, and their tokens get the advantages of the nodes on their path.
-
-    Attributes:
-        forest: The trees.
-        value_N: (N,) mean reward below each node.
-        num_leaves_N: (N,) leaves below it.
-        group_value_N: (N,) mean reward of the node's group.
-        group_num_leaves_N: (N,) leaves of the group.
-        group_std_N: (N,) unbiased standard deviation of their rewards; 1 where the group has one leaf.
     """
 
-    forest: TokenForest
-    value_N: np.ndarray
-    num_leaves_N: IntArray
-    group_value_N: np.ndarray
-    group_num_leaves_N: IntArray
-    group_std_N: np.ndarray
+    forest: TokenForest  # The trees
+    value_N: np.ndarray  # (N,) mean reward below each node
+    num_leaves_N: IntArray  # (N,) leaves below it
+    group_value_N: np.ndarray  # (N,) mean reward of the node's group
+    group_num_leaves_N: IntArray  # (N,) leaves of the group
+    group_std_N: np.ndarray  # (N,) unbiased standard deviation of their rewards; 1 where the group has one leaf
 
     @classmethod
     def from_leaves(
