@@ -3,7 +3,8 @@
 from dataclasses import dataclass, fields
 
 from rollout_hooks.capture.call_kinds import CallKind
-from rollout_hooks.capture.session_tree import CallStatus, SessionTree
+from rollout_hooks.capture.recorded import CallStatus
+from rollout_hooks.capture.session_tree import SessionTree
 
 
 @dataclass(frozen=True, slots=True)

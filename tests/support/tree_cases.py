@@ -117,3 +117,9 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Ten
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Return the norm of the difference over the norm, or over 1e-3 for (nearly) exact zeros."""
     return ((got - want).norm() / want.norm().clamp(min=1e-3)).item()
+
+
+def union_num_tokens(forest, leaves):
+    """Count the tree tokens of some leaves, which are distinct and in DFS order: the union of their root paths."""
+    lens = forest.sequence_lens[np.asarray(leaves, dtype=np.int64)]
+    return int(lens.sum() - forest.subset_lcp(leaves).sum())

@@ -162,7 +162,7 @@ def assign_rows(
         )
         balances.append(balanced)
         for rank, share in enumerate(balanced.shares):
-            cells[rank].append([row for piece in share for row in _rows_of(piece, groups=groups, profiles=profiles)])
+            cells[rank].append([row for part in share for row in _rows_of(part, groups=groups, profiles=profiles)])
     num_padding = _pad(cells, first_padding_row=num_rows)
     return RowAssignment(
         row_order=tuple(row for rank_cells in cells for cell in rank_cells for row in cell),
@@ -177,10 +177,10 @@ def assign_rows(
     )
 
 
-def _rows_of(piece: GroupPart, *, groups: Sequence[Sequence[int]], profiles: Sequence[WorkProfile]) -> list[int]:
+def _rows_of(part: GroupPart, *, groups: Sequence[Sequence[int]], profiles: Sequence[WorkProfile]) -> list[int]:
     """Return the rows of a part of a group, in the order of the group."""
-    positions = np.sort(profiles[piece.group].order[piece.start : piece.end]).tolist()
-    return [groups[piece.group][position] for position in positions]
+    positions = np.sort(profiles[part.group].order[part.start : part.end]).tolist()
+    return [groups[part.group][position] for position in positions]
 
 
 def _pad(cells: list[list[list[int]]], *, first_padding_row: int) -> int:

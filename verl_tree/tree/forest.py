@@ -157,15 +157,6 @@ class TokenForest:
             )
         return lcp_of_subset(self.lcp, ranks)
 
-    def pack_num_tokens(self, leaves: ArrayLike) -> int:
-        """Count the tree tokens of a pack of (s,) trajectories: the union of their root paths.
-
-        Raises:
-            ValueError: The leaves are not distinct and in DFS order.
-        """
-        lens = self.sequence_lens[np.asarray(leaves, dtype=np.int64)]
-        return int(lens.sum() - self.subset_lcp(leaves).sum())
-
 
 def lcp_of_subset(lcp: IntArray, ranks: IntArray) -> IntArray:
     """Count the tokens that each leaf of a subset shares with the one before it, (s,) int64; the first is 0.

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tree_cases import union_num_tokens
 
 from verl_tree.packing import METHODS, lower_bound, pack
 from verl_tree.packing.baselines import RangeMin
@@ -137,14 +138,14 @@ def test_large_trees_are_packed_by_subtrees_within_the_caps():
     coarse = items.coarsened(caps=Caps(num_tokens=capacity // 16, num_terms=max_terms // 16))
     assert len(coarse) < 1100
     assert coarse.num_tokens == forest.num_tokens
-    assert coarse.union_tokens(range(0, len(coarse), 2)) == forest.pack_num_tokens(
-        forest.order[coarse.leaves(range(0, len(coarse), 2))]
+    assert coarse.union_tokens(range(0, len(coarse), 2)) == union_num_tokens(
+        forest, forest.order[coarse.leaves(range(0, len(coarse), 2))]
     )
     greedy = pack(forest, capacity=capacity, method="dfs_first_fit", max_loss_terms=max_terms)
     better = pack(forest, capacity=capacity, method="heuristic", max_loss_terms=max_terms)
     assert sorted(chain.from_iterable(part.leaves.tolist() for part in better.packs)) == list(range(1500))
     for part in better.packs:
-        assert part.num_tokens == forest.pack_num_tokens(part.leaves) <= capacity
+        assert part.num_tokens == union_num_tokens(forest, part.leaves) <= capacity
         assert (forest.sequence_lens[part.leaves] - 1).sum() <= max_terms
     assert better.lower_bound <= better.num_tokens < greedy.num_tokens
 
@@ -159,7 +160,7 @@ def test_large_trees_with_prefixes_and_duplicates_are_packed_whole():
     forest = TokenForest.from_sequences(sequences)
     packing = pack(forest, capacity=8 * int(forest.sequence_lens.max()), method="heuristic")
     assert sorted(chain.from_iterable(part.leaves.tolist() for part in packing.packs)) == list(range(1050))
-    assert all(part.num_tokens == forest.pack_num_tokens(part.leaves) for part in packing.packs)
+    assert all(part.num_tokens == union_num_tokens(forest, part.leaves) for part in packing.packs)
     assert packing.lower_bound <= packing.num_tokens <= 1.2 * packing.lower_bound
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tree_cases import union_num_tokens
 
 from verl_tree.tree import NodeTable, TokenForest
 from verl_tree.tree.layout import TreeLayout
@@ -114,7 +115,7 @@ def test_some_leaves_equal_naive_twin(sequences, data):
     leaves = forest.order[[data.draw(st.booleans()) for _ in sequences]]
     layout = TreeLayout.from_forest(forest, leaves)
     assert layout.leaves.tolist() == leaves.tolist()
-    assert layout.num_tokens == forest.pack_num_tokens(leaves)
+    assert layout.num_tokens == union_num_tokens(forest, leaves)
     if len(leaves):
         check_against_naive(sequences, forest, layout)
 

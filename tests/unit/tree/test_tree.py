@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tree_cases import union_num_tokens
 
 from verl_tree.tree import TokenForest
 
@@ -169,12 +170,12 @@ def test_order_of_input_does_not_matter(sequences, data):
 @seeded
 @given(sequences=SEQUENCES, data=st.data())
 @example(sequences=DEEP, data=None)
-def test_pack_num_tokens_counts_the_union_of_paths(sequences, data):
+def test_the_tokens_of_leaves_are_the_union_of_their_paths(sequences, data):
     forest = TokenForest.from_sequences(sequences)
     kept = [True] * len(sequences) if data is None else [data.draw(st.booleans()) for _ in sequences]
     leaves = forest.order[kept]
     chosen = [sequences[index] for index in leaves]
-    assert forest.pack_num_tokens(leaves) == len(leaves_of_prefixes(chosen, [0] * len(chosen)))
+    assert union_num_tokens(forest, leaves) == len(leaves_of_prefixes(chosen, [0] * len(chosen)))
     if chosen:
         assert forest.subset_lcp(leaves).tolist() == TokenForest.from_sequences(chosen).lcp.tolist()
 
@@ -183,7 +184,7 @@ def test_pack_num_tokens_counts_the_union_of_paths(sequences, data):
 def test_subset_out_of_order_is_refused(leaves):
     forest = TokenForest.from_sequences([[1], [2]])
     with pytest.raises(ValueError, match="in DFS order"):
-        forest.pack_num_tokens(leaves)
+        union_num_tokens(forest, leaves)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +255,7 @@ def test_empty_forest():
     forest = TokenForest.from_sequences([])
     assert (forest.num_tokens, forest.num_flat_tokens, forest.num_nodes, forest.num_leaves) == (0, 0, 0, 0)
     assert (forest.num_roots, forest.depth, forest.potential_overlap_ratio) == (0, 0, 0.0)
-    assert forest.pack_num_tokens([]) == 0
+    assert union_num_tokens(forest, []) == 0
 
 
 def test_4096_trajectories_of_8192_tokens_in_3_seconds():
