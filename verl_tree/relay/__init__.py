@@ -1,0 +1,1 @@
+"""A tree that exceeds the capacity, in sections: keys and values are handed down to later sections (docs/relay.md)."""

@@ -1,0 +1,203 @@
+"""The preorder of a forest cut into sections, and what each section sees of those before it (docs/relay.md).
+
+Cut the preorder anywhere. If a token of the section `start..end` has an ancestor `j < start`, then
+`j < start <= token < subtree_end[j]`, so `j` is an ancestor of the section's first token too. Hence all that a section
+sees of others is one path, the root path of its first token: its *context*. The *spine* is the union of the contexts.
+
+Every cut computes each token once with gradient. The spine is computed once more, without. So the best cut has few
+sections and a small spine.
+
+Legend: T tokens of the preorder, K tokens of the spine, P tokens of a context, Q tokens of a section.
+"""
+
+import heapq
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from verl_tree.tree.nodes import IntArray
+
+SPINE_COST = 1 / 3
+"""What a spine token costs: a forward alone, in tokens that go forward and backward."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Section:
+    """A stretch of a preorder, computed in one pass behind its context.
+
+    Context and section are themselves a preorder, that of the tree that both span. So the mask of the pass is again one
+    integer per key: key `j` is visible to query `i` iff `j <= i < subtree_end[j]`, and the queries are the last Q rows.
+
+    Attributes:
+        start: First token of the section.
+        end: One past its last token.
+        context: (P,) int64, ascending: the tokens before `start` that a token of the section sees.
+        subtree_end: (P + Q,) int64, one past the last descendant of each token among context and section.
+    """
+
+    start: int
+    end: int
+    context: IntArray
+    subtree_end: IntArray
+
+    @property
+    def num_context(self) -> int:
+        """Context tokens P."""
+        return len(self.context)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the section Q."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """A preorder in sections.
+
+    Example: `cut(subtree_end_T, position_T, capacity=4, section_cost=1)` of two trees, drawn with the index of each
+    token in the preorder::
+
+        0 ┬ 1 ─ 2 ─ 3 ─ 4 ┬ 5
+          │               └ 6
+          └ 7 ─ 8 ─ 9 ─ 10
+        11
+
+        position_T      0   1   2   3 |  4   5   6   7 |  8   9  10  11
+        subtree_end_T  11   7   7   7 |  7   6   7  11 | 11  11  11  12
+        section_T       0   0   0   0 |  1   1   1   1 |  2   2   2   2
+
+        sections    start  end  context   subtree_end of context, section
+                        0    4            4 4 4 4
+                        4    8  0 1 2 3   8 7 7 7, 7 6 7 8
+                        8   12  0 7       5 5, 5 5 5 6
+
+        spine               0   1   2   3   7        0 ┬ 1 ─ 2 ─ 3
+        spine_subtree_end   5   4   4   4   5          └ 7
+
+    Attributes:
+        sections: In preorder; every token is in one.
+        spine: (K,) int64, ascending: the tokens that are context of some section.
+        spine_subtree_end: (K,) int64, one past the last descendant of each spine token, counted in spine tokens.
+        section_T: (T,) int64, the section of each token.
+    """
+
+    sections: tuple[Section, ...]
+    spine: IntArray
+    spine_subtree_end: IntArray
+    section_T: IntArray
+
+    @property
+    def num_sections(self) -> int:
+        """Number of sections."""
+        return len(self.sections)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Sum of the context tokens P over the sections: keys that are gathered in every layer."""
+        return sum(section.num_context for section in self.sections)
+
+    def spine_cut(self, capacity: int) -> "Cut":
+        """Cut the spine, which is a preorder of its own, every `capacity` tokens; an empty spine has no sections.
+
+        The result counts in spine tokens 0..K-1. All keys and values of the spine are kept wherever it is cut, so the
+        fewest sections are best.
+
+        Raises:
+            ValueError: The capacity is not positive.
+        """
+        _check_capacity(capacity)
+        num_tokens = len(self.spine)
+        return _cut_at(self.spine_subtree_end, bounds=[*range(0, num_tokens, capacity), num_tokens])
+
+
+def cut(subtree_end_T: IntArray, position_T: IntArray, *, capacity: int, section_cost: float) -> Cut:
+    """Cut the preorder of a forest into sections of at most `capacity` tokens, at the least cost of all cuts.
+
+    The cost of a cut, in tokens that go forward and backward, is sections x `section_cost` + spine / 3.
+
+    Args:
+        subtree_end_T: (T,) one past the last descendant of each token, as in `TreeLayout`.
+        position_T: (T,) number of ancestors of each token.
+        capacity: The most tokens of a section.
+        section_cost: What a section costs besides its tokens, in tokens, >= 0.
+
+    Raises:
+        ValueError: The capacity is not positive.
+    """
+    _check_capacity(capacity)
+    assert section_cost >= 0, section_cost
+    assert len(subtree_end_T) == len(position_T), (len(subtree_end_T), len(position_T))
+    subtree_end_T, position_T = np.asarray(subtree_end_T, dtype=np.int64), np.asarray(position_T, dtype=np.int64)
+    bounds = _best_bounds(subtree_end_T, position_T, capacity=capacity, section_cost=section_cost)
+    return _cut_at(subtree_end_T, bounds=bounds)
+
+
+def _check_capacity(capacity: int) -> None:
+    if capacity < 1:
+        raise ValueError(
+            f"capacity={capacity}: a section needs room for at least one token; raise tree.capacity "
+            "(actor.ppo_max_token_len_per_gpu unless set)"
+        )
+
+
+def _cut_at(subtree_end_T: IntArray, *, bounds: list[int]) -> Cut:
+    """Make the sections between neighbouring bounds, the first 0 and the last T."""
+    in_spine = np.zeros(len(subtree_end_T), dtype=bool)
+    sections = []
+    for start, end in pairwise(bounds):
+        context = np.flatnonzero(subtree_end_T[:start] > start)
+        in_spine[context] = True
+        ends = np.concatenate([subtree_end_T[context], subtree_end_T[start:end]])
+        subtree_end = len(context) + np.minimum(ends, end) - start
+        sections.append(Section(start=start, end=end, context=context, subtree_end=subtree_end))
+    spine = np.flatnonzero(in_spine)
+    return Cut(
+        sections=tuple(sections),
+        spine=spine,
+        spine_subtree_end=np.searchsorted(spine, subtree_end_T[spine]),
+        section_T=np.repeat(np.arange(len(sections)), np.diff(bounds)),
+    )
+
+
+def _best_bounds(subtree_end_T: IntArray, position_T: IntArray, *, capacity: int, section_cost: float) -> list[int]:
+    """Return the bounds 0..T of the sections of a cut of least cost.
+
+    A section `s..e` adds the tokens of e's context to the spine that s's context lacks: position[e] - the least
+    position in s..e. Of all starts `s` of the section that ends at `e`, only those matter that are shallower than all
+    tokens of `e - capacity..s`; proof in docs/relay.md. For all of them that least position is the same.
+    """
+    num_tokens = len(subtree_end_T)
+    position = np.append(position_T, -1)  # nothing is in the context of the end, and nothing follows it
+    # The next token that is shallower: past all later siblings. A step doubles the siblings that are skipped.
+    shallower = subtree_end_T.copy()
+    while (is_sibling := position[shallower] == position_T).any():
+        shallower[is_sibling] = shallower[shallower[is_sibling]]
+    positions, next_shallower = position.tolist(), shallower.tolist()
+
+    def starts(end: int) -> list[int]:
+        start, found = max(end - capacity, 0), []
+        while start < end:
+            found.append(start)
+            start = next_shallower[start]
+        return found
+
+    # Which ends can be reached from T, last first, and from which starts.
+    starts_of: dict[int, list[int]] = {0: []}
+    waiting = [-num_tokens]
+    while waiting:
+        end = -heapq.heappop(waiting)
+        if end not in starts_of:
+            starts_of[end] = starts(end)
+            for start in starts_of[end]:
+                heapq.heappush(waiting, -start)
+    least_cost, best_start = {0: 0.0}, {}
+    for end in sorted(starts_of)[1:]:
+        best = best_start[end] = min(starts_of[end], key=least_cost.__getitem__)
+        shared = min(positions[starts_of[end][-1]], positions[end])
+        least_cost[end] = least_cost[best] + section_cost + SPINE_COST * (positions[end] - shared)
+    bounds = [num_tokens]
+    while bounds[-1]:
+        bounds.append(best_start[bounds[-1]])
+    return bounds[::-1]
