@@ -1,9 +1,10 @@
 """Attention under the tree mask: one contract, several backends (docs/attention.md).
 
 Key `j` is visible to query `i` iff `j <= i < subtree_end[j]` (tokens in DFS preorder). A backend serves this mask, and
-the options of a layer (`ScoreOptions`), exactly. If it cannot, it says why.
+the options of a layer (`ScoreOptions`), exactly. If it cannot, it says why. The first tokens may be context: keys
+without a query.
 
-Legend: T tree tokens of the pack, Hq and Hkv query and key-value heads, D head dim.
+Legend: T tokens, the last Q of them queries, Hq and Hkv query and key-value heads, D head dim.
 """
 
 import logging
@@ -33,8 +34,8 @@ class AttentionBackend:
     """One implementation of the tree mask.
 
     Attributes:
-        attend: `attend(q_THD, k_THD, v_THD, plan, *, options) -> out_THD`, differentiable once. Shapes are those of
-            `tree_attention`. The plan is on the device of the inputs. The output has the dtype of `q_THD`.
+        attend: `attend(q_QHD, k_THD, v_THD, plan, *, options) -> out_QHD`, differentiable once. Shapes are those of
+            `tree_attention`. The plan is on the device of the inputs. The output has the dtype of `q_QHD`.
         not_supported_reasons: Takes the same arguments. Returns a list of reasons, empty if the backend can serve.
         is_oracle: It serves everything, slowly. `"auto"` warns when it takes it, and benchmarks leave it out.
     """
@@ -56,7 +57,7 @@ _logged_choices: set[tuple[str, ...]] = set()
 
 
 def tree_attention(
-    q_THD: torch.Tensor,
+    q_QHD: torch.Tensor,
     k_THD: torch.Tensor,
     v_THD: torch.Tensor,
     subtree_end: torch.Tensor | AttentionPlan,
@@ -66,11 +67,12 @@ def tree_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     backend: str = "auto",
+    num_context: int = 0,
 ) -> torch.Tensor:
-    """Compute differentiable attention, (T, Hq, D), in which every token sees exactly the tokens of its own path.
+    """Compute differentiable attention, (Q, Hq, D), in which every query sees exactly the tokens of its own path.
 
     Args:
-        q_THD: (T, Hq, D) queries.
+        q_QHD: (Q, Hq, D) queries of the last Q = T - `num_context` tokens.
         k_THD: (T, Hkv, D) keys; Hkv divides Hq (grouped-query attention).
         v_THD: (T, Hkv, D) values.
         subtree_end: int32 (T,), one past the last descendant of each token in DFS preorder; or the pack's plan, which
@@ -80,24 +82,32 @@ def tree_attention(
         softcap: Scores `s` become `softcap * tanh(s / softcap)`.
         sinks: (Hq,) logits that join the softmax's denominator and carry no value; differentiable.
         backend: A key of `BACKENDS`, or `"auto"`: the plan's own choice, else the first backend that can serve.
+        num_context: Tokens before the queries: the root path of the first query. A plan has its own number.
 
     Raises:
         ValueError: Shapes or options do not fit, or the backend (with `"auto"`: every backend) refuses; the message has
             the reasons.
     """
-    is_plan = isinstance(subtree_end, AttentionPlan)
-    plan = subtree_end if is_plan else AttentionPlan.from_subtree_end(subtree_end, device=q_THD.device)
-    _check_shapes(q_THD, k_THD, v_THD, plan)
-    _, num_heads, head_dim = q_THD.shape
+    if not isinstance(subtree_end, AttentionPlan):
+        plan = AttentionPlan.from_subtree_end(subtree_end, device=q_QHD.device, num_context=num_context)
+    elif num_context in (0, subtree_end.num_context):
+        plan = subtree_end
+    else:
+        raise ValueError(
+            f"num_context={num_context}, but the plan was built with {subtree_end.num_context}, which counts: leave "
+            "num_context out"
+        )
+    _check_shapes(q_QHD, k_THD, v_THD, plan)
+    _, num_heads, head_dim = q_QHD.shape
     scale = float(head_dim**-0.5) if scale is None else scale
     options = ScoreOptions.of_layer(plan, scale=scale, num_heads=num_heads, window=window, softcap=softcap, sinks=sinks)
     asked = plan.backend if backend == "auto" else backend
-    name = choose_backend(q_THD, k_THD, v_THD, plan, backend=asked, options=options)
-    return BACKENDS[name].attend(q_THD, k_THD, v_THD, plan, options=options)
+    name = choose_backend(q_QHD, k_THD, v_THD, plan, backend=asked, options=options)
+    return BACKENDS[name].attend(q_QHD, k_THD, v_THD, plan, options=options)
 
 
 def choose_backend(
-    q_THD: torch.Tensor,
+    q_QHD: torch.Tensor,
     k_THD: torch.Tensor,
     v_THD: torch.Tensor,
     plan: AttentionPlan,
@@ -114,7 +124,7 @@ def choose_backend(
         raise ValueError(f"attention backend {backend!r} does not exist; choose one of {['auto', *BACKENDS]}")
     refusals = []
     for name in BACKENDS if backend == "auto" else [backend]:
-        reasons = BACKENDS[name].not_supported_reasons(q_THD, k_THD, v_THD, plan, options=options)
+        reasons = BACKENDS[name].not_supported_reasons(q_QHD, k_THD, v_THD, plan, options=options)
         if not reasons:
             _log_once(backend, name, refusals=refusals, options=options)
             return name
@@ -137,11 +147,13 @@ def _log_once(asked: str, chosen: str, *, refusals: list[str], options: ScoreOpt
     logger.log(level, "tree attention backend%s: %s (asked for: %s)%s", wanted, chosen, asked, why)
 
 
-def _check_shapes(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan) -> None:
-    shapes = f"q {tuple(q_THD.shape)}, k {tuple(k_THD.shape)}, v {tuple(v_THD.shape)}"
-    if any(x.ndim != 3 or x.shape[0] != plan.num_tokens for x in (q_THD, k_THD, v_THD)):
+def _check_shapes(q_QHD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan) -> None:
+    shapes = f"q {tuple(q_QHD.shape)}, k {tuple(k_THD.shape)}, v {tuple(v_THD.shape)}"
+    lens = (plan.num_queries, plan.num_tokens, plan.num_tokens)
+    if any(x.ndim != 3 or x.shape[0] != num_rows for x, num_rows in zip((q_QHD, k_THD, v_THD), lens, strict=True)):
         raise ValueError(
-            f"{shapes}: each must be (T, heads, head dim) with T = {plan.num_tokens}, the length of subtree_end"
+            f"{shapes}: q must be (T - num_context, heads, head dim), and k and v (T, heads, head dim), with "
+            f"T = {plan.num_tokens}, the length of subtree_end, and num_context = {plan.num_context}"
         )
-    if k_THD.shape[1] != v_THD.shape[1] or q_THD.shape[1] % k_THD.shape[1] or q_THD.shape[2] != k_THD.shape[2]:
+    if k_THD.shape[1] != v_THD.shape[1] or q_QHD.shape[1] % k_THD.shape[1] or q_QHD.shape[2] != k_THD.shape[2]:
         raise ValueError(f"{shapes}: k and v need one number of heads that divides q's, and q and k one head dim")

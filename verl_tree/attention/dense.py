@@ -3,7 +3,8 @@
 It shares no kernel with the fast backends. Queries are computed in blocks, and a block is recomputed in the backward
 pass. So nothing of size T x T ever lives, but it is slow.
 
-Legend: T tree tokens, L queries and K keys of a block, H key-value heads, G query heads per key-value head, D head dim.
+Legend: T tokens, the last Q of them queries; L queries and K keys of a block, H key-value heads, G query heads per
+    key-value head, D head dim.
 """
 
 import torch
@@ -16,16 +17,16 @@ QUERY_BLOCK_LEN = 512
 
 
 def dense_attention(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
+    q_QHD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> torch.Tensor:
     """Compute attention as `AttentionBackend.attend`; values may have a head dim of their own."""
-    num_tokens = q_THD.shape[0]
-    subtree_end_T, position_T = plan.subtree_end_T.to(q_THD.device), plan.position_T.to(q_THD.device)
+    subtree_end_T, position_T = plan.subtree_end_T.to(q_QHD.device), plan.position_T.to(q_QHD.device)
     blocks = []
-    for start in range(0, num_tokens, QUERY_BLOCK_LEN):
-        end = min(start + QUERY_BLOCK_LEN, num_tokens)
+    for start in range(0, plan.num_queries, QUERY_BLOCK_LEN):
+        q_LHD = q_QHD[start : start + QUERY_BLOCK_LEN]
         # In DFS preorder, keys behind the block's last query are invisible to all its queries.
-        block = (q_THD[start:end], k_THD[:end], v_THD[:end], subtree_end_T[:end], position_T[:end], options)
+        end = plan.num_context + start + len(q_LHD)
+        block = (q_LHD, k_THD[:end], v_THD[:end], subtree_end_T[:end], position_T[:end], options)
         blocks.append(checkpoint(_block_attention, *block, use_reentrant=False))
     return torch.cat(blocks)
 

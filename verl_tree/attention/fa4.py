@@ -53,47 +53,49 @@ class BlockTables(NamedTuple):
 
 
 def not_supported_reasons(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
+    q_QHD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> list[str]:
     """Return why this backend cannot serve the inputs; empty if it can."""
-    if q_THD.device.type != "cuda":
-        where = f"tensors are on {q_THD.device}, the kernels run on CUDA only"
-        return [where, *_input_reasons(q_THD, k_THD, v_THD), *options.not_served_reasons()]
+    if q_QHD.device.type != "cuda":
+        where = f"tensors are on {q_QHD.device}, the kernels run on CUDA only"
+        return [where, *_input_reasons(q_QHD, k_THD, v_THD), *options.not_served_reasons()]
     reasons = options.not_served_reasons()
-    capability = torch.cuda.get_device_capability(q_THD.device)
+    capability = torch.cuda.get_device_capability(q_QHD.device)
     if capability != COMPUTE_CAPABILITY:
         reasons.append(f"compute capability {capability} is not {COMPUTE_CAPABILITY} (Hopper)")
-    reasons += _input_reasons(q_THD, k_THD, v_THD)
+    reasons += _input_reasons(q_QHD, k_THD, v_THD)
+    if plan.num_context:
+        reasons.append("a context is not served")
     if plan.num_tokens <= BLOCK_LEN:
         reasons.append(f"{plan.num_tokens} tokens are one block, for which there are other kernels, not self-tested")
     if torch.are_deterministic_algorithms_enabled():
         reasons.append("deterministic algorithms are asked for; the block-sparse backward of SM90 adds in any order")
     reasons += installation_reasons()
     # The self-test compiles the kernels, which takes about ten seconds.
-    return reasons or self_test_reasons("fa4", fa4_attention, KernelVariant.of(q_THD, k_THD))
+    return reasons or self_test_reasons("fa4", fa4_attention, KernelVariant.of(q_QHD, k_THD))
 
 
 def fa4_attention(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
+    q_QHD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> torch.Tensor:
     """Compute attention as `AttentionBackend.attend`, without options."""
-    return _Fa4Attention.apply(q_THD, k_THD, v_THD, plan, options.scale)
+    return _Fa4Attention.apply(q_QHD, k_THD, v_THD, plan, options.scale)
 
 
 class _Fa4Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, scale: float
+        ctx: Any, q_QHD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, scale: float
     ) -> torch.Tensor:
         # A broadcast dimension (stride 0) would select another kernel, which no self-test has run.
-        q_THD, k_THD, v_THD = (_without_broadcast(each) for each in (q_THD, k_THD, v_THD))
+        q_QHD, k_THD, v_THD = (_without_broadcast(each) for each in (q_QHD, k_THD, v_THD))
         tables = BlockTables.of_plan(plan)
-        out_THD, lse_1HT = _kernels().forward(
-            q_THD, k_THD, v_THD, plan.subtree_end_T, key_tables=tables.keys, block_len=BLOCK_LEN, scale=scale
+        out_QHD, lse_1HQ = _kernels().forward(
+            q_QHD, k_THD, v_THD, plan.subtree_end_T, key_tables=tables.keys, block_len=BLOCK_LEN, scale=scale
         )
-        ctx.save_for_backward(q_THD, k_THD, v_THD, out_THD, lse_1HT)
+        ctx.save_for_backward(q_QHD, k_THD, v_THD, out_QHD, lse_1HQ)
         ctx.plan, ctx.scale = plan, scale
-        return out_THD
+        return out_QHD
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -101,9 +103,9 @@ class _Fa4Attention(torch.autograd.Function):
 
 
 @once_differentiable
-def _backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, grad_out_QHD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     gradients = _kernels().backward(
-        _without_broadcast(grad_out_THD),
+        _without_broadcast(grad_out_QHD),
         *ctx.saved_tensors,
         ctx.plan.subtree_end_T,
         query_tables=BlockTables.of_plan(ctx.plan).queries,
@@ -123,10 +125,10 @@ def _kernels() -> ModuleType:
     return importlib.import_module("verl_tree.attention.fa4_kernels")
 
 
-def _input_reasons(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> list[str]:
-    reasons = dtype_reasons(q_THD, k_THD, v_THD, dtypes=HALF_DTYPES)
-    if q_THD.shape[-1] not in HEAD_DIMS or v_THD.shape[-1] != q_THD.shape[-1]:
-        dims = sorted({q_THD.shape[-1], v_THD.shape[-1]})
+def _input_reasons(q_QHD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> list[str]:
+    reasons = dtype_reasons(q_QHD, k_THD, v_THD, dtypes=HALF_DTYPES)
+    if q_QHD.shape[-1] not in HEAD_DIMS or v_THD.shape[-1] != q_QHD.shape[-1]:
+        dims = sorted({q_QHD.shape[-1], v_THD.shape[-1]})
         reasons.append(f"head dim {' and '.join(map(str, dims))} is none of {HEAD_DIMS}, the same for q, k and v")
     return reasons
 

@@ -53,7 +53,7 @@ def forward(
     `key_tables` are the key blocks of every query block (`BlockRows.tables`).
     """
     # How many values follow the two differs between betas.
-    out_1THD, lse_1HT, *_ = interface._flash_attn_fwd(
+    out_1THD, lse_1HQ, *_ = interface._flash_attn_fwd(
         q_THD.unsqueeze(0),
         k_THD.unsqueeze(0),
         v_THD.unsqueeze(0),
@@ -64,7 +64,7 @@ def forward(
         # Always on, also without gradients. Off would select another kernel, which no self-test has run.
         return_lse=True,
     )
-    return out_1THD.squeeze(0), lse_1HT
+    return out_1THD.squeeze(0), lse_1HQ
 
 
 def backward(
@@ -73,7 +73,7 @@ def backward(
     k_THD: torch.Tensor,
     v_THD: torch.Tensor,
     out_THD: torch.Tensor,
-    lse_1HT: torch.Tensor,
+    lse_1HQ: torch.Tensor,
     subtree_end_T: torch.Tensor,
     *,
     query_tables: tuple[torch.Tensor, ...],
@@ -90,7 +90,7 @@ def backward(
         v_THD.unsqueeze(0),
         out_THD.unsqueeze(0),
         grad_out_THD.unsqueeze(0),
-        lse_1HT,
+        lse_1HQ,
         softmax_scale=scale,
         mask_mod=tree_mask,
         block_sparse_tensors=_block_sparse(query_tables, block_len),

@@ -2,7 +2,8 @@
 
 transformers hands every unknown keyword of `model(...)` to the attention function of every layer, also through gradient
 checkpointing. So the plan of a pack travels as `model(..., tree_plan=plan)` and nothing is patched. Each layer hands
-its own sliding window, softcap and sinks.
+its own sliding window, softcap and sinks. If the plan has a context, the model computes the queries only, and each
+layer takes the keys and values before them from the context.
 
 A silently lost mask would be the worst bug. So a layer raises if it has no plan, a mask of its own, or a feature that
 no backend serves.
@@ -48,8 +49,8 @@ def tree_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention as transformers' layers ask for it.
 
-    `query` is (1, Hq, T, D), `key` and `value` are (1, Hkv, T, D), and `s_aux` are (Hq,) logits of attention sinks. The
-    output is (1, T, Hq, D), with None in place of the probabilities.
+    `query` is (1, Hq, Q, D), `key` and `value` are (1, Hkv, Q, D), and `s_aux` are (Hq,) logits of attention sinks. The
+    output is (1, Q, Hq, D), with None in place of the probabilities.
 
     Raises:
         ValueError: There is no plan, or the layer asks for something that no backend serves.
@@ -80,17 +81,20 @@ def tree_attention_forward(
         reasons.append("output_attentions=True")
     if reasons:
         raise ValueError(f"tree attention cannot serve {layer}, which asks for " + "; ".join(reasons))
-    out_THD = tree_attention(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+    q_QHD, k_THD, v_THD = (each[0].transpose(0, 1) for each in (query, key, value))
+    if tree_plan.context is not None:  # until here, k and v are those of the queries
+        k_THD, v_THD = tree_plan.context.extend(module, k_THD, v_THD)
+    out_QHD = tree_attention(
+        q_QHD,
+        k_THD,
+        v_THD,
         tree_plan,
         scale=scaling,
         window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
     )
-    return out_THD.unsqueeze(0), None
+    return out_QHD.unsqueeze(0), None
 
 
 def check_model(model: PreTrainedModel, *, max_path_len: int) -> None:

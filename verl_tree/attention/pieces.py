@@ -14,7 +14,9 @@ forest has two levels::
 Under a sliding window a piece is a run against itself and the few tokens before it on its path. Nothing needs merging.
 The keys are gathered, some of them for several runs.
 
-Legend: T tree tokens, Q queries and K keys of a call, S its segments.
+Where the first tokens are context, their runs have no triangle, and their rectangles begin with the first query.
+
+Legend: Q queries and K keys of a call, S its segments.
 """
 
 import itertools
@@ -31,7 +33,7 @@ MAX_WINDOW_KEYS = 1 << 17
 """Most keys that one call under a sliding window gathers: for eight heads of 128 in bfloat16, 256 MB of keys."""
 
 Range = tuple[int, int]
-"""First token, and one past the last."""
+"""First row, and one past the last. The rows of keys are tokens; those of queries are tokens minus the context."""
 
 
 class AttentionPiece(NamedTuple):
@@ -121,8 +123,10 @@ def cut_mask(runs: Runs) -> list[list[AttentionPiece]]:
     """Return the triangles, which cover every query once, then the rectangles of each level, outermost first."""
     levels: list[list[AttentionPiece]] = [[]]
     around: list[int] = []  # where the rectangles around the run end
+    first = runs.num_context
     for start, end, subtree_end in runs.ranges():
-        levels[0].append(AttentionPiece((start, end), ((start, end),)))
+        if start >= first:
+            levels[0].append(AttentionPiece((start - first, end - first), ((start, end),)))
         if subtree_end == end:
             continue
         while around and around[-1] <= start:
@@ -130,7 +134,8 @@ def cut_mask(runs: Runs) -> list[list[AttentionPiece]]:
         around.append(subtree_end)
         if len(around) == len(levels):
             levels.append([])
-        levels[len(around)].append(AttentionPiece((end, subtree_end), ((start, end),)))
+        queries = (max(end - first, 0), subtree_end - first)
+        levels[len(around)].append(AttentionPiece(queries, ((start, end),)))
     return levels
 
 
@@ -142,10 +147,12 @@ def cut_window(runs: Runs, window: int, *, max_query_len: int | None) -> list[At
         while path and path[-1][2] <= start:
             path.pop()
         path.append((start, end, subtree_end))
+        if start < runs.num_context:
+            continue
         for first in range(start, end, max_query_len or end - start):
             last = min(first + max_query_len, end) if max_query_len else end
             keys = _last_of_path(path, end=last, num_tokens=window - 1 + last - first)
-            pieces.append(AttentionPiece((first, last), keys))
+            pieces.append(AttentionPiece((first - runs.num_context, last - runs.num_context), keys))
     return pieces
 
 

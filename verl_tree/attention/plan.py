@@ -9,12 +9,15 @@ causal, and the tokens below a run follow it directly. So the whole mask is a fe
              └── d                prompt: triangle over itself, rectangle for the queries a..d
                                   a:      triangle over itself, rectangle for the queries b..c
 
-Legend: T tree tokens of the pack, R runs.
+The first P tokens may be *context*: one root path whose keys and values come from elsewhere. Only the tokens behind it
+are queries. A run ends where the context ends.
+
+Legend: T tokens, P of them context and Q = T - P queries, R runs, Hkv key-value heads, D head dim.
 """
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -24,12 +27,22 @@ from verl_tree.tree.layout import TreeLayout
 T = TypeVar("T")
 
 
+class Context(Protocol):
+    """The keys and values of the context, layer by layer."""
+
+    def extend(
+        self, layer: torch.nn.Module, key_QHD: torch.Tensor, value_QHD: torch.Tensor, /
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values, (T, Hkv, D): those of the layer's context, then those of the queries as given."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
     """The runs of one pack in DFS order, on the host, so that planning waits for no device.
 
-    `subtree_end_T` and `position_T` are those of `AttentionPlan`. The others are int64 (R,): the first token of each
-    run, one past its last token, and the `subtree_end` of its tokens.
+    `subtree_end_T`, `position_T` and `num_context` are those of `AttentionPlan`. The others are int64 (R,): the first
+    token of each run, one past its last token, and the `subtree_end` of its tokens.
     """
 
     subtree_end_T: np.ndarray
@@ -37,10 +50,11 @@ class Runs:
     start_R: np.ndarray
     end_R: np.ndarray
     subtree_end_R: np.ndarray
+    num_context: int
 
     @classmethod
-    def from_subtree_end(cls, subtree_end_T: np.ndarray) -> Self:
-        """Find the runs of a pack. Raise a ValueError if it is not a forest in DFS preorder."""
+    def from_subtree_end(cls, subtree_end_T: np.ndarray, *, num_context: int = 0) -> Self:
+        """Find the runs of a pack. Raise a ValueError if it is not a forest in DFS preorder behind one root path."""
         num_tokens = len(subtree_end_T)
         if subtree_end_T.ndim != 1 or num_tokens == 0:
             raise ValueError(f"subtree_end has shape {subtree_end_T.shape}; it must be (T,) with at least one token")
@@ -50,7 +64,8 @@ class Runs:
                 f"subtree_end[{wrong[0]}] = {subtree_end_T[wrong[0]]}, but a token's subtree holds the token itself "
                 f"and ends within the pack of {num_tokens} tokens; give one past the last descendant in DFS preorder"
             )
-        start_R = np.concatenate(([0], np.flatnonzero(np.diff(subtree_end_T)) + 1))
+        _check_context(subtree_end_T, num_context)
+        start_R = np.union1d([0, num_context], np.flatnonzero(np.diff(subtree_end_T)) + 1)
         end_R = np.append(start_R[1:], num_tokens)
         subtree_end_R = subtree_end_T[start_R]
         depth_R = np.zeros(len(start_R), dtype=np.int64)  # tokens above the run
@@ -68,21 +83,37 @@ class Runs:
                 depth_R[run] = depth_R[parent] + end_R[parent] - start_R[parent]
             path.append(run)
         position_T = np.arange(num_tokens) + np.repeat(depth_R - start_R, end_R - start_R)
-        return cls(subtree_end_T.astype(np.int32), position_T.astype(np.int32), start_R, end_R, subtree_end_R)
+        whole = (subtree_end_T.astype(np.int32), position_T.astype(np.int32))
+        return cls(*whole, start_R, end_R, subtree_end_R, num_context)
 
     def ranges(self) -> list[tuple[int, int, int]]:
         """Return (start, end, subtree_end) of every run."""
         return list(zip(self.start_R.tolist(), self.end_R.tolist(), self.subtree_end_R.tolist(), strict=True))
 
 
+def _check_context(subtree_end_T: np.ndarray, num_context: int) -> None:
+    if not 0 <= num_context < len(subtree_end_T):
+        raise ValueError(
+            f"num_context = {num_context} of {len(subtree_end_T)} tokens: give a number from 0 on that leaves at least "
+            "one query"
+        )
+    wrong = np.flatnonzero(subtree_end_T[:num_context] <= num_context)
+    if len(wrong):
+        raise ValueError(
+            f"subtree_end[{wrong[0]}] = {subtree_end_T[wrong[0]]}, so the first query, token {num_context}, does not "
+            f"see token {wrong[0]} of its context: give as context the root path of the first query, and nothing else"
+        )
+
+
 class _Shared:
-    """What all copies of a plan share: the runs, and what `AttentionPlan.once` made of them."""
+    """What all copies of a plan share: the runs, the context, and what `AttentionPlan.once` made of them."""
 
     # FSDP copies the dataclasses and dicts among a module's arguments, layer by layer, with all they hold. This class
     # is neither, so FSDP passes it on as it is.
 
-    def __init__(self, runs: Runs) -> None:
+    def __init__(self, runs: Runs, context: Context | None) -> None:
         self.runs = runs
+        self.context = context
         self.made: dict[Hashable, Any] = {}
 
 
@@ -93,10 +124,11 @@ class AttentionPlan:
     Attributes:
         subtree_end_T: int32 (T,), one past the last descendant of each token in DFS preorder.
         position_T: int32 (T,), position of each token on its own path. Sliding windows are measured in it.
-        num_tokens: T.
+        num_tokens: T, context and queries.
         max_path_len: Tokens on the longest root-to-leaf path. A sliding window at least this long has no effect.
-        num_visible_pairs: (query, key) pairs that the mask lets through, not counting any window. Each costs
-            `4 * Hq * D` FLOPs in the forward pass and `10 * Hq * D` in the backward pass.
+        num_visible_pairs: (query, key) pairs that the mask lets through, not counting any window. No token of the
+            context is a query. Each pair costs `4 * Hq * D` FLOPs in the forward pass and `10 * Hq * D` in the
+            backward pass.
         backend: Name of the backend the layers use, or `"auto"`.
     """
 
@@ -120,34 +152,53 @@ class AttentionPlan:
         *,
         backend: str = "auto",
         device: torch.device | str | None = None,
+        num_context: int = 0,
+        context: Context | None = None,
     ) -> Self:
         """Build the plan of a pack, with its tensors on `device`, by default that of `subtree_end_T`.
 
-        `backend` is a key of `verl_tree.attention.BACKENDS`, or `"auto"`.
+        `backend` is a key of `verl_tree.attention.BACKENDS`, or `"auto"`. The first `num_context` tokens are the root
+        path of the token behind them. Layers of transformers take their keys and values from `context`.
 
         Raises:
-            ValueError: `subtree_end_T` is not that of a forest in DFS preorder.
+            ValueError: `subtree_end_T` is not that of a forest in DFS preorder, or `num_context` not that of a root
+                path with a query behind it.
         """
         if isinstance(subtree_end_T, torch.Tensor):
             device = subtree_end_T.device if device is None else device
             subtree_end_T = subtree_end_T.detach().cpu().numpy()
         device = "cpu" if device is None else device
-        runs = Runs.from_subtree_end(np.asarray(subtree_end_T, dtype=np.int64))
+        runs = Runs.from_subtree_end(np.asarray(subtree_end_T, dtype=np.int64), num_context=num_context)
         num_tokens = len(runs.subtree_end_T)
         return cls(
             subtree_end_T=torch.from_numpy(runs.subtree_end_T).to(device),
             position_T=torch.from_numpy(runs.position_T).to(device),
             num_tokens=num_tokens,
             max_path_len=int(runs.position_T.max()) + 1,
-            num_visible_pairs=int((runs.subtree_end_T.astype(np.int64) - np.arange(num_tokens)).sum()),
+            num_visible_pairs=int((runs.position_T[num_context:].astype(np.int64) + 1).sum()),
             backend=backend,
-            _shared=_Shared(runs),
+            _shared=_Shared(runs, context),
         )
 
     @property
     def runs(self) -> Runs:
         """The runs of the pack, on the host."""
         return self._shared.runs
+
+    @property
+    def num_context(self) -> int:
+        """P: the first tokens, which are keys only."""
+        return self.runs.num_context
+
+    @property
+    def num_queries(self) -> int:
+        """Q: the tokens behind the context."""
+        return self.num_tokens - self.num_context
+
+    @property
+    def context(self) -> Context | None:
+        """Where layers of transformers take the keys and values of the context from."""
+        return self._shared.context
 
     def once(self, key: Hashable, make: Callable[[Self], T]) -> T:
         """Return `make(self)`, made on the first call for `key` and shared by all layers and their recomputation.

@@ -15,11 +15,11 @@ def dtype_reasons(*inputs: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> lis
     return [f"dtype {' and '.join(sorted(map(str, found)))} is none of {wanted} throughout"]
 
 
-def value_dim_reasons(q_THD: torch.Tensor, v_THD: torch.Tensor) -> list[str]:
+def value_dim_reasons(q_QHD: torch.Tensor, v_THD: torch.Tensor) -> list[str]:
     """Refuse values whose head dim differs from that of the queries."""
-    if v_THD.shape[-1] == q_THD.shape[-1]:
+    if v_THD.shape[-1] == q_QHD.shape[-1]:
         return []
-    return [f"value head dim {v_THD.shape[-1]} differs from the query head dim {q_THD.shape[-1]}"]
+    return [f"value head dim {v_THD.shape[-1]} differs from the query head dim {q_QHD.shape[-1]}"]
 
 
 def gpu_reasons(device: torch.device) -> list[str]:

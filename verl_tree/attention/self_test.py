@@ -63,7 +63,7 @@ class KernelVariant:
     @classmethod
     def of(
         cls,
-        q_THD: torch.Tensor,
+        q_QHD: torch.Tensor,
         k_THD: torch.Tensor,
         *,
         is_windowed: bool = False,
@@ -72,9 +72,9 @@ class KernelVariant:
     ) -> Self:
         """Return the variant for these inputs. Two key-value heads are enough, as only the ratio of heads matters."""
         num_kv_heads = min(k_THD.shape[1], 2)
-        num_heads = num_kv_heads * (q_THD.shape[1] // k_THD.shape[1])
-        sizes = (q_THD.shape[2], num_heads, num_kv_heads)
-        return cls(q_THD.device, q_THD.dtype, *sizes, is_windowed, is_capped, has_sinks)
+        num_heads = num_kv_heads * (q_QHD.shape[1] // k_THD.shape[1])
+        sizes = (q_QHD.shape[2], num_heads, num_kv_heads)
+        return cls(q_QHD.device, q_QHD.dtype, *sizes, is_windowed, is_capped, has_sinks)
 
 
 _results: dict[tuple[str, KernelVariant], list[str]] = {}
@@ -152,14 +152,14 @@ def _output_and_gradients(
     attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], plan: AttentionPlan, *, options: ScoreOptions
 ) -> dict[str, torch.Tensor]:
     """Return output and gradients. The inputs are q, k, v, the gradient of the output and, if any, sinks."""
-    *qkv, grad_out_THD = inputs[:4]
+    *qkv, grad_out_QHD = inputs[:4]
     leaves = [each.clone().requires_grad_() for each in (*qkv, *inputs[4:])]
     if inputs[4:]:
         options = replace(options, sinks_H=leaves[3])
-    out_THD = attend(*leaves[:3], plan, options=options)
-    gradients = torch.autograd.grad(out_THD, leaves, grad_out_THD)
+    out_QHD = attend(*leaves[:3], plan, options=options)
+    gradients = torch.autograd.grad(out_QHD, leaves, grad_out_QHD)
     names = ("output", "dq", "dk", "dv", "dsinks")[: 1 + len(leaves)]
-    return dict(zip(names, (out_THD.detach(), *gradients), strict=True))
+    return dict(zip(names, (out_QHD.detach(), *gradients), strict=True))
 
 
 def _worst_token(got_THD: torch.Tensor, want_THD: torch.Tensor) -> float:

@@ -31,7 +31,7 @@ DELTA_BLOCK = 64
 
 
 def not_supported_reasons(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, _plan: AttentionPlan, *, options: ScoreOptions
+    q_QHD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> list[str]:
     """Return why this backend cannot serve the inputs; empty if it can.
 
@@ -39,21 +39,23 @@ def not_supported_reasons(
     serves, if `TRITON_INTERPRET=1` is set before triton is first imported.
     """
     reasons = []
-    device = q_THD.device
+    device = q_QHD.device
     if device.type == "cuda":
         reasons += gpu_reasons(device)
     elif device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
         reasons.append(f"tensors are on {device}, the kernels run on CUDA only")
     if not _is_installed():
         reasons.append("triton is not installed; install triton (with a CUDA build of torch it comes along)")
-    reasons += dtype_reasons(q_THD, k_THD, v_THD, dtypes=DTYPES)
-    if q_THD.shape[-1] > MAX_HEAD_DIM:
-        reasons.append(f"head dim {q_THD.shape[-1]} is above {MAX_HEAD_DIM}")
-    reasons += value_dim_reasons(q_THD, v_THD)
+    reasons += dtype_reasons(q_QHD, k_THD, v_THD, dtypes=DTYPES)
+    if q_QHD.shape[-1] > MAX_HEAD_DIM:
+        reasons.append(f"head dim {q_QHD.shape[-1]} is above {MAX_HEAD_DIM}")
+    reasons += value_dim_reasons(q_QHD, v_THD)
+    if plan.num_context:
+        reasons.append("a context is not served")
     if reasons or device.type != "cuda":
         return reasons
     kernel = KernelVariant.of(
-        q_THD,
+        q_QHD,
         k_THD,
         is_windowed=options.window is not None,
         is_capped=options.softcap is not None,
@@ -65,7 +67,7 @@ def not_supported_reasons(
 class OpInputs(NamedTuple):
     """Arguments of the op `tree_attention_triton`, and in the backward pass their gradients."""
 
-    q_THD: torch.Tensor | None
+    q_QHD: torch.Tensor | None
     k_THD: torch.Tensor | None
     v_THD: torch.Tensor | None
     subtree_end_T: torch.Tensor | None
@@ -81,19 +83,19 @@ class OpInputs(NamedTuple):
 
 
 def triton_attention(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
+    q_QHD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> torch.Tensor:
     """Compute attention as `AttentionBackend.attend`; inputs may have any strides, the output is contiguous."""
     scale = options.scale
     if scale <= 0:  # the kernel takes the maximum before it scales
-        q_THD, scale = q_THD * scale, 1.0
-    configs = choose_configs(q_THD, options=options)
+        q_QHD, scale = q_QHD * scale, 1.0
+    configs = choose_configs(q_QHD, options=options)
     forward, dkv, dq = (
         BlockLists.of_plan(plan, query_block=config.query_block, key_block=config.key_block, window=options.window)
         for config in (configs.forward, configs.dkv, configs.dq)
     )
     inputs = OpInputs(
-        q_THD=q_THD,
+        q_QHD=q_QHD,
         k_THD=k_THD,
         v_THD=v_THD,
         subtree_end_T=plan.subtree_end_T,
@@ -107,19 +109,19 @@ def triton_attention(
         window=options.window,
         softcap=options.softcap,
     )
-    out_THD, _ = tree_attention_triton(*inputs)
-    return out_THD
+    out_QHD, _ = tree_attention_triton(*inputs)
+    return out_QHD
 
 
 @torch.library.custom_op(
     "verl_tree::tree_attention_triton",
     mutates_args=(),
-    schema="(Tensor q_THD, Tensor k_THD, Tensor v_THD, Tensor subtree_end_T, Tensor[] forward_rows, Tensor[] dkv_rows, "
+    schema="(Tensor q_QHD, Tensor k_THD, Tensor v_THD, Tensor subtree_end_T, Tensor[] forward_rows, Tensor[] dkv_rows, "
     "Tensor[] dq_rows, int[] configs, float scale, Tensor? sinks_H, Tensor? position_T, int? window, float? softcap) "
     "-> (Tensor, Tensor)",
 )
 def tree_attention_triton(
-    q_THD: torch.Tensor,
+    q_QHD: torch.Tensor,
     k_THD: torch.Tensor,
     v_THD: torch.Tensor,
     subtree_end_T: torch.Tensor,
@@ -137,19 +139,19 @@ def tree_attention_triton(
 
     The results are the output (T, Hq, D) and its log-sum-exp, float32 (Hq, T), sinks included; both contiguous.
     """
-    out_THD, lse_HT = _empty_results(q_THD)
-    q_THD, k_THD, v_THD = (_readable(x) for x in (q_THD, k_THD, v_THD))
-    num_tokens, num_heads, _ = q_THD.shape
+    out_QHD, lse_HQ = _empty_results(q_QHD)
+    q_QHD, k_THD, v_THD = (_readable(x) for x in (q_QHD, k_THD, v_THD))
+    num_tokens, num_heads, _ = q_QHD.shape
     rows_R4, indices = forward_rows
     num_rows = len(rows_R4)
-    with torch.cuda.device_of(q_THD):
+    with torch.cuda.device_of(q_QHD):
         _kernels().forward_kernel[(num_rows * num_heads,)](
-            q=q_THD,
+            q=q_QHD,
             k=k_THD,
             v=v_THD,
             subtree_end=subtree_end_T,
-            out=out_THD,
-            lse=lse_HT,
+            out=out_QHD,
+            lse=lse_HQ,
             rows=rows_R4,
             indices=indices,
             num_tokens=num_tokens,
@@ -157,27 +159,27 @@ def tree_attention_triton(
             num_heads=num_heads,
             num_groups=num_heads // k_THD.shape[1],
             sinks=sinks_H,
-            **_strides(q=q_THD, k=k_THD, v=v_THD),
+            **_strides(q=q_QHD, k=k_THD, v=v_THD),
             **_score_arguments(scale, position_T, window, softcap),
-            **_constants(q_THD, KernelConfig(*configs[:4])),
+            **_constants(q_QHD, KernelConfig(*configs[:4])),
         )
-    return out_THD, lse_HT
+    return out_QHD, lse_HQ
 
 
 @torch.library.custom_op(
     "verl_tree::tree_attention_triton_backward",
     mutates_args=(),
-    schema="(Tensor grad_out_THD, Tensor q_THD, Tensor k_THD, Tensor v_THD, Tensor out_THD, Tensor lse_HT, "
+    schema="(Tensor grad_out_QHD, Tensor q_QHD, Tensor k_THD, Tensor v_THD, Tensor out_QHD, Tensor lse_HQ, "
     "Tensor subtree_end_T, Tensor? position_T, Tensor[] dkv_rows, Tensor[] dq_rows, int[] configs, float scale, "
     "int? window, float? softcap) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def tree_attention_triton_backward(
-    grad_out_THD: torch.Tensor,
-    q_THD: torch.Tensor,
+    grad_out_QHD: torch.Tensor,
+    q_QHD: torch.Tensor,
     k_THD: torch.Tensor,
     v_THD: torch.Tensor,
-    out_THD: torch.Tensor,
-    lse_HT: torch.Tensor,
+    out_QHD: torch.Tensor,
+    lse_HQ: torch.Tensor,
     subtree_end_T: torch.Tensor,
     position_T: torch.Tensor | None,
     dkv_rows: Sequence[torch.Tensor],
@@ -192,38 +194,38 @@ def tree_attention_triton_backward(
     The results are the gradients of queries, keys and values, and `sum(out * grad_out)`, float32 (Hq, T), from which
     the gradient of the sinks follows; all contiguous.
     """
-    grad_q_THD, grad_k_THD, grad_v_THD = _empty_gradients(q_THD, k_THD, v_THD)
-    grad_out_THD, q_THD, k_THD, v_THD = (_readable(x) for x in (grad_out_THD, q_THD, k_THD, v_THD))
+    grad_q_QHD, grad_k_THD, grad_v_THD = _empty_gradients(q_QHD, k_THD, v_THD)
+    grad_out_QHD, q_QHD, k_THD, v_THD = (_readable(x) for x in (grad_out_QHD, q_QHD, k_THD, v_THD))
     dkv, dq = KernelConfig(*configs[4:8]), KernelConfig(*configs[8:])
-    (num_tokens, num_heads, head_dim), num_kv_heads = q_THD.shape, k_THD.shape[1]
+    (num_tokens, num_heads, head_dim), num_kv_heads = q_QHD.shape, k_THD.shape[1]
     num_dkv_rows, num_dq_rows = len(dkv_rows[0]), len(dq_rows[0])
-    delta_HT = torch.empty_like(lse_HT)
+    delta_HQ = torch.empty_like(lse_HQ)
     # The arguments of both gradient kernels.
     shared = {
-        "q": q_THD,
+        "q": q_QHD,
         "k": k_THD,
         "v": v_THD,
-        "grad_out": grad_out_THD,
-        "lse": lse_HT,
-        "delta": delta_HT,
+        "grad_out": grad_out_QHD,
+        "lse": lse_HQ,
+        "delta": delta_HQ,
         "subtree_end": subtree_end_T,
         "num_tokens": num_tokens,
         "num_groups": num_heads // num_kv_heads,
         "scale": scale,
-        **_strides(q=q_THD, k=k_THD, v=v_THD, o=grad_out_THD),
+        **_strides(q=q_QHD, k=k_THD, v=v_THD, o=grad_out_QHD),
         **_score_arguments(scale, position_T, window, softcap),
     }
-    with torch.cuda.device_of(q_THD):
+    with torch.cuda.device_of(q_QHD):
         _kernels().delta_kernel[(-(-num_tokens // DELTA_BLOCK) * num_heads,)](
-            out=out_THD,
-            grad_out=grad_out_THD,
-            delta=delta_HT,
+            out=out_QHD,
+            grad_out=grad_out_QHD,
+            delta=delta_HQ,
             num_tokens=num_tokens,
             num_heads=num_heads,
             BLOCK=DELTA_BLOCK,
             DIM=head_dim,
             PADDED_DIM=padded_dim(head_dim),
-            **_strides(o=grad_out_THD),
+            **_strides(o=grad_out_QHD),
         )
         _kernels().dkv_kernel[(num_dkv_rows * num_kv_heads,)](
             dk=grad_k_THD,
@@ -233,58 +235,58 @@ def tree_attention_triton_backward(
             num_rows=num_dkv_rows,
             num_kv_heads=num_kv_heads,
             **shared,
-            **_constants(q_THD, dkv),
+            **_constants(q_QHD, dkv),
         )
         _kernels().dq_kernel[(num_dq_rows * num_heads,)](
-            dq=grad_q_THD,
+            dq=grad_q_QHD,
             rows=dq_rows[0],
             indices=dq_rows[1],
             num_rows=num_dq_rows,
             num_heads=num_heads,
             **shared,
-            **_constants(q_THD, dq),
+            **_constants(q_QHD, dq),
         )
-    return grad_q_THD, grad_k_THD, grad_v_THD, delta_HT
+    return grad_q_QHD, grad_k_THD, grad_v_THD, delta_HQ
 
 
 @tree_attention_triton.register_fake
-def _(q_THD: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_results(q_THD)
+def _(q_QHD: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty_results(q_QHD)
 
 
 @tree_attention_triton_backward.register_fake
 def _(
     _grad_out_THD: torch.Tensor,
-    q_THD: torch.Tensor,
+    q_QHD: torch.Tensor,
     k_THD: torch.Tensor,
     v_THD: torch.Tensor,
     _out_THD: torch.Tensor,
-    lse_HT: torch.Tensor,
+    lse_HQ: torch.Tensor,
     *_: object,
 ) -> tuple[torch.Tensor, ...]:
-    return *_empty_gradients(q_THD, k_THD, v_THD), torch.empty_like(lse_HT)
+    return *_empty_gradients(q_QHD, k_THD, v_THD), torch.empty_like(lse_HQ)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     given = OpInputs(*inputs)
-    out_THD, lse_HT = output
+    out_QHD, lse_HQ = output
     ctx.numbers = {name: getattr(given, name) for name in ("configs", "scale", "window", "softcap")}
     ctx.save_for_backward(
-        *(given.q_THD, given.k_THD, given.v_THD, out_THD, lse_HT, given.subtree_end_T, given.position_T),
+        *(given.q_QHD, given.k_THD, given.v_THD, out_QHD, lse_HQ, given.subtree_end_T, given.position_T),
         *(given.sinks_H, *given.dkv_rows, *given.dq_rows),
     )
-    ctx.mark_non_differentiable(lse_HT)
+    ctx.mark_non_differentiable(lse_HQ)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_out_THD: torch.Tensor, _grad_lse_HT: None) -> OpInputs:
+def _backward(ctx: Any, grad_out_QHD: torch.Tensor, _grad_lse_HQ: None) -> OpInputs:
     *tensors, sinks_H, dkv_rows_R4, dkv_indices, dq_rows_R4, dq_indices = ctx.saved_tensors
-    grad_q_THD, grad_k_THD, grad_v_THD, delta_HT = tree_attention_triton_backward(
-        grad_out_THD, *tensors, [dkv_rows_R4, dkv_indices], [dq_rows_R4, dq_indices], **ctx.numbers
+    grad_q_QHD, grad_k_THD, grad_v_THD, delta_HQ = tree_attention_triton_backward(
+        grad_out_QHD, *tensors, [dkv_rows_R4, dkv_indices], [dq_rows_R4, dq_indices], **ctx.numbers
     )
-    lse_HT = tensors[4]
+    lse_HQ = tensors[4]
     return OpInputs(
-        q_THD=grad_q_THD,
+        q_QHD=grad_q_QHD,
         k_THD=grad_k_THD,
         v_THD=grad_v_THD,
         subtree_end_T=None,
@@ -293,7 +295,7 @@ def _backward(ctx: Any, grad_out_THD: torch.Tensor, _grad_lse_HT: None) -> OpInp
         dq_rows=[None, None],
         configs=None,
         scale=None,
-        sinks_H=None if sinks_H is None else sink_gradient_of_delta(delta_HT, lse_HT, sinks_H[:, None]),
+        sinks_H=None if sinks_H is None else sink_gradient_of_delta(delta_HQ, lse_HQ, sinks_H[:, None]),
         position_T=None,
         window=None,
         softcap=None,
@@ -333,12 +335,12 @@ def _score_arguments(
     }
 
 
-def _constants(q_THD: torch.Tensor, config: KernelConfig) -> dict[str, object]:
+def _constants(q_QHD: torch.Tensor, config: KernelConfig) -> dict[str, object]:
     return {
         "QUERY_BLOCK": config.query_block,
         "KEY_BLOCK": config.key_block,
-        "DIM": q_THD.shape[2],
-        "PADDED_DIM": padded_dim(q_THD.shape[2]),
+        "DIM": q_QHD.shape[2],
+        "PADDED_DIM": padded_dim(q_QHD.shape[2]),
         "PRECISION": "ieee",
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -350,11 +352,11 @@ def _readable(x_THD: torch.Tensor) -> torch.Tensor:
     return x_THD if MAX_HEAD_DIM * (x_THD.stride(0) + x_THD.stride(2)) < 2**31 else x_THD.contiguous()
 
 
-def _empty_results(q_THD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    num_tokens, num_heads, _ = q_THD.shape
+def _empty_results(q_QHD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens, num_heads, _ = q_QHD.shape
     return (
-        torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device),
-        torch.empty((num_heads, num_tokens), dtype=torch.float32, device=q_THD.device),
+        torch.empty(q_QHD.shape, dtype=q_QHD.dtype, device=q_QHD.device),
+        torch.empty((num_heads, num_tokens), dtype=torch.float32, device=q_QHD.device),
     )
 
 

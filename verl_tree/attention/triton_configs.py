@@ -67,16 +67,16 @@ FLOAT32_CONFIGS = {
 """For float32 on any device. Exact products do not use the tensor cores, so these are for checks, not for speed."""
 
 
-def choose_configs(q_THD: torch.Tensor, *, options: ScoreOptions) -> KernelConfigs:
+def choose_configs(q_QHD: torch.Tensor, *, options: ScoreOptions) -> KernelConfigs:
     """Return the configurations for the dtype, head dim and device of the queries, and for the layer's options."""
-    is_hopper = q_THD.device.type == "cuda" and torch.cuda.get_device_capability(q_THD.device) == HOPPER
-    if q_THD.dtype == torch.float32:
+    is_hopper = q_QHD.device.type == "cuda" and torch.cuda.get_device_capability(q_QHD.device) == HOPPER
+    if q_QHD.dtype == torch.float32:
         table = FLOAT32_CONFIGS
     elif is_hopper:
         table = HOPPER_CONFIGS if options.softcap is None else HOPPER_CAPPED_CONFIGS
     else:
         table = SMALL_CONFIGS
-    return table[max(64, padded_dim(q_THD.shape[-1]))]
+    return table[max(64, padded_dim(q_QHD.shape[-1]))]
 
 
 def padded_dim(head_dim: int) -> int:

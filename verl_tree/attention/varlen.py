@@ -9,8 +9,8 @@ sinks join at the end (`verl_tree.attention.sinks`).
 The provider (`verl_tree.attention.varlen_providers`) chooses the kernel and how many pieces one call takes: one on a
 CPU, a level of the tree on a GPU. On a GPU a provider is used only after its self-test.
 
-Legend: T tree tokens, K keys of a call, Hq and Hkv query and key-value heads, D head dim. Tensors without a legend in
-    their name have the heads as the provider takes them, in one dimension or in two.
+Legend: T tokens, the last Q of them queries, K keys of a call, Hq and Hkv query and key-value heads, D head dim.
+    Tensors without a legend in their name have the heads as the provider takes them, in one dimension or in two.
 """
 
 from functools import partial
@@ -33,43 +33,43 @@ GPU_HEAD_DIM_MULTIPLE = 8
 
 
 def not_supported_reasons(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, _plan: AttentionPlan, *, options: ScoreOptions
+    q_QHD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, _plan: AttentionPlan, *, options: ScoreOptions
 ) -> list[str]:
     """Return why this backend cannot serve the inputs; empty if it can."""
-    device, head_dim = q_THD.device, q_THD.shape[-1]
-    reasons = options.not_served_reasons(served=("window", "sinks")) + value_dim_reasons(q_THD, v_THD)
+    device, head_dim = q_QHD.device, q_QHD.shape[-1]
+    reasons = options.not_served_reasons(served=("window", "sinks")) + value_dim_reasons(q_QHD, v_THD)
     if device.type == "cpu":
-        return reasons + dtype_reasons(q_THD, k_THD, v_THD, dtypes=CPU_DTYPES)
+        return reasons + dtype_reasons(q_QHD, k_THD, v_THD, dtypes=CPU_DTYPES)
     if device.type != "cuda":
         return [*reasons, f"tensors are on {device}, there are kernels for CPU and CUDA only"]
-    reasons += gpu_reasons(device) + dtype_reasons(q_THD, k_THD, v_THD, dtypes=HALF_DTYPES)
+    reasons += gpu_reasons(device) + dtype_reasons(q_QHD, k_THD, v_THD, dtypes=HALF_DTYPES)
     if head_dim > MAX_GPU_HEAD_DIM or head_dim % GPU_HEAD_DIM_MULTIPLE:
         reasons.append(f"head dim {head_dim} is above {MAX_GPU_HEAD_DIM} or no multiple of {GPU_HEAD_DIM_MULTIPLE}")
     if reasons:
         return reasons
     is_windowed = options.window is not None
-    provider = choose_provider(q_THD, is_windowed=is_windowed)
+    provider = choose_provider(q_QHD, is_windowed=is_windowed)
     # Deterministic sums select another kernel, which needs its own test.
     name = f"varlen on {provider.name}{', deterministic' if torch.are_deterministic_algorithms_enabled() else ''}"
-    kernel = KernelVariant.of(q_THD, k_THD, is_windowed=is_windowed)
+    kernel = KernelVariant.of(q_QHD, k_THD, is_windowed=is_windowed)
     return self_test_reasons(name, partial(merged_attention, provider=provider), kernel)
 
 
 def varlen_attention(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
+    q_QHD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
 ) -> torch.Tensor:
     """Compute attention as `AttentionBackend.attend`, on the first provider that serves the device."""
-    provider = choose_provider(q_THD, is_windowed=options.window is not None)
-    return merged_attention(q_THD, k_THD, v_THD, plan, options=options, provider=provider)
+    provider = choose_provider(q_QHD, is_windowed=options.window is not None)
+    return merged_attention(q_QHD, k_THD, v_THD, plan, options=options, provider=provider)
 
 
-def choose_provider(q_THD: torch.Tensor, *, is_windowed: bool) -> VarlenProvider:
+def choose_provider(q_QHD: torch.Tensor, *, is_windowed: bool) -> VarlenProvider:
     """Return the first provider that is installed and serves the device, head dim, window and determinism."""
-    return next(provider for provider in PROVIDERS if not provider.not_supported_reasons(q_THD, is_windowed))
+    return next(provider for provider in PROVIDERS if not provider.not_supported_reasons(q_QHD, is_windowed))
 
 
 def merged_attention(
-    q_THD: torch.Tensor,
+    q_QHD: torch.Tensor,
     k_THD: torch.Tensor,
     v_THD: torch.Tensor,
     plan: AttentionPlan,
@@ -79,14 +79,14 @@ def merged_attention(
 ) -> torch.Tensor:
     """Compute attention as `varlen_attention`, with the kernel and the calls of one provider."""
     calls = provider.calls(plan, options.window)
-    return _MergedAttention.apply(q_THD, k_THD, v_THD, options.sinks_H, calls, options.scale, provider)
+    return _MergedAttention.apply(q_QHD, k_THD, v_THD, options.sinks_H, calls, options.scale, provider)
 
 
 class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q_THD: torch.Tensor,
+        q_QHD: torch.Tensor,
         k_THD: torch.Tensor,
         v_THD: torch.Tensor,
         sinks_H: torch.Tensor | None,
@@ -95,8 +95,8 @@ class _MergedAttention(torch.autograd.Function):
         provider: VarlenProvider,
     ) -> torch.Tensor:
         # Reduced precision is merged in float32, or every further call would add its own rounding.
-        wide = torch.float32 if q_THD.dtype in HALF_DTYPES else q_THD.dtype
-        q, k, v = _views(q_THD, k_THD, v_THD, provider)
+        wide = torch.float32 if q_QHD.dtype in HALF_DTYPES else q_QHD.dtype
+        q, k, v = _views(q_QHD, k_THD, v_THD, provider)
         out = torch.empty(q.shape, dtype=wide, device=q.device)
         lse = torch.empty((*q.shape[1:-1], len(q)), dtype=wide, device=q.device)
         for call in calls:
@@ -106,13 +106,13 @@ class _MergedAttention(torch.autograd.Function):
                 out[rows], lse[..., rows] = part.to(wide), part_lse
             else:
                 _merge_rows(out, lse, rows, part.to(wide), part_lse)
-        out_THD, lse_HT = out.view(q_THD.shape), lse.view(q_THD.shape[1], -1)
+        out_QHD, lse_HQ = out.view(q_QHD.shape), lse.view(q_QHD.shape[1], -1)
         if sinks_H is not None:
-            absorb_sinks(out_THD.transpose(0, 1), lse_HT, _column(lse_HT, sinks_H))
-        out_THD = out_THD.to(q_THD.dtype)
-        ctx.save_for_backward(q_THD, k_THD, v_THD, out_THD, lse_HT, sinks_H)
+            absorb_sinks(out_QHD.transpose(0, 1), lse_HQ, _column(lse_HQ, sinks_H))
+        out_QHD = out_QHD.to(q_QHD.dtype)
+        ctx.save_for_backward(q_QHD, k_THD, v_THD, out_QHD, lse_HQ, sinks_H)
         ctx.calls, ctx.scale, ctx.provider = calls, scale, provider
-        return out_THD
+        return out_QHD
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -120,12 +120,12 @@ class _MergedAttention(torch.autograd.Function):
 
 
 @once_differentiable
-def _backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    q_THD, k_THD, v_THD, out_THD, lse_HT, sinks_H = ctx.saved_tensors
-    grad_out_THD = grad_out_THD.contiguous()
-    wide = {"dtype": lse_HT.dtype, "device": lse_HT.device}
-    q, k, v = _views(q_THD, k_THD, v_THD, ctx.provider)
-    grad_out, out, lse = grad_out_THD.view(q.shape), out_THD.view(q.shape), lse_HT.view(*q.shape[1:-1], len(q))
+def _backward(ctx: Any, grad_out_QHD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    q_QHD, k_THD, v_THD, out_QHD, lse_HQ, sinks_H = ctx.saved_tensors
+    grad_out_QHD = grad_out_QHD.contiguous()
+    wide = {"dtype": lse_HQ.dtype, "device": lse_HQ.device}
+    q, k, v = _views(q_QHD, k_THD, v_THD, ctx.provider)
+    grad_out, out, lse = grad_out_QHD.view(q.shape), out_QHD.view(q.shape), lse_HQ.view(*q.shape[1:-1], len(q))
     grad_q = torch.empty(q.shape, **wide)
     grad_k_THD, grad_v_THD = torch.zeros(k_THD.shape, **wide), torch.zeros(v_THD.shape, **wide)
     for call in ctx.calls:
@@ -141,19 +141,19 @@ def _backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None
         _add_rows(grad_v_THD, keys, part_v_KHD)
     grad_sinks_H = None
     if sinks_H is not None:
-        heads_first = (grad_out_THD.transpose(0, 1), out_THD.transpose(0, 1))
-        grad_sinks_H = sink_gradient(*heads_first, lse_HT, _column(lse_HT, sinks_H)).to(sinks_H.dtype)
-    gradients = ((grad_q.view(q_THD.shape), q_THD), (grad_k_THD, k_THD), (grad_v_THD, v_THD))
+        heads_first = (grad_out_QHD.transpose(0, 1), out_QHD.transpose(0, 1))
+        grad_sinks_H = sink_gradient(*heads_first, lse_HQ, _column(lse_HQ, sinks_H)).to(sinks_H.dtype)
+    gradients = ((grad_q.view(q_QHD.shape), q_QHD), (grad_k_THD, k_THD), (grad_v_THD, v_THD))
     return *(gradient.to(x.dtype) for gradient, x in gradients), grad_sinks_H, None, None, None
 
 
 def _views(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, provider: VarlenProvider
+    q_QHD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, provider: VarlenProvider
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries, keys and values with the heads in one or two dimensions, as the provider takes them."""
     if not provider.groups_heads:
-        return q_THD, k_THD, v_THD
-    return q_THD.unflatten(1, (k_THD.shape[1], -1)), k_THD.unsqueeze(2), v_THD.unsqueeze(2)
+        return q_QHD, k_THD, v_THD
+    return q_QHD.unflatten(1, (k_THD.shape[1], -1)), k_THD.unsqueeze(2), v_THD.unsqueeze(2)
 
 
 def _add_rows(total: torch.Tensor, rows: torch.Tensor | slice, part: torch.Tensor) -> None:
@@ -175,6 +175,6 @@ def _merge_rows(
         out[rows], lse[..., rows] = merged, merged_lse
 
 
-def _column(lse_HT: torch.Tensor, sinks_H: torch.Tensor) -> torch.Tensor:
+def _column(lse_HQ: torch.Tensor, sinks_H: torch.Tensor) -> torch.Tensor:
     """Return the sinks as (Hq, 1)."""
-    return sinks_H.to(lse_HT.dtype).unsqueeze(-1)
+    return sinks_H.to(lse_HQ.dtype).unsqueeze(-1)

@@ -39,7 +39,7 @@ class VarlenProvider:
     """One pair of kernels."""
 
     name: str  # Its name in logs
-    # `not_supported_reasons(q_THD, is_windowed) -> list[str]`. Empty if it is installed and serves the device,
+    # `not_supported_reasons(q_QHD, is_windowed) -> list[str]`. Empty if it is installed and serves the device,
     # head dim and window, deterministically if `torch.use_deterministic_algorithms` is on.
     not_supported_reasons: Callable[[torch.Tensor, bool], list[str]]
     # `calls(plan, window) -> tuple[VarlenCall, ...]` of a layer, whose window may be None.
@@ -60,8 +60,8 @@ def few_calls(plan: AttentionPlan, window: int | None) -> tuple[VarlenCall, ...]
     return mask_calls(plan, by_level=True) if window is None else window_calls(plan, window)
 
 
-def _cpu_reasons(q_THD: torch.Tensor, _is_windowed: bool) -> list[str]:
-    return [] if q_THD.device.type == "cpu" else [f"tensors are on {q_THD.device}"]
+def _cpu_reasons(q_QHD: torch.Tensor, _is_windowed: bool) -> list[str]:
+    return [] if q_QHD.device.type == "cpu" else [f"tensors are on {q_QHD.device}"]
 
 
 def _cpu_calls(plan: AttentionPlan, window: int | None) -> tuple[VarlenCall, ...]:
@@ -118,15 +118,15 @@ def _cpu_mask(
     return False, torch.zeros(visible_QK.shape, dtype=dtype).masked_fill_(~visible_QK, -torch.inf)
 
 
-def _fa3_reasons(q_THD: torch.Tensor, is_windowed: bool) -> list[str]:
+def _fa3_reasons(q_QHD: torch.Tensor, is_windowed: bool) -> list[str]:
     reasons = []
     if is_windowed:
         reasons.append("its versions take a window in different ways")
     if importlib.util.find_spec("flash_attn_interface") is None:
         reasons.append("flash-attention 3 (flash_attn_interface) is not installed")
-    if torch.cuda.get_device_capability(q_THD.device) != FA3_COMPUTE_CAPABILITY:
+    if torch.cuda.get_device_capability(q_QHD.device) != FA3_COMPUTE_CAPABILITY:
         reasons.append(f"flash-attention 3 is for compute capability {FA3_COMPUTE_CAPABILITY}")
-    if torch.are_deterministic_algorithms_enabled() and q_THD.shape[-1] > FA3_MAX_DETERMINISTIC_HEAD_DIM:
+    if torch.are_deterministic_algorithms_enabled() and q_QHD.shape[-1] > FA3_MAX_DETERMINISTIC_HEAD_DIM:
         reasons.append(f"its deterministic backward ends at head dim {FA3_MAX_DETERMINISTIC_HEAD_DIM}")
     return reasons
 

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from attention_cases import ids_of, leaves_for, naive_attention, outputs_and_gradients, random_qkv, within
 from tree_cases import DEEP, layout_of, random_sequences, relative_error
 
 from verl_tree.attention import (
@@ -26,36 +27,6 @@ CPU_BACKENDS = ["varlen", "dense"]
 PLAIN = ScoreOptions(scale=0.25)
 
 
-def random_qkv(num_tokens, *, num_groups, num_kv_heads=2, head_dim=16, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    heads = (num_groups * num_kv_heads, num_kv_heads, num_kv_heads, num_groups * num_kv_heads)
-    q, k, v, grad_out = (
-        torch.randn(num_tokens, count, head_dim, dtype=torch.float64, generator=generator).to(dtype) for count in heads
-    )
-    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad_out
-
-
-def naive_attention(q_THD, k_THD, v_THD, sinks_H=None, *, visible_TT, softcap=None):
-    """Softmax over the whole (T, T) matrix, one query head at a time."""
-    num_groups = q_THD.shape[1] // k_THD.shape[1]
-    heads = []
-    for head in range(q_THD.shape[1]):
-        scores = q_THD[:, head] @ k_THD[:, head // num_groups].T / q_THD.shape[-1] ** 0.5
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        weights = scores.masked_fill(~visible_TT, -torch.inf).exp()
-        denominator = weights.sum(-1, keepdim=True)
-        if sinks_H is not None:
-            denominator = denominator + sinks_H[head].exp()
-        heads.append(weights / denominator @ v_THD[:, head // num_groups])
-    return torch.stack(heads, dim=1)
-
-
-def outputs_and_gradients(attend, qkv, grad_out):
-    out = attend(*qkv)
-    return out, *torch.autograd.grad(out, qkv, grad_out)
-
-
 @pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize("query_block_len", [512, 7])
 def test_dense_is_a_softmax_over_the_tokens_of_the_path(num_groups, query_block_len, monkeypatch):
@@ -64,7 +35,7 @@ def test_dense_is_a_softmax_over_the_tokens_of_the_path(num_groups, query_block_
     for sequences in (DEEP, random_sequences(rng, num_sequences=12, mean_len=6)):
         layout = layout_of(sequences)
         *qkv, grad_out = random_qkv(layout.num_tokens, num_groups=num_groups)
-        want = outputs_and_gradients(partial(naive_attention, visible_TT=layout.materialize()), qkv, grad_out)
+        want = outputs_and_gradients(partial(naive_attention, visible_QT=layout.materialize()), qkv, grad_out)
         attend = partial(tree_attention, subtree_end=layout.subtree_end_T, backend="dense")
         got = outputs_and_gradients(attend, qkv, grad_out)
         for got_one, want_one in zip(got, want, strict=True):
@@ -80,19 +51,8 @@ OPTIONS = [
 ]
 
 
-def ids_of(options):
-    return "-".join(f"{name}{value}" for name, value in options.items())
-
-
-def within(layout, window):
-    """(T, T) bool, the pairs of one path that are fewer than `window` positions apart."""
-    position_T = layout.position_T
-    visible_TT = layout.materialize()
-    return visible_TT if window is None else visible_TT & (position_T[:, None] - position_T < window)
-
-
 def naive_options(layout, *, window=None, softcap=None, **_sinks):
-    return partial(naive_attention, visible_TT=within(layout, window), softcap=softcap)
+    return partial(naive_attention, visible_QT=within(layout, window), softcap=softcap)
 
 
 def attend_with(layout, backend, *, window=None, softcap=None, sinks=False):
@@ -101,12 +61,6 @@ def attend_with(layout, backend, *, window=None, softcap=None, sinks=False):
         return tree_attention(q, k, v, layout.subtree_end_T, backend=backend, **options)
 
     return attend
-
-
-def leaves_for(options, qkv):
-    """Return the inputs to differentiate, with logits of the sinks where asked for; one dominates its head."""
-    sinks_H = torch.linspace(-1, 3, qkv[0].shape[1], dtype=qkv[0].dtype).requires_grad_()
-    return [*qkv, sinks_H] if options.get("sinks") else qkv
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=ids_of)
