@@ -1,6 +1,6 @@
 """The fit of the cost model of packs (`verl_tree.cost.model`) to their measured times.
 
-Legend: M measurements; 5 stands for the fields of `Work`, in their order.
+Legend: M measurements, W fields of `Work`, in their order, K fitted ones, P of these that a prior pulls.
 """
 
 import math
@@ -13,13 +13,13 @@ from scipy.optimize import nnls
 from verl_tree.cost.model import CostModel, FloatArray, Work
 
 MIN_MEASUREMENTS = 8
-"""Packs that must be measured before a fit, because the model has five coefficients."""
+"""Measurements before the first fit, and measurements that contain a part of the work before its price is fitted."""
 
 OUTLIER_FACTOR = 3.0
 """The second fit leaves out measurements whose relative error exceeds this many times the median error."""
 
-FREE_SHARE = 0.3
-"""Standard deviation of the prior on the share of a pack's time that scored tokens, nodes and the pack itself take."""
+SHARE_STD = 0.3
+"""Standard deviation of the prior on the share of a pack's time that each part but tokens and pairs takes."""
 
 
 class CostFitter:
@@ -62,14 +62,14 @@ class CostFitter:
         if len(self._measured) < MIN_MEASUREMENTS:
             return self.model
         # Each row is divided by its measured time, so it should predict 1, and its residual is its relative error.
-        rows_M5 = np.array([astuple(work) for work, _ in self._measured], dtype=np.float64)
-        rows_M5 /= np.array([seconds for _, seconds in self._measured])[:, None]
-        first = _non_negative_fit(rows_M5)
-        errors_M = np.abs(rows_M5 @ first - 1)
+        rows_MW = np.array([astuple(work) for work, _ in self._measured], dtype=np.float64)
+        rows_MW /= np.array([seconds for _, seconds in self._measured])[:, None]
+        first = _non_negative_fit(rows_MW)
+        errors_M = np.abs(rows_MW @ first - 1)
         # Without the floor, an exact fit would take rounding errors for outliers.
         is_kept_M = errors_M <= max(OUTLIER_FACTOR * float(np.median(errors_M)), 1e-9)
-        coefficients = first if is_kept_M.all() else _non_negative_fit(rows_M5[is_kept_M])
-        self.relative_error = float(np.median(np.abs(rows_M5 @ coefficients - 1)))
+        coefficients = first if is_kept_M.all() else _non_negative_fit(rows_MW[is_kept_M])
+        self.relative_error = float(np.median(np.abs(rows_MW @ coefficients - 1)))
         self.model = CostModel(*coefficients.tolist())
         return self.model
 
@@ -80,22 +80,42 @@ class CostFitter:
         return self.model.as_metrics(prefix) | {f"{prefix}/relative_error": self.relative_error}
 
 
-def _non_negative_fit(rows_M5: FloatArray) -> FloatArray:
-    """Find coefficients >= 0 under which every row predicts 1. (M, 5) -> (5,).
+def _non_negative_fit(rows_MW: FloatArray) -> FloatArray:
+    """Find coefficients >= 0 under which every row predicts 1. (M, W) -> (W,).
+
+    A coefficient is fitted if all rows or `MIN_MEASUREMENTS` of them tell of it. The others keep their part of a
+    token's, as in the prior: after packs alone, the spine would seem free.
+    """
+    prior_W = np.array(astuple(CostModel.prior()))
+    is_fitted_W = np.count_nonzero(rows_MW, axis=0) >= min(MIN_MEASUREMENTS, len(rows_MW))
+    is_fitted_W[:2] = True  # The prior counts in tokens, and where there are tokens, there are pairs.
+    rows_MK = rows_MW[:, is_fitted_W]
+    rows_MK[:, 0] += rows_MW[:, ~is_fitted_W] @ prior_W[~is_fitted_W]
+    fitted_K = _ridge_fit(rows_MK, prior_K=prior_W[is_fitted_W])
+    coefficients_W = prior_W * fitted_K[0]
+    coefficients_W[is_fitted_W] = fitted_K
+    return coefficients_W
+
+
+def _ridge_fit(rows_MK: FloatArray, *, prior_K: FloatArray) -> FloatArray:
+    """Do the same for the coefficients that are fitted. (M, K) -> (K,).
 
     Full packs look alike, so noise would decide which coefficient takes the time. If the constant term took it, the
-    balancer would never cut a group. So a ridge prior, as strong as the noise, pulls to 0 what is free in
-    `CostModel.prior`.
+    balancer would never cut a group; if the spine took it, a pack would seem free. So a ridge prior, as strong as the
+    noise, pulls every coefficient to its part of a token's, which is 0 for what is free in `CostModel.prior`. Pairs are
+    left alone, because the width of the model decides what they cost.
     """
     # Pairs outnumber packs by many orders of magnitude, and nnls compares gradients: so columns get unit length.
-    norms = np.linalg.norm(rows_M5, axis=0)
-    norms[norms == 0] = 1.0
-    unit_M5 = rows_M5 / norms
-    plain, residual = nnls(unit_M5, np.ones(len(unit_M5)))
-    variance = residual**2 / max(len(unit_M5) - np.count_nonzero(plain), 1)
-    # A unit column times x is a share of about x / sqrt(M). The floor decides between identical columns.
-    weight = math.sqrt(max(variance, 1e-12) / len(unit_M5)) / FREE_SHARE
-    is_free = np.array(astuple(CostModel.prior())) == 0
-    rows = np.vstack([unit_M5, weight * np.eye(len(norms))[is_free]])
-    ridged, _ = nnls(rows, np.concatenate([np.ones(len(unit_M5)), np.zeros(np.count_nonzero(is_free))]))
-    return ridged / norms
+    norms_K = np.linalg.norm(rows_MK, axis=0)
+    norms_K[norms_K == 0] = 1.0
+    unit_MK = rows_MK / norms_K
+    plain_K, residual = nnls(unit_MK, np.ones(len(unit_MK)))
+    variance = residual**2 / max(len(unit_MK) - np.count_nonzero(plain_K), 1)
+    # A unit column times x is a share of about x / sqrt(its rows). The floor decides between identical columns.
+    num_rows_P = np.count_nonzero(rows_MK, axis=0)[2:]
+    weight_P = np.sqrt(max(variance, 1e-12) / num_rows_P) / SHARE_STD
+    pull_PK = np.eye(len(norms_K))[2:]
+    pull_PK[:, 0] = -prior_K[2:] * norms_K[2:] / norms_K[0]
+    rows = np.vstack([unit_MK, weight_P[:, None] * pull_PK])
+    ridged_K, _ = nnls(rows, np.concatenate([np.ones(len(unit_MK)), np.zeros(len(pull_PK))]))
+    return ridged_K / norms_K

@@ -1,15 +1,16 @@
-"""The cost of a pack in seconds: a linear model of its work, fitted to measured times while training runs.
+"""The cost of a pack or a section in seconds: a linear model of its work, fitted to measured times while training runs.
 
 A pack takes time for its tokens (everything but attention), its visible pairs (attention), its nodes (many short nodes
 need more attention calls for the same pairs), its scored tokens (logits) and once for itself (launches, collectives).
-The host counts all five before anything is computed, so its time can be predicted when its rank and its form (tree or
-flat) are chosen. See docs/balance.md::
+A tree that is relayed takes time for its spine and for the context of its sections, too. The host counts all of this
+before anything is computed, so the time can be predicted when the rank and the form (tree, flat or relay) are chosen.
+See docs/balance.md::
 
     WorkProfile ──range_work──▶ Work ──CostModel.predict──▶ seconds
                                  │                             ▲
                   measured time ─┴──CostFitter.add──fit────────┘
 
-Legend: S trajectories (leaves), N nodes, K ranges; 5 stands for the fields of `Work`, in their order.
+Legend: S trajectories (leaves), N nodes, K ranges, W fields of `Work`, in their order.
 """
 
 import math
@@ -25,7 +26,15 @@ from verl_tree.tree.nodes import IntArray
 
 FloatArray = NDArray[np.floating]
 
-COEFFICIENT_METRICS = ("s_per_token", "s_per_pair", "s_per_scored", "s_per_segment", "s_per_pack")
+COEFFICIENT_METRICS = (
+    "s_per_token",
+    "s_per_pair",
+    "s_per_scored",
+    "s_per_segment",
+    "s_per_pack",
+    "s_per_spine",
+    "s_per_context",
+)
 """Metric names of the fields of `CostModel`, in their order; `segment` stands for node."""
 
 
@@ -37,7 +46,9 @@ class Work:
     num_visible_pairs: int = 0  # (query, key) pairs of attention: the sum of position + 1 over the tokens
     num_scored: int = 0  # Tokens whose log-prob a loss reads
     num_nodes: int = 0
-    num_packs: int = 0  # Forward/backward passes; 1 for a pack, 0 for nothing
+    num_packs: int = 0  # Forward/backward passes: 1 for a pack or a section, 0 for nothing
+    num_spine: int = 0  # Spine tokens, which are forwarded once more, without gradient
+    num_context: int = 0  # Context tokens whose keys and values are gathered: the sum over sections and spine forwards
 
     @classmethod
     def flat(cls, lens: IntArray, *, num_scored: int, num_packs: int) -> Self:
@@ -68,8 +79,8 @@ class WorkProfile:
     Attributes:
         order: (S,) int64, the trajectories in DFS order.
         lcp: (S,) int64, tokens that each shares with the one before it in DFS order; lcp[0] = 0.
-        path_counts: (S, 5) int64, work of each leaf alone.
-        cumulative_counts: (S + 1, 5) int64, work of the first leaves of the order, with `num_packs` 0.
+        path_counts: (S, W) int64, work of each leaf alone. No spine: a rank decides later which trees it relays.
+        cumulative_counts: (S + 1, W) int64, work of the first leaves of the order, with `num_packs` 0.
     """
 
     order: IntArray
@@ -99,13 +110,14 @@ class WorkProfile:
         num_cuts = np.bincount(forest.node_last_leaf[is_cut], minlength=len(order))
         pairs = _num_pairs(lens)
         one, none = np.ones_like(lens), np.zeros_like(lens)
-        new_counts = np.stack([lens - lcp, pairs - _num_pairs(lcp), new_scored, (lens > lcp) + num_cuts, none], axis=1)
-        cumulative_counts = np.zeros((len(order) + 1, 5), dtype=np.int64)
+        num_nodes = (lens > lcp) + num_cuts
+        new_counts = np.stack([lens - lcp, pairs - _num_pairs(lcp), new_scored, num_nodes, none, none, none], axis=1)
+        cumulative_counts = np.zeros((len(order) + 1, new_counts.shape[1]), dtype=np.int64)
         np.cumsum(new_counts, axis=0, out=cumulative_counts[1:])
         return cls(
             order=order,
             lcp=lcp,
-            path_counts=np.stack([lens, pairs, path_scored, one, one], axis=1),
+            path_counts=np.stack([lens, pairs, path_scored, one, one, none, none], axis=1),
             cumulative_counts=cumulative_counts,
         )
 
@@ -115,7 +127,7 @@ class WorkProfile:
         return len(self.order)
 
     def range_counts(self, starts: IntArray, ends: IntArray) -> IntArray:
-        """Count the work of the non-empty ranges starts..ends (K,) of the DFS order, each as one pack: (K, 5) int64."""
+        """Count the work of the non-empty ranges starts..ends (K,) of the DFS order, each as one pack: (K, W) int64."""
         starts, ends = np.asarray(starts), np.asarray(ends)
         assert ((starts >= 0) & (starts < ends) & (ends <= self.num_leaves)).all()
         return self.path_counts[starts] + self.cumulative_counts[ends] - self.cumulative_counts[starts + 1]
@@ -160,6 +172,8 @@ class CostModel:
     s_per_scored: float
     s_per_node: float
     s_per_pack: float
+    s_per_spine: float
+    s_per_context: float
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -172,10 +186,24 @@ class CostModel:
 
         Forward and backward cost 6 FLOPs per parameter and token, and 14 per pair, head, head dimension and layer (4
         forward, 10 backward with recomputed scores). A layer of hidden size h has about 12 h^2 parameters and attention
-        as wide as h, so a pair costs 14 h / (72 h^2) of a token: one 21,000th at h = 4096. Everything else is free.
-        Under this model a tree is never slower than its flat trajectories.
+        as wide as h, so a pair costs 14 h / (72 h^2) of a token: one 21,000th at h = 4096.
+
+        A forward is a third of forward and backward, and so is a spine token. A context token is moved, not computed:
+        with h / 4 numbers each of keys and values in 2 bytes, 4 bytes a number forward (read, written) and 10 backward
+        (the gradient read, its float32 sum read and written), that is 7 h bytes per layer. A GPU does some 150 FLOPs
+        of a projection while it moves a byte, so this takes as long as 1,050 h of the 72 h^2: one 280th at h = 4096.
+
+        Everything else is free. Under this model a tree is never slower than its flat trajectories.
         """
-        return cls(s_per_token=1.0, s_per_pair=1 / 20_000, s_per_scored=0.0, s_per_node=0.0, s_per_pack=0.0)
+        return cls(
+            s_per_token=1.0,
+            s_per_pair=1 / 20_000,
+            s_per_scored=0.0,
+            s_per_node=0.0,
+            s_per_pack=0.0,
+            s_per_spine=1 / 3,
+            s_per_context=1 / 300,
+        )
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float], *, prefix: str = "cost_model") -> Self:
@@ -199,7 +227,7 @@ class CostModel:
         return sum(amount * seconds for amount, seconds in zip(astuple(work), astuple(self), strict=True))
 
     def predict_counts(self, counts: IntArray) -> FloatArray:
-        """Predict the seconds of many works: (K, 5), as from `WorkProfile.range_counts`, to (K,) float64."""
+        """Predict the seconds of many works: (K, W), as from `WorkProfile.range_counts`, to (K,) float64."""
         return counts @ np.array(astuple(self), dtype=np.float64)
 
 

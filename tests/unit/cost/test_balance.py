@@ -1,6 +1,6 @@
 """Ranks come out even, groups are cut only where it pays and where the cut shares least."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
 
 import numpy as np
@@ -15,7 +15,7 @@ from verl_tree.tree import TokenForest
 # The same draws in every run, and no time limit per draw: the machine may be busy.
 seeded = settings(derandomize=True, deadline=None)
 # One unit per tree token, so that expected loads are counted by hand.
-TOKENS = CostModel(s_per_token=1.0, s_per_pair=0.0, s_per_scored=0.0, s_per_node=0.0, s_per_pack=0.0)
+TOKENS = replace(CostModel.prior(), s_per_pair=0.0)
 
 
 def group_of(leaves):
@@ -194,7 +194,7 @@ def test_fixed_cost_per_pack_can_make_a_cut_not_worth_it():
 
 
 def test_work_that_costs_nothing_is_not_cut():
-    free = CostModel(s_per_token=0.0, s_per_pair=0.0, s_per_scored=0.0, s_per_node=0.0, s_per_pack=0.0)
+    free = replace(TOKENS, s_per_token=0.0)
     result = balance([0], profiles=[group_of([(0, 5), (0, 5)])], model=free, rank_num_rows=[4, 2], cut_groups=True)
     assert bounds(result) == [[], [(0, 0, 2)]]
 
@@ -206,7 +206,7 @@ LEAVES = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 9)), min_size=1, m
 @given(
     groups=st.lists(LEAVES, min_size=1, max_size=8),
     num_ranks=st.integers(1, 6),
-    coefficients=st.tuples(*[st.sampled_from([0.0, 0.01, 1.0, 5.0])] * 5),
+    coefficients=st.tuples(*[st.sampled_from([0.0, 0.01, 1.0, 5.0])] * len(fields(CostModel))),
 )
 def test_invariants(groups, num_ranks, coefficients):
     profiles = []

@@ -3,7 +3,7 @@
 import math
 import subprocess
 import sys
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
@@ -21,8 +21,19 @@ SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7), min_si
 DEEP = [[0, 1, 1, 0, 1], [0, 1, 1, 0, 0], [0, 1], [0, 1, 1, 1], [0, 1, 1, 0, 1], [0], [1, 0]]
 # The example of TokenForest: order 2 0 3 1 4, lens 2 4 4 3 1, lcp 0 2 4 2 0.
 SMALL = [[1, 2, 3, 4], [1, 2, 5], [1, 2], [1, 2, 3, 4], [7]]
-# Seconds of a mid-sized model; the parts of a pack of 8000 tokens: 80, 40, 20, 10 and 10 ms.
-TRUTH = CostModel(s_per_token=1e-5, s_per_pair=2e-9, s_per_scored=5e-6, s_per_node=1e-4, s_per_pack=1e-2)
+# Seconds of a mid-sized model; the parts of a pack of 8000 tokens: 80, 40, 20, 10 and 10 ms. A spine of 4000 tokens and
+# a context of 16000 add 20 and 8 ms.
+TRUTH = CostModel(
+    s_per_token=1e-5,
+    s_per_pair=2e-9,
+    s_per_scored=5e-6,
+    s_per_node=1e-4,
+    s_per_pack=1e-2,
+    s_per_spine=5e-6,
+    s_per_context=5e-7,
+)
+# The same with the prior's proportions: a spine token is a third of a token, a context token a 300th.
+THIRDS = replace(TRUTH, s_per_spine=1e-5 / 3, s_per_context=1e-5 / 300)
 
 
 def profile_of(sequences, trained=None):
@@ -45,6 +56,16 @@ def random_works(rng, num_works):
     ]
 
 
+def relayed(rng, works):
+    """Turn packs into trees that are relayed: several sections, a spine, a context a few times as long."""
+    num_spine = [int(work.num_tokens * rng.uniform(0.1, 0.8)) for work in works]
+    num_context = [int(spine * rng.uniform(1, 8)) for spine in num_spine]
+    return [
+        replace(work, num_packs=int(rng.integers(2, 9)), num_spine=spine, num_context=context)
+        for work, spine, context in zip(works, num_spine, num_context, strict=True)
+    ]
+
+
 def fitted(works, times_s):
     fitter = CostFitter()
     for work, time_s in zip(works, times_s, strict=True):
@@ -57,9 +78,9 @@ def prediction_errors(model, works):
 
 
 def test_work_adds_up_from_nothing():
-    works = [Work(5, 15, 4, 2, 1), Work(1, 1, 0, 1, 1)]
-    assert sum(works, Work()) == Work(6, 16, 4, 3, 2)
-    assert astuple(Work()) == (0, 0, 0, 0, 0)
+    works = [Work(5, 15, 4, 2, 1), Work(9, 45, 0, 1, 3, num_spine=6, num_context=9)]
+    assert sum(works, Work()) == Work(14, 60, 4, 3, 4, num_spine=6, num_context=9)
+    assert set(astuple(Work())) == {0}
 
 
 def test_ranges_by_hand():
@@ -154,13 +175,24 @@ def test_an_empty_forest_has_no_work():
 
 
 def test_prediction_by_hand():
-    model = CostModel(s_per_token=2.0, s_per_pair=0.5, s_per_scored=3.0, s_per_node=10.0, s_per_pack=100.0)
+    model = CostModel(
+        s_per_token=2.0,
+        s_per_pair=0.5,
+        s_per_scored=3.0,
+        s_per_node=10.0,
+        s_per_pack=100.0,
+        s_per_spine=0.25,
+        s_per_context=0.125,
+    )
     assert model.predict(Work(7, 4, 5, 2, 1)) == 14 + 2 + 15 + 20 + 100
+    assert model.predict(Work(7, 4, 5, 2, 3, num_spine=4, num_context=16)) == 14 + 2 + 15 + 20 + 300 + 1 + 2
     assert model.predict(Work()) == 0
 
 
-def test_prior_takes_a_pair_for_a_20000th_of_a_token():
+def test_prior_takes_all_for_a_part_of_a_token():
+    """A pair is a 20,000th, a spine token a third, a context token a 300th; scored tokens, nodes and packs are free."""
     assert CostModel.prior().predict(Work(100, 40_000, 90, 3, 1)) == pytest.approx(102)
+    assert CostModel.prior().predict(Work(100, 40_000, 90, 3, 4, num_spine=60, num_context=900)) == pytest.approx(125)
 
 
 def test_metrics_give_the_model_back():
@@ -176,14 +208,14 @@ def test_metrics_give_the_model_back():
 @pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf])
 def test_coefficients_are_times(value):
     with pytest.raises(ValueError, match=r"s_per_pair=.* is not a time"):
-        CostModel(s_per_token=1.0, s_per_pair=value, s_per_scored=0.0, s_per_node=0.0, s_per_pack=0.0)
+        replace(CostModel.prior(), s_per_pair=value)
 
 
 def test_exact_times_give_exact_predictions():
     rng = np.random.default_rng(0)
-    works = random_works(rng, 40)
+    works = [*random_works(rng, 20), *relayed(rng, random_works(rng, 20))]
     model, error = fitted(works, [TRUTH.predict(work) for work in works])
-    assert prediction_errors(model, random_works(rng, 200)).max() < 1e-6
+    assert prediction_errors(model, relayed(rng, random_works(rng, 200))).max() < 1e-6
     assert error < 1e-6
     assert astuple(model) == pytest.approx(astuple(TRUTH), rel=1e-4)
 
@@ -247,11 +279,62 @@ def test_overhead_is_still_found():
     works = [
         Work(int(tokens), int(tokens * 100), int(tokens * 0.6), 20, 1) for tokens in rng.uniform(300, 1500, 64).tolist()
     ]
-    truth = CostModel(s_per_token=1e-5, s_per_pair=0.0, s_per_scored=0.0, s_per_node=0.0, s_per_pack=5e-2)
+    truth = replace(TRUTH, s_per_pair=0.0, s_per_scored=0.0, s_per_node=0.0, s_per_pack=5e-2)
     times_s = [truth.predict(work) * rng.normal(1.0, 0.05) for work in works]
     model, _ = fitted(works, times_s)
     empty = model.predict(Work(0, 0, 0, 20, 1))
     assert empty == pytest.approx(5e-2, rel=0.1)
+
+
+def test_packs_alone_do_not_make_the_relay_free():
+    """No pack has a spine or a context: a spine token costs a third of a token's 10 us, a context token a 300th."""
+    works = random_works(np.random.default_rng(6), 40)
+    model, _ = fitted(works, [TRUTH.predict(work) for work in works])
+    assert model.s_per_spine == pytest.approx(1e-5 / 3, rel=1e-4)
+    assert model.s_per_context == pytest.approx(1e-5 / 300, rel=1e-4)
+
+
+def test_one_relayed_tree_does_not_price_the_spine():
+    """It is 10 times slower, as while kernels compile. If the spine were taken for that, no tree would be relayed."""
+    rng = np.random.default_rng(7)
+    packs, trees = random_works(rng, 40), relayed(rng, random_works(rng, 1))
+    model, _ = fitted(packs + trees, [TRUTH.predict(work) for work in packs] + [10 * TRUTH.predict(trees[0])])
+    assert astuple(model) == pytest.approx(astuple(THIRDS), rel=1e-4)
+
+
+def test_few_relayed_trees_count_as_more_tokens():
+    """Too few for the spine, most of what was measured: their spine counts as a third of as many tokens."""
+    rng = np.random.default_rng(8)
+    works = [*random_works(rng, 3), *relayed(rng, random_works(rng, MIN_MEASUREMENTS - 1))]
+    model, error = fitted(works, [THIRDS.predict(work) for work in works])
+    assert astuple(model) == pytest.approx(astuple(THIRDS), rel=1e-4)
+    assert error < 1e-6
+
+
+def test_a_spine_in_proportion_to_the_tokens_costs_a_third_of_them():
+    """In every tree the spine is half of the tokens and the context twice as many: the times do not tell them apart."""
+    works = [
+        replace(work, num_spine=work.num_tokens, num_tokens=2 * work.num_tokens, num_context=4 * work.num_tokens)
+        for work in random_works(np.random.default_rng(9), 40)
+    ]
+    model, _ = fitted(works, [THIRDS.predict(work) for work in works])
+    assert astuple(model) == pytest.approx(astuple(THIRDS), rel=1e-4)
+
+
+@seeded
+@given(seed=st.integers(0, 10_000), num_works=st.integers(MIN_MEASUREMENTS, 30), noise=st.sampled_from([0.05, 0.2]))
+def test_relayed_trees_that_are_nearly_alike_do_not_make_packs_free(seed, num_works, noise):
+    """Spine and context in proportion to the tokens: a pack of the same tokens costs a little less, not nothing."""
+    rng = np.random.default_rng(seed)
+    works = [
+        Work(int(tokens), int(tokens * tokens / 8), int(tokens * 0.6), 20, 4, int(tokens * 0.3), int(tokens * 0.9))
+        for tokens in rng.normal(1000, 10, num_works)
+    ]
+    times_s = np.maximum(0.1 * rng.normal(1.0, noise, num_works), 0.01)
+    model, _ = fitted(works, times_s.tolist())
+    assert model.predict(Work(1000, 125_000, 600, 20, 4)) > 0.8 * model.predict(
+        Work(1000, 125_000, 600, 20, 4, num_spine=300, num_context=900)
+    )
 
 
 def test_too_few_measurements_leave_the_prior():
@@ -285,7 +368,7 @@ def test_only_times_are_measurements(seconds):
 
 
 def test_a_fragmented_tree_with_dear_nodes_runs_faster_flat():
-    model = CostModel(s_per_token=1.0, s_per_pair=0.0, s_per_scored=0.0, s_per_node=5.0, s_per_pack=0.0)
+    model = replace(CostModel.prior(), s_per_node=5.0)
     tree, flat = Work(100, 0, 0, 20, 1), Work(150, 0, 0, 9, 1)
     assert runs_faster_flat(model, tree=tree, flat=flat)  # 195 < 200
     assert not runs_faster_flat(model, tree=tree, flat=flat + Work(num_nodes=1))  # a tie goes to the tree

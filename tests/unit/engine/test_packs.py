@@ -1,5 +1,7 @@
 """Rows of a mini-batch as packs: expected values by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -112,12 +114,12 @@ def test_a_pack_that_runs_flat_shares_nothing_and_keeps_the_capacity(capacity: i
 def test_the_gate_opens_where_the_model_says_so() -> None:
     """5 tokens in 3 nodes as a tree, 11 tokens in 3 nodes and one pack flat."""
     masks = [[1, 1], [0], [1], [0, 1]]
-    linear = CostModel(s_per_token=1.0, s_per_pair=0.0, s_per_scored=0.0, s_per_node=0.0, s_per_pack=0.0)
+    linear = replace(CostModel.prior(), s_per_pair=0.0)
     assert split(masks, cost_model=linear).counts.num_flat_packs == 0
     # Without sharing there are fewer nodes: rows 0 and 2 alone are 5 6 | 7 8 | 9 as a tree and two rows flat.
     masks = [[1, 1], [0], [1], [0, 0]]
     for s_per_node, is_flat in ((1.9, False), (2.1, True)):
-        model = CostModel(s_per_token=1.0, s_per_pair=0.0, s_per_scored=0.0, s_per_node=s_per_node, s_per_pack=0.0)
+        model = replace(linear, s_per_node=s_per_node)
         batch = split(masks, cost_model=model)  # tree: 5 tokens, 3 nodes; flat: 7 tokens, 2 nodes
         assert batch.counts.num_flat_packs == int(is_flat)
         assert batch.counts.num_packed_tokens == (7 if is_flat else 5)

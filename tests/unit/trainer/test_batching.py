@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from verl_tree.trainer.batching import MiniBatchPlan, RowAssignment, RowKey, ass
 from verl_tree.tree import TokenForest
 
 # One unit per tree token, so that expected times are counted by hand.
-TOKENS = CostModel(s_per_token=1.0, s_per_pair=0.0, s_per_scored=0.0, s_per_node=0.0, s_per_pack=0.0)
+TOKENS = replace(CostModel.prior(), s_per_pair=0.0)
 
 
 def profile_of(sequences: Sequence[Sequence[int]]) -> WorkProfile:
