@@ -13,18 +13,26 @@ from verl_tree.tree import TokenForest
 
 @dataclass(frozen=True, slots=True)
 class ForestCounts:
-    """Counters of what was packed, in the words of docs/glossary.md; `sum(counts, ForestCounts())` adds them."""
+    """Counters of what was packed or relayed, in docs/glossary.md's words; `sum(counts, ForestCounts())` adds them.
+
+    A relayed tree has no packs. Its packed tokens and their lower bound are its tree tokens, because its sections
+    compute each of them once, forward and backward; the spine, which is forwarded once more, is counted apart.
+    """
 
     num_flat_tokens: int = 0
     num_tree_tokens: int = 0
-    num_packed_tokens: int = 0  # Tokens computed, the sum over the packs
+    num_packed_tokens: int = 0  # Tokens computed forward and backward, the sum over the packs and sections
     num_nodes: int = 0
     num_leaves: int = 0
     num_packs: int = 0
     num_flat_packs: int = 0  # Packs whose trajectories are computed one by one
     num_lower_bound_tokens: int = 0  # Lower bound on the packed tokens
-    num_capacity_tokens: int = 0  # Tokens that the packs could hold; 0 without a capacity
+    num_capacity_tokens: int = 0  # Tokens that the packs and sections could hold; 0 without a capacity
     depth: int = 0  # Nodes on the longest path; the maximum when added
+    num_sections: int = 0  # Sections of the trees that are relayed
+    num_spine_tokens: int = 0
+    num_context_tokens: int = 0  # Context tokens gathered, the sum over the sections and the forwards of the spine
+    max_store_bytes: int = 0  # Keys, values and gradients that one store held; the maximum when added
 
     @classmethod
     def from_packing(cls, packing: Packing, *, forest: TokenForest) -> Self:
@@ -44,18 +52,25 @@ class ForestCounts:
 
     def __add__(self, other: Self) -> Self:
         sums = [mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)]
-        return replace(type(self)(*sums), depth=max(self.depth, other.depth))
+        return replace(
+            type(self)(*sums),
+            depth=max(self.depth, other.depth),
+            max_store_bytes=max(self.max_store_bytes, other.max_store_bytes),
+        )
 
     def metrics(self, *, prefix: str = "tree") -> dict[str, float]:
         """Return the metrics of everything that was added, under `{prefix}/...`.
 
         Ratios: `por` = 1 - tree / flat tokens, `err` = 1 - packed / flat tokens, `compression` = flat / packed tokens
-        (0, 0 and 1 if nothing was added). If there are packs: `gap` = packed tokens / lower bound - 1, at least the
-        distance from the best packing (packs that run flat count with all of their tokens). Under a capacity: `fill` =
-        packed tokens / capacity of the packs.
+        (0, 0 and 1 if nothing was added). If anything was computed: `gap` = packed tokens / lower bound - 1, at least
+        the distance from the best packing (packs that run flat count with all of their tokens). Under a capacity:
+        `fill` = packed tokens / capacity of the packs and sections.
 
         Sums: `tokens` (tree tokens), `flat_tokens`, `packed_tokens`, `nodes`, `leaves`, `packs`, `packs_flat`. Maximum:
         `depth`.
+
+        If trees were relayed: `sections`, `context_tokens` (sums), `spine_ratio` = spine tokens / tree tokens of all
+        trees, `store_gib` (maximum).
         """
         flat, packed, bound = self.num_flat_tokens, self.num_packed_tokens, self.num_lower_bound_tokens
         values = {
@@ -75,6 +90,11 @@ class ForestCounts:
             values["gap"] = packed / bound - 1.0
         if self.num_capacity_tokens:
             values["fill"] = packed / self.num_capacity_tokens
+        if self.num_sections:
+            values["sections"] = self.num_sections
+            values["context_tokens"] = self.num_context_tokens
+            values["spine_ratio"] = self.num_spine_tokens / self.num_tree_tokens
+            values["store_gib"] = self.max_store_bytes / 2**30
         return {f"{prefix}/{name}": float(value) for name, value in values.items()}
 
 

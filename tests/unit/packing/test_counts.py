@@ -1,5 +1,7 @@
 """Metrics by hand, and ratios of sums instead of means of ratios."""
 
+from dataclasses import replace
+
 import pytest
 
 from verl_tree.packing import pack
@@ -61,6 +63,46 @@ def test_depth_is_the_deepest():
     deep = counts_of([[1, 2], [1, 3]], capacity=None)
     flat = counts_of([[1, 2]], capacity=None)
     assert (deep + flat).depth == (flat + deep).depth == 2
+
+
+def test_a_relayed_tree_beside_packs():
+    """A prompt of 6 tokens and 3 branches of 4, cut every 8 tokens: sections of 8, 8 and 2, both cuts inside a branch.
+
+    Both contexts are the prompt and 2 tokens of that branch, so the spine has 6 + 2 + 2 tokens. Its own forwards hold 8
+    and 2 tokens, and the second gathers the prompt: 8 + 8 + 6 context tokens.
+    """
+    packs = counts_of([[1, 2, 3, 4], [1, 2, 5], [1, 2], [1, 2, 3, 4], [7]], capacity=4)
+    star = ForestCounts(
+        num_flat_tokens=30,
+        num_tree_tokens=18,
+        num_packed_tokens=18,
+        num_nodes=4,
+        num_leaves=3,
+        num_lower_bound_tokens=18,
+        num_capacity_tokens=24,
+        depth=2,
+        num_sections=3,
+        num_spine_tokens=10,
+        num_context_tokens=22,
+        max_store_bytes=3 * 2**29,
+    )
+    smaller = replace(star, max_store_bytes=2**29)
+    metrics = (packs + star + smaller).metrics()
+    expected = {
+        "tree/por": 1 - 42 / 74,
+        "tree/err": 1 - 44 / 74,  # the spine is beside it
+        "tree/packed_tokens": 44,
+        "tree/packs": 2,
+        "tree/gap": 0,
+        "tree/fill": 44 / 56,
+        "tree/sections": 6,
+        "tree/context_tokens": 44,
+        "tree/spine_ratio": 20 / 42,
+        "tree/store_gib": 1.5,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert (smaller + star).max_store_bytes == (star + smaller).max_store_bytes
+    assert not {"tree/sections", "tree/context_tokens", "tree/spine_ratio", "tree/store_gib"} & packs.metrics().keys()
 
 
 def test_every_mini_batch_waits_for_its_slowest_rank():
