@@ -90,6 +90,8 @@ class TreeConfig:
 
     enabled: bool = _flag(True)
     capacity: int | None = _integer(None, minimum=2, remedy="null takes each role's own *_max_token_len_per_gpu")
+    relay: str = _choice("auto", "always", "never", remedy="'auto' relays a tree where that should be faster")
+    relay_store: str = _choice("device", "host", remedy="'host' saves memory of a GPU")
     packing: str = _text("auto", "a name; 'auto' lets the program choose")
     max_loss_terms: int | None = _integer(None, minimum=2, remedy="null sets no limit")
     max_path_len: int | None = _integer(None, minimum=2, remedy="null sets no limit")

@@ -21,6 +21,8 @@ from verl_tree.launch.composition import compose_config
         ({"capacity": 1}, ["tree.capacity=1", "null"]),
         ({"capacity": 8.5}, ["tree.capacity=8.5"]),
         ({"capacity": True}, ["tree.capacity=True"]),
+        ({"relay": "yes"}, ["tree.relay='yes'", "auto, always, never"]),
+        ({"relay_store": "disk"}, ["tree.relay_store='disk'", "device, host"]),
         ({"packing": ""}, ["tree.packing=''", "auto"]),
         ({"max_loss_terms": 0}, ["tree.max_loss_terms=0", "null"]),
         ({"max_path_len": "9"}, ["tree.max_path_len='9'", "null"]),

@@ -116,12 +116,14 @@ def _checked_caps(
             f"for each of the {forest.num_leaves} trajectories"
         )
     lens = forest.sequence_lens
+    capacity_key = "tree.capacity (actor.ppo_max_token_len_per_gpu unless set)"
+    relay = ", or set tree.relay=auto in a training run"
     limits = (
-        ("capacity", "tree.capacity (actor.ppo_max_token_len_per_gpu unless set)", capacity, lens, "tokens", "a pack"),
-        ("max_loss_terms", "tree.max_loss_terms", max_loss_terms, terms, "loss terms", "a pack"),
-        ("max_path_len", "tree.max_path_len", max_path_len, lens, "tokens", "a path"),
+        ("capacity", capacity_key, capacity, lens, "tokens", "a pack", relay),
+        ("max_loss_terms", "tree.max_loss_terms", max_loss_terms, terms, "loss terms", "a pack", ""),
+        ("max_path_len", "tree.max_path_len", max_path_len, lens, "tokens", "a path", ""),
     )
-    for name, key, limit, numbers, unit, holder in limits:
+    for name, key, limit, numbers, unit, holder, more in limits:
         if limit is None:
             continue
         if limit < 1:
@@ -132,7 +134,7 @@ def _checked_caps(
             raise ValueError(
                 f"trajectory {first} has {numbers[first]} {unit} and {holder} only {limit} ({len(too_long)} of "
                 f"{forest.num_leaves} are too long, the longest has {numbers.max()}): raise {key} or shorten the "
-                "trajectories"
+                f"trajectories{more}"
             )
     return Caps(
         num_tokens=UNLIMITED if capacity is None else capacity,

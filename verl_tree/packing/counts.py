@@ -62,8 +62,8 @@ class ForestCounts:
         """Return the metrics of everything that was added, under `{prefix}/...`.
 
         Ratios: `por` = 1 - tree / flat tokens, `err` = 1 - packed / flat tokens, `compression` = flat / packed tokens
-        (0, 0 and 1 if nothing was added). If anything was computed: `gap` = packed tokens / lower bound - 1, at least
-        the distance from the best packing (packs that run flat count with all of their tokens). Under a capacity:
+        (0, 0 and 1 if nothing was added). If there are packs or sections: `gap` = packed tokens / lower bound - 1, at
+        least the distance from the best packing (packs that run flat count with all of their tokens). Under a capacity:
         `fill` = packed tokens / capacity of the packs and sections.
 
         Sums: `tokens` (tree tokens), `flat_tokens`, `packed_tokens`, `nodes`, `leaves`, `packs`, `packs_flat`. Maximum:

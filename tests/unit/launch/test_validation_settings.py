@@ -41,9 +41,12 @@ def test_rules_are_silent_where_they_do_not_apply() -> None:
     assert len({rule.key for rule in RULES}) == len(RULES)
 
 
+NO_RELAY, CRITIC = ["tree.relay=never"], ["critic.enable=true"]
 REFUSED = {
     "check_tree_options": [
         (["tree.gate=max"], ["tree.gate='max'", "auto, always, never"]),
+        (["tree.relay=perhaps"], ["tree.relay='perhaps'", "auto, always, never"]),
+        (["tree.relay_store=disk"], ["tree.relay_store='disk'", "device, host"]),
         (["tree.shared_tokens=max"], ["tree.shared_tokens=max", "sum, mean, once"]),
         (["tree.packing=nonsense"], ["tree.packing=nonsense", "auto"]),
         (["tree.backend=nonsense"], ["tree.backend=nonsense", "dense"]),
@@ -63,10 +66,12 @@ REFUSED = {
         (["tree.backend=triton"], ["tree.backend=triton", "trainer.device=cpu", "auto"]),
     ],
     "check_capacity": [
-        (["tree.capacity=1023"], ["tree.capacity=1023", "1024 tokens", "data.max_response_length"]),
-        ([f"{ACTOR}.ppo_max_token_len_per_gpu=1000"], ["ppo_max_token_len_per_gpu=1000", "1024 tokens"]),
-        (["critic.enable=true", "critic.forward_max_token_len_per_gpu=9"], ["critic.forward_max_token_len_per_gpu=9"]),
-        (["data.max_response_length=16000"], ["16512 tokens", "raise it"]),
+        ([*NO_RELAY, "tree.capacity=1023"], ["tree.capacity=1023", "1024 tokens", "data.max_response_length"]),
+        ([*NO_RELAY, "tree.capacity=9"], ["raise it, shorten them, or set tree.relay=auto"]),
+        ([*NO_RELAY, f"{ACTOR}.ppo_max_token_len_per_gpu=1000"], ["ppo_max_token_len_per_gpu=1000", "1024 tokens"]),
+        ([*NO_RELAY, *CRITIC, "critic.forward_max_token_len_per_gpu=9"], ["critic.forward_max_token_len_per_gpu=9"]),
+        ([*NO_RELAY, "data.max_response_length=16000"], ["16512 tokens", "raise it"]),
+        (["tree.enabled=false", f"{ACTOR}.ppo_max_token_len_per_gpu=9"], ["1024 tokens", "raise it or shorten them"]),
         (["tree.max_path_len=1000"], ["tree.max_path_len=1000", "1024 tokens", "null", "data.max_prompt_length=512 +"]),
         (["tree.max_path_len=9", f"{ROLLOUT}.max_model_len=20"], [f"20 tokens ({ROLLOUT}.max_model_len)"]),
         (["tree.max_loss_terms=511"], ["tree.max_loss_terms=511", "data.max_response_length", "512 tokens"]),
@@ -97,6 +102,13 @@ def _refused_by(check: Check, config: DictConfig, *, whole: bool = False) -> str
         validate(config)
     message = str(error.value)
     return message if whole else message.partition(": ")[0]
+
+
+@pytest.mark.parametrize("relay", ["auto", "always"])
+def test_a_trajectory_that_can_be_relayed_may_exceed_the_capacity(relay: str) -> None:
+    longer = "data.max_response_length=16000"
+    assert not list(find(resolved(f"tree.relay={relay}", "tree.capacity=9", longer)))
+    assert not list(find(resolved(f"tree.relay={relay}", f"{ACTOR}.ppo_max_token_len_per_gpu=9", longer)))
 
 
 def test_every_check_is_tested() -> None:

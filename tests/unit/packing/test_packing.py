@@ -268,7 +268,7 @@ def test_too_long_trajectory_is_named_with_the_remedy():
     forest = TokenForest.from_sequences([[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5]])
     message = (
         r"trajectory 1 has 4 tokens and a pack only 3 \(2 of 3 .* longest has 5\): "
-        r"raise tree\.capacity .*actor\.ppo_max_token_len_per_gpu"
+        r"raise tree\.capacity .*actor\.ppo_max_token_len_per_gpu.* or shorten .*, or set tree\.relay=auto"
     )
     with pytest.raises(ValueError, match=message):
         pack(forest, capacity=3)

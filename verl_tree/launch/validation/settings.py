@@ -173,10 +173,13 @@ def longest_trajectory(config: DictConfig) -> tuple[int, str]:
 
 
 def check_capacity(config: DictConfig) -> Findings:
-    """Find limits below the longest possible trajectory, which must fit into one pack."""
+    """Find limits below the longest possible trajectory, which must fit into one pass if it cannot be relayed."""
     longest, named = longest_trajectory(config)
     response = config.actor_rollout_ref.rollout.response_length
-    limits = [(key, longest, f"trajectory, {named}; raise it or shorten them") for key in capacity_keys(config)]
+    limits = []
+    if not uses_tree(config) or config.tree.relay == "never":
+        remedy = "raise it, shorten them, or set tree.relay=auto" if uses_tree(config) else "raise it or shorten them"
+        limits += [(key, longest, f"trajectory, {named}; {remedy}") for key in capacity_keys(config)]
     if uses_tree(config):
         remedy = "raise it, shorten them, or set null for no limit"
         limits.append(("tree.max_path_len", longest, f"trajectory, {named}; {remedy}"))
