@@ -136,22 +136,22 @@ def cut(subtree_end_T: IntArray, position_T: IntArray, *, capacity: int, section
 
 def _check_capacity(capacity: int) -> None:
     if capacity < 1:
-        raise ValueError(
-            f"capacity={capacity}: a section needs room for at least one token; raise tree.capacity "
-            "(actor.ppo_max_token_len_per_gpu unless set)"
-        )
+        key = "tree.capacity (actor.ppo_max_token_len_per_gpu unless set)"
+        raise ValueError(f"capacity is {capacity}: set {key} to a positive number")
 
 
 def _cut_at(subtree_end_T: IntArray, *, bounds: list[int]) -> Cut:
     """Make the sections between neighbouring bounds, the first 0 and the last T."""
     in_spine = np.zeros(len(subtree_end_T), dtype=bool)
+    context = np.empty(0, dtype=np.int64)
     sections = []
     for start, end in pairwise(bounds):
-        context = np.flatnonzero(subtree_end_T[:start] > start)
-        in_spine[context] = True
-        ends = np.concatenate([subtree_end_T[context], subtree_end_T[start:end]])
+        keys = np.concatenate([context, np.arange(start, end)])
+        ends = subtree_end_T[keys]
         subtree_end = len(context) + np.minimum(ends, end) - start
         sections.append(Section(start=start, end=end, context=context, subtree_end=subtree_end))
+        context = keys[ends > end]
+        in_spine[context] = True
     spine = np.flatnonzero(in_spine)
     return Cut(
         sections=tuple(sections),
@@ -164,40 +164,55 @@ def _cut_at(subtree_end_T: IntArray, *, bounds: list[int]) -> Cut:
 def _best_bounds(subtree_end_T: IntArray, position_T: IntArray, *, capacity: int, section_cost: float) -> list[int]:
     """Return the bounds 0..T of the sections of a cut of least cost.
 
-    A section `s..e` adds the tokens of e's context to the spine that s's context lacks: position[e] - the least
-    position in s..e. Of all starts `s` of the section that ends at `e`, only those matter that are shallower than all
-    tokens of `e - capacity..s`; proof in docs/relay.md. For all of them that least position is the same.
+    A section `start..end` adds to the spine what the context of `end` has beyond that of `start`: position[end] - the
+    least position in start..end. Of all starts of a section that ends at `end`, only those on a *staircase* matter: the
+    first token within reach, the next token that is shallower, and so on. For all of them the section adds the same to
+    the spine, as the last step has the least position. docs/relay.md has the proofs.
     """
     num_tokens = len(subtree_end_T)
-    position = np.append(position_T, -1)  # nothing is in the context of the end, and nothing follows it
-    # The next token that is shallower: past all later siblings. A step doubles the siblings that are skipped.
-    shallower = subtree_end_T.copy()
-    while (is_sibling := position[shallower] == position_T).any():
-        shallower[is_sibling] = shallower[shallower[is_sibling]]
-    positions, next_shallower = position.tolist(), shallower.tolist()
-
-    def starts(end: int) -> list[int]:
-        start, found = max(end - capacity, 0), []
-        while start < end:
-            found.append(start)
-            start = next_shallower[start]
-        return found
-
-    # Which ends can be reached from T, last first, and from which starts.
-    starts_of: dict[int, list[int]] = {0: []}
-    waiting = [-num_tokens]
-    while waiting:
-        end = -heapq.heappop(waiting)
-        if end not in starts_of:
-            starts_of[end] = starts(end)
-            for start in starts_of[end]:
-                heapq.heappush(waiting, -start)
-    least_cost, best_start = {0: 0.0}, {}
-    for end in sorted(starts_of)[1:]:
-        best = best_start[end] = min(starts_of[end], key=least_cost.__getitem__)
-        shared = min(positions[starts_of[end][-1]], positions[end])
-        least_cost[end] = least_cost[best] + section_cost + SPINE_COST * (positions[end] - shared)
+    next_step = _next_shallower(subtree_end_T, position_T)
+    position = [*position_T.tolist(), 0]  # the context of the end is empty
+    ends = _reached_ends(next_step, capacity=capacity)
+    cost, start_of = {0: 0.0}, {}
+    # The cheapest step from each token to before skip[token]. What is skipped once is skipped from then on, as in a
+    # union-find: a staircase that begins at a token only grows with the end.
+    cheapest, skip = {token: token for token in ends}, next_step
+    for end in ends[1:]:
+        passed, last = [], max(end - capacity, 0)
+        while skip[last] < end:
+            passed.append(last)
+            last = skip[last]
+        best = passed[-1] if passed else last
+        for step in reversed(passed):
+            best = cheapest[step] = min(cheapest[step], best, key=cost.__getitem__)
+            skip[step] = last
+        best = start_of[end] = min(best, last, key=cost.__getitem__)
+        new_in_spine = position[end] - min(position[last], position[end])
+        cost[end] = cost[best] + section_cost + SPINE_COST * new_in_spine
     bounds = [num_tokens]
     while bounds[-1]:
-        bounds.append(best_start[bounds[-1]])
+        bounds.append(start_of[bounds[-1]])
     return bounds[::-1]
+
+
+def _next_shallower(subtree_end_T: IntArray, position_T: IntArray) -> list[int]:
+    """Find the next token with a smaller position, T if there is none: past the token's subtree and later siblings."""
+    position = np.append(position_T, -1)
+    shallower = subtree_end_T.copy()
+    while (is_sibling := position[shallower] == position_T).any():
+        shallower[is_sibling] = shallower[shallower[is_sibling]]  # each round doubles the siblings that are passed
+    return shallower.tolist()
+
+
+def _reached_ends(next_step: list[int], *, capacity: int) -> list[int]:
+    """Return the ends of sections that a best cut may have, ascending, from T backwards over all staircases to 0."""
+    ends, waiting = {len(next_step)}, [-len(next_step)]
+    while waiting:
+        end = -heapq.heappop(waiting)
+        step = max(end - capacity, 0)
+        # From a step that is known, the staircase was followed before, for an end that is no earlier.
+        while step < end and step not in ends:
+            ends.add(step)
+            heapq.heappush(waiting, -step)
+            step = next_step[step]
+    return sorted(ends)
