@@ -10,7 +10,6 @@ sections and a small spine.
 Legend: T tokens of the preorder, K tokens of the spine, P tokens of a context, Q tokens of a section.
 """
 
-import heapq
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -164,29 +163,27 @@ def _cut_at(subtree_end_T: IntArray, *, bounds: list[int]) -> Cut:
 def _best_bounds(subtree_end_T: IntArray, position_T: IntArray, *, capacity: int, section_cost: float) -> list[int]:
     """Return the bounds 0..T of the sections of a cut of least cost.
 
-    A section `start..end` adds to the spine what the context of `end` has beyond that of `start`: position[end] - the
-    least position in start..end. Of all starts of a section that ends at `end`, only those on a *staircase* matter: the
-    first token within reach, the next token that is shallower, and so on. For all of them the section adds the same to
-    the spine, as the last step has the least position. docs/relay.md has the proofs.
+    A section adds to the spine what the context of `end` has beyond that of `start`: position[end] minus the least
+    position from `start` to `end`. Of all starts of a section that ends at `end`, only those on a *staircase* matter:
+    the first token within reach, the token after its subtree, the token after the subtree of that, and so on. For all
+    of them the section adds the same, as no token is nearer to the root than the last step. Proofs: docs/relay.md.
     """
     num_tokens = len(subtree_end_T)
-    next_step = _next_shallower(subtree_end_T, position_T)
+    skip = subtree_end_T.tolist()  # the next step of a staircase, or a later one
     position = [*position_T.tolist(), 0]  # the context of the end is empty
-    ends = _reached_ends(next_step, capacity=capacity)
+    ends = _reached_ends(skip, capacity=capacity)
     cost, start_of = {0: 0.0}, {}
-    # The cheapest step from each token to before skip[token]. What is skipped once is skipped from then on, as in a
-    # union-find: a staircase that begins at a token only grows with the end.
-    cheapest, skip = {token: token for token in ends}, next_step
+    cheapest = {token: token for token in ends}  # of the steps from a token to where it skips
     for end in ends[1:]:
         passed, last = [], max(end - capacity, 0)
         while skip[last] < end:
             passed.append(last)
             last = skip[last]
-        best = passed[-1] if passed else last
+        best = last
         for step in reversed(passed):
             best = cheapest[step] = min(cheapest[step], best, key=cost.__getitem__)
-            skip[step] = last
-        best = start_of[end] = min(best, last, key=cost.__getitem__)
+            skip[step] = last  # ends ascend, so no later staircase needs the steps between
+        start_of[end] = best
         new_in_spine = position[end] - min(position[last], position[end])
         cost[end] = cost[best] + section_cost + SPINE_COST * new_in_spine
     bounds = [num_tokens]
@@ -195,24 +192,15 @@ def _best_bounds(subtree_end_T: IntArray, position_T: IntArray, *, capacity: int
     return bounds[::-1]
 
 
-def _next_shallower(subtree_end_T: IntArray, position_T: IntArray) -> list[int]:
-    """Find the next token with a smaller position, T if there is none: past the token's subtree and later siblings."""
-    position = np.append(position_T, -1)
-    shallower = subtree_end_T.copy()
-    while (is_sibling := position[shallower] == position_T).any():
-        shallower[is_sibling] = shallower[shallower[is_sibling]]  # each round doubles the siblings that are passed
-    return shallower.tolist()
-
-
 def _reached_ends(next_step: list[int], *, capacity: int) -> list[int]:
-    """Return the ends of sections that a best cut may have, ascending, from T backwards over all staircases to 0."""
-    ends, waiting = {len(next_step)}, [-len(next_step)]
-    while waiting:
-        end = -heapq.heappop(waiting)
-        step = max(end - capacity, 0)
-        # From a step that is known, the staircase was followed before, for an end that is no earlier.
-        while step < end and step not in ends:
-            ends.add(step)
-            heapq.heappush(waiting, -step)
-            step = next_step[step]
-    return sorted(ends)
+    """Return the tokens that a best cut may cut at, ascending: from T backwards, every step of every staircase."""
+    num_tokens = len(next_step)
+    is_end = bytearray(num_tokens) + b"\x01"
+    for end in range(num_tokens, 0, -1):
+        if is_end[end]:
+            step = max(end - capacity, 0)
+            # What follows a known step is known: a staircase of a later end went the same way, and further.
+            while step < end and not is_end[step]:
+                is_end[step] = 1
+                step = next_step[step]
+    return [token for token in range(num_tokens + 1) if is_end[token]]
