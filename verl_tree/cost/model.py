@@ -47,7 +47,8 @@ class Work:
     num_scored: int = 0  # Tokens whose log-prob a loss reads
     num_nodes: int = 0
     num_packs: int = 0  # Forward/backward passes: 1 for a pack or a section, 0 for nothing
-    num_spine: int = 0  # Spine tokens, which are forwarded once more, without gradient
+    # Tokens forwarded once more, without gradient: the spine, or all in the joint form. Their pairs count once only.
+    num_spine: int = 0
     num_context: int = 0  # Context tokens whose keys and values are gathered: the sum over sections and spine forwards
 
     @classmethod
