@@ -47,6 +47,7 @@ class Case:
     num_steps: int = 1
     lr: float = 0.5
     same_objective: bool = True
+    is_known_loss: bool = True
 
 
 CASES = [
@@ -93,6 +94,23 @@ CASES = [
     Case("one_token_responses", rows="one_token"),
     Case("single_row", rows="single"),
     Case("ten_steps", num_steps=10, lr=0.1, actor={"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01}),
+    *(Case(f"relay_{capacity}", tree={"capacity": capacity}, actor={"entropy_coeff": 0.05}) for capacity in (2, 5, 16)),
+    *(
+        Case(f"relay_{name}", tree={"capacity": 7, "relay": "always"} | options.pop("tree", {}), **options)
+        for name, options in {
+            "critic": {"is_critic": True},
+            "host": {"tree": {"relay_store": "host"}},
+            "gradient_checkpointing": {"model": {"enable_gradient_checkpointing": True}},
+            "lora": {"model": {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}},
+            "tied_embeddings": {"tied": True},
+            "temperature_per_row": {"temperature_per_row": True},
+            "loss_term_cap": {"tree": {"max_loss_terms": 40}},
+            "gspo": {"actor": {"policy_loss": {"loss_mode": "gspo"}, "loss_agg_mode": "seq-mean-token-mean"}},
+            "joint": {"is_known_loss": False},
+            "ten_steps": {"num_steps": 10, "lr": 0.1, "actor": {"use_kl_loss": True, "kl_loss_coef": 0.1}},
+            "idle_rank": {"rows": "idle_rank", "actor": {"use_kl_loss": True, "kl_loss_coef": 0.3}},
+        }.items()
+    ),
     Case("idle_rank", rows="idle_rank", actor={"use_kl_loss": True, "kl_loss_coef": 0.3}),
 ]
 
@@ -211,7 +229,12 @@ def make_loss(case: Case) -> Any:
         config = FSDPCriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, rollout_n=1, **case.actor)
         return partial(value_loss, config=config)
     config = FSDPActorConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, rollout_n=1, **case.actor)
-    return partial(ppo_loss, config=config)
+    return partial(ppo_loss if case.is_known_loss else custom_loss, config=config)
+
+
+def custom_loss(**arguments: Any) -> Any:
+    """Compute verl's loss under a name that the engine does not know, so that it takes the joint form."""
+    return ppo_loss(**arguments)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

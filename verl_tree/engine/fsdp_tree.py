@@ -1,14 +1,16 @@
-"""verl's FSDP2 engine with one change: it computes a mini-batch as the packs of its forest, not row by row.
+"""verl's FSDP2 engine with one change: it computes a mini-batch as its forest, not row by row.
 
 The engine overrides `forward_backward_batch`. Everything else is verl's: building and sharding the model, LoRA,
-offload, optimiser, checkpoints, weight export and the loss functions. The rows of a pack gather their log-probs,
-entropy or values from the tree (`expand`). The backward of that gather sums over the rows, which gives the gradient of
-the flat rows. Source: verl 0.9.1, workers/engine/fsdp.
+offload, optimiser, checkpoints, weight export and the loss functions. A micro-batch is a pack, or one tree in sections
+(`verl_tree.relay.run`). Its rows gather their log-probs, entropy or values from the tree (`expand`). The backward of
+that gather sums over the rows, which gives the gradient of the flat rows. Source: verl 0.9.1, workers/engine/fsdp.
 
 Three differences from the flat engine are intended:
 - positions that no loss reads are not scored: their log-probs and entropy are 0;
 - rows that no loss reads (padding) are not computed;
-- a rank reports one value per metric, whatever its number of packs.
+- a rank reports one value per metric, however often it computes the loss.
+
+Legend: T tree tokens and F flat tokens of a micro-batch, Q tokens and K scores of a model call, C kinds of scores.
 """
 
 import dataclasses
@@ -32,13 +34,17 @@ from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY, TreeFSDPEngineConfig
 from verl_tree.cost.fit import CostFitter
 from verl_tree.cost.model import CostModel
 from verl_tree.engine.fsdp_flat import BuildOnAnyDevice, BuildTokenClassifier
+from verl_tree.engine.micro_batch import MicroBatchRows, select_rows
 from verl_tree.engine.pack_times import PackClock, learn_costs
-from verl_tree.engine.packs import TreeBatch, TreeMicroBatch, first_token_pack, split_into_packs
-from verl_tree.engine.rows import MiniBatchResult, RankWork, StepResult, check_rows, gather, jagged
-from verl_tree.functional import expand
-from verl_tree.functional.logprobs import tree_forward_log_probs
+from verl_tree.engine.packs import TreeBatch, TreeMicroBatch, smallest_pack, split_into_packs
+from verl_tree.engine.row_losses import is_sum_over_rows
+from verl_tree.engine.rows import MiniBatchResult, RankWork, calls_in_step, check_rows, gather, jagged
+from verl_tree.functional.logprobs import ScoredPairs, forward_scores
 from verl_tree.packing.counts import ForestCounts, RankTimes
+from verl_tree.relay.calls import RelayCall
+from verl_tree.relay.run import Mode, NumCalls, RelayRun, check_repeatable
 from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.nodes import IntArray
 from verl_tree.tree.rows import trained_tokens
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
@@ -59,6 +65,9 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
 
     _output_shift: ClassVar[int] = -1
     """verl keeps a token's score one position earlier. First tokens have no score, so one roll shifts all rows."""
+
+    _scores_own_tokens: ClassVar[bool] = False
+    """Whether a token is scored by itself, as a value is, not by its parent."""
 
     def __init__(
         self, model_config: Any, engine_config: TreeFSDPEngineConfig, optimizer_config: Any, checkpoint_config: Any
@@ -106,18 +115,21 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
         check_rows(data)
         self._announce_denominators(data)
         cost = self._costs["infer" if forward_only else "update"]
-        batch = self._split(data, cost_model=cost.model)
-        ranks = self._exchange_work(batch)
+        mode: Mode = "forward" if forward_only else "rows" if is_sum_over_rows(loss_function) else "joint"
+        batch = self._split(data, cost_model=cost.model, mode=mode)
+        ranks = self._exchange_work(batch, mode=mode)
+        steps = calls_in_step([rank.num_calls for rank in ranks], mode=mode)
 
-        clock, result = PackClock(get_device_name()), MiniBatchResult(tu.get(data, "input_ids"))
-        steps = self._same_number_of_steps(batch)
-        for number, micro in enumerate(steps):
-            sync = self._gradient_sync_context(is_last_micro_batch=number == len(steps) - 1)
-            grad = torch.no_grad() if forward_only else sync
-            with grad, clock.measure(), torch.profiler.record_function(f"micro_batch{number}"):
-                # verl needs equal metric keys on every rank, so a rank without any pack calls the loss once, on zeros.
-                loss = loss_function if micro is not None or number == 0 else None
-                result.add(self._step(micro, data, loss_function=loss, forward_only=forward_only), micro=micro)
+        names = self._output_names(calculate_entropy=_wants_entropy(data)) if forward_only else ()
+        clock, result = PackClock(get_device_name()), MiniBatchResult(tu.get(data, "input_ids"), output_names=names)
+        for number, calls in enumerate(steps):
+            micro = batch.micro_batches[number] if number < len(batch.micro_batches) else None
+            is_last = number == len(steps) - 1
+            with clock.measure(), torch.profiler.record_function(f"micro_batch{number}"):
+                self._run(micro, data, result, mode=mode, calls=calls, is_last=is_last, loss_function=loss_function)
+        if not result.has_losses and loss_function is not None:
+            # verl needs equal metric keys on every rank.
+            self._loss_of_nothing(data, result, loss_function=loss_function)
         self._learn_costs(cost, ranks, clock=clock, forward_only=forward_only)
         return result.as_verl()
 
@@ -127,8 +139,8 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
         dist.all_reduce(num_tokens, group=self.get_data_parallel_group())
         tu.assign_non_tensor(data, sp_size=1, batch_num_tokens=num_tokens.item(), dp_size=self.get_data_parallel_size())
 
-    def _split(self, data: TensorDict, *, cost_model: CostModel) -> TreeBatch:
-        """Cut this rank's rows into packs."""
+    def _split(self, data: TensorDict, *, cost_model: CostModel, mode: Mode) -> TreeBatch:
+        """Cut this rank's rows into micro-batches."""
         tokens, offsets = (each.cpu().numpy() for each in jagged(data["input_ids"]))
         mask, mask_offsets = jagged(data["response_mask"] if "response_mask" in data else data["loss_mask"])
         row_lens = np.diff(offsets)
@@ -143,39 +155,136 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
             capacity=int(tu.get(data, "max_token_len_per_gpu")) if capacity is None else capacity,
             config=self.tree_config,
             cost_model=cost_model,
+            mode=mode,
             # A tree token has one temperature, so rows with different temperatures do not merge.
             merge_keys=temperature.tolist() if isinstance(temperature, Tensor) and temperature.dim() else None,
         )
 
-    def _exchange_work(self, batch: TreeBatch) -> list[RankWork]:
+    def _exchange_work(self, batch: TreeBatch, *, mode: Mode) -> list[RankWork]:
         """Exchange with all ranks what each of them computes."""
-        ranks: list[RankWork] = gather(RankWork.of_batch(batch), group=self.get_data_parallel_group())
+        ranks: list[RankWork] = gather(RankWork.of_batch(batch, mode=mode), group=self.get_data_parallel_group())
         self.num_micro_batches = max(len(rank.works) for rank in ranks)
         self.tree_counts = sum((rank.counts for rank in ranks), ForestCounts())
         return ranks
 
-    def _same_number_of_steps(self, batch: TreeBatch) -> list[TreeMicroBatch | None]:
-        """Fill this rank's packs up with None, because FSDP's collectives need as many model calls from every rank."""
-        num_missing = max(self.num_micro_batches, 1) - len(batch.micro_batches)
-        return [*batch.micro_batches, *[None] * num_missing]
+    def _run(
+        self,
+        micro: TreeMicroBatch | None,
+        data: TensorDict,
+        result: MiniBatchResult,
+        *,
+        mode: Mode,
+        calls: NumCalls,
+        is_last: bool,
+        loss_function: LossFunction | None,
+    ) -> None:
+        """Run one micro-batch in step with the other ranks: FSDP's collectives need as many model calls from each."""
+        mine = None if micro is None else MicroBatchRows(micro, data, device=_device())
+        run = None if mine is None or micro is None else self._relay(micro, mine, data, mode=mode)
+        names = self._output_names(calculate_entropy=_wants_entropy(data))
 
-    def _step(
-        self, micro: TreeMicroBatch | None, data: TensorDict, *, loss_function: LossFunction | None, forward_only: bool
-    ) -> StepResult:
-        """Run the model, the loss and the backward on one pack."""
-        rows, model_output = self._compute_nothing(data) if micro is None else self._compute_pack(micro, data)
-        loss, metrics = None, {}
-        if loss_function is not None:
-            loss, metrics = loss_function(model_output=model_output, data=rows, dp_group=self.get_data_parallel_group())
-        if not forward_only:
-            # Without a loss the backward runs on zeros, because the other ranks wait in its collectives.
-            total = torch.cat([jagged(each)[0] for each in model_output.values()]).sum() * 0.0 if loss is None else loss
-            (total if self.scaler is None else self.scaler.scale(total)).backward()
-        return StepResult(
-            model_output=model_output if forward_only else {},
-            loss=None if loss is None else loss.detach().item(),
-            metrics=metrics,
+        def loss(scores_CT: Tensor, leaves: IntArray) -> Tensor:
+            assert mine is not None
+            rows, outputs = mine.select(scores_CT, leaves, names=names, shift=self._output_shift)
+            return self._loss(outputs, rows, result, loss_function=loss_function)
+
+        for call in range(calls.num_first):
+            if run is not None and call < run.num_first:
+                run.first(call)
+            else:
+                with torch.no_grad():
+                    self._idle(data)
+        for call in range(calls.num_last):
+            with self._gradient_sync_context(is_last_micro_batch=is_last and call == calls.num_last - 1):
+                if run is not None and call < run.num_last:
+                    run.last(call, loss)
+                else:
+                    (self._idle(data).sum() * 0.0).backward()
+        if mode == "forward" and run is not None and micro is not None and mine is not None:
+            assert run.scores_CT is not None
+            every = np.arange(micro.layout.num_leaves)
+            result.add_outputs(mine.select(run.scores_CT, every, names=names, shift=self._output_shift)[1], micro=micro)
+            if loss_function is not None:
+                loss(run.scores_CT, every)
+
+    def _relay(self, micro: TreeMicroBatch, rows: MicroBatchRows, data: TensorDict, *, mode: Mode) -> RelayRun:
+        """Plan the model calls of a micro-batch."""
+        if micro.is_relayed and mode != "forward":
+            check_repeatable(self.module)
+        temperature, wants_entropy = rows.temperature(), _wants_entropy(data)
+
+        def compute(call: RelayCall, plan: AttentionPlan) -> Tensor:
+            return self._scores(call, rows.layout, plan=plan, temperature=temperature, calculate_entropy=wants_entropy)
+
+        return RelayRun(
+            micro.calls(scores_own_tokens=self._scores_own_tokens, max_loss_terms=self.tree_config.max_loss_terms),
+            compute,
+            mode=mode,
+            device=_device(),
+            backend=self.tree_config.backend,
+            store_on_host=self.tree_config.relay_store == "host",
         )
+
+    def _idle(self, data: TensorDict) -> Tensor:
+        """Run the model on the smallest pack, because the other ranks wait in its collectives; return its scores."""
+        micro = smallest_pack(int(jagged(tu.get(data, "input_ids"))[0][0]))
+        (call,) = micro.calls(scores_own_tokens=self._scores_own_tokens).sections
+        return self._scores(
+            call,
+            micro.layout.to(_device()),
+            plan=AttentionPlan.from_subtree_end(call.subtree_end, backend=self.tree_config.backend, device=_device()),
+            temperature=1.0,
+            calculate_entropy=_wants_entropy(data),
+        )
+
+    def _loss(
+        self,
+        outputs: dict[str, Tensor],
+        rows: TensorDict,
+        result: MiniBatchResult,
+        *,
+        loss_function: LossFunction | None,
+    ) -> Tensor:
+        """Compute verl's loss on some rows and add it to the result; return it scaled for the backward pass."""
+        assert loss_function is not None
+        loss, metrics = loss_function(model_output=outputs, data=rows, dp_group=self.get_data_parallel_group())
+        result.add_loss(loss.detach().item(), metrics)
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def _loss_of_nothing(self, data: TensorDict, result: MiniBatchResult, *, loss_function: LossFunction) -> None:
+        """Compute the loss on zeros for the first row, on a rank that has no row to compute."""
+        rows = select_rows(data, np.zeros(1, dtype=np.int64), device=_device())
+        token_ids, offsets = jagged(rows["input_ids"])
+        zeros = torch.nested.nested_tensor_from_jagged(torch.zeros(len(token_ids), device=_device()), offsets)
+        names = self._output_names(calculate_entropy=_wants_entropy(data))
+        self._loss(dict.fromkeys(names, zeros), rows, result, loss_function=loss_function)
+
+    def _output_names(self, *, calculate_entropy: bool) -> tuple[str, ...]:
+        """Return verl's names of the kinds of scores."""
+        return ("log_probs", "entropy") if calculate_entropy else ("log_probs",)
+
+    def _scores(
+        self,
+        call: RelayCall,
+        layout: TreeLayout,
+        *,
+        plan: AttentionPlan,
+        temperature: float | Tensor,
+        calculate_entropy: bool,
+    ) -> Tensor:
+        """Run the model on one call and return its scores, (C, K)."""
+        token_Q, scored_K, scorer_K = _on_device(call.token_Q, call.scored_K, call.scorer_K)
+        with self._autocast():
+            return forward_scores(
+                cast("PreTrainedModel", self.module),  # FSDP2 keeps the model's own class
+                token_ids_Q=layout.token_ids_T[token_Q],
+                position_Q=layout.position_T[token_Q],
+                pairs=ScoredPairs.of_scorers(scorer_K, layout.token_ids_T[scored_K]),
+                plan=plan,
+                temperature=temperature[token_Q] if isinstance(temperature, Tensor) else temperature,
+                calculate_entropy=calculate_entropy,
+                chunk_size=self.tree_config.logits_chunk_size,
+            )
 
     def _learn_costs(
         self, cost: CostFitter, ranks: Sequence[RankWork], *, clock: PackClock, forward_only: bool
@@ -196,71 +305,6 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
         )
         self.cost_metrics = gathered[0][1]
 
-    def _compute_pack(self, micro: TreeMicroBatch, data: TensorDict) -> tuple[TensorDict, dict[str, Tensor]]:
-        """Return the rows of a pack and their model outputs, jagged and aligned as verl aligns them."""
-        rows = tu.index_select_tensor_dict(data, torch.from_numpy(micro.rows)).to(_device())
-        layout = micro.layout.to(_device())
-        per_token = self._forward(
-            layout,
-            plan=self._plan(micro.layout),
-            wanted_T=micro.wanted_T.to(_device()),
-            temperature=_temperature_of_tokens(tu.get(rows, "temperature", default=1.0), layout),
-            calculate_entropy=bool(tu.get(rows, "calculate_entropy", default=False)),
-        )
-        weight_F = None if micro.gradient_weight_F is None else micro.gradient_weight_F.to(_device())
-        _, offsets = jagged(rows["input_ids"])
-        model_output = {}
-        for name, values_T in per_token.items():
-            values_F = expand(values_T, layout, gradient_weight_F=weight_F).roll(self._output_shift)
-            model_output[name] = torch.nested.nested_tensor_from_jagged(values_F, offsets)
-        return rows, model_output
-
-    def _compute_nothing(self, data: TensorDict) -> tuple[TensorDict, dict[str, Tensor]]:
-        """Return the first row with zero outputs, tied to a model call so that the backward runs every collective."""
-        rows = tu.index_select_tensor_dict(data, [0]).to(_device())
-        token_ids, offsets = jagged(rows["input_ids"])
-        layout = first_token_pack(int(token_ids[0]))
-        per_token = self._forward(
-            layout.to(_device()),
-            plan=self._plan(layout),
-            wanted_T=torch.ones(layout.num_tokens, dtype=torch.bool, device=_device()),
-            temperature=1.0,
-            calculate_entropy=bool(tu.get(data, "calculate_entropy", default=False)),
-        )
-        zeros = torch.zeros(len(token_ids), device=_device())
-        return rows, {
-            name: torch.nested.nested_tensor_from_jagged(zeros + values_T.sum() * 0.0, offsets)
-            for name, values_T in per_token.items()
-        }
-
-    def _forward(
-        self,
-        layout: TreeLayout,
-        *,
-        plan: AttentionPlan,
-        wanted_T: Tensor,
-        temperature: float | Tensor,
-        calculate_entropy: bool,
-    ) -> dict[str, Tensor]:
-        """Compute per-token outputs (T,) of the model on a pack."""
-        with self._autocast():
-            scores = tree_forward_log_probs(
-                cast("PreTrainedModel", self.module),  # FSDP2 keeps the model's own class
-                layout,
-                plan=plan,
-                wanted_T=wanted_T,
-                temperature=temperature,
-                calculate_entropy=calculate_entropy,
-                chunk_size=self.tree_config.logits_chunk_size,
-            )
-        outputs = {"log_probs": scores.log_probs_T}
-        return outputs if scores.entropy_T is None else outputs | {"entropy": scores.entropy_T}
-
-    def _plan(self, layout: TreeLayout) -> AttentionPlan:
-        """Plan the attention from the layout on the host, so that nothing waits for the device."""
-        backend = self.tree_config.backend
-        return AttentionPlan.from_subtree_end(layout.subtree_end_T, backend=backend, device=_device())
-
     def _autocast(self) -> AbstractContextManager[Any]:
         """Autocast as verl's `forward_step` does: only if the parameters are not float32."""
         if self._autocast_dtype == torch.float32:
@@ -272,36 +316,41 @@ class FSDPTreeEngineWithValueHead(BuildTokenClassifier, FSDPTreeEngineWithLMHead
     """The engine of the critic: one value per token of the rows, at the token's own position."""
 
     _output_shift = 0
+    _scores_own_tokens = True
 
     @override
-    def _forward(
+    def _output_names(self, *, calculate_entropy: bool) -> tuple[str, ...]:
+        return ("values",)
+
+    @override
+    def _scores(
         self,
+        call: RelayCall,
         layout: TreeLayout,
         *,
         plan: AttentionPlan,
-        wanted_T: Tensor,
         temperature: float | Tensor,
         calculate_entropy: bool,
-    ) -> dict[str, Tensor]:
+    ) -> Tensor:
+        token_Q, scorer_K = _on_device(call.token_Q, call.scorer_K)
         with self._autocast():
             output = self.module(
-                input_ids=layout.token_ids_T.unsqueeze(0),
-                position_ids=layout.position_T.unsqueeze(0),
+                input_ids=layout.token_ids_T[token_Q].unsqueeze(0),
+                position_ids=layout.position_T[token_Q].unsqueeze(0),
                 attention_mask=None,
                 use_cache=False,
                 tree_plan=plan,
             )
-        return {"values": output.logits.reshape(layout.num_tokens).float()}
+        return output.logits.reshape(1, len(token_Q)).float()[:, scorer_K]
 
 
 def _device() -> torch.device:
     return torch.device(get_device_id())
 
 
-def _temperature_of_tokens(temperature: float | Tensor, layout: TreeLayout) -> float | Tensor:
-    """Spread one temperature per row to the tree tokens (T,). Rows of different temperatures share no token."""
-    if not isinstance(temperature, Tensor) or temperature.dim() == 0:
-        return temperature
-    row_lens = torch.from_numpy(np.diff(layout.leaf_offsets)).to(temperature.device)
-    flat = torch.repeat_interleave(temperature.float(), row_lens)
-    return flat.new_ones(layout.num_tokens).index_copy(0, layout.tree_index_F, flat)
+def _on_device(*arrays: IntArray) -> tuple[Tensor, ...]:
+    return tuple(torch.from_numpy(each).to(_device()) for each in arrays)
+
+
+def _wants_entropy(data: TensorDict) -> bool:
+    return bool(tu.get(data, "calculate_entropy", default=False))

@@ -1,11 +1,13 @@
-"""The rows of a verl mini-batch as packs of their forest, and where the results of a pack belong among the rows.
+"""The rows of a verl mini-batch as micro-batches of their forest, and where the results belong among the rows.
 
 A row is a trajectory. Rows that no loss reads (padding or rejected rows, whose mask is all zero) are not in the forest
-and cost nothing; their outputs are zeros. verl's loss runs on the rows of one pack at a time, so its denominators count
-trajectories and their tokens, never packed tokens.
+and cost nothing; their outputs are zeros. verl's loss runs on the rows of one micro-batch at a time, so its
+denominators count trajectories and their tokens, never packed tokens.
 
-If the cost model predicts that a pack is faster flat, the pack runs flat: its rows become trees of one row each, in as
-many micro-batches as the capacity requires. Nothing after that differs.
+Trees that fit the capacity are packed together. A tree that exceeds it is *relayed*, as one micro-batch of several
+sections, or cut into packs: whichever the cost model predicts to be faster. If it predicts that a pack is faster flat,
+the pack runs flat: its rows become trees of one row each, in as many micro-batches as the capacity requires. Nothing
+after that differs.
 
 Legend: B rows of the mini-batch, of which a loss reads S; F flat tokens of a pack, F_all flat tokens of the mini-batch;
 T tree tokens of a pack.
@@ -14,7 +16,6 @@ T tree tokens of a pack.
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 import numpy as np
 import torch
@@ -22,87 +23,65 @@ from torch import Tensor
 
 from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel, Work, runs_faster_flat
-from verl_tree.functional import shared_token_weights
-from verl_tree.packing import pack
+from verl_tree.engine.read_rows import ReadRows
+from verl_tree.packing import Packing, check_caps, lower_bound, pack
 from verl_tree.packing.baselines import next_fit
 from verl_tree.packing.counts import ForestCounts
 from verl_tree.packing.problem import UNLIMITED, Caps
+from verl_tree.relay.calls import RelayCalls
+from verl_tree.relay.cut import Cut, cut
+from verl_tree.relay.run import Mode, NumCalls
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.nodes import IntArray
-from verl_tree.tree.rows import ranges
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadRows:
-    """The rows of a mini-batch that a loss reads, as one forest with the leaves 0..S - 1."""
-
-    forest: TokenForest
-    rows: IntArray  # (S,) int64, each leaf's row in the mini-batch
-    starts: IntArray  # (S,) int64, where each leaf starts among the F_all flat tokens
-    num_trained: IntArray  # (S,) int64, tokens of each leaf that a loss reads
-    trained: np.ndarray  # (F_all,) bool, the flat tokens that a loss reads
-    weights: Tensor | None = None  # (F_all,) gradient weights of the flat tokens. None: all are 1
-
-    @classmethod
-    def from_batch(
-        cls,
-        tokens: np.ndarray,
-        *,
-        offsets: IntArray,
-        trained: np.ndarray,
-        merge_keys: Sequence[Hashable] | None = None,
-    ) -> Self:
-        """Build the forest of the rows that a loss reads; see `split_into_packs`."""
-        num_trained = np.add.reduceat(trained, offsets[:-1], dtype=np.int64)
-        rows = np.flatnonzero(num_trained)
-        keys = None if merge_keys is None else [merge_keys[row] for row in rows]
-        sequences = [tokens[offsets[row] : offsets[row + 1]] for row in rows]
-        return cls(
-            forest=TokenForest.from_sequences(sequences, merge_keys=keys),
-            rows=rows,
-            starts=offsets[rows],
-            num_trained=num_trained[rows],
-            trained=trained,
-        )
-
-    def flat_index(self, leaves: IntArray) -> IntArray:
-        """Return the places of some leaves' tokens among the F_all flat tokens, leaf after leaf."""
-        return ranges(self.starts[leaves], self.forest.sequence_lens[leaves])
-
-    def weigh(self, shared_tokens: str) -> Self:
-        """Add the gradient weights of an objective for shared tokens; see `shared_token_weights`.
-
-        Leaves are counted over the whole mini-batch, so the objective does not depend on the packing.
-        """
-        if shared_tokens == "sum":
-            return self
-        whole = TreeLayout.from_forest(self.forest)
-        index = self.flat_index(whole.leaves)
-        weight_F = shared_token_weights(whole, torch.from_numpy(self.trained[index]), shared_tokens)
-        weights = torch.zeros(len(self.trained), dtype=weight_F.dtype)
-        weights[index] = weight_F
-        return replace(self, weights=weights)
+MIN_SECTION_COST = 0.02
+"""Least cost of a section besides its tokens, as a share of the capacity: launches, collectives, a gathered context."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeMicroBatch:
-    """One pack on the host, what it computes (`work`), and how its results map to rows."""
+    """One pack or relayed tree on the host, what it computes (`work`), and how its results map to rows."""
 
-    rows: IntArray  # (s,) int64, the rows of the mini-batch in the pack, in the order of `layout.leaves`
+    rows: IntArray  # (s,) int64, the rows of the mini-batch that it holds, in the order of `layout.leaves`
     layout: TreeLayout
+    cut: Cut  # One section for a pack, several for a relayed tree
+    spine_cut: Cut  # That of its spine; no sections for a pack
     wanted_T: Tensor  # (T,) bool, tokens whose log-prob a loss reads
     flat_index_F: Tensor  # (F,) int64, the place of each (leaf, position) among the F_all flat tokens of the mini-batch
     gradient_weight_F: Tensor | None  # (F,) float32, see `shared_token_weights`. None: all are 1
     work: Work
     is_flat: bool
 
+    @property
+    def is_relayed(self) -> bool:
+        """Whether it is one tree in several sections."""
+        return self.cut.num_sections > 1
+
+    def num_calls(self, mode: Mode) -> NumCalls:
+        """Return how many calls of the model it takes."""
+        return NumCalls.of(mode, num_sections=self.cut.num_sections, num_spine_calls=self.spine_cut.num_sections)
+
+    def calls(self, *, scores_own_tokens: bool, max_loss_terms: int | None = None) -> RelayCalls:
+        """Plan its calls. A log-prob is made by the parent of its token, a value by the token itself."""
+        layout = self.layout
+        every = np.arange(layout.num_tokens)
+        return RelayCalls.of_cut(
+            self.cut,
+            spine_cut=self.spine_cut,
+            scorer_T=every if scores_own_tokens else layout.parent_T.numpy(),
+            wanted_T=every >= 0 if scores_own_tokens else self.wanted_T.numpy(),
+            tree_index_F=layout.tree_index_F.numpy(),
+            leaf_offsets=layout.leaf_offsets,
+            max_loss_terms=max_loss_terms,
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeBatch:
-    """The packs of one mini-batch on one rank, and the seconds spent on finding the forest and packing it.
+    """The micro-batches of one mini-batch on one rank, and the seconds spent on finding the forest and cutting it.
 
-    The dearest pack comes first, because ranks run in step and packs of similar cost should meet.
+    The dearest comes first, because ranks run in step and micro-batches of similar cost should meet.
     """
 
     micro_batches: tuple[TreeMicroBatch, ...]
@@ -118,43 +97,121 @@ def split_into_packs(
     capacity: int,
     config: TreeConfig,
     cost_model: CostModel,
+    mode: Mode = "rows",
     merge_keys: Sequence[Hashable] | None = None,
 ) -> TreeBatch:
-    """Find the forest of the rows that a loss reads and cut it into packs; none if no loss reads any row.
+    """Find the forest of the rows that a loss reads and cut it; no micro-batch if no loss reads any row.
 
     `tokens` (F_all,) are the rows one after another, `offsets` (B + 1,) the start of each row. `trained` (F_all,) bool
-    marks the tokens that a loss reads. `merge_keys` (B,) is what besides the tokens changes a row's forward.
+    marks the tokens that a loss reads. `mode` says which model calls a relayed tree takes. `merge_keys` (B,) is what
+    besides the tokens changes a row's forward.
 
     Raises:
         ValueError: A row exceeds a cap, or the method cannot pack the rows; see `verl_tree.packing.pack`.
     """
     started_s = time.perf_counter()
     read = ReadRows.from_batch(tokens, offsets=offsets, trained=trained, merge_keys=merge_keys)
-    packing = pack(
+    read = read.weigh(config.shared_tokens)
+    check_caps(
         read.forest,
-        capacity=capacity,
-        method=config.packing,
+        capacity=None,
         max_loss_terms=config.max_loss_terms,
         loss_terms=read.num_trained,
         max_path_len=config.max_path_len,
     )
-    packing_s = time.perf_counter() - started_s
-    read = read.weigh(config.shared_tokens)
-    caps = Caps(num_tokens=capacity, num_terms=UNLIMITED if config.max_loss_terms is None else config.max_loss_terms)
-    micro_batches = [
+    relayed = [
         micro
-        for packed in packing.packs
-        for micro in flat_or_tree(read, packed.leaves, caps=caps, gate=config.gate, cost_model=cost_model)
+        for leaves in read.trees()
+        if (micro := relay_tree(read, leaves, capacity=capacity, config=config, cost_model=cost_model, mode=mode))
+    ]
+    forest, packed = read.forest, np.arange(read.forest.num_leaves)
+    if relayed:
+        in_order = forest.order
+        packed = in_order[~np.isin(read.rows[in_order], np.concatenate([micro.rows for micro in relayed]))]
+        forest = read.forest_of(packed)
+    packing = pack(
+        forest,
+        capacity=capacity,
+        method=config.packing,
+        max_loss_terms=config.max_loss_terms,
+        loss_terms=read.num_trained[packed],
+        max_path_len=config.max_path_len,
+    )
+    packing_s = time.perf_counter() - started_s
+
+    caps = Caps(num_tokens=capacity, num_terms=UNLIMITED if config.max_loss_terms is None else config.max_loss_terms)
+    micro_batches = relayed + [
+        micro
+        for part in packing.packs
+        for micro in flat_or_tree(read, packed[part.leaves], caps=caps, gate=config.gate, cost_model=cost_model)
     ]
     micro_batches.sort(key=lambda micro: -cost_model.predict(micro.work))
-    counts = replace(
-        ForestCounts.from_packing(packing, forest=read.forest),
-        num_packed_tokens=sum(micro.work.num_tokens for micro in micro_batches),
-        num_packs=len(micro_batches),
-        num_flat_packs=sum(micro.is_flat for micro in micro_batches),
-        num_capacity_tokens=capacity * len(micro_batches),
+    return TreeBatch(
+        micro_batches=tuple(micro_batches),
+        counts=_count(read.forest, packing, micro_batches, capacity=capacity),
+        packing_s=packing_s,
     )
-    return TreeBatch(micro_batches=tuple(micro_batches), counts=counts, packing_s=packing_s)
+
+
+def _count(
+    forest: TokenForest, packing: Packing, micro_batches: Sequence[TreeMicroBatch], *, capacity: int
+) -> ForestCounts:
+    """Count what the micro-batches compute of a forest; `packing` is that of its trees which are not relayed."""
+    relayed = [micro for micro in micro_batches if micro.is_relayed]
+    num_sections = sum(micro.cut.num_sections for micro in relayed)
+    num_packs = len(micro_batches) - len(relayed)
+    return ForestCounts(
+        num_flat_tokens=forest.num_flat_tokens,
+        num_tree_tokens=forest.num_tokens,
+        num_packed_tokens=sum(micro.work.num_tokens for micro in micro_batches),
+        num_nodes=forest.num_nodes,
+        num_leaves=forest.num_leaves,
+        num_packs=num_packs,
+        num_flat_packs=sum(micro.is_flat for micro in micro_batches),
+        # A relayed tree computes each of its tokens once, which is the least possible.
+        num_lower_bound_tokens=packing.lower_bound + sum(micro.work.num_tokens for micro in relayed),
+        num_capacity_tokens=capacity * (num_packs + num_sections),
+        depth=forest.depth,
+        num_sections=num_sections,
+        num_spine_tokens=sum(len(micro.cut.spine) for micro in relayed),
+        num_context_tokens=sum(micro.work.num_context for micro in relayed),
+    )
+
+
+def relay_tree(
+    read: ReadRows, leaves: IntArray, *, capacity: int, config: TreeConfig, cost_model: CostModel, mode: Mode
+) -> TreeMicroBatch | None:
+    """Lay out one tree, its leaves in DFS order, to be relayed; None if it is better packed.
+
+    A tree that fits is packed. One that does not is relayed where `tree.relay` says so or a trajectory leaves no other
+    way. With `auto`, it is relayed unless packs are predicted to be faster. Their lower bound stands for the packs,
+    which are within a few percent of it.
+    """
+    lens = read.forest.sequence_lens[leaves]
+    num_tokens = int(lens.sum() - read.forest.subset_lcp(leaves).sum())
+    is_forced = lens.max(initial=0) > capacity
+    if num_tokens <= capacity or config.relay == "never" or (config.gate == "always" and not is_forced):
+        return None
+    relayed = lay_out_relayed(read, leaves, capacity=capacity, cost_model=cost_model, mode=mode)
+    if config.relay == "always" or is_forced:
+        return relayed
+    least = lower_bound(
+        read.forest_of(leaves),
+        capacity=capacity,
+        max_loss_terms=config.max_loss_terms,
+        loss_terms=read.num_trained[leaves],
+    )
+    work = relayed.work
+    packs = replace(
+        work,
+        num_tokens=least,
+        # A token that is computed again sees its path again.
+        num_visible_pairs=work.num_visible_pairs * least // num_tokens,
+        num_packs=-(-least // capacity),
+        num_spine=0,
+        num_context=0,
+    )
+    return None if cost_model.predict(packs) < cost_model.predict(work) else relayed
 
 
 def flat_or_tree(
@@ -183,6 +240,30 @@ def lay_out_tree(read: ReadRows, leaves: IntArray) -> TreeMicroBatch:
     return _micro_batch(read, TreeLayout.from_forest(read.forest, leaves), leaves=leaves, is_flat=False)
 
 
+def lay_out_relayed(
+    read: ReadRows, leaves: IntArray, *, capacity: int, cost_model: CostModel, mode: Mode = "rows"
+) -> TreeMicroBatch:
+    """Lay out some leaves of the forest as one tree in sections of at most `capacity` tokens."""
+    whole = lay_out_tree(read, leaves)
+    fixed = cost_model.s_per_pack / cost_model.s_per_token if cost_model.s_per_token else 0.0
+    sections = cut(
+        whole.layout.subtree_end_T.numpy(),
+        whole.layout.position_T.numpy(),
+        capacity=capacity,
+        section_cost=max(fixed, MIN_SECTION_COST * capacity),
+    )
+    spine_cut = sections.spine_cut(capacity)
+    # What runs once more, without gradient, before the sections do.
+    num_first = {"forward": 0, "rows": len(sections.spine), "joint": whole.layout.num_tokens}
+    work = replace(
+        whole.work,
+        num_packs=sections.num_sections,
+        num_spine=num_first[mode] if sections.num_sections > 1 else 0,
+        num_context=sections.num_context_tokens + spine_cut.num_context_tokens,
+    )
+    return replace(whole, cut=sections, spine_cut=spine_cut, work=work)
+
+
 def lay_out_flat(read: ReadRows, leaves: IntArray) -> TreeMicroBatch:
     """Lay out some leaves of the forest, each as a tree of its own."""
     sequences = [read.forest.sequence(leaf) for leaf in leaves.tolist()]
@@ -196,9 +277,12 @@ def _micro_batch(read: ReadRows, layout: TreeLayout, *, leaves: IntArray, is_fla
     wanted_T = torch.zeros(layout.num_tokens, dtype=torch.bool)
     wanted_T[layout.tree_index_F[torch.from_numpy(read.trained[flat_index])]] = True
     flat_index_F = torch.from_numpy(flat_index)
+    whole = Cut.whole(layout.subtree_end_T.numpy())
     return TreeMicroBatch(
         rows=read.rows[leaves],
         layout=layout,
+        cut=whole,
+        spine_cut=whole.spine_cut(layout.num_tokens),
         wanted_T=wanted_T,
         flat_index_F=flat_index_F,
         gradient_weight_F=None if read.weights is None else read.weights[flat_index_F],
@@ -213,6 +297,8 @@ def _micro_batch(read: ReadRows, layout: TreeLayout, *, leaves: IntArray, is_fla
     )
 
 
-def first_token_pack(token: int) -> TreeLayout:
-    """Lay out the smallest pack with a scored token, for a rank that runs out of packs before the others."""
-    return TreeLayout.from_forest(TokenForest.from_sequences([[token, token]]))
+def smallest_pack(token: int) -> TreeMicroBatch:
+    """Lay out the smallest pack with a scored token, for a rank that runs out of micro-batches before the others."""
+    tokens = np.array([token, token])
+    read = ReadRows.from_batch(tokens, offsets=np.array([0, 2]), trained=np.array([False, True]))
+    return lay_out_tree(read, np.zeros(1, dtype=np.int64))

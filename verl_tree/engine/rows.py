@@ -1,7 +1,8 @@
 """verl's side of a mini-batch: which rows the tree path accepts, and results in the form that verl expects."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Self
 
 import numpy as np
@@ -17,6 +18,7 @@ from verl_tree.config import TREE_STRATEGY
 from verl_tree.cost.model import Work
 from verl_tree.engine.packs import TreeBatch, TreeMicroBatch
 from verl_tree.packing.counts import ForestCounts
+from verl_tree.relay.run import Mode, NumCalls
 
 _OUTPUTS_WITHOUT_A_TREE_PATH = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
 
@@ -52,16 +54,33 @@ def check_rows(data: TensorDict) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankWork:
-    """One rank's work in a mini-batch: its packs in the order in which they run, their counts, seconds of packing."""
+    """One rank's work in a mini-batch: its micro-batches in the order in which they run, and seconds of packing."""
 
     works: tuple[Work, ...]
+    num_calls: tuple[NumCalls, ...]  # Model calls of each micro-batch
     counts: ForestCounts
     packing_s: float
 
     @classmethod
-    def of_batch(cls, batch: TreeBatch) -> Self:
-        """Sum up this rank's packs."""
-        return cls(tuple(micro.work for micro in batch.micro_batches), batch.counts, batch.packing_s)
+    def of_batch(cls, batch: TreeBatch, *, mode: Mode) -> Self:
+        """Sum up this rank's micro-batches."""
+        return cls(
+            works=tuple(micro.work for micro in batch.micro_batches),
+            num_calls=tuple(micro.num_calls(mode) for micro in batch.micro_batches),
+            counts=batch.counts,
+            packing_s=batch.packing_s,
+        )
+
+
+def calls_in_step(ranks: Sequence[Sequence[NumCalls]], *, mode: Mode) -> list[NumCalls]:
+    """Return the model calls that every rank makes for its first, second, ... micro-batch, from those it needs.
+
+    FSDP's collectives need equal numbers from all ranks, and at least one call, also where no rank has rows.
+    """
+    least = NumCalls.of(mode, num_sections=1, num_spine_calls=0)
+    return [
+        NumCalls(*map(max, zip(*needed, strict=True))) for needed in zip_longest(*ranks, fillvalue=NumCalls(0, 0))
+    ] or [least]
 
 
 def gather(value: Any, *, group: dist.ProcessGroup | None) -> list[Any]:
@@ -71,38 +90,31 @@ def gather(value: Any, *, group: dist.ProcessGroup | None) -> list[Any]:
     return gathered
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepResult:
-    """The result of one model call.
-
-    `model_output` has one jagged tensor per output, with the rows of the pack in their order; it is empty after a
-    backward. `loss` is None if none was computed. `metrics` are those that the loss function returned.
-    """
-
-    model_output: dict[str, Tensor]
-    loss: float | None
-    metrics: dict[str, Any]
-
-
 class MiniBatchResult:
-    """The results of a mini-batch's model calls, collected on the host in the form that verl expects."""
+    """The results of a mini-batch's micro-batches, collected on the host in the form that verl expects."""
 
-    def __init__(self, input_ids: Tensor) -> None:
+    def __init__(self, input_ids: Tensor, *, output_names: Sequence[str] = ()) -> None:
+        """Prepare the outputs of these names for the rows `input_ids`, jagged (B, j)."""
         values, offsets = jagged(input_ids)
-        self._num_tokens, self._offsets = len(values), offsets.cpu()
-        self._flat: dict[str, Tensor] = {}
+        self._offsets = offsets.cpu()
+        self._flat = {name: torch.zeros(len(values), dtype=torch.float32) for name in output_names}
         self._losses: list[float] = []
         self._metrics: list[dict[str, Any]] = []
 
-    def add(self, step: StepResult, *, micro: TreeMicroBatch | None) -> None:
-        """Add the result of one pack. Without a pack (None) the outputs are zero and belong to no row."""
-        for name, value in step.model_output.items():
-            flat = self._flat.setdefault(name, torch.zeros(self._num_tokens, dtype=torch.float32))
-            if micro is not None:
-                flat[micro.flat_index_F] = jagged(value)[0].detach().cpu().to(torch.float32)
-        if step.loss is not None:
-            self._losses.append(step.loss)
-            self._metrics.append(step.metrics)
+    @property
+    def has_losses(self) -> bool:
+        """Whether a loss was computed."""
+        return len(self._losses) > 0
+
+    def add_outputs(self, model_output: Mapping[str, Tensor], *, micro: TreeMicroBatch) -> None:
+        """Add the outputs of a micro-batch: one jagged tensor per name, with its rows in their order."""
+        for name, value in model_output.items():
+            self._flat[name][micro.flat_index_F] = jagged(value)[0].detach().cpu().to(torch.float32)
+
+    def add_loss(self, loss: float, metrics: dict[str, Any]) -> None:
+        """Add a loss of some rows and the metrics that the loss function returned."""
+        self._losses.append(loss)
+        self._metrics.append(metrics)
 
     def as_verl(self) -> dict[str, Any]:
         """Return jagged (B, j) outputs (zero in rows that no pack holds), the losses, and one value for each metric."""

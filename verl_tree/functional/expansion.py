@@ -18,13 +18,20 @@ from verl_tree.tree.layout import TreeLayout
 SHARED_TOKEN_MODES = ("sum", "mean", "once")
 
 
-def expand(values_T: Tensor, layout: TreeLayout, *, gradient_weight_F: Tensor | None = None) -> Tensor:
+def expand(
+    values_T: Tensor,
+    layout: TreeLayout,
+    *,
+    gradient_weight_F: Tensor | None = None,
+    pairs: Tensor | slice = slice(None),
+) -> Tensor:
     """Gather values of tree tokens, (T,) or (T, ...), to the trajectories of the pack, (F,) or (F, ...).
 
     The result is leaf after leaf, as in `layout.leaves` and `layout.leaf_offsets`. `gradient_weight_F` (F,) multiplies
-    the gradient of every (leaf, token) pair and leaves the values as they are.
+    the gradient of every (leaf, token) pair and leaves the values as they are. `pairs` selects some of the F pairs; the
+    weights are then those of the selected ones.
     """
-    values_F = values_T.index_select(0, layout.tree_index_F)
+    values_F = values_T.index_select(0, layout.tree_index_F[pairs])
     return values_F if gradient_weight_F is None else scale_gradient(values_F, gradient_weight_F)
 
 

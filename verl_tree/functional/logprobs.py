@@ -7,8 +7,8 @@ logits of all positions never exist at once.
 The projection must happen inside the model's own forward, because outside it FSDP2 holds only a shard of the head's
 weight. So while the model runs, this instance of the head returns scores in place of logits (`scoring_head`).
 
-Legend: T tree tokens, P projected positions, K (position, label) pairs, V vocabulary, C rows of the score table, R rows
-that the model hands to its head.
+Legend: T tree tokens of a pack, Q tokens that the model computes, P projected positions, K (position, label) pairs, V
+vocabulary, C kinds of scores, R rows that the model hands to its head.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,24 +40,15 @@ _LOGIT_TRANSFORMS = {
 class ScoredPairs:
     """Which positions are projected to the vocabulary, and which log-probs are read there."""
 
-    position_P: Tensor  # (P,) int64, tree indices of the positions, ascending
+    position_P: Tensor  # (P,) int64, places of the positions among the tokens that the model computes, ascending
     pair_position_K: Tensor  # (K,) int64, index into P, ascending
-    pair_token_K: Tensor  # (K,) int64, tree index of the token that the pair scores
-    label_K: Tensor  # (K,) int64, token id of that token
+    label_K: Tensor  # (K,) int64, token id that the pair scores
 
     @classmethod
-    def from_layout(cls, layout: TreeLayout, wanted_T: Tensor | None = None) -> Self:
-        """Find the positions that must be projected to score the tokens in `wanted_T`, (T,) bool. None: all tokens.
-
-        Roots have no parent that could score them and are left out either way.
-        """
-        is_scored_T = layout.parent_T >= 0 if wanted_T is None else (layout.parent_T >= 0) & wanted_T
-        token_K = is_scored_T.nonzero().squeeze(1)
-        # Stable: the children of one position stay in DFS order.
-        parent_K, by_parent = layout.parent_T[token_K].sort(stable=True)
-        position_P, pair_position_K = torch.unique_consecutive(parent_K, return_inverse=True)
-        token_K = token_K[by_parent]
-        return cls(position_P, pair_position_K, token_K, layout.token_ids_T[token_K])
+    def of_scorers(cls, scorer_K: Tensor, label_K: Tensor) -> Self:
+        """Pair places, (K,) int64 ascending, with the ids of the tokens that are scored there."""
+        position_P, pair_position_K = torch.unique_consecutive(scorer_K, return_inverse=True)
+        return cls(position_P, pair_position_K, label_K)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,13 +72,58 @@ def tree_forward_log_probs(
 ) -> TreeLogProbs:
     """Run a causal LM on one pack and score the wanted tokens.
 
+    `wanted_T` (T,) bool marks the tokens whose scores are read; None: every token with a parent. The other arguments
+    and the errors are those of `forward_scores`; the layout is on the model's device.
+    """
+    token_K = scored_tokens(layout, wanted_T)
+    scores_CK = forward_scores(
+        model,
+        token_ids_Q=layout.token_ids_T,
+        position_Q=layout.position_T,
+        pairs=ScoredPairs.of_scorers(layout.parent_T[token_K], layout.token_ids_T[token_K]),
+        plan=plan,
+        temperature=temperature,
+        calculate_entropy=calculate_entropy,
+        entropy_requires_grad=entropy_requires_grad,
+        chunk_size=chunk_size,
+    )
+    # Every scored token occurs once, so nothing is overwritten.
+    scores_CT = scores_CK.new_zeros(scores_CK.shape[0], layout.num_tokens).index_copy(1, token_K, scores_CK)
+    return TreeLogProbs(scores_CT[0], scores_CT[1] if calculate_entropy else None)
+
+
+def scored_tokens(layout: TreeLayout, wanted_T: Tensor | None = None) -> Tensor:
+    """Return the tokens of a pack that are wanted and have a parent, (K,) int64, ordered by their parents.
+
+    The children of one position stay in DFS order. Roots have no parent that could score them.
+    """
+    is_scored_T = layout.parent_T >= 0 if wanted_T is None else (layout.parent_T >= 0) & wanted_T
+    token_K = is_scored_T.nonzero().squeeze(1)
+    return token_K[layout.parent_T[token_K].sort(stable=True).indices]
+
+
+def forward_scores(
+    model: PreTrainedModel,
+    *,
+    token_ids_Q: Tensor,
+    position_Q: Tensor,
+    pairs: ScoredPairs,
+    plan: AttentionPlan,
+    temperature: float | Tensor = 1.0,
+    calculate_entropy: bool = False,
+    entropy_requires_grad: bool = True,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Run a causal LM on the queries of a plan and score the pairs, (C, K): log-probs and, if asked for, entropy.
+
     Args:
         model: A transformers causal LM whose attention implementation is "tree_attention", bare or wrapped by PEFT or
             FSDP2.
-        layout: The pack, on the model's device.
-        plan: The pack's attention plan.
-        wanted_T: (T,) bool, the tokens whose scores are read. None: every token with a parent.
-        temperature: Divides the logits; a number, or (T,) by the position whose logits it divides.
+        token_ids_Q: (Q,) int64, the tokens that the model computes, on the model's device.
+        position_Q: (Q,) int64, their positions.
+        pairs: What is scored.
+        plan: The attention plan. Its context, if any, comes from the store that it carries.
+        temperature: Divides the logits; a number, or (Q,) by the position whose logits it divides.
         calculate_entropy: Also compute the entropy.
         entropy_requires_grad: Whether gradients flow through the entropy.
         chunk_size: Positions projected at a time. None: at least 1,024, more while their logits stay below 2**25
@@ -103,34 +139,29 @@ def tree_forward_log_probs(
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__} has no output embeddings: log-probs need a causal LM")
-    pairs = ScoredPairs.from_layout(layout, wanted_T)
     scorer = _Scorer(
         pairs,
         model_name=type(model).__name__,
-        num_tokens=layout.num_tokens,
+        num_tokens=len(token_ids_Q),
         temperature_P=_at(temperature, pairs.position_P),
         calculate_entropy=calculate_entropy,
         entropy_requires_grad=entropy_requires_grad,
         chunk_size=_auto_chunk_size(model) if chunk_size is None else chunk_size,
     )
     inputs = {
-        "input_ids": layout.token_ids_T.unsqueeze(0),
-        "position_ids": layout.position_T.unsqueeze(0),
+        "input_ids": token_ids_Q.unsqueeze(0),
+        "position_ids": position_Q.unsqueeze(0),
         "attention_mask": None,
         "use_cache": False,
         "logits_to_keep": pairs.position_P,
         "tree_plan": plan,
     }
     if transforms_logits(model):
-        scores_CK = scorer.score(model(**inputs).logits)
-    else:
-        with scoring_head(head, scorer) as calls:
-            logits_1CK = model(**inputs).logits
-        _check_untouched(scorer.model_name, calls, logits_1CK)
-        scores_CK = logits_1CK[0]
-    # Every scored token occurs once, so nothing is overwritten.
-    scores_CT = scores_CK.new_zeros(scores_CK.shape[0], layout.num_tokens).index_copy(1, pairs.pair_token_K, scores_CK)
-    return TreeLogProbs(scores_CT[0], scores_CT[1] if calculate_entropy else None)
+        return scorer.score(model(**inputs).logits)
+    with scoring_head(head, scorer) as calls:
+        logits_1CK = model(**inputs).logits
+    _check_untouched(scorer.model_name, calls, logits_1CK)
+    return logits_1CK[0]
 
 
 def transforms_logits(model: PreTrainedModel) -> bool:

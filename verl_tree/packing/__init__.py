@@ -16,7 +16,7 @@ from verl_tree.packing.problem import UNLIMITED, Caps, Items, Pack, Packing
 from verl_tree.tree import TokenForest
 from verl_tree.tree.nodes import IntArray
 
-__all__ = ["METHODS", "Pack", "Packing", "lower_bound", "pack"]
+__all__ = ["METHODS", "Pack", "Packing", "check_caps", "lower_bound", "pack"]
 
 METHODS = (*TREE_METHODS, "dfs_first_fit", "arrival_first_fit")
 
@@ -58,10 +58,10 @@ def pack(
     """
     if method not in METHODS:
         raise ValueError(f"packing method {method!r} does not exist: use one of {list(METHODS)}")
-    terms = _terms(forest, loss_terms)
-    caps = _checked_caps(
-        forest, capacity=capacity, max_loss_terms=max_loss_terms, terms=terms, max_path_len=max_path_len
+    caps = check_caps(
+        forest, capacity=capacity, max_loss_terms=max_loss_terms, loss_terms=loss_terms, max_path_len=max_path_len
     )
+    terms = _terms(forest, loss_terms)
     leaves = Items.from_forest(forest, terms=terms)
     trees = [Tree.from_leaves(tree, caps=caps) for tree in leaves.trees()]
     if method == "arrival_first_fit":
@@ -90,9 +90,8 @@ def lower_bound(
     loss_terms: Sequence[int] | IntArray | None = None,
 ) -> int:
     """Compute a lower bound on the packed tokens of any packing; arguments and errors are those of `pack`."""
-    terms = _terms(forest, loss_terms)
-    caps = _checked_caps(forest, capacity=capacity, max_loss_terms=max_loss_terms, terms=terms, max_path_len=None)
-    trees = Items.from_forest(forest, terms=terms).trees()
+    caps = check_caps(forest, capacity=capacity, max_loss_terms=max_loss_terms, loss_terms=loss_terms)
+    trees = Items.from_forest(forest, terms=_terms(forest, loss_terms)).trees()
     return sum(Tree.from_leaves(tree, caps=caps).lower_bound for tree in trees)
 
 
@@ -101,15 +100,20 @@ def _terms(forest: TokenForest, loss_terms: Sequence[int] | IntArray | None) -> 
     return forest.sequence_lens - 1 if loss_terms is None else np.asarray(loss_terms, dtype=np.int64)
 
 
-def _checked_caps(
+def check_caps(
     forest: TokenForest,
     *,
     capacity: int | None,
     max_loss_terms: int | None,
-    terms: IntArray,
-    max_path_len: int | None,
+    loss_terms: Sequence[int] | IntArray | None = None,
+    max_path_len: int | None = None,
 ) -> Caps:
-    """Refuse caps that cannot be kept; each error names the option that sets the cap."""
+    """Return the caps of a pack; arguments are those of `pack`.
+
+    Raises:
+        ValueError: A cap is not positive, or a trajectory exceeds it; the message names the option that sets the cap.
+    """
+    terms = _terms(forest, loss_terms)
     if len(terms) != forest.num_leaves or (terms < 0).any():
         raise ValueError(
             f"loss_terms has {len(terms)} entries, the least is {terms.min(initial=0)}: give one number of at least 0 "

@@ -87,6 +87,11 @@ class Cut:
     spine_subtree_end: IntArray
     section_T: IntArray
 
+    @classmethod
+    def whole(cls, subtree_end_T: IntArray) -> "Cut":
+        """Return the preorder as one section, which has no context: an ordinary pack."""
+        return _cut_at(np.asarray(subtree_end_T, dtype=np.int64), bounds=[0, len(subtree_end_T)])
+
     @property
     def num_sections(self) -> int:
         """Number of sections."""

@@ -13,7 +13,7 @@ import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel
 from verl_tree.engine.packs import split_into_packs
-from verl_tree.engine.rows import MiniBatchResult, StepResult, check_rows
+from verl_tree.engine.rows import MiniBatchResult, check_rows
 from verl_tree.testing.local_worker import batch_of_rows
 
 
@@ -50,7 +50,7 @@ def test_images_are_refused() -> None:
 
 
 def test_outputs_stand_at_their_rows_and_each_metric_has_one_value() -> None:
-    """Rows [1 2 3] and [4 5] in packs of their own, the second computed first; then a step on nothing."""
+    """Rows [1 2 3] and [4 5] in packs of their own, the second computed first."""
     tokens, offsets = np.array([1, 2, 3, 4, 5]), np.array([0, 3, 5])
     batch = split_into_packs(
         tokens,
@@ -61,11 +61,11 @@ def test_outputs_stand_at_their_rows_and_each_metric_has_one_value() -> None:
         cost_model=CostModel.prior(),
     )
     by_row = {int(micro.rows[0]): micro for micro in batch.micro_batches}
-    result = MiniBatchResult(jagged([[1, 2, 3], [4, 5]]))
+    result = MiniBatchResult(jagged([[1, 2, 3], [4, 5]]), output_names=["log_probs"])
     for row, values, loss in ((1, [0.4, 0.5], 3.0), (0, [0.1, 0.2, 0.3], 1.0)):
         metrics = {"kl": loss, "pg_loss": Metric(AggregationType.SUM, value=loss)}
-        result.add(StepResult({"log_probs": jagged([values])}, loss=loss, metrics=metrics), micro=by_row[row])
-    result.add(StepResult({"log_probs": jagged([[0.0, 0.0, 0.0]])}, loss=None, metrics={}), micro=None)
+        result.add_outputs({"log_probs": jagged([values])}, micro=by_row[row])
+        result.add_loss(loss, metrics)
     output = result.as_verl()
     assert [row.tolist() for row in output["model_output"]["log_probs"].unbind()] == [
         pytest.approx([0.1, 0.2, 0.3]),

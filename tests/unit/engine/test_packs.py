@@ -50,7 +50,7 @@ def test_rows_without_trained_tokens_cost_nothing() -> None:
 
 
 def test_results_find_their_rows() -> None:
-    batch = split([[1, 1], [0], [1], [0, 1]], capacity=4)
+    batch = split([[1, 1], [0], [1], [0, 1]], capacity=4, relay="never")
     assert [sorted(micro.rows.tolist()) for micro in batch.micro_batches] == [[0, 3], [2]]
     flat = np.zeros(len(TOKENS), dtype=np.int64)
     for micro in batch.micro_batches:

@@ -13,7 +13,7 @@ from tree_cases import DEEP, VOCAB_SIZE, flat_scores, gradients, layout_of, rand
 from verl_tree.attention import AttentionPlan
 from verl_tree.attention.hf import ATTENTION_NAME, check_model, register
 from verl_tree.functional import expand
-from verl_tree.functional.logprobs import ScoredPairs, tree_forward_log_probs
+from verl_tree.functional.logprobs import ScoredPairs, scored_tokens, tree_forward_log_probs
 
 FAMILIES = ["qwen3", "llama", "qwen2"]
 
@@ -145,19 +145,23 @@ def test_the_first_token_of_every_branch_is_scored():
         torch.testing.assert_close(log_probs[1], logits[sequence[2]], rtol=1e-10, atol=0)
 
 
+def pairs_of(layout, wanted_T=None):
+    token_K = scored_tokens(layout, wanted_T)
+    return ScoredPairs.of_scorers(layout.parent_T[token_K], layout.token_ids_T[token_K])
+
+
 def test_scoring_plan_of_a_small_forest():
     """Tree 5 6 7 8 | 9 with a second root 4: tokens in preorder 5 6 7 8 9 4 (sorted leaves decide nothing here)."""
     layout = layout_of([[5, 6, 7, 8], [5, 6, 7, 9], [4]])
     tokens = layout.token_ids_T.tolist()
     wanted_T = torch.tensor([token in (8, 9, 6, 4) for token in tokens])
-    plan = ScoredPairs.from_layout(layout, wanted_T)
+    plan = pairs_of(layout, wanted_T)
     assert [tokens[position] for position in plan.position_P] == [5, 7]  # the root 4 has no parent, 7 is not wanted
     read = [
         (tokens[plan.position_P[at]], int(label)) for at, label in zip(plan.pair_position_K, plan.label_K, strict=True)
     ]
     assert sorted(read) == [(5, 6), (7, 8), (7, 9)]
-    assert torch.equal(layout.token_ids_T[plan.pair_token_K], plan.label_K)
-    assert len(ScoredPairs.from_layout(layout).label_K) == 4
+    assert len(pairs_of(layout).label_K) == 4
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
@@ -281,7 +285,7 @@ def test_a_forward_that_ignores_logits_to_keep_scores_the_same(chunk_size):
     for name, want_one in want_gradients.items():
         assert relative_error(got_gradients[name], want_one) < 1e-12, name
     assert_equals_flat(model, DEEP, chunk_size=chunk_size, temperature=0.7)
-    assert len(ScoredPairs.from_layout(layout).position_P) < layout.num_tokens  # it had something to select
+    assert len(pairs_of(layout).position_P) < layout.num_tokens  # it had something to select
 
 
 @pytest.mark.parametrize("wanted", [[], [3], range(6), range(21)])
@@ -299,7 +303,7 @@ def test_a_forward_that_ignores_logits_to_keep_is_read_at_the_wanted_positions_o
 def test_any_other_number_of_projected_positions_is_refused_with_the_models_name(num_rows):
     model = tiny_model()
     layout = layout_of(DEEP)
-    assert (layout.num_tokens, len(ScoredPairs.from_layout(layout).position_P)) == (21, 15)
+    assert (layout.num_tokens, len(pairs_of(layout).position_P)) == (21, 15)
     replace_forward(model, lambda hidden: torch.cat([hidden, hidden], dim=1)[:, :num_rows])
     message = f"Qwen3ForCausalLM projects {num_rows} positions where 15 of 21 are wanted: its forward must honour"
     with pytest.raises(ValueError, match=message):

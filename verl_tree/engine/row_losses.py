@@ -1,0 +1,34 @@
+"""Which losses are sums over rows, so that the rows of a relayed tree can be read section by section.
+
+verl divides by denominators of the whole mini-batch, so most of its losses are sums of one term per row. The others
+read several rows together, and so does every loss that is not known here: they get all rows of a micro-batch at once
+(the joint form of `verl_tree.relay.run`). Source: verl 0.9.1, workers/utils/losses.py and trainer/ppo/core_algos.py.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
+
+POLICY_LOSSES_OVER_ROWS = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cispo", "dro")
+"""Names in `actor.policy_loss.loss_mode`.
+
+`clip_cov` and `kl_cov` rank the tokens of all rows, `geo_mean` takes the mean of its rows, and `bypass_mode` may
+normalise over them.
+"""
+
+
+def is_sum_over_rows(loss_function: Callable[..., Any] | None) -> bool:
+    """Return whether a loss, as verl's workers hold it, is known to be a sum of one term per row."""
+    if not isinstance(loss_function, partial):
+        return False
+    config = loss_function.keywords.get("config")
+    if loss_function.func is sft_loss:
+        return True
+    if loss_function.func not in (ppo_loss, value_loss) or config is None:
+        return False
+    # This mode divides by the width to which verl pads the rows of one call, unless the divisor is given.
+    if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.loss_scale_factor is None:
+        return False
+    return loss_function.func is value_loss or config.policy_loss.get("loss_mode", "vanilla") in POLICY_LOSSES_OVER_ROWS

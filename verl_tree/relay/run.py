@@ -1,0 +1,146 @@
+"""A model runs over the calls of a cut forest, "spine first".
+
+1. Forward passes without gradient over the spine's sections fill the store and make the scores that rows read before
+   the section of the score has run.
+2. The sections run last to first, each forward and backward. A section scores its tokens, the loss of the rows that are
+   complete there is computed, and the section runs backward from the gradients of its scores. All that later sections
+   have handed up for its tokens is in the store by then.
+
+A *joint* loss couples rows, so it needs all scores at once: in its first pass every section runs forward, then the loss
+is computed on all rows. Without gradients there is only this first pass: every token once.
+
+Legend: T tokens of the forest, K scores of a call, C kinds of scores (log-prob, entropy; or value).
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_tree.attention.plan import AttentionPlan
+from verl_tree.relay.calls import RelayCall, RelayCalls
+from verl_tree.relay.store import ContextStore, RelayContext
+from verl_tree.tree.nodes import IntArray
+
+Compute = Callable[[RelayCall, AttentionPlan], Tensor]
+"""The model on one call: the scores (C, K) of `scored_K`, with a graph if gradients are on."""
+
+Loss = Callable[[Tensor, IntArray], Tensor]
+"""The loss, a scalar, of some leaves of the layout from the scores (C, T) of all tokens."""
+
+
+Mode = Literal["forward", "rows", "joint"]
+"""Forward only; a loss that is a sum over rows; a loss that couples rows."""
+
+
+class NumCalls(NamedTuple):
+    """Calls of the model: forward passes without gradient, which come first, then forward and backward passes."""
+
+    num_first: int
+    num_last: int
+
+    @classmethod
+    def of(cls, mode: Mode, *, num_sections: int, num_spine_calls: int) -> Self:
+        """Count the calls of a forest."""
+        if mode == "forward":
+            return cls(num_sections, 0)
+        # With one section all rows are complete at once, so every loss reads all of them anyway.
+        return cls(num_sections if mode == "joint" and num_sections > 1 else num_spine_calls, num_sections)
+
+
+class RelayRun:
+    """One pass of a model over a forest: `num_first` calls of `first`, then `num_last` calls of `last`.
+
+    The caller makes the calls one by one, because ranks have to make them in step.
+
+    Attributes:
+        scores_CT: The scores that were made so far, 0 elsewhere; None before the first.
+        num_first: Forward passes without gradient.
+        num_last: Forward and backward passes; 0 with `mode="forward"`.
+    """
+
+    def __init__(
+        self,
+        calls: RelayCalls,
+        compute: Compute,
+        *,
+        mode: Mode,
+        device: torch.device,
+        backend: str = "auto",
+        store_on_host: bool = False,
+    ) -> None:
+        self._calls, self._compute = calls, compute
+        self._device, self._backend = device, backend
+        counts = NumCalls.of(mode, num_sections=len(calls.sections), num_spine_calls=len(calls.spine))
+        self.num_first, self.num_last = counts
+        self._is_joint = mode == "joint" and len(calls.sections) > 1
+        self._first = calls.sections if mode == "forward" or self._is_joint else calls.spine
+        self.store = ContextStore(calls.num_spine_tokens, on_host=store_on_host)
+        self.scores_CT: Tensor | None = None
+        self._gradient_CT: Tensor | None = None
+
+    @torch.no_grad()
+    def first(self, number: int) -> None:
+        """Run one forward pass without gradient; `number` counts from 0."""
+        call = self._first[number]
+        self._keep_scores(call, self._compute(call, self._plan(call, writes=True)))
+
+    def last(self, number: int, loss: Loss) -> None:
+        """Run one forward and backward pass; `number` counts from 0. The loss is called if rows are complete here."""
+        if number == 0 and self._is_joint:
+            groups = [group for call in self._calls.sections for group in call.leaf_groups]
+            self._add_gradients(np.sort(np.concatenate(groups)), loss)
+        call = self._calls.sections[len(self._calls.sections) - 1 - number]
+        made_CK = self._compute(call, self._plan(call, writes=False))
+        if not self._is_joint:
+            self._keep_scores(call, made_CK)
+            for leaves in call.leaf_groups:
+                self._add_gradients(leaves, loss)
+        made_CK.backward(self.gradient_of(call, made_CK))
+
+    def gradient_of(self, call: RelayCall, made_CK: Tensor) -> Tensor:
+        """Return the gradients of a call's scores, (C, K); zero where no loss has read them."""
+        if self._gradient_CT is None:
+            return torch.zeros_like(made_CK)
+        return self._gradient_CT[:, self._index(call.scored_K)]
+
+    def _plan(self, call: RelayCall, *, writes: bool) -> AttentionPlan:
+        has_store = self._calls.num_spine_tokens > 0
+        return AttentionPlan.from_subtree_end(
+            call.subtree_end,
+            backend=self._backend,
+            device=self._device,
+            num_context=call.num_context,
+            context=RelayContext(self.store, call, writes=writes, device=self._device) if has_store else None,
+        )
+
+    def _keep_scores(self, call: RelayCall, made_CK: Tensor) -> None:
+        if self.scores_CT is None:
+            self.scores_CT = made_CK.new_zeros(made_CK.shape[0], self._calls.num_tokens)
+        self.scores_CT[:, self._index(call.scored_K)] = made_CK.detach()
+
+    def _add_gradients(self, leaves: IntArray, loss: Loss) -> None:
+        """Compute the loss of some leaves and add the gradients of the scores that it reads."""
+        assert self.scores_CT is not None
+        leaf_CT = self.scores_CT.detach().requires_grad_()
+        (gradient_CT,) = torch.autograd.grad(loss(leaf_CT, leaves), leaf_CT)
+        self._gradient_CT = gradient_CT if self._gradient_CT is None else self._gradient_CT + gradient_CT
+
+    def _index(self, places: IntArray) -> Tensor:
+        return torch.from_numpy(places).to(self._device)
+
+
+def check_repeatable(model: torch.nn.Module) -> None:
+    """Refuse a model in training mode that drops out activations: the spine would be computed twice, differently.
+
+    Raises:
+        ValueError: A module of the model has an active dropout.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and module.training and module.p > 0:
+            raise ValueError(
+                f"{name} drops out {module.p} of its activations, and a relayed tree computes the tokens that its "
+                "sections share twice: set the dropout in the model's config to 0, or set tree.relay=never"
+            )
