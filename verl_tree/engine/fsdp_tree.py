@@ -14,7 +14,7 @@ Legend: T tree tokens and F flat tokens of a micro-batch, Q tokens and K scores 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, cast
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import get_device_name
 
 from verl_tree.attention.hf import ATTENTION_NAME, check_model, register
 from verl_tree.attention.plan import AttentionPlan
@@ -34,7 +34,7 @@ from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY, TreeFSDPEngineConfig
 from verl_tree.cost.fit import CostFitter
 from verl_tree.cost.model import CostModel
 from verl_tree.engine.fsdp_flat import BuildOnAnyDevice, BuildTokenClassifier
-from verl_tree.engine.micro_batch import MicroBatchRows, select_rows
+from verl_tree.engine.micro_batch import LossFunction, MicroBatchRows, RowLosses, device_of_rank
 from verl_tree.engine.pack_times import PackClock, learn_costs
 from verl_tree.engine.packs import TreeBatch, TreeMicroBatch, smallest_pack, split_into_packs
 from verl_tree.engine.row_losses import is_sum_over_rows
@@ -46,8 +46,6 @@ from verl_tree.relay.run import Mode, NumCalls, RelayRun, check_repeatable
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.nodes import IntArray
 from verl_tree.tree.rows import trained_tokens
-
-LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
@@ -120,22 +118,25 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
         ranks = self._exchange_work(batch, mode=mode)
         steps = calls_in_step([rank.num_calls for rank in ranks], mode=mode)
 
-        names = self._output_names(calculate_entropy=_wants_entropy(data)) if forward_only else ()
-        clock, result = PackClock(get_device_name()), MiniBatchResult(tu.get(data, "input_ids"), output_names=names)
+        names = self._output_names(calculate_entropy=_wants_entropy(data))
+        result = MiniBatchResult(tu.get(data, "input_ids"), output_names=names if forward_only else ())
+        losses = RowLosses(loss_function, result, group=self.get_data_parallel_group(), scaler=self.scaler)
+        clock, store_bytes = PackClock(get_device_name()), 0
         for number, calls in enumerate(steps):
             micro = batch.micro_batches[number] if number < len(batch.micro_batches) else None
             is_last = number == len(steps) - 1
             with clock.measure(), torch.profiler.record_function(f"micro_batch{number}"):
-                self._run(micro, data, result, mode=mode, calls=calls, is_last=is_last, loss_function=loss_function)
-        if not result.has_losses and loss_function is not None:
-            # verl needs equal metric keys on every rank.
-            self._loss_of_nothing(data, result, loss_function=loss_function)
-        self._learn_costs(cost, ranks, clock=clock, forward_only=forward_only)
+                store_bytes = max(
+                    store_bytes, self._run(micro, data, losses, mode=mode, calls=calls, is_last=is_last, names=names)
+                )
+        if not batch.micro_batches:
+            losses.of_nothing(data, names=names)
+        self._learn_costs(cost, ranks, clock=clock, store_bytes=store_bytes, forward_only=forward_only)
         return result.as_verl()
 
     def _announce_denominators(self, data: TensorDict) -> None:
         """Add the denominators of verl's losses: the trained tokens of all ranks and the number of ranks."""
-        num_tokens = tu.get(data, "loss_mask").sum().to(_device())
+        num_tokens = tu.get(data, "loss_mask").sum().to(device_of_rank())
         dist.all_reduce(num_tokens, group=self.get_data_parallel_group())
         tu.assign_non_tensor(data, sp_size=1, batch_num_tokens=num_tokens.item(), dp_size=self.get_data_parallel_size())
 
@@ -171,45 +172,45 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
         self,
         micro: TreeMicroBatch | None,
         data: TensorDict,
-        result: MiniBatchResult,
+        losses: RowLosses,
         *,
         mode: Mode,
         calls: NumCalls,
         is_last: bool,
-        loss_function: LossFunction | None,
-    ) -> None:
-        """Run one micro-batch in step with the other ranks: FSDP's collectives need as many model calls from each."""
-        mine = None if micro is None else MicroBatchRows(micro, data, device=_device())
-        run = None if mine is None or micro is None else self._relay(micro, mine, data, mode=mode)
-        names = self._output_names(calculate_entropy=_wants_entropy(data))
+        names: Sequence[str],
+    ) -> int:
+        """Run one micro-batch in step with the other ranks: FSDP's collectives need as many model calls from each.
 
-        def loss(scores_CT: Tensor, leaves: IntArray) -> Tensor:
-            assert mine is not None
-            rows, outputs = mine.select(scores_CT, leaves, names=names, shift=self._output_shift)
-            return self._loss(outputs, rows, result, loss_function=loss_function)
-
+        Without one (None) the calls are idle. Return the bytes of the store.
+        """
+        mine = None if micro is None else MicroBatchRows(micro, data, names=names, shift=self._output_shift)
+        run = None if mine is None else self._relay(mine, data, mode=mode)
         for call in range(calls.num_first):
             if run is not None and call < run.num_first:
                 run.first(call)
             else:
                 with torch.no_grad():
                     self._idle(data)
+
+        def loss(scores_CT: Tensor, leaves: IntArray) -> Tensor:
+            assert mine is not None
+            return losses.of_rows(*mine.select(scores_CT, leaves))
+
         for call in range(calls.num_last):
             with self._gradient_sync_context(is_last_micro_batch=is_last and call == calls.num_last - 1):
                 if run is not None and call < run.num_last:
                     run.last(call, loss)
                 else:
                     (self._idle(data).sum() * 0.0).backward()
-        if mode == "forward" and run is not None and micro is not None and mine is not None:
-            assert run.scores_CT is not None
-            every = np.arange(micro.layout.num_leaves)
-            result.add_outputs(mine.select(run.scores_CT, every, names=names, shift=self._output_shift)[1], micro=micro)
-            if loss_function is not None:
-                loss(run.scores_CT, every)
+        if mine is None or run is None:
+            return 0
+        if mode == "forward":
+            losses.of_forward(mine, run.scores_CT)
+        return run.store.num_bytes
 
-    def _relay(self, micro: TreeMicroBatch, rows: MicroBatchRows, data: TensorDict, *, mode: Mode) -> RelayRun:
+    def _relay(self, rows: MicroBatchRows, data: TensorDict, *, mode: Mode) -> RelayRun:
         """Plan the model calls of a micro-batch."""
-        if micro.is_relayed and mode != "forward":
+        if rows.micro.is_relayed and mode != "forward":
             check_repeatable(self.module)
         temperature, wants_entropy = rows.temperature(), _wants_entropy(data)
 
@@ -217,10 +218,10 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
             return self._scores(call, rows.layout, plan=plan, temperature=temperature, calculate_entropy=wants_entropy)
 
         return RelayRun(
-            micro.calls(scores_own_tokens=self._scores_own_tokens, max_loss_terms=self.tree_config.max_loss_terms),
+            rows.micro.calls(scores_own_tokens=self._scores_own_tokens, max_loss_terms=self.tree_config.max_loss_terms),
             compute,
             mode=mode,
-            device=_device(),
+            device=device_of_rank(),
             backend=self.tree_config.backend,
             store_on_host=self.tree_config.relay_store == "host",
         )
@@ -231,33 +232,13 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
         (call,) = micro.calls(scores_own_tokens=self._scores_own_tokens).sections
         return self._scores(
             call,
-            micro.layout.to(_device()),
-            plan=AttentionPlan.from_subtree_end(call.subtree_end, backend=self.tree_config.backend, device=_device()),
+            micro.layout.to(device_of_rank()),
+            plan=AttentionPlan.from_subtree_end(
+                call.subtree_end, backend=self.tree_config.backend, device=device_of_rank()
+            ),
             temperature=1.0,
             calculate_entropy=_wants_entropy(data),
         )
-
-    def _loss(
-        self,
-        outputs: dict[str, Tensor],
-        rows: TensorDict,
-        result: MiniBatchResult,
-        *,
-        loss_function: LossFunction | None,
-    ) -> Tensor:
-        """Compute verl's loss on some rows and add it to the result; return it scaled for the backward pass."""
-        assert loss_function is not None
-        loss, metrics = loss_function(model_output=outputs, data=rows, dp_group=self.get_data_parallel_group())
-        result.add_loss(loss.detach().item(), metrics)
-        return loss if self.scaler is None else self.scaler.scale(loss)
-
-    def _loss_of_nothing(self, data: TensorDict, result: MiniBatchResult, *, loss_function: LossFunction) -> None:
-        """Compute the loss on zeros for the first row, on a rank that has no row to compute."""
-        rows = select_rows(data, np.zeros(1, dtype=np.int64), device=_device())
-        token_ids, offsets = jagged(rows["input_ids"])
-        zeros = torch.nested.nested_tensor_from_jagged(torch.zeros(len(token_ids), device=_device()), offsets)
-        names = self._output_names(calculate_entropy=_wants_entropy(data))
-        self._loss(dict.fromkeys(names, zeros), rows, result, loss_function=loss_function)
 
     def _output_names(self, *, calculate_entropy: bool) -> tuple[str, ...]:
         """Return verl's names of the kinds of scores."""
@@ -287,23 +268,24 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
             )
 
     def _learn_costs(
-        self, cost: CostFitter, ranks: Sequence[RankWork], *, clock: PackClock, forward_only: bool
+        self, cost: CostFitter, ranks: Sequence[RankWork], *, clock: PackClock, store_bytes: int, forward_only: bool
     ) -> None:
-        """Fit the cost model to the measured times, and record how evenly the ranks worked on an update."""
+        """Fit the cost model to the measured times, and record how the ranks worked on an update."""
         predicted_s = [sum(map(cost.model.predict, rank.works)) for rank in ranks]
         # Fitted costs decide which rank computes what, so a training run that must repeat bit for bit has none.
         if not self.engine_config.full_determinism:
             learn_costs(cost, [rank.works for rank in ranks], seconds=clock.seconds())
         if forward_only:
             return
-        mine = (clock.busy_s(), cost.metrics(prefix="tree/cost_model"))
+        mine = (clock.busy_s(), store_bytes, cost.metrics(prefix="tree/cost_model"))
         gathered = gather(mine, group=self.get_data_parallel_group())
         self.rank_times = RankTimes.of_ranks(
             predicted_s=predicted_s,
-            measured_s=[busy_s for busy_s, _ in gathered],
+            measured_s=[busy_s for busy_s, *_ in gathered],
             packing_s=[rank.packing_s for rank in ranks],
         )
-        self.cost_metrics = gathered[0][1]
+        self.cost_metrics = gathered[0][-1]
+        self.tree_counts += ForestCounts(max_store_bytes=max(store_bytes for _, store_bytes, _ in gathered))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """Autocast as verl's `forward_step` does: only if the parameters are not float32."""
@@ -344,12 +326,8 @@ class FSDPTreeEngineWithValueHead(BuildTokenClassifier, FSDPTreeEngineWithLMHead
         return output.logits.reshape(1, len(token_Q)).float()[:, scorer_K]
 
 
-def _device() -> torch.device:
-    return torch.device(get_device_id())
-
-
 def _on_device(*arrays: IntArray) -> tuple[Tensor, ...]:
-    return tuple(torch.from_numpy(each).to(_device()) for each in arrays)
+    return tuple(torch.from_numpy(each).to(device_of_rank()) for each in arrays)
 
 
 def _wants_entropy(data: TensorDict) -> bool:

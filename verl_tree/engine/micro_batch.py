@@ -1,62 +1,113 @@
-"""One micro-batch between verl's rows and the scores of its tree tokens.
+"""One micro-batch between verl's rows and the scores of its tree tokens, and verl's loss on some of its rows.
 
 Legend: T tree tokens and F flat tokens of the micro-batch, C kinds of scores.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
 
 from verl_tree.engine.packs import TreeMicroBatch
-from verl_tree.engine.rows import jagged
+from verl_tree.engine.rows import MiniBatchResult, jagged
 from verl_tree.functional import expand
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.nodes import IntArray
 from verl_tree.tree.rows import ranges
 
+LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
-def select_rows(data: TensorDict, rows: IntArray, *, device: torch.device) -> TensorDict:
-    """Return some rows of a batch on the device."""
-    return tu.index_select_tensor_dict(data, torch.from_numpy(rows)).to(device)
+
+def device_of_rank() -> torch.device:
+    """Return the device on which this rank computes."""
+    return torch.device(get_device_id())
 
 
 class MicroBatchRows:
-    """The rows of a micro-batch on the device; leaves are counted as in `layout.leaves`."""
+    """The rows of a micro-batch on the device; leaves are counted as in `layout.leaves`.
 
-    def __init__(self, micro: TreeMicroBatch, data: TensorDict, *, device: torch.device) -> None:
-        self._micro, self._data, self._device = micro, data, device
-        self.layout: TreeLayout = micro.layout.to(device)
+    `names` are verl's names of the C kinds of scores. `shift` moves scores along their rows, -1 to one position
+    earlier; only scores that are 0 then cross from row to row.
+    """
+
+    def __init__(self, micro: TreeMicroBatch, data: TensorDict, *, names: Sequence[str], shift: int) -> None:
+        self.micro = micro
+        self.layout: TreeLayout = micro.layout.to(device_of_rank())
+        self._data, self._names, self._shift = data, names, shift
 
     def temperature(self) -> float | Tensor:
         """Return the temperature: one number, or (T,). Rows of different temperatures share no token."""
         temperature = tu.get(self._data, "temperature", default=1.0)
         if not isinstance(temperature, Tensor) or temperature.dim() == 0:
             return float(temperature)
-        of_rows = temperature[torch.from_numpy(self._micro.rows)].to(self._device).float()
-        row_lens = torch.from_numpy(np.diff(self.layout.leaf_offsets)).to(self._device)
+        of_rows = temperature[torch.from_numpy(self.micro.rows)].to(device_of_rank()).float()
+        row_lens = torch.from_numpy(np.diff(self.layout.leaf_offsets)).to(device_of_rank())
         flat = torch.repeat_interleave(of_rows, row_lens)
         return flat.new_ones(self.layout.num_tokens).index_copy(0, self.layout.tree_index_F, flat)
 
-    def select(
-        self, scores_CT: Tensor, leaves: IntArray, *, names: Sequence[str], shift: int
-    ) -> tuple[TensorDict, dict[str, Tensor]]:
-        """Return some rows and their model outputs, jagged; `names` are those of the C kinds of scores.
-
-        `shift` moves the scores along the rows: -1 to one position earlier. Only scores that are 0 cross from row to
-        row.
-        """
-        rows = select_rows(self._data, self._micro.rows[leaves], device=self._device)
+    def select(self, scores_CT: Tensor, leaves: IntArray | None = None) -> tuple[TensorDict, dict[str, Tensor]]:
+        """Return the rows of some leaves, or of all, and their model outputs, jagged and aligned as verl does."""
+        if leaves is None:
+            leaves = np.arange(self.layout.num_leaves)
+        rows = _rows(self._data, self.micro.rows[leaves])
         starts, ends = self.layout.leaf_offsets[leaves], self.layout.leaf_offsets[leaves + 1]
         pairs = torch.from_numpy(ranges(starts, ends - starts))
-        weight_F = self._micro.gradient_weight_F
-        weight_F = None if weight_F is None else weight_F[pairs].to(self._device)
+        weight_F = self.micro.gradient_weight_F
+        weight_F = None if weight_F is None else weight_F[pairs].to(device_of_rank())
         _, offsets = jagged(rows["input_ids"])
         outputs = {}
-        for name, scores_T in zip(names, scores_CT, strict=True):
-            values_F = expand(scores_T, self.layout, gradient_weight_F=weight_F, pairs=pairs.to(self._device))
-            outputs[name] = torch.nested.nested_tensor_from_jagged(values_F.roll(shift), offsets)
+        for name, scores_T in zip(self._names, scores_CT, strict=True):
+            values_F = expand(scores_T, self.layout, gradient_weight_F=weight_F, pairs=pairs.to(device_of_rank()))
+            outputs[name] = torch.nested.nested_tensor_from_jagged(values_F.roll(self._shift), offsets)
         return rows, outputs
+
+
+class RowLosses:
+    """verl's loss function on some rows at a time; each loss and its metrics go into the result."""
+
+    def __init__(
+        self,
+        loss_function: LossFunction | None,
+        result: MiniBatchResult,
+        *,
+        group: dist.ProcessGroup | None,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._loss_function, self._result = loss_function, result
+        self._group, self._scaler = group, scaler
+
+    def of_rows(self, rows: TensorDict, outputs: dict[str, Tensor]) -> Tensor:
+        """Compute the loss and return it scaled for the backward pass."""
+        assert self._loss_function is not None
+        loss, metrics = self._loss_function(model_output=outputs, data=rows, dp_group=self._group)
+        self._result.add_loss(loss.detach().item(), metrics)
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def of_forward(self, rows: MicroBatchRows, scores_CT: Tensor) -> None:
+        """Keep the outputs of a micro-batch that runs forward only, and compute its loss if there is one."""
+        of_rows, outputs = rows.select(scores_CT)
+        self._result.add_outputs(outputs, micro=rows.micro)
+        if self._loss_function is not None:
+            self.of_rows(of_rows, outputs)
+
+    def of_nothing(self, data: TensorDict, *, names: Sequence[str]) -> None:
+        """Compute the loss on zeros for the first row, on a rank that has no row to compute.
+
+        verl needs equal metric keys on every rank.
+        """
+        if self._loss_function is None:
+            return
+        rows = _rows(data, np.zeros(1, dtype=np.int64))
+        token_ids, offsets = jagged(rows["input_ids"])
+        zeros = torch.nested.nested_tensor_from_jagged(torch.zeros(len(token_ids), device=device_of_rank()), offsets)
+        self.of_rows(rows, dict.fromkeys(names, zeros))
+
+
+def _rows(data: TensorDict, rows: IntArray) -> TensorDict:
+    return tu.index_select_tensor_dict(data, torch.from_numpy(rows)).to(device_of_rank())

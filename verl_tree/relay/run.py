@@ -56,7 +56,7 @@ class RelayRun:
     The caller makes the calls one by one, because ranks have to make them in step.
 
     Attributes:
-        scores_CT: The scores that were made so far, 0 elsewhere; None before the first.
+        store: Keys and values of the spine.
         num_first: Forward passes without gradient.
         num_last: Forward and backward passes; 0 with `mode="forward"`.
     """
@@ -78,7 +78,7 @@ class RelayRun:
         self._is_joint = mode == "joint" and len(calls.sections) > 1
         self._first = calls.sections if mode == "forward" or self._is_joint else calls.spine
         self.store = ContextStore(calls.num_spine_tokens, on_host=store_on_host)
-        self.scores_CT: Tensor | None = None
+        self._scores_CT: Tensor | None = None
         self._gradient_CT: Tensor | None = None
 
     @torch.no_grad()
@@ -100,6 +100,12 @@ class RelayRun:
                 self._add_gradients(leaves, loss)
         made_CK.backward(self.gradient_of(call, made_CK))
 
+    @property
+    def scores_CT(self) -> Tensor:
+        """The scores that were made so far, 0 elsewhere."""
+        assert self._scores_CT is not None, "no call has run"
+        return self._scores_CT
+
     def gradient_of(self, call: RelayCall, made_CK: Tensor) -> Tensor:
         """Return the gradients of a call's scores, (C, K); zero where no loss has read them."""
         if self._gradient_CT is None:
@@ -117,13 +123,12 @@ class RelayRun:
         )
 
     def _keep_scores(self, call: RelayCall, made_CK: Tensor) -> None:
-        if self.scores_CT is None:
-            self.scores_CT = made_CK.new_zeros(made_CK.shape[0], self._calls.num_tokens)
-        self.scores_CT[:, self._index(call.scored_K)] = made_CK.detach()
+        if self._scores_CT is None:
+            self._scores_CT = made_CK.new_zeros(made_CK.shape[0], self._calls.num_tokens)
+        self._scores_CT[:, self._index(call.scored_K)] = made_CK.detach()
 
     def _add_gradients(self, leaves: IntArray, loss: Loss) -> None:
         """Compute the loss of some leaves and add the gradients of the scores that it reads."""
-        assert self.scores_CT is not None
         leaf_CT = self.scores_CT.detach().requires_grad_()
         (gradient_CT,) = torch.autograd.grad(loss(leaf_CT, leaves), leaf_CT)
         self._gradient_CT = gradient_CT if self._gradient_CT is None else self._gradient_CT + gradient_CT
