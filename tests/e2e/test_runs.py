@@ -19,6 +19,8 @@ COMPARED = ("actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "ac
 STEPS = range(1, 11)
 ADAMW = ("actor_rollout_ref.actor.optim.optimizer=AdamW", "actor_rollout_ref.actor.optim.lr=1e-3")
 SAVE_FREQ = 4
+RELAY_CAPACITY = 16
+"""Tokens of a section. Every trajectory is longer."""
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +104,39 @@ def test_the_trees_are_stored_and_shown(folder: Path, tree: dict[int, dict[str, 
     assert "session" in page
 
 
-def test_ten_steps_equal_those_of_verls_engine(folder: Path, tree: dict[int, dict[str, Any]]) -> None:
+@pytest.fixture(scope="module")
+def flat(folder: Path, tree: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Replay the training on verl's own engine."""
+    assert set(tree) == set(STEPS), "the rollouts are stored"
+    return run(folder, "flat", *options(folder), "tree.enabled=false")
+
+
+@pytest.fixture(scope="module")
+def relayed(folder: Path, tree: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Replay the training with a capacity below the length of every trajectory."""
+    shortest = min(metrics["prompt_length/min"] for metrics in tree.values())
+    assert shortest >= RELAY_CAPACITY
+    return run(folder, "relayed", *options(folder), f"tree.capacity={RELAY_CAPACITY}")
+
+
+def test_relayed_trees_compute_every_token_once(
+    tree: dict[int, dict[str, Any]], relayed: dict[int, dict[str, Any]]
+) -> None:
+    for step, metrics in relayed.items():
+        assert metrics["tree/err"] == metrics["tree/por"] == tree[step]["tree/por"]
+        assert metrics["tree/sections"] >= metrics["tree/tokens"] / RELAY_CAPACITY
+        assert metrics["tree/packs"] == 0
+        assert 0 < metrics["tree/spine_ratio"] < 1
+        assert metrics["tree/store_gib"] > 0
+
+
+@pytest.mark.parametrize("computed", ["tree", "relayed"])
+def test_ten_steps_equal_those_of_verls_engine(
+    computed: str, flat: dict[int, dict[str, Any]], request: pytest.FixtureRequest
+) -> None:
     """Rewards are equal; losses and gradient norms are close, relative to their largest size in the run."""
-    flat = run(folder, "flat", *options(folder), "tree.enabled=false")
-    assert set(tree) == set(flat) == set(STEPS)
+    tree = request.getfixturevalue(computed)
+    assert set(tree) == set(flat)
     for name in COMPARED:
         scale = max(abs(metrics[name]) for metrics in flat.values())
         assert scale > 0, name

@@ -64,9 +64,9 @@ CASES = [
     Case("one_pack", capacity=4096),
     Case("dense_backend", tree={"backend": "dense"}),
     Case("flat_packs", tree={"gate": "always"}, actor={"entropy_coeff": 0.05}),
-    Case("loss_term_cap", tree={"max_loss_terms": 40}),
+    Case("loss_term_cap", tree={"max_loss_terms": 40, "relay": "never"}),
     *(
-        Case(f"packing_{method}", tree={"packing": method}, capacity=capacity)
+        Case(f"packing_{method}", tree={"packing": method, "relay": "never"}, capacity=capacity)
         for method, capacity in (
             ("heuristic", 37),
             ("exact", 41),

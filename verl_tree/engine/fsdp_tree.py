@@ -16,6 +16,7 @@ Legend: T tree tokens and F flat tokens of a micro-batch, Q tokens and K scores 
 import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -36,9 +37,9 @@ from verl_tree.cost.model import CostModel
 from verl_tree.engine.fsdp_flat import BuildOnAnyDevice, BuildTokenClassifier
 from verl_tree.engine.micro_batch import LossFunction, MicroBatchRows, RowLosses, device_of_rank
 from verl_tree.engine.pack_times import PackClock, learn_costs
-from verl_tree.engine.packs import TreeBatch, TreeMicroBatch, smallest_pack, split_into_packs
+from verl_tree.engine.packs import TreeBatch, smallest_pack, split_into_packs
 from verl_tree.engine.row_losses import is_sum_over_rows
-from verl_tree.engine.rows import MiniBatchResult, RankWork, calls_in_step, check_rows, gather, jagged
+from verl_tree.engine.rows import MiniBatchResult, RankWork, check_rows, gather, jagged, steps_of
 from verl_tree.functional.logprobs import ScoredPairs, forward_scores
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.relay.calls import RelayCall
@@ -116,22 +117,29 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
         mode: Mode = "forward" if forward_only else "rows" if is_sum_over_rows(loss_function) else "joint"
         batch = self._split(data, cost_model=cost.model, mode=mode)
         ranks = self._exchange_work(batch, mode=mode)
-        steps = calls_in_step([rank.num_calls for rank in ranks], mode=mode)
-
+        steps = steps_of([rank.num_calls for rank in ranks], mode=mode)
         names = self._output_names(calculate_entropy=_wants_entropy(data))
         result = MiniBatchResult(tu.get(data, "input_ids"), output_names=names if forward_only else ())
         losses = RowLosses(loss_function, result, group=self.get_data_parallel_group(), scaler=self.scaler)
         clock, store_bytes = PackClock(get_device_name()), 0
-        for number, calls in enumerate(steps):
-            micro = batch.micro_batches[number] if number < len(batch.micro_batches) else None
-            is_last = number == len(steps) - 1
+        for number, step in enumerate(steps):
+            micros = [batch.micro_batches[index] for index in step.ranges[self.get_data_parallel_rank()]]
+            rows = [MicroBatchRows(micro, data, names=names, shift=self._output_shift) for micro in micros]
             with clock.measure(), torch.profiler.record_function(f"micro_batch{number}"):
-                store_bytes = max(
-                    store_bytes, self._run(micro, data, losses, mode=mode, calls=calls, is_last=is_last, names=names)
-                )
+                runs = [self._relay(each, data, mode=mode) for each in rows]
+                self._run(rows, runs, data, losses, calls=step.calls, is_last=number == len(steps) - 1)
+            for each, run in zip(rows, runs, strict=True):
+                store_bytes = max(store_bytes, run.store.num_bytes)
+                if forward_only:
+                    losses.of_forward(each, run.scores_CT)
         if not batch.micro_batches:
             losses.of_nothing(data, names=names)
-        self._learn_costs(cost, ranks, clock=clock, store_bytes=store_bytes, forward_only=forward_only)
+        # Fitted costs decide which rank computes what, so a training run that must repeat bit for bit has none.
+        predicted_s = [sum(map(cost.model.predict, rank.works)) for rank in ranks]
+        if not self.engine_config.full_determinism:
+            learn_costs(cost, [step.works(ranks) for step in steps], seconds=clock.seconds())
+        if not forward_only:
+            self._record(cost, ranks, clock=clock, predicted_s=predicted_s, store_bytes=store_bytes)
         return result.as_verl()
 
     def _announce_denominators(self, data: TensorDict) -> None:
@@ -170,43 +178,33 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
 
     def _run(
         self,
-        micro: TreeMicroBatch | None,
+        rows: Sequence[MicroBatchRows],
+        runs: Sequence[RelayRun],
         data: TensorDict,
         losses: RowLosses,
         *,
-        mode: Mode,
         calls: NumCalls,
         is_last: bool,
-        names: Sequence[str],
-    ) -> int:
-        """Run one micro-batch in step with the other ranks: FSDP's collectives need as many model calls from each.
-
-        Without one (None) the calls are idle. Return the bytes of the store.
-        """
-        mine = None if micro is None else MicroBatchRows(micro, data, names=names, shift=self._output_shift)
-        run = None if mine is None else self._relay(mine, data, mode=mode)
+    ) -> None:
+        """Run micro-batches one after another, in step with the other ranks: idle calls fill up the rest."""
+        first = [partial(run.first, number) for run in runs for number in range(run.num_first)]
         for call in range(calls.num_first):
-            if run is not None and call < run.num_first:
-                run.first(call)
+            if call < len(first):
+                first[call]()
             else:
                 with torch.no_grad():
                     self._idle(data)
-
-        def loss(scores_CT: Tensor, leaves: IntArray) -> Tensor:
-            assert mine is not None
-            return losses.of_rows(*mine.select(scores_CT, leaves))
-
+        last = [
+            partial(run.last, number, partial(_loss, each, losses))
+            for each, run in zip(rows, runs, strict=True)
+            for number in range(run.num_last)
+        ]
         for call in range(calls.num_last):
             with self._gradient_sync_context(is_last_micro_batch=is_last and call == calls.num_last - 1):
-                if run is not None and call < run.num_last:
-                    run.last(call, loss)
+                if call < len(last):
+                    last[call]()
                 else:
                     (self._idle(data).sum() * 0.0).backward()
-        if mine is None or run is None:
-            return 0
-        if mode == "forward":
-            losses.of_forward(mine, run.scores_CT)
-        return run.store.num_bytes
 
     def _relay(self, rows: MicroBatchRows, data: TensorDict, *, mode: Mode) -> RelayRun:
         """Plan the model calls of a micro-batch."""
@@ -267,25 +265,23 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
                 chunk_size=self.tree_config.logits_chunk_size,
             )
 
-    def _learn_costs(
-        self, cost: CostFitter, ranks: Sequence[RankWork], *, clock: PackClock, store_bytes: int, forward_only: bool
+    def _record(
+        self,
+        cost: CostFitter,
+        ranks: Sequence[RankWork],
+        *,
+        clock: PackClock,
+        predicted_s: Sequence[float],
+        store_bytes: int,
     ) -> None:
-        """Fit the cost model to the measured times, and record how the ranks worked on an update."""
-        predicted_s = [sum(map(cost.model.predict, rank.works)) for rank in ranks]
-        # Fitted costs decide which rank computes what, so a training run that must repeat bit for bit has none.
-        if not self.engine_config.full_determinism:
-            learn_costs(cost, [rank.works for rank in ranks], seconds=clock.seconds())
-        if forward_only:
-            return
+        """Record how the ranks worked on an update."""
         mine = (clock.busy_s(), store_bytes, cost.metrics(prefix="tree/cost_model"))
-        gathered = gather(mine, group=self.get_data_parallel_group())
+        measured_s, all_store_bytes, metrics = zip(*gather(mine, group=self.get_data_parallel_group()), strict=True)
         self.rank_times = RankTimes.of_ranks(
-            predicted_s=predicted_s,
-            measured_s=[busy_s for busy_s, *_ in gathered],
-            packing_s=[rank.packing_s for rank in ranks],
+            predicted_s=predicted_s, measured_s=measured_s, packing_s=[rank.packing_s for rank in ranks]
         )
-        self.cost_metrics = gathered[0][-1]
-        self.tree_counts += ForestCounts(max_store_bytes=max(store_bytes for _, store_bytes, _ in gathered))
+        self.cost_metrics = metrics[0]
+        self.tree_counts += ForestCounts(max_store_bytes=max(all_store_bytes))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """Autocast as verl's `forward_step` does: only if the parameters are not float32."""
@@ -324,6 +320,11 @@ class FSDPTreeEngineWithValueHead(BuildTokenClassifier, FSDPTreeEngineWithLMHead
                 tree_plan=plan,
             )
         return output.logits.reshape(1, len(token_Q)).float()[:, scorer_K]
+
+
+def _loss(rows: MicroBatchRows, losses: RowLosses, scores_CT: Tensor, leaves: IntArray) -> Tensor:
+    """Compute the loss of some leaves of a micro-batch."""
+    return losses.of_rows(*rows.select(scores_CT, leaves))
 
 
 def _on_device(*arrays: IntArray) -> tuple[Tensor, ...]:

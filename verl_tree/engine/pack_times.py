@@ -1,9 +1,8 @@
-"""Measured times of model calls, and the pack that each time belongs to."""
+"""Measured times of the steps of a mini-batch, and the work that each time belongs to."""
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
 
 import torch
 
@@ -48,14 +47,14 @@ class PackClock:
         return 0.0 if self._is_cuda else time.process_time() - self._started_s
 
 
-def learn_costs(fitter: CostFitter, works_of_ranks: Sequence[Sequence[Work]], *, seconds: Sequence[float]) -> None:
+def learn_costs(fitter: CostFitter, works_of_steps: Sequence[Sequence[Work]], *, seconds: Sequence[float]) -> None:
     """Add the steps of one mini-batch to the measurements and fit the cost model again.
 
-    FSDP's collectives make every model call last as long as that of the dearest rank. So the time of a step, measured
-    on this rank, is attributed to the dearest pack that any rank ran in it.
+    `works_of_steps` has the work of each rank in each step. FSDP's collectives make a step last as long on every rank
+    as on the dearest. So its time, measured on this rank, is attributed to the dearest work of any rank.
     """
-    steps = zip_longest(*works_of_ranks, fillvalue=Work())
-    # Not strict: where no rank has a pack, one step still runs, and its time is not used.
-    for works, step_s in zip(steps, seconds, strict=False):
-        fitter.add(max(works, key=fitter.model.predict), seconds=step_s)
+    for works, step_s in zip(works_of_steps, seconds, strict=True):
+        dearest = max(works, key=fitter.model.predict)
+        if dearest != Work():  # where no rank has rows, one idle step still runs
+            fitter.add(dearest, seconds=step_s)
     fitter.fit()

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, Self
 
 import numpy as np
@@ -72,15 +71,52 @@ class RankWork:
         )
 
 
-def calls_in_step(ranks: Sequence[Sequence[NumCalls]], *, mode: Mode) -> list[NumCalls]:
-    """Return the model calls that every rank makes for its first, second, ... micro-batch, from those it needs.
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Model calls that all ranks make together, and the range of its micro-batches that each rank computes in them."""
 
-    FSDP's collectives need equal numbers from all ranks, and at least one call, also where no rank has rows.
+    calls: NumCalls
+    ranges: tuple[range, ...]
+
+    def works(self, ranks: Sequence[RankWork]) -> list[Work]:
+        """Return the work of each rank in the step."""
+        return [
+            sum((rank.works[index] for index in indices), Work())
+            for rank, indices in zip(ranks, self.ranges, strict=True)
+        ]
+
+
+def steps_of(ranks: Sequence[Sequence[NumCalls]], *, mode: Mode) -> list[Step]:
+    """Line up the model calls of all ranks; `ranks` has the calls of each rank's micro-batches in order.
+
+    FSDP's collectives need from all ranks the same calls in the same order. A step has as many as the next micro-batch
+    of any rank needs. A rank that needs fewer goes on with packs, and is idle where it has none that fits.
+
+    Example: one rank has a tree of two spine calls and three sections, the other has four packs. The first step has 2
+    calls without gradient and 3 with; three of the packs run in it, the fourth in a second step. Without micro-batches
+    there is still one call.
     """
-    least = NumCalls.of(mode, num_sections=1, num_spine_calls=0)
-    return [
-        NumCalls(*map(max, zip(*needed, strict=True))) for needed in zip_longest(*ranks, fillvalue=NumCalls(0, 0))
-    ] or [least]
+    positions = [0] * len(ranks)
+    steps = []
+    while any(position < len(rank) for position, rank in zip(positions, ranks, strict=True)):
+        waiting = [rank[position] for position, rank in zip(positions, ranks, strict=True) if position < len(rank)]
+        calls = NumCalls(*map(max, zip(*waiting, strict=True)))
+        ends = [_fill(rank, start=position, calls=calls) for position, rank in zip(positions, ranks, strict=True)]
+        steps.append(Step(calls, tuple(map(range, positions, ends))))
+        positions = ends
+    return steps or [Step(NumCalls.of(mode, num_sections=1, num_spine_calls=0), (range(0),) * len(ranks))]
+
+
+def _fill(rank: Sequence[NumCalls], *, start: int, calls: NumCalls) -> int:
+    """Return where the micro-batches end that fit into the calls of a step, from `start` on."""
+    num_first, num_last, end = *calls, start
+    while end < len(rank) and rank[end].num_first <= num_first and rank[end].num_last <= num_last:
+        # Only one store at a time: the others must be packs, which have calls of one kind.
+        if end > start and all(rank[end]):
+            break
+        num_first, num_last = num_first - rank[end].num_first, num_last - rank[end].num_last
+        end += 1
+    return end
 
 
 def gather(value: Any, *, group: dist.ProcessGroup | None) -> list[Any]:

@@ -13,7 +13,8 @@ import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel
 from verl_tree.engine.packs import split_into_packs
-from verl_tree.engine.rows import MiniBatchResult, check_rows
+from verl_tree.engine.rows import MiniBatchResult, Step, check_rows, steps_of
+from verl_tree.relay.run import NumCalls
 from verl_tree.testing.local_worker import batch_of_rows
 
 
@@ -79,3 +80,26 @@ def test_outputs_stand_at_their_rows_and_each_metric_has_one_value() -> None:
 def test_a_mini_batch_without_a_loss_has_a_loss_of_zero() -> None:
     output = MiniBatchResult(jagged([[1, 2, 3]])).as_verl()
     assert output == {"model_output": {}, "loss": [0.0], "metrics": {}}
+
+
+def test_ranks_make_the_same_calls_and_fill_them_with_packs() -> None:
+    """The drawn example, and two trees on one rank, which take a step each."""
+    tree, other_tree, pack = NumCalls(2, 3), NumCalls(1, 2), NumCalls(0, 1)
+    steps = steps_of([[tree], [pack] * 4], mode="rows")
+    assert [step.calls for step in steps] == [(2, 3), (0, 1)]
+    assert [step.ranges for step in steps] == [(range(1), range(3)), (range(1, 1), range(3, 4))]
+
+    steps = steps_of([[tree, other_tree, pack], [tree, pack]], mode="rows")
+    assert [step.calls for step in steps] == [(2, 3), (1, 2), (0, 1)]
+    assert [step.ranges for step in steps] == [
+        (range(1), range(1)),
+        (range(1, 2), range(1, 2)),
+        (range(2, 3), range(2, 2)),
+    ]
+
+    # Forward only, a tree is its sections and a pack is one.
+    steps = steps_of([[NumCalls(3, 0)], [NumCalls(1, 0)] * 2, []], mode="forward")
+    assert [(step.calls, step.ranges) for step in steps] == [((3, 0), (range(1), range(2), range(0)))]
+
+    assert steps_of([[], []], mode="rows") == [Step(NumCalls(0, 1), (range(0), range(0)))]
+    assert steps_of([[], []], mode="forward") == [Step(NumCalls(1, 0), (range(0), range(0)))]

@@ -23,9 +23,9 @@ def test_the_clock_measures_each_call() -> None:
 def test_a_step_lasts_as_long_as_its_dearest_pack() -> None:
     """Two ranks, 2 us a token; rank 1 has a pack less. Every step is explained by the larger pack of the two."""
     cost = CostFitter()
-    ranks = [[work(n) for n in (1000, 300, 900, 70)], [work(n) for n in (500, 800, 20)]]
+    steps = [[work(1000), work(500)], [work(300), work(800)], [work(900), work(20)], [work(70), Work()]]
     for _ in range(2):
-        learn_costs(cost, ranks, seconds=[2e-6 * max_tokens for max_tokens in (1000, 800, 900, 70)])
+        learn_costs(cost, steps, seconds=[2e-6 * max_tokens for max_tokens in (1000, 800, 900, 70)])
     for num_tokens in (70, 500, 1000):
         assert cost.model.predict(work(num_tokens)) == pytest.approx(2e-6 * num_tokens, rel=1e-6)
     metrics = cost.metrics(prefix="tree/cost_model")
@@ -36,6 +36,6 @@ def test_a_step_lasts_as_long_as_its_dearest_pack() -> None:
 def test_a_mini_batch_without_packs_teaches_nothing() -> None:
     cost = CostFitter()
     for _ in range(20):
-        learn_costs(cost, [[], []], seconds=[0.1])
+        learn_costs(cost, [[Work(), Work()]], seconds=[0.1])
     assert not cost.is_fitted
     assert cost.model == CostModel.prior()
