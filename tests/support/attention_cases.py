@@ -85,3 +85,10 @@ class Section:
         rows = (query_Q, self.token_T, self.token_T, query_Q)
         *qkv, grad_out = (x.detach()[row] for x, row in zip((q_THD, k_THD, v_THD, grad_out_THD), rows, strict=True))
         return *(x.requires_grad_() for x in qkv), grad_out
+
+
+def draw_section(rng, layout):
+    """Draw where a section begins and ends. Half of them begin at a token with one of the longest root paths."""
+    starts = layout.position_T.argsort()[-10:] if rng.random() < 0.5 else torch.arange(layout.num_tokens)
+    start = int(rng.choice(starts))
+    return Section.of_layout(layout, start=start, end=int(rng.integers(start, layout.num_tokens)) + 1)

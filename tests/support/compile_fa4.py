@@ -25,42 +25,50 @@ from verl_tree.attention.plan import AttentionPlan
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Shapes of a real plan: tokens, and the tables of key blocks and of query blocks."""
+    """Shapes of a real plan: tokens, queries, and the tables of key blocks and of query blocks."""
 
     num_tokens: int
+    num_queries: int
     tables: tuple[list[torch.Size], list[torch.Size]]
 
 
-def shapes_of(trees: tuple) -> Shapes:
-    plan = AttentionPlan.from_subtree_end(torch.tensor(self_test.subtree_ends(trees), dtype=torch.int32))
+def shapes_of(trees: tuple, *, num_context: int = 0) -> Shapes:
+    ends_T = torch.tensor(self_test.subtree_ends(trees), dtype=torch.int32)
+    plan = AttentionPlan.from_subtree_end(ends_T, num_context=num_context)
     key_shapes, query_shapes = ([table.shape for table in each] for each in fa4.BlockTables.of_plan(plan))
-    return Shapes(plan.num_tokens, (key_shapes, query_shapes))
+    return Shapes(plan.num_tokens, plan.num_queries, (key_shapes, query_shapes))
 
 
 def main() -> None:
     head_dim, dtype, *ratios = sys.argv[1:]
     small = shapes_of(self_test.TREES)
-    large = shapes_of((*self_test.TREES, (5000, ((1, ()), (64, ())))))
+    others = [
+        shapes_of(self_test.TREES, num_context=self_test.CONTEXT_LEN),
+        shapes_of((*self_test.TREES, (5000, ((1, ()), (64, ()))))),
+        shapes_of(((5000, ((1, ()), (64, ()))), *self_test.TREES), num_context=4711),
+    ]
     for ratio in map(int, ratios):
         with FakeTensorMode():
-            record = compile_both(small, large, head_dim=int(head_dim), dtype=getattr(torch, dtype), ratio=ratio)
+            record = compile_both(small, others, head_dim=int(head_dim), dtype=getattr(torch, dtype), ratio=ratio)
         print(json.dumps({"ratio": ratio, **record}), flush=True)
 
 
-def compile_both(small: Shapes, large: Shapes, *, head_dim: int, dtype: torch.dtype, ratio: int) -> dict:
+def compile_both(small: Shapes, others: list[Shapes], *, head_dim: int, dtype: torch.dtype, ratio: int) -> dict:
     """Compile as the self-test does, then call again as training may: that must compile nothing new."""
     heads = (2 * ratio, 2, 2, 2 * ratio)
     record = run(small, [fake(small.num_tokens, count, head_dim, dtype=dtype) for count in heads])
     num_compiled = count_compiled()
-    # Training may have more heads, slices of one projection (fused layers), and a gradient that is stored heads first.
+    # Training may have more heads, slices of one projection (fused layers), a gradient that is stored heads first, and
+    # a context.
     num_heads = 8 * ratio
     fused = ((num_heads + 16) * head_dim, head_dim, 1)
-    qkv = [
-        torch.empty_strided((large.num_tokens, count, head_dim), fused, dtype=dtype, device="cuda")
-        for count in (num_heads, 8, 8)
-    ]
-    heads_first = (head_dim, large.num_tokens * head_dim, 1)
-    run(large, [*qkv, torch.empty_strided(qkv[0].shape, heads_first, dtype=dtype, device="cuda")])
+    for shapes in others:
+        qkv = [
+            torch.empty_strided((num_rows, count, head_dim), fused, dtype=dtype, device="cuda")
+            for num_rows, count in ((shapes.num_queries, num_heads), (shapes.num_tokens, 8), (shapes.num_tokens, 8))
+        ]
+        heads_first = (head_dim, shapes.num_queries * head_dim, 1)
+        run(shapes, [*qkv, torch.empty_strided(qkv[0].shape, heads_first, dtype=dtype, device="cuda")])
     return {**record, "num_compiled": num_compiled, "num_compiled_later": count_compiled() - num_compiled}
 
 

@@ -14,6 +14,8 @@ The lists of a key block, for the gradients of keys and values, are the columns 
 With a sliding window, the smallest and largest position of each block decide, too. A tile is skipped if they prove
 that every pair is too far apart, and full only if they prove that none is.
 
+Where the first P tokens are context, the blocks of queries begin with token P, those of keys with token 0.
+
 Legend: T tokens, R blocks of one direction (rows), C blocks of the other (columns), W the longest list.
 """
 
@@ -78,7 +80,8 @@ class BlockLists:
         def find(plan: AttentionPlan) -> Self:
             runs = plan.runs
             sizes = {"query_block": query_block, "key_block": key_block}
-            lists = cls.from_subtree_end(runs.subtree_end_T, **sizes, window=window, position_T=runs.position_T)
+            mask = {"window": window, "position_T": runs.position_T, "num_context": runs.num_context}
+            lists = cls.from_subtree_end(runs.subtree_end_T, **sizes, **mask)
             return lists.to(plan.subtree_end_T.device)
 
         return plan.once(("block lists", query_block, key_block, window), find)
@@ -92,11 +95,12 @@ class BlockLists:
         key_block: int,
         window: int | None = None,
         position_T: np.ndarray | None = None,
+        num_context: int = 0,
     ) -> Self:
         """Find the visible tiles in O(T^2 / (query_block * key_block)) integer comparisons, on the host.
 
-        `subtree_end_T` and `position_T` are those of `Runs`; positions are read only with a window. The last tile may
-        reach past T. Such a tile is never full.
+        `subtree_end_T`, `position_T` and `num_context` are those of `Runs`; positions are read only with a window. The
+        last tile may reach past T. Such a tile is never full.
 
         Raises:
             ValueError: A block size is not positive, or there is a window and no positions.
@@ -108,14 +112,16 @@ class BlockLists:
         elif position_T is None:
             raise ValueError(f"window={window} is measured in positions: give position_T, or None for no window")
         num_tokens = len(subtree_end_T)
-        num_query_blocks, num_key_blocks = -(-num_tokens // query_block), -(-num_tokens // key_block)
-        first_query = np.arange(num_query_blocks, dtype=np.int32) * query_block
+        num_query_blocks, num_key_blocks = -(-(num_tokens - num_context) // query_block), -(-num_tokens // key_block)
+        first_query = num_context + np.arange(num_query_blocks, dtype=np.int32) * query_block
         first_key = np.arange(num_key_blocks, dtype=np.int32) * key_block
         last_query, last_key = first_query + query_block - 1, first_key + key_block - 1
         ends = np.zeros((num_key_blocks, key_block), dtype=np.int32)  # keys past T end at 0: visible to no query
         ends.flat[:num_tokens] = subtree_end_T
         largest, smallest = ends.max(1), ends.min(1)
-        least_of_query, most_of_query = _extremes(position_T, num_blocks=num_query_blocks, size=query_block)
+        least_of_query, most_of_query = _extremes(
+            position_T[num_context:], num_blocks=num_query_blocks, size=query_block
+        )
         least_of_key, most_of_key = _extremes(position_T, num_blocks=num_key_blocks, size=key_block)
 
         def classify(query: _Index, key: _Index) -> tuple[np.ndarray, np.ndarray]:

@@ -3,7 +3,7 @@
 flash-attn-4 is a beta that needs the exact packages of the extra `fa4`. So nothing of it is imported until a CUDA
 tensor asks, and a kernel is used only after its self-test on the device (`verl_tree.attention.self_test`).
 
-Legend: T tree tokens, Hq and Hkv query and key-value heads, D head dim.
+Legend: T tokens, the last Q of them queries, Hq and Hkv query and key-value heads, D head dim.
 """
 
 import functools
@@ -64,10 +64,8 @@ def not_supported_reasons(
     if capability != COMPUTE_CAPABILITY:
         reasons.append(f"compute capability {capability} is not {COMPUTE_CAPABILITY} (Hopper)")
     reasons += _input_reasons(q_QHD, k_THD, v_THD)
-    if plan.num_context:
-        reasons.append("a context is not served")
-    if plan.num_tokens <= BLOCK_LEN:
-        reasons.append(f"{plan.num_tokens} tokens are one block, for which there are other kernels, not self-tested")
+    if plan.num_queries <= BLOCK_LEN:
+        reasons.append(f"{plan.num_queries} queries are one block, for which there are other kernels, not self-tested")
     if torch.are_deterministic_algorithms_enabled():
         reasons.append("deterministic algorithms are asked for; the block-sparse backward of SM90 adds in any order")
     reasons += installation_reasons()

@@ -3,14 +3,15 @@
 The kernels are called directly, not through `flash_attn_func`, so that we choose what is saved for the backward pass.
 They skip the tiles that no table names, and apply `tree_mask` to partial tiles only.
 
-We rely on two properties of 4.0.0b36 (flash_attn/cute/block_sparse_utils.py and mask.py):
+We rely on three properties of 4.0.0b36 (flash_attn/cute/block_sparse_utils.py, mask.py and flash_fwd_sm90.py):
 
 - A list is visited from its end. The forward kernel masks what lies past the last token only in the first partial tile
   it visits. So lists must ascend.
 - Where a tile reaches past the last key, `tree_mask` gets the key modulo the number of keys. So `subtree_end` needs no
   padding.
+- `seqlen_info` counts the queries and keys of the call. A query counts once, also where its heads are packed.
 
-Legend: T tree tokens, Hq and Hkv query and key-value heads, D head dim.
+Legend: T tokens, the last Q of them queries, Hq and Hkv query and key-value heads, D head dim.
 """
 
 # The extra `fa4` is not installed where types are checked.
@@ -32,14 +33,18 @@ if "block_sparse_tensors_bwd" not in inspect.signature(interface.flash_attn_func
 
 
 @cute.jit
-def tree_mask(_batch, _head, query, key, _seqlen_info, aux_tensors):
-    """Return `key <= query < subtree_end[key]`. The kernel asks pair by pair, with vectors of one element."""
+def tree_mask(_batch, _head, query, key, seqlen_info, aux_tensors):
+    """Return `key <= token < subtree_end[key]` for the token of a query, which the kernel gives by its row.
+
+    The kernel asks pair by pair, with vectors of one element.
+    """
+    token = query + utils.scalar_to_ssa(seqlen_info.seqlen_k - seqlen_info.seqlen_q, cutlass.Int32)
     subtree_end = utils.scalar_to_ssa(aux_tensors[0][key[0]], cutlass.Int32)
-    return (key <= query) & (query < subtree_end)
+    return (key <= token) & (token < subtree_end)
 
 
 def forward(
-    q_THD: torch.Tensor,
+    q_QHD: torch.Tensor,
     k_THD: torch.Tensor,
     v_THD: torch.Tensor,
     subtree_end_T: torch.Tensor,
@@ -48,13 +53,13 @@ def forward(
     block_len: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output (T, Hq, D) and log-sum-exp, float32 (1, Hq, T), of one pack in bf16 or fp16 on an SM90 device.
+    """Return output (Q, Hq, D) and log-sum-exp, float32 (1, Hq, Q), of one pack in bf16 or fp16 on an SM90 device.
 
     `key_tables` are the key blocks of every query block (`BlockRows.tables`).
     """
     # How many values follow the two differs between betas.
-    out_1THD, lse_1HQ, *_ = interface._flash_attn_fwd(
-        q_THD.unsqueeze(0),
+    out_1QHD, lse_1HQ, *_ = interface._flash_attn_fwd(
+        q_QHD.unsqueeze(0),
         k_THD.unsqueeze(0),
         v_THD.unsqueeze(0),
         softmax_scale=scale,
@@ -64,15 +69,15 @@ def forward(
         # Always on, also without gradients. Off would select another kernel, which no self-test has run.
         return_lse=True,
     )
-    return out_1THD.squeeze(0), lse_1HQ
+    return out_1QHD.squeeze(0), lse_1HQ
 
 
 def backward(
-    grad_out_THD: torch.Tensor,
-    q_THD: torch.Tensor,
+    grad_out_QHD: torch.Tensor,
+    q_QHD: torch.Tensor,
     k_THD: torch.Tensor,
     v_THD: torch.Tensor,
-    out_THD: torch.Tensor,
+    out_QHD: torch.Tensor,
     lse_1HQ: torch.Tensor,
     subtree_end_T: torch.Tensor,
     *,
@@ -85,19 +90,19 @@ def backward(
     `query_tables` are the query blocks of every key block (`BlockRows.tables`).
     """
     gradients = interface._flash_attn_bwd(
-        q_THD.unsqueeze(0),
+        q_QHD.unsqueeze(0),
         k_THD.unsqueeze(0),
         v_THD.unsqueeze(0),
-        out_THD.unsqueeze(0),
-        grad_out_THD.unsqueeze(0),
+        out_QHD.unsqueeze(0),
+        grad_out_QHD.unsqueeze(0),
         lse_1HQ,
         softmax_scale=scale,
         mask_mod=tree_mask,
         block_sparse_tensors=_block_sparse(query_tables, block_len),
         aux_tensors=[subtree_end_T],
     )
-    dq_1THD, dk_1THD, dv_1THD = gradients
-    return dq_1THD.squeeze(0), dk_1THD.squeeze(0), dv_1THD.squeeze(0)
+    dq_1QHD, dk_1THD, dv_1THD = gradients
+    return dq_1QHD.squeeze(0), dk_1THD.squeeze(0), dv_1THD.squeeze(0)
 
 
 def _block_sparse(tables: tuple[torch.Tensor, ...], block_len: int) -> BlockSparseTensorsTorch:

@@ -1,10 +1,10 @@
 """Self-tests: a kernel is used on a GPU only after it has agreed with the dense backend there.
 
 Kernels are compiled on the machine that runs them, by compilers that change, and a wrong mask would go unnoticed in
-training. So the first inputs of a kind run a tiny forest forward and backward. A kernel that disagrees is refused from
-then on, its errors are logged, and `"auto"` takes the next backend.
+training. So the first inputs of a kind run a tiny forest forward and backward, once as a whole and once with a context.
+A kernel that disagrees is refused from then on, its errors are logged, and `"auto"` takes the next backend.
 
-Legend: T tree tokens, Hq and Hkv query and key-value heads, D head dim.
+Legend: T tokens, the last Q of them queries, Hq and Hkv query and key-value heads, D head dim.
 """
 
 import logging
@@ -28,6 +28,9 @@ TREES = (
     (1, ((37, ((3, ()), (1, ()))),)),
 )
 """Forest of the self-test, each tree as (tokens of the node, children). Its tiles are full, partial and skipped."""
+
+CONTEXT_LEN = 300
+"""Tokens of the context: a root and a part of its first child, so that it ends inside a run. No tile ends there."""
 
 WINDOW = 150
 """Tokens of the sliding window. Some nodes are shorter and some longer, so it makes tiles of 128 x 64 full, partial and
@@ -107,10 +110,9 @@ def self_test(attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> lis
     of all tokens, whichever is larger. The worst token counts, so that one wrong pair shows.
     """
     subtree_end = torch.tensor(subtree_ends(TREES), dtype=torch.int32)
-    plan = AttentionPlan.from_subtree_end(subtree_end, device=kernel.device)
     generator = torch.Generator().manual_seed(0)
     shapes = [
-        (plan.num_tokens, num_heads, kernel.head_dim)
+        (len(subtree_end), num_heads, kernel.head_dim)
         for num_heads in (kernel.num_heads, kernel.num_kv_heads, kernel.num_kv_heads, kernel.num_heads)
     ]
     inputs = [
@@ -124,17 +126,30 @@ def self_test(attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> lis
         window=WINDOW if kernel.is_windowed else None,
         softcap=SOFTCAP if kernel.is_capped else None,
     )
+    reasons = []
     # The current device of a new thread is the first one.
     with torch.cuda.device_of(inputs[0]):
-        want = _output_and_gradients(dense_attention, [each.double() for each in inputs], plan, options=options)
-        plain = _output_and_gradients(dense_attention, inputs, plan, options=options)
-        got = _output_and_gradients(attend, inputs, plan, options=options)
+        for num_context in (0, CONTEXT_LEN):
+            plan = AttentionPlan.from_subtree_end(subtree_end, device=kernel.device, num_context=num_context)
+            q_QHD, k_THD, v_THD, grad_out_QHD, *sinks = inputs
+            inputs_of_plan = [q_QHD[num_context:], k_THD, v_THD, grad_out_QHD[num_context:], *sinks]
+            reasons += _disagreements(attend, inputs_of_plan, plan, options=options)
+    return reasons
+
+
+def _disagreements(
+    attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], plan: AttentionPlan, *, options: ScoreOptions
+) -> list[str]:
+    want = _output_and_gradients(dense_attention, [each.double() for each in inputs], plan, options=options)
+    plain = _output_and_gradients(dense_attention, inputs, plan, options=options)
+    got = _output_and_gradients(attend, inputs, plan, options=options)
+    behind = f" behind a context of {plan.num_context} tokens" if plan.num_context else ""
     reasons = []
     for name in want:
         error = _worst_token(got[name], want[name])
         limit = max(LIMITS[name] * _worst_token(plain[name], want[name]), LEAST_LIMIT)
         if not error <= limit:
-            reasons.append(f"self-test: worst relative error of {name} is {error:.1e}, the limit {limit:.1e}")
+            reasons.append(f"self-test{behind}: worst relative error of {name} is {error:.1e}, the limit {limit:.1e}")
     return reasons
 
 

@@ -3,7 +3,7 @@
 The forward and the backward pass are custom ops, so that `torch.compile` and fake tensors can trace them. `BlockLists`
 says which tiles the kernels skip. Sliding windows, softcaps and sinks are compiled in where a layer asks for them.
 
-Legend: T tree tokens, Hq and Hkv query and key-value heads, D head dim.
+Legend: T tokens, the last Q of them queries, Hq and Hkv query and key-value heads, D head dim.
 """
 
 import functools
@@ -31,7 +31,7 @@ DELTA_BLOCK = 64
 
 
 def not_supported_reasons(
-    q_QHD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan, *, options: ScoreOptions
+    q_QHD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, _plan: AttentionPlan, *, options: ScoreOptions
 ) -> list[str]:
     """Return why this backend cannot serve the inputs; empty if it can.
 
@@ -50,8 +50,6 @@ def not_supported_reasons(
     if q_QHD.shape[-1] > MAX_HEAD_DIM:
         reasons.append(f"head dim {q_QHD.shape[-1]} is above {MAX_HEAD_DIM}")
     reasons += value_dim_reasons(q_QHD, v_THD)
-    if plan.num_context:
-        reasons.append("a context is not served")
     if reasons or device.type != "cuda":
         return reasons
     kernel = KernelVariant.of(
@@ -67,7 +65,7 @@ def not_supported_reasons(
 class OpInputs(NamedTuple):
     """Arguments of the op `tree_attention_triton`, and in the backward pass their gradients."""
 
-    q_QHD: torch.Tensor | None
+    q_QHD: torch.Tensor | None  # The tokens before the queries are context: T - Q
     k_THD: torch.Tensor | None
     v_THD: torch.Tensor | None
     subtree_end_T: torch.Tensor | None
@@ -137,11 +135,11 @@ def tree_attention_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the forward pass; the arguments are those of `OpInputs`.
 
-    The results are the output (T, Hq, D) and its log-sum-exp, float32 (Hq, T), sinks included; both contiguous.
+    The results are the output (Q, Hq, D) and its log-sum-exp, float32 (Hq, Q), sinks included; both contiguous.
     """
     out_QHD, lse_HQ = _empty_results(q_QHD)
     q_QHD, k_THD, v_THD = (_readable(x) for x in (q_QHD, k_THD, v_THD))
-    num_tokens, num_heads, _ = q_QHD.shape
+    num_heads = q_QHD.shape[1]
     rows_R4, indices = forward_rows
     num_rows = len(rows_R4)
     with torch.cuda.device_of(q_QHD):
@@ -154,7 +152,8 @@ def tree_attention_triton(
             lse=lse_HQ,
             rows=rows_R4,
             indices=indices,
-            num_tokens=num_tokens,
+            num_tokens=len(k_THD),
+            num_context=len(k_THD) - len(q_QHD),
             num_rows=num_rows,
             num_heads=num_heads,
             num_groups=num_heads // k_THD.shape[1],
@@ -191,13 +190,13 @@ def tree_attention_triton_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run the backward pass; the arguments are those of `OpInputs` and the results of `tree_attention_triton`.
 
-    The results are the gradients of queries, keys and values, and `sum(out * grad_out)`, float32 (Hq, T), from which
+    The results are the gradients of queries, keys and values, and `sum(out * grad_out)`, float32 (Hq, Q), from which
     the gradient of the sinks follows; all contiguous.
     """
     grad_q_QHD, grad_k_THD, grad_v_THD = _empty_gradients(q_QHD, k_THD, v_THD)
     grad_out_QHD, q_QHD, k_THD, v_THD = (_readable(x) for x in (grad_out_QHD, q_QHD, k_THD, v_THD))
     dkv, dq = KernelConfig(*configs[4:8]), KernelConfig(*configs[8:])
-    (num_tokens, num_heads, head_dim), num_kv_heads = q_QHD.shape, k_THD.shape[1]
+    (num_queries, num_heads, head_dim), (num_tokens, num_kv_heads, _) = q_QHD.shape, k_THD.shape
     num_dkv_rows, num_dq_rows = len(dkv_rows[0]), len(dq_rows[0])
     delta_HQ = torch.empty_like(lse_HQ)
     # The arguments of both gradient kernels.
@@ -210,17 +209,18 @@ def tree_attention_triton_backward(
         "delta": delta_HQ,
         "subtree_end": subtree_end_T,
         "num_tokens": num_tokens,
+        "num_context": num_tokens - num_queries,
         "num_groups": num_heads // num_kv_heads,
         "scale": scale,
         **_strides(q=q_QHD, k=k_THD, v=v_THD, o=grad_out_QHD),
         **_score_arguments(scale, position_T, window, softcap),
     }
     with torch.cuda.device_of(q_QHD):
-        _kernels().delta_kernel[(-(-num_tokens // DELTA_BLOCK) * num_heads,)](
+        _kernels().delta_kernel[(-(-num_queries // DELTA_BLOCK) * num_heads,)](
             out=out_QHD,
             grad_out=grad_out_QHD,
             delta=delta_HQ,
-            num_tokens=num_tokens,
+            num_queries=num_queries,
             num_heads=num_heads,
             BLOCK=DELTA_BLOCK,
             DIM=head_dim,
@@ -317,7 +317,7 @@ def _kernels() -> ModuleType:
 
 
 def _strides(**tensors: torch.Tensor) -> dict[str, int]:
-    """Return the strides of (T, H, D) tensors by the kernels' names: `stride_qt`, `stride_qh`, `stride_qd` for `q`."""
+    """Return strides of (tokens, H, D) tensors by the kernels' names: `stride_qt`, `stride_qh`, `stride_qd` for `q`."""
     return {
         f"stride_{name}{dim}": x_THD.stride(index) for name, x_THD in tensors.items() for index, dim in enumerate("thd")
     }
@@ -353,10 +353,10 @@ def _readable(x_THD: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_results(q_QHD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    num_tokens, num_heads, _ = q_QHD.shape
+    num_queries, num_heads, _ = q_QHD.shape
     return (
         torch.empty(q_QHD.shape, dtype=q_QHD.dtype, device=q_QHD.device),
-        torch.empty((num_heads, num_tokens), dtype=torch.float32, device=q_QHD.device),
+        torch.empty((num_heads, num_queries), dtype=torch.float32, device=q_QHD.device),
     )
 
 

@@ -37,8 +37,8 @@ HOPPER_CONFIGS = {
 
 Chosen from machine code, not from timings: the largest tiles whose accumulators and scores stay in 255 registers with
 every product on wgmma. The next larger tile spills: with D = 128, `dq` spills 120 bytes a thread at 128 x 128, and
-`forward` 128 with three stages. `dkv` keeps two accumulators and spills a little: 72 bytes for D = 128, 24 for D = 256
-(with a window 88 and 32). Half its query block would avoid that, but halve the width of its products.
+`forward` 200 with three stages. `dkv` keeps two accumulators and spills a little: 64 bytes for D = 128, 24 for D = 256
+(with a window 96 and 40). Half its query block would avoid that, but halve the width of its products.
 """
 
 HOPPER_CAPPED_CONFIGS = {
@@ -48,8 +48,8 @@ HOPPER_CAPPED_CONFIGS = {
 }
 """Like `HOPPER_CONFIGS`, for softcapped scores, whose tanh takes registers.
 
-With a softcap and a window, the `forward` kernels of `HOPPER_CONFIGS` spill 24, 88 and 16 bytes a thread, and `dkv`
-spills 200 for D = 128. In this table only `dkv` spills: 16 for D = 64 and 112 for D = 256.
+With a softcap and a window, the `forward` kernels of `HOPPER_CONFIGS` spill 24, 88 and 24 bytes a thread, and `dkv`
+spills 208 for D = 128. In this table only `dkv` spills: 16 for D = 64 and 120 for D = 256.
 """
 
 SMALL_CONFIGS = {

@@ -14,7 +14,11 @@ has none. Triton compiles the kernel anew for None, without a trace of the optio
 of the cap, since `softcap * tanh` takes the place of the score. A sink is one more key with the value zero, so the sum
 of a row starts with it.
 
-Legend: T tokens, L queries and K keys of a tile, D head dim (padded), R row blocks, G query heads per key-value head.
+The first `num_context` tokens are keys only. So the query of row `i` is token `num_context + i`. Loads and stores go by
+rows, the mask and the positions by tokens. The kernels are not specialised on the number, so 0 runs the same code.
+
+Legend: T tokens, the last Q of them queries, L queries and K keys of a tile, D head dim (padded), R row blocks, G query
+    heads per key-value head.
 """
 
 import triton
@@ -26,7 +30,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _is_visible(query, key, end):
-    """Return the tree mask, broadcast. It is false for keys past T, whose `end` is 0, and for queries past T."""
+    """Return the tree mask, broadcast: false for keys past T, whose `end` is at most 0, and for queries past T."""
     return (key <= query) & (query < end)
 
 
@@ -44,18 +48,18 @@ def _tanh(x):
 
 @triton.jit
 def _load_tile(
-    ptr, start, num_tokens, stride_t, stride_d, BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    ptr, start, stop, stride_t, stride_d, BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Load (BLOCK, D) rows from token `start` on, with zeros past D and, if `BOUNDED`, past T."""
+    """Load (BLOCK, D) rows from `start` on, with zeros past D and, if `BOUNDED`, from row `stop` on."""
     row = tl.arange(0, BLOCK)
     column = tl.arange(0, PADDED_DIM)
     ptrs = ptr + start.to(tl.int64) * stride_t + (row[:, None] * stride_t + column[None, :] * stride_d)
     if BOUNDED:
         if DIM != PADDED_DIM:
-            mask = ((start + row) < num_tokens)[:, None] & (column < DIM)[None, :]
+            mask = ((start + row) < stop)[:, None] & (column < DIM)[None, :]
         else:
-            mask = ((start + row) < num_tokens)[:, None]
+            mask = ((start + row) < stop)[:, None]
         tile = tl.load(ptrs, mask=mask, other=0.0)
     elif DIM != PADDED_DIM:
         tile = tl.load(ptrs, mask=(column < DIM)[None, :], other=0.0)
@@ -66,12 +70,12 @@ def _load_tile(
 
 @triton.jit
 def _store_tile(
-    ptr, tile, start, num_tokens, stride_t, BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr
+    ptr, tile, start, stop, stride_t, BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr
 ):  # fmt: skip
-    """Write the rows of a (BLOCK, D) tile that exist. The columns of the output are contiguous."""
+    """Write the rows of a (BLOCK, D) tile that come before `stop`. The columns of the output are contiguous."""
     row = tl.arange(0, BLOCK)
     column = tl.arange(0, PADDED_DIM)
-    mask = ((start + row) < num_tokens)[:, None] & (column < DIM)[None, :]
+    mask = ((start + row) < stop)[:, None] & (column < DIM)[None, :]
     ptrs = ptr + start.to(tl.int64) * stride_t + (row[:, None] * stride_t + column[None, :])
     tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=mask)
 
@@ -85,7 +89,7 @@ def _row(rows, number):
 
 @triton.jit
 def _forward_tile(
-    acc_LD, sum_L, max_L, q_LD, k, v, subtree_end, query_L, key_start, num_tokens,
+    acc_LD, sum_L, max_L, q_LD, k, v, subtree_end, token_L, key_start, num_tokens,
     stride_kt, stride_kd, stride_vt, stride_vd, scale_log2, positions, position_L, window, scale_tanh,
     KEY_BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +100,7 @@ def _forward_tile(
     if MASKED:
         key_K = key_start + tl.arange(0, KEY_BLOCK)
         end_K = tl.load(subtree_end + key_K, mask=key_K < num_tokens, other=0)
-        visible_LK = _is_visible(query_L[:, None], key_K[None, :], end_K[None, :])
+        visible_LK = _is_visible(token_L[:, None], key_K[None, :], end_K[None, :])
         if window is not None:
             position_K = tl.load(positions + key_K, mask=key_K < num_tokens, other=0)
             visible_LK &= _is_within(position_L[:, None], position_K[None, :], window)
@@ -112,15 +116,15 @@ def _forward_tile(
     return acc_LD, sum_L, new_max_L
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "window"])
+@triton.jit(do_not_specialize=["num_tokens", "num_context", "num_rows", "window"])
 def forward_kernel(
     q, k, v, subtree_end, out, lse, rows, indices,
     stride_qt, stride_qh, stride_qd, stride_kt, stride_kh, stride_kd, stride_vt, stride_vh, stride_vd,
-    num_tokens, num_rows, num_heads, num_groups, scale_log2, positions, window, scale_tanh, sinks,
+    num_tokens, num_context, num_rows, num_heads, num_groups, scale_log2, positions, window, scale_tanh, sinks,
     QUERY_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output (T, Hq, D) and log-sum-exp (Hq, T) of one query block and one query head.
+    """Compute the output (Q, Hq, D) and log-sum-exp (Hq, Q) of one query block and one query head.
 
     Grid: R * Hq programs. Programs of one key-value head are neighbours, so that they read its keys and values from L2.
     Among them, those of one query block are neighbours.
@@ -132,13 +136,15 @@ def forward_kernel(
     head = kv_head * num_groups + group
     k += kv_head.to(tl.int64) * stride_kh
     v += kv_head.to(tl.int64) * stride_vh
+    num_queries = num_tokens - num_context
     query_start = query_block * QUERY_BLOCK
     query_L = query_start + tl.arange(0, QUERY_BLOCK)
+    token_L = num_context + query_L
     q_LD = _load_tile(
-        q + head.to(tl.int64) * stride_qh, query_start, num_tokens, stride_qt, stride_qd, QUERY_BLOCK, DIM, PADDED_DIM,
+        q + head.to(tl.int64) * stride_qh, query_start, num_queries, stride_qt, stride_qd, QUERY_BLOCK, DIM, PADDED_DIM,
         True,
     )  # fmt: skip
-    position_L = None if positions is None else tl.load(positions + query_L, mask=query_L < num_tokens, other=0)
+    position_L = None if positions is None else tl.load(positions + token_L, mask=query_L < num_queries, other=0)
     acc_LD = tl.zeros((QUERY_BLOCK, PADDED_DIM), tl.float32)
     if sinks is not None:
         sum_L = tl.full((QUERY_BLOCK,), 1.0, tl.float32)
@@ -148,60 +154,60 @@ def forward_kernel(
         max_L = tl.full((QUERY_BLOCK,), float("-inf"), tl.float32)
     for position in range(start, middle):
         acc_LD, sum_L, max_L = _forward_tile(
-            acc_LD, sum_L, max_L, q_LD, k, v, subtree_end, query_L, tl.load(indices + position) * KEY_BLOCK, num_tokens,
+            acc_LD, sum_L, max_L, q_LD, k, v, subtree_end, token_L, tl.load(indices + position) * KEY_BLOCK, num_tokens,
             stride_kt, stride_kd, stride_vt, stride_vd, scale_log2, positions, position_L, window, scale_tanh,
             KEY_BLOCK, DIM, PADDED_DIM, PRECISION, False,
         )  # fmt: skip
     for position in range(middle, end):
         acc_LD, sum_L, max_L = _forward_tile(
-            acc_LD, sum_L, max_L, q_LD, k, v, subtree_end, query_L, tl.load(indices + position) * KEY_BLOCK, num_tokens,
+            acc_LD, sum_L, max_L, q_LD, k, v, subtree_end, token_L, tl.load(indices + position) * KEY_BLOCK, num_tokens,
             stride_kt, stride_kd, stride_vt, stride_vd, scale_log2, positions, position_L, window, scale_tanh,
             KEY_BLOCK, DIM, PADDED_DIM, PRECISION, True,
         )  # fmt: skip
-    # Every query sees itself, so only rows past T have an empty sum. They are not stored.
+    # Every query sees itself, so only rows past Q have an empty sum. They are not stored.
     is_empty_L = sum_L == 0.0
     sum_L = tl.where(is_empty_L, 1.0, sum_L)
     lse_L = tl.where(is_empty_L, 0.0, max_L * LN_2 + tl.log(sum_L))
-    tl.store(lse + head.to(tl.int64) * num_tokens + query_L, lse_L, mask=query_L < num_tokens)
+    tl.store(lse + head.to(tl.int64) * num_queries + query_L, lse_L, mask=query_L < num_queries)
     _store_tile(
-        out + head.to(tl.int64) * DIM, acc_LD / sum_L[:, None], query_start, num_tokens, num_heads * DIM, QUERY_BLOCK,
+        out + head.to(tl.int64) * DIM, acc_LD / sum_L[:, None], query_start, num_queries, num_heads * DIM, QUERY_BLOCK,
         DIM, PADDED_DIM,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_queries"])
 def delta_kernel(
-    out, grad_out, delta, stride_ot, stride_oh, stride_od, num_tokens, num_heads,
+    out, grad_out, delta, stride_ot, stride_oh, stride_od, num_queries, num_heads,
     BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Compute `delta = sum over D of out * grad_out`, float32 (Hq, T); `out` is contiguous, `grad_out` strided.
+    """Compute `delta = sum over D of out * grad_out`, float32 (Hq, Q); `out` is contiguous, `grad_out` strided.
 
-    Grid: ceil(T / BLOCK) * Hq programs.
+    Grid: ceil(Q / BLOCK) * Hq programs.
     """
     program = tl.program_id(0)
     head = (program % num_heads).to(tl.int64)
     start = program // num_heads * BLOCK
-    out_LD = _load_tile(out + head * DIM, start, num_tokens, num_heads * DIM, 1, BLOCK, DIM, PADDED_DIM, True)
+    out_LD = _load_tile(out + head * DIM, start, num_queries, num_heads * DIM, 1, BLOCK, DIM, PADDED_DIM, True)
     grad_LD = _load_tile(
-        grad_out + head * stride_oh, start, num_tokens, stride_ot, stride_od, BLOCK, DIM, PADDED_DIM, True
+        grad_out + head * stride_oh, start, num_queries, stride_ot, stride_od, BLOCK, DIM, PADDED_DIM, True
     )
-    token = start + tl.arange(0, BLOCK)
+    query_L = start + tl.arange(0, BLOCK)
     delta_L = tl.sum(out_LD.to(tl.float32) * grad_LD.to(tl.float32), 1)
-    tl.store(delta + head * num_tokens + token, delta_L, mask=token < num_tokens)
+    tl.store(delta + head * num_queries + query_L, delta_L, mask=query_L < num_queries)
 
 
 @triton.jit
 def _dkv_tile(
-    dk_KD, dv_KD, k_KD, v_KD, q, grad_out, lse, delta, end_K, key_K, query_start, num_tokens,
-    stride_qt, stride_qd, stride_ot, stride_od, scale_log2, positions, position_K, window, scale_tanh,
+    dk_KD, dv_KD, k_KD, v_KD, q, grad_out, lse, delta, end_K, key_K, query_start, num_queries,
+    num_context, stride_qt, stride_qd, stride_ot, stride_od, scale_log2, positions, position_K, window, scale_tanh,
     QUERY_BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     query_L = query_start + tl.arange(0, QUERY_BLOCK)
-    q_LD = _load_tile(q, query_start, num_tokens, stride_qt, stride_qd, QUERY_BLOCK, DIM, PADDED_DIM, MASKED)
+    q_LD = _load_tile(q, query_start, num_queries, stride_qt, stride_qd, QUERY_BLOCK, DIM, PADDED_DIM, MASKED)
     if MASKED:
-        lse_L = tl.load(lse + query_L, mask=query_L < num_tokens, other=0.0)
-        delta_L = tl.load(delta + query_L, mask=query_L < num_tokens, other=0.0)
+        lse_L = tl.load(lse + query_L, mask=query_L < num_queries, other=0.0)
+        delta_L = tl.load(delta + query_L, mask=query_L < num_queries, other=0.0)
     else:
         lse_L = tl.load(lse + query_L)
         delta_L = tl.load(delta + query_L)
@@ -210,12 +216,13 @@ def _dkv_tile(
         s_KL = _tanh(s_KL * scale_tanh)
     p_KL = tl.exp2(s_KL * scale_log2 - (lse_L * LOG2_E)[None, :])
     if MASKED:
-        visible_KL = _is_visible(query_L[None, :], key_K[:, None], end_K[:, None])
+        token_L = num_context + query_L
+        visible_KL = _is_visible(token_L[None, :], key_K[:, None], end_K[:, None])
         if window is not None:
-            position_L = tl.load(positions + query_L, mask=query_L < num_tokens, other=0)
+            position_L = tl.load(positions + token_L, mask=query_L < num_queries, other=0)
             visible_KL &= _is_within(position_L[None, :], position_K[:, None], window)
         p_KL = tl.where(visible_KL, p_KL, 0.0)
-    grad_LD = _load_tile(grad_out, query_start, num_tokens, stride_ot, stride_od, QUERY_BLOCK, DIM, PADDED_DIM, MASKED)
+    grad_LD = _load_tile(grad_out, query_start, num_queries, stride_ot, stride_od, QUERY_BLOCK, DIM, PADDED_DIM, MASKED)
     dv_KD = tl.dot(p_KL.to(grad_LD.dtype), grad_LD, dv_KD, input_precision=PRECISION)
     if scale_tanh is not None:
         p_KL *= 1.0 - s_KL * s_KL
@@ -225,11 +232,11 @@ def _dkv_tile(
     return dk_KD, dv_KD
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "window"])
+@triton.jit(do_not_specialize=["num_tokens", "num_context", "num_rows", "window"])
 def dkv_kernel(
     q, k, v, grad_out, lse, delta, subtree_end, dk, dv, rows, indices,
     stride_qt, stride_qh, stride_qd, stride_kt, stride_kh, stride_kd, stride_vt, stride_vh, stride_vd,
-    stride_ot, stride_oh, stride_od, num_tokens, num_rows, num_kv_heads, num_groups, scale, scale_log2,
+    stride_ot, stride_oh, stride_od, num_tokens, num_context, num_rows, num_kv_heads, num_groups, scale, scale_log2,
     positions, window, scale_tanh,
     QUERY_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -245,6 +252,7 @@ def dkv_kernel(
     key_K = key_start + tl.arange(0, KEY_BLOCK)
     end_K = tl.load(subtree_end + key_K, mask=key_K < num_tokens, other=0)
     position_K = None if positions is None else tl.load(positions + key_K, mask=key_K < num_tokens, other=0)
+    num_queries = num_tokens - num_context
     k_KD = _load_tile(
         k + kv_head.to(tl.int64) * stride_kh, key_start, num_tokens, stride_kt, stride_kd, KEY_BLOCK, DIM, PADDED_DIM,
         True,
@@ -259,19 +267,21 @@ def dkv_kernel(
         head = (kv_head * num_groups + group).to(tl.int64)
         q_head = q + head * stride_qh
         grad_head = grad_out + head * stride_oh
-        lse_head = lse + head * num_tokens
-        delta_head = delta + head * num_tokens
+        lse_head = lse + head * num_queries
+        delta_head = delta + head * num_queries
         for position in range(start, middle):
             dk_KD, dv_KD = _dkv_tile(
                 dk_KD, dv_KD, k_KD, v_KD, q_head, grad_head, lse_head, delta_head, end_K, key_K,
-                tl.load(indices + position) * QUERY_BLOCK, num_tokens, stride_qt, stride_qd, stride_ot, stride_od,
-                scale_log2, positions, position_K, window, scale_tanh, QUERY_BLOCK, DIM, PADDED_DIM, PRECISION, False,
+                tl.load(indices + position) * QUERY_BLOCK, num_queries, num_context, stride_qt, stride_qd, stride_ot,
+                stride_od, scale_log2, positions, position_K, window, scale_tanh, QUERY_BLOCK, DIM, PADDED_DIM,
+                PRECISION, False,
             )  # fmt: skip
         for position in range(middle, end):
             dk_KD, dv_KD = _dkv_tile(
                 dk_KD, dv_KD, k_KD, v_KD, q_head, grad_head, lse_head, delta_head, end_K, key_K,
-                tl.load(indices + position) * QUERY_BLOCK, num_tokens, stride_qt, stride_qd, stride_ot, stride_od,
-                scale_log2, positions, position_K, window, scale_tanh, QUERY_BLOCK, DIM, PADDED_DIM, PRECISION, True,
+                tl.load(indices + position) * QUERY_BLOCK, num_queries, num_context, stride_qt, stride_qd, stride_ot,
+                stride_od, scale_log2, positions, position_K, window, scale_tanh, QUERY_BLOCK, DIM, PADDED_DIM,
+                PRECISION, True,
             )  # fmt: skip
     offset = kv_head.to(tl.int64) * DIM
     stride_t = num_kv_heads * DIM
@@ -281,7 +291,7 @@ def dkv_kernel(
 
 @triton.jit
 def _dq_tile(
-    dq_LD, q_LD, grad_LD, lse_L, delta_L, k, v, subtree_end, query_L, key_start, num_tokens,
+    dq_LD, q_LD, grad_LD, lse_L, delta_L, k, v, subtree_end, token_L, key_start, num_tokens,
     stride_kt, stride_kd, stride_vt, stride_vd, scale_log2, positions, position_L, window, scale_tanh,
     KEY_BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -294,7 +304,7 @@ def _dq_tile(
     if MASKED:
         key_K = key_start + tl.arange(0, KEY_BLOCK)
         end_K = tl.load(subtree_end + key_K, mask=key_K < num_tokens, other=0)
-        visible_LK = _is_visible(query_L[:, None], key_K[None, :], end_K[None, :])
+        visible_LK = _is_visible(token_L[:, None], key_K[None, :], end_K[None, :])
         if window is not None:
             position_K = tl.load(positions + key_K, mask=key_K < num_tokens, other=0)
             visible_LK &= _is_within(position_L[:, None], position_K[None, :], window)
@@ -306,16 +316,16 @@ def _dq_tile(
     return tl.dot(ds_LK.to(k_KD.dtype), k_KD, dq_LD, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "window"])
+@triton.jit(do_not_specialize=["num_tokens", "num_context", "num_rows", "window"])
 def dq_kernel(
     q, k, v, grad_out, lse, delta, subtree_end, dq, rows, indices,
     stride_qt, stride_qh, stride_qd, stride_kt, stride_kh, stride_kd, stride_vt, stride_vh, stride_vd,
-    stride_ot, stride_oh, stride_od, num_tokens, num_rows, num_heads, num_groups, scale, scale_log2,
+    stride_ot, stride_oh, stride_od, num_tokens, num_context, num_rows, num_heads, num_groups, scale, scale_log2,
     positions, window, scale_tanh,
     QUERY_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of the queries (T, Hq, D) of a query block and a query head; the grid is the forward's."""
+    """Compute the gradient of the queries (Q, Hq, D) of a query block and a query head; the grid is the forward's."""
     program = tl.program_id(0)
     group = program % num_groups
     query_block, start, middle, end = _row(rows, (program // num_groups) % num_rows)  # pyright: ignore[reportGeneralTypeIssues]
@@ -323,28 +333,30 @@ def dq_kernel(
     head = (kv_head * num_groups + group).to(tl.int64)
     k += kv_head.to(tl.int64) * stride_kh
     v += kv_head.to(tl.int64) * stride_vh
+    num_queries = num_tokens - num_context
     query_start = query_block * QUERY_BLOCK
     query_L = query_start + tl.arange(0, QUERY_BLOCK)
+    token_L = num_context + query_L
     q_LD = _load_tile(
-        q + head * stride_qh, query_start, num_tokens, stride_qt, stride_qd, QUERY_BLOCK, DIM, PADDED_DIM, True
+        q + head * stride_qh, query_start, num_queries, stride_qt, stride_qd, QUERY_BLOCK, DIM, PADDED_DIM, True
     )
     grad_LD = _load_tile(
-        grad_out + head * stride_oh, query_start, num_tokens, stride_ot, stride_od, QUERY_BLOCK, DIM, PADDED_DIM, True
+        grad_out + head * stride_oh, query_start, num_queries, stride_ot, stride_od, QUERY_BLOCK, DIM, PADDED_DIM, True
     )
-    lse_L = tl.load(lse + head * num_tokens + query_L, mask=query_L < num_tokens, other=0.0)
-    delta_L = tl.load(delta + head * num_tokens + query_L, mask=query_L < num_tokens, other=0.0)
-    position_L = None if positions is None else tl.load(positions + query_L, mask=query_L < num_tokens, other=0)
+    lse_L = tl.load(lse + head * num_queries + query_L, mask=query_L < num_queries, other=0.0)
+    delta_L = tl.load(delta + head * num_queries + query_L, mask=query_L < num_queries, other=0.0)
+    position_L = None if positions is None else tl.load(positions + token_L, mask=query_L < num_queries, other=0)
     dq_LD = tl.zeros((QUERY_BLOCK, PADDED_DIM), tl.float32)
     for position in range(start, middle):
         dq_LD = _dq_tile(
-            dq_LD, q_LD, grad_LD, lse_L, delta_L, k, v, subtree_end, query_L, tl.load(indices + position) * KEY_BLOCK,
+            dq_LD, q_LD, grad_LD, lse_L, delta_L, k, v, subtree_end, token_L, tl.load(indices + position) * KEY_BLOCK,
             num_tokens, stride_kt, stride_kd, stride_vt, stride_vd, scale_log2, positions, position_L, window,
             scale_tanh, KEY_BLOCK, DIM, PADDED_DIM, PRECISION, False,
         )  # fmt: skip
     for position in range(middle, end):
         dq_LD = _dq_tile(
-            dq_LD, q_LD, grad_LD, lse_L, delta_L, k, v, subtree_end, query_L, tl.load(indices + position) * KEY_BLOCK,
+            dq_LD, q_LD, grad_LD, lse_L, delta_L, k, v, subtree_end, token_L, tl.load(indices + position) * KEY_BLOCK,
             num_tokens, stride_kt, stride_kd, stride_vt, stride_vd, scale_log2, positions, position_L, window,
             scale_tanh, KEY_BLOCK, DIM, PADDED_DIM, PRECISION, True,
         )  # fmt: skip
-    _store_tile(dq + head * DIM, dq_LD * scale, query_start, num_tokens, num_heads * DIM, QUERY_BLOCK, DIM, PADDED_DIM)
+    _store_tile(dq + head * DIM, dq_LD * scale, query_start, num_queries, num_heads * DIM, QUERY_BLOCK, DIM, PADDED_DIM)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from attention_cases import draw_section
 from torch.distributed.utils import _apply_to_tensors
 from torch.nn.attention.flex_attention import create_block_mask
 from tree_cases import layout_of, random_sequences
@@ -46,6 +47,13 @@ def test_the_tables_of_the_drawn_forest():
     assert all(table.dtype == torch.int32 for table in (*lists.by_query.tables(), *lists.by_key.tables()))
 
 
+def test_the_drawn_forest_behind_a_context():
+    """a0 is context. The blocks of queries are a1 a2 | b0 b1 | c0, those of keys a0 a1 | a2 b0 | b1 c0."""
+    lists = BlockLists.from_subtree_end(DRAWN, query_block=2, key_block=2, num_context=1)
+    assert lists_of(lists.by_query) == {0: ([0], [1]), 1: ([0, 1], [2]), 2: ([], [0, 1, 2])}
+    assert lists_of(lists.by_key) == {0: ([0, 1], [2]), 1: ([1], [0, 2]), 2: ([], [1, 2])}
+
+
 def test_tables_without_a_full_tile_are_one_wide():
     lists = BlockLists.from_subtree_end(np.array([1]), query_block=128, key_block=128)
     num_partial, partial, num_full, full = lists.by_query.tables()
@@ -58,15 +66,17 @@ def used(num_11R: torch.Tensor, columns_11RW: torch.Tensor) -> list[list[int]]:
     return [columns[:count] for count, columns in pairs]
 
 
-def assert_equals_block_mask(subtree_end_T: torch.Tensor, query_block: int, key_block: int) -> None:
+def assert_equals_block_mask(
+    subtree_end_T: torch.Tensor, query_block: int, key_block: int, *, num_context: int = 0
+) -> None:
     def tree_mask(_batch, _head, query, key):
-        return (key <= query) & (query < subtree_end_T[key])
+        token = num_context + query
+        return (key <= token) & (token < subtree_end_T[key])
 
-    num_tokens = len(subtree_end_T)
-    want = create_block_mask(
-        tree_mask, None, None, num_tokens, num_tokens, device="cpu", BLOCK_SIZE=(query_block, key_block)
-    )
-    lists = BlockLists.from_subtree_end(subtree_end_T.numpy(), query_block=query_block, key_block=key_block)
+    lens = (len(subtree_end_T) - num_context, len(subtree_end_T))
+    want = create_block_mask(tree_mask, None, None, *lens, device="cpu", BLOCK_SIZE=(query_block, key_block))
+    sizes = {"query_block": query_block, "key_block": key_block}
+    lists = BlockLists.from_subtree_end(subtree_end_T.numpy(), **sizes, num_context=num_context)
     num_partial, partial, num_full, full = lists.by_query.tables()
     assert used(num_partial, partial) == used(want.kv_num_blocks, want.kv_indices)
     assert used(num_full, full) == used(want.full_kv_num_blocks, want.full_kv_indices)
@@ -87,11 +97,21 @@ def test_random_forests_equal_create_block_mask(seed, monkeypatch):
     assert_equals_block_mask(layout_of(sequences).subtree_end_T, query_block, key_block)
 
 
+@pytest.mark.parametrize("seed", range(100))
+def test_sections_equal_create_block_mask(seed):
+    """Blocks of queries begin behind the context, wherever that ends."""
+    rng = np.random.default_rng(seed)
+    layout = layout_of(random_sequences(rng, num_sequences=int(rng.integers(1, 20)), mean_len=int(rng.integers(1, 60))))
+    section = draw_section(rng, layout)
+    query_block, key_block = (int(size) for size in rng.choice([1, 2, 5, 8, 16, 32, 64, 128], size=2))
+    assert_equals_block_mask(section.subtree_end_T, query_block, key_block, num_context=section.num_context)
+
+
 def mask_of(plan: AttentionPlan, window: int) -> torch.Tensor:
-    """(T, T) bool, query by key."""
+    """(Q, T) bool, query by key."""
     token_T, position_T = torch.arange(plan.num_tokens), plan.position_T
     visible_TT = (token_T <= token_T[:, None]) & (token_T[:, None] < plan.subtree_end_T)
-    return visible_TT & (position_T[:, None] - position_T < window)
+    return (visible_TT & (position_T[:, None] - position_T < window))[plan.num_context :]
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -99,15 +119,15 @@ def test_the_tiles_of_a_window_hold_every_visible_pair(seed, monkeypatch):
     """What is left out sees nothing, and a full tile sees all; both directions agree. A mask is never needed twice."""
     rng = np.random.default_rng(seed)
     layout = layout_of(random_sequences(rng, num_sequences=int(rng.integers(1, 12)), mean_len=int(rng.integers(1, 40))))
-    plan = AttentionPlan.from_layout(layout)
+    plan = draw_section(rng, layout).plan() if seed % 2 else AttentionPlan.from_layout(layout)
     query_block, key_block = (int(size) for size in rng.choice([1, 2, 5, 8, 16], size=2))
     window = int(rng.integers(1, plan.max_path_len + 2))
     if seed % 3 == 0:
         monkeypatch.setattr(blocks, "CHUNK_TILES", 7)
     lists = BlockLists.of_plan(plan, query_block=query_block, key_block=key_block, window=window)
     by_query, by_key = lists_of(lists.by_query), lists_of(lists.by_key)
-    visible_TT = mask_of(plan, window)
-    for query, queries in enumerate(visible_TT.split(query_block)):
+    visible_QT = mask_of(plan, window)
+    for query, queries in enumerate(visible_QT.split(query_block)):
         for key, tile in enumerate(queries.split(key_block, dim=1)):
             full, partial = key in by_query[query][0], key in by_query[query][1]
             assert (query in by_key[key][0], query in by_key[key][1]) == (full, partial)

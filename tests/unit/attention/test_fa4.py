@@ -41,58 +41,61 @@ def on_gpu(monkeypatch):
         head_dim=128,
         value_head_dim=None,
         num_tokens=700,
+        num_context=0,
         options=PLAIN,
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         monkeypatch.setattr(fa4, "installation_reasons", lambda: ())
         monkeypatch.setattr(fa4, "self_test_reasons", lambda *_: [])
-        plan = AttentionPlan.from_subtree_end(torch.full((num_tokens,), num_tokens, dtype=torch.int32))
+        ends_T = torch.full((num_tokens,), num_tokens, dtype=torch.int32)
+        plan = AttentionPlan.from_subtree_end(ends_T, num_context=num_context)
+        shapes = [
+            (plan.num_queries, 8, head_dim),
+            (num_tokens, 2, head_dim),
+            (num_tokens, 2, value_head_dim or head_dim),
+        ]
         with FakeTensorMode():
-            q, k, v = (
-                torch.empty(num_tokens, heads, dim, dtype=dtype, device="cuda")
-                for heads, dim in ((8, head_dim), (2, head_dim), (2, value_head_dim or head_dim))
-            )
+            q, k, v = (torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes)
         return fa4.not_supported_reasons(q, k, v, plan, options=options)
 
     return refusals
 
 
-def rounded_attention(q_THD, k_THD, v_THD, plan, *, options, visible_TT=None, visible_in_backward_TT=None):
+def rounded_attention(q_QHD, k_THD, v_THD, plan, *, options, visible_TT=None, visible_in_backward_TT=None):
     """Attention as a flash kernel rounds it: probabilities and score gradients in the dtype of the inputs."""
-    query_T = torch.arange(plan.num_tokens)
-    mask_TT = (query_T <= query_T[:, None]) & (query_T[:, None] < plan.subtree_end_T)
-    forward_TT = mask_TT if visible_TT is None else visible_TT
+    forward_TT = tree_mask() if visible_TT is None else visible_TT
     backward_TT = forward_TT if visible_in_backward_TT is None else visible_in_backward_TT
-    return _Rounded.apply(q_THD, k_THD, v_THD, forward_TT, backward_TT, options.scale)
+    masks = (mask_TT[plan.num_context :] for mask_TT in (forward_TT, backward_TT))
+    return _Rounded.apply(q_QHD, k_THD, v_THD, *masks, options.scale)
 
 
 class _Rounded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_THD, k_THD, v_THD, forward_TT, backward_TT, scale):
-        num_groups = q_THD.shape[1] // k_THD.shape[1]
-        q_HTD = q_THD.float().transpose(0, 1)
+    def forward(ctx, q_QHD, k_THD, v_THD, forward_QT, backward_QT, scale):
+        num_groups = q_QHD.shape[1] // k_THD.shape[1]
+        q_HQD = q_QHD.float().transpose(0, 1)
         k_HTD, v_HTD = (each.float().repeat_interleave(num_groups, 1).transpose(0, 1) for each in (k_THD, v_THD))
-        scores_HTT = (q_HTD @ k_HTD.mT * scale).masked_fill(~forward_TT, -torch.inf)
-        probs_HTT = (scores_HTT - scores_HTT.amax(-1, keepdim=True)).exp()
-        out_HTD = (probs_HTT.to(q_THD.dtype).float() @ v_HTD) / probs_HTT.sum(-1, keepdim=True)
-        out_HTD = out_HTD.to(q_THD.dtype)
-        ctx.save_for_backward(q_HTD, k_HTD, v_HTD, out_HTD, scores_HTT.logsumexp(-1, keepdim=True), backward_TT)
-        ctx.dtype, ctx.scale, ctx.num_groups = q_THD.dtype, scale, num_groups
-        return out_HTD.transpose(0, 1)
+        scores_HQT = (q_HQD @ k_HTD.mT * scale).masked_fill(~forward_QT, -torch.inf)
+        probs_HQT = (scores_HQT - scores_HQT.amax(-1, keepdim=True)).exp()
+        out_HQD = (probs_HQT.to(q_QHD.dtype).float() @ v_HTD) / probs_HQT.sum(-1, keepdim=True)
+        out_HQD = out_HQD.to(q_QHD.dtype)
+        ctx.save_for_backward(q_HQD, k_HTD, v_HTD, out_HQD, scores_HQT.logsumexp(-1, keepdim=True), backward_QT)
+        ctx.dtype, ctx.scale, ctx.num_groups = q_QHD.dtype, scale, num_groups
+        return out_HQD.transpose(0, 1)
 
     @staticmethod
-    def backward(ctx, grad_out_THD):
-        q_HTD, k_HTD, v_HTD, out_HTD, lse_HT1, backward_TT = ctx.saved_tensors
-        grad_out_HTD = grad_out_THD.float().transpose(0, 1)
-        scores_HTT = (q_HTD @ k_HTD.mT * ctx.scale).masked_fill(~backward_TT, -torch.inf)
-        probs_HTT = (scores_HTT - lse_HT1).exp()
-        delta_HT1 = (grad_out_HTD * out_HTD.float()).sum(-1, keepdim=True)
-        grad_scores_HTT = (probs_HTT * (grad_out_HTD @ v_HTD.mT - delta_HT1)).to(ctx.dtype).float()
-        dq_HTD = ctx.scale * grad_scores_HTT @ k_HTD
-        dk_HTD = ctx.scale * grad_scores_HTT.mT @ q_HTD
-        dv_HTD = probs_HTT.to(ctx.dtype).float().mT @ grad_out_HTD
+    def backward(ctx, grad_out_QHD):
+        q_HQD, k_HTD, v_HTD, out_HQD, lse_HQ1, backward_QT = ctx.saved_tensors
+        grad_out_HQD = grad_out_QHD.float().transpose(0, 1)
+        scores_HQT = (q_HQD @ k_HTD.mT * ctx.scale).masked_fill(~backward_QT, -torch.inf)
+        probs_HQT = (scores_HQT - lse_HQ1).exp()
+        delta_HQ1 = (grad_out_HQD * out_HQD.float()).sum(-1, keepdim=True)
+        grad_scores_HQT = (probs_HQT * (grad_out_HQD @ v_HTD.mT - delta_HQ1)).to(ctx.dtype).float()
+        dq_HQD = ctx.scale * grad_scores_HQT @ k_HTD
+        dk_HTD = ctx.scale * grad_scores_HQT.mT @ q_HQD
+        dv_HTD = probs_HQT.to(ctx.dtype).float().mT @ grad_out_HQD
         dk_HTD, dv_HTD = (each.unflatten(0, (-1, ctx.num_groups)).sum(1) for each in (dk_HTD, dv_HTD))
-        return *(each.transpose(0, 1).to(ctx.dtype) for each in (dq_HTD, dk_HTD, dv_HTD)), None, None, None
+        return *(each.transpose(0, 1).to(ctx.dtype) for each in (dq_HQD, dk_HTD, dv_HTD)), None, None, None
 
 
 def test_cpu_tensors_are_refused():
@@ -108,6 +111,7 @@ def test_cpu_tensors_are_refused():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_hopper_with_everything_in_order_is_served(on_gpu, head_dim, dtype):
     assert on_gpu(head_dim=head_dim, dtype=dtype, num_tokens=129) == []
+    assert on_gpu(head_dim=head_dim, dtype=dtype, num_tokens=700, num_context=571) == []
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,8 @@ def test_hopper_with_everything_in_order_is_served(on_gpu, head_dim, dtype):
         ({"dtype": torch.float32}, "dtype torch.float32 is none of bfloat16, float16"),
         ({"head_dim": 256}, "head dim 256 is none of"),
         ({"value_head_dim": 64}, "head dim 64 and 128 is none of"),
-        ({"num_tokens": 128}, "128 tokens are one block"),
+        ({"num_tokens": 128}, "128 queries are one block"),
+        ({"num_tokens": 700, "num_context": 572}, "128 queries are one block"),
         ({"options": ScoreOptions(1.0, window=5)}, "a sliding window of 5 tokens"),
         ({"options": ScoreOptions(1.0, softcap=50.0)}, "scores softcapped at 50.0"),
         ({"options": ScoreOptions(1.0, sinks_H=torch.zeros(8))}, "attention sinks"),
@@ -179,17 +184,23 @@ def test_importing_the_backend_imports_no_kernels():
 
 def test_forest_of_the_self_test_has_every_kind_of_tile():
     assert self_test.subtree_ends(((2, ((1, ()), (3, ()))), (1, ()))) == [6, 6, 3, 6, 6, 6, 7]
-    tables = fa4.BlockTables.of_plan(PLAN)
-    assert fa4.BlockTables.of_plan(PLAN) is tables
-    num_partial, partial, num_full, full = tables.keys
-    num_blocks = num_partial.shape[-1]
-    assert PLAN.num_tokens > 256
-    assert PLAN.num_tokens % 128
-    assert num_full.sum() > 0
-    assert num_partial.sum() > num_blocks
-    assert num_full.sum() + num_partial.sum() < num_blocks * (num_blocks + 1) / 2  # some are skipped
-    # A dimension of one has no stride of its own: the kernel compiled for it could be another one.
-    assert min(table.shape[-1] for table in (partial, full, *tables.queries[1::2])) >= 2
+    behind_a_context = AttentionPlan.from_subtree_end(PLAN.subtree_end_T, num_context=self_test.CONTEXT_LEN)
+    for plan in (PLAN, behind_a_context):
+        tables = fa4.BlockTables.of_plan(plan)
+        assert fa4.BlockTables.of_plan(plan) is tables
+        num_partial, partial, num_full, full = tables.keys
+        num_blocks = num_partial.shape[-1]
+        assert plan.num_queries > 256
+        assert plan.num_queries % 128
+        assert plan.num_tokens % 128
+        assert num_full.sum() > 0
+        assert num_partial.sum() > num_blocks
+        num_causal = sum((plan.num_context + 128 * block + 127) // 128 + 1 for block in range(num_blocks))
+        assert num_full.sum() + num_partial.sum() < num_causal  # some are skipped
+        # A dimension of one has no stride of its own: the kernel compiled for it could be another one.
+        assert min(table.shape[-1] for table in (partial, full, *tables.queries[1::2])) >= 2
+    assert behind_a_context.num_context % 16
+    assert self_test.CONTEXT_LEN in PLAN.runs.start_R + 40  # 40 tokens into a run
 
 
 @pytest.mark.parametrize(("num_groups", "head_dim"), [(1, 128), (4, 96), (7, 64)])
@@ -208,23 +219,37 @@ def tree_mask():
 def test_self_test_sees_one_wrong_pair(query, key):
     wrong_TT = tree_mask()
     wrong_TT[query, key] ^= True
-    (first, *_) = self_test.self_test(partial(rounded_attention, visible_TT=wrong_TT), VARIANT)
-    assert first.startswith("self-test: worst relative error of output is ")
+    reasons = self_test.self_test(partial(rounded_attention, visible_TT=wrong_TT), VARIANT)
+    assert reasons[0].startswith("self-test: worst relative error of output is ")
+    behind = "self-test behind a context of 300 tokens: worst relative error of output is "
+    assert any(reason.startswith(behind) for reason in reasons) == (query >= 300)
+
+
+def test_self_test_sees_a_context_off_by_one():
+    """A kernel may be right without a context and take the wrong tokens for its queries behind one."""
+
+    def attend(q_QHD, k_THD, v_THD, plan, *, options):
+        moved_TT = tree_mask().roll(1 if plan.num_context else 0, dims=0)
+        return rounded_attention(q_QHD, k_THD, v_THD, plan, options=options, visible_TT=moved_TT)
+
+    reasons = self_test.self_test(attend, VARIANT)
+    assert len(reasons) == 4
+    assert all(reason.startswith("self-test behind a context") for reason in reasons)
 
 
 def test_self_test_sees_a_mask_off_by_one_in_the_backward_pass_alone():
     query_T = torch.arange(PLAN.num_tokens)
     late_TT = (query_T <= query_T[:, None]) & (query_T[:, None] <= PLAN.subtree_end_T)
     attend = partial(rounded_attention, visible_TT=tree_mask(), visible_in_backward_TT=late_TT)
-    wrong = [reason.split(" of ")[1].split()[0] for reason in self_test.self_test(attend, VARIANT)]
-    assert wrong == ["dq", "dk", "dv"]
+    wrong = [reason.split("error of ")[1].split()[0] for reason in self_test.self_test(attend, VARIANT)]
+    assert wrong == ["dq", "dk", "dv"] * 2
 
 
 def test_self_test_sees_what_is_not_a_number():
     def attend(*inputs, options):
         return dense_attention(*inputs, options=options) * torch.nan
 
-    assert len(self_test.self_test(attend, VARIANT)) == 4
+    assert len(self_test.self_test(attend, VARIANT)) == 8
 
 
 def test_variants_ignore_heads_beyond_the_ratio():

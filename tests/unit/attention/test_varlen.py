@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from attention_cases import draw_section
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -94,11 +95,17 @@ def loop_backward(grad_out, q, k, v, out, lse, call, *, scale):
 LOOP = VarlenProvider("loop", lambda *_: [], few_calls, loop_forward, loop_backward)
 
 
-def random_inputs(num_tokens, *, num_groups=2, head_dim=8, dtype=torch.float64, seed=0):
+def random_inputs(plan, *, num_groups=2, head_dim=8, dtype=torch.float64, seed=0):
     """q, k, v, sinks and the gradient of the output."""
     generator = torch.Generator().manual_seed(seed)
     heads = 2 * num_groups
-    shapes = [(num_tokens, heads), (num_tokens, 2), (num_tokens, 2), (heads,), (num_tokens, heads)]
+    shapes = [
+        (plan.num_queries, heads),
+        (plan.num_tokens, 2),
+        (plan.num_tokens, 2),
+        (heads,),
+        (plan.num_queries, heads),
+    ]
     q, k, v, sinks, grad_out = (
         torch.randn(*shape, *((head_dim,) if len(shape) > 1 else ()), generator=generator, dtype=torch.float64).to(
             dtype
@@ -115,7 +122,7 @@ def outputs_and_gradients(attend, plan, inputs, *, with_sinks, window=None):
 
 
 def assert_equals_dense(provider, plan, *, num_groups, with_sinks, window=None, seed=0):
-    inputs = random_inputs(plan.num_tokens, num_groups=num_groups, seed=seed)
+    inputs = random_inputs(plan, num_groups=num_groups, seed=seed)
     case = {"with_sinks": with_sinks, "window": window}
     want = outputs_and_gradients(dense_attention, plan, inputs, **case)
 
@@ -127,9 +134,11 @@ def assert_equals_dense(provider, plan, *, num_groups, with_sinks, window=None, 
 
 
 def random_plan(seed):
+    """Draw a forest, or for a third of the seeds a section of one behind its context."""
     rng = np.random.default_rng(seed)
     sequences = random_sequences(rng, num_sequences=int(rng.integers(1, 40)), mean_len=int(rng.integers(1, 12)))
-    return AttentionPlan.from_layout(layout_of(sequences))
+    layout = layout_of(sequences)
+    return AttentionPlan.from_layout(layout) if seed % 3 else draw_section(rng, layout).plan()
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -143,16 +152,17 @@ def test_calls_equal_dense_on_random_forests(seed, num_groups, with_sinks):
 def test_calls_cover_every_visible_pair_once(seed):
     """And no call has a token twice among its queries or keys: gradients are added by index."""
     plan = random_plan(seed)
+    token_T = torch.arange(plan.num_tokens)
     count_TT = torch.zeros(plan.num_tokens, plan.num_tokens, dtype=torch.int64)
     for call in mask_calls(plan, by_level=True):
-        queries, keys = (torch.arange(plan.num_tokens)[rows] for rows in (call.query_rows, call.key_rows))
+        queries, keys = token_T[plan.num_context :][call.query_rows], token_T[call.key_rows]
         assert len(queries.unique()) == len(queries)
         assert len(keys.unique()) == len(keys)
         for rows, columns in segments(call):
             visible = queries[rows, None] >= keys[columns] if call.causal else torch.ones(1, 1, dtype=torch.bool)
             count_TT[queries[rows, None], keys[columns]] += visible.long()
-    position_T = torch.arange(plan.num_tokens)
-    mask_TT = (position_T <= position_T[:, None]) & (position_T[:, None] < plan.subtree_end_T)
+    mask_TT = (token_T <= token_T[:, None]) & (token_T[:, None] < plan.subtree_end_T)
+    mask_TT[: plan.num_context] = False
     assert torch.equal(count_TT, mask_TT.long())
 
 
@@ -193,8 +203,12 @@ def test_the_windowed_call_of_two_levels():
     assert halves.key_rows.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 2, 5, 1, 6, 6, 7, 7, 8, 6, 9]
 
 
-def test_random_forests_reach_deep_levels_with_and_without_a_gather():
-    calls = [mask_calls(random_plan(seed), by_level=True) for seed in range(20)]
+def test_random_forests_reach_deep_levels_contexts_and_both_kinds_of_rows():
+    plans = [random_plan(seed) for seed in range(20)]
+    runs_of_context = [(plan.runs.start_R < plan.num_context).sum() for plan in plans]
+    assert max(runs_of_context) > 2
+    assert runs_of_context.count(0) > 5
+    calls = [mask_calls(plan, by_level=True) for plan in plans]
     assert max(map(len, calls)) > 4
     kinds = [type(call.query_rows) for each in calls for call in each[1:]]
     assert kinds.count(slice) > 5
@@ -217,6 +231,21 @@ def test_calls_of_the_drawn_forest():
     assert (second.max_query_len, second.max_key_len) == (3, 2)
     assert triangles.query_offsets_S1.dtype == torch.int32
     assert mask_calls(plan, by_level=True)[0] is triangles
+
+
+def test_calls_behind_a_context():
+    """The same forest from the second token of a on: prompt and a are split, and the queries count from there."""
+    plan = AttentionPlan.from_subtree_end(np.array([9, 9, 9, 8, 8, 6, 8, 8, 9]), num_context=4)
+    triangles, first, second, third = mask_calls(plan, by_level=True)
+    assert (triangles.query_rows, triangles.key_rows) == (slice(0, 5), slice(4, 9))
+    assert triangles.query_offsets_S1.tolist() == triangles.key_offsets_S1.tolist() == [0, 1, 2, 4, 5]
+    assert (first.query_rows, first.key_rows) == (slice(0, 5), slice(0, 3))
+    assert (second.query_rows, second.key_rows) == (slice(0, 4), slice(3, 4))
+    assert (third.query_rows, third.key_rows) == (slice(1, 4), slice(4, 5))
+    (windowed,) = window_calls(plan, 3)
+    assert windowed.query_rows == slice(0, 5)
+    keys = [windowed.key_rows[s:e].tolist() for s, e in itertools.pairwise(windowed.key_offsets_S1.tolist())]
+    assert keys == [[2, 3, 4], [3, 4, 5], [3, 4, 6, 7], [1, 2, 8]]
 
 
 def test_a_prompt_with_branches_is_two_calls():
@@ -268,11 +297,12 @@ def test_the_self_test_finds_a_window_off_by_one():
     assert self_test(attend, variant) != []
 
 
+@pytest.mark.parametrize("num_context", [0, 3])
 @pytest.mark.parametrize("window", [None, 2])
-def test_aten_is_asked_as_its_schema_says(window):
+def test_aten_is_asked_as_its_schema_says(window, num_context):
     """On tensors without memory: names, types and shapes of arguments and results of torch's own kernels."""
-    plan = AttentionPlan.from_subtree_end(TWO_LEVELS, device="meta")
-    shapes = ((10, 4, 64), (10, 2, 64), (10, 2, 64), (4,))
+    plan = AttentionPlan.from_subtree_end(TWO_LEVELS, device="meta", num_context=num_context)
+    shapes = ((10 - num_context, 4, 64), (10, 2, 64), (10, 2, 64), (4,))
     q, k, v, sinks = (torch.empty(x, dtype=torch.bfloat16, device="meta", requires_grad=True) for x in shapes)
     out = merged_attention(q, k, v, plan, options=ScoreOptions(0.3, window=window, sinks_H=sinks), provider=ATEN)
     assert out.shape == q.shape
@@ -368,13 +398,13 @@ def install(monkeypatch):
 
 @pytest.mark.parametrize(("provider", "window"), [(FA3, None), (FA2, None), (FA2, 2)], ids=["fa3", "fa2", "fa2 window"])
 @pytest.mark.parametrize("is_deterministic", [False, True])
-def test_packages_get_every_argument_in_its_place(provider, window, is_deterministic, install):
+@pytest.mark.parametrize("num_context", [0, 3])
+def test_packages_get_every_argument_in_its_place(provider, window, is_deterministic, num_context, install):
     install(fa3=True, fa2="2.8.3")
+    plan = AttentionPlan.from_subtree_end(TWO_LEVELS, num_context=num_context)
     torch.use_deterministic_algorithms(is_deterministic)
     try:
-        assert_equals_dense(
-            provider, AttentionPlan.from_subtree_end(TWO_LEVELS), num_groups=2, with_sinks=True, window=window
-        )
+        assert_equals_dense(provider, plan, num_groups=2, with_sinks=True, window=window)
     finally:
         torch.use_deterministic_algorithms(False)
 
