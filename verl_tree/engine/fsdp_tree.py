@@ -215,8 +215,10 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
         def compute(call: RelayCall, plan: AttentionPlan) -> Tensor:
             return self._scores(call, rows.layout, plan=plan, temperature=temperature, calculate_entropy=wants_entropy)
 
+        # A loss that couples rows reads all of them at once.
+        max_loss_terms = None if mode == "joint" else self.tree_config.max_loss_terms
         return RelayRun(
-            rows.micro.calls(scores_own_tokens=self._scores_own_tokens, max_loss_terms=self.tree_config.max_loss_terms),
+            rows.micro.calls(scores_own_tokens=self._scores_own_tokens, max_loss_terms=max_loss_terms),
             compute,
             mode=mode,
             device=device_of_rank(),

@@ -71,6 +71,8 @@ class RelayRun:
         backend: str = "auto",
         store_on_host: bool = False,
     ) -> None:
+        is_whole = all(len(call.leaf_groups) <= 1 for call in calls.sections)
+        assert is_whole or mode != "joint", "a loss that couples rows reads those of a section as one group"
         self._calls, self._compute = calls, compute
         self._device, self._backend = device, backend
         counts = NumCalls.of(mode, num_sections=len(calls.sections), num_spine_calls=len(calls.spine))
