@@ -2,7 +2,15 @@
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForTokenClassification,
+)
 
 from verl_tree.attention.hf import register
 from verl_tree.tree import TokenForest
@@ -76,7 +84,7 @@ TINY_SETTINGS = {
 
 
 def tiny_model(family: str = "qwen3", *, seed: int = 0, **overrides: object) -> torch.nn.Module:
-    """Make a random two-layer causal LM in eval mode that computes in float64 throughout.
+    """Make a random two-layer model in eval mode that computes in float64 throughout: a causal LM, or a critic.
 
     transformers' RMSNorm always computes in float32, so torch's replaces it: the same formula in float64.
     """
@@ -86,6 +94,7 @@ def tiny_model(family: str = "qwen3", *, seed: int = 0, **overrides: object) -> 
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen3 critic": (Qwen3Config, Qwen3ForTokenClassification),
     }[family]
     model = model_class(config_class(**(TINY_SETTINGS | overrides))).double().eval()
     for parent in list(model.modules()):
