@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 from tree_cases import flat_scores
+from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig
 from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
@@ -24,7 +25,7 @@ import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.attention.hf import ATTENTION_NAME
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.cost.model import CostModel
-from verl_tree.engine.micro_batch import MicroBatchRows, select_rows
+from verl_tree.engine.micro_batch import MicroBatchRows
 from verl_tree.engine.packs import TreeMicroBatch, lay_out_relayed
 from verl_tree.engine.read_rows import ReadRows
 from verl_tree.engine.row_losses import is_sum_over_rows
@@ -161,7 +162,7 @@ def flat_result(
     model: torch.nn.Module, data: TensorDict, scores: list[tuple[Tensor, ...]], case: LossCase, *, rows: IntArray
 ) -> Result:
     """Compute the loss once on all rows that it reads, in the order in which the tree has them."""
-    chosen = select_rows(data, rows, device=CPU)
+    chosen = tu.index_select_tensor_dict(data, torch.from_numpy(rows))
     outputs = {
         kind: torch.nested.nested_tensor_from_jagged(
             torch.cat([scores[row][number] for row in rows.tolist()]), chosen["input_ids"].offsets()
@@ -189,11 +190,11 @@ def relayed_result(
     function = case.function()
     mode: Mode = "rows" if is_sum_over_rows(function) else "joint"
     micro = lay_out(data, capacity=capacity, mode=mode, shared_tokens=shared_tokens)
-    mine = MicroBatchRows(micro, data, device=CPU)
+    mine = MicroBatchRows(micro, data, names=case.kinds, shift=case.shift)
     losses, all_metrics = [], []
 
     def loss(scores_CT: Tensor, leaves: IntArray) -> Tensor:
-        rows, outputs = mine.select(scores_CT, leaves, names=case.kinds, shift=case.shift)
+        rows, outputs = mine.select(scores_CT, leaves)
         value, metrics = function(model_output=outputs, data=rows, dp_group=None)
         losses.append(value.item())
         all_metrics.append(metrics)
