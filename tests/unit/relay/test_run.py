@@ -203,7 +203,7 @@ def test_windows_softcaps_and_sinks(name, attention, tolerance):
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["v_proj"], ["k_proj", "down_proj"], ["lm_head"]])
 def test_lora_with_keys_or_values_that_need_no_gradient(targets):
-    """With q_proj alone, the first layer's keys and values need none; with v_proj its keys; with lm_head all layers'."""
+    """With q_proj alone, the first layer's keys and values need none, with v_proj its keys, with lm_head all."""
     torch.manual_seed(3)
     model = get_peft_model(
         tiny_model(), LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
