@@ -9,6 +9,11 @@ A silently lost mask would be the worst bug. So a layer raises if it has no plan
 no backend serves.
 """
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -135,6 +140,60 @@ def check_model(model: PreTrainedModel, *, max_path_len: int) -> None:
                 f"{scaled_from} tokens, and the longest trajectory has {max_path_len}: a shared prefix has no one "
                 "length, so shorten the trajectories or train it flat"
             )
+
+
+@contextmanager
+def tree_attention_implementation(
+    model: PreTrainedModel, *, max_path_len: int, use_reentrant: bool | None = None
+) -> Iterator[None]:
+    """Set the attention implementation to "tree_attention", and restore what it was, also on error.
+
+    `model` may be wrapped by PEFT. `max_path_len` is the length of the longest trajectory. `use_reentrant` replaces
+    that option of gradient checkpointing, where it is enabled. None: it stays as it is.
+
+    Raises:
+        ValueError: The model cannot honour the tree.
+    """
+    base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
+    check_model(base, max_path_len=max_path_len)
+    register()
+    # Gradient checkpointing runs layers again in the backward pass, after the `with` block. These runs need tree
+    # attention, too.
+    name = "_gradient_checkpointing_func"
+    checkpoints = [(vars(module), vars(module)[name]) for module in base.modules() if name in vars(module)]
+    for attributes, function in checkpoints:
+        given = function if use_reentrant is None else functools.partial(function, use_reentrant=use_reentrant)
+        attributes[name] = _checkpoint_with_tree(given, base)
+    try:
+        with _attention_name(base, ATTENTION_NAME):
+            yield
+    finally:
+        for attributes, function in checkpoints:
+            attributes[name] = function
+
+
+@contextmanager
+def _attention_name(model: PreTrainedModel, name: str) -> Iterator[None]:
+    before = model.config._attn_implementation
+    assert before is not None, "a model that is built has an attention implementation"
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _checkpoint_with_tree(checkpoint: Callable[..., Any], model: PreTrainedModel) -> Callable[..., Any]:
+    """Return a checkpoint function that runs its layers with tree attention, also in the backward pass."""
+
+    def run(function: Callable[..., Any], *args: Any) -> Any:
+        def with_tree(*inner_args: Any) -> Any:
+            with _attention_name(model, ATTENTION_NAME):
+                return function(*inner_args)
+
+        return checkpoint(with_tree, *args)
+
+    return run
 
 
 def _no_mask(*_args: object, attention_mask: torch.Tensor | None = None, **_kwargs: object) -> None:

@@ -40,7 +40,7 @@ from verl_tree.engine.pack_times import PackClock, learn_costs
 from verl_tree.engine.packs import TreeBatch, smallest_pack, split_into_packs
 from verl_tree.engine.row_losses import is_sum_over_rows
 from verl_tree.engine.rows import MiniBatchResult, RankWork, check_rows, gather, jagged, steps_of
-from verl_tree.functional.logprobs import ScoredPairs, forward_scores
+from verl_tree.functional.relayed import call_scores
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import Mode, NumCalls, RelayRun, check_repeatable
@@ -254,15 +254,13 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
         calculate_entropy: bool,
     ) -> Tensor:
         """Run the model on one call and return its scores, (C, K)."""
-        token_Q, scored_K, scorer_K = _on_device(call.token_Q, call.scored_K, call.scorer_K)
         with self._autocast():
-            return forward_scores(
+            return call_scores(
                 cast("PreTrainedModel", self.module),  # FSDP2 keeps the model's own class
-                token_ids_Q=layout.token_ids_T[token_Q],
-                position_Q=layout.position_T[token_Q],
-                pairs=ScoredPairs.of_scorers(scorer_K, layout.token_ids_T[scored_K]),
+                call,
+                layout,
                 plan=plan,
-                temperature=temperature[token_Q] if isinstance(temperature, Tensor) else temperature,
+                temperature=temperature,
                 calculate_entropy=calculate_entropy,
                 chunk_size=self.tree_config.logits_chunk_size,
             )
@@ -312,7 +310,7 @@ class FSDPTreeEngineWithValueHead(BuildTokenClassifier, FSDPTreeEngineWithLMHead
         temperature: float | Tensor,
         calculate_entropy: bool,
     ) -> Tensor:
-        token_Q, scorer_K = _on_device(call.token_Q, call.scorer_K)
+        token_Q, scorer_K = (torch.from_numpy(each).to(device_of_rank()) for each in (call.token_Q, call.scorer_K))
         with self._autocast():
             output = self.module(
                 input_ids=layout.token_ids_T[token_Q].unsqueeze(0),
@@ -327,10 +325,6 @@ class FSDPTreeEngineWithValueHead(BuildTokenClassifier, FSDPTreeEngineWithLMHead
 def _loss(rows: MicroBatchRows, losses: RowLosses, scores_CT: Tensor, leaves: IntArray) -> Tensor:
     """Compute the loss of some leaves of a micro-batch."""
     return losses.of_rows(*rows.select(scores_CT, leaves))
-
-
-def _on_device(*arrays: IntArray) -> tuple[Tensor, ...]:
-    return tuple(torch.from_numpy(each).to(device_of_rank()) for each in arrays)
 
 
 def _wants_entropy(data: TensorDict) -> bool:

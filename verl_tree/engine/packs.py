@@ -29,14 +29,11 @@ from verl_tree.packing.baselines import next_fit
 from verl_tree.packing.counts import ForestCounts
 from verl_tree.packing.problem import UNLIMITED, Caps
 from verl_tree.relay.calls import RelayCalls
-from verl_tree.relay.cut import Cut, cut
+from verl_tree.relay.cut import MIN_SECTION_COST, Cut, cut
 from verl_tree.relay.run import Mode, NumCalls
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.nodes import IntArray
-
-MIN_SECTION_COST = 0.02
-"""Least cost of a section besides its tokens, as a share of the capacity: launches, collectives, a gathered context."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,19 +1,18 @@
 """`tree_log_probs`: the log-probs of trajectories that share prefixes, from any transformers causal LM."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from verl_tree.attention.hf import ATTENTION_NAME, check_model, register
+from verl_tree.attention.hf import tree_attention_implementation
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.functional.expansion import expand
-from verl_tree.functional.logprobs import tree_forward_log_probs
+from verl_tree.functional.logprobs import TreeLogProbs, tree_forward_log_probs
+from verl_tree.functional.relayed import relayed_log_probs
 from verl_tree.packing import pack
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
@@ -26,7 +25,7 @@ class SequenceLogProbs:
     Attributes:
         log_probs: Per sequence, in the order given, (len - 1,) log-probs of its tokens but the first; differentiable.
         entropy: The same shapes, in nats, or None.
-        num_tree_tokens: Tokens that were computed, over all packs.
+        num_tree_tokens: Tree tokens. With several packs, a token counts in each of them that computes it.
         num_flat_tokens: Tokens of all sequences.
     """
 
@@ -44,7 +43,7 @@ def tree_log_probs(
     calculate_entropy: bool = False,
     backend: str = "auto",
     capacity: int | None = None,
-    packing: str = "auto",
+    packing: str | None = None,
 ) -> SequenceLogProbs:
     """Compute the log-probs of trajectories that share prefixes, every shared prefix once, forward and backward.
 
@@ -57,88 +56,51 @@ def tree_log_probs(
         temperature: Divides the logits.
         calculate_entropy: Also return the entropy of the distribution before each token.
         backend: Attention backend, see `verl_tree.attention.BACKENDS`.
-        capacity: Tree tokens that one forward pass may hold. None: no limit.
-        packing: Method of `verl_tree.packing.pack`.
+        capacity: Tree tokens whose activations are held at a time, in the forward and in the backward pass. None: no
+            limit. A forest that exceeds it runs in sections (docs/relay.md): without gradient in the forward pass, and
+            again in the backward pass. That costs one forward pass more, and a store of keys and values.
+        packing: A method of `verl_tree.packing.pack`, to make packs of a forest that exceeds the capacity instead. They
+            run forward once, but a prefix runs in every pack that needs it, and the activations of all packs are held
+            until the backward pass.
 
     Raises:
-        ValueError: A sequence is empty, longer than the capacity or holds an id that the model has no embedding for; or
-            the model or the backend cannot honour the tree.
+        ValueError: A sequence is empty or holds an id that the model has no embedding for; a sequence is longer than a
+            pack; the model or the backend cannot honour the tree; or the forest runs in sections and needs gradients,
+            while the model drops out activations or its parameters are sharded.
     """
     forest = TokenForest.from_sequences(sequences)
-    packed = pack(forest, capacity=capacity, method=packing)
-    log_probs: dict[int, Tensor] = {}
-    entropy: dict[int, Tensor] = {}
+    parts: list[tuple[TreeLayout, TreeLogProbs]] = []
     with tree_attention_implementation(model, max_path_len=int(forest.sequence_lens.max(initial=0))):
         _check_token_ids(forest, model)
-        for part in packed.packs:
-            layout = TreeLayout.from_forest(forest, part.leaves, device=model.device)
-            scores = tree_forward_log_probs(
+        if packing is None and capacity is not None and forest.num_tokens > capacity:
+            layout = TreeLayout.from_forest(forest, device=model.device)
+            relayed = relayed_log_probs(
                 model,
                 layout,
-                plan=AttentionPlan.from_layout(layout, backend=backend),
+                capacity=capacity,
+                backend=backend,
                 temperature=temperature,
                 calculate_entropy=calculate_entropy,
             )
-            log_probs |= _by_sequence(scores.log_probs_T, layout)
-            if scores.entropy_T is not None:
-                entropy |= _by_sequence(scores.entropy_T, layout)
-    order = range(len(sequences))
+            parts.append((layout, relayed))
+        else:
+            for part in pack(forest, capacity=capacity, method=packing or "auto").packs:
+                layout = TreeLayout.from_forest(forest, part.leaves, device=model.device)
+                packed = tree_forward_log_probs(
+                    model,
+                    layout,
+                    plan=AttentionPlan.from_layout(layout, backend=backend),
+                    temperature=temperature,
+                    calculate_entropy=calculate_entropy,
+                )
+                parts.append((layout, packed))
+    entropies = [(layout, scores.entropy_T) for layout, scores in parts if scores.entropy_T is not None]
     return SequenceLogProbs(
-        log_probs=[log_probs[sequence] for sequence in order],
-        entropy=[entropy[sequence] for sequence in order] if calculate_entropy else None,
-        num_tree_tokens=packed.num_tokens,
-        num_flat_tokens=packed.num_flat_tokens,
+        log_probs=_by_sequence([(layout, scores.log_probs_T) for layout, scores in parts]),
+        entropy=_by_sequence(entropies) if calculate_entropy else None,
+        num_tree_tokens=sum(layout.num_tokens for layout, _ in parts),
+        num_flat_tokens=forest.num_flat_tokens,
     )
-
-
-@contextmanager
-def tree_attention_implementation(model: PreTrainedModel, *, max_path_len: int) -> Iterator[None]:
-    """Set the attention implementation to "tree_attention", and restore what it was, also on error.
-
-    `model` may be wrapped by PEFT. `max_path_len` is the length of the longest trajectory.
-
-    Raises:
-        ValueError: The model cannot honour the tree.
-    """
-    base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
-    check_model(base, max_path_len=max_path_len)
-    register()
-    # Gradient checkpointing runs layers again in the backward pass, after the `with` block. These runs need tree
-    # attention, too.
-    name = "_gradient_checkpointing_func"
-    checkpoints = [(vars(module), vars(module)[name]) for module in base.modules() if name in vars(module)]
-    for attributes, function in checkpoints:
-        attributes[name] = _checkpoint_with_tree(function, base)
-    try:
-        with _attention_name(base, ATTENTION_NAME):
-            yield
-    finally:
-        for attributes, function in checkpoints:
-            attributes[name] = function
-
-
-@contextmanager
-def _attention_name(model: PreTrainedModel, name: str) -> Iterator[None]:
-    before = model.config._attn_implementation
-    assert before is not None, "a model that is built has an attention implementation"
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
-def _checkpoint_with_tree(checkpoint: Callable[..., Any], model: PreTrainedModel) -> Callable[..., Any]:
-    """Return a checkpoint function that runs its layers with tree attention, also in the backward pass."""
-
-    def run(function: Callable[..., Any], *args: Any) -> Any:
-        def with_tree(*inner_args: Any) -> Any:
-            with _attention_name(model, ATTENTION_NAME):
-                return function(*inner_args)
-
-        return checkpoint(with_tree, *args)
-
-    return run
 
 
 def _check_token_ids(forest: TokenForest, model: PreTrainedModel) -> None:
@@ -159,7 +121,10 @@ def _check_token_ids(forest: TokenForest, model: PreTrainedModel) -> None:
     )
 
 
-def _by_sequence(values_T: Tensor, layout: TreeLayout) -> dict[int, Tensor]:
-    """Expand values to the layout's sequences, without the first token of each."""
-    values = expand(values_T, layout).split(np.diff(layout.leaf_offsets).tolist())
-    return {sequence: each[1:] for sequence, each in zip(layout.leaves.tolist(), values, strict=True)}
+def _by_sequence(parts: Sequence[tuple[TreeLayout, Tensor]]) -> list[Tensor]:
+    """Expand values (T,) to the sequences in the order given, without the first token of each."""
+    values: dict[int, Tensor] = {}
+    for layout, values_T in parts:
+        rows = expand(values_T, layout).split(np.diff(layout.leaf_offsets).tolist())
+        values |= {sequence: row[1:] for sequence, row in zip(layout.leaves.tolist(), rows, strict=True)}
+    return [values[sequence] for sequence in range(len(values))]

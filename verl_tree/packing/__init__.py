@@ -121,7 +121,7 @@ def check_caps(
         )
     lens = forest.sequence_lens
     capacity_key = "tree.capacity (actor.ppo_max_token_len_per_gpu unless set)"
-    relay = ", or set tree.relay=auto in a training run"
+    relay = ", or set tree.relay=auto in a training run, packing=None in tree_log_probs"
     limits = (
         ("capacity", capacity_key, capacity, lens, "tokens", "a pack", relay),
         ("max_loss_terms", "tree.max_loss_terms", max_loss_terms, terms, "loss terms", "a pack", ""),

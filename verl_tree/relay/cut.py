@@ -20,6 +20,9 @@ from verl_tree.tree.nodes import IntArray
 SPINE_COST = 1 / 3
 """What a spine token costs: a forward alone, in tokens that go forward and backward."""
 
+MIN_SECTION_COST = 0.02
+"""Least cost of a section besides its tokens, as a share of the capacity: launches, collectives, a gathered context."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Section:

@@ -115,14 +115,7 @@ class RelayRun:
         return self._gradient_CT[:, self._index(call.scored_K)]
 
     def _plan(self, call: RelayCall, *, writes: bool) -> AttentionPlan:
-        has_store = self._calls.num_spine_tokens > 0
-        return AttentionPlan.from_subtree_end(
-            call.subtree_end,
-            backend=self._backend,
-            device=self._device,
-            num_context=call.num_context,
-            context=RelayContext(self.store, call, writes=writes, device=self._device) if has_store else None,
-        )
+        return call_plan(call, self.store, writes=writes, device=self._device, backend=self._backend)
 
     def _keep_scores(self, call: RelayCall, made_CK: Tensor) -> None:
         if self._scores_CT is None:
@@ -139,8 +132,24 @@ class RelayRun:
         return torch.from_numpy(places).to(self._device)
 
 
+def call_plan(
+    call: RelayCall, store: ContextStore, *, writes: bool, device: torch.device, backend: str = "auto"
+) -> AttentionPlan:
+    """Return the attention plan of one call, whose context is in the store.
+
+    With `writes`, the call stores the keys and values of its own spine tokens. It then must run without gradient.
+    """
+    return AttentionPlan.from_subtree_end(
+        call.subtree_end,
+        backend=backend,
+        device=device,
+        num_context=call.num_context,
+        context=RelayContext(store, call, writes=writes, device=device) if store.num_rows else None,
+    )
+
+
 def check_repeatable(model: torch.nn.Module) -> None:
-    """Refuse a model in training mode that drops out activations: the spine would be computed twice, differently.
+    """Refuse a model in training mode that drops out activations: tokens would be computed twice, differently.
 
     Raises:
         ValueError: A module of the model has an active dropout.
@@ -148,6 +157,7 @@ def check_repeatable(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and module.training and module.p > 0:
             raise ValueError(
-                f"{name} drops out {module.p} of its activations, and a relayed tree computes the tokens that its "
-                "sections share twice: set the dropout in the model's config to 0, or set tree.relay=never"
+                f"{name} drops out {module.p} of its activations, and a relayed tree computes tokens twice, which must "
+                "come out the same: set the dropout in the model's config to 0, or do not relay (tree.relay=never in a "
+                'training run, packing="auto" in tree_log_probs)'
             )

@@ -11,7 +11,8 @@ With `on_host` the buffers are in host memory (`verl_tree.relay.host`).
 Legend: K tokens of the spine, P tokens of a call's context, Q the call's own tokens, H key-value heads, D head dim.
 """
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -74,12 +75,24 @@ class ContextStore:
     # Neither a dataclass nor a dict: FSDP copies and casts what it finds in those among a module's arguments.
 
     def __init__(self, num_rows: int, *, on_host: bool = False) -> None:
-        self._num_rows = num_rows
+        self.num_rows = num_rows
         self._on_host = on_host
         self._keys_values: dict[torch.nn.Module, Buffer] = {}
         self._gradients: dict[torch.nn.Module, Buffer] = {}
         # One order of layers for each kind, because the next layer is fetched ahead.
         self._copies = (HostCopies(), HostCopies())
+
+    @classmethod
+    def of_layers(cls, keys_values: Mapping[torch.nn.Module, tuple[Tensor, Tensor]], *, num_rows: int) -> Self:
+        """Return a store on the device that holds these keys and values, (K, H, D) each, and no gradients yet."""
+        store = cls(num_rows)
+        for layer, pair in keys_values.items():
+            store._keys_values[layer] = DeviceBuffer(pair)
+        return store
+
+    def layers(self) -> dict[torch.nn.Module, tuple[Tensor, Tensor]]:
+        """Return the keys and values of every layer, as `keys_values` does."""
+        return {layer: self.keys_values(layer) for layer in self._keys_values}
 
     @property
     def num_bytes(self) -> int:
@@ -131,7 +144,7 @@ class ContextStore:
         dtypes: tuple[torch.dtype, ...] | None = None,
     ) -> Buffer:
         """Make a buffer of zeros for tensors with these heads, head dims and, unless given, dtypes."""
-        shapes = [(self._num_rows, *each.shape[1:]) for each in like]
+        shapes = [(self.num_rows, *each.shape[1:]) for each in like]
         dtypes = tuple(each.dtype for each in like) if dtypes is None else dtypes
         if self._on_host:
             return HostBuffer(shapes, dtypes=dtypes, device=like[0].device, copies=copies)

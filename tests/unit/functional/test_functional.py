@@ -114,14 +114,16 @@ def clipped_loss(log_probs):
     return torch.stack(terms).mean()
 
 
-@pytest.mark.parametrize("capacity", [None, 12])
+@pytest.mark.parametrize(("capacity", "packing"), [(None, None), (12, "auto"), (12, None)])
 @pytest.mark.parametrize("backend", ["auto", "dense"])
-def test_tree_log_probs_equals_the_flat_path(capacity, backend):
+def test_tree_log_probs_equals_the_flat_path(capacity, packing, backend):
     model = tiny_model()
     want = [flat_scores(model, sequence, temperature=0.8) for sequence in DEEP]
-    got = tree_log_probs(model, DEEP, temperature=0.8, calculate_entropy=True, backend=backend, capacity=capacity)
+    got = tree_log_probs(
+        model, DEEP, temperature=0.8, calculate_entropy=True, backend=backend, capacity=capacity, packing=packing
+    )
     assert got.num_flat_tokens == sum(map(len, DEEP)) == 50
-    assert got.num_tree_tokens == 21 if capacity is None else got.num_tree_tokens > 21
+    assert got.num_tree_tokens == 21 if packing is None else got.num_tree_tokens > 21
     for log_probs, entropy, (want_log_probs, want_entropy) in zip(got.log_probs, got.entropy, want, strict=True):
         torch.testing.assert_close(log_probs, want_log_probs, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(entropy, want_entropy, rtol=1e-10, atol=1e-10)
@@ -206,8 +208,16 @@ def test_a_backend_that_does_not_exist_leaves_the_model_as_it_was():
 def test_bad_sequences_are_refused():
     with pytest.raises(ValueError, match="1"):
         tree_log_probs(tiny_model(), [[1, 2], []])
-    with pytest.raises(ValueError, match=r"tree\.capacity"):
-        tree_log_probs(tiny_model(), [[1, 2, 3]], capacity=2)
+    with pytest.raises(ValueError, match=r"tree\.capacity .*, or set .* packing=None in tree_log_probs"):
+        tree_log_probs(tiny_model(), [[1, 2, 3]], capacity=2, packing="auto")
+    for packing in (None, "auto"):
+        with pytest.raises(ValueError, match="capacity is 0"):
+            tree_log_probs(tiny_model(), [[1, 2, 3]], capacity=0, packing=packing)
+
+
+def test_no_sequences_give_nothing():
+    got = tree_log_probs(tiny_model(), [], calculate_entropy=True, capacity=5)
+    assert (got.log_probs, got.entropy, got.num_tree_tokens, got.num_flat_tokens) == ([], [], 0, 0)
 
 
 @pytest.mark.parametrize("token_id", [97, 200, -1])

@@ -1,0 +1,222 @@
+"""Scores of a forest that exceeds the capacity, for a loss that comes later: the joint form of relay (docs/relay.md).
+
+The forward pass runs all sections without gradient, first to last. What stays are the scores, and the keys and values
+of the spine. The backward pass knows the gradients of all scores. It runs the sections again, last to first, each
+forward and backward. So the activations of one section are held at a time, in both passes.
+
+All of it is one autograd function from the trained parameters to the scores. Its backward pass touches no `.grad`: it
+returns the gradients of the parameters, and autograd adds them up as ever. So a hook that runs after accumulation sees
+one gradient. But a hook on a parameter itself (`Tensor.register_hook`) sees the part of each section and then their
+sum, so one that changes gradients must not mind to run twice.
+
+Legend: T tokens of the forest, Q tokens of a model call, K scores that it makes, C kinds of scores.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from verl_tree.attention.hf import tree_attention_implementation
+from verl_tree.attention.plan import AttentionPlan
+from verl_tree.functional.logprobs import ScoredPairs, TreeLogProbs, forward_scores
+from verl_tree.relay.calls import RelayCall, RelayCalls
+from verl_tree.relay.cut import MIN_SECTION_COST, cut
+from verl_tree.relay.run import RelayRun, call_plan, check_repeatable
+from verl_tree.relay.store import ContextStore
+from verl_tree.tree.layout import TreeLayout
+
+
+def call_scores(
+    model: PreTrainedModel,
+    call: RelayCall,
+    layout: TreeLayout,
+    *,
+    plan: AttentionPlan,
+    temperature: float | Tensor = 1.0,
+    calculate_entropy: bool = False,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Run a causal LM on one call and score what the call scores, (C, K).
+
+    `layout` is that of the whole forest, on the model's device, and `temperature` a number or (T,). The other arguments
+    and the errors are those of `forward_scores`.
+    """
+    token_Q, scored_K, scorer_K = (
+        torch.from_numpy(each).to(layout.token_ids_T.device) for each in (call.token_Q, call.scored_K, call.scorer_K)
+    )
+    return forward_scores(
+        model,
+        token_ids_Q=layout.token_ids_T[token_Q],
+        position_Q=layout.position_T[token_Q],
+        pairs=ScoredPairs.of_scorers(scorer_K, layout.token_ids_T[scored_K]),
+        plan=plan,
+        temperature=temperature[token_Q] if isinstance(temperature, Tensor) else temperature,
+        calculate_entropy=calculate_entropy,
+        chunk_size=chunk_size,
+    )
+
+
+def relayed_log_probs(
+    model: PreTrainedModel,
+    layout: TreeLayout,
+    *,
+    capacity: int,
+    backend: str = "auto",
+    temperature: float = 1.0,
+    calculate_entropy: bool = False,
+) -> TreeLogProbs:
+    """Score all tokens that have a parent, in sections of at most `capacity` tokens; differentiable once, for any loss.
+
+    The model's attention implementation is "tree_attention"; the backward pass sets it by itself. `layout` is on the
+    model's device. The other arguments are those of `forward_scores`.
+
+    Raises:
+        ValueError: The capacity is not positive. With gradients: the model drops out activations, or its parameters are
+            sharded. In the backward pass: a parameter has changed since the forward pass.
+    """
+    parent_T = layout.parent_T.cpu().numpy()
+    sections = cut(
+        layout.subtree_end_T.cpu().numpy(),
+        layout.position_T.cpu().numpy(),
+        capacity=capacity,
+        section_cost=MIN_SECTION_COST * capacity,
+    )
+    relayed = _RelayedForest(
+        model=model,
+        layout=layout,
+        calls=RelayCalls.of_cut(
+            sections,
+            spine_cut=sections.spine_cut(capacity),
+            scorer_T=parent_T,
+            wanted_T=np.ones_like(parent_T, dtype=bool),
+            tree_index_F=layout.tree_index_F.cpu().numpy(),
+            leaf_offsets=layout.leaf_offsets,
+        ),
+        backend=backend,
+        temperature=temperature,
+        calculate_entropy=calculate_entropy,
+        autocast=_autocast_of_caller(model.device.type),
+    )
+    trained = _trained_parameters(model) if torch.is_grad_enabled() else {}
+    scores_CT = _RelayedScores.apply(relayed, tuple(trained), *trained.values())
+    return TreeLogProbs(scores_CT[0], scores_CT[1] if calculate_entropy else None)
+
+
+def _autocast_of_caller(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what makes autocast as it is here and now, for both passes."""
+    is_enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    # No cache: a weight that was cast in a pass without gradient would be taken for one with gradient.
+    return lambda: torch.autocast(device_type, dtype=dtype, enabled=is_enabled, cache_enabled=False)
+
+
+def _trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters that need gradients, by name; refuse a model whose sections do not give them."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in trained.items():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} is sharded (a DTensor), and a relayed forest gives whole parameters their gradients: use the "
+                'tree engine (python -m verl_tree.main_ppo), or packs (packing="auto")'
+            )
+    if trained:
+        check_repeatable(model)
+    return trained
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RelayedForest:
+    """What both passes share."""
+
+    model: PreTrainedModel
+    layout: TreeLayout  # on the model's device
+    calls: RelayCalls
+    backend: str
+    temperature: float
+    calculate_entropy: bool
+    autocast: Callable[[], AbstractContextManager[Any]]
+
+    def forward(self) -> tuple[Tensor, ContextStore]:
+        """Run all sections without gradient; return the scores (C, T) and the store of the spine."""
+        run = RelayRun(
+            self.calls, self._compute, mode="forward", device=self.layout.token_ids_T.device, backend=self.backend
+        )
+        for number in range(run.num_first):
+            run.first(number)
+        assert run.scores_CT is not None
+        return run.scores_CT, run.store
+
+    def backward(
+        self, store: ContextStore, gradient_CT: Tensor, parameters: Sequence[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        """Run all sections forward and backward; return the parameters' gradients, None for a parameter without use."""
+        check_repeatable(self.model)  # It may have been in evaluation mode in the forward pass.
+        device = gradient_CT.device
+        sums: list[Tensor | None] = [None] * len(parameters)
+        for call in reversed(self.calls.sections):
+            plan = call_plan(call, store, writes=False, device=device, backend=self.backend)
+            with torch.enable_grad():
+                made_CK = self._compute(call, plan)
+            gradient_CK = gradient_CT[:, torch.from_numpy(call.scored_K).to(device)]
+            parts = torch.autograd.grad(made_CK, parameters, gradient_CK, allow_unused=True)
+            # Not in place: two parameters may have been given one tensor.
+            sums = [
+                part if total is None else total if part is None else total + part
+                for total, part in zip(sums, parts, strict=True)
+            ]
+        return tuple(sums)
+
+    def _compute(self, call: RelayCall, plan: AttentionPlan) -> Tensor:
+        with self.autocast():
+            return call_scores(
+                self.model,
+                call,
+                self.layout,
+                plan=plan,
+                temperature=self.temperature,
+                calculate_entropy=self.calculate_entropy,
+            )
+
+
+class _RelayedScores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, relayed: _RelayedForest, names: tuple[str, ...], *parameters: Tensor) -> Tensor:
+        scores_CT, store = relayed.forward()
+        ctx.relayed, ctx.names, ctx.parameters = relayed, names, parameters
+        ctx.versions = [parameter._version for parameter in parameters]
+        # Saved tensors are freed after the backward pass, and those who hook into autograd's memory see them.
+        keys_values = store.layers()
+        ctx.layers = tuple(keys_values)
+        ctx.save_for_backward(*chain.from_iterable(keys_values.values()))
+        return scores_CT
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return _backward(ctx, *grad_outputs)
+
+
+@once_differentiable
+def _backward(ctx: Any, gradient_CT: Tensor) -> tuple[Tensor | None, ...]:
+    relayed: _RelayedForest = ctx.relayed
+    saved = ctx.saved_tensors
+    for name, parameter, version in zip(ctx.names, ctx.parameters, ctx.versions, strict=True):
+        if parameter._version != version:
+            raise ValueError(
+                f"{name} has changed since tree_log_probs, and the backward pass computes the sections again: run it "
+                "before the optimiser's step"
+            )
+    # A store of this pass alone, so that the graph may run backward again.
+    pairs = zip(saved[::2], saved[1::2], strict=True)
+    store = ContextStore.of_layers(dict(zip(ctx.layers, pairs, strict=True)), num_rows=relayed.calls.num_spine_tokens)
+    max_path_len = int(np.diff(relayed.layout.leaf_offsets).max())
+    # torch.autograd.grad does not run through checkpoints of the reentrant kind.
+    with tree_attention_implementation(relayed.model, max_path_len=max_path_len, use_reentrant=False):
+        return None, None, *relayed.backward(store, gradient_CT, ctx.parameters)
