@@ -6,7 +6,7 @@ verl's workers see only `actor_rollout_ref` and `critic`, so the options travel 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from verl.workers.config import FSDPEngineConfig
 
@@ -29,11 +29,21 @@ def _integer(default: int | None, *, minimum: int, remedy: str) -> Any:
     return _option(default, f"an integer of at least {minimum}; {remedy}", holds)
 
 
-def _seconds(default: float) -> Any:
+def _positive(default: float | None, *, unit: str) -> Any:
     def holds(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
-    return _option(default, "a positive number of seconds", holds)
+    return _option(default, f"a positive number of {unit}", holds)
+
+
+def _capacity() -> Any:
+    """Declare the option `capacity`: an integer, a word or None."""
+
+    def holds(value: Any) -> bool:
+        return value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 2)
+
+    remedy = "'auto' takes what fits into the memory, null each role's own *_max_token_len_per_gpu"
+    return _option(None, f"an integer of at least 2, 'auto' or null; {remedy}", holds)
 
 
 def _text(default: str | None, must_be: str) -> Any:
@@ -72,8 +82,8 @@ class WatchdogConfig:
     """The options of the watchdog, `tree.watchdog`."""
 
     enabled: bool = _flag(True)
-    timeout_s: float = _seconds(1800.0)
-    poll_s: float = _seconds(2.0)
+    timeout_s: float = _positive(1800.0, unit="seconds")
+    poll_s: float = _positive(2.0, unit="seconds")
     log_tail_lines: int = _integer(40, minimum=1, remedy="the default is 40")
 
     def __post_init__(self) -> None:
@@ -89,7 +99,8 @@ class TreeConfig:
     """
 
     enabled: bool = _flag(True)
-    capacity: int | None = _integer(None, minimum=2, remedy="null takes each role's own *_max_token_len_per_gpu")
+    capacity: int | Literal["auto"] | None = _capacity()
+    memory_gib: float | None = _positive(None, unit="GiB; null takes the free memory of a CUDA device")
     relay: str = _choice("auto", "always", "never", remedy="'auto' relays a tree where that should be faster")
     relay_store: str = _choice("device", "host", remedy="'host' saves memory of a GPU")
     packing: str = _text("auto", "a name; 'auto' lets the program choose")

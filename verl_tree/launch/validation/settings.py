@@ -149,6 +149,18 @@ def check_cpu_backend(config: DictConfig) -> Findings:
         yield refusal(config, "tree.backend", remedy)
 
 
+def check_memory(config: DictConfig) -> Findings:
+    """Find a memory limit that nothing reads, and a missing one where there is no device to ask."""
+    if not uses_tree(config):
+        return
+    if config.tree.capacity != "auto":
+        if config.tree.memory_gib is not None:
+            yield refusal(config, "tree.memory_gib", "only tree.capacity=auto reads it; set that, or null")
+    elif config.tree.memory_gib is None and uses_cpu(config):
+        remedy = "tree.capacity=auto needs it with trainer.device=cpu; give the GiB that one rank may use"
+        yield refusal(config, "tree.memory_gib", remedy)
+
+
 def capacity_keys(config: DictConfig) -> list[str]:
     """Return the keys that bound the tokens of a micro-batch of the roles in use."""
     if uses_tree(config) and config.tree.capacity is not None:
@@ -214,6 +226,7 @@ CHECKS: tuple[Check, ...] = (
     check_estimator,
     check_device,
     check_cpu_backend,
+    check_memory,
     check_capacity,
     check_loss_normalisation,
     check_critic_cut,
