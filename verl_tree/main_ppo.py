@@ -38,8 +38,20 @@ def run(config: DictConfig) -> None:
     from verl_tree.launch.validation import validate
 
     validate(config)
+    bound_paths(config)
     set_ray_options(config, variables)
     train(config)
+
+
+def bound_paths(config: DictConfig) -> None:
+    """Tell the engines of a resolved configuration how long a path can be; `tree.capacity=auto` holds memory for it."""
+    from verl_tree.launch.validation.refusals import ENGINES, value_of
+    from verl_tree.launch.validation.settings import longest_trajectory
+
+    if config.tree.capacity == "auto" and config.tree.max_path_len is None:
+        longest, _ = longest_trajectory(config)
+        for key in ("tree", *(f"{engine}.tree" for engine in ENGINES)):
+            value_of(config, key).max_path_len = longest
 
 
 def train(config: DictConfig) -> None:

@@ -62,6 +62,7 @@ CASES = [
     Case("tied_embeddings", tied=True),
     Case("lora", model={"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}),
     Case("one_pack", capacity=4096),
+    Case("capacity_by_memory", tree={"capacity": "auto", "memory_gib": 0.01}),
     Case("dense_backend", tree={"backend": "dense"}),
     Case("flat_packs", tree={"gate": "always"}, actor={"entropy_coeff": 0.05}),
     Case("loss_term_cap", tree={"max_loss_terms": 40, "relay": "never"}),

@@ -34,10 +34,11 @@ from verl_tree.attention.plan import AttentionPlan
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY, TreeFSDPEngineConfig
 from verl_tree.cost.fit import CostFitter
 from verl_tree.cost.model import CostModel
+from verl_tree.engine.capacity import CapacityChoice
 from verl_tree.engine.fsdp_flat import BuildOnAnyDevice, BuildTokenClassifier
 from verl_tree.engine.micro_batch import LossFunction, MicroBatchRows, RowLosses, device_of_rank
 from verl_tree.engine.pack_times import PackClock, learn_costs
-from verl_tree.engine.packs import TreeBatch, smallest_pack, split_into_packs
+from verl_tree.engine.packs import TreeBatch, first_token_pack, split_into_packs
 from verl_tree.engine.row_losses import is_sum_over_rows
 from verl_tree.engine.rows import MiniBatchResult, RankWork, check_rows, gather, jagged, steps_of
 from verl_tree.functional.relayed import call_scores
@@ -91,6 +92,7 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
         self.rank_times = RankTimes()
         self.cost_metrics: dict[str, float] = {}
         self._costs = {"update": CostFitter(), "infer": CostFitter()}
+        self._capacity = CapacityChoice(self)
 
     @override
     def _build_module(self) -> torch.nn.Module:
@@ -156,12 +158,11 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
         # Length-dependent RoPE is refused only for rows that are long enough to be affected.
         check_model(self._model, max_path_len=int(row_lens.max()))
         temperature = tu.get(data, "temperature", default=1.0)
-        capacity = self.tree_config.capacity
         return split_into_packs(
             tokens,
             offsets=offsets,
             trained=trained_tokens(mask.cpu().numpy(), mask_lens=mask_offsets.diff().cpu().numpy(), row_lens=row_lens),
-            capacity=int(tu.get(data, "max_token_len_per_gpu")) if capacity is None else capacity,
+            capacity=self._capacity.of(data, forward_only=mode == "forward", longest_row=int(row_lens.max())),
             config=self.tree_config,
             cost_model=cost_model,
             mode=mode,
@@ -228,16 +229,22 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
 
     def _idle(self, data: TensorDict) -> Tensor:
         """Run the model on the smallest pack, because the other ranks wait in its collectives; return its scores."""
-        micro = smallest_pack(int(jagged(tu.get(data, "input_ids"))[0][0]))
-        (call,) = micro.calls(scores_own_tokens=self._scores_own_tokens).sections
+        layout = first_token_pack(int(jagged(tu.get(data, "input_ids"))[0][0]))
+        return self.score_pack(layout, calculate_entropy=_wants_entropy(data))
+
+    def score_pack(self, layout: TreeLayout, *, temperature: float = 1.0, calculate_entropy: bool) -> Tensor:
+        """Run the model on a pack that belongs to no rows and score all of it, (C, K); `layout` is on the host."""
+        tokens = np.arange(layout.num_tokens)
+        scorer_T = tokens if self._scores_own_tokens else layout.parent_T.numpy()
+        call = RelayCall.of_pack(layout.subtree_end_T.numpy(), scorer_T=scorer_T)
         return self._scores(
             call,
-            micro.layout.to(device_of_rank()),
+            layout.to(device_of_rank()),
             plan=AttentionPlan.from_subtree_end(
                 call.subtree_end, backend=self.tree_config.backend, device=device_of_rank()
             ),
-            temperature=1.0,
-            calculate_entropy=_wants_entropy(data),
+            temperature=temperature,
+            calculate_entropy=calculate_entropy,
         )
 
     def _output_names(self, *, calculate_entropy: bool) -> tuple[str, ...]:

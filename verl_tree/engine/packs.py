@@ -294,8 +294,6 @@ def _micro_batch(read: ReadRows, layout: TreeLayout, *, leaves: IntArray, is_fla
     )
 
 
-def smallest_pack(token: int) -> TreeMicroBatch:
+def first_token_pack(token: int) -> TreeLayout:
     """Lay out the smallest pack with a scored token, for a rank that runs out of micro-batches before the others."""
-    tokens = np.array([token, token])
-    read = ReadRows.from_batch(tokens, offsets=np.array([0, 2]), trained=np.array([False, True]))
-    return lay_out_tree(read, np.zeros(1, dtype=np.int64))
+    return TreeLayout.from_forest(TokenForest.from_sequences([[token, token]]))

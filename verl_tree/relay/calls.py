@@ -35,6 +35,23 @@ class RelayCall:
     # Leaves of the layout that are complete here, in groups whose losses are computed one by one. None in the spine.
     leaf_groups: tuple[IntArray, ...]
 
+    @classmethod
+    def of_pack(cls, subtree_end_T: IntArray, *, scorer_T: IntArray) -> Self:
+        """Return the one call of a pack without rows, which scores every token that has a scorer."""
+        scored = np.flatnonzero(scorer_T >= 0)
+        scored = scored[np.argsort(scorer_T[scored], kind="stable")]
+        nothing = np.empty(0, dtype=np.int64)
+        return cls(
+            token_Q=np.arange(len(scorer_T)),
+            subtree_end=subtree_end_T,
+            context_rows_P=nothing,
+            spine_places=nothing,
+            spine_rows=slice(0, 0),
+            scored_K=scored,
+            scorer_K=scorer_T[scored],
+            leaf_groups=(),
+        )
+
     @property
     def num_context(self) -> int:
         """Tokens of the context, P."""

@@ -7,6 +7,7 @@ from omegaconf import DictConfig
 from verl_tree.launch.validation import CHECKS, find, settings, validate
 from verl_tree.launch.validation.refusals import Check, uses_critic, uses_reference
 from verl_tree.launch.validation.settings import RULES, Rule, capacity_keys, longest_trajectory
+from verl_tree.main_ppo import bound_paths
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -64,6 +65,10 @@ REFUSED = {
     "check_cpu_backend": [
         (["tree.backend=fa4"], ["tree.backend=fa4", "trainer.device=cpu", "auto"]),
         (["tree.backend=triton"], ["tree.backend=triton", "trainer.device=cpu", "auto"]),
+    ],
+    "check_memory": [
+        (["tree.capacity=auto"], ["tree.memory_gib=None", "trainer.device=cpu", "GiB"]),
+        (["tree.memory_gib=4"], ["tree.memory_gib=4", "tree.capacity=auto", "null"]),
     ],
     "check_capacity": [
         ([*NO_RELAY, "tree.capacity=1023"], ["tree.capacity=1023", "1024 tokens", "data.max_response_length"]),
@@ -132,6 +137,11 @@ def test_cuda_without_a_device_is_refused() -> None:
             validate(config)
 
 
+def test_a_capacity_by_memory_is_valid() -> None:
+    validate(resolved("tree.capacity=auto", "tree.memory_gib=4"))
+    validate(resolved("tree.enabled=false", "tree.capacity=auto"))
+
+
 def test_capacity_of_the_roles_in_use() -> None:
     assert capacity_keys(resolved("tree.capacity=5000")) == ["tree.capacity"]
     flat = capacity_keys(resolved("tree.capacity=5000", "tree.enabled=false"))
@@ -143,3 +153,16 @@ def test_longest_trajectory() -> None:
     lens = ["data.max_prompt_length=100", "data.max_response_length=50"]
     assert longest_trajectory(resolved(*lens))[0] == 150
     assert longest_trajectory(resolved(*lens, f"{ROLLOUT}.max_model_len=120"))[0] == 120
+
+
+def test_engines_learn_the_longest_path_where_they_hold_memory_for_it() -> None:
+    overrides = ["tree.capacity=auto", "tree.memory_gib=4", "data.max_prompt_length=100"]
+    config = resolved(*overrides)
+    bound_paths(config)
+    engines = (config.actor_rollout_ref.actor.fsdp_config, config.actor_rollout_ref.ref.fsdp_config, config.critic.fsdp)
+    assert [each.tree.max_path_len for each in (config, *engines)] == [612] * 4
+    validate(config)
+    given, fixed = resolved(*overrides, "tree.max_path_len=2000"), resolved("tree.capacity=5000")
+    for config, expected in ((given, 2000), (fixed, None)):
+        bound_paths(config)
+        assert config.critic.fsdp.tree.max_path_len == expected
