@@ -114,8 +114,7 @@ def relayed_log_probs(
 def _autocast_of_caller(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
     """Return what makes autocast as it is here and now, for both passes."""
     is_enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    # No cache: a weight that was cast in a pass without gradient would be taken for one with gradient.
-    return lambda: torch.autocast(device_type, dtype=dtype, enabled=is_enabled, cache_enabled=False)
+    return lambda: torch.autocast(device_type, dtype=dtype, enabled=is_enabled)
 
 
 def _trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

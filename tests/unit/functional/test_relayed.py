@@ -288,6 +288,7 @@ def test_autocast_of_the_call_holds_in_the_backward_pass():
 
 
 def test_weights_cast_without_gradient_do_not_serve_what_follows_in_the_same_autocast():
+    """Guards against a torch whose cache of casts does not know whether gradients are on."""
     model = tiny_model().float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         tree_log_probs(model, DEEP, capacity=7)
