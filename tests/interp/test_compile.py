@@ -67,10 +67,10 @@ def test_hopper(dtype, head_dims, tmp_path):
 
 
 def test_hopper_with_options(tmp_path):
-    """As gpt-oss (sinks, half of its layers with a window) and Mistral ask, and Gemma-2 in its two head dims."""
+    """As gpt-oss (sinks, half of its layers with a window), Mistral and Gemma-3, and Gemma-2 in its two head dims."""
     asked = [
         *cases(HOPPER_CONFIGS, head_dims=(64,), options=("window", "sinks"), **BF16)[:2],
-        *cases(HOPPER_CONFIGS, head_dims=(128,), options=("window",), **BF16)[:2],
+        *cases(HOPPER_CONFIGS, head_dims=(128, 256), options=("window",), **BF16),
         *cases(HOPPER_CAPPED_CONFIGS, head_dims=(128,), options=("window", "softcap"), **BF16)[:2],
         *cases(HOPPER_CAPPED_CONFIGS, head_dims=(256,), options=("window", "softcap"), **BF16),
     ]

@@ -4,6 +4,7 @@ Memory is poisoned (see conftest.py) and every case runs twice: each element is 
 """
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,11 +22,15 @@ from verl_tree.attention.dense import dense_attention
 from verl_tree.attention.triton_configs import KernelConfig, KernelConfigs, choose_configs, padded_dim
 
 NUM_CASES = 110
+NUM_SECTIONS = 30
 
 
-@pytest.mark.parametrize("seed", range(NUM_CASES))
-def test_random_forests_equal_dense_in_float64(seed, run_triton):
-    case = draw_case(seed)
+@pytest.mark.parametrize(
+    ("seed", "is_section"),
+    [*((seed, False) for seed in range(NUM_CASES)), *((seed, True) for seed in range(NUM_SECTIONS))],
+)
+def test_random_forests_equal_dense_in_float64(seed, is_section, run_triton):
+    case = draw_case(seed, is_section=is_section)
     got, again = run_triton(case), run_triton(case)
     assert worst_error(got, run(dense_attention, case, dtype=torch.float64), case) < TOLERANCE
     for one, other, x in zip(got, again, (*case.inputs[:1], *case.inputs[:3]), strict=True):
@@ -67,6 +72,22 @@ def test_the_cases_reach_every_kind_of_tile():
     assert unequal > NUM_CASES
 
 
+def test_the_sections_reach_every_kind_of_context():
+    """Guards the fuzz test: none, shorter and longer than a key block, ending inside a run and inside a tile."""
+    none = short = long = split = inside = 0
+    for seed in range(NUM_SECTIONS):
+        case = draw_case(seed, is_section=True)
+        num_context, ends_T = case.plan.num_context, case.plan.subtree_end_T
+        none += num_context == 0
+        split += num_context > 0 and bool(ends_T[num_context - 1] == ends_T[num_context])
+        for config in (case.configs.forward, case.configs.dkv, case.configs.dq):
+            short += 0 < num_context < config.key_block
+            long += num_context > config.key_block
+            inside += num_context % config.key_block != 0
+    assert none > 0
+    assert min(short, long, split, inside) > 5, (short, long, split, inside)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 33])
 def test_edge_lengths(num_tokens, run_triton):
     """Chains, and forests whose every token is a root, so that a query sees only itself."""
@@ -99,8 +120,10 @@ def _sees_one_too_many(query, key, end):
 def test_a_mutated_bound_is_found(mutation, run_triton, monkeypatch):
     """A mask that is off by one, in the plan or in the kernels, is far outside of the tolerance of the fuzz test."""
     cases = [case for case in map(draw_case, range(40)) if 20 < case.plan.num_tokens < 120]
+    sections = map(partial(draw_case, is_section=True), range(40))
     branching = [case for case in cases if len(case.plan.subtree_end_T.unique()) > 4][:3]
-    assert len(branching) == 3
+    branching.append(next(case for case in sections if 10 < case.plan.num_context < case.plan.num_queries < 100))
+    assert len(branching) == 4
     if mutation == "query <= end":
         monkeypatch.setattr(triton_kernels, "_is_visible", _sees_one_too_many)
     for case in branching:
@@ -151,17 +174,19 @@ def test_large_scores_do_not_overflow(run_triton):
     assert worst_error(run_triton(case), run(dense_attention, case, dtype=torch.float64), case) < 5 * TOLERANCE
 
 
-def test_other_branches_change_nothing_bit_for_bit(run_triton):
-    case = next(case for case in map(draw_case, range(40)) if 60 < case.plan.num_tokens < 120)
+@pytest.mark.parametrize("is_section", [False, True])
+def test_other_branches_change_nothing_bit_for_bit(is_section, run_triton):
+    cases = map(partial(draw_case, is_section=is_section), range(40))
+    case = next(case for case in cases if 60 < case.plan.num_tokens < 120 and (case.plan.num_context > 9) == is_section)
     position = torch.arange(case.plan.num_tokens)
     visible_TT = (position <= position[:, None]) & (position[:, None] < case.plan.subtree_end_T)
     before = run_triton(case)[0]
     for token in (1, case.plan.num_tokens // 2, case.plan.num_tokens - 1):
         moved = [x.clone() for x in case.inputs]
-        for x in moved[:3]:
+        for x in moved[1:3]:
             x[token] += 3.0
         after = run_triton(dataclasses.replace(case, inputs=tuple(moved)))[0]
-        sees = visible_TT[:, token]
+        sees = visible_TT[case.plan.num_context :, token]
         assert torch.equal(before[~sees], after[~sees])
         assert not torch.equal(before[sees], after[sees])
 
@@ -180,21 +205,24 @@ def test_shipped_configurations_in_the_interpreter(head_dim):
     assert worst_error(run(attend, case), run(dense_attention, case, dtype=torch.float64), case) < TOLERANCE
 
 
-def test_the_op_is_registered_in_full():
+@pytest.mark.parametrize("num_context", [0, 7])
+def test_the_op_is_registered_in_full(num_context):
     """Schema, fake implementation and autograd agree with the op (torch.library.opcheck)."""
     rng = np.random.default_rng(0)
-    plan = draw_plan(rng, num_tokens=20)
-    q, k, v, _ = draw_inputs(rng, num_tokens=20, num_groups=2, num_kv_heads=1, head_dim=16)
+    # Tokens 0 to 8 are a path, below which two branches end at 15 and 20.
+    plan = AttentionPlan.from_subtree_end(np.repeat([20, 15, 20], [9, 6, 5]), num_context=num_context)
+    sizes = {"num_groups": 2, "num_kv_heads": 1, "head_dim": 16}
+    q, k, v, _ = draw_inputs(rng, num_tokens=20, num_context=num_context, **sizes)
     lists = BlockLists.of_plan(plan, query_block=16, key_block=16)
     by_query, by_key = (list(rows) for rows in (lists.by_query, lists.by_key))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     args = (*leaves, plan.subtree_end_T, by_query, by_key, by_query, [16, 16, 4, 1] * 3, 0.25, *[None] * 4)
     torch.library.opcheck(backend.tree_attention_triton, args)
     out, lse = backend.tree_attention_triton(*args)
-    scores_HTT = torch.einsum("thd,sd->hts", q, k[:, 0]) * 0.25
+    scores_HQT = torch.einsum("qhd,td->hqt", q, k[:, 0]) * 0.25
     position = torch.arange(20)
     visible_TT = (position <= position[:, None]) & (position[:, None] < plan.subtree_end_T)
-    want = scores_HTT.masked_fill(~visible_TT, -torch.inf).logsumexp(-1)
+    want = scores_HQT.masked_fill(~visible_TT[num_context:], -torch.inf).logsumexp(-1)
     assert relative_error(lse, want) < 1e-6
     assert not lse.requires_grad
     assert out.requires_grad

@@ -22,24 +22,30 @@ from verl_tree.attention.triton_configs import KernelConfig, KernelConfigs
 NAMES = ("window", "softcap", "sinks")
 COMBINATIONS = [names for count in (1, 2, 3) for names in itertools.combinations(NAMES, count)]
 NUM_CASES = 2 * len(COMBINATIONS)
+CONTEXT_LENS = (*[0] * len(COMBINATIONS), 1, 7, 16, 20, 25, 31, 33)
 
 
-def draw_small_case(seed):
-    """Draw a trunk with branches and a second root, in tiles so small that a window leaves some out and others full."""
+def draw_small_case(seed, *, num_context=0):
+    """Draw a trunk with branches and a second root, in tiles so small that a window leaves some out and others full.
+
+    The trunk has 34 tokens or more; its first `num_context` are context.
+    """
     rng = np.random.default_rng(seed)
     trunk, long = rng.integers(34, 56), rng.integers(12, 30)
     a, b, c, d, root = rng.integers(1, 10, size=5)
     trees = ((trunk, ((a, ()), (long, ((b, ()), (c, ()))), (d, ()))), (root, ()))
-    plan = AttentionPlan.from_subtree_end(np.array(subtree_ends(trees)))
+    plan = AttentionPlan.from_subtree_end(np.array(subtree_ends(trees)), num_context=num_context)
     num_groups, head_dim = int(rng.choice([1, 2])), int(rng.choice([16, 24, 32]))
     configs = [KernelConfig(*rng.choice([16, 32], size=2).tolist(), 4, 1) for _ in range(3)]
-    inputs = draw_inputs(rng, num_tokens=plan.num_tokens, num_groups=num_groups, num_kv_heads=1, head_dim=head_dim)
+    sizes = {"num_groups": num_groups, "num_kv_heads": 1, "head_dim": head_dim}
+    inputs = draw_inputs(rng, num_tokens=plan.num_tokens, num_context=num_context, **sizes)
     return Case(plan, KernelConfigs(*configs), inputs, scale=float(rng.uniform(0.5, 1.5) * head_dim**-0.5))
 
 
 def draw_option_case(index):
-    """Draw a layer that asks for one combination of options; every combination comes twice."""
-    case, names = draw_small_case(index), COMBINATIONS[index % len(COMBINATIONS)]
+    """Draw a layer that asks for one combination of options; every combination comes twice, once behind a context."""
+    case = draw_small_case(index, num_context=CONTEXT_LENS[index])
+    names = COMBINATIONS[index % len(COMBINATIONS)]
     rng = np.random.default_rng(index)
     sinks = torch.from_numpy(2 * rng.standard_normal(case.inputs[0].shape[1])).float()
     return dataclasses.replace(
@@ -85,9 +91,10 @@ def _sees_one_too_many(query_position, key_position, window):
 
 
 @pytest.mark.parametrize("mutation", ["window + 1", "window - 1", "distance <= window"])
-def test_a_mutated_window_is_found(mutation, run_triton, monkeypatch):
+@pytest.mark.parametrize("num_context", [0, 21])
+def test_a_mutated_window_is_found(mutation, num_context, run_triton, monkeypatch):
     """A window that is off by one, for the kernels and their tiles or inside the kernels, is far out of tolerance."""
-    case = dataclasses.replace(draw_small_case(0), window=7)
+    case = dataclasses.replace(draw_small_case(0, num_context=num_context), window=7)
     assert case.plan.max_path_len > 8
     want = run(dense_attention, case, dtype=torch.float64)
     if mutation == "distance <= window":
