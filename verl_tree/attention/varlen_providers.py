@@ -73,19 +73,22 @@ def _cpu_calls(plan: AttentionPlan, window: int | None) -> tuple[VarlenCall, ...
 
 def _cpu_forward(q_QHGD, k_KH1D, v_KH1D, call, *, scale):
     is_causal, mask_QK = _cpu_mask(call, len(q_QHGD), len(k_KH1D), dtype=q_QHGD.dtype)
-    out_HGQD, lse_HGQ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *_heads_first(q_QHGD, k_KH1D, v_KH1D), 0.0, is_causal, attn_mask=mask_QK, scale=scale
+    q_HGQD = _heads_first(q_QHGD)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        _fold(q_HGQD, call), *_keys(q_QHGD, k_KH1D, v_KH1D, call), 0.0, is_causal, attn_mask=mask_QK, scale=scale
     )
-    return out_HGQD.permute(2, 0, 1, 3), lse_HGQ
+    return out.view(q_HGQD.shape).permute(2, 0, 1, 3), lse.view(q_HGQD.shape[:3])
 
 
 def _cpu_backward(grad_out_QHGD, q_QHGD, k_KH1D, v_KH1D, out_QHGD, lse_HGQ, call, *, scale):
     is_causal, mask_QK = _cpu_mask(call, len(q_QHGD), len(k_KH1D), dtype=q_QHGD.dtype)
-    grad_q_HGQD, grad_k_HGKD, grad_v_HGKD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out_QHGD.permute(1, 2, 0, 3),
-        *_heads_first(q_QHGD, k_KH1D, v_KH1D),
-        out_QHGD.permute(1, 2, 0, 3),
-        lse_HGQ,
+    q_HGQD = _heads_first(q_QHGD)
+    grad_q, grad_k_HGKD, grad_v_HGKD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        _fold(_heads_first(grad_out_QHGD), call),
+        _fold(q_HGQD, call),
+        *_keys(q_QHGD, k_KH1D, v_KH1D, call),
+        _fold(_heads_first(out_QHGD), call),
+        _fold(lse_HGQ, call),
         0.0,
         is_causal,
         attn_mask=mask_QK,
@@ -93,17 +96,34 @@ def _cpu_backward(grad_out_QHGD, q_QHGD, k_KH1D, v_KH1D, out_QHGD, lse_HGQ, call
     )
     grad_k_KHD = grad_k_HGKD.sum(1, dtype=lse_HGQ.dtype).transpose(0, 1)
     grad_v_KHD = grad_v_HGKD.sum(1, dtype=lse_HGQ.dtype).transpose(0, 1)
-    return grad_q_HGQD.permute(2, 0, 1, 3), grad_k_KHD, grad_v_KHD
+    return grad_q.view(q_HGQD.shape).permute(2, 0, 1, 3), grad_k_KHD, grad_v_KHD
 
 
-def _heads_first(
-    q_QHGD: torch.Tensor, k_KH1D: torch.Tensor, v_KH1D: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, keys and values as (H, G, tokens, D), without a copy."""
+def _heads_first(x_QHGD: torch.Tensor) -> torch.Tensor:
+    return x_QHGD.permute(1, 2, 0, 3)
+
+
+def _folds_groups(call: VarlenCall) -> bool:
+    """Return whether every query sees every key: the query heads of a group then are further queries of one head.
+
+    The kernel works in larger blocks the more queries it has, and its backward pass makes one gradient of the keys, not
+    one for every head of the group.
+    """
+    return not call.causal and call.window is None
+
+
+def _fold(x_HGQ: torch.Tensor, call: VarlenCall) -> torch.Tensor:
+    """Return (H, G, Q, ...) as (H, 1, G * Q, ...) if the groups fold, else as it is."""
+    return x_HGQ.flatten(1, 2).unsqueeze(1) if _folds_groups(call) else x_HGQ
+
+
+def _keys(
+    q_QHGD: torch.Tensor, k_KH1D: torch.Tensor, v_KH1D: torch.Tensor, call: VarlenCall
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values as (H, G, K, D), or (H, 1, K, D) if the groups fold, without a copy."""
     # The key-value heads are the kernel's batch. The query heads of a group read one key head by a stride of zero.
-    groups = (-1, q_QHGD.shape[2], -1, -1)
-    k_HGKD, v_HGKD = k_KH1D.permute(1, 2, 0, 3).expand(groups), v_KH1D.permute(1, 2, 0, 3).expand(groups)
-    return q_QHGD.permute(1, 2, 0, 3), k_HGKD, v_HGKD
+    groups = (-1, 1 if _folds_groups(call) else q_QHGD.shape[2], -1, -1)
+    return _heads_first(k_KH1D).expand(groups), _heads_first(v_KH1D).expand(groups)
 
 
 def _cpu_mask(
