@@ -11,7 +11,7 @@ no backend serves.
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -87,18 +87,22 @@ def tree_attention_forward(
     if reasons:
         raise ValueError(f"tree attention cannot serve {layer}, which asks for " + "; ".join(reasons))
     q_QHD, k_THD, v_THD = (each[0].transpose(0, 1) for each in (query, key, value))
-    if tree_plan.context is not None:  # until here, k and v are those of the queries
-        k_THD, v_THD = tree_plan.context.extend(module, k_THD, v_THD)
-    out_QHD = tree_attention(
-        q_QHD,
-        k_THD,
-        v_THD,
-        tree_plan,
-        scale=scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    saving: AbstractContextManager[object] = nullcontext()
+    if tree_plan.context is not None:
+        own = (k_THD, v_THD)  # until here, k and v are those of the queries
+        k_THD, v_THD = tree_plan.context.extend(module, *own)
+        saving = tree_plan.context.save_own(module, own, (k_THD, v_THD))
+    with saving:
+        out_QHD = tree_attention(
+            q_QHD,
+            k_THD,
+            v_THD,
+            tree_plan,
+            scale=scaling,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+        )
     return out_QHD.unsqueeze(0), None
 
 

@@ -16,6 +16,7 @@ Legend: T tokens, P of them context and Q = T - P queries, R runs, Hkv key-value
 """
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
@@ -34,6 +35,16 @@ class Context(Protocol):
         self, layer: torch.nn.Module, key_QHD: torch.Tensor, value_QHD: torch.Tensor, /
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values, (T, Hkv, D): those of the layer's context, then those of the queries as given."""
+        ...
+
+    def save_own(
+        self,
+        layer: torch.nn.Module,
+        own: tuple[torch.Tensor, torch.Tensor],
+        extended: tuple[torch.Tensor, torch.Tensor],
+        /,
+    ) -> AbstractContextManager[object]:
+        """Return a context manager in which autograd saves `own` where it is to save `extended`, made of them."""
         ...
 
 

@@ -6,12 +6,16 @@ it puts the keys and values of the context before those of the call. Backward, i
 store, and it takes from the store what later sections have added for the call's own tokens. Sections run backward last
 to first, so by then all of them have.
 
+Attention would save what it got for its backward pass: a copy of the context in every layer. So it saves the call's own
+keys and values, and the context is put before them once more when the layer runs backward.
+
 With `on_host` the buffers are in host memory (`verl_tree.relay.host`).
 
 Legend: K tokens of the spine, P tokens of a call's context, Q the call's own tokens, H key-value heads, D head dim.
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -182,6 +186,35 @@ class RelayContext:
             self._store.write(layer, self._own_rows, own)
         return _Relay.apply(key_QHD, value_QHD, self, layer)
 
+    def save_own(
+        self, layer: torch.nn.Module, own: tuple[Tensor, Tensor], extended: tuple[Tensor, Tensor]
+    ) -> AbstractContextManager[object]:
+        """Let autograd save `own` where the body saves `extended = extend(layer, *own)` as it is.
+
+        Where other hooks look after saved tensors nothing is done, because hooks do not add up. Gradient checkpointing
+        has such hooks; it holds the context of one layer at a time anyway.
+        """
+        internals: Any = torch._C  # torch's stubs lack `_autograd`
+        others = internals._autograd._top_saved_tensors_default_hooks(True)
+        if self._num_context == 0 or not torch.is_grad_enabled() or others is not None:
+            return nullcontext()
+        number_of = {_identity(each): number for number, each in enumerate(extended)}
+        own_key, own_value = (each.detach() for each in own)
+        again: dict[int, Tensor] = {}
+
+        def pack(saved: Tensor) -> Tensor | int:
+            number = number_of.get(_identity(saved))
+            return saved if number is None else number
+
+        def unpack(packed: Tensor | int) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            if packed not in again:
+                again.update(enumerate(self.hand_down(layer, own_key, own_value)))
+            return again.pop(packed)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
     def hand_down(self, layer: torch.nn.Module, key_QHD: Tensor, value_QHD: Tensor) -> tuple[Tensor, Tensor]:
         """Do the forward half of `extend`."""
         if self._num_context == 0:
@@ -217,6 +250,11 @@ class _Relay(torch.autograd.Function):
 @once_differentiable
 def _backward(ctx: Any, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor | None, ...]:
     return *ctx.context.hand_up(ctx.layer, grad_key, grad_value), None, None
+
+
+def _identity(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
+    """Return what tells living tensors apart that autograd hands out as other objects."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _slice_or_index(rows: IntArray, *, device: torch.device) -> Tensor | slice:
