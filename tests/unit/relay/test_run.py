@@ -60,7 +60,7 @@ def scores_of(run, loss):
 def test_a_token_changes_no_score_outside_its_subtree_bit_for_bit(mode, capacity):
     """The layout and the cut stay, the token is another one; gradients flow with a loss that reads everything."""
     model = tiny_model()
-    sequences = random_forest(7, num_leaves=10, mean_len=3, vocab_size=VOCAB_SIZE)
+    sequences = random_forest(7, num_leaves=8, mean_len=2, vocab_size=VOCAB_SIZE)
     data, _ = rows_of(model, sequences)
     micro = lay_out(data, capacity=capacity, mode=mode)
     layout = micro.layout
@@ -147,7 +147,7 @@ def bfloat16_errors(seed, *, capacities):
 
     def backward_of(model, row):
         model.set_attn_implementation("sdpa")
-        ids = torch.tensor([sequences[row]])
+        ids = torch.tensor([sequences[row].tolist()])
         logits_TV = model(input_ids=ids, use_cache=False).logits[0, :-1]
         scores = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)).log_softmax(-1)
         (scores.gather(-1, ids[0, 1:, None]).squeeze(-1) * weights[row][1:]).sum().backward()
@@ -177,10 +177,10 @@ def bfloat16_errors(seed, *, capacities):
 
 
 def test_bfloat16_is_as_exact_as_flat_rows():
-    errors = [bfloat16_errors(seed, capacities=(5, 16)) for seed in range(6)]
+    """Measured over six seeds: 1.48% flat, 1.46% with a capacity of 5, 1.40% with 16."""
+    errors = [bfloat16_errors(seed, capacities=(5, 16)) for seed in range(4)]
     flat = np.mean([flat for flat, _ in errors])
     relayed = np.mean([relayed for _, relayed in errors], axis=0)
-    print(errors, flat, relayed)
     assert flat > 1e-4
     assert relayed.max() <= 1.1 * flat
 
@@ -203,7 +203,7 @@ def test_windows_softcaps_and_sinks(name, attention, tolerance):
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["v_proj"], ["k_proj", "down_proj"], ["lm_head"]])
 def test_lora_with_keys_or_values_that_need_no_gradient(targets):
-    """With q_proj alone, the first layer's keys and values need none, with v_proj its keys, with lm_head all."""
+    """The first layer's keys and values need none with q_proj alone, its keys with v_proj; with lm_head, no layer's."""
     torch.manual_seed(3)
     model = get_peft_model(
         tiny_model(), LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
@@ -212,6 +212,7 @@ def test_lora_with_keys_or_values_that_need_no_gradient(targets):
     assert compare(model, sequences, capacities=(2, 9)) < 1e-10
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_lora_under_gradient_checkpointing(use_reentrant):
     torch.manual_seed(3)
