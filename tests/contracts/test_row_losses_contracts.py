@@ -4,20 +4,19 @@ import inspect
 from functools import partial
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
-from relay_cases import CPU, LossCase
+from relay_cases import LossCase
 from tensordict import TensorDict
 from verl.trainer import sft_trainer
 from verl.trainer.distillation.losses import distillation_ppo_loss
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.v1 import trainer_base
+from verl.utils import tensordict_utils as tu
 from verl.workers import engine_workers
 from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 
-from verl_tree.engine.micro_batch import select_rows
 from verl_tree.engine.row_losses import POLICY_LOSSES_OVER_ROWS, is_sum_over_rows
 from verl_tree.testing.local_worker import batch_of_rows
 
@@ -83,7 +82,7 @@ def rows_of_several_lengths() -> TensorDict:
 
 
 def loss_of(case: LossCase, data: TensorDict, rows: list[int]) -> float:
-    chosen = select_rows(data, np.array(rows), device=CPU)
+    chosen = tu.index_select_tensor_dict(data, rows)
     offsets = data["input_ids"].offsets()
     generator = torch.Generator().manual_seed(3)
     outputs = {}

@@ -10,7 +10,6 @@ from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel, Work
 from verl_tree.engine.packs import TreeBatch, split_into_packs
 from verl_tree.engine.read_rows import ReadRows
-from verl_tree.engine.rows import calls_in_step
 from verl_tree.relay.run import Mode, NumCalls
 
 # A prompt of 3 tokens and two branches of 4: T = 11. With C = 8, packs are two of 7 tokens, 14 in all. Sections are two
@@ -183,19 +182,3 @@ def test_a_forest_of_some_leaves_keeps_their_trees_apart() -> None:
         forest = read.forest_of(np.array(leaves))
         assert (forest.num_tokens, forest.num_leaves) == (num_tokens, len(leaves))
         assert [forest.sequence(number).tolist() for number in range(len(leaves))] == [rows[leaf] for leaf in leaves]
-
-
-def test_ranks_make_as_many_calls_as_the_one_that_needs_most() -> None:
-    """Two ranks with a relayed tree each and a pack; the third has a pack alone, the fourth has no rows."""
-    pack = NumCalls(0, 1)
-    ranks = [[NumCalls(1, 5), pack], [NumCalls(2, 3), pack], [pack], []]
-    assert calls_in_step(ranks, mode="rows") == [NumCalls(2, 5), pack]
-    assert calls_in_step([[NumCalls(3, 0)], [NumCalls(1, 0), NumCalls(1, 0)]], mode="forward") == [
-        NumCalls(3, 0),
-        NumCalls(1, 0),
-    ]
-
-
-@pytest.mark.parametrize(("mode", "least"), [("forward", (1, 0)), ("rows", (0, 1)), ("joint", (0, 1))])
-def test_ranks_without_rows_make_one_call(mode: Mode, least: tuple[int, int]) -> None:
-    assert calls_in_step([[], []], mode=mode) == [least]
