@@ -2,14 +2,15 @@
 
 Attention, forward and backward, bf16, one layer, per shape:
 
-- every backend of `verl_tree.attention` that serves the inputs;
+- every backend of `verl_tree.attention` that serves the inputs; of the sections of at most a quarter of the tokens, it
+  also runs the one with the longest context (`section`), and context and section in one pack (`its pack`);
 - `flex`: torch's FlexAttention with the same mask;
 - `flat`: sequence packing, every trajectory by itself with torch's flash kernel (`aten::_flash_attention_forward`,
   which is what a flat trainer runs; its time is that of all flat tokens);
 - `causal`: torch's flash attention on one causal sequence with as many visible pairs as the tree: the ceiling.
 
-TFLOP/s count 4 Hq D (forward) and 10 Hq D (backward) per pair, on the visible pairs and, for backends that skip blocks
-of 128, on the pairs of the blocks that they visit.
+TFLOP/s count 4 Hq D (forward) and 10 Hq D (backward) per visible pair: those of the section and of its pack for these,
+those of the tree for all others.
 
 Whole model (`--model`): forward and backward of a stack of Qwen3 layers with log-probs of the branches, a prompt of
 8,192 tokens with 16 branches, tree against one trajectory after another, gradients compared.
@@ -20,13 +21,14 @@ Whole model (`--model`): forward and backward of a stack of Qwen3 layers with lo
 import argparse
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from harness import Times, environment, interleave, new_parser, write_json
 
 from verl_tree.attention import BACKENDS, AttentionPlan, tree_attention
+from verl_tree.relay.cut import cut
 from verl_tree.testing.synthetic import caterpillar, groups, overlap, star, tool_fan_out, tree_search
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
@@ -98,14 +100,20 @@ def _time_shape(name: str, *, device: torch.device, head_dim: int, options: argp
     num_pairs = plan.num_visible_pairs
     flat_lens = [len(row) for row in sequences]
     causal_len = int(np.sqrt(2 * num_pairs))
-    contenders: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
-        backend: (_tree_call(plan, backend), layout.num_tokens)
+    section = longest_context(layout, capacity=-(-layout.num_tokens // 4))
+    its_pack = AttentionPlan.from_subtree_end(section.subtree_end_T)
+    contenders = {
+        backend + suffix: _tree_contender(of_plan, backend)
+        for suffix, of_plan in (("", plan), (", section", section), (", its pack", its_pack))
         for backend, found in BACKENDS.items()
         if not found.is_oracle
     }
-    contenders["flex"] = (_flex_call(plan, device), layout.num_tokens)
-    contenders["flat"] = (_flat_call(flat_lens, device), sum(flat_lens))
-    contenders["causal"] = (_flat_call([causal_len], device), causal_len)
+    for contender, call, num_tokens in (
+        ("flex", _flex_call(plan, device), layout.num_tokens),
+        ("flat", _flat_call(flat_lens, device), sum(flat_lens)),
+        ("causal", _flat_call([causal_len], device), causal_len),
+    ):
+        contenders[contender] = Contender(call, num_tokens, num_tokens, num_pairs)
     record: dict[str, Any] = {
         "shape": name,
         "head_dim": head_dim,
@@ -113,27 +121,48 @@ def _time_shape(name: str, *, device: torch.device, head_dim: int, options: argp
         "flat_tokens": sum(flat_lens),
         "visible_pairs": num_pairs,
         "visited_pairs": _visited_pairs(layout.subtree_end_T.cpu().numpy()),
+        "section": {"context": section.num_context, "queries": section.num_queries},
         "plan_s": plan_s,
         "contenders": {},
     }
-    for contender, (call, num_tokens) in contenders.items():
+    for contender, timed in contenders.items():
         try:
-            times = _time_call(
-                call, num_tokens=num_tokens, head_dim=head_dim, device=device, repetitions=options.repetitions
-            )
+            times = _time_call(timed, head_dim=head_dim, device=device, repetitions=options.repetitions)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             record["contenders"][contender] = {"not_run": str(error).splitlines()[0][:200]}
             continue
-        flops = 4 * NUM_HEADS * head_dim * num_pairs
+        flops = 4 * NUM_HEADS * head_dim * timed.num_pairs
         record["contenders"][contender] = times | {
+            "visible_pairs": timed.num_pairs,
             "forward_tflops": flops / times["forward_s"] / 1e12,
             "backward_tflops": 2.5 * flops / times["backward_s"] / 1e12,
         }
     return record
 
 
-def _tree_call(plan: AttentionPlan, backend: str) -> Callable[..., torch.Tensor]:
-    return lambda q, k, v: tree_attention(q, k, v, plan, backend=backend)
+def longest_context(layout: TreeLayout, *, capacity: int) -> AttentionPlan:
+    """Cut a layout into sections and return the plan of the one with the longest context."""
+    tree = (layout.subtree_end_T.cpu().numpy(), layout.position_T.cpu().numpy())
+    sections = cut(*tree, capacity=capacity, section_cost=0).sections
+    section = max(sections, key=lambda section: section.num_context)
+    device = layout.subtree_end_T.device
+    return AttentionPlan.from_subtree_end(section.subtree_end, device=device, num_context=section.num_context)
+
+
+class Contender(NamedTuple):
+    """What is timed: `call(q, k, v)` on so many queries and keys, of which so many pairs are visible."""
+
+    call: Callable[..., torch.Tensor]
+    num_queries: int
+    num_tokens: int
+    num_pairs: int
+
+
+def _tree_contender(plan: AttentionPlan, backend: str) -> Contender:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return tree_attention(q, k, v, plan, backend=backend)
+
+    return Contender(call, plan.num_queries, plan.num_tokens, plan.num_visible_pairs)
 
 
 def _flex_call(plan: AttentionPlan, device: torch.device) -> Callable[..., torch.Tensor]:
@@ -195,24 +224,22 @@ def _visited_pairs(subtree_end_T: np.ndarray) -> int:
     return int((lens * (query_lens[last_block] - query_lens[first_block])).sum())
 
 
-def _time_call(
-    call: Callable[..., torch.Tensor], *, num_tokens: int, head_dim: int, device: torch.device, repetitions: int
-) -> dict[str, float]:
+def _time_call(timed: Contender, *, head_dim: int, device: torch.device, repetitions: int) -> dict[str, float]:
     generator = torch.Generator(device=device).manual_seed(0)
 
-    def random(num: int) -> torch.Tensor:
-        values = torch.randn(num_tokens, num, head_dim, device=device, generator=generator)
+    def random(*shape: int) -> torch.Tensor:
+        values = torch.randn(*shape, head_dim, device=device, generator=generator)
         return values.to(torch.bfloat16).requires_grad_()
 
-    inputs = [random(num) for num in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
-    grad_out = random(NUM_HEADS).detach()
+    inputs = [random(timed.num_queries, NUM_HEADS), *(random(timed.num_tokens, NUM_KV_HEADS) for _ in range(2))]
+    grad_out = random(timed.num_queries, NUM_HEADS).detach()
     is_cuda = device.type == "cuda"
     forward, backward = Times(), Times()
     for number in range(repetitions + 2):
         if number == 2:  # the first two compile and allocate
             forward, backward = Times(), Times()
         with forward.measure(is_cuda=is_cuda):
-            out = call(*inputs)
+            out = timed.call(*inputs)
         with backward.measure(is_cuda=is_cuda):
             torch.autograd.grad(out, inputs, grad_out)
     return {"forward_s": forward.median_s, "backward_s": backward.median_s}
@@ -220,22 +247,23 @@ def _time_call(
 
 def _print_table(records: list[dict[str, Any]]) -> None:
     for record in records:
-        compression = record["flat_tokens"] / record["tree_tokens"]
+        compression, section = record["flat_tokens"] / record["tree_tokens"], record["section"]
         print(
             f"\n{record['shape']} (D {record['head_dim']}): {record['tree_tokens']:,} tree tokens, compression "
             f"{compression:.2f}, {record['visible_pairs'] / record['visited_pairs']:.0%} of the visited pairs visible, "
-            f"plan {record['plan_s'] * 1000:.0f} ms"
+            f"plan {record['plan_s'] * 1000:.0f} ms; section of {section['queries']:,} queries behind a context of "
+            f"{section['context']:,}"
         )
         for contender, result in record["contenders"].items():
             if "not_run" in result:
-                print(f"  {contender:>8}: not run: {result['not_run']}")
+                print(f"  {contender:>16}: not run: {result['not_run']}")
                 continue
             parts = [
                 f"{part} {result[f'{part}_s'] * 1000:9.2f} ms {result[f'{part}_tflops']:6.1f} TFLOP/s"
                 for part in ("forward", "backward")
             ]
-            print(f"  {contender:>8}: {', '.join(parts)}")
-    print("\nTFLOP/s are on the tree's visible pairs: for flat they say how much a flat trainer gets done of them")
+            print(f"  {contender:>16}: {', '.join(parts)}")
+    print("\nTFLOP/s are on visible pairs, for flat on the tree's: they say how much a flat trainer gets done of them")
 
 
 MODELS = {

@@ -2,9 +2,10 @@
 
 Every backend x dtype x head dim x heads x forest x remainder: forward and the three gradients, each case twice; and
 every backend x forest for layers with a sliding window, softcapped scores or sinks, whose gradient is compared too.
-Before every call the device's free memory is filled with NaN, so an element that a kernel forgets to write shows. A
-backend may err 1.5 times as much as the dense backend does in the same dtype (and never more than a loose absolute
-bound that catches a wrong mask); a backend that calls itself deterministic must repeat itself bit for bit.
+Some forests are sections behind their context. Before every call the device's free memory is filled with NaN, so an
+element that a kernel forgets to write shows. A backend may err 1.5 times as much as the dense backend does in the same
+dtype (and never more than a loose absolute bound that catches a wrong mask); a backend that calls itself deterministic
+must repeat itself bit for bit.
 
     python benchmarks/check_attention.py [--device cuda] [--out attention_check.json] [--seconds 150]
 
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from attention import longest_context
 from harness import environment, new_parser, write_json
 
 from verl_tree.attention import BACKENDS, AttentionPlan, ScoreOptions, tree_attention
@@ -54,6 +56,9 @@ FORESTS = {
     "exact blocks": lambda: star(3, prompt_len=256, branch_len=128, seed=4),
 }
 
+SECTIONS = {"chain": 100, "fine": 150, "star": 700, "agent": 300}
+"""Capacity at which a forest is cut. Its section with the longest context is a case, too."""
+
 LOOSEST_ERROR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Relative error (norm) that no correct kernel reaches and every wrong mask exceeds."""
 
@@ -64,14 +69,14 @@ def main() -> None:
     if options.device == "cuda":
         print(f"device: {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     started = time.perf_counter()
-    plans = {name: _plan(make(), device=options.device) for name, make in FORESTS.items()}
+    plans = _plans(device=options.device)
     dtypes = (torch.bfloat16, torch.float32, torch.float16)
     layers = [
         {"head_dim": head_dim, "heads": heads, "dtype": dtype}
         for head_dim, heads, dtype in itertools.product(options.head_dims, HEADS, dtypes)
     ]
     layers += [layer for layer in OPTIONS if layer["head_dim"] in options.head_dims]
-    cases = list(itertools.product(layers, FORESTS, options.backends))
+    cases = list(itertools.product(layers, plans, options.backends))
     # Shuffled, so that what does not fit into the time is a sample of everything.
     order = np.random.default_rng(0).permutation(len(cases))
     records, num_not_run = [], 0
@@ -96,8 +101,15 @@ def _parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _plan(sequences: list[np.ndarray], *, device: str) -> AttentionPlan:
-    return AttentionPlan.from_layout(TreeLayout.from_forest(TokenForest.from_sequences(sequences), device=device))
+def _plans(*, device: str) -> dict[str, AttentionPlan]:
+    layouts = {
+        name: TreeLayout.from_forest(TokenForest.from_sequences(make()), device=device)
+        for name, make in FORESTS.items()
+    }
+    plans = {name: AttentionPlan.from_layout(layout) for name, layout in layouts.items()}
+    for name, capacity in SECTIONS.items():
+        plans[f"section of {name}"] = longest_context(layouts[name], capacity=capacity)
+    return plans
 
 
 def _check(
@@ -120,16 +132,18 @@ def _check(
         "head_dim": head_dim,
         "heads": heads,
         "tokens": plan.num_tokens,
+        "context": plan.num_context,
         "window": window,
         "softcap": softcap,
         "sinks": sinks,
     }
     generator = torch.Generator(device=device).manual_seed(plan.num_tokens + head_dim)
 
-    def random(num: int) -> torch.Tensor:
-        return torch.randn(plan.num_tokens, num, head_dim, device=device, generator=generator).to(dtype)
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, head_dim, device=device, generator=generator).to(dtype)
 
-    inputs, grad_out = [random(num) for num in (num_heads, num_kv_heads, num_kv_heads)], random(num_heads)
+    queries, keys = (plan.num_queries, num_heads), (plan.num_tokens, num_kv_heads)
+    inputs, grad_out = [random(*shape) for shape in (queries, keys, keys)], random(*queries)
     asked = {"window": window, "softcap": softcap}
     sinks_H = torch.randn(num_heads, device=device, generator=generator).to(dtype) if sinks else None
     options = ScoreOptions.of_layer(plan, scale=head_dim**-0.5, num_heads=num_heads, sinks=sinks_H, **asked)
