@@ -4,7 +4,8 @@ from verl.workers.engine.base import EngineRegistry
 
 from verl_tree.config import TREE_STRATEGY
 from verl_tree.engine.fsdp_flat import CPUEngineWithLMHead, CPUEngineWithValueHead
-from verl_tree.engine.fsdp_tree import FSDPTreeEngineWithLMHead, FSDPTreeEngineWithValueHead
+from verl_tree.engine.fsdp_tree import FSDPTreeEngineWithLMHead
+from verl_tree.engine.fsdp_tree_critic import FSDPTreeEngineWithValueHead
 
 __all__ = [
     "CPUEngineWithLMHead",

@@ -35,7 +35,7 @@ from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY, TreeFSDPEngineConfig
 from verl_tree.cost.fit import CostFitter
 from verl_tree.cost.model import CostModel
 from verl_tree.engine.capacity import CapacityChoice
-from verl_tree.engine.fsdp_flat import BuildOnAnyDevice, BuildTokenClassifier
+from verl_tree.engine.fsdp_flat import BuildOnAnyDevice
 from verl_tree.engine.micro_batch import LossFunction, MicroBatchRows, RowLosses, device_of_rank
 from verl_tree.engine.pack_times import PackClock, learn_costs
 from verl_tree.engine.packs import TreeBatch, first_token_pack, split_into_packs
@@ -106,9 +106,9 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> Any:
-        """Compute one mini-batch as packs; arguments and result are those of `BaseEngine.forward_backward_batch`.
+        """Compute one mini-batch as its forest; see `BaseEngine.forward_backward_batch` for arguments and result.
 
-        `model_output` is empty unless `forward_only`; `loss` has one number per model call with a loss.
+        `model_output` is empty unless `forward_only`; `loss` has one number per call of the loss.
 
         Raises:
             ValueError: The tree path cannot compute the rows (`check_rows`), or one of them cannot be packed.
@@ -125,15 +125,12 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
         losses = RowLosses(loss_function, result, group=self.get_data_parallel_group(), scaler=self.scaler)
         clock, store_bytes = PackClock(get_device_name()), 0
         for number, step in enumerate(steps):
-            micros = [batch.micro_batches[index] for index in step.ranges[self.get_data_parallel_rank()]]
-            rows = [MicroBatchRows(micro, data, names=names, shift=self._output_shift) for micro in micros]
+            mine = [batch.micro_batches[index] for index in step.ranges[self.get_data_parallel_rank()]]
+            rows = [MicroBatchRows(micro, data, names=names, shift=self._output_shift) for micro in mine]
+            is_last = number == len(steps) - 1
             with clock.measure(), torch.profiler.record_function(f"micro_batch{number}"):
-                runs = [self._relay(each, data, mode=mode) for each in rows]
-                self._run(rows, runs, data, losses, calls=step.calls, is_last=number == len(steps) - 1)
-            for each, run in zip(rows, runs, strict=True):
-                store_bytes = max(store_bytes, run.store.num_bytes)
-                if forward_only:
-                    losses.of_forward(each, run.scores_CT)
+                step_bytes = self._run(rows, data, losses, mode=mode, calls=step.calls, is_last=is_last)
+            store_bytes = max(store_bytes, step_bytes)
         if not batch.micro_batches:
             losses.of_nothing(data, names=names)
         # Fitted costs decide which rank computes what, so a training run that must repeat bit for bit has none.
@@ -180,14 +177,18 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
     def _run(
         self,
         rows: Sequence[MicroBatchRows],
-        runs: Sequence[RelayRun],
         data: TensorDict,
         losses: RowLosses,
         *,
+        mode: Mode,
         calls: NumCalls,
         is_last: bool,
-    ) -> None:
-        """Run micro-batches one after another, in step with the other ranks: idle calls fill up the rest."""
+    ) -> int:
+        """Run micro-batches one after another, in step with the other ranks: idle calls fill up the rest.
+
+        Return the most bytes that a store held.
+        """
+        runs = [self._relay(each, data, mode=mode) for each in rows]
         first = [partial(run.first, number) for run in runs for number in range(run.num_first)]
         for call in range(calls.num_first):
             if call < len(first):
@@ -206,6 +207,10 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
                     last[call]()
                 else:
                     (self._idle(data).sum() * 0.0).backward()
+        if mode == "forward":
+            for each, run in zip(rows, runs, strict=True):
+                losses.of_forward(each, run.scores_CT)
+        return max((run.store.num_bytes for run in runs), default=0)
 
     def _relay(self, rows: MicroBatchRows, data: TensorDict, *, mode: Mode) -> RelayRun:
         """Plan the model calls of a micro-batch."""
@@ -295,38 +300,6 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
         if self._autocast_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
-
-
-class FSDPTreeEngineWithValueHead(BuildTokenClassifier, FSDPTreeEngineWithLMHead):
-    """The engine of the critic: one value per token of the rows, at the token's own position."""
-
-    _output_shift = 0
-    _scores_own_tokens = True
-
-    @override
-    def _output_names(self, *, calculate_entropy: bool) -> tuple[str, ...]:
-        return ("values",)
-
-    @override
-    def _scores(
-        self,
-        call: RelayCall,
-        layout: TreeLayout,
-        *,
-        plan: AttentionPlan,
-        temperature: float | Tensor,
-        calculate_entropy: bool,
-    ) -> Tensor:
-        token_Q, scorer_K = (torch.from_numpy(each).to(device_of_rank()) for each in (call.token_Q, call.scorer_K))
-        with self._autocast():
-            output = self.module(
-                input_ids=layout.token_ids_T[token_Q].unsqueeze(0),
-                position_ids=layout.position_T[token_Q].unsqueeze(0),
-                attention_mask=None,
-                use_cache=False,
-                tree_plan=plan,
-            )
-        return output.logits.reshape(1, len(token_Q)).float()[:, scorer_K]
 
 
 def _loss(rows: MicroBatchRows, losses: RowLosses, scores_CT: Tensor, leaves: IntArray) -> Tensor:
