@@ -95,18 +95,19 @@ CASES = [
     Case("one_token_responses", rows="one_token"),
     Case("single_row", rows="single"),
     Case("ten_steps", num_steps=10, lr=0.1, actor={"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01}),
-    *(Case(f"relay_{capacity}", tree={"capacity": capacity}, actor={"entropy_coeff": 0.05}) for capacity in (2, 5, 16)),
+    # Trees in sections. tests/unit/relay has all losses and many capacities, in float64.
     *(
-        Case(f"relay_{name}", tree={"capacity": 7, "relay": "always"} | options.pop("tree", {}), **options)
+        Case(f"relay_{name}", **{"tree": {"capacity": 7}} | options)
         for name, options in {
+            "every_token": {"tree": {"capacity": 2}, "actor": {"entropy_coeff": 0.05}},
+            "checkpointing_on_host": {
+                "tree": {"capacity": 7, "relay_store": "host"},
+                "model": {"enable_gradient_checkpointing": True},
+                "tied": True,
+            },
             "critic": {"is_critic": True},
-            "host": {"tree": {"relay_store": "host"}},
-            "gradient_checkpointing": {"model": {"enable_gradient_checkpointing": True}},
             "lora": {"model": {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}},
-            "tied_embeddings": {"tied": True},
-            "temperature_per_row": {"temperature_per_row": True},
-            "loss_term_cap": {"tree": {"max_loss_terms": 40}},
-            "gspo": {"actor": {"policy_loss": {"loss_mode": "gspo"}, "loss_agg_mode": "seq-mean-token-mean"}},
+            "temperature_per_row": {"temperature_per_row": True, "tree": {"capacity": 7, "max_loss_terms": 40}},
             "joint": {"is_known_loss": False},
             "ten_steps": {"num_steps": 10, "lr": 0.1, "actor": {"use_kl_loss": True, "kl_loss_coef": 0.1}},
             "idle_rank": {"rows": "idle_rank", "actor": {"use_kl_loss": True, "kl_loss_coef": 0.3}},
