@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from transformers import PreTrainedModel
 from tree_cases import flat_scores
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig
@@ -100,7 +101,7 @@ def worst_error(got: Result, want: Result) -> float:
     return max(*errors, abs(got.loss - want.loss) / abs(want.loss))
 
 
-def flat_rows(model: torch.nn.Module, sequences: Sequence[Any], *, is_critic: bool = False) -> list[tuple[Tensor, ...]]:
+def flat_rows(model: PreTrainedModel, sequences: Sequence[Any], *, is_critic: bool = False) -> list[tuple[Tensor, ...]]:
     """Compute the scores of each sequence by itself: the value of each token, or log-prob and entropy of the next."""
     if is_critic:
         return [(model(input_ids=torch.tensor([[*row]]), use_cache=False).logits[0, :, 0],) for row in sequences]
@@ -159,13 +160,13 @@ def lay_out(data: TensorDict, *, capacity: int, mode: Mode, shared_tokens: str =
 
 
 def flat_result(
-    model: torch.nn.Module, data: TensorDict, scores: list[tuple[Tensor, ...]], case: LossCase, *, rows: IntArray
+    model: PreTrainedModel, data: TensorDict, scores: list[tuple[Tensor, ...]], case: LossCase, *, rows: IntArray
 ) -> Result:
     """Compute the loss once on all rows that it reads, in the order in which the tree has them."""
     chosen = tu.index_select_tensor_dict(data, torch.from_numpy(rows))
     outputs = {
         kind: torch.nested.nested_tensor_from_jagged(
-            torch.cat([scores[row][number] for row in rows.tolist()]), chosen["input_ids"].offsets()
+            torch.cat([scores[row][number] for row in rows.tolist()]), jagged(chosen["input_ids"])[1]
         )
         for number, kind in enumerate(case.kinds)
     }
@@ -177,7 +178,7 @@ def flat_result(
 
 
 def relayed_result(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     data: TensorDict,
     case: LossCase,
     *,
@@ -218,7 +219,7 @@ def relayed_result(
 
 
 def relay_run(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     micro: TreeMicroBatch,
     *,
     kinds: Sequence[str],
@@ -251,5 +252,5 @@ def relay_run(
     return RelayRun(calls, compute, mode=mode, device=CPU, store_on_host=on_host)
 
 
-def _gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -141,12 +141,13 @@ def test_what_is_handed_up(on_host):
 
 
 @pytest.mark.parametrize("on_host", [False, True])
-def test_bfloat16_gradients_are_added_in_float32(on_host):
+@pytest.mark.parametrize("rows", [slice(0, 1), torch.tensor([0])], ids=["neighbours", "index"])
+def test_bfloat16_gradients_are_added_in_float32(rows, on_host):
     """256 + 1 is 256 in bfloat16, so token 0 would lose what two sections hand up after the first."""
     store = ContextStore(1, on_host=on_host)
     for gradient in (256.0, 1.0, 1.0):
         given = numbers(gradient, dtype=torch.bfloat16)
-        sums = store.hand_up(LAYER, (given, -given), context_rows=slice(0, 1), own_rows=slice(0, 0))
+        sums = store.hand_up(LAYER, (given, -given), context_rows=rows, own_rows=slice(0, 0))
         assert [len(each) for each in sums] == [0, 0]
     none = torch.zeros(0, 1, 1, dtype=torch.bfloat16)
     key, value = store.hand_up(LAYER, (none, none), context_rows=slice(0, 0), own_rows=slice(0, 1))
@@ -180,7 +181,7 @@ def test_the_store_counts_its_bytes(on_host, dtype, gradient_bytes):
     store = ContextStore(5, on_host=on_host)
     assert store.num_bytes == 0
     for layer in (torch.nn.Identity(), torch.nn.Identity()):
-        keys_values = torch.zeros(2, 5, 2, 3, dtype=dtype).unbind()
+        keys_values = (torch.zeros(5, 2, 3, dtype=dtype), torch.zeros(5, 2, 3, dtype=dtype))
         store.write(layer, slice(0, 5), keys_values)
         store.hand_up(layer, keys_values, context_rows=slice(0, 5), own_rows=slice(0, 0))
     assert store.num_bytes == 120 * dtype.itemsize + 120 * gradient_bytes
