@@ -221,7 +221,7 @@ class RelayContext:
             return key_QHD.view_as(key_QHD), value_QHD.view_as(value_QHD)
         key_KHD, value_KHD = self._store.keys_values(layer)
         rows = self._context_rows
-        return torch.cat((key_KHD[rows], key_QHD)), torch.cat((value_KHD[rows], value_QHD))
+        return torch.cat((_take(key_KHD, rows), key_QHD)), torch.cat((_take(value_KHD, rows), value_QHD))
 
     def hand_up(self, layer: torch.nn.Module, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor]:
         """Do the backward half: from gradients of (P + Q, H, D) keys and values to those of the call's own."""
@@ -255,6 +255,11 @@ def _backward(ctx: Any, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor | 
 def _identity(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
     """Return what tells living tensors apart that autograd hands out as other objects."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _take(tensor: Tensor, rows: Tensor | slice) -> Tensor:
+    """Return some rows; on a CPU twice as fast as `tensor[rows]` where they are an index."""
+    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
 
 
 def _slice_or_index(rows: IntArray, *, device: torch.device) -> Tensor | slice:
