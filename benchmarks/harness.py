@@ -6,6 +6,7 @@ Raw data of published numbers lies in docs/benchmarks/data.
 """
 
 import argparse
+import ctypes
 import datetime
 import importlib
 import json
@@ -23,6 +24,8 @@ from typing import Any
 
 PACKAGES = ("numpy", "scipy", "torch", "triton", "transformers", "verl", "vllm")
 """Packages whose version belongs to a measurement, where the benchmark has imported them."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 BYTES_PER_MAXRSS = 1 if platform.system() == "Darwin" else 1024
 
@@ -75,6 +78,14 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def keep_freed_memory() -> None:
+    """Keep freed memory in the process, so that large buffers are not faulted in anew page by page (Linux)."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def peak_bytes() -> int:

@@ -23,15 +23,13 @@ larger buffers harder. A training run on a CPU wants the same: MALLOC_MMAP_MAX_=
 """
 
 import argparse
-import ctypes
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from harness import Times, environment, interleave, new_parser, write_json
+from harness import Times, environment, interleave, keep_freed_memory, new_parser, write_json
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
@@ -43,13 +41,12 @@ from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
 
 _FLAT_PATHS = ("flat", "flat_all_logits")
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 
 def main() -> None:
     """Run the cases, print a table and write the JSON."""
     options = _parse_options()
-    _keep_freed_memory()
+    keep_freed_memory()
     torch.set_num_threads(options.threads)
     if options.engines:
         _run_engines(options)
@@ -124,13 +121,6 @@ def _parse_options() -> argparse.Namespace:
 def _cases(options: argparse.Namespace) -> list[tuple[str, int]]:
     lens = {"shared": options.prompt_len, "unrelated": 0}
     return [(name, lens[name]) for name in options.cases]
-
-
-def _keep_freed_memory() -> None:
-    if sys.platform == "linux":
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(_M_MMAP_MAX, 0)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _run_case(options: argparse.Namespace, *, name: str, prompt_len: int) -> dict[str, Any]:

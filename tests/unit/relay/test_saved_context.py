@@ -63,7 +63,8 @@ def kept_bytes(compute: Callable[[], Tensor]) -> tuple[int, Tensor]:
     """Return the bytes that are still allocated after a computation, its result included, and the result."""
     with profile(profile_memory=True) as profiled:
         out = compute()
-    results: Any = profiled.kineto_results  # torch's stubs lack `nbytes`
+    events: Any = profiled  # torch's stubs lack `nbytes`
+    results = events.kineto_results
     return sum(event.nbytes() for event in results.events() if event.name() == "[memory]"), out
 
 
