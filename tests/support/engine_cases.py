@@ -108,7 +108,7 @@ CASES = [
             "critic": {"is_critic": True},
             "lora": {"model": {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}},
             "temperature_per_row": {"temperature_per_row": True, "tree": {"capacity": 7, "max_loss_terms": 40}},
-            "joint": {"is_known_loss": False, "tree": {"capacity": 7, "max_loss_terms": 40}},
+            "joint": {"is_known_loss": False, "tree": {"capacity": 7, "max_loss_terms": 20}},
             "ten_steps": {"num_steps": 10, "lr": 0.1, "actor": {"use_kl_loss": True, "kl_loss_coef": 0.1}},
             "idle_rank": {"rows": "idle_rank", "actor": {"use_kl_loss": True, "kl_loss_coef": 0.3}},
         }.items()
