@@ -19,7 +19,7 @@ same for an ordinary pack of exactly C tokens: one row with as many scored token
 C is the longest path in `relay`, a half and a quarter of it in `relay/2` and `relay/4`. The shapes are those of
 `verl_tree.testing.synthetic`. Their lengths are divided (`tau2` by 16, `tree_search` by 4, `caterpillar` and
 `tool_fan_out` by 8), so that an update takes seconds; what is shared, and how often, stays. `chain` is one row of 8 C,
-which fits into no pack.
+which fits into no pack; `long_chain` is another, of twice the length, that only `--shapes` asks for.
 """
 
 import argparse
@@ -52,12 +52,12 @@ from verl_tree.tree import TokenForest
 VOCAB_SIZE = 2048
 HEAD_DIM = 64
 CAPACITY_PARTS = (1, 2, 4)
-CHAIN_CAPACITY = 512
-CHAIN_LEN = 8 * CHAIN_CAPACITY
+CHAIN_CAPACITIES = 8
+"""Tokens of the chain, in capacities."""
 
 
-def _chain(*, vocab_size: int) -> list[np.ndarray]:
-    return [np.random.default_rng(0).integers(vocab_size, size=CHAIN_LEN)]
+def _chain(*, capacity: int, vocab_size: int) -> list[np.ndarray]:
+    return [np.random.default_rng(0).integers(vocab_size, size=CHAIN_CAPACITIES * capacity)]
 
 
 SHAPES: dict[str, Callable[..., list[np.ndarray]]] = {
@@ -68,8 +68,11 @@ SHAPES: dict[str, Callable[..., list[np.ndarray]]] = {
         caterpillar, 12, system_len=256, question_len=(8, 64), thinking_len=(16, 256), answer_len=(8, 64)
     ),
     "tool_fan_out": partial(tool_fan_out, 6, prompt_len=256, plan_len=(4, 64), call_len=(4, 32), result_len=(8, 128)),
-    "chain": _chain,
+    "chain": partial(_chain, capacity=512),
+    "long_chain": partial(_chain, capacity=1024),
 }
+
+DEFAULT_SHAPES = [name for name in SHAPES if name != "long_chain"]
 
 
 def main() -> None:
@@ -89,7 +92,7 @@ def main() -> None:
 def _parse_options() -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help="speed, memory (default: both)")
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=DEFAULT_SHAPES)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden-size", type=int, default=256)
@@ -136,7 +139,7 @@ class Case:
         is_chain = len(sequences) == 1
         # The prompt is what all rows share. The chain is a response to one token.
         update = Update(model, sequences, prompt_len=1 if is_chain else int(forest.lcp[1:].min()))
-        capacity = CHAIN_CAPACITY if is_chain else int(forest.sequence_lens.max())
+        capacity = int(forest.sequence_lens.max()) // (CHAIN_CAPACITIES if is_chain else 1)
         find: dict[str, Callable[[], list[TreeMicroBatch]]] = {"one_pack": update.lay_out_packs}
         if not is_chain:
             find["packs"] = partial(update.lay_out_packs, capacity)
@@ -201,7 +204,8 @@ def measure_speed(model: PreTrainedModel, options: argparse.Namespace) -> dict[s
         records[name]["predicted"] = {
             layout: seconds / predicted_s["one_pack"] for layout, seconds in predicted_s.items()
         }
-    return {"shapes": records, "cost_model": asdict(cost_model), "relative_error": fitter.relative_error}
+    error = fitter.relative_error if fitter.is_fitted else None
+    return {"shapes": records, "cost_model": asdict(cost_model), "relative_error": error}
 
 
 def _paths(model: PreTrainedModel, case: Case, fitter: CostFitter) -> dict[str, Callable[[], Any]]:

@@ -43,7 +43,12 @@ def print_speed(record: Record) -> None:
             row[path] = "-" if measured is None else f"{measured:.2f}{guess}"
         rows.append(row | {"gradients": f"{max(shape['gradient_difference'].values()):.1e}"})
     print_table(rows)
-    print(f"the cost model's median relative error on the packs it was fitted to: {record['relative_error']:.1%}")
+    error = record["relative_error"]
+    print(
+        f"median error on the packs of the fit: {error:.1%}"
+        if error is not None
+        else "too few packs: predicted by the prior"
+    )
 
 
 def relative_peaks(shape: Record) -> dict[str, float]:
