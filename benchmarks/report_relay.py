@@ -14,6 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from harness import print_table
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator
 
 Record = dict[str, Any]
 
@@ -139,6 +140,10 @@ def _draw_peaks(panel: Axes, shape: Record) -> None:
         peak = layouts["packs"]["peak_bytes"] / MIB
         panel.plot(shape["capacity"], peak, "s", color="#E69F00", markersize=6, label="packs")
     panel.set_yscale("log")
+    panel.yaxis.set_major_formatter("{x:.0f}")
+    panel.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    panel.yaxis.set_minor_formatter("{x:.0f}")
+    panel.tick_params(axis="y", which="both", labelsize=8)
     panel.set_xticks(list(capacities.values()), [f"{capacity:,}" for capacity in capacities.values()], fontsize=8)
     panel.grid(alpha=0.3, which="both")
 
