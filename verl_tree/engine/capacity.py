@@ -1,6 +1,6 @@
 """The capacity of an engine's packs and sections: what the options say, or what fits into the memory of its ranks."""
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -8,6 +8,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
+from verl_tree.config import TreeConfig
 from verl_tree.engine.rows import gather
 from verl_tree.functional.memory import (
     GIB,
@@ -22,8 +23,30 @@ from verl_tree.functional.memory import (
 )
 from verl_tree.tree.layout import TreeLayout
 
-if TYPE_CHECKING:
-    from verl_tree.engine.fsdp_tree import FSDPTreeEngineWithLMHead
+
+class ProbedEngine(Protocol):
+    """What the choice asks of an engine."""
+
+    tree_config: TreeConfig
+    model_config: Any
+    module: Any
+    optimizer: Any
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Return the dtype of keys and values."""
+        ...
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Return the ranks that choose together."""
+        ...
+
+    def probe(self, layout: TreeLayout, *, forward_only: bool, is_last: bool) -> None:
+        """Run the model, and a backward, on a pack of which everything is scored in the dearest way.
+
+        `is_last` says whether the ranks exchange their gradients.
+        """
+        ...
 
 
 class CapacityChoice:
@@ -33,7 +56,7 @@ class CapacityChoice:
     rollout engine has taken its memory.
     """
 
-    def __init__(self, engine: "FSDPTreeEngineWithLMHead") -> None:
+    def __init__(self, engine: ProbedEngine) -> None:
         self._engine = engine
         self._chosen: dict[bool, int] = {}
 
@@ -54,7 +77,7 @@ class CapacityChoice:
         return self._chosen[forward_only]
 
 
-def choose_capacity(engine: "FSDPTreeEngineWithLMHead", *, forward_only: bool, longest_row: int) -> int:
+def choose_capacity(engine: ProbedEngine, *, forward_only: bool, longest_row: int) -> int:
     """Return the most tree tokens that fit into the memory of every rank; all ranks call it together.
 
     `tree.max_path_len` bounds the relayed paths; without it, the longest row of all ranks does.
@@ -66,14 +89,14 @@ def choose_capacity(engine: "FSDPTreeEngineWithLMHead", *, forward_only: bool, l
     def measure(num_tokens: int) -> Probe:
         layout = probe_layout(num_tokens, max_path_len=max_path_len)
         # Gradients of earlier packs, which wait for the last pack's exchange, are no part of its peak.
-        run_probe(engine, first, forward_only=forward_only, is_last=False)
-        peak = peak_bytes(lambda: run_probe(engine, layout, forward_only=forward_only, is_last=True), device=device)
+        engine.probe(first, forward_only=forward_only, is_last=False)
+        peak = peak_bytes(lambda: engine.probe(layout, forward_only=forward_only, is_last=True), device=device)
         return Probe(layout.num_tokens, max(gather(peak, group=group)))
 
     with leaving_no_trace(list(engine.module.parameters()), device=device):
         # The first calls compile kernels and allocate what stays: gradients, and those that wait for their exchange.
         for is_last in (True, False):
-            run_probe(engine, first, forward_only=forward_only, is_last=is_last)
+            engine.probe(first, forward_only=forward_only, is_last=is_last)
         memory_bytes = min(gather(_memory_bytes(engine, device), group=group))
         relayed_bytes = _relayed_bytes(engine, forward_only=forward_only, max_path_len=max_path_len)
         probe = largest_probe(measure, memory_bytes=memory_bytes - relayed_bytes)
@@ -92,20 +115,7 @@ def choose_capacity(engine: "FSDPTreeEngineWithLMHead", *, forward_only: bool, l
     return capacity
 
 
-def run_probe(engine: "FSDPTreeEngineWithLMHead", layout: TreeLayout, *, forward_only: bool, is_last: bool) -> None:
-    """Run the engine's model, and a backward, on a pack of which everything is scored in the dearest way.
-
-    `is_last` says whether the ranks exchange their gradients.
-    """
-    grad = torch.no_grad() if forward_only else engine._gradient_sync_context(is_last_micro_batch=is_last)
-    with grad:
-        # Any temperature but 1 takes one more copy of a chunk's logits.
-        scores_CK = engine.score_pack(layout, temperature=2.0, calculate_entropy=True)
-        if not forward_only:
-            scores_CK.sum().backward()
-
-
-def _memory_bytes(engine: "FSDPTreeEngineWithLMHead", device: torch.device) -> int:
+def _memory_bytes(engine: ProbedEngine, device: torch.device) -> int:
     """Return the bytes that packs and relayed keys and values may take on this rank."""
     if engine.tree_config.memory_gib is not None:
         return int(engine.tree_config.memory_gib * GIB)
@@ -117,16 +127,16 @@ def _memory_bytes(engine: "FSDPTreeEngineWithLMHead", device: torch.device) -> i
     return free_bytes(device, engine.optimizer)
 
 
-def _source(engine: "FSDPTreeEngineWithLMHead") -> str:
+def _source(engine: ProbedEngine) -> str:
     return "free on the device" if engine.tree_config.memory_gib is None else "tree.memory_gib"
 
 
-def _relayed_bytes(engine: "FSDPTreeEngineWithLMHead", *, forward_only: bool, max_path_len: int) -> int:
+def _relayed_bytes(engine: ProbedEngine, *, forward_only: bool, max_path_len: int) -> int:
     """Return the bytes that the store and the gathered context of a section may take on the device."""
     options = engine.tree_config
     if options.relay == "never":
         return 0
-    size = KeysAndValues.of_model(engine._model.config, dtype=engine._autocast_dtype)
+    size = KeysAndValues.of_model(engine.module.config, dtype=engine.compute_dtype)
     return size.relayed_bytes(
         max_path_len,
         trains=not forward_only,

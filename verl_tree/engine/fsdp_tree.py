@@ -252,6 +252,19 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
             calculate_entropy=calculate_entropy,
         )
 
+    def probe(self, layout: TreeLayout, *, forward_only: bool, is_last: bool) -> None:
+        """Run the model, and a backward, on a pack of which everything is scored; see `ProbedEngine`."""
+        with torch.no_grad() if forward_only else self._gradient_sync_context(is_last_micro_batch=is_last):
+            # Any temperature but 1 takes one more copy of a chunk's logits.
+            scores_CK = self.score_pack(layout, temperature=2.0, calculate_entropy=True)
+            if not forward_only:
+                scores_CK.sum().backward()
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype in which the model computes its keys and values."""
+        return self._autocast_dtype
+
     def _output_names(self, *, calculate_entropy: bool) -> tuple[str, ...]:
         """Return verl's names of the kinds of scores."""
         return ("log_probs", "entropy") if calculate_entropy else ("log_probs",)

@@ -21,7 +21,7 @@ from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.config import TREE_STRATEGY, TreeFSDPEngineConfig
 from verl_tree.engine import FSDPTreeEngineWithLMHead
-from verl_tree.engine.capacity import choose_capacity, run_probe
+from verl_tree.engine.capacity import choose_capacity
 from verl_tree.functional.memory import GIB, KeysAndValues, peak_bytes, probe_layout
 from verl_tree.testing.local_worker import FP32
 from verl_tree.testing.synthetic import caterpillar, groups, star
@@ -96,8 +96,8 @@ def test_packs_of_the_chosen_capacity_fill_the_memory(folder: Path, checkpointin
         size = KeysAndValues(dims=2 * 2 * 8, num_layers=3, dtype_bytes=4)
         relayed = size.relayed_bytes(MAX_PATH_LEN, trains=not forward_only, recomputes=checkpointing)
         for layout in [chain(capacity), *(full_pack(name, capacity=capacity) for name in FORESTS)]:
-            run_probe(engine, probe_layout(256, max_path_len=9), forward_only=forward_only, is_last=False)
-            run = partial(run_probe, engine, layout, forward_only=forward_only, is_last=True)
+            engine.probe(probe_layout(256, max_path_len=9), forward_only=forward_only, is_last=False)
+            run = partial(engine.probe, layout, forward_only=forward_only, is_last=True)
             share = peak_bytes(run, device=CPU) / (memory_gib * GIB - relayed)
             assert 0.95 < share < 1.01, share
 
@@ -128,8 +128,8 @@ def test_a_choice_leaves_no_trace(folder: Path) -> None:
                 assert all(each.grad is None for each in parameters)
                 assert engine.module.training
             drawn = torch.rand(3).tolist()
-            run_probe(engine, layout, forward_only=False, is_last=False)
-            run_probe(engine, layout, forward_only=False, is_last=True)
+            engine.probe(layout, forward_only=False, is_last=False)
+            engine.probe(layout, forward_only=False, is_last=True)
             norm = engine.optimizer_step()
         sides.append((drawn, norm, [full(each) for each in parameters]))
     (drawn, norm, without), (drawn_after, norm_after, after) = sides
