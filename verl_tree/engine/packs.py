@@ -250,13 +250,18 @@ def lay_out_relayed(
         section_cost=max(fixed, MIN_SECTION_COST * capacity),
     )
     spine_cut = sections.spine_cut(capacity)
-    # What runs once more, without gradient, before the sections do.
-    num_first = {"forward": 0, "rows": len(sections.spine), "joint": whole.layout.num_tokens}
+    # Tokens that go forward once more, without gradient, and context that is gathered for them.
+    once_more = {
+        "forward": (0, 0),
+        "rows": (len(sections.spine), spine_cut.num_context_tokens),
+        "joint": (whole.layout.num_tokens, sections.num_context_tokens),
+    }
+    num_spine, num_context = once_more[mode] if sections.num_sections > 1 else (0, 0)
     work = replace(
         whole.work,
         num_packs=sections.num_sections,
-        num_spine=num_first[mode] if sections.num_sections > 1 else 0,
-        num_context=sections.num_context_tokens + spine_cut.num_context_tokens,
+        num_spine=num_spine,
+        num_context=sections.num_context_tokens + num_context,
     )
     return replace(whole, cut=sections, spine_cut=spine_cut, work=work)
 

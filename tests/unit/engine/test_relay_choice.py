@@ -103,16 +103,19 @@ def test_a_gate_that_is_always_flat_comes_first() -> None:
 
 
 def test_the_work_and_the_calls_of_a_relayed_tree() -> None:
-    """Positions 0..6 and 3..6: 28 + 22 pairs. 10 tokens have a parent; the three nodes are the prompt and branches."""
-    of_sections = Work(num_tokens=11, num_visible_pairs=50, num_scored=10, num_nodes=3, num_packs=2, num_context=3)
-    expected: dict[Mode, tuple[int, NumCalls]] = {
-        "forward": (0, NumCalls(2, 0)),
-        "rows": (3, NumCalls(1, 2)),
-        "joint": (11, NumCalls(2, 2)),
+    """Positions 0..6 and 3..6: 28 + 22 pairs. 10 tokens have a parent; the three nodes are the prompt and branches.
+
+    The second section has the prompt as context, and the joint form runs it twice.
+    """
+    of_sections = Work(num_tokens=11, num_visible_pairs=50, num_scored=10, num_nodes=3, num_packs=2)
+    expected: dict[Mode, tuple[int, int, NumCalls]] = {
+        "forward": (0, 3, NumCalls(2, 0)),
+        "rows": (3, 3, NumCalls(1, 2)),
+        "joint": (11, 6, NumCalls(2, 2)),
     }
-    for mode, (num_spine, num_calls) in expected.items():
+    for mode, (num_spine, num_context, num_calls) in expected.items():
         (micro,) = split(FORK, mode=mode, relay="always").micro_batches
-        assert micro.work == replace(of_sections, num_spine=num_spine)
+        assert micro.work == replace(of_sections, num_spine=num_spine, num_context=num_context)
         assert micro.num_calls(mode) == num_calls
         assert micro.cut.spine.tolist() == [0, 1, 2]
         assert micro.is_relayed
