@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id
 
 from verl_tree.config import TreeConfig
+from verl_tree.engine.micro_batch import device_of_rank
 from verl_tree.engine.rows import gather
 from verl_tree.functional.memory import (
     GIB,
@@ -82,7 +82,7 @@ def choose_capacity(engine: ProbedEngine, *, forward_only: bool, longest_row: in
 
     `tree.max_path_len` bounds the relayed paths; without it, the longest row of all ranks does.
     """
-    device, group = torch.device(get_device_id()), engine.get_data_parallel_group()
+    device, group = device_of_rank(), engine.get_data_parallel_group()
     max_path_len = engine.tree_config.max_path_len or max(gather(longest_row, group=group))
     first = probe_layout(MIN_PROBE_TOKENS, max_path_len=max_path_len)
 

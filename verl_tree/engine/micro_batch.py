@@ -60,10 +60,11 @@ class MicroBatchRows:
         pairs = torch.from_numpy(ranges(starts, ends - starts))
         weight_F = self.micro.gradient_weight_F
         weight_F = None if weight_F is None else weight_F[pairs].to(device_of_rank())
+        pairs = pairs.to(device_of_rank())
         _, offsets = jagged(rows["input_ids"])
         outputs = {}
         for name, scores_T in zip(self._names, scores_CT, strict=True):
-            values_F = expand(scores_T, self.layout, gradient_weight_F=weight_F, pairs=pairs.to(device_of_rank()))
+            values_F = expand(scores_T, self.layout, gradient_weight_F=weight_F, pairs=pairs)
             outputs[name] = torch.nested.nested_tensor_from_jagged(values_F.roll(self._shift), offsets)
         return rows, outputs
 

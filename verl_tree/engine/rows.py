@@ -137,11 +137,6 @@ class MiniBatchResult:
         self._losses: list[float] = []
         self._metrics: list[dict[str, Any]] = []
 
-    @property
-    def has_losses(self) -> bool:
-        """Whether a loss was computed."""
-        return len(self._losses) > 0
-
     def add_outputs(self, model_output: Mapping[str, Tensor], *, micro: TreeMicroBatch) -> None:
         """Add the outputs of a micro-batch: one jagged tensor per name, with its rows in their order."""
         for name, value in model_output.items():

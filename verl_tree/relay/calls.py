@@ -35,20 +35,16 @@ class RelayCall:
     # Leaves of the layout that are complete here, in groups whose losses are computed one by one. None in the spine.
     leaf_groups: tuple[IntArray, ...]
 
-    @classmethod
-    def of_pack(cls, subtree_end_T: IntArray, *, scorer_T: IntArray) -> Self:
+    @staticmethod
+    def of_pack(subtree_end_T: IntArray, *, scorer_T: IntArray) -> "RelayCall":
         """Return the one call of a pack without rows, which scores every token that has a scorer."""
-        scored = np.flatnonzero(scorer_T >= 0)
-        scored = scored[np.argsort(scorer_T[scored], kind="stable")]
-        nothing = np.empty(0, dtype=np.int64)
-        return cls(
+        return _call(
+            Cut.whole(subtree_end_T).sections[0],
             token_Q=np.arange(len(scorer_T)),
-            subtree_end=subtree_end_T,
-            context_rows_P=nothing,
-            spine_places=nothing,
-            spine_rows=slice(0, 0),
-            scored_K=scored,
-            scorer_K=scorer_T[scored],
+            context_rows_P=np.empty(0, dtype=np.int64),
+            row_of_T=np.full(len(scorer_T), -1),
+            scored=np.flatnonzero(scorer_T >= 0),
+            scorer_T=scorer_T,
             leaf_groups=(),
         )
 

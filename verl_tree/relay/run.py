@@ -100,7 +100,7 @@ class RelayRun:
             self._keep_scores(call, made_CK)
             for leaves in call.leaf_groups:
                 self._add_gradients(leaves, loss)
-        made_CK.backward(self.gradient_of(call, made_CK))
+        made_CK.backward(self._gradient_of(call, made_CK))
 
     @property
     def scores_CT(self) -> Tensor:
@@ -108,7 +108,7 @@ class RelayRun:
         assert self._scores_CT is not None, "no call has run"
         return self._scores_CT
 
-    def gradient_of(self, call: RelayCall, made_CK: Tensor) -> Tensor:
+    def _gradient_of(self, call: RelayCall, made_CK: Tensor) -> Tensor:
         """Return the gradients of a call's scores, (C, K); zero where no loss has read them."""
         if self._gradient_CT is None:
             return torch.zeros_like(made_CK)
