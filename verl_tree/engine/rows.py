@@ -111,8 +111,8 @@ def _fill(rank: Sequence[NumCalls], *, start: int, calls: NumCalls) -> int:
     """Return where the micro-batches end that fit into the calls of a step, from `start` on."""
     num_first, num_last, end = *calls, start
     while end < len(rank) and rank[end].num_first <= num_first and rank[end].num_last <= num_last:
-        # Only one store at a time: the others must be packs, which have calls of one kind.
-        if end > start and all(rank[end]):
+        # Only one store at a time: the others must be packs, which take one call.
+        if end > start and sum(rank[end]) > 1:
             break
         num_first, num_last = num_first - rank[end].num_first, num_last - rank[end].num_last
         end += 1

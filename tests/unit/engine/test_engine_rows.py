@@ -97,6 +97,12 @@ def test_ranks_make_the_same_calls_and_fill_them_with_packs() -> None:
         (range(2, 3), range(2, 2)),
     ]
 
+    # Forward only, too, there is one store at a time, also where two trees would fit.
+    tree, small_tree = NumCalls(6, 0), NumCalls(3, 0)
+    steps = steps_of([[tree], [small_tree, small_tree]], mode="forward")
+    assert [step.calls for step in steps] == [(6, 0), (3, 0)]
+    assert [step.ranges for step in steps] == [(range(1), range(1)), (range(1, 1), range(1, 2))]
+
     # Forward only, a tree is its sections and a pack is one.
     steps = steps_of([[NumCalls(3, 0)], [NumCalls(1, 0)] * 2, []], mode="forward")
     assert [(step.calls, step.ranges) for step in steps] == [((3, 0), (range(1), range(2), range(0)))]
