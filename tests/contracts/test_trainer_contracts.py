@@ -28,8 +28,9 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.skip import rollout_skip
 
 from verl_tree.launch.composition import compose_config
+from verl_tree.trainer.modes import TREE_TRAINERS, TreePPOTrainerSync
 from verl_tree.trainer.padding import shorten
-from verl_tree.trainer.trainer import TreePPOTrainerSync
+from verl_tree.trainer.trainer import TreeTrainer
 
 STEP = (
     "_balance_batch",
@@ -39,7 +40,7 @@ STEP = (
     "_update_critic",
     "_update_actor",
 )
-METHODS = [name for name, value in vars(TreePPOTrainerSync).items() if inspect.isfunction(value) and name != "__init__"]
+METHODS = [name for name, value in vars(TreeTrainer).items() if inspect.isfunction(value) and name != "__init__"]
 
 
 def parameters_of(function: Callable) -> list[str]:
@@ -47,12 +48,13 @@ def parameters_of(function: Callable) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
+@pytest.mark.parametrize("mode", TREE_TRAINERS)
 @pytest.mark.parametrize("name", METHODS)
-def test_an_override_overrides_something_with_the_same_parameters_and_nothing_else_does(name: str) -> None:
-    method = vars(TreePPOTrainerSync)[name]
-    assert hasattr(PPOTrainerSync, name) == getattr(method, "__override__", False), "verl would call ours unnoticed"
-    if hasattr(PPOTrainerSync, name):
-        assert parameters_of(method) == parameters_of(getattr(PPOTrainerSync, name))
+def test_an_override_overrides_something_with_the_same_parameters_and_nothing_else_does(name: str, mode: str) -> None:
+    method, theirs = vars(TreeTrainer)[name], trainer_base.TRAINER_REGISTRY[mode]
+    assert hasattr(theirs, name) == getattr(method, "__override__", False), "verl would call ours unnoticed"
+    if hasattr(theirs, name):
+        assert parameters_of(method) == parameters_of(getattr(theirs, name))
 
 
 class TracedTrainer(PPOTrainerSync):

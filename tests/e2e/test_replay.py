@@ -34,9 +34,9 @@ from verl_tree.cost.model import CostModel
 from verl_tree.launch.composition import compose_config
 from verl_tree.trainer import advantages, replay
 from verl_tree.trainer.batching import MiniBatchPlan, group_rows, parse_row_key
+from verl_tree.trainer.modes import TreePPOTrainerSync
 from verl_tree.trainer.padding import PADDING_LEN, real_rows
 from verl_tree.trainer.step_rows import StepRows
-from verl_tree.trainer.trainer import TreePPOTrainerSync
 
 pytestmark = pytest.mark.e2e
 

@@ -81,8 +81,8 @@ class MiniBatchPlan:
         """
         if "mini_batch_rows" not in data:
             raise ValueError(
-                "the batch has no mini_batch_rows: train with verl_tree.trainer.trainer.TreePPOTrainerSync "
-                "(python -m verl_tree.main_ppo), which plans the mini-batches"
+                "the batch has no mini_batch_rows: train with python -m verl_tree.main_ppo, whose trainers "
+                "(verl_tree.trainer.modes) plan the mini-batches"
             )
         return cls(
             rows=tuple(tuple(rank_rows) for rank_rows in data["mini_batch_rows"]),

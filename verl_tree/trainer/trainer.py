@@ -1,6 +1,6 @@
-"""verl's synchronous PPO trainer for sessions with several leaves.
+"""What every PPO trainer of verl gets for sessions with several leaves; `modes` has the trainers themselves.
 
-What differs from `PPOTrainerSync` (verl 0.9.1), each through an overridden method:
+What differs from `PPOTrainer` (verl 0.9.1), each through an overridden method:
 
 - Rows (`_balance_batch`): a prompt group stays in one mini-batch, and on one rank unless the ranks would be too uneven
   (`batching`). The order does not depend on when rows arrived. The workers' fitted cost model balances the ranks.
@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import ray
 from omegaconf import DictConfig
@@ -27,10 +27,11 @@ from transfer_queue import KVBatchMeta
 from typing_extensions import override
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
-from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
 from verl.utils.profiler import marked_timer
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
+from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from rollout_hooks.capture.report import CaptureReport
 from rollout_hooks.worker import TreeAgentLoopManager
@@ -58,8 +59,11 @@ POLL_INTERVAL_S = 0.05
 """Seconds between two looks for ended prompts; with verl's 2 s a generation phase takes up to 2 s longer."""
 
 
-class TreePPOTrainerSync(PPOTrainerSync):
-    """verl's synchronous trainer with trees, for a composed and validated configuration `tree_ppo`."""
+class TreeTrainer(PPOTrainer):
+    """verl's trainer with trees, for a composed and validated configuration `tree_ppo`; put before a mode's class."""
+
+    actor_worker: ClassVar[type[ActorRolloutRefWorker]] = TreeActorRolloutRefWorker
+    """The class of the workers of policy and reference model."""
 
     def __init__(self, config: DictConfig) -> None:
         advantages.register()
@@ -82,7 +86,7 @@ class TreePPOTrainerSync(PPOTrainerSync):
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
         for role in self.role_worker_mapping:
-            worker = TreeTrainingWorker if role == Role.Critic else TreeActorRolloutRefWorker
+            worker = TreeTrainingWorker if role == Role.Critic else self.actor_worker
             self.role_worker_mapping[role] = ray.remote(worker)
 
     @override

@@ -19,8 +19,9 @@ from verl.utils.skip.base_skip import SKIP_REGISTRY
 from verl_tree.launch.composition import compose_config
 from verl_tree.records import read_trees
 from verl_tree.trainer.advantages import ESTIMATORS
+from verl_tree.trainer.modes import TreePPOTrainerSync
 from verl_tree.trainer.replay import TreeRolloutSkip
-from verl_tree.trainer.trainer import POLL_INTERVAL_S, TreePPOTrainerSync, WatchedBuffer
+from verl_tree.trainer.trainer import POLL_INTERVAL_S, WatchedBuffer
 from verl_tree.trainer.worker import TreeActorRolloutRefWorker, TreeTrainingWorker
 
 
