@@ -11,6 +11,8 @@ from typing import Any
 
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 
+from verl_tree.engine.session_weights import session_weighted_loss
+
 POLICY_LOSSES_OVER_ROWS = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cispo", "dro")
 """Names in `actor.policy_loss.loss_mode`.
 
@@ -20,9 +22,11 @@ normalise over them.
 
 
 def is_sum_over_rows(loss_function: Callable[..., Any] | None) -> bool:
-    """Return whether a loss, as verl's workers hold it, is known to be a sum of one term per row."""
+    """Return whether a loss, as the workers hold it, is known to be a sum of one term per row."""
     if not isinstance(loss_function, partial):
         return False
+    if loss_function.func is session_weighted_loss:
+        return is_sum_over_rows(*loss_function.args)
     config = loss_function.keywords.get("config")
     if loss_function.func is sft_loss:
         return True

@@ -15,7 +15,7 @@ Rank 0 has nothing in mini-batch 1 and gets the padding row p. verl's dispatch c
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple, Self
 
@@ -55,22 +55,38 @@ def group_rows(keys: Sequence[str]) -> list[list[int]]:
     return [list(rows) for _, rows in groupby(order, key=lambda row: parsed[row].uid)]
 
 
+def number_sessions(keys: Sequence[str]) -> list[int]:
+    """Return the number of each row's session, in the order in which sessions first appear: the same for its rows."""
+    numbers: dict[tuple[str, int], int] = {}
+    return [numbers.setdefault(parse_row_key(key)[:2], len(numbers)) for key in keys]
+
+
 @dataclass(frozen=True, slots=True)
 class MiniBatchPlan:
     """Where the workers cut their rows into optimiser steps.
 
     A rank's rows of mini-batch m are the next `rows[dp_rank][m]` rows of its data: at least one, padding included. All
     ranks have the same total. All ranks together have `num_rows[m]` without padding, verl's `global_batch_size`.
+    `sessions`, where the loss weighs sessions, has a number for the session of each row of a rank, -1 for padding.
     """
 
     rows: tuple[tuple[int, ...], ...]
     num_rows: tuple[int, ...]
+    sessions: tuple[tuple[int, ...], ...] | None = None
+
+    def with_sessions(self, sessions: Sequence[int], *, row_order: Sequence[int]) -> Self:
+        """Add the sessions of rows that are dispatched in `row_order`; see `RowAssignment`."""
+        ordered = [sessions[row] if row < len(sessions) else -1 for row in row_order]
+        num_rank_rows = sum(self.rows[0])
+        starts = range(0, len(ordered), num_rank_rows)
+        return replace(self, sessions=tuple(tuple(ordered[start : start + num_rank_rows]) for start in starts))
 
     def to_extra_info(self) -> dict[str, Any]:
         """Return the keys to put into `KVBatchMeta.extra_info`."""
         # verl unpacks these with `assign_non_tensor_data`, which leaves nested tuples as they are; `assign_non_tensor`
         # would make one item per row of them.
-        return {"mini_batch_rows": self.rows, "mini_batch_num_rows": self.num_rows}
+        sessions = {} if self.sessions is None else {"mini_batch_sessions": self.sessions}
+        return {"mini_batch_rows": self.rows, "mini_batch_num_rows": self.num_rows, **sessions}
 
     @classmethod
     def from_batch(cls, data: Mapping[str, Any]) -> Self:
@@ -87,6 +103,7 @@ class MiniBatchPlan:
         return cls(
             rows=tuple(tuple(rank_rows) for rank_rows in data["mini_batch_rows"]),
             num_rows=tuple(data["mini_batch_num_rows"]),
+            sessions=tuple(map(tuple, data["mini_batch_sessions"])) if "mini_batch_sessions" in data else None,
         )
 
 

@@ -39,7 +39,7 @@ from verl_tree.cost.model import CostModel
 from verl_tree.packing.counts import ForestCounts
 from verl_tree.records import StoredTree
 from verl_tree.trainer import advantages, replay
-from verl_tree.trainer.batching import MiniBatchPlan, assign_rows
+from verl_tree.trainer.batching import MiniBatchPlan, assign_rows, number_sessions
 from verl_tree.trainer.metrics import (
     capture_metrics,
     describe_failures,
@@ -120,6 +120,9 @@ class TreeTrainer(PPOTrainer):
             cut_groups=self.config.tree.shared_tokens == "sum",
         )
         self._mini_batch_plan = assignment.plan
+        if self.config.tree.session_weight == "session":
+            sessions = number_sessions(rows.keys)
+            self._mini_batch_plan = assignment.plan.with_sessions(sessions, row_order=assignment.row_order)
         metrics["tree/cut_groups"] = float(assignment.num_cut_groups)
         metrics["tree/cut_tokens"] = float(assignment.num_lost_tokens)
         if not self.config.tree.enabled:

@@ -7,6 +7,7 @@ so tree and flat training runs differ in nothing else.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from codetiming import Timer
 from tensordict import NonTensorData, TensorDict
-from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.metric import Metric
@@ -22,9 +23,13 @@ from verl.utils.py_functional import append_to_dict
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+from verl_tree.config import TreeFSDPEngineConfig
 from verl_tree.cpu.platform import ensure_cpu_process_group
 from verl_tree.engine import FSDPTreeEngineWithLMHead
+from verl_tree.engine.micro_batch import LossFunction
+from verl_tree.engine.row_losses import is_sum_over_rows
 from verl_tree.engine.rows import gather, jagged
+from verl_tree.engine.session_weights import session_weighted_loss, weigh_sessions
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.trainer.batching import MiniBatchPlan
 
@@ -37,6 +42,27 @@ class TreeTrainingWorker(TrainingWorker):
         if get_device_name() == "cpu":
             ensure_cpu_process_group()
         super().__init__(config)
+
+    @property
+    def _weighs_sessions(self) -> bool:
+        config = self.engine_config
+        return isinstance(config, TreeFSDPEngineConfig) and config.tree.session_weight == "session"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_loss_fn(self, loss_fn: LossFunction) -> None:
+        """Take verl's loss function, and weigh sessions in it where configured.
+
+        Raises:
+            ValueError: Sessions are to be weighed in a loss that is not known to be a sum over rows.
+        """
+        if self._weighs_sessions:
+            if not is_sum_over_rows(loss_fn):
+                raise ValueError(
+                    f"tree.session_weight=session weighs rows, and {loss_fn} is not known to be a sum over rows; set "
+                    "tree.session_weight=leaf"
+                )
+            loss_fn = partial(session_weighted_loss, loss_fn)
+        super().set_loss_fn(loss_fn)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_mini_batch(self, data: TensorDict) -> TensorDict | None:
@@ -55,6 +81,7 @@ class TreeTrainingWorker(TrainingWorker):
         seed = tu.pop(data, key="seed", default=42)
         shuffle = tu.pop(data, key="dataloader_kwargs", default={}).get("shuffle", False)
         rows = plan.rows[self.engine.get_data_parallel_rank()]
+        assert (plan.sessions is not None) == self._weighs_sessions, "trainer and workers have the same tree options"
         if sum(rows) != len(data):
             raise ValueError(
                 f"rank {self.engine.get_data_parallel_rank()} got {len(data)} rows and the plan gives it {sum(rows)}: "
@@ -77,6 +104,9 @@ class TreeTrainingWorker(TrainingWorker):
                     update_lr_scheduler=step == len(order) - 1,
                     disable_auto_offload=True,
                 )
+                if plan.sessions is not None:
+                    sessions = plan.sessions[self.engine.get_data_parallel_rank()][starts[index] : starts[index + 1]]
+                    weigh_sessions(mini_batch, sessions, group=self.engine.get_data_parallel_group())
                 with torch.profiler.record_function(f"mini_batch{step}"):
                     outputs.append(self.train_batch(mini_batch))
                 self.profiler.step()

@@ -16,6 +16,8 @@ def test_defaults_are_valid() -> None:
     assert list(find(resolved())) == []
     validate(resolved("tree.enabled=false"))
     validate(resolved("algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=true"))
+    validate(resolved("tree.session_weight=session", f"{ACTOR}.policy_loss.loss_mode=gspo"))
+    validate(resolved(f"{ACTOR}.policy_loss.loss_mode=clip_cov"))
 
 
 OTHER_VALUES = {True: "false", False: "true", None: "fp8", "sync": "separate_async", "sum": "once", "vllm": "sglang"}
@@ -83,6 +85,13 @@ REFUSED = {
     ],
     "check_loss_normalisation": [
         ([f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"], ["loss_scale_factor=None", "max_response_length"])
+    ],
+    "check_session_weight": [
+        (
+            ["tree.session_weight=session", f"{ACTOR}.policy_loss.loss_mode={loss}"],
+            [f"loss_mode={loss}", "couples them", "vanilla", "tree.session_weight=leaf"],
+        )
+        for loss in ("clip_cov", "geo_mean")
     ],
     "check_critic_cut": [
         (["critic.enable=true", "critic.ppo_mini_batch_size=3"], ["critic.ppo_mini_batch_size=3", "256"])

@@ -212,6 +212,18 @@ def check_loss_normalisation(config: DictConfig) -> Findings:
             yield refusal(config, f"{role}.loss_scale_factor", remedy)
 
 
+def check_session_weight(config: DictConfig) -> Findings:
+    """Find a loss that reads several rows together, where rows are to be weighed."""
+    if config.tree.session_weight != "session":
+        return
+    from verl_tree.engine.row_losses import POLICY_LOSSES_OVER_ROWS
+
+    key = f"{ACTOR}.policy_loss.loss_mode"
+    if value_of(config, key) not in POLICY_LOSSES_OVER_ROWS:
+        remedy = f"choose one of {', '.join(POLICY_LOSSES_OVER_ROWS)}, or set tree.session_weight=leaf"
+        yield refusal(config, key, f"tree.session_weight=session weighs rows, and this loss couples them; {remedy}")
+
+
 def check_critic_cut(config: DictConfig) -> Findings:
     """Compare the mini-batch sizes of actor and critic, which share one mini-batch plan."""
     key, size = "critic.ppo_mini_batch_size", config.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -229,5 +241,6 @@ CHECKS: tuple[Check, ...] = (
     check_memory,
     check_capacity,
     check_loss_normalisation,
+    check_session_weight,
     check_critic_cut,
 )

@@ -1,0 +1,137 @@
+"""One weight per session in verl's losses (`tree.session_weight=session`), however many leaves it ended in.
+
+A row of session s weighs v = 1 / leaves(s), where leaves(s) counts the rows of s in the mini-batch that a loss reads.
+verl's denominators count the same way: `global_batch_size` becomes the number of sessions, `batch_num_tokens` the sum
+of v n over the rows, n being a row's trained tokens (docs/advantages.md).
+
+    seq-mean-*   sum(v L) / sessions          L: the row's own aggregate of its tokens' losses l
+    token-mean   sum(v sum(l)) / sum(v n)
+    token-sum    sum(v sum(l))
+
+verl's losses take no weights, but most are sums of one term per row. So rows of equal weight go through verl's own loss
+together, and the results are added with their weights. This holds for everything in the loss, KL and entropy included,
+and for the engines of verl as for ours.
+
+Legend: R rows of a mini-batch on all ranks, B those of one call of the loss.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import fsum
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.metric import AggregationType, Metric
+
+from verl_tree.engine.rows import gather, jagged
+
+LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
+
+WEIGHT = "session_weight"
+NUM_SESSIONS, NUM_WEIGHTED_TOKENS = "num_sessions", "num_weighted_tokens"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SessionWeights:
+    """The weights of a mini-batch's rows, and the denominators that go with them."""
+
+    weight_R: np.ndarray  # (R,) float64; 1 where no loss reads the row
+    num_sessions: int
+    num_weighted_tokens: float
+
+    @classmethod
+    def of_rows(cls, sessions: Sequence[int], *, num_trained: Sequence[int]) -> Self:
+        """Weigh R rows by the session of each, negative for padding rows, and by how many of its tokens are trained.
+
+        A session counts as one also if none of its rows is read, as verl counts a sample without trained tokens.
+        """
+        session_R, num_trained_R = np.asarray(sessions, dtype=np.int64), np.asarray(num_trained, dtype=np.int64)
+        assert session_R.shape == num_trained_R.shape
+        known, index_R = np.unique(session_R, return_inverse=True)
+        is_read_R = num_trained_R > 0
+        assert not is_read_R[session_R < 0].any(), "padding rows have no trained tokens"
+        leaves_R = np.bincount(index_R, is_read_R)[index_R]
+        weight_R = np.where(is_read_R, 1.0 / np.maximum(leaves_R, 1.0), 1.0)
+        return cls(weight_R, int((known >= 0).sum()), fsum((weight_R * num_trained_R).tolist()))
+
+
+def weigh_sessions(mini_batch: TensorDict, sessions: Sequence[int], *, group: dist.ProcessGroup | None) -> None:
+    """Add what `session_weighted_loss` reads to a rank's rows of a mini-batch; all ranks of the group call it together.
+
+    `sessions` has a number for the session of each row, the same on all ranks, negative for padding rows.
+    """
+    mask, offsets = jagged(mini_batch["response_mask"])
+    num_before = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.bool().cumsum(0)])
+    num_trained = (num_before[offsets[1:]] - num_before[offsets[:-1]]).tolist()
+    ranks = gather((list(sessions), num_trained), group=group)
+    all_sessions, all_num_trained = (list(chain.from_iterable(each)) for each in zip(*ranks, strict=True))
+    weights = SessionWeights.of_rows(all_sessions, num_trained=all_num_trained)
+    start = sum(len(rank[0]) for rank in ranks[: dist.get_rank(group)])
+    mini_batch[WEIGHT] = torch.from_numpy(weights.weight_R[start : start + len(num_trained)])
+    denominators = {NUM_SESSIONS: weights.num_sessions, NUM_WEIGHTED_TOKENS: weights.num_weighted_tokens}
+    tu.assign_non_tensor(mini_batch, **denominators)
+
+
+def session_weighted_loss(
+    loss_function: LossFunction,
+    *,
+    model_output: dict[str, Tensor],
+    data: TensorDict,
+    dp_group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """Compute a loss of verl that is a sum over rows, with the weights that `weigh_sessions` gave to the rows."""
+    data = data.copy()  # shallow: the engine's own denominators stay as they are
+    tu.assign_non_tensor(
+        data, global_batch_size=tu.get(data, NUM_SESSIONS), batch_num_tokens=tu.get(data, NUM_WEIGHTED_TOKENS)
+    )
+    weight_B = data[WEIGHT].cpu()
+    weights = weight_B.unique()
+    losses, metrics, num_trained = [], [], []
+    for weight in weights:
+        rows = torch.nonzero(weight_B == weight).flatten()
+        part, outputs = data, model_output
+        if len(weights) > 1:
+            part = tu.index_select_tensor_dict(data, rows)
+            outputs = {name: _select(values, rows) for name, values in model_output.items()}
+        loss, part_metrics = loss_function(model_output=outputs, data=part, dp_group=dp_group)
+        losses.append(loss * weight.item())
+        metrics.append(part_metrics)
+        num_trained.append(int(jagged(part["response_mask"])[0].sum()))
+    return sum(losses[1:], losses[0]), _merge(metrics, weights=weights.tolist(), num_trained=num_trained)
+
+
+def _select(values: Tensor, rows: Tensor) -> Tensor:
+    """Return some rows of a jagged tensor, with their gradients."""
+    parts = values.unbind()
+    return torch.nested.as_nested_tensor([parts[row] for row in rows.tolist()], layout=torch.jagged)
+
+
+def _merge(
+    metrics: Sequence[dict[str, Any]], *, weights: Sequence[float], num_trained: Sequence[int]
+) -> dict[str, Any]:
+    """Merge the metrics of parts of a call's rows as if verl had computed them at once.
+
+    Sums are terms of the loss, so they are weighted like it. Means are over trained tokens, each of which counts once.
+    """
+
+    def merged(values: Sequence[Any]) -> Any:
+        if not isinstance(values[0], Metric):
+            return mean(values)
+        aggregation = values[0].aggregation
+        numbers = [value.aggregate() for value in values]
+        if aggregation == AggregationType.SUM:
+            numbers = [sum(weight * number for weight, number in zip(weights, numbers, strict=True))]
+        elif aggregation == AggregationType.MEAN:
+            numbers = [mean(numbers)]
+        return Metric(aggregation=aggregation, value=Metric(aggregation=aggregation, value=numbers).aggregate())
+
+    def mean(numbers: Sequence[float]) -> float:
+        return numbers[0] if len(numbers) == 1 else float(np.average(numbers, weights=num_trained))
+
+    return {name: merged([part[name] for part in metrics]) for name in metrics[0]}
