@@ -120,18 +120,19 @@ def _merge(
     Sums are terms of the loss, so they are weighted like it. Means are over trained tokens, each of which counts once.
     """
 
+    def mean(values: Sequence[float]) -> float:
+        return values[0] if len(values) == 1 else float(np.average(values, weights=num_trained))
+
     def merged(values: Sequence[Any]) -> Any:
         if not isinstance(values[0], Metric):
             return mean(values)
-        aggregation = values[0].aggregation
+        whole = values[0].init_list()
         numbers = [value.aggregate() for value in values]
-        if aggregation == AggregationType.SUM:
-            numbers = [sum(weight * number for weight, number in zip(weights, numbers, strict=True))]
-        elif aggregation == AggregationType.MEAN:
+        if whole.aggregation == AggregationType.MEAN:
             numbers = [mean(numbers)]
-        return Metric(aggregation=aggregation, value=Metric(aggregation=aggregation, value=numbers).aggregate())
-
-    def mean(numbers: Sequence[float]) -> float:
-        return numbers[0] if len(numbers) == 1 else float(np.average(numbers, weights=num_trained))
+        elif whole.aggregation == AggregationType.SUM:
+            numbers = [weight * number for weight, number in zip(weights, numbers, strict=True)]
+        whole.extend(numbers)
+        return Metric(aggregation=whole.aggregation, value=whole.aggregate())
 
     return {name: merged([part[name] for part in metrics]) for name in metrics[0]}
