@@ -25,6 +25,7 @@ from verl.workers.utils.losses import ppo_loss, value_loss
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform and the engines)
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
+from verl_tree.engine.session_weights import weigh_sessions
 from verl_tree.testing.local_worker import batch_of_rows, local_worker
 from verl_tree.trainer.worker import TreeTrainingWorker
 
@@ -91,6 +92,21 @@ CASES = [
     ),
     Case("critic", is_critic=True),
     Case("critic_seq_mean", is_critic=True, actor={"loss_agg_mode": "seq-mean-token-mean"}),
+    *(
+        Case(f"session_weight_{name}", **{"tree": {"session_weight": "session"}} | options)
+        for name, options in {
+            "token_mean": {"actor": {"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coeff": 0.05}},
+            "token_sum": {"actor": {"loss_agg_mode": "token-sum"}},
+            "gspo": {"actor": {"policy_loss": {"loss_mode": "gspo"}, "loss_agg_mode": "seq-mean-token-mean"}},
+            "critic": {"is_critic": True, "actor": {"loss_agg_mode": "seq-mean-token-sum"}},
+            "relay": {"tree": {"session_weight": "session", "capacity": 7, "max_loss_terms": 20}},
+            "idle_rank": {"rows": "idle_rank", "actor": {"use_kl_loss": True, "kl_loss_coef": 0.3}},
+            "shared_tokens_mean": {
+                "tree": {"session_weight": "session", "shared_tokens": "mean"},
+                "same_objective": False,
+            },
+        }.items()
+    ),
     Case("duplicates_and_prefixes", rows="duplicates"),
     Case("one_token_responses", rows="one_token"),
     Case("single_row", rows="single"),
@@ -178,6 +194,10 @@ def make_batch(case: Case, *, step: int, rank: int, world_size: int) -> TensorDi
         global_batch_size=sum(counts),
         calculate_entropy=case.actor.get("entropy_coeff", 0.0) != 0.0,
     )
+    if case.tree.get("session_weight") == "session":
+        # One, two or three leaves each, and some on both ranks.
+        sessions = [row // (1 + row % 3) for row in range(len(rows))] + [-1] * num_padding
+        weigh_sessions(batch, sessions, group=None)
     if case.temperature_per_row:
         batch["temperature"] = torch.tensor([0.7, 1.0, 1.4])[torch.arange(len(all_rows)) // 4 % 3]
     return batch
