@@ -10,7 +10,7 @@ import torch.distributed as dist
 from engine_cases import save_model
 from tensordict import NonTensorData, TensorDict
 from torch.distributed.fsdp import FSDPModule
-from verl.single_controller.base.decorator import MAGIC_ATTR
+from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
 from verl.trainer.config import CheckpointConfig
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
@@ -25,6 +25,7 @@ import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY, TreeFSDPEngineConfig
 from verl_tree.engine import CPUEngineWithLMHead, FSDPTreeEngineWithLMHead, FSDPTreeEngineWithValueHead
 from verl_tree.testing.local_worker import FP32
+from verl_tree.trainer.worker import TreeTrainingWorker
 
 
 def jagged(rows: list[list[float]]) -> torch.Tensor:
@@ -137,6 +138,9 @@ def test_worker_classes_are_class_attributes() -> None:
     attributes = getattr(TrainingWorker.train_mini_batch, MAGIC_ATTR)
     assert attributes["blocking"] is False
     assert attributes["dispatch_mode"]["dispatch_fn"] is not None
+    # A worker group has only what is registered, so an override is registered as verl's own method is.
+    for worker in (TrainingWorker, TreeTrainingWorker):
+        assert getattr(worker.set_loss_fn, MAGIC_ATTR)["dispatch_mode"] is Dispatch["ONE_TO_ALL"]
 
 
 def test_scores_stand_one_position_before_their_token() -> None:

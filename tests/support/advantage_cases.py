@@ -157,7 +157,12 @@ DRAWN = {"fork": FORK, "deep": DEEP, "agent": AGENT}
 
 
 def estimate(
-    name: str, leaves: Sequence[Leaf], *, normalize_by_std: bool = True, width: int | None = None
+    name: str,
+    leaves: Sequence[Leaf],
+    *,
+    normalize_by_std: bool = True,
+    width: int | None = None,
+    weigh_sessions: bool = False,
 ) -> dict[str, list[float]]:
     """Run an estimator as the trainer does, on padded rows; return the advantages of each row's response tokens."""
     lens = [len(leaf.response) for leaf in leaves]
@@ -172,6 +177,7 @@ def estimate(
         keys=[leaf.key for leaf in leaves],
         sequences=[np.array([ord(letter) for letter in leaf.prompt + leaf.response]) for leaf in leaves],
         response_lens=lens,
+        weigh_sessions=weigh_sessions,
     )
     with announce_rows(rows):
         advantages, returns = ESTIMATORS[name](

@@ -17,7 +17,6 @@ Legend: R rows of a mini-batch on all ranks, B those of one call of the loss.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import fsum
 from typing import Any, Self
 
@@ -41,39 +40,39 @@ NUM_SESSIONS, NUM_WEIGHTED_TOKENS = "num_sessions", "num_weighted_tokens"
 class SessionWeights:
     """The weights of a mini-batch's rows, and the denominators that go with them."""
 
-    weight_R: np.ndarray  # (R,) float64; 1 where no loss reads the row
+    ranks: tuple[np.ndarray, ...]  # by rank, float64; 1 where no loss reads the row
     num_sessions: int
     num_weighted_tokens: float
 
     @classmethod
-    def of_rows(cls, sessions: Sequence[int], *, num_trained: Sequence[int]) -> Self:
-        """Weigh R rows by the session of each, negative for padding rows, and by how many of its tokens are trained.
+    def of_ranks(cls, ranks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Self:
+        """Weigh the rows of all ranks; a rank gives the session of each row and how many of its tokens are trained.
 
-        A session counts as one also if none of its rows is read, as verl counts a sample without trained tokens.
+        The number of a session is the same on all ranks, and negative for padding rows. A session counts as one also if
+        none of its rows is read, as verl counts a sample without trained tokens.
         """
-        session_R, num_trained_R = np.asarray(sessions, dtype=np.int64), np.asarray(num_trained, dtype=np.int64)
-        assert session_R.shape == num_trained_R.shape
+        session_R, num_trained_R = (np.concatenate(each).astype(np.int64) for each in zip(*ranks, strict=True))
         known, index_R = np.unique(session_R, return_inverse=True)
         is_read_R = num_trained_R > 0
         assert not is_read_R[session_R < 0].any(), "padding rows have no trained tokens"
         leaves_R = np.bincount(index_R, is_read_R)[index_R]
         weight_R = np.where(is_read_R, 1.0 / np.maximum(leaves_R, 1.0), 1.0)
-        return cls(weight_R, int((known >= 0).sum()), fsum((weight_R * num_trained_R).tolist()))
+        ends = np.cumsum([len(sessions) for sessions, _ in ranks])
+        return cls(
+            ranks=tuple(np.split(weight_R, ends[:-1])),
+            num_sessions=int((known >= 0).sum()),
+            num_weighted_tokens=fsum((weight_R * num_trained_R).tolist()),
+        )
 
 
 def weigh_sessions(mini_batch: TensorDict, sessions: Sequence[int], *, group: dist.ProcessGroup | None) -> None:
     """Add what `session_weighted_loss` reads to a rank's rows of a mini-batch; all ranks of the group call it together.
 
-    `sessions` has a number for the session of each row, the same on all ranks, negative for padding rows.
+    `sessions` has a number for the session of each row; see `SessionWeights.of_ranks`.
     """
-    mask, offsets = jagged(mini_batch["response_mask"])
-    num_before = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.bool().cumsum(0)])
-    num_trained = (num_before[offsets[1:]] - num_before[offsets[:-1]]).tolist()
-    ranks = gather((list(sessions), num_trained), group=group)
-    all_sessions, all_num_trained = (list(chain.from_iterable(each)) for each in zip(*ranks, strict=True))
-    weights = SessionWeights.of_rows(all_sessions, num_trained=all_num_trained)
-    start = sum(len(rank[0]) for rank in ranks[: dist.get_rank(group)])
-    mini_batch[WEIGHT] = torch.from_numpy(weights.weight_R[start : start + len(num_trained)])
+    num_trained = [int(mask.sum()) for mask in mini_batch["response_mask"].unbind(dim=0)]
+    weights = SessionWeights.of_ranks(gather((list(sessions), num_trained), group=group))
+    mini_batch[WEIGHT] = torch.from_numpy(weights.ranks[dist.get_rank(group)])
     denominators = {NUM_SESSIONS: weights.num_sessions, NUM_WEIGHTED_TOKENS: weights.num_weighted_tokens}
     tu.assign_non_tensor(mini_batch, **denominators)
 
@@ -132,7 +131,8 @@ def _merge(
             numbers = [mean(numbers)]
         elif whole.aggregation == AggregationType.SUM:
             numbers = [weight * number for weight, number in zip(weights, numbers, strict=True)]
-        whole.extend(numbers)
+        for number in numbers:
+            whole.append(number)
         return Metric(aggregation=whole.aggregation, value=whole.aggregate())
 
     return {name: merged([part[name] for part in metrics]) for name in metrics[0]}

@@ -98,10 +98,11 @@ class StepRows:
         assert len(scores) == len(self.rows), "verl scores rows before it balances them"
         return np.array([each.sum(dtype=np.float64) for each in scores])
 
-    def announcement(self) -> Rows:
+    def announcement(self, *, weigh_sessions: bool) -> Rows:
         """Return what estimators are told."""
         rows = self.rows.values()
-        return Rows(self.keys, [row.token_ids for row in rows], [len(row.response_mask) for row in rows])
+        response_lens = [len(row.response_mask) for row in rows]
+        return Rows(self.keys, [row.token_ids for row in rows], response_lens, weigh_sessions)
 
     def profiles(self) -> list[WorkProfile]:
         """Return the work of each group."""

@@ -120,7 +120,7 @@ class TreeTrainer(PPOTrainer):
             cut_groups=self.config.tree.shared_tokens == "sum",
         )
         self._mini_batch_plan = assignment.plan
-        if self.config.tree.session_weight == "session":
+        if self._weighs_sessions:
             sessions = number_sessions(rows.keys)
             self._mini_batch_plan = assignment.plan.with_sessions(sessions, row_order=assignment.row_order)
         metrics["tree/cut_groups"] = float(assignment.num_cut_groups)
@@ -134,6 +134,11 @@ class TreeTrainer(PPOTrainer):
         ranks = [list(range(start, start + num_rank_rows)) for start in range(0, len(batch), num_rank_rows)]
         metrics.update(log_seqlen_unbalance([tag["seq_len"] for tag in batch.tags], ranks, prefix=logging_prefix))
         return batch
+
+    @property
+    def _weighs_sessions(self) -> bool:
+        """Whether every session weighs the same in the loss."""
+        return self.config.tree.session_weight == "session"
 
     def _num_ranks(self) -> int:
         """Return the data-parallel size of the actor, which the critic shares."""
@@ -167,7 +172,8 @@ class TreeTrainer(PPOTrainer):
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
         # The mean KL and its controller must not see padding.
         real = real_rows(batch)
-        with advantages.announce_rows(self._step_rows.select(real.keys).announcement()):
+        rows = self._step_rows.select(real.keys)
+        with advantages.announce_rows(rows.announcement(weigh_sessions=self._weighs_sessions)):
             written = super()._compute_advantage(real, metrics)
         return fill_padding_rows(batch, written=written)
 

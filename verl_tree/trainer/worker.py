@@ -48,7 +48,7 @@ class TreeTrainingWorker(TrainingWorker):
         config = self.engine_config
         return isinstance(config, TreeFSDPEngineConfig) and config.tree.session_weight == "session"
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch["ONE_TO_ALL"])
     def set_loss_fn(self, loss_fn: LossFunction) -> None:
         """Take verl's loss function, and weigh sessions in it where configured.
 

@@ -50,6 +50,7 @@ class WeightedLoss(LossCase):
 
 
 def weighed(data: TensorDict, sessions: Sequence[int]) -> TensorDict:
+    """Weigh the sessions of a mini-batch of one rank."""
     data = data.copy()
     weigh_sessions(data, sessions, group=None)
     return data
@@ -81,17 +82,16 @@ def fork(order: Sequence[int] = (0, 1, 2), **changes: Any) -> tuple[TensorDict, 
     data = batch_of_rows(
         rows, max_token_len=9, global_batch_size=len(rows), **{"batch_num_tokens": num_tokens, "dp_size": 1} | changes
     )
-    ids = data["input_ids"]
-    return data, {"log_probs": torch.nested.nested_tensor_from_jagged(torch.full_like(ids.values(), -1.0).double(),
-                                                                      ids.offsets())}  # fmt: skip
+    log_probs = [torch.full((len(row),), -1.0, dtype=torch.float64) for row in data["input_ids"].unbind(dim=0)]
+    return data, {"log_probs": torch.nested.as_nested_tensor(log_probs, layout=torch.jagged)}
 
 
 def test_weights_and_denominators_by_hand() -> None:
-    # Session 0: three rows, one of them without trained tokens. Session 2: nothing is trained. Two padding rows.
-    got = SessionWeights.of_rows([0, 0, 0, 7, 2, 2, -1, -1], num_trained=[4, 0, 2, 3, 0, 0, 0, 0])
-    assert got.weight_R.tolist() == [1 / 2, 1, 1 / 2, 1, 1, 1, 1, 1]
+    # Session 0: four rows on two ranks, one of them without trained tokens. Session 2: nothing is trained. -1: padding.
+    got = SessionWeights.of_ranks([([0, 0, 0, 7, -1], [4, 0, 2, 3, 0]), ([2, 0, 2, -1, -1], [0, 9, 0, 0, 0])])
+    assert [weights.tolist() for weights in got.ranks] == [[1 / 3, 1, 1 / 3, 1, 1], [1, 1 / 3, 1, 1, 1]]
     assert got.num_sessions == 3
-    assert got.num_weighted_tokens == 4 / 2 + 2 / 2 + 3
+    assert got.num_weighted_tokens == (4 + 2 + 9) / 3 + 3
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_kl_is_weighed_like_the_rest() -> None:
 
 def row_by_row(data: TensorDict, outputs: dict[str, Tensor], case: LossCase, sessions: Sequence[int]) -> Tensor:
     """Follow the definition: verl's loss of each row alone, over the denominators that count sessions."""
-    num_trained = [int(mask.sum()) for mask in data["response_mask"].unbind()]
+    num_trained = [int(mask.sum()) for mask in data["response_mask"].unbind(dim=0)]
     leaves = {
         session: sum(other == session and num > 0 for other, num in zip(sessions, num_trained, strict=True))
         for session in sessions
@@ -144,8 +144,10 @@ def row_by_row(data: TensorDict, outputs: dict[str, Tensor], case: LossCase, ses
         if num_trained[row]:
             alone = tu.index_select_tensor_dict(data, [row])
             tu.assign_non_tensor(alone, global_batch_size=len(leaves), batch_num_tokens=num_tokens)
-            own = {name: torch.nested.as_nested_tensor([values.unbind()[row]], layout=torch.jagged)
-                   for name, values in outputs.items()}  # fmt: skip
+            own = {
+                name: torch.nested.as_nested_tensor([values.unbind()[row]], layout=torch.jagged)
+                for name, values in outputs.items()
+            }
             total = total + case.function()(model_output=own, data=alone, dp_group=None)[0] / leaves[session]
     return total
 
@@ -172,7 +174,7 @@ def flat_side(models: dict[str, Any], case: LossCase) -> tuple[Any, TensorDict, 
     model.set_attn_implementation("sdpa")
     scores = flat_rows(model, FOREST, is_critic=case.name == "value")
     data = verl_rows(FOREST, scores, case, seed=SEED)
-    masks = data["response_mask"].unbind()
+    masks = data["response_mask"].unbind(dim=0)
     masks[2].zero_()  # a row of session 0
     offsets = data["input_ids"].offsets()
     outputs = {
@@ -324,12 +326,12 @@ def test_a_worker_weighs_the_sessions_of_each_mini_batch(
     worker.set_loss_fn(make_loss(Case("mean", actor={"loss_agg_mode": "seq-mean-token-sum"})))
     # The second mini-batch lacks the leaf c, and ends with a row that no loss reads.
     data, _ = fork([0, 1, 2, 0, 2, 2])
-    data["response_mask"].unbind()[-1].zero_()
+    data["response_mask"].unbind(dim=0)[-1].zero_()
     data["loss_mask"] = data["response_mask"]
     infer = data.clone()
     tu.assign_non_tensor(infer, compute_loss=False)
-    log_probs = worker.infer_batch(infer)["log_probs"].unbind()
-    responses = data["responses"].unbind()
+    log_probs = worker.infer_batch(infer)["log_probs"].unbind(dim=0)
+    responses = data["responses"].unbind(dim=0)
     old = [row[len(row) - 1 - len(response) : -1] for row, response in zip(log_probs, responses, strict=True)]
     data["old_log_probs"] = torch.nested.as_nested_tensor([row.float() for row in old], layout=torch.jagged)
     plan = MiniBatchPlan(rows=((3, 3),), num_rows=(3, 2)).with_sessions([0, 0, 1, 0, 1], row_order=range(6))

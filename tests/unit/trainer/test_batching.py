@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from verl_tree.cost.model import CostModel, WorkProfile
-from verl_tree.trainer.batching import MiniBatchPlan, RowAssignment, RowKey, assign_rows, group_rows, parse_row_key
+from verl_tree.trainer.batching import (
+    MiniBatchPlan,
+    RowAssignment,
+    RowKey,
+    assign_rows,
+    group_rows,
+    number_sessions,
+    parse_row_key,
+)
 from verl_tree.tree import TokenForest
 
 # One unit per tree token, so that expected times are counted by hand.
@@ -241,6 +249,20 @@ def test_plan_survives_the_tensordict_of_a_worker() -> None:
     assert MiniBatchPlan.from_batch(tu.index_select_tensor_dict(data, [0, 2])) == plan
     with pytest.raises(ValueError, match=r"verl_tree\.main_ppo"):
         MiniBatchPlan.from_batch(TensorDict({"input_ids": rows}, batch_size=3))
+
+
+def test_the_sessions_of_rows_follow_their_order_and_padding_has_none() -> None:
+    keys = ["v_0_0", "u_1_0", "u_0_0", "u_0_1"]
+    assert number_sessions(keys) == [0, 1, 2, 2]
+    plan = MiniBatchPlan(rows=((2, 1), (1, 2)), num_rows=(3, 1)).with_sessions(
+        number_sessions(keys), row_order=[2, 3, 0, 1, 4, 5]
+    )
+    assert plan.sessions == ((2, 2, 0), (1, -1, -1))
+    assert MiniBatchPlan.from_batch(plan.to_extra_info()) == plan
+    data = TensorDict({"rows": torch.arange(3)}, batch_size=3)
+    for key, value in plan.to_extra_info().items():
+        pytest.importorskip("verl.utils.tensordict_utils").assign_non_tensor_data(data, key, value)
+    assert MiniBatchPlan.from_batch(data) == plan
 
 
 def test_lists_arrive_as_the_tuples_of_the_plan() -> None:

@@ -25,6 +25,26 @@ def test_division_by_the_standard_deviation_of_the_group(tree: DrawnTree, name: 
         assert scaled[key] == pytest.approx([value / std for value in expected], rel=1e-12, abs=1e-12)
 
 
+@pytest.mark.parametrize("std", [None, 0.3**0.5])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # V(group) is the mean of 1/2 and 1. a: 2 (1/2 - 3/4) / (2 sqrt 2); b: (1/4 + 1/2) / 2; c: (-3/4 - 1/2) / 2
+        ("treerl", {"u_0_0": [-1 / 4 / 2**0.5, 3 / 8, 3 / 8], "u_0_1": [-1 / 4 / 2**0.5, -5 / 8], "u_1_0": [1 / 4]}),
+        # above b and c: 3 leaves of value 3/4, 2 leaves of mean 1/2, together (9/4 + 1) / 5 = 13/20
+        ("treepo", {"u_0_0": [-1 / 4, 7 / 20, 7 / 20], "u_0_1": [-1 / 4, -13 / 20], "u_1_0": [1 / 4]}),
+    ],
+)
+def test_the_baseline_weighs_sessions_where_the_loss_does(
+    name: str, expected: dict[str, list[float]], std: float | None
+) -> None:
+    """Mean and standard deviation of the group are those of tree_grpo: weights 1/4, 1/4 and 1/2."""
+    got = estimate(name, DRAWN["fork"].leaves, normalize_by_std=std is not None, weigh_sessions=True)
+    for key, values in expected.items():
+        divisor = 1.0 if std is None else std + EPSILON
+        assert got[key] == pytest.approx([value / divisor for value in values], rel=1e-12, abs=1e-12)
+
+
 @st.composite
 def forests(draw: st.DrawFn) -> list[Leaf]:
     """Sessions over two letters, so that prefixes, duplicates and strict prefixes are everywhere."""

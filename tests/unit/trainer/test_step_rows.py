@@ -112,7 +112,8 @@ def test_a_profile_counts_the_trained_tokens_at_the_end_of_the_rows() -> None:
 
 
 def test_estimators_are_told_keys_tokens_and_response_lengths() -> None:
-    told = step_rows(ROWS).select(["a_0_1", "b_0_0"]).announcement()
+    told = step_rows(ROWS).select(["a_0_1", "b_0_0"]).announcement(weigh_sessions=True)
+    assert told.weigh_sessions
     assert told.keys == ["a_0_1", "b_0_0"]
     assert [ids.tolist() for ids in told.sequences] == [[1, 2, 3, 6, 7], [1, 2, 5]]
     assert told.response_lens == [3, 1]

@@ -31,7 +31,13 @@ def _on_nodes(
     rewards_R: np.ndarray, *, advantages: Callable[..., np.ndarray], rows: Rows, width: int, normalize_by_std: bool
 ) -> np.ndarray:
     """Give every token the advantage of its node: (R, width)."""
-    trees = SessionTrees.from_leaves(rows.sequences, rewards=rewards_R, groups=rows.groups, sessions=rows.sessions)
+    trees = SessionTrees.from_leaves(
+        rows.sequences,
+        rewards=rewards_R,
+        groups=rows.groups,
+        sessions=rows.sessions,
+        weigh_sessions=rows.weigh_sessions,
+    )
     values_N = advantages(trees, normalize_by_std=normalize_by_std)
     return trees.on_responses(values_N, response_lens=rows.response_lens, width=width)
 

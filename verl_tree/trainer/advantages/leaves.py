@@ -54,14 +54,7 @@ def leaf_advantages(
     if len(rewards_R) == 0:
         return rewards_R
     group = dense_ids(groups)
-    session = dense_ids(list(zip(groups, sessions, strict=True)))
-    num_groups = int(group.max()) + 1
-
-    session_num_leaves = np.bincount(session)
-    session_group = np.zeros(len(session_num_leaves), dtype=np.int64)
-    session_group[session] = group
-    group_num_sessions = np.bincount(session_group, minlength=num_groups)
-    weight = 1.0 / (group_num_sessions[group] * session_num_leaves[session])
+    weight = leaf_weights(groups, sessions)
 
     # Relative to the group's first reward, equal rewards cancel exactly and epsilon does not magnify rounding.
     first_leaf = np.unique(group, return_index=True)[1]
@@ -99,6 +92,15 @@ def intra_tree_advantages(
     # For a leaf that is alone in its session, the paper's formula gives 0. The authors' code gives the raw reward, as
     # GRPO does for a lone sample; with that, sessions with one leaf would not be GRPO.
     return question + np.where(np.bincount(tree_of_leaf)[tree_of_leaf] > 1, tree, 0.0)
+
+
+def leaf_weights(groups: Sequence[Hashable], sessions: Sequence[Hashable]) -> np.ndarray:
+    """Return each leaf's weight in its group, (R,) float64: 1 / (sessions of the group * leaves of the session)."""
+    group, session = dense_ids(groups), dense_ids(list(zip(groups, sessions, strict=True)))
+    session_num_leaves = np.bincount(session)
+    session_group = np.zeros(len(session_num_leaves), dtype=np.int64)
+    session_group[session] = group
+    return 1.0 / (np.bincount(session_group)[group] * session_num_leaves[session])
 
 
 def dense_ids(values: Sequence[Hashable]) -> np.ndarray:

@@ -21,7 +21,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from verl_tree.trainer.advantages.leaves import EPSILON, dense_ids, one_per_leaf
+from verl_tree.trainer.advantages.leaves import EPSILON, dense_ids, leaf_weights, one_per_leaf
 from verl_tree.tree import TokenForest
 from verl_tree.tree.nodes import IntArray
 
@@ -37,7 +37,7 @@ class SessionTrees:
     forest: TokenForest  # The trees
     value_N: np.ndarray  # (N,) mean reward below each node
     num_leaves_N: IntArray  # (N,) leaves below it
-    group_value_N: np.ndarray  # (N,) mean reward of the node's group
+    group_value_N: np.ndarray  # (N,) mean reward of the node's group, over leaves or sessions
     group_num_leaves_N: IntArray  # (N,) leaves of the group
     group_std_N: np.ndarray  # (N,) unbiased standard deviation of their rewards; 1 where the group has one leaf
 
@@ -49,10 +49,12 @@ class SessionTrees:
         rewards: ArrayLike,
         groups: Sequence[Hashable],
         sessions: Sequence[Hashable],
+        weigh_sessions: bool = False,
     ) -> Self:
         """Build the trees of all groups from R trajectories (token ids of prompt and response).
 
-        Sessions are distinct within a group and may repeat between groups.
+        Sessions are distinct within a group and may repeat between groups. With `weigh_sessions` mean and standard
+        deviation of a group are those of `leaf_advantages`, in which every session weighs the same.
 
         Raises:
             ValueError: The arguments differ in length.
@@ -66,9 +68,11 @@ class SessionTrees:
         # Relative to the group's first reward, equal rewards cancel exactly. A leaf that is alone in its group is
         # compared with 0, as in verl's GRPO, and not with itself.
         relative_R = rewards_R - np.where(is_alone_G, 0.0, rewards_R[first_leaf_G])[group_R]
-        value_G = np.where(is_alone_G, 0.0, np.bincount(group_R, relative_R) / num_leaves_G)
-        squares_G = np.bincount(group_R, (relative_R - value_G[group_R]) ** 2)
-        std_G = np.where(is_alone_G, 1.0, np.sqrt(squares_G / np.maximum(num_leaves_G - 1, 1)))
+        weight_R = leaf_weights(groups, sessions) if weigh_sessions else 1.0 / num_leaves_G[group_R]
+        value_G = np.where(is_alone_G, 0.0, np.bincount(group_R, weight_R * relative_R))
+        squares_G = np.bincount(group_R, weight_R * (relative_R - value_G[group_R]) ** 2)
+        unbiased_G = np.where(is_alone_G, 1.0, 1.0 - np.bincount(group_R, weight_R**2))
+        std_G = np.where(is_alone_G, 1.0, np.sqrt(squares_G / unbiased_G))
 
         # Sums over first_leaf..last_leaf. The zero at the end is for a last_leaf of R.
         bounds = np.stack([forest.node_first_leaf, forest.node_last_leaf], axis=1).ravel()

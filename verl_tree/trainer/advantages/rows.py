@@ -21,6 +21,7 @@ class Rows:
     keys: Sequence[str]  # (R,) `{uid}_{session}_{leaf}`
     sequences: Sequence[np.ndarray]  # (R,) token ids of prompt and response
     response_lens: Sequence[int]  # (R,) tokens of the response, the end of each sequence
+    weigh_sessions: bool = False  # Whether every session weighs the same in the loss
 
     def __post_init__(self) -> None:
         assert len(self.keys) == len(self.sequences) == len(self.response_lens)
