@@ -12,14 +12,14 @@ import sys
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from verl_tree.launch.composition import CONFIG_MODULE, CONFIG_NAME, accept_added_keys, prepare_hydra
+from verl_tree.launch.composition import CONFIG_MODULE, CONFIG_NAME, accept_verl_arguments, prepare_hydra
 from verl_tree.launch.environment import PLATFORM_MODULE, ray_env_vars, set_ray_options
 
 
 def main() -> None:
     """Parse the command line and train."""
     prepare_hydra()
-    sys.argv[1:] = accept_added_keys(sys.argv[1:])
+    sys.argv[1:] = accept_verl_arguments(sys.argv[1:])
     hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name=CONFIG_NAME, version_base=None)(run)()
 
 
@@ -33,10 +33,13 @@ def run(config: DictConfig) -> None:
     OmegaConf.resolve(config)
     variables = ray_env_vars(config)
     os.environ.update(variables)
-    # Hydra has already imported verl to find its YAML files, so the variables come too late for this process.
+    # For a caller that has imported verl, and with it the modules of the variables, before they were set.
     importlib.import_module(PLATFORM_MODULE)
+    from verl_tree.launch.translation import translate
     from verl_tree.launch.validation import validate
 
+    for line in translate(config):
+        print(line)
     validate(config)
     bound_paths(config)
     set_ray_options(config, variables)

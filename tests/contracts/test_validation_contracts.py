@@ -1,15 +1,20 @@
-"""What the checks of user code before Ray starts (`verl_tree.launch.validation.code`) rely on in verl 0.9.1."""
+"""What translations and checks before Ray starts (`verl_tree.launch`) rely on in verl 0.9.1."""
 
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
 from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls, registry
 from verl.trainer import main_ppo
 from verl.trainer.ppo import reward
+from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.v1 import trainer_base
 from verl.utils import import_utils
 from verl.utils.dataset import rl_dataset
+from verl.workers.config import CriticConfig
+from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 SOURCE = """
 from torch.utils.data import Dataset
@@ -62,3 +67,44 @@ def test_the_trainer_reads_no_legacy_keys(mine: Path) -> None:
     assert reward.get_custom_reward_fn(legacy) is None
     for module in (main_ppo, trainer_base, reward):
         assert "migrate_legacy_reward_impl" not in vars(module)
+
+
+def test_the_width_of_padded_rows_is_the_longest_possible_response() -> None:
+    """Rows that are padded when they come keep their width; rows without padding get that of their longest response."""
+    attention_mask = torch.tensor([[0, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]])  # responses of 2 and 1 of 6
+    padded = TensorDict(
+        {
+            "input_ids": torch.arange(16).reshape(2, 8),
+            "prompts": torch.arange(16).reshape(2, 8)[:, :2],
+            "responses": torch.arange(16).reshape(2, 8)[:, 2:],
+            "attention_mask": attention_mask,
+            "response_mask": attention_mask[:, 2:],
+            "position_ids": torch.zeros(2, 8, dtype=torch.long),
+        },
+        batch_size=2,
+    )
+    rows = left_right_2_no_padding(padded.clone())
+    assert no_padding_2_padding(torch.ones(6), rows).shape == (2, 6)
+
+    prompts, responses = [torch.ones(1), torch.ones(2)], [torch.ones(2), torch.ones(1)]
+    jagged = {
+        name: torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+        for name, parts in (("prompts", prompts), ("responses", responses))
+    }
+    assert no_padding_2_padding(torch.ones(6), TensorDict(jagged, batch_size=2)).shape == (2, 2)
+
+
+def test_a_norm_divides_by_the_width_or_by_the_factor() -> None:
+    losses, mask = torch.tensor([[1.0, 2, 4, 0, 0, 0], [8, 0, 0, 0, 0, 0]]), torch.zeros(2, 6)
+    mask[0, :3] = mask[1, 0] = 1
+    whole = {"loss_agg_mode": "seq-mean-token-sum-norm", "global_batch_size": 5}
+    assert agg_loss(losses, mask, **whole).item() == pytest.approx(15 / 5 / 6)
+    assert agg_loss(losses, mask, **whole, loss_scale_factor=6).item() == pytest.approx(15 / 5 / 6)
+    assert agg_loss(losses[:, :3], mask[:, :3], **whole).item() == pytest.approx(15 / 5 / 3)
+    assert agg_loss(losses[:, :3], mask[:, :3], **whole, loss_scale_factor=6).item() == pytest.approx(15 / 5 / 6)
+
+
+def test_the_trainer_reads_the_critics_most_tokens_under_another_name() -> None:
+    config = CriticConfig(strategy="fsdp2", use_dynamic_bsz=True, ppo_max_token_len_per_gpu=5)
+    assert config.ppo_infer_max_token_len_per_gpu != 5
+    assert CriticConfig(strategy="fsdp2", use_dynamic_bsz=True, ppo_infer_max_token_len_per_gpu=7)

@@ -2,13 +2,20 @@
 
 Values that depend on other settings are OmegaConf resolvers in the YAML files, so Hydra's rules decide what wins. From
 weakest to strongest: verl's defaults, `tree_ppo.yaml`, the profile, a config that includes these, the command line.
+
+A config file of the user's may build on `ppo_trainer`, as verl's do. Our file of that name stands first on the search
+path and leads to `tree_ppo`, which finds verl's file under the name `verl_ppo_trainer`.
 """
 
+import argparse
 import os
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
@@ -18,7 +25,7 @@ from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
 
 CONFIG_MODULE = "verl_tree.configs"
 CONFIG_NAME = "tree_ppo"
-VERL_CONFIGS = "pkg://verl.trainer.config"
+CONFIG_PATH_FLAGS = ("--config-path", "-cp")
 
 
 class TreeSearchPath(SearchPathPlugin):
@@ -29,8 +36,9 @@ class TreeSearchPath(SearchPathPlugin):
 
     @override
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        search_path.append(provider="verl_tree", path=f"pkg://{CONFIG_MODULE}")
-        search_path.append(provider="verl", path=VERL_CONFIGS)
+        # First, because our `ppo_trainer` must hide verl's, which a folder of the user's may contain, too.
+        search_path.prepend(provider="verl_tree", path=f"pkg://{CONFIG_MODULE}")
+        search_path.append(provider="verl", path=f"file://{verl_trainer_folder() / 'config'}")
 
 
 def device_profile() -> str:
@@ -52,9 +60,19 @@ def cpu_threads(num_processes: int) -> str:
     return str(max(1, len(os.sched_getaffinity(0)) // num_processes - 1))
 
 
+def verl_trainer_folder() -> Path:
+    """Return the folder of verl's entry points; verl is not imported, which takes seconds."""
+    spec = find_spec("verl")
+    if spec is None or spec.submodule_search_locations is None:
+        raise ModuleNotFoundError("verl is not installed; scripts/setup.sh installs it")
+    return Path(spec.submodule_search_locations[0]) / "trainer"
+
+
 def prepare_hydra() -> None:
-    """Register the search path and the YAML files' resolvers with Hydra; may be called again."""
+    """Register the search path, verl's configuration and the YAML files' resolvers with Hydra; may be called again."""
     Plugins.instance().register(TreeSearchPath)
+    verl_config = OmegaConf.load(verl_trainer_folder() / "config" / "ppo_trainer.yaml")
+    ConfigStore.instance().store(name="verl_ppo_trainer", node=verl_config, provider="verl")
     OmegaConf.register_new_resolver("tree_cpu_threads", cpu_threads, replace=True)
     OmegaConf.register_new_resolver("tree_device_profile", device_profile, replace=True)
     OmegaConf.register_new_resolver("tree_strategy", tree_strategy, replace=True)
@@ -65,14 +83,60 @@ def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
 
     Overrides are Hydra's, e.g. `["profile=cpu", "data.train_batch_size=8"]`.
     """
-    prepare_hydra()
-    with initialize_config_module(config_module=CONFIG_MODULE, version_base=None):
-        return compose(config_name=CONFIG_NAME, overrides=accept_added_keys(overrides))
+    return compose_command(overrides)
 
 
-def accept_added_keys(arguments: Sequence[str]) -> list[str]:
-    """Rewrite `+key=value` to Hydra's `++key=value` ("add or override"); everything else passes unchanged.
+def compose_command(arguments: Sequence[str]) -> DictConfig:
+    """Compose the configuration of a whole command line, which may name a config file of the user's.
 
-    verl's users write `+` for keys that its YAML lacks. Hydra would refuse that for a key that our files set.
+    Read are overrides, `--config-path`, `--config-name` and `--config-dir`; other flags of Hydra change no value.
+
+    Raises:
+        HydraException: An override or a config file is wrong.
     """
-    return [f"+{each}" if each.startswith("+") and not each.startswith("++") else each for each in arguments]
+    prepare_hydra()
+    parser = argparse.ArgumentParser(add_help=False)
+    for long, short in (("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd")):
+        parser.add_argument(long, short)
+    parser.add_argument("overrides", nargs="*")
+    options, _ = parser.parse_known_intermixed_args(accept_verl_arguments(arguments))
+    overrides = options.overrides
+    folder, added = options.config_path, options.config_dir and os.path.abspath(options.config_dir)
+    if folder is None:
+        folder, added = added, None
+    if added is not None:
+        overrides = [*overrides, f"hydra.searchpath=[file://{added}]"]
+    name = options.config_name or CONFIG_NAME
+    if folder is None:
+        with initialize_config_module(config_module=CONFIG_MODULE, version_base=None):
+            return compose(config_name=name, overrides=overrides)
+    with initialize_config_dir(config_dir=folder, version_base=None):
+        return compose(config_name=name, overrides=overrides)
+
+
+def accept_verl_arguments(arguments: Sequence[str]) -> list[str]:
+    """Rewrite what a command line for `verl.trainer.main_ppo` says differently; everything else passes unchanged.
+
+    - `+key=value` becomes Hydra's `++key=value` ("add or override"). verl's users write `+` for keys that its YAML
+      lacks, and Hydra would refuse that for a key that our files set.
+    - A relative `--config-path` is looked for beside verl's entry points, as verl does, then in the working directory.
+    """
+    accepted, is_path = [], False
+    for each in arguments:
+        flag, equals, value = each.partition("=")
+        if is_path:
+            each = _config_folder(each)
+        elif flag in CONFIG_PATH_FLAGS and equals:
+            each = f"{flag}={_config_folder(value)}"
+        elif each.startswith("+") and not each.startswith("++"):
+            each = f"+{each}"
+        is_path = each in CONFIG_PATH_FLAGS
+        accepted.append(each)
+    return accepted
+
+
+def _config_folder(name: str) -> str:
+    if os.path.isabs(name) or "://" in name:
+        return name
+    of_verl = verl_trainer_folder() / name
+    return str(of_verl.resolve()) if of_verl.is_dir() else os.path.abspath(name)

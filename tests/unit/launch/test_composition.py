@@ -1,13 +1,27 @@
 """The configuration: which setting wins, and what is accepted on the command line."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from verl.trainer import main_ppo as ppo_trainer
 
-from verl_tree.launch.composition import accept_added_keys, compose_config, cpu_threads, device_profile, prepare_hydra
+from verl_tree.launch.composition import (
+    accept_verl_arguments,
+    compose_command,
+    compose_config,
+    cpu_threads,
+    device_profile,
+    prepare_hydra,
+    verl_trainer_folder,
+)
+
+PROFILE = "profile=cpu"
 
 
 def test_auto_is_the_profile_of_the_device() -> None:
@@ -49,7 +63,7 @@ def test_keys_that_verls_users_add_are_accepted() -> None:
 
 def test_only_single_plus_is_rewritten() -> None:
     arguments = ["a=1", "+b=2", "++c=3", "~d", "--cfg", "job"]
-    assert accept_added_keys(arguments) == ["a=1", "++b=2", "++c=3", "~d", "--cfg", "job"]
+    assert accept_verl_arguments(arguments) == ["a=1", "++b=2", "++c=3", "~d", "--cfg", "job"]
 
 
 def test_a_recipe_may_build_on_tree_ppo(tmp_path: Path) -> None:
@@ -63,6 +77,80 @@ def test_a_recipe_may_build_on_tree_ppo(tmp_path: Path) -> None:
     assert config.actor_rollout_ref.rollout.n == 7
     assert config.trainer.device == "cpu"
     assert overridden.actor_rollout_ref.rollout.n == 3
+
+
+MINE = """
+hydra:
+  searchpath:
+    - file://{folder}
+defaults:
+  - ppo_trainer
+  - _self_
+data:
+  max_prompt_length: 77
+actor_rollout_ref:
+  rollout:
+    n: 7
+    dtype: float16
+    multi_turn:
+      enable: true
+"""
+
+
+@pytest.mark.parametrize(
+    "name_it", ["--config-path={0} --config-name=mine", "--config-path {0} -cn mine.yaml", "--config-dir={0} -cn=mine"]
+)
+def test_a_file_that_builds_on_verls_trainer_is_composed_on_top_of_the_trees(tmp_path: Path, name_it: str) -> None:
+    """Weakest to strongest: verl's defaults, tree_ppo.yaml, the profile, the user's file, the command line."""
+    # A copy of verl's files on the search path, as in a checkout of verl, does not hide ours.
+    (tmp_path / "mine.yaml").write_text(MINE.format(folder=verl_trainer_folder() / "config"))
+    arguments = [*name_it.format(tmp_path).split(), "profile=cpu", "actor_rollout_ref.rollout.n=3"]
+    config = compose_command(arguments)
+    rollout = config.actor_rollout_ref.rollout
+    assert config.data.max_response_length == 512  # verl's
+    assert config.actor_rollout_ref.actor.strategy == "fsdp_tree"  # tree_ppo.yaml's
+    assert rollout.free_cache_engine is False  # the profile's
+    assert (config.data.max_prompt_length, rollout.dtype, rollout.multi_turn.enable) == (77, "float16", True)
+    assert rollout.n == 3
+
+
+def test_the_command_line_composes_a_file_of_the_users(tmp_path: Path) -> None:
+    """Hydra's own command line, from another folder, finds the same."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text(MINE.format(folder=verl_trainer_folder() / "config"))
+    for flag in ("--config-path", "--config-dir"):
+        arguments = [f"{flag}=mine", "--config-name=mine", PROFILE]
+        command = [sys.executable, "-m", "verl_tree.main_ppo", *arguments, "--cfg", "job"]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        assert OmegaConf.create(done.stdout) == compose_command([f"{flag}={folder}", *arguments[1:]])
+
+
+def test_verls_own_files_keep_their_names() -> None:
+    assert compose_command(["--config-name=ppo_trainer", PROFILE]) == compose_config([PROFILE])
+    config = compose_command(["--config-path=./config", "--config-name=ppo_megatron_trainer.yaml", PROFILE])
+    assert config.model_engine == "megatron"
+    assert config.tree.enabled is True
+
+
+def test_folders_are_found_as_verl_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    of_verl = str(verl_trainer_folder() / "config")
+    assert of_verl == str(Path(ppo_trainer.__file__).parent / "config")
+    arguments = ["--config-path=config", "-cp", "./config", "--config-path=conf", "--config-path=/a", "-cp=pkg://b"]
+    here = str(tmp_path / "conf")
+    expected = [f"--config-path={of_verl}", "-cp", of_verl, f"--config-path={here}", "--config-path=/a", "-cp=pkg://b"]
+    assert accept_verl_arguments(arguments) == expected
+
+
+def test_composing_imports_neither_verl_nor_torch() -> None:
+    program = (
+        "import sys; from verl_tree.launch.composition import compose_config; compose_config(['profile=cpu'])\n"
+        "assert not {'verl', 'torch', 'ray'} & set(sys.modules)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
 def test_threads_leave_a_core_to_the_others() -> None:

@@ -159,65 +159,6 @@ def test_reward_managers_that_nobody_registered_are_refused() -> None:
     assert "reward.reward_manager.module.path=None: source=importlib reads a class from it" in message
 
 
-@pytest.mark.parametrize(
-    ("legacy", "key"),
-    [
-        ("custom_reward_function.path=mine.py", "reward.custom_reward_function.path"),
-        ("custom_reward_function.name=graded", "reward.custom_reward_function.name"),
-        ("reward_model.reward_manager=dapo", "reward.reward_manager.name"),
-        ("reward_model.enable=true", "reward.reward_model.enable"),
-        ("reward_model.model.path=/model", "reward.reward_model.model_path"),
-        ("reward_model.rollout.name=vllm", "reward.reward_model.rollout.name"),
-        ("+reward_model.reward_kwargs.max_resp_len=5", "reward.reward_kwargs.max_resp_len"),
-        ("sandbox_fusion.url=http://x", "reward.sandbox_fusion.url"),
-    ],
-)
-def test_keys_of_earlier_releases_are_refused_with_their_new_names(legacy: str, key: str) -> None:
-    """A reward function named there would not be called: verl composes the keys with nulls, its trainer reads none."""
-    name, value = legacy.lstrip("+").split("=")
-    assert f"{name}={value.replace('true', 'True')}: verl 0.9.1 does not read this key; set {key} instead" in refusal(
-        legacy
-    )
-
-
-def test_keys_of_earlier_releases_that_change_nothing_are_left_alone() -> None:
-    validate(resolved("reward_model.enable=false", "reward_model.num_workers=3", "reward.num_workers=3"))
-    assert "reward_model.num_workers=3: " in refusal("reward_model.num_workers=3", "reward.num_workers=2")
-
-
-def test_new_names_are_those_of_verl() -> None:
-    """What verl's own migration makes of every legacy key is what a user is told."""
-    from omegaconf import OmegaConf, open_dict
-    from verl.experimental.reward_loop import migrate_legacy_reward_impl
-
-    from verl_tree.launch.validation.code import LEGACY_GROUPS, moved_to
-
-    def leaves(config, prefix):
-        for name in config:
-            key, value = f"{prefix}.{name}", OmegaConf.select(config, name)
-            yield from leaves(value, key) if OmegaConf.is_dict(value) else [key]
-
-    legacy = resolved()
-    keys = [key for group in LEGACY_GROUPS for key in leaves(legacy[group], group)]
-    assert len(keys) > 30
-    for key in keys:
-        config = resolved()
-        with open_dict(config):
-            OmegaConf.update(config, key, "MARK", force_add=True)
-            OmegaConf.update(config, "reward_model.reward_loop_source", "MARK" if "reward_loop" in key else None)
-            migrated = migrate_legacy_reward_impl(config)
-        found = [each for each in leaves(migrated.reward, "reward") if OmegaConf.select(migrated, each) == "MARK"]
-        if moved_to(key) is None:
-            assert not found
-            assert f"{key}=x: verl 0.9.1 does not read this key, and has no other for it; remove it" in refusal(
-                f"{key}=x"
-            )
-        elif key == "reward_model.reward_loop_class_name":
-            assert "reward.reward_manager.module.name" in found  # where verl 0.9.1 does not look for it
-        else:
-            assert moved_to(key) in found, key
-
-
 @pytest.mark.parametrize("brings", ["env_vars.PYTHONPATH=/mine", "working_dir=/mine", "pip=[mine]"])
 def test_modules_that_ray_brings_along_are_warned_of(
     brings: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

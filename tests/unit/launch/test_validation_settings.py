@@ -39,8 +39,7 @@ def test_every_rule_of_the_table_refuses_and_says_what_to_set(rule: Rule) -> Non
 
 
 def test_rules_are_silent_where_they_do_not_apply() -> None:
-    validate(resolved("tree.enabled=false", f"{ACTOR}.calculate_sum_pi_squared=true", f"{ACTOR}.pad_to_length=true"))
-    validate(resolved("critic.use_dynamic_bsz=false", "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false"))
+    validate(resolved("tree.enabled=false", f"{ACTOR}.calculate_sum_pi_squared=true"))
     assert len({rule.key for rule in RULES}) == len(RULES)
 
 
@@ -56,9 +55,12 @@ REFUSED = {
         (["+tree.capcity=1"], ["tree has no option capcity"]),
     ],
     "check_strategies": [
-        ([f"{ACTOR}.strategy=fsdp2"], [f"{ACTOR}.strategy=fsdp2", "fsdp_tree"]),
+        ([f"{ACTOR}.strategy=megatron"], [f"{ACTOR}.strategy=megatron", "fsdp_tree", "remove this override"]),
         (["tree.enabled=false", f"{ACTOR}.strategy=fsdp_tree"], ["tree.enabled=False", "fsdp2"]),
-        (["actor_rollout_ref.ref.strategy=fsdp2"], ["actor_rollout_ref.ref.strategy=fsdp2", "fsdp_tree"]),
+        (
+            [f"{ACTOR}.use_kl_loss=true", "actor_rollout_ref.ref.strategy=veomni"],
+            ["actor_rollout_ref.ref.strategy=veomni", "fsdp_tree"],
+        ),
         (["critic.enable=true", "critic.strategy=veomni"], ["critic.strategy=veomni", "fsdp_tree"]),
     ],
     "check_estimator": [
@@ -82,9 +84,6 @@ REFUSED = {
         (["tree.max_path_len=1000"], ["tree.max_path_len=1000", "1024 tokens", "null", "data.max_prompt_length=512 +"]),
         (["tree.max_path_len=9", f"{ROLLOUT}.max_model_len=20"], [f"20 tokens ({ROLLOUT}.max_model_len)"]),
         (["tree.max_loss_terms=511"], ["tree.max_loss_terms=511", "data.max_response_length", "512 tokens"]),
-    ],
-    "check_loss_normalisation": [
-        ([f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"], ["loss_scale_factor=None", "max_response_length"])
     ],
     "check_session_weight": [
         (

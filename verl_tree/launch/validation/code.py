@@ -6,7 +6,6 @@ only a warning where those processes may be on other machines or bring modules a
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +31,6 @@ MANAGER_KEY = f"{ROLLOUT}.agent.agent_loop_manager_class"
 TREE_MANAGER = "rollout_hooks.worker.TreeAgentLoopManager"
 LOOPS_FORMAT = "it must be a YAML list, each entry with `name` and `_target_` (docs/agent_loops.md)"
 ON_PATH = "correct it, or add its folder to PYTHONPATH"
-
-LEGACY_GROUPS = ("custom_reward_function", "reward_model", "sandbox_fusion")
-MOVED = {
-    "reward_model.num_workers": "reward.num_workers",
-    "reward_model.reward_manager": "reward.reward_manager.name",
-    "reward_model.reward_loop_source": "reward.reward_manager.source",
-    "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
-    "reward_model.reward_loop_class_name": "reward.reward_manager.name",
-    "reward_model.reward_kwargs": "reward.reward_kwargs",
-    "reward_model.model.path": "reward.reward_model.model_path",
-    "reward_model.model.external_lib": None,
-    "reward_model.model.trust_remote_code": None,
-}
-"""New names of keys of `LEGACY_GROUPS`; None is no new name. Keys that are not listed moved unchanged below `reward`.
-
-Source: `verl.experimental.reward_loop.migrate_legacy_reward_impl` (0.9.1)."""
 
 
 def check_manager(config: DictConfig) -> Findings:
@@ -174,35 +157,6 @@ def check_reward_code(config: DictConfig) -> Findings:
             yield refusal_here(config, "reward.reward_manager.name", remedy, brings_code=True)
 
 
-def check_legacy_reward_keys(config: DictConfig) -> Findings:
-    """Find keys of earlier releases, which verl 0.9.1 does not read, unless the new key has the same value."""
-    for group in LEGACY_GROUPS:
-        for key in _set_keys(config, group):
-            new = moved_to(key)
-            if new is None:
-                yield refusal(config, key, "verl 0.9.1 does not read this key, and has no other for it; remove it")
-            elif value_of(config, key) != value_of(config, new):
-                yield refusal(config, key, f"verl 0.9.1 does not read this key; set {new} instead")
-
-
-def moved_to(key: str) -> str | None:
-    """Return the new name of a key of `LEGACY_GROUPS` (`reward_model.num_workers`), or None if it has none."""
-    for old, new in MOVED.items():
-        if key == old or key.startswith(f"{old}."):
-            return None if new is None else new + key.removeprefix(old)
-    return f"reward.{key}"
-
-
-def _set_keys(config: DictConfig, key: str) -> Iterator[str]:
-    """Yield the keys at or below a key that have a value."""
-    value = value_of(config, key)
-    if isinstance(value, DictConfig):
-        for name in value:
-            yield from _set_keys(config, f"{key}.{name}")
-    elif value is not None:
-        yield key
-
-
 def _check_object(config: DictConfig, path_key: str, name_key: str) -> Findings:
     """Check an object that verl loads from a file or a `pkg://` module (`load_extern_object`)."""
     from verl.utils.import_utils import FILE_PATH_PREFIX, PKG_PATH_PREFIX
@@ -246,6 +200,5 @@ CHECKS: tuple[Check, ...] = (
     check_agent_loops,
     check_tool_files,
     check_data_code,
-    check_legacy_reward_keys,
     check_reward_code,
 )

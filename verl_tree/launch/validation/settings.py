@@ -12,7 +12,6 @@ from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY, TreeConfig
 from verl_tree.launch.validation.refusals import (
     ACTOR,
     ENGINES,
-    MODELS,
     REF,
     ROLLOUT,
     Check,
@@ -57,7 +56,6 @@ def _uses_flat(config: DictConfig) -> bool:
 
 
 ON, OFF = (True,), (False, None)
-BY_TOKENS = "a row may have many leaves, so micro-batches are cut by tokens"
 NO_REPLAY = "router replay is not supported: routes belong to rows, and a shared token has only one"
 NO_SLEEP = "vLLM cannot sleep on a CPU"
 
@@ -71,15 +69,8 @@ RULES: tuple[Rule, ...] = (
         "reward.reward_manager.source", ("register", "importlib"), "verl knows register (its own) and importlib (yours)"
     ),
     # Settings that the engine does not implement, or under which it would cut a batch differently.
-    *_rules((*MODELS, ACTOR), "use_fused_kernels", OFF, "fused kernels do not make the logits that branches need"),
     *_rules((ACTOR, REF, "critic", *ENGINES), "ulysses_sequence_parallel_size", (1, None), "Ulysses is not supported"),
-    Rule(f"{ACTOR}.use_dynamic_bsz", ON, BY_TOKENS),
-    Rule(f"{ROLLOUT}.log_prob_use_dynamic_bsz", ON, BY_TOKENS),
-    Rule(f"{REF}.log_prob_use_dynamic_bsz", ON, BY_TOKENS, uses_reference),
-    Rule("critic.use_dynamic_bsz", ON, BY_TOKENS, uses_critic),
-    *_rules((ACTOR, *ENGINES), "pad_to_length", OFF, "a pack is not padded; set tree.enabled=false, or", uses_tree),
     Rule(f"{ACTOR}.calculate_sum_pi_squared", OFF, "only tree.enabled=false computes it", uses_tree),
-    Rule(f"{ACTOR}.use_prefix_grouper", OFF, "without effect in verl 0.9.1, and tree.enabled=true shares prefixes"),
     Rule(f"{ROLLOUT}.enable_rollout_routing_replay", OFF, NO_REPLAY),
     *_rules(ENGINES, "router_replay.mode", ("disabled", None), NO_REPLAY),
     *_rules((ACTOR, *ENGINES), "qat.enable", OFF, "quantisation-aware training is not supported"),
@@ -89,7 +80,6 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.quantization", (None,), "not supported with trainer.device=cpu", uses_cpu),
     Rule(f"{ROLLOUT}.enable_sleep_mode", OFF, NO_SLEEP, uses_cpu),
     Rule(f"{ROLLOUT}.free_cache_engine", OFF, NO_SLEEP, uses_cpu),
-    *_rules(MODELS, "use_remove_padding", OFF, "flash-attn has no kernels for a CPU", uses_cpu),
 )
 """Keys that must have a certain value."""
 
@@ -113,8 +103,9 @@ def check_tree_options(config: DictConfig) -> Findings:
 def check_strategies(config: DictConfig) -> Findings:
     """Compare every role's engine with the one that `tree.enabled` chooses."""
     allowed = (TREE_STRATEGY,) if uses_tree(config) else (FLAT_STRATEGY, "fsdp")
-    remedy = f"tree.enabled={config.tree.enabled} needs {' or '.join(allowed)}; leave the strategy to tree.enabled"
-    for role in (ACTOR, REF, "critic") if uses_critic(config) else (ACTOR, REF):
+    remedy = f"tree.enabled={config.tree.enabled} trains with {' or '.join(allowed)}; remove this override"
+    roles = {ACTOR: True, REF: uses_reference(config), "critic": uses_critic(config)}
+    for role in (role for role, is_used in roles.items() if is_used):
         if value_of(config, f"{role}.strategy") not in allowed:
             yield refusal(config, f"{role}.strategy", remedy)
 
@@ -203,15 +194,6 @@ def check_capacity(config: DictConfig) -> Findings:
             yield refusal(config, key, f"less than the longest possible {what}")
 
 
-def check_loss_normalisation(config: DictConfig) -> Findings:
-    """Find a missing `loss_scale_factor`: verl would divide by the padded width of a micro-batch instead."""
-    for role in (ACTOR, "critic") if uses_critic(config) else (ACTOR,):
-        is_norm = value_of(config, f"{role}.loss_agg_mode") == "seq-mean-token-sum-norm"
-        if is_norm and value_of(config, f"{role}.loss_scale_factor") is None:
-            remedy = "loss_agg_mode=seq-mean-token-sum-norm needs it; data.max_response_length is the usual value"
-            yield refusal(config, f"{role}.loss_scale_factor", remedy)
-
-
 def check_session_weight(config: DictConfig) -> Findings:
     """Find a loss that reads several rows together, where rows are to be weighed."""
     if config.tree.session_weight != "session":
@@ -240,7 +222,6 @@ CHECKS: tuple[Check, ...] = (
     check_cpu_backend,
     check_memory,
     check_capacity,
-    check_loss_normalisation,
     check_session_weight,
     check_critic_cut,
 )
