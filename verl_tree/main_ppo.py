@@ -2,18 +2,17 @@
 
     python -m verl_tree.main_ppo data.train_files=... actor_rollout_ref.model.path=... [any verl override]
 
-`--cfg job` prints the configuration, `--help` the options. Heavy modules are imported later, so both are quick.
+`python -m verl_tree.check` with the same arguments says whether they can work, and what will run where. `--cfg job`
+prints the configuration, `--help` the options. Heavy modules are imported later, so both are quick.
 """
 
-import importlib
-import os
 import sys
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from verl_tree.launch.composition import CONFIG_MODULE, CONFIG_NAME, accept_verl_arguments, prepare_hydra
-from verl_tree.launch.environment import PLATFORM_MODULE, ray_env_vars, set_ray_options
+from verl_tree.launch.composition import CONFIG_MODULE, CONFIG_NAME, accept_verl_arguments, prepare_hydra, require_trees
+from verl_tree.launch.environment import set_ray_options, set_variables
 
 
 def main() -> None:
@@ -31,10 +30,8 @@ def run(config: DictConfig) -> None:
         RuntimeError: A process died or hung; the message has the cause and the tail of its log.
     """
     OmegaConf.resolve(config)
-    variables = ray_env_vars(config)
-    os.environ.update(variables)
-    # For a caller that has imported verl, and with it the modules of the variables, before they were set.
-    importlib.import_module(PLATFORM_MODULE)
+    require_trees(config)
+    variables = set_variables(config)
     from verl_tree.launch.translation import translate
     from verl_tree.launch.validation import validate
 

@@ -114,6 +114,15 @@ def compose_command(arguments: Sequence[str]) -> DictConfig:
         return compose(config_name=name, overrides=overrides)
 
 
+def require_trees(config: DictConfig) -> None:
+    """Raise ValueError for a configuration that does not build on `tree_ppo`."""
+    if "tree" not in config:
+        raise ValueError(
+            "the configuration has no group `tree`: list `ppo_trainer` or `tree_ppo` first among the defaults of your "
+            "config file, or add --config-name=tree_ppo"
+        )
+
+
 def accept_verl_arguments(arguments: Sequence[str]) -> list[str]:
     """Rewrite what a command line for `verl.trainer.main_ppo` says differently; everything else passes unchanged.
 

@@ -4,6 +4,7 @@ When verl is imported, it imports the modules named in `VERL_USE_EXTERNAL_MODULE
 there registers our CPU platform in the driver and in every Ray actor.
 """
 
+import importlib
 import os
 
 from omegaconf import DictConfig, open_dict
@@ -18,6 +19,15 @@ def ray_env_vars(config: DictConfig) -> dict[str, str]:
     variables = {MODULES_VARIABLE: ",".join([*external_modules(config), PLATFORM_MODULE])}
     if config.trainer.device == "cpu":
         variables[PLATFORM_VARIABLE] = "cpu"
+    return variables
+
+
+def set_variables(config: DictConfig) -> dict[str, str]:
+    """Set `ray_env_vars` for this process and return them; call it before verl is imported."""
+    variables = ray_env_vars(config)
+    os.environ.update(variables)
+    # For a caller that has imported verl, and with it the modules of the variables, before they were set.
+    importlib.import_module(PLATFORM_MODULE)
     return variables
 
 

@@ -92,6 +92,9 @@ REFUSED = {
         )
         for loss in ("clip_cov", "geo_mean")
     ],
+    "check_rollout_ranks": [
+        ([f"{ROLLOUT}.tensor_model_parallel_size=2"], ["tensor_model_parallel_size=2: a replica takes 2 ranks", "=1"])
+    ],
     "check_critic_cut": [
         (["critic.enable=true", "critic.ppo_mini_batch_size=3"], ["critic.ppo_mini_batch_size=3", "256"])
     ],

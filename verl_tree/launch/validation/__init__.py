@@ -1,13 +1,16 @@
 """Checks that refuse a configuration that cannot work, before Ray starts and before any GPU time is spent."""
 
+import contextlib
+import copy
+import io
 import logging
 
 from omegaconf import DictConfig
 
 from verl_tree.launch.validation import code, inputs, settings
-from verl_tree.launch.validation.refusals import Findings
+from verl_tree.launch.validation.refusals import Finding, Findings
 
-__all__ = ["CHECKS", "find", "validate"]
+__all__ = ["CHECKS", "find", "find_before_the_queue", "find_by_verl", "validate"]
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +22,31 @@ def find(config: DictConfig) -> Findings:
     """Yield everything that the checks find in a resolved configuration."""
     for check in CHECKS:
         yield from check(config)
+
+
+def find_before_the_queue(config: DictConfig) -> Findings:
+    """Yield what `find` does, and verl's own check; that this machine has no CUDA device is only a warning."""
+    device = [finding.message for finding in settings.check_device(config)]
+    others = [finding for finding in find(config) if finding.message not in device]
+    yield from (Finding(f"here {message}", is_warning=True) for message in device)
+    yield from others
+    if all(finding.is_warning for finding in others):
+        yield from find_by_verl(config)
+
+
+def find_by_verl(config: DictConfig) -> Findings:
+    """Yield what verl's own check of a resolved configuration finds, which a training run makes after ours."""
+    from hydra.errors import HydraException
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+
+    config = copy.deepcopy(config)
+    options = {"use_reference_policy": need_reference_policy(config), "use_critic": need_critic(config)}
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            validate_config(config, **options)
+    except (ValueError, AssertionError, NotImplementedError, HydraException) as error:
+        yield Finding(f"verl refuses the configuration: {error}")
 
 
 def validate(config: DictConfig) -> None:

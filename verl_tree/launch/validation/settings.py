@@ -206,6 +206,20 @@ def check_session_weight(config: DictConfig) -> Findings:
         yield refusal(config, key, f"tree.session_weight=session weighs rows, and this loss couples them; {remedy}")
 
 
+def rollout_ranks(config: DictConfig) -> int:
+    """Return how many ranks one replica of the rollout engine takes."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+
+
+def check_rollout_ranks(config: DictConfig) -> Findings:
+    """Find replicas of the rollout engine that do not divide the trainer's ranks, on which they run."""
+    num_ranks, size = config.trainer.nnodes * config.trainer.n_gpus_per_node, rollout_ranks(config)
+    if config.actor_rollout_ref.hybrid_engine and num_ranks % size:
+        remedy = f"a replica takes {size} ranks, which must divide trainer.nnodes x n_gpus_per_node={num_ranks}"
+        yield refusal(config, f"{ROLLOUT}.tensor_model_parallel_size", remedy)
+
+
 def check_critic_cut(config: DictConfig) -> Findings:
     """Compare the mini-batch sizes of actor and critic, which share one mini-batch plan."""
     key, size = "critic.ppo_mini_batch_size", config.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -223,5 +237,6 @@ CHECKS: tuple[Check, ...] = (
     check_memory,
     check_capacity,
     check_session_weight,
+    check_rollout_ranks,
     check_critic_cut,
 )
