@@ -7,6 +7,7 @@ import inspect
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,18 +18,20 @@ import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
+from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base import Worker
 from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
 from verl.trainer.ppo import padding_utils
-from verl.trainer.ppo.v1 import trainer_base
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1 import trainer_base, trainer_separate_async
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
+from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import seqlen_balancing
 from verl.utils import tensordict_utils as tu
 from verl.utils.skip import rollout_skip
 
 from verl_tree.launch.composition import compose_config
-from verl_tree.trainer.modes import TREE_TRAINERS, TreePPOTrainerSync
+from verl_tree.trainer.modes import TREE_TRAINERS, TreePPOTrainerSeparateAsync, TreePPOTrainerSync
 from verl_tree.trainer.padding import shorten
 from verl_tree.trainer.trainer import TreeTrainer
 
@@ -167,6 +170,117 @@ def test_the_replay_buffer_waits_for_its_poll_interval() -> None:
     start = time.monotonic()
     buffer._wait_for_next_poll("train", time.time())
     assert 0.01 <= time.monotonic() - start < 30
+
+
+class _NoSetup(trainer_base.PPOTrainer):
+    """Stands between verl's separate trainer and its base; it starts nothing."""
+
+    def _setup(self) -> None:
+        self.llm_server_manager = SimpleNamespace(rollout_replicas=[])
+
+
+class _SetUpTheirs(PPOTrainerSeparateAsync, _NoSetup):
+    pass
+
+
+class _SetUpOurs(TreePPOTrainerSeparateAsync, _NoSetup):
+    pass
+
+
+def set_up(trainer_class: type, patch: pytest.MonkeyPatch) -> Any:
+    """Run `_setup` of a separate trainer without hybrid replicas; no server starts."""
+    servers = SimpleNamespace(get_replicas=list, server_addresses=[])
+    patch.setattr(trainer_separate_async.LLMServerManager, "create", lambda **_: servers)
+    trainer = object.__new__(trainer_class)
+    trainer.config = compose_config(["profile=cpu", "actor_rollout_ref.model.path=unused"])
+    trainer.config.actor_rollout_ref.rollout.checkpoint_engine.backend = "naive"
+    trainer._enable_hybrid_replicas, trainer.actor_rollout_wg = False, None
+    trainer._setup()
+    return trainer
+
+
+def test_without_hybrid_replicas_verls_setup_fails_at_a_log_message_and_ours_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If the first part fails, verl has mended it: `TreePPOTrainerSeparateAsync._setup` can go."""
+    with pytest.raises(TypeError, match="flush"):
+        set_up(_SetUpTheirs, monkeypatch)
+    level = trainer_separate_async.logger.level
+    trainer = set_up(_SetUpOurs, monkeypatch)
+    assert trainer.current_mode is trainer_separate_async.HybridEngineMode.TRAINER, "what verl does before the message"
+    assert trainer_separate_async.logger.level == level
+
+
+def test_a_detached_worker_restores_what_its_handlers_saved() -> None:
+    """Two strategies are known by name, and what was saved is unpacked for them; ours is not."""
+    worker = object.__new__(DetachActorWorker)
+    restored: list[tuple[Any, ...]] = []
+    worker._strategy_handlers = (lambda module: (module, "spec"), lambda *saved: restored.append(saved))
+    worker.actor = SimpleNamespace(engine=SimpleNamespace(module="module"))
+    for strategy in ("fsdp2", "fsdp_tree"):
+        worker.config = SimpleNamespace(actor=SimpleNamespace(strategy=strategy))
+        worker.save_model_to_cpu(0)
+        assert worker.cpu_saved_models == {0: ("module", "spec")}
+        worker.restore_model_from_cpu(0)
+        worker.clear_cpu_model(0)
+        assert worker.cpu_saved_models == {}
+    assert restored == [("module", "module", "spec"), ("module", ("module", "spec"))]
+    worker._strategy_handlers = None
+    with pytest.raises(NotImplementedError, match="fsdp_tree"):
+        worker._get_strategy_handlers()
+
+
+def test_old_log_probs_of_later_updates_come_from_the_saved_policy() -> None:
+    """Update 0 saves; update 1 saves the current weights, goes back to those of update 0, and returns."""
+    calls: list[tuple[str, int]] = []
+
+    class Group:
+        def __getattr__(self, name: str) -> Callable[[int], None]:
+            return lambda n: calls.append((name, n))
+
+    class Base(trainer_base.PPOTrainer):
+        def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:  # noqa: ARG002
+            calls.append(("compute", self.local_trigger_step))
+            return batch
+
+    class Trainer(PPOTrainerSeparateAsync, Base):
+        pass
+
+    trainer = object.__new__(Trainer)
+    trainer.config = compose_config(["profile=cpu", "actor_rollout_ref.model.path=unused"])
+    trainer.actor_rollout_wg = Group()
+    for trainer.local_trigger_step in (0, 1):
+        trainer._compute_old_log_prob(None, {})
+    assert calls == [
+        ("save_model_to_cpu", 0),
+        ("compute", 0),
+        ("save_model_to_cpu", 1),
+        ("restore_model_from_cpu", 0),
+        ("compute", 1),
+        ("restore_model_from_cpu", 1),
+        ("clear_cpu_model", 1),
+    ]
+
+
+@pytest.mark.parametrize("buffer_class", [ReplayBuffer, ReplayBufferAsync])
+def test_a_replay_buffer_keeps_its_settings_under_their_names(buffer_class: type[ReplayBuffer]) -> None:
+    trainer = TreePPOTrainerSync(compose_config(["profile=cpu", "actor_rollout_ref.model.path=unused"]))
+    buffer = buffer_class(
+        trainer_mode="sync",
+        trainer_config=trainer.config.trainer.v1.sync,
+        max_off_policy_threshold=3,
+        max_off_policy_strategy="wait",
+        sampler_kwargs={},
+    )
+    assert set(parameters_of(ReplayBuffer)) <= set(vars(buffer))
+    assert parameters_of(buffer_class) == parameters_of(ReplayBuffer)
+
+
+def test_prompts_are_sampled_by_step_and_the_sort_is_stable() -> None:
+    buffer = ReplayBuffer("sync", {}, None, "drop", {})
+    buffer.prompt_global_steps["train"] = {"a": 2, "b": 1, "c": 2, "d": 1}
+    uids, _, _ = buffer._select_prompt_uids("train", ["c", "d", "a", "b"], 3)
+    assert uids == ["d", "b", "c"]
 
 
 def test_the_store_of_rollouts() -> None:

@@ -26,7 +26,7 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from typing_extensions import override
 from verl.trainer.ppo.utils import Role
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
 from verl.utils.profiler import marked_timer
@@ -49,14 +49,12 @@ from verl_tree.trainer.metrics import (
     tree_tokens_per_s,
 )
 from verl_tree.trainer.padding import append_padding_rows, fill_padding_rows, real_rows
+from verl_tree.trainer.replay_buffer import TreeReplayBuffer, TreeReplayBufferAsync
 from verl_tree.trainer.step_rows import StepRows
 from verl_tree.trainer.tree_log import TreeLog, When
 from verl_tree.trainer.worker import TreeActorRolloutRefWorker, TreeTrainingWorker
 
 logger = logging.getLogger(__name__)
-
-POLL_INTERVAL_S = 0.05
-"""Seconds between two looks for ended prompts; with verl's 2 s a generation phase takes up to 2 s longer."""
 
 
 class TreeTrainer(PPOTrainer):
@@ -78,9 +76,8 @@ class TreeTrainer(PPOTrainer):
     @override
     def _build_replay_buffer(self) -> ReplayBuffer:
         buffer = super()._build_replay_buffer()
-        if type(buffer) is ReplayBuffer:  # a user's own sampler keeps its interval
-            buffer.poll_interval = POLL_INTERVAL_S
-        return buffer
+        ours = {ReplayBuffer: TreeReplayBuffer, ReplayBufferAsync: TreeReplayBufferAsync}.get(type(buffer))
+        return buffer if ours is None else ours.like(buffer)  # a user's own sampler stays
 
     @override
     def _init_resource_pool_mgr(self) -> None:

@@ -20,7 +20,7 @@ def test_defaults_are_valid() -> None:
     validate(resolved(f"{ACTOR}.policy_loss.loss_mode=clip_cov"))
 
 
-OTHER_VALUES = {True: "false", False: "true", None: "fp8", "sync": "separate_async", "sum": "once", "vllm": "sglang"}
+OTHER_VALUES = {True: "false", False: "true", None: "fp8", "sum": "once", "vllm": "sglang"}
 APPLIES = {uses_critic: ["critic.enable=true"], uses_reference: [f"{ACTOR}.use_kl_loss=true"]}
 
 

@@ -14,14 +14,17 @@ from tensordict.tensorclass import NonTensorStack
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.utils.skip.base_skip import SKIP_REGISTRY
 
 from verl_tree.launch.composition import compose_config
 from verl_tree.records import read_trees
 from verl_tree.trainer.advantages import ESTIMATORS
-from verl_tree.trainer.modes import TreePPOTrainerSync
+from verl_tree.trainer.detach_worker import TreeDetachActorWorker
+from verl_tree.trainer.modes import TREE_TRAINERS, TreePPOTrainerSync
 from verl_tree.trainer.replay import TreeRolloutSkip
-from verl_tree.trainer.trainer import POLL_INTERVAL_S, WatchedBuffer
+from verl_tree.trainer.replay_buffer import POLL_INTERVAL_S, TreeReplayBuffer, TreeReplayBufferAsync
+from verl_tree.trainer.trainer import WatchedBuffer
 from verl_tree.trainer.worker import TreeActorRolloutRefWorker, TreeTrainingWorker
 
 
@@ -36,6 +39,48 @@ def test_a_trainer_registers_what_its_process_needs() -> None:
     assert SKIP_REGISTRY["rollout_tq"] is TreeRolloutSkip
     assert trainer.replay_buffer.poll_interval == POLL_INTERVAL_S
     assert trainer.trainer_mode == "sync"
+
+
+SEPARATE = [
+    "trainer.v1.trainer_mode=separate_async",
+    "trainer.v1.separate_async.parameter_sync_step=2",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+]
+MODES = {"sync": [], "colocate_async": ["trainer.v1.trainer_mode=colocate_async"], "separate_async": SEPARATE}
+
+
+@pytest.mark.parametrize(("mode", "overrides"), MODES.items())
+def test_every_mode_has_a_trainer_with_our_buffer(mode: str, overrides: list[str]) -> None:
+    trainer = TREE_TRAINERS[mode](config_of(*overrides))
+    assert trainer.trainer_mode == mode
+    assert isinstance(trainer, TRAINER_REGISTRY[mode])
+    assert type(trainer.replay_buffer) is (TreeReplayBuffer if mode == "sync" else TreeReplayBufferAsync)
+    assert trainer.replay_buffer.refill_fn == trainer._add_prompts_to_generate
+    assert trainer.replay_buffer.poll_interval == POLL_INTERVAL_S
+
+
+def test_a_sampler_of_the_users_own_stays(tmp_path: Path) -> None:
+    imported = "from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync"
+    (tmp_path / "sampler.py").write_text(f"{imported}\n\n\nclass Mine(ReplayBufferAsync):\n    pass\n")
+    sampler = "trainer.v1.sampler.custom_sampler"
+    config = config_of(*MODES["colocate_async"], f"{sampler}.path={tmp_path}/sampler.py", f"{sampler}.name=Mine")
+    assert type(TREE_TRAINERS["colocate_async"](config).replay_buffer).__name__ == "Mine"
+
+
+@pytest.mark.parametrize("overrides", [[], ["actor_rollout_ref.actor.use_kl_loss=true"]], ids=["actor", "reference"])
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_separate_workers_can_save_and_restore_the_policy(overrides: list[str], hybrid: bool) -> None:
+    trainer = TREE_TRAINERS["separate_async"](
+        config_of(*SEPARATE, f"actor_rollout_ref.hybrid_engine={str(hybrid).lower()}", *overrides)
+    )
+    trainer._init_resource_pool_mgr()
+    classes = [worker.__ray_metadata__.modified_class for worker in trainer.role_worker_mapping.values()]
+    assert len(classes) == (1 if hybrid else 1 + len(overrides))
+    assert all(issubclass(each, TreeDetachActorWorker) for each in classes)
 
 
 @pytest.mark.parametrize(

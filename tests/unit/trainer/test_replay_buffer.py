@@ -1,0 +1,125 @@
+"""Which prompts are sampled first, and what is counted of those that were too old. TransferQueue is a dictionary."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
+
+from verl_tree.trainer.replay_buffer import POLL_INTERVAL_S, Dropped, TreeReplayBuffer, TreeReplayBufferAsync
+
+
+def settings(**changed: Any) -> dict[str, Any]:
+    return {
+        "trainer_mode": "colocate_async",
+        "trainer_config": {},
+        "max_off_policy_threshold": 2,
+        "max_off_policy_strategy": "drop",
+        "sampler_kwargs": {},
+        **changed,
+    }
+
+
+def prompt(step: int, status: str = "finished") -> dict[str, Any]:
+    return {"is_prompt": True, "status": status, "global_steps": step}
+
+
+def row(seq_len: int) -> dict[str, Any]:
+    return {"status": "success", "seq_len": seq_len, "min_global_steps": 1, "max_global_steps": 1}
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """TransferQueue's tags of the partition `train`, without a cluster."""
+    tags: dict[str, dict[str, Any]] = {}
+    monkeypatch.setattr(tq, "kv_list", lambda: {"train": {key: dict(tag) for key, tag in tags.items()}})
+    monkeypatch.setattr(tq, "kv_clear", lambda *, keys, partition_id: [tags.pop(key, None) for key in keys])  # noqa: ARG005
+    return tags
+
+
+@pytest.mark.parametrize("buffer_class", [TreeReplayBuffer, TreeReplayBufferAsync])
+def test_of_equally_old_prompts_the_first_drawn_is_the_first_sampled(
+    queue: dict[str, dict[str, Any]], buffer_class: type[TreeReplayBuffer]
+) -> None:
+    # Forty uids: a set would give them back in this order with a chance of 1 in 40!.
+    for number in reversed(range(40)):
+        queue[f"{number:09d}-x"] = prompt(step=4)
+        queue[f"{number:09d}-x_0_0"] = row(3)
+    queue["000000077-y"] = prompt(step=3)  # older, although it was drawn later
+    queue["000000077-y_0_0"] = row(3)
+    buffer = buffer_class(**settings(max_off_policy_threshold=None))
+    batch, _ = buffer.sample(global_steps=4, partition_id="train", batch_size=20)
+    expected = ["000000077-y_0_0", *(f"{number:09d}-x_0_0" for number in range(19))]
+    assert sorted(batch.keys) == sorted(expected)
+    assert len(batch.keys) == 20
+
+
+def test_a_stale_prompt_is_counted_with_all_it_takes_along(queue: dict[str, dict[str, Any]]) -> None:
+    """At step 5 a prompt of step 3 spans three versions, more than two; another of the same age still runs."""
+    refilled: list[int] = []
+
+    def refill(num_prompts: int) -> None:
+        refilled.append(num_prompts)
+        queue["d"] = prompt(step=5)
+        queue["d_0_0"] = row(4)
+
+    queue |= {"a": prompt(step=3), "a_0_0": row(10), "a_0_1": row(30), "a_1_0": row(5)}
+    queue |= {"b": prompt(step=3, status="running"), "b_0_0": row(100)}
+    queue |= {"c": prompt(step=4), "c_0_0": row(7)}
+    buffer = TreeReplayBufferAsync(**settings(poll_interval=0.01, refill_fn=refill))
+    batch, metrics = buffer.sample(global_steps=5, partition_id="train", batch_size=2)
+    assert sorted(batch.keys) == ["c_0_0", "d_0_0"]
+    assert refilled == [1]
+    assert metrics["training/off_policy/evicted_samples"] == 1
+    assert buffer.drain_dropped() == Dropped(1, num_sessions=2, num_leaves=3, num_flat_tokens=45, max_leaf_len=30)
+    assert buffer.drain_dropped() == Dropped()
+    assert "b_0_0" in queue, "its group is not complete yet"
+
+
+def test_dropped_adds_up() -> None:
+    dropped = sum([Dropped(1, 2, 3, 45, 30), Dropped(1, 1, 1, 50, 50)], Dropped())
+    assert dropped.metrics() == {
+        "tree/async/dropped_groups": 2.0,
+        "tree/async/dropped_sessions": 3.0,
+        "tree/async/dropped_leaves": 4.0,
+        "tree/async/dropped_flat_tokens": 95.0,
+        "tree/async/dropped_leaf_len/max": 50.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("verls", "ours"), [(ReplayBuffer, TreeReplayBuffer), (ReplayBufferAsync, TreeReplayBufferAsync)]
+)
+def test_our_buffer_takes_over_every_setting_but_the_poll_interval(
+    verls: type[ReplayBuffer], ours: type[TreeReplayBuffer]
+) -> None:
+    def refill(num_prompts: int) -> None:
+        """Nothing is refilled here."""
+
+    changed = {
+        "trainer_mode": "sync",
+        "trainer_config": OmegaConf.create({"a": 1}),
+        "max_off_policy_threshold": 5,
+        "max_off_policy_strategy": "wait",
+        "sampler_kwargs": {"b": 2},
+        "refill_fn": refill,
+        "filter_groups_metric": "reward",
+        "train_batch_size": 6,
+        "gen_batch_size": 1,
+        "max_inflight_gen_batches": 3,
+        "sync_refill_failed_groups": True,
+    }
+    buffer = ours.like(verls(**changed))
+    assert {name: vars(buffer)[name] for name in changed} == changed
+    assert buffer.poll_interval == POLL_INTERVAL_S
+
+
+def test_the_switch_of_hybrid_replicas_keeps_verls_interval() -> None:
+    """`_step_had_idle` compares the time that the trainer waited with one poll."""
+    config = OmegaConf.create({"hybrid_rollout": {"enable_switch": True}})
+    theirs = ReplayBufferAsync(**settings(trainer_mode="separate_async", trainer_config=config))
+    assert TreeReplayBufferAsync.like(theirs).poll_interval == theirs.poll_interval != POLL_INTERVAL_S
