@@ -1,4 +1,8 @@
-"""The trainer's `tree/...` metrics: per session instead of per row, what capture saw, what failed and why."""
+"""The trainer's `tree/...` metrics: per session instead of per row, what capture saw, what failed and why.
+
+What capture saw is a flow: it counts the sessions that ended since the last report. In the asynchronous modes these are
+not the sessions of the trained rows (`tree/sessions`).
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -36,6 +40,7 @@ def session_metrics(keys: Sequence[str], *, rewards: np.ndarray) -> dict[str, fl
 def capture_metrics(report: CaptureReport, *, prefix: str = "tree") -> dict[str, float]:
     """Return what the agent loops did since the last report; all 0 if stored rollouts were replayed."""
     counts = {
+        "sessions_ended": report.num_sessions,
         "calls": report.num_calls,
         "continuations": report.num_continuations,
         "forks": report.num_forks,
@@ -87,12 +92,6 @@ def describe_step(metrics: Mapping[str, float], *, step: int, num_steps: int) ->
     seconds = {"step": "timing_s/step", "generation": "timing_s/gen", "update": "timing_s/update_actor"}
     times = [f"{name} {metrics[key]:.1f} s" for name, key in seconds.items() if key in metrics]
     return f"step {step}/{num_steps}: " + " | ".join(", ".join(part) for part in (reward, tree, times) if part)
-
-
-def promote_tree_metrics(metrics: dict[str, float]) -> None:
-    """Rename the actor's `actor/tree/...` to `tree/...`, in place; the critic's metrics keep their prefix."""
-    for name in [name for name in metrics if name.startswith("actor/tree/")]:
-        metrics[name.removeprefix("actor/")] = metrics.pop(name)
 
 
 def tree_tokens_per_s(metrics: Mapping[str, float], *, update_s: float) -> dict[str, float]:

@@ -44,7 +44,6 @@ from verl_tree.trainer.metrics import (
     capture_metrics,
     describe_failures,
     describe_step,
-    promote_tree_metrics,
     session_metrics,
     tree_tokens_per_s,
 )
@@ -52,6 +51,7 @@ from verl_tree.trainer.padding import append_padding_rows, fill_padding_rows, re
 from verl_tree.trainer.replay_buffer import TreeReplayBuffer, TreeReplayBufferAsync
 from verl_tree.trainer.step_rows import StepRows
 from verl_tree.trainer.tree_log import TreeLog, When
+from verl_tree.trainer.update_metrics import as_numbers, step_metrics, take_tree_metrics
 from verl_tree.trainer.worker import TreeActorRolloutRefWorker, TreeTrainingWorker
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,7 @@ class TreeTrainer(PPOTrainer):
         self._prompt_numbers = count()
         self._mini_batch_plan: MiniBatchPlan | None = None
         self._step_rows = StepRows()
+        self._updates: list[dict[str, float]] = []
         self._cost_model = CostModel.prior()
         self._tree_log = TreeLog.from_config(config)
 
@@ -123,7 +124,7 @@ class TreeTrainer(PPOTrainer):
         metrics["tree/cut_groups"] = float(assignment.num_cut_groups)
         metrics["tree/cut_tokens"] = float(assignment.num_lost_tokens)
         if not self.config.tree.enabled:
-            metrics.update(sum([rows.flat_counts(assignment)] * actor.ppo_epochs, ForestCounts()).metrics())
+            metrics.update(as_numbers(sum([rows.flat_counts(assignment)] * actor.ppo_epochs, ForestCounts())))
 
         batch = append_padding_rows(batch, num_rows=assignment.num_padding, eos_token_id=self.tokenizer.eos_token_id)
         batch.reorder(list(assignment.row_order))
@@ -146,8 +147,8 @@ class TreeTrainer(PPOTrainer):
 
     @override
     def step(self, metrics: dict[str, float], timing_raw: dict[str, float]) -> KVBatchMeta:
-        """Train one step; add the metrics of sessions, capture and trees, and report what failed."""
-        self._step_rows = StepRows()
+        """Train one step, of one update or several; add the metrics of sessions, capture and trees."""
+        self._step_rows, self._updates = StepRows(), []
         try:
             batch = super().step(metrics, timing_raw)
         except RuntimeError:
@@ -156,6 +157,7 @@ class TreeTrainer(PPOTrainer):
             raise
         rows = self._step_rows.select(real_rows(batch).keys)
         self._step_rows = StepRows()
+        metrics.update(step_metrics(self._updates))
         metrics.update(session_metrics(rows.keys, rewards=rows.rewards))
         metrics.update(self._failure_metrics(num_groups=len(rows.groups)))
         metrics.update(tree_tokens_per_s(metrics, update_s=timing_raw.get("update_actor", 0.0)))
@@ -163,6 +165,15 @@ class TreeTrainer(PPOTrainer):
             when = self._when(is_validation=False)
             if self._tree_log.wants(when):
                 self._log_trees(rows.fetch_trees(step=when.step), when)
+        return batch
+
+    @override
+    def _step_once(
+        self, metrics: dict[str, float], timing_raw: dict[str, float], sample_batch_size: int
+    ) -> KVBatchMeta:
+        # Taken out before verl averages the updates of a step.
+        batch = super()._step_once(metrics, timing_raw, sample_batch_size)
+        self._updates.append(take_tree_metrics(metrics))
         return batch
 
     @override
@@ -183,9 +194,8 @@ class TreeTrainer(PPOTrainer):
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
         self._send_plan(batch)
         batch = super()._update_actor(batch, metrics)
-        promote_tree_metrics(metrics)
-        if "tree/cost_model/s_per_token" in metrics:
-            self._cost_model = CostModel.from_metrics(metrics, prefix="tree/cost_model")
+        if "actor/tree/cost_model/s_per_token" in metrics:
+            self._cost_model = CostModel.from_metrics(metrics, prefix="actor/tree/cost_model")
         return batch
 
     def _send_plan(self, batch: KVBatchMeta) -> None:

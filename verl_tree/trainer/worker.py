@@ -32,6 +32,7 @@ from verl_tree.engine.rows import gather, jagged
 from verl_tree.engine.session_weights import session_weighted_loss, weigh_sessions
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.trainer.batching import MiniBatchPlan
+from verl_tree.trainer.update_metrics import as_numbers
 
 
 class TreeTrainingWorker(TrainingWorker):
@@ -69,8 +70,8 @@ class TreeTrainingWorker(TrainingWorker):
         """Take one optimiser step per mini-batch of the plan, in every epoch; see `TrainingWorker.train_mini_batch`.
 
         `data` has this rank's rows, mini-batch after mini-batch, the keys of `MiniBatchPlan`, and verl's `epochs`,
-        `seed`, `dataloader_kwargs` and `disable_auto_offload`. The result has verl's `metrics`, and `tree/...` metrics
-        of a tree engine. It is None on ranks that collect nothing.
+        `seed`, `dataloader_kwargs` and `disable_auto_offload`. The result has verl's `metrics`, and a tree engine's
+        (`update_metrics`). It is None on ranks that collect nothing.
 
         Raises:
             ValueError: The plan's rows are not the rows that arrived.
@@ -119,7 +120,7 @@ class TreeTrainingWorker(TrainingWorker):
             return None
         metrics = _merge_metrics([tu.get(output, "metrics") for output in outputs])
         if isinstance(self.engine, FSDPTreeEngineWithLMHead):
-            metrics.update(counts.metrics() | times.metrics() | self.engine.cost_metrics)
+            metrics.update(as_numbers(counts, times) | self.engine.cost_metrics)
             metrics["tree/micro_batches"] = num_micro_batches
         return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": metrics}).cpu()
 

@@ -10,7 +10,6 @@ from verl_tree.trainer.metrics import (
     capture_metrics,
     describe_failures,
     describe_step,
-    promote_tree_metrics,
     session_metrics,
     tree_tokens_per_s,
 )
@@ -38,8 +37,11 @@ def test_the_last_leaf_is_the_highest_number_not_the_last_text() -> None:
 
 
 def test_capture_metrics_have_the_promised_names() -> None:
-    report = CaptureReport(num_forks=3, num_drifts=2, num_realigned=5, num_rewrites=1, failed_prompts=("a",))
+    report = CaptureReport(
+        num_sessions=7, num_forks=3, num_drifts=2, num_realigned=5, num_rewrites=1, failed_prompts=("a",)
+    )
     metrics = capture_metrics(report)
+    assert metrics["tree/sessions_ended"] == 7.0
     assert metrics["tree/forks"] == 3.0
     assert metrics["tree/drift"] == 2.0
     assert metrics["tree/realigned"] == 5.0
@@ -64,12 +66,6 @@ def test_many_causes_are_counted_and_no_failure_says_nothing() -> None:
     failed = tuple(FailedSession("p", session, f"cause {session}", num_calls=0) for session in range(8))
     assert describe_failures(CaptureReport(failed_sessions=failed)).splitlines()[-1] == "  and 3 further causes"
     assert describe_failures(CaptureReport(num_sessions=9)) is None
-
-
-def test_the_actors_tree_metrics_lose_their_prefix_and_nothing_else_does() -> None:
-    metrics = {"actor/tree/por": 0.5, "critic/tree/por": 0.4, "actor/loss": 1.0, "tree/por": 0.1}
-    promote_tree_metrics(metrics)
-    assert metrics == {"tree/por": 0.5, "critic/tree/por": 0.4, "actor/loss": 1.0}
 
 
 def test_tree_tokens_per_second() -> None:
