@@ -167,15 +167,24 @@ def _versions(tree: SessionTree, path: TokenPath) -> list[int | None]:
     return [version for call in calls for version in (call.min_global_steps, call.max_global_steps)]
 
 
-def sampled_by(tree: SessionTree, path: TokenPath, *, num_tokens: int | None = None) -> list[tuple[int, str, int, int]]:
-    """Return (call, kind, start, end) for each stretch of a path's first `num_tokens` tokens that one call sampled.
+SampledBy = tuple[int, str, int, int, int | None, int | None]
+"""call, kind, start, end, min_global_steps, max_global_steps"""
 
-    `kind` is a value of `CallKind`. Tokens that were only read are in no stretch. None means all tokens.
+
+def sampled_by(tree: SessionTree, path: TokenPath, *, num_tokens: int | None = None) -> list[SampledBy]:
+    """Return one entry for each stretch of a path's first `num_tokens` tokens that one call sampled.
+
+    `kind` is a value of `CallKind`; the last two are the first and last version of the weights that the call met, None
+    where the server does not tell. Tokens that were only read are in no stretch. `num_tokens=None` means all tokens.
     """
     source = path.source[:num_tokens]
     bounds = [0, *(np.flatnonzero(np.diff(source)) + 1).tolist(), len(source)]
     stretches = [(int(source[start]), start, end) for start, end in pairwise(bounds) if end > start]
-    return [(call, tree.calls[call].kind.value, start, end) for call, start, end in stretches if call >= 0]
+    sampled = [(tree.calls[call], call, start, end) for call, start, end in stretches if call >= 0]
+    return [
+        (call, made.kind.value, start, end, made.min_global_steps, made.max_global_steps)
+        for made, call, start, end in sampled
+    ]
 
 
 def _share_fields(rows: Sequence[AgentLoopOutput]) -> None:

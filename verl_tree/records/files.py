@@ -12,6 +12,7 @@ The trajectories 0 = [1 2 3 4], 1 = [1 2 5], 2 = [1 2], 3 = [1 2 3 4] and 4 = [7
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ import pyarrow.parquet as pq
 from verl_tree.records.trees import CallRun, StoredLeaf, StoredTree, end_nodes
 from verl_tree.tree import TokenForest
 
-FORMAT_VERSION = 1
-"""Version of the files that are written. Lower versions can be read, too."""
+FORMAT_VERSION = 2
+"""Version of the files that are written. Lower versions can be read, too: in 1, calls have no versions of weights."""
 
 _VERSION_KEY = b"verl_tree.records.format_version"
 
@@ -34,7 +35,16 @@ _NUM_UIDS_NAMED = 8
 _OVERRIDE = pa.struct(
     [("node", pa.int32()), ("is_trained", pa.list_(pa.bool_())), ("log_probs", pa.list_(pa.float32()))]
 )
-_CALL = pa.struct([("call", pa.int32()), ("kind", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
+_CALL = pa.struct(
+    [
+        ("call", pa.int32()),
+        ("kind", pa.string()),
+        ("start", pa.int32()),
+        ("end", pa.int32()),
+        ("min_global_steps", pa.int64()),
+        ("max_global_steps", pa.int64()),
+    ]
+)
 _LEAF = pa.struct(
     [
         ("row", pa.int32()),
@@ -181,7 +191,7 @@ def _leaf_columns(leaf: StoredLeaf) -> dict[str, Any]:
         "reward_extra_info": None if info is None else json.dumps(info, default=_json_value),
         "min_global_steps": leaf.min_global_steps,
         "max_global_steps": leaf.max_global_steps,
-        "calls": [{"call": run.call, "kind": run.kind, "start": run.start, "end": run.end} for run in leaf.calls],
+        "calls": [asdict(run) for run in leaf.calls],
     }
 
 

@@ -15,13 +15,16 @@ class CallRun:
     """Consecutive tokens of a trajectory, `start` to `end` (half-open), that one LLM call sampled.
 
     `call` is the call's index in its session, in the order of sending. `kind` is how its prompt related to earlier
-    calls (`rollout_hooks.capture.call_kinds.CallKind`).
+    calls (`rollout_hooks.capture.call_kinds.CallKind`). `min_global_steps` and `max_global_steps` are the first and the
+    last version of the weights that sampled it, None if unknown; they differ if it was interrupted and resumed.
     """
 
     call: int
     kind: str
     start: int
     end: int
+    min_global_steps: int | None = None
+    max_global_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

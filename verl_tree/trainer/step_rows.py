@@ -133,6 +133,12 @@ class StepRows:
                 )
         return counts
 
+    def fetch_calls(self) -> dict[str, tuple[CallRun, ...]]:
+        """Read which calls sampled each row, by row key; a row that was not recorded has none."""
+        columns = _fetch(self.keys, partition_id=self.partition_id, names=("extra_fields",)) if self.rows else {}
+        extra = columns["extra_fields"].tolist() if "extra_fields" in columns else [{}] * len(self.rows)
+        return {key: _calls(each) for key, each in zip(self.keys, extra, strict=True)}
+
     def fetch_trees(self, *, step: int) -> list[StoredTree]:
         """Read what has become known since the rows were sampled, and return their trees; see `trees`."""
         if not self.rows:
@@ -178,10 +184,14 @@ def _arrays(columns: TensorDict, name: str) -> list[np.ndarray]:
     return [row.numpy() for row in columns[name].unbind(dim=0)]
 
 
+def _calls(extra: Mapping[str, Any]) -> tuple[CallRun, ...]:
+    return tuple(CallRun(*run) for run in extra.get(CALLS_FIELD, ()))
+
+
 def _leaf(row: StepRow, *, results: Mapping[str, np.ndarray], extra: Mapping[str, Any]) -> StoredLeaf:
     is_trained = replace(row, response_mask=results["response_mask"]).is_trained
     prompt_len = len(row.token_ids) - len(row.response_mask)
-    calls = tuple(CallRun(*run) for run in extra.get(CALLS_FIELD, ()))
+    calls = _calls(extra)
     log_probs = np.full(len(row.token_ids), np.nan, dtype=np.float32)
     if "rollout_log_probs" in results:
         # verl writes 0 for tokens that were only read, but a sampled token may have a log-prob of 0, too.

@@ -21,6 +21,7 @@ from itertools import count
 from typing import Any, ClassVar, cast
 
 import ray
+import transfer_queue as tq
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
@@ -49,6 +50,8 @@ from verl_tree.trainer.metrics import (
 )
 from verl_tree.trainer.padding import append_padding_rows, fill_padding_rows, real_rows
 from verl_tree.trainer.replay_buffer import TreeReplayBuffer, TreeReplayBufferAsync
+from verl_tree.trainer.restored import next_prompt_number, numbered_uid, trained_rows
+from verl_tree.trainer.staleness import staleness_metrics
 from verl_tree.trainer.step_rows import StepRows
 from verl_tree.trainer.tree_log import TreeLog, When
 from verl_tree.trainer.update_metrics import as_numbers, step_metrics, take_tree_metrics
@@ -91,9 +94,19 @@ class TreeTrainer(PPOTrainer):
     def _fetch_one_gen_batch(self) -> TensorDict:
         batch = super()._fetch_one_gen_batch()
         # Sortable uids keep the order of the prompts although rows arrive out of order, also in a replay.
-        uids = [f"{next(self._prompt_numbers):09d}-{uid}" for uid in batch["uid"]]
+        uids = [numbered_uid(next(self._prompt_numbers), uid) for uid in batch["uid"]]
         tu.assign_non_tensor_stack(batch, "uid", uids)
         return batch
+
+    @override
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if self.trainer_mode == "sync":
+            return  # Nothing is in flight at a checkpoint.
+        tags = (tq.kv_list("train") or {}).get("train", {})
+        self._prompt_numbers = count(next_prompt_number(tags))
+        if keys := trained_rows(tags):
+            tq.kv_clear(keys=keys, partition_id="train")
 
     @override
     def _balance_batch(
@@ -160,6 +173,7 @@ class TreeTrainer(PPOTrainer):
         metrics.update(step_metrics(self._updates))
         metrics.update(session_metrics(rows.keys, rewards=rows.rewards))
         metrics.update(self._failure_metrics(num_groups=len(rows.groups)))
+        metrics.update(self._async_metrics(rows))
         metrics.update(tree_tokens_per_s(metrics, update_s=timing_raw.get("update_actor", 0.0)))
         with marked_timer("tree_log", timing_raw):
             when = self._when(is_validation=False)
@@ -274,6 +288,16 @@ class TreeTrainer(PPOTrainer):
             )
         metrics = {} if report is None else capture_metrics(report)
         return metrics | {"tree/failed_prompts": float(max(num_missing, num_reported))}
+
+    def _async_metrics(self, rows: StepRows) -> dict[str, float]:
+        """Report how old a step's rows were, and what was too old to become one; nothing in the synchronous mode."""
+        if self.trainer_mode == "sync":
+            return {}
+        # The rollout got the current weights after the step before.
+        metrics = staleness_metrics(rows.fetch_calls(), version=self.global_steps - 1)
+        if isinstance(self.replay_buffer, TreeReplayBufferAsync):
+            metrics.update(self.replay_buffer.drain_dropped().metrics())
+        return metrics
 
     def _report_failures(self, partition: str) -> CaptureReport | None:
         """Log what failed since the last report, and return the report; None if the agent loop manager gives none."""

@@ -46,7 +46,7 @@ def text(values):
 def assert_same_row(actual, expected):
     """Every field that verl writes is written, with verl's value; added are reward information and recorded calls."""
     extra = dict(actual.pop("extra_fields"))
-    trained = {position for _, _, start, end in extra.pop("recorded_calls") for position in range(start, end)}
+    trained = {position for _, _, start, end, *_ in extra.pop("recorded_calls") for position in range(start, end)}
     prompt_len = len(expected["prompts"])
     assert trained == {prompt_len + place for place, is_in in enumerate(expected["response_mask"].tolist()) if is_in}
     assert extra.pop("reward_extra_info") == {}

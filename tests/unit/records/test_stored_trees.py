@@ -88,7 +88,10 @@ def random_leaf(rng: np.random.Generator, tokens: np.ndarray, *, row: int) -> St
         reward_extra_info=[None, {}, {"acc": 0.5, "text": "ü"}][rng.integers(3)],
         min_global_steps=[None, 3][kind % 2],
         max_global_steps=[None, 4][kind % 2],
-        calls=tuple(CallRun(call, "fork", call, call + 1) for call in range(rng.integers(3))),
+        calls=tuple(
+            CallRun(call, "fork", call, call + 1, *[(), (2, 2 + call)][rng.integers(2)])
+            for call in range(rng.integers(3))
+        ),
     )
 
 
@@ -136,7 +139,7 @@ def test_rows_are_nodes_and_leaves_lie_where_they_end(tree: StoredTree, tmp_path
     assert [row["parent"] for row in rows] == [-1, 0, 0, -1]
     assert [row["start"] for row in rows] == [0, 2, 2, 0]
     assert [[leaf["row"] for leaf in row["leaves"]] for row in rows] == [[2], [0, 3], [1], [4]]
-    assert {(row["format_version"], row["step"], row["uid"], row["tree"]) for row in rows} == {(1, 10, "u", 0)}
+    assert {(row["format_version"], row["step"], row["uid"], row["tree"]) for row in rows} == {(2, 10, "u", 0)}
     # Node 0 is told by row 2, its first leaf; row 1 trains the token 2, and only row 1 differs there.
     assert rows[0]["is_trained"] == [False, False]
     assert rows[0]["log_probs"] == [None, None]
@@ -201,6 +204,27 @@ def test_a_newer_file_names_both_versions_and_the_remedy(
     write_trees(tmp_path / "t.parquet", [tree])
     with pytest.raises(ValueError, match=rf"format version 7 .* up to {FORMAT_VERSION}: .* newer"):
         read_trees(tmp_path / "t.parquet")
+
+
+def test_a_file_of_version_1_has_calls_without_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its struct of a call ends before the versions of the weights."""
+    calls = (CallRun(0, "root", 0, 2, 3, 4), CallRun(1, "fork", 2, 3, None, None))
+    old_call = pa.struct(list(files._CALL)[:4])
+    old_leaf = pa.struct(
+        [(each.name, pa.list_(old_call) if each.name == "calls" else each.type) for each in files._LEAF]
+    )
+    index = files.SCHEMA.get_field_index("leaves")
+    old = files.SCHEMA.set(index, pa.field("leaves", pa.list_(old_leaf)))
+    monkeypatch.setattr(files, "_LEAF", old_leaf)
+    monkeypatch.setattr(files, "SCHEMA", old.with_metadata({files._VERSION_KEY: b"1"}))
+    tree = StoredTree(step=1, uid="u", leaves=(leaf_of([1, 2, 3], mask=[1, 1], calls=calls),))
+    write_trees(tmp_path / "t.parquet", [tree])
+    monkeypatch.undo()
+    assert "min_global_steps" not in str(
+        pq.read_schema(tmp_path / "t.parquet").field("leaves").type.value_type.field("calls")
+    )
+    (read,) = read_trees(tmp_path / "t.parquet")
+    assert read.leaves[0].calls == (CallRun(0, "root", 0, 2), CallRun(1, "fork", 2, 3))
 
 
 def test_another_parquet_file_is_refused(tmp_path: Path) -> None:

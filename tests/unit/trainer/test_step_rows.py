@@ -158,7 +158,7 @@ def test_an_empty_step_has_no_tree() -> None:
 
 
 def test_recorded_calls_say_which_log_probs_are_of_sampled_tokens() -> None:
-    calls = [(0, "root", 2, 4), (1, "fork", 5, 6)]
+    calls = [(0, "root", 2, 4, 6, 7), (1, "fork", 5, 6)]  # rows that an earlier release stored have no versions
     row = row_of(
         [3, 4, 5, 6],
         [0, 0, 0, 1],
@@ -170,7 +170,7 @@ def test_recorded_calls_say_which_log_probs_are_of_sampled_tokens() -> None:
     (tree,) = trees_of({"u_0_0": row}, tag={})
     (leaf,) = tree.leaves
     np.testing.assert_array_equal(leaf.log_probs, np.float32([np.nan, np.nan, -0.5, 0.0, np.nan, -1.0]))
-    assert leaf.calls == (CallRun(0, "root", 2, 4), CallRun(1, "fork", 5, 6))
+    assert leaf.calls == (CallRun(0, "root", 2, 4, 6, 7), CallRun(1, "fork", 5, 6))
     assert (leaf.reward, leaf.advantage, leaf.reward_extra_info) == (2.0, -3.0, {"acc": True})
     assert (leaf.min_global_steps, leaf.max_global_steps) == (None, None)
     stored = leaf.row()
@@ -194,6 +194,7 @@ def test_a_recorded_session_says_who_wrote_what() -> None:
     turns = [tokenizer().decode(leaf.token_ids[run.start : run.end].tolist()) for run in leaf.calls]
     assert turns == [call_text(3) + call_text(4) + END, "the sum is 14" + END]
     assert [(run.call, run.kind) for run in leaf.calls] == [(0, "root"), (1, "continuation")]
+    assert {(run.min_global_steps, run.max_global_steps) for run in leaf.calls} == {(7, 7)}, "what the server said"
     (node,) = page_content(stored, tokenizer=tokenizer())["nodes"]
     assert [passage["who"] for passage in node["passages"]] == ["prompt", "model", "environment", "model"]
     assert node["passages"][1]["text"] == turns[0]
@@ -206,8 +207,6 @@ def test_a_captured_row_records_the_calls_of_what_is_left_of_it(response_length:
     run_loop(ToolAgentLoop, RecordingClient(ScriptedClient(tool_reply), tree=tree), {"logprobs": True})
     (row,) = session_rows(tree, [], limits=RowLimits(256, response_length, wants_log_probs=True)).outputs
     runs, prompt_len = row.extra_fields["recorded_calls"], len(row.prompt_ids)
-    generated = [position - prompt_len for _, _, start, end in runs for position in range(start, end)]
+    generated = [position - prompt_len for _, _, start, end, *_ in runs for position in range(start, end)]
     assert generated == [place for place, is_trained in enumerate(row.response_mask) if is_trained]
-    assert [(call, kind) for call, kind, _, _ in runs] == [(0, "root"), (1, "continuation")][
-        : 1 + (response_length > 60)
-    ]
+    assert [(call, kind) for call, kind, *_ in runs] == [(0, "root"), (1, "continuation")][: 1 + (response_length > 60)]
