@@ -68,13 +68,28 @@ def verl_trainer_folder() -> Path:
     return Path(spec.submodule_search_locations[0]) / "trainer"
 
 
+def in_separate_async(then: object, otherwise: object, *, _root_: DictConfig) -> object:
+    """Return the first value where rollouts have processes and ranks of their own, else the second."""
+    return then if _root_.trainer.v1.trainer_mode == "separate_async" else otherwise
+
+
+def cpu_ranks(*, _root_: DictConfig) -> int:
+    """Return how many ranks this machine has: those that train and those of separate rollouts."""
+    rollout = _root_.actor_rollout_ref.rollout
+    return _root_.trainer.n_gpus_per_node + in_separate_async(
+        rollout.n_gpus_per_node * rollout.nnodes, 0, _root_=_root_
+    )
+
+
 def prepare_hydra() -> None:
     """Register the search path, verl's configuration and the YAML files' resolvers with Hydra; may be called again."""
     Plugins.instance().register(TreeSearchPath)
     verl_config = OmegaConf.load(verl_trainer_folder() / "config" / "ppo_trainer.yaml")
     ConfigStore.instance().store(name="verl_ppo_trainer", node=verl_config, provider="verl")
+    OmegaConf.register_new_resolver("tree_cpu_ranks", cpu_ranks, replace=True)
     OmegaConf.register_new_resolver("tree_cpu_threads", cpu_threads, replace=True)
     OmegaConf.register_new_resolver("tree_device_profile", device_profile, replace=True)
+    OmegaConf.register_new_resolver("tree_in_separate_async", in_separate_async, replace=True)
     OmegaConf.register_new_resolver("tree_strategy", tree_strategy, replace=True)
 
 

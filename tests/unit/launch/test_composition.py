@@ -47,6 +47,24 @@ def test_command_line_wins_over_the_profile() -> None:
     assert config.trainer.logger == ["wandb"]
 
 
+def test_separate_rollouts_of_the_cpu_profile() -> None:
+    """Ranks, engine and pool of `separate_async`; the other modes keep verl's values."""
+    ranks = ["profile=cpu", "trainer.n_gpus_per_node=2"]
+    separate = [*ranks, "trainer.v1.trainer_mode=separate_async"]
+    wide = [*separate, "actor_rollout_ref.rollout.nnodes=2", "actor_rollout_ref.rollout.n_gpus_per_node=3"]
+    composed = [compose_config(overrides) for overrides in (ranks, separate, wide)]
+    for config in composed:
+        OmegaConf.resolve(config)
+    assert [config.ray_kwargs.ray_init.num_gpus for config in composed] == [2, 3, 8]
+    rollouts = [config.actor_rollout_ref.rollout for config in composed]
+    assert [rollout.nnodes for rollout in rollouts] == [0, 1, 2]
+    assert [rollout.checkpoint_engine.backend for rollout in rollouts] == ["naive", "gloo", "gloo"]
+    module = "verl_tree.cpu.gloo_checkpoint_engine"
+    assert [rollout.checkpoint_engine.custom_backend_module for rollout in rollouts] == [None, module, module]
+    threads = [config.ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS for config in composed]
+    assert threads == [cpu_threads(2), cpu_threads(3), cpu_threads(8)]
+
+
 def test_keys_that_verls_users_add_are_accepted() -> None:
     added = [
         "+actor_rollout_ref.rollout.enable_sleep_mode=true",
