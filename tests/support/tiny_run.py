@@ -59,7 +59,10 @@ def make_inputs(folder: Path) -> None:
     ]
     pd.DataFrame(rows).to_parquet(folder / "train.parquet")
     pd.DataFrame(rows[:4]).to_parquet(folder / "val.parquet")
-    (folder / "loops.yaml").write_text("- name: forking\n  _target_: forking_loop.ForkingLoop\n")
+    loops = {"forking": "forking_loop.ForkingLoop", "long_tail": "long_tail_loop.LongTailLoop"}
+    (folder / "loops.yaml").write_text(
+        "".join(f"- name: {name}\n  _target_: {target}\n" for name, target in loops.items())
+    )
 
 
 def command(folder: Path, *overrides: str) -> list[str]:
@@ -104,7 +107,8 @@ def command(folder: Path, *overrides: str) -> list[str]:
 
 def environment(metrics: Path) -> dict[str, str]:
     """Return variables that say where to log metrics, and where Ray's processes find the test's agent loop."""
-    return {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONPATH": str(Path(__file__).parent)}
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def read_metrics(metrics: Path) -> dict[int, dict[str, Any]]:
