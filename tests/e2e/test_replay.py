@@ -36,6 +36,7 @@ from verl_tree.trainer import advantages, replay
 from verl_tree.trainer.batching import MiniBatchPlan, group_rows, parse_row_key
 from verl_tree.trainer.modes import TreePPOTrainerSync
 from verl_tree.trainer.padding import PADDING_LEN, real_rows
+from verl_tree.trainer.replay_buffer import TreeReplayBufferAsync
 from verl_tree.trainer.step_rows import StepRows
 
 pytestmark = pytest.mark.e2e
@@ -257,6 +258,38 @@ def test_stored_rollouts_with_several_leaves_come_back_exactly(trainer: RowsTrai
     assert {tag["min_global_steps"] for tag in later.tags} == {3}
     assert {tag["global_steps"] for tag in later.tags} == {4}
     clear(later)
+
+
+def test_a_replayed_sync_period_keeps_its_mini_batches(trainer: RowsTrainer) -> None:
+    """The prompts end in another order than that of their numbers, and each makes a mini-batch."""
+    uids = ["000000002-m", "000000000-x", "000000001-a"]
+    with open_dict(trainer.config):
+        trainer.config.trainer.v1.trainer_mode = "separate_async"
+        trainer.config.trainer.v1.separate_async.parameter_sync_step = len(uids)
+    SkipManager.init(trainer.config)
+    buffer = TreeReplayBufferAsync(
+        trainer_mode="separate_async",
+        trainer_config=trainer.config.trainer.v1.separate_async,
+        max_off_policy_threshold=1,
+        max_off_policy_strategy="drop",
+        sampler_kwargs=DictConfig({}),
+        poll_interval=0.05,
+    )
+    roll_out()
+    end_prompts(dict.fromkeys(uids, "running"))
+    stored = []
+    for uid in uids:
+        end_prompts({uid: "finished"})
+        batch, _ = buffer.sample(global_steps=1, partition_id="train", batch_size=1)
+        assert {parse_row_key(key).uid for key in batch.keys} == {uid}
+        stored.append(sorted(batch.keys))
+        clear(batch)
+
+    assert SkipManager.skip_instances["rollout_tq"].maybe_load_and_inject(1, ["p", "q", "r"])
+    for keys in stored:
+        batch, _ = buffer.sample(global_steps=1, partition_id="train", batch_size=1)
+        assert sorted(batch.keys) == keys
+        clear(batch)
 
 
 def test_a_prompt_that_had_failed_is_replayed_as_failed(trainer: RowsTrainer) -> None:

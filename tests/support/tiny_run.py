@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,35 @@ def run_and_kill_engine(
     folder: Path, name: str, *overrides: str, after_step: int, timeout_s: float = 600.0, end_timeout_s: float = 120.0
 ) -> str:
     """Start a training run, kill its vLLM worker once a step is logged, and return the log of the failure."""
+    log = folder / f"{name}.log"
+    with _running(folder, name, *overrides, after_step=after_step, timeout_s=timeout_s) as process:
+        engines = [each for each in _descendants(process) if _title(each).startswith("VLLM::Worker")]
+        assert engines, log.read_text()[-6000:]
+        os.kill(engines[0].pid, signal.SIGKILL)
+        process.wait(timeout=end_timeout_s)
+    assert process.returncode not in (0, -signal.SIGKILL)
+    return log.read_text()
+
+
+def run_and_kill_driver(
+    folder: Path, name: str, *overrides: str, after_step: int, timeout_s: float = 600.0
+) -> dict[int, dict[str, Any]]:
+    """Start a training run, kill its driver once a step is logged, and return the metrics of the steps until then."""
+    with _running(folder, name, *overrides, after_step=after_step, timeout_s=timeout_s) as process:
+        cluster = _descendants(process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        for each in cluster:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+    return read_metrics(folder / f"{name}.jsonl")
+
+
+@contextmanager
+def _running(
+    folder: Path, name: str, *overrides: str, after_step: int, timeout_s: float
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a training run and enter the context once a step is logged; afterwards kill what is left of it."""
     metrics, log = folder / f"{name}.jsonl", folder / f"{name}.log"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -154,17 +185,12 @@ def run_and_kill_engine(
             assert process.poll() is None, log.read_text()[-6000:]
             assert time.monotonic() < deadline, f"step {after_step} was not logged in {timeout_s} s"
             time.sleep(0.05)
-        engines = [each for each in _descendants(process) if _title(each).startswith("VLLM::Worker")]
-        assert engines, log.read_text()[-6000:]
-        os.kill(engines[0].pid, signal.SIGKILL)
-        process.wait(timeout=end_timeout_s)
+        yield process
     finally:
         left = _descendants(process)
         process.kill()
         for each in left:
             each.kill()
-    assert process.returncode not in (0, -signal.SIGKILL)
-    return log.read_text()
 
 
 def _descendants(process: subprocess.Popen) -> list[psutil.Process]:

@@ -45,9 +45,10 @@ class TreeRolloutSkip(RolloutTqSkip):
     ) -> None:
         """Put the rows stored for a step into TransferQueue, and mark as many prompts as were submitted as ended.
 
-        The stored groups end as finished. If fewer groups are stored than prompts were submitted, all sessions of the
-        missing ones had failed, so that many of `new_prompt_uids` end as failed. Stored weight versions are moved by
-        the distance of `global_steps` to the stored step.
+        The stored groups end as finished, and the mini-batches of a sync period are sampled in their stored order. If
+        fewer groups are stored than prompts were submitted, all sessions of the missing ones had failed, so that many
+        of `new_prompt_uids` end as failed. Stored weight versions are moved by the distance of `global_steps` to the
+        stored step.
 
         Raises:
             FileNotFoundError: Nothing is stored for the step.
@@ -56,34 +57,36 @@ class TreeRolloutSkip(RolloutTqSkip):
         stored_step = self._resolve_load_step_v1(step)
         if stored_step == -1:
             raise FileNotFoundError(f"no rollouts of step {step} under {self._get_project_dump_dir()}")
-        uids: set[str] = set()
+        submitted_at: dict[str, float] = {}
         num_rows = 0
         for inner in range(self.parameter_sync_step):
             path = self._get_v1_inner_dir(stored_step, inner) / self.tq_batch_name
             # Our own file. It holds whole row dictionaries, which weights_only refuses.
             payload = torch.load(path, weights_only=False)
             _put_rows(payload, partition_id=partition_id, global_steps=global_steps)
-            uids.update(parse_row_key(key).uid for key in payload["keys"])
+            # The buffer samples by (step, uid). A fraction of a step makes nobody stale.
+            uids = {parse_row_key(key).uid for key in payload["keys"]}
+            submitted_at.update(dict.fromkeys(uids, global_steps + inner / self.parameter_sync_step))
             num_rows += len(payload["keys"])
 
-        num_failed = len(new_prompt_uids) - len(uids)
+        num_failed = len(new_prompt_uids) - len(submitted_at)
         if num_failed < 0:
             raise ValueError(
-                f"step {stored_step} holds {len(uids)} prompt groups and data.train_batch_size submits "
+                f"step {stored_step} holds {len(submitted_at)} prompt groups and data.train_batch_size submits "
                 f"{len(new_prompt_uids)}: replay with the batch size that the rollouts were stored with"
             )
-        ended = [(uid, "finished") for uid in sorted(uids)]
-        ended += [(uid, "failure") for uid in new_prompt_uids[:num_failed]]
+        ended = [(uid, "finished", submitted_at[uid]) for uid in sorted(submitted_at)]
+        ended += [(uid, "failure", global_steps) for uid in new_prompt_uids[:num_failed]]
         tq.kv_batch_put(
-            keys=[uid for uid, _ in ended],
+            keys=[uid for uid, _, _ in ended],
             partition_id=partition_id,
-            tags=[{"is_prompt": True, "status": status, "global_steps": global_steps} for _, status in ended],
+            tags=[{"is_prompt": True, "status": status, "global_steps": at} for _, status, at in ended],
         )
         logger.warning(
             "step %d: replaying %d trajectories of %d prompts stored at step %d (%d prompts had failed)",
             step,
             num_rows,
-            len(uids),
+            len(submitted_at),
             stored_step,
             num_failed,
         )
