@@ -56,17 +56,20 @@ def test_ten_steps_equal_those_of_verls_engine(folder: Path, tree: dict[int, dic
         assert [tree[step][name] for step in flat] == [flat[step][name] for step in flat], name
 
 
-def test_stale_rows_train_in_bypass_mode(folder: Path) -> None:
-    """Rows of older weights train against the log-probs that they were sampled with."""
+def test_stale_rows_train_in_bypass_mode_on_two_ranks(folder: Path) -> None:
+    """Rows of older weights train against the log-probs that they were sampled with; one of two ranks sends weights."""
+    num_steps = 5
     stale = run(
         folder,
         "stale",
         *MODE,
+        "trainer.n_gpus_per_node=2",
         "algorithm.rollout_correction.bypass_mode=true",
         "algorithm.rollout_correction.rollout_rs=token_k1",
         "algorithm.rollout_correction.rollout_rs_threshold='0.9_1.1'",
+        f"trainer.total_training_steps={num_steps}",
     )
-    assert sorted(stale) == list(range(1, NUM_STEPS + 1))
+    assert sorted(stale) == list(range(1, num_steps + 1))
     assert max(metrics["training/off_policy/trajectory_staleness/max"] for metrics in stale.values()) >= 1
     for metrics in stale.values():
         assert metrics["actor/grad_norm"] > 0
