@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, Qwen3Config
+from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, FSDPOptimizerConfig
 from verl.workers.utils.losses import ppo_loss, value_loss
@@ -45,10 +46,23 @@ class Case:
     rows: str = "deep"
     capacity: int = 96
     temperature_per_row: bool = False
+    corrected: bool = False
     num_steps: int = 1
     lr: float = 0.5
     same_objective: bool = True
     is_known_loss: bool = True
+
+
+def bypass_loss(loss_type: str, *, rollout_is: str | None = None) -> dict[str, Any]:
+    """Return a policy loss whose old log-probs are the rollout's; it rejects tokens with far ratios."""
+    correction = RolloutCorrectionConfig(
+        bypass_mode=True,
+        loss_type=loss_type,
+        rollout_is=rollout_is,
+        rollout_rs="token_k1",
+        rollout_rs_threshold="0.2_5.0",
+    )
+    return {"loss_mode": "bypass_mode", "rollout_correction": correction}
 
 
 CASES = [
@@ -108,6 +122,13 @@ CASES = [
         }.items()
     ),
     Case("duplicates_and_prefixes", rows="duplicates"),
+    # Duplicates with other old log-probs and weights; tokens and whole rows rejected once the denominators were set.
+    *(
+        Case(f"rollout_correction_{mode}", rows="duplicates", corrected=True, actor={"loss_agg_mode": mode})
+        for mode in ("token-mean", "seq-mean-token-mean")
+    ),
+    Case("bypass_ppo_clip", rows="duplicates", actor={"policy_loss": bypass_loss("ppo_clip")}),
+    Case("bypass_reinforce", rows="duplicates", actor={"policy_loss": bypass_loss("reinforce", rollout_is="sequence")}),
     Case("one_token_responses", rows="one_token"),
     Case("single_row", rows="single"),
     Case("ten_steps", num_steps=10, lr=0.1, actor={"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01}),
@@ -126,6 +147,11 @@ CASES = [
             "temperature_per_row": {"temperature_per_row": True, "tree": {"capacity": 7, "max_loss_terms": 40}},
             "joint": {"is_known_loss": False, "tree": {"capacity": 7, "max_loss_terms": 20}},
             "ten_steps": {"num_steps": 10, "lr": 0.1, "actor": {"use_kl_loss": True, "kl_loss_coef": 0.1}},
+            "rollout_correction": {"rows": "duplicates", "corrected": True},
+            "bypass_reinforce": {
+                "rows": "duplicates",
+                "actor": {"policy_loss": bypass_loss("reinforce", rollout_is="token")},
+            },
             "idle_rank": {"rows": "idle_rank", "actor": {"use_kl_loss": True, "kl_loss_coef": 0.3}},
         }.items()
     ),
@@ -188,6 +214,13 @@ def make_batch(case: Case, *, step: int, rank: int, world_size: int) -> TensorDi
 
     all_rows = [row(prompt, response) for prompt, response in rows]
     all_rows += [row([1], [1], is_padding=True) for _ in range(num_padding)]
+    sampled = [each["response_mask"] for each in all_rows]
+    if case.corrected:
+        for index, each in enumerate(all_rows):
+            mask = each["response_mask"]
+            each["rollout_is_weights"] = (0.5 * torch.randn(len(mask), generator=generator)).exp().clamp(max=2.0)
+            is_kept = torch.rand(len(mask), generator=generator) < 0.8
+            each["response_mask"] = mask * is_kept * (index % 3 != 2)
     batch = batch_of_rows(
         all_rows,
         max_token_len=case.capacity,
@@ -198,6 +231,8 @@ def make_batch(case: Case, *, step: int, rank: int, world_size: int) -> TensorDi
         # One, two or three leaves each, and some on both ranks.
         sessions = [row // (1 + row % 3) for row in range(len(rows))] + [-1] * num_padding
         weigh_sessions(batch, sessions, group=None)
+    # verl counts its denominators from the tokens as they were sampled.
+    batch["loss_mask"] = torch.nested.as_nested_tensor(sampled, layout=torch.jagged)
     if case.temperature_per_row:
         batch["temperature"] = torch.tensor([0.7, 1.0, 1.4])[torch.arange(len(all_rows)) // 4 % 3]
     return batch

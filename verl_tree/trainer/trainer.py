@@ -94,7 +94,7 @@ class TreeTrainer(PPOTrainer):
     def _fetch_one_gen_batch(self) -> TensorDict:
         batch = super()._fetch_one_gen_batch()
         # Sortable uids keep the order of the prompts although rows arrive out of order, also in a replay.
-        uids = [numbered_uid(next(self._prompt_numbers), uid) for uid in batch["uid"]]
+        uids = [numbered_uid(next(self._prompt_numbers), str(uid)) for uid in batch["uid"]]
         tu.assign_non_tensor_stack(batch, "uid", uids)
         return batch
 

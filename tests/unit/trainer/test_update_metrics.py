@@ -1,5 +1,7 @@
 """The metrics of a step with several updates are those of all its updates together."""
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 
@@ -23,9 +25,9 @@ def counts_of(rows: list[list[int]]) -> ForestCounts:
     return ForestCounts.from_packing(pack(forest, capacity=10), forest=forest)
 
 
-def reported(counts: ForestCounts, times: RankTimes, *, role: str, **others: float) -> dict[str, float]:
+def reported(counts: ForestCounts, times: RankTimes, *, role: str, **others: float) -> dict[str, Any]:
     """Return what verl's `_update_actor` or `_update_critic` makes of a worker's metrics."""
-    metrics = as_numbers(counts, times) | {f"tree/{name}": value for name, value in others.items()}
+    metrics: dict[str, Any] = as_numbers(counts, times) | {f"tree/{name}": value for name, value in others.items()}
     return reduce_metrics({f"{role}/{name}": value for name, value in metrics.items()})
 
 
@@ -81,5 +83,5 @@ def test_a_step_without_an_update_has_no_tree_metrics() -> None:
 def test_every_counter_survives() -> None:
     counts = ForestCounts(*range(1, 15))
     times = RankTimes(1.5, 2.5, 3.5, 4.5, 5.5)
-    metrics = reduce_metrics(as_numbers(counts, times))
+    metrics = reduce_metrics(cast(Any, as_numbers(counts, times)))
     assert step_metrics([take_tree_metrics(metrics)]) == counts.metrics() | times.metrics()
