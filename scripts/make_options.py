@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "options.md"
 SOURCES = {"configs/tree/default.yaml": "tree.", "configs/tree_ppo.yaml": ""}
-NOT_OF_A_GROUP = ("algorithm.adv_estimator", "profile")
+NOT_OF_A_GROUP = ("algorithm.adv_estimator", "algorithm.gigpo.step_advantage_w", "profile")
 """What the page shows of `tree_ppo.yaml`; the rest of that file is not meant to be changed."""
 
 HEADER = """# Options

@@ -15,6 +15,13 @@ from pydantic import field_validator
 from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
+CALL_STATES_FIELD = "call_states"
+"""Key in a row's `extra_fields`: [(position in prompt and response, key or None)] of the calls on its path, in order.
+
+A call begins at the position. The key names the state of the environment that it was sampled from; None means that the
+tokens before it are the state. The estimator `gigpo` reads it (docs/advantages.md).
+"""
+
 
 class TreeAgentLoopOutput(AgentLoopOutput):
     """A leaf of a session: verl's output with a reward of its own.

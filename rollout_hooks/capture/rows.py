@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
-from rollout_hooks.capture.outputs import TreeAgentLoopOutput, make_row, weight_versions
+from rollout_hooks.capture.outputs import CALL_STATES_FIELD, TreeAgentLoopOutput, make_row, weight_versions
 from rollout_hooks.capture.recorded import TokenPath
 from rollout_hooks.capture.session_tree import SessionTree
 
@@ -122,6 +122,9 @@ def _realigned(tree: SessionTree, output: AgentLoopOutput, *, limits: RowLimits)
         "response_mask": mask[response].tolist(),
         "response_logprobs": None,
     }
+    if CALL_STATES_FIELD in output.extra_fields:
+        states = [(realignment.position(start), key) for start, key in output.extra_fields[CALL_STATES_FIELD]]
+        update["extra_fields"] = {**output.extra_fields, CALL_STATES_FIELD: states}
     if isinstance(output, TreeAgentLoopOutput):
         update["node_rewards"] = tuple(
             (realignment.position(len(output.prompt_ids) + position) - prompt_len, value)

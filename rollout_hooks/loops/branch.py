@@ -29,7 +29,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.capture.errors import describe_error
-from rollout_hooks.capture.outputs import TreeAgentLoopOutput, make_row
+from rollout_hooks.capture.outputs import CALL_STATES_FIELD, TreeAgentLoopOutput, make_row
 from rollout_hooks.capture.recording import ABORTED
 from rollout_hooks.loops.branch_tokens import BranchTokens
 
@@ -143,11 +143,14 @@ class Branch:
         """Number of tokens that still fit into `response_length`."""
         return max(0, self._tokens.prompt_len + self._session.response_length - self.position)
 
-    async def generate(self, sampling_params: Mapping[str, Any] | None = None, **client_kwargs: Any) -> TokenOutput:
+    async def generate(
+        self, sampling_params: Mapping[str, Any] | None = None, *, state: str | None = None, **client_kwargs: Any
+    ) -> TokenOutput:
         """Let the model go on from the cursor, and move the cursor behind what it generated.
 
-        `sampling_params` overrides the session's for this call; `max_tokens` is lowered to what still fits.
-        `client_kwargs` go to `LLMServerClient.generate`. The output has no tokens if the branch is full (`stop_reason`
+        `sampling_params` overrides the session's for this call; `max_tokens` is lowered to what still fits. `state` is
+        a key of the environment's state, for the estimator `gigpo`; None means that the tokens before the cursor are
+        it. `client_kwargs` go to `LLMServerClient.generate`. The output has no tokens if the branch is full (`stop_reason`
         "length", no call is made) or the call failed (`stop_reason` "failed", the cause in `failure`). A call that the
         server aborted keeps the tokens it got and fails the branch too.
 
@@ -176,7 +179,7 @@ class Branch:
         if isinstance(output, BaseException):
             self.failure = describe_error(output)
             return TokenOutput(token_ids=[], stop_reason="failed")
-        self._append_generated(output)
+        self._append_generated(output, state=state)
         if output.stop_reason in ABORTED:
             self.failure = f"the server aborted the call after {len(output.token_ids)} tokens"
         return output
@@ -301,6 +304,7 @@ class Branch:
                 "turn_scores": [value for _, value in tokens.rewards],
                 "tool_rewards": list(self.tool_rewards),
                 "reward_extra_info": self._reward_extra_info or {},
+                CALL_STATES_FIELD: list(tokens.states),
             },
             metrics=AgentLoopMetrics.model_validate(self.metrics),
             # verl runs its reward function only on a last output without `reward_score`.
@@ -317,7 +321,7 @@ class Branch:
         # By lineage, not by index: which of two concurrent branches forks first must not change an id.
         return "-".join([self._session.request_id, *map(str, self.lineage), f"call{self._num_calls}"])
 
-    def _append_generated(self, output: TokenOutput) -> None:
+    def _append_generated(self, output: TokenOutput, *, state: str | None) -> None:
         num_tokens = len(output.token_ids)
         log_probs = output.log_probs if output.log_probs is not None else []
         if self._session.wants_log_probs and len(log_probs) != num_tokens:
@@ -330,6 +334,7 @@ class Branch:
             output.token_ids,
             log_probs if len(log_probs) == num_tokens else [0.0] * num_tokens,
             versions=[version for version in versions if version is not None],
+            state=state,
         )
 
     def _check_open(self, action: str) -> None:

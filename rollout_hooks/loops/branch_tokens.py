@@ -19,6 +19,8 @@ class BranchTokens:
     is_prompt_open: bool = False  # Whether what is read next belongs to the prompt
     # (position, version of the weights) of the calls that generated tokens from that position on.
     versions: list[tuple[int, int]] = field(default_factory=list)
+    # (position, key of the state or None) of the calls that generated tokens from that position on.
+    states: list[tuple[int, str | None]] = field(default_factory=list)
     # (position of a token, reward) in the order in which they were given.
     rewards: list[tuple[int, float]] = field(default_factory=list)
     # (position of the last token before the result, reward) of each tool call.
@@ -38,6 +40,7 @@ class BranchTokens:
             self.prompt_len,
             self.is_prompt_open,
             list(self.versions),
+            list(self.states),
             list(self.rewards),
             list(self.tool_rewards),
         )
@@ -56,9 +59,13 @@ class BranchTokens:
             num_tokens = len(self.token_ids)
             self.prompt_len = num_tokens if max_prompt_len is None else min(num_tokens, max_prompt_len)
 
-    def generated(self, token_ids: Sequence[int], log_probs: Sequence[float], *, versions: Iterable[int]) -> None:
-        """Append what one call generated, with a log-prob per token."""
+    def generated(
+        self, token_ids: Sequence[int], log_probs: Sequence[float], *, versions: Iterable[int], state: str | None = None
+    ) -> None:
+        """Append what one call generated from a state, with a log-prob per token."""
         assert len(log_probs) == len(token_ids)
+        if len(token_ids):
+            self.states.append((len(self.token_ids), state))
         self.versions += [(len(self.token_ids), int(version)) for version in versions]
         self.is_prompt_open = self.is_prompt_open and not len(token_ids)
         self.token_ids += [int(token) for token in token_ids]
@@ -75,6 +82,7 @@ class BranchTokens:
         for values in (self.token_ids, self.mask, self.log_probs):
             del values[to:]
         self.versions = [(start, version) for start, version in self.versions if start < to]
+        self.states = [(start, state) for start, state in self.states if start < to]
         for rewards in (self.rewards, self.tool_rewards):
             stay = [(position, value) for position, value in rewards if keep_rewards or position < to]
             # A kept reward may end up on a token that was read. Then it counts for the sampled token before that one.

@@ -1,12 +1,14 @@
 """Drawn trees for the tests of advantages, with expected values by hand; docs/advantages.md shows the first."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from verl_tree.trainer.advantages import ESTIMATORS, Rows, announce_rows
+from verl_tree.trainer.advantages import ESTIMATORS, Call, Rows, announce_rows
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,13 @@ class Leaf:
     reward: float
     untrained: str = ""
     """Letters of the response that a tool wrote."""
+
+    @property
+    def calls(self) -> list[Call]:
+        """The stretches of the response that no tool wrote."""
+        starts = len(self.prompt)
+        pattern = f"[^{re.escape(self.untrained)}]+" if self.untrained else ".+"
+        return [Call(starts + match.start(), starts + match.end()) for match in re.finditer(pattern, self.response)]
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,8 @@ FORK = DrawnTree(
         },
         # above b and c: 3 leaves of mean 2/3, 2 leaves of mean 1/2, together (2 + 1) / 5 = 3/5
         "treepo": {"u_0_0": [-1 / 6, 2 / 5, 2 / 5], "u_0_1": [-1 / 6, -3 / 5], "u_1_0": [1 / 3]},
+        # every response is one step from P: tree_grpo plus 1/3, -2/3, 1/3
+        "gigpo": {"u_0_0": [7 / 12] * 3, "u_0_1": [-17 / 12] * 2, "u_1_0": [7 / 12]},
     },
     std={"u": (1 / 3) ** 0.5},
 )
@@ -109,6 +120,14 @@ DEEP = DrawnTree(
             "u_0_3": [1.0, 11 - 40 / 9],
             "u_1_0": [-4.0, -4.0],
         },
+        # steps from P: a b 0, a b c 9/2 (the duplicates are one), a d 11, a b 0, mean 31/8
+        "gigpo": {
+            "u_0_0": [-5 / 2 - 31 / 8] * 2,
+            "u_0_1": [1 / 2 + 5 / 8] * 3,
+            "u_0_2": [7 / 2 + 5 / 8] * 3,
+            "u_0_3": [17 / 2 + 57 / 8] * 2,
+            "u_1_0": [-5 / 2 - 31 / 8] * 2,
+        },
     },
     std={"u": 21.5**0.5},
 )
@@ -149,6 +168,14 @@ AGENT = DrawnTree(
             "u_1_0": [0.0] * 3,
             "v_0_0": [3.0],
         },
+        # from P: x 1, z 0, x 1; from P x T: y 1/2, y 1/2, because half of a reward is at the first token; w is alone
+        "gigpo": {
+            "u_0_0": [1 / 3, 0.0, 0.0],
+            "u_0_1": [-5 / 3],
+            "u_0_2": [1.0],
+            "u_1_0": [1 / 3, 0.0, 0.0],
+            "v_0_0": [3.0],
+        },
     },
     std={"u": (2 / 3) ** 0.5, "v": 1.0},
 )
@@ -163,6 +190,7 @@ def estimate(
     normalize_by_std: bool = True,
     width: int | None = None,
     weigh_sessions: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, list[float]]:
     """Run an estimator as the trainer does, on padded rows; return the advantages of each row's response tokens."""
     lens = [len(leaf.response) for leaf in leaves]
@@ -178,11 +206,11 @@ def estimate(
         sequences=[np.array([ord(letter) for letter in leaf.prompt + leaf.response]) for leaf in leaves],
         response_lens=lens,
         weigh_sessions=weigh_sessions,
+        calls=[leaf.calls for leaf in leaves],
     )
+    config = {"norm_adv_by_std_in_grpo": normalize_by_std, **(options or {})}
     with announce_rows(rows):
-        advantages, returns = ESTIMATORS[name](
-            token_level_rewards=rewards, response_mask=mask, config={"norm_adv_by_std_in_grpo": normalize_by_std}
-        )
+        advantages, returns = ESTIMATORS[name](token_level_rewards=rewards, response_mask=mask, config=config)
     assert torch.equal(advantages, returns)
     assert not advantages[mask == 0].any(), "tokens that are not trained have no advantage"
     return {leaf.key: advantages[row, : lens[row]].tolist() for row, leaf in enumerate(leaves)}

@@ -18,8 +18,9 @@ from rollout_hooks.capture.rows import CALLS_FIELD
 from verl_tree.cost.model import WorkProfile
 from verl_tree.packing.counts import ForestCounts
 from verl_tree.records import CallRun, StoredLeaf, StoredTree
-from verl_tree.trainer.advantages import Rows
+from verl_tree.trainer.advantages import Call, Rows
 from verl_tree.trainer.batching import RowAssignment, RowKey, group_rows, parse_row_key
+from verl_tree.trainer.calls import calls_of_row
 from verl_tree.tree import TokenForest
 from verl_tree.tree.rows import trained_tokens
 
@@ -103,6 +104,15 @@ class StepRows:
         rows = self.rows.values()
         response_lens = [len(row.response_mask) for row in rows]
         return Rows(self.keys, [row.token_ids for row in rows], response_lens, weigh_sessions)
+
+    def fetch_calls(self) -> list[list[Call]]:
+        """Read the calls of each row."""
+        columns = _fetch(self.keys, partition_id=self.partition_id, names=("extra_fields",))
+        extra = columns.get("extra_fields").tolist() if "extra_fields" in columns else [{}] * len(self.rows)
+        return [
+            calls_of_row(fields, is_trained=row.is_trained)
+            for fields, row in zip(extra, self.rows.values(), strict=True)
+        ]
 
     def profiles(self) -> list[WorkProfile]:
         """Return the work of each group."""

@@ -17,6 +17,7 @@ What differs from `PPOTrainer` (verl 0.9.1), each through an overridden method:
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any, ClassVar, cast
 
@@ -195,7 +196,10 @@ class TreeTrainer(PPOTrainer):
         # The mean KL and its controller must not see padding.
         real = real_rows(batch)
         rows = self._step_rows.select(real.keys)
-        with advantages.announce_rows(rows.announcement(weigh_sessions=self._weighs_sessions)):
+        told = rows.announcement(weigh_sessions=self._weighs_sessions)
+        if self.config.algorithm.adv_estimator == "gigpo":
+            told = replace(told, calls=rows.fetch_calls())
+        with advantages.announce_rows(told):
             written = super()._compute_advantage(real, metrics)
         return fill_padding_rows(batch, written=written)
 

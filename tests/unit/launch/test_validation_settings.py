@@ -64,7 +64,11 @@ REFUSED = {
         (["critic.enable=true", "critic.strategy=veomni"], ["critic.strategy=veomni", "fsdp_tree"]),
     ],
     "check_estimator": [
-        (["algorithm.adv_estimator=tree_rl"], ["adv_estimator=tree_rl", "treerl", "gae", "VERL_USE_EXTERNAL_MODULES"])
+        (["algorithm.adv_estimator=tree_rl"], ["adv_estimator=tree_rl", "treerl", "gae", "VERL_USE_EXTERNAL_MODULES"]),
+        (
+            ["algorithm.adv_estimator=gigpo", "algorithm.gigpo.step_advantage_w=much"],
+            ["algorithm.gigpo.step_advantage_w=much", "give a number"],
+        ),
     ],
     "check_cpu_backend": [
         (["tree.backend=fa4"], ["tree.backend=fa4", "trainer.device=cpu", "auto"]),

@@ -16,6 +16,7 @@ from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, get_adv_
 
 from verl_tree.trainer.advantages import (
     ESTIMATORS,
+    Call,
     Rows,
     SessionTrees,
     announce_rows,
@@ -58,7 +59,7 @@ def test_equal_rewards_give_exactly_nothing(tree: DrawnTree, name: str, reward: 
 
 
 @pytest.mark.parametrize("normalize_by_std", [True, False])
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gigpo"])
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(
     responses=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=8),
@@ -258,7 +259,8 @@ def test_estimators_are_registered_with_verl_and_need_the_rows(name: str) -> Non
     with pytest.raises(ValueError, match=rf"adv_estimator={name} .* 0 rows and got 2.*verl_tree\.main_ppo"):
         estimator(**arguments)
     sequences = [np.array([1, 2, 3]), np.array([1, 2, 4])]
-    with announce_rows(Rows(keys=["a_0_0", "a_1_0"], sequences=sequences, response_lens=[2, 2])):
+    calls = [[Call(1, 3)], [Call(1, 3)]]
+    with announce_rows(Rows(keys=["a_0_0", "a_1_0"], sequences=sequences, response_lens=[2, 2], calls=calls)):
         advantages, _ = estimator(**arguments)
     assert torch.equal(advantages, torch.zeros(2, 3))
     with pytest.raises(ValueError, match="of 0 rows"):

@@ -11,11 +11,16 @@ from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
 from verl_tree.trainer.advantages import ESTIMATORS, Rows, announce_rows
+from verl_tree.trainer.calls import calls_of_row
 
 
 def padded(rows, name):
     values = [row[name].double() for row in rows]
     return torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
+
+
+def is_trained(row):
+    return torch.cat([torch.zeros_like(row["prompts"]), row["response_mask"]]).bool().numpy()
 
 
 def estimate(name, rows_by_key):
@@ -25,6 +30,7 @@ def estimate(name, rows_by_key):
         keys=list(rows_by_key),
         sequences=[torch.cat([row["prompts"], row["responses"]]).numpy() for row in rows],
         response_lens=[len(row["responses"]) for row in rows],
+        calls=[calls_of_row(row["extra_fields"], is_trained=is_trained(row)) for row in rows],
     )
     with announce_rows(announced):
         advantages, _ = ESTIMATORS[name](
@@ -60,6 +66,8 @@ BY_HAND = {
     "treerl": of_turns(a=(-1 / 2 / 2**0.5,) * 2, b=5 / 4, c=-7 / 4, d=1.0),
     # above b and c: (3 * 2 + 2 * 3/2) / 5 = 9/5
     "treepo": of_turns(a=(-1 / 2,) * 2, b=6 / 5, c=-9 / 5, d=1.0),
+    # tree_grpo, and from Q: a with 3/2, the mean of 1 + 2 and 1 - 1, and d with 3; b and c are alone in their states
+    "gigpo": of_turns(a=(3 / 4 - 3 / 4, -9 / 4 - 3 / 4), b=3 / 4, c=-9 / 4, d=3 / 4 + 3 / 4),
 }
 
 # What the reward 1 on a adds; without it the rewards are 2, -1, 3.
@@ -68,6 +76,7 @@ ADDED_BY_A = {
     "tree_grpo_intra": of_turns(a=(1 / 2, 1 / 2), b=1 / 2, c=1 / 2, d=-1 / 2),
     "treerl": of_turns(a=(1 / 3 / 2**0.5,) * 2, b=1 / 6, c=1 / 6, d=-2 / 3),
     "treepo": of_turns(a=(1 / 3, 1 / 3), b=1 / 5, c=1 / 5, d=-2 / 3),
+    "gigpo": of_turns(a=(1.0, 1.0), b=1 / 2, c=1 / 2, d=-1.0),
 }
 
 

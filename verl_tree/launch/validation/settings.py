@@ -125,6 +125,9 @@ def check_estimator(config: DictConfig) -> Findings:
     if config.algorithm.adv_estimator not in known:
         remedy = f"choose one of {', '.join(known)}, or register yours in a module of VERL_USE_EXTERNAL_MODULES"
         yield refusal(config, "algorithm.adv_estimator", remedy)
+    weight = "algorithm.gigpo.step_advantage_w"
+    if config.algorithm.adv_estimator == "gigpo" and not isinstance(value_of(config, weight), int | float):
+        yield refusal(config, weight, "give a number; 1.0 is the paper's, and 0.0 makes it tree_grpo")
 
 
 def check_device(config: DictConfig) -> Findings:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from verl_tree.trainer.advantages.steps import Call
 from verl_tree.trainer.batching import parse_row_key
 
 
@@ -22,6 +23,7 @@ class Rows:
     sequences: Sequence[np.ndarray]  # (R,) token ids of prompt and response
     response_lens: Sequence[int]  # (R,) tokens of the response, the end of each sequence
     weigh_sessions: bool = False  # Whether every session weighs the same in the loss
+    calls: Sequence[Sequence[Call]] | None = None  # (R,) the calls of each row. None: not asked for
 
     def __post_init__(self) -> None:
         assert len(self.keys) == len(self.sequences) == len(self.response_lens)
