@@ -150,9 +150,9 @@ class Branch:
 
         `sampling_params` overrides the session's for this call; `max_tokens` is lowered to what still fits. `state` is
         a key of the environment's state, for the estimator `gigpo`; None means that the tokens before the cursor are
-        it. `client_kwargs` go to `LLMServerClient.generate`. The output has no tokens if the branch is full (`stop_reason`
-        "length", no call is made) or the call failed (`stop_reason` "failed", the cause in `failure`). A call that the
-        server aborted keeps the tokens it got and fails the branch too.
+        it. `client_kwargs` go to `LLMServerClient.generate`. The output has no tokens if the branch is full
+        (`stop_reason` "length", no call is made) or the call failed (`stop_reason` "failed", the cause in `failure`). A
+        call that the server aborted keeps the tokens it got and fails the branch too.
 
         Raises:
             ValueError: If the branch holds no token, after `rewind(0)`.

@@ -1,0 +1,63 @@
+"""Where the calls of a branch begin, and the loop's keys of their states, reach the row."""
+
+import asyncio
+
+from branch_reward_cases import LIMITS, decode, encode, session, written
+
+from rollout_hooks.capture.outputs import CALL_STATES_FIELD
+from rollout_hooks.capture.rows import RowLimits
+
+
+def states_of(running, limits=LIMITS):
+    rows = written(running, limits)
+    return {decode(row["responses"]): row["extra_fields"][CALL_STATES_FIELD] for row in rows}
+
+
+def test_forks_have_the_calls_before_and_their_own():
+    async def run():
+        running = session("ab", "c", "de")
+        root = running.root
+        await root.generate(state="start")
+        root.observe(encode("T"))
+        (fork,) = root.fork(1)
+        await root.generate()
+        await fork.generate(state="tool")
+        root.finish(1.0)
+        fork.finish(0.0)
+        return running
+
+    assert states_of(asyncio.run(run())) == {
+        "abTc": [(1, "start"), (4, None)],
+        "abTde": [(1, "start"), (4, "tool")],
+    }
+
+
+def test_a_rewind_drops_the_calls_whose_tokens_go_and_a_restart_all():
+    async def run():
+        running = session("abc", "d", "e", "f")
+        root = running.root
+        await root.generate(state="first")
+        root.rewind(3)  # in the middle of the turn
+        await root.generate(state="second")
+        (fork,) = root.fork(1)
+        root.finish(1.0)
+        fork.restart(encode("QR"))
+        await fork.generate(state="third")
+        fork.rewind(2)
+        await fork.generate(state="fourth")
+        fork.finish(1.0)
+        return running
+
+    assert states_of(asyncio.run(run())) == {"abd": [(1, "first"), (3, "second")], "f": [(2, "fourth")]}
+
+
+def test_a_call_without_tokens_is_none():
+    async def run():
+        running = session("ab", response_length=2)
+        await running.root.generate(state="first")
+        await running.root.generate(state="full")
+        running.root.finish(1.0)
+        return running
+
+    limits = RowLimits(prompt_length=8, response_length=2, wants_log_probs=True)
+    assert states_of(asyncio.run(run()), limits) == {"ab": [(1, "first")]}
