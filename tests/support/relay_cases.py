@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -31,7 +32,7 @@ from verl_tree.engine.packs import TreeMicroBatch, lay_out_relayed
 from verl_tree.engine.read_rows import ReadRows
 from verl_tree.engine.row_losses import is_sum_over_rows
 from verl_tree.engine.rows import jagged
-from verl_tree.functional.logprobs import ScoredPairs, forward_scores
+from verl_tree.functional.relayed import call_scores, call_values
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import Mode, RelayRun
 from verl_tree.testing.local_worker import batch_of_rows
@@ -186,8 +187,9 @@ def relayed_result(
     on_host: bool = False,
     max_loss_terms: int | None = None,
     shared_tokens: str = "sum",
+    team: dist.ProcessGroup | None = None,
 ) -> Result:
-    """Make the model calls of a tree engine, in the mode that it chooses for the loss."""
+    """Make the model calls of a tree engine, in the mode that it chooses for the loss; all ranks of a team together."""
     function = case.function()
     mode: Mode = "rows" if is_sum_over_rows(function) else "joint"
     micro = lay_out(data, capacity=capacity, mode=mode, shared_tokens=shared_tokens)
@@ -208,6 +210,7 @@ def relayed_result(
         mode=mode,
         on_host=on_host,
         max_loss_terms=None if mode == "joint" else max_loss_terms,
+        team=team,
     )
     torch.manual_seed(0)
     model.zero_grad()
@@ -227,29 +230,19 @@ def relay_run(
     on_host: bool = False,
     max_loss_terms: int | None = None,
     layout: TreeLayout | None = None,
+    team: dist.ProcessGroup | None = None,
 ) -> RelayRun:
     """Plan a pass of a model over a micro-batch; `layout` replaces the tokens of the forest."""
     layout = micro.layout if layout is None else layout
 
     def compute(call: RelayCall, plan: AttentionPlan) -> Tensor:
-        token_Q, scored_K, scorer_K = (torch.from_numpy(x) for x in (call.token_Q, call.scored_K, call.scorer_K))
-        ids_Q, position_Q = layout.token_ids_T[token_Q], layout.position_T[token_Q]
         if kinds == ("values",):
-            arguments = {"position_ids": position_Q[None], "attention_mask": None, "use_cache": False}
-            logits = model(input_ids=ids_Q[None], tree_plan=plan, **arguments).logits
-            return logits[0, :, 0][scorer_K][None]
-        return forward_scores(
-            model,
-            token_ids_Q=ids_Q,
-            position_Q=position_Q,
-            pairs=ScoredPairs.of_scorers(scorer_K, layout.token_ids_T[scored_K]),
-            plan=plan,
-            calculate_entropy="entropy" in kinds,
-        )
+            return call_values(model, call, layout, plan=plan)
+        return call_scores(model, call, layout, plan=plan, calculate_entropy="entropy" in kinds)
 
     calls = micro.calls(scores_own_tokens=kinds == ("values",), max_loss_terms=max_loss_terms)
     model.set_attn_implementation(ATTENTION_NAME)
-    return RelayRun(calls, compute, mode=mode, device=CPU, store_on_host=on_host)
+    return RelayRun(calls, compute, mode=mode, device=CPU, store_on_host=on_host, team=team)
 
 
 def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:

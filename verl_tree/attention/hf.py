@@ -3,7 +3,8 @@
 transformers hands every unknown keyword of `model(...)` to the attention function of every layer, also through gradient
 checkpointing. So the plan of a pack travels as `model(..., tree_plan=plan)` and nothing is patched. Each layer hands
 its own sliding window, softcap and sinks. If the plan has a context, the model computes the queries only, and each
-layer takes the keys and values before them from the context.
+layer takes the keys and values before them from the context. If several ranks compute the queries together, attention
+runs on all queries of some heads (`verl_tree.attention.sharding`), and the context is that of these heads.
 
 A silently lost mask would be the worst bug. So a layer raises if it has no plan, a mask of its own, or a feature that
 no backend serves.
@@ -54,11 +55,13 @@ def tree_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention as transformers' layers ask for it.
 
-    `query` is (1, Hq, Q, D), `key` and `value` are (1, Hkv, Q, D), and `s_aux` are (Hq,) logits of attention sinks. The
-    output is (1, Q, Hq, D), with None in place of the probabilities.
+    `query` is (1, Hq, L, D), `key` and `value` are (1, Hkv, L, D), and `s_aux` are (Hq,) logits of attention sinks. The
+    output is (1, L, Hq, D), with None in place of the probabilities. L are the queries of the plan's shard, all Q of
+    them where one rank computes alone.
 
     Raises:
-        ValueError: There is no plan, or the layer asks for something that no backend serves.
+        ValueError: There is no plan, or the layer asks for something that no backend serves, or has a number of heads
+            that the ranks of a shard cannot share.
     """
     layer = type(module).__name__
     if tree_plan is None:
@@ -86,7 +89,8 @@ def tree_attention_forward(
         reasons.append("output_attentions=True")
     if reasons:
         raise ValueError(f"tree attention cannot serve {layer}, which asks for " + "; ".join(reasons))
-    q_QHD, k_THD, v_THD = (each[0].transpose(0, 1) for each in (query, key, value))
+    shard = tree_plan.shard
+    q_QHD, k_THD, v_THD = shard.scatter_heads(*(each[0].transpose(0, 1) for each in (query, key, value)))
     saving: AbstractContextManager[object] = nullcontext()
     if tree_plan.context is not None:
         own = (k_THD, v_THD)  # until here, k and v are those of the queries
@@ -101,9 +105,9 @@ def tree_attention_forward(
             scale=scaling,
             window=sliding_window,
             softcap=softcap,
-            sinks=s_aux,
+            sinks=None if s_aux is None else shard.own_heads(s_aux),
         )
-    return out_QHD.unsqueeze(0), None
+    return shard.gather_heads(out_QHD).unsqueeze(0), None
 
 
 def check_model(model: PreTrainedModel, *, max_path_len: int) -> None:

@@ -23,6 +23,7 @@ from typing import Any, Protocol, Self, TypeVar
 import numpy as np
 import torch
 
+from verl_tree.attention.sharding import SequenceShard
 from verl_tree.tree.layout import TreeLayout
 
 T = TypeVar("T")
@@ -117,14 +118,15 @@ def _check_context(subtree_end_T: np.ndarray, num_context: int) -> None:
 
 
 class _Shared:
-    """What all copies of a plan share: the runs, the context, and what `AttentionPlan.once` made of them."""
+    """What all copies of a plan share: the runs, the context, the shard, and what `AttentionPlan.once` made of them."""
 
     # FSDP copies the dataclasses and dicts among a module's arguments, layer by layer, with all they hold. This class
     # is neither, so FSDP passes it on as it is.
 
-    def __init__(self, runs: Runs, context: Context | None) -> None:
+    def __init__(self, runs: Runs, context: Context | None, shard: SequenceShard) -> None:
         self.runs = runs
         self.context = context
+        self.shard = shard
         self.made: dict[Hashable, Any] = {}
 
 
@@ -152,9 +154,9 @@ class AttentionPlan:
     _shared: _Shared = field(repr=False)
 
     @classmethod
-    def from_layout(cls, layout: TreeLayout, *, backend: str = "auto") -> Self:
+    def from_layout(cls, layout: TreeLayout, *, backend: str = "auto", shard: SequenceShard | None = None) -> Self:
         """Build the plan of a layout on its device; see `from_subtree_end`."""
-        return cls.from_subtree_end(layout.subtree_end_T, backend=backend)
+        return cls.from_subtree_end(layout.subtree_end_T, backend=backend, shard=shard)
 
     @classmethod
     def from_subtree_end(
@@ -165,11 +167,13 @@ class AttentionPlan:
         device: torch.device | str | None = None,
         num_context: int = 0,
         context: Context | None = None,
+        shard: SequenceShard | None = None,
     ) -> Self:
         """Build the plan of a pack, with its tensors on `device`, by default that of `subtree_end_T`.
 
         `backend` is a key of `verl_tree.attention.BACKENDS`, or `"auto"`. The first `num_context` tokens are the root
-        path of the token behind them. Layers of transformers take their keys and values from `context`.
+        path of the token behind them. Layers of transformers take their keys and values from `context`, and compute
+        the queries of `shard` only; by default all of them.
 
         Raises:
             ValueError: `subtree_end_T` is not that of a forest in DFS preorder, or `num_context` not that of a root
@@ -181,6 +185,8 @@ class AttentionPlan:
         device = "cpu" if device is None else device
         runs = Runs.from_subtree_end(np.asarray(subtree_end_T, dtype=np.int64), num_context=num_context)
         num_tokens = len(runs.subtree_end_T)
+        shard = SequenceShard(num_tokens - num_context) if shard is None else shard
+        assert shard.num_tokens == num_tokens - num_context, (shard.num_tokens, num_tokens, num_context)
         return cls(
             subtree_end_T=torch.from_numpy(runs.subtree_end_T).to(device),
             position_T=torch.from_numpy(runs.position_T).to(device),
@@ -188,7 +194,7 @@ class AttentionPlan:
             max_path_len=int(runs.position_T.max()) + 1,
             num_visible_pairs=int((runs.position_T[num_context:].astype(np.int64) + 1).sum()),
             backend=backend,
-            _shared=_Shared(runs, context),
+            _shared=_Shared(runs, context, shard),
         )
 
     @property
@@ -210,6 +216,11 @@ class AttentionPlan:
     def context(self) -> Context | None:
         """Where layers of transformers take the keys and values of the context from."""
         return self._shared.context
+
+    @property
+    def shard(self) -> SequenceShard:
+        """How the queries lie on the ranks that compute them together."""
+        return self._shared.shard
 
     def once(self, key: Hashable, make: Callable[[Self], T]) -> T:
         """Return `make(self)`, made on the first call for `key` and shared by all layers and their recomputation.

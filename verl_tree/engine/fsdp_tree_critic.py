@@ -1,16 +1,12 @@
-"""The tree engine of the critic, which differs from that of the policy in what a model call scores.
+"""The tree engine of the critic, which differs from that of the policy in what a model call scores."""
 
-Legend: Q tokens and K scores of a model call.
-"""
-
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.engine.fsdp_flat import BuildTokenClassifier
 from verl_tree.engine.fsdp_tree import FSDPTreeEngineWithLMHead
-from verl_tree.engine.micro_batch import device_of_rank
+from verl_tree.functional.relayed import call_values
 from verl_tree.relay.calls import RelayCall
 from verl_tree.tree.layout import TreeLayout
 
@@ -35,13 +31,5 @@ class FSDPTreeEngineWithValueHead(BuildTokenClassifier, FSDPTreeEngineWithLMHead
         temperature: float | Tensor,
         calculate_entropy: bool,
     ) -> Tensor:
-        token_Q, scorer_K = (torch.from_numpy(each).to(device_of_rank()) for each in (call.token_Q, call.scorer_K))
         with self._autocast():
-            output = self.module(
-                input_ids=layout.token_ids_T[token_Q].unsqueeze(0),
-                position_ids=layout.position_T[token_Q].unsqueeze(0),
-                attention_mask=None,
-                use_cache=False,
-                tree_plan=plan,
-            )
-        return output.logits.reshape(1, len(token_Q)).float()[:, scorer_K]
+            return call_values(self.module, call, layout, plan=plan)

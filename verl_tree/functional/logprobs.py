@@ -7,8 +7,11 @@ logits of all positions never exist at once.
 The projection must happen inside the model's own forward, because outside it FSDP2 holds only a shard of the head's
 weight. So while the model runs, this instance of the head returns scores in place of logits (`scoring_head`).
 
-Legend: T tree tokens of a pack, Q tokens that the model computes, P projected positions, K (position, label) pairs, V
-vocabulary, C kinds of scores, R rows that the model hands to its head.
+Where several ranks compute a call together, a pair is scored on the rank that has the hidden state of its position. No
+hidden state travels: the ranks add up their scores.
+
+Legend: T tree tokens of a pack, Q tokens that the model computes, P projected positions, K (position, label) pairs, M
+of them scored on this rank, V vocabulary, C kinds of scores, R rows that the model hands to its head.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from verl_tree.attention.plan import AttentionPlan
+from verl_tree.attention.sharding import SequenceShard
 from verl_tree.tree.layout import TreeLayout
 
 _MIN_AUTO_CHUNK_SIZE = 1024
@@ -49,6 +53,12 @@ class ScoredPairs:
         """Pair places, (K,) int64 ascending, with the ids of the tokens that are scored there."""
         position_P, pair_position_K = torch.unique_consecutive(scorer_K, return_inverse=True)
         return cls(position_P, pair_position_K, label_K)
+
+    def on_shard(self, shard: SequenceShard) -> tuple[Self, Tensor]:
+        """Return the pairs whose positions lie on this rank, with places in its shard, and which they are, (M,)."""
+        index_M, place_M = shard.own(self.position_P[self.pair_position_K])
+        own = self if shard.num_ranks == 1 else self.of_scorers(place_M, self.label_K[index_M])
+        return own, index_M
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,6 +126,8 @@ def forward_scores(
 ) -> Tensor:
     """Run a causal LM on the queries of a plan and score the pairs, (C, K): log-probs and, if asked for, entropy.
 
+    The ranks of the plan's shard call it together with the same arguments, and all get all scores.
+
     Args:
         model: A transformers causal LM whose attention implementation is "tree_attention", bare or wrapped by PEFT or
             FSDP2.
@@ -139,29 +151,35 @@ def forward_scores(
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__} has no output embeddings: log-probs need a causal LM")
+    shard = plan.shard
+    own, index_M = pairs.on_shard(shard)
+    if isinstance(temperature, Tensor) and temperature.dim():
+        temperature = shard.slice(temperature)
     scorer = _Scorer(
-        pairs,
+        own,
         model_name=type(model).__name__,
-        num_tokens=len(token_ids_Q),
-        temperature_P=_at(temperature, pairs.position_P),
+        num_tokens=shard.local_len,
+        temperature_P=_at(temperature, own.position_P),
         calculate_entropy=calculate_entropy,
         entropy_requires_grad=entropy_requires_grad,
         chunk_size=_auto_chunk_size(model) if chunk_size is None else chunk_size,
     )
     inputs = {
-        "input_ids": token_ids_Q.unsqueeze(0),
-        "position_ids": position_Q.unsqueeze(0),
+        "input_ids": shard.slice(token_ids_Q).unsqueeze(0),
+        "position_ids": shard.slice(position_Q).unsqueeze(0),
         "attention_mask": None,
         "use_cache": False,
-        "logits_to_keep": pairs.position_P,
+        "logits_to_keep": own.position_P,
         "tree_plan": plan,
     }
     if transforms_logits(model):
-        return scorer.score(model(**inputs).logits)
-    with scoring_head(head, scorer) as calls:
-        logits_1CK = model(**inputs).logits
-    _check_untouched(scorer.model_name, calls, logits_1CK)
-    return logits_1CK[0]
+        scores_CM = scorer.score(model(**inputs).logits)
+    else:
+        with scoring_head(head, scorer) as calls:
+            logits_1CM = model(**inputs).logits
+        _check_untouched(scorer.model_name, calls, logits_1CM)
+        scores_CM = logits_1CM[0]
+    return shard.collect(scores_CM, index_M, num_scores=len(pairs.label_K))
 
 
 def transforms_logits(model: PreTrainedModel) -> bool:

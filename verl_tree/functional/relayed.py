@@ -65,6 +65,27 @@ def call_scores(
     )
 
 
+def call_values(model: torch.nn.Module, call: RelayCall, layout: TreeLayout, *, plan: AttentionPlan) -> Tensor:
+    """Run a critic on one call and return the values of what the call scores, (1, K).
+
+    `model` is a transformers token classifier with one label, bare or wrapped by PEFT or FSDP2. The ranks of the plan's
+    shard call it together, and all get all values.
+    """
+    token_Q, scorer_K = (torch.from_numpy(each).to(layout.token_ids_T.device) for each in (call.token_Q, call.scorer_K))
+    shard = plan.shard
+    output = model(
+        input_ids=shard.slice(layout.token_ids_T[token_Q]).unsqueeze(0),
+        position_ids=shard.slice(layout.position_T[token_Q]).unsqueeze(0),
+        attention_mask=None,
+        use_cache=False,
+        tree_plan=plan,
+    )
+    values_1L = output.logits.reshape(1, shard.local_len)
+    values_1L = values_1L if values_1L.dtype == torch.float64 else values_1L.float()
+    index_M, place_M = shard.own(scorer_K)
+    return shard.collect(values_1L[:, place_M], index_M, num_scores=len(scorer_K))
+
+
 def relayed_log_probs(
     model: PreTrainedModel,
     layout: TreeLayout,

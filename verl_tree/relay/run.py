@@ -17,9 +17,11 @@ from typing import Literal, NamedTuple, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from verl_tree.attention.plan import AttentionPlan
+from verl_tree.attention.sharding import SequenceShard
 from verl_tree.relay.calls import RelayCall, RelayCalls
 from verl_tree.relay.store import ContextStore, RelayContext
 from verl_tree.tree.nodes import IntArray
@@ -53,7 +55,8 @@ class NumCalls(NamedTuple):
 class RelayRun:
     """One pass of a model over a forest: `num_first` calls of `first`, then `num_last` calls of `last`.
 
-    The caller makes the calls one by one, because ranks have to make them in step.
+    The caller makes the calls one by one, because ranks have to make them in step. The ranks of a `team` make each call
+    together: all of them have all scores, and each stores the keys and values of its own heads.
 
     Attributes:
         store: Keys and values of the spine.
@@ -70,11 +73,12 @@ class RelayRun:
         device: torch.device,
         backend: str = "auto",
         store_on_host: bool = False,
+        team: dist.ProcessGroup | None = None,
     ) -> None:
         is_whole = all(len(call.leaf_groups) <= 1 for call in calls.sections)
         assert is_whole or mode != "joint", "a loss that couples rows reads those of a section as one group"
         self._calls, self._compute = calls, compute
-        self._device, self._backend = device, backend
+        self._device, self._backend, self._team = device, backend, team
         counts = NumCalls.of(mode, num_sections=len(calls.sections), num_spine_calls=len(calls.spine))
         self.num_first, self.num_last = counts
         self._is_joint = mode == "joint" and len(calls.sections) > 1
@@ -115,7 +119,7 @@ class RelayRun:
         return self._gradient_CT[:, self._index(call.scored_K)]
 
     def _plan(self, call: RelayCall, *, writes: bool) -> AttentionPlan:
-        return call_plan(call, self.store, writes=writes, device=self._device, backend=self._backend)
+        return call_plan(call, self.store, writes=writes, device=self._device, backend=self._backend, team=self._team)
 
     def _keep_scores(self, call: RelayCall, made_CK: Tensor) -> None:
         if self._scores_CT is None:
@@ -133,9 +137,15 @@ class RelayRun:
 
 
 def call_plan(
-    call: RelayCall, store: ContextStore, *, writes: bool, device: torch.device, backend: str = "auto"
+    call: RelayCall,
+    store: ContextStore,
+    *,
+    writes: bool,
+    device: torch.device,
+    backend: str = "auto",
+    team: dist.ProcessGroup | None = None,
 ) -> AttentionPlan:
-    """Return the attention plan of one call, whose context is in the store.
+    """Return the attention plan of one call, whose context is in the store, for the ranks of a team or this one alone.
 
     With `writes`, the call stores the keys and values of its own spine tokens. It then must run without gradient.
     """
@@ -145,6 +155,7 @@ def call_plan(
         device=device,
         num_context=call.num_context,
         context=RelayContext(store, call, writes=writes, device=device) if store.num_rows else None,
+        shard=SequenceShard(len(call.token_Q), team),
     )
 
 
