@@ -4,6 +4,9 @@
 CPU, and take the same SGD steps, one unless the case says more. Rank 0 writes the differences of every case. Those of
 outputs are relative to the largest value of the flat side, those of gradients and parameters to the tensor. Query and
 key gradients are zero but for rounding where every query sees one key; these are relative to the global norm.
+
+With `--sp` so many ranks compute each tree together. verl's own engine cannot do that on a CPU, so on its side each of
+these ranks computes the same rows: the mean over the ranks is the same.
 """
 
 import argparse
@@ -51,6 +54,7 @@ class Case:
     lr: float = 0.5
     same_objective: bool = True
     is_known_loss: bool = True
+    sp: int = 1
 
 
 def bypass_loss(loss_type: str, *, rollout_is: str | None = None) -> dict[str, Any]:
@@ -158,6 +162,32 @@ CASES = [
     Case("idle_rank", rows="idle_rank", actor={"use_kl_loss": True, "kl_loss_coef": 0.3}),
 ]
 
+TEAM_CASES = {
+    2: (
+        "token_mean",
+        "gspo",
+        "kl_and_entropy",
+        "gradient_checkpointing",
+        "tied_embeddings",
+        "lora",
+        "capacity_by_memory",
+        "flat_packs",
+        "small_chunks",
+        "temperature_per_row",
+        "critic",
+        "duplicates_and_prefixes",
+        "one_token_responses",
+        "ten_steps",
+        *(
+            f"relay_{name}"
+            for name in ("every_token", "checkpointing_on_host", "critic", "lora", "temperature_per_row", "joint")
+        ),
+        "relay_ten_steps",
+    ),
+    4: ("token_mean", "kl_and_entropy", "lora", "critic", "idle_rank", "relay_every_token", "relay_idle_rank"),
+}
+"""Cases that also run with teams, by the number of ranks."""
+
 
 def random_rows(kind: str, *, rank: int, rng: np.random.Generator) -> list[tuple[list[int], list[int]]]:
     """Draw the (prompt, response) token lists of one rank: trees of depth >= 3 unless the kind says otherwise."""
@@ -186,7 +216,11 @@ def random_rows(kind: str, *, rank: int, rng: np.random.Generator) -> list[tuple
 
 
 def make_batch(case: Case, *, step: int, rank: int, world_size: int) -> TensorDict:
-    """Make the rows that verl's workers get, the same number on all ranks, with random signed advantages and masks."""
+    """Make the rows that verl's workers get, the same number on all ranks, with random signed advantages and masks.
+
+    The ranks of a team get the same rows, and each rank's rows count as rows of their own (`of_teams`).
+    """
+    rank //= case.sp
     rows = random_rows(case.rows, rank=rank, rng=np.random.default_rng(17 + rank + 1000 * step))
     counts: list[Any] = [None] * world_size
     dist.all_gather_object(counts, len(rows))
@@ -238,6 +272,13 @@ def make_batch(case: Case, *, step: int, rank: int, world_size: int) -> TensorDi
     return batch
 
 
+def of_teams(batch: TensorDict, *, sp: int) -> TensorDict:
+    """Return the batch with its rows counted once for each team."""
+    batch = batch.clone()
+    tu.assign_non_tensor(batch, global_batch_size=tu.get(batch, "global_batch_size") // sp)
+    return batch
+
+
 def save_model(folder: Path, *, tied: bool) -> None:
     """Save a tiny random Qwen3 with grouped-query attention."""
     torch.manual_seed(5)
@@ -271,6 +312,7 @@ def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorke
         is_critic=case.is_critic,
         model_options=case.model,
         tree_options=case.tree,
+        sequence_parallel_size=case.sp if strategy == TREE_STRATEGY else 1,
         # SGD shows the gradient; Adam's first step shows only its sign. The huge clip rescales nothing.
         optimizer=FSDPOptimizerConfig(
             lr=case.lr, optimizer="SGD", clip_grad=1e9, override_optimizer_config={}, total_training_steps=10
@@ -305,9 +347,10 @@ def run_worker(worker: TreeTrainingWorker, batches: list[TensorDict]) -> dict[st
     infer = batches[0].clone()
     tu.assign_non_tensor(infer, compute_loss=False, calculate_entropy=True)
     outputs = worker.infer_batch(infer)
-    result: dict[str, Any] = {
-        name: outputs.get(name) for name in ("log_probs", "entropy", "values") if outputs.get(name, None) is not None
-    }
+    result: dict[str, Any] = {}
+    if engine.is_mp_src_rank_with_outputs():
+        names = ("log_probs", "entropy", "values")
+        result = {name: outputs.get(name) for name in names if outputs.get(name, None) is not None}
     result |= {"loss": [], "grad_norm": []}
     for step, batch in enumerate(batches):
         with engine.train_mode():
@@ -332,7 +375,7 @@ def compare(flat: dict[str, Any], tree: dict[str, Any], batch: TensorDict) -> di
     lens = batch["input_ids"].offsets().diff()
     errors: dict[str, float] = {}
     for name in ("log_probs", "entropy", "values"):
-        if name in flat:
+        if name in flat and name in tree:
             worst, largest = 0.0, 1e-30
             for row in range(len(batch)):
                 mask = batch["response_mask"][row].bool()
@@ -371,18 +414,21 @@ def run_case(case: Case, *, rank: int, world_size: int, root: Path) -> dict[str,
     sides, saved = [], 0.0
     for strategy in (FLAT_STRATEGY, TREE_STRATEGY):
         worker = make_worker(case, strategy=strategy, folder=folder)
-        sides.append(run_worker(worker, batches))
-        if strategy == TREE_STRATEGY:
+        is_tree = strategy == TREE_STRATEGY
+        sides.append(run_worker(worker, [of_teams(batch, sp=case.sp) if is_tree else batch for batch in batches]))
+        if is_tree:
             saved = worker.engine.tree_counts.metrics()["tree/por"]
     errors: list[Any] = [None] * world_size
     dist.all_gather_object(errors, compare(sides[0], sides[1], batches[0]))
-    return {name: max(each[name] for each in errors) for name in errors[0]} | {"por": saved}
+    # Only the first rank of a team returns outputs, and the first rank of all is one.
+    return {name: max(each[name] for each in errors if name in each) for name in errors[0]} | {"por": saved}
 
 
 def main() -> None:
-    """Run the cases named on the command line, or all."""
+    """Run the cases named on the command line, or all; with teams, those of `TEAM_CASES`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sp", type=int, default=1, help="ranks that compute each tree together")
     parser.add_argument("cases", nargs="*")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -396,8 +442,10 @@ def main() -> None:
         save_model(root / "untied", tied=False)
     dist.barrier()
     results = {}
+    every = TEAM_CASES[world_size] if arguments.sp > 1 else [case.name for case in CASES]
     for case in CASES:
-        if not arguments.cases or case.name in arguments.cases:
+        if case.name in (arguments.cases or every):
+            case = dataclasses.replace(case, sp=arguments.sp)
             results[case.name] = run_case(case, rank=rank, world_size=world_size, root=root)
             if rank == 0:
                 print(case.name, {name: f"{value:.3g}" for name, value in results[case.name].items()}, flush=True)

@@ -32,13 +32,11 @@ class ProbedEngine(Protocol):
     module: Any
     optimizer: Any
 
+    ulysses_sequence_parallel_size: int
+
     @property
     def compute_dtype(self) -> torch.dtype:
         """Return the dtype of keys and values."""
-        ...
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks that choose together."""
         ...
 
     def probe(self, layout: TreeLayout, *, forward_only: bool, is_last: bool) -> None:
@@ -63,12 +61,14 @@ class CapacityChoice:
     def of(self, data: TensorDict, *, forward_only: bool, longest_row: int) -> int:
         """Return the capacity for a mini-batch whose longest row on this rank has `longest_row` tokens.
 
+        It counts the tokens of one pass, on all ranks of a team together. verl's `max_token_len_per_gpu` is per rank.
+
         Raises:
             ValueError: It is `auto`, and the memory is not known or too small.
         """
         option = self._engine.tree_config.capacity
         if option is None:
-            return int(tu.get(data, "max_token_len_per_gpu"))
+            return int(tu.get(data, "max_token_len_per_gpu")) * self._engine.ulysses_sequence_parallel_size
         if isinstance(option, int):
             return option
         if forward_only not in self._chosen:
@@ -82,8 +82,8 @@ def choose_capacity(engine: ProbedEngine, *, forward_only: bool, longest_row: in
 
     `tree.max_path_len` bounds the relayed paths; without it, the longest row of all ranks does.
     """
-    device, group = device_of_rank(), engine.get_data_parallel_group()
-    max_path_len = engine.tree_config.max_path_len or max(gather(longest_row, group=group))
+    device = device_of_rank()
+    max_path_len = engine.tree_config.max_path_len or max(gather(longest_row))
     first = probe_layout(MIN_PROBE_TOKENS, max_path_len=max_path_len)
 
     def measure(num_tokens: int) -> Probe:
@@ -91,13 +91,13 @@ def choose_capacity(engine: ProbedEngine, *, forward_only: bool, longest_row: in
         # Gradients of earlier packs, which wait for the last pack's exchange, are no part of its peak.
         engine.probe(first, forward_only=forward_only, is_last=False)
         peak = peak_bytes(lambda: engine.probe(layout, forward_only=forward_only, is_last=True), device=device)
-        return Probe(layout.num_tokens, max(gather(peak, group=group)))
+        return Probe(layout.num_tokens, max(gather(peak)))
 
     with leaving_no_trace(list(engine.module.parameters()), device=device):
         # The first calls compile kernels and allocate what stays: gradients, and those that wait for their exchange.
         for is_last in (True, False):
             engine.probe(first, forward_only=forward_only, is_last=is_last)
-        memory_bytes = min(gather(_memory_bytes(engine, device), group=group))
+        memory_bytes = min(gather(_memory_bytes(engine, device)))
         relayed_bytes = _relayed_bytes(engine, forward_only=forward_only, max_path_len=max_path_len)
         probe = largest_probe(measure, memory_bytes=memory_bytes - relayed_bytes)
     relayed = f"{relayed_bytes / GIB:.3g} GiB for relayed keys and values of paths of {max_path_len} tokens"
@@ -136,7 +136,8 @@ def _relayed_bytes(engine: ProbedEngine, *, forward_only: bool, max_path_len: in
     options = engine.tree_config
     if options.relay == "never":
         return 0
-    size = KeysAndValues.of_model(engine.module.config, dtype=engine.compute_dtype)
+    num_ranks = engine.ulysses_sequence_parallel_size
+    size = KeysAndValues.of_model(engine.module.config, dtype=engine.compute_dtype, num_ranks=num_ranks)
     return size.relayed_bytes(
         max_path_len,
         trains=not forward_only,

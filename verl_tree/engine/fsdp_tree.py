@@ -5,6 +5,9 @@ offload, optimiser, checkpoints, weight export and the loss functions. A micro-b
 (`verl_tree.relay.run`). Its rows gather their log-probs, entropy or values from the tree (`expand`). The backward of
 that gather sums over the rows, which gives the gradient of the flat rows. Source: verl 0.9.1, workers/engine/fsdp.
 
+With `ulysses_sequence_parallel_size` > 1 the ranks of a team get the same rows from verl's dispatch and compute every
+model call together (docs/ulysses.md). All of them have all scores, so each computes the same loss.
+
 Three differences from the flat engine are intended:
 - positions that no loss reads are not scored: their log-probs and entropy are 0;
 - rows that no loss reads (padding) are not computed;
@@ -31,6 +34,7 @@ from verl.utils.device import get_device_name
 
 from verl_tree.attention.hf import ATTENTION_NAME, check_model, register
 from verl_tree.attention.plan import AttentionPlan
+from verl_tree.attention.sharding import SequenceShard
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY, TreeFSDPEngineConfig
 from verl_tree.cost.fit import CostFitter
 from verl_tree.cost.model import CostModel
@@ -41,6 +45,7 @@ from verl_tree.engine.pack_times import PackClock, learn_costs
 from verl_tree.engine.packs import TreeBatch, first_token_pack, split_into_packs
 from verl_tree.engine.row_losses import is_sum_over_rows
 from verl_tree.engine.rows import MiniBatchResult, RankWork, check_rows, gather, jagged, steps_of
+from verl_tree.engine.teams import BuildForTeam, of_first_rank
 from verl_tree.functional.relayed import call_scores
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.relay.calls import RelayCall
@@ -50,7 +55,7 @@ from verl_tree.tree.nodes import IntArray
 from verl_tree.tree.rows import trained_tokens
 
 
-class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
+class FSDPTreeEngineWithLMHead(BuildForTeam, BuildOnAnyDevice):
     """The engine of policy and reference model: log-probs and entropy of the rows' trained tokens.
 
     Attributes:
@@ -84,8 +89,6 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
             optimizer_config=optimizer_config,
             checkpoint_config=checkpoint_config,
         )
-        # The model never sees rows, so verl's patches for padded and packed rows are not needed.
-        self.use_remove_padding = False
         self.tree_config = engine_config.tree
         self.tree_counts = ForestCounts()
         self.num_micro_batches = 0
@@ -148,24 +151,28 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
         tu.assign_non_tensor(data, sp_size=1, batch_num_tokens=num_tokens.item(), dp_size=self.get_data_parallel_size())
 
     def _split(self, data: TensorDict, *, cost_model: CostModel, mode: Mode) -> TreeBatch:
-        """Cut this rank's rows into micro-batches."""
+        """Cut this rank's rows into micro-batches, the same on all ranks of a team."""
         tokens, offsets = (each.cpu().numpy() for each in jagged(data["input_ids"]))
         mask, mask_offsets = jagged(data["response_mask"] if "response_mask" in data else data["loss_mask"])
         row_lens = np.diff(offsets)
         # Length-dependent RoPE is refused only for rows that are long enough to be affected.
         check_model(self._model, max_path_len=int(row_lens.max()))
         temperature = tu.get(data, "temperature", default=1.0)
-        return split_into_packs(
+        capacity = self._capacity.of(data, forward_only=mode == "forward", longest_row=int(row_lens.max()))
+        split = partial(
+            split_into_packs,
             tokens,
             offsets=offsets,
             trained=trained_tokens(mask.cpu().numpy(), mask_lens=mask_offsets.diff().cpu().numpy(), row_lens=row_lens),
-            capacity=self._capacity.of(data, forward_only=mode == "forward", longest_row=int(row_lens.max())),
+            capacity=capacity,
             config=self.tree_config,
             cost_model=cost_model,
             mode=mode,
             # A tree token has one temperature, so rows with different temperatures do not merge.
             merge_keys=temperature.tolist() if isinstance(temperature, Tensor) and temperature.dim() else None,
         )
+        # Clocks, and so fitted costs and time limits, differ from rank to rank. So one rank cuts for its team.
+        return of_first_rank(split, team=self.team)
 
     def _exchange_work(self, batch: TreeBatch, *, mode: Mode) -> list[RankWork]:
         """Exchange with all ranks what each of them computes."""
@@ -230,6 +237,7 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
             device=device_of_rank(),
             backend=self.tree_config.backend,
             store_on_host=self.tree_config.relay_store == "host",
+            team=self.team,
         )
 
     def _idle(self, data: TensorDict) -> Tensor:
@@ -246,7 +254,10 @@ class FSDPTreeEngineWithLMHead(BuildOnAnyDevice):
             call,
             layout.to(device_of_rank()),
             plan=AttentionPlan.from_subtree_end(
-                call.subtree_end, backend=self.tree_config.backend, device=device_of_rank()
+                call.subtree_end,
+                backend=self.tree_config.backend,
+                device=device_of_rank(),
+                shard=SequenceShard(layout.num_tokens, self.team),
             ),
             temperature=temperature,
             calculate_entropy=calculate_entropy,

@@ -119,8 +119,8 @@ def _fill(rank: Sequence[NumCalls], *, start: int, calls: NumCalls) -> int:
     return end
 
 
-def gather(value: Any, *, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the values of all ranks of a group, by rank."""
+def gather(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of all ranks of a group, by rank; None: of all ranks there are."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered

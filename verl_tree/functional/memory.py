@@ -149,14 +149,16 @@ class KeysAndValues:
     dtype_bytes: int
 
     @classmethod
-    def of_model(cls, config: PretrainedConfig, *, dtype: torch.dtype) -> "KeysAndValues":
-        """Read the sizes from a transformers config."""
+    def of_model(cls, config: PretrainedConfig, *, dtype: torch.dtype, num_ranks: int = 1) -> "KeysAndValues":
+        """Read the sizes from a transformers config, for one of the ranks that share its heads."""
         text = config.get_text_config(decoder=True).to_dict()
         num_heads = text["num_attention_heads"]
         head_dim = text.get("head_dim") or text["hidden_size"] // num_heads
         # Latent attention (DeepSeek) has keys and values of different lengths.
         key_dim, value_dim = text.get("qk_head_dim") or head_dim, text.get("v_head_dim") or head_dim
-        dims = (text.get("num_key_value_heads") or num_heads) * (key_dim + value_dim)
+        # Where there are fewer heads than ranks, several ranks have the same one.
+        own_heads = max(1, (text.get("num_key_value_heads") or num_heads) // num_ranks)
+        dims = own_heads * (key_dim + value_dim)
         return cls(dims=dims, num_layers=text["num_hidden_layers"], dtype_bytes=dtype.itemsize)
 
     def relayed_bytes(self, max_path_len: int, *, trains: bool, recomputes: bool, on_host: bool = False) -> int:

@@ -33,12 +33,14 @@ def local_worker(
     model_options: Mapping[str, Any] | None = None,
     tree_options: Mapping[str, Any] | None = None,
     optimizer: FSDPOptimizerConfig | None = None,
+    sequence_parallel_size: int = 1,
 ) -> TreeTrainingWorker:
     """Build an initialised float32 worker on a folder with a Hugging Face model; `set_loss_fn` gives it a loss.
 
     `strategy` is `fsdp_tree` or verl's own `fsdp2`. `max_token_len` bounds a micro-batch, in tree tokens or in flat
     tokens. `model_options` sets fields of verl's `HFModelConfig`, `tree_options` those of `TreeConfig`. The default
-    optimiser is AdamW with learning rate 1e-3. `is_critic` builds a value model instead of a policy.
+    optimiser is AdamW with learning rate 1e-3. `is_critic` builds a value model instead of a policy. So many ranks as
+    `sequence_parallel_size` says compute each model call together.
     """
     options = {"enable_gradient_checkpointing": False, **(model_options or {})}
     model_config = HFModelConfig(
@@ -49,7 +51,12 @@ def local_worker(
         **options,
     )
     engine_config = TreeFSDPEngineConfig(
-        strategy="fsdp2", mixed_precision=FP32, model_dtype="fp32", use_torch_compile=False, tree=tree_options or {}
+        strategy="fsdp2",
+        mixed_precision=FP32,
+        model_dtype="fp32",
+        use_torch_compile=False,
+        ulysses_sequence_parallel_size=sequence_parallel_size,
+        tree=tree_options or {},
     )
     # verl's actor config does the same: an engine config checks its strategy before the actor's is known.
     object.__setattr__(engine_config, "strategy", strategy)
