@@ -1,14 +1,16 @@
-"""The tree engine computes what verl's FSDP2 engine computes: on one and two ranks, in fp32, real verl on gloo."""
+"""The tree engine computes what verl's FSDP2 engine computes: on one to four ranks, in fp32, real verl on gloo."""
 
 import json
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_cases import CASES
+from engine_cases import CASES, TEAM_CASES, Case
 
 TOLERANCE = 1e-5
 """Relative, per optimiser step, float32 against float32."""
@@ -21,25 +23,60 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run all cases of one world size once, in processes of their own."""
-    out = tmp_path_factory.mktemp("engines") / "results.json"
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={request.param}"]
+def run_cases(out: Path, *, num_ranks: int, sp: int) -> dict[str, Any]:
+    """Run the cases of a number of ranks, `sp` of them in a team, in processes of their own."""
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
     script = [
         f"--master-port={free_port()}",
         str(Path(__file__).parents[1] / "support" / "engine_cases.py"),
+        f"--sp={sp}",
         "--out",
         str(out),
     ]
     done = subprocess.run(launch + script, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    return json.loads(out.read_text()) | {"world_size": request.param}
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run all cases of one world size once."""
+    return run_cases(tmp_path_factory.mktemp("engines") / "results.json", num_ranks=request.param, sp=1)
+
+
+@pytest.fixture(scope="module")
+def team_results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], dict[str, Any]]:
+    """Return what runs the cases of a number of ranks with teams of some size, once each."""
+    folder = tmp_path_factory.mktemp("teams")
+    return cache(lambda num_ranks, sp: run_cases(folder / f"{num_ranks}_{sp}.json", num_ranks=num_ranks, sp=sp))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_verls_own_engine(results: dict[str, Any], case: Any) -> None:
+def test_equals_verls_own_engine(results: dict[str, Any], case: Case) -> None:
     """Compare log-probs, entropy, values, loss, every gradient and every parameter after the steps."""
+    assert_equal(results, case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_case_is_not_empty(results: dict[str, Any], case: Case) -> None:
+    """An empty comparison would pass, so the step must move the parameters, and deep rows must share tokens."""
+    assert_not_empty(results, case)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "sp", "name"), [(*ranks, name) for ranks, names in TEAM_CASES.items() for name in names]
+)
+def test_teams_of_ranks_equal_verls_own_engine(
+    team_results: Callable[[int, int], dict[str, Any]], num_ranks: int, sp: int, name: str
+) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    results = team_results(num_ranks, sp)
+    assert_equal(results, case)
+    assert_not_empty(results, case)
+
+
+def assert_equal(results: dict[str, Any], case: Case) -> None:
+    """Compare the two sides of a case."""
     errors = results[case.name]
     tolerance = TOLERANCE * case.num_steps
     outputs = ("values",) if case.is_critic else ("log_probs", "entropy")
@@ -52,9 +89,8 @@ def test_equals_verls_own_engine(results: dict[str, Any], case: Any) -> None:
     assert errors["loss_difference"] <= tolerance * max(1.0, errors["loss"]), errors
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_case_is_not_empty(results: dict[str, Any], case: Any) -> None:
-    """An empty comparison would pass, so the step must move the parameters, and deep rows must share tokens."""
+def assert_not_empty(results: dict[str, Any], case: Case) -> None:
+    """Look for what a case needs to compare."""
     errors = results[case.name]
     assert errors["gradient_norm"] > 1e-3, errors
     assert errors["moved"] > 1e-4, errors

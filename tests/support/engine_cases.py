@@ -163,7 +163,7 @@ CASES = [
 ]
 
 TEAM_CASES = {
-    2: (
+    (2, 2): (
         "token_mean",
         "gspo",
         "kl_and_entropy",
@@ -178,15 +178,19 @@ TEAM_CASES = {
         "duplicates_and_prefixes",
         "one_token_responses",
         "ten_steps",
-        *(
-            f"relay_{name}"
-            for name in ("every_token", "checkpointing_on_host", "critic", "lora", "temperature_per_row", "joint")
-        ),
+        "relay_every_token",
+        "relay_checkpointing_on_host",
+        "relay_critic",
+        "relay_lora",
+        "relay_temperature_per_row",
+        "relay_joint",
         "relay_ten_steps",
     ),
-    4: ("token_mean", "kl_and_entropy", "lora", "critic", "idle_rank", "relay_every_token", "relay_idle_rank"),
+    (4, 2): ("token_mean", "kl_and_entropy", "lora", "critic", "relay_every_token", "relay_idle_rank", "idle_rank"),
+    # More ranks than key-value heads.
+    (4, 4): ("token_mean", "kl_and_entropy", "critic", "relay_every_token"),
 }
-"""Cases that also run with teams, by the number of ranks."""
+"""Cases that also run with several ranks in a team, by the number of ranks and of those in a team."""
 
 
 def random_rows(kind: str, *, rank: int, rng: np.random.Generator) -> list[tuple[list[int], list[int]]]:
@@ -442,7 +446,7 @@ def main() -> None:
         save_model(root / "untied", tied=False)
     dist.barrier()
     results = {}
-    every = TEAM_CASES[world_size] if arguments.sp > 1 else [case.name for case in CASES]
+    every = TEAM_CASES[world_size, arguments.sp] if arguments.sp > 1 else [case.name for case in CASES]
     for case in CASES:
         if case.name in (arguments.cases or every):
             case = dataclasses.replace(case, sp=arguments.sp)
