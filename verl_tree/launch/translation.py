@@ -25,6 +25,7 @@ from verl_tree.launch.validation.refusals import (
     value_of,
 )
 from verl_tree.launch.validation.settings import longest_trajectory
+from verl_tree.launch.validation.ulysses import team_size
 
 Lines = Iterator[str]
 Translator = Callable[[DictConfig], Lines]
@@ -85,8 +86,8 @@ SYNONYMS = (
         _below("use_remove_padding", *MODELS, ACTOR),
         (True,),
         False,
-        "off; flash-attn has no kernels for trainer.device=cpu, and packs have no padding",
-        uses_cpu,
+        "off; flash-attn has no kernels for trainer.device=cpu",
+        lambda config: uses_cpu(config) and not uses_tree(config),
     ),
 )
 
@@ -142,7 +143,7 @@ def cut_by_tokens(config: DictConfig) -> Lines:
         if each in sizes:
             key, rows = sizes[each]
             longest, named = longest_trajectory(config)
-            num_ranks = ranks_of_a_row(config, each.tokens.rpartition(".")[0])
+            num_ranks = team_size(config)
             OmegaConf.update(config, each.tokens, math.ceil(rows * longest / num_ranks))
             shared = f", on {num_ranks} ranks" if num_ranks > 1 else ""
             reason = f", for the {rows} rows of {key}, of at most {named}{shared}"
@@ -158,16 +159,8 @@ def _rows_of_rank(config: DictConfig, micro_batch: MicroBatch) -> Iterator[tuple
         yield micro_batch.rows, rows
     elif isinstance(all_rows, int):
         num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-        num_ranks //= ranks_of_a_row(config, micro_batch.tokens.rpartition(".")[0])
+        num_ranks //= team_size(config)
         yield micro_batch.all_rows, max(1, all_rows // max(1, num_ranks))
-
-
-def ranks_of_a_row(config: DictConfig, role: str) -> int:
-    """Return how many ranks share a row of a role: its Ulysses size, which has a new key and a deprecated one."""
-    role = ACTOR if role == ROLLOUT else role
-    engine = "critic.fsdp" if role == "critic" else f"{role}.fsdp_config"
-    sizes = [value_of(config, f"{each}.ulysses_sequence_parallel_size") for each in (role, engine)]
-    return max(size or 1 for size in sizes)
 
 
 def read_critic_tokens(config: DictConfig) -> Lines:

@@ -105,8 +105,8 @@ class StepRows:
         response_lens = [len(row.response_mask) for row in rows]
         return Rows(self.keys, [row.token_ids for row in rows], response_lens, weigh_sessions)
 
-    def fetch_calls(self) -> list[list[Call]]:
-        """Read the calls of each row."""
+    def fetch_steps(self) -> list[list[Call]]:
+        """Read the calls of each row, as an agent's steps."""
         columns = _fetch(self.keys, partition_id=self.partition_id, names=("extra_fields",))
         extra = columns.get("extra_fields").tolist() if "extra_fields" in columns else [{}] * len(self.rows)
         return [

@@ -198,7 +198,7 @@ class TreeTrainer(PPOTrainer):
         rows = self._step_rows.select(real.keys)
         told = rows.announcement(weigh_sessions=self._weighs_sessions)
         if self.config.algorithm.adv_estimator == "gigpo":
-            told = replace(told, calls=rows.fetch_calls())
+            told = replace(told, calls=rows.fetch_steps())
         with advantages.announce_rows(told):
             written = super()._compute_advantage(real, metrics)
         return fill_padding_rows(batch, written=written)

@@ -127,7 +127,11 @@ def test_sizes_that_nothing_reads_are_said() -> None:
         ([f"{MODEL}.use_fused_kernels=true"], [f"{MODEL}.use_fused_kernels", f"{ACTOR}.use_fused_kernels"], "logits"),
         ([f"{ACTOR}.use_prefix_grouper=true"], [f"{ACTOR}.use_prefix_grouper"], "shares all prefixes"),
         (["critic.fsdp.pad_to_length=true"], ["critic.fsdp.pad_to_length"], "a pack is not padded"),
-        ([f"{MODEL}.use_remove_padding=true"], [f"{MODEL}.use_remove_padding"], "trainer.device=cpu"),
+        (
+            [f"{MODEL}.use_remove_padding=true", "tree.enabled=false"],
+            [f"{MODEL}.use_remove_padding"],
+            "trainer.device=cpu",
+        ),
     ],
 )
 def test_what_trees_have_no_use_for_is_off(overrides: list[str], off: list[str], because: str) -> None:

@@ -24,6 +24,7 @@ from verl_tree.launch.validation.refusals import (
     uses_tree,
     value_of,
 )
+from verl_tree.launch.validation.ulysses import team_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,6 @@ RULES: tuple[Rule, ...] = (
         "reward.reward_manager.source", ("register", "importlib"), "verl knows register (its own) and importlib (yours)"
     ),
     # Settings that the engine does not implement, or under which it would cut a batch differently.
-    *_rules((ACTOR, REF, "critic", *ENGINES), "ulysses_sequence_parallel_size", (1, None), "Ulysses is not supported"),
     Rule(f"{ACTOR}.calculate_sum_pi_squared", OFF, "only tree.enabled=false computes it", uses_tree),
     Rule(f"{ROLLOUT}.enable_rollout_routing_replay", OFF, NO_REPLAY),
     *_rules(ENGINES, "router_replay.mode", ("disabled", None), NO_REPLAY),
@@ -198,8 +198,11 @@ def check_capacity(config: DictConfig) -> Findings:
         limits.append(("tree.max_loss_terms", response, f"response, {named}; {remedy}"))
     for key, least, what in limits:
         value = value_of(config, key)
-        if isinstance(value, int) and value < least:
-            yield refusal(config, key, f"less than the longest possible {what}")
+        # verl multiplies what it calls `per_gpu` by the ranks that compute a micro-batch together.
+        num_ranks = team_size(config) if key.endswith("_per_gpu") else 1
+        if isinstance(value, int) and value * num_ranks < least:
+            per_rank = f", times {num_ranks} ranks," if num_ranks > 1 else ""
+            yield refusal(config, key, f"less{per_rank} than the longest possible {what}")
 
 
 def check_session_weight(config: DictConfig) -> Findings:

@@ -1,0 +1,106 @@
+"""Checks of Ulysses sequence parallelism: how many ranks compute every model call together."""
+
+import json
+import os
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl_tree.launch.validation.refusals import (
+    ACTOR,
+    MODELS,
+    REF,
+    Check,
+    Findings,
+    refusal,
+    uses_cpu,
+    uses_critic,
+    uses_reference,
+    uses_tree,
+    value_of,
+)
+
+NAME = "ulysses_sequence_parallel_size"
+
+
+def team_keys(config: DictConfig) -> list[str]:
+    """Return the key that says for each role in use how many ranks are in a team; the actor's comes first.
+
+    verl reads a role's own key, which it calls deprecated, where it is above 1; that of the critic not at all.
+    """
+    roles = [ACTOR, REF] if uses_reference(config) else [ACTOR]
+    keys = [f"{role}.{NAME}" if _of(config, f"{role}.{NAME}") > 1 else f"{role}.fsdp_config.{NAME}" for role in roles]
+    return [*keys, f"critic.fsdp.{NAME}"] if uses_critic(config) else keys
+
+
+def team_size(config: DictConfig) -> int:
+    """Return how many ranks compute every model call together."""
+    return _of(config, team_keys(config)[0])
+
+
+def check_team_sizes(config: DictConfig) -> Findings:
+    """Find sizes that differ between roles, and one that does not divide the ranks."""
+    first, *others = team_keys(config)
+    size, num_ranks = team_size(config), config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if size < 1 or num_ranks % size:
+        yield refusal(config, first, f"give a divisor of the {num_ranks} ranks (trainer.nnodes x n_gpus_per_node)")
+    for key in others:
+        if _of(config, key) != size:
+            yield refusal(config, key, f"must equal {first}={size}, because rows are dealt to the actor's ranks")
+
+
+def check_heads(config: DictConfig) -> Findings:
+    """Find models whose heads a team cannot share. A model that is not on this machine is not looked into."""
+    from verl_tree.attention.sharding import why_not_dealt
+
+    key, size = team_keys(config)[0], team_size(config)
+    for model in MODELS if uses_critic(config) else MODELS[:1]:
+        settings = _model_settings(value_of(config, f"{model}.path"))
+        num_heads = settings.get("num_attention_heads")
+        num_kv_heads = settings.get("num_key_value_heads") or num_heads
+        if size > 1 and num_heads and num_kv_heads:
+            reason = why_not_dealt(num_heads, num_kv_heads, num_ranks=size)
+            if reason:
+                yield refusal(config, key, f"{model}.path={value_of(config, f'{model}.path')}: {reason}")
+
+
+def check_padding(config: DictConfig) -> Findings:
+    """Find what verl refuses with Ulysses, late: padded rows, and a CPU, as it exchanges heads in flash attention."""
+    key = team_keys(config)[0]
+    if team_size(config) == 1:
+        return
+    if uses_cpu(config) and not uses_tree(config):
+        yield refusal(
+            config, key, "verl's own engine needs flash attention, so CUDA, for it; set 1 or tree.enabled=true"
+        )
+    for model in MODELS if uses_critic(config) else MODELS[:1]:
+        if not value_of(config, f"{model}.use_remove_padding"):
+            remedy = f"verl asks for true with {key}={team_size(config)}; a tree has no padding in any case"
+            yield refusal(config, f"{model}.use_remove_padding", remedy)
+
+
+def _of(config: DictConfig, key: str) -> int:
+    return value_of(config, key) or 1
+
+
+def _model_settings(path: Any) -> dict[str, Any]:
+    """Return the text part of a model's config.json; nothing if it is not on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if not isinstance(path, str):
+        return {}
+    file: Any = os.path.join(path, "config.json")
+    if not os.path.isdir(path):
+        try:
+            file = try_to_load_from_cache(path, "config.json")
+        except HFValidationError:
+            return {}
+    if not isinstance(file, str) or not os.path.isfile(file):
+        return {}
+    with open(file) as opened:
+        settings = json.load(opened)
+    return settings | settings.get("text_config", {})
+
+
+CHECKS: tuple[Check, ...] = (check_team_sizes, check_heads, check_padding)
