@@ -15,7 +15,13 @@ from verl.trainer.config import CheckpointConfig
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
-from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config import (
+    FSDPActorConfig,
+    FSDPCriticConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+)
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -48,6 +54,7 @@ def parameters(function: object) -> list[str]:
         (FSDPEngine, "get_data_parallel_group", ["self"]),
         (FSDPEngine, "get_data_parallel_size", ["self"]),
         (FSDPEngine, "get_data_parallel_rank", ["self"]),
+        (FSDPEngine, "is_mp_src_rank_with_outputs", ["self"]),
         (BaseEngine, "train_batch", ["self", "data", "loss_function"]),
         (BaseEngine, "infer_batch", ["self", "data", "loss_function"]),
         (TrainingWorker, "__init__", ["self", "config"]),
@@ -104,6 +111,34 @@ def test_a_tree_engine_is_an_fsdp2_engine(folder: Path) -> None:
     assert engine.use_remove_padding is False
     # Runs that must repeat bit for bit say so here; measured times then decide nothing.
     assert engine.engine_config.full_determinism is False
+
+
+def test_what_verl_does_for_ulysses_and_the_tree_engine_goes_round(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why `BuildForTeam` shows verl rows without padding, and a model without teams."""
+    with pytest.raises(ValueError, match="use_remove_padding"):
+        build(CPUEngineWithLMHead, folder, ulysses_sequence_parallel_size=2)
+    engine = build(FSDPTreeEngineWithLMHead, folder)
+    assert engine.ulysses_parallel_group is engine.team is None
+    # Three ranks do not divide the four heads, and verl's patch says so if it is told of them.
+    monkeypatch.setattr(engine, "ulysses_sequence_parallel_size", 3)
+    with pytest.raises(AssertionError, match="ulysses_sp_size 3"):
+        FSDPEngine._build_module(engine)
+    engine._build_module()
+    assert engine.ulysses_sequence_parallel_size == 3
+
+
+def test_the_keys_that_make_teams() -> None:
+    """As `verl_tree.launch.validation.ulysses` reads them: the actor's old key counts, the critic's does not."""
+    common = {"strategy": "fsdp2", "rollout_n": 1, "use_dynamic_bsz": True}
+    actor = FSDPActorConfig(fsdp_config=FSDPEngineConfig(), ulysses_sequence_parallel_size=2, **common)
+    critic = FSDPCriticConfig(fsdp=FSDPEngineConfig(), ulysses_sequence_parallel_size=2, **common)
+    assert actor.engine.ulysses_sequence_parallel_size == 2
+    assert critic.engine.ulysses_sequence_parallel_size == 1
+    with pytest.raises(ValueError, match="use_remove_padding"):
+        actor.validate(2, 1, {"use_remove_padding": False})
+    actor.validate(2, 1, {"use_remove_padding": True})
 
 
 def test_a_reference_model_on_a_cpu_is_not_offloaded_through_pinned_memory(folder: Path) -> None:

@@ -411,6 +411,11 @@ def compare(flat: dict[str, Any], tree: dict[str, Any], batch: TensorDict) -> di
     return errors
 
 
+def dispatch_of(rank: int, *, sp: int) -> dict[str, Any]:
+    """Return how the driver sees a rank: all ranks of a team get the same rows, and the first hands back results."""
+    return {"dispatch_dp_rank": {"train": rank // sp}, "collect_dp_rank": {"train": rank % sp == 0}}
+
+
 def run_case(case: Case, *, rank: int, world_size: int, root: Path) -> dict[str, float]:
     """Run one case on all ranks; return the worst rank's distances."""
     folder = root / ("tied" if case.tied else "untied")
@@ -421,6 +426,7 @@ def run_case(case: Case, *, rank: int, world_size: int, root: Path) -> dict[str,
         is_tree = strategy == TREE_STRATEGY
         sides.append(run_worker(worker, [of_teams(batch, sp=case.sp) if is_tree else batch for batch in batches]))
         if is_tree:
+            assert worker.get_dispatch_collect() == dispatch_of(rank, sp=case.sp)
             saved = worker.engine.tree_counts.metrics()["tree/por"]
     errors: list[Any] = [None] * world_size
     dist.all_gather_object(errors, compare(sides[0], sides[1], batches[0]))

@@ -144,6 +144,11 @@ def test_the_options_decide_and_a_choice_is_kept(folder: Path, capsys: pytest.Ca
     ask = {"forward_only": True, "longest_row": 50}
     assert build(folder, capacity=None)._capacity.of(data, **ask) == 77
     assert build(folder, capacity=99)._capacity.of(data, **ask) == 99
+    # verl's limit is per rank, and three ranks compute a pass together; our own number is that of the pass.
+    for capacity, expected in ((None, 3 * 77), (99, 99)):
+        engine = build(folder, capacity=capacity)
+        engine.ulysses_sequence_parallel_size = 3
+        assert engine._capacity.of(data, **ask) == expected
     engine = build(folder, memory_gib=0.005)
     capsys.readouterr()
     with engine.eval_mode():

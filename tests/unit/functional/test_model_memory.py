@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 import torch
 from model_cases import MODELS, build
-from transformers import AttentionInterface, AttentionMaskInterface, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Qwen3Config,
+)
 from tree_cases import DEEP, layout_of
 
 from verl_tree.attention import AttentionPlan
@@ -185,3 +191,10 @@ def test_the_size_of_keys_and_values_is_what_layers_hand_to_attention(family: st
     size = KeysAndValues.of_model(model.config, dtype=torch.bfloat16)
     assert [size.dims] * size.num_layers == dims
     assert size.dtype_bytes == 2
+
+
+@pytest.mark.parametrize(("num_ranks", "own_heads"), [(1, 8), (2, 4), (8, 1), (16, 1)])
+def test_a_rank_of_a_team_has_the_keys_and_values_of_its_own_heads(num_ranks: int, own_heads: int) -> None:
+    config = Qwen3Config(num_attention_heads=32, num_key_value_heads=8, head_dim=128, num_hidden_layers=3)
+    size = KeysAndValues.of_model(config, dtype=torch.bfloat16, num_ranks=num_ranks)
+    assert size == KeysAndValues(dims=own_heads * 2 * 128, num_layers=3, dtype_bytes=2)
