@@ -178,6 +178,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     team = dist.group.WORLD
+    assert team is not None
     results: dict[str, Any] = {name: run_case(*case, team=team) for name, case in CASES.items()}
     per_token = torch.full((layout_of(DEEP).num_tokens,), 0.7, dtype=torch.float64)
     for name, temperature in (("scores", 1.0), ("temperature", per_token)):

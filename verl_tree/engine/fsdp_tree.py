@@ -101,7 +101,7 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildOnAnyDevice):
     def _build_module(self) -> torch.nn.Module:
         register()
         self.model_config.hf_config._attn_implementation = ATTENTION_NAME
-        self._model = super()._build_module()
+        self._model = cast("PreTrainedModel", super()._build_module())
         check_model(self._model, max_path_len=1)
         return self._model
 
