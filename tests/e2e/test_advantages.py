@@ -37,6 +37,8 @@ EXPECTED = {
         "u_1_0": [1 / 3],
     },
     "treepo": {"u_0_0": [-1 / 6, 2 / 5], "u_0_1": [-1 / 6, 0.0, -3 / 5, -3 / 5], "u_1_0": [1 / 3]},
+    # the rows say nothing of calls: from the prompt 1 1, 1 and 4 with 1, 0 and 1; 2 3 is alone in its state
+    "gigpo": {"u_0_0": [7 / 12, 7 / 12], "u_0_1": [-17 / 12, 0.0, -3 / 4, -3 / 4], "u_1_0": [7 / 12]},
     "tree_grpo_intra": {"u_0_0": [3 / 4, 3 / 4], "u_0_1": [-5 / 4, 0.0, -5 / 4, -5 / 4], "u_1_0": [1 / 4]},
 }
 

@@ -15,6 +15,7 @@ from advantage_cases import DRAWN, DrawnTree, Leaf, estimate
 from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
+from verl_tree.launch.composition import compose_config
 from verl_tree.trainer.advantages import ESTIMATORS, Call, Rows, announce_rows, gigpo_advantages
 from verl_tree.trainer.calls import calls_of_row
 
@@ -32,6 +33,34 @@ TREE = {
     "sessions": [0, 0, 1],
 }
 REWARDS = [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
+
+
+def test_the_first_tree_of_the_page() -> None:
+    # From P: a of session 0 with the mean of 1 and 0, d with 1. From P a: b 1, c 0. tree_grpo: 1/4, -3/4, 1/4
+    got = gigpo_advantages(
+        [[0.0, 1.0], [0.0, 0.0], [1.0, 0.0]],
+        sequences=[np.array([P, A, B]), np.array([P, A, C]), np.array([P, D])],
+        response_lens=[2, 2, 1],
+        calls=[[Call(1, 2), Call(2, 3)], [Call(1, 2), Call(2, 3)], [Call(1, 2)]],
+        groups=["u"] * 3,
+        sessions=[0, 0, 1],
+        normalize_by_std=False,
+    )
+    assert [*got[0], *got[1], got[2][0]] == pytest.approx([0.0, 3 / 4, -1.0, -5 / 4, 1 / 2])
+
+
+def test_the_options_are_those_of_a_composed_command() -> None:
+    options = ["algorithm.gamma=0.5", "algorithm.gigpo.step_advantage_w=3"]
+    config = compose_config(["profile=cpu", "algorithm.adv_estimator=gigpo", *options])
+    rows = Rows(["u_0_0", "u_0_1", "u_1_0"], TREE["sequences"], TREE["response_lens"], calls=TREE["calls"])
+    with announce_rows(rows):
+        got, _ = ESTIMATORS["gigpo"](
+            token_level_rewards=torch.tensor(REWARDS, dtype=torch.float64),
+            response_mask=torch.tensor([[1, 0, 1]] * 3),
+            config=config.algorithm,
+        )
+    expected = gigpo_advantages(REWARDS, **TREE, gamma=0.5, step_weight=3.0)
+    np.testing.assert_array_equal(got.numpy(), expected * [1, 0, 1])
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.5])

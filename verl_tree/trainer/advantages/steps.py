@@ -123,7 +123,7 @@ def _prefixes(tokens: np.ndarray, positions: Sequence[int]) -> list[bytes]:
     """Return a digest of the tokens before each position, where these do not descend."""
     digest, last, digests = blake2b(digest_size=16), 0, []
     for position in positions:
-        digest.update(np.ascontiguousarray(tokens[last:position], dtype=np.int64))
+        digest.update(np.asarray(tokens[last:position], dtype=np.int64).tobytes())
         digests.append(digest.copy().digest())
         last = position
     return digests
