@@ -56,11 +56,6 @@ def _uses_flat(config: DictConfig) -> bool:
     return not uses_tree(config)
 
 
-def _shares_gpus(config: DictConfig) -> bool:
-    return config.trainer.v1.trainer_mode != "separate_async"
-
-
-MODES = ("sync", "colocate_async", "separate_async")
 ON, OFF = (True,), (False, None)
 NO_REPLAY = "router replay is not supported: routes belong to rows, and a shared token has only one"
 NO_SLEEP = "vLLM cannot sleep on a CPU"
@@ -68,8 +63,6 @@ NO_SLEEP = "vLLM cannot sleep on a CPU"
 RULES: tuple[Rule, ...] = (
     Rule("model_engine", ("dp",), "verl_tree trains with verl's FSDP2 engine only"),
     Rule("trainer.use_v1", ON, "the legacy trainer is not supported"),
-    Rule("trainer.v1.trainer_mode", MODES, f"verl has {', '.join(MODES)}"),
-    Rule("actor_rollout_ref.hybrid_engine", ON, "only trainer_mode=separate_async knows it off", _shares_gpus),
     Rule("tree.shared_tokens", ("sum",), "tree.enabled=false knows only the sum", _uses_flat),
     Rule(
         "reward.reward_manager.source", ("register", "importlib"), "verl knows register (its own) and importlib (yours)"

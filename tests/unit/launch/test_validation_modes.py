@@ -1,0 +1,123 @@
+"""Settings of the trainer modes that cannot work are refused, each with its remedy; what may work is warned of."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+
+from input_cases import resolved
+
+from verl_tree.launch.validation import find, modes
+from verl_tree.launch.validation.refusals import Finding
+
+ROLLOUT, CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+COLOCATE = ["trainer.v1.trainer_mode=colocate_async"]
+ENGINE = f"{ROLLOUT}.checkpoint_engine"
+SEPARATE = [
+    "trainer.v1.trainer_mode=separate_async",
+    "trainer.v1.separate_async.parameter_sync_step=2",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    f"{ROLLOUT}.nnodes=1",
+    f"{ROLLOUT}.n_gpus_per_node=1",
+    "ray_kwargs.ray_init.num_gpus=2",
+    f"{ENGINE}.backend=mine",
+    f"{ENGINE}.custom_backend_module=json",
+]
+DROP = "trainer.v1.sampler.max_off_policy_strategy=drop"
+NO_THRESHOLD = "trainer.v1.sampler.max_off_policy_threshold=null"
+
+
+def findings(*overrides: str) -> list[Finding]:
+    """Return what the checks of this module find."""
+    config = resolved(*overrides)
+    return [finding for check in modes.CHECKS for finding in check(config)]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        COLOCATE,
+        SEPARATE,
+        [*SEPARATE, "actor_rollout_ref.hybrid_engine=false"],
+        [DROP, NO_THRESHOLD],
+        [*COLOCATE, NO_THRESHOLD, f"{CORRECTION}.rollout_is=token"],
+        [*COLOCATE, f"{CORRECTION}.bypass_mode=true"],
+    ],
+    ids=lambda overrides: " ".join(overrides)[-60:],
+)
+def test_settings_that_work(overrides: list[str]) -> None:
+    """A synchronous run never has old rows, whatever the sampler is told."""
+    assert findings(*overrides) == []
+    assert list(find(resolved(*overrides))) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["trainer.v1.trainer_mode=async"], ["trainer_mode=async", "sync, colocate_async, separate_async"]),
+        (["actor_rollout_ref.hybrid_engine=false"], ["hybrid_engine=False", "separate_async", "true"]),
+        ([*COLOCATE, "actor_rollout_ref.hybrid_engine=false"], ["hybrid_engine=False", "separate_async"]),
+        (
+            [*SEPARATE, "data.train_batch_size=4"],
+            ["data.train_batch_size=4", "parameter_sync_step=2 x", "ppo_mini_batch_size=4"],
+        ),
+        ([*SEPARATE, f"{ROLLOUT}.nnodes=0"], [f"{ROLLOUT}.nnodes=0", "at least 1"]),
+        ([*SEPARATE, f"{ROLLOUT}.n_gpus_per_node=0"], ["n_gpus_per_node=0", "at least 1"]),
+        ([*SEPARATE, "ray_kwargs.ray_init.num_gpus=1"], ["num_gpus=1", "needs 1 and the rollout 1 more"]),
+        (
+            [*SEPARATE, "reward.reward_model.enable=true"],
+            ["reward_model.enable_resource_pool=False", "set it to true"],
+        ),
+        ([*SEPARATE, f"{ENGINE}.backend=naive"], ["backend=naive", "nccl"]),
+        ([*SEPARATE, f"{ENGINE}.custom_backend_module=no_such_module"], ["=no_such_module", "imported"]),
+        ([*SEPARATE, f"{ENGINE}.custom_backend_module=no.such.module"], ["=no.such.module", "imported"]),
+        (
+            [*SEPARATE, f"{ENGINE}.backend=carrier_pigeon", f"{ENGINE}.custom_backend_module=null"],
+            ["backend=carrier_pigeon", "registered backends", "naive"],
+        ),
+        (
+            [f"{CORRECTION}.rollout_is=token", f"{ROLLOUT}.calculate_log_probs=false"],
+            ["calculate_log_probs=False", "rollout_is", "true"],
+        ),
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_rs=token_k1"],
+            ["rollout_rs=token_k1", "loss_mode=bypass_mode", "bypass_mode=false"],
+        ),
+    ],
+    ids=lambda value: value[-1][-50:],
+)
+def test_settings_that_cannot_work_are_refused(overrides: list[str], parts: list[str]) -> None:
+    (finding,) = findings(*overrides)
+    assert not finding.is_warning
+    for part in parts:
+        assert part in finding.message
+
+
+def test_a_loss_that_reads_the_correction_itself_may_bypass() -> None:
+    bypass = [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_rs=token_k1"]
+    assert findings(*bypass, "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode") == []
+
+
+@pytest.mark.parametrize("mode", [COLOCATE, SEPARATE], ids=["colocate", "separate"])
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [(DROP, ["drop", "8 weight syncs", "wait"]), (NO_THRESHOLD, ["max_off_policy_threshold=None", "rollout_is=token"])],
+)
+def test_old_rows_are_warned_of(mode: list[str], override: str, parts: list[str]) -> None:
+    (finding,) = findings(*mode, override)
+    assert finding.is_warning
+    for part in parts:
+        assert part in finding.message
+
+
+def test_the_module_of_a_checkpoint_engine_is_looked_for_and_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pigeon_engine.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert findings(*SEPARATE, f"{ENGINE}.custom_backend_module=pigeon_engine") == []
+    assert "pigeon_engine" not in sys.modules

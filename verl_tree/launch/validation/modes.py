@@ -1,0 +1,144 @@
+"""Checks of `trainer.v1.trainer_mode`: what verl asserts once Ray has started, and what is left uncorrected."""
+
+from importlib.util import find_spec
+
+from omegaconf import DictConfig
+
+from verl_tree.launch.validation.refusals import (
+    ACTOR,
+    ROLLOUT,
+    Check,
+    Finding,
+    Findings,
+    refusal,
+    refusal_here,
+    value_of,
+)
+
+MODES = ("sync", "colocate_async", "separate_async")
+_MODE, _HYBRID = "trainer.v1.trainer_mode", "actor_rollout_ref.hybrid_engine"
+_SAMPLER, _CORRECTION = "trainer.v1.sampler", "algorithm.rollout_correction"
+
+
+def is_separate(config: DictConfig) -> bool:
+    """Whether the rollout has GPUs of its own."""
+    return value_of(config, _MODE) == "separate_async"
+
+
+def check_mode(config: DictConfig) -> Findings:
+    """Find a mode that verl does not have, and one that needs the rollout on the training GPUs."""
+    if value_of(config, _MODE) not in MODES:
+        yield refusal(config, _MODE, f"set one of {', '.join(MODES)}")
+    elif not value_of(config, _HYBRID) and not is_separate(config):
+        remedy = f"only {_MODE}=separate_async knows a rollout on other GPUs alone; set it to true"
+        yield refusal(config, _HYBRID, remedy)
+
+
+def check_separate_batches(config: DictConfig) -> Findings:
+    """Compare the batch with the updates between two weight syncs."""
+    num_updates = value_of(config, "trainer.v1.separate_async.parameter_sync_step")
+    size = value_of(config, f"{ACTOR}.ppo_mini_batch_size")
+    if is_separate(config) and value_of(config, "data.train_batch_size") != num_updates * size:
+        remedy = (
+            f"must equal trainer.v1.separate_async.parameter_sync_step={num_updates} x "
+            f"{ACTOR}.ppo_mini_batch_size={size}: each update of a step samples one mini-batch"
+        )
+        yield refusal(config, "data.train_batch_size", remedy)
+
+
+def check_separate_gpus(config: DictConfig) -> Findings:
+    """Find a rollout without GPUs, or more GPUs than Ray is started with."""
+    if not is_separate(config):
+        return
+    has_gpus = True
+    for key in (f"{ROLLOUT}.nnodes", f"{ROLLOUT}.n_gpus_per_node"):
+        if value_of(config, key) < 1:
+            has_gpus = False
+            yield refusal(config, key, f"{_MODE}=separate_async generates on GPUs of its own; give at least 1")
+    num_trainer = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    num_rollout = value_of(config, f"{ROLLOUT}.nnodes") * value_of(config, f"{ROLLOUT}.n_gpus_per_node")
+    given = value_of(config, "ray_kwargs.ray_init.num_gpus")
+    if has_gpus and given is not None and given < num_trainer + num_rollout:
+        remedy = f"the trainer needs {num_trainer} and the rollout {num_rollout} more; Ray would wait for ever"
+        yield refusal(config, "ray_kwargs.ray_init.num_gpus", remedy)
+    if value_of(config, "reward.reward_model.enable") and not value_of(
+        config, "reward.reward_model.enable_resource_pool"
+    ):
+        remedy = f"{_MODE}=separate_async never pauses to make room for a reward model; set it to true"
+        yield refusal(config, "reward.reward_model.enable_resource_pool", remedy)
+
+
+def check_checkpoint_engine(config: DictConfig) -> Findings:
+    """Find a checkpoint engine that cannot send weights to other GPUs, or that is not there."""
+    key = f"{ROLLOUT}.checkpoint_engine.backend"
+    backend, module = value_of(config, key), value_of(config, f"{ROLLOUT}.checkpoint_engine.custom_backend_module")
+    if not is_separate(config):
+        return
+    if backend == "naive":
+        yield refusal(
+            config, key, f"it stays on the training GPUs; {_MODE}=separate_async needs nccl or another of verl's"
+        )
+    elif module is not None:
+        if not _exists(module):
+            remedy = "no such module; give one that can be imported and registers the backend"
+            yield refusal_here(config, f"{ROLLOUT}.checkpoint_engine.custom_backend_module", remedy, brings_code=True)
+    else:
+        from verl.checkpoint_engine import CheckpointEngineRegistry
+
+        try:
+            CheckpointEngineRegistry.get(backend)
+        except ValueError as error:
+            yield refusal_here(config, key, f"{error}; install what it needs, or choose a registered backend")
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # A package around it is missing.
+        return False
+
+
+def check_staleness(config: DictConfig) -> Findings:
+    """Warn of rows that are thrown away because of one slow branch, and of old rows that nothing corrects."""
+    if value_of(config, _MODE) not in ("colocate_async", "separate_async"):
+        return
+    threshold = value_of(config, f"{_SAMPLER}.max_off_policy_threshold")
+    if threshold is not None and value_of(config, f"{_SAMPLER}.max_off_policy_strategy") == "drop":
+        message = (
+            f"{_SAMPLER}.max_off_policy_strategy=drop: a prompt that ends {threshold} weight syncs after it began is "
+            "thrown away with all of its sessions, even if one branch was slow; set wait, or watch "
+            "tree/async/dropped_leaves"
+        )
+        yield Finding(message, is_warning=True)
+    corrects = any(value_of(config, f"{_CORRECTION}.{name}") for name in ("rollout_is", "rollout_rs", "bypass_mode"))
+    if threshold is None and not corrects:
+        message = (
+            f"{_SAMPLER}.max_off_policy_threshold=None: rows may be any number of weight syncs old, and nothing "
+            f"corrects for that; set a threshold, or {_CORRECTION}.rollout_is=token"
+        )
+        yield Finding(message, is_warning=True)
+
+
+def check_correction(config: DictConfig) -> Findings:
+    """Find a correction without the rollout's log-probs, and one that verl's trainer leaves out."""
+    asked = [name for name in ("rollout_is", "rollout_rs", "bypass_mode") if value_of(config, f"{_CORRECTION}.{name}")]
+    if asked and not value_of(config, f"{ROLLOUT}.calculate_log_probs"):
+        yield refusal(config, f"{ROLLOUT}.calculate_log_probs", f"{_CORRECTION}.{asked[0]} needs them; set it to true")
+    # With bypass_mode verl 0.9.1 neither weighs nor rejects rows before the update, and leaves both to this loss.
+    is_left_out = "bypass_mode" in asked and len(asked) > 1
+    if is_left_out and value_of(config, f"{ACTOR}.policy_loss.loss_mode") != "bypass_mode":
+        remedy = (
+            f"verl ignores it with {_CORRECTION}.bypass_mode=true; set {ACTOR}.policy_loss.loss_mode=bypass_mode and "
+            f"the same settings under {ACTOR}.policy_loss.rollout_correction, or bypass_mode=false"
+        )
+        yield refusal(config, f"{_CORRECTION}.{asked[0]}", remedy)
+
+
+CHECKS: tuple[Check, ...] = (
+    check_mode,
+    check_separate_batches,
+    check_separate_gpus,
+    check_checkpoint_engine,
+    check_staleness,
+    check_correction,
+)
