@@ -145,9 +145,10 @@ class StepRows:
 
     def fetch_calls(self) -> dict[str, tuple[CallRun, ...]]:
         """Read which calls sampled each row, by row key; a row that was not recorded has none."""
-        columns = _fetch(self.keys, partition_id=self.partition_id, names=("extra_fields",)) if self.rows else {}
-        extra = columns["extra_fields"].tolist() if "extra_fields" in columns else [{}] * len(self.rows)
-        return {key: _calls(each) for key, each in zip(self.keys, extra, strict=True)}
+        if not self.rows:
+            return {}
+        columns = _fetch(self.keys, partition_id=self.partition_id, names=("extra_fields",))
+        return {key: _calls(each) for key, each in zip(self.keys, _extra_fields(columns, len(self.rows)), strict=True)}
 
     def fetch_trees(self, *, step: int) -> list[StoredTree]:
         """Read what has become known since the rows were sampled, and return their trees; see `trees`."""
@@ -163,7 +164,7 @@ class StepRows:
         """
         names = [name for name in _RESULTS if name != "extra_fields" and name in columns]
         values = {name: _arrays(columns, name) for name in names}
-        extra = columns.get("extra_fields").tolist() if "extra_fields" in columns else [{}] * len(self.rows)
+        extra = _extra_fields(columns, len(self.rows))
         leaves = {
             key: _leaf(row, results={name: values[name][index] for name in names}, extra=extra[index])
             for index, (key, row) in enumerate(self.rows.items())
@@ -192,6 +193,10 @@ def _fetch(keys: Sequence[str], *, partition_id: str, names: Sequence[str]) -> T
 
 def _arrays(columns: TensorDict, name: str) -> list[np.ndarray]:
     return [row.numpy() for row in columns[name].unbind(dim=0)]
+
+
+def _extra_fields(columns: TensorDict, num_rows: int) -> list[dict[str, Any]]:
+    return columns.get("extra_fields").tolist() if "extra_fields" in columns else [{}] * num_rows
 
 
 def _calls(extra: Mapping[str, Any]) -> tuple[CallRun, ...]:

@@ -9,7 +9,9 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
+import transfer_queue as tq
 from scripted_llm import END, ScriptedClient, call_text, run_loop, tokenizer
+from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
@@ -176,6 +178,25 @@ def test_recorded_calls_say_which_log_probs_are_of_sampled_tokens() -> None:
     stored = leaf.row()
     for name in ("prompts", "responses", "input_ids", "response_mask", "rollout_log_probs", "rm_scores", "advantages"):
         assert stored[name].tolist() == row[name].tolist(), name
+
+
+def test_calls_are_read_by_row_and_rows_that_nobody_recorded_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {
+        "a_0_0": row_of([5], [1], [-1.0], extra_fields={"recorded_calls": [(0, "root", 2, 3, 6, 7)]}),
+        "a_1_0": row_of([5], [1], [-1.0]),
+    }
+    made = step_rows(rows)
+    stored = list_of_dict_to_tensordict(list(rows.values()))
+
+    def read(*, keys: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
+        assert (keys, partition_id) == (list(rows), "train")
+        return stored.select(*select_fields, strict=False)
+
+    monkeypatch.setattr(tq, "kv_batch_get", read)
+    assert made.fetch_calls() == {"a_0_0": (CallRun(0, "root", 2, 3, 6, 7),), "a_1_0": ()}
+    del stored["extra_fields"]
+    assert made.fetch_calls() == {"a_0_0": (), "a_1_0": ()}
+    assert StepRows().fetch_calls() == {}
 
 
 def tool_reply(prompt: str) -> str:
