@@ -43,6 +43,8 @@ def test_rules_are_silent_where_they_do_not_apply() -> None:
     assert len({rule.key for rule in RULES}) == len(RULES)
 
 
+MODE = "distillation.distillation_loss.loss_mode"
+TOP_K = ["distillation.enabled=true", f"{MODE}=forward_kl_topk"]
 NO_RELAY, CRITIC = ["tree.relay=never"], ["critic.enable=true"]
 REFUSED = {
     "check_tree_options": [
@@ -95,6 +97,10 @@ REFUSED = {
             [f"loss_mode={loss}", "couples them", "vanilla", "tree.session_weight=leaf"],
         )
         for loss in ("clip_cov", "geo_mean")
+    ],
+    "check_distillation": [
+        ([*TOP_K], ["loss_mode=forward_kl_topk: top-k distillation needs the logits", "k3", "tree.enabled=false"]),
+        (["distillation.enabled=true", f"{MODE}=k9"], [f"{MODE}=k9: no such distillation loss", "k2, low_var_kl, k3"]),
     ],
     "check_rollout_ranks": [
         ([f"{ROLLOUT}.tensor_model_parallel_size=2"], ["tensor_model_parallel_size=2: a replica takes 2 ranks", "=1"])
@@ -150,6 +156,12 @@ def test_cuda_without_a_device_is_refused() -> None:
     else:
         with pytest.raises(ValueError, match=r"trainer\.device=cuda.*profile=cpu"):
             validate(config)
+
+
+def test_estimators_and_verls_own_engine_distil() -> None:
+    for mode in ("k1", "k2", "k3", "abs", "mse", "kl", "low_var_kl"):
+        validate(resolved("distillation.enabled=true", f"{MODE}={mode}"))
+    validate(resolved(*TOP_K, "tree.enabled=false"))
 
 
 def test_a_capacity_by_memory_is_valid() -> None:

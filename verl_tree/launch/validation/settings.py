@@ -61,8 +61,8 @@ NO_REPLAY = "router replay is not supported: routes belong to rows, and a shared
 NO_SLEEP = "vLLM cannot sleep on a CPU"
 
 RULES: tuple[Rule, ...] = (
-    Rule("model_engine", ("dp",), "verl_tree trains with verl's FSDP2 engine only"),
-    Rule("trainer.use_v1", ON, "the legacy trainer is not supported"),
+    Rule("model_engine", ("dp",), "trees run on verl's FSDP2 engine only, not on Megatron, VeOmni or TorchTitan"),
+    Rule("trainer.use_v1", ON, "trees need verl's V1 trainer; the legacy trainer is not supported"),
     Rule("tree.shared_tokens", ("sum",), "tree.enabled=false knows only the sum", _uses_flat),
     Rule(
         "reward.reward_manager.source", ("register", "importlib"), "verl knows register (its own) and importlib (yours)"
@@ -72,7 +72,6 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.enable_rollout_routing_replay", OFF, NO_REPLAY),
     *_rules(ENGINES, "router_replay.mode", ("disabled", None), NO_REPLAY),
     *_rules((ACTOR, *ENGINES), "qat.enable", OFF, "quantisation-aware training is not supported"),
-    Rule("distillation.enabled", OFF, "distillation is not supported: a tree has no teacher logits"),
     # Settings for CUDA that fail late, or hang, on a CPU.
     Rule(f"{ROLLOUT}.name", ("vllm",), "trainer.device=cpu generates with vLLM's CPU engine", uses_cpu),
     Rule(f"{ROLLOUT}.quantization", (None,), "not supported with trainer.device=cpu", uses_cpu),
@@ -210,6 +209,23 @@ def check_session_weight(config: DictConfig) -> Findings:
         yield refusal(config, key, f"tree.session_weight=session weighs rows, and this loss couples them; {remedy}")
 
 
+def check_distillation(config: DictConfig) -> Findings:
+    """Find a distillation loss that reads more of the student than log-probs, or that verl does not know."""
+    from verl.trainer.distillation.losses import DISTILLATION_SETTINGS_REGISTRY
+
+    if not config.distillation.enabled:
+        return
+    key = "distillation.distillation_loss.loss_mode"
+    known = DISTILLATION_SETTINGS_REGISTRY
+    estimators = ", ".join(name for name, each in known.items() if each.use_estimator)
+    loss = known.get(value_of(config, key))
+    if loss is None:
+        yield refusal(config, key, f"no such distillation loss; choose one of {estimators}")
+    elif not loss.use_estimator and uses_tree(config):
+        remedy = "top-k distillation needs the logits of every row, which a tree does not make; choose an estimator"
+        yield refusal(config, key, f"{remedy} ({estimators}), or set tree.enabled=false")
+
+
 def rollout_ranks(config: DictConfig) -> int:
     """Return how many ranks one replica of the rollout engine takes."""
     rollout = config.actor_rollout_ref.rollout
@@ -241,6 +257,7 @@ CHECKS: tuple[Check, ...] = (
     check_memory,
     check_capacity,
     check_session_weight,
+    check_distillation,
     check_rollout_ranks,
     check_critic_cut,
 )

@@ -1,0 +1,81 @@
+"""Distillation by KL estimators on trees: verl's own loss, whole and relayed, against flat rows, in float64.
+
+The loss reads the log-probs of the student, which a tree gives row by row, and those of the teacher, which came with the
+rows. Top-k distillation reads the student's logits instead; it is refused.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from relay_cases import LossCase, flat_result, flat_rows, lay_out, relayed_result, verl_rows, worst_error
+from tree_cases import VOCAB_SIZE, tiny_model
+from typing_extensions import override
+from verl.trainer.distillation import distillation_ppo_loss
+from verl.workers.config import DistillationConfig, DistillationLossConfig
+
+from verl_tree.testing.synthetic import random_forest
+
+TOLERANCE = 1e-10
+ESTIMATORS = ("k2", "k3", "mse", "abs", "kl", "low_var_kl")
+
+
+@dataclass(frozen=True)
+class Distillation(LossCase):
+    """verl's policy loss of distillation; `distilled` are options of `distillation.distillation_loss`."""
+
+    distilled: tuple[tuple[str, Any], ...] = ()
+
+    @override
+    def function(self) -> Callable[..., Any]:
+        loss = DistillationLossConfig(loss_max_clamp=0.4, **dict(self.distilled))
+        return partial(
+            distillation_ppo_loss,
+            config=super().function().keywords["config"],
+            distillation_config=DistillationConfig(distillation_loss=loss),
+        )
+
+
+def compare(case: Distillation, *, seed: int, capacities: tuple[int, ...], scale: float = 1.0) -> list[float]:
+    """Return the worst error at each capacity; `scale` distorts what the tree's side has of the teacher."""
+    forest = random_forest(seed, num_leaves=9, mean_len=3, root_probability=0.15, vocab_size=VOCAB_SIZE)
+    model = tiny_model()
+    scores = flat_rows(model, forest)
+    data = verl_rows(forest, scores, case, seed=seed)
+    data.pop("rollout_is_weights")  # verl 0.9.1 does not pad them where the estimator is a reward
+    generator = torch.Generator().manual_seed(seed)
+    # verl keeps (j, 1) for a row, with the score of a token one position earlier, as the student's.
+    teacher = [
+        (row[0].detach() + 0.4 * torch.randn(len(row[0]), generator=generator, dtype=torch.float64))[:, None]
+        for row in scores
+    ]
+    data["teacher_logprobs"] = torch.nested.as_nested_tensor(teacher, layout=torch.jagged)
+    want = flat_result(model, data, scores, case, rows=lay_out(data, capacity=2, mode="joint").rows)
+    assert min(gradient.norm() for gradient in want.gradients.values()) > 0
+    data["teacher_logprobs"] = torch.nested.as_nested_tensor([scale * row for row in teacher], layout=torch.jagged)
+    return [worst_error(relayed_result(model, data, case, capacity=capacity), want) for capacity in capacities]
+
+
+@pytest.mark.parametrize("number", range(len(ESTIMATORS)))
+def test_an_estimator_as_a_loss(number: int) -> None:
+    """Alone, and beside task rewards; the whole forest at once and in sections."""
+    for alone in (True, False):
+        options = (("loss_mode", ESTIMATORS[number]), ("use_policy_gradient", False), ("use_task_rewards", not alone))
+        case = Distillation("vanilla", "token-mean" if alone else "seq-mean-token-mean", distilled=options)
+        assert max(compare(case, seed=40 + number, capacities=(7, 4096))) < TOLERANCE
+
+
+def test_an_estimator_as_a_reward() -> None:
+    options = (("loss_mode", "k1"), ("use_policy_gradient", True), ("use_task_rewards", False))
+    case = Distillation("vanilla", "token-mean", distilled=options)
+    assert max(compare(case, seed=50, capacities=(7, 4096))) < TOLERANCE
+
+
+def test_another_teacher_is_noticed() -> None:
+    """Guards the tests above."""
+    options = (("loss_mode", "k2"), ("use_policy_gradient", False), ("use_task_rewards", False))
+    case = Distillation("vanilla", "token-mean", distilled=options)
+    assert compare(case, seed=41, capacities=(4096,), scale=1.01)[0] > 1e-4
