@@ -190,8 +190,8 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
             )
         if self.distillation_enabled and len(outputs) > 1:
             raise ValueError(
-                "distillation.enabled=True: verl computes teacher log-probs for one output per session only; run an agent "
-                "loop that does not branch, or set distillation.enabled=False"
+                "distillation.enabled=True: verl computes teacher log-probs for one output per session only; run an "
+                "agent loop that does not branch, or set distillation.enabled=False"
             )
 
     def _settle(self, session: _Session, error: BaseException | None) -> None:

@@ -1,7 +1,7 @@
 """Distillation by KL estimators on trees: verl's own loss, whole and relayed, against flat rows, in float64.
 
-The loss reads the log-probs of the student, which a tree gives row by row, and those of the teacher, which came with the
-rows. Top-k distillation reads the student's logits instead; it is refused.
+The loss reads the log-probs of the student, which a tree gives row by row, and those of the teacher, which come with
+the rows. Top-k distillation reads the student's logits instead; it is refused.
 """
 
 from collections.abc import Callable

@@ -1,0 +1,108 @@
+"""`verl_tree.check`: all findings about a command at once, its translations, its capacity, and what will run where."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from input_cases import write_model, write_rows
+
+from verl_tree.check import report
+
+ROOT = Path(__file__).parents[3]
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def arguments(folder: Path, *overrides: str) -> list[str]:
+    """Return a command for 2 x 8 GPUs with a model and data that exist."""
+    rows, model = write_rows(folder / "rows.parquet"), write_model(folder / "model")
+    paths = [f"data.train_files={rows}", f"data.val_files={rows}", f"actor_rollout_ref.model.path={model}"]
+    return ["profile=gpu", *paths, "trainer.nnodes=2", f"{ROLLOUT}.n=4", *overrides]
+
+
+def test_a_command_that_can_run(tmp_path: Path) -> None:
+    is_valid, text = report(
+        arguments(
+            tmp_path,
+            f"{ACTOR}.strategy=fsdp2",
+            f"{ACTOR}.use_kl_loss=true",
+            f"{ROLLOUT}.tensor_model_parallel_size=2",
+            f"{ACTOR}.ppo_max_token_len_per_gpu=1000",
+            "data.max_response_length=900",
+        )
+    )
+    assert is_valid, text
+    blocks = {block.splitlines()[0]: block.splitlines()[1:] for block in text.split("\n\n")}
+    assert list(blocks)[:3] == ["Translated", "Capacity", "What runs where"]
+    assert blocks["Translated"] == [
+        f"  {role}.strategy=fsdp2: runs as fsdp_tree: FSDP2 on trees" for role in (ACTOR, "actor_rollout_ref.ref")
+    ]
+    named = "1412 tokens (data.max_prompt_length=512 + data.max_response_length=900)"
+    assert blocks["Capacity"][:2] == [
+        f"  longest trajectory: {named}",
+        f"  {ACTOR}.ppo_max_token_len_per_gpu=1000: the longest trajectory is longer, so it is relayed in sections",
+    ]
+    assert blocks["What runs where"] == [
+        "  trainer: sync, 2 x 8 ranks (nodes x devices), cuda",
+        f"  actor: fsdp_tree, {tmp_path}/model",
+        "  reference: fsdp_tree",
+        "  critic: none",
+        "  rollout: vllm, 8 x 2 ranks (replicas x size), the trainer's",
+        "  agents: default single_turn_agent, num_workers=8",
+        "  reward: verl's function for the data source, manager naive, num_workers=8",
+        "  step: 1024 x 4 sessions (prompts x n), advantages tree_grpo, mini-batches of 256 prompts, ppo_epochs=1",
+    ]
+
+
+def test_all_findings_come_at_once(tmp_path: Path) -> None:
+    wrong = ["trainer.use_v1=false", "tree.gate=max", f"{ROLLOUT}.tensor_model_parallel_size=3", "model_engine=veomni"]
+    is_valid, text = report(arguments(tmp_path, *wrong))
+    refused = text.split("Refused\n")[1].splitlines()
+    assert not is_valid
+    assert [each.strip().partition(":")[0].partition(" ")[0] for each in refused] == [
+        "tree.gate='max'",
+        "model_engine=veomni",
+        "trainer.use_v1=False",
+        f"{ROLLOUT}.tensor_model_parallel_size=3",
+    ]
+
+
+def test_what_verl_refuses_is_found_too(tmp_path: Path) -> None:
+    is_valid, text = report(arguments(tmp_path, f"{ACTOR}.loss_agg_mode=median"))
+    assert not is_valid
+    assert "verl refuses the configuration" in text
+    assert "Invalid loss_agg_mode: median" in text
+
+
+def test_what_cannot_be_composed_is_a_finding(tmp_path: Path) -> None:
+    (tmp_path / "alone.yaml").write_text("data:\n  train_files: a\n")
+    for command, part in (
+        (["trainer.typo=1"], "Could not override 'trainer.typo'"),
+        (["trainer.nnodes=1}"], "nnodes=1}"),
+        (["--config-name=typo"], "typo"),
+        ([f"{ACTOR}.strategy=${{oc.env:NO_SUCH_VARIABLE}}"], "NO_SUCH_VARIABLE"),
+        ([f"--config-path={tmp_path}", "--config-name=alone"], "list `ppo_trainer` or `tree_ppo` first"),
+    ):
+        is_valid, text = report(command)
+        assert not is_valid
+        assert text.startswith("Refused\n")
+        assert part in text
+
+
+def test_the_exit_status_and_what_stays_away(tmp_path: Path) -> None:
+    """0 or 1, nothing written, and neither Ray nor vLLM nor a GPU started."""
+    program = (
+        "import sys; from verl_tree.check import main\n"
+        "try:\n    main()\n"
+        "finally:\n    import ray; assert not ray.is_initialized() and 'vllm' not in sys.modules\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for overrides, status in (([], 0), (["tree.gate=max"], 1)):
+        command = [sys.executable, "-c", program, *arguments(tmp_path, *overrides)]
+        done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == status, done.stderr[-3000:]
+        assert f"The command {'cannot' if status else 'can'} run." in done.stdout
+        assert "Traceback" not in done.stderr
+    assert list(elsewhere.iterdir()) == []
