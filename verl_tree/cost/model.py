@@ -122,6 +122,20 @@ class WorkProfile:
             cumulative_counts=cumulative_counts,
         )
 
+    def with_idle_leaves(self, leaves: IntArray, *, num_leaves: int) -> Self:
+        """Return the profile of `num_leaves` trajectories: these are the `leaves` (S,) of them, the others are idle.
+
+        Idle trajectories cost nothing. They are last in the order, so no range of the others costs more or less.
+        """
+        idle = np.setdiff1d(np.arange(num_leaves), leaves)
+        none = np.zeros((len(idle), self.path_counts.shape[1]), dtype=np.int64)
+        return type(self)(
+            order=np.concatenate([leaves[self.order], idle]),
+            lcp=np.concatenate([self.lcp, np.zeros_like(idle)]),
+            path_counts=np.concatenate([self.path_counts, none]),
+            cumulative_counts=np.concatenate([self.cumulative_counts, self.cumulative_counts[-1] + none]),
+        )
+
     @property
     def num_leaves(self) -> int:
         """Number of trajectories S."""

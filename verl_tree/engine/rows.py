@@ -16,6 +16,7 @@ from verl.utils.model import extract_multi_modal_inputs
 from verl_tree.config import TREE_STRATEGY
 from verl_tree.cost.model import Work
 from verl_tree.engine.packs import TreeBatch, TreeMicroBatch
+from verl_tree.engine.positions import positions_of
 from verl_tree.packing.counts import ForestCounts
 from verl_tree.relay.run import Mode, NumCalls
 
@@ -30,8 +31,8 @@ def jagged(column: Any) -> tuple[Tensor, Tensor]:
 def check_rows(data: TensorDict) -> None:
     """Refuse rows that the tree path would compute wrongly, with a ValueError.
 
-    They have multimodal inputs, position ids other than 0, 1, 2, ..., or want outputs that only verl's own engine
-    computes.
+    They have multimodal inputs, position ids other than 0, 1, 2, ... in every component, or want outputs that only
+    verl's own engine computes.
     """
     if extract_multi_modal_inputs(tu.get(data, "multi_modal_inputs", [])):
         raise ValueError(
@@ -40,11 +41,11 @@ def check_rows(data: TensorDict) -> None:
         )
     offsets = jagged(data["input_ids"])[1].cpu()
     expected = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], offsets.diff())
-    position_ids = tu.get(data, "position_ids")
-    if position_ids.dim() != 2 or not torch.equal(position_ids.values().cpu().to(expected.dtype), expected):
+    positions_CF = positions_of(tu.get(data, "position_ids")).cpu()
+    if not torch.equal(positions_CF.to(expected.dtype), expected.expand(len(positions_CF), -1)):
         raise ValueError(
-            f"position_ids are not 0, 1, 2, ... in every row: {TREE_STRATEGY} places a token by its depth in the "
-            "tree; train models with other position schemes (M-RoPE) with tree.enabled=false"
+            f"position_ids are not 0, 1, 2, ... in every row and component: {TREE_STRATEGY} places a token by its "
+            "depth in the tree; train models with other position schemes (M-RoPE) with tree.enabled=false"
         )
     for key in _OUTPUTS_WITHOUT_A_TREE_PATH:
         if tu.get(data, key, False):

@@ -25,7 +25,8 @@ from verl_tree.tree import TokenForest
 from verl_tree.tree.rows import trained_tokens
 
 _SAMPLED = ("input_ids", "response_mask", "rm_scores")
-_RESULTS = ("response_mask", "rollout_log_probs", "advantages", "extra_fields")
+_RESULTS = ("response_mask", "rollout_log_probs", "advantages")
+_DETAILS = ("extra_fields", "reward_extra_info")  # verl puts the second into the first, uni-agent beside it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,18 +109,23 @@ class StepRows:
     def fetch_steps(self) -> list[list[Call]]:
         """Read the calls of each row, as an agent's steps."""
         columns = _fetch(self.keys, partition_id=self.partition_id, names=("extra_fields",))
-        extra = columns.get("extra_fields").tolist() if "extra_fields" in columns else [{}] * len(self.rows)
+        extras = _objects(columns, "extra_fields", default={})
         return [
-            calls_of_row(fields, is_trained=row.is_trained)
-            for fields, row in zip(extra, self.rows.values(), strict=True)
+            calls_of_row(extra, is_trained=row.is_trained)
+            for extra, row in zip(extras, self.rows.values(), strict=True)
         ]
 
     def profiles(self) -> list[WorkProfile]:
-        """Return the work of each group."""
-        return [
-            WorkProfile.from_forest(self._forest(keys), trained=[self.rows[key].is_trained for key in keys])
-            for keys in self._group_keys()
-        ]
+        """Return the work of each group; rows that no loss reads cost nothing, because tree engines leave them out."""
+        return [self._profile(keys) for keys in self._group_keys()]
+
+    def _profile(self, keys: Sequence[str]) -> WorkProfile:
+        masks = {key: self.rows[key].is_trained for key in keys}
+        read = [key for key in keys if masks[key].any()]
+        profile = WorkProfile.from_forest(self._forest(read), trained=[masks[key] for key in read])
+        if len(read) == len(keys):
+            return profile
+        return profile.with_idle_leaves(np.flatnonzero([masks[key].any() for key in keys]), num_leaves=len(keys))
 
     def flat_counts(self, assignment: RowAssignment) -> ForestCounts:
         """Count what verl's own engine computes: every row in full, although the rows of a mini-batch share tokens.
@@ -148,25 +154,34 @@ class StepRows:
         if not self.rows:
             return {}
         columns = _fetch(self.keys, partition_id=self.partition_id, names=("extra_fields",))
-        return {key: _calls(each) for key, each in zip(self.keys, _extra_fields(columns, len(self.rows)), strict=True)}
+        return {
+            key: _calls(each)
+            for key, each in zip(self.keys, _objects(columns, "extra_fields", default={}), strict=True)
+        }
 
     def fetch_trees(self, *, step: int) -> list[StoredTree]:
         """Read what has become known since the rows were sampled, and return their trees; see `trees`."""
         if not self.rows:
             return []
-        return self.trees(step=step, columns=_fetch(self.keys, partition_id=self.partition_id, names=_RESULTS))
+        columns = _fetch(self.keys, partition_id=self.partition_id, names=(*_RESULTS, *_DETAILS))
+        return self.trees(step=step, columns=columns)
 
     def trees(self, *, step: int, columns: TensorDict) -> list[StoredTree]:
         """Return the trees that are stored and shown, one per group in the order of uids, leaves by session and leaf.
 
         `columns` are verl's columns of these rows: `response_mask`, from which rollout correction may have taken tokens
-        since, and where known `rollout_log_probs`, `advantages` and `extra_fields`.
+        since, and where known `rollout_log_probs`, `advantages`, `extra_fields` and `reward_extra_info`.
         """
-        names = [name for name in _RESULTS if name != "extra_fields" and name in columns]
+        names = [name for name in _RESULTS if name in columns]
         values = {name: _arrays(columns, name) for name in names}
-        extra = _extra_fields(columns, len(self.rows))
+        extras = _objects(columns, "extra_fields", default={})
+        infos = _objects(columns, "reward_extra_info", default=None)
         leaves = {
-            key: _leaf(row, results={name: values[name][index] for name in names}, extra=extra[index])
+            key: _leaf(
+                row,
+                results={name: values[name][index] for name in names},
+                extra={"reward_extra_info": infos[index]} | extras[index],
+            )
             for index, (key, row) in enumerate(self.rows.items())
         }
         return [
@@ -195,12 +210,13 @@ def _arrays(columns: TensorDict, name: str) -> list[np.ndarray]:
     return [row.numpy() for row in columns[name].unbind(dim=0)]
 
 
-def _extra_fields(columns: TensorDict, num_rows: int) -> list[dict[str, Any]]:
-    return columns.get("extra_fields").tolist() if "extra_fields" in columns else [{}] * num_rows
-
-
 def _calls(extra: Mapping[str, Any]) -> tuple[CallRun, ...]:
     return tuple(CallRun(*run) for run in extra.get(CALLS_FIELD, ()))
+
+
+def _objects(columns: TensorDict, name: str, *, default: Any) -> list[Any]:
+    """Return the objects of a column; the default for each row if there is no such column."""
+    return columns.get(name).tolist() if name in columns else [default] * len(columns)
 
 
 def _leaf(row: StepRow, *, results: Mapping[str, np.ndarray], extra: Mapping[str, Any]) -> StoredLeaf:

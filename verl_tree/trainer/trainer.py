@@ -52,6 +52,7 @@ from verl_tree.trainer.metrics import (
 from verl_tree.trainer.padding import append_padding_rows, fill_padding_rows, real_rows
 from verl_tree.trainer.replay_buffer import TreeReplayBuffer, TreeReplayBufferAsync
 from verl_tree.trainer.restored import next_prompt_number, numbered_uid, trained_rows
+from verl_tree.trainer.row_check import check_step_rows
 from verl_tree.trainer.staleness import staleness_metrics
 from verl_tree.trainer.step_rows import StepRows
 from verl_tree.trainer.tree_log import TreeLog, When
@@ -117,7 +118,12 @@ class TreeTrainer(PPOTrainer):
         logging_prefix: str = "global_seqlen",
         keep_minibatch: bool = False,
     ) -> KVBatchMeta:
-        """Order the rows by rank and mini-batch, and keep the mini-batch plan for the updates."""
+        """Order the rows by rank and mini-batch, and keep the mini-batch plan for the updates.
+
+        Raises:
+            ValueError: A row lacks what a step reads (`row_check`), or there is nothing to train on.
+        """
+        check_step_rows(batch, reads_log_probs=self.config.actor_rollout_ref.rollout.calculate_log_probs)
         rows = StepRows.fetch(batch)
         self._step_rows |= rows
         actor = self.config.actor_rollout_ref.actor

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from codetiming import Timer
 from tensordict import NonTensorData, TensorDict
+from typing_extensions import override
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
@@ -27,6 +28,7 @@ from verl_tree.config import TreeFSDPEngineConfig
 from verl_tree.cpu.platform import ensure_cpu_process_group
 from verl_tree.engine import FSDPTreeEngineWithLMHead
 from verl_tree.engine.micro_batch import LossFunction
+from verl_tree.engine.positions import settle_positions, takes_components
 from verl_tree.engine.row_losses import is_sum_over_rows
 from verl_tree.engine.rows import gather, jagged
 from verl_tree.engine.session_weights import session_weighted_loss, weigh_sessions
@@ -76,6 +78,7 @@ class TreeTrainingWorker(TrainingWorker):
         Raises:
             ValueError: The plan's rows are not the rows that arrived.
         """
+        self._settle(data)
         plan = MiniBatchPlan.from_batch(data)
         disable_auto_offload = tu.pop(data, key="disable_auto_offload", default=False)
         epochs = tu.pop(data, key="epochs", default=1)
@@ -123,6 +126,16 @@ class TreeTrainingWorker(TrainingWorker):
             metrics.update(as_numbers(counts, times) | self.engine.cost_metrics)
             metrics["tree/micro_batches"] = num_micro_batches
         return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": metrics}).cpu()
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
+    @override
+    def infer_batch(self, data: TensorDict) -> TensorDict | None:
+        """Compute log-probs or values without an update; see `TrainingWorker.infer_batch`."""
+        self._settle(data)
+        return super().infer_batch(data)
+
+    def _settle(self, data: TensorDict) -> None:
+        settle_positions(data, keep_components=takes_components(self.model_config.hf_config))
 
     def _row_lens(self, mini_batch: TensorDict) -> list[int]:
         """Return the lengths of the trained rows of all ranks, in tokens; verl's MFU counts them."""

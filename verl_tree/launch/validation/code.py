@@ -34,12 +34,18 @@ ON_PATH = "correct it, or add its folder to PYTHONPATH"
 
 
 def check_manager(config: DictConfig) -> Findings:
-    """Find a missing agent loop manager: verl's default one captures no leaves."""
+    """Find an agent loop manager that does not exist, and say what is lost with another one than ours."""
     manager = value_of(config, MANAGER_KEY)
-    if not manager:
-        yield refusal(config, MANAGER_KEY, f"set it to {TREE_MANAGER} or a subclass of it")
-    elif problem := _module_problem(manager):
+    if manager == TREE_MANAGER:
+        return
+    if manager and (problem := _module_problem(manager)):
         yield refusal_here(config, MANAGER_KEY, f"{problem}; {ON_PATH}", brings_code=True)
+    lost = (
+        f"the rows that it writes are trained as trees. Unless it is a subclass of {TREE_MANAGER}, calls are not "
+        "recorded: branches that a loop does not return are lost, tree.drift has no effect, and nobody reports why "
+        "sessions failed (docs/capture.md, Rows that others make)"
+    )
+    yield Finding(f"{MANAGER_KEY}={manager}: {lost}", is_warning=True)
 
 
 def check_agent_loops(config: DictConfig) -> Findings:
@@ -54,7 +60,10 @@ def check_agent_loops(config: DictConfig) -> Findings:
             yield refusal_here(config, LOOPS_KEY, f"{where}: {lack}; {ON_PATH}", brings_code=True)
     in_file = {entry["name"] for entry in entries}
     unknown = [(key, name) for key, name in _loops_in_use(config) if name not in in_file]
-    known = sorted({*in_file, *_registered_loops(config)}) if unknown else []
+    registered = _known_loops(config) if unknown else None
+    if registered is None:
+        return
+    known = sorted({*in_file, *registered})
     for key, name in unknown:
         if name not in known:
             remedy = f"choose one of {', '.join(known)}, or add it to the file of {LOOPS_KEY}"
@@ -101,17 +110,22 @@ def _loops_in_use(config: DictConfig) -> list[tuple[str, Any]]:
     return [*default, *named]
 
 
-def _registered_loops(config: DictConfig) -> list[str]:
-    """Return the loops that every agent loop worker knows: verl's, ours, and those of the user's manager."""
-    from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
+def _known_loops(config: DictConfig) -> list[str] | None:
+    """Return the loops that every agent loop worker knows; None if the manager has no workers of verl's.
+
+    verl's workers know verl's loops and those that the manager's module registers, as ours does.
+    """
+    from verl.experimental.agent_loop.agent_loop import AgentLoopManager, _agent_loop_registry
+    from verl.utils.import_utils import load_class_from_fqn
 
     from rollout_hooks.loops import register_built_in
 
-    # As `rollout_hooks.worker` does, which also imports vLLM: that takes 3 s.
-    register_built_in()
-    manager = value_of(config, MANAGER_KEY) or TREE_MANAGER
-    if manager != TREE_MANAGER and not _module_problem(manager):
-        importlib.import_module(manager.rpartition(".")[0])
+    manager = value_of(config, MANAGER_KEY)
+    if manager == TREE_MANAGER:
+        # As its module does, which also imports vLLM: that takes 3 s.
+        register_built_in()
+    elif manager and not _module_problem(manager) and not issubclass(load_class_from_fqn(manager), AgentLoopManager):
+        return None
     return list(_agent_loop_registry)
 
 
