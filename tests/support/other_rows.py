@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import transfer_queue as tq
-from transfer_queue import KVBatchMeta
 from transformers import BatchFeature, Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
@@ -53,20 +52,18 @@ SESSIONS = {
     ("000000001-b", 0): (Trajectory(B, (11, 12), 0.25), Trajectory(B, (11, 12, 52, 14), 0.75)),
     ("000000001-b", 1): (Trajectory(B, (11, 13), 1.0),),
 }
-REWARDS = {
-    f"{uid}_{session}_{leaf}": trajectory.reward
-    for (uid, session), trajectories in SESSIONS.items()
-    for leaf, trajectory in enumerate(trajectories)
-}
+KEYS = [f"{uid}_{session}_{leaf}" for (uid, session), leaves in SESSIONS.items() for leaf in range(len(leaves))]
+UIDS = list(dict.fromkeys(uid for uid, _ in SESSIONS))
 
 
-def write_uni_agent_rows() -> KVBatchMeta:
-    """Write the sessions as `OpenAICompatibleAgentFramework._write_session_trajectories_to_tq` does, and read the tags.
+def write_uni_agent_rows() -> None:
+    """Write the sessions as `OpenAICompatibleAgentFramework._write_session_trajectories_to_tq` does.
 
     The episode that did not finish is masked (`mask_unfinished_episode`). There is no `extra_fields`: what a trajectory
     has beyond verl's fields is a field of its own.
     Source: uni-agent of 2026-08-07, uni_agent/framework/framework.py.
     """
+    _mark_prompts({"is_prompt": True, "status": "pending", "global_steps": 1})
     for (uid, session), trajectories in SESSIONS.items():
         written = [_uni_agent_row(trajectory, uid=uid, session=session) for trajectory in trajectories]
         fields, tags = [field for field, _ in written], [tag for _, tag in written]
@@ -76,7 +73,7 @@ def write_uni_agent_rows() -> KVBatchMeta:
                 columns[name] = tu.nested_tensor_from_tensor_list([field[name] for field in fields])
         keys = [f"{uid}_{session}_{index}" for index in range(len(fields))]
         tq.kv_batch_put(keys=keys, partition_id="train", fields=columns, tags=tags)
-    return _batch()
+    _mark_prompts({"status": "finished"})
 
 
 def _uni_agent_row(trajectory: Trajectory, *, uid: str, session: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -147,9 +144,10 @@ class VerlWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         self.reward_loop_worker_handles, self.distillation_enabled = None, False
 
 
-def write_verl_rows(*, tokenizer: Any) -> KVBatchMeta:
+def write_verl_rows(*, tokenizer: Any) -> None:
     """Write the sessions by verl's own worker, whose processor knows M-RoPE; it copies the last reward of a session."""
     worker = VerlWorker(MRopeProcessor(), tokenizer=tokenizer)
+    _mark_prompts({"is_prompt": True, "status": "pending", "global_steps": 1})
 
     async def write() -> None:
         for (uid, session), trajectories in SESSIONS.items():
@@ -174,10 +172,10 @@ def write_verl_rows(*, tokenizer: Any) -> KVBatchMeta:
             await worker._agent_loop_postprocess(outputs, False, **names)
 
     asyncio.run(write())
-    return _batch()
+    _mark_prompts({"status": "finished"})
 
 
-def _batch() -> KVBatchMeta:
-    """Return all rows as the replay buffer does, with the tags in TransferQueue."""
-    tags = tq.kv_list(partition_id="train")["train"]
-    return KVBatchMeta(keys=list(tags), tags=list(tags.values()), partition_id="train", extra_info={})
+def _mark_prompts(tag: dict[str, Any]) -> None:
+    """Tag the prompts, as verl's trainer does when it submits them and a manager when they have ended."""
+    for uid in UIDS:
+        tq.kv_put(key=uid, partition_id="train", tag=tag)
