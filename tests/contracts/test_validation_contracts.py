@@ -6,11 +6,13 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
+from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls, registry
 from verl.trainer import main_ppo
 from verl.trainer.ppo import reward
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.v1 import trainer_base
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.utils import import_utils
 from verl.utils.dataset import rl_dataset
 from verl.workers.config import CriticConfig
@@ -35,6 +37,13 @@ def mine(tmp_path: Path) -> Path:
 
 def reward_config(**settings: object) -> DictConfig:
     return OmegaConf.create({"reward": settings})
+
+
+def test_the_class_of_a_manager_is_loaded_by_its_name() -> None:
+    assert (
+        import_utils.load_class_from_fqn("verl.trainer.ppo.v1.agent_loop_tq.AgentLoopManagerTQ") is AgentLoopManagerTQ
+    )
+    assert issubclass(AgentLoopManagerTQ, AgentLoopManager), "what has workers that look up loops"
 
 
 def test_reward_managers_are_looked_up_in_the_registry() -> None:

@@ -1,7 +1,7 @@
 """Rows of other agent loop managers train as trees: a real TransferQueue, our trainer's whole step, a real worker."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,8 +66,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(params=WRITERS)
-def writer(request: pytest.FixtureRequest, folder: Path) -> Iterator[str]:
+def writer(request: pytest.FixtureRequest) -> Iterator[str]:
     """Write the rows, and clear what is left of them."""
+    request.getfixturevalue("folder")  # starts TransferQueue
     WRITERS[request.param]()
     yield request.param
     left = tq.kv_list(partition_id="train").get("train", {})
@@ -179,9 +180,9 @@ def test_advantages_and_stored_trees(folder: Path, writer: str, estimator: str, 
     tq.kv_batch_put(
         keys=batch.keys,
         partition_id="train",
-        fields=tq.kv_batch_get(
-            keys=batch.keys, partition_id="train", select_fields=["rollout_log_probs"]
-        ).rename_key_("rollout_log_probs", "old_log_probs"),
+        fields=tq.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=["rollout_log_probs"]).rename_key_(
+            "rollout_log_probs", "old_log_probs"
+        ),
     )
     batch = trainer._compute_advantage(batch, {})
     advantages, masks = columns_of(batch, "advantages"), columns_of(batch, "response_mask")
@@ -216,8 +217,9 @@ def test_padding_imitates_the_rows_and_changes_no_log_prob(folder: Path, writer:
     assert is_close(*outputs)
 
 
+@pytest.mark.usefixtures("writer")
 @pytest.mark.parametrize("name", ["num_turns", "rollout_log_probs"])
-def test_a_row_without_a_field_is_named(folder: Path, writer: str, name: str) -> None:
+def test_a_row_without_a_field_is_named(folder: Path, name: str) -> None:
     trainer = OtherRowsTrainer(workers=OneWorker(folder, is_tree=True))
     batch, _ = trainer.replay_buffer.sample(global_steps=1, partition_id="train", batch_size=2)
     key = KEYS[2]
@@ -229,8 +231,9 @@ def test_a_row_without_a_field_is_named(folder: Path, writer: str, name: str) ->
         trainer._balance_batch(batch, {})
 
 
+@pytest.mark.usefixtures("writer")
 @pytest.mark.parametrize("writer", ["uni_agent"], indirect=True)
-def test_a_row_without_a_weight_version_is_named(folder: Path, writer: str) -> None:
+def test_a_row_without_a_weight_version_is_named(folder: Path) -> None:
     trainer = OtherRowsTrainer(workers=OneWorker(folder, is_tree=True))
     batch, _ = trainer.replay_buffer.sample(global_steps=1, partition_id="train", batch_size=2)
     key = batch.keys[1]

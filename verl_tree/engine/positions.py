@@ -8,6 +8,8 @@ the first form.
 Legend: B rows, F_all flat tokens of all rows, C components, L tokens of a row.
 """
 
+from typing import Any
+
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -35,7 +37,8 @@ def settle_positions(data: TensorDict, *, keep_components: bool) -> None:
     position_ids = data["position_ids"]
     if position_ids.dim() == 2:
         return
-    positions_CF, offsets = positions_of(position_ids), data["input_ids"].offsets()
+    input_ids: Any = data["input_ids"]
+    positions_CF, offsets = positions_of(position_ids), input_ids.offsets()
     if not keep_components and bool((positions_CF == positions_CF[0]).all()):
         data["position_ids"] = torch.nested.nested_tensor_from_jagged(positions_CF[0], offsets)
     else:

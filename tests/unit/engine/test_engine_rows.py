@@ -6,6 +6,8 @@ import torch
 
 pytest.importorskip("verl")
 
+from tensordict import TensorDict
+from transformers import Qwen2_5_VLConfig, Qwen3Config
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
 
@@ -13,9 +15,12 @@ import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel
 from verl_tree.engine.packs import split_into_packs
+from verl_tree.engine.positions import settle_positions, takes_components
 from verl_tree.engine.rows import MiniBatchResult, Step, check_rows, steps_of
 from verl_tree.relay.run import NumCalls
 from verl_tree.testing.local_worker import batch_of_rows
+
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
 
 
 def rows(**settings):
@@ -27,6 +32,16 @@ def jagged(values: list[list[float]]) -> torch.Tensor:
     return torch.nested.as_nested_tensor([torch.tensor(row) for row in values], layout=torch.jagged)
 
 
+def rows_of_lens(lens: tuple[int, ...], *, num_components: int) -> TensorDict:
+    """Make rows of these lengths, whose positions are those of text in every component."""
+    columns = {
+        "input_ids": [torch.arange(length) + 5 for length in lens],
+        "position_ids": [torch.arange(length).repeat(num_components, 1) for length in lens],
+    }
+    packed = {name: torch.nested.as_nested_tensor(each, layout=torch.jagged) for name, each in columns.items()}
+    return TensorDict(packed, batch_size=len(lens))
+
+
 def test_plain_rows_pass() -> None:
     check_rows(rows())
 
@@ -36,6 +51,47 @@ def test_positions_that_do_not_count_up_from_zero_are_refused() -> None:
     data["position_ids"] = jagged([[0, 1, 2, 3], [0, 0, 1, 2]])
     with pytest.raises(ValueError, match=r"position_ids are not 0, 1, 2"):
         check_rows(data)
+
+
+@pytest.mark.parametrize("lens", [(3, 5, 4), (4, 4, 4), (6,)])
+@pytest.mark.parametrize("num_components", [3, 4])
+def test_positions_of_text_pass_in_every_component(lens: tuple[int, ...], num_components: int) -> None:
+    """As TransferQueue packs them: jagged over the components where all rows have one length."""
+    data = rows_of_lens(lens, num_components=num_components)
+    assert data["position_ids"].values().shape == (
+        (num_components * len(lens), lens[0]) if len(set(lens)) == 1 else (num_components, sum(lens))
+    )
+    check_rows(data)
+    settle_positions(data, keep_components=True)
+    # What verl's engines read of several components: `values()` (C, F), `to_padded_tensor` (B, C, longest).
+    expected_F = torch.cat([torch.arange(length) for length in lens])
+    assert torch.equal(data["position_ids"].values(), expected_F.expand(num_components, -1))
+    size = (len(lens), num_components, max(lens))
+    padded = torch.nested.to_padded_tensor(data["position_ids"], padding=0, output_size=size)
+    assert padded[0, 1].tolist()[: lens[0]] == list(range(lens[0]))
+    check_rows(data)
+    settle_positions(data, keep_components=False)
+    assert data["position_ids"].dim() == 2
+    assert torch.equal(data["position_ids"].values(), expected_F)
+    check_rows(data)
+
+
+@pytest.mark.parametrize("lens", [(3, 5), (4, 4)])
+def test_a_component_that_differs_is_refused_and_kept(lens: tuple[int, ...]) -> None:
+    data = rows_of_lens(lens, num_components=4)
+    changed = [each.clone() for each in data["position_ids"].unbind()]
+    changed[1][2, 1] = 0
+    data["position_ids"] = torch.nested.as_nested_tensor(changed, layout=torch.jagged)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"position_ids are not 0, 1, 2, \.\.\. in every row and component"):
+            check_rows(data)
+        settle_positions(data, keep_components=False)
+        assert data["position_ids"].values().shape == (4, sum(lens))
+
+
+def test_models_with_sections_of_rope_take_components() -> None:
+    assert takes_components(Qwen2_5_VLConfig(text_config=MROPE))
+    assert not takes_components(Qwen3Config())
 
 
 def test_outputs_without_a_tree_path_are_refused() -> None:

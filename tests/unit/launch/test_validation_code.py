@@ -17,6 +17,7 @@ from verl_tree.launch.validation import validate
 AGENT = "actor_rollout_ref.rollout.agent"
 LOOPS = f"{AGENT}.agent_loop_config_path"
 DEFAULT = f"{AGENT}.default_agent_loop"
+MANAGER = f"{AGENT}.agent_loop_manager_class"
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 
 
@@ -71,13 +72,34 @@ def test_rows_may_name_their_loops(tmp_path: Path) -> None:
 
 
 def test_loops_of_a_manager_of_the_users_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    registers = "from verl.experimental.agent_loop.agent_loop import register\n@register('theirs')\nclass Loop: ...\n"
-    (tmp_path / "their_manager.py").write_text(f"{registers}class Manager: ...\n")
+    """If its workers are verl's; a manager of another kind may have any loops."""
+    (tmp_path / "their_manager.py").write_text(
+        "from verl.experimental.agent_loop.agent_loop import AgentLoopManager, register\n"
+        "@register('theirs')\nclass Loop: ...\n"
+        "class Manager(AgentLoopManager): ...\n"
+        "class Adapter: ...\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    key = f"{AGENT}.agent_loop_manager_class"
-    validate(resolved(f"{key}=their_manager.Manager", f"{DEFAULT}=theirs"))
-    assert f"{key}=thier_manager.Manager: no module named thier_manager" in refusal(f"{key}=thier_manager.Manager")
-    assert f"{key}=None: set it to rollout_hooks.worker.TreeAgentLoopManager" in refusal(f"{key}=null")
+    validate(resolved(f"{MANAGER}=their_manager.Manager", f"{DEFAULT}=theirs"))
+    message = refusal(f"{MANAGER}=their_manager.Manager", f"{DEFAULT}=thiers")
+    assert f"{DEFAULT}=thiers: no such agent loop; choose one of" in message
+    assert "theirs" in message
+    validate(resolved(f"{MANAGER}=their_manager.Adapter", f"{DEFAULT}=anything"))
+    assert f"{MANAGER}=thier_manager.Manager: no module named thier_manager" in refusal(
+        f"{MANAGER}=thier_manager.Manager"
+    )
+
+
+@pytest.mark.parametrize("manager", ["null", "verl.trainer.ppo.v1.agent_loop_tq.AgentLoopManagerTQ"])
+def test_another_manager_passes_and_the_log_says_what_is_lost(manager: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        validate(resolved(f"{MANAGER}={manager}", f"{DEFAULT}=single_turn_agent"))
+    (line,) = [record.getMessage() for record in caplog.records if MANAGER in record.getMessage()]
+    assert line.startswith(f"{MANAGER}={'None' if manager == 'null' else manager}: the rows that it writes are trained")
+    assert "calls are not recorded" in line
+    caplog.clear()
+    validate(resolved())
+    assert MANAGER not in caplog.text
 
 
 LOOP_TARGETS = {
@@ -191,16 +213,22 @@ def test_looking_up_loops_leaves_vllm_alone(tmp_path: Path) -> None:
 
 
 def test_every_loop_that_a_worker_knows_is_known_here() -> None:
+    """The workers of verl's own manager know only verl's loops."""
     from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
     importlib.import_module("rollout_hooks.worker")  # registers its loops
-    known = [name for name, entry in _agent_loop_registry.items() if entry["_target_"].startswith("rollout_hooks.")]
-    program = (
-        "import verl_tree.cpu.platform; from input_cases import resolved\n"
-        "from verl_tree.launch.validation.code import _registered_loops\n"
-        "print(','.join(_registered_loops(resolved())))\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert set(known) <= set(done.stdout.split()[-1].split(","))
-    assert len(known) >= 6
+    ours = {name for name, entry in _agent_loop_registry.items() if entry["_target_"].startswith("rollout_hooks.")}
+    assert len(ours) >= 6
+    for manager, known in (("null", set()), ("rollout_hooks.worker.TreeAgentLoopManager", ours)):
+        program = (
+            "import verl_tree.cpu.platform; from input_cases import resolved\n"
+            "from verl_tree.launch.validation.code import _registered_loops\n"
+            f"print(','.join(_registered_loops(resolved('{MANAGER}={manager}'))))\n"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        )
+        found = set(done.stdout.split()[-1].split(","))
+        assert ours & found == known
+        assert "single_turn_agent" in found

@@ -19,6 +19,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.rows import RowLimits, session_rows
 from rollout_hooks.capture.session_tree import SessionTree
+from verl_tree.cost.model import Work
 from verl_tree.records import CallRun, StoredTree
 from verl_tree.records.page.content import page_content
 from verl_tree.trainer.batching import MiniBatchPlan, RowAssignment
@@ -113,6 +114,29 @@ def test_a_profile_counts_the_trained_tokens_at_the_end_of_the_rows() -> None:
     assert profile.range_work(0, 3).num_tokens == 2 + 1 + 3 + 1
 
 
+def test_rows_that_no_loss_reads_cost_nothing() -> None:
+    """Also where they are between others in DFS order; the group that has only such rows is free."""
+    idle = {
+        "a_0_0": {"response_mask": torch.tensor([0])},
+        "a_0_2": row_of([3, 6, 7, 9], [0, 0, 0, 0], [0.0] * 4),
+        "b_0_0": {"response_mask": torch.tensor([0])},
+    }
+    masked = {key: ROWS.get(key, {}) | idle.get(key, {}) for key in (*ROWS, "a_0_2")}
+    rows = step_rows(masked)
+    assert rows.groups == [[3, 2, 4, 1], [0]]
+    group, free = rows.profiles()
+    # 1 2 3 6 7 and 1 2 3 4, positions 1 and 3 of the group, are what is left; then 8 and 1 2 3 6 7 9.
+    (left, _) = step_rows({key: masked[key] for key in ("a_0_1", "a_1_0", "b_0_0")}).profiles()
+    assert sorted(group.order[:2].tolist()) == [1, 3]
+    assert group.order[2:].tolist() == [0, 2]
+    for start, end in ((0, 2), (0, 1), (1, 2)):
+        assert group.range_work(start, end) == left.range_work(start, end)
+    assert group.range_work(0, 4) == left.range_work(0, 2)
+    assert group.range_work(1, 3) == left.range_work(1, 2)
+    assert group.range_work(2, 4) == free.range_work(0, 1) == Work()
+    assert group.lcp[2:].tolist() == [0, 0]
+
+
 def test_estimators_are_told_keys_tokens_and_response_lengths() -> None:
     told = step_rows(ROWS).select(["a_0_1", "b_0_0"]).announcement(weigh_sessions=True)
     assert told.weigh_sessions
@@ -197,6 +221,16 @@ def test_calls_are_read_by_row_and_rows_that_nobody_recorded_have_none(monkeypat
     del stored["extra_fields"]
     assert made.fetch_calls() == {"a_0_0": (), "a_1_0": ()}
     assert StepRows().fetch_calls() == {}
+
+
+def test_what_the_reward_function_said_may_be_a_field_of_its_own() -> None:
+    """uni-agent writes no `extra_fields`."""
+    row = row_of([3], [1], [-1.0], reward_extra_info={"acc": 0.5})
+    del row["extra_fields"]
+    (tree,) = trees_of({"u_0_0": row})
+    assert (tree.leaves[0].reward_extra_info, tree.leaves[0].calls) == ({"acc": 0.5}, ())
+    (tree,) = trees_of({"u_0_0": row | {"extra_fields": {"reward_extra_info": {"acc": 1.0}}}})
+    assert tree.leaves[0].reward_extra_info == {"acc": 1.0}
 
 
 def tool_reply(prompt: str) -> str:

@@ -60,7 +60,7 @@ def check_agent_loops(config: DictConfig) -> Findings:
             yield refusal_here(config, LOOPS_KEY, f"{where}: {lack}; {ON_PATH}", brings_code=True)
     in_file = {entry["name"] for entry in entries}
     unknown = [(key, name) for key, name in _loops_in_use(config) if name not in in_file]
-    registered = _known_loops(config) if unknown else None
+    registered = _registered_loops(config) if unknown else None
     if registered is None:
         return
     known = sorted({*in_file, *registered})
@@ -110,7 +110,7 @@ def _loops_in_use(config: DictConfig) -> list[tuple[str, Any]]:
     return [*default, *named]
 
 
-def _known_loops(config: DictConfig) -> list[str] | None:
+def _registered_loops(config: DictConfig) -> list[str] | None:
     """Return the loops that every agent loop worker knows; None if the manager has no workers of verl's.
 
     verl's workers know verl's loops and those that the manager's module registers, as ours does.
