@@ -67,6 +67,8 @@ def test_stale_rows_train_in_bypass_mode_on_two_ranks(folder: Path) -> None:
         "algorithm.rollout_correction.bypass_mode=true",
         "algorithm.rollout_correction.rollout_rs=token_k1",
         "algorithm.rollout_correction.rollout_rs_threshold='0.9_1.1'",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode",
+        "++actor_rollout_ref.actor.policy_loss.rollout_correction=${algorithm.rollout_correction}",
         f"trainer.total_training_steps={num_steps}",
     )
     assert sorted(stale) == list(range(1, num_steps + 1))
