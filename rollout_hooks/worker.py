@@ -10,16 +10,18 @@ A failed session takes only itself down. Its prompt ends as "finished" with the 
 import asyncio
 import copy
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 import ray
+import transfer_queue as tq
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from rollout_hooks.capture.errors import describe_error
-from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput
+from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG, WrittenRow, leaf_shapes
+from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput, row_reward
 from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.report import CaptureReport, FailedSession
@@ -37,10 +39,12 @@ PARTITIONS = ("train", "val")
 
 @dataclass(slots=True)
 class _PromptProgress:
-    """The number of a prompt's sessions, and the causes of those that failed without a row."""
+    """The number of a prompt's sessions, the causes of those that failed without a row, and what the others wrote."""
 
     num_sessions: int
     causes: list[str]
+    num_ended: int = 0  # sessions
+    rows: dict[tuple[int, int], WrittenRow] = field(default_factory=dict)  # of training prompts, by session and leaf
 
 
 @dataclass(slots=True)
@@ -113,7 +117,11 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
         run = runner._run_session(sampling_params, trajectory, agent_name=agent_name, trace=trace, **kwargs)
         # The error comes back as a value, because it must not reach the other sessions of the prompt.
         (error,) = await asyncio.gather(run, return_exceptions=True)
+        progress = self._prompts[session.uid]
+        progress.num_ended += 1
         self._settle(session, error)
+        if progress.num_ended == progress.num_sessions and progress.rows:
+            await self._put_leaf_shapes(session.uid, progress)
 
     async def _run_session(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> None:
         """Run one session on the copy; if it fails, keep the leaves that have a reward of their own."""
@@ -148,6 +156,22 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
         self._check_rewards(rows.outputs)
         await super()._agent_loop_postprocess(rows.outputs, validate, **kwargs)
         session.rows = rows
+        if not validate:
+            written = self._prompts[session.uid].rows
+            for leaf, row in enumerate(rows.outputs):
+                written[session.session_id, leaf] = WrittenRow.of(
+                    row.prompt_ids + row.response_ids, response_mask=row.response_mask, reward=row_reward(row)
+                )
+
+    async def _put_leaf_shapes(self, uid: str, progress: _PromptProgress) -> None:
+        """Tag the rows of a prompt whose sessions have all ended with their shapes."""
+        places = sorted(progress.rows)
+        shapes = leaf_shapes([progress.rows[place] for place in places])
+        await tq.async_kv_batch_put(
+            keys=[f"{uid}_{session}_{leaf}" for session, leaf in places],
+            partition_id="train",
+            tags=[{LEAF_SHAPE_TAG: shape.tobytes()} for shape in shapes],
+        )
 
     def _new_tree(self) -> SessionTree:
         # Only our trainer has the group `tree`, with checked values; capture works under other trainers, too.

@@ -91,6 +91,17 @@ class TreeAgentLoopOutput(AgentLoopOutput):
         return scores.float()
 
 
+def row_reward(row: AgentLoopOutput) -> float | None:
+    """Return the reward of a row that verl has scored, the sum of its `rm_scores`.
+
+    It is None if the row is scored later, or is of another class, which may write other scores.
+    """
+    if not isinstance(row, TreeAgentLoopOutput):
+        return None
+    own = row.reward_score if row.leaf_reward is None else row.leaf_reward
+    return None if own is None else own + sum(value for _, value in row.node_rewards)
+
+
 class SessionFailed(RuntimeError):
     """Error of a session that could not be completed.
 

@@ -28,6 +28,7 @@ from verl_tree.records import read_trees
 from verl_tree.testing.local_worker import local_worker
 from verl_tree.trainer.modes import TreePPOTrainerSync
 from verl_tree.trainer.padding import real_rows
+from verl_tree.trainer.step_tokens import fetch_trees
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -190,7 +191,7 @@ def test_advantages_and_stored_trees(folder: Path, writer: str, estimator: str, 
         assert advantages[key].tolist() == pytest.approx([expected * bit for bit in masks[key].tolist()]), key
 
     when = trainer._when(is_validation=False)
-    trainer._log_trees(trainer._step_rows.select(real_rows(batch).keys).fetch_trees(step=1), when)
+    trainer._log_trees(fetch_trees(real_rows(batch), step=1), when)
     trees = read_trees(tmp_path / "step_000001.parquet")
     assert [len(tree.leaves) for tree in trees] == [4, 3]
     rewards = [leaf.reward for tree in trees for leaf in tree.leaves]

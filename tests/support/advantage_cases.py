@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from verl_tree.trainer.advantages import ESTIMATORS, Call, Rows, announce_rows
+from verl_tree.tree import TokenForest
+from verl_tree.tree.shape import ForestShape
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,14 @@ AGENT = DrawnTree(
 DRAWN = {"fork": FORK, "deep": DEEP, "agent": AGENT}
 
 
+def rows_of(
+    *, keys: Sequence[str], sequences: Sequence[np.ndarray], response_lens: Sequence[int], **others: Any
+) -> Rows:
+    """Announce rows whose tokens are known."""
+    uids = [key.rsplit("_", 2)[0] for key in keys]
+    return Rows(keys, ForestShape.of(TokenForest.from_sequences(sequences, merge_keys=uids)), response_lens, **others)
+
+
 def estimate(
     name: str,
     leaves: Sequence[Leaf],
@@ -201,7 +211,7 @@ def estimate(
         rewards[row, 0] += leaf.reward / 2
         rewards[row, lens[row] - 1] += leaf.reward / 2
         mask[row, : lens[row]] = torch.tensor([letter not in leaf.untrained for letter in leaf.response])
-    rows = Rows(
+    rows = rows_of(
         keys=[leaf.key for leaf in leaves],
         sequences=[np.array([ord(letter) for letter in leaf.prompt + leaf.response]) for leaf in leaves],
         response_lens=lens,

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from verl_tree.tree import TokenForest
 from verl_tree.tree.nodes import IntArray
+from verl_tree.tree.shape import ForestShape
 
 FloatArray = NDArray[np.floating]
 
@@ -103,12 +104,21 @@ class WorkProfile:
         Raises:
             ValueError: `trained` does not fit the trajectories.
         """
-        order, lcp = forest.order, forest.lcp
-        lens = forest.sequence_lens[order]
         path_scored, new_scored = _count_scored(forest, trained)
+        return cls.from_shape(ForestShape.of(forest), path_scored=path_scored, new_scored=new_scored)
+
+    @classmethod
+    def from_shape(cls, shape: ForestShape, *, path_scored: IntArray, new_scored: IntArray) -> Self:
+        """Profile a forest whose tokens are elsewhere; see `from_forest`.
+
+        `path_scored` and `new_scored` (S,) count the scored tokens of each leaf, in DFS order: of its whole path, and
+        of what it does not share with the leaf before it.
+        """
+        order, lcp, nodes = shape.order, shape.lcp, shape.nodes
+        lens = shape.sequence_lens[order]
         # Where a node starts inside its first leaf's new tokens, the leaf after its last one departs; see NodeTable.
-        is_cut = forest.node_start > lcp[forest.node_first_leaf]
-        num_cuts = np.bincount(forest.node_last_leaf[is_cut], minlength=len(order))
+        is_cut = nodes.start > lcp[nodes.first_leaf]
+        num_cuts = np.bincount(nodes.last_leaf[is_cut], minlength=len(order))
         pairs = _num_pairs(lens)
         one, none = np.ones_like(lens), np.zeros_like(lens)
         num_nodes = (lens > lcp) + num_cuts
@@ -122,15 +132,35 @@ class WorkProfile:
             cumulative_counts=cumulative_counts,
         )
 
-    def with_idle_leaves(self, leaves: IntArray, *, num_leaves: int) -> Self:
-        """Return the profile of `num_leaves` trajectories: these are the `leaves` (S,) of them, the others are idle.
+    def split(self, sizes: Sequence[int]) -> list[Self]:
+        """Cut the profile of several forests, one after another, into theirs; the `order` of each starts at 0 again.
 
-        Idle trajectories cost nothing. They are last in the order, so no range of the others costs more or less.
+        `sizes` has the number of trajectories of each forest. Those that the profile lacks are idle: they cost nothing,
+        and are last in the order, so that no range of the others costs more or less.
         """
-        idle = np.setdiff1d(np.arange(num_leaves), leaves)
+        bounds = np.cumsum([0, *sizes])
+        num_read = np.bincount(np.searchsorted(bounds, self.order, side="right") - 1, minlength=len(sizes))
+        ends = np.cumsum(num_read)
+        starts = ends - num_read
+        assert not self.lcp[starts[num_read > 0]].any(), "forests share nothing"
+        return [
+            type(self)(
+                order=self.order[start:end] - first,
+                lcp=self.lcp[start:end],
+                path_counts=self.path_counts[start:end],
+                cumulative_counts=self.cumulative_counts[start : end + 1] - self.cumulative_counts[start],
+            )._with_idle_leaves(size)
+            for start, end, first, size in zip(starts.tolist(), ends.tolist(), bounds[:-1].tolist(), sizes, strict=True)
+        ]
+
+    def _with_idle_leaves(self, num_leaves: int) -> Self:
+        """Return the profile of `num_leaves` trajectories, of which those that are not in this one are idle."""
+        if num_leaves == self.num_leaves:
+            return self
+        idle = np.setdiff1d(np.arange(num_leaves), self.order)
         none = np.zeros((len(idle), self.path_counts.shape[1]), dtype=np.int64)
         return type(self)(
-            order=np.concatenate([leaves[self.order], idle]),
+            order=np.concatenate([self.order, idle]),
             lcp=np.concatenate([self.lcp, np.zeros_like(idle)]),
             path_counts=np.concatenate([self.path_counts, none]),
             cumulative_counts=np.concatenate([self.cumulative_counts, self.cumulative_counts[-1] + none]),

@@ -6,7 +6,7 @@ What differs from `PPOTrainer` (verl 0.9.1), each through an overridden method:
   (`batching`). The order does not depend on when rows arrived. The workers' fitted cost model balances the ranks.
   Advantages, metrics and dumps leave padding rows out (`padding`).
 - Workers (`_init_resource_pool_mgr`, `_update_*`) cut mini-batches as planned here (`worker`).
-- Estimators (`_compute_advantage`) are told the session and the tokens of every row (`advantages`).
+- Estimators (`_compute_advantage`) are told the session and the place in the tree of every row (`advantages`).
 - Failed sessions and prompts (`step`, `_validate`) are counted and printed with their cause.
 - Replayed rollouts come back with all their leaves (`replay`).
 - Trees (`step`, `_validate`) are stored and shown (`tree_log`).
@@ -55,6 +55,7 @@ from verl_tree.trainer.restored import next_prompt_number, numbered_uid, trained
 from verl_tree.trainer.row_check import check_step_rows
 from verl_tree.trainer.staleness import staleness_metrics
 from verl_tree.trainer.step_rows import StepRows
+from verl_tree.trainer.step_tokens import fetch_calls, fetch_cells, fetch_steps, fetch_trees, flat_counts
 from verl_tree.trainer.tree_log import TreeLog, When
 from verl_tree.trainer.update_metrics import as_numbers, step_metrics, take_tree_metrics
 from verl_tree.trainer.worker import TreeActorRolloutRefWorker, TreeTrainingWorker
@@ -144,7 +145,8 @@ class TreeTrainer(PPOTrainer):
         metrics["tree/cut_groups"] = float(assignment.num_cut_groups)
         metrics["tree/cut_tokens"] = float(assignment.num_lost_tokens)
         if not self.config.tree.enabled:
-            metrics.update(as_numbers(sum([rows.flat_counts(assignment)] * actor.ppo_epochs, ForestCounts())))
+            counts = flat_counts(fetch_cells(rows, assignment))
+            metrics.update(as_numbers(sum([counts] * actor.ppo_epochs, ForestCounts())))
 
         batch = append_padding_rows(batch, num_rows=assignment.num_padding, eos_token_id=self.tokenizer.eos_token_id)
         batch.reorder(list(assignment.row_order))
@@ -175,7 +177,8 @@ class TreeTrainer(PPOTrainer):
             # verl raises this if no prompt has a trajectory, and cannot say why.
             self._report_failures("train")
             raise
-        rows = self._step_rows.select(real_rows(batch).keys)
+        trained = real_rows(batch)
+        rows = self._step_rows.select(trained.keys)
         self._step_rows = StepRows()
         metrics.update(step_metrics(self._updates))
         metrics.update(session_metrics(rows.keys, rewards=rows.rewards))
@@ -185,7 +188,8 @@ class TreeTrainer(PPOTrainer):
         with marked_timer("tree_log", timing_raw):
             when = self._when(is_validation=False)
             if self._tree_log.wants(when):
-                self._log_trees(rows.fetch_trees(step=when.step), when)
+                max_trees = self._tree_log.max_trees(when)
+                self._log_trees(fetch_trees(trained, step=when.step, max_trees=max_trees), when)
         return batch
 
     @override
@@ -204,7 +208,7 @@ class TreeTrainer(PPOTrainer):
         rows = self._step_rows.select(real.keys)
         told = rows.announcement(weigh_sessions=self._weighs_sessions)
         if self.config.algorithm.adv_estimator == "gigpo":
-            told = replace(told, calls=rows.fetch_steps())
+            told = replace(told, calls=fetch_steps(rows))
         with advantages.announce_rows(told):
             written = super()._compute_advantage(real, metrics)
         return fill_padding_rows(batch, written=written)
@@ -266,9 +270,7 @@ class TreeTrainer(PPOTrainer):
         trees: list[StoredTree] = []
         # verl clears each batch before it samples the next, so trees are read as their rows are sampled.
         buffer = self.replay_buffer
-        watched = WatchedBuffer(
-            buffer, on_sample=lambda batch: trees.extend(StepRows.fetch(batch).fetch_trees(step=when.step))
-        )
+        watched = WatchedBuffer(buffer, on_sample=lambda batch: trees.extend(fetch_trees(batch, step=when.step)))
         self.replay_buffer = cast(ReplayBuffer, watched)
         try:
             yield
@@ -304,7 +306,7 @@ class TreeTrainer(PPOTrainer):
         if self.trainer_mode == "sync":
             return {}
         # The rollout got the current weights after the step before.
-        metrics = staleness_metrics(rows.fetch_calls(), version=self.global_steps - 1)
+        metrics = staleness_metrics(fetch_calls(rows), version=self.global_steps - 1)
         if isinstance(self.replay_buffer, TreeReplayBufferAsync):
             metrics.update(self.replay_buffer.drain_dropped().metrics())
         return metrics

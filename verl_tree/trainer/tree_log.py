@@ -52,6 +52,11 @@ class TreeLog:
         """Return whether the trees of that time are stored or shown."""
         return self.dump_dir is not None or self._shows(when)
 
+    def max_trees(self, when: When) -> int | None:
+        """Return how many of a training step's trees are needed, the first ones; None: all, because all are stored."""
+        assert self.wants(when)
+        return None if self.dump_dir is not None else NUM_SHOWN
+
     def log(
         self, trees: Sequence[StoredTree], when: When, *, tokenizer: Tokenizer | None, wandb: ModuleType | None
     ) -> None:

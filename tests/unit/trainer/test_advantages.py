@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("verl")
 
-from advantage_cases import DRAWN, DrawnTree, Leaf, estimate
+from advantage_cases import DRAWN, DrawnTree, Leaf, estimate, rows_of
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, get_adv_estimator_fn
 
 from verl_tree.trainer.advantages import (
     ESTIMATORS,
     Call,
-    Rows,
     SessionTrees,
     announce_rows,
     intra_tree_advantages,
@@ -111,7 +110,7 @@ def test_leaf_estimators_read_rewards_and_mask_as_verls_grpo(seed: int, name: st
         keys.append(f"{uid}_{sessions[uid]}_0")
         sessions[uid] += 1
     sequences = [np.array([1, row]) for row in range(len(keys))]
-    with announce_rows(Rows(keys=keys, sequences=sequences, response_lens=[1] * len(keys))):
+    with announce_rows(rows_of(keys=keys, sequences=sequences, response_lens=[1] * len(keys))):
         advantages, returns = ESTIMATORS[name](
             token_level_rewards=rewards,
             response_mask=mask,
@@ -260,7 +259,7 @@ def test_estimators_are_registered_with_verl_and_need_the_rows(name: str) -> Non
         estimator(**arguments)
     sequences = [np.array([1, 2, 3]), np.array([1, 2, 4])]
     calls = [[Call(1, 3)], [Call(1, 3)]]
-    with announce_rows(Rows(keys=["a_0_0", "a_1_0"], sequences=sequences, response_lens=[2, 2], calls=calls)):
+    with announce_rows(rows_of(keys=["a_0_0", "a_1_0"], sequences=sequences, response_lens=[2, 2], calls=calls)):
         advantages, _ = estimator(**arguments)
     assert torch.equal(advantages, torch.zeros(2, 3))
     with pytest.raises(ValueError, match="of 0 rows"):

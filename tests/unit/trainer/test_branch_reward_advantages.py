@@ -5,12 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from advantage_cases import rows_of
 from branch_reward_cases import decode, drawn_rows, encode, session, written
 from verl import DataProto
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
-from verl_tree.trainer.advantages import ESTIMATORS, Rows, announce_rows
+from verl_tree.trainer.advantages import ESTIMATORS, announce_rows
 from verl_tree.trainer.calls import calls_of_row
 
 
@@ -26,7 +27,7 @@ def is_trained(row):
 def estimate(name, rows_by_key):
     """Advantages by the letter of each leaf's trained tokens, not divided by a standard deviation."""
     rows = list(rows_by_key.values())
-    announced = Rows(
+    announced = rows_of(
         keys=list(rows_by_key),
         sequences=[torch.cat([row["prompts"], row["responses"]]).numpy() for row in rows],
         response_lens=[len(row["responses"]) for row in rows],

@@ -11,13 +11,20 @@ from hypothesis import strategies as st
 
 pytest.importorskip("verl")
 
-from advantage_cases import DRAWN, DrawnTree, Leaf, estimate
+from advantage_cases import DRAWN, DrawnTree, Leaf, estimate, rows_of
 from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
 from verl_tree.launch.composition import compose_config
 from verl_tree.trainer.advantages import ESTIMATORS, Call, Rows, announce_rows, gigpo_advantages
 from verl_tree.trainer.calls import calls_of_row
+from verl_tree.tree import TokenForest
+from verl_tree.tree.shape import ForestShape
+
+
+def shape_of(sequences: list[np.ndarray]) -> ForestShape:
+    return ForestShape.of(TokenForest.from_sequences(sequences))
+
 
 # The tree of docs/advantages.md; t is a tool's token:
 #
@@ -25,8 +32,9 @@ from verl_tree.trainer.calls import calls_of_row
 #                    └─ c   r = 0
 # session 1:  P a t d       r = 1
 P, A, T, B, C, D = range(6)
+SEQUENCES = [np.array([P, A, T, B]), np.array([P, A, T, C]), np.array([P, A, T, D])]
 TREE = {
-    "sequences": [np.array([P, A, T, B]), np.array([P, A, T, C]), np.array([P, A, T, D])],
+    "shape": shape_of(SEQUENCES),
     "response_lens": [3, 3, 3],
     "calls": [[Call(1, 2), Call(3, 4)]] * 3,
     "groups": ["u"] * 3,
@@ -39,7 +47,7 @@ def test_the_first_tree_of_the_page() -> None:
     # From P: a of session 0 with the mean of 1 and 0, d with 1. From P a: b 1, c 0. tree_grpo: 1/4, -3/4, 1/4
     got = gigpo_advantages(
         [[0.0, 1.0], [0.0, 0.0], [1.0, 0.0]],
-        sequences=[np.array([P, A, B]), np.array([P, A, C]), np.array([P, D])],
+        shape=shape_of([np.array([P, A, B]), np.array([P, A, C]), np.array([P, D])]),
         response_lens=[2, 2, 1],
         calls=[[Call(1, 2), Call(2, 3)], [Call(1, 2), Call(2, 3)], [Call(1, 2)]],
         groups=["u"] * 3,
@@ -52,7 +60,7 @@ def test_the_first_tree_of_the_page() -> None:
 def test_the_options_are_those_of_a_composed_command() -> None:
     options = ["algorithm.gamma=0.5", "algorithm.gigpo.step_advantage_w=3"]
     config = compose_config(["profile=cpu", "algorithm.adv_estimator=gigpo", *options])
-    rows = Rows(["u_0_0", "u_0_1", "u_1_0"], TREE["sequences"], TREE["response_lens"], calls=TREE["calls"])
+    rows = Rows(["u_0_0", "u_0_1", "u_1_0"], TREE["shape"], TREE["response_lens"], calls=TREE["calls"])
     with announce_rows(rows):
         got, _ = ESTIMATORS["gigpo"](
             token_level_rewards=torch.tensor(REWARDS, dtype=torch.float64),
@@ -93,7 +101,8 @@ def test_a_key_of_the_loop_is_the_state() -> None:
 
 def test_a_step_of_several_leaves_counts_once() -> None:
     """A third leaf below a session's step moves that step's mean, but adds no step to its state."""
-    more = {name: [*values, values[0]] for name, values in TREE.items()} | {"sessions": [0, 0, 1, 0]}
+    repeated = {name: [*values, values[0]] for name, values in TREE.items() if name != "shape"}
+    more = repeated | {"shape": shape_of([*SEQUENCES, SEQUENCES[0]]), "sessions": [0, 0, 1, 0]}
     got = gigpo_advantages([*REWARDS, [0.0, 0.0, 1.0]], **more, gamma=0.5, normalize_by_std=False)
     # From P: (1/2 + 0 + 1/2) / 3 and 1/2, mean 5/12. b twice is one step. tree_grpo: 2/3 and 1, mean 5/6.
     assert got[0] == pytest.approx([1 / 6 - 1 / 12] * 2 + [1 / 6 + 1 / 3])
@@ -105,7 +114,7 @@ def test_what_comes_before_the_first_call_and_calls_in_the_prompt_have_no_step()
     """A prompt written anew holds a call (of another row); the response begins with what was read."""
     got = gigpo_advantages(
         [[1.0, 0.0], [0.0, 0.0]],
-        sequences=[np.array([1, 2, 3, 4]), np.array([1, 2, 3, 5])],
+        shape=shape_of([np.array([1, 2, 3, 4]), np.array([1, 2, 3, 5])]),
         response_lens=[2, 2],
         calls=[[Call(0, 2), Call(3, 4)]] * 2,
         groups=["u", "u"],
@@ -130,7 +139,7 @@ def test_where_every_state_is_distinct_it_is_verls_grpo(name: str) -> None:
     generator = np.random.default_rng(1)
     rewards = torch.tensor(generator.normal(size=(6, 5)))
     uids = np.array(["u", "v", "u", "u", "v", "v"], dtype=object)
-    rows = Rows(
+    rows = rows_of(
         keys=[f"{uid}_{row}_0" for row, uid in enumerate(uids)],
         sequences=[np.arange(7)] * 6,
         response_lens=[5] * 6,

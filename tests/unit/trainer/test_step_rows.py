@@ -1,10 +1,13 @@
-"""The rows of a step: found by their keys, and turned into trees; TransferQueue itself is in tests/e2e."""
+"""The rows of a step: found by their keys, profiled from shapes. TransferQueue itself is in tests/e2e."""
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("verl")
 
@@ -16,14 +19,18 @@ from transfer_queue import KVBatchMeta
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
+from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG, WrittenRow, leaf_shapes
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.rows import RowLimits, session_rows
 from rollout_hooks.capture.session_tree import SessionTree
-from verl_tree.cost.model import Work
+from verl_tree.cost.model import Work, WorkProfile
 from verl_tree.records import CallRun, StoredTree
 from verl_tree.records.page.content import page_content
-from verl_tree.trainer.batching import MiniBatchPlan, RowAssignment
-from verl_tree.trainer.step_rows import StepRows
+from verl_tree.trainer import step_rows as step_rows_module
+from verl_tree.trainer import step_tokens
+from verl_tree.trainer.batching import MiniBatchPlan, RowAssignment, group_rows
+from verl_tree.trainer.step_rows import StepRows, shapes_of_columns
+from verl_tree.trainer.step_tokens import cells_of, fetch_calls, fetch_trees, flat_counts
 from verl_tree.tree import TokenForest
 
 TAG = {"min_global_steps": 3, "max_global_steps": 4}
@@ -43,15 +50,17 @@ def row_of(response: Sequence[int], mask: Sequence[int], log_probs: Sequence[flo
     return row | values
 
 
-def step_rows(rows: dict[str, dict[str, Any]], *, tag: dict[str, int] = TAG) -> StepRows:
-    columns = list_of_dict_to_tensordict(list(rows.values()))
-    return StepRows.from_columns(list(rows), tags=[tag] * len(rows), columns=columns)
+def columns_of(rows: dict[str, dict[str, Any]]) -> TensorDict:
+    return list_of_dict_to_tensordict(list(rows.values()))
+
+
+def step_rows(rows: dict[str, dict[str, Any]]) -> StepRows:
+    """Make the rows of a step as the driver finds them where their writers gave no shape."""
+    return StepRows(list(rows), shapes_of_columns(list(rows), columns_of(rows)))
 
 
 def trees_of(rows: dict[str, dict[str, Any]], *, tag: dict[str, int] = TAG, step: int = 0) -> list[StoredTree]:
-    """Make the trees of rows that are all still there at the end of the step."""
-    columns = list_of_dict_to_tensordict(list(rows.values()))
-    return step_rows(rows, tag=tag).trees(step=step, columns=columns)
+    return step_tokens.trees_of(list(rows), tags=[tag] * len(rows), columns=columns_of(rows), step=step)
 
 
 ROWS = {
@@ -81,30 +90,21 @@ def test_rows_become_trees_in_the_order_of_groups_sessions_and_leaves() -> None:
 
 def test_what_becomes_known_later_is_found_for_the_row_it_belongs_to() -> None:
     """Rows were reordered and one was dropped; rollout correction took a token out of the mask."""
-    sampled = step_rows({key: row | {"rm_scores": torch.ones(len(row["responses"]))} for key, row in ROWS.items()})
     keys = ["a_0_1", "b_0_0", "a_1_0"]
-    kept = sampled.select(keys)
-    assert kept.keys == keys
-    assert kept.rewards.tolist() == [3.0, 1.0, 2.0]
-    results = [ROWS[key] | {"advantages": torch.full((len(ROWS[key]["responses"]),), float(len(key)))} for key in keys]
-    results[0] |= {"response_mask": torch.tensor([1, 0, 0])}
-    trees = kept.trees(step=1, columns=list_of_dict_to_tensordict(results))
+    results = {
+        key: ROWS[key]
+        | {
+            "advantages": torch.full((len(ROWS[key]["responses"]),), float(len(key))),
+            "rm_scores": torch.ones(len(ROWS[key]["responses"])),
+        }
+        for key in keys
+    }
+    results["a_0_1"] |= {"response_mask": torch.tensor([1, 0, 0])}
+    trees = trees_of(results, step=1)
     assert [[(leaf.session, leaf.leaf) for leaf in tree.leaves] for tree in trees] == [[(0, 1), (1, 0)], [(0, 0)]]
     assert trees[0].leaves[0].is_trained.tolist() == [False, False, True, False, False]
     assert [leaf.token_rewards.sum() for tree in trees for leaf in tree.leaves] == [3.0, 2.0, 1.0]
     assert [len(leaf.token_advantages) for tree in trees for leaf in tree.leaves] == [3, 2, 1]
-
-
-def test_a_forest_is_made_once_for_the_same_rows_and_again_for_others() -> None:
-    rows = step_rows(ROWS)
-    assert [profile.num_leaves for profile in rows.profiles()] == [3, 1]
-    columns = list_of_dict_to_tensordict(list(ROWS.values()))
-    first, again = (rows.trees(step=1, columns=columns)[0].forest() for _ in range(2))
-    assert first is again
-    assert first.num_tokens == TokenForest.from_sequences([[1, 2, 8], [1, 2, 3, 6, 7], [1, 2, 3, 4]]).num_tokens
-    fewer = rows.select(["a_0_1", "a_1_0"])
-    columns = list_of_dict_to_tensordict([ROWS["a_0_1"], ROWS["a_1_0"]])
-    assert fewer.trees(step=1, columns=columns)[0].forest().num_leaves == 2
 
 
 def test_a_profile_counts_the_trained_tokens_at_the_end_of_the_rows() -> None:
@@ -137,18 +137,21 @@ def test_rows_that_no_loss_reads_cost_nothing() -> None:
     assert group.lcp[2:].tolist() == [0, 0]
 
 
-def test_estimators_are_told_keys_tokens_and_response_lengths() -> None:
-    told = step_rows(ROWS).select(["a_0_1", "b_0_0"]).announcement(weigh_sessions=True)
+def test_estimators_are_told_keys_shape_and_response_lengths() -> None:
+    """In verl's order, in which rows of a group need not be neighbours."""
+    told = step_rows(ROWS).select(["a_0_1", "b_0_0", "a_1_0", "a_0_0"]).announcement(weigh_sessions=True)
     assert told.weigh_sessions
-    assert told.keys == ["a_0_1", "b_0_0"]
-    assert [ids.tolist() for ids in told.sequences] == [[1, 2, 3, 6, 7], [1, 2, 5]]
-    assert told.response_lens == [3, 1]
-    assert (told.groups, told.sessions) == (["a", "b"], [0, 0])
+    assert told.keys == ["a_0_1", "b_0_0", "a_1_0", "a_0_0"]
+    # a: 1 2 3 4 (row 2), 1 2 3 6 7 (row 0), 1 2 8 (row 3); b: 1 2 5 (row 1).
+    assert told.shape.order.tolist() == [2, 0, 3, 1]
+    assert told.shape.lcp.tolist() == [0, 3, 2, 0]
+    assert told.shape.sequence_lens.tolist() == [5, 3, 4, 3]
+    assert told.response_lens == [3, 1, 2, 1]
+    assert (told.groups, told.sessions) == (["a", "b", "a", "a"], [0, 0, 1, 0])
 
 
 def test_flat_counts_are_of_the_cells_that_a_tree_engine_would_share() -> None:
     sequences = ([1, 2, 3], [1, 2, 4, 5], [1, 2, 3], [9])
-    rows = [{"input_ids": torch.tensor(row), "response_mask": torch.ones(1)} for row in sequences]
     # Cells: rows 0 and 1 (7 flat, 5 tree tokens); row 2 and padding (3, 3); row 3 (1, 1); padding alone (nothing).
     assignment = RowAssignment(
         row_order=(0, 1, 2, 4, 3, 5, 6, 7),
@@ -158,7 +161,9 @@ def test_flat_counts_are_of_the_cells_that_a_tree_engine_would_share() -> None:
         num_cut_groups=0,
         num_lost_tokens=0,
     )
-    counts = step_rows({f"u_{row}_0": columns for row, columns in enumerate(rows)}).flat_counts(assignment)
+    cells = list(cells_of(["0", "1", "2", "3"], assignment))
+    assert cells == [["0", "1"], ["2"], ["3"]]
+    counts = flat_counts([np.array(sequences[int(key)]) for key in cell] for cell in cells)
     assert (counts.num_flat_tokens, counts.num_tree_tokens, counts.num_packed_tokens) == (11, 9, 11)
     assert counts.num_leaves == 4
     metrics = counts.metrics()
@@ -180,7 +185,124 @@ def test_a_row_that_was_not_read_in_this_step_is_an_error() -> None:
 
 def test_an_empty_step_has_no_tree() -> None:
     rows = StepRows.fetch(KVBatchMeta(partition_id="train", keys=[], tags=[]))
-    assert (rows.keys, rows.groups, rows.fetch_trees(step=1)) == ([], [], [])
+    assert (rows.keys, rows.groups, rows.profiles()) == ([], [], [])
+    assert fetch_trees(KVBatchMeta(partition_id="train", keys=[], tags=[]), step=1) == []
+
+
+@st.composite
+def drawn_groups(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
+    """Rows over two tokens: duplicates, prefixes, several roots and sessions, rows without a trained token."""
+    rows = {}
+    for uid in range(draw(st.integers(1, 3))):
+        for session in range(draw(st.integers(1, 3))):
+            for leaf in range(draw(st.integers(1, 4))):
+                tokens = draw(st.lists(st.integers(0, 1), min_size=1, max_size=7))
+                mask = draw(st.lists(st.integers(0, 1), min_size=1, max_size=len(tokens)))
+                rows[f"{uid}_{session}_{leaf}"] = {
+                    "input_ids": torch.tensor(tokens),
+                    "response_mask": torch.tensor(mask),
+                }
+    return {key: rows[key] for key in draw(st.permutations(list(rows)))}
+
+
+def tagged(rows: dict[str, dict[str, Any]], *, rewards: Sequence[float] | None = None) -> KVBatchMeta:
+    """Make the batch of rows with the tags that our agent loop workers write."""
+    keys = list(rows)
+    written = [
+        WrittenRow.of(row["input_ids"], response_mask=row["response_mask"], reward=reward)
+        for row, reward in zip(rows.values(), rewards or [0.5] * len(rows), strict=True)
+    ]
+    tags: list[dict[str, Any]] = [{} for _ in keys]
+    for group in group_rows(keys):
+        for row, shape in zip(group, leaf_shapes([written[row] for row in group]), strict=True):
+            tags[row][LEAF_SHAPE_TAG] = shape.tobytes()
+    return KVBatchMeta(partition_id="train", keys=keys, tags=tags)
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(rows=drawn_groups())
+def test_profiles_of_tags_are_those_of_the_tokens(rows: dict[str, dict[str, Any]]) -> None:
+    profiles = StepRows.fetch(tagged(rows)).profiles()
+    for group, profile in zip(group_rows(list(rows)), profiles, strict=True):
+        own = [rows[list(rows)[row]] for row in group]
+        masks = []
+        for row in own:
+            num_tokens, num_masked = len(row["input_ids"]), len(row["response_mask"])
+            masks.append(np.array([0] * (num_tokens - num_masked) + row["response_mask"].tolist(), dtype=bool))
+        read = [place for place, mask in enumerate(masks) if mask[1:].any()]
+        forest = TokenForest.from_sequences([own[place]["input_ids"].numpy() for place in read])
+        expected = WorkProfile.from_forest(forest, trained=[masks[place] for place in read])
+        idle = [place for place in range(len(own)) if place not in read]
+        assert profile.order.tolist() == [read[leaf] for leaf in expected.order.tolist()] + idle
+        for name in ("lcp", "path_counts"):
+            values, known = getattr(profile, name), getattr(expected, name)
+            np.testing.assert_array_equal(values[: len(read)], known, err_msg=name)
+            assert not values[len(read) :].any(), "rows that no loss reads are free"
+        sums, known = profile.cumulative_counts, expected.cumulative_counts
+        np.testing.assert_array_equal(sums[: len(known)], known)
+        assert (sums[len(known) :] == known[-1]).all()
+
+
+def test_the_bytes_that_reach_the_driver_do_not_depend_on_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read but the tags, and these are as long for rows of ten times the tokens."""
+
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("the driver reads a column")
+
+    monkeypatch.setattr(step_rows_module, "fetch", read)
+    num_bytes = []
+    for repeat in (1, 10):
+        longer = {
+            key: {name: row[name].repeat(repeat) for name in ("input_ids", "response_mask")}
+            for key, row in ROWS.items()
+        }
+        batch = tagged(longer, rewards=[1.0, 2.0, 3.0, 4.0])
+        rows = StepRows.fetch(batch)
+        assert rows.rewards.tolist() == [1.0, 2.0, 3.0, 4.0]
+        assert [int(profile.path_counts[:, 0].sum()) for profile in rows.profiles()] == [12 * repeat, 3 * repeat]
+        num_bytes.append(len(pickle.dumps(batch)))
+    assert num_bytes[0] == num_bytes[1]
+
+
+@pytest.mark.parametrize("missing", ["tag", "row"])
+def test_tokens_are_read_once_a_shape_is_missing_and_the_log_says_so_once(
+    missing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A row of others has no tag; where a row between two others was dropped, what these share is not known."""
+    rows = {key: row | {"rm_scores": torch.full((len(row["responses"]),), 0.25)} for key, row in ROWS.items()}
+    batch = tagged(rows)
+    if missing == "tag":
+        del batch.tags[1][LEAF_SHAPE_TAG]
+    else:
+        # 1 2 3 6 7 stands between 1 2 3 4 and 1 2 8.
+        rows = {key: row for key, row in rows.items() if key != "a_0_1"}
+        batch = batch.select_keys(list(rows))
+
+    def read(keys: Sequence[str], names: Sequence[str], *, partition_id: str) -> TensorDict:
+        assert partition_id == "train"
+        return columns_of({key: {name: rows[key][name] for name in names} for key in keys})
+
+    monkeypatch.setattr(step_rows_module, "fetch", read)
+    step_rows_module._tell_missing_shapes.cache_clear()
+    for _ in range(2):
+        fetched = StepRows.fetch(batch)
+    expected = step_rows(rows)
+    np.testing.assert_array_equal(fetched.shapes["num_shared"], expected.shapes["num_shared"])
+    assert fetched.rewards.tolist() == [0.25 * len(row["responses"]) for row in rows.values()]
+    assert len([record for record in caplog.records if LEAF_SHAPE_TAG in record.getMessage()]) == 1
+
+
+def test_rows_that_are_scored_later_have_their_rewards_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_names = []
+
+    def read(keys: Sequence[str], names: Sequence[str], *, partition_id: str) -> TensorDict:  # noqa: ARG001
+        read_names.append(names)
+        return columns_of({key: {"rm_scores": torch.tensor([0.5, 0.25])} for key in keys})
+
+    monkeypatch.setattr(step_rows_module, "fetch", read)
+    rows = StepRows.fetch(tagged(ROWS, rewards=[np.nan] * len(ROWS)))
+    assert rows.rewards.tolist() == [0.75] * len(ROWS)
+    assert read_names == [("rm_scores",)]
 
 
 def test_recorded_calls_say_which_log_probs_are_of_sampled_tokens() -> None:
@@ -217,10 +339,10 @@ def test_calls_are_read_by_row_and_rows_that_nobody_recorded_have_none(monkeypat
         return stored.select(*select_fields, strict=False)
 
     monkeypatch.setattr(tq, "kv_batch_get", read)
-    assert made.fetch_calls() == {"a_0_0": (CallRun(0, "root", 2, 3, 6, 7),), "a_1_0": ()}
+    assert fetch_calls(made) == {"a_0_0": (CallRun(0, "root", 2, 3, 6, 7),), "a_1_0": ()}
     del stored["extra_fields"]
-    assert made.fetch_calls() == {"a_0_0": (), "a_1_0": ()}
-    assert StepRows().fetch_calls() == {}
+    assert fetch_calls(made) == {"a_0_0": (), "a_1_0": ()}
+    assert fetch_calls(StepRows()) == {}
 
 
 def test_what_the_reward_function_said_may_be_a_field_of_its_own() -> None:

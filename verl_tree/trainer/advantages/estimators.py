@@ -32,8 +32,8 @@ def _on_nodes(
     rewards_R: np.ndarray, *, advantages: Callable[..., np.ndarray], rows: Rows, width: int, normalize_by_std: bool
 ) -> np.ndarray:
     """Give every token the advantage of its node: (R, width)."""
-    trees = SessionTrees.from_leaves(
-        rows.sequences,
+    trees = SessionTrees.from_shape(
+        rows.shape,
         rewards=rewards_R,
         groups=rows.groups,
         sessions=rows.sessions,
@@ -70,7 +70,7 @@ def _gigpo(
     assert rows.calls is not None, "the trainer announces calls to gigpo"
     values = gigpo_advantages(
         token_level_rewards.double().numpy(),
-        sequences=rows.sequences,
+        shape=rows.shape,
         response_lens=rows.response_lens,
         calls=rows.calls,
         groups=rows.groups,

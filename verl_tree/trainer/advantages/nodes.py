@@ -1,7 +1,8 @@
 """One advantage per node of a session's token tree: `treerl` and `treepo` (docs/advantages.md).
 
-The trajectories of a session, prompt and response, form a token tree (`TokenForest`). The value V of a node is the mean
-reward of the leaves below it. Above the roots of a prompt's sessions stands the group with all their leaves::
+The trajectories of a session, prompt and response, form a token tree, of which only the shape is needed. The value V of
+a node is the mean reward of the leaves below it. Above the roots of a prompt's sessions stands the group with all their
+leaves::
 
     group  ──┬── session 0 ── P a ─┬─ b    r = 1          V(group) = 2/3, 3 leaves
              │                     └─ c    r = 0          V(P a) = 1/2, 2 leaves
@@ -24,6 +25,7 @@ from numpy.typing import ArrayLike
 from verl_tree.trainer.advantages.leaves import EPSILON, dense_ids, leaf_weights, one_per_leaf
 from verl_tree.tree import TokenForest
 from verl_tree.tree.nodes import IntArray
+from verl_tree.tree.shape import ForestShape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +36,7 @@ class SessionTrees:
     count in that node's value, and their tokens get the advantages of the nodes on their path.
     """
 
-    forest: TokenForest  # The trees
+    shape: ForestShape  # The trees
     value_N: np.ndarray  # (N,) mean reward below each node
     num_leaves_N: IntArray  # (N,) leaves below it
     group_value_N: np.ndarray  # (N,) mean reward of the node's group, over leaves or sessions
@@ -59,8 +61,24 @@ class SessionTrees:
         Raises:
             ValueError: The arguments differ in length.
         """
-        rewards_R = one_per_leaf(rewards, sequences=sequences, groups=groups, sessions=sessions)
-        forest = TokenForest.from_sequences(sequences, merge_keys=list(zip(groups, sessions, strict=True)))
+        one_per_leaf(rewards, sequences=sequences, groups=groups, sessions=sessions)
+        shape = ForestShape.of(TokenForest.from_sequences(sequences))
+        return cls.from_shape(shape, rewards=rewards, groups=groups, sessions=sessions, weigh_sessions=weigh_sessions)
+
+    @classmethod
+    def from_shape(
+        cls,
+        shape: ForestShape,
+        *,
+        rewards: ArrayLike,
+        groups: Sequence[Hashable],
+        sessions: Sequence[Hashable],
+        weigh_sessions: bool = False,
+    ) -> Self:
+        """Build the trees from the shape of any forest of the trajectories; see `from_leaves`."""
+        rewards_R = one_per_leaf(rewards, order=shape.order.tolist(), groups=groups, sessions=sessions)
+        shape = shape.split(list(zip(groups, sessions, strict=True)))
+        nodes = shape.nodes
         group_R = dense_ids(groups)
         num_leaves_G = np.bincount(group_R)
         first_leaf_G = np.unique(group_R, return_index=True)[1]
@@ -75,12 +93,12 @@ class SessionTrees:
         std_G = np.where(is_alone_G, 1.0, np.sqrt(squares_G / unbiased_G))
 
         # Sums over first_leaf..last_leaf. The zero at the end is for a last_leaf of R.
-        bounds = np.stack([forest.node_first_leaf, forest.node_last_leaf], axis=1).ravel()
-        sum_N = np.add.reduceat(np.append(relative_R[forest.order], 0.0), bounds)[::2]
-        num_leaves_N = forest.node_last_leaf - forest.node_first_leaf
-        group_N = group_R[forest.node_sequence]
+        bounds = np.stack([nodes.first_leaf, nodes.last_leaf], axis=1).ravel()
+        sum_N = np.add.reduceat(np.append(relative_R[shape.order], 0.0), bounds)[::2]
+        num_leaves_N = nodes.last_leaf - nodes.first_leaf
+        group_N = group_R[shape.order[nodes.first_leaf]]
         return cls(
-            forest=forest,
+            shape=shape,
             value_N=sum_N / num_leaves_N,
             num_leaves_N=num_leaves_N,
             group_value_N=value_G[group_N],
@@ -93,16 +111,16 @@ class SessionTrees:
 
         `values_N` (N,) is one number per node. The last `response_lens` tokens of each sequence are its response.
         """
-        forest = self.forest
-        spans = list(zip(forest.node_start.tolist(), forest.node_end.tolist(), strict=True))
-        first_nodes = np.searchsorted(forest.node_first_leaf, np.arange(forest.num_leaves + 1)).tolist()
-        result = np.zeros((forest.num_leaves, width))
+        shape, nodes = self.shape, self.shape.nodes
+        spans = list(zip(nodes.start.tolist(), nodes.end.tolist(), strict=True))
+        first_nodes = np.searchsorted(nodes.first_leaf, np.arange(shape.num_leaves + 1)).tolist()
+        result = np.zeros((shape.num_leaves, width))
         # In DFS order a row has the values of the row before it, except on nodes that begin with this row.
-        values = np.zeros(forest.sequence_lens.max(initial=0))
-        for row, (start, end) in zip(forest.order.tolist(), pairwise(first_nodes), strict=True):
+        values = np.zeros(shape.sequence_lens.max(initial=0))
+        for row, (start, end) in zip(shape.order.tolist(), pairwise(first_nodes), strict=True):
             for node in range(start, end):
                 values[slice(*spans[node])] = values_N[node]
-            row_len, response_len = forest.sequence_lens[row], response_lens[row]
+            row_len, response_len = shape.sequence_lens[row], response_lens[row]
             assert response_len <= min(row_len, width)
             result[row, :response_len] = values[row_len - response_len : row_len]
         return result
@@ -119,7 +137,7 @@ def treerl_advantages(trees: SessionTrees, *, normalize_by_std: bool = True, eps
     The result is (N,) float64, exactly 0 in a group of equal rewards. `normalize_by_std` divides by the group's
     standard deviation plus `epsilon`.
     """
-    parent_N = trees.forest.node_parent
+    parent_N = trees.shape.nodes.parent
     parent_value_N = np.where(parent_N >= 0, trees.value_N[parent_N], trees.group_value_N)
     total_N = (trees.value_N - trees.group_value_N) + (trees.value_N - parent_value_N)
     advantages_N = total_N / (2.0 * np.sqrt(trees.num_leaves_N))
@@ -139,17 +157,17 @@ def treepo_advantages(trees: SessionTrees, *, normalize_by_std: bool = True, eps
 
     Arguments and result are those of `treerl_advantages`.
     """
-    forest = trees.forest
-    is_group_N = (forest.node_parent < 0) & (trees.num_leaves_N == trees.group_num_leaves_N)
+    nodes = trees.shape.nodes
+    is_group_N = (nodes.parent < 0) & (trees.num_leaves_N == trees.group_num_leaves_N)
     counted_N = np.where(is_group_N, 0, trees.num_leaves_N)
     weight_N = trees.group_num_leaves_N.astype(np.float64)
     sum_N = weight_N * trees.group_value_N
-    by_depth = np.argsort(forest.node_depth, kind="stable")
-    bounds = np.searchsorted(forest.node_depth[by_depth], np.arange(1, forest.depth + 1))
+    by_depth = np.argsort(nodes.depth, kind="stable")
+    bounds = np.searchsorted(nodes.depth[by_depth], np.arange(1, nodes.depth.max(initial=-1) + 2))
     for start, end in pairwise(bounds.tolist()):
-        nodes = by_depth[start:end]
-        parents = forest.node_parent[nodes]
-        weight_N[nodes] = weight_N[parents] + counted_N[parents]
-        sum_N[nodes] = sum_N[parents] + counted_N[parents] * trees.value_N[parents]
+        level = by_depth[start:end]
+        parents = nodes.parent[level]
+        weight_N[level] = weight_N[parents] + counted_N[parents]
+        sum_N[level] = sum_N[parents] + counted_N[parents] * trees.value_N[parents]
     advantages_N = trees.value_N - sum_N / weight_N
     return advantages_N / (trees.group_std_N + epsilon) if normalize_by_std else advantages_N

@@ -1,7 +1,7 @@
 """What the trainer tells an estimator about its rows.
 
-verl gives an estimator the uid of each row, but neither its session nor its tokens. The trainer announces both around
-verl's own call, so what verl does there (KL in the reward, rollout correction) stays verl's.
+verl gives an estimator the uid of each row, but neither its session nor its place in the tree. The trainer announces
+both around verl's own call, so what verl does there (KL in the reward, rollout correction) stays verl's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-import numpy as np
-
 from verl_tree.trainer.advantages.steps import Call
 from verl_tree.trainer.batching import parse_row_key
+from verl_tree.tree.shape import ForestShape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,13 +19,13 @@ class Rows:
     """The rows of one call in verl's order, without padding rows."""
 
     keys: Sequence[str]  # (R,) `{uid}_{session}_{leaf}`
-    sequences: Sequence[np.ndarray]  # (R,) token ids of prompt and response
+    shape: ForestShape  # of all rows, prompt and response; rows of different groups share nothing
     response_lens: Sequence[int]  # (R,) tokens of the response, the end of each sequence
     weigh_sessions: bool = False  # Whether every session weighs the same in the loss
     calls: Sequence[Sequence[Call]] | None = None  # (R,) the calls of each row. None: not asked for
 
     def __post_init__(self) -> None:
-        assert len(self.keys) == len(self.sequences) == len(self.response_lens)
+        assert len(self.keys) == self.shape.num_leaves == len(self.response_lens)
 
     @property
     def groups(self) -> list[str]:
@@ -62,7 +61,7 @@ def announced_rows(estimator: str, *, num_rows: int) -> Rows:
     num_known = 0 if rows is None else len(rows.keys)
     if rows is None or num_known != num_rows:
         raise ValueError(
-            f"algorithm.adv_estimator={estimator} knows sessions and tokens of {num_known} rows and got {num_rows}: "
+            f"algorithm.adv_estimator={estimator} knows sessions and trees of {num_known} rows and got {num_rows}: "
             "train with python -m verl_tree.main_ppo, which announces them"
         )
     return rows

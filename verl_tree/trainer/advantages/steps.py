@@ -16,14 +16,15 @@ it counts once, with the mean over these leaves, and has one step advantage on a
 Legend: R rows (leaves), W width of a response, V steps as rows have them, S steps.
 """
 
+from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
-from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from verl_tree.trainer.advantages.leaves import EPSILON, dense_ids, leaf_advantages
+from verl_tree.tree.shape import ForestShape
 
 
 class Call(NamedTuple):
@@ -48,7 +49,7 @@ class _Visit(NamedTuple):
 def gigpo_advantages(
     token_rewards: ArrayLike,
     *,
-    sequences: Sequence[np.ndarray],
+    shape: ForestShape,
     response_lens: Sequence[int],
     calls: Sequence[Sequence[Call]],
     groups: Sequence[Hashable],
@@ -60,10 +61,10 @@ def gigpo_advantages(
 ) -> np.ndarray:
     """Add to `leaf_advantages` a comparison with the steps that start from the same state (GiGPO).
 
-    `token_rewards` is (R, W), by token of the response. `sequences` has prompt and response of each row, `calls` the
-    calls of each row in order; those whose tokens all lie in the prompt are left out. `gamma` discounts from step to
-    step. `normalize_by_std` holds for both parts. The result is (R, W) float64; a step advantage is on the tokens from
-    its step to the next.
+    `token_rewards` is (R, W), by token of the response. `shape` is that of a forest of the rows, prompt and response;
+    those of different groups share nothing in it. `calls` has the calls of each row in order; those whose tokens all
+    lie in the prompt are left out. `gamma` discounts from step to step. `normalize_by_std` holds for both parts. The
+    result is (R, W) float64; a step advantage is on the tokens from its step to the next.
     """
     token_rewards_RW = np.asarray(token_rewards, dtype=np.float64)
     leaf_R = leaf_advantages(
@@ -74,13 +75,15 @@ def gigpo_advantages(
         epsilon=epsilon,
     )
     result_RW = np.repeat(leaf_R[:, None], token_rewards_RW.shape[1], axis=1)
+    places = _places(shape)
     visits = [
         visit
-        for row in range(len(sequences))
+        for row in range(len(places))
         for visit in _visits(
             row,
             token_rewards_RW[row],
-            tokens=sequences[row],
+            row_len=int(shape.sequence_lens[row]),
+            places=places[row],
             response_len=response_lens[row],
             calls=calls[row],
             group=groups[row],
@@ -98,7 +101,8 @@ def _visits(
     row: int,
     token_rewards_W: np.ndarray,
     *,
-    tokens: np.ndarray,
+    row_len: int,
+    places: "_Places",
     response_len: int,
     calls: Sequence[Call],
     group: Hashable,
@@ -106,27 +110,40 @@ def _visits(
     gamma: float,
 ) -> Iterator[_Visit]:
     """Yield the steps of a row, the last first."""
-    prompt_len = len(tokens) - response_len
+    prompt_len = row_len - response_len
     inside = [call for call in calls if call.end > prompt_len]
-    prefixes = _prefixes(tokens, [position for call in inside for position in (call.start, call.end)])
     end, value = response_len, 0.0
-    for number, call in reversed(list(enumerate(inside))):
+    for call in reversed(inside):
         start = max(call.start - prompt_len, 0)
         value = float(token_rewards_W[start:end].sum()) + gamma * value
-        before, behind = prefixes[2 * number : 2 * number + 2]
-        state = (group, before if call.state is None else call.state)
-        yield _Visit(row, start, end, state, (group, session, call.start, behind), value)
+        state = (group, places.after(call.start) if call.state is None else call.state)
+        yield _Visit(row, start, end, state, (group, session, call.start, places.after(call.end)), value)
         end = start
 
 
-def _prefixes(tokens: np.ndarray, positions: Sequence[int]) -> list[bytes]:
-    """Return a digest of the tokens before each position, where these do not descend."""
-    digest, last, digests = blake2b(digest_size=16), 0, []
-    for position in positions:
-        digest.update(np.asarray(tokens[last:position], dtype=np.int64).tobytes())
-        digests.append(digest.copy().digest())
-        last = position
-    return digests
+class _Places(NamedTuple):
+    """Where a row runs through the forest: from position starts[i] on with the first row that has these tokens."""
+
+    starts: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    def after(self, position: int) -> tuple[int, int]:
+        """Return the place behind the row's first `position` tokens, which all rows that begin with them share."""
+        index = bisect_left(self.starts, position) - 1
+        return (-1 if index < 0 else self.rows[index], position)
+
+
+def _places(shape: ForestShape) -> list[_Places]:
+    """Return the places of each row, (R,)."""
+    places: list[_Places] = [_Places((), ())] * shape.num_leaves
+    starts: list[int] = []
+    rows: list[int] = []
+    for row, num_shared in zip(shape.order.tolist(), shape.lcp.tolist(), strict=True):
+        # The row goes on with the row before it up to what they share, and from there alone.
+        num_kept = bisect_left(starts, num_shared)
+        starts, rows = [*starts[:num_kept], num_shared], [*rows[:num_kept], row]
+        places[row] = _Places(tuple(starts), tuple(rows))
+    return places
 
 
 def _step_advantages(visits: Sequence[_Visit], *, normalize_by_std: bool, epsilon: float) -> np.ndarray:
