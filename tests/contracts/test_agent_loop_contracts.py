@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import hydra
 import pytest
 import torch
+import transfer_queue as tq
 from scripted_llm import ScriptedClient, config, make_loop, run_loop
 from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import (
@@ -109,6 +110,27 @@ def test_weight_versions_are_extra_fields():
     client = LocalServerClient(output_of(5))
     output = asyncio.run(LLMServerClient.generate(client, "r", prompt_ids=[1], sampling_params={}))
     assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (3, 3)
+
+
+def test_a_prompt_ends_after_its_last_session(monkeypatch):
+    """worker.TreeAgentLoopWorkerBase: the last session tags the rows before the trainer can see that they are there."""
+    events = []
+
+    async def put(*, key, partition_id, tag):
+        assert (key, partition_id) == ("u", "train")
+        events.append(tag["status"])
+
+    class Worker(WORKER):
+        def __init__(self):
+            self.config = config(n=3)
+
+        async def _run_agent_loop(self, *_, session_id, **__):
+            await asyncio.sleep((3 - session_id) / 100)
+            events.append(session_id)
+
+    monkeypatch.setattr(tq, "async_kv_put", put)
+    asyncio.run(Worker()._run_prompt({"uid": "u"}, {}, trajectory={"validate": False}))
+    assert events == ["running", 2, 1, 0, "finished"]
 
 
 def test_both_words_for_aborted_are_stop_reasons():

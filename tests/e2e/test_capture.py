@@ -17,14 +17,17 @@ import transfer_queue as tq
 import yaml
 from omegaconf import open_dict
 from scripted_llm import END, ScriptedClient, call_text, config, tokenizer
+from transfer_queue import KVBatchMeta
 from transformers import Qwen3Config
 from typing_extensions import override
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.utils import tensordict_utils as tu
 
+from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG
 from rollout_hooks.capture.report import CaptureReport
 from rollout_hooks.loops.parallel_tools import ParallelToolsAgentLoop
 from rollout_hooks.worker import TreeAgentLoopManager
+from verl_tree.trainer.step_rows import StepRows, shapes_of_columns
 
 SUPPORT = str(pathlib.Path(__file__).parents[1] / "support")
 
@@ -190,6 +193,18 @@ def test_capture_through_verls_manager_worker_and_queue(settings):
     assert stock["rm_scores"].to_padded_tensor(0.0).sum(dim=1).tolist() == [0.75] * N
     assert list(stock["num_turns"]) == [4] * N
 
+    tags = tq.kv_list("train")["train"]
+    told = StepRows.fetch(KVBatchMeta(partition_id="train", keys=rows, tags=[tags[key] for key in rows]))
+    assert all(LEAF_SHAPE_TAG in tags[key] for key in rows), "a group without its failed sessions has its shapes, too"
+    read = tq.kv_batch_get(keys=rows, partition_id="train", select_fields=["input_ids", "response_mask", "rm_scores"])
+    expected = shapes_of_columns(rows, read)
+    expected["reward"] = [scores.sum() for scores in read["rm_scores"].unbind()]
+    np.testing.assert_array_equal(told.shapes, expected)
+    assert {"prompt_len", "response_len", "seq_len", "status"} < set(tags[rows[0]]), "verl's tags are kept"
+    others = [{name: value for name, value in tags[key].items() if name != LEAF_SHAPE_TAG} for key in rows]
+    untold = StepRows.fetch(KVBatchMeta(partition_id="train", keys=rows, tags=others))
+    np.testing.assert_array_equal(untold.shapes, expected)
+
     report = manager.drain_capture_report("train")
     assert (report.num_sessions, report.num_leaves, report.num_dropped_leaves) == (12, 18, 0)
     assert (report.num_calls, report.num_continuations, report.num_forks) == (5 * 4 + 3 * 2 + 1 + 3, 5 + 3, 5 * 2)
@@ -202,6 +217,8 @@ def test_capture_through_verls_manager_worker_and_queue(settings):
 
     _, statuses, rows = submit(manager, prompts[:1], "val")
     assert (statuses, len(rows)) == (["finished"], 3)  # val_kwargs.n is 1
+    tags = tq.kv_list("val")["val"]
+    assert not any(LEAF_SHAPE_TAG in tags[key] for key in rows), "nobody balances a validation"
     assert manager.drain_capture_report("train") == CaptureReport()
     assert manager.drain_capture_report("val").num_leaves == 3
     with pytest.raises(ValueError, match="must be one of"):

@@ -1,6 +1,6 @@
 """The worker's accounts: what is counted, when a prompt fails, which rewards are refused.
 
-The worker here is the real class in this process without its TransferQueue, so sessions that write rows are left to
+The worker here is the real class in this process without its TransferQueue. Rows that reach a queue are left to
 tests/e2e/test_capture.py.
 """
 
@@ -8,7 +8,9 @@ import asyncio
 import pickle
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import transfer_queue as tq
 from omegaconf import open_dict
 from scripted_llm import tokenizer
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
@@ -16,7 +18,8 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from verl.workers.rollout.replica import TokenOutput
 from worker_cases import InProcessWorker, run_sessions
 
-from rollout_hooks.capture.outputs import TreeAgentLoopOutput
+from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE, LEAF_SHAPE_TAG
+from rollout_hooks.capture.outputs import TreeAgentLoopOutput, row_reward
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.report import CaptureReport, FailedSession
 from rollout_hooks.capture.session_tree import SessionTree
@@ -60,6 +63,43 @@ def test_missing_reward_is_refused_with_the_remedy():
     report = asyncio.run(worker.drain_capture_report("train"))
     assert "reward.num_workers=0" in report.failed_sessions[0].cause
     assert (report.num_calls, report.num_dropped_leaves) == (1, 1)
+
+
+@pytest.mark.parametrize("validate", [False, True])
+def test_the_last_session_of_a_prompt_tags_the_rows_of_all(validate, monkeypatch):
+    """Session 0 fails. The others write equal rows, which are scored later, and then one of them writes the tags."""
+    puts = []
+
+    async def put(**arguments):
+        puts.append(arguments)
+
+    monkeypatch.setattr(tq, "async_kv_batch_put", put)
+    replies = iter([RuntimeError("server lost"), "fine", "fine"])
+    worker = InProcessWorker(lambda _: next(replies), num_sessions=3, reward_handles=None)
+    assert run_sessions(worker, num_sessions=3, validate=validate) == [None] * 3
+    rows, told = (puts, []) if validate else (puts[:-1], puts[-1:])
+    assert [put["keys"] for put in rows] == [["u_1_0"], ["u_2_0"]]
+    assert not any(LEAF_SHAPE_TAG in tag for put in rows for tag in put["tags"])
+    for put in told:
+        assert (put["keys"], put["partition_id"]) == (["u_1_0", "u_2_0"], "train")
+        first, second = (np.frombuffer(tag[LEAF_SHAPE_TAG], LEAF_SHAPE)[0].tolist() for tag in put["tags"])
+        num_tokens, num_answered = rows[0]["tags"][0]["seq_len"], rows[0]["tags"][0]["response_len"]
+        assert first[:6] == (0, 0, num_tokens, num_answered, num_answered, num_answered)
+        assert second[:6] == (1, num_tokens, num_tokens, num_answered, num_answered, 0)
+        assert np.isnan([first[6], second[6]]).all()
+
+
+def test_the_reward_of_a_row_is_the_sum_of_its_scores():
+    row = TreeAgentLoopOutput(
+        prompt_ids=[1], response_ids=[2, 3, 4], response_mask=[1, 0, 1], metrics=AgentLoopMetrics(), num_turns=2
+    )
+    assert row_reward(row) is None
+    rewards = {"leaf_reward": 0.5, "reward_score": 4.0, "node_rewards": ((0, 0.25), (1, 2.0))}
+    for fields in ({"reward_score": 4.0}, {"leaf_reward": 0.5, "reward_score": 4.0}, rewards):
+        scored = row.model_copy(update=fields)
+        assert row_reward(scored) == scored.as_dict()["rm_scores"].sum().item()
+    other = AgentLoopOutput(**{name: getattr(row, name) for name in AgentLoopOutput.model_fields})
+    assert row_reward(other) is None, "another class may write other scores"
 
 
 def test_rewards_that_verl_would_mix_up_are_refused():
