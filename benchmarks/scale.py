@@ -1,0 +1,282 @@
+"""What a step costs the driver, from 8 ranks and 1 M flat tokens to 4,096 ranks and 4 G: seconds and bytes. JSON.
+
+The planning code is the trainer's own; ranks, models and rollouts are not there. Groups are drawn trees (searches,
+parallel tool calls, stars) of short nodes, from which the shapes of their rows are made as the agent loop workers make
+them. Each group's lengths are then multiplied by one number, as if each token were that many, so 4 G tokens need no
+memory: a shape has the same bytes. The factors of a step's groups lie up to two times above or below their mean.
+
+    tags      the rows' tags become shapes and groups, and TransferQueue copies the batch with its tags
+    profiles  shapes become the work of every range of every group
+    deal      groups are dealt to mini-batches and ranks, and cut
+    nodes     the session trees of an estimator on nodes
+
+Bytes of TransferQueue are those of the tensors and pickled values of one row, written as verl's agent loop worker does.
+What verl's own trainer reads is added up from the fields that its methods ask for (`VERL_READS`).
+
+    python benchmarks/scale.py --out docs/benchmarks/data/scale.json
+"""
+
+import argparse
+import pickle
+import statistics
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from harness import Times, environment, new_parser, print_table, write_json
+from transfer_queue import KVBatchMeta
+
+from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG, WrittenRow, leaf_shapes
+from rollout_hooks.capture.outputs import make_row
+from verl_tree.cost.model import CostModel, WorkProfile
+from verl_tree.testing.synthetic import star, tool_fan_out, tree_search
+from verl_tree.trainer.advantages import SessionTrees
+from verl_tree.trainer.batching import RowAssignment, assign_rows
+from verl_tree.trainer.step_rows import StepRows
+
+# (ranks, leaves, flat tokens, mini-batches)
+CASES = (
+    (8, 512, 1_000_000, 4),
+    (8, 512, 16_000_000, 4),
+    (64, 4_096, 16_000_000, 4),
+    (64, 4_096, 268_000_000, 4),
+    (512, 8_192, 268_000_000, 4),
+    (512, 16_384, 1_000_000_000, 4),
+    (4_096, 100_000, 1_000_000_000, 1),
+    (4_096, 100_000, 4_000_000_000, 1),
+    (4_096, 100_000, 4_000_000_000, 4),
+)
+SHAPES = (
+    partial(tree_search, prompt_len=64, step_len=(8, 64)),
+    partial(tool_fan_out, prompt_len=128, plan_len=(4, 32), call_len=(4, 16), result_len=(8, 64)),
+    partial(star, 16, prompt_len=128, branch_len=(32, 256)),
+)
+NUM_DRAWN = 48
+"""Trees that are drawn; a step repeats them with other factors."""
+
+TAGS = {"status": "success", "global_steps": 1, "min_global_steps": 1, "max_global_steps": 1}
+
+VERL_READS = {
+    "_compute_old_log_prob": (8, 28),  # entropy, log_probs | and response_mask, responses, rollout_log_probs
+    "_compute_advantage": (0, 20),  # response_mask, rm_scores, rollout_log_probs, old_log_probs
+    "_compute_metrics": (8, 28),  # prompts | responses, response_mask, advantages, returns, rm_scores
+}
+"""Bytes per token of prompt and of response that methods of `PPOTrainer` (verl 0.9.1) bring to the driver; none of the
+optional fields (reference, critic, KL in the reward)."""
+
+READ_WITHOUT_SHAPES = (8, 20)
+"""The same for rows without shapes: input_ids | and response_mask, rm_scores."""
+
+
+def main() -> None:
+    """Measure all cases, print a table and write the JSON."""
+    options = _parse_options()
+    drawn = [_draw(SHAPES[number % len(SHAPES)], seed=options.seed + number) for number in range(NUM_DRAWN)]
+    records = [_measure(*case, drawn=drawn, options=options) for case in CASES]
+    print_table(
+        [
+            {
+                "ranks": record["ranks"],
+                "leaves": record["leaves"],
+                "flat tokens": f"{record['flat_tokens'] / 1e6:,.0f} M",
+                "mini-batches": record["mini_batches"],
+                **{name: f"{seconds:.2f}" for name, seconds in record["seconds"].items()},
+                "longest": f"{record['longest_leaf']:,}",
+                "MB": f"{record['bytes']['shapes'] / 1e6:.2f}",
+                "imbalance": f"{record['imbalance']:.2f}",
+                "at least": f"{record['least_imbalance']:.2f}",
+            }
+            for record in records
+        ]
+    )
+    row = _row_bytes()
+    print(row)
+    write_json({"environment": environment(options), "row_bytes": row, "cases": records}, options.out)
+
+
+def _parse_options() -> argparse.Namespace:
+    parser = new_parser(__doc__)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def _draw(shape: Any, *, seed: int) -> np.ndarray:
+    """Return the shapes of a drawn group's rows; a quarter of each row is the prompt, the rest is trained."""
+    rows = []
+    for token_ids in shape(seed=seed):
+        response_len = len(token_ids) - len(token_ids) // 4
+        rows.append(WrittenRow.of(token_ids, response_mask=np.ones(response_len), reward=0.0))
+    return leaf_shapes(rows)
+
+
+def _measure(
+    num_ranks: int,
+    num_leaves: int,
+    num_flat_tokens: int,
+    num_mini_batches: int,
+    *,
+    drawn: list[np.ndarray],
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    groups = _groups(num_leaves, num_flat_tokens, drawn=drawn, rng=np.random.default_rng(options.seed))
+    keys, tags = _rows(groups)
+    times = {name: Times() for name in ("tags", "profiles", "deal", "nodes")}
+    for _ in range(options.repetitions):
+        with times["tags"].measure():
+            batch = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
+            rows = StepRows.fetch(batch)
+            sizes = [len(group) for group in rows.groups]
+        with times["profiles"].measure():
+            profiles = rows.profiles()
+        with times["deal"].measure():
+            assignment = assign_rows(
+                rows.groups,
+                profiles=profiles,
+                model=CostModel.prior(),
+                num_ranks=num_ranks,
+                groups_per_mini_batch=-(-len(sizes) // num_mini_batches),
+            )
+        with times["nodes"].measure():
+            told = rows.announcement()
+            SessionTrees.from_shape(told.shape, rewards=rows.rewards, groups=told.groups, sessions=told.sessions)
+    shapes = np.concatenate(groups)
+    num_tokens, num_shared = (int(shapes[name].sum(dtype=np.int64)) for name in ("num_tokens", "num_shared"))
+    num_response = int(shapes["response_len"].sum(dtype=np.int64))
+    return {
+        "ranks": num_ranks,
+        "leaves": len(keys),
+        "groups": len(groups),
+        "flat_tokens": num_tokens,
+        "tree_tokens": num_tokens - num_shared,
+        "longest_leaf": int(shapes["num_tokens"].max()),
+        "mini_batches": num_mini_batches,
+        "seconds": {name: statistics.median(each.cpu_s) for name, each in times.items()},
+        "bytes": {
+            "shapes": shapes.nbytes,
+            "batch": len(pickle.dumps(batch)),
+            "without_shapes": _num_bytes(READ_WITHOUT_SHAPES, num_tokens=num_tokens, num_response=num_response),
+            "verl": {
+                name: _num_bytes(each, num_tokens=num_tokens, num_response=num_response)
+                for name, each in VERL_READS.items()
+            },
+        },
+        "imbalance": _imbalance(assignment),
+        "least_imbalance": _imbalance(assignment, dearest_leaf_s=_dearest_leaves(profiles, num_mini_batches)),
+        "cut_groups": assignment.num_cut_groups,
+        "lost_tokens": assignment.num_lost_tokens,
+        "padding_rows": assignment.num_padding,
+    }
+
+
+def _groups(
+    num_leaves: int, num_flat_tokens: int, *, drawn: list[np.ndarray], rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Repeat drawn groups until there are `num_leaves` rows, and multiply their lengths to about `num_flat_tokens`."""
+    chosen: list[np.ndarray] = []
+    while sum(map(len, chosen)) < num_leaves:
+        chosen.append(drawn[len(chosen) % len(drawn)])
+    mean_factor = num_flat_tokens / sum(int(group["num_tokens"].sum()) for group in chosen)
+    groups = []
+    for group in chosen:
+        longer = group.copy()
+        factor = max(1, round(mean_factor * 2 ** rng.uniform(-1, 1)))
+        for name in ("num_shared", "num_tokens", "response_len", "num_trained", "num_new_trained"):
+            longer[name] *= factor
+        longer["reward"] = rng.integers(0, 2, size=len(group))
+        groups.append(longer)
+    return groups
+
+
+def _rows(groups: list[np.ndarray]) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the keys and tags of the rows of all groups, four sessions each, as they come from TransferQueue."""
+    keys, tags = [], []
+    for number, group in enumerate(groups):
+        uid = f"{number:09d}-00000000-0000-0000-0000-{number:012d}"
+        for row, shape in enumerate(group):
+            keys.append(f"{uid}_{4 * row // len(group)}_{row}")
+            lens = {
+                "prompt_len": int(shape["num_tokens"] - shape["response_len"]),
+                "response_len": int(shape["response_len"]),
+                "seq_len": int(shape["num_tokens"]),
+            }
+            tags.append({**TAGS, **lens, LEAF_SHAPE_TAG: shape.tobytes()})
+    return keys, tags
+
+
+def _num_bytes(per_token: tuple[int, int], *, num_tokens: int, num_response: int) -> int:
+    return per_token[0] * (num_tokens - num_response) + per_token[1] * num_response
+
+
+def _imbalance(assignment: RowAssignment, *, dearest_leaf_s: np.ndarray | None = None) -> float:
+    """Divide the time of the slowest ranks by the mean, over all mini-batches.
+
+    With `dearest_leaf_s` (mini-batches,), the slowest rank has the mean or one leaf, which cannot be cut.
+    """
+    predicted_s = np.array(assignment.predicted_s)
+    mean_s = predicted_s.mean(axis=0)
+    slowest_s = predicted_s.max(axis=0) if dearest_leaf_s is None else np.maximum(mean_s, dearest_leaf_s)
+    return float(slowest_s.sum() / mean_s.sum())
+
+
+def _dearest_leaves(profiles: list[WorkProfile], num_mini_batches: int) -> np.ndarray:
+    """Return the predicted time of the dearest leaf of each mini-batch."""
+    num_groups = -(-len(profiles) // num_mini_batches)
+    dearest_s = [CostModel.prior().predict_counts(profile.path_counts).max() for profile in profiles]
+    return np.array([max(dearest_s[start : start + num_groups]) for start in range(0, len(profiles), num_groups)])
+
+
+def _row_bytes() -> dict[str, float]:
+    """Return the bytes of a row in TransferQueue: per row, per prompt token and per response token."""
+    one, longer_prompt, longer_response = (
+        sum(map(_value_bytes, _row(prompt_len, response_len).values()))
+        for prompt_len, response_len in ((1000, 1000), (2000, 1000), (1000, 2000))
+    )
+    prompt_token, response_token = (longer_prompt - one) / 1000, (longer_response - one) / 1000
+    return {
+        "per_prompt_token": prompt_token,
+        "per_response_token": response_token,
+        "per_row": one - 1000 * (prompt_token + response_token),
+        "tags_per_row": len(pickle.dumps({**TAGS, "prompt_len": 1000, "response_len": 1000, "seq_len": 2000})),
+        "shape_per_row": len(pickle.dumps({LEAF_SHAPE_TAG: leaf_shapes([_written(2000)])[0].tobytes()})),
+    }
+
+
+def _written(num_tokens: int) -> WrittenRow:
+    return WrittenRow.of(np.zeros(num_tokens, dtype=int), response_mask=np.ones(num_tokens // 2), reward=0.0)
+
+
+def _row(prompt_len: int, response_len: int) -> Mapping[str, Any]:
+    """Return the fields of a row, as `_agent_loop_postprocess` of verl's agent loop worker writes them."""
+    num_tokens = prompt_len + response_len
+    calls = [(0, "root", prompt_len, num_tokens)]
+    fields = make_row(
+        range(num_tokens),
+        [0] * prompt_len + [1] * response_len,
+        [0.0] * num_tokens,
+        prompt_len=prompt_len,
+        response_length=response_len,
+        versions=[1],
+        extra_fields={"recorded_calls": calls},
+        leaf_reward=1.0,
+    ).as_dict()
+    input_ids = torch.cat([fields["prompts"], fields["responses"]])
+    return fields | {
+        "input_ids": input_ids,
+        "position_ids": torch.arange(num_tokens),
+        "loss_mask": fields["response_mask"],
+        "multi_modal_inputs": {},
+        "uid": "000000000-00000000-0000-0000-0000-000000000000",
+        "session_id": 0,
+        "raw_prompt": [{"role": "user", "content": ""}],
+    }
+
+
+def _value_bytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else len(pickle.dumps(value))
+
+
+if __name__ == "__main__":
+    main()
