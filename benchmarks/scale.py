@@ -124,24 +124,11 @@ def _measure(
     groups = _groups(num_leaves, num_flat_tokens, drawn=drawn, rng=np.random.default_rng(options.seed))
     keys, tags = _rows(groups)
     times = {name: Times() for name in ("tags", "profiles", "deal", "nodes")}
-    for _ in range(options.repetitions):
-        with times["tags"].measure():
-            batch = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
-            rows = StepRows.fetch(batch)
-            sizes = [len(group) for group in rows.groups]
-        with times["profiles"].measure():
-            profiles = rows.profiles()
-        with times["deal"].measure():
-            assignment = assign_rows(
-                rows.groups,
-                profiles=profiles,
-                model=CostModel.prior(),
-                num_ranks=num_ranks,
-                groups_per_mini_batch=-(-len(sizes) // num_mini_batches),
-            )
-        with times["nodes"].measure():
-            told = rows.announcement()
-            SessionTrees.from_shape(told.shape, rewards=rows.rewards, groups=told.groups, sessions=told.sessions)
+    repeated = [
+        _plan(keys, tags, num_ranks=num_ranks, num_mini_batches=num_mini_batches, times=times)
+        for _ in range(options.repetitions)
+    ]
+    batch, profiles, assignment = repeated[-1]
     shapes = np.concatenate(groups)
     num_tokens, num_shared = (int(shapes[name].sum(dtype=np.int64)) for name in ("num_tokens", "num_shared"))
     num_response = int(shapes["response_len"].sum(dtype=np.int64))
@@ -169,6 +156,30 @@ def _measure(
         "lost_tokens": assignment.num_lost_tokens,
         "padding_rows": assignment.num_padding,
     }
+
+
+def _plan(
+    keys: list[str], tags: list[dict[str, Any]], *, num_ranks: int, num_mini_batches: int, times: Mapping[str, Times]
+) -> tuple[KVBatchMeta, list[WorkProfile], RowAssignment]:
+    """Do what the driver does between a sampled batch and its dispatch, and for an estimator on nodes."""
+    with times["tags"].measure():
+        batch = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
+        rows = StepRows.fetch(batch)
+        num_groups = len(rows.groups)
+    with times["profiles"].measure():
+        profiles = rows.profiles()
+    with times["deal"].measure():
+        assignment = assign_rows(
+            rows.groups,
+            profiles=profiles,
+            model=CostModel.prior(),
+            num_ranks=num_ranks,
+            groups_per_mini_batch=-(-num_groups // num_mini_batches),
+        )
+    with times["nodes"].measure():
+        told = rows.announcement()
+        SessionTrees.from_shape(told.shape, rewards=rows.rewards, groups=told.groups, sessions=told.sessions)
+    return batch, profiles, assignment
 
 
 def _groups(

@@ -43,14 +43,16 @@ class StepRows:
         if not keys:
             return cls(partition_id=partition_id)
         shapes = _tagged_shapes(batch.tags)
-        if shapes is None or not _is_complete(shapes, groups=group_rows(keys)):
+        rows = None if shapes is None else cls(keys, shapes, partition_id)
+        if rows is None or not rows._is_complete():
             _tell_missing_shapes()
-            shapes = shapes_of_columns(keys, fetch(keys, ("input_ids", "response_mask"), partition_id=partition_id))
-        if np.isnan(shapes["reward"]).any():
+            columns = fetch(keys, ("input_ids", "response_mask"), partition_id=partition_id)
+            rows = cls(keys, shapes_of_columns(keys, columns), partition_id)
+        if np.isnan(rows.rewards).any():
             columns = fetch(keys, ("rm_scores",), partition_id=partition_id)
             if "rm_scores" in columns:
-                shapes["reward"] = [row.sum(dtype=np.float64) for row in arrays(columns, "rm_scores")]
-        return cls(keys, shapes, partition_id)
+                rows.shapes["reward"] = [scores.sum(dtype=np.float64) for scores in arrays(columns, "rm_scores")]
+        return rows
 
     def select(self, keys: Sequence[str]) -> Self:
         """Return the rows of these keys, in their order."""
@@ -65,6 +67,11 @@ class StepRows:
     def groups(self) -> list[list[int]]:
         """Positions of each group's rows; see `group_rows`."""
         return group_rows(self.keys)
+
+    def _is_complete(self) -> bool:
+        """Return whether no row is missing between those of a group: what its neighbours share is then not known."""
+        ranks = self.shapes["rank"]
+        return all(np.array_equal(np.sort(ranks[group]), np.arange(len(group))) for group in self.groups)
 
     @property
     def rewards(self) -> np.ndarray:
@@ -125,11 +132,6 @@ def _tagged_shapes(tags: Sequence[Mapping[str, Any]]) -> np.ndarray | None:
         return None
     # A copy, because what frombuffer returns is read-only.
     return np.frombuffer(b"".join(tag[LEAF_SHAPE_TAG] for tag in tags), LEAF_SHAPE).copy()
-
-
-def _is_complete(shapes: np.ndarray, *, groups: Sequence[Sequence[int]]) -> bool:
-    """Return whether no row is missing between those of a group: what its neighbours share is then not known."""
-    return all(np.array_equal(np.sort(shapes["rank"][group]), np.arange(len(group))) for group in groups)
 
 
 @cache

@@ -284,8 +284,7 @@ def test_tokens_are_read_once_a_shape_is_missing_and_the_log_says_so_once(
 
     monkeypatch.setattr(step_rows_module, "fetch", read)
     step_rows_module._tell_missing_shapes.cache_clear()
-    for _ in range(2):
-        fetched = StepRows.fetch(batch)
+    fetched, _ = StepRows.fetch(batch), StepRows.fetch(batch)
     expected = step_rows(rows)
     np.testing.assert_array_equal(fetched.shapes["num_shared"], expected.shapes["num_shared"])
     assert fetched.rewards.tolist() == [0.25 * len(row["responses"]) for row in rows.values()]
