@@ -26,9 +26,10 @@ def find(config: DictConfig) -> Findings:
 
 def find_before_the_queue(config: DictConfig) -> Findings:
     """Yield what `find` does, and verl's own check; that this machine has no CUDA device is only a warning."""
-    device = [finding.message for finding in settings.check_device(config)]
-    others = [finding for finding in find(config) if finding.message not in device]
-    yield from (Finding(f"here {message}", is_warning=True) for message in device)
+    device = list(settings.check_device(config))
+    others = [finding for finding in find(config) if finding not in device]
+    if device:
+        yield Finding("trainer.device=cuda: this machine has no CUDA device; the training run needs one", is_warning=True)
     yield from others
     if all(finding.is_warning for finding in others):
         yield from find_by_verl(config)

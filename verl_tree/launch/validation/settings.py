@@ -98,7 +98,9 @@ def check_tree_options(config: DictConfig) -> Findings:
 
 
 def check_strategies(config: DictConfig) -> Findings:
-    """Compare every role's engine with the one that `tree.enabled` chooses."""
+    """Compare every role's engine with the one that `tree.enabled` chooses; `model_engine` chooses among others."""
+    if config.model_engine != "dp":
+        return
     allowed = (TREE_STRATEGY,) if uses_tree(config) else (FLAT_STRATEGY, "fsdp")
     remedy = f"tree.enabled={config.tree.enabled} trains with {' or '.join(allowed)}; remove this override"
     roles = {ACTOR: True, REF: uses_reference(config), "critic": uses_critic(config)}
