@@ -29,7 +29,8 @@ def find_before_the_queue(config: DictConfig) -> Findings:
     device = list(settings.check_device(config))
     others = [finding for finding in find(config) if finding not in device]
     if device:
-        yield Finding("trainer.device=cuda: this machine has no CUDA device; the training run needs one", is_warning=True)
+        lacks = "this machine has no CUDA device; the training run needs one"
+        yield Finding(f"trainer.device=cuda: {lacks}", is_warning=True)
     yield from others
     if all(finding.is_warning for finding in others):
         yield from find_by_verl(config)
