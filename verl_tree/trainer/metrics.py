@@ -91,7 +91,11 @@ def describe_step(metrics: Mapping[str, float], *, step: int, num_steps: int) ->
         tree += [f"POR {metrics['tree/por']:.2f}", f"{metrics['tree/compression']:.1f}x fewer tokens"]
     seconds = {"step": "timing_s/step", "generation": "timing_s/gen", "update": "timing_s/update_actor"}
     times = [f"{name} {metrics[key]:.1f} s" for name, key in seconds.items() if key in metrics]
-    return f"step {step}/{num_steps}: " + " | ".join(", ".join(part) for part in (reward, tree, times) if part)
+    dropped = []
+    if metrics.get("tree/async/dropped_groups"):
+        groups, leaves, tokens = (metrics[f"tree/async/dropped_{name}"] for name in ("groups", "leaves", "flat_tokens"))
+        dropped = [f"dropped as too old: {groups:.0f} prompts with {leaves:.0f} leaves and {tokens:.0f} tokens"]
+    return f"step {step}/{num_steps}: " + " | ".join(", ".join(part) for part in (reward, tree, times, dropped) if part)
 
 
 def tree_tokens_per_s(metrics: Mapping[str, float], *, update_s: float) -> dict[str, float]:

@@ -94,3 +94,14 @@ def test_a_step_in_one_line() -> None:
         describe_step(dict(list(metrics.items())[:2]), step=1, num_steps=2)
         == "step 1/2: reward 0.53 | 2.9 leaves a session"
     )
+
+
+def test_a_step_says_what_staleness_threw_away_and_nothing_if_that_was_nothing() -> None:
+    metrics = {"tree/session_reward/mean": 0.5, "tree/leaves_per_session": 2.0}
+    dropped = {"groups": 2.0, "sessions": 8.0, "leaves": 30.0, "flat_tokens": 12345.0}
+    line = describe_step(
+        metrics | {f"tree/async/dropped_{name}": value for name, value in dropped.items()}, step=1, num_steps=3
+    )
+    assert line.endswith(" | dropped as too old: 2 prompts with 30 leaves and 12345 tokens")
+    none = {f"tree/async/dropped_{name}": 0.0 for name in dropped}
+    assert describe_step(metrics | none, step=1, num_steps=3) == describe_step(metrics, step=1, num_steps=3)
