@@ -115,12 +115,9 @@ def test_every_token_has_the_log_prob_of_its_version_and_every_call_the_range_of
     sampled_under: dict[int, list[int]] = defaultdict(list)
     for row in rows:
         ids, prompt_len = row.prompt_ids + row.response_ids, len(row.prompt_ids)
-        versions = []
+        versions, log_probs = [], row.response_logprobs or []
         for call, _, start, end, first, last in row.extra_fields[CALLS_FIELD]:
-            here = [
-                round(log_prob(place, ids[place]) - row.response_logprobs[place - prompt_len])
-                for place in range(start, end)
-            ]
+            here = [round(log_prob(place, ids[place]) - log_probs[place - prompt_len]) for place in range(start, end)]
             assert (here[0], here[-1]) == (first, last)
             assert len(here) == TURN_LEN
             sampled_under[call] = here
