@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from threading import active_count
@@ -47,13 +46,6 @@ def as_bytes(name: str, tensor: torch.Tensor) -> Sent:
     return name, tensor.shape, tensor.dtype, tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-@cache
-def receiving_engine(timeout_s: float) -> GlooCheckpointEngine:
-    engine = CheckpointEngineRegistry.new(BACKEND, bucket_size=BUCKET_SIZE, timeout_s=timeout_s)
-    assert isinstance(engine, GlooCheckpointEngine)
-    return engine
-
-
 def serve_receiver(connection: Connection) -> None:
     """Take part in the updates that the test process asks for, and answer with the weights or the error's text."""
 
@@ -65,9 +57,11 @@ def serve_receiver(connection: Connection) -> None:
                 break
         return received
 
+    engine = CheckpointEngineRegistry.new(BACKEND, bucket_size=BUCKET_SIZE, timeout_s=TIMEOUT_S)
+    assert isinstance(engine, GlooCheckpointEngine)
+    connection.send("ready")
     while True:
-        timeout_s, num_tensors, arguments = connection.recv()
-        engine = receiving_engine(timeout_s)
+        num_tensors, arguments = connection.recv()
         try:
             engine.init_process_group(**arguments)
             connection.send(asyncio.run(receive(engine, num_tensors)))
@@ -84,6 +78,8 @@ def receivers() -> Iterator[list[Connection]]:
     processes = [context.Process(target=serve_receiver, args=(theirs,), daemon=True) for _, theirs in pipes]
     for process in processes:
         process.start()
+    for ours, _ in pipes:
+        assert ours.recv() == "ready"  # on a busy machine the imports alone take a while
     yield [ours for ours, _ in pipes]
     for process in processes:
         process.kill()
@@ -91,17 +87,13 @@ def receivers() -> Iterator[list[Connection]]:
 
 
 def join_group(
-    actors: list[GlooCheckpointEngine],
-    receivers: list[Connection],
-    *,
-    timeout_s: float = TIMEOUT_S,
-    num_tensors: int | None = None,
+    actors: list[GlooCheckpointEngine], receivers: list[Connection], *, num_tensors: int | None = None
 ) -> None:
     """Let everybody join the group of the next update, as verl's manager does; receivers leave after `num_tensors`."""
     metadata: list[Any] = [actor.prepare() for actor in actors] + [None] * len(receivers)
     ours, theirs = GlooCheckpointEngine.build_topology(len(actors), len(receivers), metadata)
     for index, connection in enumerate(receivers):
-        connection.send((timeout_s, num_tensors, {name: values[index] for name, values in theirs.items()}))
+        connection.send((num_tensors, {name: values[index] for name, values in theirs.items()}))
     with ThreadPoolExecutor() as pool:
         calls = [
             pool.submit(actor.init_process_group, **{name: values[index] for name, values in ours.items()})
@@ -141,7 +133,7 @@ def test_weights_arrive_bit_for_bit(receivers: list[Connection]) -> None:
 
 def test_a_sender_that_stops_is_reported(receivers: list[Connection]) -> None:
     actor = GlooCheckpointEngine(BUCKET_SIZE, is_master=True, timeout_s=TIMEOUT_S)
-    join_group([actor], receivers, timeout_s=1.0)
+    join_group([actor], receivers)
 
     def stopping() -> Iterator[tuple[str, torch.Tensor]]:
         yield "first", torch.ones(3)
@@ -149,14 +141,15 @@ def test_a_sender_that_stops_is_reported(receivers: list[Connection]) -> None:
 
     with pytest.raises(ValueError, match="out of weights"):
         asyncio.run(actor.send_weights(stopping()))
+    actor.finalize()  # as if its process had ended
     for rank, connection in enumerate(receivers, start=1):
         answer = connection.recv()
         assert f"rank {rank} of 3 got no tensor" in answer
-        assert "raise actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.gloo.timeout_s (now 1)" in answer
+        assert "raise actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.gloo.timeout_s (now 60)" in answer
 
 
 def test_receivers_that_leave_are_reported(receivers: list[Connection]) -> None:
-    actor = GlooCheckpointEngine(BUCKET_SIZE, is_master=True, timeout_s=5.0)
+    actor = GlooCheckpointEngine(BUCKET_SIZE, is_master=True, timeout_s=TIMEOUT_S)
     join_group([actor], receivers, num_tensors=1)
 
     def leaving() -> Iterator[tuple[str, torch.Tensor]]:
