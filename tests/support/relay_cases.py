@@ -188,6 +188,7 @@ def relayed_result(
     max_loss_terms: int | None = None,
     shared_tokens: str = "sum",
     team: dist.ProcessGroup | None = None,
+    seed: int = 0,
 ) -> Result:
     """Make the model calls of a tree engine, in the mode that it chooses for the loss; all ranks of a team together."""
     function = case.function()
@@ -212,7 +213,7 @@ def relayed_result(
         max_loss_terms=None if mode == "joint" else max_loss_terms,
         team=team,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)  # clip_cov draws
     model.zero_grad()
     for number in range(run.num_first):
         run.first(number)

@@ -38,12 +38,15 @@ from verl_tree.functional.logprobs import tree_forward_log_probs
 
 ACTOR = {"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coeff": 0.2}
 VANILLA, KL_COV, VALUE = LossCase(options=ACTOR), LossCase("kl_cov"), LossCase("value")
+RANDOM = LossCase("clip_cov")
+"""It draws tokens."""
 WHOLE = 10**6
 """A capacity that no forest here exceeds."""
 
 CASES: dict[str, tuple[str, LossCase, dict[str, Any]]] = {
     "pack": ("qwen3", VANILLA, {"capacity": WHOLE}),
     "pack_joint": ("qwen3", KL_COV, {"capacity": WHOLE}),
+    "pack_random_loss": ("qwen3", RANDOM, {"capacity": WHOLE}),
     "pack_checkpointing": ("qwen3 checkpointing", VANILLA, {"capacity": WHOLE}),
     "pack_one_kv_head": ("one kv head", VANILLA, {"capacity": WHOLE}),
     "pack_window": ("qwen2 window", VANILLA, {"capacity": WHOLE}),
@@ -53,6 +56,7 @@ CASES: dict[str, tuple[str, LossCase, dict[str, Any]]] = {
     # A section of one token leaves the other ranks without any.
     "relay_one_token": ("qwen3", VANILLA, {"capacity": 1}),
     "relay_joint": ("qwen3", KL_COV, {"capacity": 7}),
+    "relay_random_loss": ("qwen3", RANDOM, {"capacity": 7}),
     "relay_groups_on_host": ("qwen3", VANILLA, {"capacity": 5, "on_host": True, "max_loss_terms": 7}),
     "relay_checkpointing": ("qwen3 checkpointing", VANILLA, {"capacity": 5}),
     "relay_one_kv_head": ("one kv head", VANILLA, {"capacity": 7}),
@@ -95,7 +99,11 @@ def run_case(name: str, case: LossCase, settings: dict[str, Any], *, team: dist.
         want = flat_result(model, data, scores, case, rows=lay_out(data, capacity=2, mode="rows").rows)
     micro = lay_out(data, capacity=settings["capacity"], mode="rows")
     assert micro.is_relayed == (settings["capacity"] < WHOLE), "the case is another one than it says"
-    got = relayed_result(model, data, case, team=team, **settings)
+    rank = dist.get_rank()
+    got = relayed_result(model, data, case, team=team, seed=rank, **settings)
+    if case == RANDOM and rank > 0:
+        assert got.loss != want.loss, "this rank has drawn the same tokens"
+        got = replace(got, loss=want.loss)  # Only the first rank's loss is handed back.
     return worst_error(replace(got, gradients=averaged(got.gradients)), want)
 
 

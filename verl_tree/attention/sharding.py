@@ -60,8 +60,9 @@ class SequenceShard:
     def collect(self, scores_CM: Tensor, index_M: Tensor, *, num_scores: int) -> Tensor:
         """Return the scores of all ranks, (C, K), from those made here, which are number `index_M` of K.
 
-        All ranks must compute the same loss from them. The backward pass multiplies the gradients by R, because whoever
-        averages the gradients of the parameters over all ranks, as FSDP does, divides by R too often.
+        Every rank computes the loss from them. The gradients of the first rank count, because a loss may draw random
+        numbers. The backward pass multiplies them by R, because whoever averages the gradients of the parameters over
+        all ranks, as FSDP does, divides by R too often.
         """
         if self._team is None:
             return scores_CM
@@ -81,9 +82,7 @@ class SequenceShard:
         reason = why_not_dealt(q_LHD.shape[1], k_LHD.shape[1], num_ranks=self.num_ranks)
         if reason:
             raise ValueError(f"ulysses_sequence_parallel_size={self.num_ranks}: {reason}")
-        heads = [
-            each.repeat_interleave(max(1, self.num_ranks // each.shape[1]), dim=1) for each in (q_LHD, k_LHD, v_LHD)
-        ]
+        heads = [self._repeat(each) for each in (q_LHD, k_LHD, v_LHD)]
         q, k, v = self._all_to_all([each.unflatten(1, (self.num_ranks, -1)).transpose(0, 1) for each in heads])
         return self._in_order(q), self._in_order(k), self._in_order(v)
 
@@ -103,6 +102,11 @@ class SequenceShard:
     @property
     def _gradient_factor(self) -> int:
         return self.num_ranks
+
+    def _repeat(self, x_LHD: Tensor) -> Tensor:
+        """Repeat heads until there is one for every rank."""
+        num_heads = x_LHD.shape[1]
+        return x_LHD if num_heads >= self.num_ranks else x_LHD.repeat_interleave(self.num_ranks // num_heads, dim=1)
 
     def _all_to_all(self, given: Sequence[Tensor]) -> list[Tensor]:
         """Send block r of each tensor, (R, L, h, D), to rank r, and put there what rank r sent; all in one message."""
@@ -147,15 +151,17 @@ def _exchange(x_RLn: Tensor, team: dist.ProcessGroup) -> Tensor:
 
 
 class _SumOverTeam(torch.autograd.Function):
-    """The sum over a team, whose gradient every rank has already; see `SequenceShard.collect`."""
+    """The sum over a team, whose gradient is that of the first rank; see `SequenceShard.collect`."""
 
     @staticmethod
     def forward(ctx: Any, part_CK: Tensor, team: dist.ProcessGroup, factor: int) -> Tensor:
-        ctx.factor = factor
+        ctx.team, ctx.factor = team, factor
         sum_CK = part_CK.clone()
         dist.all_reduce(sum_CK, group=team)
         return sum_CK
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return grad_outputs[0] * ctx.factor, None, None
+        gradient_CK = grad_outputs[0] * ctx.factor
+        dist.broadcast(gradient_CK, group=ctx.team, group_src=0)
+        return gradient_CK, None, None
