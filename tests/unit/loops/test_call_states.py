@@ -3,6 +3,7 @@
 import asyncio
 
 from branch_reward_cases import LIMITS, decode, encode, session, written
+from scripted_llm import END, tokenizer
 
 from rollout_hooks.capture.outputs import CALL_STATES_FIELD
 from rollout_hooks.capture.rows import RowLimits
@@ -61,3 +62,22 @@ def test_a_call_without_tokens_is_none():
 
     limits = RowLimits(prompt_length=8, response_length=2, wants_log_probs=True)
     assert states_of(asyncio.run(run()), limits) == {"ab": [(1, "first")]}
+
+
+def test_positions_move_with_their_tokens_where_drift_is_healed():
+    """The agent sends `END` back as its letters; the row has the one token that was sampled."""
+
+    async def run():
+        running = session("a" + END, "b")
+        root = running.root
+        start = root.position
+        await root.generate()
+        root.rewind(start)
+        root.observe(encode("a") + [tokenizer().convert_tokens_to_ids(letter) for letter in END] + encode("T"))
+        await root.generate(state="tool")
+        root.finish(0.5)
+        return running
+
+    running = asyncio.run(run())
+    assert running.outputs()[0].extra_fields[CALL_STATES_FIELD] == [(2 + len(END) + 1, "tool")]
+    assert states_of(running) == {"a" + END + "Tb": [(4, "tool")]}
