@@ -120,18 +120,20 @@ def check_staleness(config: DictConfig) -> Findings:
 
 
 def check_correction(config: DictConfig) -> Findings:
-    """Find a correction without the rollout's log-probs, and one that verl's trainer leaves out."""
+    """Find a correction without the rollout's log-probs; warn of one that verl's trainer leaves out."""
     asked = [name for name in ("rollout_is", "rollout_rs", "bypass_mode") if value_of(config, f"{_CORRECTION}.{name}")]
     if asked and not value_of(config, f"{ROLLOUT}.calculate_log_probs"):
         yield refusal(config, f"{ROLLOUT}.calculate_log_probs", f"{_CORRECTION}.{asked[0]} needs them; set it to true")
     # With bypass_mode verl 0.9.1 neither weighs nor rejects rows before the update, and leaves both to this loss.
     is_left_out = "bypass_mode" in asked and len(asked) > 1
     if is_left_out and value_of(config, f"{ACTOR}.policy_loss.loss_mode") != "bypass_mode":
-        remedy = (
-            f"verl ignores it with {_CORRECTION}.bypass_mode=true; set {ACTOR}.policy_loss.loss_mode=bypass_mode and "
-            f"the same settings under {ACTOR}.policy_loss.rollout_correction, or bypass_mode=false"
+        key = f"{_CORRECTION}.{asked[0]}"
+        message = (
+            f"{key}={value_of(config, key)}: verl ignores it with {_CORRECTION}.bypass_mode=true; set "
+            f"{ACTOR}.policy_loss.loss_mode=bypass_mode and the same settings under "
+            f"{ACTOR}.policy_loss.rollout_correction, or bypass_mode=false"
         )
-        yield refusal(config, f"{_CORRECTION}.{asked[0]}", remedy)
+        yield Finding(message, is_warning=True)
 
 
 CHECKS: tuple[Check, ...] = (
