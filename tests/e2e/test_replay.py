@@ -25,7 +25,6 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.ppo.core_algos import get_kl_controller
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.utils import tensordict_utils as tu
 from verl.utils.skip import SkipManager
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
@@ -36,7 +35,7 @@ from verl_tree.trainer import advantages, replay
 from verl_tree.trainer.batching import MiniBatchPlan, group_rows, parse_row_key
 from verl_tree.trainer.modes import TreePPOTrainerSync
 from verl_tree.trainer.padding import PADDING_LEN, real_rows
-from verl_tree.trainer.replay_buffer import TreeReplayBufferAsync
+from verl_tree.trainer.replay_buffer import TreeReplayBuffer, TreeReplayBufferAsync
 from verl_tree.trainer.step_rows import StepRows
 
 pytestmark = pytest.mark.e2e
@@ -267,6 +266,7 @@ def test_a_replayed_sync_period_keeps_its_mini_batches(trainer: RowsTrainer) -> 
         trainer.config.trainer.v1.trainer_mode = "separate_async"
         trainer.config.trainer.v1.separate_async.parameter_sync_step = len(uids)
     SkipManager.init(trainer.config)
+    SkipManager.set_step(1)
     buffer = TreeReplayBufferAsync(
         trainer_mode="separate_async",
         trainer_config=trainer.config.trainer.v1.separate_async,
@@ -414,5 +414,5 @@ def check_cells(echoed: list[tuple[list[list[tuple[list[int], bool]]], tuple[int
 
 
 def test_the_replay_buffer_is_polled_often(trainer: RowsTrainer) -> None:
-    assert type(trainer.replay_buffer) is ReplayBuffer
+    assert type(trainer.replay_buffer) is TreeReplayBuffer
     assert trainer.replay_buffer.poll_interval < 0.1

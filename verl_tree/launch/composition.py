@@ -81,6 +81,12 @@ def cpu_ranks(*, _root_: DictConfig) -> int:
     )
 
 
+def logical_cpus(num_ranks: int) -> int:
+    """Return the CPUs that Ray must count for so many ranks; verl waits for ever for a placement that does not fit."""
+    # verl reserves up to three a rank; the trainer, the loops and TransferQueue need the others.
+    return 5 + 3 * num_ranks
+
+
 def prepare_hydra() -> None:
     """Register the search path, verl's configuration and the YAML files' resolvers with Hydra; may be called again."""
     Plugins.instance().register(TreeSearchPath)
@@ -90,6 +96,7 @@ def prepare_hydra() -> None:
     OmegaConf.register_new_resolver("tree_cpu_threads", cpu_threads, replace=True)
     OmegaConf.register_new_resolver("tree_device_profile", device_profile, replace=True)
     OmegaConf.register_new_resolver("tree_in_separate_async", in_separate_async, replace=True)
+    OmegaConf.register_new_resolver("tree_logical_cpus", logical_cpus, replace=True)
     OmegaConf.register_new_resolver("tree_strategy", tree_strategy, replace=True)
 
 

@@ -56,6 +56,7 @@ def test_separate_rollouts_of_the_cpu_profile() -> None:
     for config in composed:
         OmegaConf.resolve(config)
     assert [config.ray_kwargs.ray_init.num_gpus for config in composed] == [2, 3, 8]
+    assert [config.ray_kwargs.ray_init.num_cpus for config in composed] == [11, 14, 29]
     rollouts = [config.actor_rollout_ref.rollout for config in composed]
     assert [rollout.nnodes for rollout in rollouts] == [0, 1, 2]
     assert [rollout.checkpoint_engine.backend for rollout in rollouts] == ["naive", "gloo", "gloo"]
