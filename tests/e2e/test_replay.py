@@ -37,6 +37,7 @@ from verl_tree.trainer.modes import TreePPOTrainerSync
 from verl_tree.trainer.padding import PADDING_LEN, real_rows
 from verl_tree.trainer.replay_buffer import TreeReplayBuffer, TreeReplayBufferAsync
 from verl_tree.trainer.step_rows import StepRows
+from verl_tree.trainer.update_metrics import step_metrics, take_tree_metrics
 
 pytestmark = pytest.mark.e2e
 
@@ -327,9 +328,10 @@ def test_rows_reach_the_ranks_as_planned_and_advantages_skip_padding(trainer: Ro
     assert [tag["seq_len"] for tag in padding] == [PADDING_LEN] * 2
     assert metrics["global_seqlen/balanced_max"] >= metrics["global_seqlen/balanced_min"]
     # A flat run reports what a tree engine would have shared: here the four prompt tokens of each group.
-    assert metrics["tree/flat_tokens"] == sum(4 + 3 + session + leaf for _, session, leaf in REWARDS)
-    assert metrics["tree/tokens"] == metrics["tree/flat_tokens"] - 4 * (2 + 3)
-    assert metrics["tree/compression"] == 1.0
+    trees = step_metrics([take_tree_metrics(metrics)])
+    assert trees["tree/flat_tokens"] == sum(4 + 3 + session + leaf for _, session, leaf in REWARDS)
+    assert trees["tree/tokens"] == trees["tree/flat_tokens"] - 4 * (2 + 3)
+    assert trees["tree/compression"] == 1.0
 
     put_log_probs(batch, reference_is_lower_by=0.0)
     check_advantages(trainer, batch)
