@@ -177,7 +177,7 @@ def _plan(
             groups_per_mini_batch=-(-num_groups // num_mini_batches),
         )
     with times["nodes"].measure():
-        told = rows.announcement()
+        told = rows.announcement(weigh_sessions=False)
         SessionTrees.from_shape(told.shape, rewards=rows.rewards, groups=told.groups, sessions=told.sessions)
     return batch, profiles, assignment
 
@@ -262,7 +262,7 @@ def _written(num_tokens: int) -> WrittenRow:
 def _row(prompt_len: int, response_len: int) -> Mapping[str, Any]:
     """Return the fields of a row, as `_agent_loop_postprocess` of verl's agent loop worker writes them."""
     num_tokens = prompt_len + response_len
-    calls = [(0, "root", prompt_len, num_tokens)]
+    calls = [(0, "root", prompt_len, num_tokens, 1, 1)]
     fields = make_row(
         range(num_tokens),
         [0] * prompt_len + [1] * response_len,

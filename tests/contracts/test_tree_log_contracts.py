@@ -38,7 +38,7 @@ def test_what_a_loop_adds_to_a_row_is_one_column_of_dictionaries() -> None:
             response_ids=[2] * length,
             response_mask=[1] * length,
             metrics=AgentLoopMetrics(),
-            extra_fields={"recorded_calls": [(0, "root", 1, 1 + length)]},
+            extra_fields={"recorded_calls": [(0, "root", 1, 1 + length, 1, 1)]},
         ).as_dict()
         for length in (2, 3)
     ]

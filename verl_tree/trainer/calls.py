@@ -28,6 +28,6 @@ def calls_of_row(extra_fields: Mapping[str, Any], *, is_trained: np.ndarray) -> 
             if len(trained)
         ]
     if CALLS_FIELD in extra_fields:
-        return [Call(start, end) for _, _, start, end in extra_fields[CALLS_FIELD]]
+        return [Call(start, end) for _, _, start, end, *_ in extra_fields[CALLS_FIELD]]
     edges = np.flatnonzero(np.diff(is_trained.astype(np.int8), prepend=0, append=0)).tolist()
     return [Call(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True)]

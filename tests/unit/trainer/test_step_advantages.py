@@ -219,9 +219,10 @@ def test_agrees_with_the_definition(leaves: list[Leaf], gamma: float) -> None:
 def test_calls_of_rows_from_three_sources() -> None:
     is_trained = np.array([0, 0, 1, 1, 1, 0, 1, 0], dtype=bool)
     # A loop's own: calls at 2, 4 and 6, and one whose tokens were cut off.
-    states = {"call_states": [(2, None), (4, "s"), (6, None), (9, "cut")], "recorded_calls": [(0, "root", 2, 5)]}
+    states = {"call_states": [(2, None), (4, "s"), (6, None), (9, "cut")], "recorded_calls": [(0, "root", 2, 5, 1, 1)]}
     assert calls_of_row(states, is_trained=is_trained) == [Call(2, 4), Call(4, 5, "s"), Call(6, 7)]
-    recorded = {"recorded_calls": [(0, "root", 2, 4), (3, "fork", 4, 5), (4, "continuation", 6, 7)]}
+    # The last as rows say it that an earlier release stored.
+    recorded = {"recorded_calls": [(0, "root", 2, 4, 1, 2), (3, "fork", 4, 5, None, None), (4, "continuation", 6, 7)]}
     assert calls_of_row(recorded, is_trained=is_trained) == [Call(2, 4), Call(4, 5), Call(6, 7)]
     assert calls_of_row({}, is_trained=is_trained) == [Call(2, 5), Call(6, 7)]
     assert calls_of_row({}, is_trained=np.ones(2, dtype=bool)) == [Call(0, 2)]

@@ -29,6 +29,7 @@ from verl_tree.records.page.content import page_content
 from verl_tree.trainer import step_rows as step_rows_module
 from verl_tree.trainer import step_tokens
 from verl_tree.trainer.batching import MiniBatchPlan, RowAssignment, group_rows
+from verl_tree.trainer.calls import calls_of_row
 from verl_tree.trainer.step_rows import StepRows, shapes_of_columns
 from verl_tree.trainer.step_tokens import cells_of, fetch_calls, fetch_trees, flat_counts
 from verl_tree.tree import TokenForest
@@ -371,6 +372,8 @@ def test_a_recorded_session_says_who_wrote_what() -> None:
     assert turns == [call_text(3) + call_text(4) + END, "the sum is 14" + END]
     assert [(run.call, run.kind) for run in leaf.calls] == [(0, "root"), (1, "continuation")]
     assert {(run.min_global_steps, run.max_global_steps) for run in leaf.calls} == {(7, 7)}, "what the server said"
+    steps = calls_of_row(row["extra_fields"], is_trained=leaf.is_trained)
+    assert steps == [(run.start, run.end, None) for run in leaf.calls], "the steps of gigpo"
     (node,) = page_content(stored, tokenizer=tokenizer())["nodes"]
     assert [passage["who"] for passage in node["passages"]] == ["prompt", "model", "environment", "model"]
     assert node["passages"][1]["text"] == turns[0]
