@@ -18,7 +18,6 @@ from verl.utils.fsdp_utils import fsdp2_sharded_save_to_cpu
 from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
 
-import verl_tree.cpu.platform  # noqa: F401  (the CPU platform and the engines)
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.testing.local_worker import batch_of_rows, local_worker
 from verl_tree.trainer.detach_worker import TreeDetachActorWorker
