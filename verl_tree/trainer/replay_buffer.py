@@ -6,11 +6,12 @@ first would change from run to run. Our uids sort in the order in which the prom
 
 import inspect
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Self
 
 from omegaconf import OmegaConf
+from transfer_queue import KVBatchMeta
 from typing_extensions import override
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
@@ -108,3 +109,16 @@ class TreeReplayBufferAsync(ReplayBufferAsync, TreeReplayBuffer):
         """Return what was dropped since the last call."""
         dropped, self._dropped = self._dropped, Dropped()
         return dropped
+
+
+class WatchedBuffer:
+    """A stand-in for a replay buffer that passes each sampled batch to `on_sample`."""
+
+    def __init__(self, buffer: ReplayBuffer, *, on_sample: Callable[[KVBatchMeta], None]) -> None:
+        self._buffer, self._on_sample = buffer, on_sample
+
+    def sample(self, **options: Any) -> tuple[KVBatchMeta, dict[str, Any]]:
+        """Sample from the buffer."""
+        batch, metrics = self._buffer.sample(**options)
+        self._on_sample(batch)
+        return batch, metrics

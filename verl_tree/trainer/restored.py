@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import transfer_queue as tq
+
 from verl_tree.trainer.batching import parse_row_key
 
 _NUMBERED_UID = re.compile(r"(\d{9,})-")
@@ -12,6 +14,14 @@ _NUMBERED_UID = re.compile(r"(\d{9,})-")
 def numbered_uid(number: int, uid: str) -> str:
     """Return a uid that sorts by the number of its prompt; it has no underscore, at which verl cuts row keys."""
     return f"{number:09d}-{uid}"
+
+
+def take_over_restored(partition_id: str) -> int:
+    """Clear the restored rows that are trained already, and return the number of the next prompt."""
+    tags = (tq.kv_list(partition_id) or {}).get(partition_id, {})
+    if keys := trained_rows(tags):
+        tq.kv_clear(keys=keys, partition_id=partition_id)
+    return next_prompt_number(tags)
 
 
 def next_prompt_number(keys: Iterable[str]) -> int:

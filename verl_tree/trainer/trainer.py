@@ -15,14 +15,13 @@ What differs from `PPOTrainer` (verl 0.9.1), each through an overridden method:
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import ray
-import transfer_queue as tq
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
@@ -50,8 +49,8 @@ from verl_tree.trainer.metrics import (
     tree_tokens_per_s,
 )
 from verl_tree.trainer.padding import append_padding_rows, fill_padding_rows, real_rows
-from verl_tree.trainer.replay_buffer import TreeReplayBuffer, TreeReplayBufferAsync
-from verl_tree.trainer.restored import next_prompt_number, numbered_uid, trained_rows
+from verl_tree.trainer.replay_buffer import TreeReplayBuffer, TreeReplayBufferAsync, WatchedBuffer
+from verl_tree.trainer.restored import numbered_uid, take_over_restored
 from verl_tree.trainer.row_check import check_step_rows
 from verl_tree.trainer.staleness import staleness_metrics
 from verl_tree.trainer.step_rows import StepRows
@@ -106,10 +105,7 @@ class TreeTrainer(PPOTrainer):
         super()._load_checkpoint()
         if self.trainer_mode == "sync":
             return  # Nothing is in flight at a checkpoint.
-        tags = (tq.kv_list("train") or {}).get("train", {})
-        self._prompt_numbers = count(next_prompt_number(tags))
-        if keys := trained_rows(tags):
-            tq.kv_clear(keys=keys, partition_id="train")
+        self._prompt_numbers = count(take_over_restored("train"))
 
     @override
     def _balance_batch(
@@ -320,16 +316,3 @@ class TreeTrainer(PPOTrainer):
         if failures is not None:
             logger.warning("step %d (%s): %s", self.global_steps, partition, failures)
         return report
-
-
-class WatchedBuffer:
-    """A stand-in for a replay buffer that passes each sampled batch to `on_sample`."""
-
-    def __init__(self, buffer: ReplayBuffer, *, on_sample: Callable[[KVBatchMeta], None]) -> None:
-        self._buffer, self._on_sample = buffer, on_sample
-
-    def sample(self, **options: Any) -> tuple[KVBatchMeta, dict[str, Any]]:
-        """Sample from the buffer."""
-        batch, metrics = self._buffer.sample(**options)
-        self._on_sample(batch)
-        return batch, metrics

@@ -23,8 +23,12 @@ from verl_tree.trainer.advantages import ESTIMATORS
 from verl_tree.trainer.detach_worker import TreeDetachActorWorker
 from verl_tree.trainer.modes import TREE_TRAINERS, TreePPOTrainerSync
 from verl_tree.trainer.replay import TreeRolloutSkip
-from verl_tree.trainer.replay_buffer import POLL_INTERVAL_S, TreeReplayBuffer, TreeReplayBufferAsync
-from verl_tree.trainer.trainer import WatchedBuffer
+from verl_tree.trainer.replay_buffer import (
+    POLL_INTERVAL_S,
+    TreeReplayBuffer,
+    TreeReplayBufferAsync,
+    WatchedBuffer,
+)
 from verl_tree.trainer.worker import TreeActorRolloutRefWorker, TreeTrainingWorker
 
 
