@@ -5,10 +5,14 @@ verl's agent loops, ours and other frameworks write the same rows: a key `{uid}_
 after the log-probs or even after the update.
 """
 
+from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
 
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
+
+from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG
+from verl_tree.trainer.batching import parse_row_key
 
 TAGS = ("seq_len", "min_global_steps", "max_global_steps")
 """Tags that are integers: the length of the row, and the first and last weight version that sampled it."""
@@ -36,7 +40,8 @@ LOG_PROBS = {
 def check_step_rows(batch: KVBatchMeta, *, reads_log_probs: bool) -> None:
     """Refuse a batch in which a row lacks a tag or a field; only metadata is read.
 
-    `reads_log_probs` says that the step reads `rollout_log_probs`.
+    `reads_log_probs` says that the step reads `rollout_log_probs`. Rows with a shape were written by our agent loop
+    workers: those of a prompt by one worker, with the same fields. So one row of each prompt is asked about.
 
     Raises:
         ValueError: With the row, what it lacks, and what that is.
@@ -49,20 +54,39 @@ def check_step_rows(batch: KVBatchMeta, *, reads_log_probs: bool) -> None:
                     "it (docs/capture.md, Rows that others make)"
                 )
     needed = FIELDS | LOG_PROBS if reads_log_probs else FIELDS
-    if missing := _missing(batch.keys, names=needed, partition_id=batch.partition_id):
-        # TransferQueue names the fields that all rows have. So the row is looked for one by one.
-        lacking = next(
-            key for key in batch.keys if missing[0] in _missing([key], names=needed, partition_id=batch.partition_id)
-        )
+    keys = list(_asked_rows(batch))
+    if missing := _missing(keys, names=needed, partition_id=batch.partition_id):
+        name = missing[0]
         raise ValueError(
-            f"row {lacking} has no field {missing[0]} ({needed[missing[0]]}); whoever writes rows writes it "
-            "(docs/capture.md, Rows that others make)"
+            f"row {_first_without(name, keys, partition_id=batch.partition_id)} has no field {name} ({needed[name]}); "
+            "whoever writes rows writes it (docs/capture.md, Rows that others make)"
         )
 
 
-def _missing(keys: list[str], *, names: dict[str, str], partition_id: str | None) -> list[str]:
+def _asked_rows(batch: KVBatchMeta) -> Iterator[str]:
+    """Yield the keys of rows without a shape, and of one row with a shape of each prompt."""
+    spoken_for: set[str] = set()
+    for key, tag in zip(batch.keys, batch.tags, strict=True):
+        uid = parse_row_key(key).uid
+        if LEAF_SHAPE_TAG not in tag or uid not in spoken_for:
+            yield key
+        if LEAF_SHAPE_TAG in tag:
+            spoken_for.add(uid)
+
+
+def _first_without(name: str, keys: Sequence[str], *, partition_id: str | None) -> str:
+    """Return the first of the rows that lacks a field, which one of them does."""
+    # TransferQueue names the fields that all rows have.
+    while len(keys) > 1:
+        half = len(keys) // 2
+        is_before = bool(_missing(keys[:half], names=[name], partition_id=partition_id))
+        keys = keys[:half] if is_before else keys[half:]
+    return keys[0]
+
+
+def _missing(keys: Sequence[str], *, names: Iterable[str], partition_id: str | None) -> list[str]:
     """Return the names that are not fields of all rows."""
     if not keys:
         return []
-    known = tq.get_client().kv_retrieve_meta(keys=keys, partition_id=partition_id).field_names
+    known = set(tq.get_client().kv_retrieve_meta(keys=list(keys), partition_id=partition_id).field_names)
     return [name for name in names if name not in known]

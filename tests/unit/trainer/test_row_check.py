@@ -1,0 +1,89 @@
+"""What a row must have, and how many rows are asked about. TransferQueue is a dictionary of field names."""
+
+from collections.abc import Collection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+
+from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG
+from verl_tree.trainer.row_check import FIELDS, LOG_PROBS, check_step_rows
+
+TAG = {"seq_len": 3, "min_global_steps": 1, "max_global_steps": 1}
+KEYS = [f"{uid}_{session}_{leaf}" for uid in "abc" for session in range(2) for leaf in range(3)]
+
+
+class Queue:
+    """TransferQueue's client: it names the fields that all of the keys have, and remembers how many it was asked for."""
+
+    def __init__(self, lacking: dict[str, Collection[str]]) -> None:
+        self.lacking = lacking
+        self.num_asked: list[int] = []
+
+    def kv_retrieve_meta(self, *, keys: list[str], partition_id: str) -> SimpleNamespace:
+        assert partition_id == "train"
+        self.num_asked.append(len(keys))
+        lost = {name for key in keys for name in self.lacking.get(key, ())}
+        return SimpleNamespace(field_names=[name for name in FIELDS | LOG_PROBS if name not in lost])
+
+
+def batch_of(keys: list[str], *, with_shape: bool, **tags: Any) -> KVBatchMeta:
+    tag = TAG | tags | ({LEAF_SHAPE_TAG: b""} if with_shape else {})
+    return KVBatchMeta(partition_id="train", keys=keys, tags=[dict(tag) for _ in keys])
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, **lacking: Collection[str]) -> Queue:
+    queue = Queue(lacking)
+    monkeypatch.setattr(tq, "get_client", lambda: queue)
+    return queue
+
+
+def test_of_our_own_rows_one_of_each_prompt_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = ask(monkeypatch)
+    ours = batch_of(KEYS, with_shape=True)
+    check_step_rows(ours, reads_log_probs=True)
+    assert queue.num_asked == [3]
+    ours.tags[4].pop(LEAF_SHAPE_TAG)
+    ours.tags[5].pop(LEAF_SHAPE_TAG)
+    check_step_rows(ours, reads_log_probs=True)
+    check_step_rows(batch_of(KEYS, with_shape=False), reads_log_probs=True)
+    assert queue.num_asked == [3, 5, len(KEYS)]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_first_row_without_rewards_is_named_after_few_requests(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = KEYS[KEYS.index(key) :]
+    queue = ask(monkeypatch, **{each: ["rm_scores"] for each in later})
+    with pytest.raises(ValueError, match=rf"^row {key} has no field rm_scores \(the reward .* set a reward function"):
+        check_step_rows(batch_of(KEYS, with_shape=False), reads_log_probs=False)
+    assert len(queue.num_asked) <= 1 + 5, "18 rows are halved five times"
+
+
+def test_a_prompt_whose_rows_lack_rewards_is_found_among_rows_with_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(monkeypatch, **{key: ["rm_scores"] for key in KEYS if key.startswith("b")})
+    with pytest.raises(ValueError, match="row b_0_0 has no field rm_scores"):
+        check_step_rows(batch_of(KEYS, with_shape=True), reads_log_probs=False)
+
+
+def test_log_probs_are_needed_where_a_step_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(monkeypatch, a_0_1=["rollout_log_probs"])
+    check_step_rows(batch_of(KEYS, with_shape=False), reads_log_probs=False)
+    with pytest.raises(ValueError, match=r"row a_0_1 has no field rollout_log_probs .*calculate_log_probs=false"):
+        check_step_rows(batch_of(KEYS, with_shape=False), reads_log_probs=True)
+
+
+@pytest.mark.parametrize("with_shape", [True, False])
+def test_a_tag_that_is_no_integer_is_named(with_shape: bool) -> None:
+    batch = batch_of(KEYS, with_shape=with_shape)
+    batch.tags[7]["max_global_steps"] = None
+    with pytest.raises(ValueError, match=rf"row {KEYS[7]}: the tag max_global_steps is None"):
+        check_step_rows(batch, reads_log_probs=False)
+
+
+def test_no_rows_lack_nothing() -> None:
+    check_step_rows(batch_of([], with_shape=False), reads_log_probs=True)
