@@ -50,8 +50,8 @@ class StepRows:
             rows = cls(keys, shapes_of_columns(keys, columns), partition_id)
         if np.isnan(rows.rewards).any():
             columns = fetch(keys, ("rm_scores",), partition_id=partition_id)
-            if "rm_scores" in columns:
-                rows.shapes["reward"] = [scores.sum(dtype=np.float64) for scores in arrays(columns, "rm_scores")]
+            assert "rm_scores" in columns, "row_check refuses rows without rewards"
+            rows.shapes["reward"] = [scores.sum(dtype=np.float64) for scores in arrays(columns, "rm_scores")]
         return rows
 
     def select(self, keys: Sequence[str]) -> Self:

@@ -45,18 +45,18 @@ def fetch_steps(rows: StepRows) -> list[list[Call]]:
 
 
 def fetch_cells(rows: StepRows, assignment: RowAssignment) -> Iterator[list[np.ndarray]]:
-    """Read the tokens of the rows, one mini-batch of a rank after another, without padding rows."""
-    for members in cells_of(rows.keys, assignment):
+    """Read the tokens of the rows that a loss reads, one mini-batch of a rank after another."""
+    for members in cells_of(rows.keys, assignment, is_read=rows.shapes["num_trained"] > 0):
         columns = fetch(members, ("input_ids",), partition_id=rows.partition_id)
         yield arrays(columns, "input_ids")
 
 
-def cells_of(keys: Sequence[str], assignment: RowAssignment) -> Iterator[list[str]]:
-    """Return the keys of each mini-batch of a rank that has a row, without padding rows."""
+def cells_of(keys: Sequence[str], assignment: RowAssignment, *, is_read: np.ndarray) -> Iterator[list[str]]:
+    """Yield the keys of the rows in each mini-batch of a rank that a loss reads, `is_read` (R,), where there are any."""
     order = iter(assignment.row_order)
     for num_rows in (num_rows for rank_rows in assignment.plan.rows for num_rows in rank_rows):
         # Padding rows have the indices after the last row.
-        members = [keys[row] for row in islice(order, num_rows) if row < len(keys)]
+        members = [keys[row] for row in islice(order, num_rows) if row < len(keys) and is_read[row]]
         if members:
             yield members
 
@@ -64,8 +64,8 @@ def cells_of(keys: Sequence[str], assignment: RowAssignment) -> Iterator[list[st
 def flat_counts(cells: Iterable[Sequence[np.ndarray]]) -> ForestCounts:
     """Count what verl's own engine computes: every row in full, although the rows of a mini-batch share tokens.
 
-    `cells` has the tokens of the rows of each rank and mini-batch. The tree tokens of the counts are what a tree engine
-    would find in them.
+    `cells` has the tokens of the rows of each rank and mini-batch, of those that a loss reads: a tree engine counts no
+    others. The tree tokens of the counts are what it would find in them.
     """
     counts = ForestCounts()
     for sequences in cells:

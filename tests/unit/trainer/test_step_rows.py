@@ -152,17 +152,19 @@ def test_estimators_are_told_keys_shape_and_response_lengths() -> None:
 
 
 def test_flat_counts_are_of_the_cells_that_a_tree_engine_would_share() -> None:
-    sequences = ([1, 2, 3], [1, 2, 4, 5], [1, 2, 3], [9])
-    # Cells: rows 0 and 1 (7 flat, 5 tree tokens); row 2 and padding (3, 3); row 3 (1, 1); padding alone (nothing).
+    sequences = ([1, 2, 3], [1, 2, 4, 5], [1, 2, 3], [9], [1, 2, 7], [8])
+    # Cells: rows 0 and 1 (7 flat, 5 tree tokens), and row 4, which no loss reads; row 2 and padding (3, 3);
+    # row 3 (1, 1); row 5, which no loss reads, and padding (nothing).
     assignment = RowAssignment(
-        row_order=(0, 1, 2, 4, 3, 5, 6, 7),
+        row_order=(0, 4, 1, 2, 6, 3, 5, 7, 8, 9),
         num_padding=4,
-        plan=MiniBatchPlan(rows=((2, 2), (1, 3)), num_rows=(3, 1)),
+        plan=MiniBatchPlan(rows=((3, 2), (1, 4)), num_rows=(4, 2)),
         predicted_s=(),
         num_cut_groups=0,
         num_lost_tokens=0,
     )
-    cells = list(cells_of(["0", "1", "2", "3"], assignment))
+    is_read = np.array([True, True, True, True, False, False])
+    cells = list(cells_of([str(row) for row in range(6)], assignment, is_read=is_read))
     assert cells == [["0", "1"], ["2"], ["3"]]
     counts = flat_counts([np.array(sequences[int(key)]) for key in cell] for cell in cells)
     assert (counts.num_flat_tokens, counts.num_tree_tokens, counts.num_packed_tokens) == (11, 9, 11)
