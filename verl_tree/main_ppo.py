@@ -45,8 +45,8 @@ def run(config: DictConfig) -> None:
 
 def bound_paths(config: DictConfig) -> None:
     """Tell the engines of a resolved configuration how long a path can be; `tree.capacity=auto` holds memory for it."""
+    from verl_tree.launch.validation.capacity import longest_trajectory
     from verl_tree.launch.validation.refusals import ENGINES, value_of
-    from verl_tree.launch.validation.settings import longest_trajectory
 
     if config.tree.capacity == "auto" and config.tree.max_path_len is None:
         longest, _ = longest_trajectory(config)

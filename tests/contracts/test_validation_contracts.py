@@ -6,14 +6,17 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
+from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls, registry
 from verl.trainer import main_ppo
 from verl.trainer.ppo import reward
 from verl.trainer.ppo.core_algos import agg_loss
-from verl.trainer.ppo.v1 import trainer_base
+from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
+from verl.trainer.ppo.v1 import trainer_base, trainer_separate_async
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.utils import import_utils
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset import rl_dataset
 from verl.workers.config import CriticConfig
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
@@ -111,6 +114,19 @@ def test_a_norm_divides_by_the_width_or_by_the_factor() -> None:
     assert agg_loss(losses, mask, **whole, loss_scale_factor=6).item() == pytest.approx(15 / 5 / 6)
     assert agg_loss(losses[:, :3], mask[:, :3], **whole).item() == pytest.approx(15 / 5 / 3)
     assert agg_loss(losses[:, :3], mask[:, :3], **whole, loss_scale_factor=6).item() == pytest.approx(15 / 5 / 6)
+
+
+def test_the_earlier_trainer_gives_the_correction_to_the_loss_and_the_present_one_does_not() -> None:
+    """What the translation does for `bypass_mode`, and that the worker's config takes it."""
+    correction = OmegaConf.create({"bypass_mode": True, "rollout_is": "token", "loss_type": "reinforce"})
+    loss = OmegaConf.create({"_target_": "verl.workers.config.PolicyLossConfig", "loss_mode": "vanilla"})
+    rows = DataProto.from_single_dict({"rollout_log_probs": torch.zeros(1, 1)})
+    apply_bypass_mode(rows, correction, loss)
+    assert loss.loss_mode == "bypass_mode"
+    assert loss.rollout_correction == correction
+    assert omega_conf_to_dataclass(loss).rollout_correction.get("rollout_is") == "token"
+    for module in (trainer_base, trainer_separate_async):
+        assert "apply_bypass_mode" not in vars(module)
 
 
 def test_the_trainer_reads_the_critics_most_tokens_under_another_name() -> None:

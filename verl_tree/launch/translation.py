@@ -12,19 +12,22 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
+from verl_tree.launch.validation.capacity import longest_trajectory
 from verl_tree.launch.validation.refusals import (
     ACTOR,
+    CORRECTION,
     ENGINES,
     MODELS,
     REF,
     ROLLOUT,
+    corrections,
     uses_cpu,
     uses_critic,
     uses_reference,
     uses_tree,
     value_of,
 )
-from verl_tree.launch.validation.settings import longest_trajectory
+from verl_tree.launch.validation.ulysses import NAME as ULYSSES
 from verl_tree.launch.validation.ulysses import team_size
 
 Lines = Iterator[str]
@@ -68,7 +71,12 @@ def _tree_with(uses: Callable[[DictConfig], bool]) -> Callable[[DictConfig], boo
     return lambda config: uses_tree(config) and uses(config)
 
 
+def _has_teams(config: DictConfig) -> bool:
+    return team_size(config) > 1
+
+
 AS_TREE = (("fsdp", FLAT_STRATEGY), TREE_STRATEGY, f"runs as {TREE_STRATEGY}: FSDP2 on trees")
+FOR_TEAMS = ((False,), True, f"on, because verl asks for it with {ULYSSES}; a tree has no padding")
 SYNONYMS = (
     Synonym((f"{ACTOR}.strategy",), *AS_TREE, uses_tree),
     Synonym((f"{REF}.strategy",), *AS_TREE, _tree_with(uses_reference)),
@@ -88,6 +96,12 @@ SYNONYMS = (
         False,
         "off; flash-attn has no kernels for trainer.device=cpu",
         lambda config: uses_cpu(config) and not uses_tree(config),
+    ),
+    Synonym((f"{MODELS[0]}.use_remove_padding",), *FOR_TEAMS, _tree_with(_has_teams)),
+    Synonym(
+        (f"{MODELS[1]}.use_remove_padding",),
+        *FOR_TEAMS,
+        _tree_with(lambda config: _has_teams(config) and uses_critic(config)),
     ),
 )
 
@@ -187,6 +201,24 @@ def norm_by_width(config: DictConfig) -> Lines:
             yield f"{key}=None: data.max_response_length={value_of(config, key)}, the width of verl's padded rows"
 
 
+def correct_in_the_loss(config: DictConfig) -> Lines:
+    """With `bypass_mode`, let the loss weigh and reject rows where nobody asked for another loss.
+
+    verl's earlier trainer does so, too (`verl.trainer.ppo.rollout_corr_helper.apply_bypass_mode`). The present one does
+    not, and would leave out what is asked for.
+    """
+    *others, last = corrections(config) or [""]
+    loss, correction = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.policy_loss.rollout_correction"
+    if last != "bypass_mode" or value_of(config, correction) is not None:
+        return
+    if value_of(config, loss) == "bypass_mode" or (others and value_of(config, loss) == "vanilla"):
+        asked = ", ".join(f"{name}={value_of(config, f'{CORRECTION}.{name}')}" for name in (*others, last))
+        yield f"{CORRECTION}: {asked}: {loss}=bypass_mode reads them, as in verl's earlier trainer"
+        with open_dict(config):
+            OmegaConf.update(config, loss, "bypass_mode")
+            OmegaConf.update(config, correction, value_of(config, CORRECTION))
+
+
 LEGACY_GROUPS = ("custom_reward_function", "reward_model", "sandbox_fusion")
 MOVED = (
     "custom_reward_function",
@@ -244,5 +276,6 @@ TRANSLATORS: tuple[Translator, ...] = (
     cut_by_tokens,
     read_critic_tokens,
     norm_by_width,
+    correct_in_the_loss,
     move_legacy_rewards,
 )

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from input_cases import write_model, write_rows
 
 from verl_tree.check import report
@@ -50,8 +51,58 @@ def test_a_command_that_can_run(tmp_path: Path) -> None:
         "  rollout: vllm, 8 x 2 ranks (replicas x size), the trainer's",
         "  agents: default single_turn_agent, num_workers=8",
         "  reward: verl's function for the data source, manager naive, num_workers=8",
-        "  step: 1024 x 4 sessions (prompts x n), advantages tree_grpo, mini-batches of 256 prompts, ppo_epochs=1",
+        "  step: 1024 x 4 sessions (prompts x n), mini-batches of 256 prompts, ppo_epochs=1",
+        "  objective: advantages tree_grpo, loss vanilla, token-mean, session_weight=leaf",
     ]
+
+
+def test_teams_and_ranks_of_the_rollout(tmp_path: Path) -> None:
+    """A limit per GPU is that of one rank of a team: 400 is a quarter of a pass that holds 1,412 tokens."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    model = write_model(tmp_path / "heads", architectures=["Qwen3ForCausalLM"], **heads)
+    is_valid, text = report(
+        arguments(
+            tmp_path,
+            f"actor_rollout_ref.model.path={model}",
+            f"{ACTOR}.ulysses_sequence_parallel_size=4",
+            f"{ACTOR}.ppo_max_token_len_per_gpu=400",
+            f"{ROLLOUT}.log_prob_max_token_len_per_gpu=350",
+            "data.max_response_length=900",
+            "tree.session_weight=session",
+            "trainer.v1.trainer_mode=separate_async",
+            "actor_rollout_ref.hybrid_engine=false",
+            "data.train_batch_size=512",
+            "trainer.v1.separate_async.parameter_sync_step=2",
+            f"{ROLLOUT}.nnodes=1",
+            f"{ROLLOUT}.n_gpus_per_node=4",
+            f"{ROLLOUT}.tensor_model_parallel_size=2",
+            f"{ROLLOUT}.checkpoint_engine.backend=mine",
+            f"{ROLLOUT}.checkpoint_engine.custom_backend_module=json",
+        )
+    )
+    assert is_valid, text
+    lines = [line.strip() for line in text.splitlines()]
+    for expected in (
+        f"{ACTOR}.ppo_max_token_len_per_gpu=400: 1600 tokens on the 4 ranks of a team; the longest trajectory fits",
+        f"{ROLLOUT}.log_prob_max_token_len_per_gpu=350: 1400 tokens on the 4 ranks of a team; the longest trajectory "
+        "is longer, so it is relayed in sections",
+        "trainer: separate_async, 2 x 8 ranks (nodes x devices), cuda, 4 x 4 ranks (teams x size) compute each model "
+        "call together",
+        "rollout: vllm, 2 x 2 ranks (replicas x size), 1 x 4 ranks (nodes x devices) of its own, which get the weights "
+        "over mine",
+        "weight sync: every 2 updates (parameter_sync_step)",
+        "objective: advantages tree_grpo, loss vanilla, token-mean, session_weight=session",
+    ):
+        assert expected in lines
+
+
+@pytest.mark.parametrize("engine", ["megatron", "veomni"])
+def test_another_engine_is_refused_by_its_name(tmp_path: Path, engine: str) -> None:
+    """Verl composes other files for it, which lack keys of FSDP."""
+    is_valid, text = report(arguments(tmp_path, f"model_engine={engine}"))
+    assert not is_valid
+    (refused,) = text.split("Refused\n")[1].splitlines()
+    assert refused.startswith(f"  model_engine={engine}: trees run on verl's FSDP2 engine only")
 
 
 def test_all_findings_come_at_once(tmp_path: Path) -> None:

@@ -141,6 +141,35 @@ def test_what_trees_have_no_use_for_is_off(overrides: list[str], off: list[str],
     assert because in line
 
 
+TEAMS = ["trainer.n_gpus_per_node=2", f"{ACTOR}.ulysses_sequence_parallel_size=2"]
+
+
+def test_teams_need_no_padding_removed() -> None:
+    """Verl asks for it with Ulysses; a tree has none to remove."""
+    padded = [f"{MODEL}.use_remove_padding=false", "critic.model.use_remove_padding=false"]
+    config, (line,) = translated(*TEAMS, *padded)
+    assert line.startswith(f"{MODEL}.use_remove_padding=False: on, because verl asks for it with ulysses")
+    assert (config.actor_rollout_ref.model.use_remove_padding, config.critic.model.use_remove_padding) == (True, False)
+    config, _ = translated(*TEAMS, *padded, CRITIC, "critic.ulysses_sequence_parallel_size=2")
+    assert config.critic.model.use_remove_padding is True
+    for overrides in (padded, [*TEAMS, *padded, "tree.enabled=false"]):
+        assert translate(resolved(*overrides)) == []
+
+
+def test_a_correction_that_bypass_mode_leaves_out_goes_to_the_loss() -> None:
+    correction, loss = "algorithm.rollout_correction", f"{ACTOR}.policy_loss"
+    bypass = [f"{correction}.bypass_mode=true", f"{correction}.loss_type=reinforce"]
+    weighed = [*bypass, f"{correction}.rollout_is=sequence"]
+    for overrides in (weighed, [*weighed, f"{loss}.loss_mode=bypass_mode"]):
+        config, (line,) = translated(*overrides)
+        assert line.startswith(f"{correction}: rollout_is=sequence, bypass_mode=True: {loss}.loss_mode=bypass_mode")
+        assert value_of(config, f"{loss}.loss_mode") == "bypass_mode"
+        assert value_of(config, f"{loss}.rollout_correction") == value_of(config, correction)
+    mine = [*weighed, f"{loss}.loss_mode=bypass_mode", f"+{loss}.rollout_correction.rollout_is=token"]
+    for overrides in (bypass, [f"{correction}.rollout_is=token"], mine):
+        assert translate(resolved(*overrides)) == [], "the rollout's log-probs alone, no bypass, a correction in place"
+
+
 def test_verls_own_engine_keeps_what_it_has() -> None:
     keys = [f"{ACTOR}.pad_to_length", f"{MODEL}.use_fused_kernels"]
     config, lines = translated("tree.enabled=false", *(f"{key}=true" for key in keys))

@@ -90,6 +90,17 @@ def test_loops_of_a_manager_of_the_users_are_known(tmp_path: Path, monkeypatch: 
     )
 
 
+def test_sessions_that_nobody_rewards_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Our manager's workers say so themselves, session by session; verl's draw a reward worker from an empty list."""
+    no_workers = ["reward.num_workers=0", f"{DEFAULT}=single_turn_agent"]
+    with caplog.at_level(logging.WARNING):
+        validate(resolved(*no_workers))
+        assert caplog.text == ""
+        validate(resolved(*no_workers, f"{MANAGER}=null"))
+    assert "reward.num_workers=0: with" in caplog.text
+    assert "set 1 or more" in caplog.text
+
+
 @pytest.mark.parametrize("manager", ["null", "verl.trainer.ppo.v1.agent_loop_tq.AgentLoopManagerTQ"])
 def test_another_manager_passes_and_the_log_says_what_is_lost(manager: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):

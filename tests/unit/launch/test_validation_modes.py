@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("verl")
 
@@ -79,9 +80,11 @@ def test_settings_that_work(overrides: list[str]) -> None:
             [*SEPARATE, f"{ENGINE}.backend=carrier_pigeon", f"{ENGINE}.custom_backend_module=null"],
             ["backend=carrier_pigeon", "registered backends", "naive"],
         ),
+        ([f"{ROLLOUT}.tensor_model_parallel_size=2"], ["=2: a replica takes 2 ranks", "trainer.nnodes", "=1"]),
+        ([f"{ROLLOUT}.tensor_model_parallel_size=0"], ["=0: a replica takes 0 ranks"]),
         (
-            [f"{CORRECTION}.rollout_is=token", f"{ROLLOUT}.calculate_log_probs=false"],
-            ["calculate_log_probs=False", "rollout_is", "true"],
+            [*SEPARATE, "actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.data_parallel_size=2"],
+            ["a replica takes 2 ranks", f"{ROLLOUT}.nnodes x n_gpus_per_node=1"],
         ),
     ],
     ids=lambda value: value[-1][-50:],
@@ -93,14 +96,22 @@ def test_settings_that_cannot_work_are_refused(overrides: list[str], parts: list
         assert part in finding.message
 
 
-def test_a_loss_that_reads_the_correction_itself_may_bypass() -> None:
-    bypass = [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_rs=token_k1"]
-    (finding,) = findings(*bypass)
-    assert finding.is_warning, "verl trains all the same"
-    assert all(
-        part in finding.message for part in ("rollout_rs=token_k1", "loss_mode=bypass_mode", "bypass_mode=false")
-    )
-    assert findings(*bypass, "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode") == []
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks about GPUs from a machine without one")
+def test_an_engine_for_gpus_is_only_warned_of_where_there_are_none() -> None:
+    nccl = [*SEPARATE, f"{ENGINE}.backend=pigeon", f"{ENGINE}.custom_backend_module=null", "trainer.device=cuda"]
+    (finding,) = findings(*nccl)
+    assert finding.is_warning
+    assert f"{ENGINE}.backend=pigeon" in finding.message
+    assert "no CUDA device" in finding.message
+
+
+def test_a_pool_of_its_own_need_not_hold_what_the_trainers_ranks_hold() -> None:
+    """Replicas of two ranks on two ranks of their own; the trainer has one rank."""
+    alone = [*SEPARATE, "actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.n_gpus_per_node=2"]
+    two = [f"{ROLLOUT}.tensor_model_parallel_size=2", "ray_kwargs.ray_init.num_gpus=3"]
+    assert findings(*alone, *two) == []
+    (finding,) = findings(*alone, *two, "actor_rollout_ref.hybrid_engine=true")
+    assert "trainer.nnodes x n_gpus_per_node=1" in finding.message
 
 
 @pytest.mark.parametrize("mode", [COLOCATE, SEPARATE], ids=["colocate", "separate"])

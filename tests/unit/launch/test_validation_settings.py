@@ -4,9 +4,10 @@ import pytest
 from input_cases import resolved
 from omegaconf import DictConfig
 
-from verl_tree.launch.validation import CHECKS, find, settings, validate
+from verl_tree.launch.validation import CHECKS, capacity, find, objective, settings, validate
+from verl_tree.launch.validation.capacity import capacity_keys, longest_trajectory
 from verl_tree.launch.validation.refusals import Check, uses_critic, uses_reference
-from verl_tree.launch.validation.settings import RULES, Rule, capacity_keys, longest_trajectory
+from verl_tree.launch.validation.settings import RULES, Rule
 from verl_tree.main_ppo import bound_paths
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -43,6 +44,7 @@ def test_rules_are_silent_where_they_do_not_apply() -> None:
     assert len({rule.key for rule in RULES}) == len(RULES)
 
 
+CORRECTION, LOSS = "algorithm.rollout_correction", f"{ACTOR}.policy_loss.loss_mode"
 MODE = "distillation.distillation_loss.loss_mode"
 TOP_K = ["distillation.enabled=true", f"{MODE}=forward_kl_topk"]
 NO_RELAY, CRITIC = ["tree.relay=never"], ["critic.enable=true"]
@@ -102,12 +104,24 @@ REFUSED = {
         ([*TOP_K], ["loss_mode=forward_kl_topk: top-k distillation needs the logits", "k3", "tree.enabled=false"]),
         (["distillation.enabled=true", f"{MODE}=k9"], [f"{MODE}=k9: no such distillation loss", "k2, low_var_kl, k3"]),
     ],
-    "check_rollout_ranks": [
-        ([f"{ROLLOUT}.tensor_model_parallel_size=2"], ["tensor_model_parallel_size=2: a replica takes 2 ranks", "=1"])
+    "check_correction": [
+        (
+            [f"{CORRECTION}.rollout_is=token", f"{ROLLOUT}.calculate_log_probs=false"],
+            ["calculate_log_probs=False", "rollout_is", "true"],
+        ),
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_rs=token_k1", f"{LOSS}=gspo"],
+            [f"{LOSS}=gspo: verl ignores {CORRECTION}.rollout_rs", "bypass_mode=false"],
+        ),
     ],
     "check_critic_cut": [
         (["critic.enable=true", "critic.ppo_mini_batch_size=3"], ["critic.ppo_mini_batch_size=3", "256"])
     ],
+}
+CHECKS_HERE = {
+    check.__name__: check
+    for check in (*settings.CHECKS, *capacity.CHECKS, *objective.CHECKS)
+    if not isinstance(check, Rule)
 }
 CASES = [(name, *case) for name, cases in REFUSED.items() for case in cases]
 
@@ -115,7 +129,7 @@ CASES = [(name, *case) for name, cases in REFUSED.items() for case in cases]
 @pytest.mark.parametrize(("name", "overrides", "parts"), CASES)
 def test_setting_is_refused_with_its_remedy(name: str, overrides: list[str], parts: list[str]) -> None:
     """The named check, and nothing that runs before it, refuses; the message has key, value and remedy."""
-    message = _refused_by(vars(settings)[name], resolved(*overrides), whole=True)
+    message = _refused_by(CHECKS_HERE[name], resolved(*overrides), whole=True)
     for part in parts:
         assert part in message
 
@@ -138,7 +152,7 @@ def test_a_trajectory_that_can_be_relayed_may_exceed_the_capacity(relay: str) ->
 
 
 def test_every_check_is_tested() -> None:
-    assert {check.__name__ for check in settings.CHECKS if not isinstance(check, Rule)} == {*REFUSED, "check_device"}
+    assert set(CHECKS_HERE) == {*REFUSED, "check_device"}
 
 
 def test_a_bad_option_hides_no_other_finding() -> None:

@@ -39,10 +39,6 @@ def test_the_reference_follows_the_actor_and_the_critic_its_own_key() -> None:
         ([REFERENCE, f"{ACTOR}.{NAME}=2", f"{REF}.{NAME}=4"], [f"{REF}.{NAME}=4", f"must equal {ACTOR}.{NAME}=2"]),
         ([CRITIC, f"{ACTOR}.{NAME}=2"], [f"critic.fsdp.{NAME}=1", f"must equal {ACTOR}.{NAME}=2"]),
         ([f"{ACTOR}.{NAME}=2", "tree.enabled=false"], [f"{ACTOR}.{NAME}=2", "CUDA", "tree.enabled=true"]),
-        (
-            [f"{ACTOR}.{NAME}=2", "actor_rollout_ref.model.use_remove_padding=false"],
-            ["actor_rollout_ref.model.use_remove_padding=False", "verl asks for true"],
-        ),
     ],
 )
 def test_what_cannot_work_is_refused(overrides: list[str], parts: list[str]) -> None:

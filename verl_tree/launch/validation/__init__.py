@@ -7,14 +7,22 @@ import logging
 
 from omegaconf import DictConfig
 
-from verl_tree.launch.validation import code, inputs, modes, settings, ulysses
+from verl_tree.launch.validation import capacity, code, inputs, modes, objective, settings, ulysses
 from verl_tree.launch.validation.refusals import Finding, Findings
 
 __all__ = ["CHECKS", "find", "find_before_the_queue", "find_by_verl", "validate"]
 
 logger = logging.getLogger(__name__)
 
-CHECKS = (*settings.CHECKS, *ulysses.CHECKS, *modes.CHECKS, *inputs.CHECKS, *code.CHECKS)
+CHECKS = (
+    *settings.CHECKS,
+    *capacity.CHECKS,
+    *objective.CHECKS,
+    *ulysses.CHECKS,
+    *modes.CHECKS,
+    *inputs.CHECKS,
+    *code.CHECKS,
+)
 """All checks, in the order in which a user should hear of problems."""
 
 

@@ -46,6 +46,9 @@ def check_manager(config: DictConfig) -> Findings:
         "sessions failed (docs/capture.md, Rows that others make)"
     )
     yield Finding(f"{MANAGER_KEY}={manager}: {lost}", is_warning=True)
+    if value_of(config, "reward.num_workers") == 0:
+        fails = f"with {MANAGER_KEY}={manager}, every session fails whose loop gives no reward; set 1 or more"
+        yield Finding(f"reward.num_workers=0: {fails}", is_warning=True)
 
 
 def check_agent_loops(config: DictConfig) -> Findings:

@@ -1,4 +1,4 @@
-"""Checks of `trainer.v1.trainer_mode`: what verl asserts once Ray has started, and what is left uncorrected."""
+"""Checks of `trainer.v1.trainer_mode` and of the ranks that generate; verl looks once Ray has started, or never."""
 
 from importlib.util import find_spec
 
@@ -6,10 +6,13 @@ from omegaconf import DictConfig
 
 from verl_tree.launch.validation.refusals import (
     ACTOR,
+    CORRECTION,
     ROLLOUT,
     Check,
     Finding,
     Findings,
+    corrections,
+    lacks_cuda,
     refusal,
     refusal_here,
     value_of,
@@ -17,7 +20,7 @@ from verl_tree.launch.validation.refusals import (
 
 MODES = ("sync", "colocate_async", "separate_async")
 _MODE, _HYBRID = "trainer.v1.trainer_mode", "actor_rollout_ref.hybrid_engine"
-_SAMPLER, _CORRECTION = "trainer.v1.sampler", "algorithm.rollout_correction"
+_SAMPLER = "trainer.v1.sampler"
 
 
 def is_separate(config: DictConfig) -> bool:
@@ -32,6 +35,31 @@ def check_mode(config: DictConfig) -> Findings:
     elif not value_of(config, _HYBRID) and not is_separate(config):
         remedy = f"only {_MODE}=separate_async knows a rollout on other GPUs alone; set it to true"
         yield refusal(config, _HYBRID, remedy)
+
+
+def rollout_ranks(config: DictConfig) -> int:
+    """Return how many ranks one replica of the rollout engine takes."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+
+
+def rollout_pools(config: DictConfig) -> dict[str, int]:
+    """Return how many ranks generate: those that train (`trainer`), ranks of their own (`ROLLOUT`), or both."""
+    pools = {"trainer": bool(value_of(config, _HYBRID)), ROLLOUT: is_separate(config)}
+    return {
+        key: value_of(config, f"{key}.nnodes") * value_of(config, f"{key}.n_gpus_per_node")
+        for key, generates in pools.items()
+        if generates
+    }
+
+
+def check_rollout_ranks(config: DictConfig) -> Findings:
+    """Find replicas of the rollout engine that do not divide the ranks on which they run."""
+    size = rollout_ranks(config)
+    for pool, num_ranks in rollout_pools(config).items():
+        if size < 1 or num_ranks % size:
+            remedy = f"a replica takes {size} ranks, which must divide {pool}.nnodes x n_gpus_per_node={num_ranks}"
+            yield refusal(config, f"{ROLLOUT}.tensor_model_parallel_size", remedy)
 
 
 def check_separate_batches(config: DictConfig) -> Findings:
@@ -88,7 +116,11 @@ def check_checkpoint_engine(config: DictConfig) -> Findings:
         try:
             CheckpointEngineRegistry.get(backend)
         except ValueError as error:
-            yield refusal_here(config, key, f"{error}; install what it needs, or choose a registered backend")
+            # An engine for GPUs may need what a machine without them lacks.
+            remedy = f"{error}; install what it needs, or choose a registered backend"
+            is_elsewhere = lacks_cuda(config)
+            here = " (a warning only: this machine has no CUDA device)" if is_elsewhere else ""
+            yield Finding(f"{key}={backend}: {remedy}{here}", is_warning=is_elsewhere)
 
 
 def _exists(module: str) -> bool:
@@ -110,37 +142,19 @@ def check_staleness(config: DictConfig) -> Findings:
             "tree/async/dropped_leaves"
         )
         yield Finding(message, is_warning=True)
-    corrects = any(value_of(config, f"{_CORRECTION}.{name}") for name in ("rollout_is", "rollout_rs", "bypass_mode"))
-    if threshold is None and not corrects:
+    if threshold is None and not corrections(config):
         message = (
             f"{_SAMPLER}.max_off_policy_threshold=None: rows may be any number of weight syncs old, and nothing "
-            f"corrects for that; set a threshold, or {_CORRECTION}.rollout_is=token"
-        )
-        yield Finding(message, is_warning=True)
-
-
-def check_correction(config: DictConfig) -> Findings:
-    """Find a correction without the rollout's log-probs; warn of one that verl's trainer leaves out."""
-    asked = [name for name in ("rollout_is", "rollout_rs", "bypass_mode") if value_of(config, f"{_CORRECTION}.{name}")]
-    if asked and not value_of(config, f"{ROLLOUT}.calculate_log_probs"):
-        yield refusal(config, f"{ROLLOUT}.calculate_log_probs", f"{_CORRECTION}.{asked[0]} needs them; set it to true")
-    # With bypass_mode verl 0.9.1 neither weighs nor rejects rows before the update, and leaves both to this loss.
-    is_left_out = "bypass_mode" in asked and len(asked) > 1
-    if is_left_out and value_of(config, f"{ACTOR}.policy_loss.loss_mode") != "bypass_mode":
-        key = f"{_CORRECTION}.{asked[0]}"
-        message = (
-            f"{key}={value_of(config, key)}: verl ignores it with {_CORRECTION}.bypass_mode=true; set "
-            f"{ACTOR}.policy_loss.loss_mode=bypass_mode and the same settings under "
-            f"{ACTOR}.policy_loss.rollout_correction, or bypass_mode=false"
+            f"corrects for that; set a threshold, or {CORRECTION}.rollout_is=token"
         )
         yield Finding(message, is_warning=True)
 
 
 CHECKS: tuple[Check, ...] = (
     check_mode,
+    check_rollout_ranks,
     check_separate_batches,
     check_separate_gpus,
     check_checkpoint_engine,
     check_staleness,
-    check_correction,
 )

@@ -13,6 +13,7 @@ ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor
 ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
 MODELS = ("actor_rollout_ref.model", "critic.model")
 DATA_KEYS = ("data.train_files", "data.val_files")
+CORRECTION = "algorithm.rollout_correction"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +65,22 @@ def uses_cpu(config: DictConfig) -> bool:
     return config.trainer.device == "cpu"
 
 
+def lacks_cuda(config: DictConfig) -> bool:
+    """Whether the training run needs CUDA and torch sees none on this machine."""
+    import torch
+
+    return config.trainer.device == "cuda" and not torch.cuda.is_available()
+
+
 def uses_critic(config: DictConfig) -> bool:
     """Whether there is a critic, as `verl.trainer.ppo.utils.need_critic` (0.9.1) decides."""
     enabled = config.critic.enable
     return config.algorithm.adv_estimator == "gae" if enabled is None else bool(enabled)
+
+
+def corrections(config: DictConfig) -> list[str]:
+    """Return which parts of the correction for old rows are asked for."""
+    return [name for name in ("rollout_is", "rollout_rs", "bypass_mode") if value_of(config, f"{CORRECTION}.{name}")]
 
 
 def uses_reference(config: DictConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Checks for settings that cannot work or would be ignored: a table of rules, then checks that read several keys."""
+"""Checks for settings that cannot work or would be ignored: a table of rules, then checks of engines and devices."""
 
 import json
 import os
@@ -17,6 +17,7 @@ from verl_tree.launch.validation.refusals import (
     Check,
     Finding,
     Findings,
+    lacks_cuda,
     refusal,
     uses_cpu,
     uses_critic,
@@ -24,7 +25,6 @@ from verl_tree.launch.validation.refusals import (
     uses_tree,
     value_of,
 )
-from verl_tree.launch.validation.ulysses import team_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,26 +109,9 @@ def check_strategies(config: DictConfig) -> Findings:
             yield refusal(config, f"{role}.strategy", remedy)
 
 
-def check_estimator(config: DictConfig) -> Findings:
-    """Look up the estimator, which verl does only after the first rollout."""
-    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
-
-    from verl_tree.trainer.advantages import ESTIMATORS
-
-    known = [*ESTIMATORS, *sorted(ADV_ESTIMATOR_REGISTRY.keys() - ESTIMATORS.keys())]
-    if config.algorithm.adv_estimator not in known:
-        remedy = f"choose one of {', '.join(known)}, or register yours in a module of VERL_USE_EXTERNAL_MODULES"
-        yield refusal(config, "algorithm.adv_estimator", remedy)
-    weight = "algorithm.gigpo.step_advantage_w"
-    if config.algorithm.adv_estimator == "gigpo" and not isinstance(value_of(config, weight), int | float):
-        yield refusal(config, weight, "give a number; 1.0 is the paper's, and 0.0 makes it tree_grpo")
-
-
 def check_device(config: DictConfig) -> Findings:
     """Find a CUDA profile on a machine without CUDA."""
-    import torch
-
-    if config.trainer.device == "cuda" and not torch.cuda.is_available() and config.trainer.nnodes == 1:
+    if lacks_cuda(config) and config.trainer.nnodes == 1:
         remedy = "torch sees no CUDA device; use profile=cpu, or profile=auto to choose"
         yield refusal(config, "trainer.device", remedy)
 
@@ -142,106 +125,6 @@ def check_cpu_backend(config: DictConfig) -> Findings:
         yield refusal(config, "tree.backend", remedy)
 
 
-def check_memory(config: DictConfig) -> Findings:
-    """Find a memory limit that nothing reads, and a missing one where there is no device to ask."""
-    if not uses_tree(config):
-        return
-    if config.tree.capacity != "auto":
-        if config.tree.memory_gib is not None:
-            yield refusal(config, "tree.memory_gib", "only tree.capacity=auto reads it; set that, or null")
-    elif config.tree.memory_gib is None and uses_cpu(config):
-        remedy = "tree.capacity=auto needs it with trainer.device=cpu; give the GiB that one rank may use"
-        yield refusal(config, "tree.memory_gib", remedy)
-
-
-def capacity_keys(config: DictConfig) -> list[str]:
-    """Return the keys that bound the tokens of a micro-batch of the roles in use."""
-    if uses_tree(config) and config.tree.capacity is not None:
-        return ["tree.capacity"]
-    keys = [f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"]
-    if uses_reference(config):
-        keys.append(f"{REF}.log_prob_max_token_len_per_gpu")
-    if uses_critic(config):
-        keys += ["critic.ppo_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu"]
-    return keys
-
-
-def longest_trajectory(config: DictConfig) -> tuple[int, str]:
-    """Return the length of the longest possible trajectory, and text that names the options behind it."""
-    rollout = config.actor_rollout_ref.rollout
-    # All turns after the first prompt count as response.
-    longest = rollout.prompt_length + rollout.response_length
-    if rollout.max_model_len is not None and rollout.max_model_len < longest:
-        return rollout.max_model_len, f"{rollout.max_model_len} tokens ({ROLLOUT}.max_model_len)"
-    lens = f"data.max_prompt_length={rollout.prompt_length} + data.max_response_length={rollout.response_length}"
-    return longest, f"{longest} tokens ({lens})"
-
-
-def check_capacity(config: DictConfig) -> Findings:
-    """Find limits below the longest possible trajectory, which must fit into one pass if it cannot be relayed."""
-    longest, named = longest_trajectory(config)
-    response = config.actor_rollout_ref.rollout.response_length
-    limits = []
-    if not uses_tree(config) or config.tree.relay == "never":
-        remedy = "raise it, shorten them, or set tree.relay=auto" if uses_tree(config) else "raise it or shorten them"
-        limits += [(key, longest, f"trajectory, {named}; {remedy}") for key in capacity_keys(config)]
-    if uses_tree(config):
-        remedy = "raise it, shorten them, or set null for no limit"
-        limits.append(("tree.max_path_len", longest, f"trajectory, {named}; {remedy}"))
-        named = f"data.max_response_length={response} tokens"
-        limits.append(("tree.max_loss_terms", response, f"response, {named}; {remedy}"))
-    for key, least, what in limits:
-        value = value_of(config, key)
-        # verl multiplies what it calls `per_gpu` by the ranks that compute a micro-batch together.
-        num_ranks = team_size(config) if key.endswith("_per_gpu") else 1
-        if isinstance(value, int) and value * num_ranks < least:
-            per_rank = f", times {num_ranks} ranks," if num_ranks > 1 else ""
-            yield refusal(config, key, f"less{per_rank} than the longest possible {what}")
-
-
-def check_session_weight(config: DictConfig) -> Findings:
-    """Find a loss that reads several rows together, where rows are to be weighed."""
-    if config.tree.session_weight != "session":
-        return
-    from verl_tree.engine.row_losses import POLICY_LOSSES_OVER_ROWS
-
-    key = f"{ACTOR}.policy_loss.loss_mode"
-    if value_of(config, key) not in POLICY_LOSSES_OVER_ROWS:
-        remedy = f"choose one of {', '.join(POLICY_LOSSES_OVER_ROWS)}, or set tree.session_weight=leaf"
-        yield refusal(config, key, f"tree.session_weight=session weighs rows, and this loss couples them; {remedy}")
-
-
-def check_distillation(config: DictConfig) -> Findings:
-    """Find a distillation loss that reads more of the student than log-probs, or that verl does not know."""
-    from verl.trainer.distillation.losses import DISTILLATION_SETTINGS_REGISTRY
-
-    if not config.distillation.enabled:
-        return
-    key = "distillation.distillation_loss.loss_mode"
-    known = DISTILLATION_SETTINGS_REGISTRY
-    estimators = ", ".join(name for name, each in known.items() if each.use_estimator)
-    loss = known.get(value_of(config, key))
-    if loss is None:
-        yield refusal(config, key, f"no such distillation loss; choose one of {estimators}")
-    elif not loss.use_estimator and uses_tree(config):
-        remedy = "top-k distillation needs the logits of every row, which a tree does not make; choose an estimator"
-        yield refusal(config, key, f"{remedy} ({estimators}), or set tree.enabled=false")
-
-
-def rollout_ranks(config: DictConfig) -> int:
-    """Return how many ranks one replica of the rollout engine takes."""
-    rollout = config.actor_rollout_ref.rollout
-    return rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
-
-
-def check_rollout_ranks(config: DictConfig) -> Findings:
-    """Find replicas of the rollout engine that do not divide the trainer's ranks, on which they run."""
-    num_ranks, size = config.trainer.nnodes * config.trainer.n_gpus_per_node, rollout_ranks(config)
-    if config.actor_rollout_ref.hybrid_engine and num_ranks % size:
-        remedy = f"a replica takes {size} ranks, which must divide trainer.nnodes x n_gpus_per_node={num_ranks}"
-        yield refusal(config, f"{ROLLOUT}.tensor_model_parallel_size", remedy)
-
-
 def check_critic_cut(config: DictConfig) -> Findings:
     """Compare the mini-batch sizes of actor and critic, which share one mini-batch plan."""
     key, size = "critic.ppo_mini_batch_size", config.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -253,13 +136,7 @@ CHECKS: tuple[Check, ...] = (
     check_tree_options,
     check_strategies,
     *RULES,
-    check_estimator,
     check_device,
     check_cpu_backend,
-    check_memory,
-    check_capacity,
-    check_session_weight,
-    check_distillation,
-    check_rollout_ranks,
     check_critic_cut,
 )

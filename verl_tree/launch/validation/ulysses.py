@@ -64,19 +64,11 @@ def check_heads(config: DictConfig) -> Findings:
                 yield refusal(config, key, f"{model}.path={value_of(config, f'{model}.path')}: {reason}")
 
 
-def check_padding(config: DictConfig) -> Findings:
-    """Find what verl refuses with Ulysses, late: padded rows, and a CPU, as it exchanges heads in flash attention."""
-    key = team_keys(config)[0]
-    if team_size(config) == 1:
-        return
-    if uses_cpu(config) and not uses_tree(config):
-        yield refusal(
-            config, key, "verl's own engine needs flash attention, so CUDA, for it; set 1 or tree.enabled=true"
-        )
-    for model in MODELS if uses_critic(config) else MODELS[:1]:
-        if not value_of(config, f"{model}.use_remove_padding"):
-            remedy = f"verl asks for true with {key}={team_size(config)}; a tree has no padding in any case"
-            yield refusal(config, f"{model}.use_remove_padding", remedy)
+def check_engine(config: DictConfig) -> Findings:
+    """Find verl's own engine on a CPU: it exchanges heads in flash attention."""
+    if team_size(config) > 1 and uses_cpu(config) and not uses_tree(config):
+        remedy = "verl's own engine needs flash attention, so CUDA, for it; set 1 or tree.enabled=true"
+        yield refusal(config, team_keys(config)[0], remedy)
 
 
 def _of(config: DictConfig, key: str) -> int:
@@ -103,4 +95,4 @@ def _model_settings(path: Any) -> dict[str, Any]:
     return settings | settings.get("text_config", {})
 
 
-CHECKS: tuple[Check, ...] = (check_team_sizes, check_heads, check_padding)
+CHECKS: tuple[Check, ...] = (check_team_sizes, check_heads, check_engine)
