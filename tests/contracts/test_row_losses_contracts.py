@@ -3,21 +3,23 @@
 import inspect
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from relay_cases import LossCase
 from tensordict import TensorDict
 from verl.trainer import sft_trainer
-from verl.trainer.distillation.losses import distillation_ppo_loss
+from verl.trainer.distillation.losses import DISTILLATION_SETTINGS_REGISTRY, distillation_ppo_loss
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.v1 import trainer_base
 from verl.utils import tensordict_utils as tu
 from verl.workers import engine_workers
+from verl.workers.config import DistillationConfig, DistillationLossConfig
 from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 
-from verl_tree.engine.row_losses import POLICY_LOSSES_OVER_ROWS, is_sum_over_rows
+from verl_tree.engine.row_losses import DISTILLATION_LOSSES_OVER_ROWS, POLICY_LOSSES_OVER_ROWS, is_sum_over_rows
 from verl_tree.testing.local_worker import batch_of_rows
 
 COUPLE_ROWS = ("clip_cov", "kl_cov", "geo_mean", "bypass_mode")
@@ -28,6 +30,29 @@ AGGREGATIONS = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token
 def test_every_registered_policy_loss_is_known() -> None:
     """A new loss of verl has to be put into one of the two lists; until then it takes the joint form."""
     assert set(POLICY_LOSS_REGISTRY) == {*POLICY_LOSSES_OVER_ROWS, *COUPLE_ROWS}
+
+
+def test_every_registered_estimator_of_distillation_is_known() -> None:
+    estimators = [name for name, settings in DISTILLATION_SETTINGS_REGISTRY.items() if settings.use_estimator]
+    assert set(estimators) == set(DISTILLATION_LOSSES_OVER_ROWS)
+
+
+def test_distillation_as_a_reward_goes_through_a_policy_loss_over_rows() -> None:
+    assert DistillationLossConfig(loss_mode="k1").policy_loss_mode in POLICY_LOSSES_OVER_ROWS
+    with pytest.raises(NotImplementedError):
+        DistillationLossConfig(loss_mode="k1", policy_loss_mode="clip_cov")
+
+
+def distillation(name: str, loss_mode: str) -> Any:
+    settings = DistillationConfig(distillation_loss=DistillationLossConfig(loss_mode=loss_mode))
+    config = LossCase(name).function().keywords["config"]
+    return partial(distillation_ppo_loss, config=config, distillation_config=settings)
+
+
+def test_distillation_by_name() -> None:
+    assert all(is_sum_over_rows(distillation("vanilla", name)) for name in DISTILLATION_LOSSES_OVER_ROWS)
+    assert not is_sum_over_rows(distillation("vanilla", "forward_kl_topk"))
+    assert not is_sum_over_rows(distillation("clip_cov", "k1"))
 
 
 def test_workers_hold_losses_as_partials_with_a_config() -> None:

@@ -119,6 +119,7 @@ CASES = [
             "critic": {"is_critic": True, "actor": {"loss_agg_mode": "seq-mean-token-sum"}},
             "relay": {"tree": {"session_weight": "session", "capacity": 7, "max_loss_terms": 20}},
             "idle_rank": {"rows": "idle_rank", "actor": {"use_kl_loss": True, "kl_loss_coef": 0.3}},
+            "rollout_correction": {"rows": "duplicates", "corrected": True},
             "shared_tokens_mean": {
                 "tree": {"session_weight": "session", "shared_tokens": "mean"},
                 "same_objective": False,
@@ -265,12 +266,12 @@ def make_batch(case: Case, *, step: int, rank: int, world_size: int) -> TensorDi
         global_batch_size=sum(counts),
         calculate_entropy=case.actor.get("entropy_coeff", 0.0) != 0.0,
     )
+    # verl counts its denominators from the tokens as they were sampled.
+    batch["loss_mask"] = torch.nested.as_nested_tensor(sampled, layout=torch.jagged)
     if case.tree.get("session_weight") == "session":
         # One, two or three leaves each, and some on both ranks.
         sessions = [row // (1 + row % 3) for row in range(len(rows))] + [-1] * num_padding
         weigh_sessions(batch, sessions, group=None)
-    # verl counts its denominators from the tokens as they were sampled.
-    batch["loss_mask"] = torch.nested.as_nested_tensor(sampled, layout=torch.jagged)
     if case.temperature_per_row:
         batch["temperature"] = torch.tensor([0.7, 1.0, 1.4])[torch.arange(len(all_rows)) // 4 % 3]
     return batch

@@ -2,13 +2,15 @@
 
 verl divides by denominators of the whole mini-batch, so most of its losses are sums of one term per row. The others
 read several rows together, and so does every loss that is not known here: they get all rows of a micro-batch at once
-(the joint form of `verl_tree.relay.run`). Source: verl 0.9.1, workers/utils/losses.py and trainer/ppo/core_algos.py.
+(the joint form of `verl_tree.relay.run`). Source: verl 0.9.1, workers/utils/losses.py, trainer/ppo/core_algos.py and
+trainer/distillation/losses.py.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from verl.trainer.distillation import distillation_ppo_loss
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 
 from verl_tree.engine.session_weights import session_weighted_loss
@@ -20,6 +22,9 @@ POLICY_LOSSES_OVER_ROWS = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg
 normalise over them.
 """
 
+DISTILLATION_LOSSES_OVER_ROWS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+"""Names in `distillation.distillation_loss.loss_mode`: estimators of the KL divergence from one sampled token."""
+
 
 def is_sum_over_rows(loss_function: Callable[..., Any] | None) -> bool:
     """Return whether a loss, as the workers hold it, is known to be a sum of one term per row."""
@@ -30,8 +35,13 @@ def is_sum_over_rows(loss_function: Callable[..., Any] | None) -> bool:
     config = loss_function.keywords.get("config")
     if loss_function.func is sft_loss:
         return True
-    if loss_function.func not in (ppo_loss, value_loss) or config is None:
+    if loss_function.func not in (ppo_loss, distillation_ppo_loss, value_loss) or config is None:
         return False
+    if loss_function.func is distillation_ppo_loss:
+        # As a reward they go through the policy loss "vanilla"; verl refuses others there.
+        distillation = loss_function.keywords.get("distillation_config")
+        if distillation is None or distillation.distillation_loss.loss_mode not in DISTILLATION_LOSSES_OVER_ROWS:
+            return False
     # This mode divides by the width to which verl pads the rows of one call, unless the divisor is given.
     if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.loss_scale_factor is None:
         return False

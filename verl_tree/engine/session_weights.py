@@ -1,12 +1,16 @@
 """One weight per session in verl's losses (`tree.session_weight=session`), however many leaves it ended in.
 
-A row of session s weighs v = 1 / leaves(s), where leaves(s) counts the rows of s in the mini-batch that a loss reads.
+A row of session s weighs v = 1 / leaves(s), where leaves(s) counts the rows of s in the mini-batch with sampled tokens.
 verl's denominators count the same way: `global_batch_size` becomes the number of sessions, `batch_num_tokens` the sum
-of v n over the rows, n being a row's trained tokens (docs/advantages.md).
+of v n over the rows, n being a row's sampled tokens (docs/advantages.md).
 
     seq-mean-*   sum(v L) / sessions          L: the row's own aggregate of its tokens' losses l
     token-mean   sum(v sum(l)) / sum(v n)
     token-sum    sum(v sum(l))
+
+Sampled tokens are those of verl's `loss_mask`. The loss reads those of `response_mask`, which are fewer where rollout
+correction rejects some. A session does with rejected tokens and rows what verl does: they add nothing to the loss and
+stay in the denominators.
 
 verl's losses take no weights, but most are sums of one term per row. So rows of equal weight go through verl's own loss
 together, and the results are added with their weights. This holds for everything in the loss, KL and entropy included,
@@ -28,7 +32,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
 
-from verl_tree.engine.rows import gather, jagged
+from verl_tree.engine.rows import gather
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
@@ -40,28 +44,28 @@ NUM_SESSIONS, NUM_WEIGHTED_TOKENS = "num_sessions", "num_weighted_tokens"
 class SessionWeights:
     """The weights of a mini-batch's rows, and the denominators that go with them."""
 
-    ranks: tuple[np.ndarray, ...]  # by rank, float64; 1 where no loss reads the row
+    ranks: tuple[np.ndarray, ...]  # by rank, float64; 1 for a row without sampled tokens
     num_sessions: int
     num_weighted_tokens: float
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Self:
-        """Weigh the rows of all ranks; a rank gives the session of each row and how many of its tokens are trained.
+        """Weigh the rows of all ranks; a rank gives the session of each row and how many of its tokens were sampled.
 
         The number of a session is the same on all ranks, and negative for padding rows. A session counts as one also if
-        none of its rows is read, as verl counts a sample without trained tokens.
+        none of its rows has sampled tokens, as verl counts such a row.
         """
-        session_R, num_trained_R = (np.concatenate(each).astype(np.int64) for each in zip(*ranks, strict=True))
+        session_R, num_sampled_R = (np.concatenate(each).astype(np.int64) for each in zip(*ranks, strict=True))
         known, index_R = np.unique(session_R, return_inverse=True)
-        is_read_R = num_trained_R > 0
-        assert not is_read_R[session_R < 0].any(), "padding rows have no trained tokens"
-        leaves_R = np.bincount(index_R, is_read_R)[index_R]
-        weight_R = np.where(is_read_R, 1.0 / np.maximum(leaves_R, 1.0), 1.0)
+        is_leaf_R = num_sampled_R > 0
+        assert not is_leaf_R[session_R < 0].any(), "padding rows have no sampled tokens"
+        leaves_R = np.bincount(index_R, is_leaf_R)[index_R]
+        weight_R = np.where(is_leaf_R, 1.0 / np.maximum(leaves_R, 1.0), 1.0)
         ends = np.cumsum([len(sessions) for sessions, _ in ranks])
         return cls(
             ranks=tuple(np.split(weight_R, ends[:-1])),
             num_sessions=int((known >= 0).sum()),
-            num_weighted_tokens=fsum((weight_R * num_trained_R).tolist()),
+            num_weighted_tokens=fsum((weight_R * num_sampled_R).tolist()),
         )
 
 
@@ -70,8 +74,8 @@ def weigh_sessions(mini_batch: TensorDict, sessions: Sequence[int], *, group: di
 
     `sessions` has a number for the session of each row; see `SessionWeights.of_ranks`.
     """
-    num_trained = [int(mask.sum()) for mask in mini_batch["response_mask"].unbind(dim=0)]
-    weights = SessionWeights.of_ranks(gather((list(sessions), num_trained), group=group))
+    num_sampled = [int(mask.sum()) for mask in mini_batch["loss_mask"].unbind(dim=0)]
+    weights = SessionWeights.of_ranks(gather((list(sessions), num_sampled), group=group))
     mini_batch[WEIGHT] = torch.from_numpy(weights.ranks[dist.get_rank(group)])
     denominators = {NUM_SESSIONS: weights.num_sessions, NUM_WEIGHTED_TOKENS: weights.num_weighted_tokens}
     tu.assign_non_tensor(mini_batch, **denominators)
@@ -90,18 +94,21 @@ def session_weighted_loss(
         data, global_batch_size=tu.get(data, NUM_SESSIONS), batch_num_tokens=tu.get(data, NUM_WEIGHTED_TOKENS)
     )
     weight_B = data[WEIGHT].cpu()
-    weights = weight_B.unique()
+    num_trained_B = torch.stack([mask.sum() for mask in data["response_mask"].unbind(dim=0)]).cpu()
+    # Rows that the loss does not read make no part of their own: means over their tokens do not exist.
+    weights = weight_B[num_trained_B > 0].unique() if num_trained_B.any() else weight_B[:1]
     losses, metrics, num_trained = [], [], []
     for weight in weights:
-        rows = torch.nonzero(weight_B == weight).flatten()
         part, outputs = data, model_output
+        is_part_B = weight_B == weight
         if len(weights) > 1:
+            rows = torch.nonzero(is_part_B).flatten()
             part = tu.index_select_tensor_dict(data, rows)
             outputs = {name: _select(values, rows) for name, values in model_output.items()}
         loss, part_metrics = loss_function(model_output=outputs, data=part, dp_group=dp_group)
         losses.append(loss * weight.item())
         metrics.append(part_metrics)
-        num_trained.append(int(jagged(part["response_mask"])[0].sum()))
+        num_trained.append(int(num_trained_B[is_part_B].sum()))
     return sum(losses[1:], losses[0]), _merge(metrics, weights=weights.tolist(), num_trained=num_trained)
 
 

@@ -52,7 +52,7 @@ def fetch_cells(rows: StepRows, assignment: RowAssignment) -> Iterator[list[np.n
 
 
 def cells_of(keys: Sequence[str], assignment: RowAssignment, *, is_read: np.ndarray) -> Iterator[list[str]]:
-    """Yield the keys of the rows in each mini-batch of a rank that a loss reads, `is_read` (R,), where there are any."""
+    """Yield the keys of the rows that a loss reads, `is_read` (R,), in each mini-batch of a rank that has such rows."""
     order = iter(assignment.row_order)
     for num_rows in (num_rows for rank_rows in assignment.plan.rows for num_rows in rank_rows):
         # Padding rows have the indices after the last row.

@@ -1,7 +1,8 @@
 """Distillation by KL estimators on trees: verl's own loss, whole and relayed, against flat rows, in float64.
 
 The loss reads the log-probs of the student, which a tree gives row by row, and those of the teacher, which come with
-the rows. Top-k distillation reads the student's logits instead; it is refused.
+the rows. It is a sum over rows, so the sections of a relayed tree compute it a few rows at a time. Top-k distillation
+reads the student's logits instead; it is refused.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing_extensions import override
 from verl.trainer.distillation import distillation_ppo_loss
 from verl.workers.config import DistillationConfig, DistillationLossConfig
 
+from verl_tree.engine.row_losses import is_sum_over_rows
 from verl_tree.testing.synthetic import random_forest
 
 TOLERANCE = 1e-10
@@ -53,7 +55,8 @@ def compare(case: Distillation, *, seed: int, capacities: tuple[int, ...], scale
         for row in scores
     ]
     data["teacher_logprobs"] = torch.nested.as_nested_tensor(teacher, layout=torch.jagged)
-    want = flat_result(model, data, scores, case, rows=lay_out(data, capacity=2, mode="joint").rows)
+    assert is_sum_over_rows(case.function())
+    want = flat_result(model, data, scores, case, rows=lay_out(data, capacity=2, mode="rows").rows)
     assert min(gradient.norm() for gradient in want.gradients.values()) > 0
     data["teacher_logprobs"] = torch.nested.as_nested_tensor([scale * row for row in teacher], layout=torch.jagged)
     return [worst_error(relayed_result(model, data, case, capacity=capacity), want) for capacity in capacities]

@@ -18,9 +18,10 @@ from relay_cases import LossCase, Result, flat_rows, relayed_result, verl_rows, 
 from tensordict import TensorDict
 from torch import Tensor
 from tree_cases import VOCAB_SIZE, tiny_model
+from verl.trainer.distillation import distillation_ppo_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
-from verl.workers.config import FSDPOptimizerConfig
+from verl.workers.config import DistillationConfig, DistillationLossConfig, FSDPOptimizerConfig
 
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.engine.row_losses import POLICY_LOSSES_OVER_ROWS, is_sum_over_rows
@@ -87,7 +88,7 @@ def fork(order: Sequence[int] = (0, 1, 2), **changes: Any) -> tuple[TensorDict, 
 
 
 def test_weights_and_denominators_by_hand() -> None:
-    # Session 0: four rows on two ranks, one of them without trained tokens. Session 2: nothing is trained. -1: padding.
+    # Session 0: four rows on two ranks, one of them without sampled tokens. Session 2: none at all. -1: padding.
     got = SessionWeights.of_ranks([([0, 0, 0, 7, -1], [4, 0, 2, 3, 0]), ([2, 0, 2, -1, -1], [0, 9, 0, 0, 0])])
     assert [weights.tolist() for weights in got.ranks] == [[1 / 3, 1, 1 / 3, 1, 1], [1, 1 / 3, 1, 1, 1]]
     assert got.num_sessions == 3
@@ -131,14 +132,35 @@ def test_kl_is_weighed_like_the_rest() -> None:
     assert loss.item() == pytest.approx(1 / 8 / 2 + 0.3 * 3.5 / 4, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        # b b 3/4 stays, c adds nothing: half of it and d's 1/4 are 3/8 + 2/8. Session 0 still has two leaves.
+        ("token-sum", 5 / 8),
+        ("token-mean", 5 / 8 / 3.5),
+        ("seq-mean-token-sum", 5 / 8 / 2),
+        (NORM, 5 / 8 / 2 / 4),
+        ("seq-mean-token-mean", (1 / 8 + 1 / 4) / 2),
+    ],
+)
+def test_a_rejected_leaf_by_hand(mode: str, expected: float) -> None:
+    """What rollout correction rejects adds nothing and stays in the denominators, as in verl."""
+    data, outputs = fork()
+    data["response_mask"].unbind(dim=0)[1].zero_()
+    weighted = WeightedLoss("vanilla", mode, {"loss_scale_factor": 4}).function()
+    assert weighted(model_output=outputs, data=weighed(data, SESSIONS))[0].item() == pytest.approx(-expected, abs=1e-7)
+
+
 def row_by_row(data: TensorDict, outputs: dict[str, Tensor], case: LossCase, sessions: Sequence[int]) -> Tensor:
     """Follow the definition: verl's loss of each row alone, over the denominators that count sessions."""
-    num_trained = [int(mask.sum()) for mask in data["response_mask"].unbind(dim=0)]
+    num_trained, num_sampled = (
+        [int(mask.sum()) for mask in data[name].unbind(dim=0)] for name in ("response_mask", "loss_mask")
+    )
     leaves = {
-        session: sum(other == session and num > 0 for other, num in zip(sessions, num_trained, strict=True))
+        session: sum(other == session and num > 0 for other, num in zip(sessions, num_sampled, strict=True))
         for session in sessions
     }
-    num_tokens = sum(num / leaves[session] for num, session in zip(num_trained, sessions, strict=True) if num)
+    num_tokens = sum(num / leaves[session] for num, session in zip(num_sampled, sessions, strict=True) if num)
     total = torch.zeros((), dtype=torch.float64)
     for row, session in enumerate(sessions):
         if num_trained[row]:
@@ -169,13 +191,18 @@ def models() -> dict[str, Any]:
 
 
 def flat_side(models: dict[str, Any], case: LossCase) -> tuple[Any, TensorDict, dict[str, Tensor]]:
-    """Return the model, verl's rows of the forest, of which one is not trained, and the scores of each by itself."""
+    """Return the model, verl's rows of the forest, and the scores of each by itself.
+
+    Of one row all sampled tokens are rejected, of another the last.
+    """
     model = models["critic" if case.name == "value" else "policy"]
     model.set_attn_implementation("sdpa")
     scores = flat_rows(model, FOREST, is_critic=case.name == "value")
     data = verl_rows(FOREST, scores, case, seed=SEED)
     masks = data["response_mask"].unbind(dim=0)
-    masks[2].zero_()  # a row of session 0
+    masks[2].zero_()  # of session 0
+    masks[5][-1] = 0  # of session 2
+    assert int(data["loss_mask"].values().sum()) > int(data["response_mask"].values().sum()) > 0
     offsets = data["input_ids"].offsets()
     outputs = {
         kind: torch.nested.nested_tensor_from_jagged(torch.cat([row[number] for row in scores]), offsets)
@@ -203,6 +230,49 @@ def test_flat_and_relayed_against_row_by_row(models: dict[str, Any], name: str, 
     for max_loss_terms in (None, 7):
         got = relayed_result(model, data, case, capacity=7, max_loss_terms=max_loss_terms)
         assert worst_error(got, want) < 1e-10
+
+
+@pytest.mark.parametrize("as_reward", [True, False])
+def test_distillation_is_weighed_like_the_rest(models: dict[str, Any], as_reward: bool) -> None:
+    """Its least and greatest values are those of all rows, and a call without trained tokens is not made."""
+    model, data, outputs = flat_side(models, LossCase())
+    data.pop("rollout_is_weights")  # verl 0.9.1 does not pad them where the estimator is a reward
+    generator = torch.Generator().manual_seed(1)
+    teacher = [
+        (row.detach() + torch.randn(len(row), generator=generator, dtype=torch.float64))[:, None]
+        for row in outputs["log_probs"].unbind()
+    ]
+    data["teacher_logprobs"] = torch.nested.as_nested_tensor(teacher, layout=torch.jagged)
+    # A session of one row, which is rejected.
+    sessions = [0, 0, 9, *UNEVEN[3:]]
+    settings = DistillationLossConfig(loss_mode="k1" if as_reward else "k3", use_policy_gradient=as_reward)
+
+    class Distillation(LossCase):
+        def function(self) -> Any:
+            config = super().function().keywords["config"]
+            made = DistillationConfig(distillation_loss=settings)
+            return partial(distillation_ppo_loss, config=config, distillation_config=made)
+
+    case = Distillation("vanilla", "seq-mean-token-mean", KL_AND_ENTROPY)
+    want = differentiated(model, row_by_row(data, outputs, case, sessions))
+    plain = case.function()(model_output=outputs, data=data)[1]
+    loss, metrics = session_weighted_loss(case.function(), model_output=outputs, data=weighed(data, sessions))
+    assert worst_error(differentiated(model, loss), want) < 1e-10
+    for name in ("distillation/loss_min", "distillation/loss_max", "distillation/abs_loss"):
+        assert metrics[name].aggregate() == pytest.approx(plain[name].aggregate(), rel=1e-12)
+
+
+def test_a_call_without_trained_tokens_is_verls() -> None:
+    """All rows of two weights are rejected."""
+    data, outputs = fork()
+    data["response_mask"].values().zero_()
+    case = LossCase("vanilla", "token-mean", {"use_kl_loss": True})
+    plain, plain_metrics = case.function()(model_output=outputs, data=data)
+    loss, metrics = session_weighted_loss(case.function(), model_output=outputs, data=weighed(data, SESSIONS))
+    assert (loss.item(), plain.item()) == (0.0, 0.0)
+    assert metrics["kl_coef"] == plain_metrics["kl_coef"]
+    for name in ("actor/pg_loss", "actor/ppo_kl", "kl_loss"):
+        assert metrics[name].aggregate() == plain_metrics[name].aggregate()
 
 
 def test_weighing_changes_the_gradient(models: dict[str, Any]) -> None:
@@ -263,9 +333,10 @@ def test_the_order_of_leaves_and_copies_of_all_leaves_of_a_session_change_nothin
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_sessions_of_one_leaf_are_verls_rows_bit_for_bit(models: dict[str, Any], mode: str) -> None:
+    """Also where tokens and a whole row are rejected, which verl's denominators still count."""
     options = {"loss_scale_factor": 16, **KL_AND_ENTROPY}
     model, data, outputs = flat_side(models, LossCase())
-    num_tokens = int(data["response_mask"].values().sum())
+    num_tokens = int(data["loss_mask"].values().sum())
     tu.assign_non_tensor(data, global_batch_size=NUM_LEAVES, batch_num_tokens=num_tokens)
     plain, plain_metrics = LossCase("vanilla", mode, options).function()(model_output=outputs, data=data)
     case, alone = WeightedLoss("vanilla", mode, options), weighed(data, range(NUM_LEAVES))

@@ -96,9 +96,15 @@ REFUSED = {
     "check_session_weight": [
         (
             ["tree.session_weight=session", f"{ACTOR}.policy_loss.loss_mode={loss}"],
-            [f"loss_mode={loss}", "couples them", "vanilla", "tree.session_weight=leaf"],
+            [f"loss_mode={loss}", "not known to be a sum", "vanilla", "tree.session_weight=leaf"],
         )
         for loss in ("clip_cov", "geo_mean")
+    ]
+    + [
+        (
+            ["tree.session_weight=session", "tree.enabled=false", *TOP_K],
+            ["loss_mode=forward_kl_topk", "not known to be a sum", "kl, k1, abs", "tree.session_weight=leaf"],
+        )
     ],
     "check_distillation": [
         ([*TOP_K], ["loss_mode=forward_kl_topk: top-k distillation needs the logits", "k3", "tree.enabled=false"]),

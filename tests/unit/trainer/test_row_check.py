@@ -19,7 +19,7 @@ KEYS = [f"{uid}_{session}_{leaf}" for uid in "abc" for session in range(2) for l
 
 
 class Queue:
-    """TransferQueue's client: it names the fields that all of the keys have, and remembers how many it was asked for."""
+    """TransferQueue's client: it names the fields that all of the keys have, and counts what it was asked for."""
 
     def __init__(self, lacking: dict[str, Collection[str]]) -> None:
         self.lacking = lacking

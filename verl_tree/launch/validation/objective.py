@@ -31,15 +31,19 @@ def check_estimator(config: DictConfig) -> Findings:
 
 
 def check_session_weight(config: DictConfig) -> Findings:
-    """Find a loss that reads several rows together, where rows are to be weighed."""
+    """Find a loss that is not known to be a sum over rows, where rows are to be weighed."""
     if config.tree.session_weight != "session":
         return
-    from verl_tree.engine.row_losses import POLICY_LOSSES_OVER_ROWS
+    from verl_tree.engine.row_losses import DISTILLATION_LOSSES_OVER_ROWS, POLICY_LOSSES_OVER_ROWS
 
-    key = f"{ACTOR}.policy_loss.loss_mode"
-    if value_of(config, key) not in POLICY_LOSSES_OVER_ROWS:
-        remedy = f"choose one of {', '.join(POLICY_LOSSES_OVER_ROWS)}, or set tree.session_weight=leaf"
-        yield refusal(config, key, f"tree.session_weight=session weighs rows, and this loss couples them; {remedy}")
+    losses: dict[str, tuple[str, ...]] = {f"{ACTOR}.policy_loss.loss_mode": POLICY_LOSSES_OVER_ROWS}
+    if config.distillation.enabled:
+        losses["distillation.distillation_loss.loss_mode"] = DISTILLATION_LOSSES_OVER_ROWS
+    reason = "tree.session_weight=session weighs rows, and this loss is not known to be a sum over them"
+    for key, known in losses.items():
+        if value_of(config, key) not in known:
+            remedy = f"choose one of {', '.join(known)}, or set tree.session_weight=leaf"
+            yield refusal(config, key, f"{reason}; {remedy}")
 
 
 def check_distillation(config: DictConfig) -> Findings:
