@@ -31,6 +31,7 @@ import verl_tree.cpu.platform  # noqa: F401  (the CPU platform and the engines)
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.engine.session_weights import weigh_sessions
 from verl_tree.testing.local_worker import batch_of_rows, local_worker
+from verl_tree.trainer.batching import MiniBatchPlan
 from verl_tree.trainer.worker import TreeTrainingWorker
 
 VOCABULARY = 61
@@ -54,6 +55,7 @@ class Case:
     lr: float = 0.5
     same_objective: bool = True
     is_known_loss: bool = True
+    planned: bool = False  # The worker takes the steps, from a plan of mini-batches
     sp: int = 1
 
 
@@ -126,6 +128,13 @@ CASES = [
             },
         }.items()
     ),
+    Case(
+        "mini_batches_of_sessions",
+        planned=True,
+        num_steps=2,
+        tree={"session_weight": "session"},
+        actor={"loss_agg_mode": "seq-mean-token-mean", "use_kl_loss": True, "kl_loss_coef": 0.3},
+    ),
     Case("duplicates_and_prefixes", rows="duplicates"),
     # Duplicates with other old log-probs and weights; tokens and whole rows rejected once the denominators were set.
     *(
@@ -179,6 +188,7 @@ TEAM_CASES = {
         "duplicates_and_prefixes",
         "one_token_responses",
         "ten_steps",
+        "mini_batches_of_sessions",
         "relay_every_token",
         "relay_checkpointing_on_host",
         "relay_critic",
@@ -268,13 +278,17 @@ def make_batch(case: Case, *, step: int, rank: int, world_size: int) -> TensorDi
     )
     # verl counts its denominators from the tokens as they were sampled.
     batch["loss_mask"] = torch.nested.as_nested_tensor(sampled, layout=torch.jagged)
-    if case.tree.get("session_weight") == "session":
-        # One, two or three leaves each, and some on both ranks.
-        sessions = [row // (1 + row % 3) for row in range(len(rows))] + [-1] * num_padding
-        weigh_sessions(batch, sessions, group=None)
+    if case.tree.get("session_weight") == "session" and not case.planned:
+        weigh_sessions(batch, sessions_of(batch), group=None)
     if case.temperature_per_row:
         batch["temperature"] = torch.tensor([0.7, 1.0, 1.4])[torch.arange(len(all_rows)) // 4 % 3]
     return batch
+
+
+def sessions_of(batch: TensorDict) -> list[int]:
+    """Return the session of each row: one, two or three leaves each, and some on both ranks. -1 is padding."""
+    is_sampled = [bool(mask.any()) for mask in batch["loss_mask"].unbind()]
+    return [row // (1 + row % 3) if is_sampled[row] else -1 for row in range(len(batch))]
 
 
 def of_teams(batch: TensorDict, *, sp: int) -> TensorDict:
@@ -346,17 +360,47 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
 
 
-def run_worker(worker: TreeTrainingWorker, batches: list[TensorDict]) -> dict[str, Any]:
-    """Through the worker's engine, infer and take gradients on the first batch, then take a step on each batch."""
+def infer(worker: TreeTrainingWorker, batch: TensorDict) -> dict[str, Any]:
+    """Compute scores without an update."""
+    batch = batch.clone()
+    tu.assign_non_tensor(batch, compute_loss=False, calculate_entropy=True)
+    outputs = worker.infer_batch(batch)
+    if not worker.engine.is_mp_src_rank_with_outputs():
+        return {}
+    names = ("log_probs", "entropy", "values")
+    return {name: outputs.get(name) for name in names if outputs.get(name, None) is not None}
+
+
+def parameters(worker: TreeTrainingWorker) -> dict[str, torch.Tensor]:
+    """Copy the whole parameters."""
+    return {name: full(p.detach()).clone() for name, p in worker.engine.module.named_parameters()}
+
+
+def train_planned(worker: TreeTrainingWorker, batches: list[TensorDict], *, sp: int, weighs: bool) -> dict[str, Any]:
+    """Let the worker take a step on each batch, as mini-batches of one plan; `weighs` says whether it has sessions."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, [session for batch in batches for session in sessions_of(batch)])
+    plan = MiniBatchPlan(
+        rows=(tuple(map(len, batches)),) * (len(ranks) // sp),
+        num_rows=tuple(tu.get(batch, "global_batch_size") for batch in batches),
+        sessions=tuple(map(tuple, ranks[::sp])) if weighs else None,
+    )
+    data = tu.concat_tensordict([batch.exclude("global_batch_size", "global_token_num") for batch in batches])
+    for key, value in plan.to_extra_info().items():
+        tu.assign_non_tensor_data(data, key, value)
+    before = parameters(worker)
+    trained = worker.train_mini_batch(data)
+    metrics = [None if trained is None else tu.get(trained, "metrics")]
+    dist.broadcast_object_list(metrics)  # the first rank collects, the others of its team do not
+    clipped = min(np.mean(metrics[0][f"actor/pg_clipfrac{kind}"]) for kind in ("", "_lower"))
+    steps = {name: metrics[0][name] for name in ("loss", "grad_norm")}
+    return {"clipped": clipped, "before": before, "after": parameters(worker), **steps}
+
+
+def take_steps(worker: TreeTrainingWorker, batches: list[TensorDict]) -> dict[str, Any]:
+    """Through the worker's engine, take gradients on the first batch, and a step on each batch."""
     engine = worker.engine
-    infer = batches[0].clone()
-    tu.assign_non_tensor(infer, compute_loss=False, calculate_entropy=True)
-    outputs = worker.infer_batch(infer)
-    result: dict[str, Any] = {}
-    if engine.is_mp_src_rank_with_outputs():
-        names = ("log_probs", "entropy", "values")
-        result = {name: outputs.get(name) for name in names if outputs.get(name, None) is not None}
-    result |= {"loss": [], "grad_norm": []}
+    result: dict[str, Any] = {"loss": [], "grad_norm": [], "before": parameters(worker)}
     for step, batch in enumerate(batches):
         with engine.train_mode():
             engine.optimizer_zero_grad()
@@ -364,15 +408,13 @@ def run_worker(worker: TreeTrainingWorker, batches: list[TensorDict]) -> dict[st
             loss = torch.tensor(float(np.sum(output["loss"])))
             dist.all_reduce(loss, op=dist.ReduceOp.AVG)
             result["loss"].append(loss.item())
-            named = list(engine.module.named_parameters())
             if step == 0:
                 clipped = [output["metrics"].get(f"actor/pg_clipfrac{kind}") for kind in ("", "_lower")]
                 result["clipped"] = min(np.mean(each.values) if each is not None else 0.0 for each in clipped)
+                named = engine.module.named_parameters()
                 result["gradients"] = {name: full(p.grad).clone() for name, p in named if p.grad is not None}
-                result["before"] = {name: full(p.detach()).clone() for name, p in named}
             result["grad_norm"].append(engine.optimizer_step())
-    result["after"] = {name: full(p.detach()).clone() for name, p in named}
-    return result
+    return result | {"after": parameters(worker)}
 
 
 def compare(flat: dict[str, Any], tree: dict[str, Any], batch: TensorDict) -> dict[str, float]:
@@ -391,9 +433,10 @@ def compare(flat: dict[str, Any], tree: dict[str, Any], batch: TensorDict) -> di
                     worst = max(worst, (here - there).abs().max().item())
                     largest = max(largest, here.abs().max().item())
             errors[name] = worst / largest
-    norm = torch.sqrt(sum(gradient.square().sum() for gradient in flat["gradients"].values())).item()
-    assert flat["gradients"].keys() == tree["gradients"].keys()
-    for name, gradient in flat["gradients"].items():
+    norm = float(flat["grad_norm"][0])
+    gradients = flat.get("gradients", {})  # a worker keeps none
+    assert gradients.keys() == tree.get("gradients", {}).keys()
+    for name, gradient in gradients.items():
         own_norm = gradient.norm().item()
         distance = (gradient - tree["gradients"][name]).norm().item() / (own_norm if own_norm > 1e-5 * norm else norm)
         errors["gradient"] = max(errors.get("gradient", 0.0), distance)
@@ -425,7 +468,12 @@ def run_case(case: Case, *, rank: int, world_size: int, root: Path) -> dict[str,
     for strategy in (FLAT_STRATEGY, TREE_STRATEGY):
         worker = make_worker(case, strategy=strategy, folder=folder)
         is_tree = strategy == TREE_STRATEGY
-        sides.append(run_worker(worker, [of_teams(batch, sp=case.sp) if is_tree else batch for batch in batches]))
+        sp = case.sp if is_tree else 1
+        mine = [of_teams(batch, sp=sp) for batch in batches]
+        weighs = case.tree.get("session_weight") == "session"
+        scores = infer(worker, mine[0])
+        steps = train_planned(worker, mine, sp=sp, weighs=weighs) if case.planned else take_steps(worker, mine)
+        sides.append(scores | steps)
         if is_tree:
             assert worker.get_dispatch_collect() == dispatch_of(rank, sp=case.sp)
             saved = worker.engine.tree_counts.metrics()["tree/por"]
