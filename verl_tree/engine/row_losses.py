@@ -14,6 +14,7 @@ from verl.trainer.distillation import distillation_ppo_loss
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 
 from verl_tree.engine.session_weights import session_weighted_loss
+from verl_tree.engine.untrained_rows import loss_of_any_rows
 
 POLICY_LOSSES_OVER_ROWS = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cispo", "dro")
 """Names in `actor.policy_loss.loss_mode`.
@@ -26,22 +27,28 @@ DISTILLATION_LOSSES_OVER_ROWS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "
 """Names in `distillation.distillation_loss.loss_mode`: estimators of the KL divergence from one sampled token."""
 
 
+def is_distillation_by_estimator(loss_function: Callable[..., Any]) -> bool:
+    """Return whether a loss, as verl's workers hold it, is distillation that reads log-probs only."""
+    if not isinstance(loss_function, partial) or loss_function.func is not distillation_ppo_loss:
+        return False
+    config = loss_function.keywords.get("distillation_config")
+    return config is not None and config.distillation_loss.loss_mode in DISTILLATION_LOSSES_OVER_ROWS
+
+
 def is_sum_over_rows(loss_function: Callable[..., Any] | None) -> bool:
     """Return whether a loss, as the workers hold it, is known to be a sum of one term per row."""
     if not isinstance(loss_function, partial):
         return False
-    if loss_function.func is session_weighted_loss:
+    if loss_function.func in (session_weighted_loss, loss_of_any_rows):
         return is_sum_over_rows(*loss_function.args)
     config = loss_function.keywords.get("config")
     if loss_function.func is sft_loss:
         return True
     if loss_function.func not in (ppo_loss, distillation_ppo_loss, value_loss) or config is None:
         return False
-    if loss_function.func is distillation_ppo_loss:
-        # As a reward they go through the policy loss "vanilla"; verl refuses others there.
-        distillation = loss_function.keywords.get("distillation_config")
-        if distillation is None or distillation.distillation_loss.loss_mode not in DISTILLATION_LOSSES_OVER_ROWS:
-            return False
+    # As a reward, estimators go through the policy loss "vanilla"; verl refuses others there.
+    if loss_function.func is distillation_ppo_loss and not is_distillation_by_estimator(loss_function):
+        return False
     # This mode divides by the width to which verl pads the rows of one call, unless the divisor is given.
     if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.loss_scale_factor is None:
         return False

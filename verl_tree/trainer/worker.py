@@ -29,9 +29,10 @@ from verl_tree.cpu.platform import ensure_cpu_process_group
 from verl_tree.engine import FSDPTreeEngineWithLMHead
 from verl_tree.engine.micro_batch import LossFunction
 from verl_tree.engine.positions import settle_positions, takes_components
-from verl_tree.engine.row_losses import is_sum_over_rows
+from verl_tree.engine.row_losses import is_distillation_by_estimator, is_sum_over_rows
 from verl_tree.engine.rows import gather, jagged
 from verl_tree.engine.session_weights import session_weighted_loss, weigh_sessions
+from verl_tree.engine.untrained_rows import loss_of_any_rows
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.trainer.batching import MiniBatchPlan
 from verl_tree.trainer.update_metrics import as_numbers
@@ -53,11 +54,13 @@ class TreeTrainingWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch["ONE_TO_ALL"])
     def set_loss_fn(self, loss_fn: LossFunction) -> None:
-        """Take verl's loss function, and weigh sessions in it where configured.
+        """Take verl's loss function, make distillation defined on all rows, and weigh sessions where configured.
 
         Raises:
             ValueError: Sessions are to be weighed in a loss that is not known to be a sum over rows.
         """
+        if is_distillation_by_estimator(loss_fn):
+            loss_fn = partial(loss_of_any_rows, loss_fn)
         if self._weighs_sessions:
             if not is_sum_over_rows(loss_fn):
                 raise ValueError(

@@ -201,19 +201,26 @@ def test_work_that_costs_nothing_is_not_cut():
     assert bounds(result) == [[], [(0, 0, 2)]]
 
 
-def test_thousands_of_ranks_are_planned_in_two_seconds():
-    """100,000 leaves in 6,250 groups for 4,096 ranks; each leaf shares up to nine tenths with the one before it."""
+def planned(num_ranks):
+    """Balance groups of 16 leaves, 1.5 per rank; each leaf shares up to nine tenths with the one before it."""
     rng = np.random.default_rng(0)
-    sizes = [16] * 6250
+    sizes = [16] * (num_ranks * 3 // 2)
     shared = rng.integers(0, 9, size=sum(sizes)) * 1000
     shared[::16] = 0
     lens = shared + rng.integers(9000, 10000, size=sum(sizes))
     shape = ForestShape(np.arange(sum(sizes)), sequence_lens=lens, lcp=shared)
     started_s = time.process_time()
     profiles = WorkProfile.from_shape(shape, path_scored=lens // 2, new_scored=(lens - shared) // 2).split(sizes)
-    result = balanced(profiles, num_ranks=4096, model=CostModel.prior())
-    assert time.process_time() - started_s < 2
-    assert sum(part.end - part.start for share in result.shares for part in share) == 100_000
+    result = balanced(profiles, num_ranks=num_ranks, model=CostModel.prior())
+    return result, time.process_time() - started_s
+
+
+def test_the_time_of_planning_is_about_linear_in_the_ranks():
+    """From 512 ranks to 4,096; comparing a cut with every rank would take 64 times as long."""
+    _, few_s = min((planned(512) for _ in range(3)), key=lambda each: each[1])
+    result, many_s = planned(4096)
+    assert many_s < 8 * 4 * few_s
+    assert sum(part.end - part.start for share in result.shares for part in share) == 16 * 6144
     assert result.num_cut_groups > 1000
     # Dealt whole, a rank with two groups takes 1.3 times the mean.
     makespan_s, mean_s = result.makespan_s, sum(result.loads_s) / 4096

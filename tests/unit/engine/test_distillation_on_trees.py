@@ -8,6 +8,7 @@ reads the student's logits instead; it is refused.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 import pytest
@@ -16,9 +17,12 @@ from relay_cases import LossCase, flat_result, flat_rows, lay_out, relayed_resul
 from tree_cases import VOCAB_SIZE, tiny_model
 from typing_extensions import override
 from verl.trainer.distillation import distillation_ppo_loss
+from verl.utils.metric import Metric
 from verl.workers.config import DistillationConfig, DistillationLossConfig
 
 from verl_tree.engine.row_losses import is_sum_over_rows
+from verl_tree.engine.untrained_rows import loss_of_any_rows
+from verl_tree.testing.local_worker import batch_of_rows
 from verl_tree.testing.synthetic import random_forest
 
 TOLERANCE = 1e-10
@@ -75,6 +79,36 @@ def test_an_estimator_as_a_reward() -> None:
     options = (("loss_mode", "k1"), ("use_policy_gradient", True), ("use_task_rewards", False))
     case = Distillation("vanilla", "token-mean", distilled=options)
     assert max(compare(case, seed=50, capacities=(7, 4096))) < TOLERANCE
+
+
+@pytest.mark.parametrize("as_reward", [True, False])
+def test_a_rank_without_trained_rows_computes_no_loss(as_reward: bool) -> None:
+    """It has a row of padding. verl's own loss fails there, and all ranks need metrics of the same names."""
+    options = (("loss_mode", "k1" if as_reward else "k3"), ("use_policy_gradient", as_reward))
+    case = Distillation("vanilla", "token-mean", {"use_kl_loss": True, "kl_loss_coef": 0.3}, distilled=options)
+    row = {name: torch.tensor([1]) for name in ("prompts", "responses")}
+    row |= {name: torch.tensor([-1.0]) for name in ("old_log_probs", "ref_log_prob", "advantages")}
+    made = []
+    for is_trained in (0, 1):
+        rows = [row | {"response_mask": torch.tensor([is_trained])}]
+        data = batch_of_rows(rows, max_token_len=9, global_batch_size=1, batch_num_tokens=2, dp_size=1)
+        data["teacher_logprobs"] = torch.nested.as_nested_tensor([torch.zeros(2, 1)], layout=torch.jagged)
+        log_probs = torch.nested.as_nested_tensor([torch.tensor([-2.0, 0.0])], layout=torch.jagged)
+        made.append((data, {"log_probs": log_probs}))
+    (data, outputs), (trained, _) = made
+    with pytest.raises(RuntimeError, match="min"):
+        case.function()(model_output=outputs, data=data)
+    loss, metrics = loss_of_any_rows(case.function(), model_output=outputs, data=data)
+    want, all_metrics = case.function()(model_output=outputs, data=trained)
+    assert loss.item() == 0.0 != want.item()
+    assert list(metrics) == list(all_metrics)
+    numbers = {name: each.aggregate() if isinstance(each, Metric) else each for name, each in metrics.items()}
+    assert numbers.pop("kl_coef") == 0.3
+    assert (numbers.pop("distillation/loss_min"), numbers.pop("distillation/loss_max")) == (inf, -inf)
+    assert set(numbers.values()) == {0.0}
+    # Where a token is trained, it is verl's loss.
+    assert loss_of_any_rows(case.function(), model_output=outputs, data=trained)[0].item() == want.item()
+    assert is_sum_over_rows(partial(loss_of_any_rows, case.function()))
 
 
 def test_another_teacher_is_noticed() -> None:

@@ -26,6 +26,7 @@ from verl.workers.config import DistillationConfig, DistillationLossConfig, FSDP
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.engine.row_losses import POLICY_LOSSES_OVER_ROWS, is_sum_over_rows
 from verl_tree.engine.session_weights import SessionWeights, session_weighted_loss, weigh_sessions
+from verl_tree.engine.untrained_rows import loss_of_any_rows
 from verl_tree.testing.local_worker import batch_of_rows, local_worker
 from verl_tree.testing.synthetic import random_forest
 from verl_tree.trainer.batching import MiniBatchPlan
@@ -232,6 +233,16 @@ def test_flat_and_relayed_against_row_by_row(models: dict[str, Any], name: str, 
         assert worst_error(got, want) < 1e-10
 
 
+class Distillation(LossCase):
+    """Distillation by an estimator: k1 as a reward, others as a loss."""
+
+    def function(self) -> Any:
+        settings = DistillationLossConfig(loss_mode=self.name, use_policy_gradient=self.name == "k1")
+        config = LossCase("vanilla", self.mode, self.options).function().keywords["config"]
+        made = DistillationConfig(distillation_loss=settings)
+        return partial(distillation_ppo_loss, config=config, distillation_config=made)
+
+
 @pytest.mark.parametrize("as_reward", [True, False])
 def test_distillation_is_weighed_like_the_rest(models: dict[str, Any], as_reward: bool) -> None:
     """Its least and greatest values are those of all rows, and a call without trained tokens is not made."""
@@ -245,15 +256,7 @@ def test_distillation_is_weighed_like_the_rest(models: dict[str, Any], as_reward
     data["teacher_logprobs"] = torch.nested.as_nested_tensor(teacher, layout=torch.jagged)
     # A session of one row, which is rejected.
     sessions = [0, 0, 9, *UNEVEN[3:]]
-    settings = DistillationLossConfig(loss_mode="k1" if as_reward else "k3", use_policy_gradient=as_reward)
-
-    class Distillation(LossCase):
-        def function(self) -> Any:
-            config = super().function().keywords["config"]
-            made = DistillationConfig(distillation_loss=settings)
-            return partial(distillation_ppo_loss, config=config, distillation_config=made)
-
-    case = Distillation("vanilla", "seq-mean-token-mean", KL_AND_ENTROPY)
+    case = Distillation("k1" if as_reward else "k3", "seq-mean-token-mean", KL_AND_ENTROPY)
     want = differentiated(model, row_by_row(data, outputs, case, sessions))
     plain = case.function()(model_output=outputs, data=data)[1]
     loss, metrics = session_weighted_loss(case.function(), model_output=outputs, data=weighed(data, sessions))
@@ -394,6 +397,8 @@ def test_a_worker_weighs_the_sessions_of_each_mini_batch(
     coupled = make_loss(Case("coupled", actor={"policy_loss": {"loss_mode": "clip_cov"}}))
     with pytest.raises(ValueError, match=r"tree.session_weight=session.*tree.session_weight=leaf"):
         worker.set_loss_fn(coupled)
+    worker.set_loss_fn(Distillation("k3").function())
+    assert worker.loss_fn.args[0].func is loss_of_any_rows
     worker.set_loss_fn(make_loss(Case("mean", actor={"loss_agg_mode": "seq-mean-token-sum"})))
     # The second mini-batch lacks the leaf c, and ends with a row that no loss reads.
     data, _ = fork([0, 1, 2, 0, 2, 2])
