@@ -112,6 +112,6 @@ def test_ten_steps_equal_those_of_verls_engine(folder: Path, resumed: dict[int, 
     )
     worst = worst_difference(resumed, flat)
     assert max(worst.values()) <= 1e-6, worst
-    for name in ("critic/score/mean", "rollout_corr/rollout_rs_masked_fraction", "tree/por"):
+    for name in ("critic/score/mean", "rollout_corr/rollout_rs_masked_fraction"):
         assert [resumed[step][name] for step in flat] == [flat[step][name] for step in flat], name
     assert max(metrics["rollout_corr/rollout_rs_masked_fraction"] for metrics in flat.values()) > 0
