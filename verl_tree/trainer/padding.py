@@ -5,15 +5,17 @@ verl builds the row (`padding_utils.construct_minimal_padding_template`, verl 0.
 trained tokens altogether.
 """
 
-import copy
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transfer_queue as tq
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
-from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG
 
 PADDING_PROMPT_LEN = 1
 PADDING_RESPONSE_LEN = 1
@@ -36,12 +38,11 @@ def append_padding_rows(batch: KVBatchMeta, *, num_rows: int, eos_token_id: int)
     row, tag = shorten(*construct_minimal_padding_template(source, batch.tags[0], eos_token_id))
     uid = f"pad{uuid.uuid4().hex}"
     keys = [f"{uid}_{session}_0" for session in range(num_rows)]
-    rows = [copy.deepcopy(row) | {"uid": uid} for _ in keys]
+    fields = _repeat(row | {"uid": uid}, num_rows=num_rows)
     if "session_id" in row:
-        for session, each in enumerate(rows):
-            each["session_id"] = session
-    tags = [copy.deepcopy(tag) for _ in keys]
-    tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=list_of_dict_to_tensordict(rows), tags=tags)
+        fields["session_id"] = NonTensorStack(*range(num_rows))
+    tags = [dict(tag) for _ in keys]
+    tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=fields, tags=tags)
     return KVBatchMeta(
         keys=batch.keys + keys,
         tags=batch.tags + tags,
@@ -52,7 +53,7 @@ def append_padding_rows(batch: KVBatchMeta, *, num_rows: int, eos_token_id: int)
 
 
 def shorten(row: dict[str, Any], tag: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Cut verl's padding row to `PADDING_LEN` tokens; its response has one token already."""
+    """Cut verl's padding row to `PADDING_LEN` tokens; its response has one token already, and its shape is nobody's."""
     short = dict(row)
     short["prompts"] = row["prompts"][:PADDING_PROMPT_LEN]
     short["position_ids"] = row["position_ids"][..., :PADDING_LEN]
@@ -60,7 +61,18 @@ def shorten(row: dict[str, Any], tag: dict[str, Any]) -> tuple[dict[str, Any], d
         if isinstance(row.get(name), torch.Tensor):
             short[name] = row[name][:PADDING_LEN]
     lens = {"prompt_len": PADDING_PROMPT_LEN, "response_len": PADDING_RESPONSE_LEN, "seq_len": PADDING_LEN}
-    return short, tag | lens
+    return short, {name: value for name, value in tag.items() if name != LEAF_SHAPE_TAG} | lens
+
+
+def _repeat(row: Mapping[str, Any], *, num_rows: int) -> TensorDict:
+    """Return the columns of equal rows, which share their values: there may be 100,000 of them."""
+    columns = {
+        name: torch.stack([value] * num_rows)
+        if isinstance(value, torch.Tensor)
+        else NonTensorStack(*[NonTensorData(value)] * num_rows)
+        for name, value in row.items()
+    }
+    return TensorDict(columns, batch_size=[num_rows])
 
 
 def real_rows(batch: KVBatchMeta) -> KVBatchMeta:
@@ -77,8 +89,8 @@ def fill_padding_rows(batch: KVBatchMeta, *, written: KVBatchMeta) -> KVBatchMet
     names = [name for name in _FIELDS_OF_ADVANTAGES if name in (written.fields or ())]
     if padding:
         assert batch.partition_id is not None
-        rows = [{name: torch.zeros(PADDING_RESPONSE_LEN) for name in names} for _ in padding]
-        tq.kv_batch_put(keys=padding, partition_id=batch.partition_id, fields=list_of_dict_to_tensordict(rows))
+        zeros = _repeat({name: torch.zeros(PADDING_RESPONSE_LEN) for name in names}, num_rows=len(padding))
+        tq.kv_batch_put(keys=padding, partition_id=batch.partition_id, fields=zeros)
     return KVBatchMeta(keys=batch.keys, tags=batch.tags, partition_id=batch.partition_id, fields=written.fields)
 
 
