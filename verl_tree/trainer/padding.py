@@ -14,6 +14,7 @@ import transfer_queue as tq
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
+from verl.utils import tensordict_utils as tu
 
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG
 
@@ -40,7 +41,7 @@ def append_padding_rows(batch: KVBatchMeta, *, num_rows: int, eos_token_id: int)
     keys = [f"{uid}_{session}_0" for session in range(num_rows)]
     fields = _repeat(row | {"uid": uid}, num_rows=num_rows)
     if "session_id" in row:
-        fields["session_id"] = NonTensorStack(*range(num_rows))
+        tu.assign_non_tensor_stack(fields, "session_id", list(range(num_rows)))
     tags = [dict(tag) for _ in keys]
     tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=fields, tags=tags)
     return KVBatchMeta(
@@ -69,7 +70,7 @@ def _repeat(row: Mapping[str, Any], *, num_rows: int) -> TensorDict:
     columns = {
         name: torch.stack([value] * num_rows)
         if isinstance(value, torch.Tensor)
-        else NonTensorStack(*[NonTensorData(value)] * num_rows)
+        else NonTensorStack.from_list([NonTensorData(value)] * num_rows)
         for name, value in row.items()
     }
     return TensorDict(columns, batch_size=[num_rows])
