@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_tree.launch.composition import compose_command, require_trees
+from verl_tree.launch.composition import compose_command, require_trees, require_values
 
 
 def main() -> None:
@@ -36,6 +36,7 @@ def report(arguments: Sequence[str]) -> tuple[bool, str]:
         config = compose_command(arguments)
         OmegaConf.resolve(config)
         require_trees(config)
+        require_values(config)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         causes = [str(each).strip() for each in (error, error.__cause__) if each is not None]
         return False, "\n".join(["Refused", *(f"  {line}" for cause in causes for line in cause.splitlines())])

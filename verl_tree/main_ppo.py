@@ -11,7 +11,14 @@ import sys
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from verl_tree.launch.composition import CONFIG_MODULE, CONFIG_NAME, accept_verl_arguments, prepare_hydra, require_trees
+from verl_tree.launch.composition import (
+    CONFIG_MODULE,
+    CONFIG_NAME,
+    accept_verl_arguments,
+    prepare_hydra,
+    require_trees,
+    require_values,
+)
 from verl_tree.launch.environment import set_ray_options, set_variables
 
 
@@ -31,6 +38,7 @@ def run(config: DictConfig) -> None:
     """
     OmegaConf.resolve(config)
     require_trees(config)
+    require_values(config)
     variables = set_variables(config)
     from verl_tree.launch.translation import translate
     from verl_tree.launch.validation import validate

@@ -106,6 +106,8 @@ def _agent_line(config: DictConfig) -> str:
 
 def _reward_line(config: DictConfig) -> str:
     reward = config.reward
+    if reward.num_workers == 0 and not reward.reward_model.enable:
+        return "reward: that of the agents (reward.num_workers=0)"
     function = reward.custom_reward_function.path or "verl's function for the data source"
     line = f"reward: {function}, manager {reward.reward_manager.name}, num_workers={reward.num_workers}"
     if not reward.reward_model.enable:

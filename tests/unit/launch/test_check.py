@@ -78,6 +78,7 @@ def test_teams_and_ranks_of_the_rollout(tmp_path: Path) -> None:
             f"{ROLLOUT}.tensor_model_parallel_size=2",
             f"{ROLLOUT}.checkpoint_engine.backend=mine",
             f"{ROLLOUT}.checkpoint_engine.custom_backend_module=json",
+            "reward.num_workers=0",
         )
     )
     assert is_valid, text
@@ -90,6 +91,7 @@ def test_teams_and_ranks_of_the_rollout(tmp_path: Path) -> None:
         "call together",
         "rollout: vllm, 2 x 2 ranks (replicas x size), 1 x 4 ranks (nodes x devices) of its own, which get the weights "
         "over mine",
+        "reward: that of the agents (reward.num_workers=0)",
         "weight sync: every 2 updates (parameter_sync_step)",
         "objective: advantages tree_grpo, loss vanilla, token-mean, session_weight=session",
     ):
@@ -132,6 +134,11 @@ def test_what_cannot_be_composed_is_a_finding(tmp_path: Path) -> None:
         (["trainer.nnodes=1}"], "nnodes=1}"),
         (["--config-name=typo"], "typo"),
         ([f"{ACTOR}.strategy=${{oc.env:NO_SUCH_VARIABLE}}"], "NO_SUCH_VARIABLE"),
+        (
+            ["trainer.project_name=???", "reward.reward_model.enable=false"],
+            "trainer.project_name=???: no value; give it",
+        ),
+        (["reward.reward_model.enable=true"], "reward.reward_model.rollout.name=???: no value"),
         ([f"--config-path={tmp_path}", "--config-name=alone"], "list `ppo_trainer` or `tree_ppo` first"),
     ):
         is_valid, text = report(command)

@@ -97,7 +97,7 @@ def test_sessions_that_nobody_rewards_are_warned_of(caplog: pytest.LogCaptureFix
         validate(resolved(*no_workers))
         assert caplog.text == ""
         validate(resolved(*no_workers, f"{MANAGER}=null"))
-    assert "reward.num_workers=0: with" in caplog.text
+    assert "reward.num_workers=0: verl's agent loop workers fail" in caplog.text
     assert "set 1 or more" in caplog.text
 
 

@@ -47,7 +47,7 @@ def check_manager(config: DictConfig) -> Findings:
     )
     yield Finding(f"{MANAGER_KEY}={manager}: {lost}", is_warning=True)
     if value_of(config, "reward.num_workers") == 0:
-        fails = f"with {MANAGER_KEY}={manager}, every session fails whose loop gives no reward; set 1 or more"
+        fails = "verl's agent loop workers fail every session whose loop gives no reward; set 1 or more"
         yield Finding(f"reward.num_workers=0: {fails}", is_warning=True)
 
 
