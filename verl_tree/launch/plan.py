@@ -7,6 +7,7 @@ from verl_tree.launch.validation.modes import is_separate, rollout_pools, rollou
 from verl_tree.launch.validation.refusals import (
     CORRECTION,
     corrections,
+    ranks_of,
     uses_critic,
     uses_reference,
     uses_tree,
@@ -68,7 +69,7 @@ def _pool(config: DictConfig, key: str) -> str:
 
 def _teams(config: DictConfig) -> str:
     size = team_size(config)
-    num_teams = config.trainer.nnodes * config.trainer.n_gpus_per_node // max(1, size)
+    num_teams = ranks_of(config, "trainer") // max(1, size)
     return f", {num_teams} x {size} ranks (teams x size) compute each model call together" if size > 1 else ""
 
 

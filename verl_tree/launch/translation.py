@@ -21,6 +21,7 @@ from verl_tree.launch.validation.refusals import (
     REF,
     ROLLOUT,
     corrections,
+    ranks_of,
     uses_cpu,
     uses_critic,
     uses_reference,
@@ -172,9 +173,8 @@ def _rows_of_rank(config: DictConfig, micro_batch: MicroBatch) -> Iterator[tuple
     if isinstance(rows, int):
         yield micro_batch.rows, rows
     elif isinstance(all_rows, int):
-        num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-        num_ranks //= team_size(config)
-        yield micro_batch.all_rows, max(1, all_rows // max(1, num_ranks))
+        num_teams = ranks_of(config, "trainer") // team_size(config)
+        yield micro_batch.all_rows, max(1, all_rows // max(1, num_teams))
 
 
 def read_critic_tokens(config: DictConfig) -> Lines:

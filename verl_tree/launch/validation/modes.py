@@ -13,6 +13,7 @@ from verl_tree.launch.validation.refusals import (
     Findings,
     corrections,
     lacks_cuda,
+    ranks_of,
     refusal,
     refusal_here,
     value_of,
@@ -46,11 +47,7 @@ def rollout_ranks(config: DictConfig) -> int:
 def rollout_pools(config: DictConfig) -> dict[str, int]:
     """Return how many ranks generate: those that train (`trainer`), ranks of their own (`ROLLOUT`), or both."""
     pools = {"trainer": bool(value_of(config, _HYBRID)), ROLLOUT: is_separate(config)}
-    return {
-        key: value_of(config, f"{key}.nnodes") * value_of(config, f"{key}.n_gpus_per_node")
-        for key, generates in pools.items()
-        if generates
-    }
+    return {pool: ranks_of(config, pool) for pool, generates in pools.items() if generates}
 
 
 def check_rollout_ranks(config: DictConfig) -> Findings:
@@ -83,8 +80,7 @@ def check_separate_gpus(config: DictConfig) -> Findings:
         if value_of(config, key) < 1:
             has_gpus = False
             yield refusal(config, key, f"{_MODE}=separate_async generates on GPUs of its own; give at least 1")
-    num_trainer = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    num_rollout = value_of(config, f"{ROLLOUT}.nnodes") * value_of(config, f"{ROLLOUT}.n_gpus_per_node")
+    num_trainer, num_rollout = ranks_of(config, "trainer"), ranks_of(config, ROLLOUT)
     given = value_of(config, "ray_kwargs.ray_init.num_gpus")
     if has_gpus and given is not None and given < num_trainer + num_rollout:
         remedy = f"the trainer needs {num_trainer} and the rollout {num_rollout} more; Ray would wait for ever"

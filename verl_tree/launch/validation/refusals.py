@@ -55,6 +55,11 @@ def value_of(config: DictConfig, key: str) -> Any:
     return OmegaConf.select(config, key)
 
 
+def ranks_of(config: DictConfig, pool: str) -> int:
+    """Return how many ranks a pool has (nodes x devices): `trainer`, or `ROLLOUT` for those that only generate."""
+    return value_of(config, f"{pool}.nnodes") * value_of(config, f"{pool}.n_gpus_per_node")
+
+
 def uses_tree(config: DictConfig) -> bool:
     """Whether the tree engine trains instead of verl's own."""
     return config.tree.enabled is True

@@ -12,6 +12,7 @@ from verl_tree.launch.validation.refusals import (
     REF,
     Check,
     Findings,
+    ranks_of,
     refusal,
     uses_cpu,
     uses_critic,
@@ -41,7 +42,7 @@ def team_size(config: DictConfig) -> int:
 def check_team_sizes(config: DictConfig) -> Findings:
     """Find sizes that differ between roles, and one that does not divide the ranks."""
     first, *others = team_keys(config)
-    size, num_ranks = team_size(config), config.trainer.nnodes * config.trainer.n_gpus_per_node
+    size, num_ranks = team_size(config), ranks_of(config, "trainer")
     if size < 1 or num_ranks % size:
         yield refusal(config, first, f"give a divisor of the {num_ranks} ranks (trainer.nnodes x n_gpus_per_node)")
     for key in others:
