@@ -61,6 +61,7 @@ def largest_probe(measure: Callable[[int], Probe], *, memory_bytes: int) -> Prob
     """Measure packs that are sure to fit, each larger than the one before, and return the last.
 
     `measure` computes a pack of about as many tokens as it is told. The first has `MIN_PROBE_TOKENS`, and may not fit.
+    Another that comes out above the memory is the last.
     """
     probe = measure(MIN_PROBE_TOKENS)
     for _ in range(NUM_PROBES - 1):
@@ -85,7 +86,11 @@ def probe_layout(num_tokens: int, *, max_path_len: int) -> TreeLayout:
 
 
 def peak_bytes(run: Callable[[], None], *, device: torch.device) -> int:
-    """Run, and return the most bytes that were allocated at once, above those allocated before."""
+    """Run, and return the most bytes that were allocated at once, above those allocated before.
+
+    On a CPU these are the events of this thread. What gloo's threads free counts as held, so with a team of ranks the
+    result may be some percent too large.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

@@ -91,6 +91,13 @@ def test_a_first_probe_that_does_not_fit_is_the_last() -> None:
     assert largest_probe(memory.measure, memory_bytes=-5) == Probe(256, 1256)
 
 
+def test_a_probe_that_comes_out_too_large_is_the_last_and_lowers_the_capacity() -> None:
+    memory = Phases((0, 100))
+    measured = [Probe(256, 25_600), Probe(500, 51_000)]  # 2 % more than it takes
+    assert largest_probe(lambda _: measured.pop(0), memory_bytes=50_000).capacity(50_000) == 490
+    assert memory.peak(490) <= 50_000
+
+
 @pytest.mark.parametrize(("num_tokens", "max_path_len"), [(256, 4096), (1000, 64), (256, 2), (5000, 333)])
 def test_a_probe_branches_and_keeps_to_the_longest_path(num_tokens: int, max_path_len: int) -> None:
     layout = probe_layout(num_tokens, max_path_len=max_path_len)
