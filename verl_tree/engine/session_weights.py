@@ -19,7 +19,7 @@ and for the engines of verl as for ours.
 Legend: R rows of a mini-batch on all ranks, B those of one call of the loss.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum
 from typing import Any, Self
@@ -32,9 +32,8 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
 
+from verl_tree.engine.micro_batch import LossFunction
 from verl_tree.engine.rows import gather
-
-LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 WEIGHT = "session_weight"
 NUM_SESSIONS, NUM_WEIGHTED_TOKENS = "num_sessions", "num_weighted_tokens"

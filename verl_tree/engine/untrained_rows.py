@@ -4,7 +4,6 @@ verl 0.9.1 takes the least and the greatest distillation loss of the trained tok
 which fails without any. Its other losses are 0 there.
 """
 
-from collections.abc import Callable
 from math import inf
 from typing import Any
 
@@ -14,13 +13,14 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils.metric import AggregationType, Metric
 
+from verl_tree.engine.micro_batch import LossFunction
 from verl_tree.engine.rows import jagged
 
 _OF_NOTHING = {AggregationType.MIN: inf, AggregationType.MAX: -inf}
 
 
 def loss_of_any_rows(
-    loss_function: Callable[..., tuple[Tensor, dict[str, Any]]],
+    loss_function: LossFunction,
     *,
     model_output: dict[str, Tensor],
     data: TensorDict,
