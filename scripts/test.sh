@@ -56,7 +56,7 @@ show "kernels, interpreted and compiled ahead of time" interpreted
 # spend most of their time on imports, one process after the other, so two files go side by side, the longest first.
 end_to_end() {
   local alone=tests/e2e/test_watchdog.py # tells a slow cluster from one that hangs
-  local files=(tests/e2e/test_{runs,ray_job,loops}.py) file
+  local files=(tests/e2e/test_{runs,separate_async,engines,colocate_async,ray_job}.py) file
   for file in tests/e2e/test_*.py; do
     [[ " ${files[*]} $alone " == *" $file "* ]] || files+=("$file")
   done
