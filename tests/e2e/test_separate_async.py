@@ -54,25 +54,3 @@ def test_ten_steps_equal_those_of_verls_engine(folder: Path, tree: dict[int, dic
     assert max(worst.values()) <= 1e-6, worst
     for name in ("critic/score/mean", "tree/por"):
         assert [tree[step][name] for step in flat] == [flat[step][name] for step in flat], name
-
-
-def test_stale_rows_train_in_bypass_mode_on_two_ranks(folder: Path) -> None:
-    """Rows of older weights train against the log-probs that they were sampled with; one of two ranks sends weights."""
-    num_steps = 5
-    stale = run(
-        folder,
-        "stale",
-        *MODE,
-        "trainer.n_gpus_per_node=2",
-        "algorithm.rollout_correction.bypass_mode=true",
-        "algorithm.rollout_correction.rollout_rs=token_k1",
-        "algorithm.rollout_correction.rollout_rs_threshold='0.9_1.1'",
-        "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode",
-        "++actor_rollout_ref.actor.policy_loss.rollout_correction=${algorithm.rollout_correction}",
-        f"trainer.total_training_steps={num_steps}",
-    )
-    assert sorted(stale) == list(range(1, num_steps + 1))
-    assert max(metrics["training/off_policy/trajectory_staleness/max"] for metrics in stale.values()) >= 1
-    for metrics in stale.values():
-        assert metrics["actor/grad_norm"] > 0
-        assert metrics["tree/leaves_per_session"] == 4
