@@ -8,9 +8,11 @@ import torch
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.util.state import get_log, list_actors, list_tasks
 from verl.plugin.platform import PlatformBase
+from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig
 
 from verl_tree.cpu.platform import PlatformCPU
+from verl_tree.launch.composition import compose_config
 from verl_tree.launch.watchdog import DEATHS
 
 
@@ -84,6 +86,35 @@ def test_extension_overrides_verls_weight_update() -> None:
     for name in ("_get_zmq_handle", "_iter_all_models", "_iter_all_models_with_config", "_update_weights"):
         assert name in vars(vLLMColocateWorkerExtension)
     assert list(inspect.signature(BucketedWeightReceiver).parameters) == ["zmq_handle", "device", "use_shm"]
+
+
+def test_both_ends_of_a_weight_update_name_the_socket_of_their_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What verl's two ends name alike from their environment, ours name alike, with the raylet's process id."""
+    pytest.importorskip("vllm", reason="the extension runs inside vLLM")
+    import ray
+    from verl.workers.rollout.base import get_rollout_class
+
+    from verl_tree.cpu import weight_socket
+    from verl_tree.cpu.vllm_reload import CpuServerAdapter, CpuWeightReloadExtension
+
+    weight_socket.register_sender()
+    assert get_rollout_class("vllm", "async") is CpuServerAdapter
+
+    config = compose_config(["profile=cpu", "actor_rollout_ref.rollout.n_gpus_per_node=2"]).actor_rollout_ref.rollout
+    environment = {"RANK": "1", "RAY_LOCAL_WORLD_SIZE": "2", "VERL_REPLICA_RANK": "1", "VERL_RAY_JOB_ID": "07000000"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ray.get_runtime_context(), "get_job_id", lambda: "07000000")
+    receiver = object.__new__(CpuWeightReloadExtension)
+    receiver.local_rank, receiver.model_runner = 0, None
+    handles = []
+    for raylet in ("17", "18"):
+        monkeypatch.setenv("RAY_RAYLET_PID", raylet)
+        sender = CpuServerAdapter(config=omega_conf_to_dataclass(config), model_config=None, device_mesh=None)
+        assert sender.zmq_handle == receiver._get_zmq_handle()
+        handles.append(sender.zmq_handle)
+    assert handles[0] == "ipc:///tmp/rl-colocate-zmq-07000000-replica-1-rank-0-raylet-17.sock"
+    assert handles[1] != handles[0]
 
 
 def test_vllm_answers_as_the_distribution_that_verl_asks_for() -> None:

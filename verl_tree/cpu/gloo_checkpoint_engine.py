@@ -23,11 +23,16 @@ from torch.distributed import BroadcastOptions, ProcessGroupGloo, TCPStore  # ty
 from typing_extensions import override
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
+from verl_tree.cpu.weight_socket import register_sender
+
 BACKEND = "gloo"
 """The engine's name in verl's registry."""
 
 END = pickle.dumps(None)
 """What a queue has after the last tensor of an update."""
+
+# A separate rollout imports this module, then makes the sender that hands what it receives to vLLM.
+register_sender()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Weight updates for the vLLM CPU engine: the extension class that its worker processes load.
+"""Weight updates for the vLLM CPU engine: the sender, and the extension class that its worker processes load.
 
 vLLM's CPU linear layers repack their weights and drop the originals, so loading new weights fails (`'Parameter' object
 has no attribute 'weight_loader'`). vLLM's layer-wise reload restores each layer, loads it and packs it again; this
@@ -12,7 +12,10 @@ import torch
 from typing_extensions import override
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from verl_tree.cpu.weight_socket import of_this_cluster
 
 
 class _OnlyLostWeights(logging.Filter):
@@ -26,8 +29,20 @@ class _OnlyLostWeights(logging.Filter):
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_OnlyLostWeights())
 
 
+class CpuServerAdapter(ServerAdapter):
+    """verl's sender of weights (0.9.1), on a socket of this Ray cluster."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.zmq_handle = of_this_cluster(self.zmq_handle)
+
+
 class CpuWeightReloadExtension(vLLMColocateWorkerExtension):
     """verl's worker extension (0.9.1) whose full weight updates go through vLLM's layer-wise reload."""
+
+    @override
+    def _get_zmq_handle(self) -> str:
+        return of_this_cluster(super()._get_zmq_handle())
 
     @override
     def update_weights_from_ipc(

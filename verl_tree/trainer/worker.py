@@ -26,6 +26,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_tree.config import TreeFSDPEngineConfig
 from verl_tree.cpu.platform import ensure_cpu_process_group
+from verl_tree.cpu.weight_socket import register_sender
 from verl_tree.engine import FSDPTreeEngineWithLMHead
 from verl_tree.engine.micro_batch import LossFunction
 from verl_tree.engine.positions import settle_positions, takes_components
@@ -42,9 +43,11 @@ class TreeTrainingWorker(TrainingWorker):
     """verl's `TrainingWorker` with mini-batches of whole groups."""
 
     def __init__(self, config: TrainingWorkerConfig) -> None:
-        # verl would ask for the backend "cpu:gloo,cpu:gloo", which torch refuses.
         if get_device_name() == "cpu":
+            # verl would ask for the backend "cpu:gloo,cpu:gloo", which torch refuses.
             ensure_cpu_process_group()
+            # verl's worker makes its models first, then the sender of their weights.
+            register_sender()
         super().__init__(config)
 
     @property
