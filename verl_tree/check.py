@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_tree.launch.composition import compose_command, require_trees, require_values
+from verl_tree.launch.composition import compose_config, require_trees, require_values
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
 def report(arguments: Sequence[str]) -> tuple[bool, str]:
     """Return whether the command would be accepted, and the text that says why, or what it would do."""
     try:
-        config = compose_command(arguments)
+        config = compose_config(arguments)
         OmegaConf.resolve(config)
         require_trees(config)
         require_values(config)

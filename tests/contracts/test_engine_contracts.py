@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from engine_cases import save_model
+from process_groups import group_of_one
 from tensordict import NonTensorData, TensorDict
 from torch.distributed.fsdp import FSDPModule
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
@@ -73,9 +73,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         pytest.skip("builds engines on the CPU platform")
     folder = tmp_path_factory.mktemp("engine")
     save_model(folder, tied=True)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
-    yield folder
-    dist.destroy_process_group()
+    with group_of_one():
+        yield folder
 
 
 def build(engine_class: type[FSDPEngine], folder: Path, **options: object) -> FSDPEngine:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from process_groups import group_of_one
 
 pytest.importorskip("verl")
 os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_tree.cpu.platform")
@@ -52,17 +52,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     save_model(folder, tied=True)
     env = {"VERL_USE_EXTERNAL_MODULES": "verl_tree.cpu.platform", "TRANSFER_QUEUE_ENABLE": "1"}
     ray.init(address="local", num_cpus=4, include_dashboard=False, runtime_env={"env_vars": env})
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
     variables = pytest.MonkeyPatch()  # what verl's workers read
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         variables.setenv(name, value)
     try:
-        tq.init()
-        yield folder
-        tq.close()
+        with group_of_one():
+            tq.init()
+            yield folder
+            tq.close()
     finally:
         variables.undo()
-        dist.destroy_process_group()
         ray.shutdown()
 
 

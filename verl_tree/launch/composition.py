@@ -100,18 +100,11 @@ def prepare_hydra() -> None:
     OmegaConf.register_new_resolver("tree_strategy", tree_strategy, replace=True)
 
 
-def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
-    """Compose the configuration as the command line does; interpolations are not resolved yet.
+def compose_config(arguments: Sequence[str] = ()) -> DictConfig:
+    """Compose the configuration of a command line as Hydra does; interpolations are not resolved yet.
 
-    Overrides are Hydra's, e.g. `["profile=cpu", "data.train_batch_size=8"]`.
-    """
-    return compose_command(overrides)
-
-
-def compose_command(arguments: Sequence[str]) -> DictConfig:
-    """Compose the configuration of a whole command line, which may name a config file of the user's.
-
-    Read are overrides, `--config-path`, `--config-name` and `--config-dir`; other flags of Hydra change no value.
+    Arguments are overrides, e.g. `["profile=cpu", "data.train_batch_size=8"]`, and may name a config file of the
+    user's. Read are overrides, `--config-path`, `--config-name` and `--config-dir`; other flags change no value.
 
     Raises:
         HydraException: An override or a config file is wrong.

@@ -13,7 +13,13 @@ import numpy as np
 
 from rollout_hooks.capture.outputs import CALL_STATES_FIELD
 from rollout_hooks.capture.rows import CALLS_FIELD
+from verl_tree.records import CallRun
 from verl_tree.trainer.advantages import Call
+
+
+def recorded_calls(extra_fields: Mapping[str, Any]) -> tuple[CallRun, ...]:
+    """Return the calls that the capture recorded for a row; none where it recorded none."""
+    return tuple(CallRun(*run) for run in extra_fields.get(CALLS_FIELD, ()))
 
 
 def calls_of_row(extra_fields: Mapping[str, Any], *, is_trained: np.ndarray) -> list[Call]:
@@ -28,6 +34,6 @@ def calls_of_row(extra_fields: Mapping[str, Any], *, is_trained: np.ndarray) -> 
             if len(trained)
         ]
     if CALLS_FIELD in extra_fields:
-        return [Call(start, end) for _, _, start, end, *_ in extra_fields[CALLS_FIELD]]
+        return [Call(run.start, run.end) for run in recorded_calls(extra_fields)]
     edges = np.flatnonzero(np.diff(is_trained.astype(np.int8), prepend=0, append=0)).tolist()
     return [Call(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True)]

@@ -33,7 +33,7 @@ class TreeDetachActorWorker(DetachActorWorker):
             return copy_to_cpu, fsdp2_sharded_load_from_cpu
         return super()._get_strategy_handlers()
 
-    @register(dispatch_mode=cast(Any, Dispatch).ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch["ONE_TO_ALL"])
     @override
     def restore_model_from_cpu(self, n: int) -> None:
         """Put the model that was saved as `n` back; verl's method knows FSDP2 by the strategy's name only."""

@@ -8,12 +8,11 @@ import numpy as np
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
-from rollout_hooks.capture.rows import CALLS_FIELD
 from verl_tree.packing.counts import ForestCounts
 from verl_tree.records import CallRun, StoredLeaf, StoredTree
 from verl_tree.trainer.advantages import Call
 from verl_tree.trainer.batching import RowAssignment, group_rows, parse_row_key
-from verl_tree.trainer.calls import calls_of_row
+from verl_tree.trainer.calls import calls_of_row, recorded_calls
 from verl_tree.trainer.step_rows import StepRows, arrays, fetch, objects
 from verl_tree.tree import TokenForest
 from verl_tree.tree.rows import trained_tokens
@@ -27,7 +26,7 @@ def fetch_calls(rows: StepRows) -> dict[str, tuple[CallRun, ...]]:
     if not rows.keys:
         return {}
     extras = objects(fetch(rows.keys, _DETAILS[:1], partition_id=rows.partition_id), "extra_fields", default={})
-    return {key: _runs(extra) for key, extra in zip(rows.keys, extras, strict=True)}
+    return {key: recorded_calls(extra) for key, extra in zip(rows.keys, extras, strict=True)}
 
 
 def fetch_steps(rows: StepRows) -> list[list[Call]]:
@@ -125,7 +124,7 @@ def _leaf(
     token_ids, mask = values["input_ids"].astype(np.int32), values["response_mask"]
     is_trained = _is_trained(mask, num_tokens=len(token_ids))
     prompt_len = len(token_ids) - len(mask)
-    calls = _runs(extra)
+    calls = recorded_calls(extra)
     log_probs = np.full(len(token_ids), np.nan, dtype=np.float32)
     if "rollout_log_probs" in values:
         # verl writes 0 for tokens that were only read, but a sampled token may have a log-prob of 0, too.
@@ -148,10 +147,6 @@ def _leaf(
         max_global_steps=tag.get("max_global_steps"),
         calls=calls,
     )
-
-
-def _runs(extra: Mapping[str, Any]) -> tuple[CallRun, ...]:
-    return tuple(CallRun(*run) for run in extra.get(CALLS_FIELD, ()))
 
 
 def _is_trained(response_mask: np.ndarray, *, num_tokens: int) -> np.ndarray:

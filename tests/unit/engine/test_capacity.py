@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from process_groups import group_of_one
 
 pytest.importorskip("verl")
 
@@ -56,9 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         head_dim=8,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
-    yield folder
-    dist.destroy_process_group()
+    with group_of_one():
+        yield folder
 
 
 def build(folder: Path, *, checkpointing: bool = False, **tree: object) -> FSDPTreeEngineWithLMHead:

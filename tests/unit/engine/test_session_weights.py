@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from process_groups import group_of_one
 
 pytest.importorskip("verl")
 
@@ -39,9 +39,8 @@ KL_AND_ENTROPY = {"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coeff": 0.2
 @pytest.fixture(scope="module", autouse=True)
 def _group() -> Iterator[None]:
     """Make a process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with group_of_one():
+        yield
 
 
 class WeightedLoss(LossCase):

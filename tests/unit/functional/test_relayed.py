@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from model_cases import MODELS
 from peft import LoraConfig, get_peft_model
+from process_groups import group_of_one
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from tree_cases import DEEP, flat_scores, gradients, layout_of, random_sequences, relative_error, tiny_model
@@ -234,14 +234,11 @@ def test_a_parameter_that_changed_before_the_backward_pass_is_refused():
 
 def test_sharded_parameters_are_refused():
     model = tiny_model()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with group_of_one():
         weight = DTensor.from_local(model.lm_head.weight.data, init_device_mesh("cpu", (1,)), [Replicate()])
         model.lm_head.weight = torch.nn.Parameter(weight)
         with pytest.raises(ValueError, match=r"lm_head\.weight is sharded"):
             tree_log_probs(model, DEEP, capacity=7)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_hooks_that_run_after_accumulation_see_one_gradient():

@@ -13,7 +13,6 @@ from verl.trainer import main_ppo as ppo_trainer
 
 from verl_tree.launch.composition import (
     accept_verl_arguments,
-    compose_command,
     compose_config,
     cpu_threads,
     device_profile,
@@ -124,7 +123,7 @@ def test_a_file_that_builds_on_verls_trainer_is_composed_on_top_of_the_trees(tmp
     # A copy of verl's files on the search path, as in a checkout of verl, does not hide ours.
     (tmp_path / "mine.yaml").write_text(MINE.format(folder=verl_trainer_folder() / "config"))
     arguments = [*name_it.format(tmp_path).split(), "profile=cpu", "actor_rollout_ref.rollout.n=3"]
-    config = compose_command(arguments)
+    config = compose_config(arguments)
     rollout = config.actor_rollout_ref.rollout
     assert config.data.max_response_length == 512  # verl's
     assert config.actor_rollout_ref.actor.strategy == "fsdp_tree"  # tree_ppo.yaml's
@@ -143,12 +142,12 @@ def test_the_command_line_composes_a_file_of_the_users(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "verl_tree.main_ppo", *arguments, "--cfg", "job"]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-        assert OmegaConf.create(done.stdout) == compose_command([f"{flag}={folder}", *arguments[1:]])
+        assert OmegaConf.create(done.stdout) == compose_config([f"{flag}={folder}", *arguments[1:]])
 
 
 def test_verls_own_files_keep_their_names() -> None:
-    assert compose_command(["--config-name=ppo_trainer", PROFILE]) == compose_config([PROFILE])
-    config = compose_command(["--config-path=./config", "--config-name=ppo_megatron_trainer.yaml", PROFILE])
+    assert compose_config(["--config-name=ppo_trainer", PROFILE]) == compose_config([PROFILE])
+    config = compose_config(["--config-path=./config", "--config-name=ppo_megatron_trainer.yaml", PROFILE])
     assert config.model_engine == "megatron"
     assert config.tree.enabled is True
 

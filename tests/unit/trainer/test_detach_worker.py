@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from process_groups import group_of_one
 
 pytest.importorskip("verl")
 
 import torch
-import torch.distributed as dist
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, Qwen3Config
 from verl.utils.fsdp_utils import fsdp2_sharded_save_to_cpu
@@ -42,15 +42,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         tie_word_embeddings=True,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
-    with pytest.MonkeyPatch.context() as patch:
+    with group_of_one(), pytest.MonkeyPatch.context() as patch:
         # What verl's workers read of their place.
         for name, value in {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
             patch.setenv(name, str(value))
         patch.setenv("MASTER_ADDR", "127.0.0.1")
         patch.setenv("MASTER_PORT", "0")
         yield folder
-    dist.destroy_process_group()
 
 
 def detached(folder: Path, strategy: str) -> tuple[Any, TreeTrainingWorker]:

@@ -1,0 +1,16 @@
+"""Process groups of one rank, for code that asks torch.distributed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """Make this process a group of its own while active."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
