@@ -1,10 +1,21 @@
-"""What the whole runs of the asynchronous trainers share: their options, and the comparison with verl's engine."""
+"""What the whole runs of the asynchronous trainers share: ten steps with a kill in the middle, and what must hold."""
 
+import re
+from pathlib import Path
 from typing import Any
 
-from tiny_run import CHARACTERS
+from replayed_runs import replaying_options, worst_difference
+from storing_buffer import storing_options
+from tiny_run import CHARACTERS, run, run_and_kill_driver
 
-from verl_tree.records import StoredTree
+from verl_tree.records import StoredTree, read_trees
+
+NUM_STEPS = 10
+SAVE_FREQ = 4
+NUM_PROMPTS = 4
+"""Prompts a step; as many are in flight between steps."""
+
+Metrics = dict[int, dict[str, Any]]
 
 LONG_TAIL = (
     "actor_rollout_ref.rollout.agent.default_agent_loop=long_tail",
@@ -13,28 +24,54 @@ LONG_TAIL = (
 )
 """Long sessions: `long_tail_loop`, with room for the long turn."""
 
-COMPARED = ("actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm")
 
+def run_killed_and_resumed(folder: Path, *mode: str) -> Metrics:
+    """Train, kill the driver behind the first checkpoint, resume, and return the metrics of all ten steps.
 
-def replaying_options(folder: str, *, num_steps: int) -> tuple[str, ...]:
-    """Return options that store the rollouts of each step, or replay stored ones."""
-    return (
-        "skip.rollout_tq.enable=true",
-        "skip.rollout_tq.action=cache",
-        f"skip.rollout_tq.steps={list(range(1, num_steps + 1))}".replace(" ", ""),
-        f"skip.rollout_tq.dump_dir={folder}",
+    Both parts store what they sample in `folder/rollouts` and what they train in `folder/trees`.
+    """
+    options = (
+        *mode,
+        *storing_options(folder / "rollouts"),
+        f"tree.dump_dir={folder}/trees",
+        f"trainer.save_freq={SAVE_FREQ}",
+        "trainer.resume_mode=auto",
     )
+    killed = run_and_kill_driver(folder, "killed", *options, after_step=SAVE_FREQ + 1)
+    assert max(killed) < NUM_STEPS
+    continued = run(folder, "resumed", *options, f"trainer.test_freq={NUM_STEPS}")
+    first = min(continued)
+    # The run may have reached its second checkpoint before it was killed.
+    assert first in (SAVE_FREQ + 1, 2 * SAVE_FREQ + 1)
+    return {step: metrics for step, metrics in killed.items() if step < first} | continued
 
 
-def worst_difference(tree: dict[int, dict[str, Any]], flat: dict[int, dict[str, Any]]) -> dict[str, float]:
-    """Return for each compared metric the largest difference of a step, relative to the metric's largest size."""
-    assert set(tree) == set(flat)
-    worst = {}
-    for name in COMPARED:
-        scale = max(abs(metrics[name]) for metrics in flat.values())
-        assert scale > 0, name
-        worst[name] = max(abs(tree[step][name] - flat[step][name]) for step in flat) / scale
-    return worst
+def read_steps(folder: Path, steps: Metrics) -> dict[int, list[StoredTree]]:
+    """Return the trees that each step trained."""
+    return {step: read_trees(folder / "trees" / f"step_{step:06d}.parquet") for step in steps}
+
+
+def check_prompts(folder: Path, trees: dict[int, list[StoredTree]]) -> None:
+    """Assert that no prompt is lost or trained twice, over the resume too."""
+    log = (folder / "resumed.log").read_text()
+    assert re.search(rf"Restored {NUM_PROMPTS} training prompt groups", log)
+    groups = [group for step in sorted(trees) for group in trees[step]]
+    numbers = [prompt_number(group) for group in groups]
+    assert len(set(numbers)) == len(numbers) == NUM_STEPS * NUM_PROMPTS
+    # What was never trained was in flight at the end.
+    assert max(numbers) < (NUM_STEPS + 1) * NUM_PROMPTS
+    for number, group in zip(numbers, groups, strict=True):
+        assert f"task {number % 16} of this run?" in prompt_text(group)
+
+
+def check_replay(folder: Path, steps: Metrics, *mode: str) -> Metrics:
+    """Assert that verl's engine gives the same on the stored rollouts; return its metrics."""
+    options = replaying_options(f"{folder}/rollouts", num_steps=NUM_STEPS)
+    flat = run(folder, "flat", *mode, *options, "tree.enabled=false")
+    worst = worst_difference(steps, flat)
+    assert max(worst.values()) <= 1e-6, worst
+    assert [steps[step]["critic/score/mean"] for step in flat] == [flat[step]["critic/score/mean"] for step in flat]
+    return flat
 
 
 def prompt_number(tree: StoredTree) -> int:
