@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from tree_cases import relative_error
 from triton_cases import TOLERANCE, Case, draw_case, draw_inputs, draw_plan, run, worst_error
 
-from verl_tree.attention import AttentionPlan, ScoreOptions, tree_attention, triton_kernels
+from verl_tree.attention import AttentionPlan, ScoreOptions, tree_attention, triton_key_kernels, triton_kernels
 from verl_tree.attention import triton_backend as backend
 from verl_tree.attention.blocks import BlockLists
 from verl_tree.attention.dense import dense_attention
+from verl_tree.attention.row_cuts import KeyRows
 from verl_tree.attention.triton_configs import KernelConfig, KernelConfigs, choose_configs, padded_dim
 
 NUM_CASES = 110
@@ -125,7 +126,8 @@ def test_a_mutated_bound_is_found(mutation, run_triton, monkeypatch):
     branching.append(next(case for case in sections if 10 < case.plan.num_context < case.plan.num_queries < 100))
     assert len(branching) == 4
     if mutation == "query <= end":
-        monkeypatch.setattr(triton_kernels, "_is_visible", _sees_one_too_many)
+        for module in (triton_kernels, triton_key_kernels):
+            monkeypatch.setattr(module, "is_visible", _sees_one_too_many)
     for case in branching:
         plan = {"end + 1": shifted(case.plan, 1), "end - 1": shifted(case.plan, -1)}.get(mutation, case.plan)
         want = run(dense_attention, case, dtype=torch.float64)
@@ -214,9 +216,9 @@ def test_the_op_is_registered_in_full(num_context):
     sizes = {"num_groups": 2, "num_kv_heads": 1, "head_dim": 16}
     q, k, v, _ = draw_inputs(rng, num_tokens=20, num_context=num_context, **sizes)
     lists = BlockLists.of_plan(plan, query_block=16, key_block=16)
-    by_query, by_key = (list(rows) for rows in (lists.by_query, lists.by_key))
+    by_query, (*by_key, num_slots) = list(lists.by_query), KeyRows.from_rows(lists.by_key, bound=None)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    args = (*leaves, plan.subtree_end_T, by_query, by_key, by_query, [16, 16, 4, 1] * 3, 0.25, *[None] * 4)
+    args = (*leaves, plan.subtree_end_T, by_query, by_key, by_query, [16, 16, 4, 1] * 3, num_slots, 0.25, *[None] * 4)
     torch.library.opcheck(backend.tree_attention_triton, args)
     out, lse = backend.tree_attention_triton(*args)
     scores_HQT = torch.einsum("qhd,td->hqt", q, k[:, 0]) * 0.25

@@ -12,9 +12,10 @@ from model_cases import MODELS, flat_logits, loss_of, tree_logits
 from tree_cases import DEEP, gradients, relative_error
 from triton_cases import TOLERANCE, Case, draw_inputs, draw_plan, run, worst_error
 
-from verl_tree.attention import AttentionPlan, triton_kernels
+from verl_tree.attention import AttentionPlan, triton_key_kernels, triton_kernels
 from verl_tree.attention.blocks import BlockLists
 from verl_tree.attention.dense import dense_attention
+from verl_tree.attention.row_cuts import KeyRows
 from verl_tree.attention.self_test import KernelVariant, self_test, subtree_ends
 from verl_tree.attention.triton_backend import triton_attention
 from verl_tree.attention.triton_configs import KernelConfig, KernelConfigs
@@ -98,7 +99,8 @@ def test_a_mutated_window_is_found(mutation, num_context, run_triton, monkeypatc
     assert case.plan.max_path_len > 8
     want = run(dense_attention, case, dtype=torch.float64)
     if mutation == "distance <= window":
-        monkeypatch.setattr(triton_kernels, "_is_within", _sees_one_too_many)
+        for module in (triton_kernels, triton_key_kernels):
+            monkeypatch.setattr(module, "is_within", _sees_one_too_many)
     mutated = dataclasses.replace(case, window={"window + 1": 8, "window - 1": 6}.get(mutation, 7))
     assert worst_error(run_triton(mutated), want, case) > 1000 * TOLERANCE
 
@@ -134,9 +136,9 @@ def test_the_op_with_options_is_registered_in_full():
     plan = AttentionPlan.from_subtree_end(torch.tensor([8, 8, 5, 5, 5, 8, 8, 8]))
     q, k, v, _ = draw_inputs(rng, num_tokens=8, num_groups=2, num_kv_heads=1, head_dim=16)
     lists = BlockLists.of_plan(plan, query_block=16, key_block=16, window=3)
-    by_query, by_key = (list(rows) for rows in (lists.by_query, lists.by_key))
+    by_query, (*by_key, num_slots) = list(lists.by_query), KeyRows.from_rows(lists.by_key, bound=None)
     leaves = [x.detach().requires_grad_() for x in (q, k, v, torch.zeros(2))]
-    args = (*leaves[:3], plan.subtree_end_T, by_query, by_key, by_query, [16, 16, 4, 1] * 3, 0.25)
+    args = (*leaves[:3], plan.subtree_end_T, by_query, by_key, by_query, [16, 16, 4, 1] * 3, num_slots, 0.25)
     options = (leaves[3], plan.position_T, 3, 2.0)
     torch.library.opcheck(torch.ops.verl_tree.tree_attention_triton.default, (*args, *options))
 

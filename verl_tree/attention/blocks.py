@@ -77,14 +77,23 @@ class BlockLists:
     def of_plan(cls, plan: AttentionPlan, *, query_block: int, key_block: int, window: int | None = None) -> Self:
         """Return the lists of a pack on the plan's device. They are found once per pair of sizes and window."""
 
+        def move(plan: AttentionPlan) -> Self:
+            lists = cls.on_host(plan, query_block=query_block, key_block=key_block, window=window)
+            return lists.to(plan.subtree_end_T.device)
+
+        return plan.once(("block lists", query_block, key_block, window), move)
+
+    @classmethod
+    def on_host(cls, plan: AttentionPlan, *, query_block: int, key_block: int, window: int | None = None) -> Self:
+        """Return the lists of a pack on the host, for what is made of them before it goes to the device."""
+
         def find(plan: AttentionPlan) -> Self:
             runs = plan.runs
             sizes = {"query_block": query_block, "key_block": key_block}
             mask = {"window": window, "position_T": runs.position_T, "num_context": runs.num_context}
-            lists = cls.from_subtree_end(runs.subtree_end_T, **sizes, **mask)
-            return lists.to(plan.subtree_end_T.device)
+            return cls.from_subtree_end(runs.subtree_end_T, **sizes, **mask)
 
-        return plan.once(("block lists", query_block, key_block, window), find)
+        return plan.once(("block lists on the host", query_block, key_block, window), find)
 
     @classmethod
     def from_subtree_end(

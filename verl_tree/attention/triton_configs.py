@@ -82,3 +82,8 @@ def choose_configs(q_QHD: torch.Tensor, *, options: ScoreOptions) -> KernelConfi
 def padded_dim(head_dim: int) -> int:
     """Return the power of two that a tile's head dim is padded to; a matrix product needs at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def num_processors(device: torch.device) -> int:
+    """Return the number of processors (SMs) of a GPU. Elsewhere one program runs after the other: 1."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
