@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,20 +33,23 @@ class Shapes:
     tables: tuple[list[torch.Size], list[torch.Size]]
 
 
-def shapes_of(trees: tuple, *, num_context: int = 0) -> Shapes:
+def shapes_of(trees: tuple, *, head_dim: int, num_context: int = 0) -> Shapes:
     ends_T = torch.tensor(self_test.subtree_ends(trees), dtype=torch.int32)
     plan = AttentionPlan.from_subtree_end(ends_T, num_context=num_context)
-    key_shapes, query_shapes = ([table.shape for table in each] for each in fa4.BlockTables.of_plan(plan))
+    key_shapes, query_shapes = (
+        [table.shape for table in each] for each in fa4.BlockTables.of_plan(plan, head_dim=head_dim)
+    )
     return Shapes(plan.num_tokens, plan.num_queries, (key_shapes, query_shapes))
 
 
 def main() -> None:
     head_dim, dtype, *ratios = sys.argv[1:]
-    small = shapes_of(self_test.TREES)
+    shapes = partial(shapes_of, head_dim=int(head_dim))
+    small = shapes(self_test.TREES)
     others = [
-        shapes_of(self_test.TREES, num_context=self_test.CONTEXT_LEN),
-        shapes_of((*self_test.TREES, (5000, ((1, ()), (64, ()))))),
-        shapes_of(((5000, ((1, ()), (64, ()))), *self_test.TREES), num_context=4711),
+        shapes(self_test.TREES, num_context=self_test.CONTEXT_LEN),
+        shapes((*self_test.TREES, (5000, ((1, ()), (64, ()))))),
+        shapes(((5000, ((1, ()), (64, ()))), *self_test.TREES), num_context=4711),
     ]
     for ratio in map(int, ratios):
         with FakeTensorMode():
@@ -72,13 +76,13 @@ def compile_both(small: Shapes, others: list[Shapes], *, head_dim: int, dtype: t
     return {**record, "num_compiled": num_compiled, "num_compiled_later": count_compiled() - num_compiled}
 
 
-def run(shapes: Shapes, inputs: list[torch.Tensor]) -> dict:
+def run(shapes: Shapes, inputs: list[torch.Tensor], *, heads_first: bool = False) -> dict:
     plan = fake_plan(shapes)
     *qkv, grad_out = inputs
     ctx = SimpleNamespace()
     ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
     started = time.perf_counter()
-    out = fa4._Fa4Attention.forward(ctx, *qkv, plan, 0.1)
+    out = fa4._Fa4Attention.forward(ctx, *qkv, plan, 0.1, heads_first)
     forward_s, forward_ptx = time.perf_counter() - started, take_ptx()
     started = time.perf_counter()
     gradients = fa4._Fa4Attention.backward(ctx, grad_out)[:3]

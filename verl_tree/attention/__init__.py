@@ -37,7 +37,8 @@ class AttentionBackend:
         attend: `attend(q_QHD, k_THD, v_THD, plan, *, options) -> out_QHD`, differentiable once. Shapes are those of
             `tree_attention`. The plan is on the device of the inputs. The output has the dtype of `q_QHD`.
         not_supported_reasons: Takes the same arguments. Returns a list of reasons, empty if the backend can serve.
-        is_oracle: It serves everything, slowly. `"auto"` warns when it takes it, and benchmarks leave it out.
+        is_oracle: It serves everything, slowly. `"auto"` warns when it takes it, and on a GPU takes it for small forests
+            only (`MAX_ORACLE_TOKENS`). Benchmarks leave it out.
     """
 
     attend: Callable[..., torch.Tensor]
@@ -53,9 +54,14 @@ BACKENDS: dict[str, AttentionBackend] = {
 }
 """Every backend, fastest first. `"auto"` takes the first that serves the inputs."""
 
+MAX_ORACLE_TOKENS = 4096
+"""Tokens, context included, up to which `"auto"` takes the oracle on a GPU. The oracle's time grows with their square:
+a training run on larger forests would look healthy and take many times as long."""
+
 _logged_choices: set[tuple[str, ...]] = set()
 
 
+@torch.compiler.disable(reason="the kernels, and what a pack needs for them, are chosen by the plan of each call")
 def tree_attention(
     q_QHD: torch.Tensor,
     k_THD: torch.Tensor,
@@ -81,7 +87,8 @@ def tree_attention(
         window: A query sees only itself and the keys of its path fewer than `window` positions before it.
         softcap: Scores `s` become `softcap * tanh(s / softcap)`.
         sinks: (Hq,) logits that join the softmax's denominator and carry no value; differentiable.
-        backend: A key of `BACKENDS`, or `"auto"`: the plan's own choice, else the first backend that can serve.
+        backend: A key of `BACKENDS`, or `"auto"`: the plan's own choice, else the first backend that can serve. On a
+            GPU `"auto"` takes the slow one for small forests only.
         num_context: Tokens before the queries: the root path of the first query. A plan has its own number.
 
     Raises:
@@ -115,23 +122,46 @@ def choose_backend(
     backend: str,
     options: ScoreOptions,
 ) -> str:
-    """Return the name of the backend that will serve the inputs, and log it once per set of options.
+    """Return the name of the backend that will serve the inputs, found once per plan and kind of inputs.
+
+    The choice is logged once per set of options.
 
     Raises:
         ValueError: `backend` does not exist or refuses, or is `"auto"` and every backend refuses.
     """
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"attention backend {backend!r} does not exist; choose one of {['auto', *BACKENDS]}")
+    kinds = [(each.dtype, each.shape[1:]) for each in (q_QHD, k_THD, v_THD)]
+    asked = (options.window, options.softcap, options.sinks_H is None, torch.are_deterministic_algorithms_enabled())
+
+    def find(plan: AttentionPlan) -> str:
+        return _first_without_reasons(q_QHD, k_THD, v_THD, plan, backend=backend, options=options)
+
+    return plan.once(("backend", backend, *kinds, *asked), find)
+
+
+def _first_without_reasons(
+    q_QHD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    backend: str,
+    options: ScoreOptions,
+) -> str:
     refusals = []
     for name in BACKENDS if backend == "auto" else [backend]:
         reasons = BACKENDS[name].not_supported_reasons(q_QHD, k_THD, v_THD, plan, options=options)
+        is_slow = BACKENDS[name].is_oracle and q_QHD.device.type == "cuda" and plan.num_tokens > MAX_ORACLE_TOKENS
+        if backend == "auto" and is_slow:
+            reasons = [*reasons, f"slow, so 'auto' takes it up to {MAX_ORACLE_TOKENS} tokens, not {plan.num_tokens}"]
         if not reasons:
             _log_once(backend, name, refusals=refusals, options=options)
             return name
         refusals.append(f"{name}: {'; '.join(reasons)}")
     raise ValueError(
-        f"attention backend {backend!r} cannot serve this input: {', '.join(refusals)}; backend='dense' serves every "
-        "input, slowly"
+        f"attention backend {backend!r} cannot serve this input: {', '.join(refusals)}; remove what the fast backends "
+        "refuse, or ask for the slow one, which serves every input, by its name: 'dense' (tree.backend=dense)"
     )
 
 

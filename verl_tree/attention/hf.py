@@ -8,6 +8,9 @@ runs on all queries of some heads (`verl_tree.attention.sharding`), and the cont
 
 A silently lost mask would be the worst bug. So a layer raises if it has no plan, a mask of its own, or a feature that
 no backend serves.
+
+Under `torch.compile` the attention function runs uncompiled, because every plan is another program. What lies between
+two of its calls is compiled as it would be without trees; `fullgraph=True` is refused by torch with this reason.
 """
 
 import functools
@@ -35,6 +38,7 @@ def register() -> None:
     AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
 
 
+@torch.compiler.disable(reason="attention under the tree mask is chosen by the plan of each call")
 def tree_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -90,7 +94,8 @@ def tree_attention_forward(
     if reasons:
         raise ValueError(f"tree attention cannot serve {layer}, which asks for " + "; ".join(reasons))
     shard = tree_plan.shard
-    q_QHD, k_THD, v_THD = shard.scatter_heads(*(each[0].transpose(0, 1) for each in (query, key, value)))
+    rows = (_autocast(each[0]).transpose(0, 1) for each in (query, key, value))
+    q_QHD, k_THD, v_THD = shard.scatter_heads(*rows)
     saving: AbstractContextManager[object] = nullcontext()
     if tree_plan.context is not None:
         own = (k_THD, v_THD)  # until here, k and v are those of the queries
@@ -108,6 +113,18 @@ def tree_attention_forward(
             sinks=None if s_aux is None else shard.own_heads(s_aux),
         )
     return shard.gather_heads(out_QHD).unsqueeze(0), None
+
+
+def _autocast(x: torch.Tensor) -> torch.Tensor:
+    """Cast as autocast does for the attention functions of torch: to its dtype, but never float64.
+
+    With float32 parameters, norms and rotary embeddings leave queries and keys in float32, and projections values in
+    the autocast dtype. No fast kernel serves such a mixture.
+    """
+    device = x.device.type
+    return (
+        x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) and x.dtype != torch.float64 else x
+    )
 
 
 def check_model(model: PreTrainedModel, *, max_path_len: int) -> None:

@@ -186,8 +186,8 @@ def test_forest_of_the_self_test_has_every_kind_of_tile():
     assert self_test.subtree_ends(((2, ((1, ()), (3, ()))), (1, ()))) == [6, 6, 3, 6, 6, 6, 7]
     behind_a_context = AttentionPlan.from_subtree_end(PLAN.subtree_end_T, num_context=self_test.CONTEXT_LEN)
     for plan in (PLAN, behind_a_context):
-        tables = fa4.BlockTables.of_plan(plan)
-        assert fa4.BlockTables.of_plan(plan) is tables
+        tables = fa4.BlockTables.of_plan(plan, head_dim=128)
+        assert fa4.BlockTables.of_plan(plan, head_dim=128) is tables
         num_partial, partial, num_full, full = tables.keys
         num_blocks = num_partial.shape[-1]
         assert plan.num_queries > 256
