@@ -21,12 +21,14 @@ Legend: T tokens, R blocks of one direction (rows), C blocks of the other (colum
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from functools import cached_property
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 import torch
 
 from verl_tree.attention.plan import AttentionPlan
+from verl_tree.tree.transfer import to_device
 
 CHUNK_TILES = 1 << 22
 """Tiles compared at once; bounds the memory of planning."""
@@ -46,32 +48,39 @@ class BlockRows(NamedTuple):
 
     def to(self, device: torch.device | str) -> Self:
         """Return the lists with their tensors on `device`."""
-        return type(self)(self.rows_R4.to(device), self.indices.to(device))
+        return type(self)(*to_device(self, device))
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return padded tables in block order, as FlexAttention's `BlockMask` and flash-attn-4 take them.
 
         They are the number of partial tiles (1, 1, R), their columns (1, 1, R, W), the number of full tiles (1, 1, R)
         and their columns (1, 1, R, W'). All are int32; columns ascend, unused entries are 0, W and W' are at least 1.
+        The lists, and so the tables, are on the host.
         """
-        rows_R4 = self.rows_R4.cpu().numpy()
-        indices = self.indices.cpu().numpy()
+        rows_R4, indices = self.rows_R4.numpy(), self.indices.numpy()
         _, start_R, middle_R, end_R = rows_R4[np.argsort(rows_R4[:, 0])].T
         tables = (*_padded_table(indices, middle_R, end_R), *_padded_table(indices, start_R, middle_R))
-        num_partial, partial, num_full, full = (
-            torch.from_numpy(table)[None, None].to(self.indices.device) for table in tables
-        )
+        num_partial, partial, num_full, full = (torch.from_numpy(table)[None, None] for table in tables)
         return num_partial, partial, num_full, full
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)  # no slots, for the cached properties
 class BlockLists:
-    """Visible tiles of one pack, each `query_block` queries by `key_block` keys."""
+    """Visible tiles of one pack, each `query_block` queries by `key_block` keys. A direction is found when asked for."""
 
     query_block: int
     key_block: int
-    by_query: BlockRows  # Key blocks of every query block, for the forward pass and the gradient of the queries
-    by_key: BlockRows  # Query blocks of every key block, for the gradients of keys and values
+    _find: Callable[[Literal["by_query", "by_key"]], BlockRows]
+
+    @cached_property
+    def by_query(self) -> BlockRows:
+        """Key blocks of every query block, for the forward pass and the gradient of the queries."""
+        return self._find("by_query")
+
+    @cached_property
+    def by_key(self) -> BlockRows:
+        """Query blocks of every key block, for the gradients of keys and values."""
+        return self._find("by_key")
 
     @classmethod
     def of_plan(cls, plan: AttentionPlan, *, query_block: int, key_block: int, window: int | None = None) -> Self:
@@ -141,21 +150,22 @@ class BlockLists:
                 full &= most_of_query[query] - least_of_key[key] < window
             return visible, full
 
-        every = (None, slice(None))
-        return cls(
-            query_block=query_block,
-            key_block=key_block,
-            by_query=_find_rows(
-                lambda rows: classify((rows, None), every), num_rows=num_query_blocks, num_columns=num_key_blocks
-            ),
-            by_key=_find_rows(
+        def find(direction: Literal["by_query", "by_key"]) -> BlockRows:
+            every = (None, slice(None))
+            if direction == "by_query":
+                return _find_rows(
+                    lambda rows: classify((rows, None), every), num_rows=num_query_blocks, num_columns=num_key_blocks
+                )
+            return _find_rows(
                 lambda rows: classify(every, (rows, None)), num_rows=num_key_blocks, num_columns=num_query_blocks
-            ),
-        )
+            )
+
+        return cls(query_block, key_block, find)
 
     def to(self, device: torch.device | str) -> Self:
         """Return the lists with their tensors on `device`."""
-        return type(self)(self.query_block, self.key_block, self.by_query.to(device), self.by_key.to(device))
+        rows = {"by_query": lambda: self.by_query, "by_key": lambda: self.by_key}
+        return type(self)(self.query_block, self.key_block, lambda direction: rows[direction]().to(device))
 
 
 def _extremes(position_T: np.ndarray, *, num_blocks: int, size: int) -> tuple[np.ndarray, np.ndarray]:

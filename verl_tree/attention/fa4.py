@@ -21,6 +21,7 @@ from verl_tree.attention.options import ScoreOptions
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.refusals import HALF_DTYPES, dtype_reasons
 from verl_tree.attention.self_test import KernelVariant, self_test_reasons
+from verl_tree.tree.transfer import to_device
 
 TESTED_COMBINATIONS = (
     {
@@ -59,8 +60,9 @@ class BlockTables(NamedTuple):
         query_block, key_block = BLOCK_LENS[head_dim]
 
         def find(plan: AttentionPlan) -> BlockTables:
-            lists = BlockLists.of_plan(plan, query_block=query_block, key_block=key_block)
-            return cls(lists.by_query.tables(), lists.by_key.tables())
+            lists = BlockLists.on_host(plan, query_block=query_block, key_block=key_block)
+            tables = to_device((*lists.by_query.tables(), *lists.by_key.tables()), plan.subtree_end_T.device)
+            return cls(tables[:4], tables[4:])
 
         return plan.once(("fa4 tables", key_block), find)
 

@@ -26,6 +26,8 @@ from verl_tree.attention.plan import AttentionPlan
 
 ATTENTION_NAME = "tree_attention"
 
+NO_MASK_SHAPE = (1, 1, 0, 0)
+
 _TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 """Values of `config.layer_types` in which a token sees its own path and nothing else."""
 
@@ -76,7 +78,7 @@ def tree_attention_forward(
     reasons = []
     if query.shape[0] != 1:
         reasons.append(f"batch size {query.shape[0]}: a pack is one row")
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.shape != NO_MASK_SHAPE:
         reasons.append("an attention_mask: the mask of a pack is its plan")
     if key.shape[2] != query.shape[2]:
         reasons.append(f"{key.shape[2]} keys for {query.shape[2]} queries: pass use_cache=False and no past_key_values")
@@ -219,6 +221,16 @@ def _checkpoint_with_tree(checkpoint: Callable[..., Any], model: PreTrainedModel
         return checkpoint(with_tree, *args)
 
     return run
+
+
+def no_mask(device: torch.device) -> torch.Tensor:
+    """Return a mask without entries for `model(..., attention_mask=..., tree_plan=plan)`.
+
+    None does as well. But for None transformers looks for packed sequences in the position ids, and the host waits for
+    the device once in every forward pass. A mask of four dimensions it hands to the layers as it is. Source:
+    transformers 5.10.4, masking_utils.py, `_preprocess_mask_arguments`.
+    """
+    return torch.empty(NO_MASK_SHAPE, dtype=torch.bool, device=device)
 
 
 def _no_mask(*_args: object, attention_mask: torch.Tensor | None = None, **_kwargs: object) -> None:

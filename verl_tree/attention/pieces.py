@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from verl_tree.attention.plan import AttentionPlan, Runs
+from verl_tree.tree.transfer import to_device
 
 MAX_WINDOW_KEYS = 1 << 17
 """Most keys that one call under a sliding window gathers: for eight heads of 128 in bfloat16, 256 MB of keys."""
@@ -65,11 +66,15 @@ class VarlenCall:
         """Return the call that runs each piece as one segment, with its tensors on `device`."""
         query_lens = [_num_tokens((piece.queries,)) for piece in pieces]
         key_lens = [_num_tokens(piece.keys) for piece in pieces]
+        rows = (_rows([piece.queries for piece in pieces]), _rows([each for piece in pieces for each in piece.keys]))
+        index = [each for each in rows if isinstance(each, torch.Tensor)]
+        query_offsets_S1, key_offsets_S1, *moved = to_device((_offsets(query_lens), _offsets(key_lens), *index), device)
+        query_rows, key_rows = (moved.pop(0) if isinstance(each, torch.Tensor) else each for each in rows)
         return cls(
-            query_rows=_rows([piece.queries for piece in pieces], device=device),
-            key_rows=_rows([each for piece in pieces for each in piece.keys], device=device),
-            query_offsets_S1=_offsets(query_lens, device=device),
-            key_offsets_S1=_offsets(key_lens, device=device),
+            query_rows=query_rows,
+            key_rows=key_rows,
+            query_offsets_S1=query_offsets_S1,
+            key_offsets_S1=key_offsets_S1,
             # For 1, flash-attn 2 takes another kernel, which gives the log-sum-exp in another order.
             max_query_len=max(2, *query_lens),
             max_key_len=max(2, *key_lens),
@@ -172,12 +177,12 @@ def _num_tokens(ranges: Sequence[Range]) -> int:
     return sum(end - start for start, end in ranges)
 
 
-def _rows(ranges: list[Range], *, device: torch.device) -> torch.Tensor | slice:
+def _rows(ranges: list[Range]) -> torch.Tensor | slice:
     """Return the ranges as an index, or as a slice, which copies nothing, if each continues the one before."""
     if all(start == end for (_, end), (start, _) in itertools.pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][1])
-    return torch.from_numpy(np.concatenate([np.arange(start, end) for start, end in ranges])).to(device)
+    return torch.from_numpy(np.concatenate([np.arange(start, end) for start, end in ranges]))
 
 
-def _offsets(lens: list[int], *, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.cumsum([0, *lens]).astype(np.int32)).to(device)
+def _offsets(lens: list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.cumsum([0, *lens]).astype(np.int32))

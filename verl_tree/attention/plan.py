@@ -25,6 +25,7 @@ import torch
 
 from verl_tree.attention.sharding import SequenceShard
 from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.transfer import to_device
 
 T = TypeVar("T")
 
@@ -156,7 +157,8 @@ class AttentionPlan:
     @classmethod
     def from_layout(cls, layout: TreeLayout, *, backend: str = "auto", shard: SequenceShard | None = None) -> Self:
         """Build the plan of a layout on its device; see `from_subtree_end`."""
-        return cls.from_subtree_end(layout.subtree_end_T, backend=backend, shard=shard)
+        subtree_end_T, device = layout.on_host.subtree_end_T.numpy(), layout.subtree_end_T.device
+        return cls.from_subtree_end(subtree_end_T, backend=backend, device=device, shard=shard)
 
     @classmethod
     def from_subtree_end(
@@ -187,9 +189,11 @@ class AttentionPlan:
         num_tokens = len(runs.subtree_end_T)
         shard = SequenceShard(num_tokens - num_context) if shard is None else shard
         assert shard.num_tokens == num_tokens - num_context, (shard.num_tokens, num_tokens, num_context)
+        on_host = (torch.from_numpy(runs.subtree_end_T), torch.from_numpy(runs.position_T))
+        subtree_end_on_device_T, position_T = to_device(on_host, device)
         return cls(
-            subtree_end_T=torch.from_numpy(runs.subtree_end_T).to(device),
-            position_T=torch.from_numpy(runs.position_T).to(device),
+            subtree_end_T=subtree_end_on_device_T,
+            position_T=position_T,
             num_tokens=num_tokens,
             max_path_len=int(runs.position_T.max()) + 1,
             num_visible_pairs=int((runs.position_T[num_context:].astype(np.int64) + 1).sum()),

@@ -20,6 +20,10 @@ from verl_tree.functional import expand
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.nodes import IntArray
 from verl_tree.tree.rows import ranges
+from verl_tree.tree.transfer import to_device
+
+_READ_FOR_LENGTHS = ("prompts", "responses")
+"""Columns of which verl's losses read the lengths only, row by row. On the device each of them would be waited for."""
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
@@ -42,14 +46,14 @@ class MicroBatchRows:
         self._data, self._names, self._shift = data, names, shift
 
     def temperature(self) -> float | Tensor:
-        """Return the temperature: one number, or (T,). Rows of different temperatures share no token."""
+        """Return the temperature: one number, or (T,) on the host. Rows of different temperatures share no token."""
         temperature = tu.get(self._data, "temperature", default=1.0)
         if not isinstance(temperature, Tensor) or temperature.dim() == 0:
             return float(temperature)
-        of_rows = temperature[torch.from_numpy(self.micro.rows)].to(device_of_rank()).float()
-        row_lens = torch.from_numpy(np.diff(self.layout.leaf_offsets)).to(device_of_rank())
-        flat = torch.repeat_interleave(of_rows, row_lens)
-        return flat.new_ones(self.layout.num_tokens).index_copy(0, self.layout.tree_index_F, flat)
+        host = self.layout.on_host
+        of_rows = temperature[torch.from_numpy(self.micro.rows)].float()
+        flat = torch.repeat_interleave(of_rows, torch.from_numpy(np.diff(host.leaf_offsets)))
+        return flat.new_ones(host.num_tokens).index_copy(0, host.tree_index_F, flat)
 
     def select(self, scores_CT: Tensor, leaves: IntArray | None = None) -> tuple[TensorDict, dict[str, Tensor]]:
         """Return the rows of some leaves, or of all, and their model outputs, jagged and aligned as verl does."""
@@ -59,8 +63,8 @@ class MicroBatchRows:
         starts, ends = self.layout.leaf_offsets[leaves], self.layout.leaf_offsets[leaves + 1]
         pairs = torch.from_numpy(ranges(starts, ends - starts))
         weight_F = self.micro.gradient_weight_F
-        weight_F = None if weight_F is None else weight_F[pairs].to(device_of_rank())
-        pairs = pairs.to(device_of_rank())
+        pairs, *weights = to_device((pairs,) if weight_F is None else (pairs, weight_F[pairs]), device_of_rank())
+        weight_F = None if weight_F is None else weights[0]
         _, offsets = jagged(rows["input_ids"])
         outputs = {}
         for name, scores_T in zip(self._names, scores_CT, strict=True):
@@ -87,7 +91,7 @@ class RowLosses:
         """Compute the loss and return it scaled for the backward pass."""
         assert self._loss_function is not None
         loss, metrics = self._loss_function(model_output=outputs, data=rows, dp_group=self._group)
-        self._result.add_loss(loss.detach().item(), metrics)
+        self._result.add_loss(loss.detach(), metrics)
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def of_forward(self, rows: MicroBatchRows, scores_CT: Tensor) -> None:
@@ -111,4 +115,21 @@ class RowLosses:
 
 
 def _rows(data: TensorDict, rows: IntArray) -> TensorDict:
-    return tu.index_select_tensor_dict(data, torch.from_numpy(rows)).to(device_of_rank())
+    """Return some rows, with the columns on the device whose values a loss reads, in one copy."""
+    chosen = tu.index_select_tensor_dict(data, torch.from_numpy(rows))
+    columns = {
+        name: column for name, column in chosen.items() if isinstance(column, Tensor) and name not in _READ_FOR_LENGTHS
+    }
+    parts = [part for column in columns.values() for part in (jagged(column) if column.is_nested else (column,))]
+    moved = iter(to_device(parts, device_of_rank()))
+    for name, column in columns.items():
+        chosen[name] = _like(column, next(moved), next(moved)) if column.is_nested else next(moved)
+    return chosen
+
+
+def _like(column: Any, values: Tensor, offsets: Tensor) -> Tensor:
+    """Return a jagged column with these values and offsets, and the shortest and longest row of another."""
+    row_lens = column.offsets().diff()
+    # Where they are not known, padding asks the device.
+    known = {"min_seqlen": int(row_lens.min()), "max_seqlen": int(row_lens.max())}
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=column._ragged_idx, **known)

@@ -128,33 +128,41 @@ def gather(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 class MiniBatchResult:
-    """The results of a mini-batch's micro-batches, collected on the host in the form that verl expects."""
+    """The results of a mini-batch's micro-batches, in the form that verl expects.
+
+    They stay on the device until `as_verl`, so that the host waits for them once in a mini-batch.
+    """
 
     def __init__(self, input_ids: Tensor, *, output_names: Sequence[str] = ()) -> None:
         """Prepare the outputs of these names for the rows `input_ids`, jagged (B, j)."""
         values, offsets = jagged(input_ids)
         self._offsets = offsets.cpu()
         self._flat = {name: torch.zeros(len(values), dtype=torch.float32) for name in output_names}
-        self._losses: list[float] = []
+        self._outputs: list[dict[str, Tensor]] = []
+        self._places: list[Tensor] = []  # Those of the outputs among the flat tokens
+        self._losses: list[Tensor] = []
         self._metrics: list[dict[str, Any]] = []
 
     def add_outputs(self, model_output: Mapping[str, Tensor], *, micro: TreeMicroBatch) -> None:
         """Add the outputs of a micro-batch: one jagged tensor per name, with its rows in their order."""
-        for name, value in model_output.items():
-            self._flat[name][micro.flat_index_F] = jagged(value)[0].detach().cpu().to(torch.float32)
+        self._places.append(micro.flat_index_F)
+        self._outputs.append({name: jagged(value)[0].detach().float() for name, value in model_output.items()})
 
-    def add_loss(self, loss: float, metrics: dict[str, Any]) -> None:
-        """Add a loss of some rows and the metrics that the loss function returned."""
+    def add_loss(self, loss: Tensor, metrics: dict[str, Any]) -> None:
+        """Add a loss of some rows, a scalar without a graph, and the metrics that the loss function returned."""
         self._losses.append(loss)
         self._metrics.append(metrics)
 
     def as_verl(self) -> dict[str, Any]:
         """Return jagged (B, j) outputs (zero in rows that no pack holds), the losses, and one value for each metric."""
+        for name, flat in self._flat.items():
+            if self._outputs:
+                flat[torch.cat(self._places)] = torch.cat([outputs[name] for outputs in self._outputs]).cpu()
         return {
             "model_output": {
                 name: torch.nested.nested_tensor_from_jagged(flat, self._offsets) for name, flat in self._flat.items()
             },
-            "loss": self._losses or [0.0],
+            "loss": torch.stack(self._losses).tolist() if self._losses else [0.0],
             "metrics": one_value_per_rank(self._metrics),
         }
 

@@ -18,15 +18,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from verl_tree.attention.hf import no_mask
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.sharding import SequenceShard
 from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.transfer import to_device
 
 _MIN_AUTO_CHUNK_SIZE = 1024
 _MAX_AUTO_CHUNK_LOGITS = 2**25  # 128 MiB in float32
@@ -47,6 +50,11 @@ class ScoredPairs:
     position_P: Tensor  # (P,) int64, places of the positions among the tokens that the model computes, ascending
     pair_position_K: Tensor  # (K,) int64, index into P, ascending
     label_K: Tensor  # (K,) int64, token id that the pair scores
+
+    def chunk_bounds(self, chunk_size: int) -> list[int]:
+        """Return where the pairs of each chunk of positions start, and one past the last pair; on the host."""
+        starts = torch.arange(0, max(1, len(self.position_P)), chunk_size)
+        return [*torch.searchsorted(self.pair_position_K, starts).tolist(), len(self.label_K)]
 
     @classmethod
     def of_scorers(cls, scorer_K: Tensor, label_K: Tensor) -> Self:
@@ -82,21 +90,24 @@ def tree_forward_log_probs(
 ) -> TreeLogProbs:
     """Run a causal LM on one pack and score the wanted tokens.
 
-    `wanted_T` (T,) bool marks the tokens whose scores are read; None: every token with a parent. The other arguments
-    and the errors are those of `forward_scores`; the layout is on the model's device.
+    `wanted_T` (T,) bool marks the tokens whose scores are read; None: every token with a parent. It is best on the
+    host, where it is read. The other arguments and the errors are those of `forward_scores`; the layout may be on any
+    device.
     """
-    token_K = scored_tokens(layout, wanted_T)
+    host = layout.on_host
+    token_K = scored_tokens(host, None if wanted_T is None else wanted_T.cpu())
     scores_CK = forward_scores(
         model,
-        token_ids_Q=layout.token_ids_T,
-        position_Q=layout.position_T,
-        pairs=ScoredPairs.of_scorers(layout.parent_T[token_K], layout.token_ids_T[token_K]),
+        token_ids_Q=host.token_ids_T,
+        position_Q=host.position_T,
+        pairs=ScoredPairs.of_scorers(host.parent_T[token_K], host.token_ids_T[token_K]),
         plan=plan,
         temperature=temperature,
         calculate_entropy=calculate_entropy,
         entropy_requires_grad=entropy_requires_grad,
         chunk_size=chunk_size,
     )
+    (token_K,) = to_device((token_K,), scores_CK.device)
     # Every scored token occurs once, so nothing is overwritten.
     scores_CT = scores_CK.new_zeros(scores_CK.shape[0], layout.num_tokens).index_copy(1, token_K, scores_CK)
     return TreeLogProbs(scores_CT[0], scores_CT[1] if calculate_entropy else None)
@@ -126,16 +137,17 @@ def forward_scores(
 ) -> Tensor:
     """Run a causal LM on the queries of a plan and score the pairs, (C, K): log-probs and, if asked for, entropy.
 
-    The ranks of the plan's shard call it together with the same arguments, and all get all scores.
+    The ranks of the plan's shard call it together with the same arguments, and all get all scores. The model is on the
+    plan's device, tokens and pairs are on the host.
 
     Args:
         model: A transformers causal LM whose attention implementation is "tree_attention", bare or wrapped by PEFT or
             FSDP2.
-        token_ids_Q: (Q,) int64, the tokens that the model computes, on the model's device.
+        token_ids_Q: (Q,) int64, the tokens that the model computes.
         position_Q: (Q,) int64, their positions.
         pairs: What is scored.
         plan: The attention plan. Its context, if any, comes from the store that it carries.
-        temperature: Divides the logits; a number, or (Q,) by the position whose logits it divides.
+        temperature: Divides the logits; a number, or (Q,) by the position whose logits it divides, on either device.
         calculate_entropy: Also compute the entropy.
         entropy_requires_grad: Whether gradients flow through the entropy.
         chunk_size: Positions projected at a time. None: at least 1,024, more while their logits stay below 2**25
@@ -153,23 +165,31 @@ def forward_scores(
         raise ValueError(f"{type(model).__name__} has no output embeddings: log-probs need a causal LM")
     shard = plan.shard
     own, index_M = pairs.on_shard(shard)
+    chunk_size = _auto_chunk_size(model) if chunk_size is None else chunk_size
+    by_token = [token_ids_Q, position_Q]
     if isinstance(temperature, Tensor) and temperature.dim():
-        temperature = shard.slice(temperature)
+        by_token.append(temperature)
+    device = plan.subtree_end_T.device
+    of_pairs = (own.position_P, own.pair_position_K, own.label_K, index_M)
+    position_P, pair_position_K, label_K, index_M, token_ids_L, position_L, *temperatures = to_device(
+        (*of_pairs, *map(shard.slice, by_token)), device
+    )
     scorer = _Scorer(
-        own,
+        ScoredPairs(position_P, pair_position_K, label_K),
+        pair_bounds=own.chunk_bounds(chunk_size),
         model_name=type(model).__name__,
         num_tokens=shard.local_len,
-        temperature_P=_at(temperature, own.position_P),
+        temperature_P=temperatures[0][position_P] if temperatures else temperature,
         calculate_entropy=calculate_entropy,
         entropy_requires_grad=entropy_requires_grad,
-        chunk_size=_auto_chunk_size(model) if chunk_size is None else chunk_size,
+        chunk_size=chunk_size,
     )
     inputs = {
-        "input_ids": shard.slice(token_ids_Q).unsqueeze(0),
-        "position_ids": shard.slice(position_Q).unsqueeze(0),
-        "attention_mask": None,
+        "input_ids": token_ids_L.unsqueeze(0),
+        "position_ids": position_L.unsqueeze(0),
+        "attention_mask": no_mask(device),
         "use_cache": False,
-        "logits_to_keep": own.position_P,
+        "logits_to_keep": position_P,
         "tree_plan": plan,
     }
     if transforms_logits(model):
@@ -177,7 +197,7 @@ def forward_scores(
     else:
         with scoring_head(head, scorer) as calls:
             logits_1CM = model(**inputs).logits
-        _check_untouched(scorer.model_name, calls, logits_1CM)
+        _check_untouched(model, calls, logits_1CM)
         scores_CM = logits_1CM[0]
     return shard.collect(scores_CM, index_M, num_scores=len(pairs.label_K))
 
@@ -222,16 +242,24 @@ def scoring_head(head: torch.nn.Module, scorer: "_Scorer") -> Iterator[list[_Hea
             head.forward = instance_forward
 
 
-def _check_untouched(model_name: str, calls: list[_HeadCall], logits_1CK: Tensor) -> None:
+_compared: WeakSet[torch.nn.Module] = WeakSet()
+"""Models whose logits were compared once and came out unchanged."""
+
+
+def _check_untouched(model: torch.nn.Module, calls: list[_HeadCall], logits_1CK: Tensor) -> None:
     """Refuse a model that did not run its head exactly once, or changed the logits behind it."""
+    model_name = type(model).__name__
     if len(calls) != 1:
         raise ValueError(
             f"{model_name} ran its output head {len(calls)} times in one forward: log-probs need a forward that "
             "projects its hidden states once (fused losses do not: with verl set use_fused_kernels=false)"
         )
     scores_CK, given_1CK = calls[0]
-    # Usually it is the same tensor, never written to, which the host knows. Comparing values waits for the device.
+    # Usually it is the same tensor, never written to, which the host knows. Comparing values waits for the device, so
+    # that is done once for a model.
     if logits_1CK is given_1CK and not given_1CK.is_inference() and given_1CK._version == 0:
+        return
+    if model in _compared and scores_CK.unsqueeze(0).shape == logits_1CK.shape:
         return
     before, after = scores_CK.unsqueeze(0).to(logits_1CK.dtype), logits_1CK.detach()
     if before.shape != after.shape or not torch.equal(before.nan_to_num(), after.nan_to_num()):
@@ -239,6 +267,8 @@ def _check_untouched(model_name: str, calls: list[_HeadCall], logits_1CK: Tensor
             f"{model_name} changes the logits behind its output head in a way that is not known here: add the config "
             f"key that says so to {sorted(_LOGIT_TRANSFORMS)} in verl_tree.functional.logprobs"
         )
+    if scores_CK.numel():
+        _compared.add(model)
 
 
 def _auto_chunk_size(model: PreTrainedModel) -> int:
@@ -255,7 +285,8 @@ def _at(temperature: float | Tensor, index: Tensor | slice) -> float | Tensor:
 class _Scorer:
     """The way from hidden states, or logits, to (C, K) scores: log-probs and maybe entropy."""
 
-    pairs: ScoredPairs
+    pairs: ScoredPairs  # on the device of the hidden states
+    pair_bounds: list[int]  # `ScoredPairs.chunk_bounds`
     model_name: str
     num_tokens: int
     temperature_P: float | Tensor
@@ -271,11 +302,9 @@ class _Scorer:
         rows_PX = self._wanted(rows_1RX.flatten(0, -2))
         num_positions = rows_PX.shape[0]
         starts = list(range(0, num_positions, self.chunk_size)) or [0]
-        bounds = torch.tensor([*starts, num_positions], device=rows_PX.device)
-        pair_bounds = torch.searchsorted(self.pairs.pair_position_K, bounds).tolist()
         chunks = []
         for number, start in enumerate(starts):
-            rows, pairs = slice(start, start + self.chunk_size), slice(pair_bounds[number], pair_bounds[number + 1])
+            rows, pairs = slice(start, start + self.chunk_size), slice(*self.pair_bounds[number : number + 2])
             row_K, label_K = self.pairs.pair_position_K[pairs] - start, self.pairs.label_K[pairs]
             args = (rows_PX[rows], project, _at(self.temperature_P, rows), row_K, label_K)
             if len(starts) > 1 and torch.is_grad_enabled():

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from verl_tree.attention.hf import tree_attention_implementation
+from verl_tree.attention.hf import no_mask, tree_attention_implementation
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.functional.logprobs import ScoredPairs, TreeLogProbs, forward_scores
 from verl_tree.relay.calls import RelayCall, RelayCalls
@@ -33,6 +33,7 @@ from verl_tree.relay.cut import MIN_SECTION_COST, cut
 from verl_tree.relay.run import RelayRun, call_plan, check_repeatable
 from verl_tree.relay.store import ContextStore
 from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.transfer import to_device
 
 
 def call_scores(
@@ -47,17 +48,16 @@ def call_scores(
 ) -> Tensor:
     """Run a causal LM on one call and score what the call scores, (C, K).
 
-    `layout` is that of the whole forest, on the model's device, and `temperature` a number or (T,). The other arguments
-    and the errors are those of `forward_scores`.
+    `layout` is that of the whole forest, and `temperature` a number or (T,) on the host. The other arguments and the
+    errors are those of `forward_scores`.
     """
-    token_Q, scored_K, scorer_K = (
-        torch.from_numpy(each).to(layout.token_ids_T.device) for each in (call.token_Q, call.scored_K, call.scorer_K)
-    )
+    host = layout.on_host
+    token_Q, scored_K, scorer_K = map(torch.from_numpy, (call.token_Q, call.scored_K, call.scorer_K))
     return forward_scores(
         model,
-        token_ids_Q=layout.token_ids_T[token_Q],
-        position_Q=layout.position_T[token_Q],
-        pairs=ScoredPairs.of_scorers(scorer_K, layout.token_ids_T[scored_K]),
+        token_ids_Q=host.token_ids_T[token_Q],
+        position_Q=host.position_T[token_Q],
+        pairs=ScoredPairs.of_scorers(scorer_K, host.token_ids_T[scored_K]),
         plan=plan,
         temperature=temperature[token_Q] if isinstance(temperature, Tensor) else temperature,
         calculate_entropy=calculate_entropy,
@@ -71,19 +71,22 @@ def call_values(model: torch.nn.Module, call: RelayCall, layout: TreeLayout, *, 
     `model` is a transformers token classifier with one label, bare or wrapped by PEFT or FSDP2. The ranks of the plan's
     shard call it together, and all get all values.
     """
-    token_Q, scorer_K = (torch.from_numpy(each).to(layout.token_ids_T.device) for each in (call.token_Q, call.scorer_K))
-    shard = plan.shard
+    host, shard, device = layout.on_host, plan.shard, plan.subtree_end_T.device
+    token_Q = torch.from_numpy(call.token_Q)
+    by_token = [shard.slice(each[token_Q]) for each in (host.token_ids_T, host.position_T)]
+    token_ids_L, position_L, index_M, place_M = to_device(
+        (*by_token, *shard.own(torch.from_numpy(call.scorer_K))), device
+    )
     output = model(
-        input_ids=shard.slice(layout.token_ids_T[token_Q]).unsqueeze(0),
-        position_ids=shard.slice(layout.position_T[token_Q]).unsqueeze(0),
-        attention_mask=None,
+        input_ids=token_ids_L.unsqueeze(0),
+        position_ids=position_L.unsqueeze(0),
+        attention_mask=no_mask(device),
         use_cache=False,
         tree_plan=plan,
     )
     values_1L = output.logits.reshape(1, shard.local_len)
     values_1L = values_1L if values_1L.dtype == torch.float64 else values_1L.float()
-    index_M, place_M = shard.own(scorer_K)
-    return shard.collect(values_1L[:, place_M], index_M, num_scores=len(scorer_K))
+    return shard.collect(values_1L[:, place_M], index_M, num_scores=len(call.scorer_K))
 
 
 def relayed_log_probs(
@@ -104,10 +107,11 @@ def relayed_log_probs(
         ValueError: The capacity is not positive. With gradients: the model drops out activations, or its parameters are
             sharded. In the backward pass: a parameter has changed since the forward pass.
     """
-    parent_T = layout.parent_T.cpu().numpy()
+    host = layout.on_host
+    parent_T = host.parent_T.numpy()
     sections = cut(
-        layout.subtree_end_T.cpu().numpy(),
-        layout.position_T.cpu().numpy(),
+        host.subtree_end_T.numpy(),
+        host.position_T.numpy(),
         capacity=capacity,
         section_cost=MIN_SECTION_COST * capacity,
     )
@@ -119,7 +123,7 @@ def relayed_log_probs(
             spine_cut=sections.spine_cut(capacity),
             scorer_T=parent_T,
             wanted_T=np.ones_like(parent_T, dtype=bool),
-            tree_index_F=layout.tree_index_F.cpu().numpy(),
+            tree_index_F=host.tree_index_F.numpy(),
             leaf_offsets=layout.leaf_offsets,
         ),
         backend=backend,
@@ -184,7 +188,8 @@ class _RelayedForest:
             plan = call_plan(call, store, writes=False, device=device, backend=self.backend)
             with torch.enable_grad():
                 made_CK = self._compute(call, plan)
-            gradient_CK = gradient_CT[:, torch.from_numpy(call.scored_K).to(device)]
+            (scored_K,) = to_device((torch.from_numpy(call.scored_K),), device)
+            gradient_CK = gradient_CT[:, scored_K]
             parts = torch.autograd.grad(made_CK, parameters, gradient_CK, allow_unused=True)
             # Not in place: two parameters may have been given one tensor.
             sums = [

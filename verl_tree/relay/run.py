@@ -25,6 +25,7 @@ from verl_tree.attention.sharding import SequenceShard
 from verl_tree.relay.calls import RelayCall, RelayCalls
 from verl_tree.relay.store import ContextStore, RelayContext
 from verl_tree.tree.nodes import IntArray
+from verl_tree.tree.transfer import to_device
 
 Compute = Callable[[RelayCall, AttentionPlan], Tensor]
 """The model on one call: the scores (C, K) of `scored_K`, with a graph if gradients are on."""
@@ -91,7 +92,8 @@ class RelayRun:
     def first(self, number: int) -> None:
         """Run one forward pass without gradient; `number` counts from 0."""
         call = self._first[number]
-        self._keep_scores(call, self._compute(call, self._plan(call, writes=True)))
+        made_CK = self._compute(call, self._plan(call, writes=True))
+        self._keep_scores(made_CK, self._scored_tokens(call))
 
     def last(self, number: int, loss: Loss) -> None:
         """Run one forward and backward pass; `number` counts from 0. The loss is called if rows are complete here."""
@@ -99,12 +101,12 @@ class RelayRun:
             groups = [group for call in self._calls.sections for group in call.leaf_groups]
             self._add_gradients(np.sort(np.concatenate(groups)), loss)
         call = self._calls.sections[len(self._calls.sections) - 1 - number]
-        made_CK = self._compute(call, self._plan(call, writes=False))
+        made_CK, scored_K = self._compute(call, self._plan(call, writes=False)), self._scored_tokens(call)
         if not self._is_joint:
-            self._keep_scores(call, made_CK)
+            self._keep_scores(made_CK, scored_K)
             for leaves in call.leaf_groups:
                 self._add_gradients(leaves, loss)
-        made_CK.backward(self._gradient_of(call, made_CK))
+        made_CK.backward(self._gradient_of(made_CK, scored_K))
 
     @property
     def scores_CT(self) -> Tensor:
@@ -112,19 +114,19 @@ class RelayRun:
         assert self._scores_CT is not None, "no call has run"
         return self._scores_CT
 
-    def _gradient_of(self, call: RelayCall, made_CK: Tensor) -> Tensor:
+    def _gradient_of(self, made_CK: Tensor, scored_K: Tensor) -> Tensor:
         """Return the gradients of a call's scores, (C, K); zero where no loss has read them."""
         if self._gradient_CT is None:
             return torch.zeros_like(made_CK)
-        return self._gradient_CT[:, self._index(call.scored_K)]
+        return self._gradient_CT[:, scored_K]
 
     def _plan(self, call: RelayCall, *, writes: bool) -> AttentionPlan:
         return call_plan(call, self.store, writes=writes, device=self._device, backend=self._backend, team=self._team)
 
-    def _keep_scores(self, call: RelayCall, made_CK: Tensor) -> None:
+    def _keep_scores(self, made_CK: Tensor, scored_K: Tensor) -> None:
         if self._scores_CT is None:
             self._scores_CT = made_CK.new_zeros(made_CK.shape[0], self._calls.num_tokens)
-        self._scores_CT[:, self._index(call.scored_K)] = made_CK.detach()
+        self._scores_CT[:, scored_K] = made_CK.detach()
 
     def _add_gradients(self, leaves: IntArray, loss: Loss) -> None:
         """Compute the loss of some leaves and add the gradients of the scores that it reads."""
@@ -132,8 +134,9 @@ class RelayRun:
         (gradient_CT,) = torch.autograd.grad(loss(leaf_CT, leaves), leaf_CT)
         self._gradient_CT = gradient_CT if self._gradient_CT is None else self._gradient_CT + gradient_CT
 
-    def _index(self, places: IntArray) -> Tensor:
-        return torch.from_numpy(places).to(self._device)
+    def _scored_tokens(self, call: RelayCall) -> Tensor:
+        (scored_K,) = to_device((torch.from_numpy(call.scored_K),), self._device)
+        return scored_K
 
 
 def call_plan(

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.host import HostBuffer, HostCopies
 from verl_tree.tree.nodes import IntArray
+from verl_tree.tree.transfer import to_device
 
 
 class Buffer(Protocol):
@@ -269,4 +270,5 @@ def _slice_or_index(rows: IntArray, *, device: torch.device) -> Tensor | slice:
     first, last = int(rows[0]), int(rows[-1])
     if last - first + 1 == len(rows):
         return slice(first, last + 1)
-    return torch.from_numpy(np.ascontiguousarray(rows)).to(device)
+    (index,) = to_device((torch.from_numpy(np.ascontiguousarray(rows)),), device)
+    return index

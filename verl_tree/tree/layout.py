@@ -1,14 +1,14 @@
 """A pack of trajectories as tensors: every tree token once, in DFS preorder.
 
 In preorder the descendants of a token are the range that follows it. So one integer per token says who may attend to
-it: the key j is visible to the query i iff j <= i < subtree_end[j]. Arrays that only planning reads stay on the host as
-numpy, so that nothing is copied back from the device.
+it: the key j is visible to the query i iff j <= i < subtree_end[j]. A layout on a device remembers the one on the host
+that it was copied from (`on_host`), and planning reads that, so nothing is copied back.
 
 Legend: T tree tokens of the pack, F flat tokens (sum over its trajectories), S its trajectories.
 """
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from verl_tree.tree import TokenForest
 from verl_tree.tree.nodes import IntArray, NodeTable
+from verl_tree.tree.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +66,7 @@ class TreeLayout:
     leaf_offsets: IntArray
     leaves: IntArray
     num_nodes: int
+    _host: Self | None = field(default=None, repr=False)
 
     @classmethod
     def from_forest(
@@ -94,20 +96,21 @@ class TreeLayout:
         # The parent of a node's first token is the last token of the parent node.
         parent_T[node_bounds[:-1]] = np.where(nodes.parent >= 0, node_bounds[nodes.parent + 1] - 1, -1)
 
-        def on_device(array: IntArray, dtype: torch.dtype) -> Tensor:
-            return torch.from_numpy(array).to(device=device, dtype=dtype)
+        def tensor(array: IntArray, dtype: torch.dtype) -> Tensor:
+            return torch.from_numpy(array).to(dtype)
 
-        return cls(
-            token_ids_T=on_device(token_ids_T, torch.int64),
-            position_T=on_device(position_T, torch.int64),
-            parent_T=on_device(parent_T, torch.int64),
-            subtree_end_T=on_device(np.repeat(node_bounds[nodes.subtree_end], node_lens), torch.int32),
-            num_leaves_T=on_device(np.repeat(nodes.last_leaf - nodes.first_leaf, node_lens), torch.int32),
-            tree_index_F=on_device(_tree_index(lens, lcp=lcp, run_ends=run_ends), torch.int64),
+        on_host = cls(
+            token_ids_T=tensor(token_ids_T, torch.int64),
+            position_T=tensor(position_T, torch.int64),
+            parent_T=tensor(parent_T, torch.int64),
+            subtree_end_T=tensor(np.repeat(node_bounds[nodes.subtree_end], node_lens), torch.int32),
+            num_leaves_T=tensor(np.repeat(nodes.last_leaf - nodes.first_leaf, node_lens), torch.int32),
+            tree_index_F=tensor(_tree_index(lens, lcp=lcp, run_ends=run_ends), torch.int64),
             leaf_offsets=np.concatenate([[0], np.cumsum(lens)]),
             leaves=leaves,
             num_nodes=nodes.num_nodes,
         )
+        return on_host.to(device)
 
     @property
     def num_tokens(self) -> int:
@@ -124,16 +127,29 @@ class TreeLayout:
         """Trajectories S."""
         return len(self.leaves)
 
+    @property
+    def on_host(self) -> Self:
+        """The same layout with its tensors on the host, where it was made, for planning: nothing is copied back."""
+        return self if self._host is None else self._host
+
     def to(self, device: torch.device | str) -> Self:
         """Return the same layout with its tensors on another device; host arrays are shared."""
+        host = self.on_host
+        if torch.device(device).type == "cpu":
+            return host
+        by_token = (host.token_ids_T, host.position_T, host.parent_T, host.subtree_end_T, host.num_leaves_T)
+        token_ids_T, position_T, parent_T, subtree_end_T, num_leaves_T, tree_index_F = to_device(
+            (*by_token, host.tree_index_F), device
+        )
         return dataclasses.replace(
-            self,
-            token_ids_T=self.token_ids_T.to(device),
-            position_T=self.position_T.to(device),
-            parent_T=self.parent_T.to(device),
-            subtree_end_T=self.subtree_end_T.to(device),
-            num_leaves_T=self.num_leaves_T.to(device),
-            tree_index_F=self.tree_index_F.to(device),
+            host,
+            token_ids_T=token_ids_T,
+            position_T=position_T,
+            parent_T=parent_T,
+            subtree_end_T=subtree_end_T,
+            num_leaves_T=num_leaves_T,
+            tree_index_F=tree_index_F,
+            _host=host,
         )
 
     def materialize(self) -> Tensor:
@@ -142,7 +158,7 @@ class TreeLayout:
         This is the slow oracle of tests: it follows `parent_T` token by token and does not use `subtree_end_T`.
         """
         visible = torch.eye(self.num_tokens, dtype=torch.bool)
-        for query, parent in enumerate(self.parent_T.tolist()):
+        for query, parent in enumerate(self.on_host.parent_T.tolist()):
             if parent >= 0:
                 visible[query] |= visible[parent]
         return visible.to(self.parent_T.device)

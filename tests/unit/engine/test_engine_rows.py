@@ -122,7 +122,7 @@ def test_outputs_stand_at_their_rows_and_each_metric_has_one_value() -> None:
     for row, values, loss in ((1, [0.4, 0.5], 3.0), (0, [0.1, 0.2, 0.3], 1.0)):
         metrics = {"kl": loss, "pg_loss": Metric(AggregationType.SUM, value=loss)}
         result.add_outputs({"log_probs": jagged([values])}, micro=by_row[row])
-        result.add_loss(loss, metrics)
+        result.add_loss(torch.tensor(loss), metrics)
     output = result.as_verl()
     assert [row.tolist() for row in output["model_output"]["log_probs"].unbind()] == [
         pytest.approx([0.1, 0.2, 0.3]),
