@@ -80,6 +80,7 @@ CASES = [
     Case("gspo", actor={"policy_loss": {"loss_mode": "gspo"}, "loss_agg_mode": "seq-mean-token-mean"}),
     Case("kl_and_entropy", actor={"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coeff": 0.05}),
     Case("gradient_checkpointing", model={"enable_gradient_checkpointing": True}),
+    Case("tiled_mlp", model={"tiled_mlp": {"enabled": True, "num_shards": 3}, "enable_gradient_checkpointing": True}),
     Case("tied_embeddings", tied=True),
     Case("lora", model={"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}),
     Case("one_pack", capacity=4096),
@@ -158,6 +159,16 @@ CASES = [
             },
             "critic": {"is_critic": True},
             "lora": {"model": {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}},
+            "tiled_mlp_offload_lora": {
+                "model": {
+                    "lora_rank": 4,
+                    "lora_alpha": 8,
+                    "target_modules": "all-linear",
+                    "tiled_mlp": {"enabled": True, "num_shards": 3},
+                    "enable_gradient_checkpointing": True,
+                    "enable_activation_offload": True,
+                },
+            },
             "temperature_per_row": {"temperature_per_row": True, "tree": {"capacity": 7, "max_loss_terms": 40}},
             "joint": {"is_known_loss": False, "tree": {"capacity": 7, "max_loss_terms": 20}},
             "ten_steps": {"num_steps": 10, "lr": 0.1, "actor": {"use_kl_loss": True, "kl_loss_coef": 0.1}},
@@ -324,12 +335,14 @@ def save_model(folder: Path, *, tied: bool) -> None:
 def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorker:
     """Make a worker on the tree engine or verl's own."""
     torch.manual_seed(7)  # value heads and LoRA adapters start at random
+    # verl's own offload needs CUDA.
+    own_options = case.model if strategy == TREE_STRATEGY else case.model | {"enable_activation_offload": False}
     worker = local_worker(
         str(folder),
         strategy=strategy,
         max_token_len=case.capacity,
         is_critic=case.is_critic,
-        model_options=case.model,
+        model_options=own_options,
         tree_options=case.tree,
         sequence_parallel_size=case.sp if strategy == TREE_STRATEGY else 1,
         # SGD shows the gradient; Adam's first step shows only its sign. The huge clip rescales nothing.

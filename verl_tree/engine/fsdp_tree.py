@@ -40,6 +40,7 @@ from verl_tree.cost.fit import CostFitter
 from verl_tree.cost.model import CostModel
 from verl_tree.engine.capacity import CapacityChoice
 from verl_tree.engine.fsdp_flat import BuildOnAnyDevice
+from verl_tree.engine.less_memory import BuildWithLessMemory
 from verl_tree.engine.micro_batch import LossFunction, MicroBatchRows, RowLosses, device_of_rank
 from verl_tree.engine.pack_times import PackClock, learn_costs
 from verl_tree.engine.packs import TreeBatch, first_token_pack, split_into_packs
@@ -55,7 +56,7 @@ from verl_tree.tree.nodes import IntArray
 from verl_tree.tree.rows import trained_tokens
 
 
-class FSDPTreeEngineWithLMHead(BuildForTeam, BuildOnAnyDevice):
+class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevice):
     """The engine of policy and reference model: log-probs and entropy of the rows' trained tokens.
 
     Attributes:

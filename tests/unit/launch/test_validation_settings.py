@@ -19,6 +19,8 @@ def test_defaults_are_valid() -> None:
     validate(resolved("algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=true"))
     validate(resolved("tree.session_weight=session", f"{ACTOR}.policy_loss.loss_mode=gspo"))
     validate(resolved(f"{ACTOR}.policy_loss.loss_mode=clip_cov"))
+    tiled = [f"{model}.tiled_mlp.enabled=true" for model in ("actor_rollout_ref.model", "critic.model")]
+    validate(resolved(OFFLOAD, *tiled, "critic.enable=true"))
 
 
 OTHER_VALUES = {True: "false", False: "true", None: "fp8", "sum": "once", "vllm": "sglang"}
@@ -48,6 +50,7 @@ CORRECTION, LOSS = "algorithm.rollout_correction", f"{ACTOR}.policy_loss.loss_mo
 MODE = "distillation.distillation_loss.loss_mode"
 TOP_K = ["distillation.enabled=true", f"{MODE}=forward_kl_topk"]
 NO_RELAY, CRITIC = ["tree.relay=never"], ["critic.enable=true"]
+FLAT, OFFLOAD = "tree.enabled=false", "actor_rollout_ref.model.enable_activation_offload=true"
 REFUSED = {
     "check_tree_options": [
         (["tree.gate=max"], ["tree.gate='max'", "auto, always, never"]),
@@ -57,6 +60,15 @@ REFUSED = {
         (["tree.packing=nonsense"], ["tree.packing=nonsense", "auto"]),
         (["tree.backend=nonsense"], ["tree.backend=nonsense", "dense"]),
         (["+tree.capcity=1"], ["tree has no option capcity"]),
+    ],
+    "check_less_memory": [
+        ([FLAT, "actor_rollout_ref.model.tiled_mlp.enabled=true"], ["tiled_mlp.enabled=True", "tree.enabled=true"]),
+        ([FLAT, *CRITIC, "critic.model.tiled_mlp.enabled=true"], ["critic.model.tiled_mlp.enabled=True"]),
+        ([FLAT, OFFLOAD], ["enable_activation_offload=True", "CUDA only"]),
+        (
+            [OFFLOAD, "actor_rollout_ref.model.enable_gradient_checkpointing=false"],
+            ["enable_activation_offload=True", "actor_rollout_ref.model.enable_gradient_checkpointing=true"],
+        ),
     ],
     "check_strategies": [
         ([f"{ACTOR}.strategy=megatron"], [f"{ACTOR}.strategy=megatron", "fsdp_tree", "remove this override"]),

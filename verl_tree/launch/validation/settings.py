@@ -12,6 +12,7 @@ from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY, TreeConfig
 from verl_tree.launch.validation.refusals import (
     ACTOR,
     ENGINES,
+    MODELS,
     REF,
     ROLLOUT,
     Check,
@@ -132,6 +133,21 @@ def check_critic_cut(config: DictConfig) -> Findings:
         yield refusal(config, key, f"must equal {ACTOR}.ppo_mini_batch_size={size}")
 
 
+def check_less_memory(config: DictConfig) -> Findings:
+    """Find keys that save memory where they would be ignored or fail (`verl_tree.engine.less_memory`)."""
+    for model in (MODELS[0], *(MODELS[1:] if uses_critic(config) else ())):
+        tiles, offloads = value_of(config, f"{model}.tiled_mlp.enabled"), f"{model}.enable_activation_offload"
+        if tiles and not uses_tree(config):
+            yield refusal(config, f"{model}.tiled_mlp.enabled", "only tree.enabled=true reads it; set it to false")
+        if not value_of(config, offloads):
+            continue
+        if uses_cpu(config) and not uses_tree(config):
+            yield refusal(config, offloads, "verl's own engine offloads through CUDA only; set it to false")
+        if uses_tree(config) and not value_of(config, f"{model}.enable_gradient_checkpointing"):
+            remedy = f"what is moved are gradient checkpoints; set {model}.enable_gradient_checkpointing=true"
+            yield refusal(config, offloads, remedy)
+
+
 CHECKS: tuple[Check, ...] = (
     check_tree_options,
     check_strategies,
@@ -139,4 +155,5 @@ CHECKS: tuple[Check, ...] = (
     check_device,
     check_cpu_backend,
     check_critic_cut,
+    check_less_memory,
 )
