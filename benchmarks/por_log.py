@@ -48,9 +48,8 @@ class RunLog:
 def _check_same(before: dict[str, Any], now: dict[str, Any], *, same: tuple[str, ...], out: Path) -> None:
     for name in same:
         if before[name] != now[name]:
-            raise ValueError(
-                f"{out} was measured with --{name.replace('_', '-')} {before[name]}, not {now[name]}: give another --out"
-            )
+            option = name.replace("_", "-")
+            raise ValueError(f"{out} was measured with --{option} {before[name]}, not {now[name]}: give another --out")
 
 
 class Clock:

@@ -1,6 +1,6 @@
 """The models of por.py: random weights in the published sizes of Qwen3, and what an update of them costs.
 
-Sizes are those of `config.json` of Qwen/Qwen3-0.6B, -1.7B, -4B and -8B. `30M` and `tiny` are for a CPU.
+Sizes are those of `config.json` of Qwen/Qwen3-0.6B, -1.7B, -4B and -8B. `21M` and `tiny` are for a CPU.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "1.7B": _sizes(hidden=2048, layers=28, heads=16, kv_heads=8, intermediate=6144),
     "4B": _sizes(hidden=2560, layers=36, heads=32, kv_heads=8, intermediate=9728),
     "8B": _sizes(hidden=4096, layers=36, heads=32, kv_heads=8, intermediate=12_288, tie_word_embeddings=False),
-    "30M": _sizes(hidden=512, layers=8, heads=8, kv_heads=4, intermediate=1536, head_dim=64, vocab_size=8192),
+    "21M": _sizes(hidden=512, layers=6, heads=8, kv_heads=4, intermediate=1536, head_dim=64, vocab_size=4096),
     "tiny": _sizes(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128, head_dim=16, vocab_size=512),
 }
 
@@ -44,15 +44,13 @@ PEAK_TFLOPS = {"H200": 989.5, "H100 PCIe": 756.5, "H100": 989.5, "H20": 148.0, "
 """Dense bf16 TFLOP/s by the makers' data sheets, by a part of the device's name; the first that fits counts."""
 
 
-LARGEST_WITH_STEP = 5e9
-"""Most weights of a model that fits on one card beside gradients and states of the optimiser."""
+TOO_LARGE_WITH_STEP = {"8B"}
+"""Models that do not fit on one card beside their gradients and the states of the optimiser."""
 
 
-def new_model(
-    name: str, *, dtype: torch.dtype, device: torch.device, num_layers: int | None = None
-) -> PreTrainedModel:
+def new_model(name: str, *, dtype: torch.dtype, device: torch.device, num_layers: int | None = None) -> PreTrainedModel:
     """Make a model with random weights in training mode; `num_layers` replaces the number of its layers."""
-    sizes = SIZES[name] if num_layers is None else SIZES[name] | {"num_hidden_layers": num_layers}
+    sizes: dict[str, Any] = SIZES[name] if num_layers is None else SIZES[name] | {"num_hidden_layers": num_layers}
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes), dtype=dtype)

@@ -123,7 +123,7 @@ class Case:
             counts=sum(map(Counts.of_layout, layouts), Counts()),
             num_calls=len(packs),
             capacity=capacity,
-            attention=f"{option} varlen, causal" if option in KERNELS else self._kernel(backend),
+            attention=f"{option}, causal" if option in KERNELS else self._kernel(backend),
             planning_s=planning_s,
         )
 
@@ -230,7 +230,7 @@ class Case:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of the model and leave none behind."""
-        gradients = [parameter.grad for parameter in self.model.parameters()]
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         self.model.zero_grad(set_to_none=True)
         return gradients
 

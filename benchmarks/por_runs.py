@@ -1,0 +1,216 @@
+"""Measures the points of por.py with one model at a time, and writes what it finds to a log.
+
+Whatever a path raises is a result: it is written, what it held is freed, and the next path runs. Only a device that
+does not answer any more ends the benchmark. Started again, it goes on behind the path that did this.
+"""
+
+import argparse
+import gc
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from harness import Times
+from por_log import Clock, RunLog
+from por_models import TOO_LARGE_WITH_STEP, model_flops, new_model, peak_flops
+from por_paths import Case, Path, errors
+from transformers import PreTrainedModel
+
+from verl_tree.functional.memory import peak_bytes
+
+NUM_ERROR_LAYERS = 2
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Paths whose times ("run") or errors are measured together."""
+
+    model: str
+    por: float
+    paths: tuple[str, ...]
+    kind: Literal["run", "errors"] = "run"
+
+
+class Benchmark:
+    """Measures points, as the options of por.py say."""
+
+    def __init__(self, options: argparse.Namespace, log: RunLog) -> None:
+        self._options, self._log, self._clock = options, log, Clock(options.seconds)
+        self._device, self._dtype = torch.device(options.device), getattr(torch, options.dtype)
+        self._is_cuda = self._device.type == "cuda"
+        self._peak_flops = peak_flops(self._device, peak_tflops=options.peak_tflops)
+        self._model: PreTrainedModel | None = None
+        self._model_name: str | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def measure(self, point: Point) -> None:
+        """Measure what is missing of a point, if there is time."""
+        left = {path: num_runs for path in point.paths if (num_runs := self._num_runs_left(point, path)) > 0}
+        if not left or not self._clock.allows(0):
+            return
+        if point.kind == "errors":
+            self._measure_errors(point, list(left))
+        else:
+            self._measure_times(point, left)
+
+    def _num_runs_left(self, point: Point, path: str) -> int:
+        found = self._log.find(kind=point.kind, model=point.model, por=point.por, path=path)
+        if any("not_run" in record for record in found):
+            return 0
+        if point.kind == "errors":
+            return 0 if found else 1
+        return self._options.repetitions - sum(record["repetition"] > 0 for record in found)
+
+    def _measure_times(self, point: Point, left: dict[str, int]) -> None:
+        case = self._attempt(point, list(left), lambda: self._case(self._timed_model(point.model), point.por))
+        if case is None:
+            return
+        paths = {name: path for name in left if (path := self._attempt(point, [name], partial(case.path, name)))}
+        for run in range(max(left.values()) + 1):  # the first one warms up
+            for name, path in list(paths.items()):
+                flops = model_flops(case.model, path.counts)
+                if run > left[name] or not self._clock.allows(flops):
+                    continue
+                repetition = 0 if run == 0 else self._options.repetitions - left[name] + run
+                print(f"{point.model}, POR {point.por:g}, {name}: run {repetition}", file=sys.stderr, flush=True)
+                measure = partial(self._run, point, path, model=case.model, repetition=repetition, flops=flops)
+                if not self._attempt(point, [name], measure):
+                    del paths[name]
+
+    def _run(self, point: Point, path: Path, *, model: PreTrainedModel, repetition: int, flops: float) -> bool:
+        """Run a path once, and write what it took unless it warms up on CUDA. Return True."""
+        model.zero_grad(set_to_none=True)
+        times, warms_up = Times(), repetition == 0
+
+        def update() -> None:
+            with times.measure(is_cuda=self._is_cuda):
+                path.gradients(is_short=self._is_cuda and warms_up)
+                if self._optimizer is not None:
+                    self._optimizer.step()
+
+        held = sum(weight.nbytes for weight in model.parameters())
+        if self._is_cuda:
+            held = torch.cuda.memory_allocated(self._device)
+        # The profiler that finds the peak on a CPU costs time.
+        peak = peak_bytes(update, device=self._device) if self._is_cuda or warms_up else update()
+        (seconds,), (cpu_s,) = times.wall_s, times.cpu_s
+        if not warms_up:
+            self._clock.ran(flops, seconds=seconds)
+        if self._is_cuda and warms_up:
+            return True
+        self._write(
+            point,
+            path.name,
+            repetition=repetition,
+            wall_s=seconds,
+            cpu_s=cpu_s,
+            load=os.getloadavg()[0],
+            held_bytes=held,
+            peak_bytes=peak,
+            num_calls=path.num_calls,
+            capacity=path.capacity,
+            num_tokens=path.counts.num_tokens,
+            num_pairs=path.counts.num_pairs,
+            flops=flops,
+            mfu=None if self._peak_flops is None else flops / seconds / self._peak_flops,
+            attention=path.attention,
+            planning_s=path.planning_s,
+        )
+        return True
+
+    def _measure_errors(self, point: Point, left: list[str]) -> None:
+        self._forget_model()
+        sizes = {"num_flat_tokens": min(self._options.error_tokens, self._options.flat_tokens)}
+
+        def prepare() -> tuple[Case, Case]:
+            copies = [
+                self._new_model(point.model, dtype=dtype, num_layers=NUM_ERROR_LAYERS)
+                for dtype in (self._dtype, torch.float32)
+            ]
+            copies[1].load_state_dict(copies[0].state_dict())
+            case, exact = (self._case(model, point.por, **sizes) for model in copies)
+            return case, exact
+
+        prepared = self._attempt(point, left, prepare)
+        reference = self._attempt(point, left, prepared[1].reference) if prepared else None
+        if prepared is None or reference is None:
+            return
+        case = prepared[0]
+        names = [name for name, _ in case.model.named_parameters()]
+
+        def compare(path_name: str) -> bool:
+            path = case.path(path_name)
+            case.model.zero_grad(set_to_none=True)
+            log_prob_F = path.gradients()
+            found = errors(log_prob_F, case.gradients(), reference=reference, names=names)
+            self._write(point, path_name, dtype=self._options.dtype, attention=path.attention, **found)
+            return True
+
+        for path_name in left:
+            if self._clock.allows(0):
+                self._attempt(point, [path_name], partial(compare, path_name))
+
+    def _case(self, model: PreTrainedModel, por: float, *, num_flat_tokens: int | None = None) -> Case:
+        return Case(
+            model,
+            por,
+            num_leaves=self._options.leaves,
+            num_flat_tokens=self._options.flat_tokens if num_flat_tokens is None else num_flat_tokens,
+            micro_batch_tokens=self._options.micro_batch_tokens,
+            backend=self._options.backend,
+        )
+
+    def _timed_model(self, name: str) -> PreTrainedModel:
+        """Return the model of that name, made after the one before is gone."""
+        if self._model is None or name != self._model_name:
+            self._forget_model()
+            if self._options.with_step and name in TOO_LARGE_WITH_STEP:
+                raise ValueError(f"{name} with the states of its optimiser does not fit: leave --with-step out")
+            self._model, self._model_name = self._new_model(name, dtype=self._dtype), name
+            if self._options.with_step:
+                self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6, fused=True)
+        return self._model
+
+    def _new_model(self, name: str, *, dtype: torch.dtype, num_layers: int | None = None) -> PreTrainedModel:
+        model = new_model(name, dtype=dtype, device=self._device, num_layers=num_layers)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    def _forget_model(self) -> None:
+        self._model = self._model_name = self._optimizer = None
+        self._free_memory()
+
+    def _free_memory(self) -> None:
+        gc.collect()
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+
+    def _attempt(self, point: Point, paths: Sequence[str], run: Callable[[], T]) -> T | None:
+        """Return what `run` returns; if it raises, write that the paths have not run, and return None.
+
+        Raises:
+            RuntimeError: The device does not answer any more.
+        """
+        try:
+            return run()
+        # Kernels are compiled here, and their compilers have errors of their own. A device is lent for minutes.
+        except Exception as error:  # noqa: BLE001
+            failure = f"{type(error).__name__}: {error}".splitlines()[0]
+        peak = torch.cuda.max_memory_allocated(self._device) if self._is_cuda else None
+        for path in paths:
+            print(f"{point.model}, POR {point.por:g}, {path}: {failure}", file=sys.stderr, flush=True)
+            self._write(point, path, not_run=failure, max_allocated_bytes=peak)
+        if self._model is not None:
+            self._model.zero_grad(set_to_none=True)
+        self._free_memory()
+        return None
+
+    def _write(self, point: Point, path: str, **found: Any) -> None:
+        self._log.write(kind=point.kind, model=point.model, por=point.por, path=path, **found)
