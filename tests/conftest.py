@@ -1,8 +1,11 @@
-"""Names the module of the CPU platform to verl, as a training run does: verl chooses its platform for good when used.
+"""Sets what a training run sets in its processes (`verl_tree.launch.environment`).
 
-verl imports the module when it is imported itself, so tests without verl wait for nothing.
+- The module of the CPU platform, named to verl, which chooses its platform for good when used. verl imports the module
+  when it is imported itself, so tests without verl wait for nothing.
+- The level of the root logger, which vLLM 0.24 would raise to ERROR: tests read warnings.
 """
 
 import os
 
 os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_tree.cpu.platform")
+os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "WARNING")

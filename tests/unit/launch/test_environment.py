@@ -8,8 +8,10 @@ from verl_tree.launch.environment import ray_env_vars, set_ray_options
 
 def test_processes_learn_the_plugin_and_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VERL_USE_EXTERNAL_MODULES", raising=False)
+    monkeypatch.delenv("SAGEMAKER_CONTAINER_LOG_LEVEL", raising=False)
     assert ray_env_vars(resolved()) == {
         "VERL_USE_EXTERNAL_MODULES": "verl_tree.cpu.platform",
+        "SAGEMAKER_CONTAINER_LOG_LEVEL": "WARNING",
         "VERL_PLATFORM": "cpu",
     }
     assert "VERL_PLATFORM" not in ray_env_vars(resolved("trainer.device=cuda"))
@@ -20,6 +22,13 @@ def test_modules_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ray_env_vars(resolved())["VERL_USE_EXTERNAL_MODULES"] == "mine,verl_tree.cpu.platform"
     of_ray = "++ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=theirs"
     assert ray_env_vars(resolved(of_ray))["VERL_USE_EXTERNAL_MODULES"] == "theirs,verl_tree.cpu.platform"
+
+
+def test_the_level_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAGEMAKER_CONTAINER_LOG_LEVEL", "ERROR")
+    assert ray_env_vars(resolved())["SAGEMAKER_CONTAINER_LOG_LEVEL"] == "ERROR"
+    of_ray = "++ray_kwargs.ray_init.runtime_env.env_vars.SAGEMAKER_CONTAINER_LOG_LEVEL=INFO"
+    assert ray_env_vars(resolved(of_ray))["SAGEMAKER_CONTAINER_LOG_LEVEL"] == "INFO"
 
 
 def test_ray_gets_the_environment_and_the_logical_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
