@@ -1,0 +1,81 @@
+"""The wheel, built and installed in an environment of its own: what a user has who does not clone the repository."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from input_cases import write_model, write_rows
+
+ROOT = Path(__file__).parents[2]
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel from a copy of what git would commit, so that nothing left over in the working tree helps."""
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    kept = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(kept, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    packed = ["tar", "--create", "--null", "--files-from=-"]
+    archive = subprocess.run(packed, cwd=ROOT, check=True, capture_output=True, input=files.encode()).stdout
+    subprocess.run(["tar", "--extract"], cwd=source, check=True, input=archive)
+    options = ["--no-deps", "--no-build-isolation", "--no-index", f"--wheel-dir={folder}"]
+    subprocess.run([*PIP, "wheel", *options, str(source)], check=True, capture_output=True)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that holds the wheel; other packages are those of the tests' environment."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    subprocess.run([*PIP, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], check=True)
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    # A path in a .pth file is searched, but its own .pth files are not read: those would lead to the working tree.
+    others = {sysconfig.get_paths()[name] for name in ("purelib", "platlib")}
+    (folder / "lib" / version / "site-packages" / "others.pth").write_text("\n".join(sorted(others)))
+    return python
+
+
+def run(python: Path, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    return subprocess.run(
+        [str(python), *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_wheel_has_the_packages_and_their_files(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert {name.split("/")[0] for name in names} == {"verl_tree", "rollout_hooks"}
+    modules = {file for top in ("verl_tree", "rollout_hooks") for file in (ROOT / top).rglob("*.py")}
+    configs = {ROOT / "verl_tree" / file.relative_to(ROOT) for file in (ROOT / "configs").rglob("*.*")}
+    page = set((ROOT / "verl_tree" / "records" / "page").glob("*.*"))
+    typed = {ROOT / top / "py.typed" for top in ("verl_tree", "rollout_hooks")}
+    files = {file for file in modules | configs | page | typed if "__pycache__" not in file.parts}
+    assert {file.suffix for file in files} >= {".py", ".yaml", ".html", ".css", ".js"}
+    assert names == {str(file.relative_to(ROOT)) for file in files}
+
+
+def test_the_installed_command_checks_a_configuration(python: Path, tmp_path: Path) -> None:
+    rows, model = write_rows(tmp_path / "rows.parquet"), write_model(tmp_path / "model")
+    files = [f"data.train_files={rows}", f"data.val_files={rows}", f"actor_rollout_ref.model.path={model}"]
+    done = run(python, "-m", "verl_tree.check", "profile=cpu", *files, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The command can run" in done.stdout
+
+
+def test_the_installed_trainer_knows_its_options(python: Path, tmp_path: Path) -> None:
+    done = run(python, "-m", "verl_tree.main_ppo", "profile=cpu", "--cfg=job", "--package=tree", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "shared_tokens: sum" in done.stdout
+    where = run(python, "-c", "import verl_tree; print(verl_tree.__file__)", folder=tmp_path)
+    assert where.stdout.startswith(str(python.parents[1])), "the working tree was tested instead of the wheel"
