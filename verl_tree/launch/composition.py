@@ -48,6 +48,16 @@ def device_profile() -> str:
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
+def has_flash_attn() -> bool:
+    """Whether flash-attn 2 is installed; the package flash_attn alone proves nothing, flash-attn-4 has it as well."""
+    return find_spec("flash_attn_2_cuda") is not None
+
+
+def flat_attention() -> str:
+    """Return what verl's own engine computes attention with on CUDA: its default where that is installed, else sdpa."""
+    return "flash_attention_2" if has_flash_attn() else "sdpa"
+
+
 def tree_strategy(enabled: bool) -> str:
     """Return the name of the engine that `tree.enabled` chooses."""
     return TREE_STRATEGY if enabled else FLAT_STRATEGY
@@ -95,6 +105,7 @@ def prepare_hydra() -> None:
     OmegaConf.register_new_resolver("tree_cpu_ranks", cpu_ranks, replace=True)
     OmegaConf.register_new_resolver("tree_cpu_threads", cpu_threads, replace=True)
     OmegaConf.register_new_resolver("tree_device_profile", device_profile, replace=True)
+    OmegaConf.register_new_resolver("tree_flat_attention", flat_attention, replace=True)
     OmegaConf.register_new_resolver("tree_in_separate_async", in_separate_async, replace=True)
     OmegaConf.register_new_resolver("tree_logical_cpus", logical_cpus, replace=True)
     OmegaConf.register_new_resolver("tree_strategy", tree_strategy, replace=True)

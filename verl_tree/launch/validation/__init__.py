@@ -7,7 +7,7 @@ import logging
 
 from omegaconf import DictConfig
 
-from verl_tree.launch.validation import capacity, code, inputs, modes, objective, settings, ulysses
+from verl_tree.launch.validation import capacity, code, flash_attn, inputs, modes, objective, settings, ulysses
 from verl_tree.launch.validation.refusals import Finding, Findings
 
 __all__ = ["CHECKS", "find", "find_before_the_queue", "find_by_verl", "validate"]
@@ -19,6 +19,7 @@ CHECKS = (
     *capacity.CHECKS,
     *objective.CHECKS,
     *ulysses.CHECKS,
+    *flash_attn.CHECKS,
     *modes.CHECKS,
     *inputs.CHECKS,
     *code.CHECKS,

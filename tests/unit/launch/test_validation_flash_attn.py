@@ -1,0 +1,88 @@
+"""What `tree.enabled=false` on CUDA needs flash-attn for. It is not installed here; one line of Python stands for it."""
+
+from pathlib import Path
+
+import pytest
+from input_cases import resolved
+
+from verl_tree.launch.composition import compose_config
+from verl_tree.launch.validation import find, flash_attn
+from verl_tree.launch.validation.refusals import Finding
+
+KEY = "actor_rollout_ref.model.override_config.attn_implementation"
+FLAT = ("trainer.device=cuda", "tree.enabled=false", "actor_rollout_ref.actor.strategy=fsdp2")
+TEAM = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An environment with flash-attn."""
+    (tmp_path / "flash_attn_2_cuda.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing here is a refusal, not a warning."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def findings(*overrides: str) -> list[Finding]:
+    config = resolved(*overrides)
+    found = [finding for check in flash_attn.CHECKS for finding in check(config)]
+    assert set(found) <= set(find(config))
+    return found
+
+
+def test_the_gpu_profile_takes_sdpa_where_flash_attn_is_missing() -> None:
+    for model in ("actor_rollout_ref", "critic"):
+        assert compose_config(["profile=gpu"])[model].model.override_config.attn_implementation == "sdpa"
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_gpu_profile_keeps_verls_default_with_flash_attn() -> None:
+    for model in ("actor_rollout_ref", "critic"):
+        assert compose_config(["profile=gpu"])[model].model.override_config.attn_implementation == "flash_attention_2"
+    chosen = compose_config(["profile=gpu", f"+{KEY}=sdpa"])
+    assert chosen.actor_rollout_ref.model.override_config.attn_implementation == "sdpa"
+
+
+def test_the_slow_baseline_is_warned_of_once() -> None:
+    (finding,) = findings(*FLAT)
+    assert finding.is_warning
+    assert finding.message.startswith(f"{KEY}=sdpa: exact, but its time and memory grow")
+
+
+@pytest.mark.parametrize("value", ["flash_attention_2", "null"])
+def test_attention_that_is_not_installed_is_refused(value: str) -> None:
+    (finding,) = findings(*FLAT, f"{KEY}={value}")
+    assert not finding.is_warning
+    assert "flash-attn is not installed; install flash-attn (docs/install.md), or set sdpa" in finding.message
+
+
+def test_a_critic_without_flash_attn_is_refused() -> None:
+    *_, finding = findings(*FLAT, "critic.enable=true")
+    assert not finding.is_warning
+    assert finding.message.startswith("tree.enabled=False: verl's own critic needs flash-attn")
+
+
+def test_other_machines_may_have_it() -> None:
+    assert all(each.is_warning for each in findings(*FLAT, "critic.enable=true", "trainer.nnodes=2"))
+
+
+@pytest.mark.usefixtures("installed")
+def test_ulysses_needs_flash_attention() -> None:
+    (finding,) = findings(*FLAT, f"{TEAM}=2", "trainer.n_gpus_per_node=2")
+    assert not finding.is_warning
+    assert finding.message.startswith(f"{TEAM}=2: verl's own engine needs {KEY}=flash_attention_2 for it, not sdpa")
+    assert findings(*FLAT, f"{TEAM}=2", "trainer.n_gpus_per_node=2", f"{KEY}=flash_attention_2") == []
+
+
+def test_trees_and_cpus_need_none() -> None:
+    assert findings("trainer.device=cuda", "critic.enable=true", f"{KEY}=flash_attention_2") == []
+    assert findings("tree.enabled=false", "actor_rollout_ref.actor.strategy=fsdp2") == []
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_installed_one_is_fine() -> None:
+    assert findings(*FLAT, "critic.enable=true", f"{KEY}=flash_attention_2") == []
