@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tree_cases import relative_error
 from triton_cases import TOLERANCE, Case, draw_case, draw_inputs, draw_plan, run, worst_error
 
-from verl_tree.attention import AttentionPlan, ScoreOptions, tree_attention, triton_key_kernels, triton_kernels
+from verl_tree.attention import AttentionPlan, ScoreOptions, tree_attention, triton_kernels, triton_key_kernels
 from verl_tree.attention import triton_backend as backend
 from verl_tree.attention.blocks import BlockLists
 from verl_tree.attention.dense import dense_attention

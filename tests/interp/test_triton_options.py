@@ -12,7 +12,7 @@ from model_cases import MODELS, flat_logits, loss_of, tree_logits
 from tree_cases import DEEP, gradients, relative_error
 from triton_cases import TOLERANCE, Case, draw_inputs, draw_plan, run, worst_error
 
-from verl_tree.attention import AttentionPlan, triton_key_kernels, triton_kernels
+from verl_tree.attention import AttentionPlan, triton_kernels, triton_key_kernels
 from verl_tree.attention.blocks import BlockLists
 from verl_tree.attention.dense import dense_attention
 from verl_tree.attention.row_cuts import KeyRows

@@ -4,43 +4,51 @@
         "query_block": 128, "key_block": 64, "num_warps": 8, "num_stages": 3, "num_groups": 4, "options": ["window"]}]'
 
 It is a program because TRITON_INTERPRET must not be set. Arguments are specialised as in a launch on contiguous
-(T, H, D) tensors. The numbers are read off the machine code: `cuobjdump --dump-resource-usage` and `-sass`.
+(T, H, D) tensors. The numbers are read off Triton's code (TTGIR), the PTX, and the log of `ptxas -v`. Triton prints that
+log when it compiles, but not when it finds the kernel in its cache: TRITON_CACHE_DIR must be an empty folder.
 """
 
+import importlib
+import importlib.util
+import io
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
+from contextlib import redirect_stdout
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia import compiler as nvidia_compiler
 from triton.compiler import ASTSource
 
-from verl_tree.attention import triton_kernels
-from verl_tree.attention.triton_backend import DELTA_BLOCK
 from verl_tree.attention.triton_configs import padded_dim
 
-CUOBJDUMP = Path(nvidia_compiler.__file__).parent / "bin" / "cuobjdump"
+MODULES = [
+    importlib.import_module(name)
+    for name in ("verl_tree.attention.triton_kernels", "verl_tree.attention.triton_key_kernels")
+    if importlib.util.find_spec(name)  # older revisions, which benchmarks/machine_code.py compiles, have one module
+]
 POINTERS = {
     **dict.fromkeys(("q", "k", "v", "out", "grad_out", "dq", "dk", "dv"), "input"),
-    **dict.fromkeys(("subtree_end", "rows", "indices", "positions"), "i32"),
-    **dict.fromkeys(("lse", "delta", "sinks"), "fp32"),
+    **dict.fromkeys(("subtree_end", "rows", "indices", "cuts", "positions"), "i32"),
+    **dict.fromkeys(("lse", "delta", "sinks", "parts"), "fp32"),
 }
 OPTIONS = {"window": ("positions", "window"), "softcap": ("scale_tanh",), "sinks": ("sinks",)}
 """Arguments that are None, and so no arguments of the compiled kernel, where a layer does not ask for the option."""
 
+INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "mma": "mma.sync", "async_copies": "cp.async.c"}
+
+STREAM_BLOCKS = {"delta": 64, "add_parts": 16}
+"""Rows of a program of the kernels without products: `DELTA_BLOCK` and `ADDED_KEYS` of `triton_ops.py`."""
+
 
 def compile_one(case: dict) -> dict:
     """Compile one kernel for one target and measure the result."""
-    kernel = getattr(triton_kernels, case["kernel"] + "_kernel")
-    constants = {"DIM": case["head_dim"], "PADDED_DIM": padded_dim(case["head_dim"])}
-    if case["kernel"] == "delta":
-        constants["BLOCK"] = DELTA_BLOCK
-    else:
-        constants |= {"QUERY_BLOCK": case["query_block"], "KEY_BLOCK": case["key_block"], "PRECISION": "ieee"}
+    name = case["kernel"] + "_kernel"
+    kernel = next(vars(module)[name] for module in MODULES if name in vars(module))
+    constants = {"DIM": case["head_dim"], "PADDED_DIM": padded_dim(case["head_dim"]), "PRECISION": "ieee"}
+    constants |= {"QUERY_BLOCK": case.get("query_block"), "KEY_BLOCK": case.get("key_block")}
+    constants["BLOCK"] = STREAM_BLOCKS.get(case["kernel"])
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     absent = {name for option, names in OPTIONS.items() if option not in case["options"] for name in names}
     signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
@@ -59,34 +67,55 @@ def compile_one(case: dict) -> dict:
             signature[name] = "fp32" if name.startswith("scale") else "i32"
         if name not in constants and (name in POINTERS or name.startswith("stride")):
             attributes[position,] = [["tt.divisibility", 16]]
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constexprs=constants, attrs=attributes),
-        target=GPUTarget("cuda", case["capability"], 32),
-        options={"num_warps": case["num_warps"], "num_stages": case["num_stages"]},
-    )
-    return case | {"shared_bytes": compiled.metadata.shared} | measure(compiled.asm["cubin"])
-
-
-def measure(cubin: bytes) -> dict:
-    """Return the registers of a thread, the bytes that it spills, and the number of matrix unit instructions."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage, sass = (
-            subprocess.run([CUOBJDUMP, flag, file.name], check=True, capture_output=True, text=True).stdout
-            for flag in ("--dump-resource-usage", "-sass")
+    log = io.StringIO()
+    with redirect_stdout(log):
+        compiled = triton.compile(
+            ASTSource(kernel, signature, constexprs=constants, attrs=attributes),
+            target=GPUTarget("cuda", case["capability"], 32),
+            options={"num_warps": case["num_warps"], "num_stages": case["num_stages"]},
         )
+    ptx = compiled.asm["ptx"]
+    return (
+        case
+        | {"shared_bytes": compiled.metadata.shared, "loop_waits": loop_waits(compiled.asm["ttgir"])}
+        | ptxas_numbers(log.getvalue())
+        | {name: ptx.count(instruction) for name, instruction in INSTRUCTIONS.items()}
+    )
+
+
+def loop_waits(ttgir: str) -> list[list[int]]:
+    """Return, for each loop without a loop inside, how many groups of copies may be in flight where it waits."""
+    loops: list[tuple[int, list[int]]] = []  # indentation and waits of the open loops
+    innermost, holds_loop = [], False
+    for line in ttgir.splitlines():
+        indentation = len(line) - len(line.lstrip())
+        if re.search(r"= scf\.for |^ *scf\.for ", line):
+            loops.append((indentation, []))
+            holds_loop = False
+        elif loops and (wait := re.search(r"async_wait .*num = (\d+)", line)):
+            loops[-1][1].append(int(wait[1]))
+        elif loops and indentation == loops[-1][0] and line.lstrip().startswith("}"):
+            _, waits = loops.pop()
+            innermost += [] if holds_loop else [waits]
+            holds_loop = True
+    assert not loops
+    return innermost
+
+
+def ptxas_numbers(log: str) -> dict:
+    """Return what `ptxas -v` says: advisories on wgmma, registers of a thread, bytes of its stack and spilled bytes."""
+    frame, stores, loads = re.search(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
+    ).groups()
     return {
-        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
-        "stack_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),
-        "local_loads": len(re.findall(r"\bLDL\b", sass)),
-        "local_stores": len(re.findall(r"\bSTL\b", sass)),
-        "hgmma": len(re.findall(r"\bHGMMA\b", sass)),
-        "hmma": len(re.findall(r"\bHMMA\b", sass)),
-        "async_copies": len(re.findall(r"\bLDGSTS\b", sass)),
+        "advisories": sorted(set(re.findall(r"\bC75\d\d\b", log))),
+        "registers": int(re.search(r"Used (\d+) registers", log)[1]),
+        "stack_bytes": int(frame),
+        "spilled_bytes": [int(stores), int(loads)],
     }
 
 
 if __name__ == "__main__":
+    triton.knobs.nvidia.dump_ptxas_log = True
     for case in json.loads(sys.argv[1]):
         print(json.dumps(compile_one(case)), flush=True)

@@ -32,11 +32,12 @@ from verl_tree.attention.plan import AttentionPlan
 FULL_TILE, PARTIAL_TILE = 2, 3
 """Cost of a tile for one query head, in halves of a full one. A mask adds a half (counted in machine code)."""
 
-ROW, PART, ADDITION = 4, 2, 4
-"""What a program costs beside its tiles, what it costs more if it writes a part, and what adding that part costs.
+ROW, PART, ADDITION = 128, 64, 128
+"""What a program costs beside its tiles, what it costs more if it writes a part, and what the addition of a part costs.
 
-Estimated from the bytes that they move while the tensor cores reach 60 % of their peak: a row reads keys and values and
-writes gradients, 16 bits each; a part writes float32; an addition reads it.
+As many queries of one head could be computed meanwhile. Estimated from the bytes that are moved, while the tensor cores
+reach 60 % of their peak: a row reads keys and values and writes gradients, 16 bits each; a part writes float32; an
+addition reads it. The size of the key block and D cancel.
 """
 
 SHARES = (1, 1.1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, 4)
@@ -74,9 +75,8 @@ class KeyRows(NamedTuple):
 
         def find(plan: AttentionPlan) -> Self:
             rows = BlockLists.on_host(plan, query_block=query_block, key_block=key_block, window=window).by_key
-            bound = choose_bound(
-                rows, num_groups=num_groups, num_kv_heads=num_kv_heads, num_processors=num_processors
-            )
+            heads = {"num_groups": num_groups, "num_kv_heads": num_kv_heads}
+            bound = choose_bound(rows, query_block=query_block, num_processors=num_processors, **heads)
             return cls.from_rows(rows, bound=bound).to(plan.subtree_end_T.device)
 
         sizes = (query_block, key_block, window, num_groups, num_kv_heads, num_processors)
@@ -86,7 +86,7 @@ class KeyRows(NamedTuple):
     def from_rows(cls, rows: BlockRows, *, bound: int | None) -> Self:
         """Cut every row that costs more than `bound` into the fewest parts that do not, up to a tile.
 
-        `bound` counts the tiles of one query head, in halves of a full one. It is at least `MIN_PART`; None cuts nothing.
+        `bound` counts the tiles of one query head, in halves of a full one, and is at least `MIN_PART`. None cuts nothing.
         """
         assert bound is None or bound >= MIN_PART, bound
         rows_R4 = rows.rows_R4.numpy().astype(np.int64)
@@ -101,43 +101,53 @@ class KeyRows(NamedTuple):
         return type(self)(self.rows_R5.to(device), self.indices.to(device), self.cuts_C3.to(device), self.num_slots)
 
 
-def choose_bound(rows: BlockRows, *, num_groups: int, num_kv_heads: int, num_processors: int) -> int | None:
+def choose_bound(
+    rows: BlockRows, *, query_block: int, num_groups: int, num_kv_heads: int, num_processors: int
+) -> int | None:
     """Return the bound of the fewest cuts that keep the processors busy enough, or of those that do best.
 
     The time of a cut is simulated: processors take programs in the order of the rows, one at a time.
     """
     rows_R4 = rows.rows_R4.numpy().astype(np.int64)
     cost_R = _list_cost(*rows_R4.T[1:])
-    heads = {"num_groups": num_groups, "num_kv_heads": num_kv_heads, "num_processors": num_processors}
-    best, best_bound = simulate(rows_R4, bound=None, **heads), None
+    sizes = {"query_block": query_block, "num_groups": num_groups, "num_kv_heads": num_kv_heads}
+    sizes["num_processors"] = num_processors
+    best, best_bound = simulate(rows_R4, bound=None, **sizes), None
     share = float(cost_R.sum()) * num_kv_heads / num_processors
     for bound in (max(MIN_PART, math.ceil(share / number)) for number in SHARES):
         if best >= BUSY_ENOUGH:
             break
-        busy = simulate(rows_R4, bound=bound, **heads)
+        busy = simulate(rows_R4, bound=bound, **sizes)
         if busy > best:
             best, best_bound = busy, bound
     return best_bound
 
 
 def simulate(
-    rows_R4: np.ndarray, *, bound: int | None, num_groups: int, num_kv_heads: int, num_processors: int
+    rows_R4: np.ndarray,
+    *,
+    bound: int | None,
+    query_block: int,
+    num_groups: int,
+    num_kv_heads: int,
+    num_processors: int,
 ) -> float:
     """Return the part of the processors' time that goes into the rows as they are without a cut, from 0 to 1.
 
     The rest is waiting for the last program, and what the cuts cost.
     """
+    row, part, addition = (FULL_TILE * queries / query_block for queries in (ROW, PART, ADDITION))
     _, start, middle, end, slot = _dearest_first(_cut(rows_R4, bound=bound))
-    cost = num_groups * _list_cost(start, middle, end) + ROW + PART * (slot >= 0)
+    cost = num_groups * _list_cost(start, middle, end) + row + part * (slot >= 0)
     num_slots = int((slot >= 0).sum())
-    useful = int(cost.sum()) - PART * num_slots - ROW * (len(cost) - len(rows_R4))
+    useful = cost.sum() - part * num_slots - row * (len(cost) - len(rows_R4))
     time = makespan(np.repeat(cost, num_kv_heads), num_processors=num_processors)
-    return useful * num_kv_heads / (num_processors * time + ADDITION * num_slots * num_kv_heads)
+    return float(useful * num_kv_heads / (num_processors * time + addition * num_slots * num_kv_heads))
 
 
 def makespan(costs: np.ndarray, *, num_processors: int) -> float:
     """Return when the last of the programs ends, if each processor that is free takes the next one."""
-    free_at = [0] * num_processors
+    free_at = [0.0] * num_processors
     for cost in costs.tolist():
         heapq.heapreplace(free_at, free_at[0] + cost)
     return max(free_at)

@@ -30,27 +30,15 @@ class KernelConfigs:
 
 HOPPER_CONFIGS = {
     64: KernelConfigs(KernelConfig(128, 64, 4, 3), KernelConfig(64, 128, 8, 3), KernelConfig(128, 64, 8, 3)),
-    128: KernelConfigs(KernelConfig(128, 128, 8, 2), KernelConfig(64, 128, 8, 2), KernelConfig(128, 64, 8, 3)),
-    256: KernelConfigs(KernelConfig(128, 64, 8, 2), KernelConfig(32, 64, 8, 2), KernelConfig(128, 32, 8, 2)),
+    128: KernelConfigs(KernelConfig(128, 64, 8, 3), KernelConfig(32, 128, 8, 3), KernelConfig(128, 64, 8, 3)),
+    256: KernelConfigs(KernelConfig(128, 32, 8, 3), KernelConfig(32, 64, 8, 3), KernelConfig(128, 32, 8, 3)),
 }
-"""For 16-bit dtypes on compute capability 9.0 (227 KB of shared memory), by padded head dim.
+"""DOC"""
 
-Chosen from machine code, not from timings: the largest tiles whose accumulators and scores stay in 255 registers with
-every product on wgmma. The next larger tile spills: with D = 128, `dq` spills 120 bytes a thread at 128 x 128, and
-`forward` 200 with three stages. `dkv` keeps two accumulators and spills a little: 64 bytes for D = 128, 24 for D = 256
-(with a window 96 and 40). Half its query block would avoid that, but halve the width of its products.
-"""
-
-HOPPER_CAPPED_CONFIGS = {
+HOPPER_CAPPED_CONFIGS = HOPPER_CONFIGS | {
     64: KernelConfigs(KernelConfig(128, 64, 8, 3), KernelConfig(64, 128, 8, 3), KernelConfig(128, 64, 8, 3)),
-    128: KernelConfigs(KernelConfig(128, 64, 8, 3), KernelConfig(32, 128, 8, 2), KernelConfig(128, 64, 8, 3)),
-    256: KernelConfigs(KernelConfig(128, 32, 8, 3), KernelConfig(32, 64, 8, 2), KernelConfig(128, 32, 8, 2)),
 }
-"""Like `HOPPER_CONFIGS`, for softcapped scores, whose tanh takes registers.
-
-With a softcap and a window, the `forward` kernels of `HOPPER_CONFIGS` spill 24, 88 and 24 bytes a thread, and `dkv`
-spills 208 for D = 128. In this table only `dkv` spills: 16 for D = 64 and 120 for D = 256.
-"""
+"""Like `HOPPER_CONFIGS`, for softcapped scores, whose tanh takes registers."""
 
 SMALL_CONFIGS = {
     64: KernelConfigs(KernelConfig(128, 64, 4, 2), KernelConfig(64, 64, 4, 2), KernelConfig(64, 64, 4, 2)),
