@@ -4,8 +4,8 @@
         "query_block": 128, "key_block": 64, "num_warps": 8, "num_stages": 3, "num_groups": 4, "options": ["window"]}]'
 
 It is a program because TRITON_INTERPRET must not be set. Arguments are specialised as in a launch on contiguous
-(T, H, D) tensors. The numbers are read off Triton's code (TTGIR), the PTX, and the log of `ptxas -v`. Triton prints that
-log when it compiles, but not when it finds the kernel in its cache: TRITON_CACHE_DIR must be an empty folder.
+(T, H, D) tensors. The numbers are read off Triton's code (TTGIR), the PTX, and the log of `ptxas -v`. Triton prints
+that log when it compiles, but not when it finds the kernel in its cache: TRITON_CACHE_DIR must be an empty folder.
 """
 
 import importlib

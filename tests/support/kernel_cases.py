@@ -15,6 +15,9 @@ HOPPER_TABLES = ((HOPPER_CONFIGS, ()), (HOPPER_CAPPED_CONFIGS, ("softcap",)))
 ADDED = ((), ("window",), ("sinks",), ("window", "sinks"))
 """What any layer may ask for besides."""
 
+TABLE_DIMS = (64, 128, 256)
+"""The head dims of the tables; the others are padded to one of them."""
+
 NUM_PROCESSES = 2
 
 
@@ -51,17 +54,16 @@ def hopper_cases(*, head_dims: tuple[int, ...], dtype: str = "bf16", added: tupl
     return [case for position, case in enumerate(found) if case not in found[:position]]
 
 
-def compiled(cases: list[dict], folder: Path, *, python_path: str | None = None) -> list[dict]:
+def compiled(cases: list[dict], folder: Path) -> list[dict]:
     """Return what the compilers say of each case, from processes in which triton does not interpret.
 
-    `folder` is empty and serves as Triton's cache; `python_path` is where other sources or versions are found first.
+    `folder` is empty and serves as Triton's cache.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(folder)} | ({} if python_path is None else {"PYTHONPATH": python_path})
     processes = [
         subprocess.Popen(
             [sys.executable, PROGRAM, json.dumps(cases[number::NUM_PROCESSES])],
-            env=environment,
+            env=environment | {"TRITON_CACHE_DIR": str(folder)},
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -86,7 +86,7 @@ class KeyRows(NamedTuple):
     def from_rows(cls, rows: BlockRows, *, bound: int | None) -> Self:
         """Cut every row that costs more than `bound` into the fewest parts that do not, up to a tile.
 
-        `bound` counts the tiles of one query head, in halves of a full one, and is at least `MIN_PART`. None cuts nothing.
+        `bound` counts the tiles of one query head, in halves of a full one. None cuts nothing.
         """
         assert bound is None or bound >= MIN_PART, bound
         rows_R4 = rows.rows_R4.numpy().astype(np.int64)

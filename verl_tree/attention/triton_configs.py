@@ -31,12 +31,14 @@ class KernelConfigs:
 HOPPER_CONFIGS = {
     64: KernelConfigs(KernelConfig(128, 64, 4, 3), KernelConfig(64, 128, 8, 3), KernelConfig(128, 64, 8, 3)),
     128: KernelConfigs(KernelConfig(128, 64, 8, 3), KernelConfig(32, 128, 8, 3), KernelConfig(128, 64, 8, 3)),
-    256: KernelConfigs(KernelConfig(128, 32, 8, 3), KernelConfig(32, 64, 8, 3), KernelConfig(128, 32, 8, 3)),
+    256: KernelConfigs(KernelConfig(128, 32, 8, 4), KernelConfig(32, 64, 8, 3), KernelConfig(128, 32, 8, 3)),
 }
 """DOC"""
 
-HOPPER_CAPPED_CONFIGS = HOPPER_CONFIGS | {
+HOPPER_CAPPED_CONFIGS = {
     64: KernelConfigs(KernelConfig(128, 64, 8, 3), KernelConfig(64, 128, 8, 3), KernelConfig(128, 64, 8, 3)),
+    128: HOPPER_CONFIGS[128],
+    256: KernelConfigs(KernelConfig(128, 32, 8, 4), KernelConfig(32, 64, 8, 2), KernelConfig(128, 32, 8, 3)),
 }
 """Like `HOPPER_CONFIGS`, for softcapped scores, whose tanh takes registers."""
 
