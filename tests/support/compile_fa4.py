@@ -9,6 +9,7 @@ CUDA tensors where torch has no CUDA, so the two passes are called with a contex
 
 import json
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ def shapes_of(trees: tuple, *, head_dim: int, num_context: int = 0) -> Shapes:
 
 def main() -> None:
     head_dim, dtype, *ratios = sys.argv[1:]
+    assert not fa4.installation_reasons(), fa4.installation_reasons()
     shapes = partial(shapes_of, head_dim=int(head_dim))
     small = shapes(self_test.TREES)
     others = [
@@ -59,8 +61,9 @@ def main() -> None:
 
 def compile_both(small: Shapes, others: list[Shapes], *, head_dim: int, dtype: torch.dtype, ratio: int) -> dict:
     """Compile as the self-test does, then call again as training may: that must compile nothing new."""
-    heads = (2 * ratio, 2, 2, 2 * ratio)
-    record = run(small, [fake(small.num_tokens, count, head_dim, dtype=dtype) for count in heads])
+    inputs = [fake(small.num_tokens, count, head_dim, dtype=dtype) for count in (2 * ratio, 2, 2, 2 * ratio)]
+    record = run(small, inputs)
+    record["heads_first"] = run(small, inputs, heads_first=True)["backward"]
     num_compiled = count_compiled()
     # Training may have more heads, slices of one projection (fused layers), a gradient that is stored heads first, and
     # a context.
@@ -72,21 +75,24 @@ def compile_both(small: Shapes, others: list[Shapes], *, head_dim: int, dtype: t
             for num_rows, count in ((shapes.num_queries, num_heads), (shapes.num_tokens, 8), (shapes.num_tokens, 8))
         ]
         heads_first = (head_dim, shapes.num_queries * head_dim, 1)
-        run(shapes, [*qkv, torch.empty_strided(qkv[0].shape, heads_first, dtype=dtype, device="cuda")])
+        grad_out = torch.empty_strided(qkv[0].shape, heads_first, dtype=dtype, device="cuda")
+        for order in (False, True):
+            run(shapes, [*qkv, grad_out], heads_first=order)
     return {**record, "num_compiled": num_compiled, "num_compiled_later": count_compiled() - num_compiled}
 
 
 def run(shapes: Shapes, inputs: list[torch.Tensor], *, heads_first: bool = False) -> dict:
     plan = fake_plan(shapes)
     *qkv, grad_out = inputs
+    _, key_block = fa4.BLOCK_LENS[inputs[0].shape[-1]]
     ctx = SimpleNamespace()
     ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
     started = time.perf_counter()
     out = fa4._Fa4Attention.forward(ctx, *qkv, plan, 0.1, heads_first)
-    forward_s, forward_ptx = time.perf_counter() - started, take_ptx()
+    forward_s, forward_ptx = time.perf_counter() - started, take_ptx(key_block)
     started = time.perf_counter()
     gradients = fa4._Fa4Attention.backward(ctx, grad_out)[:3]
-    backward_s, backward_ptx = time.perf_counter() - started, take_ptx()
+    backward_s, backward_ptx = time.perf_counter() - started, take_ptx(key_block)
     assert out.shape == qkv[0].shape
     assert out.dtype == qkv[0].dtype
     assert all(got.shape == of.shape and got.dtype == of.dtype for got, of in zip(gradients, qkv, strict=True))
@@ -98,16 +104,25 @@ def run(shapes: Shapes, inputs: list[torch.Tensor], *, heads_first: bool = False
     }
 
 
-def take_ptx() -> dict:
-    """Count kernels and instructions in the PTX that was written since the last call, and delete it."""
+def take_ptx(key_block: int) -> dict:
+    """Count kernels and instructions in the PTX that was written since the last call, and delete it.
+
+    The axes of the grid that count key blocks are those whose index is multiplied by their length, a power of two.
+    """
     texts = []
     for path in Path(os.environ["CUTE_DSL_DUMP_DIR"]).glob("*.ptx"):
         texts.append(path.read_text())
         path.unlink()
+    axes = set()
+    for text in texts:
+        axis_of = dict(re.findall(r"mov\.u32\s+(%r\d+), %ctaid\.(\w);", text))
+        shifted = re.findall(rf"shl\.b32\s+%r\d+, (%r\d+), {key_block.bit_length() - 1};", text)
+        axes |= {axis_of[register] for register in shifted if register in axis_of}
     return {
         "num_kernels": len(texts),
         "num_sm_90a": sum(".target sm_90a" in text for text in texts),
         "num_wgmma": sum(text.count("wgmma.mma_async") for text in texts),
+        "axes_of_key_blocks": sorted(axes),
     }
 
 

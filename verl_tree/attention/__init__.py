@@ -37,8 +37,8 @@ class AttentionBackend:
         attend: `attend(q_QHD, k_THD, v_THD, plan, *, options) -> out_QHD`, differentiable once. Shapes are those of
             `tree_attention`. The plan is on the device of the inputs. The output has the dtype of `q_QHD`.
         not_supported_reasons: Takes the same arguments. Returns a list of reasons, empty if the backend can serve.
-        is_oracle: It serves everything, slowly. `"auto"` warns when it takes it, and on a GPU takes it for small forests
-            only (`MAX_ORACLE_TOKENS`). Benchmarks leave it out.
+        is_oracle: It serves everything, slowly. `"auto"` warns when it takes it, and on a GPU takes it for small
+            forests only (`MAX_ORACLE_TOKENS`). Benchmarks leave it out.
     """
 
     attend: Callable[..., torch.Tensor]

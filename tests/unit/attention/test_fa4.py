@@ -1,6 +1,7 @@
 """The fa4 backend without a GPU: what it refuses, that its self-test can fail, and that its kernels compile."""
 
 import importlib.metadata
+import itertools
 import json
 import os
 import subprocess
@@ -17,9 +18,11 @@ from verl_tree.attention import fa4, self_test
 from verl_tree.attention.dense import dense_attention
 from verl_tree.attention.options import ScoreOptions
 from verl_tree.attention.plan import AttentionPlan
+from verl_tree.attention.varlen import varlen_attention
 
 PLAN = AttentionPlan.from_subtree_end(torch.tensor(self_test.subtree_ends(self_test.TREES), dtype=torch.int32))
 VARIANT = self_test.KernelVariant(torch.device("cpu"), torch.bfloat16, 64, 4, 2)
+NARROW_VARIANT = self_test.KernelVariant(torch.device("cpu"), torch.float32, 16, 1, 1)
 HOPPER, AMPERE = (9, 0), (8, 0)
 PLAIN = ScoreOptions(scale=1.0)
 
@@ -103,11 +106,11 @@ def test_cpu_tensors_are_refused():
     assert fa4.not_supported_reasons(q, k, v, PLAN, options=PLAIN) == [
         "tensors are on cpu, the kernels run on CUDA only",
         "dtype torch.float32 is none of bfloat16, float16 throughout",
-        "head dim 80 is none of (64, 96, 128), the same for q, k and v",
+        "head dim 80 is none of (64, 96, 128, 256), the same for q, k and v",
     ]
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_hopper_with_everything_in_order_is_served(on_gpu, head_dim, dtype):
     assert on_gpu(head_dim=head_dim, dtype=dtype, num_tokens=129) == []
@@ -120,7 +123,7 @@ def test_hopper_with_everything_in_order_is_served(on_gpu, head_dim, dtype):
         ({"capability": AMPERE}, "compute capability (8, 0) is not (9, 0)"),
         ({"capability": (10, 0)}, "compute capability (10, 0) is not (9, 0)"),
         ({"dtype": torch.float32}, "dtype torch.float32 is none of bfloat16, float16"),
-        ({"head_dim": 256}, "head dim 256 is none of"),
+        ({"head_dim": 192}, "head dim 192 is none of"),
         ({"value_head_dim": 64}, "head dim 64 and 128 is none of"),
         ({"num_tokens": 128}, "128 queries are one block"),
         ({"num_tokens": 700, "num_context": 572}, "128 queries are one block"),
@@ -143,30 +146,42 @@ def test_deterministic_algorithms_are_refused(on_gpu):
     assert "deterministic" in got
 
 
-def test_pins_are_those_of_the_extra():
+def test_the_extra_is_a_tested_combination():
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     pins = dict(each.split("==") for each in project["project"]["optional-dependencies"]["fa4"])
-    assert {name.split("[")[0]: version for name, version in pins.items()} == fa4.PINNED_VERSIONS
+    assert {name.split("[")[0]: version for name, version in pins.items()} in fa4.TESTED_COMBINATIONS
 
 
-def test_what_is_missing_or_of_another_version_is_named(monkeypatch):
+def test_a_combination_that_was_not_tested_is_refused_with_those_that_were(monkeypatch):
+    """Each version is that of some tested combination, so only their combination is wrong."""
+    found = {**fa4.TESTED_COMBINATIONS[0], "nvidia-cutlass-dsl": "4.8.1"}
+
     def version(name):
         if name == "quack-kernels":
             raise importlib.metadata.PackageNotFoundError(name)
-        return {**fa4.PINNED_VERSIONS, "flash-attn-4": "4.0.0b18"}[name]
+        return found[name]
 
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    assert fa4.installation_reasons.__wrapped__() == (
-        "the extra fa4 is not installed as pinned: flash-attn-4 is 4.0.0b18, not 4.0.0b36, "
-        "quack-kernels 0.6.5 is missing",
-    )
+    for version_of in (found.__getitem__, version):
+        monkeypatch.setattr(importlib.metadata, "version", version_of)
+        (reason,) = fa4.installation_reasons.__wrapped__()
+        assert "nvidia-cutlass-dsl 4.8.1" in reason.split("was not tested")[0]
+        assert ("quack-kernels missing" in reason) == (version_of is version)
+        assert "nvidia-cutlass-dsl 4.7.1, quack-kernels 0.6.5, apache-tvm-ffi 0.1.11" in reason
+        assert "nvidia-cutlass-dsl 4.8.1, quack-kernels 0.6.5, apache-tvm-ffi 0.1.15.post2" in reason
+
+
+@pytest.mark.parametrize("combination", fa4.TESTED_COMBINATIONS)
+def test_every_tested_combination_is_accepted(combination, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", combination.__getitem__)
+    monkeypatch.setattr(fa4, "_kernels", lambda: None)
+    assert fa4.installation_reasons.__wrapped__() == ()
 
 
 def test_an_import_error_is_a_reason(monkeypatch):
     def kernels():
         raise ImportError("an older copy hides flash-attn-4")
 
-    monkeypatch.setattr(importlib.metadata, "version", fa4.PINNED_VERSIONS.__getitem__)
+    monkeypatch.setattr(importlib.metadata, "version", fa4.TESTED_COMBINATIONS[0].__getitem__)
     monkeypatch.setattr(fa4, "_kernels", kernels)
     assert fa4.installation_reasons.__wrapped__() == (
         "flash-attn-4 cannot be imported: an older copy hides flash-attn-4",
@@ -182,12 +197,14 @@ def test_importing_the_backend_imports_no_kernels():
     assert done.stdout.strip() == "[]"
 
 
-def test_forest_of_the_self_test_has_every_kind_of_tile():
+@pytest.mark.parametrize(("head_dim", "key_block"), [(64, 128), (96, 128), (128, 128), (256, 64)])
+def test_forest_of_the_self_test_has_every_kind_of_tile(head_dim, key_block):
     assert self_test.subtree_ends(((2, ((1, ()), (3, ()))), (1, ()))) == [6, 6, 3, 6, 6, 6, 7]
     behind_a_context = AttentionPlan.from_subtree_end(PLAN.subtree_end_T, num_context=self_test.CONTEXT_LEN)
     for plan in (PLAN, behind_a_context):
-        tables = fa4.BlockTables.of_plan(plan, head_dim=128)
-        assert fa4.BlockTables.of_plan(plan, head_dim=128) is tables
+        tables = fa4.BlockTables.of_plan(plan, head_dim=head_dim)
+        assert fa4.BlockTables.of_plan(plan, head_dim=head_dim) is tables
+        assert tables.queries[0].shape[-1] == -(-plan.num_tokens // key_block)
         num_partial, partial, num_full, full = tables.keys
         num_blocks = num_partial.shape[-1]
         assert plan.num_queries > 256
@@ -195,7 +212,7 @@ def test_forest_of_the_self_test_has_every_kind_of_tile():
         assert plan.num_tokens % 128
         assert num_full.sum() > 0
         assert num_partial.sum() > num_blocks
-        num_causal = sum((plan.num_context + 128 * block + 127) // 128 + 1 for block in range(num_blocks))
+        num_causal = sum((plan.num_context + 128 * block + 127) // key_block + 1 for block in range(num_blocks))
         assert num_full.sum() + num_partial.sum() < num_causal  # some are skipped
         # A dimension of one has no stride of its own: the kernel compiled for it could be another one.
         assert min(table.shape[-1] for table in (partial, full, *tables.queries[1::2])) >= 2
@@ -252,6 +269,68 @@ def test_self_test_sees_what_is_not_a_number():
     assert len(self_test.self_test(attend, VARIANT)) == 8
 
 
+WIDE_VARIANT = self_test.KernelVariant(torch.device("cpu"), torch.float32, 16, 8, 1)
+"""One key-value head stays one, and float32 is exact enough for the CPU's flash kernel, so the test takes seconds."""
+
+
+def wrong_from_program(first, *, in_repeat=None, result="output"):
+    """Attention as a kernel whose programs of 128 queries and a head lose half of it from number `first` on.
+
+    A correct kernel before that, and in all repeats but one if there is one.
+    """
+    repeats = itertools.count()
+
+    def attend(q_QHD, k_THD, v_THD, plan, *, options):
+        num_blocks = -(-plan.num_queries // 128)
+        program_QH = torch.arange(q_QHD.shape[1]) * num_blocks + torch.arange(plan.num_queries)[:, None] // 128
+        is_lost_QH1 = (program_QH >= first).unsqueeze(-1) & (in_repeat in (None, next(repeats)))
+        kept_QH1 = torch.where(is_lost_QH1, 0.5, 1.0)
+        if result == "dq":
+            q_QHD = q_QHD * kept_QH1 + (q_QHD * (1 - kept_QH1)).detach()
+        out_QHD = varlen_attention(q_QHD, k_THD, v_THD, plan, options=options)
+        return out_QHD * kept_QH1 if result == "output" else out_QHD
+
+    return attend
+
+
+def test_wide_forest_starts_more_programs_than_a_gpu_runs_at_once():
+    """An H200 has 132 multiprocessors. The kernels run one or two programs on each."""
+    num_blocks = -(-len(self_test.subtree_ends(self_test.WIDE_TREES)) // 128)
+    assert num_blocks * self_test.WIDE_HEADS > 500
+    assert num_blocks * self_test.WIDE_KV_HEADS > 132
+    plan = AttentionPlan.from_subtree_end(torch.tensor(self_test.subtree_ends(self_test.WIDE_TREES)))
+    _, partial_11RW, _, full_11RW = fa4.BlockTables.of_plan(plan, head_dim=128).queries
+    assert min(partial_11RW.shape[-1], full_11RW.shape[-1]) > 6
+
+
+def test_a_right_kernel_passes_the_wide_forest():
+    calls = []
+
+    def attend(*inputs, options):
+        calls.append(inputs)
+        return varlen_attention(*inputs, options=options)
+
+    assert self_test.wide_self_test(attend, WIDE_VARIANT) == []
+    assert len(calls) == self_test.WIDE_REPEATS == 3
+
+
+@pytest.mark.parametrize(
+    ("kernel", "wrong"),
+    [
+        ({}, ["output", "dq", "dk", "dv"]),
+        ({"in_repeat": 2}, ["output", "dq", "dk", "dv"]),
+        ({"result": "dq"}, ["dq"]),
+    ],
+    ids=["always", "third repeat", "backward"],
+)
+def test_a_kernel_that_is_wrong_past_the_first_wave_is_refused(kernel, wrong):
+    """The small forest starts 6 blocks of 8 heads, 48 programs, and does not see it."""
+    assert self_test.self_test(wrong_from_program(132, **kernel), WIDE_VARIANT) == []
+    reasons = self_test.wide_self_test(wrong_from_program(132, **kernel), WIDE_VARIANT)
+    assert [reason.split("error of ")[1].split()[0] for reason in reasons] == wrong
+    assert all(reason.startswith("self-test of 4186 tokens, 3 times, key-value head 0") for reason in reasons)
+
+
 def test_variants_ignore_heads_beyond_the_ratio():
     q, k = torch.zeros(300, 32, 64), torch.zeros(300, 8, 64)
     assert self_test.KernelVariant.of(q, k) == self_test.KernelVariant(q.device, q.dtype, 64, 8, 2)
@@ -281,32 +360,34 @@ def test_self_test_is_invisible_to_the_caller():
     state = torch.get_rng_state()
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda kept: kept)
     with hooks, torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
-        assert self_test.self_test_reasons("fa4", rounded_attention, VARIANT) == []
+        assert self_test.self_test_reasons("fa4", varlen_attention, NARROW_VARIANT) == []
     assert saved == []
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_graph_capture_puts_the_self_test_off(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    (reason,) = self_test.self_test_reasons("fa4", rounded_attention, VARIANT)
+    (reason,) = self_test.self_test_reasons("fa4", varlen_attention, NARROW_VARIANT)
     assert "graph capture" in reason
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert self_test.self_test_reasons("fa4", rounded_attention, VARIANT) == []
+    assert self_test.self_test_reasons("fa4", varlen_attention, NARROW_VARIANT) == []
 
 
-@pytest.mark.skipif(bool(fa4.installation_reasons()), reason="; ".join(fa4.installation_reasons()))
+FA4_FOLDER = Path(sys.prefix) / "fa4"
+"""Where scripts/setup.sh puts flash-attn-4: no other program may take its `flash_attn` for flash-attn 2."""
+
+
+@pytest.mark.skipif(not FA4_FOLDER.is_dir(), reason=f"{FA4_FOLDER} is missing: run scripts/setup.sh")
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("head_dim", "dtype", "ratios"),
-    [
-        (64, "bfloat16", (1, 4, 8)),
-        (96, "bfloat16", (1, 4, 8)),
-        (128, "bfloat16", (1, 4, 8)),
-        (128, "float16", (4, 7)),
-    ],
+    ("head_dim", "dtype", "ratio"),
+    [(64, "bfloat16", 1), (96, "float16", 7), (128, "bfloat16", 4), (256, "bfloat16", 4)],
 )
-def test_kernels_compile_for_hopper(head_dim, dtype, ratios, tmp_path):
+def test_kernels_compile_for_hopper(head_dim, dtype, ratio, tmp_path):
+    path = [FA4_FOLDER, FA4_FOLDER / "nvidia_cutlass_dsl" / "dsl_packages", *filter(None, [os.getenv("PYTHONPATH")])]
     environment = {
         **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
         "FLASH_ATTENTION_ARCH": "sm_90",
         "CUTE_DSL_ARCH": "sm_90a",
         "FLASH_ATTENTION_NUM_SMS": "132",
@@ -314,20 +395,17 @@ def test_kernels_compile_for_hopper(head_dim, dtype, ratios, tmp_path):
         "CUTE_DSL_DUMP_DIR": str(tmp_path),
         "OMP_NUM_THREADS": "1",
     }
-    command = [
-        sys.executable,
-        Path(__file__).parents[2] / "support" / "compile_fa4.py",
-        str(head_dim),
-        dtype,
-        *map(str, ratios),
-    ]
+    program = Path(__file__).parents[2] / "support" / "compile_fa4.py"
+    command = [sys.executable, program, str(head_dim), dtype, str(ratio)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [record["ratio"] for record in records] == list(ratios)
-    for record in records:
-        for direction in ("forward", "backward"):
-            ptx = record[direction]
-            assert ptx["num_kernels"] == ptx["num_sm_90a"] >= 1
-            assert ptx["num_wgmma"] > 0
-        assert record["num_compiled_later"] == 0
+    (record,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert record["ratio"] == ratio
+    for kind, axis in {"forward": None, "backward": "x", "heads_first": "y"}.items():
+        ptx = record[kind]
+        assert ptx["num_kernels"] == ptx["num_sm_90a"] >= 1
+        assert ptx["num_wgmma"] > 0
+        assert axis is None or ptx["axes_of_key_blocks"] == [axis]
+    assert record["heads_first"]["num_kernels"] == 1  # what is before and after it is shared
+    assert record["heads_first"]["num_wgmma"] == record["backward"]["num_wgmma"]
+    assert record["num_compiled_later"] == 0
