@@ -9,8 +9,8 @@ runs on all queries of some heads (`verl_tree.attention.sharding`), and the cont
 A silently lost mask would be the worst bug. So a layer raises if it has no plan, a mask of its own, or a feature that
 no backend serves.
 
-Under `torch.compile` the attention function runs uncompiled, because every plan is another program. What lies between
-two of its calls is compiled as it would be without trees; `fullgraph=True` is refused by torch with this reason.
+Layers may be compiled (`layer.compile()`). The attention function itself runs uncompiled, because every plan would be
+another program; torch refuses `fullgraph=True` with this reason. A model that is compiled as a whole is refused.
 """
 
 import functools
@@ -181,6 +181,7 @@ def tree_attention_implementation(
     Raises:
         ValueError: The model cannot honour the tree.
     """
+    _refuse_compiled(model)
     base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
     check_model(base, max_path_len=max_path_len)
     register()
@@ -197,6 +198,20 @@ def tree_attention_implementation(
     finally:
         for attributes, function in checkpoints:
             attributes[name] = function
+
+
+def _refuse_compiled(model: torch.nn.Module) -> None:
+    """Refuse what `torch.compile(model)` returns and what `model.compile()` changes.
+
+    Scoring puts itself in place of the output head for the time of a call, so a program of the whole model would be
+    compiled anew in every call, or hold the head of an earlier one.
+    """
+    is_wrapped = "_orig_mod" in dict(model.named_children())
+    if is_wrapped or model._compiled_call_impl is not None:
+        raise ValueError(
+            f"{type(model).__name__} is compiled as a whole, which scores of trees do not support: compile its layers "
+            "instead, `for layer in model.model.layers: layer.compile()`"
+        )
 
 
 @contextmanager
