@@ -1,8 +1,8 @@
 """A device that pretends: its tensors live in host memory, and every wait of the host for it is noted.
 
-On CUDA kernels run behind the host. Some operations make the host wait until all of them are done: a *host sync*. Nothing
-in a result shows it, so it is counted here without a GPU. `PretendTensor` claims to be on `DEVICE` and holds a CPU tensor.
-Every operation runs on that, so values, gradients and devices (mixing them raises, as on CUDA) are right. A
+On CUDA kernels run behind the host. Some operations make the host wait until all of them are done: a *host sync*.
+Nothing in a result shows it, so it is counted here without a GPU. `PretendTensor` claims to be on `DEVICE` and holds a
+CPU tensor. Every operation runs on that, so values, gradients and devices (mixing them raises, as on CUDA) are right. A
 `TorchDispatchMode` sees every operation below autograd, recomputation and backward pass included, and notes as a sync
 
 - a number that goes to Python: `item`, `tolist`, `bool`, `int`, `float`, `torch.equal`;
@@ -68,6 +68,10 @@ class PretendTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"PretendTensor({self.inner!r})"
+
+    def data_ptr(self) -> int:
+        """Return the address of the values, which tells tensors apart."""
+        return self.inner.data_ptr()
 
     def tolist(self) -> Any:
         """Return the values; torch's own method refuses subclasses."""
@@ -164,9 +168,7 @@ def _run(events: HostEvents, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     return return_and_correct_aliasing(func, args, kwargs, made) if from_device else made
 
 
-def _note(
-    events: HostEvents, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, to_device: bool
-) -> None:
+def _note(events: HostEvents, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, to_device: bool) -> None:
     """Note what the host waits for, and refuse operands that CUDA would refuse."""
     if func in (aten._to_copy.default, aten.copy_.default):
         is_new = func is aten._to_copy.default

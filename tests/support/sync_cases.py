@@ -1,17 +1,13 @@
-"""One update on a pretended device: what a tree engine does with a mini-batch, and when the host waits for the device.
+"""One update on a pretended device: what a tree engine does with its micro-batches, and when the host waits for it."""
 
-Legend: C kinds of scores.
-"""
-
-from functools import partial
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from pretend_device import DEVICE, HostEvents, to_pretended
-from relay_cases import LossCase, flat_rows, lay_out, verl_rows
+from relay_cases import CPU, LossCase, flat_rows, lay_out, verl_rows
 from torch import Tensor
 from tree_cases import random_sequences, tiny_model
 from verl.utils import tensordict_utils as tu
@@ -25,15 +21,64 @@ from verl_tree.engine.rows import MiniBatchResult
 from verl_tree.functional.relayed import call_scores
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import RelayRun
+from verl_tree.tree import transfer
 
 HEAD_DIM = 64
 CHUNK_SIZE = 8  # so that the head has many chunks
 
 
+def pretend(monkeypatch: Any) -> None:
+    """Let the engine compute on the pretended device, which copies from pinned memory, with fa4 around stand-ins."""
+    monkeypatch.setattr(micro_batch, "device_of_rank", lambda: DEVICE)
+    monkeypatch.setattr(transfer, "PINNED_DEVICE_TYPES", (DEVICE.type,))
+    monkeypatch.setitem(BACKENDS, "fa4", AttentionBackend(fa4.fa4_attention, lambda *_, **__: []))
+    monkeypatch.setattr(fa4, "_kernels", lambda: SimpleNamespace(forward=fa4_forward, backward=fa4_backward))
+
+
+def fa4_forward(q_QHD, k_THD, v_THD, subtree_end_T, *, key_tables, scale, **_):
+    """Stand in for the kernel: a softmax under the mask."""
+    assert all(table.device == q_QHD.device for table in key_tables)
+    scores_HQK = _scores(q_QHD, k_THD, subtree_end_T, scale)
+    groups = q_QHD.shape[1] // v_THD.shape[1]
+    out_QHD = (scores_HQK.softmax(-1) @ v_THD.repeat_interleave(groups, 1).transpose(0, 1)).transpose(0, 1)
+    return out_QHD, scores_HQK.logsumexp(-1).unsqueeze(0)
+
+
+def fa4_backward(grad_out_QHD, q_QHD, k_THD, v_THD, out_QHD, lse_1HQ, subtree_end_T, *, query_tables, scale, **_):
+    """Stand in for the kernel, from the results of its forward pass."""
+    assert all(table.device == q_QHD.device for table in query_tables)
+    groups = q_QHD.shape[1] // k_THD.shape[1]
+    q, k, v, grad_out, out = (
+        x.repeat_interleave(q_QHD.shape[1] // x.shape[1], 1).transpose(0, 1)
+        for x in (q_QHD, k_THD, v_THD, grad_out_QHD, out_QHD)
+    )
+    probs_HQK = (_scores(q_QHD, k_THD, subtree_end_T, scale) - lse_1HQ[0].unsqueeze(-1)).exp()
+    grad_scores_HQK = probs_HQK * (grad_out @ v.mT - (grad_out * out).sum(-1, keepdim=True)) * scale
+    heads_first = (grad_scores_HQK @ k, grad_scores_HQK.mT @ q, probs_HQK.mT @ grad_out)
+    grad_q, grad_k, grad_v = (x.transpose(0, 1) for x in heads_first)
+    return grad_q, *(x.unflatten(1, (-1, groups)).sum(2) for x in (grad_k, grad_v))
+
+
+def _scores(q_QHD, k_THD, subtree_end_T, scale):
+    key_T = torch.arange(len(k_THD), device=q_QHD.device)
+    query_Q = key_T[-len(q_QHD) :, None]
+    hidden_QT = (key_T > query_Q) | (query_Q >= subtree_end_T)
+    k_THD = k_THD.repeat_interleave(q_QHD.shape[1] // k_THD.shape[1], 1)
+    return (q_QHD.transpose(0, 1) @ k_THD.permute(1, 2, 0) * scale).masked_fill(hidden_QT, -torch.inf)
+
+
 class Update:
     """A model on the pretended device, and a mini-batch of rows on the host."""
 
-    def __init__(self, *, num_layers: int, checkpoints: bool = False, num_sequences: int = 24, seed: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        num_layers: int = 2,
+        checkpoints: bool = False,
+        num_sequences: int = 24,
+        seed: int = 0,
+        device: torch.device = DEVICE,
+    ) -> None:
         sequences = random_sequences(np.random.default_rng(seed), num_sequences=num_sequences, mean_len=9)
         self.sequences = [row for row in sequences if len(row) > 1]
         model = tiny_model(num_hidden_layers=num_layers, head_dim=HEAD_DIM)
@@ -45,19 +90,19 @@ class Update:
             model.train()
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.set_attn_implementation(ATTENTION_NAME)
-        self.model = to_pretended(model)
+        self.device, self.model = device, model if device == CPU else to_pretended(model)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of the parameters, on the host."""
+        named = {name: each.grad for name, each in self.model.named_parameters()}
+        return {name: grad if self.device == CPU else grad.inner for name, grad in named.items()}
 
     def micro_batch(self, *, capacity: int) -> TreeMicroBatch:
         """Lay out all rows, as one pack or as a tree in sections."""
         return lay_out(self.data, capacity=capacity, mode="rows")
 
     def run(
-        self,
-        micros: list[TreeMicroBatch],
-        *,
-        backend: str,
-        forward_only: bool = False,
-        store_on_host: bool = False,
+        self, micros: Sequence[TreeMicroBatch], *, backend: str, forward_only: bool = False
     ) -> tuple[HostEvents, dict[str, Any]]:
         """Do what `FSDPTreeEngineWithLMHead.forward_backward_batch` does with micro-batches; return its result too."""
         events = HostEvents()
@@ -66,12 +111,11 @@ class Update:
             result = MiniBatchResult(tu.get(self.data, "input_ids"), output_names=names if forward_only else ())
             losses = RowLosses(function, result, group=None, scaler=None)
             for micro in micros:
-                self._run_one(micro, losses, backend=backend, store_on_host=store_on_host)
+                self._run_one(micro, losses, backend=backend, forward_only=forward_only)
             as_verl = result.as_verl()
         return events, as_verl
 
-    def _run_one(self, micro: TreeMicroBatch, losses: RowLosses, *, backend: str, store_on_host: bool) -> None:
-        forward_only = losses._loss_function is None
+    def _run_one(self, micro: TreeMicroBatch, losses: RowLosses, *, backend: str, forward_only: bool) -> None:
         rows = MicroBatchRows(micro, self.data, names=self.case.kinds, shift=self.case.shift)
 
         def compute(call: RelayCall, plan: AttentionPlan) -> Tensor:
@@ -92,9 +136,8 @@ class Update:
             micro.calls(scores_own_tokens=False),
             compute,
             mode="forward" if forward_only else "rows",
-            device=DEVICE,
+            device=self.device,
             backend=backend,
-            store_on_host=store_on_host,
         )
         for number in range(run.num_first):
             run.first(number)

@@ -66,7 +66,7 @@ class BlockRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # no slots, for the cached properties
 class BlockLists:
-    """Visible tiles of one pack, each `query_block` queries by `key_block` keys. A direction is found when asked for."""
+    """Visible tiles of one pack, each `query_block` queries by `key_block` keys; each direction is found when asked."""
 
     query_block: int
     key_block: int
