@@ -13,14 +13,12 @@ import statistics
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from harness import print_table
-from matplotlib.axes import Axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 GIB = 2**30
 # Colours of Okabe and Ito, told apart by the colour-blind.
@@ -188,6 +186,12 @@ def report(records: list[dict[str, Any]]) -> None:
 
 def draw(points: Points, *, out: Path) -> None:
     """Draw flat / tree over the POR, a panel for each model, with both bounds."""
+    # Imported here, as the tables are wanted on machines without it, too.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     models = list(dict.fromkeys(model for model, _ in points))
     figure, panels = plt.subplots(
         1, len(models), figsize=(1.2 + 4.6 * len(models), 4), layout="constrained", squeeze=False
@@ -202,7 +206,7 @@ def draw(points: Points, *, out: Path) -> None:
     plt.close(figure)
 
 
-def _draw_model(panel: Axes, points: Points, model: str) -> None:
+def _draw_model(panel: "Axes", points: Points, model: str) -> None:
     pors = [por for name, por in points if name == model]
     lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for por in pors:
@@ -217,7 +221,7 @@ def _draw_model(panel: Axes, points: Points, model: str) -> None:
     capacities = sorted({float(path.split("/")[1]) for path in lines if "/" in path and path[0] in "pr"}, reverse=True)
     for name, line in lines.items():
         if name == "1 / (1 - POR)":
-            panel.plot(*zip(*line, strict=True), color="black", linewidth=0.8, linestyle=":", label=name)
+            panel.plot(*zip(*line, strict=True), color="black", linewidth=0.8, linestyle=":", label=name, zorder=3)
         elif name == "bound by FLOPs":
             panel.plot(*zip(*line, strict=True), color="#777777", linewidth=0.8, label=name)
         else:
