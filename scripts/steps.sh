@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the scripts: numbered steps that show progress, keep a log, and end with the cause when they fail.
 
 NUM_STEPS=${NUM_STEPS:-1}

@@ -133,3 +133,39 @@ def test_the_trainer_reads_the_critics_most_tokens_under_another_name() -> None:
     config = CriticConfig(strategy="fsdp2", use_dynamic_bsz=True, ppo_max_token_len_per_gpu=5)
     assert config.ppo_infer_max_token_len_per_gpu != 5
     assert CriticConfig(strategy="fsdp2", use_dynamic_bsz=True, ppo_infer_max_token_len_per_gpu=7)
+
+
+def small_qwen3() -> Qwen3Config:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8, "vocab_size": 32}
+    return Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=2)
+
+
+@pytest.mark.skipif(has_flash_attn(), reason="shows what happens without flash-attn")
+def test_verls_critic_asks_for_flash_attention_by_name(tmp_path: Path) -> None:
+    """Whatever the model's config says; so `tree.enabled=false` with a critic is refused without flash-attn."""
+    from verl.utils.model import load_valuehead_model
+
+    config = small_qwen3()
+    config._attn_implementation = "sdpa"
+    AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="not a value head model") as error:
+        load_valuehead_model(str(tmp_path), torch.float32, config, trust_remote_code=False)
+    assert isinstance(error.value.__cause__, ImportError)
+    assert "FlashAttention2" in str(error.value.__cause__)
+
+
+def test_ulysses_of_verl_exchanges_heads_in_flash_attention_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With sdpa a rank would attend within its own tokens; so the check asks for flash_attention_2."""
+    from transformers.integrations import flash_attention
+    from verl.models.transformers.monkey_patch import apply_monkey_patch
+
+    before = flash_attention._flash_attention_forward
+    # Set to itself, so that it is restored after the test.
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", before)
+    functions = dict(ALL_ATTENTION_FUNCTIONS)
+    model = AutoModelForCausalLM.from_config(small_qwen3())
+    forward = type(model).forward
+    apply_monkey_patch(model, use_remove_padding=True, ulysses_sp_size=2)
+    assert flash_attention._flash_attention_forward is not before
+    assert dict(ALL_ATTENTION_FUNCTIONS) == functions
+    assert type(model).forward is forward
