@@ -6,6 +6,8 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3Config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls, registry
@@ -20,6 +22,8 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset import rl_dataset
 from verl.workers.config import CriticConfig
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+
+from verl_tree.launch.composition import has_flash_attn
 
 SOURCE = """
 from torch.utils.data import Dataset
