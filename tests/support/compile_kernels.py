@@ -17,6 +17,7 @@ import sys
 from contextlib import redirect_stdout
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -116,6 +117,6 @@ def ptxas_numbers(log: str) -> dict:
 
 
 if __name__ == "__main__":
-    triton.knobs.nvidia.dump_ptxas_log = True
+    knobs.nvidia.dump_ptxas_log = True
     for case in json.loads(sys.argv[1]):
         print(json.dumps(compile_one(case)), flush=True)

@@ -65,9 +65,9 @@ def dkv_kernel(
     Grid: R * Hkv programs, the heads of one row side by side: the longest rows of all heads come first.
     """
     program = tl.program_id(0)
-    row = program // num_kv_heads  # pyright: ignore[reportGeneralTypeIssues]
+    row = program // num_kv_heads
     kv_head = program % num_kv_heads
-    key_block, start, middle, end = load_row(rows, row, 5)
+    key_block, start, middle, end = load_row(rows, row, 5)  # pyright: ignore[reportGeneralTypeIssues]
     slot = tl.load(rows + 5 * row + 4)
     key_start = key_block * KEY_BLOCK
     key_K = key_start + tl.arange(0, KEY_BLOCK)
@@ -129,7 +129,7 @@ def add_parts_kernel(
     Grid: C * Hkv * (KEY_BLOCK / BLOCK) programs; each adds BLOCK keys.
     """
     program = tl.program_id(0)
-    piece = program % (KEY_BLOCK // BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
+    piece = program % (KEY_BLOCK // BLOCK)
     kv_head = program // (KEY_BLOCK // BLOCK) % num_kv_heads
     cut = cuts + program // (KEY_BLOCK // BLOCK) // num_kv_heads * 3
     key_block, first, last = tl.load(cut), tl.load(cut + 1), tl.load(cut + 2)
