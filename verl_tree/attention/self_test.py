@@ -179,7 +179,8 @@ def _inputs(
     """Draw q, k, v, the gradient of the output and, if any, sinks; and make the options of the kernel."""
     num_tokens = len(subtree_ends(trees))
     generator = torch.Generator().manual_seed(0)
-    shapes = [(num_tokens, count, kernel.head_dim) for count in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
+    counts = (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    shapes: list[tuple[int, ...]] = [(num_tokens, count, kernel.head_dim) for count in counts]
     if kernel.has_sinks:
         shapes.append((num_heads,))
     inputs = [
