@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -38,24 +38,27 @@ aten = torch.ops.aten
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
 
 
+Module = TypeVar("Module", bound=torch.nn.Module)
+
+
 class PretendTensor(torch.Tensor):
-    """A tensor that claims to be on `DEVICE` and computes on `inner`, a CPU tensor."""
+    """A tensor that claims to be on `DEVICE` and computes on `held`, a CPU tensor."""
 
-    inner: torch.Tensor
+    held: torch.Tensor
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> "PretendTensor":
+    def __new__(cls, held: torch.Tensor) -> "PretendTensor":
         made = torch.Tensor._make_wrapper_subclass(
             cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
             device=DEVICE,
         )
-        made.inner = inner
+        made.held = held
         return made
 
     @classmethod
@@ -67,11 +70,11 @@ class PretendTensor(torch.Tensor):
         return _run(HostEvents(), func, args, dict(kwargs or {}))  # nobody counts
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"PretendTensor({self.inner!r})"
+        return f"PretendTensor({self.held!r})"
 
     def data_ptr(self) -> int:
         """Return the address of the values, which tells tensors apart."""
-        return self.inner.data_ptr()
+        return self.held.data_ptr()
 
     def tolist(self) -> Any:
         """Return the values; torch's own method refuses subclasses."""
@@ -105,7 +108,13 @@ class HostEvents:
         return [event for event in self.syncs if event.package in packages]
 
 
-def to_pretended(module: torch.nn.Module) -> torch.nn.Module:
+def held(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Return the values of a tensor on the pretended device, without noting it."""
+    assert isinstance(tensor, PretendTensor)
+    return tensor.held
+
+
+def to_pretended(module: Module) -> Module:
     """Move the parameters and buffers of a module to the pretended device, where they are no parameters of torch's."""
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
@@ -156,7 +165,7 @@ def _run(events: HostEvents, func: Any, args: tuple[Any, ...], kwargs: dict[str,
         kwargs["device"] = torch.device("cpu")
     pins = kwargs.pop("pin_memory", None)
     _note(events, func, args, kwargs, to_device=to_device)
-    inner_args, inner_kwargs = tree_map_only(PretendTensor, lambda each: each.inner, (args, kwargs))
+    inner_args, inner_kwargs = tree_map_only(PretendTensor, lambda each: each.held, (args, kwargs))
     if func is aten._to_copy.default and from_device != to_device:
         inner_args = (inner_args[0].clone(), *inner_args[1:])  # the two never share memory
     made = func(*inner_args, **inner_kwargs)

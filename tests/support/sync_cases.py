@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pretend_device import DEVICE, HostEvents, to_pretended
+from pretend_device import DEVICE, HostEvents, held, to_pretended
 from relay_cases import CPU, LossCase, flat_rows, lay_out, verl_rows
 from torch import Tensor
 from tree_cases import random_sequences, tiny_model
@@ -81,7 +81,7 @@ class Update:
     ) -> None:
         sequences = random_sequences(np.random.default_rng(seed), num_sequences=num_sequences, mean_len=9)
         self.sequences = [row for row in sequences if len(row) > 1]
-        model = tiny_model(num_hidden_layers=num_layers, head_dim=HEAD_DIM)
+        model: Any = tiny_model(num_hidden_layers=num_layers, head_dim=HEAD_DIM)
         model.set_attn_implementation("sdpa")
         self.case = LossCase()
         with torch.no_grad():
@@ -94,8 +94,9 @@ class Update:
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the parameters, on the host."""
-        named = {name: each.grad for name, each in self.model.named_parameters()}
-        return {name: grad if self.device == CPU else grad.inner for name, grad in named.items()}
+        return {
+            name: each.grad if self.device == CPU else held(each.grad) for name, each in self.model.named_parameters()
+        }
 
     def micro_batch(self, *, capacity: int) -> TreeMicroBatch:
         """Lay out all rows, as one pack or as a tree in sections."""

@@ -131,5 +131,7 @@ def _like(column: Any, values: Tensor, offsets: Tensor) -> Tensor:
     """Return a jagged column with these values and offsets, and the shortest and longest row of another."""
     row_lens = column.offsets().diff()
     # Where they are not known, padding asks the device.
-    known = {"min_seqlen": int(row_lens.min()), "max_seqlen": int(row_lens.max())}
-    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=column._ragged_idx, **known)
+    shortest, longest = int(row_lens.min()), int(row_lens.max())
+    return torch.nested.nested_tensor_from_jagged(
+        values, offsets, jagged_dim=column._ragged_idx, min_seqlen=shortest, max_seqlen=longest
+    )

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from pretend_device import DEVICE, HostEvents, to_pretended
+from pretend_device import DEVICE, HostEvents, held, to_pretended
 from relay_cases import CPU
 from sync_cases import Update, pretend
 from tree_cases import DEEP, layout_of, tiny_model
@@ -68,7 +68,7 @@ def test_what_the_host_does_not_wait_for_is_no_sync(events):
         buffer.numpy()[:] = [2, 0, 1]
         index = buffer.to(DEVICE, non_blocking=True)
         x.repeat_interleave(x, output_size=3)[index].float().softmax(0).masked_fill(x > 1, 0.0)
-        assert x[index].inner.tolist() == [2, 0, 1]
+        assert held(x[index]).tolist() == [2, 0, 1]
     assert (events.syncs, len(events.copies)) == ([], 1)
 
 
@@ -147,7 +147,7 @@ def test_log_probs_of_a_pack_wait_for_nothing(events):
         got = tree_forward_log_probs(model, layout, plan=plan, temperature=temperature_T, chunk_size=4)
         got.log_probs_T.sum().backward()
     assert events.syncs == []
-    torch.testing.assert_close(got.log_probs_T.inner, want.log_probs_T, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(held(got.log_probs_T), want.log_probs_T, rtol=1e-10, atol=1e-12)
     assert layout.to("cpu") is host
 
 
@@ -177,6 +177,6 @@ def test_one_copy_keeps_values_shapes_and_alignment(events):
     assert (events.syncs, len(events.copies)) == ([], 1)
     for each, there in zip(given, moved, strict=True):
         assert (there.dtype, there.shape, there.device) == (each.dtype, each.shape, DEVICE)
-        assert there.inner.equal(each)
-        assert there.inner.storage_offset() * each.itemsize % transfer.ALIGNMENT_BYTES == 0
+        assert held(there).equal(each)
+        assert held(there).storage_offset() * each.itemsize % transfer.ALIGNMENT_BYTES == 0
     assert transfer.to_device(given, "cpu") == given
