@@ -130,7 +130,7 @@ class _Keep(torch.autograd.Function):
         return hidden_1TX.view_as(hidden_1TX)
 
     @staticmethod
-    def backward(_ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004
         return grad_outputs[0], None
 
 

@@ -1,0 +1,127 @@
+"""The tables of docs/memory.md: what an update of Qwen3 takes on one GPU, computed from the models' sizes.
+
+    python benchmarks/memory.py
+
+Nothing is measured here: `verl_tree.functional.update_memory` computes, and its test compares it with real updates on a
+CPU. The sizes are those of the models' published configs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from verl_tree.functional.memory import GIB, RESERVED_SHARE
+from verl_tree.functional.update_memory import Levers, ModelSize, Relay, largest, update_memory
+
+VOCABULARY = 151_936
+
+MODELS = {
+    "0.6B": ModelSize(1024, 3072, 28, 16, 8, 128, VOCABULARY, is_tied=True),
+    "1.7B": ModelSize(2048, 6144, 28, 16, 8, 128, VOCABULARY, is_tied=True),
+    "4B": ModelSize(2560, 9728, 36, 32, 8, 128, VOCABULARY, is_tied=True),
+    "8B": ModelSize(4096, 12288, 36, 32, 8, 128, VOCABULARY, is_tied=False),
+}
+STATES = {"none": 4, "offloaded": 8, "on the card": 16}
+"""Bytes per parameter by where Adam is. Without it: weights and gradients in bfloat16. With it both are in float32, as in
+verl, and Adam's two numbers are on the host during the passes, or not."""
+
+CARDS = {"H200, 139 GiB": 139, "H100, 80 GiB": 80}
+NUM_TOKENS = 131_072
+NUM_TILES = 8
+SECTION = 16_384
+MOST_TOKENS = 2**24
+
+TILED = Levers(num_tiles=NUM_TILES)
+LEVERS = {
+    "none": Levers(),
+    "tiles": TILED,
+    "tiles, no logits": Levers(num_tiles=NUM_TILES, chunk_size=0),
+    "tiles, offload": Levers(num_tiles=NUM_TILES, offloads=True),
+    "tiles, offload, no logits": Levers(num_tiles=NUM_TILES, offloads=True, chunk_size=0),
+}
+
+Rows = Sequence[Mapping[str, str]]
+
+
+def gib(num_bytes: float) -> str:
+    """Return GiB with one decimal."""
+    return f"{num_bytes / GIB:.1f}"
+
+
+def phases() -> Iterator[Mapping[str, str]]:
+    """Yield what holds the memory of each model, without levers and with tiles."""
+    for name, size in MODELS.items():
+        for lever in ("none", "tiles"):
+            memory = update_memory(size, NUM_TOKENS, state_bytes=STATES["none"], levers=LEVERS[lever])
+            row = {"model": name, "levers": lever, "weights, gradients": gib(memory.states)}
+            row |= {"Adam": gib(12 * size.num_parameters), "checkpoints": gib(memory.checkpoints)}
+            row |= {"MLP": gib(memory.mlp), "attention": gib(memory.attention), "head": gib(memory.head)}
+            yield row | {"peak": gib(memory.total), "with Adam": gib(memory.total + 12 * size.num_parameters)}
+
+
+def levers() -> Iterator[Mapping[str, str]]:
+    """Yield the peak of every model under every set of levers, without Adam, in packs and in sections."""
+    for name, size in MODELS.items():
+        row = {"model": name}
+        for lever, each in LEVERS.items():
+            row[lever] = gib(update_memory(size, NUM_TOKENS, state_bytes=STATES["none"], levers=each).total)
+        yield row
+
+
+def relays() -> Iterator[Mapping[str, str]]:
+    """Yield the memory of a tree with paths of `NUM_TOKENS` tokens, in sections of several capacities."""
+    for name, size in MODELS.items():
+        for on_host in (False, True):
+            relay = Relay(NUM_TOKENS, on_host=on_host)
+            row = {"model": name, "store": "host" if on_host else "device"}
+            for capacity in (8192, SECTION, 32_768, 65_536):
+                memory = update_memory(size, capacity, state_bytes=STATES["none"], levers=TILED, relay=relay)
+                row["keys and values"] = gib(memory.relayed)
+                row[f"C = {capacity:,}"] = gib(memory.total)
+            yield row
+
+
+def longest(memory_gib: float) -> Iterator[Mapping[str, str]]:
+    """Yield the most tokens, in thousands, that fit into a card less what is reserved."""
+    memory_bytes = (1 - RESERVED_SHARE) * memory_gib * GIB
+    for name, size in MODELS.items():
+        for states, state_bytes in STATES.items():
+            row = {"model": name, "Adam": states}
+            for lever in ("none", "tiles", "tiles, offload"):
+
+                def fits(tokens: int, size=size, state_bytes=state_bytes, lever=LEVERS[lever]) -> bool:
+                    return update_memory(size, tokens, state_bytes=state_bytes, levers=lever).total <= memory_bytes
+
+                row[lever] = _thousands(largest(fits, limit=MOST_TOKENS))
+
+            for on_host in (False, True):
+
+                def holds(path: int, size=size, state_bytes=state_bytes, on_host=on_host) -> bool:
+                    relay = Relay(path, on_host=on_host)
+                    memory = update_memory(size, SECTION, state_bytes=state_bytes, levers=TILED, relay=relay)
+                    return memory.total <= memory_bytes
+
+                row[f"relayed path, store on {'host' if on_host else 'device'}"] = _thousands(
+                    largest(holds, limit=MOST_TOKENS)
+                )
+            yield row
+
+
+def _thousands(num_tokens: int) -> str:
+    return "-" if num_tokens == 0 else f"{num_tokens / 1000:,.0f}k"
+
+
+def markdown(rows: Iterator[Mapping[str, str]]) -> str:
+    """Return rows as a table."""
+    every = list(rows)
+    lines = [list(every[0]), ["---"] * len(every[0]), *(list(row.values()) for row in every)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def tables() -> dict[str, str]:
+    """Return all tables by title."""
+    made = {"phases": markdown(phases()), "levers": markdown(levers()), "relay": markdown(relays())}
+    return made | {card: markdown(longest(memory_gib)) for card, memory_gib in CARDS.items()}
+
+
+if __name__ == "__main__":
+    for title, table in tables().items():
+        print(f"\n{title}\n\n{table}")

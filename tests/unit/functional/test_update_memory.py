@@ -1,0 +1,163 @@
+"""The memory of an update as computed from sizes, beside the peak of a real one: each phase in turn is the largest."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from verl_tree.attention import AttentionPlan, tree_attention
+from verl_tree.attention.hf import ATTENTION_NAME, register
+from verl_tree.functional.logprobs import tree_forward_log_probs
+from verl_tree.functional.memory import KeysAndValues, peak_bytes, probe_layout
+from verl_tree.functional.offload import offload_checkpoints
+from verl_tree.functional.tiles import tile_modules
+from verl_tree.functional.update_memory import Levers, ModelSize, Relay, largest, update_memory
+
+CPU = torch.device("cpu")
+NUM_TOKENS, MAX_PATH_LEN, CHUNK_SIZE = 1024, 256, 64
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "tie_word_embeddings": False,
+}
+MANY_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8}
+
+
+class Elsewhere(saved_tensors_hooks):
+    """Hooks that move tensors to memory that torch does not allocate."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tensor: tensor.detach().view(torch.int16).numpy().copy(), self._unpack)
+
+    @staticmethod
+    def _unpack(stored) -> Tensor:
+        return torch.from_numpy(stored).clone().view(torch.bfloat16)
+
+
+def kernel_bytes(config: Qwen3Config, plan: AttentionPlan) -> int:
+    """Measure the backward pass of the CPU's attention alone."""
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    inputs = [torch.randn(NUM_TOKENS, each, config.head_dim).bfloat16().requires_grad_() for each in heads]
+    out = tree_attention(*inputs, plan)
+    gradient = torch.randn_like(out)
+    return peak_bytes(lambda: torch.autograd.grad(out, inputs, gradient), device=CPU) // NUM_TOKENS
+
+
+def make_update(config: Qwen3Config, levers: Levers, plan: AttentionPlan) -> Callable[[], None]:
+    """Return an update of a bfloat16 model, whose gradients are there before."""
+    register()
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config).bfloat16().train()
+    model.set_attn_implementation(ATTENTION_NAME)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if levers.num_tiles is not None:
+        tile_modules(model, num_tiles=levers.num_tiles)
+    if levers.offloads:
+        offload_checkpoints(model, moved=Elsewhere())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    layout = probe_layout(NUM_TOKENS, max_path_len=MAX_PATH_LEN)
+    assert layout.num_tokens == NUM_TOKENS
+
+    def update() -> None:
+        scores = tree_forward_log_probs(model, layout, plan=plan, temperature=2.0, chunk_size=levers.chunk_size)
+        scores.log_probs_T.sum().backward()
+
+    return update
+
+
+@pytest.mark.parametrize(
+    ("phase", "changes", "levers"),
+    [
+        ("mlp", {"intermediate_size": 512}, Levers()),
+        ("mlp", {"intermediate_size": 1024}, Levers(num_tiles=3)),
+        ("attention", MANY_HEADS, Levers()),
+        ("attention", {"num_hidden_layers": 6}, Levers(num_tiles=8, offloads=True)),
+        ("head", {"vocab_size": 8192}, Levers()),
+        ("head", {"vocab_size": 8192}, Levers(num_tiles=8, offloads=True)),
+    ],
+)
+def test_the_peak_of_an_update_is_the_computed_one(phase: str, changes: dict[str, int], levers: Levers) -> None:
+    """Measured: 0.99 to 1.02 of the computed bytes."""
+    levers = Levers(num_tiles=levers.num_tiles, offloads=levers.offloads, chunk_size=CHUNK_SIZE)
+    config = Qwen3Config(**TINY | changes)
+    plan = AttentionPlan.from_layout(probe_layout(NUM_TOKENS, max_path_len=MAX_PATH_LEN), backend="varlen")
+    computed = update_memory(
+        ModelSize.of_model(config),
+        NUM_TOKENS,
+        state_bytes=0,
+        levers=levers,
+        kernel_bytes=kernel_bytes(config, plan),
+    )
+    assert max(("head", "mlp", "attention"), key=lambda name: getattr(computed, name)) == phase
+    update = make_update(config, levers, plan)
+    update()
+    measured = peak_bytes(update, device=CPU)
+    print("RATIO", measured / computed.total)
+    assert 0.97 < measured / computed.total < 1.03, (measured / computed.total, computed)
+
+
+def test_parameters_are_counted() -> None:
+    for is_tied in (False, True):
+        config = Qwen3Config(**TINY | {"tie_word_embeddings": is_tied})
+        model = Qwen3ForCausalLM(config)
+        size = ModelSize.of_model(config)
+        assert size.num_parameters == sum(each.numel() for each in model.parameters())
+        assert size.mlp_parameters == sum(each.numel() for each in model.model.layers[0].mlp.parameters())
+
+
+SIZE = ModelSize(
+    hidden=10, intermediate=20, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=5, vocabulary=100, is_tied=True
+)
+"""Twenty query dims and ten key dims."""
+
+
+def test_bytes_by_hand() -> None:
+    """Per token, a norm of 10 keeps 60 bytes, its output is 20, norms of 30 dims of heads keep 180, what attention gets
+    and gives is 40 + 20 + 20 + 40, and its log-sum-exp of four heads 16. So a layer keeps 396 below its MLP.
+    """
+    memory = update_memory(SIZE, 7, state_bytes=16)
+    # A layer: 10 * (2 * 20 + 2 * 10) of attention, 30 of norms, 600 of the MLP. Embeddings 1000, last norm 10.
+    assert memory.states == 16 * (3 * (600 + 30 + 600) + 1010)
+    assert memory.checkpoints == 7 * (3 * 20 + 2 * 2 * 5)
+    # The second norm and its output, the gradient of the layer's output; six numbers of 20 dims.
+    assert memory.mlp == 7 * (396 + 60 + 20 + 20 + 6 * 2 * 20)
+    # Gradients of both outputs, 20 and 40; those of 20 + 10 + 10 dims in six bytes.
+    assert memory.attention == 7 * (396 + 60 + 6 * 40)
+    # The last norm 60, three times 20; three tensors of logits of seven positions; a gradient of the weight.
+    assert memory.head == 7 * (60 + 60) + 3 * 4 * 7 * 100 + 2 * 10 * 100
+    assert memory.layer == memory.mlp
+    assert memory.total == memory.states + memory.checkpoints + memory.head
+
+
+def test_levers_by_hand() -> None:
+    """In two tiles of four tokens and three: norms keep their input, the first one that which came from the host."""
+    memory = update_memory(SIZE, 7, state_bytes=0, levers=Levers(num_tiles=2, offloads=True, chunk_size=0))
+    kept = 20 + 20 + 60 + 120 + 16
+    assert memory.checkpoints == 7 * 20
+    assert memory.mlp == 7 * (kept + 20 + 40 + 20) + 4 * 240 + 6 * 600
+    assert memory.head == 7 * (20 + 60) + 2000
+
+
+def test_a_relay_adds_its_store_and_the_sums_of_its_context() -> None:
+    plain = update_memory(SIZE, 7, state_bytes=0)
+    for on_host in (False, True):
+        relayed = update_memory(SIZE, 7, state_bytes=0, relay=Relay(30, on_host=on_host))
+        size = KeysAndValues(dims=20, num_layers=3, dtype_bytes=2)
+        assert relayed.relayed == size.relayed_bytes(30, trains=True, recomputes=True, on_host=on_host)
+        assert relayed.attention - plain.attention == 30 * 8 * 10
+        assert relayed.mlp == plain.mlp
+
+
+def test_the_largest_that_fits() -> None:
+    assert largest(lambda tokens: 3 * tokens <= 100, limit=1000) == 33
+    assert largest(lambda _: True, limit=1000) == 1000
+    assert largest(lambda _: False, limit=1000) == 0
