@@ -1,14 +1,28 @@
 """The tables of docs/memory.md: what an update of Qwen3 takes on one GPU, computed from the models' sizes.
 
     python benchmarks/memory.py
+    python benchmarks/memory.py --cost docs/benchmarks/data/memory_cost.json
 
-Nothing is measured here: `verl_tree.functional.update_memory` computes, and its test compares it with real updates on a
-CPU. The sizes are those of the models' published configs.
+The tables are computed by `verl_tree.functional.update_memory`, and its test compares it with real updates on a CPU. The
+sizes are those of the models' published configs. `--cost` measures on this CPU what tiles cost in time and save in bytes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import argparse
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-from verl_tree.functional.memory import GIB, RESERVED_SHARE
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from verl_tree.attention import AttentionPlan
+from verl_tree.attention.hf import ATTENTION_NAME, register
+from verl_tree.functional.logprobs import tree_forward_log_probs
+from verl_tree.functional.memory import GIB, RESERVED_SHARE, peak_bytes, probe_layout
+from verl_tree.functional.tiles import tile_modules
 from verl_tree.functional.update_memory import Levers, ModelSize, Relay, largest, update_memory
 
 VOCABULARY = 151_936
@@ -32,13 +46,12 @@ MOST_TOKENS = 2**24
 TILED = Levers(num_tiles=NUM_TILES)
 LEVERS = {
     "none": Levers(),
+    "offload": Levers(offloads=True),
     "tiles": TILED,
     "tiles, no logits": Levers(num_tiles=NUM_TILES, chunk_size=0),
     "tiles, offload": Levers(num_tiles=NUM_TILES, offloads=True),
-    "tiles, offload, no logits": Levers(num_tiles=NUM_TILES, offloads=True, chunk_size=0),
 }
-
-Rows = Sequence[Mapping[str, str]]
+NUM_REPEATS = 7
 
 
 def gib(num_bytes: float) -> str:
@@ -58,7 +71,7 @@ def phases() -> Iterator[Mapping[str, str]]:
 
 
 def levers() -> Iterator[Mapping[str, str]]:
-    """Yield the peak of every model under every set of levers, without Adam, in packs and in sections."""
+    """Yield the peak of every model under every set of levers, without Adam."""
     for name, size in MODELS.items():
         row = {"model": name}
         for lever, each in LEVERS.items():
@@ -72,11 +85,14 @@ def relays() -> Iterator[Mapping[str, str]]:
         for on_host in (False, True):
             relay = Relay(NUM_TOKENS, on_host=on_host)
             row = {"model": name, "store": "host" if on_host else "device"}
-            for capacity in (8192, SECTION, 32_768, 65_536):
+            for capacity in (8192, SECTION, 65_536):
                 memory = update_memory(size, capacity, state_bytes=STATES["none"], levers=TILED, relay=relay)
                 row["keys and values"] = gib(memory.relayed)
                 row[f"C = {capacity:,}"] = gib(memory.total)
-            yield row
+            memory = update_memory(
+                size, SECTION, state_bytes=STATES["none"], levers=LEVERS["tiles, no logits"], relay=relay
+            )
+            yield row | {f"C = {SECTION:,}, no logits": gib(memory.total)}
 
 
 def longest(memory_gib: float) -> Iterator[Mapping[str, str]]:
@@ -91,7 +107,6 @@ def longest(memory_gib: float) -> Iterator[Mapping[str, str]]:
                     return update_memory(size, tokens, state_bytes=state_bytes, levers=lever).total <= memory_bytes
 
                 row[lever] = _thousands(largest(fits, limit=MOST_TOKENS))
-
             for on_host in (False, True):
 
                 def holds(path: int, size=size, state_bytes=state_bytes, on_host=on_host) -> bool:
@@ -122,6 +137,59 @@ def tables() -> dict[str, str]:
     return made | {card: markdown(longest(memory_gib)) for card, memory_gib in CARDS.items()}
 
 
+def cost(num_tiles: int | None) -> tuple[float, int]:
+    """Return the median processor seconds and the peak bytes of an update of a small model with checkpoints."""
+    register()
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=1024,
+    )
+    model = Qwen3ForCausalLM(config).train()
+    model.set_attn_implementation(ATTENTION_NAME)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if num_tiles is not None:
+        tile_modules(model, num_tiles=num_tiles)
+    layout = probe_layout(4096, max_path_len=1024)
+    plan = AttentionPlan.from_layout(layout, backend="varlen")
+
+    def update() -> None:
+        tree_forward_log_probs(model, layout, plan=plan).log_probs_T.sum().backward()
+
+    update()
+    times = []
+    for _ in range(NUM_REPEATS):
+        start = time.process_time()
+        update()
+        times.append(time.process_time() - start)
+    return median(times), peak_bytes(update, device=torch.device("cpu"))
+
+
+def measure_cost(out: Path) -> None:
+    """Measure updates without tiles and with several numbers of them, and write what came out."""
+    torch.set_num_threads(1)
+    records: list[dict[str, Any]] = []
+    for num_tiles in (None, 1, NUM_TILES, 64):
+        seconds, num_bytes = cost(num_tiles)
+        records.append({"num_tiles": num_tiles, "cpu_s": seconds, "peak_bytes": num_bytes})
+        first = records[0]
+        print(
+            f"{num_tiles} tiles: time x {seconds / first['cpu_s']:.3f}, bytes x {num_bytes / first['peak_bytes']:.3f}"
+        )
+    out.write_text(json.dumps({"torch": torch.__version__, "updates": records}, indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    for title, table in tables().items():
-        print(f"\n{title}\n\n{table}")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cost", type=Path, help="measure, and write the numbers to this file")
+    arguments = parser.parse_args()
+    if arguments.cost is not None:
+        measure_cost(arguments.cost)
+    else:
+        for title, table in tables().items():
+            print(f"\n{title}\n\n{table}")
