@@ -3,8 +3,9 @@
     python benchmarks/memory.py
     python benchmarks/memory.py --cost docs/benchmarks/data/memory_cost.json
 
-The tables are computed by `verl_tree.functional.update_memory`, and its test compares it with real updates on a CPU. The
-sizes are those of the models' published configs. `--cost` measures on this CPU what tiles cost in time and save in bytes.
+The tables are computed by `verl_tree.functional.update_memory`, and its test compares it with real updates on a CPU.
+The sizes are those of the models' published configs. `--cost` measures on this CPU what tiles cost in time and save in
+bytes.
 """
 
 import argparse
@@ -34,8 +35,8 @@ MODELS = {
     "8B": ModelSize(4096, 12288, 36, 32, 8, 128, VOCABULARY, is_tied=False),
 }
 STATES = {"none": 4, "offloaded": 8, "on the card": 16}
-"""Bytes per parameter by where Adam is. Without it: weights and gradients in bfloat16. With it both are in float32, as in
-verl, and Adam's two numbers are on the host during the passes, or not."""
+"""Bytes per parameter by where Adam is. Without it: weights and gradients in bfloat16. With it both are in float32, as
+in verl, and Adam's two numbers are on the host during the passes, or not."""
 
 CARDS = {"H200, 139 GiB": 139, "H100, 80 GiB": 80}
 NUM_TOKENS = 131_072

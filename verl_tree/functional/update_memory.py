@@ -82,7 +82,7 @@ class Levers:
 
     num_tiles: int | None = None  # of MLPs and norms (`model.tiled_mlp`); None: they run as a whole
     offloads: bool = False  # checkpoints are in host memory (`model.enable_activation_offload`)
-    chunk_size: int = 1024  # positions whose logits exist at once (`tree.logits_chunk_size`); 0: a fused kernel makes none
+    chunk_size: int = 1024  # positions whose logits exist at once (`tree.logits_chunk_size`); 0: none, a fused kernel
 
 
 @dataclass(frozen=True, slots=True)

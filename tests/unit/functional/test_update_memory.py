@@ -1,6 +1,8 @@
 """The memory of an update as computed from sizes, beside the peak of a real one: each phase in turn is the largest."""
 
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,9 +123,9 @@ SIZE = ModelSize(
 
 
 def test_bytes_by_hand() -> None:
-    """Per token, a norm of 10 keeps 60 bytes, its output is 20, norms of 30 dims of heads keep 180, what attention gets
-    and gives is 40 + 20 + 20 + 40, and its log-sum-exp of four heads 16. So a layer keeps 396 below its MLP.
-    """
+    """What a layer keeps per token up to the output of attention, 396 bytes, is the sum that the first comment has."""
+    # A norm of 10 keeps 60, its output 20, norms of 30 dims of heads 180. Attention gets 40 + 20 + 20, gives 40, and
+    # keeps a log-sum-exp of four heads, 16.
     memory = update_memory(SIZE, 7, state_bytes=16)
     # A layer: 10 * (2 * 20 + 2 * 10) of attention, 30 of norms, 600 of the MLP. Embeddings 1000, last norm 10.
     assert memory.states == 16 * (3 * (600 + 30 + 600) + 1010)
@@ -161,3 +163,12 @@ def test_the_largest_that_fits() -> None:
     assert largest(lambda tokens: 3 * tokens <= 100, limit=1000) == 33
     assert largest(lambda _: True, limit=1000) == 1000
     assert largest(lambda _: False, limit=1000) == 0
+
+
+def test_the_page_has_the_tables_that_the_benchmark_prints() -> None:
+    root = Path(__file__).parents[3]
+    page = (root / "docs" / "memory.md").read_text()
+    tables = runpy.run_path(str(root / "benchmarks" / "memory.py"))["tables"]()
+    assert len(tables) == 5
+    for title, table in tables.items():
+        assert f"\n\n{table}\n" in page, f"{title}: run benchmarks/memory.py"
