@@ -28,6 +28,8 @@ from transformers import PreTrainedModel
 from verl_tree.attention.hf import no_mask
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.sharding import SequenceShard
+from verl_tree.functional.linear_choice import fused_log_probs
+from verl_tree.functional.linear_log_probs import LabelledPairs
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.transfer import to_device
 
@@ -227,7 +229,7 @@ def scoring_head(head: torch.nn.Module, scorer: "_Scorer") -> Iterator[list[_Hea
     calls: list[_HeadCall] = []
 
     def forward(hidden_1RD: Tensor) -> Tensor:
-        scores_CK = scorer.score(hidden_1RD, project=project)
+        scores_CK = scorer.score(hidden_1RD, head=head, project=project)
         # A copy: FSDP2 hangs its backward hook on the model's outputs, and a view could lose it.
         calls.append(_HeadCall(scores_CK.detach(), torch.stack([scores_CK])))
         return calls[-1].logits_1CK
@@ -294,12 +296,23 @@ class _Scorer:
     entropy_requires_grad: bool
     chunk_size: int
 
-    def score(self, rows_1RX: Tensor, *, project: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Score all pairs, chunk by chunk, as (C, K).
+    def score(
+        self,
+        rows_1RX: Tensor,
+        *,
+        head: torch.nn.Module | None = None,
+        project: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Score all pairs as (C, K), with a fused kernel or chunk by chunk.
 
-        `rows_1RX` are the hidden states (1, R, X) of the P wanted or of all T positions; without `project`, the logits.
+        `rows_1RX` are the hidden states (1, R, X) of the P wanted or of all T positions; without `head` and its forward
+        `project`, the logits.
         """
         rows_PX = self._wanted(rows_1RX.flatten(0, -2))
+        if head is not None and project is not None:
+            fused_CK = fused_log_probs(head, project, rows_PX, self._labelled())
+            if fused_CK is not None:
+                return fused_CK
         num_positions = rows_PX.shape[0]
         starts = list(range(0, num_positions, self.chunk_size)) or [0]
         chunks = []
@@ -312,6 +325,15 @@ class _Scorer:
             else:
                 chunks.append(self._score_chunk(*args))
         return torch.cat(chunks, dim=1)
+
+    def _labelled(self) -> LabelledPairs:
+        return LabelledPairs(
+            self.pairs.pair_position_K,
+            self.pairs.label_K,
+            self.temperature_P,
+            calculate_entropy=self.calculate_entropy,
+            entropy_requires_grad=self.entropy_requires_grad,
+        )
 
     def _wanted(self, rows_RX: Tensor) -> Tensor:
         """Select the wanted positions if the model's forward did not."""
