@@ -10,10 +10,22 @@ import pytest
 import torch
 import triton
 import triton.language as tl  # noqa: F401  (the interpreter looks for it among a kernel's globals)
-from tree_cases import DEEP, gradients, layout_of, relative_error, tiny_model
+from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+)
+from tree_cases import DEEP, VOCAB_SIZE, gradients, layout_of, relative_error, tiny_model
 
 from verl_tree.attention import AttentionPlan
-from verl_tree.attention.hf import ATTENTION_NAME
+from verl_tree.attention.hf import ATTENTION_NAME, register
 from verl_tree.functional import linear_choice, linear_log_probs_kernels
 from verl_tree.functional import linear_log_probs as fused
 from verl_tree.functional.linear_log_probs import (
@@ -259,36 +271,67 @@ def test_the_self_test_finds_a_wrong_kernel(name, wrong, monkeypatch):
     assert ("score" in reasons[0]) == (name == "_transformed")
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, "by position"])
-def test_a_model_scores_as_on_the_chunked_path(temperature, monkeypatch):
-    """A whole model through the head that scores; without the interpreter's variable the chunked path serves."""
+@pytest.fixture
+def fused_and_chunked(monkeypatch):
+    """Compare a model's scores and gradients on the two paths. Without the interpreter's variable it is chunked."""
     monkeypatch.setattr(fused, "choose_config", lambda _: LinearConfig(16, 32, 16, 4, 1))
-    model, layout = tiny_model("qwen3").float(), layout_of(DEEP)
-    model.set_attn_implementation(ATTENTION_NAME)
-    if temperature == "by position":
-        temperature = torch.linspace(0.5, 1.5, layout.num_tokens)
-
-    def scores():
-        plan = AttentionPlan.from_layout(layout, backend="dense")
-        options = {"temperature": temperature, "calculate_entropy": True, "chunk_size": 5}
-        out = tree_forward_log_probs(model, layout, plan=plan, **options)
-        both_CT = torch.stack((out.log_probs_T, out.entropy_T))
-        loss = (both_CT * torch.randn(both_CT.shape, generator=torch.Generator().manual_seed(0))).sum()
-        return both_CT.detach(), gradients(model, loss)
-
     calls = []
-    kernels = fused.linear_log_probs
 
     def counted(*args):
         calls.append(args)
-        return kernels(*args)
+        return linear_log_probs(*args)
 
     monkeypatch.setattr(linear_choice, "linear_log_probs", counted)
-    got_CT, got = scores()
-    assert len(calls) == 1
-    monkeypatch.delenv("TRITON_INTERPRET")
-    want_CT, want = scores()
-    assert len(calls) == 1
-    assert relative_error(got_CT, want_CT) < 1e-6
-    for name, want_one in want.items():
-        assert relative_error(got[name], want_one) < 1e-5, name
+
+    def compare(model, *, temperature=1.0):
+        layout = layout_of(DEEP)
+        model.set_attn_implementation(ATTENTION_NAME)
+        if temperature == "by position":
+            temperature = torch.linspace(0.5, 1.5, layout.num_tokens)
+
+        def scores():
+            plan = AttentionPlan.from_layout(layout, backend="dense")
+            options = {"temperature": temperature, "calculate_entropy": True, "chunk_size": 5}
+            out = tree_forward_log_probs(model, layout, plan=plan, **options)
+            both_CT = torch.stack((out.log_probs_T, out.entropy_T))
+            loss = (both_CT * torch.randn(both_CT.shape, generator=torch.Generator().manual_seed(0))).sum()
+            return both_CT.detach(), gradients(model, loss)
+
+        got_CT, got = scores()
+        assert len(calls) == 1
+        with monkeypatch.context() as patch:
+            patch.delenv("TRITON_INTERPRET")
+            want_CT, want = scores()
+        assert len(calls) == 1
+        assert relative_error(got_CT, want_CT) < 1e-6
+        for name, want_one in want.items():
+            assert relative_error(got[name], want_one) < 1e-5, name
+
+    return compare
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, "by position"])
+def test_a_model_scores_as_on_the_chunked_path(temperature, fused_and_chunked):
+    fused_and_chunked(tiny_model("qwen3").float(), temperature=temperature)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "model_class", "settings"),
+    [
+        (Gemma2Config, Gemma2ForCausalLM, {"final_logit_softcapping": 0.5, "attn_logit_softcapping": None}),
+        (CohereConfig, CohereForCausalLM, {"logit_scale": 0.1}),
+        (Cohere2Config, Cohere2ForCausalLM, {"logit_scale": 0.1}),
+        (GraniteConfig, GraniteForCausalLM, {"logits_scaling": 3.0}),
+        (GraniteMoeConfig, GraniteMoeForCausalLM, {"logits_scaling": 3.0}),
+    ],
+)
+def test_a_model_that_changes_its_logits_scores_as_on_the_plain_path(
+    config_class, model_class, settings, fused_and_chunked
+):
+    register()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": VOCAB_SIZE, "pad_token_id": 0}
+    if model_class is Gemma2ForCausalLM:
+        sizes["head_dim"] = 8
+    fused_and_chunked(model_class(config_class(**sizes, **settings)).eval())

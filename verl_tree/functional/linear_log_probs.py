@@ -129,7 +129,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden_PX, weight_VX, bias_V, inverse_P, lse_P, entropy_P, log_prob_K = ctx.saved_tensors
         backward = _Backward(hidden_PX, weight_VX, bias_V, inverse_P, lse_P, entropy_P, ctx.pairs)
         with torch.cuda.device_of(hidden_PX):

@@ -23,13 +23,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from verl_tree.attention.hf import no_mask
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.sharding import SequenceShard
 from verl_tree.functional.linear_choice import fused_log_probs
-from verl_tree.functional.linear_log_probs import LabelledPairs
+from verl_tree.functional.linear_log_probs import LabelledPairs, LogitTransform
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.transfer import to_device
 
@@ -43,6 +43,15 @@ _LOGIT_TRANSFORMS = {
     "lm_head_multiplier": 1.0,
 }
 """Config keys of architectures that change the logits behind their head, with the value that changes nothing."""
+
+_FUSED_TRANSFORMS: dict[str, Callable[[PretrainedConfig], LogitTransform]] = {
+    "cohere": lambda config: LogitTransform(config.logit_scale),
+    "cohere2": lambda config: LogitTransform(config.logit_scale),
+    "gemma2": lambda config: LogitTransform(softcap=config.final_logit_softcapping),
+    "granite": lambda config: LogitTransform(1.0 / config.logits_scaling),
+    "granitemoe": lambda config: LogitTransform(1.0 / config.logits_scaling),
+}
+"""What some of them do, by model type. A fused kernel does it itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,7 +204,10 @@ def forward_scores(
         "tree_plan": plan,
     }
     if transforms_logits(model):
-        scores_CM = scorer.score(model(**inputs).logits)
+        with transformed_head(head, scorer, _fused_transform(model)) as fused:
+            logits_1XX = model(**inputs).logits
+        # Zeros, added for the backward hooks that FSDP2 hangs on the model's outputs.
+        scores_CM = fused[0] + 0.0 * logits_1XX[0] if fused else scorer.score(logits_1XX)
     else:
         with scoring_head(head, scorer) as calls:
             logits_1CM = model(**inputs).logits
@@ -208,6 +220,12 @@ def transforms_logits(model: PreTrainedModel) -> bool:
     """Return whether the architecture caps or scales the logits behind its head."""
     config = model.config.get_text_config(decoder=True).to_dict()
     return any(config.get(key, neutral) not in (neutral, None) for key, neutral in _LOGIT_TRANSFORMS.items())
+
+
+def _fused_transform(model: PreTrainedModel) -> LogitTransform | None:
+    """Return what the architecture does to the logits behind its head, or None if a fused kernel does not know it."""
+    config = model.config.get_text_config(decoder=True)
+    return _FUSED_TRANSFORMS[config.model_type](config) if config.model_type in _FUSED_TRANSFORMS else None
 
 
 class _HeadCall(NamedTuple):
@@ -225,7 +243,7 @@ def scoring_head(head: torch.nn.Module, scorer: "_Scorer") -> Iterator[list[_Hea
     on error.
     """
     # The backward pass, which recomputes chunks after the head is restored, calls this `project` too.
-    project, instance_forward = head.forward, vars(head).get("forward")
+    project = head.forward
     calls: list[_HeadCall] = []
 
     def forward(hidden_1RD: Tensor) -> Tensor:
@@ -234,9 +252,40 @@ def scoring_head(head: torch.nn.Module, scorer: "_Scorer") -> Iterator[list[_Hea
         calls.append(_HeadCall(scores_CK.detach(), torch.stack([scores_CK])))
         return calls[-1].logits_1CK
 
+    with _replaced_forward(head, forward):
+        yield calls
+
+
+@contextmanager
+def transformed_head(
+    head: torch.nn.Module, scorer: "_Scorer", transform: LogitTransform | None
+) -> Iterator[list[Tensor]]:
+    """Let a fused kernel score the hidden states that `head` gets, if the transform behind the head is known to it.
+
+    Yields the list of its scores, (C, K). The model gets zeros in place of logits, so that its transform does no harm.
+    The list stays empty, and the model gets its logits, where no kernel serves.
+    """
+    project = head.forward
+    calls: list[Tensor] = []
+
+    def forward(hidden_1RD: Tensor) -> Tensor:
+        if transform is not None:
+            fused_CK = scorer.score_fused(hidden_1RD, head=head, project=project, transform=transform)
+            if fused_CK is not None:
+                calls.append(fused_CK)
+                return torch.stack([fused_CK - fused_CK.detach()])
+        return project(hidden_1RD)
+
+    with _replaced_forward(head, forward):
+        yield calls
+
+
+@contextmanager
+def _replaced_forward(head: torch.nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    instance_forward = vars(head).get("forward")
     head.forward = forward
     try:
-        yield calls
+        yield
     finally:
         if instance_forward is None:
             del head.forward
@@ -303,16 +352,16 @@ class _Scorer:
         head: torch.nn.Module | None = None,
         project: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Score all pairs as (C, K), with a fused kernel or chunk by chunk.
+        """Score all pairs as (C, K): by a fused kernel or chunk by chunk.
 
         `rows_1RX` are the hidden states (1, R, X) of the P wanted or of all T positions; without `head` and its forward
         `project`, the logits.
         """
-        rows_PX = self._wanted(rows_1RX.flatten(0, -2))
         if head is not None and project is not None:
-            fused_CK = fused_log_probs(head, project, rows_PX, self._labelled())
+            fused_CK = self.score_fused(rows_1RX, head=head, project=project, transform=LogitTransform())
             if fused_CK is not None:
                 return fused_CK
+        rows_PX = self._wanted(rows_1RX.flatten(0, -2))
         num_positions = rows_PX.shape[0]
         starts = list(range(0, num_positions, self.chunk_size)) or [0]
         chunks = []
@@ -326,14 +375,24 @@ class _Scorer:
                 chunks.append(self._score_chunk(*args))
         return torch.cat(chunks, dim=1)
 
-    def _labelled(self) -> LabelledPairs:
-        return LabelledPairs(
+    def score_fused(
+        self,
+        hidden_1RX: Tensor,
+        *,
+        head: torch.nn.Module,
+        project: Callable[[Tensor], Tensor],
+        transform: LogitTransform,
+    ) -> Tensor | None:
+        """Score all pairs with a fused kernel, or return None where it does not serve."""
+        labelled = LabelledPairs(
             self.pairs.pair_position_K,
             self.pairs.label_K,
             self.temperature_P,
+            transform,
             calculate_entropy=self.calculate_entropy,
             entropy_requires_grad=self.entropy_requires_grad,
         )
+        return fused_log_probs(head, project, self._wanted(hidden_1RX.flatten(0, -2)), labelled)
 
     def _wanted(self, rows_RX: Tensor) -> Tensor:
         """Select the wanted positions if the model's forward did not."""

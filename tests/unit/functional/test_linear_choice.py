@@ -25,7 +25,7 @@ def test_a_cpu_takes_the_chunked_path():
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """Makes the CPU a device that does not refuse by itself. Nothing is run on it."""
+    """Make the CPU a device that does not refuse by itself. Nothing is run on it."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
