@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_scores_and_gradients_of_a_sharded_model_equal_those_of_the_whole_one(tmp_path):
+def test_scores_and_gradients_of_sharded_models_equal_those_of_whole_ones(tmp_path):
     program = ROOT / "tests" / "support" / "sharded_head.py"
     paths = os.pathsep.join([str(ROOT), str(program.parent)])
     environment = os.environ | {"PYTHONPATH": paths, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -19,6 +19,6 @@ def test_scores_and_gradients_of_a_sharded_model_equal_those_of_the_whole_one(tm
     ]
     assert [process.wait(timeout=250) for process in ranks] == [0, 0]
     found = json.loads((tmp_path / "out").read_text())
-    assert found["calls"] == ["Parameter", "Parameter"]  # whole model and sharded one, both with a plain weight
-    assert {"scores", "lm_head.weight"} < found["errors"].keys()
+    assert found["calls"] == ["Parameter"] * 4  # two models, whole and sharded, all with a plain weight
+    assert {"qwen3 scores", "qwen3 lm_head.weight", "granite lm_head.weight"} < found["errors"].keys()
     assert max(found["errors"].values()) < 1e-5, found["errors"]

@@ -1,4 +1,4 @@
-"""A program that scores with the fused kernel on a model that FSDP2 shards over two ranks, and on the whole model.
+"""A program that scores with the fused kernel on models that FSDP2 shards over two ranks, and on whole models.
 
 `tests/interp/test_sharded_head.py` starts it, one process a rank, with TRITON_INTERPRET=1. Rank 0 writes the worst
 relative error of scores and gradients, and the kernel's calls.
@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from tree_cases import DEEP, layout_of, relative_error, tiny_model
+from transformers import GraniteConfig, GraniteForCausalLM
+from tree_cases import DEEP, VOCAB_SIZE, layout_of, relative_error, tiny_model
 
 from verl_tree.attention import AttentionPlan
-from verl_tree.attention.hf import ATTENTION_NAME
+from verl_tree.attention.hf import ATTENTION_NAME, register
 from verl_tree.functional import linear_choice
 from verl_tree.functional.logprobs import tree_forward_log_probs
 
@@ -49,13 +50,26 @@ def scores_and_gradients(model):
     return found
 
 
-want = scores_and_gradients(tiny_model("qwen3").float())
-sharded = tiny_model("qwen3").float()
-mesh = init_device_mesh("cpu", (2,))
-# As verl does: layers and the untied head by themselves, freed after their forward.
-for module in (*sharded.model.layers, sharded.lm_head, sharded):
-    fully_shard(module, mesh=mesh, reshard_after_forward=True)
-got = scores_and_gradients(sharded)
+def granite():
+    """Return a model that divides its logits."""
+    register()
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = GraniteConfig(**sizes, vocab_size=VOCAB_SIZE, pad_token_id=0, logits_scaling=3.0)
+    return GraniteForCausalLM(config).eval()
+
+
+errors = {}
+for name, build in (("qwen3", lambda: tiny_model("qwen3").float()), ("granite", granite)):
+    torch.manual_seed(0)
+    whole = build()
+    want = scores_and_gradients(whole)
+    torch.manual_seed(0)
+    sharded = build()
+    # As verl does: layers and the untied head by themselves, freed after their forward.
+    for module in (*sharded.model.layers, sharded.lm_head, sharded):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+    got = scores_and_gradients(sharded)
+    errors |= {f"{name} {key}": relative_error(got[key], want[key]) for key in want}
 if rank == 0:
-    out.write_text(json.dumps({"errors": {n: relative_error(got[n], want[n]) for n in want}, "calls": calls}))
+    out.write_text(json.dumps({"errors": errors, "calls": calls}))
 dist.destroy_process_group()
