@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from verl_tree.functional.linear_log_probs import HOPPER_BIASED_CONFIG, HOPPER_CONFIG, SMALL_CONFIG
+from verl_tree.functional.linear_log_probs import HOPPER_CONFIG, HOPPER_NARROW_CONFIG, SMALL_CONFIG
 
 HOPPER_SHARED_BYTES = 227 * 1024
 SMALL_SHARED_BYTES = 99 * 1024
-PLAIN, BIASED = [(), ("entropy",), ("entropy", "softcap")], [("entropy", "softcap", "bias")]
+PLAIN, OTHERS = [(), ("entropy",)], [("entropy", "softcap"), ("entropy", "bias"), ("entropy", "softcap", "bias")]
 
 
 def compiled(cases, tmp_path):
@@ -40,8 +40,8 @@ def test_the_kernels_that_make_logits(tmp_path):
     makes_logits = ("normalizer", "grad_logits")
     asked = [
         *cases(makes_logits, config=HOPPER_CONFIG),
-        *cases(makes_logits, config=HOPPER_BIASED_CONFIG, options=BIASED),
-        *cases(makes_logits, config=HOPPER_CONFIG, dtype="fp16", options=PLAIN[1:2]),
+        *cases(makes_logits, config=HOPPER_NARROW_CONFIG, options=OTHERS),
+        *cases(makes_logits, config=HOPPER_CONFIG, dtype="fp16", options=PLAIN[1:]),
     ]
     for one in compiled(asked, tmp_path):
         assert one["hgmma"] > 0, one
@@ -54,8 +54,8 @@ def test_the_kernels_that_make_logits(tmp_path):
 
 
 def test_the_other_kernels_and_the_other_configuration(tmp_path):
-    others = cases(("label", "pair_gradient", "label_gradient"), config=HOPPER_CONFIG, options=BIASED)
-    small = cases(("normalizer", "grad_logits"), config=SMALL_CONFIG, options=BIASED)
+    others = cases(("label", "pair_gradient", "label_gradient"), config=HOPPER_CONFIG, options=OTHERS[-1:])
+    small = cases(("normalizer", "grad_logits"), config=SMALL_CONFIG, options=OTHERS[-1:])
     for one in compiled([*others, *small], tmp_path):
         assert one["advisories"] == [], one
         assert one["stack_bytes"] == 0, one

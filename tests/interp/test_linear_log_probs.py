@@ -99,7 +99,7 @@ def run_fused(monkeypatch):
     """`run` through the kernels with the case's own sizes of tiles, spans and parts."""
 
     def run_with_sizes(case, **kwargs):
-        monkeypatch.setattr(fused, "choose_config", lambda *_, **__: case.config)
+        monkeypatch.setattr(fused, "choose_config", lambda *_: case.config)
         monkeypatch.setattr(fused, "SPAN", case.span)
         monkeypatch.setattr(fused, "GRADIENT_POSITIONS", case.gradient_positions)
         monkeypatch.setattr(fused, "GRADIENT_BYTES", case.gradient_bytes)
@@ -235,7 +235,7 @@ SMALL = LinearConfig(64, 128, 64, 4, 1)
 
 @pytest.fixture
 def small_self_test(monkeypatch):
-    monkeypatch.setattr(fused, "choose_config", lambda *_, **__: SMALL)
+    monkeypatch.setattr(fused, "choose_config", lambda *_: SMALL)
     for module in (fused, linear_choice):
         monkeypatch.setattr(module, "SPAN", 256)
     monkeypatch.setattr(linear_choice, "EXTRA_WORDS", 100)
@@ -274,7 +274,7 @@ def test_the_self_test_finds_a_wrong_kernel(name, wrong, monkeypatch):
 @pytest.fixture
 def fused_and_chunked(monkeypatch):
     """Compare a model's scores and gradients on the two paths. Without the interpreter's variable it is chunked."""
-    monkeypatch.setattr(fused, "choose_config", lambda *_, **__: LinearConfig(16, 32, 16, 4, 1))
+    monkeypatch.setattr(fused, "choose_config", lambda *_: LinearConfig(16, 32, 16, 4, 1))
     calls = []
 
     def counted(*args):

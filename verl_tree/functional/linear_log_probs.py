@@ -50,11 +50,11 @@ class LinearConfig(NamedTuple):
 HOPPER_CONFIG = LinearConfig(128, 256, 64, 8, 3)
 """For compute capability 9.0 (227 KB of shared memory).
 
-Chosen from machine code, not from timings: the widest tile that spills nothing, also with entropy and softcap.
+Chosen from machine code, not from timings: the widest tile that spills nothing, also with entropy.
 """
 
-HOPPER_BIASED_CONFIG = LinearConfig(128, 128, 64, 8, 4)
-"""The same for heads with a bias, with which the wider tile spills 24 bytes a thread, and 152 with a softcap."""
+HOPPER_NARROW_CONFIG = LinearConfig(128, 128, 64, 8, 4)
+"""The same for heads with a bias or a softcap. With the wider tile they spill up to 360 bytes a thread."""
 
 SMALL_CONFIG = LinearConfig(128, 128, 64, 8, 2)
 """Elsewhere. It fits the 99 KB of shared memory of compute capability 12.0."""
@@ -148,7 +148,7 @@ def _normalizers(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-sum-exp and, if asked for, entropy of the positions, float32 (P,)."""
     (num_positions, _), num_words = hidden_PX.shape, len(weight_VX)
-    config, num_spans = choose_config(hidden_PX, has_bias=bias_V is not None), -(-num_words // SPAN)
+    config, num_spans = choose_config(hidden_PX, bias_V, pairs.transform), -(-num_words // SPAN)
     max_SP, sum_SP, moment_SP = (inverse_P.new_empty(num_spans, num_positions) for _ in range(3))
     if num_positions:
         _kernels().normalizer_kernel[(-(-num_positions // config.position_block) * num_spans,)](
@@ -287,7 +287,7 @@ class _Backward:
         """Write the gradient of the raw logits of some positions and words."""
         (num_positions, num_columns), pairs = grad_LW.shape, self.pairs
         hidden_LX, inverse_L = self.hidden_PX[positions], self.inverse_P[positions]
-        config = choose_config(hidden_LX, has_bias=self.bias_V is not None)
+        config = choose_config(hidden_LX, self.bias_V, pairs.transform)
         num_programs = -(-num_positions // config.position_block) * -(-num_columns // config.word_block)
         sum_P, entropy_sum_P, entropy_P = gradients.sum_P, gradients.entropy_sum_P, self.entropy_P
         _kernels().grad_logits_kernel[(num_programs,)](
@@ -316,11 +316,11 @@ class _Backward:
         )
 
 
-def choose_config(hidden_PX: Tensor, *, has_bias: bool) -> LinearConfig:
-    """Return how the kernels that make logits are compiled for the device of the hidden states."""
+def choose_config(hidden_PX: Tensor, bias_V: Tensor | None, transform: LogitTransform) -> LinearConfig:
+    """Return how the kernels that make logits are compiled for the device of the hidden states and the head."""
     if hidden_PX.device.type != "cuda" or torch.cuda.get_device_capability(hidden_PX.device) != HOPPER:
         return SMALL_CONFIG
-    return HOPPER_BIASED_CONFIG if has_bias else HOPPER_CONFIG
+    return HOPPER_CONFIG if bias_V is None and transform.softcap is None else HOPPER_NARROW_CONFIG
 
 
 def _logit_arguments(
