@@ -1,233 +1,206 @@
-"""Correctness matrix of the attention backends on a device, against float64 on the same device.
+"""Checks attention backends on a device, case by case, against float64 on the same device.
 
-Every backend x dtype x head dim x heads x forest x remainder: forward and the three gradients, each case twice; and
-every backend x forest for layers with a sliding window, softcapped scores or sinks, whose gradient is compared too.
-Some forests are sections behind their context. Before every call the device's free memory is filled with NaN, so an
-element that a kernel forgets to write shows. A backend may err 1.5 times as much as the dense backend does in the same
-dtype (and never more than a loose absolute bound that catches a wrong mask); a backend that calls itself deterministic
-must repeat itself bit for bit.
+A case is a layer (dtype, head dim, heads, options) on a forest or on a section behind its context; `check_cases.py` has
+them, the most valuable first. Forward and the three gradients, two or three times. A case passes if
 
-    python benchmarks/check_attention.py [--device cuda] [--out attention_check.json] [--seconds 150]
+- the error of the worst token and the mean error are at most `FACTOR` times those of a correct kernel of that dtype
+  (`flash_rounding.py`);
+- a backend that promises to repeat itself does so bit for bit: `triton`, and every backend under deterministic algorithms.
 
-Needs torch and numpy, and triton or flash-attn-4 for the backends that are built on them. What does not fit into the
-time is counted as not run. Exit status 1 if anything failed.
+Before every call the device's free memory is filled with NaN, so an element that a kernel forgets to write shows. On the
+long forest the gradient of the output is zero but for some queries, which an oracle computes (`check_long.py`); the
+whole results of the backends are compared with each other.
+
+    python benchmarks/check_attention.py --backends triton --out triton.jsonl --oracles FOLDER [--seconds 90]
+    python benchmarks/check_attention.py --backends oracle --oracles FOLDER       # once, for all backends
+    python benchmarks/check_attention.py --backends triton --compile 0/16         # every 16th kernel, results thrown away
+
+Every case is a line of JSON, written at once. What does not fit into the time is counted as not run. A process checks
+one backend, as a kernel that breaks the device's context breaks it for the rest of the process. Needs torch and numpy,
+and triton or flash-attn-4 for the backends that are built on them. Exit status 1 if a case failed.
 """
 
 import argparse
-import itertools
+import dataclasses
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from attention import longest_context
-from harness import environment, new_parser, write_json
+from check_cases import Case, Layer, cases, plan_of
+from check_long import check_long
+from flash_rounding import mean_error, rounded_attention, worst_token_error
+from harness import append_record, attempt, environment, new_parser
+from tree_calls import poison, random_inputs, results_of, visible_pairs
 
-from verl_tree.attention import BACKENDS, AttentionPlan, ScoreOptions, tree_attention
-from verl_tree.testing.synthetic import random_forest, star, tool_fan_out, tree_search
-from verl_tree.tree import TokenForest
-from verl_tree.tree.layout import TreeLayout
+from verl_tree.attention import BACKENDS, AttentionPlan, ScoreOptions
 
-FAST_BACKENDS = [name for name, backend in BACKENDS.items() if not backend.is_oracle]
-HEADS = ((1, 1), (8, 8), (8, 2), (14, 2), (8, 1))
-"""Query and key-value heads: groups of 1, 1, 4, 7 and 8."""
+ORACLE = "oracle"
+REPEATING = ("triton",)
+"""Backends that promise to repeat themselves bit for bit without being asked to."""
 
-OPTIONS = (
-    {"head_dim": 64, "heads": (8, 1), "dtype": torch.bfloat16, "window": 128, "sinks": True},
-    {"head_dim": 128, "heads": (8, 2), "dtype": torch.bfloat16, "window": 300},
-    {"head_dim": 256, "heads": (8, 2), "dtype": torch.bfloat16, "window": 300, "softcap": 2.0},
-    {"head_dim": 128, "heads": (8, 2), "dtype": torch.float16, "softcap": 2.0},
-    {"head_dim": 64, "heads": (8, 2), "dtype": torch.float32, "window": 33, "softcap": 2.0, "sinks": True},
-)
-"""Few, as each is compiled anew: about those of gpt-oss, Mistral and Gemma-2; scores reach the caps."""
+FACTOR = 2.5
+"""Allowed error, as a multiple of that of a correct kernel. A kernel that adds up rounded parts, such as a gradient for
+every head of a group, errs up to 1.8 times as much."""
 
-FORESTS = {
-    "one token": lambda: [np.array([3])],
-    "chain": lambda: [np.arange(257)],
-    "duplicates and prefixes": lambda: random_forest(3, num_leaves=40, mean_len=24),
-    "fine": lambda: tree_search(
-        num_trees=3, num_expansions=5, num_rounds=4, num_steps=5, prompt_len=37, step_len=(3, 40), seed=1
-    ),
-    "star": lambda: star(7, prompt_len=513, branch_len=(60, 300), seed=2),
-    "agent": lambda: tool_fan_out(
-        3, num_calls=3, prompt_len=200, plan_len=(10, 60), call_len=(5, 40), result_len=(20, 150), seed=3
-    ),
-    "exact blocks": lambda: star(3, prompt_len=256, branch_len=128, seed=4),
-}
-
-SECTIONS = {"chain": 100, "fine": 150, "star": 700, "agent": 300}
-"""Capacity at which a forest is cut. Its section with the longest context is a case, too."""
-
-LOOSEST_ERROR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-"""Relative error (norm) that no correct kernel reaches and every wrong mask exceeds."""
+LEAST_LIMIT = 1e-5
+"""Error that is always allowed. In float32 that of exact arithmetic is only a few rounding errors."""
 
 
 def main() -> None:
-    """Run the matrix, print a line per backend and the failures, write the JSON."""
+    """Run the cases of the backends and write their records."""
     options = _parse_options()
-    if options.device == "cuda":
-        print(f"device: {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    started = time.perf_counter()
-    plans = _plans(device=options.device)
-    dtypes = (torch.bfloat16, torch.float32, torch.float16)
-    layers = [
-        {"head_dim": head_dim, "heads": heads, "dtype": dtype}
-        for head_dim, heads, dtype in itertools.product(options.head_dims, HEADS, dtypes)
-    ]
-    layers += [layer for layer in OPTIONS if layer["head_dim"] in options.head_dims]
-    cases = list(itertools.product(layers, plans, options.backends))
-    # Shuffled, so that what does not fit into the time is a sample of everything.
-    order = np.random.default_rng(0).permutation(len(cases))
-    records, num_not_run = [], 0
-    for index in order:
-        if time.perf_counter() - started > options.seconds:
-            num_not_run += 1
-            continue
-        layer, forest, backend = cases[index]
-        record = _check(backend, plans[forest], device=options.device, **layer)
-        records.append({"forest": forest, **record})
-    failures = _report(records, num_not_run=num_not_run)
-    write_json({"environment": environment(options), "cases": records}, options.out)
-    sys.exit(1 if failures else 0)
+    started = time.monotonic()
+    append_record({"kind": "environment", **environment(options)}, options.out)
+    wanted = cases(small=options.small)
+    if options.compile is not None:
+        wanted = _kernels_of(wanted, *options.compile)
+    num_failed = num_not_run = 0
+    for backend in options.backends:
+        for case in wanted:
+            if time.monotonic() - started > options.seconds:
+                num_not_run += 1
+                continue
+            # Before the case: a process that hangs or dies has said where.
+            print(f"{time.monotonic() - started:6.1f} s {backend}: {case}", flush=True)
+            case_started = time.monotonic()
+            result, error = attempt(lambda backend=backend, case=case: _check(backend, case, options=options))
+            record = result if error is None else {"error": error, "passed": False}
+            num_failed += not record.get("passed", True)
+            seconds = {"seconds": round(time.monotonic() - case_started, 3)}
+            append_record({"kind": "case", "backend": backend, **_named(case), **record, **seconds}, options.out)
+            if error is not None and options.device == "cuda":
+                torch.cuda.synchronize()  # raises if the context is broken: nothing more can be checked here
+    append_record({"kind": "end", "num_failed": num_failed, "num_not_run": num_not_run}, options.out)
+    print(f"{num_failed} failures; {num_not_run} cases did not fit into the time", flush=True)
+    sys.exit(1 if num_failed else 0)
 
 
 def _parse_options() -> argparse.Namespace:
     parser = new_parser(__doc__)
+    fast = [name for name, backend in BACKENDS.items() if not backend.is_oracle]
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--seconds", type=float, default=150.0)
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 96, 128, 256])
-    parser.add_argument("--backends", nargs="+", default=FAST_BACKENDS)
+    parser.add_argument("--backends", nargs="+", default=fast, choices=[ORACLE, *BACKENDS])
+    parser.add_argument("--oracles", type=Path, help="folder for what all backends are compared with")
+    parser.add_argument("--compile", type=_share, metavar="I/N", help="only compile every Nth kernel, from I on")
+    parser.add_argument("--small", action="store_true", help="few and small cases, to see that the program runs")
     return parser.parse_args()
 
 
-def _plans(*, device: str) -> dict[str, AttentionPlan]:
-    layouts = {
-        name: TreeLayout.from_forest(TokenForest.from_sequences(make()), device=device)
-        for name, make in FORESTS.items()
-    }
-    plans = {name: AttentionPlan.from_layout(layout) for name, layout in layouts.items()}
-    for name, capacity in SECTIONS.items():
-        plans[f"section of {name}"] = longest_context(layouts[name], capacity=capacity)
-    return plans
+def _share(text: str) -> tuple[int, int]:
+    index, count = text.split("/")
+    return int(index), int(count)
 
 
-def _check(
-    backend: str,
-    plan: AttentionPlan,
-    *,
-    head_dim: int,
-    heads: tuple[int, int],
-    dtype: torch.dtype,
-    device: str,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: bool = False,
+def _kernels_of(wanted: list[Case], index: int, count: int) -> list[Case]:
+    """Return every `count`-th layer, from `index` on, each on the first forest it is asked for."""
+    first = {case.layer: case for case in reversed(wanted) if not case.is_long}
+    layers = [layer for layer in dict.fromkeys(case.layer for case in wanted) if layer in first]
+    return [first[layer] for layer in layers[index::count]]
+
+
+def _named(case: Case) -> dict[str, Any]:
+    return {"forest": case.forest, **dataclasses.asdict(case.layer)}
+
+
+def _check(backend: str, case: Case, *, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the record of one case: errors and limits, or why the backend refuses."""
+    plan = plan_of(case.forest, device=options.device, small=options.small)
+    layer, sizes = case.layer, {"tokens": plan.num_tokens, "context": plan.num_context}
+    inputs, grad_out = random_inputs(layer, plan, device=options.device)
+    scored = ScoreOptions.of_layer(
+        plan,
+        scale=layer.head_dim**-0.5,
+        num_heads=layer.heads[0],
+        window=layer.window,
+        softcap=layer.softcap,
+        sinks=inputs[3] if layer.sinks else None,
+    )
+    with _deterministic(layer):
+        if backend != ORACLE:
+            reasons = BACKENDS[backend].not_supported_reasons(*inputs[:3], plan, options=scored)
+            if reasons:
+                return {**sizes, "refused": reasons}
+        must_repeat = layer.deterministic or backend in REPEATING
+        if case.is_long:
+            if backend == ORACLE:
+                return sizes
+            return {**sizes, **check_long(backend, layer, plan, folder=options.oracles, must_repeat=must_repeat)}
+        if options.compile is not None:
+            results_of(backend, layer, plan, inputs, grad_out)
+            return sizes
+    oracle = _oracle(case, plan, inputs, grad_out, folder=options.oracles, keep=backend == ORACLE)
+    if backend == ORACLE:
+        return {**sizes, "rounded": oracle["rounded"]}
+    with _deterministic(layer):
+        runs = [
+            results_of(backend, layer, plan, inputs, grad_out, fill=options.device == "cuda")
+            for _ in range(case.num_runs)
+        ]
+    return {**sizes, **judge(runs, oracle, must_repeat=must_repeat)}
+
+
+def judge(runs: list[dict[str, torch.Tensor]], oracle: dict[str, Any], *, must_repeat: bool) -> dict[str, Any]:
+    """Compare the runs of a case with its oracle, every run with every limit."""
+    errors, limits = {}, {}
+    for measure, error_of in {"worst": worst_token_error, "mean": mean_error}.items():
+        for name, want in oracle["want"].items():
+            key = f"{name} {measure}"
+            errors[key] = max(error_of(run[name], want) for run in runs)
+            limits[key] = max(FACTOR * oracle["rounded"][key], LEAST_LIMIT)
+    repeats = all(torch.equal(run[name], runs[0][name]) for run in runs[1:] for name in runs[0])
+    passed = all(errors[key] <= limits[key] for key in errors) and (repeats or not must_repeat)
+    return {"errors": errors, "limits": limits, "repeats": repeats, "must_repeat": must_repeat, "passed": passed}
+
+
+def make_oracle(
+    layer: Layer, plan: AttentionPlan, inputs: list[torch.Tensor], grad_out: torch.Tensor
 ) -> dict[str, Any]:
-    """One case: errors of output and gradients beside those of the dense backend, or why it is refused."""
-    num_heads, num_kv_heads = heads
-    case = {
-        "backend": backend,
-        "dtype": str(dtype),
-        "head_dim": head_dim,
-        "heads": heads,
-        "tokens": plan.num_tokens,
-        "context": plan.num_context,
-        "window": window,
-        "softcap": softcap,
-        "sinks": sinks,
-    }
-    generator = torch.Generator(device=device).manual_seed(plan.num_tokens + head_dim)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, head_dim, device=device, generator=generator).to(dtype)
-
-    queries, keys = (plan.num_queries, num_heads), (plan.num_tokens, num_kv_heads)
-    inputs, grad_out = [random(*shape) for shape in (queries, keys, keys)], random(*queries)
-    asked = {"window": window, "softcap": softcap}
-    sinks_H = torch.randn(num_heads, device=device, generator=generator).to(dtype) if sinks else None
-    options = ScoreOptions.of_layer(plan, scale=head_dim**-0.5, num_heads=num_heads, sinks=sinks_H, **asked)
-    reasons = BACKENDS[backend].not_supported_reasons(*inputs, plan, options=options)
-    if reasons:
-        return {**case, "refused": reasons}
-    if sinks_H is not None:
-        inputs.append(sinks_H)
-    want = _run("dense", plan, [each.double() for each in inputs], grad_out.double(), **asked)
-    plain = _run("dense", plan, inputs, grad_out, **asked)
-    first, second = (_run(backend, plan, inputs, grad_out, poison=device == "cuda", **asked) for _ in range(2))
-    errors = {name: _error(first[name], want[name]) for name in want}
-    # The sinks' gradient comes from the rounded output, and its terms cancel over the tokens.
-    least = {name: LOOSEST_ERROR[dtype] / (3 if name == "dsinks" else 10) for name in want}
-    limits = {name: max(1.5 * _error(plain[name], want[name]), least[name]) for name in want}
-    return {
-        **case,
-        "errors": errors,
-        "limits": limits,
-        "repeats": all(torch.equal(first[name], second[name]) for name in first),
-        "passed": all(errors[name] <= limits[name] for name in errors),
-    }
+    """Return the results in float64, by the dense backend, and the errors of a correct kernel of the layer's dtype."""
+    want = results_of("dense", layer, plan, [each.double() for each in inputs], grad_out.double())
+    visible_QT = visible_pairs(plan, window=layer.window)
+    rounded = rounded_attention(inputs, grad_out, visible_QT, scale=layer.head_dim**-0.5, softcap=layer.softcap)
+    errors = {f"{name} worst": worst_token_error(rounded[name], want[name]) for name in want}
+    errors |= {f"{name} mean": mean_error(rounded[name], want[name]) for name in want}
+    return {"want": {name: each.float() for name, each in want.items()}, "rounded": errors}
 
 
-def _run(
-    backend: str,
+def _oracle(
+    case: Case,
     plan: AttentionPlan,
     inputs: list[torch.Tensor],
     grad_out: torch.Tensor,
     *,
-    window: int | None,
-    softcap: float | None,
-    poison: bool = False,
-) -> dict[str, torch.Tensor]:
-    """Output and gradients; `inputs` are queries, keys, values and, where there are any, the sinks."""
-    leaves = [each.clone().requires_grad_() for each in inputs]
-    if poison:
-        _poison(2 * sum(each.numel() * 4 for each in (*inputs, grad_out)))
-    sinks_H = leaves[3] if len(leaves) > 3 else None
-    out = tree_attention(*leaves[:3], plan, backend=backend, window=window, softcap=softcap, sinks=sinks_H)
-    if poison:
-        _poison(2 * sum(each.numel() * 4 for each in (*inputs, grad_out)))
-    gradients = torch.autograd.grad(out, leaves, grad_out)
-    names = ("out", "dq", "dk", "dv", "dsinks")[: 1 + len(leaves)]
-    return dict(zip(names, (out.detach(), *gradients), strict=True))
+    folder: Path | None,
+    keep: bool,
+) -> dict[str, Any]:
+    """Return the oracle of a case from the folder, or make it. Only the process `oracle` keeps what it makes."""
+    path = None if folder is None else folder / f"{case.layer}, {case.forest}.pt".replace("/", " ")
+    if path is not None and path.exists():
+        return torch.load(path, map_location=grad_out.device)
+    oracle = make_oracle(case.layer, plan, inputs, grad_out)
+    if keep and path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(oracle, path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
+    return oracle
 
 
-def _poison(num_bytes: int) -> None:
-    """Leave NaN in what the caching allocator will hand out next, in blocks of several sizes."""
-    blocks = [torch.full((max(num_bytes >> shift, 512) // 4,), torch.nan, device="cuda") for shift in range(6)]
-    del blocks
-
-
-def _error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Norm of the difference over the norm; infinite where anything is not a number.
-
-    A gradient that is zero but for rounding (one visible key) counts as if it had elements of 0.01.
-    """
-    if not torch.isfinite(got).all():
-        return float("inf")
-    return ((got.double() - want).norm() / want.norm().clamp(min=0.01 * want.numel() ** 0.5)).item()
-
-
-def _report(records: list[dict[str, Any]], *, num_not_run: int) -> list[dict[str, Any]]:
-    failures = [record for record in records if not record.get("passed", True)]
-    for backend in sorted({record["backend"] for record in records}):
-        mine = [record for record in records if record["backend"] == backend]
-        run = [record for record in mine if "passed" in record]
-        worst = {
-            dtype: max(max(record["errors"].values()) for record in run if record["dtype"] == dtype)
-            for dtype in sorted({record["dtype"] for record in run})
-        }
-        repeating = sum(record["repeats"] for record in run)
-        num_passed = sum(record["passed"] for record in run)
-        print(
-            f"{backend}: {num_passed} of {len(run)} passed, {repeating} repeat bit for bit, "
-            f"{len(mine) - len(run)} refused; worst errors { ({key: f'{value:.1e}' for key, value in worst.items()}) }"
-        )
-        for reason in sorted({"; ".join(record["refused"]) for record in mine if "refused" in record}):
-            print(f"  refused: {reason}")
-    for record in failures[:20]:
-        print(f"FAILED: {record}")
-    print(f"{len(failures)} failures; {num_not_run} cases did not fit into the time", flush=True)
-    return failures
+@contextmanager
+def _deterministic(layer: Layer) -> Iterator[None]:
+    """Ask torch for deterministic algorithms, if the layer does. Memory stays as it is found, filled with NaN."""
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(layer.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 if __name__ == "__main__":

@@ -16,11 +16,15 @@ import resource
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 PACKAGES = ("numpy", "scipy", "torch", "triton", "transformers", "verl", "vllm")
 """Packages whose version belongs to a measurement, where the benchmark has imported them."""
@@ -70,6 +74,35 @@ def write_json(record: Any, out: Path | None) -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def append_record(record: Mapping[str, Any], out: Path | None) -> None:
+    """Append a record to a file as a line of JSON, at once, so that a process that is killed keeps it."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of `append_record`. A last line that a killed process has not ended is left out."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def attempt(call: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return what a call returns and no error; or None, and what it raised in one line, after printing the traceback.
+
+    Compilers of kernels raise exceptions of many kinds, and one case that fails must not lose the others.
+    """
+    # The exception of a future may be of any kind.
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        future = executor.submit(call)
+        error = future.exception()
+    if error is None:
+        return future.result(), None
+    traceback.print_exception(error)
+    return None, f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:

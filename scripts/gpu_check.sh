@@ -1,38 +1,37 @@
 #!/usr/bin/env bash
-# What a session with a GPU should run first: the correctness matrix of every attention backend, then the timing table
-# and whole-model updates. Runs from a bare checkout on Python 3.12 with torch, triton, transformers and numpy; verl, Ray
-# and vLLM are not needed. Results are JSON files in $OUT (default ./gpu_check); at most 9 minutes.
+# What a session with a GPU runs first: `correctness` of every attention backend, `layers` (times beside the best flat
+# kernels) and `models` (whole updates), each at most 8 minutes. Runs from a checkout on Python 3.12 with torch, triton,
+# transformers and numpy; verl, Ray, vLLM and a network are not needed. Results are JSON lines in $OUT (default
+# ./gpu_check), written at once: a run that is killed keeps what it had. Without a GPU it rehearses on the CPU.
 #
-#   OUT=results scripts/gpu_check.sh
+#   OUT=results scripts/gpu_check.sh [correctness] [layers] [models]      # all three, in this order, by default
+#   python benchmarks/report_gpu.py results                               # the tables
 #
-# With a folder .fa4 (wheels of flash-attn-4 and what it needs, see the extra "fa4" in pyproject.toml) in the checkout,
-# the set is unpacked beside it first.
+# With .fa4/site.tar.xz (scripts/fa4_wheels.sh) flash-attn-4 is unpacked beside the checkout first; else the one of the
+# environment serves, if there is one.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/steps.sh
 OUT=${OUT:-$PWD/gpu_check}
 PYTHON=${PYTHON:-python3}
-NUM_STEPS=4
-LOG=$OUT/gpu_check.log
-mkdir -p "$OUT"
-: >"$LOG"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+ulimit -c 0 # a process that dies leaves no core file
 
-unpack_fa4() {
-  [[ -d .fa4 ]] || { echo "no .fa4: the backend fa4 is not checked"; return; }
-  local site=$OUT/../.fa4_site
-  mkdir -p "$site"
-  "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$site" .fa4/*.whl
-  "$PYTHON" -c "import sys, tarfile; tarfile.open('.fa4/cu13.tar.xz').extractall(sys.argv[1])" "$site"
-  export PYTHONPATH=$PYTHONPATH:$site:$site/nvidia_cutlass_dsl/dsl_packages
-}
+SITE=$PWD/.fa4_site
+if [[ -f .fa4/site.tar.xz ]]; then
+  if [[ ! -d $SITE ]]; then
+    mkdir -p "$SITE.part"
+    "$PYTHON" -m tarfile -e .fa4/site.tar.xz "$SITE.part"
+    mv "$SITE.part" "$SITE"
+  fi
+  export PYTHONPATH=$PYTHONPATH:$SITE:$SITE/nvidia_cutlass_dsl/dsl_packages
+else
+  echo "no .fa4/site.tar.xz: fa4 is checked only if this environment has flash-attn-4"
+fi
 
-# The correctness matrix first: a timing of a wrong kernel is worth nothing.
-check() { timeout 170 "$PYTHON" benchmarks/check_attention.py --seconds 140 --out "$OUT/attention_check.json"; }
-layers() { timeout 200 "$PYTHON" benchmarks/attention.py --out "$OUT/attention.json"; }
-models() { timeout 120 "$PYTHON" benchmarks/attention.py --model --out "$OUT/attention_models.json"; }
+# Kernels are compiled once, into files that all processes share (flash-attn-4's folder is set job by job). With
+# deterministic algorithms cuBLAS asks for a workspace of a fixed size.
+export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
+export CUBLAS_WORKSPACE_CONFIG=:4096:8
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-show "flash-attn-4" unpack_fa4
-show "correctness of every backend" check
-show "single layers" layers
-show "whole-model updates" models
+exec "$PYTHON" -u benchmarks/gpu_stages.py --out "$OUT" "$@"

@@ -1,0 +1,166 @@
+"""What a session with a GPU runs first, in three stages of at most 8 minutes: correctness, layers, models.
+
+    python benchmarks/gpu_stages.py [correctness] [layers] [models] [--out gpu_check]
+
+`scripts/gpu_check.sh` calls this with caches and flash-attn-4 prepared. Every backend, contender and model is a process
+of its own (`jobs.py`), so one that breaks the device's context, or hangs, does not take the others with it. Kernels are
+compiled first, in as many processes as there are cores, into the caches on disk. `benchmarks/report_gpu.py` makes the
+tables. Without a GPU the same jobs run on small inputs on the CPU, with Triton's interpreter: a rehearsal, no result.
+Exit status 1 if any job did not pass.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from contenders import CONTENDERS, FLEX, FLEX_SHAPES
+from harness import append_record, environment
+from jobs import Job, run_jobs
+
+BUDGET_S = 480.0
+BACKENDS = ("fa4", "triton", "varlen")
+MODELS = ("8B", "0.6B", "1.7B", "4B")
+TIMED_FIRST = ("GRPO star 1k + 16 x (1-4k)", "MCTS, nodes of 30-100")
+"""Shapes that the stage of correctness times, so that this stage alone says how fast the kernels are."""
+
+BENCHMARKS = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where the jobs run: `cuda` or `cpu`, the cores that compile, and a folder for what nobody keeps."""
+
+    device: str
+    num_cores: int
+    scratch: Path
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether this only shows that the stages work."""
+        return self.device == "cpu"
+
+    def command(self, program: str, *arguments: str) -> list[str]:
+        """Return the command of a benchmark, small in a rehearsal."""
+        small = ["--small"] if self.is_rehearsal else []
+        return [sys.executable, str(BENCHMARKS / program), "--device", self.device, *small, *arguments]
+
+    def environment_of(self, name: str) -> dict[str, str]:
+        """Return the environment of a backend's or contender's jobs."""
+        if self.is_rehearsal and name.startswith("triton"):
+            return {"TRITON_INTERPRET": "1"}
+        # Two schedules of one kernel have one key in flash-attn-4's cache.
+        cache = self.scratch / "fa4" / name.replace(" ", "_")
+        return {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(cache)} if name.startswith("fa4") else {}
+
+
+def correctness(machine: Machine) -> list[list[Job]]:
+    """Return the jobs of the first stage: compile and compute the oracles, check each backend, time two shapes."""
+    oracles = str(machine.scratch / "oracles")
+    num_each = max(machine.num_cores // 2, 1)
+
+    def check(backend: str, limit_s: float) -> Job:
+        command = machine.command("check_attention.py", "--backends", backend, "--oracles", oracles)
+        of_job = ["--seconds", "{seconds}", "--out", "{out}"]
+        return Job(f"check-{backend}", [*command, *of_job], limit_s, machine.environment_of(backend))
+
+    def compile_share(backend: str, index: int) -> Job:
+        command = machine.command("check_attention.py", "--backends", backend, "--compile", f"{index}/{num_each}")
+        of_job = ["--seconds", "{seconds}", "--out", "{out}"]
+        return Job(f"compile-{backend}-{index}", [*command, *of_job], 80, machine.environment_of(backend))
+
+    compiling = [compile_share(backend, index) for index in range(num_each) for backend in ("fa4", "triton")]
+    timed = [_time(machine, contender, limit_s=25, shapes=TIMED_FIRST) for contender in BACKENDS]
+    return [
+        [check("oracle", 80), *compiling],
+        *([check(backend, limit_s)] for backend, limit_s in zip(BACKENDS, (110, 110, 70), strict=True)),
+        *([job] for job in timed),
+    ]
+
+
+def layers(machine: Machine) -> list[list[Job]]:
+    """Return the jobs of the second stage: compile, then time every contender alone on the device."""
+    compiling = [
+        Job(
+            f"compile-{_file_name(contender)}",
+            [*machine.command("attention.py", "--contender", contender, "--compile"), "--out", "{out}"],
+            60,
+            machine.environment_of(contender),
+        )
+        for contender in CONTENDERS
+        if contender != FLEX
+    ]
+    timed = [_time(machine, contender, limit_s=38) for contender in CONTENDERS if contender != FLEX]
+    flex = _time(machine, FLEX, limit_s=100, shapes=FLEX_SHAPES)
+    return [compiling, *([job] for job in timed), [flex]]
+
+
+def models(machine: Machine) -> list[list[Job]]:
+    """Return the jobs of the third stage: one model after another; in a rehearsal a tiny one."""
+    of_job = ["--device", machine.device, "--seconds", "{seconds}", "--out", "{out}"]
+    command = [sys.executable, str(BENCHMARKS / "por.py"), *of_job]
+    if machine.is_rehearsal:
+        small = ["--models", "30M", "--flat-tokens", "512", "--leaves", "8"]
+        return [[Job("model-30M", [*command, *small], 90)]]
+    limits_s = dict(zip(MODELS, (190, 70, 90, 125), strict=True))
+    return [[Job(f"model-{name}", [*command, "--models", name], limits_s[name])] for name in MODELS]
+
+
+STAGES: dict[str, Callable[[Machine], list[list[Job]]]] = {
+    "correctness": correctness,
+    "layers": layers,
+    "models": models,
+}
+
+
+def main() -> None:
+    """Run the stages that are asked for, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(STAGES)}; all by default")
+    parser.add_argument("--out", type=Path, default=Path("gpu_check"), help="folder of the results")
+    options = parser.parse_args()
+    unknown = [name for name in options.stages if name not in STAGES]
+    if unknown:
+        parser.error(f"stage {unknown[0]!r} does not exist; choose of {', '.join(STAGES)}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        print("\n*** No GPU: this is a REHEARSAL ON THE CPU with tiny inputs. It shows no result. ***\n", flush=True)
+    passed = True
+    with tempfile.TemporaryDirectory() as scratch:
+        machine = Machine(device, os.cpu_count() or 1, Path(scratch))
+        for name in options.stages or STAGES:
+            print(f"== {name}", flush=True)
+            folder = options.out / name
+            append_record(_machine_record(machine, name), folder / "machine.jsonl")
+            passed &= run_jobs(STAGES[name](machine), folder=folder, budget_s=BUDGET_S)
+    print("all jobs passed" if passed else "some jobs did not pass: see jobs.jsonl", flush=True)
+    sys.exit(0 if passed else 1)
+
+
+def _time(machine: Machine, contender: str, *, limit_s: float, shapes: tuple[str, ...] = ()) -> Job:
+    of_job = ["--seconds", "{seconds}", "--out", "{out}"]
+    command = machine.command("attention.py", "--contender", contender, *(["--shapes", *shapes] if shapes else []))
+    environment_of = machine.environment_of(contender)
+    return Job(f"time-{_file_name(contender)}", [*command, *of_job], limit_s, environment_of)
+
+
+def _file_name(contender: str) -> str:
+    return contender.replace(" ", "-").replace(",", "")
+
+
+def _machine_record(machine: Machine, stage: str) -> dict[str, object]:
+    """Return what the machine says of itself, with the whole of nvidia-smi."""
+    record: dict[str, object] = {"kind": "machine", "stage": stage, "rehearsal": machine.is_rehearsal}
+    record |= environment()
+    if not machine.is_rehearsal:
+        record["nvidia_smi"] = subprocess.run(["nvidia-smi", "-q"], capture_output=True, text=True, check=False).stdout
+    return record
+
+
+if __name__ == "__main__":
+    main()
