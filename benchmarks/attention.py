@@ -1,7 +1,7 @@
 """Times one attention layer, forward and backward in bf16, on eight shapes of trees: one contender per process.
 
-`contenders.py` says what competes. Backends also run, after all shapes, the section with the longest context of sections
-of a quarter of the tokens (`section`), and context and section in one pack (`its pack`).
+`contenders.py` says what competes. Backends also run, after all shapes, the section with the longest context of
+sections of a quarter of the tokens (`section`), and context and section in one pack (`its pack`).
 
     python benchmarks/attention.py --contender fa4 --out fa4.jsonl [--seconds 30] [--shapes ...] [--device cuda]
     python benchmarks/attention.py --contender fa4 --compile       # only so that its kernels are in the caches on disk

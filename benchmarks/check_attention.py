@@ -5,15 +5,15 @@ them, the most valuable first. Forward and the three gradients, two or three tim
 
 - the error of the worst token and the mean error are at most `FACTOR` times those of a correct kernel of that dtype
   (`flash_rounding.py`);
-- a backend that promises to repeat itself does so bit for bit: `triton`, and every backend under deterministic algorithms.
+- a backend that promises to repeat itself does so bit for bit: `triton`, and all under deterministic algorithms.
 
-Before every call the device's free memory is filled with NaN, so an element that a kernel forgets to write shows. On the
-long forest the gradient of the output is zero but for some queries, which an oracle computes (`check_long.py`); the
+Before every call the device's free memory is filled with NaN, so an element that a kernel forgets to write shows. On
+the long forest the gradient of the output is zero but for some queries, which an oracle computes (`check_long.py`); the
 whole results of the backends are compared with each other.
 
     python benchmarks/check_attention.py --backends triton --out triton.jsonl --oracles FOLDER [--seconds 90]
     python benchmarks/check_attention.py --backends oracle --oracles FOLDER       # once, for all backends
-    python benchmarks/check_attention.py --backends triton --compile 0/16         # every 16th kernel, results thrown away
+    python benchmarks/check_attention.py --backends triton --compile 0/16         # every 16th kernel, no results
 
 Every case is a line of JSON, written at once. What does not fit into the time is counted as not run. A process checks
 one backend, as a kernel that breaks the device's context breaks it for the rest of the process. Needs torch and numpy,
@@ -34,7 +34,7 @@ from check_cases import Case, Layer, cases, plan_of
 from check_long import check_long
 from flash_rounding import mean_error, rounded_attention, worst_token_error
 from harness import append_record, attempt, environment, new_parser
-from tree_calls import poison, random_inputs, results_of, visible_pairs
+from tree_calls import random_inputs, results_of, visible_pairs
 
 from verl_tree.attention import BACKENDS, AttentionPlan, ScoreOptions
 

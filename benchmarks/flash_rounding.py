@@ -67,9 +67,9 @@ def rounded_attention(
 def worst_token_error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Return the largest relative error of a token of a head; infinite where anything is not a number.
 
-    The error is the norm of the difference of a row of `got` and `want`, (tokens, H, D), over the norm of the wanted row
-    or the root mean square of all rows, whichever is larger. So one wrong pair of one query shows. Gradients of sinks,
-    (Hq,), are one row.
+    The error is the norm of the difference of a row of `got` and `want`, (tokens, H, D), over the norm of the wanted
+    row or the root mean square of all rows, whichever is larger. So one wrong pair of one query shows. Gradients of
+    sinks, (Hq,), are one row.
     """
     if not torch.isfinite(got).all():
         return float("inf")

@@ -1,4 +1,4 @@
-"""Calls of tree attention for the checks: drawn inputs, results with gradients, the mask, and memory filled with NaN."""
+"""Calls of tree attention for the checks: drawn inputs, results with gradients, the mask, memory filled with NaN."""
 
 import torch
 from check_cases import Layer
