@@ -5,8 +5,8 @@
 `scripts/gpu_check.sh` calls this with caches and flash-attn-4 prepared. Every backend, contender and model is a process
 of its own (`jobs.py`), so one that breaks the device's context, or hangs, does not take the others with it. Kernels are
 compiled first, in as many processes as there are cores, into the caches on disk. `benchmarks/report_gpu.py` makes the
-tables. Without a GPU the same jobs run on small inputs on the CPU, with Triton's interpreter: a rehearsal, no result.
-Exit status 1 if any job did not pass.
+tables. Without a GPU the same jobs run on small inputs on the CPU, where `varlen` serves and the other backends say why
+they do not: a rehearsal, no result. Exit status 1 if any job did not pass.
 """
 
 import argparse
@@ -53,8 +53,6 @@ class Machine:
 
     def environment_of(self, name: str) -> dict[str, str]:
         """Return the environment of a backend's or contender's jobs."""
-        if self.is_rehearsal and name.startswith("triton"):
-            return {"TRITON_INTERPRET": "1"}
         # Two schedules of one kernel have one key in flash-attn-4's cache.
         cache = self.scratch / "fa4" / name.replace(" ", "_")
         return {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(cache)} if name.startswith("fa4") else {}
