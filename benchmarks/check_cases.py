@@ -73,7 +73,7 @@ LONG = {
 SMALL_LONG = {
     "131k": lambda: [
         *star(4, prompt_len=300, branch_len=40, seed=5, vocab_size=1000),
-        *(row + 1000 for row in _search(num_trees=1, num_rounds=2, step_len=(5, 20), prompt_len=9)),
+        *(row + 1000 for row in _search(num_trees=1, num_rounds=1, step_len=(3, 9), prompt_len=9)),
     ]
 }
 """What a rehearsal takes for the long forest."""

@@ -9,8 +9,8 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ class Job:
     name: str
     command: Sequence[str]
     limit_s: float
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -108,7 +107,7 @@ def _start(job: Job, *, folder: Path, limit_s: float) -> _Running:
         # A session of its own, so that what the job starts ends with it.
         process = subprocess.Popen(
             command,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **job.environment},
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -28,9 +28,7 @@ else
   echo "no .fa4/site.tar.xz: fa4 is checked only if this environment has flash-attn-4"
 fi
 
-# Kernels are compiled once, into files that all processes share (flash-attn-4's folder is set job by job). With
-# deterministic algorithms cuBLAS asks for a workspace of a fixed size.
-export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
+# With deterministic algorithms cuBLAS asks for a workspace of a fixed size.
 export CUBLAS_WORKSPACE_CONFIG=:4096:8
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
