@@ -184,13 +184,14 @@ def test_the_report_says_what_failed(tmp_path, capsys):
 def test_the_layers_report_compares_with_the_fastest_flat_contender():
     shared = {"kind": "layer", "shape": "star", "queries": 10, "visible_pairs": 1, "visited_pairs": 2}
     shared |= {"forward_tflops": 1.0, "backward_tflops": 1.0, "peak_bytes": 10**9}
-    times = {"fa4 flat": (10.0, 30.0), "aten flat": (20.0, 40.0), "triton": (4.0, 6.0)}
-    records = [
+    times = {"fa4 flat": (10.0, 30.0), "aten flat": (20.0, 40.0), "triton": (4.0, 6.0), "triton, section": (1.0, 1.0)}
+    records = [{**shared, "contender": "triton", "forward_ms": 99.0, "backward_ms": 99.0}]  # of an earlier stage
+    records += [
         {**shared, "contender": name, "forward_ms": forward, "backward_ms": backward}
         for name, (forward, backward) in times.items()
     ]
     rows = {row["contender"]: row["flat / this"] for row in report_gpu.layers_table(records)}
-    assert rows == {"fa4 flat": "1.00", "aten flat": "0.67", "triton": "4.00"}
+    assert rows == {"fa4 flat": "1.00", "aten flat": "0.67", "triton": "4.00", "triton, section": "-"}
 
 
 def test_kernels_are_compiled_by_all_workers_once():
