@@ -18,9 +18,11 @@ ulimit -c 0 # a process that dies leaves no core file
 
 SITE=$PWD/.fa4_site
 if [[ -f .fa4/site.tar.xz ]]; then
-  if [[ ! -d $SITE ]]; then
-    mkdir -p "$SITE.part"
-    "$PYTHON" -m tarfile -e .fa4/site.tar.xz "$SITE.part"
+  if [[ ! -d $SITE || .fa4/site.tar.xz -nt $SITE ]]; then
+    rm -rf "$SITE" "$SITE.part"
+    mkdir "$SITE.part"
+    "$PYTHON" -m tarfile --filter data -e .fa4/site.tar.xz "$SITE.part"
+    touch "$SITE.part" # the archive has no times
     mv "$SITE.part" "$SITE"
   fi
   export PYTHONPATH=$PYTHONPATH:$SITE:$SITE/nvidia_cutlass_dsl/dsl_packages
