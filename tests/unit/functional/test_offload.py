@@ -20,12 +20,16 @@ class Moved(saved_tensors_hooks):
         self.num_away = 0
         super().__init__(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> tuple[bytes, torch.dtype, torch.Size]:
+    def _pack(self, tensor: Tensor) -> Tensor | tuple[bytes, torch.dtype, torch.Size]:
+        if tensor.numel() == 0:  # torch 2.11's checkpoints also keep a tensor without numbers
+            return tensor
         self.shapes.append(tensor.shape)
         self.num_away += 1
         return tensor.detach().numpy().tobytes(), tensor.dtype, tensor.shape
 
-    def _unpack(self, packed: tuple[bytes, torch.dtype, torch.Size]) -> Tensor:
+    def _unpack(self, packed: Tensor | tuple[bytes, torch.dtype, torch.Size]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
         self.num_away -= 1
         stored, dtype, shape = packed
         return torch.frombuffer(bytearray(stored), dtype=dtype).view(shape)
