@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from relay_cases import LossCase
+from relay_cases import LossCase, verl_rows
 from tensordict import TensorDict
 from verl.trainer import sft_trainer
 from verl.trainer.distillation.losses import DISTILLATION_SETTINGS_REGISTRY, distillation_ppo_loss
@@ -138,3 +138,23 @@ def test_sums_over_rows(name: str, mode: str) -> None:
 def test_losses_that_couple_rows(case: LossCase) -> None:
     """Guards the test above."""
     assert distance_from_the_sum(case) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["vanilla", "value"])
+def test_losses_read_the_lengths_of_prompts_and_responses_only(name: str) -> None:
+    """So these columns stay on the host (`verl_tree.engine.micro_batch`)."""
+    case, sequences = LossCase(name), [[1, 2, 3, 4, 5], [6, 7, 8]]
+    generator = torch.Generator().manual_seed(0)
+    scores = [tuple(torch.rand(len(row), generator=generator).double() for _ in case.kinds) for row in sequences]
+    found = []
+    for factor in (1, 0):
+        data = verl_rows(sequences, scores, case, seed=0)
+        for column in ("prompts", "responses"):
+            data[column] = data[column] * factor
+        offsets = data["input_ids"].offsets()
+        outputs = {
+            kind: torch.nested.nested_tensor_from_jagged(torch.cat([row[number] for row in scores]), offsets)
+            for number, kind in enumerate(case.kinds)
+        }
+        found.append(case.function()(model_output=outputs, data=data, dp_group=None)[0].item())
+    assert found[0] == found[1] != 0
