@@ -51,7 +51,7 @@ HOPPER_CAPPED_CONFIGS = {
 """Like `HOPPER_CONFIGS`, for softcapped scores, whose tanh takes registers.
 
 For D = 64, `forward` has eight warps instead of four. For D = 256, `dkv` would take 136 bytes of stack with three
-stages, and 144 where there is a window; with two it stays below 128.
+stages, and 144 where there is a window; with two it takes 128 at most.
 """
 
 SMALL_CONFIGS = {
