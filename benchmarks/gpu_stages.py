@@ -53,7 +53,7 @@ class Machine:
 
 
 def correctness(machine: Machine) -> list[list[Job]]:
-    """Return the jobs of the first stage: compile and compute the oracles, check each backend, time two shapes."""
+    """Return the jobs of the first stage: compile, compute the oracles, check backends and log-probs, time shapes."""
     oracles = str(machine.scratch / "oracles")
     num_each = max(machine.num_cores // 2, 1)
 
@@ -67,11 +67,19 @@ def correctness(machine: Machine) -> list[list[Job]]:
         of_job = ["--seconds", "{seconds}", "--out", "{out}"]
         return Job(f"compile-{backend}-{index}", [*command, *of_job], 80)
 
+    log_probs = machine.command("check_log_probs.py")
     compiling = [compile_share(backend, index) for index in range(num_each) for backend in ("fa4", "triton")]
     timed = [_time(machine, contender, limit_s=25, shapes=TIMED_FIRST) for contender in BACKENDS]
     return [
         [check("oracle", 80), *compiling],
-        *([check(backend, limit_s)] for backend, limit_s in zip(BACKENDS, (110, 110, 70), strict=True)),
+        *([check(backend, limit_s)] for backend, limit_s in zip(BACKENDS, (100, 100, 60), strict=True)),
+        [
+            Job(
+                "check-log-probs",
+                [*log_probs, "--seconds", "{seconds}", "--out", "{out}"],
+                45,
+            )
+        ],
         *([job] for job in timed),
     ]
 
