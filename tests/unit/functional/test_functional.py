@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from tree_cases import DEEP, flat_scores, gradients, layout_of, random_sequences, relative_error, tiny_model
 
 from verl_tree.functional import expand, scale_gradient, shared_token_weights, tree_log_probs, tree_scale
@@ -203,6 +210,18 @@ def test_a_backend_that_does_not_exist_leaves_the_model_as_it_was():
         tree_log_probs(model, [[1, 2]], backend="flash")
     assert model.config._attn_implementation == "sdpa"
     assert "forward" not in vars(model.lm_head)
+
+
+def test_a_mixture_that_balances_its_experts_gets_no_mask():
+    """Its loss unpacks a mask of two dimensions; packs have none."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=32, **sizes, **heads, **experts)).eval()
+    sequences = [[1, 2, 3, 4], [1, 2, 5]]
+    for sequence, log_probs in zip(sequences, tree_log_probs(model, sequences).log_probs, strict=True):
+        torch.testing.assert_close(log_probs, flat_scores(model, sequence)[0], rtol=0, atol=1e-5)
 
 
 def test_bad_sequences_are_refused():

@@ -1,4 +1,4 @@
-"""What `tree.enabled=false` on CUDA needs flash-attn for. It is not installed here; one line of Python stands for it."""
+"""What `tree.enabled=false` on CUDA needs flash-attn for. None is installed here; an empty module stands for it."""
 
 from pathlib import Path
 
@@ -16,14 +16,14 @@ TEAM = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An environment with flash-attn."""
+    """Make an environment with flash-attn."""
     (tmp_path / "flash_attn_2_cuda.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
 
 
 @pytest.fixture(autouse=True)
 def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is missing here is a refusal, not a warning."""
+    """Join no cluster, so that what is missing here is a refusal, not a warning."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 

@@ -1,4 +1,4 @@
-"""Checks of verl's own engine on CUDA (`tree.enabled=false`): what it needs flash-attn for. Trees need no flash-attn."""
+"""Checks of verl's own engine on CUDA (`tree.enabled=false`): what it needs flash-attn for. Trees need none."""
 
 from omegaconf import DictConfig
 
