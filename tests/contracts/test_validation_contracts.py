@@ -160,11 +160,12 @@ def test_verls_critic_asks_for_flash_attention_by_name(tmp_path: Path) -> None:
 
 def test_ulysses_of_verl_exchanges_heads_in_flash_attention_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """With sdpa a rank would attend within its own tokens; so the check asks for flash_attention_2."""
+    from transformers import modeling_flash_attention_utils
     from transformers.integrations import flash_attention
     from verl.models.transformers.monkey_patch import apply_monkey_patch
 
-    before = flash_attention._flash_attention_forward
-    # Set to itself, so that it is restored after the test.
+    # Another test of this process may have patched it already.
+    before = modeling_flash_attention_utils._flash_attention_forward
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", before)
     functions = dict(ALL_ATTENTION_FUNCTIONS)
     model = AutoModelForCausalLM.from_config(small_qwen3())

@@ -61,7 +61,6 @@ a training run on larger forests would look healthy and take many times as long.
 _logged_choices: set[tuple[str, ...]] = set()
 
 
-@torch.compiler.disable(reason="the kernels, and what a pack needs for them, are chosen by the plan of each call")
 def tree_attention(
     q_QHD: torch.Tensor,
     k_THD: torch.Tensor,

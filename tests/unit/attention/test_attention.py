@@ -21,6 +21,7 @@ from verl_tree.attention import (
     varlen_providers,
 )
 from verl_tree.attention.pieces import cut_mask
+from verl_tree.attention.triton_configs import padded_dim
 from verl_tree.attention.varlen import varlen_attention
 
 CPU_BACKENDS = ["varlen", "dense"]
@@ -389,7 +390,7 @@ def test_triton_refuses_dtypes_that_differ():
     ("head_dim", "padded"), [(1, 16), (16, 16), (17, 32), (64, 64), (96, 128), (128, 128), (129, 256), (256, 256)]
 )
 def test_triton_pads_head_dims_to_powers_of_two(head_dim, padded):
-    assert triton_backend.padded_dim(head_dim) == padded
+    assert padded_dim(head_dim) == padded
     for dtype in (torch.bfloat16, torch.float32):
         configs = triton_backend.choose_configs(torch.empty(1, 1, head_dim, dtype=dtype), options=PLAIN)
         assert min(*configs.forward[:2], *configs.dkv[:2], *configs.dq[:2]) >= 16
