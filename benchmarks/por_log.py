@@ -2,30 +2,24 @@
 
 import argparse
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
-from harness import environment
+from harness import append_record, environment, read_records
 
 
 class RunLog:
-    """The file of records: one JSON object a line, on the disk before the next run begins.
+    """The file of records: one JSON object a line, written before the next run begins.
 
     Raises:
         ValueError: The file was measured with other options, of those named in `same`.
     """
 
     def __init__(self, out: Path, options: argparse.Namespace, *, same: tuple[str, ...]) -> None:
-        self._out = out
-        self.records: list[dict[str, Any]] = []
-        if out.exists():
-            # A benchmark that was killed may have left half a line.
-            whole = "".join(line for line in out.read_text().splitlines(keepends=True) if line.endswith("\n"))
-            out.write_text(whole)
-            self.records = [json.loads(line) for line in whole.splitlines()]
-        out.parent.mkdir(parents=True, exist_ok=True)
+        self._out, self.records = out, read_records(out)
+        if out.exists():  # without half a line, which a benchmark that was killed may have left
+            out.write_text("".join(json.dumps(record) + "\n" for record in self.records))
         found = environment(options)
         for record in self.records:
             if record["kind"] == "environment":
@@ -33,12 +27,9 @@ class RunLog:
         self.write(kind="environment", **found)
 
     def write(self, **record: Any) -> None:
-        """Append a record and bring it to the disk."""
+        """Append a record."""
         self.records.append(record)
-        with self._out.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_record(record, self._out)
 
     def find(self, **wanted: Any) -> list[dict[str, Any]]:
         """Return the records with these values."""
