@@ -1,4 +1,4 @@
-"""Tables of what scripts/gpu_check.sh found: how the jobs ended, correctness by backend, times by shape.
+"""Tables of what scripts/gpu_check.sh found: how the jobs ended, correctness by backend, log-probs, times by shape.
 
     python benchmarks/report_gpu.py gpu_check
 
@@ -54,6 +54,23 @@ def cases_table(records: list[Record]) -> list[Record]:
     return rows
 
 
+def log_probs_table(records: list[Record]) -> list[Record]:
+    """Return a row for every head that the fused log-probs served or failed on."""
+    rows = []
+    for head in records:
+        if head["kind"] != "log_probs" or "refused" in head:
+            continue
+        shares = [head["errors"][name] / head["limits"][name] for name in head.get("errors", {})]
+        row = {"head": head["name"], "passed": head["passed"], "repeats": head.get("repeats", "-")}
+        row["worst error / limit"] = f"{max(shares):.2f}" if shares else "-"
+        for path in ("fused", "plain"):
+            ms, peak = (head.get(path, {}).get(name) for name in ("ms", "peak_bytes"))
+            row[f"{path} ms"] = "-" if ms is None else f"{ms:.2f}"
+            row[f"{path} peak GB"] = "-" if peak is None else f"{peak / 1e9:.2f}"
+        rows.append({**row, "error": head.get("error", "-")})
+    return rows
+
+
 def failed_cases(records: list[Record]) -> list[str]:
     """Return a line for every case that failed, with what it exceeded."""
     lines = []
@@ -80,7 +97,7 @@ def refusals(records: list[Record]) -> list[str]:
     for record in records:
         if "refused" in record:
             said = record["refused"]
-            name = record.get("backend", record.get("contender"))
+            name = record.get("backend", record.get("contender", "log-probs"))
             reasons.add(f"{name}: {said if isinstance(said, str) else '; '.join(said)}")
     return sorted(reasons)
 
@@ -137,7 +154,7 @@ def report(folder: Path) -> None:
         print(f"{machine['stage']}: {machine['date']}, {where}, torch {machine['torch']}")
     print("\nJobs\n")
     print_table(jobs_table(folder))
-    sections = {"Cases": cases_table(records), "Layers": layers_table(records)}
+    sections = {"Cases": cases_table(records), "Log-probs": log_probs_table(records), "Layers": layers_table(records)}
     for title, rows in sections.items():
         if rows:
             print(f"\n{title}\n")

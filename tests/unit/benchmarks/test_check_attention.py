@@ -169,6 +169,17 @@ def test_the_report_says_what_failed(tmp_path, capsys):
     for record in records:
         append_record(named | record, folder / "check.jsonl")
     append_record({"kind": "end", "num_failed": 2, "num_not_run": 3}, folder / "check.jsonl")
+    times = {"fused": {"ms": 3.0, "peak_bytes": 2 * 10**9}, "plain": {"ms": 4.5, "peak_bytes": None}}
+    heads = [
+        {"name": "0.6B", "errors": {"scores": 0.3, "weight": 0.1}, "limits": {"scores": 0.1, "weight": 0.1}, **times},
+        {"name": "8B", "error": "OutOfMemoryError: no"},
+        {"name": "4B", "refused": ["self-test: two runs differ"]},
+    ]
+    for head in heads:
+        append_record({"kind": "log_probs", "passed": False, **head}, folder / "log_probs.jsonl")
+    row, failed = report_gpu.log_probs_table(read_records(folder / "log_probs.jsonl"))
+    assert (row["worst error / limit"], row["fused ms"], row["fused peak GB"]) == ("3.00", "3.00", "2.00")
+    assert failed["error"] == "OutOfMemoryError: no"
     machine = gpu_stages.Machine("cpu", 2, tmp_path)
     append_record(gpu_stages._machine_record(machine, "correctness"), folder / "machine.jsonl")
     append_record({"job": "check-fa4", "status": "died", "exit_status": -9}, folder / "jobs.jsonl")
@@ -177,7 +188,8 @@ def test_the_report_says_what_failed(tmp_path, capsys):
     assert (rows["fa4"]["refused"], rows["varlen"]["raised"]) == (1, 1)
     report_gpu.report(tmp_path)
     printed = capsys.readouterr().out
-    for part in ("REHEARSAL", "died", "5.0e-01 > 2.0e-01", "RuntimeError: no", "fa4: it is not installed", "3 cases"):
+    parts = ("REHEARSAL", "died", "5.0e-01 > 2.0e-01", "RuntimeError: no", "fa4: it is not installed", "3 cases")
+    for part in (*parts, "Log-probs", "log-probs: self-test: two runs differ"):
         assert part in printed
 
 
