@@ -27,7 +27,6 @@ from verl_tree.functional.linear_log_probs import LabelledPairs, LogitTransform,
 
 SCORE_LIMIT = 1e-3
 FACTOR = 4.0
-NUM_POSITIONS = 2048
 REPETITIONS = 5
 
 Score = Callable[..., torch.Tensor]
@@ -42,6 +41,7 @@ class Head:
     vocabulary: int = 151_936
     softcap: float | None = None
     calculate_entropy: bool = False
+    num_positions: int = 2048
 
 
 HEADS = (
@@ -62,7 +62,7 @@ def main() -> None:
     append_record({"kind": "environment", **environment(options)}, options.out)
     started = time.monotonic()
     num_failed = num_not_run = 0
-    for head in [Head("tiny", 64, 500)] if options.small else HEADS:
+    for head in [Head("tiny", 64, 500, num_positions=48)] if options.small else HEADS:
         if time.monotonic() - started > options.seconds:
             num_not_run += 1
             continue
@@ -86,8 +86,8 @@ def _check(head: Head, *, options: argparse.Namespace) -> dict[str, Any]:
 
     linear = torch.nn.Linear(head.hidden_size, head.vocabulary, bias=False, device=device, dtype=torch.bfloat16)
     weight_VX = (draw(head.vocabulary, head.hidden_size) * 3 * head.hidden_size**-0.5).bfloat16()
-    hidden_PX = draw(NUM_POSITIONS, head.hidden_size).bfloat16()
-    position_K = torch.tensor(sorted([*range(NUM_POSITIONS), *range(0, NUM_POSITIONS, 16)]), device=device)
+    hidden_PX = draw(head.num_positions, head.hidden_size).bfloat16()
+    position_K = torch.tensor(sorted([*range(head.num_positions), *range(0, head.num_positions, 16)]), device=device)
     label_K = torch.randint(head.vocabulary, position_K.shape, generator=generator, device=device)
     transform = LogitTransform(softcap=head.softcap)
     pairs = LabelledPairs(position_K, label_K, 0.9, transform, calculate_entropy=head.calculate_entropy)

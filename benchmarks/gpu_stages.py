@@ -11,6 +11,7 @@ they do not: a rehearsal, no result. Exit status 1 if any job did not pass.
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,10 +47,11 @@ class Machine:
         """Whether this only shows that the stages work."""
         return self.device == "cpu"
 
-    def command(self, program: str, *arguments: str) -> list[str]:
-        """Return the command of a benchmark, small in a rehearsal."""
+    def job(self, name: str, program: str, *arguments: str, limit_s: float) -> Job:
+        """Return the job that runs a benchmark, small in a rehearsal."""
         small = ["--small"] if self.is_rehearsal else []
-        return [sys.executable, str(BENCHMARKS / program), "--device", self.device, *small, *arguments]
+        of_job = ["--device", self.device, *small, "--seconds", "{seconds}", "--out", "{out}"]
+        return Job(name, [sys.executable, str(BENCHMARKS / program), *of_job, *arguments], limit_s)
 
 
 def correctness(machine: Machine) -> list[list[Job]]:
@@ -57,57 +59,46 @@ def correctness(machine: Machine) -> list[list[Job]]:
     oracles = str(machine.scratch / "oracles")
     num_each = max(machine.num_cores // 2, 1)
 
-    def check(backend: str, limit_s: float) -> Job:
-        command = machine.command("check_attention.py", "--backends", backend, "--oracles", oracles)
-        of_job = ["--seconds", "{seconds}", "--out", "{out}"]
-        return Job(f"check-{backend}", [*command, *of_job], limit_s)
+    def check(backend: str, *, limit_s: float) -> Job:
+        asked = ("--backends", backend, "--oracles", oracles)
+        return machine.job(f"check-{backend}", "check_attention.py", *asked, limit_s=limit_s)
 
     def compile_share(backend: str, index: int) -> Job:
-        command = machine.command("check_attention.py", "--backends", backend, "--compile", f"{index}/{num_each}")
-        of_job = ["--seconds", "{seconds}", "--out", "{out}"]
-        return Job(f"compile-{backend}-{index}", [*command, *of_job], 80)
+        asked = ("--backends", backend, "--compile", f"{index}/{num_each}")
+        return machine.job(f"compile-{backend}-{index}", "check_attention.py", *asked, limit_s=80)
 
-    log_probs = machine.command("check_log_probs.py")
     compiling = [compile_share(backend, index) for index in range(num_each) for backend in ("fa4", "triton")]
+    # The check itself compiles what it runs; beside other jobs its times are nothing.
+    compiling.append(machine.job("compile-log-probs", "check_log_probs.py", limit_s=80))
     timed = [_time(machine, contender, limit_s=25, shapes=TIMED_FIRST) for contender in BACKENDS]
     return [
-        [check("oracle", 80), *compiling],
-        *([check(backend, limit_s)] for backend, limit_s in zip(BACKENDS, (100, 100, 60), strict=True)),
-        [
-            Job(
-                "check-log-probs",
-                [*log_probs, "--seconds", "{seconds}", "--out", "{out}"],
-                45,
-            )
-        ],
+        [check("oracle", limit_s=80), *compiling],
+        *([check(backend, limit_s=limit_s)] for backend, limit_s in zip(BACKENDS, (100, 100, 60), strict=True)),
+        [machine.job("check-log-probs", "check_log_probs.py", limit_s=45)],
         *([job] for job in timed),
     ]
 
 
 def layers(machine: Machine) -> list[list[Job]]:
     """Return the jobs of the second stage: compile, then time every contender alone on the device."""
+    contenders = [contender for contender in CONTENDERS if contender != FLEX]
     compiling = [
-        Job(
-            f"compile-{_file_name(contender)}",
-            [*machine.command("attention.py", "--contender", contender, "--compile"), "--out", "{out}"],
-            55,
+        machine.job(
+            f"compile-{_file_name(contender)}", "attention.py", "--contender", contender, "--compile", limit_s=55
         )
-        for contender in CONTENDERS
-        if contender != FLEX
+        for contender in contenders
     ]
-    timed = [_time(machine, contender, limit_s=36) for contender in CONTENDERS if contender != FLEX]
+    timed = [_time(machine, contender, limit_s=36) for contender in contenders]
     flex = _time(machine, FLEX, limit_s=80, shapes=FLEX_SHAPES)
     return [compiling, *([job] for job in timed), [flex]]
 
 
 def models(machine: Machine) -> list[list[Job]]:
     """Return the jobs of the third stage: one model after another; in a rehearsal a tiny one."""
-    of_job = ["--device", machine.device, "--seconds", "{seconds}", "--out", "{out}"]
-    command = [sys.executable, str(BENCHMARKS / "por.py"), *of_job]
     if machine.is_rehearsal:
-        return [[Job("model-tiny", [*command, "--small"], 150)]]
-    limits_s = dict(zip(MODELS, (90, 185, 65, 120), strict=True))
-    return [[Job(f"model-{name}", [*command, "--models", name], limits_s[name])] for name in MODELS]
+        return [[machine.job("model-tiny", "por.py", limit_s=150)]]
+    limits_s = zip(MODELS, (90, 185, 65, 120), strict=True)
+    return [[machine.job(f"model-{name}", "por.py", "--models", name, limit_s=limit_s)] for name, limit_s in limits_s]
 
 
 STAGES: dict[str, Callable[[Machine], list[list[Job]]]] = {
@@ -130,6 +121,7 @@ def main() -> None:
     if device == "cpu":
         print("\n*** No GPU: this is a REHEARSAL ON THE CPU with tiny inputs. It shows no result. ***\n", flush=True)
     passed = True
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an outer limit ends the jobs, too
     with tempfile.TemporaryDirectory() as scratch:
         machine = Machine(device, os.cpu_count() or 1, Path(scratch))
         # flash-attn-4 finds a compiled kernel by its own sources and our mask, not by what the mask calls. So its
@@ -146,9 +138,8 @@ def main() -> None:
 
 
 def _time(machine: Machine, contender: str, *, limit_s: float, shapes: tuple[str, ...] = ()) -> Job:
-    of_job = ["--seconds", "{seconds}", "--out", "{out}"]
-    command = machine.command("attention.py", "--contender", contender, *(["--shapes", *shapes] if shapes else []))
-    return Job(f"time-{_file_name(contender)}", [*command, *of_job], limit_s)
+    asked = ("--contender", contender, *(("--shapes", *shapes) if shapes else ()))
+    return machine.job(f"time-{_file_name(contender)}", "attention.py", *asked, limit_s=limit_s)
 
 
 def _file_name(contender: str) -> str:
