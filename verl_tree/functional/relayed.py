@@ -27,7 +27,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl_tree.attention.hf import no_mask, tree_attention_implementation
 from verl_tree.attention.plan import AttentionPlan
-from verl_tree.functional.logprobs import ScoredPairs, TreeLogProbs, forward_scores
+from verl_tree.functional.logprobs import TreeLogProbs, forward_scores
+from verl_tree.functional.scorer import ScoredPairs
 from verl_tree.relay.calls import RelayCall, RelayCalls
 from verl_tree.relay.cut import MIN_SECTION_COST, cut
 from verl_tree.relay.run import RelayRun, call_plan, check_repeatable

@@ -13,7 +13,8 @@ from tree_cases import DEEP, VOCAB_SIZE, flat_scores, gradients, layout_of, rand
 from verl_tree.attention import AttentionPlan
 from verl_tree.attention.hf import ATTENTION_NAME, check_model, register
 from verl_tree.functional import expand
-from verl_tree.functional.logprobs import ScoredPairs, scored_tokens, tree_forward_log_probs
+from verl_tree.functional.logprobs import scored_tokens, tree_forward_log_probs
+from verl_tree.functional.scorer import ScoredPairs
 
 FAMILIES = ["qwen3", "llama", "qwen2"]
 

@@ -1,0 +1,189 @@
+"""What a model call scores, and the way from hidden states, or logits, to scores.
+
+Where a fused kernel serves (`linear_choice`), no logits are in memory. Elsewhere positions are projected to the
+vocabulary in chunks whose logits are recomputed in the backward pass.
+
+Legend: T tokens that the model computes on this rank, P projected positions, K (position, label) pairs, M of them on
+this rank, V vocabulary, C kinds of scores, R rows that the model hands to its head, X hidden size or V.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+
+from verl_tree.attention.sharding import SequenceShard
+from verl_tree.functional.linear_choice import fused_log_probs
+from verl_tree.functional.linear_log_probs import LabelledPairs, LogitTransform
+
+_MIN_AUTO_CHUNK_SIZE = 1024
+_MAX_AUTO_CHUNK_LOGITS = 2**25  # 128 MiB in float32
+
+LOGIT_TRANSFORMS = {
+    "final_logit_softcapping": None,
+    "logits_scaling": 1.0,
+    "logit_scale": 1.0,
+    "lm_head_multiplier": 1.0,
+}
+"""Config keys of architectures that change the logits behind their head, with the value that changes nothing."""
+
+_FUSED_TRANSFORMS: dict[str, Callable[[PretrainedConfig], LogitTransform]] = {
+    "cohere": lambda config: LogitTransform(config.logit_scale),
+    "cohere2": lambda config: LogitTransform(config.logit_scale),
+    "gemma2": lambda config: LogitTransform(softcap=config.final_logit_softcapping),
+    "granite": lambda config: LogitTransform(1.0 / config.logits_scaling),
+    "granitemoe": lambda config: LogitTransform(1.0 / config.logits_scaling),
+}
+"""What some of them do, by model type. A fused kernel does it itself."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredPairs:
+    """Which positions are projected to the vocabulary, and which log-probs are read there."""
+
+    position_P: Tensor  # (P,) int64, places of the positions among the tokens that the model computes, ascending
+    pair_position_K: Tensor  # (K,) int64, index into P, ascending
+    label_K: Tensor  # (K,) int64, token id that the pair scores
+
+    def chunk_bounds(self, chunk_size: int) -> list[int]:
+        """Return where the pairs of each chunk of positions start, and one past the last pair; on the host."""
+        starts = torch.arange(0, max(1, len(self.position_P)), chunk_size)
+        return [*torch.searchsorted(self.pair_position_K, starts).tolist(), len(self.label_K)]
+
+    @classmethod
+    def of_scorers(cls, scorer_K: Tensor, label_K: Tensor) -> Self:
+        """Pair places, (K,) int64 ascending, with the ids of the tokens that are scored there."""
+        position_P, pair_position_K = torch.unique_consecutive(scorer_K, return_inverse=True)
+        return cls(position_P, pair_position_K, label_K)
+
+    def on_shard(self, shard: SequenceShard) -> tuple[Self, Tensor]:
+        """Return the pairs whose positions lie on this rank, with places in its shard, and which they are, (M,)."""
+        index_M, place_M = shard.own(self.position_P[self.pair_position_K])
+        own = self if shard.num_ranks == 1 else self.of_scorers(place_M, self.label_K[index_M])
+        return own, index_M
+
+
+def transforms_logits(model: PreTrainedModel) -> bool:
+    """Return whether the architecture caps or scales the logits behind its head."""
+    config = model.config.get_text_config(decoder=True).to_dict()
+    return any(config.get(key, neutral) not in (neutral, None) for key, neutral in LOGIT_TRANSFORMS.items())
+
+
+def fused_transform(model: PreTrainedModel) -> LogitTransform | None:
+    """Return what the architecture does to the logits behind its head, or None if a fused kernel does not know it."""
+    config = model.config.get_text_config(decoder=True)
+    return _FUSED_TRANSFORMS[config.model_type](config) if config.model_type in _FUSED_TRANSFORMS else None
+
+
+def auto_chunk_size(model: PreTrainedModel) -> int:
+    """Return how many positions are projected at a time where the caller does not say."""
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    return max(_MIN_AUTO_CHUNK_SIZE, _MAX_AUTO_CHUNK_LOGITS // vocab_size)
+
+
+def _at(temperature: float | Tensor, index: Tensor | slice) -> float | Tensor:
+    """Return the temperature at some positions: a part of a tensor, or the one number of all."""
+    return temperature[index] if isinstance(temperature, Tensor) and temperature.dim() else temperature
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scorer:
+    """The way from hidden states, or logits, to (C, K) scores: log-probs and maybe entropy."""
+
+    pairs: ScoredPairs  # on the device of the hidden states
+    pair_bounds: list[int]  # `ScoredPairs.chunk_bounds`
+    model_name: str
+    num_tokens: int
+    temperature_P: float | Tensor
+    calculate_entropy: bool
+    entropy_requires_grad: bool
+    chunk_size: int
+
+    def score(
+        self,
+        rows_1RX: Tensor,
+        *,
+        head: torch.nn.Module | None = None,
+        project: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Score all pairs as (C, K): by a fused kernel or chunk by chunk.
+
+        `rows_1RX` are the hidden states (1, R, X) of the P wanted or of all T positions; without `head` and its forward
+        `project`, the logits.
+        """
+        if head is not None and project is not None:
+            fused_CK = self.score_fused(rows_1RX, head=head, project=project, transform=LogitTransform())
+            if fused_CK is not None:
+                return fused_CK
+        rows_PX = self._wanted(rows_1RX.flatten(0, -2))
+        num_positions = rows_PX.shape[0]
+        starts = list(range(0, num_positions, self.chunk_size)) or [0]
+        chunks = []
+        for number, start in enumerate(starts):
+            rows, pairs = slice(start, start + self.chunk_size), slice(*self.pair_bounds[number : number + 2])
+            row_K, label_K = self.pairs.pair_position_K[pairs] - start, self.pairs.label_K[pairs]
+            args = (rows_PX[rows], project, _at(self.temperature_P, rows), row_K, label_K)
+            if len(starts) > 1 and torch.is_grad_enabled():
+                chunks.append(checkpoint(self._score_chunk, *args, use_reentrant=False))
+            else:
+                chunks.append(self._score_chunk(*args))
+        return torch.cat(chunks, dim=1)
+
+    def score_fused(
+        self,
+        hidden_1RX: Tensor,
+        *,
+        head: torch.nn.Module,
+        project: Callable[[Tensor], Tensor],
+        transform: LogitTransform,
+    ) -> Tensor | None:
+        """Score all pairs with a fused kernel, or return None where it does not serve."""
+        labelled = LabelledPairs(
+            self.pairs.pair_position_K,
+            self.pairs.label_K,
+            self.temperature_P,
+            transform,
+            calculate_entropy=self.calculate_entropy,
+            entropy_requires_grad=self.entropy_requires_grad,
+        )
+        return fused_log_probs(head, project, self._wanted(hidden_1RX.flatten(0, -2)), labelled)
+
+    def _wanted(self, rows_RX: Tensor) -> Tensor:
+        """Select the wanted positions if the model's forward did not."""
+        num_rows, num_wanted = rows_RX.shape[0], self.pairs.position_P.shape[0]
+        if num_rows == num_wanted:
+            return rows_RX
+        # A forward without `logits_to_keep`, as verl patches into vision models, hands over all positions. These are
+        # more than the wanted ones, as the last token of a pack has no child.
+        if num_rows == self.num_tokens:
+            return rows_RX.index_select(0, self.pairs.position_P)
+        raise ValueError(
+            f"{self.model_name} projects {num_rows} positions where {num_wanted} of {self.num_tokens} are wanted: its "
+            "forward must honour `logits_to_keep`, or project all positions in one call of its output head"
+        )
+
+    def _score_chunk(
+        self,
+        rows_PX: Tensor,
+        project: Callable[[Tensor], Tensor] | None,
+        temperature_P: float | Tensor,
+        row_K: Tensor,
+        label_K: Tensor,
+    ) -> Tensor:
+        logits_PV = rows_PX if project is None else project(rows_PX)
+        logits_PV = logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()
+        if isinstance(temperature_P, Tensor):
+            logits_PV = logits_PV / temperature_P.to(logits_PV.dtype).unsqueeze(-1)
+        elif temperature_P != 1.0:  # a division by one would still be a pass over all logits
+            logits_PV = logits_PV / temperature_P
+        log_probs_PV = logits_PV.log_softmax(-1)
+        log_probs_K = log_probs_PV[row_K, label_K]
+        if not self.calculate_entropy:
+            return log_probs_K.unsqueeze(0)
+        with torch.set_grad_enabled(self.entropy_requires_grad and torch.is_grad_enabled()):
+            entropy_P = -(log_probs_PV.exp() * log_probs_PV).sum(-1)
+        return torch.stack((log_probs_K, entropy_P[row_K]))
