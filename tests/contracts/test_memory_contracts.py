@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from engine_cases import save_model
+from process_groups import group_of_one
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from verl.models.transformers.tiled_mlp import TiledMLP, _mlp_forward_fn
@@ -29,9 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         pytest.skip("builds engines on the CPU platform")
     folder = tmp_path_factory.mktemp("memory")
     save_model(folder, tied=False)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
-    yield folder
-    dist.destroy_process_group()
+    with group_of_one():
+        yield folder
 
 
 def build(folder: Path, *, trees: bool, **model: object) -> FSDPEngineWithLMHead:
@@ -81,7 +80,7 @@ def test_verl_offloads_while_it_wraps_the_model_and_ours_keeps_its_checkpoints(f
 
 def test_verls_offload_needs_an_accelerator(folder: Path) -> None:
     model = build(folder, trees=False, enable_activation_offload=True).module.train()
-    with pytest.raises(RuntimeError, match="accelerator"):
+    with pytest.raises(RuntimeError, match=r"accelerator|no NVIDIA driver"):
         model(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits.sum().backward()
 
 

@@ -1,7 +1,7 @@
 """Where the fused log-probs of `linear_log_probs` serve, and their self-test on a device.
 
 They serve a head that is a plain linear layer, on CUDA, once they have agreed with logits in memory there. Elsewhere
-the chunked path of `logprobs` serves every head. On CUDA the reason is logged once.
+`scorer` keeps logits in memory. On CUDA the reason is logged once.
 
 Legend: P positions, X hidden size, V vocabulary, K (position, label) pairs.
 """
@@ -62,11 +62,10 @@ def fused_log_probs(
 ) -> Tensor | None:
     """Score pairs as `linear_log_probs` if it can serve, inside the head's forward, where FSDP2 has its whole weight.
 
-    `project` is the head's own forward. On CUDA an answer is logged when it is a new one.
+    `project` is the head's own forward.
     """
     reasons = not_supported_reasons(head, project, hidden_PX, pairs)
-    if hidden_PX.device.type == "cuda":
-        _log_once("; ".join(reasons))
+    log_choice(reasons, device=hidden_PX.device)
     if reasons or not isinstance(head, torch.nn.Linear):
         return None
     return linear_log_probs(hidden_PX, head.weight, head.bias, pairs)
@@ -123,18 +122,21 @@ def _input_reasons(head: torch.nn.Linear, hidden_PX: Tensor) -> list[str]:
 
 def _dtypes(head: torch.nn.Linear, hidden_PX: Tensor) -> set[torch.dtype]:
     """Return the dtypes that the product of hidden states and weight would meet."""
-    device_type = hidden_PX.device.type
-    if torch.is_autocast_enabled(device_type):
+    device_type, dtypes = hidden_PX.device.type, {hidden_PX.dtype, head.weight.dtype}
+    # Autocast leaves float64 as it is.
+    if torch.is_autocast_enabled(device_type) and torch.float64 not in dtypes:
         return {torch.get_autocast_dtype(device_type)}
-    return {hidden_PX.dtype, head.weight.dtype}
+    return dtypes
 
 
-def _log_once(why: str) -> None:
-    if why in _logged:
+def log_choice(reasons: list[str], *, device: torch.device) -> None:
+    """Log once, on CUDA, that the fused log-probs serve, or why they do not."""
+    why = "; ".join(reasons)
+    if device.type != "cuda" or why in _logged:
         return
     _logged.add(why)
     if why:
-        logger.warning("log-probs take the chunked path, which keeps a chunk of logits in memory: %s", why)
+        logger.warning("log-probs keep logits in memory, as no fused kernel serves: %s", why)
     else:
         logger.info("log-probs: fused kernel")
 

@@ -214,12 +214,11 @@ def transformed_head(head: torch.nn.Module, scorer: Scorer, transform: LogitTran
     calls: list[Tensor] = []
 
     def forward(hidden_1RD: Tensor) -> Tensor:
-        if transform is not None:
-            fused_CK = scorer.score_fused(hidden_1RD, head=head, project=project, transform=transform)
-            if fused_CK is not None:
-                calls.append(fused_CK)
-                return torch.stack([fused_CK - fused_CK.detach()])
-        return project(hidden_1RD)
+        fused_CK = scorer.score_fused(hidden_1RD, head=head, project=project, transform=transform)
+        if fused_CK is None:
+            return project(hidden_1RD)
+        calls.append(fused_CK)
+        return torch.stack([fused_CK - fused_CK.detach()])
 
     with _replaced_forward(head, forward):
         yield calls

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from verl_tree.attention.sharding import SequenceShard
-from verl_tree.functional.linear_choice import fused_log_probs
+from verl_tree.functional.linear_choice import fused_log_probs, log_choice
 from verl_tree.functional.linear_log_probs import LabelledPairs, LogitTransform
 
 _MIN_AUTO_CHUNK_SIZE = 1024
@@ -139,9 +139,16 @@ class Scorer:
         *,
         head: torch.nn.Module,
         project: Callable[[Tensor], Tensor],
-        transform: LogitTransform,
+        transform: LogitTransform | None,
     ) -> Tensor | None:
-        """Score all pairs with a fused kernel, or return None where it does not serve."""
+        """Score all pairs with a fused kernel, or return None where it does not serve.
+
+        `transform` is what the architecture does to the head's output; None: it is not known.
+        """
+        if transform is None:
+            reason = f"what {self.model_name} does to the logits behind its head is not known to the kernel"
+            log_choice([reason], device=hidden_1RX.device)
+            return None
         labelled = LabelledPairs(
             self.pairs.pair_position_K,
             self.pairs.label_K,

@@ -52,6 +52,12 @@ def test_dtypes_that_the_kernels_do_not_take(dtype, weight_dtype, message):
 
 
 @pytest.mark.usefixtures("interpreter")
+def test_autocast_leaves_float64_as_it_is():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert "dtype torch.float64 is none of" in reasons_of(torch.nn.Linear(16, 40).double(), dtype=torch.float64)[0]
+
+
+@pytest.mark.usefixtures("interpreter")
 def test_a_hidden_size_that_descriptors_do_not_take():
     assert "hidden size 20 is not a multiple of 8" in reasons_of(torch.nn.Linear(20, 40), hidden_size=20)[0]
 
