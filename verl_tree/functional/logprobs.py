@@ -165,6 +165,8 @@ def forward_scores(
     if transforms_logits(model):
         with transformed_head(head, scorer, fused_transform(model)) as fused:
             logits_1XX = model(**inputs).logits
+        if fused:
+            _check_called_once(model, num_calls=len(fused))
         # Zeros, added for the backward hooks that FSDP2 hangs on the model's outputs.
         scores_CM = fused[0] + 0.0 * logits_1XX[0] if fused else scorer.score(logits_1XX)
     else:
@@ -241,14 +243,18 @@ _compared: WeakSet[torch.nn.Module] = WeakSet()
 """Models whose logits were compared once and came out unchanged."""
 
 
+def _check_called_once(model: torch.nn.Module, *, num_calls: int) -> None:
+    if num_calls != 1:
+        raise ValueError(
+            f"{type(model).__name__} ran its output head {num_calls} times in one forward: log-probs need a forward "
+            "that projects its hidden states once (fused losses do not: with verl set use_fused_kernels=false)"
+        )
+
+
 def _check_untouched(model: torch.nn.Module, calls: list[_HeadCall], logits_1CK: Tensor) -> None:
     """Refuse a model that did not run its head exactly once, or changed the logits behind it."""
     model_name = type(model).__name__
-    if len(calls) != 1:
-        raise ValueError(
-            f"{model_name} ran its output head {len(calls)} times in one forward: log-probs need a forward that "
-            "projects its hidden states once (fused losses do not: with verl set use_fused_kernels=false)"
-        )
+    _check_called_once(model, num_calls=len(calls))
     scores_CK, given_1CK = calls[0]
     # Usually it is the same tensor, never written to, which the host knows. Comparing values waits for the device, so
     # that is done once for a model.
