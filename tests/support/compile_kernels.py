@@ -36,7 +36,12 @@ POINTERS = {
 OPTIONS = {"window": ("positions", "window"), "softcap": ("scale_tanh",), "sinks": ("sinks",)}
 """Arguments that are None, and so no arguments of the compiled kernel, where a layer does not ask for the option."""
 
-INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "mma": "mma.sync", "async_copies": "cp.async.c"}
+INSTRUCTIONS = {
+    "wgmma": "wgmma.mma_async",
+    "mma": "mma.sync",
+    "async_copies": "cp.async.c",
+    "tma_copies": "cp.async.bulk.tensor",
+}
 
 STREAM_BLOCKS = {"delta": 64, "add_parts": 16}
 """Rows of a program of the kernels without products: `DELTA_BLOCK` and `ADDED_KEYS` of `triton_ops.py`."""
@@ -68,20 +73,22 @@ def compile_one(case: dict) -> dict:
             signature[name] = "fp32" if name.startswith("scale") else "i32"
         if name not in constants and (name in POINTERS or name.startswith("stride")):
             attributes[position,] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": case["num_warps"], "num_stages": case["num_stages"]}
+    measured, ttgir = compile_and_measure(source, capability=case["capability"], options=options)
+    return case | measured | {"loop_waits": loop_waits(ttgir)}
+
+
+def compile_and_measure(source: ASTSource, *, capability: int, options: dict[str, int]) -> tuple[dict, str]:
+    """Compile a kernel for a GPU; return its shared memory, what ptxas says, instructions counted, and the TTGIR."""
+    knobs.nvidia.dump_ptxas_log = True
     log = io.StringIO()
     with redirect_stdout(log):
-        compiled = triton.compile(
-            ASTSource(kernel, signature, constexprs=constants, attrs=attributes),
-            target=GPUTarget("cuda", case["capability"], 32),
-            options={"num_warps": case["num_warps"], "num_stages": case["num_stages"]},
-        )
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = compiled.asm["ptx"]
-    return (
-        case
-        | {"shared_bytes": compiled.metadata.shared, "loop_waits": loop_waits(compiled.asm["ttgir"])}
-        | ptxas_numbers(log.getvalue())
-        | {name: ptx.count(instruction) for name, instruction in INSTRUCTIONS.items()}
-    )
+    measured = {"shared_bytes": compiled.metadata.shared, **ptxas_numbers(log.getvalue())}
+    measured |= {name: ptx.count(instruction) for name, instruction in INSTRUCTIONS.items()}
+    return measured, compiled.asm["ttgir"]
 
 
 def loop_waits(ttgir: str) -> list[list[int]]:
@@ -105,18 +112,19 @@ def loop_waits(ttgir: str) -> list[list[int]]:
 
 def ptxas_numbers(log: str) -> dict:
     """Return what `ptxas -v` says: advisories on wgmma, registers of a thread, bytes of its stack and spilled bytes."""
-    frame, stores, loads = re.search(
-        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
-    ).groups()
+    stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    registers = re.search(r"Used (\d+) registers", log)
+    assert stack is not None, log
+    assert registers is not None, log
+    frame, stores, loads = map(int, stack.groups())
     return {
         "advisories": sorted(set(re.findall(r"\bC75\d\d\b", log))),
-        "registers": int(re.search(r"Used (\d+) registers", log)[1]),
-        "stack_bytes": int(frame),
-        "spilled_bytes": [int(stores), int(loads)],
+        "registers": int(registers[1]),
+        "stack_bytes": frame,
+        "spilled_bytes": [stores, loads],
     }
 
 
 if __name__ == "__main__":
-    knobs.nvidia.dump_ptxas_log = True
     for case in json.loads(sys.argv[1]):
         print(json.dumps(compile_one(case)), flush=True)

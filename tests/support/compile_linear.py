@@ -3,20 +3,15 @@
     python tests/support/compile_linear.py '[{"kernel": "normalizer", "capability": 90, "dtype": "bf16",
         "config": [128, 256, 64, 8, 3], "options": ["entropy", "softcap", "bias"]}]'
 
-It is a program because TRITON_INTERPRET must not be set. Arguments are specialised as in a launch.
+It is a program because TRITON_INTERPRET must not be set. Arguments are specialised as in a launch. TRITON_CACHE_DIR
+must be an empty folder, as for `compile_kernels.py`.
 """
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
-import triton
-from compile_kernels import measure
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia import compiler as nvidia_compiler
+from compile_kernels import compile_and_measure
 from triton.compiler import ASTSource
 
 from verl_tree.functional import linear_log_probs_kernels
@@ -28,7 +23,6 @@ from verl_tree.functional.linear_log_probs import (
     LinearConfig,
 )
 
-PTXAS = Path(nvidia_compiler.__file__).parent / "bin" / "ptxas"
 INT64_POINTERS = {"position", "label", "pair_start"}
 NUMBERS = {"num_positions", "num_words", "num_pairs", "num_columns", "hidden_size", "span", "word_start",
            "position_start", "stride_p", "stride_v"}  # fmt: skip
@@ -62,30 +56,12 @@ def compile_one(case: dict) -> dict:
             is_input = name in ("hidden", "weight", "bias", "grad_logits")
             signature[name] = "*" + ("i64" if name in INT64_POINTERS else case["dtype"] if is_input else "fp32")
             attributes[place,] = [["tt.divisibility", 16]]
-    compiled = triton.compile(
-        ASTSource(
-            kernel, signature, {name: constants[name] for name in kernel.arg_names if name in constants}, attributes
-        ),
-        target=GPUTarget("cuda", case["capability"], 32),
-        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
-    )
-    found = {
-        "shared_bytes": compiled.metadata.shared,
-        "tma_copies": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
-        "open_products": max((int(n) for n in re.findall(r"pendings = (\d+)", compiled.asm["ttgir"])), default=0),
-        "advisories": advisories(compiled.asm["ptx"], capability=case["capability"]),
-    }
-    return case | found | measure(compiled.asm["cubin"])
-
-
-def advisories(ptx: str, *, capability: int) -> list[str]:
-    """Return the codes of what ptxas says of lost performance (C75xx), such as wgmma that waits for wgmma."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [PTXAS, "-v", f"-arch=sm_{capability}{'a' if capability >= 90 else ''}", file.name, "-o", "/dev/null"]
-        result = subprocess.run(command, check=True, capture_output=True, text=True)
-    return re.findall(r"C75\d\d", result.stdout + result.stderr)
+    constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    measured, ttgir = compile_and_measure(source, capability=case["capability"], options=options)
+    pending = map(int, re.findall(r"pendings = (\d+)", ttgir))
+    return case | measured | {"open_products": max(pending, default=0)}
 
 
 if __name__ == "__main__":
