@@ -115,6 +115,9 @@ def reasons_of_first_run(name: str, kernel: Hashable, test: Callable[[], list[st
         with ThreadPoolExecutor(max_workers=1) as executor:
             future = executor.submit(test)
             error = future.exception()
+        if isinstance(error, torch.OutOfMemoryError):
+            # It says nothing of the kernel, so the next call tests again.
+            return [f"the self-test found no memory: {error}"]
         reasons = future.result() if error is None else [f"self-test raised {type(error).__name__}: {error}"]
         if reasons:
             logger.warning("%s is not used for %s: %s", name, kernel, "; ".join(reasons))

@@ -351,6 +351,20 @@ def test_a_failure_is_remembered_and_logged_once(caplog):
     assert "no kernel image" in caplog.text
 
 
+def test_a_self_test_that_finds_no_memory_runs_again():
+    calls = []
+
+    def full(*arguments, options):
+        calls.append(options)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("none left")
+        return varlen_attention(*arguments, options=options)
+
+    (reason,) = self_test.self_test_reasons("fa4", full, NARROW_VARIANT)
+    assert reason == "the self-test found no memory: none left"
+    assert self_test.self_test_reasons("fa4", full, NARROW_VARIANT) == []
+
+
 def test_self_test_is_invisible_to_the_caller():
     """It runs without autocast and inference mode.
 
