@@ -55,7 +55,7 @@ stages, and 144 where there is a window; with two it takes 128 at most.
 """
 
 SMALL_CONFIGS = {
-    64: KernelConfigs(KernelConfig(128, 64, 4, 2), KernelConfig(64, 64, 4, 2), KernelConfig(64, 64, 4, 2)),
+    64: KernelConfigs(KernelConfig(128, 64, 8, 2), KernelConfig(64, 64, 4, 2), KernelConfig(64, 64, 4, 2)),
     128: KernelConfigs(KernelConfig(64, 64, 4, 2), KernelConfig(32, 64, 4, 2), KernelConfig(64, 32, 4, 2)),
     256: KernelConfigs(KernelConfig(64, 32, 8, 2), KernelConfig(32, 32, 8, 1), KernelConfig(32, 32, 4, 2)),
 }
