@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from engine_cases import CASES, TEAM_CASES, Case
 
+# A fixture runs all cases of some ranks, which takes minutes on a busy machine.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1000)]
+
 TOLERANCE = 1e-5
 """Relative, per optimiser step, float32 against float32."""
 
