@@ -37,7 +37,7 @@ _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 def register() -> None:
     """Make `attn_implementation="tree_attention"` known to transformers in this process; may be called again."""
     AttentionInterface.register(ATTENTION_NAME, tree_attention_forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+    AttentionMaskInterface.register(ATTENTION_NAME, _mask_factory)
 
 
 @torch.compiler.disable(reason="attention under the tree mask is chosen by the plan of each call")
@@ -250,7 +250,7 @@ def no_mask(config: PretrainedConfig, device: torch.device) -> torch.Tensor | No
     return torch.empty(NO_MASK_SHAPE, dtype=torch.bool, device=device)
 
 
-def _no_mask(*_args: object, attention_mask: torch.Tensor | None = None, **_kwargs: object) -> None:
+def _mask_factory(*_args: object, attention_mask: torch.Tensor | None = None, **_kwargs: object) -> None:
     """Serve as transformers' mask factory. It makes none, because the mask of a pack is its plan."""
     if attention_mask is not None:
         raise ValueError("tree attention got an attention_mask: a pack has no padding, pass attention_mask=None")

@@ -41,7 +41,7 @@ class HostCopies:
         self._buffers.append(buffer)
         return len(self._buffers) - 1
 
-    def to_device(self, place: int) -> Pair:
+    def fetch(self, place: int) -> Pair:
         """Return copies of a buffer on its device, and start to fetch the one that comes next."""
         buffer = self._buffers[place]
         if self._stream is None:
@@ -116,7 +116,7 @@ class HostBuffer:
 
     def fetch(self) -> Pair:
         """Return copies of both tensors on the layer's device."""
-        return self._copies.to_device(self._place)
+        return self._copies.fetch(self._place)
 
     def put(self, rows: slice, given: Pair) -> None:
         """Store some rows, (n, H, D) each."""
