@@ -17,6 +17,12 @@ LEVEL_VARIABLE = "SAGEMAKER_CONTAINER_LOG_LEVEL"
 
 The level is verl's, so that warnings of ours and of verl's still show in a process that imports the server.
 """
+RAY_METRICS_VARIABLE = "RAY_enable_metrics_collection"
+"""Ray 2.60 can crash a process in the moment in which its metric exporter starts: two threads use one list.
+
+Ray starts a worker again, but nobody starts the driver again. On a machine without a GPU nobody reads Ray's metrics
+either, so they are off there. Elsewhere dashboards need them.
+"""
 
 
 def ray_env_vars(config: DictConfig) -> dict[str, str]:
@@ -27,6 +33,7 @@ def ray_env_vars(config: DictConfig) -> dict[str, str]:
     }
     if config.trainer.device == "cpu":
         variables[PLATFORM_VARIABLE] = "cpu"
+        variables[RAY_METRICS_VARIABLE] = _set_by_user(config, RAY_METRICS_VARIABLE, default="0")
     return variables
 
 
@@ -48,7 +55,8 @@ def external_modules(config: DictConfig) -> list[str]:
 def _set_by_user(config: DictConfig, name: str, *, default: str) -> str:
     """Return a variable's value in the command's Ray options, else in the shell, else the default."""
     for_ray = config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {}
-    return for_ray.get(name, os.environ.get(name, default))
+    value = for_ray.get(name)
+    return os.environ.get(name, default) if value is None else str(value)
 
 
 def joins_running_cluster(config: DictConfig) -> bool:

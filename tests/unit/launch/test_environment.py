@@ -9,12 +9,13 @@ from verl_tree.launch.environment import ray_env_vars, set_ray_options
 def test_processes_learn_the_plugin_and_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VERL_USE_EXTERNAL_MODULES", raising=False)
     monkeypatch.delenv("SAGEMAKER_CONTAINER_LOG_LEVEL", raising=False)
-    assert ray_env_vars(resolved()) == {
+    monkeypatch.delenv("RAY_enable_metrics_collection", raising=False)
+    everywhere = {
         "VERL_USE_EXTERNAL_MODULES": "verl_tree.cpu.platform",
         "SAGEMAKER_CONTAINER_LOG_LEVEL": "WARNING",
-        "VERL_PLATFORM": "cpu",
     }
-    assert "VERL_PLATFORM" not in ray_env_vars(resolved("trainer.device=cuda"))
+    assert ray_env_vars(resolved("trainer.device=cuda")) == everywhere
+    assert ray_env_vars(resolved()) == {**everywhere, "VERL_PLATFORM": "cpu", "RAY_enable_metrics_collection": "0"}
 
 
 def test_modules_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +30,19 @@ def test_the_level_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ray_env_vars(resolved())["SAGEMAKER_CONTAINER_LOG_LEVEL"] == "ERROR"
     of_ray = "++ray_kwargs.ray_init.runtime_env.env_vars.SAGEMAKER_CONTAINER_LOG_LEVEL=INFO"
     assert ray_env_vars(resolved(of_ray))["SAGEMAKER_CONTAINER_LOG_LEVEL"] == "INFO"
+
+
+def test_ray_metrics_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_enable_metrics_collection", "1")
+    assert ray_env_vars(resolved())["RAY_enable_metrics_collection"] == "1"
+    of_ray = "++ray_kwargs.ray_init.runtime_env.env_vars.RAY_enable_metrics_collection=0"
+    assert ray_env_vars(resolved(of_ray))["RAY_enable_metrics_collection"] == "0"
+
+
+def test_a_variable_without_a_value_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAGEMAKER_CONTAINER_LOG_LEVEL", "ERROR")
+    of_ray = "++ray_kwargs.ray_init.runtime_env.env_vars.SAGEMAKER_CONTAINER_LOG_LEVEL=null"
+    assert ray_env_vars(resolved(of_ray))["SAGEMAKER_CONTAINER_LOG_LEVEL"] == "ERROR"
 
 
 def test_ray_gets_the_environment_and_the_logical_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
