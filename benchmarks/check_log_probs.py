@@ -23,7 +23,8 @@ from flash_rounding import worst_token_error
 from harness import Times, append_record, attempt, environment, new_parser
 
 from verl_tree.functional import linear_choice
-from verl_tree.functional.linear_log_probs import LabelledPairs, LogitTransform, linear_log_probs, plain_log_probs
+from verl_tree.functional.linear_arguments import LabelledPairs, LogitTransform
+from verl_tree.functional.linear_log_probs import linear_log_probs, plain_log_probs
 
 SCORE_LIMIT = 1e-3
 FACTOR = 4.0

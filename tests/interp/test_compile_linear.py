@@ -2,7 +2,7 @@
 
 from kernel_cases import compiled
 
-from verl_tree.functional.linear_log_probs import HOPPER_CONFIG, HOPPER_NARROW_CONFIG, SMALL_CONFIG
+from verl_tree.functional.linear_arguments import HOPPER_CONFIG, HOPPER_NARROW_CONFIG, SMALL_CONFIG
 
 HOPPER_SHARED_BYTES = 227 * 1024
 SMALL_SHARED_BYTES = 99 * 1024

@@ -4,6 +4,7 @@ Memory is poisoned (see conftest.py) and every case runs twice: each element is 
 """
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,14 +28,8 @@ from tree_cases import DEEP, VOCAB_SIZE, gradients, layout_of, relative_error, t
 from verl_tree.attention import AttentionPlan
 from verl_tree.attention.hf import ATTENTION_NAME, register
 from verl_tree.functional import linear_choice, linear_log_probs_kernels
-from verl_tree.functional import linear_log_probs as fused
-from verl_tree.functional.linear_log_probs import (
-    LabelledPairs,
-    LinearConfig,
-    LogitTransform,
-    linear_log_probs,
-    plain_log_probs,
-)
+from verl_tree.functional.linear_arguments import LabelledPairs, LinearConfig, LinearSizes, LogitTransform
+from verl_tree.functional.linear_log_probs import linear_log_probs, plain_log_probs
 from verl_tree.functional.logprobs import tree_forward_log_probs
 
 NUM_CASES = 36
@@ -46,10 +41,7 @@ class Case:
     inputs: tuple[torch.Tensor, ...]  # hidden states, weight and maybe bias, float32
     pairs: LabelledPairs
     grad_CK: torch.Tensor
-    config: LinearConfig
-    span: int
-    gradient_positions: int
-    gradient_bytes: int
+    sizes: LinearSizes
 
 
 def draw_case(seed):
@@ -76,10 +68,12 @@ def draw_case(seed):
             entropy_requires_grad=bool(rng.integers(4)),
         ),
         grad_CK=torch.randn(1 + has_entropy, len(position_K), generator=generator),
-        config=config,
-        span=config.word_block * int(rng.integers(1, 5)),
-        gradient_positions=int(rng.choice([16, 48, 1000])),
-        gradient_bytes=int(rng.choice([8000, 10**6])),
+        sizes=LinearSizes(
+            config,
+            span=config.word_block * int(rng.integers(1, 5)),
+            gradient_positions=int(rng.choice([16, 48, 1000])),
+            gradient_bytes=int(rng.choice([8000, 10**6])),
+        ),
     )
 
 
@@ -94,18 +88,9 @@ def run(score, case, *, dtype=torch.float32, wanted=(True, True, True)):
     return scores_CK.detach(), *torch.autograd.grad(scores_CK, trained, case.grad_CK.to(scores_CK.dtype))
 
 
-@pytest.fixture
-def run_fused(monkeypatch):
-    """`run` through the kernels with the case's own sizes of tiles, spans and parts."""
-
-    def run_with_sizes(case, **kwargs):
-        monkeypatch.setattr(fused, "choose_config", lambda *_: case.config)
-        monkeypatch.setattr(fused, "SPAN", case.span)
-        monkeypatch.setattr(fused, "GRADIENT_POSITIONS", case.gradient_positions)
-        monkeypatch.setattr(fused, "GRADIENT_BYTES", case.gradient_bytes)
-        return run(linear_log_probs, case, **kwargs)
-
-    return run_with_sizes
+def run_fused(case, **kwargs):
+    """Do what `run` does through the kernels, with the case's own sizes of tiles, spans and parts."""
+    return run(partial(linear_log_probs, sizes=case.sizes), case, **kwargs)
 
 
 def worst_error(got, want):
@@ -115,7 +100,7 @@ def worst_error(got, want):
 
 
 @pytest.mark.parametrize("seed", range(NUM_CASES))
-def test_scores_and_gradients_equal_logits_in_memory_in_float64(seed, run_fused):
+def test_scores_and_gradients_equal_logits_in_memory_in_float64(seed):
     case = draw_case(seed)
     got, again = run_fused(case), run_fused(case)
     assert worst_error(got, run(plain_log_probs, case, dtype=torch.float64)) < TOLERANCE
@@ -127,13 +112,14 @@ def test_the_cases_reach_what_may_go_wrong():
     """Guards the fuzz test."""
     cases = [draw_case(seed) for seed in range(NUM_CASES)]
     counts = {
-        "spans": sum(len(case.inputs[1]) > case.span for case in cases),
-        "cut spans": sum(len(case.inputs[1]) % case.span > 0 for case in cases),
-        "cut words": sum(len(case.inputs[1]) % case.config.word_block > 0 for case in cases),
-        "cut hidden": sum(case.inputs[0].shape[1] % case.config.hidden_block > 0 for case in cases),
-        "blocks": sum(len(case.inputs[0]) > case.gradient_positions for case in cases),
+        "spans": sum(len(case.inputs[1]) > case.sizes.span for case in cases),
+        "cut spans": sum(len(case.inputs[1]) % case.sizes.span > 0 for case in cases),
+        "cut words": sum(len(case.inputs[1]) % case.sizes.config.word_block > 0 for case in cases),
+        "cut hidden": sum(case.inputs[0].shape[1] % case.sizes.config.hidden_block > 0 for case in cases),
+        "blocks": sum(len(case.inputs[0]) > case.sizes.gradient_positions for case in cases),
         "parts": sum(
-            min(len(case.inputs[0]), case.gradient_positions) * len(case.inputs[1]) * 4 > case.gradient_bytes
+            min(len(case.inputs[0]), case.sizes.gradient_positions) * len(case.inputs[1]) * 4
+            > case.sizes.gradient_bytes
             for case in cases
         ),
         "one position": sum(len(case.inputs[0]) == 1 for case in cases),
@@ -151,7 +137,7 @@ def test_the_cases_reach_what_may_go_wrong():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("seed", range(6))
-def test_16_bit_errors_are_those_of_rounding(dtype, seed, run_fused):
+def test_16_bit_errors_are_those_of_rounding(dtype, seed):
     """Against float64 on the same rounded inputs: scores as good as float32, gradients as with logits in memory."""
     case = draw_case(100 + seed)
     case = dataclasses.replace(case, inputs=tuple(each.to(dtype) for each in case.inputs))
@@ -164,7 +150,7 @@ def test_16_bit_errors_are_those_of_rounding(dtype, seed, run_fused):
             assert relative_error(got_one.double(), want_one) <= 1.5 * relative_error(plain_one.double(), want_one)
 
 
-def test_confident_positions_keep_their_small_gradients(run_fused):
+def test_confident_positions_keep_their_small_gradients():
     """The gradient of a label's logit is `1 - p`. From a rounded `p` of .999 it would be zero in bfloat16."""
     hidden_PX, weight_VX = torch.eye(16)[:8], torch.zeros(40, 16)
     weight_VX[torch.arange(8), torch.arange(8)] = 11.0
@@ -182,7 +168,7 @@ def test_confident_positions_keep_their_small_gradients(run_fused):
 
 
 @pytest.mark.parametrize("labels", [[], [7], [7, 7, 7], list(range(30)) * 5])
-def test_any_number_of_labels_at_a_position(labels, run_fused):
+def test_any_number_of_labels_at_a_position(labels):
     """None, one, the same one several times, and more than a block of pairs."""
     case = draw_case(3)
     num_positions = 1 if labels else 0
@@ -202,7 +188,7 @@ def test_any_number_of_labels_at_a_position(labels, run_fused):
     assert worst_error(got, want) < TOLERANCE
 
 
-def test_the_scores_of_a_position_do_not_depend_on_the_others(run_fused):
+def test_the_scores_of_a_position_do_not_depend_on_the_others():
     case = next(case for case in map(draw_case, range(99)) if len(case.inputs[0]) == 70 and len(case.inputs[1]) == 200)
     whole = run_fused(case)[0]
     for kept in (1, 33):
@@ -224,29 +210,23 @@ def test_the_scores_of_a_position_do_not_depend_on_the_others(run_fused):
 
 
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, True, True)])
-def test_only_the_wanted_gradients_are_made(wanted, run_fused):
+def test_only_the_wanted_gradients_are_made(wanted):
     case = next(case for case in map(draw_case, range(99)) if len(case.inputs) == 3 and len(case.inputs[0]) == 40)
     got, want = run_fused(case, wanted=wanted), run(plain_log_probs, case, dtype=torch.float64, wanted=wanted)
     assert worst_error(got, want) < TOLERANCE
 
 
-SMALL = LinearConfig(64, 128, 64, 4, 1)
+def small_self_test(variant):
+    return linear_choice.self_test(
+        variant, sizes=LinearSizes(LinearConfig(64, 128, 64, 4, 1), span=256), num_words=256 + 100
+    )
 
 
-@pytest.fixture
-def small_self_test(monkeypatch):
-    monkeypatch.setattr(fused, "choose_config", lambda *_: SMALL)
-    for module in (fused, linear_choice):
-        monkeypatch.setattr(module, "SPAN", 256)
-    monkeypatch.setattr(linear_choice, "EXTRA_WORDS", 100)
-
-
-@pytest.mark.usefixtures("small_self_test")
 @pytest.mark.parametrize("options", [{}, {"has_bias": True, "is_capped": True, "has_entropy": True}])
 def test_the_self_test_passes(options):
     options = {"has_bias": False, "is_capped": False, "has_entropy": False} | options
     variant = linear_choice.LinearVariant(torch.device("cpu"), torch.bfloat16, **options)
-    assert linear_choice.self_test(variant) == []
+    assert small_self_test(variant) == []
 
 
 @triton.jit
@@ -259,14 +239,13 @@ def _wrong_logits(raw, inverse_temperature, scale, softcap):  # noqa: ARG001
     return raw * inverse_temperature, raw
 
 
-@pytest.mark.usefixtures("small_self_test")
 @pytest.mark.parametrize(("name", "wrong"), [("_slope", _wrong_slope), ("_transformed", _wrong_logits)])
 def test_the_self_test_finds_a_wrong_kernel(name, wrong, monkeypatch):
     monkeypatch.setattr(linear_log_probs_kernels, name, wrong)
     variant = linear_choice.LinearVariant(
         torch.device("cpu"), torch.bfloat16, has_bias=False, is_capped=True, has_entropy=True
     )
-    reasons = linear_choice.self_test(variant)
+    reasons = small_self_test(variant)
     assert reasons
     assert ("score" in reasons[0]) == (name == "_transformed")
 
@@ -274,7 +253,6 @@ def test_the_self_test_finds_a_wrong_kernel(name, wrong, monkeypatch):
 @pytest.fixture
 def fused_and_chunked(monkeypatch):
     """Compare a model's scores and gradients on the two paths. Without the interpreter's variable it is chunked."""
-    monkeypatch.setattr(fused, "choose_config", lambda *_: LinearConfig(16, 32, 16, 4, 1))
     calls = []
 
     def counted(*args):

@@ -15,7 +15,7 @@ from compile_kernels import compile_and_measure
 from triton.compiler import ASTSource
 
 from verl_tree.functional import linear_log_probs_kernels
-from verl_tree.functional.linear_log_probs import (
+from verl_tree.functional.linear_arguments import (
     GROUP,
     LABEL_BLOCK,
     LABEL_HIDDEN_BLOCK,

@@ -32,6 +32,7 @@ from verl_tree.engine.packs import TreeMicroBatch, lay_out_relayed
 from verl_tree.engine.read_rows import ReadRows
 from verl_tree.engine.row_losses import is_sum_over_rows
 from verl_tree.engine.rows import jagged
+from verl_tree.engine.session_weights import session_weighted_loss
 from verl_tree.functional.relayed import call_scores, call_values
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import Mode, RelayRun
@@ -76,6 +77,14 @@ class LossCase:
             loss_mode=self.name, clip_cov_ratio=0.3, clip_cov_lb=0.01, kl_cov_ratio=0.3, dro_beta=0.5
         )
         return partial(ppo_loss, config=FSDPActorConfig(policy_loss=policy_loss, **settings))
+
+
+class WeightedLoss(LossCase):
+    """A loss as our workers hold it where sessions are weighed."""
+
+    def function(self) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
+        """Make the loss function around that of verl."""
+        return partial(session_weighted_loss, super().function())
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,6 +198,7 @@ def relayed_result(
     shared_tokens: str = "sum",
     team: dist.ProcessGroup | None = None,
     seed: int = 0,
+    backend: str = "auto",
 ) -> Result:
     """Make the model calls of a tree engine, in the mode that it chooses for the loss; all ranks of a team together."""
     function = case.function()
@@ -212,6 +222,7 @@ def relayed_result(
         on_host=on_host,
         max_loss_terms=None if mode == "joint" else max_loss_terms,
         team=team,
+        backend=backend,
     )
     torch.manual_seed(seed)  # clip_cov draws
     model.zero_grad()
@@ -232,6 +243,7 @@ def relay_run(
     max_loss_terms: int | None = None,
     layout: TreeLayout | None = None,
     team: dist.ProcessGroup | None = None,
+    backend: str = "auto",
 ) -> RelayRun:
     """Plan a pass of a model over a micro-batch; `layout` replaces the tokens of the forest."""
     layout = micro.layout if layout is None else layout
@@ -243,7 +255,7 @@ def relay_run(
 
     calls = micro.calls(scores_own_tokens=kinds == ("values",), max_loss_terms=max_loss_terms)
     model.set_attn_implementation(ATTENTION_NAME)
-    return RelayRun(calls, compute, mode=mode, device=CPU, store_on_host=on_host, team=team)
+    return RelayRun(calls, compute, mode=mode, device=CPU, store_on_host=on_host, team=team, backend=backend)
 
 
 def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:

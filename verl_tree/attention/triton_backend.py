@@ -23,6 +23,9 @@ from verl_tree.attention.triton_ops import MAX_HEAD_DIM, OpInputs, tree_attentio
 
 DTYPES = (*HALF_DTYPES, torch.float32)
 
+INTERPRETED_DTYPES = (torch.float16, torch.float32)
+"""Triton's interpreter multiplies the bits of bfloat16 as integers, and says nothing."""
+
 
 def not_supported_reasons(
     q_QHD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, _plan: AttentionPlan, *, options: ScoreOptions
@@ -40,7 +43,7 @@ def not_supported_reasons(
         reasons.append(f"tensors are on {device}, the kernels run on CUDA only")
     if not _is_installed():
         reasons.append("triton is not installed; install triton (with a CUDA build of torch it comes along)")
-    reasons += dtype_reasons(q_QHD, k_THD, v_THD, dtypes=DTYPES)
+    reasons += dtype_reasons(q_QHD, k_THD, v_THD, dtypes=INTERPRETED_DTYPES if device.type == "cpu" else DTYPES)
     if q_QHD.shape[-1] > MAX_HEAD_DIM:
         reasons.append(f"head dim {q_QHD.shape[-1]} is above {MAX_HEAD_DIM}")
     reasons += value_dim_reasons(q_QHD, v_THD)

@@ -20,14 +20,8 @@ from torch import Tensor
 
 from verl_tree.attention.refusals import HALF_DTYPES, gpu_reasons
 from verl_tree.attention.self_test import reasons_of_first_run
-from verl_tree.functional.linear_log_probs import (
-    HOPPER,
-    SPAN,
-    LabelledPairs,
-    LogitTransform,
-    linear_log_probs,
-    plain_log_probs,
-)
+from verl_tree.functional.linear_arguments import HOPPER, SPAN, LabelledPairs, LinearSizes, LogitTransform
+from verl_tree.functional.linear_log_probs import linear_log_probs, plain_log_probs
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +34,8 @@ GRADIENT_LIMIT = 4.0
 LEAST_LIMIT = 1e-5
 """Error of a gradient that is always allowed."""
 
-EXTRA_WORDS = 1000
-"""Words of the self-test beyond one span."""
+DESCRIPTOR_BYTES = 16
+"""What the address and the row stride of a tensor behind a descriptor are multiples of."""
 
 _logged: set[str] = set()
 
@@ -109,7 +103,8 @@ def _input_reasons(head: torch.nn.Linear, hidden_PX: Tensor) -> list[str]:
         if not reasons and torch.cuda.get_device_capability(device) < HOPPER:
             reasons.append(f"compute capability {torch.cuda.get_device_capability(device)} is below {HOPPER}")
     else:
-        allowed = (*HALF_DTYPES, torch.float32)  # exact products do not use the tensor cores
+        # Triton's interpreter multiplies the bits of bfloat16 as integers, and says nothing.
+        allowed = (torch.float16, torch.float32)
     if len(dtypes) > 1 or not dtypes <= set(allowed):
         wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         reasons.append(f"dtype {' and '.join(sorted(map(str, dtypes)))} is none of {wanted} throughout")
@@ -117,6 +112,27 @@ def _input_reasons(head: torch.nn.Linear, hidden_PX: Tensor) -> list[str]:
         reasons.append("triton is not installed; install triton (with a CUDA build of torch it comes along)")
     if hidden_PX.shape[-1] % 8:
         reasons.append(f"hidden size {hidden_PX.shape[-1]} is not a multiple of 8, as tensor descriptors need")
+    return reasons + _layout_reasons(head.weight, hidden_PX)
+
+
+def _layout_reasons(weight_VX: Tensor, hidden_PX: Tensor) -> list[str]:
+    """Refuse what a tensor descriptor cannot describe: rows of any place in memory, or with gaps inside."""
+    reasons = []
+    row_bytes, column_stride = weight_VX.stride(0) * weight_VX.itemsize, weight_VX.stride(1)
+    if column_stride != 1 or row_bytes % DESCRIPTOR_BYTES:
+        reasons.append(
+            f"the head's weight has strides {weight_VX.stride()}: tensor descriptors need contiguous rows, a multiple "
+            f"of {DESCRIPTOR_BYTES} bytes apart"
+        )
+    given = {"the head's weight": weight_VX}
+    if hidden_PX.is_contiguous():  # else they are copied
+        given["the memory of the hidden states"] = hidden_PX
+    for name, tensor in given.items():
+        num_bytes = tensor.data_ptr() % DESCRIPTOR_BYTES
+        if num_bytes:
+            reasons.append(
+                f"{name} begins {num_bytes} bytes after a multiple of {DESCRIPTOR_BYTES}, and tensor descriptors at one"
+            )
     return reasons
 
 
@@ -146,13 +162,13 @@ def _is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def self_test(variant: LinearVariant) -> list[str]:
+def self_test(variant: LinearVariant, *, sizes: LinearSizes | None = None, num_words: int = SPAN + 1000) -> list[str]:
     """Return how scores and gradients disagree with those from logits in memory; empty if they agree.
 
     Two spans of the vocabulary, the last tiles of positions, words and hidden size cut off, positions with several
-    labels, a temperature of each position. Two runs must give the same bits.
+    labels, a temperature of each position. Two runs must give the same bits. `sizes` are those of `linear_log_probs`.
     """
-    num_positions, hidden_size, num_words = 300, 144, SPAN + EXTRA_WORDS
+    num_positions, hidden_size = 300, 144
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -173,7 +189,8 @@ def self_test(variant: LinearVariant) -> list[str]:
     grad_CK = draw(1 + variant.has_entropy, len(labelled)).to(variant.device)
     run = partial(_scores_and_gradients, pairs=pairs, grad_CK=grad_CK)
     want = run(plain_log_probs, [each.double() for each in inputs])
-    plain, got, again = run(plain_log_probs, inputs), run(linear_log_probs, inputs), run(linear_log_probs, inputs)
+    fused = partial(linear_log_probs, sizes=sizes)
+    plain, got, again = run(plain_log_probs, inputs), run(fused, inputs), run(fused, inputs)
     error = (got["scores"] - want["scores"]).abs().max().item()
     reasons = [] if error <= SCORE_LIMIT else [f"worst error of a score is {error:.1e}, the limit {SCORE_LIMIT:.1e}"]
     for name in list(want)[1:]:

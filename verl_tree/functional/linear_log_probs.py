@@ -21,84 +21,40 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-HOPPER = (9, 0)
-
-SPAN = 4096
-"""Words that a program of the forward pass walks over."""
-
-GRADIENT_POSITIONS = 2**14
-"""Positions whose logits have a gradient in memory at a time. Weight gradients of such blocks add up in the weight's
-dtype, and the gradient of a block's hidden states in float32."""
-
-GRADIENT_BYTES = 2**29
-"""Bytes that the gradient of logits may take."""
-
-PAIR_BLOCK = 128
-LABEL_BLOCK, LABEL_HIDDEN_BLOCK = 16, 128
+from verl_tree.functional.linear_arguments import (
+    LABEL_BLOCK,
+    LABEL_HIDDEN_BLOCK,
+    PAIR_BLOCK,
+    LabelledPairs,
+    LinearSizes,
+    choose_config,
+    inverse_temperature,
+    logit_arguments,
+    transform_arguments,
+)
 
 
-class LinearConfig(NamedTuple):
-    """How a kernel that makes logits is compiled: sizes of a tile, warps of a program, stages of the pipeline."""
-
-    position_block: int
-    word_block: int
-    hidden_block: int
-    num_warps: int
-    num_stages: int
-
-
-HOPPER_CONFIG = LinearConfig(128, 256, 64, 8, 3)
-"""For compute capability 9.0 (227 KB of shared memory).
-
-Chosen from machine code, not from timings: the widest tile that spills nothing, also with entropy.
-"""
-
-HOPPER_NARROW_CONFIG = LinearConfig(128, 128, 64, 8, 4)
-"""The same for heads with a bias or a softcap. With the wider tile they spill up to 360 bytes a thread."""
-
-SMALL_CONFIG = LinearConfig(128, 128, 64, 8, 2)
-"""Elsewhere. It fits the 99 KB of shared memory of compute capability 12.0."""
-
-GROUP = 16
-"""Position blocks that are computed side by side, so that they share the weight in L2."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogitTransform:
-    """What an architecture does to its head's output `x`: `softcap * tanh(scale * x / softcap)`, or `scale * x`."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def __call__(self, raw: Tensor) -> Tensor:
-        """Return the logits."""
-        scaled = raw if self.scale == 1.0 else raw * self.scale
-        return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LabelledPairs:
-    """What is scored, and how."""
-
-    position_K: Tensor  # (K,) int64, index into P, ascending
-    label_K: Tensor  # (K,) int64
-    temperature_P: float | Tensor = 1.0  # a number, or (P,)
-    transform: LogitTransform = LogitTransform()
-    calculate_entropy: bool = False
-    entropy_requires_grad: bool = True
-
-
-def linear_log_probs(hidden_PX: Tensor, weight_VX: Tensor, bias_V: Tensor | None, pairs: LabelledPairs) -> Tensor:
+def linear_log_probs(
+    hidden_PX: Tensor,
+    weight_VX: Tensor,
+    bias_V: Tensor | None,
+    pairs: LabelledPairs,
+    *,
+    sizes: LinearSizes | None = None,
+) -> Tensor:
     """Score pairs, float32 (C, K): log-probs and, if asked for, the entropy of their positions.
 
     Differentiable once by hidden states, weight and bias. Under autocast these take its dtype, as in `F.linear`.
+    `sizes` None: those for the device and the head (`choose_config`).
     """
     device_type = hidden_PX.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         hidden_PX, weight_VX = hidden_PX.to(dtype), weight_VX.to(dtype)
         bias_V = None if bias_V is None else bias_V.to(dtype)
-    return _LinearLogProbs.apply(hidden_PX, weight_VX, bias_V, pairs)
+    if sizes is None:
+        sizes = LinearSizes(choose_config(hidden_PX, bias_V, pairs.transform))
+    return _LinearLogProbs.apply(hidden_PX, weight_VX, bias_V, pairs, sizes)
 
 
 def plain_log_probs(hidden_PX: Tensor, weight_VX: Tensor, bias_V: Tensor | None, pairs: LabelledPairs) -> Tensor:
@@ -120,15 +76,22 @@ class _LinearLogProbs(torch.autograd.Function):
     """The kernels as one differentiable function."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_PX: Tensor, weight_VX: Tensor, bias_V: Tensor | None, pairs: LabelledPairs) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden_PX: Tensor,
+        weight_VX: Tensor,
+        bias_V: Tensor | None,
+        pairs: LabelledPairs,
+        sizes: LinearSizes,
+    ) -> Tensor:
         hidden_PX = hidden_PX.contiguous()
-        inverse_P = _inverse_temperature(pairs.temperature_P, hidden_PX)
+        inverse_P = inverse_temperature(pairs.temperature_P, hidden_PX)
         with torch.cuda.device_of(hidden_PX):
-            lse_P, entropy_P = _normalizers(hidden_PX, weight_VX, bias_V, inverse_P, pairs)
+            lse_P, entropy_P = _normalizers(hidden_PX, weight_VX, bias_V, inverse_P, pairs, sizes)
             log_prob_K = _label_log_probs(hidden_PX, weight_VX, bias_V, inverse_P, lse_P, pairs)
         # The weight itself, not a copy: FSDP2 frees its memory after the forward pass and fills it for the backward.
         ctx.save_for_backward(hidden_PX, weight_VX, bias_V, inverse_P, lse_P, entropy_P, log_prob_K)
-        ctx.pairs = pairs
+        ctx.pairs, ctx.sizes = pairs, sizes
         if entropy_P is None:
             return log_prob_K.unsqueeze(0)
         return torch.stack((log_prob_K, entropy_P[pairs.position_K]))
@@ -137,26 +100,31 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden_PX, weight_VX, bias_V, inverse_P, lse_P, entropy_P, log_prob_K = ctx.saved_tensors
-        backward = _Backward(hidden_PX, weight_VX, bias_V, inverse_P, lse_P, entropy_P, ctx.pairs)
+        backward = _Backward(hidden_PX, weight_VX, bias_V, inverse_P, lse_P, entropy_P, ctx.pairs, ctx.sizes)
         with torch.cuda.device_of(hidden_PX):
             gradients = backward.pair_gradients(log_prob_K, grad_outputs[0])
-            return *backward.run(gradients, ctx.needs_input_grad[:3]), None
+            return *backward.run(gradients, ctx.needs_input_grad[:3]), None, None
 
 
 def _normalizers(
-    hidden_PX: Tensor, weight_VX: Tensor, bias_V: Tensor | None, inverse_P: Tensor, pairs: LabelledPairs
+    hidden_PX: Tensor,
+    weight_VX: Tensor,
+    bias_V: Tensor | None,
+    inverse_P: Tensor,
+    pairs: LabelledPairs,
+    sizes: LinearSizes,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-sum-exp and, if asked for, entropy of the positions, float32 (P,)."""
     (num_positions, _), num_words = hidden_PX.shape, len(weight_VX)
-    config, num_spans = choose_config(hidden_PX, bias_V, pairs.transform), -(-num_words // SPAN)
+    config, num_spans = sizes.config, -(-num_words // sizes.span)
     max_SP, sum_SP, moment_SP = (inverse_P.new_empty(num_spans, num_positions) for _ in range(3))
     if num_positions:
         _kernels().normalizer_kernel[(-(-num_positions // config.position_block) * num_spans,)](
-            **_logit_arguments(hidden_PX, weight_VX, bias_V, inverse_P, pairs.transform, config),
+            **logit_arguments(hidden_PX, weight_VX, bias_V, inverse_P, pairs.transform, config),
             max_out=max_SP,
             sum_out=sum_SP,
             moment_out=moment_SP if pairs.calculate_entropy else None,
-            span=SPAN,
+            span=sizes.span,
         )
     max_P = max_SP.amax(0)
     rescale_SP = torch.exp2(max_SP - max_P)
@@ -193,7 +161,7 @@ def _label_log_probs(
             hidden_size=hidden_PX.shape[1],
             stride_p=hidden_PX.stride(0),
             stride_v=weight_VX.stride(0),
-            **_transform_arguments(pairs.transform),
+            **transform_arguments(pairs.transform),
             BLOCK=LABEL_BLOCK,
             HIDDEN_BLOCK=LABEL_HIDDEN_BLOCK,
         )
@@ -219,6 +187,7 @@ class _Backward:
     lse_P: Tensor
     entropy_P: Tensor | None
     pairs: LabelledPairs
+    sizes: LinearSizes
 
     def pair_gradients(self, log_prob_K: Tensor, grad_CK: Tensor) -> _PairGradients:
         """Add up the gradients of the pairs of every position."""
@@ -246,7 +215,7 @@ class _Backward:
                 grad_sum=gradients.sum_P,
                 grad_entropy_sum=gradients.entropy_sum_P,
                 num_pairs=num_pairs,
-                **_transform_arguments(pairs.transform),
+                **transform_arguments(pairs.transform),
                 BLOCK=PAIR_BLOCK,
             )
         return gradients
@@ -259,8 +228,8 @@ class _Backward:
         grad_hidden_PX = torch.zeros_like(hidden_PX) if wants_hidden else None
         grad_weight_VX = torch.zeros_like(weight_VX) if wants_weight else None
         grad_bias_V = hidden_PX.new_zeros(num_words, dtype=torch.float32) if wants_bias else None
-        block = max(1, min(GRADIENT_POSITIONS, num_positions))
-        num_columns = min(num_words, max(1, GRADIENT_BYTES // (block * hidden_PX.element_size())))
+        block = max(1, min(self.sizes.gradient_positions, num_positions))
+        num_columns = min(num_words, max(1, self.sizes.gradient_bytes // (block * hidden_PX.element_size())))
         buffer = hidden_PX.new_empty(block * num_columns)
         for start in range(0, num_positions, block):
             end = min(start + block, num_positions)
@@ -287,11 +256,11 @@ class _Backward:
         """Write the gradient of the raw logits of some positions and words."""
         (num_positions, num_columns), pairs = grad_LW.shape, self.pairs
         hidden_LX, inverse_L = self.hidden_PX[positions], self.inverse_P[positions]
-        config = choose_config(hidden_LX, self.bias_V, pairs.transform)
+        config = self.sizes.config
         num_programs = -(-num_positions // config.position_block) * -(-num_columns // config.word_block)
         sum_P, entropy_sum_P, entropy_P = gradients.sum_P, gradients.entropy_sum_P, self.entropy_P
         _kernels().grad_logits_kernel[(num_programs,)](
-            **_logit_arguments(hidden_LX, self.weight_VX, self.bias_V, inverse_L, pairs.transform, config),
+            **logit_arguments(hidden_LX, self.weight_VX, self.bias_V, inverse_L, pairs.transform, config),
             lse=self.lse_P[positions],
             entropy=None if entropy_P is None else entropy_P[positions],
             grad_sum=sum_P[positions],
@@ -316,59 +285,7 @@ class _Backward:
         )
 
 
-def choose_config(hidden_PX: Tensor, bias_V: Tensor | None, transform: LogitTransform) -> LinearConfig:
-    """Return how the kernels that make logits are compiled for the device of the hidden states and the head."""
-    if hidden_PX.device.type != "cuda" or torch.cuda.get_device_capability(hidden_PX.device) != HOPPER:
-        return SMALL_CONFIG
-    return HOPPER_CONFIG if bias_V is None and transform.softcap is None else HOPPER_NARROW_CONFIG
-
-
-def _logit_arguments(
-    hidden_PX: Tensor,
-    weight_VX: Tensor,
-    bias_V: Tensor | None,
-    inverse_P: Tensor,
-    transform: LogitTransform,
-    config: LinearConfig,
-) -> dict[str, Any]:
-    """Return what the kernels that make logits have in common."""
-    descriptor = _tensor_descriptor()
-    return {
-        "hidden": descriptor.from_tensor(hidden_PX, [config.position_block, config.hidden_block]),
-        "weight": descriptor.from_tensor(weight_VX, [config.word_block, config.hidden_block]),
-        "bias": bias_V,
-        "inverse_temperature": inverse_P,
-        "num_positions": len(hidden_PX),
-        "num_words": len(weight_VX),
-        "hidden_size": hidden_PX.shape[1],
-        **_transform_arguments(transform),
-        "POSITION_BLOCK": config.position_block,
-        "WORD_BLOCK": config.word_block,
-        "HIDDEN_BLOCK": config.hidden_block,
-        "GROUP": GROUP,
-        "PRECISION": "ieee",
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
-
-
-def _transform_arguments(transform: LogitTransform) -> dict[str, float | None]:
-    return {"scale": float(transform.scale), "softcap": None if transform.softcap is None else float(transform.softcap)}
-
-
-def _inverse_temperature(temperature_P: float | Tensor, hidden_PX: Tensor) -> Tensor:
-    """Return the factor of every position's logits, float32 (P,)."""
-    if isinstance(temperature_P, Tensor):
-        return temperature_P.float().expand(len(hidden_PX)).reciprocal()
-    return hidden_PX.new_full((len(hidden_PX),), 1.0 / temperature_P, dtype=torch.float32)
-
-
 @functools.cache
 def _kernels() -> ModuleType:
     # Not imported at the top, because triton is an extra and reads TRITON_INTERPRET at its first import.
     return importlib.import_module("verl_tree.functional.linear_log_probs_kernels")
-
-
-@functools.cache
-def _tensor_descriptor() -> Any:
-    return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from verl_tree.attention.hf import no_mask
 from verl_tree.attention.plan import AttentionPlan
-from verl_tree.functional.linear_log_probs import LogitTransform
+from verl_tree.functional.linear_arguments import LogitTransform
 from verl_tree.functional.scorer import (
     LOGIT_TRANSFORMS,
     ScoredPairs,

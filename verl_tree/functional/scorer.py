@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from verl_tree.attention.sharding import SequenceShard
+from verl_tree.functional.linear_arguments import LabelledPairs, LogitTransform
 from verl_tree.functional.linear_choice import fused_log_probs, log_choice
-from verl_tree.functional.linear_log_probs import LabelledPairs, LogitTransform
 
 _MIN_AUTO_CHUNK_SIZE = 1024
 _MAX_AUTO_CHUNK_LOGITS = 2**25  # 128 MiB in float32

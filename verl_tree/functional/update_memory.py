@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from verl_tree.functional.linear_log_probs import GRADIENT_BYTES, GRADIENT_POSITIONS
+from verl_tree.functional.linear_arguments import GRADIENT_BYTES, GRADIENT_POSITIONS
 from verl_tree.functional.memory import KeysAndValues
 
 HALF, FLOAT = 2, 4
