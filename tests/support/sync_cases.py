@@ -78,12 +78,13 @@ class Update:
         num_sequences: int = 24,
         seed: int = 0,
         device: torch.device = DEVICE,
+        case: LossCase | None = None,
     ) -> None:
         sequences = random_sequences(np.random.default_rng(seed), num_sequences=num_sequences, mean_len=9)
         self.sequences = [row for row in sequences if len(row) > 1]
         model: Any = tiny_model(num_hidden_layers=num_layers, head_dim=HEAD_DIM)
         model.set_attn_implementation("sdpa")
-        self.case = LossCase()
+        self.case = case or LossCase()
         with torch.no_grad():
             self.data = verl_rows(self.sequences, flat_rows(model, self.sequences), self.case, seed=seed)
         if checkpoints:

@@ -22,8 +22,12 @@ from verl_tree.tree.nodes import IntArray
 from verl_tree.tree.rows import ranges
 from verl_tree.tree.transfer import to_device
 
-_READ_FOR_LENGTHS = ("prompts", "responses")
-"""Columns of which verl's losses read the lengths only, row by row. On the device each of them would be waited for."""
+SESSION_WEIGHT, NUM_TRAINED = "session_weight", "num_trained_tokens"
+"""Columns of a mini-batch whose sessions are weighed (`verl_tree.engine.session_weights`): one number per row."""
+
+_READ_ON_HOST = ("prompts", "responses", SESSION_WEIGHT, NUM_TRAINED)
+"""Columns that losses read on the host, of the first two the lengths only, row by row. On the device each of them would
+be waited for."""
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
@@ -115,10 +119,10 @@ class RowLosses:
 
 
 def _rows(data: TensorDict, rows: IntArray) -> TensorDict:
-    """Return some rows, with the columns on the device whose values a loss reads, in one copy."""
+    """Return some rows, with the columns on the device whose values a loss reads there, in one copy."""
     chosen = tu.index_select_tensor_dict(data, torch.from_numpy(rows))
     columns = {
-        name: column for name, column in chosen.items() if isinstance(column, Tensor) and name not in _READ_FOR_LENGTHS
+        name: column for name, column in chosen.items() if isinstance(column, Tensor) and name not in _READ_ON_HOST
     }
     parts = [part for column in columns.values() for part in (jagged(column) if column.is_nested else (column,))]
     moved = iter(to_device(parts, device_of_rank()))

@@ -144,7 +144,16 @@ class MiniBatchResult:
         self._metrics: list[dict[str, Any]] = []
 
     def add_outputs(self, model_output: Mapping[str, Tensor], *, micro: TreeMicroBatch) -> None:
-        """Add the outputs of a micro-batch: one jagged tensor per name, with its rows in their order."""
+        """Add the outputs of a micro-batch: one jagged tensor per name, with its rows in their order.
+
+        Raises:
+            ValueError: Their names are not those that the result has places for.
+        """
+        if model_output.keys() != self._flat.keys():
+            raise ValueError(
+                f"a micro-batch has the outputs {sorted(model_output)}, and the result has places for "
+                f"{sorted(self._flat)}: give MiniBatchResult the names of all outputs"
+            )
         self._places.append(micro.flat_index_F)
         self._outputs.append({name: jagged(value)[0].detach().float() for name, value in model_output.items()})
 

@@ -32,10 +32,9 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
 
-from verl_tree.engine.micro_batch import LossFunction
+from verl_tree.engine.micro_batch import NUM_TRAINED, SESSION_WEIGHT, LossFunction
 from verl_tree.engine.rows import gather
 
-WEIGHT = "session_weight"
 NUM_SESSIONS, NUM_WEIGHTED_TOKENS = "num_sessions", "num_weighted_tokens"
 
 
@@ -73,9 +72,12 @@ def weigh_sessions(mini_batch: TensorDict, sessions: Sequence[int], *, group: di
 
     `sessions` has a number for the session of each row; see `SessionWeights.of_ranks`.
     """
-    num_sampled = [int(mask.sum()) for mask in mini_batch["loss_mask"].unbind(dim=0)]
+    num_sampled, num_trained = (
+        [int(mask.sum()) for mask in mini_batch[name].unbind(dim=0)] for name in ("loss_mask", "response_mask")
+    )
     weights = SessionWeights.of_ranks(gather((list(sessions), num_sampled), group=group))
-    mini_batch[WEIGHT] = torch.from_numpy(weights.ranks[dist.get_rank(group)])
+    mini_batch[SESSION_WEIGHT] = torch.from_numpy(weights.ranks[dist.get_rank(group)])
+    mini_batch[NUM_TRAINED] = torch.tensor(num_trained)
     denominators = {NUM_SESSIONS: weights.num_sessions, NUM_WEIGHTED_TOKENS: weights.num_weighted_tokens}
     tu.assign_non_tensor(mini_batch, **denominators)
 
@@ -92,8 +94,8 @@ def session_weighted_loss(
     tu.assign_non_tensor(
         data, global_batch_size=tu.get(data, NUM_SESSIONS), batch_num_tokens=tu.get(data, NUM_WEIGHTED_TOKENS)
     )
-    weight_B = data[WEIGHT].cpu()
-    num_trained_B = torch.stack([mask.sum() for mask in data["response_mask"].unbind(dim=0)]).cpu()
+    # With a tree engine both are on the host already.
+    weight_B, num_trained_B = data[SESSION_WEIGHT].cpu(), data[NUM_TRAINED].cpu()
     # Rows that the loss does not read make no part of their own: means over their tokens do not exist.
     weights = weight_B[num_trained_B > 0].unique() if num_trained_B.any() else weight_B[:1]
     losses, metrics, num_trained = [], [], []

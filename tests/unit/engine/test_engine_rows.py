@@ -133,6 +133,21 @@ def test_outputs_stand_at_their_rows_and_each_metric_has_one_value() -> None:
     assert output["metrics"]["pg_loss"].aggregate() == 4.0
 
 
+@pytest.mark.parametrize("names", [[], ["log_probs", "values"], ["entropy"]])
+def test_outputs_that_have_no_place_are_refused(names: list[str]) -> None:
+    result = MiniBatchResult(jagged([[1, 2, 3]]), output_names=names)
+    micro = split_into_packs(
+        np.array([1, 2, 3]),
+        offsets=np.array([0, 3]),
+        trained=np.array([False, True, True]),
+        capacity=3,
+        config=TreeConfig(),
+        cost_model=CostModel.prior(),
+    ).micro_batches[0]
+    with pytest.raises(ValueError, match=r"outputs \['log_probs'\], and the result has places for"):
+        result.add_outputs({"log_probs": jagged([[0.1, 0.2, 0.3]])}, micro=micro)
+
+
 def test_a_mini_batch_without_a_loss_has_a_loss_of_zero() -> None:
     output = MiniBatchResult(jagged([[1, 2, 3]])).as_verl()
     assert output == {"model_output": {}, "loss": [0.0], "metrics": {}}

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from pretend_device import DEVICE, HostEvents, held, to_pretended
-from relay_cases import CPU
+from process_groups import group_of_one
+from relay_cases import CPU, WeightedLoss
 from sync_cases import Update, pretend
 from tree_cases import DEEP, layout_of, tiny_model
 
@@ -18,6 +19,7 @@ from verl_tree.attention.hf import ATTENTION_NAME
 from verl_tree.attention.row_cuts import KeyRows
 from verl_tree.attention.varlen_providers import few_calls
 from verl_tree.engine import micro_batch
+from verl_tree.engine.session_weights import weigh_sessions
 from verl_tree.functional.logprobs import tree_forward_log_probs
 from verl_tree.tree import transfer
 
@@ -93,6 +95,21 @@ def test_an_update_waits_for_its_losses_once(events, capacity, backend):
     ]
     assert events.syncs_of("transformers", "") == []
     assert len(events.syncs_of("verl")) == 5 * num_losses
+
+
+@pytest.mark.parametrize("rows_of_a_session", [1, 2])
+def test_weights_of_sessions_are_read_on_the_host(events, rows_of_a_session):
+    """Where all rows of a call weigh the same, they go through verl's loss as without weights."""
+    update = Update(case=WeightedLoss())
+    num_sessions, rest = divmod(len(update.sequences), rows_of_a_session)
+    assert rest == 0
+    with group_of_one():
+        weigh_sessions(update.data, [*range(num_sessions)] * rows_of_a_session, group=None)
+    events, _ = update.run([update.micro_batch(capacity=WHOLE)], backend="fa4")
+    places = Counter((each.package, each.place.split(":")[0]) for each in events.syncs)
+    assert places.pop(("verl_tree", "engine/rows.py")) == 1
+    assert {package for package, _ in places} == {"verl"}
+    assert places.total() == 5
 
 
 def test_forward_only_waits_once_for_each_kind_of_score(events):

@@ -14,7 +14,7 @@ from process_groups import group_of_one
 pytest.importorskip("verl")
 
 from engine_cases import Case, make_loss, save_model
-from relay_cases import LossCase, Result, flat_rows, relayed_result, verl_rows, worst_error
+from relay_cases import LossCase, Result, WeightedLoss, flat_rows, relayed_result, verl_rows, worst_error
 from tensordict import TensorDict
 from torch import Tensor
 from tree_cases import VOCAB_SIZE, tiny_model
@@ -41,13 +41,6 @@ def _group() -> Iterator[None]:
     """Make a process group of this process alone."""
     with group_of_one():
         yield
-
-
-class WeightedLoss(LossCase):
-    """A loss as our workers hold it where sessions are weighed."""
-
-    def function(self) -> Any:
-        return partial(session_weighted_loss, super().function())
 
 
 def weighed(data: TensorDict, sessions: Sequence[int]) -> TensorDict:
