@@ -6,7 +6,8 @@ Cases are heads of Qwen3 at their full vocabulary. Each runs the self-test of it
 
     python benchmarks/check_log_probs.py --out log_probs.jsonl [--seconds 40] [--device cuda]
 
-Every case is a line of JSON, written at once. Exit status 1 if one failed.
+Every case is a line of JSON, written at once. Exit status 1 if one failed. On a CPU the kernels run in Triton's
+interpreter, in float16, if `TRITON_INTERPRET=1` is set; else they say why they do not.
 
 Legend: P positions, X hidden size, V vocabulary, K (position, label) pairs, C kinds of scores.
 """
@@ -80,14 +81,15 @@ def main() -> None:
 
 def _check(head: Head, *, options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(options.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter has no bfloat16
     generator = torch.Generator(device=device).manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
-    linear = torch.nn.Linear(head.hidden_size, head.vocabulary, bias=False, device=device, dtype=torch.bfloat16)
-    weight_VX = (draw(head.vocabulary, head.hidden_size) * 3 * head.hidden_size**-0.5).bfloat16()
-    hidden_PX = draw(head.num_positions, head.hidden_size).bfloat16()
+    linear = torch.nn.Linear(head.hidden_size, head.vocabulary, bias=False, device=device, dtype=dtype)
+    weight_VX = (draw(head.vocabulary, head.hidden_size) * 3 * head.hidden_size**-0.5).to(dtype)
+    hidden_PX = draw(head.num_positions, head.hidden_size).to(dtype)
     position_K = torch.tensor(sorted([*range(head.num_positions), *range(0, head.num_positions, 16)]), device=device)
     label_K = torch.randint(head.vocabulary, position_K.shape, generator=generator, device=device)
     transform = LogitTransform(softcap=head.softcap)

@@ -24,6 +24,8 @@ from contenders import CONTENDERS, FLEX, FLEX_SHAPES
 from harness import append_record, environment
 from jobs import Job, run_jobs
 
+from verl_tree.attention.fa4 import installation_reasons
+
 BUDGET_S = 465.0
 """Of a stage: eight minutes, less what it takes to unpack flash-attn-4 and to end the last job."""
 BACKENDS = ("fa4", "triton", "varlen")
@@ -150,7 +152,10 @@ def _machine_record(machine: Machine, stage: str) -> dict[str, object]:
     """Return what the machine says of itself, with the whole of nvidia-smi."""
     record: dict[str, object] = {"kind": "machine", "stage": stage, "rehearsal": machine.is_rehearsal}
     record |= environment()
-    if not machine.is_rehearsal:
+    if machine.is_rehearsal:
+        # Later `fa4` says so itself. Here it refuses for want of a GPU, whether the packages are complete or not.
+        record["fa4"] = "; ".join(installation_reasons()) or "its packages are complete"
+    else:
         record["nvidia_smi"] = subprocess.run(["nvidia-smi", "-q"], capture_output=True, text=True, check=False).stdout
     return record
 

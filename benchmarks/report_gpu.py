@@ -2,7 +2,8 @@
 
     python benchmarks/report_gpu.py gpu_check
 
-Reads the folder as it is, also while the stages run or after they were killed. `report_por.py` reports the models.
+Reads the folder as it is, also while the stages run or after they were killed. For the models it names the call of
+`report_por.py`.
 """
 
 import argparse
@@ -14,6 +15,9 @@ from typing import Any
 from harness import print_table, read_records
 
 Record = dict[str, Any]
+
+CUT_SHORT = {"died": "died", "out of time": "ran out of time"}
+"""Statuses of jobs that wrote some of their records only, in words."""
 
 
 def jobs_table(folder: Path) -> list[Record]:
@@ -151,9 +155,11 @@ def report(folder: Path) -> None:
         print("REHEARSAL ON A CPU: these numbers are no result\n")
     for machine in machines:
         where = machine.get("device", machine["processor"])
-        print(f"{machine['stage']}: {machine['date']}, {where}, torch {machine['torch']}")
+        fa4 = f"; fa4: {machine['fa4']}" if "fa4" in machine else ""
+        print(f"{machine['stage']}: {machine['date']}, {where}, torch {machine['torch']}{fa4}")
     print("\nJobs\n")
-    print_table(jobs_table(folder))
+    jobs = jobs_table(folder)
+    print_table(jobs)
     sections = {"Cases": cases_table(records), "Log-probs": log_probs_table(records), "Layers": layers_table(records)}
     for title, rows in sections.items():
         if rows:
@@ -163,8 +169,14 @@ def report(folder: Path) -> None:
         if lines:
             print(f"\n{title}\n")
             print("\n".join(lines))
+    models = sorted(folder.glob("*/model-*.jsonl"))
+    if models:
+        print("\nModels\n")
+        print("\n".join(f"python benchmarks/report_por.py {path}" for path in models))
     num_not_run = sum(record["num_not_run"] for record in records if record["kind"] == "end")
     print(f"\n{num_not_run} cases and measurements did not fit into the time")
+    if any(job.get("status") in CUT_SHORT for job in jobs):
+        print(f"What jobs that {' or '.join(CUT_SHORT.values())} had not reached is not among them.")
 
 
 def main() -> None:

@@ -4,13 +4,16 @@ Memory is poisoned (see conftest.py) and every case runs twice: each element is 
 """
 
 import dataclasses
+import sys
 from functools import partial
 
+import check_log_probs
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl  # noqa: F401  (the interpreter looks for it among a kernel's globals)
+from harness import read_records
 from transformers import (
     Cohere2Config,
     Cohere2ForCausalLM,
@@ -248,6 +251,19 @@ def test_the_self_test_finds_a_wrong_kernel(name, wrong, monkeypatch):
     reasons = small_self_test(variant)
     assert reasons
     assert ("score" in reasons[0]) == (name == "_transformed")
+
+
+def test_the_check_of_a_first_gpu_passes_in_the_interpreter(tmp_path, monkeypatch):
+    """`benchmarks/check_log_probs.py`, which without the interpreter's variable refuses on a CPU."""
+    out = tmp_path / "log_probs.jsonl"
+    monkeypatch.setattr(sys, "argv", ["check", "--device", "cpu", "--small", "--out", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        check_log_probs.main()
+    assert ended.value.code == 0
+    _, record, _ = read_records(out)
+    assert record["passed"]
+    assert record["repeats"]
+    assert set(record["errors"]) == {"scores", "hidden states", "weight"}
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ Legend: T tokens, the last Q of them queries, Hq and Hkv query and key-value hea
 import inspect
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import cutlass
 import cutlass.cute as cute
@@ -81,14 +81,15 @@ _scheduler_lock = threading.Lock()
 
 
 @contextmanager
-def _heads_first() -> Iterator[None]:
-    """Compile backward kernels with `HeadsFirstScheduler`.
+def _order_of_programs(*, heads_first: bool) -> Iterator[None]:
+    """Compile backward kernels with the scheduler of an order.
 
     The kernel reads its scheduler's class from a name of its module and takes no other, so the name is set for the
-    time of one call.
+    time of one call. All threads see it. So calls of either order take turns, or one would be compiled with the other's
+    scheduler and kept.
     """
     with _scheduler_lock:
-        flash_bwd_sm90.SingleTileScheduler = HeadsFirstScheduler
+        flash_bwd_sm90.SingleTileScheduler = HeadsFirstScheduler if heads_first else SingleTileScheduler
         try:
             yield
         finally:
@@ -144,7 +145,7 @@ def backward(
     `query_tables` are the query blocks of every key block (`BlockRows.tables`), `block_lens` the queries and keys of a
     block. `heads_first` is the order of `HeadsFirstScheduler`.
     """
-    with _heads_first() if heads_first else nullcontext():
+    with _order_of_programs(heads_first=heads_first):
         gradients = interface._flash_attn_bwd(
             q_QHD.unsqueeze(0),
             k_THD.unsqueeze(0),

@@ -183,12 +183,23 @@ def test_the_report_says_what_failed(tmp_path, capsys):
     machine = gpu_stages.Machine("cpu", 2, tmp_path)
     append_record(gpu_stages._machine_record(machine, "correctness"), folder / "machine.jsonl")
     append_record({"job": "check-fa4", "status": "died", "exit_status": -9}, folder / "jobs.jsonl")
+    append_record({"kind": "environment"}, folder / "model-tiny.jsonl")
     rows = {row["backend"]: row for row in report_gpu.cases_table(read_records(folder / "check.jsonl"))}
     assert (rows["triton"]["passed"], rows["triton"]["run"], rows["triton"]["worst error / limit"]) == (1, 2, "2.50")
     assert (rows["fa4"]["refused"], rows["varlen"]["raised"]) == (1, 1)
     report_gpu.report(tmp_path)
     printed = capsys.readouterr().out
-    parts = ("REHEARSAL", "died", "5.0e-01 > 2.0e-01", "RuntimeError: no", "fa4: it is not installed", "3 cases")
+    assert str(folder / "model-tiny.jsonl") in printed
+    assert "What jobs that died or ran out of time had not reached" in printed
+    parts = (
+        "REHEARSAL",
+        "; fa4: ",
+        "died",
+        "5.0e-01 > 2.0e-01",
+        "RuntimeError: no",
+        "fa4: it is not installed",
+        "3 cases",
+    )
     for part in (*parts, "Log-probs", "log-probs: self-test: two runs differ"):
         assert part in printed
 
