@@ -3,6 +3,10 @@
 vLLM's CPU linear layers repack their weights and drop the originals, so loading new weights fails (`'Parameter' object
 has no attribute 'weight_loader'`). vLLM's layer-wise reload restores each layer, loads it and packs it again; this
 class uses it for verl's updates. The profile `cpu` names it in `rollout.engine_kwargs.vllm.worker_extension_cls`.
+
+The experts of a mixture are packed with the kernel that reads them, and vLLM 0.31 makes that kernel once. A reload
+would leave them as they came, and the kernel would read them as packed: wrong log-probs, and no error. So each reload
+drops the kernels, and vLLM makes them and packs the experts again.
 """
 
 import logging
@@ -13,6 +17,8 @@ from typing_extensions import override
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from verl_tree.cpu.weight_socket import of_this_cluster
@@ -58,6 +64,7 @@ class CpuWeightReloadExtension(vLLMColocateWorkerExtension):
         )
         for model in self._iter_all_models():
             assert model is not None
+            _drop_expert_kernels(model)
             initialize_layerwise_reload(model)
 
         def load_bucket(weights: list[tuple[str, torch.Tensor]], _is_last: bool) -> None:
@@ -69,3 +76,9 @@ class CpuWeightReloadExtension(vLLMColocateWorkerExtension):
         receiver.receive_weights(on_bucket_received=load_bucket)
         for model, model_config in self._iter_all_models_with_config():
             finalize_layerwise_reload(model, model_config)
+
+
+def _drop_expert_kernels(model: torch.nn.Module) -> None:
+    for layer in model.modules():
+        if isinstance(layer, RoutedExperts) and isinstance(layer.quant_method, UnquantizedFusedMoEMethod):
+            layer.quant_method.moe_kernel = None
