@@ -36,6 +36,12 @@ def _positive(default: float | None, *, unit: str) -> Any:
     return _option(default, f"a positive number of {unit}", holds)
 
 
+def _tolerance(default: float) -> Any:
+    """Declare the option `log_prob_tolerance`: a positive number or None, which is not its default."""
+    positive = _positive(default, unit="nats; null compares nothing")
+    return _option(default, positive.metadata["must_be"], lambda each: each is None or positive.metadata["holds"](each))
+
+
 def _capacity() -> Any:
     """Declare the option `capacity`: an integer, a word or None."""
 
@@ -115,6 +121,7 @@ class TreeConfig:
     drift_max_tokens: int = _integer(64, minimum=1, remedy="to heal nothing set tree.drift=fork")
     dump_dir: str | None = _text(None, "a folder; null stores no trees")
     show_every: int = _integer(50, minimum=0, remedy="0 shows no trees, the default is 50")
+    log_prob_tolerance: float | None = _tolerance(0.5)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from replayed_runs import COMPARED, replaying_options, worst_difference
-from tiny_run import read_metrics, run, run_and_kill_engine
+from tiny_run import read_metrics, run, run_and_kill_engine, run_to_error
 
 from verl_tree.records import StoredTree, forests, read_trees
 
@@ -156,3 +156,19 @@ def test_a_run_whose_engine_is_killed_says_so_and_resumes(
     for name in COMPARED:
         for step, metrics in resumed.items():
             assert metrics[name] == pytest.approx(tree[step][name], rel=1e-5, abs=1e-7), (name, step)
+
+
+def test_a_run_whose_engine_computes_with_other_weights_says_so(folder: Path, tree: dict[int, dict[str, Any]]) -> None:
+    """The engine gets what the trainer sends once; from then on one weight is another."""
+    spoilt = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=spoilt_reload.SpoiltReloadExtension"
+    metrics, log = run_to_error(folder, "spoilt", *ADAMW, spoilt)
+    difference = "tree/log_prob_difference"
+    assert metrics[1][difference] < 1e-4
+    assert list(metrics) == [1]
+    assert re.search(
+        r"ValueError: vllm with .*/model \(dtype=float32, .* does not compute with the trainer's weights", log
+    )
+    assert "sampled under version 1 have a mean log-prob" in log
+    # The same steps without the fault; then nothing is compared any more.
+    assert [step for step in STEPS if difference in tree[step]] == [1, 2]
+    assert max(tree[step][difference] for step in (1, 2)) < 1e-4

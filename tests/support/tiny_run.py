@@ -121,10 +121,23 @@ def read_metrics(metrics: Path) -> dict[int, dict[str, Any]]:
 
 def run(folder: Path, name: str, *overrides: str, timeout_s: int = 600) -> dict[int, dict[str, Any]]:
     """Run to the end and return the metrics of every step, or fail with the end of the log."""
-    metrics = folder / f"{name}.jsonl"
+    done = _run(folder, name, *overrides, timeout_s=timeout_s)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return read_metrics(folder / f"{name}.jsonl")
+
+
+def run_to_error(folder: Path, name: str, *overrides: str, timeout_s: int = 600) -> tuple[dict, str]:
+    """Run until the training run fails by itself, and return the metrics of the steps before and the log."""
+    done = _run(folder, name, *overrides, timeout_s=timeout_s)
+    assert done.returncode != 0, done.stdout[-6000:]
+    return read_metrics(folder / f"{name}.jsonl"), done.stdout
+
+
+def _run(folder: Path, name: str, *overrides: str, timeout_s: int) -> subprocess.CompletedProcess[str]:
+    """Run until the training run ends, and write its log."""
     done = subprocess.run(
         command(folder, *overrides),
-        env=environment(metrics),
+        env=environment(folder / f"{name}.jsonl"),
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -133,8 +146,7 @@ def run(folder: Path, name: str, *overrides: str, timeout_s: int = 600) -> dict[
         check=False,
     )
     (folder / f"{name}.log").write_text(done.stdout)
-    assert done.returncode == 0, done.stdout[-6000:]
-    return read_metrics(metrics)
+    return done
 
 
 def run_and_kill_engine(

@@ -24,6 +24,9 @@ from verl_tree.trainer.batching import group_rows, parse_row_key
 
 logger = logging.getLogger(__name__)
 
+REPLAYED_TAG = "is_replayed"
+"""A tag of rows that were not sampled in this training run."""
+
 
 class TreeRolloutSkip(RolloutTqSkip):
     """verl's store of rollouts, with a loader that keeps sessions and leaves."""
@@ -99,7 +102,7 @@ def _put_rows(payload: dict[str, Any], *, partition_id: str, global_steps: int) 
     moved_by = global_steps - payload["global_steps"]
     moved = []
     for row in order:
-        tag = dict(tags[row])
+        tag = dict(tags[row]) | {REPLAYED_TAG: True}
         for name in ("global_steps", "min_global_steps", "max_global_steps"):
             tag[name] += moved_by
         moved.append(tag)

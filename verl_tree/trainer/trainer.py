@@ -7,6 +7,7 @@ What differs from `PPOTrainer` (verl 0.9.1), each through an overridden method:
   Advantages, metrics and dumps leave padding rows out (`padding`).
 - Workers (`_init_resource_pool_mgr`, `_update_*`) cut mini-batches as planned here (`worker`).
 - Estimators (`_compute_advantage`) are told the session and the place in the tree of every row (`advantages`).
+- Log-probs of the rollout engine (`_compute_old_log_prob`) are compared with the trainer's (`log_prob_guard`).
 - Failed sessions and prompts (`step`, `_validate`) are counted and printed with their cause.
 - Replayed rollouts come back with all their leaves (`replay`).
 - Trees (`step`, `_validate`) are stored and shown (`tree_log`).
@@ -41,6 +42,7 @@ from verl_tree.packing.counts import ForestCounts
 from verl_tree.records import StoredTree
 from verl_tree.trainer import advantages, replay
 from verl_tree.trainer.batching import MiniBatchPlan, assign_rows, number_sessions
+from verl_tree.trainer.log_prob_guard import LogProbGuard
 from verl_tree.trainer.metrics import (
     capture_metrics,
     describe_failures,
@@ -78,6 +80,7 @@ class TreeTrainer(PPOTrainer):
         self._updates: list[dict[str, float]] = []
         self._cost_model = CostModel.prior()
         self._tree_log = TreeLog.from_config(config)
+        self._log_prob_guard = LogProbGuard.from_config(config)
 
     @override
     def _build_replay_buffer(self) -> ReplayBuffer:
@@ -195,6 +198,13 @@ class TreeTrainer(PPOTrainer):
         # Taken out before verl averages the updates of a step.
         batch = super()._step_once(metrics, timing_raw, sample_batch_size)
         self._updates.append(take_tree_metrics(metrics))
+        return batch
+
+    @override
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
+        batch = super()._compute_old_log_prob(batch, metrics)
+        # The rollout got the current weights after the step before.
+        metrics.update(self._log_prob_guard.compare(batch, version=self.global_steps - 1))
         return batch
 
     @override
