@@ -7,7 +7,17 @@ import logging
 
 from omegaconf import DictConfig
 
-from verl_tree.launch.validation import capacity, code, flash_attn, inputs, modes, objective, settings, ulysses
+from verl_tree.launch.validation import (
+    capacity,
+    code,
+    cpu_rollouts,
+    flash_attn,
+    inputs,
+    modes,
+    objective,
+    settings,
+    ulysses,
+)
 from verl_tree.launch.validation.refusals import Finding, Findings
 
 __all__ = ["CHECKS", "find", "find_before_the_queue", "find_by_verl", "validate"]
@@ -21,6 +31,7 @@ CHECKS = (
     *ulysses.CHECKS,
     *flash_attn.CHECKS,
     *modes.CHECKS,
+    *cpu_rollouts.CHECKS,
     *inputs.CHECKS,
     *code.CHECKS,
 )

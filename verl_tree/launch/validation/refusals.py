@@ -1,5 +1,6 @@
 """The shared parts of the checks: findings, keys, and which parts of verl a configuration uses."""
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -105,6 +106,26 @@ def columns(name: str) -> list[str]:
 
     is_here = name.endswith(".parquet") and os.path.isfile(name)
     return pyarrow.parquet.read_schema(name).names if is_here else []
+
+
+def model_settings(path: Any) -> dict[str, Any]:
+    """Return the text part of a model's config.json; nothing if it is not on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if not isinstance(path, str):
+        return {}
+    file: Any = os.path.join(path, "config.json")
+    if not os.path.isdir(path):
+        try:
+            file = try_to_load_from_cache(path, "config.json")
+        except HFValidationError:
+            return {}
+    if not isinstance(file, str) or not os.path.isfile(file):
+        return {}
+    with open(file) as opened:
+        settings = json.load(opened)
+    return settings | settings.get("text_config", {})
 
 
 def has_scheme(path: str) -> bool:

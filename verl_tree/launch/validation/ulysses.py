@@ -1,9 +1,5 @@
 """Checks of Ulysses sequence parallelism: how many ranks compute every model call together."""
 
-import json
-import os
-from typing import Any
-
 from omegaconf import DictConfig
 
 from verl_tree.launch.validation.refusals import (
@@ -12,6 +8,7 @@ from verl_tree.launch.validation.refusals import (
     REF,
     Check,
     Findings,
+    model_settings,
     ranks_of,
     refusal,
     uses_cpu,
@@ -56,7 +53,7 @@ def check_heads(config: DictConfig) -> Findings:
 
     key, size = team_keys(config)[0], team_size(config)
     for model in MODELS if uses_critic(config) else MODELS[:1]:
-        settings = _model_settings(value_of(config, f"{model}.path"))
+        settings = model_settings(value_of(config, f"{model}.path"))
         num_heads = settings.get("num_attention_heads")
         num_kv_heads = settings.get("num_key_value_heads") or num_heads
         if size > 1 and num_heads and num_kv_heads:
@@ -74,26 +71,6 @@ def check_engine(config: DictConfig) -> Findings:
 
 def _of(config: DictConfig, key: str) -> int:
     return value_of(config, key) or 1
-
-
-def _model_settings(path: Any) -> dict[str, Any]:
-    """Return the text part of a model's config.json; nothing if it is not on this machine."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    if not isinstance(path, str):
-        return {}
-    file: Any = os.path.join(path, "config.json")
-    if not os.path.isdir(path):
-        try:
-            file = try_to_load_from_cache(path, "config.json")
-        except HFValidationError:
-            return {}
-    if not isinstance(file, str) or not os.path.isfile(file):
-        return {}
-    with open(file) as opened:
-        settings = json.load(opened)
-    return settings | settings.get("text_config", {})
 
 
 CHECKS: tuple[Check, ...] = (check_team_sizes, check_heads, check_engine)
