@@ -93,7 +93,7 @@ class LogProbGuard:
                 f"{trainer_F.mean():.3g} in the trainer, {difference:.3g} apart a token; {_OPTION}={self._tolerance}. "
                 "A weight update of this model goes wrong in this engine without an error: try another version of it, "
                 "another actor_rollout_ref.rollout.dtype, or no quantization. If the engine means to sample "
-                f"differently (top_k, top_p), raise {_OPTION}, or set it to null"
+                f"differently (temperature, top_p, top_k), raise {_OPTION}, or set it to null"
             )
         if version > self._first_version:
             self._tolerance = None
