@@ -12,6 +12,7 @@ os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_tree.cpu.platform")
 
 import ray
 import transfer_queue as tq
+from ranks_here import RanksHere
 from test_replay import RowsTrainer
 from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
@@ -93,7 +94,7 @@ def store_rows() -> KVBatchMeta:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_advantages_of_nodes_reach_the_rows(name: str) -> None:
     overrides = ["profile=cpu", f"algorithm.adv_estimator={name}", "algorithm.norm_adv_by_std_in_grpo=false"]
-    trainer = RowsTrainer(compose_config(overrides), workers=None)
+    trainer = RowsTrainer(compose_config(overrides), workers=RanksHere(2))
     batch = store_rows()
     trainer._step_rows = StepRows.fetch(real_rows(batch))
     written = trainer._compute_advantage(batch, {})

@@ -18,6 +18,7 @@ import ray
 import transfer_queue as tq
 from engine_cases import save_model
 from other_rows import KEYS, write_uni_agent_rows, write_verl_rows
+from ranks_here import RanksHere
 from scripted_llm import tokenizer
 from transfer_queue import KVBatchMeta
 from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig
@@ -76,10 +77,11 @@ def writer(request: pytest.FixtureRequest) -> Iterator[str]:
         tq.kv_clear(keys=list(left), partition_id="train")
 
 
-class OneWorker:
+class OneWorker(RanksHere):
     """A worker group of one worker in this process; the trainer may take it for several ranks."""
 
     def __init__(self, folder: Path, *, is_tree: bool, num_ranks: int = 1) -> None:
+        super().__init__(num_ranks)
         self._dispatch_info = {"actor": list(range(num_ranks))}
         sgd = FSDPOptimizerConfig(
             lr=0.1, optimizer="SGD", clip_grad=1e9, override_optimizer_config={}, total_training_steps=10

@@ -35,6 +35,7 @@ from verl_tree.trainer import advantages, replay
 from verl_tree.trainer.batching import MiniBatchPlan, group_rows, parse_row_key
 from verl_tree.trainer.modes import TreePPOTrainerSync
 from verl_tree.trainer.padding import PADDING_LEN, real_rows
+from verl_tree.trainer.portions import PortionWorker
 from verl_tree.trainer.replay_buffer import TreeReplayBuffer, TreeReplayBufferAsync
 from verl_tree.trainer.step_rows import StepRows
 from verl_tree.trainer.update_metrics import step_metrics, take_tree_metrics
@@ -56,7 +57,7 @@ REWARDS = {
 }
 
 
-class EchoWorker(Worker):
+class EchoWorker(PortionWorker, Worker):
     """A worker that keeps what it gets and sends it back when asked."""
 
     def __init__(self) -> None:

@@ -15,13 +15,14 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.fsdp_utils import fsdp2_sharded_load_from_cpu, fsdp2_sharded_save_to_cpu
 
 from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
+from verl_tree.trainer.portions import PortionWorker
 from verl_tree.trainer.worker import TreeTrainingWorker
 
 SavedModel = tuple[dict[str, tuple[Tensor, Any]], Any]
 """The local shards by parameter name, each with its placement, and the placement of the first (verl's format)."""
 
 
-class TreeDetachActorWorker(DetachActorWorker):
+class TreeDetachActorWorker(PortionWorker, DetachActorWorker):
     """verl's detached worker for `fsdp_tree`, too; with FSDP2 a saved model shares no memory with the running one."""
 
     actor_worker_cls = TreeTrainingWorker

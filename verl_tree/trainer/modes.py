@@ -1,6 +1,7 @@
-"""The trainers by the value of `trainer.v1.trainer_mode`: verl's own classes behind `TreeTrainer`.
+"""The trainers by the value of `trainer.v1.trainer_mode`: verl's own classes between `TreeTrainer` and `BesideRows`.
 
-docs/asynchronous.md says what the two asynchronous ones do with trees.
+docs/asynchronous.md says what the two asynchronous ones do with trees. For pyright `PPOTrainerSync` and the others are
+`PPOTrainer` itself, because verl's decorator says no more of them.
 """
 
 import logging
@@ -11,19 +12,20 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
+from verl_tree.trainer.beside_rows import BesideRows
 from verl_tree.trainer.detach_worker import TreeDetachActorWorker
 from verl_tree.trainer.trainer import TreeTrainer
 
 
-class TreePPOTrainerSync(TreeTrainer, PPOTrainerSync):
+class TreePPOTrainerSync(TreeTrainer, PPOTrainerSync, BesideRows):  # pyright: ignore[reportGeneralTypeIssues]
     """verl's synchronous trainer with trees."""
 
 
-class TreePPOTrainerColocateAsync(TreeTrainer, PPOTrainerColocateAsync):
+class TreePPOTrainerColocateAsync(TreeTrainer, PPOTrainerColocateAsync, BesideRows):  # pyright: ignore[reportGeneralTypeIssues]
     """verl's asynchronous trainer on the GPUs of the rollout, with trees."""
 
 
-class TreePPOTrainerSeparateAsync(TreeTrainer, PPOTrainerSeparateAsync):
+class TreePPOTrainerSeparateAsync(TreeTrainer, PPOTrainerSeparateAsync, BesideRows):  # pyright: ignore[reportGeneralTypeIssues]
     """verl's asynchronous trainer on GPUs of its own, with trees."""
 
     actor_worker = TreeDetachActorWorker

@@ -57,8 +57,11 @@ class StepRows:
     def select(self, keys: Sequence[str]) -> Self:
         """Return the rows of these keys, in their order."""
         place = {key: row for row, key in enumerate(self.keys)}
-        rows = [place[key] for key in keys]
-        return type(self)(list(keys), self.shapes[rows], self.partition_id)
+        return self.take([place[key] for key in keys])
+
+    def take(self, rows: Sequence[int]) -> Self:
+        """Return the rows at these places, in their order."""
+        return type(self)([self.keys[row] for row in rows], self.shapes[list(rows)], self.partition_id)
 
     def __or__(self, other: Self) -> Self:
         return type(self)(self.keys + other.keys, np.concatenate([self.shapes, other.shapes]), other.partition_id)

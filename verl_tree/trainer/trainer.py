@@ -6,7 +6,7 @@ What differs from `PPOTrainer` (verl 0.9.1), each through an overridden method:
   (`batching`). The order does not depend on when rows arrived. The workers' fitted cost model balances the ranks.
   Advantages, metrics and dumps leave padding rows out (`padding`).
 - Workers (`_init_resource_pool_mgr`, `_update_*`) cut mini-batches as planned here (`worker`).
-- Estimators (`_compute_advantage`) are told the session and the place in the tree of every row (`advantages`).
+- Columns of tokens are read and written by the ranks (`beside_rows`, behind verl's mode).
 - Log-probs of the rollout engine (`_compute_old_log_prob`) are compared with the trainer's (`log_prob_guard`).
 - Failed sessions and prompts (`step`, `_validate`) are counted and printed with their cause.
 - Replayed rollouts come back with all their leaves (`replay`).
@@ -18,7 +18,6 @@ What differs from `PPOTrainer` (verl 0.9.1), each through an overridden method:
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import count
 from typing import ClassVar, cast
 
@@ -56,7 +55,7 @@ from verl_tree.trainer.restored import numbered_uid, take_over_restored
 from verl_tree.trainer.row_check import check_step_rows
 from verl_tree.trainer.staleness import staleness_metrics
 from verl_tree.trainer.step_rows import StepRows
-from verl_tree.trainer.step_tokens import fetch_calls, fetch_cells, fetch_steps, fetch_trees, flat_counts
+from verl_tree.trainer.step_tokens import fetch_calls, fetch_cells, fetch_trees, flat_counts
 from verl_tree.trainer.tree_log import TreeLog, When
 from verl_tree.trainer.update_metrics import as_numbers, step_metrics, take_tree_metrics
 from verl_tree.trainer.worker import TreeActorRolloutRefWorker, TreeTrainingWorker
@@ -210,13 +209,7 @@ class TreeTrainer(PPOTrainer):
     @override
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
         # The mean KL and its controller must not see padding.
-        real = real_rows(batch)
-        rows = self._step_rows.select(real.keys)
-        told = rows.announcement(weigh_sessions=self._weighs_sessions)
-        if self.config.algorithm.adv_estimator == "gigpo":
-            told = replace(told, calls=fetch_steps(rows))
-        with advantages.announce_rows(told):
-            written = super()._compute_advantage(real, metrics)
+        written = super()._compute_advantage(real_rows(batch), metrics)
         return fill_padding_rows(batch, written=written)
 
     @override

@@ -36,6 +36,7 @@ from verl_tree.engine.session_weights import session_weighted_loss, weigh_sessio
 from verl_tree.engine.untrained_rows import loss_of_any_rows
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.trainer.batching import MiniBatchPlan
+from verl_tree.trainer.portions import PortionWorker
 from verl_tree.trainer.update_metrics import as_numbers
 
 
@@ -151,8 +152,8 @@ class TreeTrainingWorker(TrainingWorker):
         return list(chain.from_iterable(gather(lens[is_trained].tolist(), group=group)))
 
 
-class TreeActorRolloutRefWorker(ActorRolloutRefWorker):
-    """verl's hybrid worker with `TreeTrainingWorker`s."""
+class TreeActorRolloutRefWorker(PortionWorker, ActorRolloutRefWorker):
+    """verl's hybrid worker with `TreeTrainingWorker`s, which takes portions of the rows."""
 
     actor_worker_cls = TreeTrainingWorker
     ref_worker_cls = TreeTrainingWorker

@@ -1,0 +1,248 @@
+"""verl's methods on portions of the rows give what they give on all rows: columns, fields and metrics (real queue)."""
+
+import os
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("verl")
+os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_tree.cpu.platform")
+
+import ray
+import transfer_queue as tq
+from ranks_here import RanksHere
+from test_replay import RowsTrainer
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.core_algos import get_kl_controller
+from verl.trainer.ppo.utils import need_critic
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from verl_tree.launch.composition import compose_config
+from verl_tree.trainer.beside_rows import BesideRows
+from verl_tree.trainer.padding import append_padding_rows, real_rows
+from verl_tree.trainer.portions import PortionTrainer, announcement
+from verl_tree.trainer.step_rows import StepRows
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+SESSIONS = {"a": (2, 1, 3), "b": (1, 1), "c": (4,), "d": (1, 2), "e": (2, 2, 1)}
+"""Leaves of the sessions of each prompt."""
+
+
+@pytest.fixture(scope="module")
+def queue() -> Iterator[None]:
+    """Start Ray and TransferQueue."""
+    env = {"VERL_USE_EXTERNAL_MODULES": "verl_tree.cpu.platform", "TRANSFER_QUEUE_ENABLE": "1"}
+    ray.init(address="local", num_cpus=4, include_dashboard=False, runtime_env={"env_vars": env})
+    try:
+        tq.init()
+        yield
+        tq.close()
+    finally:
+        ray.shutdown()
+
+
+def draw_row(key: str, rng: np.random.Generator) -> dict[str, Any]:
+    """Draw a row after its forward passes; no token of prompt c is trained."""
+    uid = key.split("_")[0]
+    prompt = torch.arange(3) + 10 * ord(uid)
+    response = torch.from_numpy(rng.integers(10, 90, size=rng.integers(1, 12)))
+    mask = torch.from_numpy(rng.random(len(response)) < (0.0 if uid == "c" else 0.8)).long()
+    tokens = torch.cat([prompt, response])
+    scores = torch.zeros(len(response))
+    scores[-1] = round(rng.random(), 2)
+    column = {
+        name: torch.from_numpy(rng.normal(-1, 0.4, size=len(response))).float().clamp(max=0)
+        for name in ("rollout_log_probs", "old_log_probs", "ref_log_prob", "values")
+    }
+    raw = {name: torch.from_numpy(rng.normal(-1, 0.4, size=len(tokens))).float() for name in ("log_probs", "entropy")}
+    return {
+        **column,
+        **raw,
+        "prompts": prompt,
+        "responses": response,
+        "response_mask": mask,
+        "loss_mask": mask,
+        "input_ids": tokens,
+        "position_ids": torch.arange(len(tokens)),
+        "rm_scores": scores,
+        "num_turns": int(rng.integers(1, 5)),
+        "uid": uid,
+        "extra_fields": {},
+    }
+
+
+def store_rows() -> KVBatchMeta:
+    """Store drawn rows in another order than that of their keys, and padding rows between them."""
+    rng = np.random.default_rng(4)
+    keys = [
+        f"{uid}_{session}_{leaf}"
+        for uid, leaves in SESSIONS.items()
+        for session, num_leaves in enumerate(leaves)
+        for leaf in range(num_leaves)
+    ]
+    keys = [keys[row] for row in rng.permutation(len(keys))]
+    rows = [draw_row(key, rng) for key in keys]
+    tags = [
+        {
+            "prompt_len": 3,
+            "response_len": len(row["responses"]),
+            "seq_len": len(row["input_ids"]),
+            "min_global_steps": int(versions[0]),
+            "max_global_steps": int(versions.sum()),
+        }
+        for row, versions in zip(rows, rng.integers(0, 3, size=(len(rows), 2)), strict=True)
+    ]
+    tq.kv_batch_put(keys=keys, partition_id="train", fields=list_of_dict_to_tensordict(rows), tags=tags)
+    batch = KVBatchMeta(keys=keys, tags=tags, partition_id="train", fields=None, extra_info={})
+    batch = append_padding_rows(batch, num_rows=3, eos_token_id=7)
+    batch.reorder(np.random.default_rng(5).permutation(len(batch)).tolist())
+    return batch
+
+
+class Answering(RanksHere):
+    """Ranks that have computed log-probs and values before they are asked."""
+
+    futures: ClassVar[list[Any]] = []
+
+    def compute_log_prob(self, batch: KVBatchMeta) -> None:
+        assert batch.extra_info["temperature"] == 1.0
+
+    compute_ref_log_prob = compute_log_prob
+
+    def infer_batch(self, batch: KVBatchMeta) -> "Answering":
+        self.compute_log_prob(batch)
+        return self
+
+
+def trainer_of(*overrides: str, num_ranks: int) -> RowsTrainer:
+    """Return our trainer behind ranks that take portions."""
+    config = compose_config(["profile=cpu", "actor_rollout_ref.rollout.temperature=1.0", *overrides])
+    ranks = Answering(num_ranks)
+    trainer = RowsTrainer(config, workers=ranks)
+    trainer.use_critic, trainer.ref_in_actor = need_critic(config), False
+    trainer.ref_policy_wg = trainer.critic_wg = ranks
+    trainer.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
+    trainer._get_n_gpus_for_throughput = lambda: 1
+    trainer.total_training_steps = 1
+    return trainer
+
+
+def columns_of(batch: KVBatchMeta, *names: str) -> dict[str, list[list[float]]]:
+    """Read columns of rows."""
+    columns = tq.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=list(names))
+    return {name: [values.tolist() for values in columns[name].unbind()] for name in names}
+
+
+def assert_same(got: dict[str, Any], expected: dict[str, Any], *, rel: float = 1e-6) -> None:
+    """Compare metrics by name and value."""
+    assert set(got) == set(expected)
+    for name, value in expected.items():
+        assert float(got[name]) == pytest.approx(float(value), rel=rel, abs=1e-6, nan_ok=True), name
+
+
+CASES = {
+    "grpo": ["algorithm.adv_estimator=grpo"],
+    "rloo": ["algorithm.adv_estimator=rloo"],
+    "opo": ["algorithm.adv_estimator=opo"],
+    "grpo_vectorized": ["algorithm.adv_estimator=grpo_vectorized"],
+    "rloo_vectorized": ["algorithm.adv_estimator=rloo_vectorized"],
+    "tree_grpo": ["algorithm.adv_estimator=tree_grpo"],
+    "tree_grpo_intra": ["algorithm.adv_estimator=tree_grpo_intra"],
+    "treerl": ["algorithm.adv_estimator=treerl"],
+    "treepo": ["algorithm.adv_estimator=treepo", "tree.session_weight=session"],
+    "gigpo": ["algorithm.adv_estimator=gigpo"],
+    "kl": ["algorithm.adv_estimator=treerl", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"],
+    "critic": ["algorithm.adv_estimator=tree_grpo", "critic.enable=true"],
+    "bypass": ["algorithm.rollout_correction.bypass_mode=true"],
+}
+
+
+@pytest.mark.usefixtures("queue")
+@pytest.mark.parametrize("num_ranks", [1, 4, 40])
+@pytest.mark.parametrize("case", CASES)
+def test_portions_give_what_all_rows_give(case: str, num_ranks: int) -> None:
+    batch = store_rows()
+    real = real_rows(batch)
+    trainer = trainer_of(*CASES[case], num_ranks=num_ranks)
+    config, rows = trainer.config, StepRows.fetch(real)
+    trainer._step_rows = rows
+    whole = PortionTrainer(config, kl_coef=trainer.kl_ctrl_in_reward.value)
+    names = ["advantages", "returns"] + ["token_level_rewards"] * config.algorithm.use_kl_in_reward
+
+    expected: dict[str, Any] = {}
+    with announcement(rows, config):
+        written = whole._compute_advantage(real, expected)
+    columns = columns_of(real, *names)
+    whole._compute_metrics(real, expected, {"step": 2.0, "gen": 1.0, "adv": 0.5}, global_steps=3, epoch=1)
+    tq.kv_batch_put(
+        keys=real.keys,
+        partition_id="train",
+        fields=list_of_dict_to_tensordict([dict.fromkeys(names, torch.full((1,), 7.0))] * len(real)),
+    )
+
+    got: dict[str, Any] = {}
+    kl_coef = trainer.kl_ctrl_in_reward.value
+    updated = trainer._compute_advantage(batch, got)
+    assert (updated.keys, updated.tags, set(updated.fields)) == (batch.keys, batch.tags, set(written.fields))
+    for name, values in columns_of(real, *names).items():
+        for row, theirs in zip(values, columns[name], strict=True):
+            # Sums of a KL depend on the width to which they are padded. verl's opo has NaN where nothing is trained.
+            np.testing.assert_allclose(row, theirs, rtol=1e-5 if case == "kl" else 0, atol=1e-6 if case == "kl" else 0)
+    uids = [{key.split("_")[0] for key in portion.batch.keys} for portion in trainer.actor_rollout_wg.portions]
+    assert sum(map(len, uids)) == len(SESSIONS), "every prompt is in one portion"
+    assert len(uids) == min(num_ranks, len(SESSIONS) - 1), "prompt c, of which nothing is trained, is with another"
+    if config.algorithm.use_kl_in_reward:
+        adapting = get_kl_controller(config.algorithm.kl_ctrl)
+        adapting.update(current_kl=expected["actor/reward_kl_penalty"], n_steps=len(real))
+        assert trainer.kl_ctrl_in_reward.value == pytest.approx(adapting.value) != kl_coef
+    timing = {"step": 2.0, "gen": 1.0, "adv": 0.5}
+    BesideRows._compute_metrics(trainer, real, got, timing, global_steps=3, epoch=1)
+    assert_same(got, expected)
+
+
+MODES = {
+    "token-mean": [],
+    "token-sum": [],
+    "seq-mean-token-sum": [],
+    "seq-mean-token-mean": [],
+    "seq-mean-token-sum-norm": ["actor_rollout_ref.actor.loss_scale_factor=null"],
+}
+
+
+@pytest.mark.usefixtures("queue")
+@pytest.mark.parametrize("num_ranks", [1, 4, 40])
+@pytest.mark.parametrize("mode", MODES)
+def test_log_probs_and_values_are_moved_beside_the_rows(mode: str, num_ranks: int) -> None:
+    batch = store_rows()
+    trainer = trainer_of(
+        "critic.enable=true", f"actor_rollout_ref.actor.loss_agg_mode={mode}", *MODES[mode], num_ranks=num_ranks
+    )
+    whole, expected, got = PortionTrainer(trainer.config, kl_coef=0.0), {}, {}
+    raw_values = columns_of(batch, "entropy")["entropy"]
+    sides = []
+    for each, metrics in ((whole, expected), (trainer, got)):
+        rows = [{name: torch.tensor(values) for name in ("entropy", "values")} for values in raw_values]
+        tq.kv_batch_put(keys=batch.keys, partition_id="train", fields=list_of_dict_to_tensordict(rows))
+        updated = each._compute_old_log_prob(batch, metrics)
+        assert (updated.keys, updated.tags) == (batch.keys, batch.tags)
+        each._compute_ref_log_prob(batch, metrics)
+        each._compute_values(batch, metrics)
+        sides.append((columns_of(batch, "old_log_probs", "entropy", "ref_log_prob", "values"), set(updated.fields)))
+    assert sides[0] == sides[1]
+    # A correlation from single-precision sums is what differs most.
+    assert_same(got, expected, rel=1e-5)
+
+
+@pytest.mark.usefixtures("queue")
+def test_bypassed_log_probs_are_those_of_the_rollout() -> None:
+    batch = store_rows()
+    trainer = trainer_of("algorithm.rollout_correction.bypass_mode=true", num_ranks=3)
+    metrics: dict[str, Any] = {}
+    assert trainer._compute_old_log_prob(batch, metrics) is batch
+    columns = columns_of(batch, "old_log_probs", "rollout_log_probs")
+    assert columns["old_log_probs"] == columns["rollout_log_probs"]
+    assert metrics == {}
