@@ -9,6 +9,7 @@ memory: a shape has the same bytes. The factors of a step's groups lie up to two
     profiles  shapes become the work of every range of every group
     deal      groups are dealt to mini-batches and ranks, and cut
     nodes     the session trees of an estimator on nodes
+    portions  rows are cut into portions, one for each rank, and pickled; verl's metrics of all portions are joined
 
 Bytes of TransferQueue are those of the tensors and pickled values of one row, written as verl's agent loop worker does.
 What verl's own trainer reads is added up from the fields that its methods ask for (`VERL_READS`).
@@ -24,9 +25,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 from harness import Times, environment, new_parser, print_table, write_json
+from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG, WrittenRow, leaf_shapes
 from rollout_hooks.capture.outputs import make_row
@@ -34,6 +38,8 @@ from verl_tree.cost.model import CostModel, WorkProfile
 from verl_tree.testing.synthetic import star, tool_fan_out, tree_search
 from verl_tree.trainer.advantages import SessionTrees
 from verl_tree.trainer.batching import RowAssignment, assign_rows
+from verl_tree.trainer.portion_metrics import MEANS, join_metrics
+from verl_tree.trainer.portions import Counts, Portion, PortionResult, join_untrained
 from verl_tree.trainer.step_rows import StepRows
 
 # (ranks, leaves, flat tokens, mini-batches)
@@ -66,6 +72,9 @@ VERL_READS = {
 """Bytes per token of prompt and of response that methods of `PPOTrainer` (verl 0.9.1) bring to the driver; none of the
 optional fields (reference, critic, KL in the reward)."""
 
+CONFIG = OmegaConf.create({"actor_rollout_ref": {"actor": {"loss_agg_mode": "token-mean"}}})
+"""What joining metrics reads of a configuration."""
+
 READ_WITHOUT_SHAPES = (8, 20)
 """The same for rows without shapes: input_ids | and response_mask, rm_scores."""
 
@@ -85,6 +94,7 @@ def main() -> None:
                 **{name: f"{seconds:.2f}" for name, seconds in record["seconds"].items()},
                 "longest": f"{record['longest_leaf']:,}",
                 "MB": f"{record['bytes']['shapes'] / 1e6:.2f}",
+                "portions MB": f"{record['bytes']['portions'] / 1e6:.2f}",
                 "imbalance": f"{record['imbalance']:.2f}",
                 "at least": f"{record['least_imbalance']:.2f}",
             }
@@ -123,12 +133,12 @@ def _measure(
 ) -> dict[str, Any]:
     groups = _groups(num_leaves, num_flat_tokens, drawn=drawn, rng=np.random.default_rng(options.seed))
     keys, tags = _rows(groups)
-    times = {name: Times() for name in ("tags", "profiles", "deal", "nodes")}
+    times = {name: Times() for name in ("tags", "profiles", "deal", "nodes", "portions")}
     repeated = [
         _plan(keys, tags, num_ranks=num_ranks, num_mini_batches=num_mini_batches, times=times)
         for _ in range(options.repetitions)
     ]
-    batch, profiles, assignment = repeated[-1]
+    batch, profiles, assignment, portion_bytes = repeated[-1]
     shapes = np.concatenate(groups)
     num_tokens, num_shared = (int(shapes[name].sum(dtype=np.int64)) for name in ("num_tokens", "num_shared"))
     num_response = int(shapes["response_len"].sum(dtype=np.int64))
@@ -144,6 +154,7 @@ def _measure(
         "bytes": {
             "shapes": shapes.nbytes,
             "batch": len(pickle.dumps(batch)),
+            "portions": portion_bytes,
             "without_shapes": _num_bytes(READ_WITHOUT_SHAPES, num_tokens=num_tokens, num_response=num_response),
             "verl": {
                 name: _num_bytes(each, num_tokens=num_tokens, num_response=num_response)
@@ -160,7 +171,7 @@ def _measure(
 
 def _plan(
     keys: list[str], tags: list[dict[str, Any]], *, num_ranks: int, num_mini_batches: int, times: Mapping[str, Times]
-) -> tuple[KVBatchMeta, list[WorkProfile], RowAssignment]:
+) -> tuple[KVBatchMeta, list[WorkProfile], RowAssignment, int]:
     """Do what the driver does between a sampled batch and its dispatch, and for an estimator on nodes."""
     with times["tags"].measure():
         batch = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
@@ -179,7 +190,23 @@ def _plan(
     with times["nodes"].measure():
         told = rows.announcement(weigh_sessions=False)
         SessionTrees.from_shape(told.shape, rewards=rows.rewards, groups=told.groups, sessions=told.sessions)
-    return batch, profiles, assignment
+    with times["portions"].measure():
+        num_bytes = _deal_portions(batch, rows, num_ranks=num_ranks)
+    return batch, profiles, assignment, num_bytes
+
+
+def _deal_portions(batch: KVBatchMeta, rows: StepRows, *, num_ranks: int) -> int:
+    """Do what the driver does for the advantages of a step, and return the bytes that it sends and gets."""
+    units = join_untrained(rows.groups, num_trained=rows.shapes["num_trained"].tolist())
+    whole = Portion(PPOTrainer._compute_advantage, batch, ray.ObjectRef.nil(), step_rows=rows)
+    sent = [
+        len(pickle.dumps((each.method, each.batch, each.step_rows)))
+        for each in whole.cut(units, num_portions=num_ranks)
+    ]
+    metrics = dict.fromkeys((*MEANS, "critic/score/max", "critic/score/min"), 1.0)
+    result = PortionResult(metrics, Counts(1, 1, 1, 1, 1, 1), fields=None, moments=None)
+    join_metrics([result] * len(sent), config=CONFIG)
+    return sum(sent) + len(pickle.dumps(result)) * len(sent)
 
 
 def _groups(

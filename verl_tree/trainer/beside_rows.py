@@ -26,7 +26,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl_tree.trainer.advantages import ESTIMATORS
 from verl_tree.trainer.batching import group_rows
 from verl_tree.trainer.portion_metrics import join_metrics
-from verl_tree.trainer.portions import Method, Portion, PortionResult, announcement, cut_rows, join_untrained
+from verl_tree.trainer.portions import Method, Portion, PortionResult, announcement, join_untrained
 from verl_tree.trainer.step_rows import StepRows
 
 GROUP_WISE = frozenset(
@@ -145,31 +145,11 @@ class BesideRows(PPOTrainer):
         kl_coef: float = 0.0,
     ) -> list[PortionResult]:
         """Run a method on the ranks, each with a portion of the rows; `units` of rows are not parted."""
+        whole = Portion(method, batch, self._config_ref, kl_coef=kl_coef, step_rows=step_rows, compared=compared)
         num_ranks = self.actor_rollout_wg.world_size
-        portions = cut_rows(
-            units if units is not None else [[row] for row in range(len(batch))],
-            row_lens=[tag["seq_len"] for tag in batch.tags],
-            num_portions=num_ranks,
-        )
-        work: list[Portion | None] = [
-            Portion(
-                method=method,
-                batch=_take(batch, rows),
-                config=self._config_ref,
-                kl_coef=kl_coef,
-                step_rows=None if step_rows is None else step_rows.take(rows),
-                compared=compared,
-            )
-            for rows in portions
-        ]
+        work: list[Portion | None] = [*whole.cut(units or [[row] for row in range(len(batch))], num_portions=num_ranks)]
         work += [None] * (num_ranks - len(work))
         return [result for result in self.actor_rollout_wg.run_portion(work) if result is not None]
-
-
-def _take(batch: KVBatchMeta, rows: Sequence[int]) -> KVBatchMeta:
-    # KVBatchMeta.select_keys looks at all keys each time, and there may be thousands of portions.
-    keys, tags = [batch.keys[row] for row in rows], [batch.tags[row] for row in rows]
-    return KVBatchMeta(keys=keys, tags=tags, partition_id=batch.partition_id)
 
 
 def _with_fields(batch: KVBatchMeta, results: Sequence[PortionResult]) -> KVBatchMeta:

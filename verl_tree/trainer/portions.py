@@ -40,6 +40,15 @@ class Portion:
     step_rows: StepRows | None = None  # the shapes of the rows, for advantages
     compared: tuple[str, str] | None = None  # two columns of the response whose `Moments` are wanted
 
+    def cut(self, units: Sequence[Sequence[int]], *, num_portions: int) -> list[Self]:
+        """Cut the rows into portions; see `cut_rows`."""
+        batch, shapes = self.batch, self.step_rows
+        cuts = cut_rows(units, row_lens=[tag["seq_len"] for tag in batch.tags], num_portions=num_portions)
+        return [
+            replace(self, batch=_take(batch, rows), step_rows=None if shapes is None else shapes.take(rows))
+            for rows in cuts
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class Counts:
@@ -191,6 +200,12 @@ def _moments(columns: Any, names: tuple[str, str], *, masks: Sequence[np.ndarray
         values = columns[name].values()
         pair.append((values.exp() if name.endswith("log_probs") else values).double().numpy()[is_trained])
     return Moments.of(np.stack(pair, axis=1))
+
+
+def _take(batch: KVBatchMeta, rows: Sequence[int]) -> KVBatchMeta:
+    # KVBatchMeta.select_keys looks at all keys each time, and there may be thousands of portions.
+    keys, tags = [batch.keys[row] for row in rows], [batch.tags[row] for row in rows]
+    return KVBatchMeta(keys=keys, tags=tags, partition_id=batch.partition_id)
 
 
 def cut_rows(units: Sequence[Sequence[int]], *, row_lens: Sequence[int], num_portions: int) -> list[list[int]]:
