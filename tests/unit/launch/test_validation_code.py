@@ -1,6 +1,7 @@
 """Code that is not there is refused before Ray starts: agent loops, tools, rewards, data set classes."""
 
 import importlib
+import json
 import logging
 import os
 import subprocess
@@ -209,37 +210,29 @@ def test_modules_that_ray_brings_along_are_warned_of(
     assert "data.train_files=/no: no such file" in refusal(runtime_env, "data.train_files=/no")
 
 
-def test_looking_up_loops_leaves_vllm_alone(tmp_path: Path) -> None:
-    """The workers need vLLM; imported by the driver it costs seconds, and memory for the whole training run."""
-    (tmp_path / "loops.yaml").write_text("- name: mine\n  _target_: rollout_hooks.capture.async_llm.AsyncLLM\n")
-    program = (
-        "import sys, verl_tree.cpu.platform; from input_cases import resolved\n"
-        "from verl_tree.launch.validation import validate\n"
-        f"validate(resolved('{DEFAULT}=parallel_tools', '{LOOPS}={tmp_path}/loops.yaml'))\n"
-        "assert not {'vllm', 'rollout_hooks.worker'} & set(sys.modules)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_every_loop_that_a_worker_knows_is_known_here_without_vllm(tmp_path: Path) -> None:
+    """The workers of verl's own manager know only verl's loops.
 
-
-def test_every_loop_that_a_worker_knows_is_known_here() -> None:
-    """The workers of verl's own manager know only verl's loops."""
+    The workers need vLLM; imported by the driver it costs seconds, and memory for the whole training run.
+    """
     from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
     importlib.import_module("rollout_hooks.worker")  # registers its loops
     ours = {name for name, entry in _agent_loop_registry.items() if entry["_target_"].startswith("rollout_hooks.")}
     assert len(ours) >= 6
-    for manager, known in (("null", set()), ("rollout_hooks.worker.TreeAgentLoopManager", ours)):
-        program = (
-            "import verl_tree.cpu.platform; from input_cases import resolved\n"
-            "from verl_tree.launch.validation.code import _registered_loops\n"
-            f"print(','.join(_registered_loops(resolved('{MANAGER}={manager}'))))\n"
-        )
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-        )
-        found = set(done.stdout.split()[-1].split(","))
-        assert ours & found == known
-        assert "single_turn_agent" in found
+    (tmp_path / "loops.yaml").write_text("- name: mine\n  _target_: rollout_hooks.capture.async_llm.AsyncLLM\n")
+    program = (
+        "import json, sys, verl_tree.cpu.platform; from input_cases import resolved\n"
+        "from verl_tree.launch.validation import validate\n"
+        "from verl_tree.launch.validation.code import _registered_loops\n"
+        f"of_verl = _registered_loops(resolved('{MANAGER}=null'))\n"
+        f"validate(resolved('{DEFAULT}=parallel_tools', '{LOOPS}={tmp_path}/loops.yaml'))\n"
+        "assert not {'vllm', 'rollout_hooks.worker'} & set(sys.modules)\n"
+        "print(json.dumps([list(of_verl), list(_registered_loops(resolved()))]))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    of_verl, of_ours = map(set, json.loads(done.stdout.splitlines()[-1]))
+    assert "single_turn_agent" in of_verl & of_ours
+    assert (ours & of_verl, ours & of_ours) == (set(), ours)

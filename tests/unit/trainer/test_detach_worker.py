@@ -1,19 +1,16 @@
 """The policy that is kept on the CPU while the weights move on: real engines, real optimiser steps."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from process_groups import group_of_one
 
 pytest.importorskip("verl")
 
 import torch
 from omegaconf import OmegaConf
-from transformers import AutoModelForCausalLM, Qwen3Config
 from verl.utils.fsdp_utils import fsdp2_sharded_save_to_cpu
 from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
@@ -24,36 +21,9 @@ from verl_tree.trainer.detach_worker import TreeDetachActorWorker
 from verl_tree.trainer.worker import TreeTrainingWorker
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Save a small model, and make a process group of this process alone."""
-    if torch.cuda.is_available():
-        pytest.skip("builds engines on the CPU platform")
-    folder = tmp_path_factory.mktemp("detach")
-    torch.manual_seed(5)
-    config = Qwen3Config(
-        vocab_size=31,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        tie_word_embeddings=True,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    with group_of_one(), pytest.MonkeyPatch.context() as patch:
-        # What verl's workers read of their place.
-        for name, value in {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
-            patch.setenv(name, str(value))
-        patch.setenv("MASTER_ADDR", "127.0.0.1")
-        patch.setenv("MASTER_PORT", "0")
-        yield folder
-
-
-def detached(folder: Path, strategy: str) -> tuple[Any, TreeTrainingWorker]:
+def detached(worker_model: Path, strategy: str) -> tuple[Any, TreeTrainingWorker]:
     """Return the detached worker around a training worker; in Ray, verl's `init_model` puts the one into the other."""
-    actor = local_worker(str(folder), strategy=strategy, max_token_len=64)
+    actor = local_worker(str(worker_model), strategy=strategy, max_token_len=64)
     actor.set_loss_fn(partial(ppo_loss, config=FSDPActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=1)))
     worker: Any = object.__new__(TreeDetachActorWorker)
     worker.config = OmegaConf.create({"actor": {"strategy": strategy}})
@@ -78,9 +48,9 @@ def take_a_step(actor: TreeTrainingWorker) -> None:
 
 
 @pytest.mark.parametrize("strategy", [TREE_STRATEGY, FLAT_STRATEGY])
-def test_a_restored_policy_is_the_saved_one_bit_by_bit(folder: Path, strategy: str) -> None:
+def test_a_restored_policy_is_the_saved_one_bit_by_bit(worker_model: Path, strategy: str) -> None:
     """As in `_compute_old_log_prob`: save the old policy, step, save the new one, go back to the old and to the new."""
-    worker, actor = detached(folder, strategy)
+    worker, actor = detached(worker_model, strategy)
     old = weights(worker)
     worker.save_model_to_cpu(0)
     take_a_step(actor)
@@ -101,9 +71,9 @@ def test_a_restored_policy_is_the_saved_one_bit_by_bit(folder: Path, strategy: s
     assert all(torch.equal(value, old[name]) for name, value in weights(worker).items())
 
 
-def test_what_verl_saves_on_a_cpu_changes_with_the_model(folder: Path) -> None:
+def test_what_verl_saves_on_a_cpu_changes_with_the_model(worker_model: Path) -> None:
     """If this fails, verl copies by itself and `copy_to_cpu` can go."""
-    worker, actor = detached(folder, TREE_STRATEGY)
+    worker, actor = detached(worker_model, TREE_STRATEGY)
     old = weights(worker)
     state, _ = fsdp2_sharded_save_to_cpu(worker.actor.engine.module)
     take_a_step(actor)
