@@ -22,8 +22,8 @@ from verl_tree.attention.dense import dense_attention
 from verl_tree.attention.row_cuts import KeyRows
 from verl_tree.attention.triton_configs import KernelConfig, KernelConfigs, choose_configs, padded_dim
 
-NUM_CASES = 110
-NUM_SECTIONS = 30
+NUM_CASES = 55
+NUM_SECTIONS = 20
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,9 @@ def test_the_cases_reach_every_kind_of_tile():
     assert groups == {1, 2, 4, 7, 8}
     assert head_dims == {16, 24, 32, 48, 64, 96, 128}
     assert min(lengths) < 5
-    assert max(lengths) > 500
+    assert max(lengths) > 400
     counts = {"skipped": skipped, "full": full, "partial": partial, "ragged": ragged, "padded": padded}
-    assert min(counts.values()) > 20, counts
+    assert min(counts.values()) > 10, counts
     assert unequal > NUM_CASES
 
 
