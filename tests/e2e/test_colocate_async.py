@@ -1,6 +1,7 @@
 """Ten steps of `colocate_async` on long-tailed sessions: killed in the middle, resumed, and repeated by verl's engine.
 
-Both parts of the killed run store what they sample. verl's flat engine then trains on all ten steps in one go.
+Both parts of the killed run store what they sample. The second part relays its trees. verl's flat engine then trains on
+all ten steps in one go.
 """
 
 from pathlib import Path
@@ -8,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from async_run import (
+    LAST_SAVED,
     LONG_TAIL,
     NUM_PROMPTS,
     NUM_STEPS,
+    SAVE_FREQ,
     Metrics,
     check_prompts,
     check_replay,
@@ -30,11 +33,13 @@ MODE = (
     "algorithm.rollout_correction.rollout_rs=token_k1",
     "algorithm.rollout_correction.rollout_rs_threshold='0.9_1.1'",
 )
+RELAY_CAPACITY = 16
+"""Tokens of a section. Every trajectory is longer."""
 
 
 @pytest.fixture(scope="module")
 def resumed(folder: Path) -> Metrics:
-    return run_killed_and_resumed(folder, *MODE)
+    return run_killed_and_resumed(folder, *MODE, only_resumed=(f"tree.capacity={RELAY_CAPACITY}",))
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +77,22 @@ def test_long_sessions_span_versions_and_keep_their_tokens(
     assert max(metrics["training/off_policy/trajectory_staleness/max"] for metrics in resumed.values()) >= 1
 
 
+def test_relayed_trees_compute_every_token_once(resumed: Metrics) -> None:
+    assert all(resumed[step]["tree/packs"] > 0 for step in range(1, SAVE_FREQ + 1)), "the first part relays nothing"
+    for step in range(LAST_SAVED + 1, NUM_STEPS + 1):
+        metrics = resumed[step]
+        assert metrics["prompt_length/min"] >= RELAY_CAPACITY
+        assert metrics["tree/err"] == metrics["tree/por"]
+        assert metrics["tree/sections"] >= metrics["tree/tokens"] / RELAY_CAPACITY
+        assert metrics["tree/packs"] == 0
+        assert 0 < metrics["tree/spine_ratio"] < 1
+        assert metrics["tree/store_gib"] > 0
+
+
 def test_ten_steps_equal_those_of_verls_engine(folder: Path, resumed: Metrics) -> None:
-    """Stale rows, corrected and rejected token by token: losses and gradient norms agree over kill and resume."""
+    """Stale rows, corrected and rejected token by token: losses and gradient norms agree over a kill and a relay."""
     flat = check_replay(folder, resumed, *MODE)
+    assert [resumed[step]["tree/por"] for step in flat] == [flat[step]["tree/por"] for step in flat]
     rejected = "rollout_corr/rollout_rs_masked_fraction"
     assert [resumed[step][rejected] for step in flat] == [flat[step][rejected] for step in flat]
     assert max(metrics[rejected] for metrics in flat.values()) > 0
