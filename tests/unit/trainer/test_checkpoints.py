@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,17 +15,16 @@ from verl.workers.utils.losses import ppo_loss
 
 from verl_tree.config import TREE_STRATEGY
 from verl_tree.testing.local_worker import local_worker
-from verl_tree.trainer.worker import TreeTrainingWorker
 
 
-def make_worker(model: Path) -> TreeTrainingWorker:
+def make_worker(model: Path) -> Any:
     """Make a worker with AdamW."""
     worker = local_worker(str(model), strategy=TREE_STRATEGY, max_token_len=64)
     worker.set_loss_fn(partial(ppo_loss, config=FSDPActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=1)))
     return worker
 
 
-def weights(worker: TreeTrainingWorker) -> dict[str, torch.Tensor]:
+def weights(worker: Any) -> dict[str, torch.Tensor]:
     """Copy the whole parameters."""
     return {name: value.full_tensor().clone() for name, value in worker.engine.module.named_parameters()}
 
