@@ -11,6 +11,8 @@ from transformers import (
     GptOssForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from tree_cases import DEEP, TINY_SETTINGS, layout_of, tiny_model
 
@@ -61,6 +63,21 @@ def gpt_oss(*layer_types):
     return model
 
 
+def qwen3_moe():
+    """Make a Qwen3-MoE: layer 1 has experts, of which each token takes two, layer 0 a plain MLP."""
+    model = build(
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+    )
+    model.set_experts_implementation("eager")
+    return model
+
+
 MODELS = {
     "qwen3": tiny_model,
     "llama": lambda: tiny_model("llama"),
@@ -74,6 +91,7 @@ MODELS = {
     "gemma3": lambda: build(Gemma3TextConfig, Gemma3ForCausalLM, layer_types=ALTERNATING, sliding_window=WINDOW),
     "gpt-oss": lambda: gpt_oss("sliding_attention", "full_attention"),
     "gpt-oss full": lambda: gpt_oss("full_attention", "full_attention"),
+    "qwen3 moe": qwen3_moe,
 }
 
 
