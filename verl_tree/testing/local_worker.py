@@ -42,12 +42,15 @@ def local_worker(
     optimiser is AdamW with learning rate 1e-3. `is_critic` builds a value model instead of a policy. So many ranks as
     `sequence_parallel_size` says compute each model call together.
     """
-    options = {"enable_gradient_checkpointing": False, **(model_options or {})}
+    options = {
+        "enable_gradient_checkpointing": False,
+        "override_config": {"attn_implementation": "sdpa"},
+        **(model_options or {}),
+    }
     model_config = HFModelConfig(
         path=model_path,
         load_tokenizer=False,
         use_remove_padding=False,
-        override_config={"attn_implementation": "sdpa"},
         **options,
     )
     engine_config = TreeFSDPEngineConfig(

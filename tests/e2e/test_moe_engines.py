@@ -1,0 +1,57 @@
+"""Mixtures of experts on the tree engine are what they are on verl's own: one and two ranks, in fp32, LoRA, critics."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from moe_cases import CASES
+from test_engines import assert_equal, assert_not_empty, free_port
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], dict[str, Any]]:
+    """Return what runs the cases on a number of ranks, `sp` of them in a team, once each."""
+    folder = tmp_path_factory.mktemp("moe")
+
+    def run(num_ranks: int, sp: int) -> dict[str, Any]:
+        out = folder / f"{num_ranks}_{sp}.json"
+        launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
+        script = [f"--master-port={free_port()}", str(SUPPORT / "moe_cases.py"), f"--sp={sp}", f"--out={out}"]
+        done = subprocess.run(launch + script, capture_output=True, text=True, timeout=500, check=False)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+        return json.loads(out.read_text())
+
+    return cache(run)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "sp", "family", "name"),
+    [
+        *((ranks, 1, family, case.name) for ranks in (1, 2) for family, cases in CASES.items() for case in cases),
+        *((2, 2, family, cases[0].name) for family, cases in CASES.items()),
+    ],
+)
+def test_equals_verls_own_engine(
+    results: Callable[[int, int], dict[str, Any]],
+    num_ranks: int,
+    sp: int,
+    family: str,
+    name: str,
+    record_property: Callable[[str, object], None],
+) -> None:
+    (case,) = (case for case in CASES[family] if case.name == name)
+    errors = results(num_ranks, sp)[f"{family} {name}"]
+    assert_equal({name: errors}, case)
+    assert_not_empty({name: errors}, case)
+    columns = {"token_mean": f"engine, {num_ranks} rank(s)", "idle_rank": f"engine, {num_ranks} rank(s)"}
+    column = "Ulysses" if sp > 1 else columns.get(name, name)
+    record_property(f"{family} | {column}", errors["gradient"])
