@@ -27,8 +27,9 @@ SETTINGS = {
     "num_experts_per_tok": 2,
     "pad_token_id": 0,
 }
+EXPERTS = {"num_experts": 8, "moe_intermediate_size": 16, "norm_topk_prob": True}
 CONFIGS = {
-    "Qwen3-MoE": Qwen3MoeConfig(**SETTINGS, num_experts=8, moe_intermediate_size=16, norm_topk_prob=True),
+    "Qwen3-MoE": Qwen3MoeConfig(**SETTINGS, **EXPERTS),
     "gpt-oss": GptOssConfig(
         **SETTINGS,
         num_local_experts=4,

@@ -44,6 +44,7 @@ from verl_tree.engine.less_memory import BuildWithLessMemory
 from verl_tree.engine.micro_batch import LossFunction, MicroBatchRows, RowLosses, device_of_rank
 from verl_tree.engine.pack_times import PackClock, learn_costs
 from verl_tree.engine.packs import TreeBatch, first_token_pack, split_into_packs
+from verl_tree.engine.router_replay import ROUTES, MiniBatchRoutes, RouterReplay
 from verl_tree.engine.row_losses import is_sum_over_rows
 from verl_tree.engine.rows import MiniBatchResult, RankWork, check_rows, gather, jagged, steps_of
 from verl_tree.engine.teams import BuildForTeam, of_first_rank
@@ -97,6 +98,8 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
         self.cost_metrics: dict[str, float] = {}
         self._costs = {"update": CostFitter(), "infer": CostFitter()}
         self._capacity = CapacityChoice(self)
+        self._replay: RouterReplay | None = None
+        self._routes: MiniBatchRoutes | None = None
 
     @override
     def _build_module(self) -> torch.nn.Module:
@@ -104,6 +107,8 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
         self.model_config.hf_config._attn_implementation = ATTENTION_NAME
         self._model = cast("PreTrainedModel", super()._build_module())
         check_model(self._model, max_path_len=1)
+        if self.engine_config.router_replay.mode != "disabled":
+            self._replay = RouterReplay(self._model)
         return self._model
 
     @override
@@ -118,6 +123,7 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
             ValueError: The tree path cannot compute the rows (`check_rows`), or one of them cannot be packed.
         """
         check_rows(data)
+        self._routes = self._start_routes(data, forward_only=forward_only)
         self._announce_denominators(data)
         cost = self._costs["infer" if forward_only else "update"]
         mode: Mode = "forward" if forward_only else "rows" if is_sum_over_rows(loss_function) else "joint"
@@ -142,8 +148,25 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
         if not self.engine_config.full_determinism:
             learn_costs(cost, [step.works(ranks) for step in steps], seconds=clock.seconds())
         if not forward_only:
-            self._record(cost, ranks, clock=clock, predicted_s=predicted_s, store_bytes=store_bytes)
-        return result.as_verl()
+            counts = ForestCounts(max_store_bytes=store_bytes)
+            if self._routes is not None:
+                counts += self._routes.counts
+            self._record(cost, ranks, clock=clock, predicted_s=predicted_s, counts=counts)
+        outputs = result.as_verl()
+        if self._routes is not None:
+            outputs["model_output"] |= self._routes.outputs(team=self.team, device=device_of_rank())
+        return outputs
+
+    def _start_routes(self, data: TensorDict, *, forward_only: bool) -> MiniBatchRoutes | None:
+        """Start to record or to impose routes of experts, if `router_replay.mode` says so and the call wants it."""
+        column = data.pop(ROUTES, None)  # No loss reads it
+        if self._replay is None:
+            return None
+        self._replay.begin()
+        if not tu.get(data, "enable_routing_replay", default=True):
+            return None
+        records = forward_only and self.engine_config.router_replay.mode == "R2"
+        return MiniBatchRoutes(self._replay, column, input_ids=tu.get(data, "input_ids"), records=records)
 
     def _announce_denominators(self, data: TensorDict) -> None:
         """Add the denominators of verl's losses: the trained tokens of all ranks and the number of ranks."""
@@ -233,7 +256,7 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
         max_loss_terms = None if mode == "joint" else self.tree_config.max_loss_terms
         return RelayRun(
             rows.micro.calls(scores_own_tokens=self._scores_own_tokens, max_loss_terms=max_loss_terms),
-            compute,
+            compute if self._routes is None else self._routes.around(compute, rows.micro),
             mode=mode,
             device=device_of_rank(),
             backend=self.tree_config.backend,
@@ -248,6 +271,8 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
 
     def score_pack(self, layout: TreeLayout, *, temperature: float = 1.0, calculate_entropy: bool) -> Tensor:
         """Run the model on a pack that belongs to no rows and score all of it, (C, K); `layout` is on the host."""
+        if self._replay is not None:
+            self._replay.begin()
         tokens = np.arange(layout.num_tokens)
         scorer_T = tokens if self._scores_own_tokens else layout.parent_T.numpy()
         call = RelayCall.of_pack(layout.subtree_end_T.numpy(), scorer_T=scorer_T)
@@ -309,16 +334,16 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
         *,
         clock: PackClock,
         predicted_s: Sequence[float],
-        store_bytes: int,
+        counts: ForestCounts,
     ) -> None:
-        """Record how the ranks worked on an update."""
-        mine = (clock.busy_s(), store_bytes, cost.metrics(prefix="tree/cost_model"))
-        measured_s, all_store_bytes, metrics = zip(*gather(mine, group=self.get_data_parallel_group()), strict=True)
+        """Record how the ranks worked on an update; `counts` is what is known only now."""
+        mine = (clock.busy_s(), counts, cost.metrics(prefix="tree/cost_model"))
+        measured_s, all_counts, metrics = zip(*gather(mine, group=self.get_data_parallel_group()), strict=True)
         self.rank_times = RankTimes.of_ranks(
             predicted_s=predicted_s, measured_s=measured_s, packing_s=[rank.packing_s for rank in ranks]
         )
         self.cost_metrics = metrics[0]
-        self.tree_counts += ForestCounts(max_store_bytes=max(all_store_bytes))
+        self.tree_counts += sum(all_counts, ForestCounts())
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """Autocast as verl's `forward_step` does: only if the parameters are not float32."""

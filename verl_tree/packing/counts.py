@@ -32,6 +32,8 @@ class ForestCounts:
     num_sections: int = 0  # Sections of the trees that are relayed
     num_spine_tokens: int = 0
     num_context_tokens: int = 0  # Context tokens gathered, the sum over the sections and the forwards of the spine
+    num_routed_tokens: int = 0  # Tree tokens whose experts the rows say
+    num_route_conflicts: int = 0  # Those of which the rows disagree
     max_store_bytes: int = 0  # Keys, values and gradients that one store held; the maximum when added
 
     @classmethod
@@ -71,6 +73,8 @@ class ForestCounts:
 
         If trees were relayed: `sections`, `context_tokens` (sums), `spine_ratio` = spine tokens / tree tokens of all
         trees, `store_gib` (maximum).
+
+        If routes were replayed: `route_conflicts` = tree tokens of which the rows disagree / those that got routes.
         """
         flat, packed, bound = self.num_flat_tokens, self.num_packed_tokens, self.num_lower_bound_tokens
         values = {
@@ -95,6 +99,8 @@ class ForestCounts:
             values["context_tokens"] = self.num_context_tokens
             values["spine_ratio"] = self.num_spine_tokens / self.num_tree_tokens
             values["store_gib"] = self.max_store_bytes / 2**30
+        if self.num_routed_tokens:
+            values["route_conflicts"] = self.num_route_conflicts / self.num_routed_tokens
         return {f"{prefix}/{name}": float(value) for name, value in values.items()}
 
 

@@ -15,7 +15,7 @@ from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config import EngineRouterReplayConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.config.engine import TrainingWorkerConfig
 
 from verl_tree.config import TreeFSDPEngineConfig
@@ -32,15 +32,16 @@ def local_worker(
     is_critic: bool = False,
     model_options: Mapping[str, Any] | None = None,
     tree_options: Mapping[str, Any] | None = None,
+    router_replay: str = "disabled",
     optimizer: FSDPOptimizerConfig | None = None,
     sequence_parallel_size: int = 1,
 ) -> TreeTrainingWorker:
     """Build an initialised float32 worker on a folder with a Hugging Face model; `set_loss_fn` gives it a loss.
 
     `strategy` is `fsdp_tree` or verl's own `fsdp2`. `max_token_len` bounds a micro-batch, in tree tokens or in flat
-    tokens. `model_options` sets fields of verl's `HFModelConfig`, `tree_options` those of `TreeConfig`. The default
-    optimiser is AdamW with learning rate 1e-3. `is_critic` builds a value model instead of a policy. So many ranks as
-    `sequence_parallel_size` says compute each model call together.
+    tokens. `model_options` sets fields of verl's `HFModelConfig`, `tree_options` those of `TreeConfig`,
+    `router_replay` verl's mode. The default optimiser is AdamW with learning rate 1e-3. `is_critic` builds a value
+    model instead of a policy. So many ranks as `sequence_parallel_size` says compute each model call together.
     """
     options = {
         "enable_gradient_checkpointing": False,
@@ -59,6 +60,7 @@ def local_worker(
         model_dtype="fp32",
         use_torch_compile=False,
         ulysses_sequence_parallel_size=sequence_parallel_size,
+        router_replay=EngineRouterReplayConfig(mode=router_replay),
         tree=tree_options or {},
     )
     # verl's actor config does the same: an engine config checks its strategy before the actor's is known.

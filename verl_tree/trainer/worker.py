@@ -139,6 +139,9 @@ class TreeTrainingWorker(TrainingWorker):
     def infer_batch(self, data: TensorDict) -> TensorDict | None:
         """Compute log-probs or values without an update; see `TrainingWorker.infer_batch`."""
         self._settle(data)
+        if tu.get(data, "no_lora_adapter", default=False):
+            # The reference model routes its tokens itself.
+            tu.assign_non_tensor(data, enable_routing_replay=False)
         return super().infer_batch(data)
 
     def _settle(self, data: TensorDict) -> None:

@@ -1,0 +1,67 @@
+"""A whole training run of a tiny Qwen3-MoE: three steps on trees, and the same on verl's own engine."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from replayed_runs import replaying_options, worst_difference
+from tiny_run import run
+from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+NUM_STEPS = 3
+
+
+def make_mixture(folder: Path) -> None:
+    """Put a Qwen3-MoE in the place of the tiny Qwen3, with its vocabulary and its heads."""
+    dense = AutoConfig.from_pretrained(folder / "model").to_dict()
+    shared = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
+    torch.manual_seed(3)
+    config = Qwen3MoeConfig(
+        **{name: dense[name] for name in shared},
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        max_position_embeddings=256,
+        eos_token_id=0,
+        pad_token_id=1,
+        bos_token_id=None,
+    )
+    (folder / "model" / "model.safetensors").unlink()
+    Qwen3MoeForCausalLM(config).save_pretrained(folder / "model")
+
+
+def options(folder: Path) -> tuple[str, ...]:
+    """Return options of a run with AdamW that stores the rollouts of each step, or replays stored ones."""
+    return (
+        "actor_rollout_ref.actor.optim.optimizer=AdamW",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        f"trainer.total_training_steps={NUM_STEPS}",
+        *replaying_options(f"{folder}/rollouts", num_steps=NUM_STEPS),
+    )
+
+
+def test_steps_equal_those_of_verls_engine(folder: Path, record_property: Callable[[str, object], None]) -> None:
+    make_mixture(folder)
+    tree: dict[int, dict[str, Any]] = run(folder, "tree", *options(folder))
+    flat = run(folder, "flat", *options(folder), "tree.enabled=false")
+    assert sorted(tree) == list(range(1, NUM_STEPS + 1))
+    worst = worst_difference(tree, flat)
+    assert max(worst.values()) <= 1e-3, worst
+    for metrics in tree.values():
+        assert metrics["tree/por"] > 0.4
+        # The engine samples from the weights that were trained: experts arrive there, too.
+        assert abs(metrics["rollout_corr/kl"]) < 0.02
+    assert tree[NUM_STEPS]["actor/kl_loss"] > 1e-3, "the weights have moved"
+    record_property("Qwen3-MoE | whole run", max(worst.values()))

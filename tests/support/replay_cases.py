@@ -1,0 +1,153 @@
+"""Router replay on the tree engine beside an oracle: each row by itself, with experts set by hand in each router.
+
+Legend: N layers, k experts of a token.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from moe_cases import EXPERTS, SETTINGS
+from tensordict import TensorDict
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from verl.utils import tensordict_utils as tu
+
+from verl_tree.testing.local_worker import batch_of_rows
+from verl_tree.trainer.worker import TreeTrainingWorker
+
+# Three branches of one prompt, a strict prefix of the first, and another tree.
+PROMPTS = [[5, 6, 7], [5, 6, 7], [5, 6, 7], [5, 6, 7], [9, 10]]
+RESPONSES = [[8, 9, 10, 11], [8, 9, 12], [8, 14, 15, 16, 17], [8, 9], [20, 21, 22]]
+NUM_LAYERS, NUM_EXPERTS = 3, 8
+NUM_TOKENS = [len(prompt) + len(response) for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+
+
+def batch(routes: Sequence[Tensor] | None = None, *, max_token_len: int = 64) -> TensorDict:
+    """Return the rows for a worker, with routes (tokens, N, k) of each row if given."""
+    generator = torch.Generator().manual_seed(3)
+    rows = [
+        {
+            "prompts": torch.tensor(prompt),
+            "responses": torch.tensor(response),
+            "response_mask": torch.ones(len(response), dtype=torch.int64),
+            "advantages": torch.randn(len(response), generator=generator),
+        }
+        for prompt, response in zip(PROMPTS, RESPONSES, strict=True)
+    ]
+    data = batch_of_rows(rows, max_token_len=max_token_len, global_batch_size=len(rows))
+    if routes is not None:
+        data["routed_experts"] = torch.nested.as_nested_tensor(list(routes), layout=torch.jagged)
+    return data
+
+
+def drawn_routes(*, seed: int) -> list[Tensor]:
+    """Draw two experts for each token and layer, the same ones for a token that rows share; layer 0 has none."""
+    rows = []
+    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
+        tokens = prompt + response
+        routes = torch.zeros(len(tokens), NUM_LAYERS, 2, dtype=torch.int16)
+        for end in range(len(tokens)):
+            generator = np.random.default_rng([seed, *tokens[: end + 1]])
+            for layer in range(1, NUM_LAYERS):
+                routes[end, layer] = torch.from_numpy(generator.choice(NUM_EXPERTS, size=2, replace=False))
+        rows.append(routes)
+    return rows
+
+
+def weighted_log_probs(*, model_output: dict[str, Tensor], data: TensorDict, dp_group: object) -> tuple[Tensor, dict]:
+    """Sum the log-probs of responses times their advantages: a loss of verl's kind."""
+    del dp_group
+    total = torch.zeros(())
+    for scores, response, advantages in zip(
+        model_output["log_probs"].unbind(), data["responses"].unbind(), data["advantages"].unbind(), strict=True
+    ):
+        # A score stands one position before its token.
+        total = total + (scores[len(scores) - len(response) - 1 : -1] * advantages).sum()
+    return total, {}
+
+
+@contextmanager
+def routed(model: nn.Module, routes_LNk: Tensor, chosen: dict[int, Tensor]) -> Iterator[None]:
+    """Set the experts of Qwen3-MoE's routers for one row, where they are not all 0, and keep the experts of all."""
+
+    def hook_of(layer: int) -> Any:
+        def hook(router: Any, inputs: tuple[Tensor], _output: object) -> tuple[Tensor, Tensor, Tensor]:
+            logits = inputs[0].reshape(-1, router.hidden_dim) @ router.weight.T
+            probabilities = logits.exp() / logits.exp().sum(-1, keepdim=True)
+            experts = probabilities.argsort(dim=-1, descending=True)[:, : router.top_k]
+            given = routes_LNk[:, layer].long()
+            experts = torch.where((given != 0).any(-1, keepdim=True), given, experts)
+            chosen[layer] = experts
+            scores = torch.stack([row[index] for row, index in zip(probabilities, experts, strict=True)])
+            return logits, scores / scores.sum(-1, keepdim=True), experts
+
+        return hook
+
+    handles = [
+        block.mlp.gate.register_forward_hook(hook_of(layer))
+        for layer, block in enumerate(model.model.layers)
+        if layer > 0
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def oracle(folder: str, routes: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+    """Return log-probs of each row, the experts that its tokens took (tokens, N, k), and the loss's gradients."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    data, log_probs, taken, loss = batch(), [], [], torch.zeros(())
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        chosen: dict[int, Tensor] = {}
+        tokens = torch.tensor([prompt + response])
+        with routed(model, routes[row], chosen):
+            scores = model(input_ids=tokens, use_cache=False).logits[0, :-1].log_softmax(-1)
+        mine = scores.gather(-1, tokens[0, 1:, None]).squeeze(-1)[-len(response) :]
+        loss = loss + (mine * data["advantages"][row]).sum()
+        log_probs.append(mine.detach())
+        taken.append(
+            torch.stack([chosen.get(layer, tokens.new_zeros(tokens.shape[1], 2)) for layer in range(NUM_LAYERS)], 1)
+        )
+    loss.backward()
+    return log_probs, taken, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def save_mixtures(folder: Path) -> tuple[str, str]:
+    """Save two random Qwen3-MoEs of one shape, of three layers whose first has no experts; return their folders."""
+    config = Qwen3MoeConfig(**SETTINGS | {"num_hidden_layers": NUM_LAYERS}, **EXPERTS, mlp_only_layers=[0])
+    saved = []
+    for seed, name in enumerate(("before", "after")):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(4.0)
+        model.save_pretrained(folder / name)
+        saved.append(str(folder / name))
+    return saved[0], saved[1]
+
+
+def gradients_of(worker: TreeTrainingWorker, data: TensorDict) -> dict[str, Tensor]:
+    """Return the gradients of an update, whole, without the step."""
+    engine = worker.engine
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(data, weighted_log_probs, forward_only=False)
+        return {
+            name: (p.grad.full_tensor() if isinstance(p.grad, torch.distributed.tensor.DTensor) else p.grad).clone()
+            for name, p in engine.module.named_parameters()
+            if p.grad is not None
+        }
+
+
+def recorded(worker: TreeTrainingWorker, data: TensorDict) -> Any:
+    """Run the pass of the old log-probs."""
+    tu.assign_non_tensor(data, compute_loss=False)
+    return worker.infer_batch(data)

@@ -1,0 +1,183 @@
+"""Routes of rows: recorded (R2), imposed on trees (R2, R3), and what becomes of rows that disagree or do not know."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("verl")
+
+from model_cases import MODELS, qwen3_moe
+from process_groups import group_of_one
+from replay_cases import NUM_TOKENS, batch, drawn_routes, gradients_of, oracle, recorded, save_mixtures
+from transformers import AutoModelForCausalLM, ExaoneMoeConfig
+from tree_cases import TINY_SETTINGS, relative_error
+from verl.utils import tensordict_utils as tu
+
+from verl_tree.config import TREE_STRATEGY
+from verl_tree.engine.router_replay import RouterReplay, first_known, routers_of
+from verl_tree.testing.local_worker import local_worker
+from verl_tree.trainer.worker import TreeTrainingWorker
+
+TOLERANCE = 1e-5
+"""Relative, float32 against float32."""
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """Save two models, as before and after some updates, in a process group of this process."""
+    with pytest.MonkeyPatch.context() as variables, group_of_one():
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+            variables.setenv(name, value)  # what verl's workers read
+        yield save_mixtures(tmp_path_factory.mktemp("mixtures"))
+
+
+def make_worker(folder: str, *, mode: str, capacity: int = 64, checkpointing: bool = False) -> TreeTrainingWorker:
+    return local_worker(
+        folder,
+        strategy=TREE_STRATEGY,
+        max_token_len=capacity,
+        model_options={"enable_gradient_checkpointing": checkpointing},
+        router_replay=mode,
+    )
+
+
+def unknown() -> list[torch.Tensor]:
+    return [torch.zeros_like(routes) for routes in drawn_routes(seed=0)]
+
+
+def assert_gradients(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert relative_error(found[name], gradient) < TOLERANCE, name
+
+
+def test_the_first_known_route_is_taken_and_disagreement_is_counted():
+    # Token 0 of two rows: routes [1 2] and [2 1], the same experts. Token 1: the first row does not know it.
+    # Token 2: [3 4] and [3 5]. Token 3 belongs to the second row only. One layer.
+    rows = np.array([[1, 2], [0, 0], [3, 4], [2, 1], [6, 7], [3, 5], [0, 1]], dtype=np.int16)[:, None]
+    routes, num_conflicts = first_known(rows, tree_index_F=np.array([0, 1, 2, 0, 1, 2, 3]), num_tokens=4)
+    assert routes[:, 0].tolist() == [[1, 2], [6, 7], [3, 4], [0, 1]]
+    assert num_conflicts == 1
+
+
+def test_layers_are_taken_one_by_one():
+    rows = np.array([[[0, 0], [1, 2]], [[3, 4], [2, 5]]], dtype=np.int16)
+    routes, num_conflicts = first_known(rows, tree_index_F=np.array([0, 0]), num_tokens=1)
+    assert routes.tolist() == [[[3, 4], [1, 2]]]
+    assert num_conflicts == 1
+
+
+@pytest.mark.parametrize("capacity", [64, 11, 4])
+def test_r2_records_the_routes_of_every_row(mixtures: tuple[str, str], capacity: int) -> None:
+    """In one pack, in several, and in sections."""
+    _, taken, _ = oracle(mixtures[0], unknown())
+    column = recorded(make_worker(mixtures[0], mode="R2", capacity=capacity), batch(max_token_len=capacity))[
+        "routed_experts"
+    ]
+    assert column.dtype == torch.int16
+    for found, wanted in zip(column.unbind(), taken, strict=True):
+        assert torch.equal(found.sort(-1).values, wanted.sort(-1).values.short())
+        assert not found[:, 0].any(), "layer 0 has no experts"
+
+
+@pytest.mark.parametrize(("capacity", "checkpointing"), [(64, False), (64, True), (11, False), (4, True)])
+def test_r2_imposes_what_the_old_policy_chose(mixtures: tuple[str, str], capacity: int, checkpointing: bool) -> None:
+    before, after = mixtures
+    column = recorded(make_worker(before, mode="R2"), batch())["routed_experts"]
+    worker = make_worker(after, mode="R2", capacity=capacity, checkpointing=checkpointing)
+    found = gradients_of(worker, batch(column.unbind(), max_token_len=capacity))
+    _, taken, wanted = oracle(after, list(column.unbind()))
+    assert_gradients(found, wanted)
+    metrics = worker.engine.tree_counts.metrics()
+    assert metrics["tree/route_conflicts"] == 0
+    # The new weights alone would choose other experts, and have other gradients.
+    _, native, of_native = oracle(after, unknown())
+    assert sum(int((a.sort(-1).values != b.sort(-1).values).any(-1).sum()) for a, b in zip(taken, native, strict=True))
+    name = "model.layers.1.mlp.gate.weight"
+    assert relative_error(found[name], of_native[name]) > 0.1
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_r3_imposes_the_routes_of_rows_in_both_passes(mixtures: tuple[str, str], checkpointing: bool) -> None:
+    """The last token of a row is unknown, as the rollout never computes it, and a tool's tokens may be."""
+    routes = drawn_routes(seed=4)
+    for row in routes:
+        row[-1] = 0
+    for row in routes[:4]:
+        row[1] = 0  # unknown to every row that has it
+    worker = make_worker(mixtures[0], mode="R3", checkpointing=checkpointing)
+    # What one row does not know another does: row 3 ends where rows 0 and 1 go on.
+    known = [row.clone() for row in routes]
+    known[3][-1] = routes[0][NUM_TOKENS[3] - 1]
+    log_probs, _, wanted = oracle(mixtures[0], known)
+    scores = recorded(worker, batch(routes))
+    assert "routed_experts" not in scores
+    for row, found in enumerate(scores["log_probs"].unbind()):
+        assert relative_error(found[len(found) - 1 - len(log_probs[row]) : -1], log_probs[row]) < TOLERANCE
+    assert_gradients(gradients_of(worker, batch(routes)), wanted)
+    assert worker.engine.tree_counts.metrics()["tree/route_conflicts"] == 0
+
+
+def test_rows_that_disagree_take_the_first_route_and_are_counted(mixtures: tuple[str, str]) -> None:
+    routes, others = drawn_routes(seed=4), drawn_routes(seed=5)
+    # Rows in the order of the tree: 3 (the prefix), 0, 1, 2. Row 1 has other experts for the four tokens up to 8.
+    differing = [row.clone() for row in routes]
+    differing[1][:4] = others[1][:4]
+    worker = make_worker(mixtures[0], mode="R3")
+    found = gradients_of(worker, batch(differing))
+    _, _, wanted = oracle(mixtures[0], routes)
+    assert_gradients(found, wanted)
+    is_other = (routes[1][:4].sort(-1).values != others[1][:4].sort(-1).values).any(-1).any(-1)
+    counts = worker.engine.tree_counts
+    assert counts.num_routed_tokens == counts.num_tree_tokens == 3 + 2 + 2 + 1 + 4 + 5
+    assert counts.num_route_conflicts == int(is_other.sum()) > 0
+
+
+def test_a_call_without_routing_replay_routes_as_ever(mixtures: tuple[str, str]) -> None:
+    """Verl's flag for the reference model, also after an update that imposed routes."""
+    worker = make_worker(mixtures[0], mode="R3")
+    gradients_of(worker, batch(drawn_routes(seed=4)))
+    data = batch(drawn_routes(seed=4))
+    log_probs, _, _ = oracle(mixtures[0], unknown())
+    tu.assign_non_tensor(data, enable_routing_replay=False)
+    for row, found in enumerate(recorded(worker, data)["log_probs"].unbind()):
+        assert relative_error(found[len(found) - 1 - len(log_probs[row]) : -1], log_probs[row]) < TOLERANCE
+
+
+def test_rows_without_routes_are_refused(mixtures: tuple[str, str]) -> None:
+    worker = make_worker(mixtures[0], mode="R3")
+    with pytest.raises(ValueError, match="enable_rollout_routing_replay=true"):
+        gradients_of(worker, batch())
+    too_few = [row[:, :2] for row in drawn_routes(seed=4)]
+    with pytest.raises(ValueError, match=r"routes of shape \(31, 2, 2\) for 31 tokens and 3 layers"):
+        gradients_of(worker, batch(too_few))
+
+
+def test_routers_are_found_by_what_transformers_declares():
+    model = qwen3_moe()
+    assert routers_of(model) == {1: model.model.layers[1].mlp.gate}
+    model = MODELS["gpt-oss"]()
+    assert routers_of(model) == {0: model.model.layers[0].mlp.router, 1: model.model.layers[1].mlp.router}
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM has no routers that transformers names"):
+        routers_of(MODELS["qwen3"]())
+
+
+def test_routers_with_groups_of_experts_are_refused_by_name():
+    """They call topk for the experts of each group, for the groups, and for the experts."""
+    settings = TINY_SETTINGS | {"pad_token_id": 0, "num_hidden_layers": 1, "mlp_layer_types": ["sparse"]}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16}
+    model = AutoModelForCausalLM.from_config(ExaoneMoeConfig(**settings, **experts, sliding_window=4))
+    RouterReplay(model)
+    with pytest.raises(ValueError, match=r"a router of ExaoneMoeForCausalLM calls torch\.topk 3 times"):
+        model(input_ids=torch.tensor([[1, 2]]))
+
+
+def test_routers_for_one_expert_are_refused_by_name():
+    """Zeros would say both expert 0 and that the route is not known."""
+    model = qwen3_moe()
+    model.model.layers[1].mlp.gate.top_k = 1
+    RouterReplay(model)
+    with pytest.raises(ValueError, match=r"a router of Qwen3MoeForCausalLM calls torch\.topk 1 times, at last for 1"):
+        model(input_ids=torch.tensor([[1, 2]]))
