@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 
 from verl_tree.attention import tree_attention
 from verl_tree.attention.plan import AttentionPlan
+from verl_tree.recurrence.bind import MIXERS, RecurrentLayers, num_bound_mixers, unbound_mixers
 
 ATTENTION_NAME = "tree_attention"
 
@@ -136,20 +137,15 @@ def check_model(model: PreTrainedModel, *, max_path_len: int) -> None:
     """
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True).to_dict()
-    layer_types = set(config.get("layer_types") or ["full_attention"])
     rope = config.get("rope_parameters") or {}
     ropes = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"{name} is an encoder-decoder: tree training needs a decoder whose only input is the token path"
         )
-    if model._is_stateful or not layer_types <= _TREE_LAYER_TYPES:
-        kinds = ", ".join(sorted(layer_types - _TREE_LAYER_TYPES)) or "a recurrent state"
-        raise ValueError(
-            f"{name} has layers ({kinds}) that pass something other than full attention from token to token, which "
-            "would cross branches: train it flat"
-        )
-    if not model.is_backend_compatible():
+    _check_recurrent_layers(model, config)
+    # The hybrids that are served call it, but transformers 5.10.4 does not say so of them.
+    if not model.is_backend_compatible() and not num_bound_mixers(model):
         raise ValueError(
             f"{name} does not call transformers' AttentionInterface, so it would ignore the tree: train it flat"
         )
@@ -168,11 +164,40 @@ def check_model(model: PreTrainedModel, *, max_path_len: int) -> None:
             )
 
 
+_REFUSED_MIXERS = {
+    "nemotron_h": "transformers' own forward is wrong beyond one chunk, so there is nothing to compare with",
+    "kimi_linear": "its code is not in transformers, so there is nothing to compare with",
+}
+"""Model types whose recurrent layers could be served but for a reason."""
+
+
+def _check_recurrent_layers(model: PreTrainedModel, config: dict[str, Any]) -> None:
+    """Refuse layers that pass something on from token to token in a way that no tree is served in."""
+    name, model_type = type(model).__name__, config.get("model_type", "")
+    layer_types = config.get("layer_types") or ["full_attention"]
+    is_served = set(layer_types) <= _TREE_LAYER_TYPES | {"linear_attention"}
+    num_recurrent = layer_types.count("linear_attention")
+    unbound = unbound_mixers(model)
+    if unbound:
+        raise ValueError(
+            f"{name} has recurrent layers that do not follow the tree ({unbound[0]} is the first): use tree_log_probs, "
+            "or tree_attention_implementation, which bind them"
+        )
+    if is_served and num_recurrent == num_bound_mixers(model) and (num_recurrent or not model._is_stateful):
+        return
+    kinds = ", ".join(sorted(set(layer_types) - _TREE_LAYER_TYPES)) or "a recurrent state"
+    reason = _REFUSED_MIXERS.get(model_type, f"of recurrent mixers, trees serve {', '.join(MIXERS)}")
+    raise ValueError(
+        f"{name} (model type {model_type}) has layers ({kinds}) that pass something other than full attention from "
+        f"token to token, which would cross branches: train it flat ({reason})"
+    )
+
+
 @contextmanager
 def tree_attention_implementation(
     model: PreTrainedModel, *, max_path_len: int, use_reentrant: bool | None = None
 ) -> Iterator[None]:
-    """Set the attention implementation to "tree_attention", and restore what it was, also on error.
+    """Set the attention implementation to "tree_attention", bind recurrent layers, and restore both, also on error.
 
     `model` may be wrapped by PEFT. `max_path_len` is the length of the longest trajectory. `use_reentrant` replaces
     that option of gradient checkpointing, where it is enabled. None: it stays as it is.
@@ -182,17 +207,25 @@ def tree_attention_implementation(
     """
     _refuse_compiled(model)
     base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
-    check_model(base, max_path_len=max_path_len)
+    recurrent = RecurrentLayers(base)
+    with recurrent.bound():
+        check_model(base, max_path_len=max_path_len)
     register()
-    # Gradient checkpointing runs layers again in the backward pass, after the `with` block. These runs need tree
-    # attention, too.
+
+    @contextmanager
+    def on_trees() -> Iterator[None]:
+        with recurrent.bound(), _attention_name(base, ATTENTION_NAME):
+            yield
+
+    # Gradient checkpointing runs layers again in the backward pass, after the `with` block. These runs need the tree,
+    # too.
     name = "_gradient_checkpointing_func"
     checkpoints = [(vars(module), vars(module)[name]) for module in base.modules() if name in vars(module)]
     for attributes, function in checkpoints:
         given = function if use_reentrant is None else functools.partial(function, use_reentrant=use_reentrant)
-        attributes[name] = _checkpoint_with_tree(given, base)
+        attributes[name] = _checkpoint_with_tree(given, on_trees)
     try:
-        with _attention_name(base, ATTENTION_NAME):
+        with on_trees():
             yield
     finally:
         for attributes, function in checkpoints:
@@ -224,12 +257,14 @@ def _attention_name(model: PreTrainedModel, name: str) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def _checkpoint_with_tree(checkpoint: Callable[..., Any], model: PreTrainedModel) -> Callable[..., Any]:
-    """Return a checkpoint function that runs its layers with tree attention, also in the backward pass."""
+def _checkpoint_with_tree(
+    checkpoint: Callable[..., Any], on_trees: Callable[[], AbstractContextManager[None]]
+) -> Callable[..., Any]:
+    """Return a checkpoint function that runs its layers on trees, also in the backward pass."""
 
     def run(function: Callable[..., Any], *args: Any) -> Any:
         def with_tree(*inner_args: Any) -> Any:
-            with _attention_name(model, ATTENTION_NAME):
+            with on_trees():
                 return function(*inner_args)
 
         return checkpoint(with_tree, *args)

@@ -24,6 +24,8 @@ import numpy as np
 import torch
 
 from verl_tree.attention.sharding import SequenceShard
+from verl_tree.recurrence.causal_conv import ConvSeams
+from verl_tree.recurrence.chunks import TreeChunks
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.transfer import to_device
 
@@ -225,6 +227,41 @@ class AttentionPlan:
     def shard(self) -> SequenceShard:
         """How the queries lie on the ranks that compute them together."""
         return self._shared.shard
+
+    def chunks(self, size: int) -> TreeChunks:
+        """Return the pack in chunks of at most `size` tokens, as recurrent layers compute it.
+
+        Raises:
+            ValueError: The plan has a context, or several ranks compute it.
+        """
+        self._check_serves_recurrence()
+        device = self.subtree_end_T.device
+        return self.once(
+            ("chunks", size),
+            lambda plan: TreeChunks.from_subtree_end(plan.runs.subtree_end_T, size=size, device=device),
+        )
+
+    def seams(self, width: int) -> ConvSeams:
+        """Return the seams of a causal convolution of `width` tokens; the errors are those of `chunks`."""
+        self._check_serves_recurrence()
+        device = self.subtree_end_T.device
+        return self.once(
+            ("seams", width),
+            lambda plan: ConvSeams.from_subtree_end(plan.runs.subtree_end_T, width=width, device=device),
+        )
+
+    def _check_serves_recurrence(self) -> None:
+        if self.num_context:
+            raise ValueError(
+                f"a recurrent layer got a plan with a context of {self.num_context} tokens, whose state is not stored: "
+                'do not relay models with recurrent layers (tree.relay=never in a training run, packing="auto" in '
+                "tree_log_probs)"
+            )
+        if self.shard.num_ranks > 1:
+            raise ValueError(
+                f"a recurrent layer got a plan of {self.shard.num_ranks} ranks, each of which has only some tokens of "
+                "a path: set ulysses_sequence_parallel_size=1 for models with recurrent layers"
+            )
 
     def once(self, key: Hashable, make: Callable[[Self], T]) -> T:
         """Return `make(self)`, made on the first call for `key` and shared by all layers and their recomputation.

@@ -192,7 +192,7 @@ def test_tree_log_probs_through_peft():
 
 def test_models_that_cannot_honour_the_tree_are_refused_and_left_as_they_were():
     mamba = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=20, state_size=4))
-    with pytest.raises(ValueError, match=r"MambaForCausalLM has layers \(a recurrent state\)"):
+    with pytest.raises(ValueError, match=r"MambaForCausalLM \(model type mamba\) has layers \(a recurrent state\)"):
         tree_log_probs(mamba, [[1, 2]])
     t5 = T5ForConditionalGeneration(T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=20))
     with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):

@@ -1,0 +1,233 @@
+"""Hybrids on trees in float64, against the recurrence token by token on flat sequences."""
+
+import numpy as np
+import pytest
+import torch
+from hybrid_cases import FAMILIES, Float64Throughout, chain_of_one_token_nodes, flat_scores, hybrid, loss_of
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    DynamicCache,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+)
+from tree_cases import DEEP, VOCAB_SIZE, gradients, layout_of, random_sequences, relative_error
+
+from verl_tree.attention import AttentionPlan
+from verl_tree.attention.hf import check_model, tree_attention_implementation
+from verl_tree.attention.sharding import SequenceShard
+from verl_tree.functional import tree_log_probs
+from verl_tree.recurrence import bind
+from verl_tree.recurrence.bind import RecurrentLayers, num_bound_mixers
+
+
+def assert_equals_flat(model, sequences, **options):
+    with Float64Throughout():
+        want = flat_scores(model, sequences)
+        want_gradients = gradients(model, loss_of(*want))
+        scores = tree_log_probs(model, sequences, calculate_entropy=True, **options)
+        got = (scores.log_probs, scores.entropy)
+        got_gradients = gradients(model, loss_of(*got))
+    for got_all, want_all in zip(got, want, strict=True):
+        for got_one, want_one in zip(got_all, want_all, strict=True):
+            torch.testing.assert_close(got_one, want_one, rtol=1e-10, atol=1e-10)
+    assert got_gradients.keys() == want_gradients.keys()
+    for name, want_one in want_gradients.items():
+        assert relative_error(got_gradients[name], want_one) < 1e-9, name
+    recurrent = [value for name, value in want_gradients.items() if "linear_attn" in name]
+    assert min(value.abs().max() for value in recurrent) > 1e-3
+    return scores
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_forests_equal_the_flat_path(family, monkeypatch):
+    monkeypatch.setattr(bind, "CHUNK_SIZE", 8)  # nodes of up to some thirty tokens
+    model = hybrid(family)
+    saved = 0
+    for seed in range(24):
+        sequences = random_sequences(np.random.default_rng(seed), num_sequences=3 + seed % 9, mean_len=2 + seed)
+        scores = assert_equals_flat(model, sequences)
+        saved += scores.num_flat_tokens - scores.num_tree_tokens
+    assert saved > 1000
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk_size", [1, 5, 64])
+def test_chains_of_one_token_nodes(family, chunk_size, monkeypatch):
+    monkeypatch.setattr(bind, "CHUNK_SIZE", chunk_size)
+    assert_equals_flat(hybrid(family), chain_of_one_token_nodes(24))
+
+
+def test_a_node_that_is_longer_than_a_chunk():
+    prompt = (np.arange(150) * 11 % 61).tolist()
+    assert_equals_flat(hybrid("qwen3_5"), [[*prompt, 1, 2, 3], [*prompt, 4], prompt[:70], [*prompt[:70], 9, 9]])
+
+
+@pytest.mark.parametrize("packing", ["heuristic", "single_path"])
+def test_several_packs(packing):
+    assert_equals_flat(hybrid("qwen3_next"), DEEP, capacity=11, packing=packing)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_recomputes_with_the_plan_of_its_pack(use_reentrant):
+    """Several packs, so that a layer that kept the last plan would recompute the first one wrongly."""
+    model = hybrid("qwen3_5").train()
+
+    def trained():
+        model.zero_grad()
+        scores = tree_log_probs(model, DEEP, calculate_entropy=True, capacity=11, packing="heuristic")
+        loss_of(scores.log_probs, scores.entropy).backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    want = trained()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    got = trained()
+    assert num_bound_mixers(model) == 0
+    for name, want_one in want.items():
+        torch.testing.assert_close(got[name], want_one, rtol=1e-12, atol=1e-12)
+
+
+def test_lora():
+    projections = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "up_proj"]
+    lora = LoraConfig(r=3, lora_alpha=6, target_modules=projections, init_lora_weights=False)
+    model = get_peft_model(hybrid("qwen3_5"), lora).double()
+    assert_equals_flat(model, DEEP)
+
+
+def test_no_branch_sees_another_bit_for_bit():
+    """Routers would not do: other tokens in a batch of an expert may round differently, which is no leak."""
+    model = hybrid("qwen3_5").float()
+    layout = layout_of(random_sequences(np.random.default_rng(5), num_sequences=25, mean_len=7))
+
+    def logits(token_ids_T):
+        with torch.no_grad(), tree_attention_implementation(model, max_path_len=500):
+            return model(
+                input_ids=token_ids_T[None],
+                position_ids=layout.position_T[None],
+                use_cache=False,
+                tree_plan=AttentionPlan.from_layout(layout, backend="dense"),
+            ).logits[0]
+
+    before = logits(layout.token_ids_T)
+    is_on_path = layout.materialize()
+    for token in range(0, layout.num_tokens, 9):
+        changed = layout.token_ids_T.clone()
+        changed[token] = (changed[token] + 1) % VOCAB_SIZE
+        after = logits(changed)
+        sees = is_on_path[:, token]
+        assert torch.equal(after[~sees], before[~sees])
+        assert (after[sees] != before[sees]).any(dim=-1).all()
+
+
+def test_layers_are_restored_also_on_error():
+    model = hybrid("qwen3_next")
+    mixer = model.model.layers[0].linear_attn
+    before = vars(mixer).copy()
+    with pytest.raises(ValueError, match="token id 99"):
+        tree_log_probs(model, [[1, 99]])
+    tree_log_probs(model, [[1, 2]])
+    assert vars(mixer) == before
+    assert not model.model.layers[0]._forward_pre_hooks
+    assert not model.model._forward_hooks
+
+
+def test_nested_binding():
+    model = hybrid("qwen3_5")
+    want = tree_log_probs(model, DEEP)
+    RecurrentLayers(model).bind()
+    assert num_bound_mixers(model) == 2
+    got = tree_log_probs(model, DEEP)
+    assert all(map(torch.equal, got.log_probs, want.log_probs))
+    assert num_bound_mixers(model) == 2
+
+
+def call(model, *, plan, **options):
+    return model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False, tree_plan=plan, **options)
+
+
+def plan_of_three():
+    return AttentionPlan.from_layout(layout_of([[1, 2], [1, 3]]))
+
+
+def test_a_layer_without_the_plan_is_refused():
+    model = hybrid("qwen3_5", layer_types=["linear_attention"] * 3)
+    RecurrentLayers(model).bind()
+    with pytest.raises(ValueError, match=r"model.layers.0.linear_attn got no tree_plan"):
+        call(model, plan=None)
+    call(model, plan=plan_of_three())
+    with pytest.raises(ValueError, match=r"model.layers.1.linear_attn got no tree_plan"):
+        model.model.layers[1].linear_attn(torch.zeros(1, 3, 32, dtype=torch.float64))
+
+
+def test_a_layer_that_does_not_run_is_named():
+    model = hybrid("qwen3_5")
+    model.model.layers[2].linear_attn.forward = lambda hidden_states, **_: hidden_states
+    with pytest.raises(RuntimeError, match=r"model.layers.2.linear_attn ran 0 times in one forward pass"):
+        tree_log_probs(model, DEEP)
+
+
+def test_a_layer_that_ran_on_another_pack_is_named():
+    model = hybrid("qwen3_5")
+    other = plan_of_three()
+
+    def swap(_layer, args, kwargs):
+        return args, kwargs | {"tree_plan": other}
+
+    model.model.layers[2].register_forward_pre_hook(swap, with_kwargs=True)
+    with (
+        tree_attention_implementation(model, max_path_len=3),
+        pytest.raises(RuntimeError, match=r"model.layers.2.linear_attn ran 1 times .* or on another pack"),
+    ):
+        call(model, plan=plan_of_three())
+
+
+def test_what_recurrent_layers_do_not_serve_is_refused():
+    model = hybrid("qwen3_5")
+    with pytest.raises(ValueError, match=r"do not relay models with recurrent layers \(tree.relay=never"):
+        tree_log_probs(model, DEEP, capacity=9)
+    with tree_attention_implementation(model, max_path_len=3):
+        shard = SequenceShard(3)
+        shard.num_ranks = 2
+        plan = AttentionPlan.from_layout(layout_of([[1, 2], [1, 3]]), shard=shard)
+        with pytest.raises(ValueError, match="set ulysses_sequence_parallel_size=1"):
+            plan.chunks(64)
+        with pytest.raises(ValueError, match="pass use_cache=False"):
+            call(model, plan=plan_of_three(), past_key_values=DynamicCache(config=model.config))
+    with pytest.raises(ValueError, match=r"do not follow the tree \(model.layers.0.linear_attn is the first\)"):
+        check_model(model, max_path_len=3)
+    model.model.layers[0].compile()
+    with pytest.raises(ValueError, match="linear_attn is in a compiled layer"):
+        tree_log_probs(model, DEEP)
+
+
+def test_other_recurrent_models_are_refused_by_name():
+    tiny = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 61}
+    mamba = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+    granite = GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(**tiny, **mamba, num_hidden_layers=2, layer_types=["mamba", "attention"])
+    )
+    lfm2 = Lfm2ForCausalLM(Lfm2Config(**tiny, num_hidden_layers=2, layer_types=["conv", "full_attention"]))
+    nemotron = NemotronHForCausalLM(
+        NemotronHConfig(
+            **tiny,
+            layers_block_type=["mamba", "attention"],
+            mamba_num_heads=4,
+            mamba_head_dim=16,
+            ssm_state_size=8,
+            n_groups=1,
+        )
+    )
+    for model, reason in (
+        (
+            granite,
+            r"\(model type granitemoehybrid\) has layers \(attention, mamba\).* trees serve Qwen3NextGatedDeltaNet",
+        ),
+        (lfm2, r"\(model type lfm2\) has layers \(conv\).* train it flat"),
+        (nemotron, r"\(model type nemotron_h\).*transformers' own forward is wrong beyond one chunk"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            tree_log_probs(model, [[1, 2]])

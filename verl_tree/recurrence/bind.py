@@ -1,0 +1,217 @@
+"""Recurrent layers of transformers on trees: two functions of each mixer instance are replaced while it is bound.
+
+A mixer like `Qwen3NextGatedDeltaNet` calls its convolution and its recurrence through two attributes of the instance,
+as verl's own forward of it does. Everything else in the layer works token by token and stays the model's: projections,
+gates, norms, LoRA, FSDP2.
+
+The plan of a call comes with the keyword `tree_plan` of the decoder layer, which a hook of that layer reads. So it also
+comes where a forward does not hand it on to the mixer, and in the layer's recomputation under gradient checkpointing.
+
+A lost plan would be silent: the pack would be computed as one sequence. So a bound mixer without a plan raises, and
+after each forward pass of the decoder every mixer must have run once with the plan of this pass.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
+
+from verl_tree.recurrence.causal_conv import ConvSeams, tree_causal_conv
+from verl_tree.recurrence.chunks import TreeChunks
+from verl_tree.recurrence.delta_rule import tree_gated_delta_rule
+
+MIXERS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
+"""Classes whose sequence mixing is these two attributes and nothing else (transformers 5.10.4)."""
+
+_RULE, _CONV = "chunk_gated_delta_rule", "causal_conv1d_fn"
+
+CHUNK_SIZE = 64
+"""Tokens of a chunk, as in transformers' and flash-linear-attention's kernels."""
+
+
+class Plan(Protocol):
+    """What recurrent layers read of the plan of a pack."""
+
+    @property
+    def runs(self) -> object:
+        """One object for all copies of a plan, which says which pack it is of."""
+        ...
+
+    def chunks(self, size: int) -> TreeChunks:
+        """Return the pack in chunks of at most `size` tokens."""
+        ...
+
+    def seams(self, width: int) -> ConvSeams:
+        """Return the seams of a convolution of `width` tokens."""
+        ...
+
+
+class RecurrentLayers:
+    """The recurrent layers of a transformers model that is not wrapped, ready to be bound.
+
+    Raises:
+        ValueError: A layer is compiled.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        mixers = {
+            name: _Mixer(name, module, model.get_submodule(name.rpartition(".")[0]))
+            for name, module in model.named_modules()
+            if _is_served(module)
+        }
+        # model.layers.3.linear_attn is called by model.layers.3, and that by model.
+        stacks = {".".join(name.split(".")[:-3]) for name in mixers}
+        assert len(stacks) <= 1, f"recurrent layers of one model, but of several decoders: {stacks}"
+        self._mixers = list(mixers.values())
+        self._stacks = [model.get_submodule(name) for name in stacks]
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Bind the layers, and restore them, also on error; what is bound already stays as it is."""
+        if all(_is_bound(mixer.module) for mixer in self._mixers):
+            yield
+            return
+        before = [mixer.replaced() for mixer in self._mixers]
+        handles = self.bind()
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for mixer, attributes in zip(self._mixers, before, strict=True):
+                vars(mixer.module).update(attributes)
+
+    def bind(self) -> list[RemovableHandle]:
+        """Bind the layers for the life of the model; return the handles of their hooks."""
+        handles = [mixer.bind() for mixer in self._mixers]
+        for stack in self._stacks:
+            handles.append(stack.register_forward_pre_hook(self._begin))
+            handles.append(stack.register_forward_hook(self._check, with_kwargs=True))
+        return handles
+
+    def _begin(self, _stack: torch.nn.Module, _args: Any) -> None:
+        for mixer in self._mixers:
+            mixer.ran_on.clear()
+
+    def _check(self, _stack: torch.nn.Module, _args: Any, kwargs: dict[str, Any], _output: Any) -> None:
+        plan = kwargs.get("tree_plan")
+        for mixer in self._mixers:
+            if plan is None or len(mixer.ran_on) != 1 or mixer.ran_on[0] is not plan.runs:
+                raise RuntimeError(
+                    f"{mixer.name} ran {len(mixer.ran_on)} times in one forward pass, or on another pack: a recurrent "
+                    "layer that does not follow the tree would be silently wrong, so call model(..., tree_plan=plan) "
+                    "with a model whose layers all run once"
+                )
+
+
+def unbound_mixers(model: torch.nn.Module) -> list[str]:
+    """Return the names of the recurrent layers that are served, but not bound."""
+    return [name for name, module in model.named_modules() if _is_served(module) and not _is_bound(module)]
+
+
+def num_bound_mixers(model: torch.nn.Module) -> int:
+    """Return how many recurrent layers are bound."""
+    return sum(_is_bound(module) for module in model.modules())
+
+
+def _is_served(module: torch.nn.Module) -> bool:
+    # FSDP2 makes subclasses of what it shards.
+    return any(each.__name__ in MIXERS for each in type(module).__mro__)
+
+
+def _is_bound(module: torch.nn.Module) -> bool:
+    rule = vars(module).get(_RULE)
+    return isinstance(rule, MethodType) and isinstance(rule.__self__, _Mixer)
+
+
+class _Mixer:
+    """What stands in for the two functions of one mixer: `rule` and `conv`.
+
+    Attributes:
+        ran_on: The runs of the plans that it ran with in the current forward pass of the decoder.
+    """
+
+    def __init__(self, name: str, module: torch.nn.Module, layer: torch.nn.Module) -> None:
+        if layer._compiled_call_impl is not None:
+            raise ValueError(
+                f"{name} is in a compiled layer, and every tree would be another program: do not compile layers with "
+                "recurrent mixers"
+            )
+        self.name = name
+        self.module = module
+        self.layer = layer
+        self.ran_on: list[object] = []
+        self._plan: Plan | None = None
+
+    def replaced(self) -> dict[str, Any]:
+        """Return the two attributes as they are."""
+        return {name: vars(self.module)[name] for name in (_RULE, _CONV)}
+
+    def bind(self) -> RemovableHandle:
+        """Replace the two attributes, and read the plan of every call of the layer."""
+        vars(self.module).update({_RULE: self.rule, _CONV: self.conv})
+        return self.layer.register_forward_pre_hook(self._read_plan, with_kwargs=True)
+
+    def _read_plan(self, _layer: torch.nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        self._plan = kwargs.get("tree_plan")
+
+    def _current(self) -> Plan:
+        if self._plan is None:
+            raise ValueError(
+                f"{self.name} got no tree_plan, so it would run across branches: call model(..., tree_plan=plan)"
+            )
+        return self._plan
+
+    def conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        seq_idx: Tensor | None = None,
+    ) -> Tensor:
+        """Stand in for `causal_conv1d_fn`: (1, D, T) to (1, D, T) along the paths of the tree."""
+        if seq_idx is not None:
+            raise ValueError(f"{self.name} got seq_idx: the sequences of a pack are its plan")
+        if activation not in (None, "silu", "swish"):
+            raise ValueError(f"{self.name} has a convolution with activation {activation}: trees serve silu")
+        y_DT = tree_causal_conv(x[0], weight, bias, seams=self._current().seams(weight.shape[-1]))
+        return (y_DT if activation is None else F.silu(y_DT)).unsqueeze(0)
+
+    def rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """Stand in for `chunk_gated_delta_rule`: (1, T, H, V) along the paths of the tree, and no final state."""
+        plan = self._current()
+        if initial_state is not None or output_final_state or cu_seqlens is not None or query.shape[0] != 1:
+            raise ValueError(
+                f"{self.name} is to continue, return or pack states, or has batch size {query.shape[0]}: a pack is one "
+                "row; pass use_cache=False and no past_key_values"
+            )
+        out_THV = tree_gated_delta_rule(
+            query[0],
+            key[0],
+            value[0],
+            g_TH=g[0],
+            beta_TH=beta[0],
+            chunks=plan.chunks(CHUNK_SIZE),
+            normalizes=use_qk_l2norm_in_kernel,
+        )
+        self.ran_on.append(plan.runs)
+        self._plan = None  # of this call only
+        return out_THV.unsqueeze(0), None
