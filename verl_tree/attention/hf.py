@@ -23,7 +23,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 
 from verl_tree.attention import tree_attention
 from verl_tree.attention.plan import AttentionPlan
-from verl_tree.recurrence.bind import MIXERS, RecurrentLayers, num_bound_mixers, unbound_mixers
+from verl_tree.recurrence import MIXERS
+from verl_tree.recurrence.bind import RecurrentLayers, num_bound_mixers, unbound_mixers
 
 ATTENTION_NAME = "tree_attention"
 
@@ -39,6 +40,15 @@ def register() -> None:
     """Make `attn_implementation="tree_attention"` known to transformers in this process; may be called again."""
     AttentionInterface.register(ATTENTION_NAME, tree_attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, _mask_factory)
+
+
+def for_text(config: PretrainedConfig, name: str) -> str | dict[str, str]:
+    """Return the attention implementations of a model whose text part gets `name`.
+
+    Patches of an image see each other in both directions, so a vision tower gets "sdpa".
+    """
+    parts = config.sub_configs.keys()
+    return {"text_config": name, "vision_config": "sdpa"} if {"text_config", "vision_config"} <= parts else name
 
 
 @torch.compiler.disable(reason="attention under the tree mask is chosen by the plan of each call")
@@ -248,9 +258,12 @@ def _refuse_compiled(model: torch.nn.Module) -> None:
 
 @contextmanager
 def _attention_name(model: PreTrainedModel, name: str) -> Iterator[None]:
-    before = model.config._attn_implementation
-    assert before is not None, "a model that is built has an attention implementation"
-    model.set_attn_implementation(name)
+    config = model.config
+    before = {"": config._attn_implementation} | {
+        part: sub._attn_implementation for part, sub in vars(config).items() if part in config.sub_configs and sub
+    }
+    assert before[""] is not None, "a model that is built has an attention implementation"
+    model.set_attn_implementation(for_text(config, name))
     try:
         yield
     finally:

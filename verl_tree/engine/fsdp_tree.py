@@ -32,7 +32,7 @@ from typing_extensions import override
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
-from verl_tree.attention.hf import ATTENTION_NAME, check_model, register
+from verl_tree.attention.hf import ATTENTION_NAME, check_model, for_text, register
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.sharding import SequenceShard
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY, TreeFSDPEngineConfig
@@ -44,6 +44,7 @@ from verl_tree.engine.less_memory import BuildWithLessMemory
 from verl_tree.engine.micro_batch import LossFunction, MicroBatchRows, RowLosses, device_of_rank
 from verl_tree.engine.pack_times import PackClock, learn_costs
 from verl_tree.engine.packs import TreeBatch, first_token_pack, split_into_packs
+from verl_tree.engine.recurrent_layers import bind_recurrent_layers
 from verl_tree.engine.router_replay import ROUTES, MiniBatchRoutes, RouterReplay
 from verl_tree.engine.row_losses import is_sum_over_rows
 from verl_tree.engine.rows import MiniBatchResult, RankWork, check_rows, gather, jagged, steps_of
@@ -104,8 +105,10 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
     @override
     def _build_module(self) -> torch.nn.Module:
         register()
-        self.model_config.hf_config._attn_implementation = ATTENTION_NAME
+        hf_config = self.model_config.hf_config
+        hf_config._attn_implementation = for_text(hf_config, ATTENTION_NAME)
         self._model = cast("PreTrainedModel", super()._build_module())
+        bind_recurrent_layers(self._model, relay=self.tree_config.relay, team=self.team)
         check_model(self._model, max_path_len=1)
         if self.engine_config.router_replay.mode != "disabled":
             self._replay = RouterReplay(self._model)

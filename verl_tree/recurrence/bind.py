@@ -21,12 +21,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
+from verl_tree.recurrence import MIXERS
 from verl_tree.recurrence.causal_conv import ConvSeams, tree_causal_conv
 from verl_tree.recurrence.chunks import TreeChunks
 from verl_tree.recurrence.delta_rule import tree_gated_delta_rule
-
-MIXERS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
-"""Classes whose sequence mixing is these two attributes and nothing else (transformers 5.10.4)."""
 
 _RULE, _CONV = "chunk_gated_delta_rule", "causal_conv1d_fn"
 
@@ -69,6 +67,9 @@ class RecurrentLayers:
         assert len(stacks) <= 1, f"recurrent layers of one model, but of several decoders: {stacks}"
         self._mixers = list(mixers.values())
         self._stacks = [model.get_submodule(name) for name in stacks]
+
+    def __len__(self) -> int:
+        return len(self._mixers)
 
     @contextmanager
     def bound(self) -> Iterator[None]:

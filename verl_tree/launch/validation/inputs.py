@@ -23,8 +23,11 @@ from verl_tree.launch.validation.refusals import (
     refusal,
     refusal_here,
     uses_critic,
+    uses_tree,
     value_of,
 )
+from verl_tree.launch.validation.ulysses import team_keys, team_size
+from verl_tree.recurrence import MODEL_TYPES as RECURRENT_MODEL_TYPES
 
 
 def check_data_files(config: DictConfig) -> Findings:
@@ -71,10 +74,30 @@ def _check_folder(config: DictConfig, key: str, folder: Path, other_config: str 
         if not other_config:
             yield refusal_here(config, key, "the folder has no config.json; give one that save_pretrained wrote")
         return
-    towers = [name for name in json.loads(path.read_text()) if name in ("vision_config", "audio_config")]
-    if towers:
+    model = json.loads(path.read_text())
+    towers = [name for name in model if name in ("vision_config", "audio_config")]
+    if model.get("model_type") in RECURRENT_MODEL_TYPES:
+        # Every published checkpoint of Qwen3.5 has a vision tower. Rows with images are refused by themselves.
+        yield from _check_recurrent(config, model["model_type"])
+    elif towers:
         # Inputs of such a model may differ and yet have the same token ids.
         yield refusal(config, key, f"multimodal model ({', '.join(towers)}); only text models are supported")
+
+
+def _check_recurrent(config: DictConfig, model_type: str) -> Findings:
+    """Find what recurrent layers do not serve."""
+    if not uses_tree(config):
+        return
+    if config.tree.relay != "never":
+        remedy = (
+            f"{model_type} has recurrent layers, whose state at a cut is not stored; set never, and a tree.capacity of "
+            "at least the longest trajectory"
+        )
+        yield refusal(config, "tree.relay", remedy)
+    if team_size(config) > 1:
+        yield refusal(
+            config, team_keys(config)[0], f"{model_type} has recurrent layers, which one rank computes; set 1"
+        )
 
 
 def _check_hub_name(config: DictConfig, key: str, name: str) -> Findings:

@@ -1,0 +1,53 @@
+"""Hybrids: the tree engine computes what verl's FSDP2 engine computes, on one and two ranks, in fp32, on gloo."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hybrid_engine_cases import CASES
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+TOLERANCE = 1e-4
+"""Relative, per optimiser step, float32 against float32; two chunk sizes of the flat rule differ by as much."""
+
+NAMES = [(family, case) for family, cases in CASES.items() for case in cases]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run all cases of one world size once."""
+    out = tmp_path_factory.mktemp("hybrids") / "results.json"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
+    script = str(Path(__file__).parents[1] / "support" / "hybrid_engine_cases.py")
+    done = subprocess.run(
+        [*launch, script, "--out", str(out)], capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize(("family", "case"), NAMES, ids=lambda each: each if isinstance(each, str) else each.name)
+def test_equals_verls_own_engine(results: dict[str, Any], family: str, case: Any) -> None:
+    """Compare log-probs, entropy, values, loss, every gradient and every parameter after the steps."""
+    errors = results[f"{family}_{case.name}"]
+    tolerance = TOLERANCE * case.num_steps
+    outputs = ("values",) if case.is_critic else ("log_probs", "entropy")
+    for name in (*outputs, "gradient", "grad_norm", "step"):
+        assert errors[name] <= tolerance, (name, errors)
+    assert errors["loss_difference"] <= tolerance * max(1.0, errors["loss"]), errors
+    # An empty comparison would pass.
+    assert errors["gradient_norm"] > 1e-3, errors
+    assert errors["moved"] > 1e-5, errors
+    if case.rows == "deep":
+        assert errors["por"] > 0.3, errors
+
+
+def test_two_right_answers_of_the_flat_engine_differ_as_much(results: dict[str, Any]) -> None:
+    """In chunks of 8 and of 64 tokens: the gradients of the tree are as near to the one as the other is."""
+    assert all(each["flat_gradient"] > 0.0 for each in results.values())
+    worst, of_flat = (max(each[name] for each in results.values()) for name in ("gradient", "flat_gradient"))
+    assert worst < 5 * of_flat, (worst, of_flat)

@@ -1,0 +1,152 @@
+"""Hybrids: the tree engine beside verl's own FSDP2 engine on the same rows; one process per rank.
+
+`tests/e2e/test_hybrid_engines.py` starts it. All is as in `engine_cases.py` but the models. On the flat side,
+transformers' chunked rule runs in chunks of 64 tokens, as on trees. A second flat side with chunks of 8 tokens says how
+far apart two right answers in float32 are.
+
+verl replaces the forwards of the classes of Qwen3.5 in the process that loads a model with images, so that model is the
+last.
+"""
+
+import argparse
+import json
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engine_cases import VOCABULARY, Case, compare, infer, make_batch, make_worker, take_steps
+from hybrid_cases import EXPERTS, SETTINGS, draw_what_starts_constant
+from transformers import (
+    PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
+from verl_tree.recurrence.bind import num_bound_mixers
+
+LR = 0.05
+LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+CHECKPOINTING = {"enable_gradient_checkpointing": True}
+NEVER = {"relay": "never"}
+
+
+def case(name: str, **options: Any) -> Case:
+    """Return a case whose steps are small enough for a recurrence, and whose trees are not relayed."""
+    return Case(name, **({"lr": LR, "capacity": 160} | options), tree=NEVER)
+
+
+CASES = {
+    "qwen3_next": [
+        case("token_mean"),
+        case("kl_and_entropy", actor={"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coeff": 0.05}),
+        case("lora", model=LORA),
+        case("critic", is_critic=True),
+    ],
+    "qwen3_5_text": [
+        case("token_mean"),
+        case("gradient_checkpointing", model=CHECKPOINTING),
+        case("lora", model=LORA | CHECKPOINTING),
+        case("duplicates_and_prefixes", rows="duplicates"),
+        case("one_token_responses", rows="one_token"),
+        case("idle_rank", rows="idle_rank"),
+        case("three_steps", num_steps=3, lr=0.01),
+    ],
+    "qwen3_5": [
+        case("token_mean"),
+        case("gradient_checkpointing", model=CHECKPOINTING),
+        case("lora", model=LORA),
+    ],
+}
+
+
+def make_model(family: str) -> PreTrainedModel:
+    """Make a tiny random hybrid; `qwen3_5` has a vision tower, as every published checkpoint of Qwen3.5."""
+    torch.manual_seed(5)
+    settings = SETTINGS | {"vocab_size": VOCABULARY, "max_position_embeddings": 256, "initializer_range": 0.1}
+    if family == "qwen3_next":
+        model = Qwen3NextForCausalLM(Qwen3NextConfig(**settings, **EXPERTS))
+    elif family == "qwen3_5_text":
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**settings))
+    else:
+        vision = {
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "out_hidden_size": settings["hidden_size"],
+            "patch_size": 4,
+            "num_position_embeddings": 16,
+        }
+        model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=settings, vision_config=vision))
+    draw_what_starts_constant(model)
+    return model
+
+
+def run_case(case: Case, *, folder: Path, rank: int, world_size: int) -> dict[str, float]:
+    """Run one case on all ranks; return the worst rank's distances, and those of the two flat sides (`flat_...`)."""
+    batches = [make_batch(case, step=step, rank=rank, world_size=world_size) for step in range(case.num_steps)]
+    sides, saved = [], 0.0
+    for strategy, chunk_size in ((FLAT_STRATEGY, 64), (FLAT_STRATEGY, 8), (TREE_STRATEGY, 64)):
+        worker = make_worker(case, strategy=strategy, folder=folder)
+        if strategy == FLAT_STRATEGY:
+            set_chunk_size(worker.engine.module, chunk_size)
+        else:
+            assert num_bound_mixers(worker.engine.module) == SETTINGS["layer_types"].count("linear_attention")
+        sides.append(infer(worker, batches[0]) | take_steps(worker, batches))
+        if strategy == TREE_STRATEGY:
+            saved = worker.engine.tree_counts.metrics()["tree/por"]
+    flat, other_chunks, tree = sides
+    distances = compare(flat, tree, batches[0])
+    of_flat = compare(flat, other_chunks, batches[0])
+    errors: list[Any] = [None] * world_size
+    dist.all_gather_object(errors, distances | {f"flat_{name}": value for name, value in of_flat.items()})
+    return {name: max(each[name] for each in errors) for name in errors[0]} | {"por": saved}
+
+
+def set_chunk_size(model: torch.nn.Module, chunk_size: int) -> None:
+    """Let the recurrent layers of a flat model run in chunks of another size."""
+    mixers = [module for module in model.modules() if "chunk_gated_delta_rule" in vars(module)]
+    assert mixers
+    for mixer in mixers:
+        assert mixer.chunk_gated_delta_rule.__name__ == "torch_chunk_gated_delta_rule"
+        mixer.chunk_gated_delta_rule = partial(torch_chunk_gated_delta_rule, chunk_size=chunk_size)
+
+
+def main() -> None:
+    """Run all cases of the families named on the command line, or all."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("families", nargs="*", default=list(CASES))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    shared = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(shared)
+    results = {}
+    for family in arguments.families:
+        folder = Path(shared[0]) / family
+        if rank == 0:
+            make_model(family).save_pretrained(folder)
+        dist.barrier()
+        for each in CASES[family]:
+            name = f"{family}_{each.name}"
+            results[name] = run_case(each, folder=folder, rank=rank, world_size=world_size)
+            if rank == 0:
+                print(name, {key: f"{value:.3g}" for key, value in results[name].items()}, flush=True)
+    if rank == 0:
+        arguments.out.write_text(json.dumps(results, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
