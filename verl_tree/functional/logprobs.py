@@ -15,7 +15,7 @@ of them scored on this rank, V vocabulary, C kinds of scores, R rows that the mo
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakSet
@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from verl_tree.attention.hf import no_mask
 from verl_tree.attention.plan import AttentionPlan
+from verl_tree.functional.images import CallImages, distinct_images
 from verl_tree.functional.linear_arguments import LogitTransform
 from verl_tree.functional.scorer import (
     LOGIT_TRANSFORMS,
@@ -100,6 +101,7 @@ def forward_scores(
     position_Q: Tensor,
     pairs: ScoredPairs,
     plan: AttentionPlan,
+    images: CallImages | None = None,
     temperature: float | Tensor = 1.0,
     calculate_entropy: bool = False,
     entropy_requires_grad: bool = True,
@@ -117,6 +119,8 @@ def forward_scores(
         position_Q: (Q,) int64, their positions.
         pairs: What is scored.
         plan: The attention plan. Its context, if any, comes from the store that it carries.
+        images: What a vision-language model reads besides the tokens, on the host, for a rank that computes alone; its
+            positions stand in for `position_Q`. None for every other model.
         temperature: Divides the logits; a number, or (Q,) by the position whose logits it divides, on either device.
         calculate_entropy: Also compute the entropy.
         entropy_requires_grad: Whether gradients flow through the entropy.
@@ -162,15 +166,21 @@ def forward_scores(
         "logits_to_keep": position_P,
         "tree_plan": plan,
     }
+    tower = nullcontext()
+    if images is not None:
+        assert shard.num_ranks == 1, "images are refused where several ranks compute a call"
+        images = images.to(device)
+        inputs |= images.model_inputs(model.config)
+        tower = distinct_images(model, images)
     if transforms_logits(model):
-        with transformed_head(head, scorer, fused_transform(model)) as fused:
+        with tower, transformed_head(head, scorer, fused_transform(model)) as fused:
             logits_1XX = model(**inputs).logits
         if fused:
             _check_called_once(model, num_calls=len(fused))
         # Zeros, added for the backward hooks that FSDP2 hangs on the model's outputs.
         scores_CM = fused[0] + 0.0 * logits_1XX[0] if fused else scorer.score(logits_1XX)
     else:
-        with scoring_head(head, scorer) as calls:
+        with tower, scoring_head(head, scorer) as calls:
             logits_1CM = model(**inputs).logits
         _check_untouched(model, calls, logits_1CM)
         scores_CM = logits_1CM[0]

@@ -27,6 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl_tree.attention.hf import no_mask, tree_attention_implementation
 from verl_tree.attention.plan import AttentionPlan
+from verl_tree.functional.images import PackImages
 from verl_tree.functional.logprobs import TreeLogProbs, forward_scores
 from verl_tree.functional.scorer import ScoredPairs
 from verl_tree.relay.calls import RelayCall, RelayCalls
@@ -43,13 +44,14 @@ def call_scores(
     layout: TreeLayout,
     *,
     plan: AttentionPlan,
+    images: PackImages | None = None,
     temperature: float | Tensor = 1.0,
     calculate_entropy: bool = False,
     chunk_size: int | None = None,
 ) -> Tensor:
     """Run a causal LM on one call and score what the call scores, (C, K).
 
-    `layout` is that of the whole forest, and `temperature` a number or (T,) on the host. The other arguments and the
+    `layout` and `images` are those of the whole forest, and `temperature` a number or (T,) on the host. The other arguments and the
     errors are those of `forward_scores`.
     """
     host = layout.on_host
@@ -60,6 +62,7 @@ def call_scores(
         position_Q=host.position_T[token_Q],
         pairs=ScoredPairs.of_scorers(scorer_K, host.token_ids_T[scored_K]),
         plan=plan,
+        images=None if images is None else images.of_call(token_Q),
         temperature=temperature[token_Q] if isinstance(temperature, Tensor) else temperature,
         calculate_entropy=calculate_entropy,
         chunk_size=chunk_size,

@@ -1,0 +1,250 @@
+"""Vision-language models on trees with images, in float64, against the same model on one flat row after another."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from image_cases import (
+    FAMILIES,
+    IMAGE,
+    VIDEO,
+    VOCABULARY,
+    Row,
+    all_in_float64,
+    branching_rows,
+    flat_inputs,
+    laid_out,
+    positions_of,
+    random_rows,
+    split,
+    vision_model,
+)
+from tree_cases import gradients, relative_error
+
+from verl_tree.attention import AttentionPlan
+from verl_tree.attention.hf import ATTENTION_NAME, check_model, for_text
+from verl_tree.functional import expand
+from verl_tree.functional.images import Image, PackImages, RowsWithImages, reads_images
+from verl_tree.functional.relayed import call_scores
+from verl_tree.relay.calls import RelayCall
+from verl_tree.tree import TokenForest
+from verl_tree.tree.layout import TreeLayout
+
+
+def rows_with_images(model, rows):
+    token_ids, offsets = laid_out(rows)
+    return RowsWithImages.of_rows(
+        token_ids, offsets=offsets, images=[row.images for row in rows], config=model.config
+    ), offsets
+
+
+def pack_of(model, rows):
+    """Return the layout of all rows as one pack, and its images."""
+    with_images, offsets = rows_with_images(model, rows)
+    layout = TreeLayout.from_forest(TokenForest.from_sequences(split(with_images.keys_F, offsets)))
+    positions = [positions_of(model, rows[leaf]) for leaf in layout.leaves]
+    return with_images.of_pack(layout, torch.cat(positions, dim=1))
+
+
+def tree_scores(model, layout, images):
+    """Return log-probs and entropies, (2, T), 0 where nothing is scored."""
+    model.set_attn_implementation(for_text(model.config, ATTENTION_NAME))
+    call = RelayCall.of_pack(layout.subtree_end_T.numpy(), scorer_T=layout.parent_T.numpy())
+    plan = AttentionPlan.from_layout(layout)
+    scores_CK = call_scores(model, call, layout, plan=plan, images=images, calculate_entropy=True)
+    return scores_CK.new_zeros(2, layout.num_tokens).index_copy(1, torch.from_numpy(call.scored_K), scores_CK)
+
+
+def flat_scores(model, row):
+    """Return log-probs and entropies of a row, (2, L - 1), from the model's own forward on this row alone."""
+    model.set_attn_implementation("sdpa")
+    inputs = flat_inputs(model, row)
+    log_probs = model(**inputs, use_cache=False).logits[0, :-1].log_softmax(-1)
+    chosen = log_probs.gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
+    return torch.stack([chosen, -(log_probs.exp() * log_probs).sum(-1)])
+
+
+def signed_loss(scores):
+    """Add up (2, L - 1) scores of rows with coefficients of either sign; log-probs enter as probabilities."""
+    generator = torch.Generator().manual_seed(3)
+    total = torch.zeros((), dtype=torch.float64)
+    for log_probs, entropy in scores:
+        coefficient, weight = torch.randn(2, len(log_probs), dtype=torch.float64, generator=generator)
+        total = total + (coefficient * log_probs.exp()).sum() + (weight * entropy).sum()
+    return total
+
+
+def errors(model, rows, *, position_CT=None):
+    """Return the largest relative errors of the tree: log-probs, gradients of the text part and of the tower."""
+    layout, images = pack_of(model, rows)
+    if position_CT is not None:
+        images = dataclasses.replace(images, position_CT=position_CT(layout))
+    flat = [flat_scores(model, row) for row in rows]
+    want = gradients(model, signed_loss(flat))
+    scores_F = expand(tree_scores(model, layout, images).T, layout).T
+    by_leaf = dict(
+        zip(layout.leaves.tolist(), scores_F.split(np.diff(layout.leaf_offsets).tolist(), dim=1), strict=True)
+    )
+    tree = [by_leaf[row][:, 1:] for row in range(len(rows))]
+    got = gradients(model, signed_loss(tree))
+    largest = max(each[0].abs().max() for each in flat if each.numel())
+    log_probs = max((here[0] - there[0]).abs().max() for here, there in zip(tree, flat, strict=True) if here.numel())
+    assert want.keys() == got.keys()
+    by_name = {name: relative_error(got[name], want[name]) for name in want}
+    tower = [error for name, error in by_name.items() if "visual" in name]
+    text = [error for name, error in by_name.items() if "visual" not in name]
+    return (log_probs / largest).item(), max(text), max(tower, default=0.0)
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    """Return a model in float64, all through."""
+    with all_in_float64():
+        yield vision_model(request.param).double()
+
+
+def in_float64(rows):
+    return [
+        dataclasses.replace(row, images=tuple(Image(image.pixels_AX.double(), image.grid) for image in row.images))
+        for row in rows
+    ]
+
+
+def test_trees_with_images_equal_flat_rows(model):
+    """The images of 16 rows are 22, and in the tree 7 runs of four distinct ones."""
+    rows = in_float64(branching_rows(1))
+    layout, images = pack_of(model, rows)
+    assert layout.num_flat_tokens > 2 * layout.num_tokens
+    assert len(images.images) == 4
+    assert images.of_call(torch.arange(layout.num_tokens)).grids_I3.tolist() == [list(i.grid) for i in images.images]
+    log_probs, text, tower = errors(model, rows)
+    assert log_probs < 1e-12
+    assert text < 1e-12
+    assert tower < 1e-12
+
+
+def test_positions_of_text_would_be_wrong(model):
+    """The positions of the rows matter: 0, 1, 2, ... in their place gives other log-probs and gradients."""
+    rows = in_float64(branching_rows(1))
+    log_probs, text, _ = errors(model, rows, position_CT=lambda layout: layout.position_T.expand(4, -1))
+    assert log_probs > 1e-3
+    assert text > 0.1
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_forests_with_images_equal_flat_rows(model, seed):
+    log_probs, text, tower = errors(model, in_float64(random_rows(seed)))
+    assert log_probs < 1e-10
+    assert text < 1e-9
+    assert tower < 1e-9
+
+
+def image(*, value, height=2, width=4, dtype=torch.float32):
+    return Image(torch.full((height * width, 3), value, dtype=dtype), (1, height, width))
+
+
+def keys_of(rows):
+    """Return the keys of each row, for a model whose image token is 60 and whose vocabulary has 64 ids."""
+    with_images, offsets = rows_with_images(vision_model("qwen3_vl"), rows)
+    return [each.tolist() for each in split(with_images.keys_F, offsets)]
+
+
+def test_keys_are_those_of_the_docstring():
+    first, second = image(value=0.0), image(value=1.0)
+    rows = [
+        Row((5, IMAGE, IMAGE, 6), (first,)),
+        Row((5, IMAGE, IMAGE, 6), (second,)),
+        Row((5, IMAGE, IMAGE, 7), (first,)),
+    ]
+    assert keys_of(rows) == [[5, 64, 65, 6], [5, 66, 67, 6], [5, 64, 65, 7]]
+
+
+def test_equal_pixels_are_one_image_and_other_grids_or_types_are_not():
+    ids = (IMAGE, IMAGE)
+    same, tall = image(value=0.0), image(value=0.0, height=4, width=2)
+    wide = image(value=0.0, dtype=torch.float64)
+    keys = keys_of([Row(ids, (each,)) for each in (image(value=0.0), same, tall, wide)])
+    assert keys == [[64, 65], [64, 65], [66, 67], [68, 69]]
+
+
+def test_neighbouring_images_are_two():
+    first, second = image(value=0.0), image(value=1.0)
+    assert keys_of([Row((IMAGE,) * 4, (first, second)), Row((IMAGE,) * 4, (second, first))]) == [
+        [64, 65, 66, 67],
+        [66, 67, 64, 65],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (Row((5, IMAGE), (image(value=0.0),)), "row 1 has 1 image tokens .* 1 images have 2 features"),
+        (Row((5, IMAGE, IMAGE)), "row 1 has 2 image tokens .* 0 images have 0 features"),
+        (Row((5, 6), (image(value=0.0),)), "row 1 has 0 image tokens .* 1 images have 2 features"),
+        (Row((5, VIDEO)), "row 1 has a video token"),
+    ],
+    ids=["cut", "no pixels", "no tokens", "video"],
+)
+def test_rows_that_do_not_hold_their_images_are_refused(row, message):
+    with pytest.raises(ValueError, match=message):
+        keys_of([Row((5,)), row])
+
+
+def test_positions_that_disagree_are_refused():
+    rows = [Row((5, 6, 7)), Row((5, 6, 8))]
+    with_images, _ = rows_with_images(vision_model("qwen3_vl"), rows)
+    layout = TreeLayout.from_forest(TokenForest.from_sequences([row.ids for row in rows]))
+    position_CF = torch.tensor([[0, 1, 2, 0, 1, 2]]).repeat(4, 1)
+    with_images.of_pack(layout, position_CF)
+    position_CF[2, 1] = 5
+    with pytest.raises(ValueError, match="different position_ids"):
+        with_images.of_pack(layout, position_CF)
+
+
+def test_a_call_gets_each_of_its_images_once_and_no_other():
+    """Sections of a pack: tokens 0..2 hold half of image 0, tokens 3..7 image 1 twice."""
+    first, second = image(value=0.0), image(value=1.0)
+    pack = PackImages(
+        images=(first, second),
+        feature_bounds=np.array([0, 2, 4]),
+        feature_T=torch.tensor([-1, 0, -1, 2, 3, 2, 3, -1]),
+        position_CT=torch.arange(8).repeat(4, 1),
+    )
+    call = pack.of_call(torch.arange(3))
+    assert (call.feature_E.tolist(), call.grids_I3.tolist()) == ([0], [[1, 2, 4]])
+    assert torch.equal(call.pixels_AX, first.pixels_AX)
+    call = pack.of_call(torch.arange(3, 8))
+    assert (call.feature_E.tolist(), call.grids_I3.tolist()) == ([0, 1, 0, 1], [[1, 2, 4]])
+    assert torch.equal(call.pixels_AX, second.pixels_AX)
+    assert torch.equal(call.position_CQ, torch.arange(3, 8).repeat(4, 1))
+    call = pack.of_call(torch.tensor([7, 4, 1]))
+    assert (call.feature_E.tolist(), call.grids_I3.tolist()) == ([3, 0], [[1, 2, 4]] * 2)
+    call = pack.of_call(torch.tensor([0, 2, 7]))
+    assert call.pixels_AX is None
+
+
+def test_the_tower_runs_once_per_call_on_the_distinct_images(model):
+    num_patches = []
+    embed = model.get_encoder("image").patch_embed
+    embed.register_forward_pre_hook(lambda _module, args: num_patches.append(len(args[0])))
+    layout, images = pack_of(model, in_float64(branching_rows(1)))
+    tree_scores(model, layout, images)
+    assert num_patches == [16 + 32 + 16 + 32]
+    assert not model.get_encoder("image")._forward_hooks
+
+
+def test_only_the_families_that_are_tested_read_images(model):
+    assert reads_images(model.config)
+    assert not reads_images(model.config.get_text_config())
+    check_model(model, max_path_len=100)
+    assert model.config.get_text_config().vocab_size == VOCABULARY
+
+
+def test_the_tower_on_tree_attention_is_refused(model):
+    """Patches see each other in both directions, so the tree's mask must never reach them."""
+    layout, images = pack_of(model, in_float64(branching_rows(1)))
+    call = RelayCall.of_pack(layout.subtree_end_T.numpy(), scorer_T=layout.parent_T.numpy())
+    model.set_attn_implementation(ATTENTION_NAME)
+    with pytest.raises(ValueError, match="only causal models have shareable prefixes"):
+        call_scores(model, call, layout, plan=AttentionPlan.from_layout(layout), images=images)

@@ -1,0 +1,242 @@
+"""Images in a forest: what makes two prefixes equal, and how each distinct image goes through the tower once per call.
+
+A vision-language model reads an image through its vision tower, which makes a run of features. They take the place of
+the embeddings of as many equal image tokens. So the token ids say where an image stands, but not which. A forest of
+rows with images is built from *keys*: an image token has the number of its feature behind the vocabulary, counted over
+the distinct images, all other tokens have their ids. Rows share an image exactly if they share all before it and the
+image has the same pixels and the same grid.
+
+Positions come from the rows, because those after an image depend on its grid. The tower gets the distinct images of a
+model call, and its features are gathered to the image tokens of the call. The gather's backward sums over the places of
+an image. Source: transformers 5.10.4, models qwen2_5_vl and qwen3_vl; verl 0.9.1, models/transformers.
+
+Legend: F flat tokens, T tokens of a pack, Q tokens of a model call, I images, A patches of X numbers, C components of a
+position, E image tokens of a call.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.nodes import IntArray
+from verl_tree.tree.transfer import to_device
+
+IMAGE_MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
+"""Model types whose images are served: their positions and their way from pixels to embeddings are tested."""
+
+NUM_POSITION_COMPONENTS = 4
+"""Text, time, height, width."""
+
+
+def reads_images(config: PretrainedConfig) -> bool:
+    """Return whether images of a model are served."""
+    return config.model_type in IMAGE_MODEL_TYPES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Image:
+    """An image as the processor of a model hands it over, on the host."""
+
+    pixels_AX: Tensor
+    grid: tuple[int, int, int]  # Patches in time, height and width; A is their product
+
+    def digest(self) -> bytes:
+        """Return a hash of the grid and the pixels."""
+        described = repr((self.grid, self.pixels_AX.dtype, tuple(self.pixels_AX.shape))).encode()
+        pixels = self.pixels_AX.contiguous().view(torch.uint8).numpy()
+        return hashlib.blake2b(pixels, key=hashlib.sha256(described).digest(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowsWithImages:
+    """Rows of tokens and images, as keys that a forest can be built from.
+
+    Example: the image token is 9, the vocabulary has 10 ids, and both images have two features. The rows [5 9 9 6] with
+    image A, [5 9 9 6] with image B and [5 9 9 7] with image A have the keys [5 10 11 6], [5 12 13 6] and [5 10 11 7].
+    """
+
+    keys_F: IntArray
+    images: tuple[Image, ...]  # The distinct ones, in order of first appearance
+    feature_bounds: IntArray  # (I + 1,) int64, where the features of each image start among those of all
+    image_token_id: int
+    vocab_size: int
+
+    @classmethod
+    def of_rows(
+        cls, token_ids_F: IntArray, *, offsets: IntArray, images: Sequence[Sequence[Image]], config: PretrainedConfig
+    ) -> Self:
+        """Give rows their keys; `offsets` (B + 1,) bounds the rows, and `images` are those of each row in order.
+
+        Raises:
+            ValueError: A row has another number of image tokens than its images have features, or video tokens.
+        """
+        settings = config.to_dict()
+        image_token_id, vocab_size = settings["image_token_id"], config.get_text_config().vocab_size
+        merged = settings["vision_config"]["spatial_merge_size"] ** 2
+        keys_F = token_ids_F.astype(np.int64)
+        _refuse_videos(keys_F, video_token_id=settings["video_token_id"], offsets=offsets)
+        numbers: dict[bytes, int] = {}
+        distinct: list[Image] = []
+        bounds = [0]
+        for row, (start, end, row_images) in enumerate(zip(offsets[:-1], offsets[1:], images, strict=True)):
+            features: list[IntArray] = []
+            for image in row_images:
+                number = numbers.setdefault(image.digest(), len(distinct))
+                if number == len(distinct):
+                    distinct.append(image)
+                    bounds.append(bounds[-1] + int(np.prod(image.grid)) // merged)
+                features.append(np.arange(bounds[number], bounds[number + 1]))
+            places = start + np.flatnonzero(keys_F[start:end] == image_token_id)
+            feature = np.concatenate([np.arange(0), *features])
+            if len(places) != len(feature):
+                raise ValueError(
+                    f"row {row} has {len(places)} image tokens (id {image_token_id}), and its {len(row_images)} images "
+                    f"have {len(feature)} features: a row holds whole images and brings the pixels of each "
+                    "(multi_modal_inputs); raise the lengths that cut it, or leave it out"
+                )
+            keys_F[places] = vocab_size + feature
+        return cls(keys_F, tuple(distinct), np.array(bounds, dtype=np.int64), image_token_id, vocab_size)
+
+    def of_pack(self, layout: TreeLayout, position_CF: Tensor) -> tuple[TreeLayout, "PackImages"]:
+        """Return a pack whose layout holds keys with its token ids, and what the model reads of it besides.
+
+        `layout` is on the host. `position_CF` are the positions of its flat tokens, in the order of its leaves.
+
+        Raises:
+            ValueError: Rows give a token that they share different positions.
+        """
+        key_T = layout.token_ids_T
+        is_image_T = key_T >= self.vocab_size
+        position_CT = torch.zeros(len(position_CF), layout.num_tokens, dtype=torch.int64)
+        position_CT[:, layout.tree_index_F] = position_CF.long()
+        if not torch.equal(position_CT[:, layout.tree_index_F], position_CF.long()):
+            raise ValueError(
+                "rows that share tokens and images give them different position_ids: a position must follow from what "
+                "stands before it, as M-RoPE's does; train these rows with tree.enabled=false"
+            )
+        images = PackImages(
+            images=self.images,
+            feature_bounds=self.feature_bounds,
+            feature_T=torch.where(is_image_T, key_T - self.vocab_size, -1),
+            position_CT=position_CT,
+        )
+        return dataclasses.replace(layout, token_ids_T=key_T.masked_fill(is_image_T, self.image_token_id)), images
+
+
+def _refuse_videos(token_ids_F: IntArray, *, video_token_id: int, offsets: IntArray) -> None:
+    videos = np.flatnonzero(token_ids_F == video_token_id)
+    if len(videos):
+        row = int(offsets.searchsorted(videos[0], side="right")) - 1
+        raise ValueError(
+            f"row {row} has a video token (id {video_token_id}): trees take text and images; train videos with "
+            "tree.enabled=false"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackImages:
+    """What a vision-language model reads of a pack besides its token ids, on the host."""
+
+    images: tuple[Image, ...]  # May be more than those of the pack
+    feature_bounds: IntArray  # (I + 1,) int64
+    feature_T: (
+        Tensor  # (T,) int64, the feature that each image token takes among those of all images; -1 of other tokens
+    )
+    position_CT: Tensor  # (C, T) int64
+
+    @classmethod
+    def of_text(cls, layout: TreeLayout) -> Self:
+        """Return that of a pack without images: the depth in the tree is the position in every component."""
+        host = layout.on_host
+        return cls(
+            images=(),
+            feature_bounds=np.zeros(1, dtype=np.int64),
+            feature_T=torch.full_like(host.token_ids_T, -1),
+            position_CT=host.position_T.expand(NUM_POSITION_COMPONENTS, -1),
+        )
+
+    def of_call(self, token_Q: Tensor) -> "CallImages":
+        """Return what the model reads in a call that computes some tokens of the pack."""
+        feature_Q = self.feature_T[token_Q]
+        feature_E = feature_Q[feature_Q >= 0].numpy()
+        number_E = self.feature_bounds.searchsorted(feature_E, side="right") - 1
+        numbers, place_E = np.unique(number_E, return_inverse=True)
+        starts, ends = self.feature_bounds[numbers], self.feature_bounds[numbers + 1]
+        of_call = np.cumsum(ends - starts) - (ends - starts)  # where each image starts among those of the call
+        images = [self.images[number] for number in numbers.tolist()]
+        return CallImages(
+            position_CQ=self.position_CT[:, token_Q],
+            pixels_AX=torch.cat([image.pixels_AX for image in images]) if images else None,
+            grids_I3=torch.tensor([image.grid for image in images], dtype=torch.int64).reshape(-1, 3),
+            feature_E=torch.from_numpy(feature_E - starts[place_E] + of_call[place_E]),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallImages:
+    """What a vision-language model reads in a call besides token ids."""
+
+    position_CQ: Tensor
+    pixels_AX: Tensor | None  # Patches of the distinct images; None without an image
+    grids_I3: Tensor
+    feature_E: Tensor  # (E,) int64, the feature of each image token among those of these images
+
+    def to(self, device: torch.device) -> Self:
+        """Return the same with its tensors on a device."""
+        pixels = () if self.pixels_AX is None else (self.pixels_AX,)
+        position_CQ, grids_I3, feature_E, *pixels = to_device(
+            (self.position_CQ, self.grids_I3, self.feature_E, *pixels), device
+        )
+        return type(self)(position_CQ, pixels[0] if pixels else None, grids_I3, feature_E)
+
+    def model_inputs(self, config: PretrainedConfig) -> dict[str, Tensor]:
+        """Return the keyword arguments of a model whose tower `distinct_images` serves."""
+        inputs = {"position_ids": self.position_CQ.unsqueeze(1)}
+        if self.pixels_AX is None:
+            return inputs
+        # transformers cuts the features by these grids and puts the parts together again, so one part will do. The
+        # tower itself gets the grids of the images.
+        merge_size = config.to_dict()["vision_config"]["spatial_merge_size"]
+        grid_13 = torch.tensor([[1, merge_size, merge_size * len(self.feature_E)]], device=self.grids_I3.device)
+        return inputs | {"pixel_values": self.pixels_AX, "image_grid_thw": grid_13}
+
+
+@contextmanager
+def distinct_images(model: PreTrainedModel, images: CallImages) -> Iterator[None]:
+    """Let the vision tower compute the distinct images of a call while active, and hand each token its feature.
+
+    `images` are on the model's device. Without an image verl runs the tower on a blank one, so that FSDP2 finds all
+    ranks in the same collectives; verl 0.9.1 reads that output of Qwen2.5-VL as transformers 4 gave it, a tensor.
+    """
+    tower = model.get_encoder("image")
+    assert tower is not model, "a model that reads images has a vision tower"
+
+    def before(_tower: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, kwargs | {"grid_thw": images.grids_I3}
+
+    def after(_tower: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        has_levels = "deepstack_features" in output
+        if images.pixels_AX is None:
+            return output if has_levels else output.pooler_output
+        output.pooler_output = output.pooler_output.index_select(0, images.feature_E)
+        if has_levels:
+            output.deepstack_features = [level.index_select(0, images.feature_E) for level in output.deepstack_features]
+        return output
+
+    handles = [tower.register_forward_hook(after)]
+    if images.pixels_AX is not None:
+        handles.append(tower.register_forward_pre_hook(before, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
