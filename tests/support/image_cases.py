@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,7 +88,7 @@ def all_in_float64() -> Iterator[None]:
     to_float, to = torch.Tensor.float, torch.Tensor.to
     torch.Tensor.float = torch.Tensor.double
 
-    def widened(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    def widened(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         args = tuple(torch.float64 if each is torch.float32 else each for each in args)
         return to(self, *args, **{k: torch.float64 if each is torch.float32 else each for k, each in kwargs.items()})
 

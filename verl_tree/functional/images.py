@@ -53,7 +53,7 @@ class Image:
         """Return a hash of the grid and the pixels."""
         described = repr((self.grid, self.pixels_AX.dtype, tuple(self.pixels_AX.shape))).encode()
         pixels = self.pixels_AX.contiguous().view(torch.uint8).numpy()
-        return hashlib.blake2b(pixels, key=hashlib.sha256(described).digest(), digest_size=16).digest()
+        return hashlib.blake2b(pixels.data, key=hashlib.sha256(described).digest(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -51,8 +51,8 @@ def call_scores(
 ) -> Tensor:
     """Run a causal LM on one call and score what the call scores, (C, K).
 
-    `layout` and `images` are those of the whole forest, and `temperature` a number or (T,) on the host. The other arguments and the
-    errors are those of `forward_scores`.
+    `layout` and `images` are those of the whole forest, and `temperature` a number or (T,) on the host. The other
+    arguments and the errors are those of `forward_scores`.
     """
     host = layout.on_host
     token_Q, scored_K, scorer_K = map(torch.from_numpy, (call.token_Q, call.scored_K, call.scorer_K))

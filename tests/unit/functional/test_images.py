@@ -83,10 +83,8 @@ def errors(model, rows, *, position_CT=None):
     flat = [flat_scores(model, row) for row in rows]
     want = gradients(model, signed_loss(flat))
     scores_F = expand(tree_scores(model, layout, images).T, layout).T
-    by_leaf = dict(
-        zip(layout.leaves.tolist(), scores_F.split(np.diff(layout.leaf_offsets).tolist(), dim=1), strict=True)
-    )
-    tree = [by_leaf[row][:, 1:] for row in range(len(rows))]
+    of_leaves = scores_F.split(np.diff(layout.leaf_offsets).tolist(), dim=1)
+    tree = [of_leaves[rank][:, 1:] for rank in layout.leaves.argsort()]
     got = gradients(model, signed_loss(tree))
     largest = max(each[0].abs().max() for each in flat if each.numel())
     log_probs = max((here[0] - there[0]).abs().max() for here, there in zip(tree, flat, strict=True) if here.numel())
@@ -152,11 +150,8 @@ def keys_of(rows):
 
 def test_keys_are_those_of_the_docstring():
     first, second = image(value=0.0), image(value=1.0)
-    rows = [
-        Row((5, IMAGE, IMAGE, 6), (first,)),
-        Row((5, IMAGE, IMAGE, 6), (second,)),
-        Row((5, IMAGE, IMAGE, 7), (first,)),
-    ]
+    ends = ((6, first), (6, second), (7, first))
+    rows = [Row((5, IMAGE, IMAGE, end), (shown,)) for end, shown in ends]
     assert keys_of(rows) == [[5, 64, 65, 6], [5, 66, 67, 6], [5, 64, 65, 7]]
 
 
@@ -213,9 +208,11 @@ def test_a_call_gets_each_of_its_images_once_and_no_other():
     )
     call = pack.of_call(torch.arange(3))
     assert (call.feature_E.tolist(), call.grids_I3.tolist()) == ([0], [[1, 2, 4]])
+    assert call.pixels_AX is not None
     assert torch.equal(call.pixels_AX, first.pixels_AX)
     call = pack.of_call(torch.arange(3, 8))
     assert (call.feature_E.tolist(), call.grids_I3.tolist()) == ([0, 1, 0, 1], [[1, 2, 4]])
+    assert call.pixels_AX is not None
     assert torch.equal(call.pixels_AX, second.pixels_AX)
     assert torch.equal(call.position_CQ, torch.arange(3, 8).repeat(4, 1))
     call = pack.of_call(torch.tensor([7, 4, 1]))
