@@ -1,6 +1,7 @@
 """Tiny vision-language models, and rows of text and images that share prefixes, for the tests of images on trees."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,9 +16,16 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
+from tree_cases import gradients, relative_error
 
-from verl_tree.attention.hf import register
-from verl_tree.functional.images import Image
+from verl_tree.attention.hf import ATTENTION_NAME, for_text, register
+from verl_tree.attention.plan import AttentionPlan
+from verl_tree.functional import expand
+from verl_tree.functional.images import Image, PackImages, RowsWithImages
+from verl_tree.functional.relayed import call_scores
+from verl_tree.relay.calls import RelayCall
+from verl_tree.tree import TokenForest
+from verl_tree.tree.layout import TreeLayout
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 VOCABULARY, IMAGE, VIDEO, START, END = 64, 60, 61, 62, 63
@@ -206,3 +214,77 @@ def laid_out(rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
 def split(values: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
     """Cut values of rows at their bounds."""
     return [values[start:end] for start, end in pairwise(offsets.tolist())]
+
+
+def in_float64(rows: list[Row]) -> list[Row]:
+    """Return rows with the pixels of their images in float64."""
+    return [
+        dataclasses.replace(row, images=tuple(Image(image.pixels_AX.double(), image.grid) for image in row.images))
+        for row in rows
+    ]
+
+
+def rows_with_images(model: PreTrainedModel, rows: list[Row]) -> tuple[RowsWithImages, np.ndarray]:
+    """Return rows as keys, and their bounds."""
+    token_ids, offsets = laid_out(rows)
+    return RowsWithImages.of_rows(
+        token_ids, offsets=offsets, images=[row.images for row in rows], config=model.config
+    ), offsets
+
+
+def pack_of(model: PreTrainedModel, rows: list[Row]) -> tuple[TreeLayout, PackImages]:
+    """Return the layout of all rows as one pack, and its images."""
+    with_images, offsets = rows_with_images(model, rows)
+    layout = TreeLayout.from_forest(TokenForest.from_sequences(split(with_images.keys_F, offsets)))
+    positions = [positions_of(model, rows[leaf]) for leaf in layout.leaves]
+    return with_images.of_pack(layout, torch.cat(positions, dim=1))
+
+
+def tree_scores(model: PreTrainedModel, layout: TreeLayout, images: PackImages) -> torch.Tensor:
+    """Return log-probs and entropies, (2, T), 0 where nothing is scored."""
+    model.set_attn_implementation(for_text(model.config, ATTENTION_NAME))
+    call = RelayCall.of_pack(layout.subtree_end_T.numpy(), scorer_T=layout.parent_T.numpy())
+    plan = AttentionPlan.from_layout(layout)
+    scores_CK = call_scores(model, call, layout, plan=plan, images=images, calculate_entropy=True)
+    return scores_CK.new_zeros(2, layout.num_tokens).index_copy(1, torch.from_numpy(call.scored_K), scores_CK)
+
+
+def flat_scores(model: PreTrainedModel, row: Row) -> torch.Tensor:
+    """Return log-probs and entropies of a row, (2, L - 1), from the model's own forward on this row alone."""
+    model.set_attn_implementation("sdpa")
+    inputs = flat_inputs(model, row)
+    log_probs = model(**inputs, use_cache=False).logits[0, :-1].log_softmax(-1)
+    chosen = log_probs.gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
+    return torch.stack([chosen, -(log_probs.exp() * log_probs).sum(-1)])
+
+
+def signed_loss(scores: list[torch.Tensor]) -> torch.Tensor:
+    """Add up (2, L - 1) scores of rows with coefficients of either sign; log-probs enter as probabilities."""
+    generator = torch.Generator().manual_seed(3)
+    total = torch.zeros((), dtype=torch.float64)
+    for log_probs, entropy in scores:
+        coefficient, weight = torch.randn(2, len(log_probs), dtype=torch.float64, generator=generator)
+        total = total + (coefficient * log_probs.exp()).sum() + (weight * entropy).sum()
+    return total
+
+
+def errors(
+    model: PreTrainedModel, rows: list[Row], *, position_CT: Callable[[TreeLayout], torch.Tensor] | None = None
+) -> tuple[float, float, float]:
+    """Return the largest relative errors of the tree: log-probs, gradients of the text part and of the tower."""
+    layout, images = pack_of(model, rows)
+    if position_CT is not None:
+        images = dataclasses.replace(images, position_CT=position_CT(layout))
+    flat = [flat_scores(model, row) for row in rows]
+    want = gradients(model, signed_loss(flat))
+    scores_F = expand(tree_scores(model, layout, images).T, layout).T
+    of_leaves = scores_F.split(np.diff(layout.leaf_offsets).tolist(), dim=1)
+    tree = [of_leaves[rank][:, 1:] for rank in layout.leaves.argsort()]
+    got = gradients(model, signed_loss(tree))
+    largest = max(each[0].abs().max() for each in flat if each.numel())
+    log_probs = max((here[0] - there[0]).abs().max() for here, there in zip(tree, flat, strict=True) if here.numel())
+    assert want.keys() == got.keys()
+    by_name = {name: relative_error(got[name], want[name]) for name in want}
+    tower = [error for name, error in by_name.items() if "visual" in name]
+    text = [error for name, error in by_name.items() if "visual" not in name]
+    return (log_probs / largest).item(), max(text), max(tower, default=0.0)

@@ -41,6 +41,7 @@ from verl_tree.cost.model import CostModel
 from verl_tree.engine.capacity import CapacityChoice
 from verl_tree.engine.fsdp_flat import BuildOnAnyDevice
 from verl_tree.engine.less_memory import BuildWithLessMemory
+from verl_tree.engine.media import rows_with_images, with_images
 from verl_tree.engine.micro_batch import LossFunction, MicroBatchRows, RowLosses, device_of_rank
 from verl_tree.engine.pack_times import PackClock, learn_costs
 from verl_tree.engine.packs import TreeBatch, first_token_pack, split_into_packs
@@ -49,6 +50,7 @@ from verl_tree.engine.router_replay import ROUTES, MiniBatchRoutes, RouterReplay
 from verl_tree.engine.row_losses import is_sum_over_rows
 from verl_tree.engine.rows import MiniBatchResult, RankWork, check_rows, gather, jagged, steps_of
 from verl_tree.engine.teams import BuildForTeam, of_first_rank
+from verl_tree.functional.images import PackImages, reads_images
 from verl_tree.functional.relayed import call_scores
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.relay.calls import RelayCall
@@ -106,6 +108,11 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
     def _build_module(self) -> torch.nn.Module:
         register()
         hf_config = self.model_config.hf_config
+        if reads_images(hf_config) and self.team is not None:
+            raise ValueError(
+                f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}: a model with images "
+                f"({hf_config.model_type}) is computed by one rank alone; set 1"
+            )
         hf_config._attn_implementation = for_text(hf_config, ATTENTION_NAME)
         self._model = cast("PreTrainedModel", super()._build_module())
         bind_recurrent_layers(self._model, relay=self.tree_config.relay, team=self.team)
@@ -125,7 +132,7 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
         Raises:
             ValueError: The tree path cannot compute the rows (`check_rows`), or one of them cannot be packed.
         """
-        check_rows(data)
+        check_rows(data, with_images=reads_images(self._model.config))
         self._routes = self._start_routes(data, forward_only=forward_only)
         self._announce_denominators(data)
         cost = self._costs["infer" if forward_only else "update"]
@@ -180,6 +187,7 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
     def _split(self, data: TensorDict, *, cost_model: CostModel, mode: Mode) -> TreeBatch:
         """Cut this rank's rows into micro-batches, the same on all ranks of a team."""
         tokens, offsets = (each.cpu().numpy() for each in jagged(data["input_ids"]))
+        images = rows_with_images(data, config=self._model.config)
         mask, mask_offsets = jagged(data["response_mask"] if "response_mask" in data else data["loss_mask"])
         row_lens = np.diff(offsets)
         # Length-dependent RoPE is refused only for rows that are long enough to be affected.
@@ -188,7 +196,7 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
         capacity = self._capacity.of(data, forward_only=mode == "forward", longest_row=int(row_lens.max()))
         split = partial(
             split_into_packs,
-            tokens,
+            tokens if images is None else images.keys_F,
             offsets=offsets,
             trained=trained_tokens(mask.cpu().numpy(), mask_lens=mask_offsets.diff().cpu().numpy(), row_lens=row_lens),
             capacity=capacity,
@@ -199,7 +207,8 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
             merge_keys=temperature.tolist() if isinstance(temperature, Tensor) and temperature.dim() else None,
         )
         # Clocks, and so fitted costs and time limits, differ from rank to rank. So one rank cuts for its team.
-        return of_first_rank(split, team=self.team)
+        batch = of_first_rank(split, team=self.team)
+        return batch if images is None else with_images(batch, images, data)
 
     def _exchange_work(self, batch: TreeBatch, *, mode: Mode) -> list[RankWork]:
         """Exchange with all ranks what each of them computes."""
@@ -253,7 +262,14 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
         temperature, wants_entropy = rows.temperature(), _wants_entropy(data)
 
         def compute(call: RelayCall, plan: AttentionPlan) -> Tensor:
-            return self._scores(call, rows.layout, plan=plan, temperature=temperature, calculate_entropy=wants_entropy)
+            return self._scores(
+                call,
+                rows.layout,
+                plan=plan,
+                images=rows.micro.images,
+                temperature=temperature,
+                calculate_entropy=wants_entropy,
+            )
 
         # A loss that couples rows reads all of them at once.
         max_loss_terms = None if mode == "joint" else self.tree_config.max_loss_terms
@@ -288,6 +304,7 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
                 device=device_of_rank(),
                 shard=SequenceShard(layout.num_tokens, self.team),
             ),
+            images=PackImages.of_text(layout) if reads_images(self._model.config) else None,
             temperature=temperature,
             calculate_entropy=calculate_entropy,
         )
@@ -315,6 +332,7 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
         layout: TreeLayout,
         *,
         plan: AttentionPlan,
+        images: PackImages | None,
         temperature: float | Tensor,
         calculate_entropy: bool,
     ) -> Tensor:
@@ -325,6 +343,7 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
                 call,
                 layout,
                 plan=plan,
+                images=images,
                 temperature=temperature,
                 calculate_entropy=calculate_entropy,
                 chunk_size=self.tree_config.logits_chunk_size,

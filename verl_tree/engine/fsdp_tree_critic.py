@@ -6,6 +6,7 @@ from typing_extensions import override
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.engine.fsdp_flat import BuildTokenClassifier
 from verl_tree.engine.fsdp_tree import FSDPTreeEngineWithLMHead
+from verl_tree.functional.images import PackImages
 from verl_tree.functional.relayed import call_values
 from verl_tree.relay.calls import RelayCall
 from verl_tree.tree.layout import TreeLayout
@@ -28,8 +29,10 @@ class FSDPTreeEngineWithValueHead(BuildTokenClassifier, FSDPTreeEngineWithLMHead
         layout: TreeLayout,
         *,
         plan: AttentionPlan,
+        images: PackImages | None,
         temperature: float | Tensor,
         calculate_entropy: bool,
     ) -> Tensor:
+        assert images is None, "critics that read images are refused before a training run starts"
         with self._autocast():
             return call_values(self.module, call, layout, plan=plan)

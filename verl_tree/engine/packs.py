@@ -24,6 +24,7 @@ from torch import Tensor
 from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel, Work, runs_faster_flat
 from verl_tree.engine.read_rows import ReadRows
+from verl_tree.functional.images import PackImages
 from verl_tree.packing import Packing, check_caps, lower_bound, pack
 from verl_tree.packing.baselines import next_fit
 from verl_tree.packing.counts import ForestCounts
@@ -49,6 +50,7 @@ class TreeMicroBatch:
     gradient_weight_F: Tensor | None  # (F,) float32, see `shared_token_weights`. None: all are 1
     work: Work
     is_flat: bool
+    images: PackImages | None = None  # What the model reads besides tokens, if it reads images
 
     @property
     def is_relayed(self) -> bool:

@@ -17,6 +17,7 @@ from verl_tree.config import TREE_STRATEGY
 from verl_tree.cost.model import Work
 from verl_tree.engine.packs import TreeBatch, TreeMicroBatch
 from verl_tree.engine.positions import positions_of
+from verl_tree.functional.images import IMAGE_MODEL_TYPES
 from verl_tree.packing.counts import ForestCounts
 from verl_tree.relay.run import Mode, NumCalls
 
@@ -28,20 +29,22 @@ def jagged(column: Any) -> tuple[Tensor, Tensor]:
     return column.values(), column.offsets()
 
 
-def check_rows(data: TensorDict) -> None:
+def check_rows(data: TensorDict, *, with_images: bool = False) -> None:
     """Refuse rows that the tree path would compute wrongly, with a ValueError.
 
     They have multimodal inputs, position ids other than 0, 1, 2, ... in every component, or want outputs that only
-    verl's own engine computes.
+    verl's own engine computes. Rows `with_images` bring images, and their own positions in all components but the
+    first.
     """
-    if extract_multi_modal_inputs(tu.get(data, "multi_modal_inputs", [])):
+    if not with_images and extract_multi_modal_inputs(tu.get(data, "multi_modal_inputs", [])):
         raise ValueError(
-            f"rows carry multi_modal_inputs, which {TREE_STRATEGY} does not merge yet: train them with "
-            "tree.enabled=false"
+            f"rows carry multi_modal_inputs, which {TREE_STRATEGY} takes from models of the types "
+            f"{', '.join(IMAGE_MODEL_TYPES)} only: train them with tree.enabled=false"
         )
     offsets = jagged(data["input_ids"])[1].cpu()
     expected = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], offsets.diff())
     positions_CF = positions_of(tu.get(data, "position_ids")).cpu()
+    positions_CF = positions_CF[:1] if with_images else positions_CF
     if not torch.equal(positions_CF.to(expected.dtype), expected.expand(len(positions_CF), -1)):
         raise ValueError(
             f"position_ids are not 0, 1, 2, ... in every row and component: {TREE_STRATEGY} places a token by its "

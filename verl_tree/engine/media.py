@@ -1,0 +1,69 @@
+"""The images of verl's rows.
+
+verl's agent loops write to each row what the model's processor made of its images: `pixel_values`, `image_grid_thw`,
+and `images_seqlens` for counting FLOPs (`AgentLoopWorker._compute_multi_modal_inputs`, verl 0.9.1). Rows without images
+carry an empty mapping, or None.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from tensordict import NonTensorData, TensorDict
+from transformers import PretrainedConfig
+from verl.utils import tensordict_utils as tu
+
+from verl_tree.config import TREE_STRATEGY
+from verl_tree.engine.packs import TreeBatch, TreeMicroBatch
+from verl_tree.engine.positions import positions_of
+from verl_tree.engine.rows import jagged
+from verl_tree.functional.images import NUM_POSITION_COMPONENTS, Image, RowsWithImages, reads_images
+
+_KEYS = {"pixel_values", "image_grid_thw", "images_seqlens"}
+
+
+def rows_with_images(data: TensorDict, *, config: PretrainedConfig) -> RowsWithImages | None:
+    """Return the rows of a mini-batch with their images; None for a model that reads none.
+
+    Raises:
+        ValueError: A row has other media than images, or does not hold its images whole.
+    """
+    if not reads_images(config):
+        return None
+    token_ids, offsets = (each.cpu().numpy() for each in jagged(data["input_ids"]))
+    media = tu.get(data, "multi_modal_inputs", None)
+    images = [_images_of(media[row] if media is not None else None, row=row) for row in range(len(data))]
+    return RowsWithImages.of_rows(token_ids, offsets=offsets, images=images, config=config)
+
+
+def _images_of(inputs: Any, *, row: int) -> list[Image]:
+    """Return the images of one row."""
+    inputs = inputs.data if isinstance(inputs, NonTensorData) else inputs
+    given: Mapping[str, Any] = {name: value for name, value in (inputs or {}).items() if value is not None}
+    others = sorted(given.keys() - _KEYS)
+    if others:
+        raise ValueError(
+            f"row {row} has {', '.join(others)} in multi_modal_inputs: {TREE_STRATEGY} takes text and images; train "
+            "rows with video or audio with tree.enabled=false"
+        )
+    if "image_grid_thw" not in given:
+        return []
+    grids_I3 = given["image_grid_thw"].cpu()
+    pixels = given["pixel_values"].cpu().split(grids_I3.prod(-1).tolist())
+    return [Image(each, (grid[0], grid[1], grid[2])) for each, grid in zip(pixels, grids_I3.tolist(), strict=True)]
+
+
+def with_images(batch: TreeBatch, rows: RowsWithImages, data: TensorDict) -> TreeBatch:
+    """Return micro-batches that were cut by the keys of `rows`, with token ids, images and positions.
+
+    Raises:
+        ValueError: Rows give a token that they share different positions.
+    """
+    position_CF = positions_of(data["position_ids"]).cpu()
+    position_CF = position_CF.expand(NUM_POSITION_COMPONENTS, -1) if len(position_CF) == 1 else position_CF
+
+    def settled(micro: TreeMicroBatch) -> TreeMicroBatch:
+        layout, images = rows.of_pack(micro.layout, position_CF[:, micro.flat_index_F])
+        return dataclasses.replace(micro, layout=layout, images=images)
+
+    return dataclasses.replace(batch, micro_batches=tuple(map(settled, batch.micro_batches)))
