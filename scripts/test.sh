@@ -9,9 +9,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=.venv
 case $* in
-  '') LANE=all NUM_STEPS=5 ;;
-  --fast) LANE=fast NUM_STEPS=4 ;;
-  '--stack verl-vllm') LANE=stack NUM_STEPS=3 VENV=.venv-verl-vllm ;;
+  '') LANE=all NUM_STEPS=3 ;;
+  --fast) LANE=fast NUM_STEPS=3 ;;
+  '--stack verl-vllm') LANE=stack NUM_STEPS=1 VENV=.venv-verl-vllm ;;
   *) echo "unknown options $*; there are --fast and --stack verl-vllm" >&2; exit 2 ;;
 esac
 
@@ -44,37 +44,34 @@ if [[ $LANE != stack ]]; then
   show "browser" browser
   show "style, types and import contracts" pre-commit run --all-files --show-diff-on-failure
 fi
-# Triton's interpreter must be chosen before triton is imported, so its tests have a process of their own; it is slow and
-# runs beside the unit tests.
-INTERP_LOG=$(mktemp)
-python -m pytest -q tests/interp >"$INTERP_LOG" 2>&1 &
-INTERP=$!
-# `|| true`: a process that has ended cannot be killed, and a command that fails in the trap becomes the script's status.
-trap 'kill $INTERP 2>/dev/null || true; rm -f "$INTERP_LOG"' EXIT
-interpreted() {
-  local status=0
-  wait "$INTERP" || status=$?
-  cat "$INTERP_LOG"
-  return "$status"
-}
-show "unit and contract tests" python -m pytest -q tests/unit tests/contracts
-show "kernels, interpreted and compiled ahead of time" interpreted
-# One process a file: what Ray keeps of one cluster in a process (dashboard addresses, tokens) must not meet the next. Runs
-# spend most of their time on imports, one process after the other, so two files go side by side, the longest first.
-end_to_end() {
-  local alone=tests/e2e/test_watchdog.py # tells a slow cluster from one that hangs
-  local files=(tests/e2e/test_{runs,separate_async,engines,colocate_async,ray_job}.py) file
-  for file in tests/e2e/test_*.py; do
-    [[ " ${files[*]} $alone " == *" $file "* ]] || files+=("$file")
-  done
-  printf '%s\0' "${files[@]}" | xargs -0 -n 1 -P 2 bash -c '
+# side_by_side PATHS...: runs pytest on each argument, which may name several paths, in a process of its own. Ray keeps
+# things of a cluster in a process (dashboard addresses, tokens) that must not meet the next, and Triton's interpreter must
+# be chosen before triton is imported. Most processes use one core, so two go side by side.
+side_by_side() {
+  # shellcheck disable=SC2016
+  printf '%s\0' "$@" | xargs -0 -n 1 -P 2 bash -c '
     status=0
-    output=$(python -m pytest -q "$1" 2>&1) || status=$?
+    printf "%s ...\n" "$1"
+    output=$(python -m pytest -q $1 2>&1) || status=$?
     printf "%s\n%s\n" "$1" "$output"
     ((status == 0)) || printf "FAILED: %s\n" "$1"
-    exit "$status"' bash && echo "$alone" && python -m pytest -q "$alone"
+    exit "$status"' bash
+}
+
+every_test() {
+  local alone=tests/e2e/test_watchdog.py # tells a slow cluster from one that hangs
+  # The longest first, and those that find most faults before all others.
+  local jobs=('tests/unit tests/contracts' tests/interp)
+  local file
+  jobs+=(tests/e2e/test_{separate_async,colocate_async,engines,runs,ray_job}.py)
+  for file in tests/e2e/test_*.py; do
+    [[ " ${jobs[*]} $alone " == *" $file "* ]] || jobs+=("$file")
+  done
+  side_by_side "${jobs[@]}" && echo "$alone" && python -m pytest -q "$alone"
 }
 case $LANE in
-  all) show "end-to-end tests" end_to_end ;;
-  stack) show "engines beside verl's own" python -m pytest -q tests/e2e/test_engines.py ;;
+  all) show "unit, contract, interpreter and end-to-end tests" every_test ;;
+  fast) show "unit, contract and interpreter tests" side_by_side 'tests/unit tests/contracts' tests/interp ;;
+  stack)
+    show "tests that depend on versions" side_by_side 'tests/unit tests/contracts' tests/interp tests/e2e/test_engines.py ;;
 esac
