@@ -44,11 +44,11 @@ if [[ $LANE != stack ]]; then
   show "browser" browser
   show "style, types and import contracts" pre-commit run --all-files --show-diff-on-failure
 fi
+
 # side_by_side PATHS...: runs pytest on each argument, which may name several paths, in a process of its own. Ray keeps
 # things of a cluster in a process (dashboard addresses, tokens) that must not meet the next, and Triton's interpreter must
 # be chosen before triton is imported. Most processes use one core, so two go side by side.
 side_by_side() {
-  # shellcheck disable=SC2016
   printf '%s\0' "$@" | xargs -0 -n 1 -P 2 bash -c '
     status=0
     printf "%s ...\n" "$1"
@@ -69,6 +69,7 @@ every_test() {
   done
   side_by_side "${jobs[@]}" && echo "$alone" && python -m pytest -q "$alone"
 }
+
 case $LANE in
   all) show "unit, contract, interpreter and end-to-end tests" every_test ;;
   fast) show "unit, contract and interpreter tests" side_by_side 'tests/unit tests/contracts' tests/interp ;;
