@@ -121,12 +121,12 @@ def test_verls_engine_continues_as_the_trees_did(
 ) -> None:
     """Rewards are equal; losses and gradient norms are close, relative to their largest size in the run.
 
-    verl's engine starts from the weights and the moments of AdamW that the tree engine saved.
+    verl's engine starts from the weights and the moments of AdamW that the tree engine saved. Measured: 4e-7.
     """
     assert sorted(flat) == list(range(SAVE_FREQ + 1, STEPS[-1] + 1))
-    # AdamW divides by gradients that are almost zero; with SGD the engines stay within 1e-6 (test_engines.py).
+    # Looser than with SGD (test_engines.py), as AdamW divides by gradients that are almost zero.
     worst = worst_difference({step: tree[step] for step in flat}, flat)
-    assert max(worst.values()) <= 1e-3, worst
+    assert max(worst.values()) <= 1e-4, worst
     for name in ("critic/score/mean", "tree/session_reward/mean", "tree/por"):
         assert [tree[step][name] for step in flat] == [flat[step][name] for step in flat], name
 
