@@ -181,3 +181,19 @@ def test_routers_for_one_expert_are_refused_by_name():
     RouterReplay(model)
     with pytest.raises(ValueError, match=r"a router of Qwen3MoeForCausalLM calls torch\.topk 1 times, at last for 1"):
         model(input_ids=torch.tensor([[1, 2]]))
+
+
+def test_the_reference_under_an_adapter_routes_as_ever(mixtures: tuple[str, str]) -> None:
+    """The actor's worker computes it, without the adapter; it neither records routes nor imposes any."""
+    lora = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+    log_probs, _, _ = oracle(mixtures[0], unknown())
+    for mode in ("R2", "R3"):
+        worker = local_worker(
+            mixtures[0], strategy=TREE_STRATEGY, max_token_len=64, model_options=lora, router_replay=mode
+        )
+        data = batch(drawn_routes(seed=4))
+        tu.assign_non_tensor(data, no_lora_adapter=True)
+        scores = recorded(worker, data)
+        assert "routed_experts" not in scores
+        for row, found in enumerate(scores["log_probs"].unbind()):
+            assert relative_error(found[len(found) - 1 - len(log_probs[row]) : -1], log_probs[row]) < TOLERANCE

@@ -15,6 +15,7 @@ from verl_tree.launch.validation import (
     inputs,
     modes,
     objective,
+    router_replay,
     settings,
     ulysses,
 )
@@ -29,6 +30,7 @@ CHECKS = (
     *capacity.CHECKS,
     *objective.CHECKS,
     *ulysses.CHECKS,
+    *router_replay.CHECKS,
     *flash_attn.CHECKS,
     *modes.CHECKS,
     *cpu_rollouts.CHECKS,

@@ -58,7 +58,7 @@ def _uses_flat(config: DictConfig) -> bool:
 
 
 ON, OFF = (True,), (False, None)
-NO_REPLAY = "router replay is not supported: routes belong to rows, and a shared token has only one"
+ACTOR_ONLY = "only the actor replays routes; the others route by themselves"
 NO_SLEEP = "vLLM cannot sleep on a CPU"
 
 RULES: tuple[Rule, ...] = (
@@ -70,8 +70,7 @@ RULES: tuple[Rule, ...] = (
     ),
     # Settings that the engine does not implement, or under which it would cut a batch differently.
     Rule(f"{ACTOR}.calculate_sum_pi_squared", OFF, "only tree.enabled=false computes it", uses_tree),
-    Rule(f"{ROLLOUT}.enable_rollout_routing_replay", OFF, NO_REPLAY),
-    *_rules(ENGINES, "router_replay.mode", ("disabled", None), NO_REPLAY),
+    *_rules(ENGINES[1:], "router_replay.mode", ("disabled", None), ACTOR_ONLY),
     *_rules((ACTOR, *ENGINES), "qat.enable", OFF, "quantisation-aware training is not supported"),
     # Settings for CUDA that fail late, or hang, on a CPU.
     Rule(f"{ROLLOUT}.name", ("vllm",), "trainer.device=cpu generates with vLLM's CPU engine", uses_cpu),
