@@ -55,9 +55,18 @@ def team_results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_verls_own_engine(results: dict[str, Any], case: Case) -> None:
+def test_equals_verls_own_engine(
+    results: dict[str, Any],
+    case: Case,
+    request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
+) -> None:
     """Compare log-probs, entropy, values, loss, every gradient and every parameter after the steps."""
     assert_equal(results, case)
+    if case.same_objective and not case.planned:
+        ranks = "1 rank" if request.node.callspec.params["results"] == 1 else "2 ranks"
+        column = "critic" if case.is_critic else f"engine, {ranks}"
+        record_property(f"Qwen3 | {column}", results[case.name]["gradient"])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -70,12 +79,18 @@ def test_the_case_is_not_empty(results: dict[str, Any], case: Case) -> None:
     ("num_ranks", "sp", "name"), [(*ranks, name) for ranks, names in TEAM_CASES.items() for name in names]
 )
 def test_teams_of_ranks_equal_verls_own_engine(
-    team_results: Callable[[int, int], dict[str, Any]], num_ranks: int, sp: int, name: str
+    team_results: Callable[[int, int], dict[str, Any]],
+    num_ranks: int,
+    sp: int,
+    name: str,
+    record_property: Callable[[str, object], None],
 ) -> None:
     (case,) = (case for case in CASES if case.name == name)
     results = team_results(num_ranks, sp)
     assert_equal(results, case)
     assert_not_empty(results, case)
+    if not case.planned:
+        record_property("Qwen3 | Ulysses", results[name]["gradient"])
 
 
 def assert_equal(results: dict[str, Any], case: Case) -> None:

@@ -52,6 +52,6 @@ def test_equals_verls_own_engine(
     errors = results(num_ranks, sp)[f"{family} {name}"]
     assert_equal({name: errors}, case)
     assert_not_empty({name: errors}, case)
-    columns = {"token_mean": f"engine, {num_ranks} rank(s)", "idle_rank": f"engine, {num_ranks} rank(s)"}
-    column = "Ulysses" if sp > 1 else columns.get(name, name)
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    column = "Ulysses" if sp > 1 else "critic" if case.is_critic else f"engine, {ranks}"
     record_property(f"{family} | {column}", errors["gradient"])

@@ -4,6 +4,7 @@ The first run dies after ten steps. The trees that it stores and shows are those
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,9 @@ def test_a_run_whose_engine_is_killed_names_the_cause_at_once(failure: str) -> N
 
 
 def test_verls_engine_continues_as_the_trees_did(
-    tree: dict[int, dict[str, Any]], flat: dict[int, dict[str, Any]]
+    tree: dict[int, dict[str, Any]],
+    flat: dict[int, dict[str, Any]],
+    record_property: Callable[[str, object], None],
 ) -> None:
     """Rewards are equal; losses and gradient norms are close, relative to their largest size in the run.
 
@@ -129,6 +132,7 @@ def test_verls_engine_continues_as_the_trees_did(
     assert max(worst.values()) <= 1e-4, worst
     for name in ("critic/score/mean", "tree/session_reward/mean", "tree/por"):
         assert [tree[step][name] for step in flat] == [flat[step][name] for step in flat], name
+    record_property("Qwen3 | whole run", max(worst.values()))
 
 
 def test_a_run_whose_engine_computes_with_other_weights_says_so(folder: Path, tree: dict[int, dict[str, Any]]) -> None:

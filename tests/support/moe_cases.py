@@ -42,7 +42,7 @@ LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 CASES = {
     "Qwen3-MoE": [
         Case("token_mean", actor={"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coeff": 0.05}),
-        Case("LoRA", model=LORA),
+        Case("lora", model=LORA),
         Case("checkpointing", model={"enable_gradient_checkpointing": True}),
         Case("critic", is_critic=True),
         Case("relay", tree={"capacity": 7}),
@@ -53,14 +53,14 @@ CASES = {
         Case(name, **options, model={"override_config": {"attn_implementation": "eager"}, **model})
         for name, options, model in (
             ("token_mean", {}, {}),
-            ("LoRA", {}, LORA),
+            ("lora", {}, LORA),
             ("checkpointing", {}, {"enable_gradient_checkpointing": True}),
             ("critic", {"is_critic": True}, {}),
             ("relay", {"tree": {"capacity": 7}}, {}),
         )
     ],
 }
-"""Cases by family; the name of most is a column of the table in docs/models.md."""
+"""Cases by family."""
 
 
 def save_model(folder: Path, *, family: str) -> None:

@@ -1,0 +1,124 @@
+"""Makes the table of docs/models.md from what tests have shown.
+
+    python -m pytest -o junit_family=xunit1 --junitxml=results.xml TESTS
+    python scripts/make_models.py results.xml [--check]
+
+A test shows something by one call, `record_property("FAMILY | COLUMN", value)`: a number, of which the table shows the
+largest of all tests, or a word. What passed tests have shown replaces what they had shown in `DATA`; without a file of
+results the table is made from `DATA` alone. `--check` changes nothing and fails if the page is out of date.
+"""
+
+import argparse
+import csv
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+PAGE, DATA = ROOT / "docs" / "models.md", ROOT / "docs" / "benchmarks" / "data" / "models.csv"
+START, END = "<!-- made by scripts/make_models.py: start -->\n", "<!-- made by scripts/make_models.py: end -->"
+COLUMNS = (
+    "log-probs",
+    "gradients",
+    "relay",
+    "checkpointing",
+    "LoRA",
+    "engine, 1 rank",
+    "engine, 2 ranks",
+    "Ulysses",
+    "critic",
+    "router replay",
+    "whole run",
+    "backends",
+)
+
+
+class Shown(NamedTuple):
+    """What one test has shown of a family."""
+
+    family: str
+    column: str
+    value: str
+    test: str
+
+
+def shown_by(results: Path) -> list[Shown]:
+    """Return what the passed tests of a JUnit file have shown; of a test's values of one cell the largest."""
+    found: dict[tuple[str, str, str], str] = {}
+    for case in ElementTree.parse(results).getroot().iter("testcase"):
+        if any(case.find(each) is not None for each in ("failure", "error", "skipped")):
+            continue
+        test = f"{case.get('classname')}::{case.get('name')}"
+        for each in case.iter("property"):
+            family, is_shown, column = str(each.get("name")).partition(" | ")
+            if is_shown:
+                if column not in COLUMNS:
+                    sys.exit(f"{test} shows {column!r}; the columns are {', '.join(COLUMNS)}")
+                key = (family, column, test)
+                found[key] = cell([found[key], str(each.get("value"))]) if key in found else str(each.get("value"))
+    return [Shown(family, column, value, test) for (family, column, test), value in found.items()]
+
+
+def cell(values: Iterable[str]) -> str:
+    """Return the largest of numbers, or all words."""
+    values = list(values)
+    if all(map(_is_number, values)):
+        return max(values, key=float)
+    return ", ".join(sorted({word for value in values for word in value.split(", ")}))
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
+def table(rows: Iterable[Shown]) -> str:
+    """Return the table: a line for each family in the order of its first row."""
+    rows = list(rows)
+    columns = [column for column in COLUMNS if any(row.column == column for row in rows)]
+    lines = [f"| family | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for family in dict.fromkeys(row.family for row in rows):
+        cells = []
+        for column in columns:
+            value = cell(row.value for row in rows if (row.family, row.column) == (family, column))
+            cells.append(f"{float(value):.0e}" if _is_number(value) else value)
+        lines.append(f"| {family} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def page(rows: Iterable[Shown]) -> str:
+    """Return the page with this table."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
+    return f"{before}{START}\n{table(rows)}\n{END}{rest.partition(END)[2]}"
+
+
+def main() -> None:
+    """Write the page and the data, or check them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="*", help="JUnit files of pytest")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if the page is out of date")
+    arguments = parser.parse_args()
+    with DATA.open(newline="", encoding="utf-8") as file:
+        rows = [Shown(**row) for row in csv.DictReader(file)]
+    if arguments.check:
+        if PAGE.read_text(encoding="utf-8") != page(rows):
+            sys.exit(f"{PAGE.relative_to(ROOT)} is out of date: run python scripts/make_models.py")
+        return
+    for results in arguments.results:
+        new = shown_by(results)
+        tests = {row.test for row in new}
+        rows = [row for row in rows if row.test not in tests] + new
+    with DATA.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(Shown._fields)
+        writer.writerows(sorted(rows))
+    PAGE.write_text(page(sorted(rows)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
