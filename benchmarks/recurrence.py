@@ -70,7 +70,7 @@ def search(rng: np.random.Generator) -> Sequences:
     paths = [tokens(rng, 240)]
     for level in range(7):
         paths = [
-            np.concatenate([path, tokens(rng, rng.integers(20, 61))])
+            np.concatenate([path, tokens(rng, int(rng.integers(20, 61)))])
             for path in paths
             for _ in range(2 if level else 1)
         ]

@@ -20,7 +20,7 @@ from verl_tree.recurrence import MIXERS, MODEL_TYPES
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Qwen3_5ForConditionalGeneration:
+def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Make a model with a vision tower that runs verl's forwards, as `apply_monkey_patch` sets them."""
     for owner, forward in (
         (qwen3_5.Qwen3_5Model, verls.qwen3_5_base_forward),
@@ -41,7 +41,7 @@ def called(module: torch.nn.Module, function: Callable[[], Any]) -> list[dict[st
     return calls
 
 
-def run(model: torch.nn.Module, **options: Any) -> Any:
+def run(model: Any, **options: Any) -> Any:
     layout = layout_of(DEEP)
     with tree_attention_implementation(model, max_path_len=9):
         return model(
@@ -53,7 +53,7 @@ def run(model: torch.nn.Module, **options: Any) -> Any:
         )
 
 
-def test_verls_decoder_layer_gets_the_plan_and_keeps_it_from_the_mixer(model: torch.nn.Module) -> None:
+def test_verls_decoder_layer_gets_the_plan_and_keeps_it_from_the_mixer(model: Any) -> None:
     layer = model.model.language_model.layers[0]
     (of_layer,) = called(layer, lambda: run(model))
     assert isinstance(of_layer["tree_plan"], AttentionPlan)
@@ -61,19 +61,17 @@ def test_verls_decoder_layer_gets_the_plan_and_keeps_it_from_the_mixer(model: to
     assert "tree_plan" not in of_mixer
 
 
-def test_verls_forward_runs_the_vision_tower_on_a_dummy_image(model: torch.nn.Module) -> None:
+def test_verls_forward_runs_the_vision_tower_on_a_dummy_image(model: Any) -> None:
     """So the tower must keep an attention of its own, and a tree's plan does not reach it."""
     (call,) = called(model.model.visual, lambda: run(model))
     assert "tree_plan" not in call
 
 
-def test_verls_forward_drops_logits_to_keep(model: torch.nn.Module) -> None:
+def test_verls_forward_drops_logits_to_keep(model: Any) -> None:
     assert run(model, logits_to_keep=torch.tensor([0, 2])).logits.shape[1] == layout_of(DEEP).num_tokens
 
 
-def test_log_probs_are_those_of_transformers_own_forward(
-    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_probs_are_those_of_transformers_own_forward(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     got = tree_log_probs(model, DEEP).log_probs
     monkeypatch.undo()
     assert "verl" not in Qwen3_5ForConditionalGeneration.forward.__module__

@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from transformers import (
 )
 from tree_cases import TINY_SETTINGS, VOCAB_SIZE
 
-SETTINGS = TINY_SETTINGS | {
+SETTINGS: dict[str, Any] = TINY_SETTINGS | {
     "pad_token_id": 0,
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -27,7 +28,7 @@ SETTINGS = TINY_SETTINGS | {
     "linear_conv_kernel_dim": 4,
 }
 
-EXPERTS = {
+EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
