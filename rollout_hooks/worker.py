@@ -15,11 +15,13 @@ from functools import partial
 from typing import Any, cast
 
 import ray
+import torch
 import transfer_queue as tq
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from rollout_hooks.capture.errors import describe_error
+from rollout_hooks.capture.image_runs import IMAGES_FIELD, image_runs, tree_keys
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG, WrittenRow, leaf_shapes
 from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput, row_reward
 from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS
@@ -160,8 +162,18 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
             written = self._prompts[session.uid].rows
             for leaf, row in enumerate(rows.outputs):
                 written[session.session_id, leaf] = WrittenRow.of(
-                    row.prompt_ids + row.response_ids, response_mask=row.response_mask, reward=row_reward(row)
+                    tree_keys(row.prompt_ids + row.response_ids, row.extra_fields),
+                    response_mask=row.response_mask,
+                    reward=row_reward(row),
                 )
+
+    def _compute_multi_modal_inputs(self, output: AgentLoopOutput, input_ids: torch.Tensor) -> dict[str, Any]:
+        """Let verl compute the pixels of a row's images, and note where they stand and what they are."""
+        inputs = super()._compute_multi_modal_inputs(output, input_ids)
+        runs = image_runs(input_ids, inputs, processor=self.processor)
+        if runs:
+            output.extra_fields[IMAGES_FIELD] = runs
+        return inputs
 
     async def _put_leaf_shapes(self, uid: str, progress: _PromptProgress) -> None:
         """Tag the rows of a prompt whose sessions have all ended with their shapes."""

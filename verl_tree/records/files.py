@@ -229,10 +229,13 @@ def _tree(nodes: list[tuple[Any, ...]]) -> StoredTree:
     """Make a tree from its nodes in preorder."""
     _, steps, uids, parents, token_ids, is_trained, log_probs, leaves = zip(*nodes, strict=True)
     found: dict[int, StoredLeaf] = {}
+    places = np.split(np.arange(sum(map(len, token_ids))), np.cumsum([len(each) for each in token_ids])[:-1])
+    place_paths: dict[int, np.ndarray] = {}
     for node, ending in enumerate(leaves):
         path = _root_path(node, parents=parents) if ending else []
         for columns in ending:
             overrides = {each["node"]: each for each in columns["overrides"]}
+            place_paths[columns["row"]] = np.concatenate([places[n] for n in path])
             masks = [overrides[n]["is_trained"] if n in overrides else is_trained[n] for n in path]
             values = [overrides[n]["log_probs"] if n in overrides else log_probs[n] for n in path]
             found[columns["row"]] = _leaf(
@@ -242,7 +245,13 @@ def _tree(nodes: list[tuple[Any, ...]]) -> StoredTree:
                 # None becomes NaN here.
                 log_probs=np.concatenate([np.asarray(each, dtype=np.float32) for each in values]),
             )
-    return StoredTree(step=steps[0], uid=uids[0], leaves=tuple(found[row] for row in sorted(found)))
+    # Nodes that show different images may begin with the same token below one parent. The places of tokens in the file
+    # then say what ids do not.
+    starts = {(parent, int(ids[0])) for parent, ids in zip(parents, token_ids, strict=True)}
+    known = (
+        TokenForest.from_sequences([place_paths[row] for row in sorted(found)]) if len(starts) < len(nodes) else None
+    )
+    return StoredTree(steps[0], uids[0], tuple(found[row] for row in sorted(found)), known_forest=known)
 
 
 def _leaf(

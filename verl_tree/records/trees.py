@@ -119,7 +119,8 @@ class StoredLeaf:
 class StoredTree:
     """The trajectories of the group `uid` at one global step, in the order of their rows.
 
-    `known_forest` is the forest of their tokens, if the caller has it already.
+    `known_forest` is their forest, if the caller has it already, or if token ids do not tell where rows with images
+    part. What its tokens are does not matter.
     """
 
     step: int

@@ -18,6 +18,7 @@ import transfer_queue as tq
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
+from rollout_hooks.capture.image_runs import IMAGES_FIELD, tree_keys
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE, LEAF_SHAPE_TAG, WrittenRow, leaf_shapes
 from verl_tree.cost.model import WorkProfile
 from verl_tree.trainer.advantages import Rows
@@ -46,7 +47,8 @@ class StepRows:
         rows = None if shapes is None else cls(keys, shapes, partition_id)
         if rows is None or not rows._is_complete():
             _tell_missing_shapes()
-            columns = fetch(keys, ("input_ids", "response_mask"), partition_id=partition_id)
+            columns = fetch(keys, ("input_ids", "response_mask", "extra_fields"), partition_id=partition_id)
+            _refuse_unknown_images(keys, columns, partition_id=partition_id)
             rows = cls(keys, shapes_of_columns(keys, columns), partition_id)
         if np.isnan(rows.rewards).any():
             columns = fetch(keys, ("rm_scores",), partition_id=partition_id)
@@ -104,15 +106,39 @@ class StepRows:
 
 
 def shapes_of_columns(keys: Sequence[str], columns: TensorDict) -> np.ndarray:
-    """Find the shapes of rows from verl's columns `input_ids` and `response_mask`: (R,) `LEAF_SHAPE`."""
+    """Find the shapes of rows from verl's columns: (R,) `LEAF_SHAPE`.
+
+    They are `input_ids`, `response_mask`, and `extra_fields` of rows with images.
+    """
     rows = [
-        WrittenRow.of(token_ids, response_mask=mask, reward=None)
-        for token_ids, mask in zip(arrays(columns, "input_ids"), arrays(columns, "response_mask"), strict=True)
+        WrittenRow.of(row_keys, response_mask=mask, reward=None)
+        for row_keys, mask in zip(keys_of_columns(columns), arrays(columns, "response_mask"), strict=True)
     ]
     shapes = np.zeros(len(rows), LEAF_SHAPE)
     for group in group_rows(keys):
         shapes[group] = leaf_shapes([rows[row] for row in group])
     return shapes
+
+
+def keys_of_columns(columns: TensorDict) -> list[np.ndarray]:
+    """Return the keys of each row (`tree_keys`) from the columns `input_ids` and, with images, `extra_fields`."""
+    extras = objects(columns, "extra_fields", default={})
+    return [tree_keys(ids, extra) for ids, extra in zip(arrays(columns, "input_ids"), extras, strict=True)]
+
+
+def _refuse_unknown_images(keys: Sequence[str], columns: TensorDict, *, partition_id: str) -> None:
+    """Refuse rows with media that nobody has told where they stand: rows of different images would count as equal."""
+    extras = objects(columns, "extra_fields", default={})
+    untold = [key for key, extra in zip(keys, extras, strict=True) if IMAGES_FIELD not in extra]
+    if not untold:
+        return
+    media = objects(fetch(untold, ("multi_modal_inputs",), partition_id=partition_id), "multi_modal_inputs", default={})
+    for key, inputs in zip(untold, media, strict=True):
+        if inputs:
+            raise ValueError(
+                f"row {key} has multi_modal_inputs and no {IMAGES_FIELD!r} in extra_fields: whoever writes rows with "
+                "images notes them (rollout_hooks.capture.image_runs), as our agent loop workers do; or train text"
+            )
 
 
 def fetch(keys: Sequence[str], names: Sequence[str], *, partition_id: str) -> TensorDict:

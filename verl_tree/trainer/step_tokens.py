@@ -13,7 +13,7 @@ from verl_tree.records import CallRun, StoredLeaf, StoredTree
 from verl_tree.trainer.advantages import Call
 from verl_tree.trainer.batching import RowAssignment, group_rows, parse_row_key
 from verl_tree.trainer.calls import calls_of_row, recorded_calls
-from verl_tree.trainer.step_rows import StepRows, arrays, fetch, objects
+from verl_tree.trainer.step_rows import StepRows, arrays, fetch, keys_of_columns, objects
 from verl_tree.tree import TokenForest
 from verl_tree.tree.rows import trained_tokens
 
@@ -44,10 +44,10 @@ def fetch_steps(rows: StepRows) -> list[list[Call]]:
 
 
 def fetch_cells(rows: StepRows, assignment: RowAssignment) -> Iterator[list[np.ndarray]]:
-    """Read the tokens of the rows that a loss reads, one mini-batch of a rank after another."""
+    """Read the keys of the rows that a loss reads, one mini-batch of a rank after another."""
     for members in cells_of(rows.keys, assignment, is_read=rows.shapes["num_trained"] > 0):
-        columns = fetch(members, ("input_ids",), partition_id=rows.partition_id)
-        yield arrays(columns, "input_ids")
+        columns = fetch(members, ("input_ids", "extra_fields"), partition_id=rows.partition_id)
+        yield keys_of_columns(columns)
 
 
 def cells_of(keys: Sequence[str], assignment: RowAssignment, *, is_read: np.ndarray) -> Iterator[list[str]]:
@@ -63,7 +63,7 @@ def cells_of(keys: Sequence[str], assignment: RowAssignment, *, is_read: np.ndar
 def flat_counts(cells: Iterable[Sequence[np.ndarray]]) -> ForestCounts:
     """Count what verl's own engine computes: every row in full, although the rows of a mini-batch share tokens.
 
-    `cells` has the tokens of the rows of each rank and mini-batch, of those that a loss reads: a tree engine counts no
+    `cells` has the keys of the rows of each rank and mini-batch, of those that a loss reads: a tree engine counts no
     others. The tree tokens of the counts are what it would find in them.
     """
     counts = ForestCounts()
@@ -111,8 +111,15 @@ def trees_of(
         )
         for row, key in enumerate(keys)
     ]
+    row_keys = keys_of_columns(columns)
     return [
-        StoredTree(step, parse_row_key(keys[group[0]]).uid, tuple(leaves[row] for row in group))
+        StoredTree(
+            step,
+            parse_row_key(keys[group[0]]).uid,
+            tuple(leaves[row] for row in group),
+            # Rows that show different images share no node behind them, although their token ids may be equal.
+            known_forest=TokenForest.from_sequences([row_keys[row] for row in group]),
+        )
         for group in group_rows(keys)
     ]
 

@@ -12,6 +12,7 @@ from verl_tree.launch.validation import (
     code,
     cpu_rollouts,
     flash_attn,
+    images,
     inputs,
     modes,
     objective,
@@ -35,6 +36,7 @@ CHECKS = (
     *modes.CHECKS,
     *cpu_rollouts.CHECKS,
     *inputs.CHECKS,
+    *images.CHECKS,
     *code.CHECKS,
 )
 """All checks, in the order in which a user should hear of problems."""

@@ -6,8 +6,8 @@ from verl_tree.launch.validation.refusals import (
     ROLLOUT,
     Check,
     Findings,
-    model_settings,
     refusal,
+    text_settings,
     uses_cpu,
     value_of,
 )
@@ -18,7 +18,7 @@ _HEAD_DIMS = (64, 128)
 
 def check_linear_attention(config: DictConfig) -> Findings:
     """Find a gated delta rule in a type or a size that its CPU kernels do not take."""
-    settings = model_settings(value_of(config, _MODEL))
+    settings = text_settings(value_of(config, _MODEL))
     if not uses_cpu(config) or "linear_conv_kernel_dim" not in settings:
         return
     name = f"linear attention of vLLM's CPU engine ({_MODEL}={value_of(config, _MODEL)}: {settings['model_type']})"

@@ -1,4 +1,4 @@
-"""Checks that files and folders exist and that inputs are text.
+"""Checks that files and folders exist and that inputs are text, or images that the model's type is served with.
 
 Nothing is downloaded, and paths with a scheme (`hdfs://`) are not checked. What is missing is only a warning where the
 training run's processes may be on other machines.
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from verl_tree.launch.validation.images import IMAGE_MODELS, reads_images
 from verl_tree.launch.validation.refusals import (
     DATA_KEYS,
     MODELS,
@@ -44,11 +45,16 @@ def check_data_files(config: DictConfig) -> Findings:
 
 
 def check_text_rows(config: DictConfig) -> Findings:
-    """Find rows with images, videos or sounds: two such rows may differ and yet have the same token ids."""
+    """Find rows with videos or sounds, and with images for a model whose images are not served.
+
+    Two such rows may differ and yet have the same token ids.
+    """
+    keys = ("video_key", "audio_key") if reads_images(config) else ("image_key", "video_key", "audio_key")
     for name in (name for key in DATA_KEYS for name in data_files(config, key)):
-        for key in ("image_key", "video_key", "audio_key"):
+        for key in keys:
             if config.data[key] in columns(name):
-                yield refusal(config, f"data.{key}", f"{name} has such a column; only text rows are supported, drop it")
+                remedy = f"{name} has such a column; only text rows are supported"
+                yield refusal(config, f"data.{key}", f"{remedy}, and images of {', '.join(IMAGE_MODELS)}; drop it")
 
 
 def check_models(config: DictConfig) -> Findings:
@@ -79,9 +85,10 @@ def _check_folder(config: DictConfig, key: str, folder: Path, other_config: str 
     if model.get("model_type") in RECURRENT_MODEL_TYPES:
         # Every published checkpoint of Qwen3.5 has a vision tower. Rows with images are refused by themselves.
         yield from _check_recurrent(config, model["model_type"])
-    elif towers:
+    elif towers and (model["model_type"] not in IMAGE_MODELS or key != f"{MODELS[0]}.path"):
         # Inputs of such a model may differ and yet have the same token ids.
-        yield refusal(config, key, f"multimodal model ({', '.join(towers)}); only text models are supported")
+        served = f"a policy of the type {' or '.join(IMAGE_MODELS)}"
+        yield refusal(config, key, f"multimodal model ({', '.join(towers)}); give a text model, or {served}")
 
 
 def _check_recurrent(config: DictConfig, model_type: str) -> Findings:

@@ -109,7 +109,7 @@ def columns(name: str) -> list[str]:
 
 
 def model_settings(path: Any) -> dict[str, Any]:
-    """Return the text part of a model's config.json; nothing if it is not on this machine."""
+    """Return a model's config.json; nothing if it is not on this machine."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -124,7 +124,12 @@ def model_settings(path: Any) -> dict[str, Any]:
     if not isinstance(file, str) or not os.path.isfile(file):
         return {}
     with open(file) as opened:
-        settings = json.load(opened)
+        return json.load(opened)
+
+
+def text_settings(path: Any) -> dict[str, Any]:
+    """Return the text part of a model's config.json; nothing if it is not on this machine."""
+    settings = model_settings(path)
     return settings | settings.get("text_config", {})
 
 

@@ -8,9 +8,9 @@ from verl_tree.launch.validation.refusals import (
     REF,
     Check,
     Findings,
-    model_settings,
     ranks_of,
     refusal,
+    text_settings,
     uses_cpu,
     uses_critic,
     uses_reference,
@@ -53,7 +53,7 @@ def check_heads(config: DictConfig) -> Findings:
 
     key, size = team_keys(config)[0], team_size(config)
     for model in MODELS if uses_critic(config) else MODELS[:1]:
-        settings = model_settings(value_of(config, f"{model}.path"))
+        settings = text_settings(value_of(config, f"{model}.path"))
         num_heads = settings.get("num_attention_heads")
         num_kv_heads = settings.get("num_key_value_heads") or num_heads
         if size > 1 and num_heads and num_kv_heads:

@@ -1,0 +1,82 @@
+"""Models and rows with images: what is accepted before a training run starts, and what is refused with a remedy."""
+
+from pathlib import Path
+
+import pytest
+from input_cases import refusal, resolved, write_model, write_rows
+
+from verl_tree.functional.images import IMAGE_MODEL_TYPES
+from verl_tree.launch.validation import validate
+from verl_tree.launch.validation.images import IMAGE_MODELS
+
+MODEL = "actor_rollout_ref.model.path"
+LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
+SIZE = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+
+
+def image_model(tmp_path: Path, model_type: str = "qwen3_vl") -> str:
+    """Write the config of a model with a vision tower."""
+    text = {"num_attention_heads": 4, "num_key_value_heads": 2, "model_type": f"{model_type}_text"}
+    return f"{MODEL}={write_model(tmp_path / model_type, model_type=model_type, vision_config={}, text_config=text)}"
+
+
+def test_the_accepted_types_are_those_of_the_engine() -> None:
+    assert IMAGE_MODELS == IMAGE_MODEL_TYPES
+
+
+@pytest.mark.parametrize("model_type", IMAGE_MODELS)
+def test_models_and_rows_with_images_are_accepted(model_type: str, tmp_path: Path) -> None:
+    images = write_rows(tmp_path / "images.parquet", "images")
+    model = image_model(tmp_path, model_type)
+    validate(resolved(model))
+    validate(resolved(model, f"data.train_files={images}", f"data.val_files={images}"))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen3_vl_moe", "gemma3"])
+def test_other_families_are_refused_by_name(model_type: str, tmp_path: Path) -> None:
+    message = refusal(image_model(tmp_path, model_type))
+    assert "(vision_config); give a text model, or a policy of the type qwen2_5_vl or qwen3_vl" in message
+
+
+@pytest.mark.parametrize("column", ["videos", "audios"])
+def test_videos_and_sounds_are_refused(column: str, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.parquet", column)
+    message = refusal(image_model(tmp_path), f"data.train_files={rows}")
+    assert message.startswith(f"data.{column[:-1]}_key={column}: {rows}")
+
+
+def test_images_of_a_text_model_are_refused(tmp_path: Path) -> None:
+    images = write_rows(tmp_path / "images.parquet", "images")
+    assert refusal(f"data.train_files={images}").startswith(f"data.image_key=images: {images}")
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        (f"{SIZE}=2", "one rank computes a model with images alone; set 1"),
+        ("tree.capacity=auto", "the memory is measured without images; give a number"),
+        ("actor_rollout_ref.model.tiled_mlp.enabled=true", "set it to false"),
+        ("actor_rollout_ref.model.enable_activation_offload=true", "set it to false"),
+        ("critic.enable=true", "there is no critic that reads images"),
+    ],
+)
+def test_what_images_do_not_go_with_is_refused(override: str, remedy: str, tmp_path: Path) -> None:
+    others = ["trainer.n_gpus_per_node=2"] if override.startswith(SIZE) else []
+    others += ["tree.memory_gib=4"] if "capacity" in override else []
+    message = refusal(image_model(tmp_path), override, *others)
+    assert message.lower().startswith(override.lower())
+    assert remedy in message
+
+
+def test_critics_with_a_vision_tower_are_refused(tmp_path: Path) -> None:
+    folder = image_model(tmp_path).partition("=")[2]
+    assert "multimodal model" in refusal("critic.enable=true", f"critic.model.path={folder}")
+
+
+def test_loops_that_branch_are_refused_for_rows_with_images(tmp_path: Path) -> None:
+    images = write_rows(tmp_path / "images.parquet", "images")
+    rows = [f"data.train_files={images}", f"data.val_files={images}"]
+    message = refusal(image_model(tmp_path), *rows, f"{LOOP}=tree_search")
+    assert message.startswith(f"{LOOP}=tree_search: {images} has images")
+    validate(resolved(image_model(tmp_path), *rows, f"{LOOP}=tool_agent"))
+    validate(resolved(image_model(tmp_path), f"{LOOP}=tree_search"))

@@ -1,0 +1,62 @@
+"""Checks of models that read images: what else of a configuration does not serve them yet."""
+
+from omegaconf import DictConfig
+
+from rollout_hooks.loops import BUILT_IN
+from verl_tree.launch.validation.refusals import (
+    DATA_KEYS,
+    MODELS,
+    ROLLOUT,
+    Check,
+    Findings,
+    columns,
+    data_files,
+    model_settings,
+    refusal,
+    uses_critic,
+    uses_tree,
+    value_of,
+)
+from verl_tree.launch.validation.ulysses import team_keys, team_size
+
+IMAGE_MODELS = ("qwen2_5_vl", "qwen3_vl")
+"""Model types whose images are served; `verl_tree.functional.images` has the same."""
+
+_MODEL = MODELS[0]
+_LOOP = f"{ROLLOUT}.agent.default_agent_loop"
+
+
+def reads_images(config: DictConfig) -> bool:
+    """Whether images of the policy are served. A model that is not on this machine is not looked into."""
+    return model_settings(value_of(config, f"{_MODEL}.path")).get("model_type") in IMAGE_MODELS
+
+
+def check_image_model(config: DictConfig) -> Findings:
+    """Find what trees of a model that reads images do not go with."""
+    if not reads_images(config) or not uses_tree(config):
+        return
+    if team_size(config) > 1:
+        yield refusal(config, team_keys(config)[0], "one rank computes a model with images alone; set 1")
+    if config.tree.capacity == "auto":
+        remedy = "the memory is measured without images; give a number of tokens, image tokens among them"
+        yield refusal(config, "tree.capacity", remedy)
+    for name in ("tiled_mlp.enabled", "enable_activation_offload"):
+        if value_of(config, f"{_MODEL}.{name}"):
+            yield refusal(config, f"{_MODEL}.{name}", "it is not tested with vision towers; set it to false")
+    if uses_critic(config):
+        remedy = "there is no critic that reads images; set it to false, and an estimator other than gae"
+        yield refusal(config, "critic.enable", remedy)
+
+
+def check_image_loop(config: DictConfig) -> Findings:
+    """Find a built-in loop for rows with images: it renders text only."""
+    loop = value_of(config, _LOOP)
+    if loop not in BUILT_IN or not reads_images(config):
+        return
+    for name in (name for key in DATA_KEYS for name in data_files(config, key)):
+        if config.data.image_key in columns(name):
+            remedy = f"{name} has images (data.image_key), and loops that branch take text; set it to tool_agent"
+            yield refusal(config, _LOOP, f"{remedy} or single_turn_agent")
+
+
+CHECKS: tuple[Check, ...] = (check_image_model, check_image_loop)
