@@ -62,9 +62,9 @@ def shown_by(results: Path) -> list[Shown]:
 
 
 def cell(values: Iterable[str]) -> str:
-    """Return the largest of numbers, or all words."""
+    """Return the largest of numbers, or all words; nothing of no value."""
     values = list(values)
-    if all(map(_is_number, values)):
+    if values and all(map(_is_number, values)):
         return max(values, key=float)
     return ", ".join(sorted({word for value in values for word in value.split(", ")}))
 

@@ -13,6 +13,8 @@ from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 NUM_STEPS = 3
+TOLERANCE = 1e-4
+"""Relative, of metrics; AdamW divides by gradients that are almost zero."""
 
 
 def make_mixture(folder: Path) -> None:
@@ -54,24 +56,21 @@ def options(folder: Path) -> tuple[str, ...]:
 
 
 def test_steps_equal_those_of_verls_engine(folder: Path, record_property: Callable[[str, object], None]) -> None:
-    """Without and with router replay, which changes nothing where each step has one update: the weights are the same.
+    """With router replay, which changes nothing where a step has one update, for the weights are the same.
 
     So routes that were recorded for other tokens, or got lost on their way through the rows, would be seen.
     """
     make_mixture(folder)
-    tree: dict[int, dict[str, Any]] = run(folder, "tree", *options(folder))
+    replay = "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R2"
+    tree: dict[int, dict[str, Any]] = run(folder, "tree", *options(folder), replay)
     flat = run(folder, "flat", *options(folder), "tree.enabled=false")
-    replayed = run(folder, "replayed", *options(folder), "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R2")
-    assert sorted(tree) == sorted(replayed) == list(range(1, NUM_STEPS + 1))
-    for side in (tree, replayed):
-        worst = worst_difference(side, flat)
-        assert max(worst.values()) <= 1e-3, worst
-    assert [metrics["tree/route_conflicts"] for metrics in replayed.values()] == [0.0] * NUM_STEPS
+    assert sorted(tree) == list(range(1, NUM_STEPS + 1))
+    worst = worst_difference(tree, flat)
+    assert max(worst.values()) <= TOLERANCE, worst
     for metrics in tree.values():
-        assert "tree/route_conflicts" not in metrics
+        assert metrics["tree/route_conflicts"] == 0
         assert metrics["tree/por"] > 0.4
         # The engine samples from the weights that were trained: experts arrive there, too.
         assert abs(metrics["rollout_corr/kl"]) < 0.02
-    assert tree[NUM_STEPS]["actor/kl_loss"] > 1e-4, "the weights have moved"
-    record_property("Qwen3-MoE | whole run", max(worst_difference(tree, flat).values()))
-    record_property("Qwen3-MoE | router replay", max(worst_difference(replayed, flat).values()))
+    assert tree[NUM_STEPS]["actor/kl_loss"] > 1e-3, "the weights have moved"
+    record_property("Qwen3-MoE | whole run", max(worst.values()))

@@ -1,8 +1,13 @@
 """Router replay on the tree engine beside an oracle: each row by itself, with experts set by hand in each router.
 
+`tests/e2e/test_moe_engines.py` starts it with two ranks, which compute each tree together; rank 0 writes the errors.
+
 Legend: N layers, k experts of a token.
 """
 
+import argparse
+import json
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,13 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from moe_cases import EXPERTS, SETTINGS
 from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from verl.utils import tensordict_utils as tu
 
-from verl_tree.testing.local_worker import batch_of_rows
+import verl_tree.cpu.platform  # noqa: F401  (the CPU platform and the engines)
+from verl_tree.config import TREE_STRATEGY
+from verl_tree.testing.local_worker import batch_of_rows, local_worker
 from verl_tree.trainer.worker import TreeTrainingWorker
 
 # Three branches of one prompt, a strict prefix of the first, and another tree.
@@ -151,3 +159,43 @@ def recorded(worker: TreeTrainingWorker, data: TensorDict) -> Any:
     """Run the pass of the old log-probs."""
     tu.assign_non_tensor(data, compute_loss=False)
     return worker.infer_batch(data)
+
+
+def main() -> None:
+    """Record routes, and impose others, on all ranks as one team."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    out = parser.parse_args().out
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(shared)
+    root = Path(str(shared[0]))
+    if dist.get_rank() == 0:
+        save_mixtures(root)
+    dist.barrier()
+    folder, routes = str(root / "before"), drawn_routes(seed=4)
+    workers = [
+        local_worker(
+            folder,
+            strategy=TREE_STRATEGY,
+            max_token_len=64,
+            sequence_parallel_size=dist.get_world_size(),
+            router_replay=mode,
+        )
+        for mode in ("R2", "R3")
+    ]
+    scores = recorded(workers[0], batch())
+    found = gradients_of(workers[1], batch(routes))
+    if dist.get_rank() == 0:
+        _, taken, _ = oracle(folder, [torch.zeros_like(each) for each in routes])
+        _, _, wanted = oracle(folder, routes)
+        pairs = zip(scores["routed_experts"].unbind(), taken, strict=True)
+        others = sum(int((here.sort(-1).values != there.sort(-1).values).sum()) for here, there in pairs)
+        worst = max(((found[name] - wanted[name]).norm() / wanted[name].norm()).item() for name in wanted)
+        out.write_text(json.dumps({"other experts": others, "gradient": worst}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

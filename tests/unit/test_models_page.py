@@ -12,6 +12,7 @@ def test_one(error, record_property):
     record_property("Qwen3 | gradients", error)
     record_property("Qwen3 | backends", "dense" if error < 1e-8 else "varlen")
     record_property("other", 1)
+    record_property("Llama | LoRA", error)
     assert error < 0.1
 """
 
@@ -30,5 +31,8 @@ def test_passed_tests_make_a_table(tmp_path: Path) -> None:
     finally:
         sys.path.remove(str(SCRIPT.parent))
     rows = make_models.shown_by(tmp_path / "results.xml")
-    assert [row.value for row in rows] == ["1e-09", "dense", "3e-07", "varlen"]
-    assert make_models.table(rows).splitlines()[-1] == "| Qwen3 | 3e-07 | dense, varlen |"
+    assert [row.value for row in rows] == ["1e-09", "dense", "1e-09", "3e-07", "varlen", "3e-07"]
+    assert make_models.table(rows).splitlines()[2:] == [
+        "| Qwen3 | 3e-07 |  | dense, varlen |",
+        "| Llama |  | 3e-07 |  |",
+    ]

@@ -1,6 +1,6 @@
 """Routes of rows: recorded (R2), imposed on trees (R2, R3), and what becomes of rows that disagree or do not know."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -8,15 +8,27 @@ import torch
 
 pytest.importorskip("verl")
 
+from float64_mode import Float64
 from model_cases import MODELS, qwen3_moe
 from process_groups import group_of_one
-from replay_cases import NUM_TOKENS, batch, drawn_routes, gradients_of, oracle, recorded, save_mixtures
+from replay_cases import (
+    NUM_TOKENS,
+    PROMPTS,
+    RESPONSES,
+    batch,
+    drawn_routes,
+    gradients_of,
+    oracle,
+    recorded,
+    save_mixtures,
+)
 from transformers import AutoModelForCausalLM, ExaoneMoeConfig
-from tree_cases import TINY_SETTINGS, relative_error
+from tree_cases import TINY_SETTINGS, flat_scores, gradients, layout_of, relative_error
 from verl.utils import tensordict_utils as tu
 
 from verl_tree.config import TREE_STRATEGY
 from verl_tree.engine.router_replay import RouterReplay, first_known, routers_of
+from verl_tree.functional import tree_log_probs
 from verl_tree.testing.local_worker import local_worker
 from verl_tree.trainer.worker import TreeTrainingWorker
 
@@ -47,10 +59,14 @@ def unknown() -> list[torch.Tensor]:
     return [torch.zeros_like(routes) for routes in drawn_routes(seed=0)]
 
 
-def assert_gradients(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+def assert_gradients(
+    found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], *, tolerance: float = TOLERANCE
+) -> float:
+    """Compare, and return the worst error."""
     assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        assert relative_error(found[name], gradient) < TOLERANCE, name
+    errors = {name: relative_error(found[name], gradient) for name, gradient in wanted.items()}
+    assert max(errors.values()) < tolerance, errors
+    return max(errors.values())
 
 
 def test_the_first_known_route_is_taken_and_disagreement_is_counted():
@@ -83,13 +99,15 @@ def test_r2_records_the_routes_of_every_row(mixtures: tuple[str, str], capacity:
 
 
 @pytest.mark.parametrize(("capacity", "checkpointing"), [(64, False), (64, True), (11, False), (4, True)])
-def test_r2_imposes_what_the_old_policy_chose(mixtures: tuple[str, str], capacity: int, checkpointing: bool) -> None:
+def test_r2_imposes_what_the_old_policy_chose(
+    mixtures: tuple[str, str], capacity: int, checkpointing: bool, record_property: Callable[[str, object], None]
+) -> None:
     before, after = mixtures
     column = recorded(make_worker(before, mode="R2"), batch())["routed_experts"]
     worker = make_worker(after, mode="R2", capacity=capacity, checkpointing=checkpointing)
     found = gradients_of(worker, batch(column.unbind(), max_token_len=capacity))
     _, taken, wanted = oracle(after, list(column.unbind()))
-    assert_gradients(found, wanted)
+    record_property("Qwen3-MoE | router replay", assert_gradients(found, wanted))
     metrics = worker.engine.tree_counts.metrics()
     assert metrics["tree/route_conflicts"] == 0
     # The new weights alone would choose other experts, and have other gradients.
@@ -197,3 +215,48 @@ def test_the_reference_under_an_adapter_routes_as_ever(mixtures: tuple[str, str]
         assert "routed_experts" not in scores
         for row, found in enumerate(scores["log_probs"].unbind()):
             assert relative_error(found[len(found) - 1 - len(log_probs[row]) : -1], log_probs[row]) < TOLERANCE
+
+
+def test_gpt_oss_takes_routes_too(record_property: Callable[[str, object], None]) -> None:
+    """Its scores are a softmax over the chosen logits, which have a bias. In float64, against rows with a hook."""
+    model = MODELS["gpt-oss"]()
+    rows = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    by_row = [row[:, 1:] % 4 for row in drawn_routes(seed=4)]  # two layers of four experts; some get one expert twice
+    by_row = [torch.where(row[..., :1] == row[..., 1:], torch.tensor([1, 3]).short(), row) for row in by_row]
+    layout = layout_of(rows)
+    flat_rows = torch.cat([by_row[row] for row in layout.leaves]).numpy()
+    routes, num_conflicts = first_known(
+        flat_rows, tree_index_F=layout.tree_index_F.numpy(), num_tokens=layout.num_tokens
+    )
+    assert num_conflicts == 0
+
+    with Float64():
+        want = []
+        for row, given in zip(rows, by_row, strict=True):
+            hooks = [
+                block.mlp.router.register_forward_hook(gpt_oss_hook(given[:, layer].long()))
+                for layer, block in enumerate(model.model.layers)
+            ]
+            want.append(flat_scores(model, row)[0])
+            for hook in hooks:
+                hook.remove()
+        wanted = gradients(model, sum((each * each.detach()).sum() for each in want))
+        replay = RouterReplay(model)
+        replay.begin(torch.from_numpy(routes))
+        got = tree_log_probs(model, rows).log_probs
+        replay.check()
+        found = gradients(model, sum((each * each.detach()).sum() for each in got))
+    for here, there in zip(got, want, strict=True):
+        assert relative_error(here, there) < 1e-12
+    record_property("gpt-oss | router replay", assert_gradients(found, wanted, tolerance=1e-11))
+
+
+def gpt_oss_hook(experts: torch.Tensor) -> Callable[..., object]:
+    """Return a hook that answers for a router of gpt-oss with these experts."""
+
+    def hook(router: torch.nn.Module, inputs: tuple[torch.Tensor], _output: object) -> tuple[torch.Tensor, ...]:
+        logits = inputs[0] @ router.weight.T + router.bias
+        chosen = torch.stack([row[index] for row, index in zip(logits, experts, strict=True)]).exp()
+        return logits, chosen / chosen.sum(-1, keepdim=True), experts
+
+    return hook
