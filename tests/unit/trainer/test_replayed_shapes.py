@@ -41,7 +41,8 @@ class Store:
 
     def fetch(self, keys: Sequence[str], names: Sequence[str], **_: Any) -> TensorDict:
         self.num_fetched += len(keys)
-        return list_of_dict_to_tensordict([{name: self.rows[key][0][name] for name in names} for key in keys])
+        known = [name for name in names if name in self.rows[keys[0]][0]]  # TransferQueue leaves out what no row has
+        return list_of_dict_to_tensordict([{name: self.rows[key][0][name] for name in known} for key in keys])
 
     def batch(self) -> KVBatchMeta:
         return KVBatchMeta(partition_id="train", keys=list(self.rows), tags=[tag for _, tag in self.rows.values()])
