@@ -1,6 +1,6 @@
 """Speed of a hybrid on trees beside flat rows: one forward and backward pass of all rows, on this machine's CPU.
 
-A small Qwen3.5: three recurrent layers and one of attention, with the heads of the published models (128 x 128). Flat
+A small Qwen3.5: one recurrent layer and one of attention, with heads of the published models' size (128 x 128). Flat
 rows run one after another through transformers' own code. A case is appended to `--out` when it is done::
 
     python benchmarks/recurrence.py --repetitions 2 --out docs/benchmarks/data/recurrence.jsonl
@@ -30,14 +30,15 @@ def small_model() -> PreTrainedModel:
     return Qwen3_5ForCausalLM(
         Qwen3_5TextConfig(
             vocab_size=VOCABULARY,
-            hidden_size=256,
-            intermediate_size=768,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=2,
+            layer_types=["linear_attention", "full_attention"],
+            num_attention_heads=2,
+            num_key_value_heads=1,
             head_dim=64,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
+            linear_num_key_heads=1,
+            linear_num_value_heads=2,
             linear_key_head_dim=128,
             linear_value_head_dim=128,
             pad_token_id=0,
