@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from image_cases import FAMILIES
-from image_engine_cases import CASES
 
 # All cases of some ranks run at once, which takes minutes on a busy machine.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -18,8 +17,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 TOLERANCE = 1e-5
 """Relative, float32 against float32."""
 
-NAMES = {1: ["one_pack", "relay"], 2: [case.name for case in CASES]}
-"""Cases by the number of ranks."""
+NAMES = {1: ["one_pack"], 2: ["packs", "gradient_checkpointing", "lora", "relay", "gspo"]}
+"""Cases by the number of ranks; docs/images.md has what all of them measured."""
 
 
 @pytest.fixture(scope="module")
