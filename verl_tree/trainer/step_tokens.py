@@ -25,7 +25,10 @@ def fetch_calls(rows: StepRows) -> dict[str, tuple[CallRun, ...]]:
     """Read which calls sampled each row, by row key; a row that was not recorded has none."""
     if not rows.keys:
         return {}
-    extras = objects(fetch(rows.keys, _DETAILS[:1], partition_id=rows.partition_id), "extra_fields", default={})
+    columns = fetch(rows.keys, _DETAILS[:1], partition_id=rows.partition_id)
+    if "extra_fields" not in columns:  # TransferQueue then returns no rows at all.
+        return dict.fromkeys(rows.keys, ())
+    extras = objects(columns, "extra_fields", default={})
     return {key: recorded_calls(extra) for key, extra in zip(rows.keys, extras, strict=True)}
 
 
