@@ -33,6 +33,7 @@ from verl_tree.cost.model import CostModel
 from verl_tree.launch.composition import compose_config
 from verl_tree.trainer import advantages, replay
 from verl_tree.trainer.batching import MiniBatchPlan, group_rows, parse_row_key
+from verl_tree.trainer.log_prob_guard import LogProbGuard
 from verl_tree.trainer.modes import TreePPOTrainerSync
 from verl_tree.trainer.padding import PADDING_LEN, real_rows
 from verl_tree.trainer.portions import PortionWorker
@@ -96,6 +97,7 @@ class RowsTrainer(TreePPOTrainerSync):
         self.actor_rollout_wg = workers
         self._cost_model = CostModel.prior()
         self._step_rows = StepRows()
+        self._log_prob_guard = LogProbGuard(tolerance=None, engine="no engine")
         self.replay_buffer = self._build_replay_buffer()
 
     @property
@@ -245,7 +247,7 @@ def test_stored_rollouts_with_several_leaves_come_back_exactly(trainer: RowsTrai
     replayed = sample(trainer)
     assert replayed.keys == [stored.keys[row] for row in order]
     assert fetch(replayed) == rows
-    tags = dict(zip(stored.keys, stored.tags, strict=True))
+    tags = {key: {**tag, "is_replayed": True} for key, tag in zip(stored.keys, stored.tags, strict=True)}
     assert dict(zip(replayed.keys, replayed.tags, strict=True)) == tags
     clear(replayed)
 
