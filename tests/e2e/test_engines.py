@@ -1,9 +1,5 @@
 """The tree engine computes what verl's FSDP2 engine computes: on one to four ranks, in fp32, real verl on gloo."""
 
-import json
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,6 +7,7 @@ from typing import Any
 
 import pytest
 from engine_cases import CASES, TEAM_CASES, Case
+from rank_scripts import run_script
 
 # A fixture runs all cases of some ranks, which takes minutes on a busy machine.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1000)]
@@ -19,26 +16,9 @@ TOLERANCE = 1e-5
 """Relative, per optimiser step, float32 against float32."""
 
 
-def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def run_cases(out: Path, *, num_ranks: int, sp: int) -> dict[str, Any]:
     """Run the cases of a number of ranks, `sp` of them in a team, in processes of their own."""
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
-    script = [
-        f"--master-port={free_port()}",
-        str(Path(__file__).parents[1] / "support" / "engine_cases.py"),
-        f"--sp={sp}",
-        "--out",
-        str(out),
-    ]
-    done = subprocess.run(launch + script, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    return json.loads(out.read_text())
+    return run_script("engine_cases.py", f"--sp={sp}", num_ranks=num_ranks, out=out, timeout_s=900)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])

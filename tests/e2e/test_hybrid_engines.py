@@ -1,13 +1,10 @@
 """Hybrids: the tree engine computes what verl's FSDP2 engine computes, on one and two ranks, in fp32, on gloo."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hybrid_engine_cases import CASES
+from rank_scripts import run_script
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -21,13 +18,7 @@ NAMES = [(family, case) for family, cases in CASES.items() for case in cases]
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Run all cases of one world size once."""
     out = tmp_path_factory.mktemp("hybrids") / "results.json"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
-    script = str(Path(__file__).parents[1] / "support" / "hybrid_engine_cases.py")
-    done = subprocess.run(
-        [*launch, script, "--out", str(out)], capture_output=True, text=True, timeout=500, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    return json.loads(out.read_text())
+    return run_script("hybrid_engine_cases.py", num_ranks=request.param, out=out, timeout_s=500)
 
 
 @pytest.mark.parametrize(("family", "case"), NAMES, ids=lambda each: each if isinstance(each, str) else each.name)

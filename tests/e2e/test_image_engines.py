@@ -1,15 +1,12 @@
 """The tree engine computes what verl's FSDP2 engine computes on rows with images: on one and two ranks, in fp32."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 from image_cases import FAMILIES
+from rank_scripts import run_script
 
 # All cases of some ranks run at once, which takes minutes on a busy machine.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -28,17 +25,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[st
 
     def run(num_ranks: int) -> dict[str, Any]:
         out = folder / f"{num_ranks}.json"
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-        script = Path(__file__).parents[1] / "support" / "image_engine_cases.py"
-        done = subprocess.run(
-            [*launch, str(script), "--out", str(out), *NAMES[num_ranks]],
-            capture_output=True,
-            text=True,
-            timeout=540,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-        return json.loads(out.read_text())
+        return run_script("image_engine_cases.py", *NAMES[num_ranks], num_ranks=num_ranks, out=out, timeout_s=540)
 
     return cache(run)
 

@@ -1,8 +1,5 @@
 """Mixtures of experts on the tree engine are what they are on verl's own: one and two ranks, in fp32, LoRA, critics."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,27 +7,21 @@ from typing import Any
 
 import pytest
 from moe_cases import CASES
-from test_engines import TOLERANCE, assert_equal, assert_not_empty, free_port
+from rank_scripts import run_script
+from test_engines import TOLERANCE, assert_equal, assert_not_empty
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-
-SUPPORT = Path(__file__).parents[1] / "support"
-
-
-def run_script(name: str, *options: str, num_ranks: int, out: Path) -> dict[str, Any]:
-    """Run a script of `SUPPORT`, a process per rank, and return what it writes."""
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
-    script = [f"--master-port={free_port()}", str(SUPPORT / name), f"--out={out}", *options]
-    done = subprocess.run(launch + script, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    return json.loads(out.read_text())
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], dict[str, Any]]:
     """Return what runs the cases on a number of ranks, `sp` of them in a team, once each."""
     out = tmp_path_factory.mktemp("moe") / "results.json"
-    return cache(lambda num_ranks, sp: run_script("moe_cases.py", f"--sp={sp}", num_ranks=num_ranks, out=out))
+
+    def run(num_ranks: int, sp: int) -> dict[str, Any]:
+        return run_script("moe_cases.py", f"--sp={sp}", num_ranks=num_ranks, out=out, timeout_s=500)
+
+    return cache(run)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +50,6 @@ def test_equals_verls_own_engine(
 
 def test_a_team_records_and_imposes_routes(tmp_path: Path) -> None:
     """Each rank has the routers of its own tokens; rows have the routes of all."""
-    errors = run_script("replay_cases.py", num_ranks=2, out=tmp_path / "errors.json")
+    errors = run_script("replay_cases.py", num_ranks=2, out=tmp_path / "errors.json", timeout_s=500)
     assert errors["other experts"] == 0
     assert errors["gradient"] < TOLERANCE
