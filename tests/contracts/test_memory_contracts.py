@@ -1,6 +1,7 @@
 """What saves memory: verl's keys, which its FSDP engine reads or not, and what is wrong with verl's own ways."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -79,9 +80,15 @@ def test_verl_offloads_while_it_wraps_the_model_and_ours_keeps_its_checkpoints(f
 
 
 def test_verls_offload_needs_an_accelerator(folder: Path) -> None:
+    """In a thread of its own, where its hooks on saved tensors stay when it fails."""
     model = build(folder, trees=False, enable_activation_offload=True).module.train()
-    with pytest.raises(RuntimeError, match=r"accelerator|no NVIDIA driver"):
+
+    def step() -> None:
         model(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits.sum().backward()
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match=r"accelerator|no NVIDIA driver"):
+        pool.submit(step).result()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 @pytest.mark.parametrize(("num_tokens", "is_right"), [(8, True), (5, False), (1, False)])
