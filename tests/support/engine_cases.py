@@ -35,6 +35,7 @@ from verl_tree.trainer.batching import MiniBatchPlan
 from verl_tree.trainer.worker import TreeTrainingWorker
 
 VOCABULARY = 61
+SAVES_MEMORY = ("enable_gradient_checkpointing", "tiled_mlp", "enable_activation_offload")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,10 +170,22 @@ CASES = [
                     "enable_activation_offload": True,
                 },
             },
-            "temperature_per_row": {"temperature_per_row": True, "tree": {"capacity": 7, "max_loss_terms": 40}},
+            "temperature_per_row": {
+                "temperature_per_row": True,
+                "actor": {"entropy_coeff": 0.05},
+                "tree": {"capacity": 7, "max_loss_terms": 40},
+            },
             "joint": {"is_known_loss": False, "tree": {"capacity": 7, "max_loss_terms": 20}},
-            "ten_steps": {"num_steps": 10, "lr": 0.1, "actor": {"use_kl_loss": True, "kl_loss_coef": 0.1}},
-            "rollout_correction": {"rows": "duplicates", "corrected": True},
+            "ten_steps": {
+                "num_steps": 10,
+                "lr": 0.1,
+                "actor": {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01},
+            },
+            "rollout_correction": {
+                "rows": "duplicates",
+                "corrected": True,
+                "actor": {"loss_agg_mode": "token-mean"},
+            },
             "bypass_reinforce": {
                 "rows": "duplicates",
                 "actor": {"policy_loss": bypass_loss("reinforce", rollout_is="token")},
@@ -473,25 +486,55 @@ def dispatch_of(rank: int, *, sp: int) -> dict[str, Any]:
     return {"dispatch_dp_rank": {"train": rank // sp}, "collect_dp_rank": {"train": rank % sp == 0}}
 
 
-def run_case(case: Case, *, rank: int, world_size: int, root: Path) -> dict[str, float]:
-    """Run one case on all ranks; return the worst rank's distances."""
+def reference_of(case: Case) -> Case:
+    """Return what verl's own engine computes of a case; cases with the same reference share it.
+
+    Trees, what saves memory and the length of micro-batches change no number of verl's.
+    """
+    return Case(
+        "reference",
+        actor=case.actor,
+        model={name: value for name, value in case.model.items() if name not in SAVES_MEMORY},
+        tree={name: value for name, value in case.tree.items() if name == "session_weight"},
+        is_critic=case.is_critic,
+        tied=case.tied,
+        rows=case.rows,
+        temperature_per_row=case.temperature_per_row,
+        corrected=case.corrected,
+        num_steps=case.num_steps,
+        lr=case.lr,
+        planned=case.planned,
+        sp=case.sp,
+    )
+
+
+def run_side(case: Case, *, strategy: str, rank: int, world_size: int, root: Path) -> tuple[dict[str, Any], Any]:
+    """Take the steps of one side of a case; return what they give and the worker."""
     folder = root / ("tied" if case.tied else "untied")
+    sp = case.sp if strategy == TREE_STRATEGY else 1
     batches = [make_batch(case, step=step, rank=rank, world_size=world_size) for step in range(case.num_steps)]
-    sides, saved = [], 0.0
-    for strategy in (FLAT_STRATEGY, TREE_STRATEGY):
-        worker = make_worker(case, strategy=strategy, folder=folder)
-        is_tree = strategy == TREE_STRATEGY
-        sp = case.sp if is_tree else 1
-        mine = [of_teams(batch, sp=sp) for batch in batches]
-        weighs = case.tree.get("session_weight") == "session"
-        scores = infer(worker, mine[0])
-        steps = train_planned(worker, mine, sp=sp, weighs=weighs) if case.planned else take_steps(worker, mine)
-        sides.append(scores | steps)
-        if is_tree:
-            assert worker.get_dispatch_collect() == dispatch_of(rank, sp=case.sp)
-            saved = worker.engine.tree_counts.metrics()["tree/por"]
+    mine = [of_teams(batch, sp=sp) for batch in batches]
+    worker = make_worker(case, strategy=strategy, folder=folder)
+    weighs = case.tree.get("session_weight") == "session"
+    scores = infer(worker, mine[0])
+    steps = train_planned(worker, mine, sp=sp, weighs=weighs) if case.planned else take_steps(worker, mine)
+    return scores | steps | {"batch": batches[0]}, worker
+
+
+def run_case(
+    case: Case, *, rank: int, world_size: int, root: Path, references: dict[str, dict[str, Any]]
+) -> dict[str, float]:
+    """Run one case on all ranks; return the worst rank's distances. `references` keeps verl's sides for other cases."""
+    reference = reference_of(case)
+    if repr(reference) not in references:
+        options = {"rank": rank, "world_size": world_size, "root": root}
+        references[repr(reference)], _ = run_side(reference, strategy=FLAT_STRATEGY, **options)
+    flat = references[repr(reference)]
+    tree, worker = run_side(case, strategy=TREE_STRATEGY, rank=rank, world_size=world_size, root=root)
+    assert worker.get_dispatch_collect() == dispatch_of(rank, sp=case.sp)
+    saved = worker.engine.tree_counts.metrics()["tree/por"]
     errors: list[Any] = [None] * world_size
-    dist.all_gather_object(errors, compare(sides[0], sides[1], batches[0]))
+    dist.all_gather_object(errors, compare(flat, tree, tree["batch"]))
     # Only the first rank of a team returns outputs, and the first rank of all is one.
     return {name: max(each[name] for each in errors if name in each) for name in errors[0]} | {"por": saved}
 
@@ -513,12 +556,13 @@ def main() -> None:
         save_model(root / "tied", tied=True)
         save_model(root / "untied", tied=False)
     dist.barrier()
-    results = {}
+    results: dict[str, dict[str, float]] = {}
+    references: dict[str, dict[str, Any]] = {}
     every = TEAM_CASES[world_size, arguments.sp] if arguments.sp > 1 else [case.name for case in CASES]
     for case in CASES:
         if case.name in (arguments.cases or every):
             case = dataclasses.replace(case, sp=arguments.sp)
-            results[case.name] = run_case(case, rank=rank, world_size=world_size, root=root)
+            results[case.name] = run_case(case, rank=rank, world_size=world_size, root=root, references=references)
             if rank == 0:
                 print(case.name, {name: f"{value:.3g}" for name, value in results[case.name].items()}, flush=True)
     if rank == 0:

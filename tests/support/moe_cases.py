@@ -8,6 +8,7 @@ import dataclasses
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,9 +94,10 @@ def main() -> None:
         if rank == 0:
             save_model(root / family / "untied", family=family)
         dist.barrier()
+        references: dict[str, dict[str, Any]] = {}
         for case in cases if arguments.sp == 1 else cases[:1]:
             case = dataclasses.replace(case, sp=arguments.sp)
-            result = run_case(case, rank=rank, world_size=world_size, root=root / family)
+            result = run_case(case, rank=rank, world_size=world_size, root=root / family, references=references)
             results[f"{family} {case.name}"] = result
             if rank == 0:
                 print(family, case.name, {name: f"{value:.3g}" for name, value in result.items()}, flush=True)
