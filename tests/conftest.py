@@ -3,9 +3,13 @@
 - The module of the CPU platform, named to verl, which chooses its platform for good when used. verl imports the module
   when it is imported itself, so tests without verl wait for nothing.
 - The level of the root logger, which vLLM 0.24 would raise to ERROR: tests read warnings.
+
+The garbage collector's threshold is that of `tests/support/sitecustomize.py`, for the reason given there.
 """
 
+import gc
 import os
 
+gc.set_threshold(20_000)
 os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_tree.cpu.platform")
 os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "WARNING")
