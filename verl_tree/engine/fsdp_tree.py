@@ -194,20 +194,27 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
         check_model(self._model, max_path_len=int(row_lens.max()))
         temperature = tu.get(data, "temperature", default=1.0)
         capacity = self._capacity.of(data, forward_only=mode == "forward", longest_row=int(row_lens.max()))
+        trained = trained_tokens(mask.cpu().numpy(), mask_lens=mask_offsets.diff().cpu().numpy(), row_lens=row_lens)
+        # A tree token has one temperature, so rows with different temperatures do not merge.
+        merge_keys = temperature.tolist() if isinstance(temperature, Tensor) and temperature.dim() else None
+        keys = tokens if images is None else images.keys_F
+        forks = self._routes if self.tree_config.route_conflicts == "fork" else None
+        if forks is not None:
+            keys = forks.fork(keys, offsets=offsets, trained=trained, merge_keys=merge_keys)
         split = partial(
             split_into_packs,
-            tokens if images is None else images.keys_F,
+            keys,
             offsets=offsets,
-            trained=trained_tokens(mask.cpu().numpy(), mask_lens=mask_offsets.diff().cpu().numpy(), row_lens=row_lens),
+            trained=trained,
             capacity=capacity,
             config=self.tree_config,
             cost_model=cost_model,
             mode=mode,
-            # A tree token has one temperature, so rows with different temperatures do not merge.
-            merge_keys=temperature.tolist() if isinstance(temperature, Tensor) and temperature.dim() else None,
+            merge_keys=merge_keys,
         )
         # Clocks, and so fitted costs and time limits, differ from rank to rank. So one rank cuts for its team.
         batch = of_first_rank(split, team=self.team)
+        batch = batch if forks is None else forks.with_tokens(batch)
         return batch if images is None else with_images(batch, images, data)
 
     def _exchange_work(self, batch: TreeBatch, *, mode: Mode) -> list[RankWork]:

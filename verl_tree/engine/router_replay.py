@@ -3,8 +3,7 @@
 With R2 the pass of the old log-probs records the routes, with R3 the rollout has. Rows carry them in `routed_experts`,
 (tokens, layers of the model, k) per row, as verl and vLLM write them. Zeros say that a route is not known: such a
 token, and every layer without experts, is routed as ever. The update imposes the routes, and with R3 the pass of the
-old log-probs, too. A tree token has one route: that of the first of its rows that knows one. How many tokens have
-rows that disagree is counted.
+old log-probs, too. A tree token has one route. What becomes of rows that disagree says `route_conflicts`.
 
 A route is imposed without knowing the family of the model: the one `torch.topk` of a router returns the scores of the
 given experts. So the scores keep their graph, and what the router makes of them stays its own.
@@ -13,7 +12,7 @@ Legend: F_all flat tokens of the mini-batch, F of a micro-batch; T tree tokens o
 rank, padding included; N layers of the model, k experts of a token, E experts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -28,7 +28,8 @@ from typing_extensions import override
 
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.sharding import SequenceShard
-from verl_tree.engine.packs import TreeMicroBatch
+from verl_tree.engine.packs import TreeBatch, TreeMicroBatch
+from verl_tree.engine.route_conflicts import RouteForks, first_known
 from verl_tree.engine.rows import jagged
 from verl_tree.packing.counts import ForestCounts
 from verl_tree.relay.calls import RelayCall
@@ -174,6 +175,7 @@ class MiniBatchRoutes:
         self._replay, self._records = replay, records
         self._offsets = jagged(input_ids)[1].cpu()
         self.counts = ForestCounts()
+        self._forks: RouteForks | None = None
         self._recorded: list[_Recorded] = []
         self._given = np.zeros((int(self._offsets[-1]), 0, 0), dtype=np.int16)  # (F_all, N, k)
         if records:
@@ -190,6 +192,27 @@ class MiniBatchRoutes:
                 f"{replay.num_layers} layers: give each row one per token and layer, zeros where none is known"
             )
         self._given = values.cpu().to(torch.int16).numpy()
+
+    def fork(
+        self,
+        tokens: IntArray,
+        *,
+        offsets: IntArray,
+        trained: NDArray[np.bool_],
+        merge_keys: Sequence[Hashable] | None,
+    ) -> IntArray:
+        """Return keys of the rows' tokens under which rows share what they route alike; see `split_into_packs`."""
+        if self._records:
+            return tokens
+        self._forks = RouteForks.of_rows(
+            tokens, offsets=offsets, trained=trained, merge_keys=merge_keys, routes_FNk=self._given
+        )
+        self.counts += self._forks.counts
+        return self._forks.keys_F_all
+
+    def with_tokens(self, batch: TreeBatch) -> TreeBatch:
+        """Return micro-batches with the tokens that the keys of `fork` stand for, if their rows have such keys."""
+        return batch if self._forks is None else self._forks.with_tokens(batch)
 
     def around(self, compute: Compute, micro: TreeMicroBatch) -> Compute:
         """Return the model calls of a micro-batch with its routes imposed, or with their routes recorded."""
@@ -213,12 +236,17 @@ class MiniBatchRoutes:
 
     def _of_tree(self, micro: TreeMicroBatch) -> Tensor:
         """Return the routes (T, N, k) of the tree tokens of a micro-batch, on the host, and count them."""
+        place_F = micro.flat_index_F.numpy()
+        rows_FNk = self._given[place_F]
+        if self._forks is not None:
+            rows_FNk[~self._forks.is_read_F_all[place_F]] = 0
         routes_TNk, num_conflicts = first_known(
-            self._given[micro.flat_index_F.numpy()],
-            tree_index_F=micro.layout.tree_index_F.numpy(),
-            num_tokens=micro.layout.num_tokens,
+            rows_FNk, tree_index_F=micro.layout.tree_index_F.numpy(), num_tokens=micro.layout.num_tokens
         )
-        self.counts += ForestCounts(num_routed_tokens=len(routes_TNk), num_route_conflicts=num_conflicts)
+        if self._forks is None:
+            self.counts += ForestCounts(num_routed_tokens=len(routes_TNk), num_route_conflicts=num_conflicts)
+        else:
+            assert num_conflicts == 0, "a forest that forks where rows disagree has none that do"
         return torch.from_numpy(routes_TNk)
 
     def outputs(self, *, team: dist.ProcessGroup | None, device: torch.device) -> dict[str, Tensor]:
@@ -253,19 +281,3 @@ class _Recorded:
         routes_TNk = np.zeros((self.micro.layout.num_tokens, *routes_MNk.shape[1:]), dtype=np.int16)
         routes_TNk[self.call.token_Q[index_M.numpy()]] = routes_MNk
         return routes_TNk
-
-
-def first_known(rows_FNk: np.ndarray, *, tree_index_F: IntArray, num_tokens: int) -> tuple[np.ndarray, int]:
-    """Return the routes of tree tokens (T, N, k), and of how many tokens the rows disagree.
-
-    A token takes in each layer the first known route of its rows, zeros where none knows one. Two rows disagree where
-    both know routes of other experts; their order does not count.
-    """
-    routes_TNk = np.zeros((num_tokens, *rows_FNk.shape[1:]), dtype=rows_FNk.dtype)
-    # No route of two experts or more is all zeros. Of several writes to one place the last one stays.
-    pair, layer = (each[::-1] for each in np.nonzero(rows_FNk.any(axis=-1)))
-    routes_TNk[tree_index_F[pair], layer] = rows_FNk[pair, layer]
-    found, kept = rows_FNk[pair, layer], routes_TNk[tree_index_F[pair], layer]
-    differs = (found != kept).any(axis=-1)
-    is_other = (np.sort(found[differs]) != np.sort(kept[differs])).any(axis=-1)
-    return routes_TNk, len(np.unique(tree_index_F[pair[differs][is_other]]))
