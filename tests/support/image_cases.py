@@ -27,7 +27,8 @@ from verl_tree.relay.calls import RelayCall
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+NAMES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL"}
+FAMILIES = tuple(NAMES)
 VOCABULARY, IMAGE, VIDEO, START, END = 64, 60, 61, 62, 63
 PATCH = 3 * 2 * 4 * 4
 """Numbers of a patch: channels, frames, height, width."""

@@ -1,5 +1,6 @@
 """The images of verl's rows: which rows a tree engine takes, and how packs get images and positions."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,18 +10,20 @@ import torch
 pytest.importorskip("verl")
 
 from image_cases import IMAGE, Row, branching_rows, draw_image, positions_of, vision_model
+from process_groups import group_of_one
 from tensordict import TensorDict
 from transformers import PreTrainedModel, Qwen3Config
 from verl.utils import tensordict_utils as tu
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
-from verl_tree.config import TreeConfig
+from verl_tree.config import TREE_STRATEGY, TreeConfig
 from verl_tree.cost.model import CostModel
 from verl_tree.engine.media import rows_with_images, with_images
 from verl_tree.engine.packs import split_into_packs
 from verl_tree.engine.positions import settle_positions
 from verl_tree.engine.rows import check_rows
 from verl_tree.functional.images import RowsWithImages
+from verl_tree.testing.local_worker import local_worker
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +138,14 @@ def test_the_first_component_must_count_up(model: PreTrainedModel) -> None:
     data["position_ids"].values()[0, 3] = 7
     with pytest.raises(ValueError, match=r"position_ids are not 0, 1, 2"):
         read(model, data)
+
+
+def test_a_critic_is_refused_by_name_when_it_is_built(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model that is not on this machine the launch knows nothing."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)  # what verl's workers read
+    model.save_pretrained(tmp_path)
+    with group_of_one(), pytest.raises(ValueError, match=rf"critic\.model\.path={tmp_path}: no critic reads images"):
+        local_worker(str(tmp_path), strategy=TREE_STRATEGY, max_token_len=64, is_critic=True)

@@ -14,7 +14,6 @@ from image_cases import (
     errors,
     in_float64,
     pack_of,
-    random_rows,
     rows_with_images,
     split,
     tree_scores,
@@ -56,14 +55,6 @@ def test_positions_of_text_would_be_wrong(model):
     log_probs, text, _ = errors(model, rows, position_CT=lambda layout: layout.position_T.expand(4, -1))
     assert log_probs > 1e-3
     assert text > 0.1
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_random_forests_with_images_equal_flat_rows(model, seed):
-    log_probs, text, tower = errors(model, in_float64(random_rows(seed)))
-    assert log_probs < 1e-10
-    assert text < 1e-9
-    assert tower < 1e-9
 
 
 def image(*, value, height=2, width=4, dtype=torch.float32):
