@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 from verl.utils.tokenizer import get_processor_token_id
 
+from rollout_hooks.capture.leaf_shapes import FIRST_IMAGE_KEY
+
 IMAGES_FIELD = "image_runs"
 """Key in a row's `extra_fields`: [(start, end, number)] of its images, ascending, half-open; not there without one."""
 
 ImageRun = tuple[int, int, int]
-
-_FIRST_NUMBER = 2**31
 
 
 def image_runs(token_ids: ArrayLike, inputs: Mapping[str, Any], *, processor: Any) -> list[ImageRun]:
@@ -55,7 +55,7 @@ def image_runs(token_ids: ArrayLike, inputs: Mapping[str, Any], *, processor: An
 def _number(pixels_AX: Any, grid: Sequence[int]) -> int:
     digest = hashlib.blake2b(repr(grid).encode(), digest_size=4)
     digest.update(pixels_AX.contiguous().numpy().data)
-    return _FIRST_NUMBER | int.from_bytes(digest.digest())
+    return FIRST_IMAGE_KEY | int.from_bytes(digest.digest())
 
 
 def tree_keys(token_ids: ArrayLike, extra_fields: Mapping[str, Any]) -> np.ndarray:

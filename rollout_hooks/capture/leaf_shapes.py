@@ -5,7 +5,7 @@ of tokens that it shares with the row before it hold the whole forest of a group
 the nodes of advantages from these numbers; it reads no tokens.
 
 The worker that runs the sessions of a prompt has all its rows. It writes the shapes when the last session has ended,
-before verl says that the prompt has. A shape is one tag of its row, 32 bytes: tags come to the trainer in one message
+before verl says that the prompt has. A shape is one tag of its row, 40 bytes: tags come to the trainer in one message
 anyway, and what clears, stores or restores a row does it to its tags, too.
 
 Example: the rows 0 = [1 2 3 4], 1 = [1 2 5] and 2 = [1 2 6 7 8], the first two tokens of each being the prompt, and all
@@ -37,8 +37,13 @@ LEAF_SHAPE = np.dtype(
         # Those among them that the last row with trained tokens before it in that order does not share.
         ("num_new_trained", "<i4"),
         ("reward", "<f8"),  # the sum of the row's `rm_scores`; NaN if it is scored later
+        ("num_image_tokens", "<i4"),
+        ("num_new_image_tokens", "<i4"),  # those that the same row as for `num_new_trained` does not share
     ]
 )
+
+FIRST_IMAGE_KEY = 2**31
+"""Keys from this one on stand for image tokens (`rollout_hooks.capture.image_runs`)."""
 
 _TOKEN_TYPE = np.dtype(">u4")  # big-endian bytes compare like the numbers that they encode
 
@@ -75,7 +80,10 @@ def leaf_shapes(rows: Sequence[WrittenRow]) -> np.ndarray:
         num_trained, num_new_trained = (
             np.count_nonzero(row.is_trained[max(first - prompt_len, 0) :]) for first in (1, max(num_shared_read, 1))
         )
-        shapes[index] = (rank, num_shared, num_tokens, response_len, num_trained, num_new_trained, row.reward)
+        is_image = np.frombuffer(row.token_bytes, _TOKEN_TYPE) >= FIRST_IMAGE_KEY
+        num_images, num_new_images = np.count_nonzero(is_image), np.count_nonzero(is_image[num_shared_read:])
+        of_tokens = (rank, num_shared, num_tokens, response_len, num_trained, num_new_trained)
+        shapes[index] = (*of_tokens, row.reward, num_images, num_new_images)
         before = row.token_bytes
         before_read = before if num_trained else before_read
     return shapes

@@ -2,8 +2,9 @@
 
 A pack takes time for its tokens (everything but attention), its visible pairs (attention), its nodes (many short nodes
 need more attention calls for the same pairs), its scored tokens (logits) and once for itself (launches, collectives).
-A tree that is relayed takes time for its spine and for the context of its sections, too. The host counts all of this
-before anything is computed, so the time can be predicted when the rank and the form (tree, flat or relay) are chosen.
+A tree that is relayed takes time for its spine and for the context of its sections, too, and one with images for the
+vision tower. The host counts all of this before anything is computed, so the time can be predicted when the rank and
+the form (tree, flat or relay) are chosen.
 See docs/balance.md::
 
     WorkProfile ──range_work──▶ Work ──CostModel.predict──▶ seconds
@@ -35,6 +36,7 @@ COEFFICIENT_METRICS = (
     "s_per_pack",
     "s_per_spine",
     "s_per_context",
+    "s_per_feature",
 )
 """Metric names of the fields of `CostModel`, in their order; `segment` stands for node."""
 
@@ -51,6 +53,7 @@ class Work:
     # Tokens forwarded once more, without gradient: the spine, or all in the joint form. Their pairs count once only.
     num_spine: int = 0
     num_context: int = 0  # Context tokens whose keys and values are gathered: the sum over sections and spine forwards
+    num_features: int = 0  # What the vision tower makes: an image's in every pack and section that shows it, once each
 
     @classmethod
     def flat(cls, lens: IntArray, *, num_scored: int, num_packs: int) -> Self:
@@ -108,11 +111,20 @@ class WorkProfile:
         return cls.from_shape(ForestShape.of(forest), path_scored=path_scored, new_scored=new_scored)
 
     @classmethod
-    def from_shape(cls, shape: ForestShape, *, path_scored: IntArray, new_scored: IntArray) -> Self:
+    def from_shape(
+        cls,
+        shape: ForestShape,
+        *,
+        path_scored: IntArray,
+        new_scored: IntArray,
+        path_features: IntArray | None = None,
+        new_features: IntArray | None = None,
+    ) -> Self:
         """Profile a forest whose tokens are elsewhere; see `from_forest`.
 
         `path_scored` and `new_scored` (S,) count the scored tokens of each leaf, in DFS order: of its whole path, and
-        of what it does not share with the leaf before it.
+        of what it does not share with the leaf before it. `path_features` and `new_features` count its image tokens in
+        the same way; an image that stands at several places of the tree is then counted at each. None: no images.
         """
         order, lcp, nodes = shape.order, shape.lcp, shape.nodes
         lens = shape.sequence_lens[order]
@@ -122,13 +134,17 @@ class WorkProfile:
         pairs = _num_pairs(lens)
         one, none = np.ones_like(lens), np.zeros_like(lens)
         num_nodes = (lens > lcp) + num_cuts
-        new_counts = np.stack([lens - lcp, pairs - _num_pairs(lcp), new_scored, num_nodes, none, none, none], axis=1)
+        path_features = none if path_features is None else path_features
+        new_features = none if new_features is None else new_features
+        new_counts = np.stack(
+            [lens - lcp, pairs - _num_pairs(lcp), new_scored, num_nodes, none, none, none, new_features], axis=1
+        )
         cumulative_counts = np.zeros((len(order) + 1, new_counts.shape[1]), dtype=np.int64)
         np.cumsum(new_counts, axis=0, out=cumulative_counts[1:])
         return cls(
             order=order,
             lcp=lcp,
-            path_counts=np.stack([lens, pairs, path_scored, one, one, none, none], axis=1),
+            path_counts=np.stack([lens, pairs, path_scored, one, one, none, none, path_features], axis=1),
             cumulative_counts=cumulative_counts,
         )
 
@@ -219,6 +235,7 @@ class CostModel:
     s_per_pack: float
     s_per_spine: float
     s_per_context: float
+    s_per_feature: float
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -238,6 +255,9 @@ class CostModel:
         (the gradient read, its float32 sum read and written), that is 7 h bytes per layer. A GPU does some 150 FLOPs
         of a projection while it moves a byte, so this takes as long as 1,050 h of the 72 h^2: one 280th at h = 4096.
 
+        A tower computes a feature from four patches. It has a twelfth of the parameters of the text part (0.6 of 7.6
+        billion in Qwen2.5-VL-7B), so a feature costs a third of a token.
+
         Everything else is free. Under this model a tree is never slower than its flat trajectories.
         """
         return cls(
@@ -248,6 +268,7 @@ class CostModel:
             s_per_pack=0.0,
             s_per_spine=1 / 3,
             s_per_context=1 / 300,
+            s_per_feature=1 / 3,
         )
 
     @classmethod

@@ -215,7 +215,7 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
         # Clocks, and so fitted costs and time limits, differ from rank to rank. So one rank cuts for its team.
         batch = of_first_rank(split, team=self.team)
         batch = batch if forks is None else forks.with_tokens(batch)
-        return batch if images is None else with_images(batch, images, data)
+        return batch if images is None else with_images(batch, images, data, cost_model=cost_model)
 
     def _exchange_work(self, batch: TreeBatch, *, mode: Mode) -> list[RankWork]:
         """Exchange with all ranks what each of them computes."""

@@ -9,11 +9,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from tensordict import NonTensorData, TensorDict
 from transformers import PretrainedConfig
 from verl.utils import tensordict_utils as tu
 
 from verl_tree.config import TREE_STRATEGY
+from verl_tree.cost.model import CostModel
 from verl_tree.engine.packs import TreeBatch, TreeMicroBatch
 from verl_tree.engine.positions import positions_of
 from verl_tree.engine.rows import jagged
@@ -53,8 +55,8 @@ def _images_of(inputs: Any, *, row: int) -> list[Image]:
     return [Image(each, (grid[0], grid[1], grid[2])) for each, grid in zip(pixels, grids_I3.tolist(), strict=True)]
 
 
-def with_images(batch: TreeBatch, rows: RowsWithImages, data: TensorDict) -> TreeBatch:
-    """Return micro-batches that were cut by the keys of `rows`, with token ids, images and positions.
+def with_images(batch: TreeBatch, rows: RowsWithImages, data: TensorDict, *, cost_model: CostModel) -> TreeBatch:
+    """Return micro-batches that were cut by the keys of `rows`, with token ids, images, positions and the tower's work.
 
     Raises:
         ValueError: Rows give a token that they share different positions.
@@ -64,6 +66,10 @@ def with_images(batch: TreeBatch, rows: RowsWithImages, data: TensorDict) -> Tre
 
     def settled(micro: TreeMicroBatch) -> TreeMicroBatch:
         layout, images = rows.of_pack(micro.layout, position_CF[:, micro.flat_index_F])
-        return dataclasses.replace(micro, layout=layout, images=images)
+        every = torch.arange(layout.num_tokens)
+        num_features = sum(images.num_features(every[part.start : part.end]) for part in micro.cut.sections)
+        work = dataclasses.replace(micro.work, num_features=num_features)
+        return dataclasses.replace(micro, layout=layout, images=images, work=work)
 
-    return dataclasses.replace(batch, micro_batches=tuple(map(settled, batch.micro_batches)))
+    micro_batches = sorted(map(settled, batch.micro_batches), key=lambda micro: -cost_model.predict(micro.work))
+    return dataclasses.replace(batch, micro_batches=tuple(micro_batches))

@@ -166,9 +166,7 @@ class PackImages:
 
     def of_call(self, token_Q: Tensor) -> "CallImages":
         """Return what the model reads in a call that computes some tokens of the pack."""
-        feature_Q = self.feature_T[token_Q]
-        feature_E = feature_Q[feature_Q >= 0].numpy()
-        number_E = self.feature_bounds.searchsorted(feature_E, side="right") - 1
+        feature_E, number_E = self._shown(token_Q)
         numbers, place_E = np.unique(number_E, return_inverse=True)
         starts, ends = self.feature_bounds[numbers], self.feature_bounds[numbers + 1]
         of_call = np.cumsum(ends - starts) - (ends - starts)  # where each image starts among those of the call
@@ -179,6 +177,17 @@ class PackImages:
             grids_I3=torch.tensor([image.grid for image in images], dtype=torch.int64).reshape(-1, 3),
             feature_E=torch.from_numpy(feature_E - starts[place_E] + of_call[place_E]),
         )
+
+    def num_features(self, token_Q: Tensor) -> int:
+        """Count what the tower makes in such a call: the features of its distinct images."""
+        _, number_E = self._shown(token_Q)
+        return int(np.diff(self.feature_bounds)[np.unique(number_E)].sum())
+
+    def _shown(self, token_Q: Tensor) -> tuple[IntArray, IntArray]:
+        """Return the feature and the image of each image token among some tokens, (E,) each."""
+        feature_Q = self.feature_T[token_Q]
+        feature_E = feature_Q[feature_Q >= 0].numpy()
+        return feature_E, self.feature_bounds.searchsorted(feature_E, side="right") - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -101,6 +101,8 @@ class StepRows:
             read,
             path_scored=in_order["num_trained"].astype(np.int64),
             new_scored=in_order["num_new_trained"].astype(np.int64),
+            path_features=in_order["num_image_tokens"].astype(np.int64),
+            new_features=in_order["num_new_image_tokens"].astype(np.int64),
         )
         return profile.split(sizes)
 

@@ -99,6 +99,9 @@ def test_rows_that_see_different_images_have_shapes_that_part_there(monkeypatch:
     # 0 and 2 are duplicates; session 1 shares only the first token with either.
     assert sorted(in_order["num_shared"].tolist()) == [0, 1, 6]
     assert shapes["num_shared"][1] in (0, 1)
+    # The image of two features is new where it is not shared.
+    assert shapes["num_image_tokens"].tolist() == [2, 2, 2]
+    assert sorted(in_order["num_new_image_tokens"].tolist()) == [0, 2, 2]
     runs = [put["fields"][0]["extra_fields"][IMAGES_FIELD] for put in puts[:-1]]
     assert runs[0] == runs[2] != runs[1]
     assert [run[:2] for run in runs[1]] == [(1, 3)]
@@ -125,6 +128,16 @@ def test_the_driver_finds_the_same_shapes_from_rows() -> None:
     shapes = shapes_of_columns(list(ROWS), columns_of(ROWS))
     assert shapes["num_shared"].tolist() == [0, 1, 4]
     assert shapes["rank"].tolist() == [0, 2, 1]
+
+
+def test_the_work_of_a_group_has_the_features_of_its_images() -> None:
+    """Rows 0 and 2 show one image, row 1 another; a row that no loss reads shows nothing."""
+    (profile,) = StepRows(list(ROWS), shapes_of_columns(list(ROWS), columns_of(ROWS))).profiles()
+    assert profile.range_work(0, 3).num_features == 4
+    assert profile.range_work(0, 2).num_features == profile.range_work(2, 3).num_features == 2
+    rows = ROWS | {"a_0_0": ROWS["a_0_0"] | {"response_mask": torch.tensor([0])}}
+    (profile,) = StepRows(list(rows), shapes_of_columns(list(rows), columns_of(rows))).profiles()
+    assert [profile.range_work(0, end).num_features for end in (1, 2, 3)] == [2, 4, 4]
 
 
 def test_rows_with_media_that_nobody_noted_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

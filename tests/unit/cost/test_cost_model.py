@@ -22,7 +22,7 @@ DEEP = [[0, 1, 1, 0, 1], [0, 1, 1, 0, 0], [0, 1], [0, 1, 1, 1], [0, 1, 1, 0, 1],
 # The example of TokenForest: order 2 0 3 1 4, lens 2 4 4 3 1, lcp 0 2 4 2 0.
 SMALL = [[1, 2, 3, 4], [1, 2, 5], [1, 2], [1, 2, 3, 4], [7]]
 # Seconds of a mid-sized model; the parts of a pack of 8000 tokens: 80, 40, 20, 10 and 10 ms. A spine of 4000 tokens and
-# a context of 16000 add 20 and 8 ms.
+# a context of 16000 add 20 and 8 ms, images of 4000 features 12 ms.
 TRUTH = CostModel(
     s_per_token=1e-5,
     s_per_pair=2e-9,
@@ -31,9 +31,10 @@ TRUTH = CostModel(
     s_per_pack=1e-2,
     s_per_spine=5e-6,
     s_per_context=5e-7,
+    s_per_feature=3e-6,
 )
-# The same with the prior's proportions: a spine token is a third of a token, a context token a 300th.
-THIRDS = replace(TRUTH, s_per_spine=1e-5 / 3, s_per_context=1e-5 / 300)
+# The same with the prior's proportions: a spine token and a feature are a third of a token, a context token a 300th.
+THIRDS = replace(TRUTH, s_per_spine=1e-5 / 3, s_per_context=1e-5 / 300, s_per_feature=1e-5 / 3)
 
 
 def profile_of(sequences, trained=None):
@@ -66,6 +67,12 @@ def relayed(rng, works):
     ]
 
 
+def showing(rng, works):
+    """Put images into packs or trees: up to nine in ten of their tokens, or none in every third."""
+    shares = rng.uniform(0.1, 0.9, len(works)) * (np.arange(len(works)) % 3 > 0)
+    return [replace(work, num_features=int(work.num_tokens * share)) for work, share in zip(works, shares, strict=True)]
+
+
 def fitted(works, times_s):
     fitter = CostFitter()
     for work, time_s in zip(works, times_s, strict=True):
@@ -78,8 +85,8 @@ def prediction_errors(model, works):
 
 
 def test_work_adds_up_from_nothing():
-    works = [Work(5, 15, 4, 2, 1), Work(9, 45, 0, 1, 3, num_spine=6, num_context=9)]
-    assert sum(works, Work()) == Work(14, 60, 4, 3, 4, num_spine=6, num_context=9)
+    works = [Work(5, 15, 4, 2, 1, num_features=2), Work(9, 45, 0, 1, 3, num_spine=6, num_context=9, num_features=3)]
+    assert sum(works, Work()) == Work(14, 60, 4, 3, 4, num_spine=6, num_context=9, num_features=5)
     assert set(astuple(Work())) == {0}
 
 
@@ -183,14 +190,17 @@ def test_prediction_by_hand():
         s_per_pack=100.0,
         s_per_spine=0.25,
         s_per_context=0.125,
+        s_per_feature=1.5,
     )
     assert model.predict(Work(7, 4, 5, 2, 1)) == 14 + 2 + 15 + 20 + 100
     assert model.predict(Work(7, 4, 5, 2, 3, num_spine=4, num_context=16)) == 14 + 2 + 15 + 20 + 300 + 1 + 2
+    assert model.predict(Work(7, 4, 5, 2, 1, num_features=6)) == 14 + 2 + 15 + 20 + 100 + 9
     assert model.predict(Work()) == 0
 
 
 def test_prior_takes_all_for_a_part_of_a_token():
     """A pair is a 20,000th, a spine token a third, a context token a 300th; scored tokens, nodes and packs are free."""
+    assert CostModel.prior().predict(Work(100, 40_000, 90, 3, 1, num_features=60)) == pytest.approx(122)
     assert CostModel.prior().predict(Work(100, 40_000, 90, 3, 1)) == pytest.approx(102)
     assert CostModel.prior().predict(Work(100, 40_000, 90, 3, 4, num_spine=60, num_context=900)) == pytest.approx(125)
 
@@ -213,9 +223,9 @@ def test_coefficients_are_times(value):
 
 def test_exact_times_give_exact_predictions():
     rng = np.random.default_rng(0)
-    works = [*random_works(rng, 20), *relayed(rng, random_works(rng, 20))]
+    works = showing(rng, [*random_works(rng, 20), *relayed(rng, random_works(rng, 20))])
     model, error = fitted(works, [TRUTH.predict(work) for work in works])
-    assert prediction_errors(model, relayed(rng, random_works(rng, 200))).max() < 1e-6
+    assert prediction_errors(model, showing(rng, relayed(rng, random_works(rng, 200)))).max() < 1e-6
     assert error < 1e-6
     assert astuple(model) == pytest.approx(astuple(TRUTH), rel=1e-4)
 
@@ -292,6 +302,31 @@ def test_packs_alone_do_not_make_the_relay_free():
     model, _ = fitted(works, [TRUTH.predict(work) for work in works])
     assert model.s_per_spine == pytest.approx(1e-5 / 3, rel=1e-4)
     assert model.s_per_context == pytest.approx(1e-5 / 300, rel=1e-4)
+
+
+def test_packs_with_and_without_images_are_predicted_and_text_tokens_alone_would_be_wrong():
+    """A tower that costs three tokens a feature, 5 % noise; without features, a token pays the mean of both kinds."""
+    rng = np.random.default_rng(10)
+    truth = replace(TRUTH, s_per_feature=3e-5)
+    works = showing(rng, random_works(rng, 120))
+    times_s = [truth.predict(work) * rng.normal(1.0, 0.05) for work in works]
+    new = showing(rng, random_works(rng, 90))
+    model, _ = fitted(works, times_s)
+    blind, _ = fitted([replace(work, num_features=0) for work in works], times_s)
+    wanted = np.array([truth.predict(work) for work in new])
+    errors = abs(np.array([model.predict(work) for work in new]) / wanted - 1)
+    of_blind = abs(np.array([blind.predict(replace(work, num_features=0)) for work in new]) / wanted - 1)
+    has_images = np.array([work.num_features > 0 for work in new])
+    for kind in (has_images, ~has_images):
+        assert np.median(errors[kind]) < 0.02
+        assert errors[kind].max() < 0.1
+        assert np.median(of_blind[kind]) > 0.1
+
+
+def test_packs_of_text_alone_do_not_make_images_free():
+    works = random_works(np.random.default_rng(11), 40)
+    model, _ = fitted(works, [TRUTH.predict(work) for work in works])
+    assert model.s_per_feature == pytest.approx(1e-5 / 3, rel=1e-4)
 
 
 def test_one_relayed_tree_does_not_price_the_spine():

@@ -1,5 +1,6 @@
 """The images of verl's rows: which rows a tree engine takes, and how packs get images and positions."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def test_packs_have_the_ids_positions_and_features_of_their_rows(model: PreTrain
         config=TreeConfig(),
         cost_model=CostModel.prior(),
     )
-    batch = with_images(batch, images, data)
+    batch = with_images(batch, images, data, cost_model=CostModel.prior())
     assert len(batch.micro_batches) > 1
     for micro in batch.micro_batches:
         assert micro.images is not None
@@ -102,6 +103,34 @@ def test_packs_have_the_ids_positions_and_features_of_their_rows(model: PreTrain
                 number = [each.digest() for each in images.images].index(image.digest())
                 wanted += range(images.feature_bounds[number], images.feature_bounds[number + 1])
             assert of_row == wanted
+
+
+@pytest.mark.parametrize(("capacity", "tree"), [(60, {"relay": "never"}), (7, {"relay": "always"})])
+def test_the_work_of_a_micro_batch_has_the_features_of_each_of_its_calls(
+    model: PreTrainedModel, capacity: int, tree: dict[str, str]
+) -> None:
+    """Each image once in each pack or section that shows a part of it; the dearest micro-batch comes first."""
+    data = batch_of(model, branching_rows(1))
+    images = read(model, data)
+    offsets = data["input_ids"].offsets().numpy()
+    cost_model = replace(CostModel.prior(), s_per_feature=50.0)
+    split = split_into_packs(
+        images.keys_F,
+        offsets=offsets,
+        trained=np.ones(offsets[-1], dtype=bool),
+        capacity=capacity,
+        config=TreeConfig(**tree),
+        cost_model=cost_model,
+    )
+    batch = with_images(split, images, data, cost_model=cost_model)
+    for micro in batch.micro_batches:
+        assert micro.images is not None
+        calls = micro.calls(scores_own_tokens=False).sections
+        grids = [micro.images.of_call(torch.from_numpy(call.token_Q)).grids_I3 for call in calls]
+        assert micro.work.num_features == sum(int(grids_I3.prod(-1).sum()) // 4 for grids_I3 in grids)
+    assert sum(micro.work.num_features for micro in batch.micro_batches) > 4 + 8 + 4 + 8
+    predicted = [cost_model.predict(micro.work) for micro in batch.micro_batches]
+    assert predicted == sorted(predicted, reverse=True)
 
 
 def test_models_that_read_no_images_have_none(model: PreTrainedModel) -> None:
