@@ -8,13 +8,33 @@ import torch
 
 pytest.importorskip("verl")
 
+from float64_mode import Float64
+from model_cases import qwen3_moe
 from process_groups import group_of_one
-from replay_cases import PROMPTS, RESPONSES, batch, drawn_routes, gradients_of, oracle, recorded, save_mixtures
-from tree_cases import relative_error
+from replay_cases import (
+    PROMPTS,
+    RESPONSES,
+    batch,
+    drawn_routes,
+    gradients_of,
+    oracle,
+    recorded,
+    routed,
+    save_mixtures,
+)
+from tree_cases import VOCAB_SIZE, flat_scores, gradients, relative_error
 
-from verl_tree.config import TREE_STRATEGY
+from verl_tree.attention.hf import ATTENTION_NAME
+from verl_tree.attention.plan import AttentionPlan
+from verl_tree.config import TREE_STRATEGY, TreeConfig
+from verl_tree.cost.model import CostModel
+from verl_tree.engine.packs import split_into_packs
 from verl_tree.engine.route_conflicts import RouteForks, route_numbers
+from verl_tree.engine.router_replay import MiniBatchRoutes, RouterReplay
+from verl_tree.functional.relayed import call_scores
+from verl_tree.relay.calls import RelayCall
 from verl_tree.testing.local_worker import local_worker
+from verl_tree.testing.synthetic import random_forest
 from verl_tree.trainer.worker import TreeTrainingWorker
 from verl_tree.tree import TokenForest
 
@@ -135,6 +155,63 @@ def test_each_row_is_computed_under_its_own_routes(
     # By the ids: tokens 1 and 4 of the shared ones, of 17.
     assert counts.num_routed_tokens == 17
     assert counts.num_route_conflicts == 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_forests_with_random_conflicts_are_exact_in_float64(seed: int) -> None:
+    """A third of the shared tokens have a row with another route or none; a third of the tokens is trained."""
+    rng = np.random.default_rng(seed)
+    rows = random_forest(300 + seed, num_leaves=8, mean_len=5, root_probability=0.1, vocab_size=VOCAB_SIZE)
+    routes = [routes_of(rng, row, seed=seed) for row in rows]
+    trained = [np.arange(len(row)) > 0 for row in rows]
+    trained = [each & (rng.random(len(each)) < 1 / 3) for each in trained]
+    trained[0][1:] = True  # A forest has a row that is read
+    model = qwen3_moe()
+    replay = RouterReplay(model)
+    column = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
+    input_ids = torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+    replayed = MiniBatchRoutes(replay, column, input_ids=input_ids, records=False)
+    flat = {"offsets": input_ids.offsets().numpy(), "trained": np.concatenate(trained), "merge_keys": None}
+    keys = replayed.fork(input_ids.values().numpy(), **flat)
+    packs = split_into_packs(
+        keys, capacity=10_000, config=TreeConfig(gate="never"), cost_model=CostModel.prior(), **flat
+    )
+    (micro,) = replayed.with_tokens(packs).micro_batches
+
+    def compute(call: RelayCall, plan: AttentionPlan) -> torch.Tensor:
+        return call_scores(model, call, micro.layout, plan=plan)
+
+    with Float64():
+        model.double().set_attn_implementation("eager")
+        want = {}
+        for row in micro.rows.tolist():  # Those that a loss reads
+            with routed(model, routes[row], {}):
+                want[row] = flat_scores(model, list(rows[row]))[0][trained[row][1:]]
+        wanted = gradients(model, sum((each * each.detach()).sum() for each in want.values()))
+        model.set_attn_implementation(ATTENTION_NAME)
+        call = micro.calls(scores_own_tokens=False).sections[0]
+        scores_K = replayed.around(compute, micro)(call, AttentionPlan.from_layout(micro.layout))[0]
+        scores_T = scores_K.new_zeros(micro.layout.num_tokens).index_copy(0, torch.from_numpy(call.scored_K), scores_K)
+        of_leaves = scores_T[micro.layout.tree_index_F].split(np.diff(micro.layout.leaf_offsets).tolist())
+        got = {
+            row: each[torch.from_numpy(trained[row])] for row, each in zip(micro.rows.tolist(), of_leaves, strict=True)
+        }
+        found = gradients(model, sum((each * each.detach()).sum() for each in got.values()))
+    assert micro.layout.num_tokens < micro.layout.num_flat_tokens
+    assert replayed.counts.num_route_conflicts > 0
+    assert max(relative_error(got[row], want[row]) for row in want if len(want[row])) < 1e-12
+    assert max(relative_error(found[name], gradient) for name, gradient in wanted.items()) < 1e-11
+
+
+def routes_of(rng: np.random.Generator, row: Sequence[int], *, seed: int) -> torch.Tensor:
+    """Draw routes of two layers, of which the first has no experts: mostly those that other rows have there."""
+    routes = torch.zeros(len(row), 2, 2, dtype=torch.int16)
+    for place in range(len(row)):
+        of_path = np.random.default_rng([seed, *row[: place + 1]])
+        drawn = rng if rng.random() < 0.1 else of_path
+        if rng.random() > 0.05:
+            routes[place, 1] = torch.from_numpy(drawn.choice(8, size=2, replace=False))
+    return routes
 
 
 def test_the_first_routes_would_be_others(mixture: str) -> None:
