@@ -53,3 +53,4 @@ def test_a_team_records_and_imposes_routes(tmp_path: Path) -> None:
     errors = run_script("replay_cases.py", num_ranks=2, out=tmp_path / "errors.json", timeout_s=500)
     assert errors["other experts"] == 0
     assert errors["gradient"] < TOLERANCE
+    assert errors["gradient of forks"] < TOLERANCE

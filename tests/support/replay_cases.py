@@ -161,6 +161,11 @@ def recorded(worker: TreeTrainingWorker, data: TensorDict) -> Any:
     return worker.infer_batch(data)
 
 
+def worst_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Return the largest relative error of the gradients."""
+    return max(((found[name] - wanted[name]).norm() / wanted[name].norm()).item() for name in wanted)
+
+
 def main() -> None:
     """Record routes, and impose others, on all ranks as one team."""
     parser = argparse.ArgumentParser()
@@ -182,18 +187,22 @@ def main() -> None:
             max_token_len=64,
             sequence_parallel_size=dist.get_world_size(),
             router_replay=mode,
+            tree_options={"route_conflicts": conflicts},
         )
-        for mode in ("R2", "R3")
+        for mode, conflicts in (("R2", "first"), ("R3", "first"), ("R3", "fork"))
     ]
     scores = recorded(workers[0], batch())
     found = gradients_of(workers[1], batch(routes))
+    differing = [routes[0], drawn_routes(seed=5)[1], *routes[2:]]
+    of_forks = gradients_of(workers[2], batch(differing))
     if dist.get_rank() == 0:
         _, taken, _ = oracle(folder, [torch.zeros_like(each) for each in routes])
         _, _, wanted = oracle(folder, routes)
+        _, _, wanted_of_forks = oracle(folder, differing)
         pairs = zip(scores["routed_experts"].unbind(), taken, strict=True)
         others = sum(int((here.sort(-1).values != there.sort(-1).values).sum()) for here, there in pairs)
-        worst = max(((found[name] - wanted[name]).norm() / wanted[name].norm()).item() for name in wanted)
-        out.write_text(json.dumps({"other experts": others, "gradient": worst}))
+        errors = {"gradient": worst_error(found, wanted), "gradient of forks": worst_error(of_forks, wanted_of_forks)}
+        out.write_text(json.dumps({"other experts": others, **errors}))
     dist.destroy_process_group()
 
 
