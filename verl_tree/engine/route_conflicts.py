@@ -63,8 +63,9 @@ def route_numbers(
     kept = first_T[tree_index_F[read]]
     differs = np.zeros(len(read), dtype=bool)
     for layer in range(rows_FNk.shape[1]):
-        experts_Fk = np.sort(rows_FNk[:, layer], axis=-1)
-        differs |= (experts_Fk[read] != experts_Fk[kept]).any(axis=-1)
+        mine, its = rows_FNk[read, layer], rows_FNk[kept, layer]
+        places = np.flatnonzero((mine != its).any(axis=-1))  # Only these are sorted
+        differs[places] |= (np.sort(mine[places]) != np.sort(its[places])).any(axis=-1)
     numbers: dict[bytes, int] = {}
     number_F = np.zeros(len(rows_FNk), dtype=np.int64)
     for place in read[differs].tolist():
