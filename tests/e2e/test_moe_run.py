@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from replayed_runs import replaying_options, worst_difference
-from tiny_run import run
+from replayed_runs import run_both, worst_difference
 from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -44,27 +42,14 @@ def make_mixture(folder: Path) -> None:
     Qwen3MoeForCausalLM(config).save_pretrained(folder / "model")
 
 
-def options(folder: Path) -> tuple[str, ...]:
-    """Return options of a run with AdamW that stores the rollouts of each step, or replays stored ones."""
-    return (
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.optim.optimizer=AdamW",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        f"trainer.total_training_steps={NUM_STEPS}",
-        *replaying_options(f"{folder}/rollouts", num_steps=NUM_STEPS),
-    )
-
-
 def test_steps_equal_those_of_verls_engine(folder: Path, record_property: Callable[[str, object], None]) -> None:
     """With router replay, which changes nothing where a step has one update, for the weights are the same.
 
     So routes that were recorded for other tokens, or got lost on their way through the rows, would be seen.
     """
     make_mixture(folder)
-    replay = "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R2"
-    tree: dict[int, dict[str, Any]] = run(folder, "tree", *options(folder), replay)
-    flat = run(folder, "flat", *options(folder), "tree.enabled=false")
-    assert sorted(tree) == list(range(1, NUM_STEPS + 1))
+    routes = "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R2"
+    tree, flat = run_both(folder, num_steps=NUM_STEPS, of_trees=(routes,))
     worst = worst_difference(tree, flat)
     assert max(worst.values()) <= TOLERANCE, worst
     for metrics in tree.values():

@@ -1,8 +1,12 @@
 """Whole runs that store their rollouts or repeat stored ones, and the comparison of two of them."""
 
+from pathlib import Path
 from typing import Any
 
+from tiny_run import run
+
 COMPARED = ("actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm")
+Metrics = dict[int, dict[str, Any]]
 
 
 def replaying_options(folder: str, *, num_steps: int) -> tuple[str, ...]:
@@ -15,7 +19,25 @@ def replaying_options(folder: str, *, num_steps: int) -> tuple[str, ...]:
     )
 
 
-def worst_difference(tree: dict[int, dict[str, Any]], flat: dict[int, dict[str, Any]]) -> dict[str, float]:
+def run_both(folder: Path, *overrides: str, num_steps: int, of_trees: tuple[str, ...] = ()) -> tuple[Metrics, Metrics]:
+    """Train on trees with AdamW, one update a step, and repeat the rollouts on verl's own engine; return the metrics.
+
+    `of_trees` are overrides that verl's own engine does not get.
+    """
+    options = (
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.optim.optimizer=AdamW",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        f"trainer.total_training_steps={num_steps}",
+        *replaying_options(f"{folder}/rollouts", num_steps=num_steps),
+        *overrides,
+    )
+    tree = run(folder, "tree", *options, *of_trees)
+    assert sorted(tree) == list(range(1, num_steps + 1))
+    return tree, run(folder, "flat", *options, "tree.enabled=false")
+
+
+def worst_difference(tree: Metrics, flat: Metrics) -> dict[str, float]:
     """Return for each compared metric the largest difference of a step, relative to the metric's largest size."""
     assert set(tree) == set(flat)
     worst = {}
