@@ -26,6 +26,7 @@ import torch
 from verl_tree.attention.sharding import SequenceShard
 from verl_tree.recurrence.causal_conv import ConvSeams
 from verl_tree.recurrence.chunks import TreeChunks
+from verl_tree.recurrence.states import States
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.transfer import to_device
 
@@ -33,7 +34,16 @@ T = TypeVar("T")
 
 
 class Context(Protocol):
-    """The keys and values of the context, layer by layer."""
+    """What layers keep of the context: keys and values, or states."""
+
+    @property
+    def cut_places(self) -> np.ndarray:
+        """The queries after which states are kept, (L,) int64, ascending."""
+        ...
+
+    def states(self, key: Hashable, /) -> States:
+        """Return the states of a recurrent layer that cross calls, of the kind that `key` stands for."""
+        ...
 
     def extend(
         self, layer: torch.nn.Module, key_QHD: torch.Tensor, value_QHD: torch.Tensor, /
@@ -229,33 +239,37 @@ class AttentionPlan:
         return self._shared.shard
 
     def chunks(self, size: int) -> TreeChunks:
-        """Return the pack in chunks of at most `size` tokens, as recurrent layers compute it.
+        """Return the queries in chunks of at most `size` tokens, as recurrent layers compute them.
 
         Raises:
-            ValueError: The plan has a context, or several ranks compute it.
+            ValueError: The plan has a context whose states are not kept, or several ranks compute it.
         """
         self._check_serves_recurrence()
-        device = self.subtree_end_T.device
         return self.once(
             ("chunks", size),
-            lambda plan: TreeChunks.from_subtree_end(plan.runs.subtree_end_T, size=size, device=device),
+            lambda plan: TreeChunks.from_subtree_end(plan.runs.subtree_end_T, size=size, **plan._where_it_is_cut()),
         )
 
     def seams(self, width: int) -> ConvSeams:
         """Return the seams of a causal convolution of `width` tokens; the errors are those of `chunks`."""
         self._check_serves_recurrence()
-        device = self.subtree_end_T.device
         return self.once(
             ("seams", width),
-            lambda plan: ConvSeams.from_subtree_end(plan.runs.subtree_end_T, width=width, device=device),
+            lambda plan: ConvSeams.from_subtree_end(plan.runs.subtree_end_T, width=width, **plan._where_it_is_cut()),
         )
 
+    def _where_it_is_cut(self) -> dict[str, Any]:
+        return {
+            "device": self.subtree_end_T.device,
+            "num_context": self.num_context,
+            "cut_places": None if self.context is None else self.context.cut_places,
+        }
+
     def _check_serves_recurrence(self) -> None:
-        if self.num_context:
+        if self.num_context and self.context is None:
             raise ValueError(
-                f"a recurrent layer got a plan with a context of {self.num_context} tokens, whose state is not stored: "
-                'do not relay models with recurrent layers (tree.relay=never in a training run, packing="auto" in '
-                "tree_log_probs)"
+                f"a recurrent layer got a plan of {self.num_context} context tokens without their states: give what "
+                "keeps them (context=...)"
             )
         if self.shard.num_ranks > 1:
             raise ValueError(

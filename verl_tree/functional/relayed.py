@@ -15,7 +15,7 @@ Legend: T tokens of the forest, Q tokens of a model call, K scores that it makes
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, cast
 
 import numpy as np
@@ -221,9 +221,9 @@ class _RelayedScores(torch.autograd.Function):
         ctx.relayed, ctx.names, ctx.parameters = relayed, names, parameters
         ctx.versions = [parameter._version for parameter in parameters]
         # Saved tensors are freed after the backward pass, and those who hook into autograd's memory see them.
-        keys_values = store.layers()
-        ctx.layers = tuple(keys_values)
-        ctx.save_for_backward(*chain.from_iterable(keys_values.values()))
+        kept = store.layers()
+        ctx.layers = [(key, len(tensors)) for key, tensors in kept.items()]
+        ctx.save_for_backward(*chain.from_iterable(kept.values()))
         return scores_CT
 
     @staticmethod
@@ -242,8 +242,12 @@ def _backward(ctx: Any, gradient_CT: Tensor) -> tuple[Tensor | None, ...]:
                 "before the optimiser's step"
             )
     # A store of this pass alone, so that the graph may run backward again.
-    pairs = zip(saved[::2], saved[1::2], strict=True)
-    store = ContextStore.of_layers(dict(zip(ctx.layers, pairs, strict=True)), num_rows=relayed.calls.num_spine_tokens)
+    rest = iter(saved)
+    store = ContextStore.of_layers(
+        {key: tuple(islice(rest, num_tensors)) for key, num_tensors in ctx.layers},
+        num_rows=relayed.calls.num_spine_tokens,
+        num_cut_tokens=relayed.calls.num_cut_tokens,
+    )
     max_path_len = int(np.diff(relayed.layout.leaf_offsets).max())
     # torch.autograd.grad does not run through checkpoints of the reentrant kind.
     with tree_attention_implementation(relayed.model, max_path_len=max_path_len, use_reentrant=False):

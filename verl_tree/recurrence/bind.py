@@ -11,7 +11,7 @@ A lost plan would be silent: the pack would be computed as one sequence. So a bo
 after each forward pass of the decoder every mixer must have run once with the plan of this pass.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Protocol
@@ -25,11 +25,20 @@ from verl_tree.recurrence import MIXERS
 from verl_tree.recurrence.causal_conv import ConvSeams, tree_causal_conv
 from verl_tree.recurrence.chunks import TreeChunks
 from verl_tree.recurrence.delta_rule import tree_gated_delta_rule
+from verl_tree.recurrence.states import States
 
 _RULE, _CONV = "chunk_gated_delta_rule", "causal_conv1d_fn"
 
 CHUNK_SIZE = 64
 """Tokens of a chunk, as in transformers' and flash-linear-attention's kernels."""
+
+
+class Context(Protocol):
+    """What other calls keep for this one, and this one for others."""
+
+    def states(self, key: Hashable) -> States:
+        """Return the states of a layer that cross calls, of the kind that `key` stands for."""
+        ...
 
 
 class Plan(Protocol):
@@ -38,6 +47,11 @@ class Plan(Protocol):
     @property
     def runs(self) -> object:
         """One object for all copies of a plan, which says which pack it is of."""
+        ...
+
+    @property
+    def context(self) -> Context | None:
+        """Where a relayed call takes its states from."""
         ...
 
     def chunks(self, size: int) -> TreeChunks:
@@ -168,6 +182,11 @@ class _Mixer:
             )
         return self._plan
 
+    def _states(self, function: str) -> States | None:
+        """Return the states of one of the two functions that cross calls."""
+        context = self._current().context
+        return None if context is None else context.states((self.module, function))
+
     def conv(
         self,
         x: Tensor,
@@ -181,7 +200,8 @@ class _Mixer:
             raise ValueError(f"{self.name} got seq_idx: the sequences of a pack are its plan")
         if activation not in (None, "silu", "swish"):
             raise ValueError(f"{self.name} has a convolution with activation {activation}: trees serve silu")
-        y_DT = tree_causal_conv(x[0], weight, bias, seams=self._current().seams(weight.shape[-1]))
+        seams = self._current().seams(weight.shape[-1])
+        y_DT = tree_causal_conv(x[0], weight, bias, seams=seams, states=self._states(_CONV))
         return (y_DT if activation is None else F.silu(y_DT)).unsqueeze(0)
 
     def rule(
@@ -212,6 +232,7 @@ class _Mixer:
             beta_TH=beta[0],
             chunks=plan.chunks(CHUNK_SIZE),
             normalizes=use_qk_l2norm_in_kernel,
+            states=self._states(_RULE),
         )
         self.ran_on.append(plan.runs)
         self._plan = None  # of this call only

@@ -9,7 +9,12 @@ sequence, so they are none; 3 follows 0 and not 2, and 4 follows 3 and 0::
     seam_S         3 4
     ancestor_SW    -1 0 3 | 0 3 4      oldest first, -1: before the root
 
-Legend: T tokens of a pack, S seams, W width, D channels.
+A relayed call computes the tokens behind a context, whose last W - 1 inputs it gets as its states. They are put before
+its own inputs, so that `ancestor_SW` counts them first. The last W - 1 inputs at its own cut tokens are its states for
+others.
+
+Legend: T tokens of a pack, or of a call behind its context, S seams, W width, D channels, E states of the context, L
+cut tokens.
 """
 
 from dataclasses import dataclass
@@ -20,41 +25,100 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from verl_tree.recurrence.chunks import parents
+from verl_tree.recurrence.states import States
+from verl_tree.tree.context import roots_below_context
+from verl_tree.tree.nodes import IntArray
 from verl_tree.tree.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConvSeams:
-    """The seams of a pack and what they follow: int64, `seam_S`, and `ancestor_SW`, oldest first, -1 before a root."""
+    """The seams of a pack and what they follow: int64, `seam_S`, and `ancestor_SW`, oldest first, -1 before a root.
+
+    Attributes:
+        num_entered: States of the context that the call is entered with, E.
+        left_LU: int64 (L, W - 1), the last inputs at the cut tokens, oldest first; None if there are none.
+    """
 
     seam_S: Tensor
     ancestor_SW: Tensor
+    num_entered: int = 0
+    left_LU: Tensor | None = None
 
     @classmethod
     def from_subtree_end(
-        cls, subtree_end_T: np.ndarray, *, width: int, device: torch.device | str = "cpu"
+        cls,
+        subtree_end_T: np.ndarray,
+        *,
+        width: int,
+        device: torch.device | str = "cpu",
+        num_context: int = 0,
+        cut_places: IntArray | None = None,
     ) -> "ConvSeams":
-        """Find the seams of a forest in depth-first preorder for a convolution of so many tokens."""
-        parent_T = np.append(parents(subtree_end_T), -1)  # the last is the parent of -1
-        token_T = np.arange(len(subtree_end_T))
+        """Find the seams of a forest in depth-first preorder for a convolution of so many tokens.
+
+        Its first `num_context` tokens are context. `cut_places` (L,) are the cut tokens, ascending and counted behind
+        the context.
+        """
+        num_tokens = len(subtree_end_T) - num_context
+        parent, num_entered = _parents_among_inputs(subtree_end_T, width=width, num_context=num_context)
+        first = len(parent) - 1 - num_tokens  # what lies before it are the inputs of the context
+        token_T = np.arange(first, first + num_tokens)
         columns = [token_T]
         for _ in range(width - 1):
-            columns.insert(0, parent_T[columns[0]])
+            columns.insert(0, parent[columns[0]])
         ancestor_TW = np.stack(columns, axis=1)
-        in_pack_TW = np.maximum(token_T[:, None] - np.arange(width - 1, -1, -1), -1)
+        in_pack_TW = token_T[:, None] - np.arange(width - 1, -1, -1)
+        in_pack_TW[in_pack_TW < first] = -1
         seam_S = np.flatnonzero((ancestor_TW != in_pack_TW).any(axis=1))
-        return cls(*to_device([torch.from_numpy(each) for each in (seam_S, ancestor_TW[seam_S])], device))
+        arrays = [seam_S, ancestor_TW[seam_S]]
+        if cut_places is not None and len(cut_places):
+            arrays.append(ancestor_TW[cut_places, 1:])
+        seam_S, ancestor_SW, *left = to_device([torch.from_numpy(each) for each in arrays], device)
+        return cls(seam_S, ancestor_SW, num_entered=num_entered, left_LU=left[0] if left else None)
 
 
-def tree_causal_conv(x_DT: Tensor, weight_DW: Tensor, bias_D: Tensor | None, *, seams: ConvSeams) -> Tensor:
-    """Convolve every channel along the paths of a forest, (D, T); differentiable."""
+def _parents_among_inputs(subtree_end_T: np.ndarray, *, width: int, num_context: int) -> tuple[np.ndarray, int]:
+    """Return what each input follows, and the number of states, E.
+
+    The inputs are those of the states, W - 1 each, and then those of the tokens behind the context. One more at the end
+    is the parent of -1.
+    """
+    roots, root_parents = roots_below_context(subtree_end_T, num_context=num_context)
+    entered = np.unique(root_parents[root_parents >= 0])
+    num_before = len(entered) * (width - 1)
+    before = np.arange(num_before) - 1
+    before[:: max(width - 1, 1)] = -1
+    own = parents(subtree_end_T[num_context:] - num_context)
+    own[own >= 0] += num_before
+    last_input = (np.searchsorted(entered, root_parents) + 1) * (width - 1) - 1
+    own[roots - num_context] = np.where(root_parents >= 0, last_input, -1)
+    return np.concatenate([before, own, [-1]]), len(entered)
+
+
+def tree_causal_conv(
+    x_DT: Tensor, weight_DW: Tensor, bias_D: Tensor | None, *, seams: ConvSeams, states: States | None = None
+) -> Tensor:
+    """Convolve every channel along the paths of a forest, (D, T); differentiable.
+
+    `states` (., W - 1, D) are the last inputs where the forest crosses calls, if the seams are of a relayed call.
+    """
+    assert states is not None or not (seams.num_entered or seams.left_LU is not None), "states that cross calls"
     width = weight_DW.shape[-1]
     y_DT = F.conv1d(F.pad(x_DT, (width - 1, 0)), weight_DW.unsqueeze(1), bias_D, groups=len(weight_DW))
-    if not len(seams.seam_S):
+    input_DI = x_DT
+    if states is not None and seams.num_entered:
+        input_DI = torch.cat((states.enter(x_DT).flatten(0, 1).T, x_DT), dim=1)
+    if len(seams.seam_S):
+        y_DS = (_take(input_DI, seams.ancestor_SW) * weight_DW.unsqueeze(1)).sum(-1)
+        if bias_D is not None:
+            y_DS = y_DS + bias_D.unsqueeze(-1)
+        y_DT = y_DT.index_copy(1, seams.seam_S, y_DS.to(y_DT.dtype))
+    if states is None or seams.left_LU is None:
         return y_DT
-    before_root = seams.ancestor_SW < 0
-    x_DSW = x_DT[:, seams.ancestor_SW.clamp(min=0)].masked_fill(before_root, 0.0)
-    y_DS = (x_DSW * weight_DW.unsqueeze(1)).sum(-1)
-    if bias_D is not None:
-        y_DS = y_DS + bias_D.unsqueeze(-1)
-    return y_DT.index_copy(1, seams.seam_S, y_DS.to(y_DT.dtype))
+    return states.leave(y_DT, _take(input_DI, seams.left_LU).permute(1, 2, 0))
+
+
+def _take(input_DI: Tensor, place: Tensor) -> Tensor:
+    """Return the inputs at some places, (D, ...), 0 at -1."""
+    return input_DI[:, place.clamp(min=0)].masked_fill(place < 0, 0.0)

@@ -20,15 +20,23 @@ Example, C = 4, token 4 has three children; `>` is a read::
     entry_M      -1 0 0                           the read of the step before that a chunk is entered with
     step_M       0 1 2                            chunk_bounds 0 1 2 3, read_bounds 0 1 2 2
 
-Legend: T tokens of a pack, M chunks of C slots, R reads, N runs.
+A relayed call computes the tokens behind a context. Its chunks of step 0 are entered with states that other calls have
+made, one for each token of the context that has a child here. The states after its own cut tokens are read for others.
+
+Legend: T tokens of a pack, or of a call behind its context, M chunks of C slots, R reads, N runs, E states of the
+context, L cut tokens.
 """
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from verl_tree.tree.context import roots_below_context
+from verl_tree.tree.nodes import IntArray
 from verl_tree.tree.transfer import to_device
 
 
@@ -41,9 +49,12 @@ class TreeChunks:
         before_MCC: bool, whether the second slot's token is on the path of the first's, itself included.
         slot_T: int64, the slot of each token among all M * C.
         read_slot_R: int64, the slots after whose tokens the state is read, ordered by the steps of their chunks.
-        entry_M: int64, the read that a chunk is entered with, counted from the first of the step before; -1: none.
+        entry_M: int64, the read that a chunk is entered with, counted from the first of the step before. In step 0, the
+            state of the context, or -1: none.
         chunk_bounds: The chunks of step s are chunk_bounds[s] to chunk_bounds[s + 1]. All roots are in step 0.
         read_bounds: The reads that are made in step s are read_bounds[s] to read_bounds[s + 1].
+        num_entered: States of the context that the call is entered with, E.
+        left_L: int64, the reads after the cut tokens; None if there are none.
     """
 
     token_MC: Tensor
@@ -53,18 +64,33 @@ class TreeChunks:
     entry_M: Tensor
     chunk_bounds: tuple[int, ...]
     read_bounds: tuple[int, ...]
+    num_entered: int = 0
+    left_L: Tensor | None = None
 
     @classmethod
     def from_subtree_end(
-        cls, subtree_end_T: np.ndarray, *, size: int, device: torch.device | str = "cpu"
+        cls,
+        subtree_end_T: np.ndarray,
+        *,
+        size: int,
+        device: torch.device | str = "cpu",
+        num_context: int = 0,
+        cut_places: IntArray | None = None,
     ) -> "TreeChunks":
-        """Cut a forest in depth-first preorder into chunks of at most `size` tokens."""
-        tokens, entry_token = _cut(subtree_end_T, size=size)
+        """Cut a forest in depth-first preorder into chunks of at most `size` tokens.
+
+        Its first `num_context` tokens are context, which is not cut. `cut_places` (L,) are the cut tokens, ascending
+        and counted behind the context.
+        """
+        cut_places = np.empty(0, dtype=np.int64) if cut_places is None else cut_places
+        root_entry, num_entered = _root_entries(subtree_end_T, num_context=num_context)
+        subtree_end_T = subtree_end_T[num_context:] - num_context
+        tokens, entry_token = _cut(subtree_end_T, size=size, root_entry=root_entry)
         first = np.array([each[0] for each in tokens])
         chunk_T = np.empty(len(subtree_end_T), dtype=np.int64)
         for chunk, each in enumerate(tokens):
             chunk_T[each] = chunk
-        step = _steps(np.where(entry_token >= 0, chunk_T[entry_token], -1), first=first)
+        step = _steps(np.where(entry_token >= 0, chunk_T[np.maximum(entry_token, 0)], -1), first=first)
         order = np.lexsort((first, step))
         step, entry_token = step[order], entry_token[order]
 
@@ -82,16 +108,21 @@ class TreeChunks:
 
         steps = np.arange(step[-1] + 2)
         chunk_bounds = np.searchsorted(step, steps)
-        read_slot_R, read_of_entered = np.unique(slot_T[entry_token[entry_token >= 0]], return_inverse=True)
-        read_bounds = np.searchsorted(read_slot_R, chunk_bounds * size)
-        entry_M = np.full(len(order), -1)
         is_entered = entry_token >= 0
-        entry_M[is_entered] = read_of_entered - read_bounds[step[is_entered] - 1]
-        arrays = (token_MC, before_MCC, slot_T, read_slot_R, entry_M)
+        read_tokens = np.concatenate([entry_token[is_entered], cut_places])
+        read_slot_R, read_of_token = np.unique(slot_T[read_tokens], return_inverse=True)
+        read_bounds = np.searchsorted(read_slot_R, chunk_bounds * size)
+        entry_M = _FIRST_ENTRY - entry_token
+        num_entries = np.count_nonzero(is_entered)
+        entry_M[is_entered] = read_of_token[:num_entries] - read_bounds[step[is_entered] - 1]
+        arrays = (token_MC, before_MCC, slot_T, read_slot_R, entry_M, read_of_token[num_entries:])
+        *on_device, left_L = to_device([torch.from_numpy(array) for array in arrays], device)
         return cls(
-            *to_device([torch.from_numpy(array) for array in arrays], device),
+            *on_device,
             chunk_bounds=tuple(chunk_bounds.tolist()),
             read_bounds=tuple(read_bounds.tolist()),
+            num_entered=num_entered,
+            left_L=left_L if len(cut_places) else None,
         )
 
     @property
@@ -123,9 +154,27 @@ def _runs(subtree_end_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return start_N, last_N, np.array(parents, dtype=np.int64)
 
 
-def _cut(subtree_end_T: np.ndarray, *, size: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return the tokens of each chunk, ascending, and the tokens that the chunks are entered after, -1 at roots."""
+_FIRST_ENTRY = -2
+"""In place of the token before a root: -2 for the first state of the context, -3 for the second; -1 for none."""
+
+
+def _root_entries(subtree_end_T: np.ndarray, *, num_context: int) -> tuple[dict[int, int], int]:
+    """Return what stands for the token before each root behind the context, and the number of states, E."""
+    roots, parents = roots_below_context(subtree_end_T, num_context=num_context)
+    entered = np.unique(parents[parents >= 0])
+    entries = np.where(parents >= 0, _FIRST_ENTRY - np.searchsorted(entered, parents), -1)
+    return dict(zip((roots - num_context).tolist(), entries.tolist(), strict=True)), len(entered)
+
+
+def _cut(
+    subtree_end_T: np.ndarray, *, size: int, root_entry: Mapping[int, int]
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return the tokens of each chunk, ascending, and the tokens that the chunks are entered after.
+
+    `root_entry` is what stands for the token before each root.
+    """
     starts, lasts, parent_N = (each.tolist() for each in _runs(subtree_end_T))
+    parent_N = [root_entry[start] if parent < 0 else parent for start, parent in zip(starts, parent_N, strict=True)]
     chunks: list[np.ndarray] = []
     entry_tokens: list[int] = []
 
@@ -134,12 +183,12 @@ def _cut(subtree_end_T: np.ndarray, *, size: int) -> tuple[list[np.ndarray], np.
         entry_tokens.append(entry_token)
 
     # What lies at the top of a run's subtree and is in no chunk yet: at most `size` tokens, the run's first among them.
-    open_below: dict[int, list[np.ndarray]] = {run: [] for run in range(-1, len(starts))}
+    open_below: defaultdict[int, list[np.ndarray]] = defaultdict(list)
     for run in reversed(range(len(starts))):
         start, last = starts[run], lasts[run]
         taken, left = [], []
         room = size - 1
-        for tokens in sorted(open_below.pop(run), key=lambda each: (len(each), each[0])):
+        for tokens in sorted(open_below.pop(run, []), key=lambda each: (len(each), each[0])):
             if len(tokens) <= room:
                 taken.append(tokens)
                 room -= len(tokens)
@@ -155,8 +204,9 @@ def _cut(subtree_end_T: np.ndarray, *, size: int) -> tuple[list[np.ndarray], np.
             end, at = at, max(start, at - size)
             opened = np.arange(at, end)
         open_below[parent_N[run]].append(opened)
-    for tokens in _fill(open_below[-1], size=size):
-        close(tokens, -1)
+    for entry, parts in open_below.items():  # of the roots
+        for tokens in _fill(parts, size=size):
+            close(tokens, entry)
     return chunks, np.array(entry_tokens, dtype=np.int64)
 
 

@@ -5,11 +5,14 @@ gradient, whose keys and values the later calls read. A call makes the scores of
 a log-prob is scored by the token's parent, a value by the token itself. So a score stays in the call that has its
 logits, also where the scored token is in another section.
 
+A *cut token* has a child in another call. Recurrent layers keep the state after it for that call, as they cannot make
+it of keys and values.
+
 A row is *complete* in the section that makes its last score. Its other scores come from tokens of the context, which
 the spine's calls have made before.
 
-Legend: T tokens of the forest, Q tokens of a call, P tokens of its context, K scores that it makes, F (leaf, token)
-pairs, S leaves.
+Legend: T tokens of the forest, Q tokens of a call, P tokens of its context, E of these with a child in the call, K
+scores that it makes, F (leaf, token) pairs, S leaves.
 """
 
 from dataclasses import dataclass
@@ -30,6 +33,9 @@ class RelayCall:
     context_rows_P: IntArray  # (P,) int64, rows of the store that hold the context
     spine_places: IntArray  # int64, places in Q of the tokens that belong to the spine
     spine_rows: slice  # Their rows of the store
+    entered_rows_E: IntArray  # (E,) int64, rows of the states that its tokens enter with
+    cut_places: IntArray  # int64, places in Q of the cut tokens
+    cut_rows: slice  # The rows of their states
     scored_K: IntArray  # (K,) int64, the tokens that it scores, ordered by their scorers
     scorer_K: IntArray  # (K,) int64, the places in Q of their scorers
     # Leaves of the layout that are complete here, in groups whose losses are computed one by one. None in the spine.
@@ -41,8 +47,9 @@ class RelayCall:
         return _call(
             Cut.whole(subtree_end_T).sections[0],
             token_Q=np.arange(len(scorer_T)),
-            context_rows_P=np.empty(0, dtype=np.int64),
+            context_P=np.empty(0, dtype=np.int64),
             row_of_T=np.full(len(scorer_T), -1),
+            cut_row_of_T=np.full(len(scorer_T), -1),
             scored=np.flatnonzero(scorer_T >= 0),
             scorer_T=scorer_T,
             leaf_groups=(),
@@ -62,6 +69,7 @@ class RelayCalls:
     spine: tuple[RelayCall, ...]
     num_tokens: int  # T
     num_spine_tokens: int
+    num_cut_tokens: int
 
     @classmethod
     def of_cut(
@@ -92,16 +100,18 @@ class RelayCalls:
         is_scored_T[scored] = True
         terms_S = np.add.reduceat(is_scored_T[tree_index_F], leaf_offsets[:-1], dtype=np.int64)
         complete_S = _complete_in(cut, scorer_T, scored, tree_index_F=tree_index_F, leaf_offsets=leaf_offsets)
-        row_of_T = np.full(num_tokens, -1)
-        row_of_T[spine] = np.arange(len(spine))
+        row_of_T = _rows_of(spine, num_tokens=num_tokens)
+        cut_tokens = _cut_tokens(cut, spine_cut)
+        cut_row_of_T = _rows_of(cut_tokens, num_tokens=num_tokens)
         early = _read_before_their_section(cut, scorer_T, is_scored_T, complete_S, tree_index_F, leaf_offsets)
         return cls(
             sections=tuple(
                 _call(
                     section,
                     token_Q=np.arange(section.start, section.end),
-                    context_rows_P=row_of_T[section.context],
+                    context_P=section.context,
                     row_of_T=row_of_T,
+                    cut_row_of_T=cut_row_of_T,
                     scored=scored,
                     scorer_T=scorer_T,
                     leaf_groups=_groups(np.flatnonzero(complete_S == number), terms_S, max_terms=max_loss_terms),
@@ -112,8 +122,9 @@ class RelayCalls:
                 _call(
                     section,
                     token_Q=spine[section.start : section.end],
-                    context_rows_P=section.context,
+                    context_P=spine[section.context],
                     row_of_T=row_of_T,
+                    cut_row_of_T=cut_row_of_T,
                     scored=early,
                     scorer_T=scorer_T,
                     leaf_groups=(),
@@ -122,37 +133,65 @@ class RelayCalls:
             ),
             num_tokens=num_tokens,
             num_spine_tokens=len(spine),
+            num_cut_tokens=len(cut_tokens),
         )
+
+
+def _rows_of(tokens: IntArray, *, num_tokens: int) -> IntArray:
+    """Return the place of each token among `tokens`, (T,) int64, -1 for the others."""
+    row_of_T = np.full(num_tokens, -1)
+    row_of_T[tokens] = np.arange(len(tokens))
+    return row_of_T
+
+
+def _cut_tokens(cut: Cut, spine_cut: Cut) -> IntArray:
+    """Return the tokens that have a child in another section of the forest or of its spine, ascending."""
+    of_sections = [section.context[section.entered] for section in cut.sections]
+    of_spine = [cut.spine[section.context[section.entered]] for section in spine_cut.sections]
+    return np.unique(np.concatenate([*of_sections, *of_spine]))
 
 
 def _call(
     section: Section,
     *,
     token_Q: IntArray,
-    context_rows_P: IntArray,
+    context_P: IntArray,
     row_of_T: IntArray,
+    cut_row_of_T: IntArray,
     scored: IntArray,
     scorer_T: IntArray,
     leaf_groups: tuple[IntArray, ...],
 ) -> RelayCall:
-    """Plan one call. `scored` are the tokens that calls of this kind score."""
+    """Plan one call. `scored` are the tokens that calls of this kind score. `context_P` counts in the forest's."""
     place_of_T = np.full(len(row_of_T), -1)
     place_of_T[token_Q] = np.arange(len(token_Q))
     scored = scored[place_of_T[scorer_T[scored]] >= 0]
     scored = scored[np.argsort(scorer_T[scored], kind="stable")]  # the children of one token stay in preorder
-    spine_places = np.flatnonzero(row_of_T[token_Q] >= 0)
-    first_row = int(row_of_T[token_Q[spine_places[0]]]) if len(spine_places) else 0
+    spine_places, spine_rows = _own_rows(row_of_T[token_Q])
+    cut_places, cut_rows = _own_rows(cut_row_of_T[token_Q])
     return RelayCall(
         token_Q=token_Q,
         subtree_end=section.subtree_end,
-        context_rows_P=context_rows_P,
+        context_rows_P=row_of_T[context_P],
         spine_places=spine_places,
-        # The spine tokens of a range of the preorder are neighbours in the spine.
-        spine_rows=slice(first_row, first_row + len(spine_places)),
+        spine_rows=spine_rows,
+        entered_rows_E=cut_row_of_T[context_P[section.entered]],
+        cut_places=cut_places,
+        cut_rows=cut_rows,
         scored_K=scored,
         scorer_K=place_of_T[scorer_T[scored]],
         leaf_groups=leaf_groups,
     )
+
+
+def _own_rows(row_of_Q: IntArray) -> tuple[IntArray, slice]:
+    """Return the places of a call's tokens that have rows, and these rows.
+
+    They are neighbours: what lies between two tokens of a section lies in the section.
+    """
+    places = np.flatnonzero(row_of_Q >= 0)
+    first = int(row_of_Q[places[0]]) if len(places) else 0
+    return places, slice(first, first + len(places))
 
 
 def _groups(leaves: IntArray, terms_S: IntArray, *, max_terms: int | None) -> tuple[IntArray, ...]:

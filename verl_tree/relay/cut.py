@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from verl_tree.tree.context import roots_below_context
 from verl_tree.tree.nodes import IntArray
 
 SPINE_COST = 1 / 3
@@ -52,6 +53,12 @@ class Section:
     def num_tokens(self) -> int:
         """Tokens of the section Q."""
         return self.end - self.start
+
+    @property
+    def entered(self) -> IntArray:
+        """(E,) int64, ascending: the tokens of the context, counted in it, that have a child in the section."""
+        _, parents = roots_below_context(self.subtree_end, num_context=self.num_context)
+        return np.unique(parents[parents >= 0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,10 +1,8 @@
-"""Buffers of the store in host memory: a layer's keys and values, or their gradients, visit the device while it runs.
+"""Buffers of the store in host memory: what a layer keeps, or its gradients, visits the device while the layer runs.
 
 On CUDA the memory is pinned and all copies run on one stream, in the order in which they were asked for. So a copy to
 the device sees every earlier copy to the host. While a layer computes, the buffer that comes next is fetched: the one
 above on the way up through the layers, the one below on the way down. On a CPU the same copies are made one by one.
-
-Legend: K tokens of the spine, H key-value heads, D head dim.
 """
 
 from collections.abc import Sequence
@@ -13,19 +11,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Pair = tuple[Tensor, Tensor]
-"""Keys and values of one layer, or their gradients."""
+Kept = tuple[Tensor, ...]
+"""Keys and values of one layer, its states or the inputs of its convolution, or the gradients of these."""
 
 
 class _Fetched(NamedTuple):
     """Copies on the device, and the event after which they are complete (None on a CPU)."""
 
-    pair: Pair
+    tensors: Kept
     done: torch.cuda.Event | None
 
 
 class HostCopies:
-    """The copies of all layers' buffers of one kind: keys and values, or gradients."""
+    """The copies of all layers' buffers of one kind: what is kept, or its gradients."""
 
     def __init__(self) -> None:
         self._buffers: list[HostBuffer] = []
@@ -35,26 +33,26 @@ class HostCopies:
         self._goes_up = True
 
     def add(self, buffer: "HostBuffer") -> int:
-        """Add the buffer of the next layer and return its place. Layers are added in the order in which they run."""
+        """Add the next buffer and return its place. Buffers are added in the order in which their layers run."""
         if buffer.device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(buffer.device)
         self._buffers.append(buffer)
         return len(self._buffers) - 1
 
-    def fetch(self, place: int) -> Pair:
+    def fetch(self, place: int) -> Kept:
         """Return copies of a buffer on its device, and start to fetch the one that comes next."""
         buffer = self._buffers[place]
         if self._stream is None:
-            return self._start(buffer).pair
+            return self._start(buffer).tensors
         fetched = self._ahead[1] if self._ahead is not None and self._ahead[0] == place else self._start(buffer)
         following = self._place_after(place)
         self._ahead = None if following is None else (following, self._start(self._buffers[following]))
         current = torch.cuda.current_stream(buffer.device)
         assert fetched.done is not None
         current.wait_event(fetched.done)
-        for tensor in fetched.pair:
+        for tensor in fetched.tensors:
             tensor.record_stream(current)
-        return fetched.pair
+        return fetched.tensors
 
     def to_host(self, home: Tensor, given: Tensor) -> None:
         """Copy a tensor to its place in host memory, after the work that makes it."""
@@ -69,13 +67,12 @@ class HostCopies:
     def _start(self, buffer: "HostBuffer") -> _Fetched:
         """Start to copy a buffer to its device."""
         if self._stream is None:
-            key, value = (home.to(buffer.device, copy=True) for home in buffer.home)
-            return _Fetched((key, value), None)
+            return _Fetched(tuple(home.to(buffer.device, copy=True) for home in buffer.home), None)
         with torch.cuda.stream(self._stream):
-            key, value = (home.to(buffer.device, non_blocking=True) for home in buffer.home)
+            tensors = tuple(home.to(buffer.device, non_blocking=True) for home in buffer.home)
             done = torch.cuda.Event()
             done.record(self._stream)
-        return _Fetched((key, value), done)
+        return _Fetched(tensors, done)
 
     def _place_after(self, place: int) -> int | None:
         """Return the place of the buffer that comes next, if any. The way turns at the first and the last layer."""
@@ -90,7 +87,7 @@ class HostCopies:
 
 
 class HostBuffer:
-    """Two tensors (K, H, D) of one layer in host memory."""
+    """Tensors of one layer in host memory, with as many rows."""
 
     def __init__(
         self,
@@ -101,28 +98,27 @@ class HostBuffer:
         copies: HostCopies,
     ) -> None:
         pinned = device.type == "cuda"
-        key, value = (
+        self.home: Kept = tuple(
             torch.zeros(shape, dtype=dtype, pin_memory=pinned) for shape, dtype in zip(shapes, dtypes, strict=True)
         )
-        self.home: Pair = (key, value)
         self.device = device
         self._copies = copies
         self._place = copies.add(self)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of both tensors."""
+        """Bytes of all tensors."""
         return sum(each.nbytes for each in self.home)
 
-    def fetch(self) -> Pair:
-        """Return copies of both tensors on the layer's device."""
+    def fetch(self) -> Kept:
+        """Return copies of the tensors on the layer's device."""
         return self._copies.fetch(self._place)
 
-    def put(self, rows: slice, given: Pair) -> None:
-        """Store some rows, (n, H, D) each."""
+    def put(self, rows: slice, given: Kept) -> None:
+        """Store some rows of each tensor."""
         for home, each in zip(self.home, given, strict=True):
             self._copies.to_host(home[rows], each)
 
-    def put_back(self, fetched: Pair) -> None:
+    def put_back(self, fetched: Kept) -> None:
         """Store copies that `fetch` returned and the caller changed."""
         self.put(slice(None), fetched)

@@ -23,7 +23,8 @@ from torch import Tensor
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.sharding import SequenceShard
 from verl_tree.relay.calls import RelayCall, RelayCalls
-from verl_tree.relay.store import ContextStore, RelayContext
+from verl_tree.relay.context import RelayContext
+from verl_tree.relay.store import ContextStore
 from verl_tree.tree.nodes import IntArray
 from verl_tree.tree.transfer import to_device
 
@@ -60,7 +61,7 @@ class RelayRun:
     together: all of them have all scores, and each stores the keys and values of its own heads.
 
     Attributes:
-        store: Keys and values of the spine.
+        store: What the calls keep for later ones.
         num_first: Forward passes without gradient.
         num_last: Forward and backward passes; 0 with `mode="forward"`.
     """
@@ -84,7 +85,9 @@ class RelayRun:
         self.num_first, self.num_last = counts
         self._is_joint = mode == "joint" and len(calls.sections) > 1
         self._first = calls.sections if mode == "forward" or self._is_joint else calls.spine
-        self.store = ContextStore(calls.num_spine_tokens, on_host=store_on_host)
+        self.store = ContextStore(
+            calls.num_spine_tokens, num_cut_tokens=calls.num_cut_tokens, on_host=store_on_host
+        )
         self._scores_CT: Tensor | None = None
         self._gradient_CT: Tensor | None = None
 
@@ -150,7 +153,7 @@ def call_plan(
 ) -> AttentionPlan:
     """Return the attention plan of one call, whose context is in the store, for the ranks of a team or this one alone.
 
-    With `writes`, the call stores the keys and values of its own spine tokens. It then must run without gradient.
+    With `writes`, the call stores what later calls see of its tokens. It then must run without gradient.
     """
     return AttentionPlan.from_subtree_end(
         call.subtree_end,

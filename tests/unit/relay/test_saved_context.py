@@ -13,7 +13,8 @@ from torch.autograd.profiler import profile
 from verl_tree.attention import tree_attention
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.relay.calls import RelayCall
-from verl_tree.relay.store import ContextStore, RelayContext
+from verl_tree.relay.context import RelayContext
+from verl_tree.relay.store import ContextStore
 
 NUM_CONTEXT, NUM_TOKENS, NUM_HEADS, HEAD_DIM = 1000, 8, 2, 16
 COPY_BYTES = 2 * NUM_CONTEXT * NUM_HEADS * HEAD_DIM * 8  # keys and values of the context in float64
@@ -34,6 +35,9 @@ class Layer:
             context_rows_P=np.arange(NUM_CONTEXT),
             spine_places=np.arange(0),
             spine_rows=slice(0, 0),
+            entered_rows_E=np.arange(0),
+            cut_places=np.arange(0),
+            cut_rows=slice(0, 0),
             scored_K=np.arange(0),
             scorer_K=np.arange(0),
             leaf_groups=(),

@@ -14,9 +14,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from verl_tree.relay.calls import RelayCalls
+from verl_tree.relay.context import RelayContext
 from verl_tree.relay.cut import cut
 from verl_tree.relay.host import HostBuffer, HostCopies
-from verl_tree.relay.store import ContextStore, DeviceBuffer, RelayContext
+from verl_tree.relay.store import ContextStore, DeviceBuffer
 
 CPU = torch.device("cpu")
 LAYER = torch.nn.Identity()
