@@ -35,6 +35,8 @@ def test_equals_verls_own_engine(results: dict[str, Any], family: str, case: Any
     assert errors["moved"] > 1e-5, errors
     if case.rows == "deep":
         assert errors["por"] > 0.3, errors
+    if case.name.startswith("relay"):
+        assert errors["sections"] > 5, errors
 
 
 @pytest.mark.parametrize("family", CASES)

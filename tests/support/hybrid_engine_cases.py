@@ -36,12 +36,11 @@ from verl_tree.recurrence.bind import num_bound_mixers
 LR = 0.05
 LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 CHECKPOINTING = {"enable_gradient_checkpointing": True}
-NEVER = {"relay": "never"}
 
 
 def case(name: str, **options: Any) -> Case:
-    """Return a case whose steps are small enough for a recurrence, and whose trees are not relayed."""
-    return Case(name, **({"lr": LR, "capacity": 160} | options), tree=NEVER)
+    """Return a case whose steps are small enough for a recurrence. Trees fit into packs but in the cases of relay."""
+    return Case(name, **({"lr": LR, "capacity": 160} | options))
 
 
 CASES = {
@@ -50,6 +49,7 @@ CASES = {
         case("kl_and_entropy", actor={"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coeff": 0.05}),
         case("lora", model=LORA),
         case("critic", is_critic=True),
+        case("relay_lora", tree={"capacity": 7}, model=LORA),
     ],
     "qwen3_5_text": [
         case("token_mean"),
@@ -59,10 +59,13 @@ CASES = {
         case("one_token_responses", rows="one_token"),
         case("idle_rank", rows="idle_rank"),
         case("three_steps", num_steps=3, lr=0.01),
+        case("relay_checkpointing_on_host", tree={"capacity": 20, "relay_store": "host"}, model=CHECKPOINTING),
+        case("relay_idle_rank", rows="idle_rank", tree={"capacity": 7}),
     ],
     "qwen3_5": [
         case("token_mean"),
         case("gradient_checkpointing", model=CHECKPOINTING),
+        case("relay", tree={"capacity": 11}),
         # The tower's adapters would get no gradient and stay zero.
         case("lora", model=LORA | {"target_modules": ["in_proj_qkv", "out_proj", "q_proj", "gate_proj"]}),
     ],
@@ -99,7 +102,7 @@ def make_model(family: str) -> PreTrainedModel:
 def run_case(case: Case, *, folder: Path, rank: int, world_size: int) -> dict[str, float]:
     """Run one case on all ranks; return the worst rank's distances, and those of two flat sides (`flat_...`)."""
     batches = [make_batch(case, step=step, rank=rank, world_size=world_size) for step in range(case.num_steps)]
-    sides, saved = [], 0.0
+    sides, counts = [], {}
     others = [(FLAT_STRATEGY, 8)] if case.name == "token_mean" else []
     for strategy, chunk_size in ((FLAT_STRATEGY, 64), (TREE_STRATEGY, 64), *others):
         worker = make_worker(case, strategy=strategy, folder=folder)
@@ -109,14 +112,15 @@ def run_case(case: Case, *, folder: Path, rank: int, world_size: int) -> dict[st
             assert num_bound_mixers(worker.engine.module) == SETTINGS["layer_types"].count("linear_attention")
         sides.append(infer(worker, batches[0]) | take_steps(worker, batches))
         if strategy == TREE_STRATEGY:
-            saved = worker.engine.tree_counts.metrics()["tree/por"]
+            counts = worker.engine.tree_counts.metrics()
     flat, tree, *others = sides
     distances = compare(flat, tree, batches[0])
     for other_chunks in others:
         distances |= {f"flat_{name}": value for name, value in compare(flat, other_chunks, batches[0]).items()}
     errors: list[Any] = [None] * world_size
     dist.all_gather_object(errors, distances)
-    return {name: max(each[name] for each in errors) for name in errors[0]} | {"por": saved}
+    worst = {name: max(each[name] for each in errors) for name in errors[0]}
+    return worst | {"por": counts["tree/por"], "sections": counts.get("tree/sections", 0)}
 
 
 def set_chunk_size(model: torch.nn.Module, chunk_size: int) -> None:

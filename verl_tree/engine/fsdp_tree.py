@@ -115,7 +115,7 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
             )
         hf_config._attn_implementation = for_text(hf_config, ATTENTION_NAME)
         self._model = cast("PreTrainedModel", super()._build_module())
-        bind_recurrent_layers(self._model, relay=self.tree_config.relay, team=self.team)
+        bind_recurrent_layers(self._model, team=self.team)
         check_model(self._model, max_path_len=1)
         if self.engine_config.router_replay.mode != "disabled":
             self._replay = RouterReplay(self._model)

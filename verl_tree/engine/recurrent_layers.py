@@ -6,24 +6,18 @@ from transformers import PreTrainedModel
 from verl_tree.recurrence.bind import RecurrentLayers
 
 
-def bind_recurrent_layers(model: PreTrainedModel, *, relay: str, team: dist.ProcessGroup | None) -> None:
+def bind_recurrent_layers(model: PreTrainedModel, *, team: dist.ProcessGroup | None) -> None:
     """Let the recurrent layers of a model, if it has any, follow the trees of its calls.
 
     Raises:
-        ValueError: Trees may be relayed, or several ranks compute them together.
+        ValueError: Several ranks compute trees together.
     """
     layers = RecurrentLayers(model)
     if not len(layers):
         return
-    name = f"{type(model).__name__} has recurrent layers"
-    if relay != "never":
-        raise ValueError(
-            f"tree.relay={relay}: {name}, and their state at a cut is not stored; set tree.relay=never, and a "
-            "tree.capacity of at least the longest trajectory"
-        )
     if team is not None:
         raise ValueError(
-            f"ulysses_sequence_parallel_size={dist.get_world_size(team)}: {name}, which need all tokens of a path on "
-            "one rank; set 1"
+            f"ulysses_sequence_parallel_size={dist.get_world_size(team)}: {type(model).__name__} has recurrent layers, "
+            "which need all tokens of a path on one rank; set 1"
         )
     layers.bind()

@@ -73,13 +73,11 @@ def test_multimodal_model_is_refused(tmp_path: Path, tower: str) -> None:
     validate(resolved(f"{MODEL}={write_model(tmp_path)}"))
 
 
-def test_hybrids_are_served_on_text_rows_and_not_relayed(tmp_path: Path) -> None:
+def test_hybrids_are_served_on_text_rows_by_one_rank(tmp_path: Path) -> None:
     """Every published checkpoint of Qwen3.5 has a vision tower."""
     model = f"{MODEL}={write_model(tmp_path, model_type='qwen3_5', vision_config={})}"
-    validate(resolved(model, "tree.relay=never"))
-    validate(resolved(model, "tree.enabled=false"))
-    assert "tree.relay=auto: qwen3_5 has recurrent layers, whose state at a cut is not stored" in refusal(model)
-    team = ["tree.relay=never", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2"]
+    validate(resolved(model))
+    team = ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2"]
     assert "ulysses_sequence_parallel_size=2: qwen3_5 has recurrent layers" in refusal(model, *team)
 
 

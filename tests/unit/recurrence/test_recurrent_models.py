@@ -187,8 +187,8 @@ def test_a_layer_that_ran_on_another_pack_is_named():
 
 def test_what_recurrent_layers_do_not_serve_is_refused():
     model = hybrid("qwen3_5")
-    with pytest.raises(ValueError, match=r"do not relay models with recurrent layers \(tree.relay=never"):
-        tree_log_probs(model, DEEP, capacity=9)
+    with pytest.raises(ValueError, match="a plan of 2 context tokens without their states"):
+        AttentionPlan.from_subtree_end(np.array([3, 3, 3]), num_context=2).chunks(64)
     with tree_attention_implementation(model, max_path_len=3):
         shard = SequenceShard(3)
         shard.num_ranks = 2

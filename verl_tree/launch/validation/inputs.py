@@ -93,15 +93,7 @@ def _check_folder(config: DictConfig, key: str, folder: Path, other_config: str 
 
 def _check_recurrent(config: DictConfig, model_type: str) -> Findings:
     """Find what recurrent layers do not serve."""
-    if not uses_tree(config):
-        return
-    if config.tree.relay != "never":
-        remedy = (
-            f"{model_type} has recurrent layers, whose state at a cut is not stored; set never, and a tree.capacity of "
-            "at least the longest trajectory"
-        )
-        yield refusal(config, "tree.relay", remedy)
-    if team_size(config) > 1:
+    if uses_tree(config) and team_size(config) > 1:
         yield refusal(
             config, team_keys(config)[0], f"{model_type} has recurrent layers, which one rank computes; set 1"
         )

@@ -1,0 +1,167 @@
+"""Relayed trees of hybrids against flat rows, in float64, and that the states which cross the cuts matter."""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("verl")
+
+from float64_mode import Float64
+from hybrid_cases import FAMILIES, chain_of_one_token_nodes, flat_scores, hybrid, loss_of, oracle
+from relay_cases import LossCase, flat_result, flat_rows, lay_out, relay_run, relayed_result, verl_rows, worst_error
+from tree_cases import DEEP, VOCAB_SIZE, gradients, layout_of, random_sequences, relative_error
+
+from verl_tree.functional import tree_log_probs
+from verl_tree.recurrence import bind
+from verl_tree.recurrence.bind import RecurrentLayers
+from verl_tree.relay.states import StateRelay
+from verl_tree.testing.synthetic import random_forest
+
+
+@pytest.fixture(autouse=True)
+def _chunks_of_a_few_tokens(monkeypatch):
+    monkeypatch.setattr(bind, "CHUNK_SIZE", 5)
+
+
+def assert_sections_equal_flat(model, sequences, *, capacities):
+    with Float64():
+        want = flat_scores(model, sequences)
+        want_gradients = gradients(model, loss_of(*want))
+        for capacity in capacities:
+            scores = tree_log_probs(model, sequences, calculate_entropy=True, capacity=capacity)
+            for got_all, want_all in zip((scores.log_probs, scores.entropy), want, strict=True):
+                for got_one, want_one in zip(got_all, want_all, strict=True):
+                    torch.testing.assert_close(got_one, want_one, rtol=1e-10, atol=1e-10)
+            got_gradients = gradients(model, loss_of(scores.log_probs, scores.entropy))
+            assert got_gradients.keys() == want_gradients.keys()
+            for name, want_one in want_gradients.items():
+                assert relative_error(got_gradients[name], want_one) < 1e-9, (name, capacity)
+    return scores.num_tree_tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_sections_of_random_forests_equal_the_flat_path(family, seed):
+    """From sections of two tokens, far below the width of the convolution, to all but one in the first."""
+    sequences = random_sequences(np.random.default_rng(seed), num_sequences=4 + seed, mean_len=2 + 3 * seed)
+    num_tokens = layout_of(sequences).num_tokens
+    capacities = [2, 5, max(num_tokens // 3, 2), num_tokens - 1]
+    assert assert_sections_equal_flat(hybrid(family), sequences, capacities=capacities) == num_tokens
+
+
+def test_sections_of_a_chain_of_one_token_nodes():
+    """A section is entered after many tokens of its context."""
+    assert_sections_equal_flat(hybrid("qwen3_5"), chain_of_one_token_nodes(16), capacities=[3, 12])
+
+
+def test_a_convolution_wider_than_a_section():
+    model = hybrid("qwen3_next", linear_conv_kernel_dim=6)
+    assert_sections_equal_flat(model, [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 9], [4]], capacities=[2, 3])
+
+
+@pytest.mark.parametrize("trained", ["in_proj_b", "A_log", "conv1d", "in_proj_qkv"])
+def test_one_trained_parameter_of_the_first_layer(trained):
+    """Nothing before it has a gradient, so the states are differentiable through this parameter alone."""
+    model = hybrid("qwen3_5")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(f"layers.0.linear_attn.{trained}" in name)
+    assert_sections_equal_flat(model, DEEP, capacities=[6])
+
+
+@cache
+def forest(seed):
+    return random_forest(
+        100 + seed, num_leaves=7, mean_len=3, root_probability=0.15, prefix_probability=0.15, vocab_size=VOCAB_SIZE
+    )
+
+
+def result_of_flat_rows(model, case, *, seed):
+    model.set_attn_implementation("sdpa")
+    with oracle(model):
+        scores = flat_rows(model, forest(seed))
+        data = verl_rows(forest(seed), scores, case, seed=seed)
+        rows = lay_out(data, capacity=2, mode="rows").rows
+        return data, flat_result(model, data, scores, case, rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vanilla", {}),
+        ("gspo", {"recomputes": False, "max_loss_terms": 7}),
+        ("gspo", {"recomputes": True, "on_host": True}),
+        ("kl_cov", {"recomputes": False, "on_host": True}),
+    ],
+)
+# What torch says of a layer that it will recompute, but whose forward runs without gradient.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_losses_of_rows_and_losses_that_couple_them(name, options):
+    """Spine first and joint, with the store on the device and the host, with both kinds of gradient checkpointing."""
+    model, case = hybrid("qwen3_5"), LossCase(name)
+    options = dict(options)
+    use_reentrant = options.pop("recomputes", None)
+    with Float64():
+        data, want = result_of_flat_rows(model, case, seed=0)
+        if use_reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            model.train()
+        RecurrentLayers(model).bind()
+        for capacity in (3, 9):
+            got = relayed_result(model, data, case, capacity=capacity, **options)
+            assert worst_error(got, want) < 1e-10, capacity
+
+
+@pytest.mark.parametrize("function", ["chunk_gated_delta_rule", "causal_conv1d_fn"])
+@pytest.mark.parametrize("direction", ["down", "up"])
+def test_states_that_are_not_handed_on_are_missed(function, direction, monkeypatch):
+    """Guards the tests above: without the states of one kind, or their gradients, the result is another one."""
+    model, case = hybrid("qwen3_5"), LossCase("vanilla")
+    name = {"down": "entered", "up": "handed_up"}[direction]
+    relayed, lost = getattr(StateRelay, name), []
+
+    def forget(states):
+        found = relayed(states)
+        if found is None or states._key[1] != function:
+            return found
+        lost.append(found.abs().max().item())
+        return torch.zeros_like(found)
+
+    with Float64():
+        data, want = result_of_flat_rows(model, case, seed=0)
+        monkeypatch.setattr(StateRelay, name, forget)
+        with RecurrentLayers(model).bound():
+            got = relayed_result(model, data, case, capacity=5)
+    assert max(lost) > 1e-4
+    assert worst_error(got, want) > 1e-3
+
+
+@pytest.mark.parametrize("mode", ["forward", "rows"])
+@pytest.mark.parametrize("capacity", [3, 8])
+def test_a_token_changes_no_score_outside_its_subtree_bit_for_bit(mode, capacity):
+    """The layout and the cut stay, the token is another one; in float32."""
+    model = hybrid("qwen3_5").float()
+    data = verl_rows(forest(2), flat_rows(model, forest(2)), LossCase("vanilla"), seed=0)
+    micro = lay_out(data, capacity=capacity, mode=mode)
+    layout, every_T = micro.layout, torch.arange(micro.layout.num_tokens)
+    micro = replace(micro, wanted_T=torch.ones(layout.num_tokens, dtype=torch.bool))
+
+    def scores(changed_layout):
+        with RecurrentLayers(model).bound():
+            run = relay_run(model, micro, kinds=("log_probs", "entropy"), mode=mode, layout=changed_layout)
+            for number in range(run.num_first):
+                run.first(number)
+            for number in range(run.num_last):
+                run.last(number, lambda scores_CT, _leaves: scores_CT.square().sum())
+        return run.scores_CT
+
+    before_CT, has_score_T = scores(layout), layout.parent_T >= 0
+    for token in range(0, layout.num_tokens, 5):
+        ids_T = layout.token_ids_T.clone()
+        ids_T[token] = (ids_T[token] + 1) % VOCAB_SIZE
+        after_CT = scores(replace(layout, token_ids_T=ids_T))
+        is_below_T = (every_T >= token) & (every_T < layout.subtree_end_T[token])
+        assert torch.equal(before_CT[:, ~is_below_T], after_CT[:, ~is_below_T])
+        assert (before_CT[0] != after_CT[0])[is_below_T & has_score_T].all()
