@@ -166,9 +166,7 @@ def _root_entries(subtree_end_T: np.ndarray, *, num_context: int) -> tuple[dict[
     return dict(zip((roots - num_context).tolist(), entries.tolist(), strict=True)), len(entered)
 
 
-def _cut(
-    subtree_end_T: np.ndarray, *, size: int, root_entry: Mapping[int, int]
-) -> tuple[list[np.ndarray], np.ndarray]:
+def _cut(subtree_end_T: np.ndarray, *, size: int, root_entry: Mapping[int, int]) -> tuple[list[np.ndarray], np.ndarray]:
     """Return the tokens of each chunk, ascending, and the tokens that the chunks are entered after.
 
     `root_entry` is what stands for the token before each root.

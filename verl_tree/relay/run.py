@@ -85,9 +85,7 @@ class RelayRun:
         self.num_first, self.num_last = counts
         self._is_joint = mode == "joint" and len(calls.sections) > 1
         self._first = calls.sections if mode == "forward" or self._is_joint else calls.spine
-        self.store = ContextStore(
-            calls.num_spine_tokens, num_cut_tokens=calls.num_cut_tokens, on_host=store_on_host
-        )
+        self.store = ContextStore(calls.num_spine_tokens, num_cut_tokens=calls.num_cut_tokens, on_host=store_on_host)
         self._scores_CT: Tensor | None = None
         self._gradient_CT: Tensor | None = None
 

@@ -8,6 +8,7 @@ from tree_cases import layout_of, random_sequences
 
 from verl_tree.recurrence.causal_conv import ConvSeams
 from verl_tree.recurrence.chunks import TreeChunks, parents
+from verl_tree.tree.context import roots_below_context
 
 # 0 to 4 are a path; 5, 6-7 and 8-9 are below 4.
 FORK = np.array([10, 10, 10, 10, 10, 6, 8, 8, 10, 10])
@@ -63,6 +64,54 @@ def test_every_token_has_one_slot_and_its_path_before_it(size, seed):
                 assert torch.equal(path, is_on_path[token[chunk, slot]])
     assert chunks.chunk_bounds[-1] == len(token)
     assert chunks.read_bounds[-1] == len(chunks.read_slot_R)
+
+
+# The section 4..7 behind the context 0 1 2 3: 4 with the children 5 and 6 is below 3, and 7 is below 0.
+SECTION = np.array([8, 7, 7, 7, 7, 6, 7, 8])
+
+
+def test_a_section_behind_its_context():
+    roots, parents_of_roots = roots_below_context(SECTION, num_context=4)
+    assert (roots.tolist(), parents_of_roots.tolist()) == ([4, 7], [3, 0])
+    chunks = TreeChunks.from_subtree_end(SECTION, size=4, num_context=4, cut_places=np.array([3]))
+    # The states of the context are those after 0 and after 3.
+    assert chunks.num_entered == 2
+    assert chunks.token_MC.tolist() == [[0, 1, 2, 2], [3, 3, 3, 3]]
+    assert chunks.entry_M.tolist() == [1, 0]
+    assert chunks.chunk_bounds == (0, 2)
+    assert chunks.read_slot_R.tolist() == [4]
+    assert chunks.read_bounds == (0, 1)
+    assert chunks.left_L.tolist() == [0]
+
+
+def test_a_section_of_several_steps():
+    """In chunks of two: 4 and 5; after them 6; and 7. The state after 4 is read for 6 and for another call."""
+    chunks = TreeChunks.from_subtree_end(SECTION, size=2, num_context=4, cut_places=np.array([0, 3]))
+    assert chunks.token_MC.tolist() == [[0, 1], [3, 3], [2, 2]]
+    assert chunks.entry_M.tolist() == [1, 0, 0]
+    assert chunks.chunk_bounds == (0, 2, 3)
+    assert chunks.read_slot_R.tolist() == [0, 2]
+    assert chunks.read_bounds == (0, 2, 2)
+    assert chunks.left_L.tolist() == [0, 1]
+
+
+def test_seams_of_a_section_behind_its_context():
+    """Two inputs for each of the states after 0 and after 3 come before the section's own."""
+    seams = ConvSeams.from_subtree_end(SECTION, width=3, num_context=4, cut_places=np.array([3]))
+    assert seams.num_entered == 2
+    assert seams.seam_S.tolist() == [0, 1, 2, 3]
+    assert seams.ancestor_SW.tolist() == [[2, 3, 4], [3, 4, 5], [3, 4, 6], [0, 1, 7]]
+    assert seams.left_LU.tolist() == [[1, 7]]
+
+
+def test_a_root_behind_a_context_of_another_tree():
+    end = np.array([3, 2, 3, 5, 5])
+    assert [each.tolist() for each in roots_below_context(end, num_context=0)] == [[0, 3], [-1, -1]]
+    assert [each.tolist() for each in roots_below_context(end, num_context=1)] == [[1, 2, 3], [0, 0, -1]]
+    chunks = TreeChunks.from_subtree_end(end, size=4, num_context=1)
+    assert chunks.token_MC.tolist() == [[0, 1, 1, 1], [2, 3, 3, 3]]
+    assert chunks.entry_M.tolist() == [0, -1]
+    assert chunks.left_L is None
 
 
 def test_short_nodes_leave_few_slots_empty():

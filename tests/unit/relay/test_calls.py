@@ -43,6 +43,38 @@ def groups(calls):
     return [lists(call.leaf_groups) for call in calls.sections]
 
 
+def test_after_which_tokens_calls_are_entered_and_left():
+    """0 has the child 7 in the next section, 3 has 4, and 7 has 8: rows 0, 1 and 2."""
+    calls = drawn()
+    assert calls.num_cut_tokens == 3
+    assert lists(call.entered_rows_E for call in calls.sections) == [[], [0, 1], [2]]
+    assert lists(call.cut_places for call in calls.sections) == [[0, 3], [3], []]
+    assert [call.cut_rows for call in calls.sections] == [slice(0, 2), slice(2, 3), slice(0, 0)]
+    # The spine 0 1 2 3 | 7 is entered once more after 0.
+    assert lists(call.entered_rows_E for call in calls.spine) == [[], [0]]
+    assert lists(call.cut_places for call in calls.spine) == [[0, 3], [0]]
+    assert [call.cut_rows for call in calls.spine] == [slice(0, 2), slice(2, 3)]
+
+
+def test_a_token_at_which_only_the_spine_is_cut():
+    """A chain of 9 tokens in sections of 3; its spine, 0..5, is computed in the calls 0..3 and 4 5."""
+    chain = np.arange(9)
+    sections = cut(np.full(9, 9), chain, capacity=3, section_cost=1)
+    calls = RelayCalls.of_cut(
+        sections,
+        spine_cut=sections.spine_cut(4),
+        scorer_T=chain - 1,
+        wanted_T=chain > 0,
+        tree_index_F=chain,
+        leaf_offsets=np.array([0, 9]),
+    )
+    assert calls.num_cut_tokens == 3  # 2, 3 and 5
+    assert lists(call.entered_rows_E for call in calls.sections) == [[], [0], [2]]
+    assert lists(call.cut_places for call in calls.sections) == [[2], [0, 2], []]
+    assert lists(call.entered_rows_E for call in calls.spine) == [[], [1]]
+    assert lists(call.cut_places for call in calls.spine) == [[2, 3], [1]]
+
+
 def test_what_each_section_computes_sees_and_scores():
     calls = drawn()
     assert (calls.num_tokens, calls.num_spine_tokens) == (12, 5)
