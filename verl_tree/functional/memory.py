@@ -147,6 +147,7 @@ class KeysAndValues:
     """The size of a model's keys and values.
 
     `dims` counts their numbers per token and layer. Layers that share keys, or see a window only, count like others.
+    Recurrent layers have none.
     """
 
     dims: int
@@ -164,7 +165,8 @@ class KeysAndValues:
         # Where there are fewer heads than ranks, several ranks have the same one.
         own_heads = max(1, (text.get("num_key_value_heads") or num_heads) // num_ranks)
         dims = own_heads * (key_dim + value_dim)
-        return cls(dims=dims, num_layers=text["num_hidden_layers"], dtype_bytes=dtype.itemsize)
+        num_recurrent = (text.get("layer_types") or []).count("linear_attention")
+        return cls(dims=dims, num_layers=text["num_hidden_layers"] - num_recurrent, dtype_bytes=dtype.itemsize)
 
     def relayed_bytes(self, max_path_len: int, *, trains: bool, recomputes: bool, on_host: bool = False) -> int:
         """Return the bytes of a relay on the device: the store, and a section's copies of its context.

@@ -10,6 +10,7 @@ from transformers import (
     AttentionMaskInterface,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
 from tree_cases import DEEP, layout_of
@@ -205,3 +206,12 @@ def test_a_rank_of_a_team_has_the_keys_and_values_of_its_own_heads(num_ranks: in
     config = Qwen3Config(num_attention_heads=32, num_key_value_heads=8, head_dim=128, num_hidden_layers=3)
     size = KeysAndValues.of_model(config, dtype=torch.bfloat16, num_ranks=num_ranks)
     assert size == KeysAndValues(dims=own_heads * 2 * 128, num_layers=3, dtype_bytes=2)
+
+
+def test_recurrent_layers_have_no_keys_and_values() -> None:
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
+    config = Qwen3_5TextConfig(
+        num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2, head_dim=16, layer_types=kinds * 2
+    )
+    size = KeysAndValues.of_model(config, dtype=torch.bfloat16)
+    assert (size.dims, size.num_layers) == (2 * 2 * 16, 2)
