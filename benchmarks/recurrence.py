@@ -1,16 +1,19 @@
 """Speed of a hybrid on trees beside flat rows: one forward and backward pass of all rows, on this machine's CPU.
 
-A small Qwen3.5: one recurrent layer and one of attention, with heads of the published models' size (128 x 128). Flat
-rows run one after another through transformers' own code. A case is appended to `--out` when it is done::
+Two small Qwen3.5 (`--model`), with heads of the published models' size (128 x 128): one recurrent layer and one of
+attention, or three and one. Flat rows run one after another through transformers' own code. Freed memory stays in the
+process, on both sides. Otherwise a pack, whose tensors are large, would get fresh pages from the system for each of
+them, and rows, whose tensors are small, would not. A case is appended to `--out` when it is done::
 
-    python benchmarks/recurrence.py --repetitions 2 --out docs/benchmarks/data/recurrence.jsonl
+    python benchmarks/recurrence.py --model two_layers --out docs/benchmarks/data/recurrence.jsonl
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
-from harness import Times, append_record, environment, interleave, new_parser, print_table
+from harness import Times, append_record, environment, interleave, keep_freed_memory, new_parser, print_table
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from verl_tree.functional import tree_log_probs
@@ -24,26 +27,35 @@ VOCABULARY = 4096
 Sequences = list[np.ndarray]
 
 
-def small_model() -> PreTrainedModel:
-    """Make the model, random, in float32."""
+MODELS: dict[str, dict[str, Any]] = {
+    "two_layers": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+    },
+    "four_layers": {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+}
+
+
+def small_model(name: str) -> PreTrainedModel:
+    """Make a model of `MODELS`, random, in float32."""
     torch.manual_seed(0)
-    return Qwen3_5ForCausalLM(
-        Qwen3_5TextConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=2,
-            layer_types=["linear_attention", "full_attention"],
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=64,
-            linear_num_key_heads=1,
-            linear_num_value_heads=2,
-            linear_key_head_dim=128,
-            linear_value_head_dim=128,
-            pad_token_id=0,
-        )
-    ).eval()
+    sizes = {"head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(vocab_size=VOCABULARY, pad_token_id=0, **sizes, **MODELS[name])).eval()
 
 
 def tokens(rng: np.random.Generator, length: int) -> np.ndarray:
@@ -143,13 +155,15 @@ def measure(name: str, model: PreTrainedModel, *, repetitions: int) -> dict[str,
 def main() -> None:
     """Measure the cases named on the command line, or all."""
     parser = new_parser(__doc__)
+    parser.add_argument("--model", choices=list(MODELS), default="two_layers")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("cases", nargs="*", default=list(CASES), help=f"of {list(CASES)}")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    model, rows = small_model(), []
+    keep_freed_memory()
+    model, rows = small_model(options.model), []
     for name in options.cases:
-        record = measure(name, model, repetitions=options.repetitions)
+        record = {"model": options.model} | measure(name, model, repetitions=options.repetitions)
         append_record(record | {"environment": environment(options)}, options.out)
         rows.append({key: value for key, value in record.items() if key != "all_cpu_s"})
     print_table(rows)

@@ -12,6 +12,7 @@ Legend: P tokens of a call's context, Q the call's own tokens, H key-value heads
 
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,7 @@ class RelayContext:
         self._own_places = _slice_or_index(call.spine_places, device=device)
         self._own_rows = call.spine_rows
         self._relays = call.num_context > 0 or len(call.spine_places) > 0
-        self._entered_rows = _slice_or_index(call.entered_rows_E, device=device)
-        self._cut_rows = call.cut_rows
+        self._call, self._device = call, device
         self.cut_places = call.cut_places
 
     def extend(self, layer: torch.nn.Module, key_QHD: Tensor, value_QHD: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,8 +64,12 @@ class RelayContext:
     def states(self, key: Hashable) -> StateRelay:
         """Return what relays the states that a recurrent layer keeps under `key`."""
         return StateRelay(
-            self._store, key, entered_rows=self._entered_rows, cut_rows=self._cut_rows, writes=self._writes
+            self._store, key, entered_rows=self._entered_rows, cut_rows=self._call.cut_rows, writes=self._writes
         )
+
+    @cached_property
+    def _entered_rows(self) -> Tensor | slice:
+        return _slice_or_index(self._call.entered_rows_E, device=self._device)
 
     def save_own(
         self, layer: torch.nn.Module, own: tuple[Tensor, Tensor], extended: tuple[Tensor, Tensor]
