@@ -23,15 +23,18 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 
 from verl_tree.attention import tree_attention
 from verl_tree.attention.plan import AttentionPlan
-from verl_tree.recurrence import MIXERS
+from verl_tree.recurrence import MIXERS, MODEL_TYPES
 from verl_tree.recurrence.bind import RecurrentLayers, num_bound_mixers, unbound_mixers
 
 ATTENTION_NAME = "tree_attention"
 
 NO_MASK_SHAPE = (1, 1, 0, 0)
 
-_TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_TREE_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 """Values of `config.layer_types` in which a token sees its own path and nothing else."""
+
+_RECURRENT_LAYER_TYPES = {"linear_attention", "conv", "mamba"}
+"""Values of layers whose mixers may be bound (`verl_tree.recurrence`)."""
 
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
@@ -185,15 +188,17 @@ def _check_recurrent_layers(model: PreTrainedModel, config: dict[str, Any]) -> N
     """Refuse layers that pass something on from token to token in a way that no tree is served in."""
     name, model_type = type(model).__name__, config.get("model_type", "")
     layer_types = config.get("layer_types") or ["full_attention"]
-    is_served = set(layer_types) <= _TREE_LAYER_TYPES | {"linear_attention"}
-    num_recurrent = layer_types.count("linear_attention")
+    is_served = set(layer_types) <= _TREE_LAYER_TYPES | _RECURRENT_LAYER_TYPES
+    num_recurrent = sum(each in _RECURRENT_LAYER_TYPES for each in layer_types)
     unbound = unbound_mixers(model)
     if unbound:
         raise ValueError(
             f"{name} has recurrent layers that do not follow the tree ({unbound[0]} is the first): use tree_log_probs, "
             "or tree_attention_implementation, which bind them"
         )
-    if is_served and num_recurrent == num_bound_mixers(model) and (num_recurrent or not model._is_stateful):
+    # A Granite-4 without Mamba-2 has the class of one with it, of which transformers says that it is stateful.
+    has_state = model._is_stateful and not num_recurrent and model_type not in MODEL_TYPES
+    if is_served and num_recurrent == num_bound_mixers(model) and not has_state:
         return
     kinds = ", ".join(sorted(set(layer_types) - _TREE_LAYER_TYPES)) or "a recurrent state"
     reason = _REFUSED_MIXERS.get(model_type, f"of recurrent mixers, trees serve {', '.join(MIXERS)}")

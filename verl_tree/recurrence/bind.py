@@ -1,8 +1,10 @@
-"""Recurrent layers of transformers on trees: two functions of each mixer instance are replaced while it is bound.
+"""Recurrent layers of transformers on trees: functions of each mixer instance are replaced while it is bound.
 
 A mixer like `Qwen3NextGatedDeltaNet` calls its convolution and its recurrence through two attributes of the instance,
-as verl's own forward of it does. Everything else in the layer works token by token and stays the model's: projections,
-gates, norms, LoRA, FSDP2.
+as verl's own forward of it does. That of OLMo-Hybrid has three modules for its convolutions, whose forwards are
+replaced. Short convolutions and Mamba-2 are computed inline, so the forward of the mixer is replaced
+(`inline_mixers.py`). Everything else works token by token and stays the model's: projections, gates, norms, LoRA,
+FSDP2.
 
 The plan of a call comes with the keyword `tree_plan` of the decoder layer, which a hook of that layer reads. So it also
 comes where a forward does not hand it on to the mixer, and in the layer's recomputation under gradient checkpointing.
@@ -11,8 +13,9 @@ A lost plan would be silent: the pack would be computed as one sequence. So a bo
 after each forward pass of the decoder every mixer must have run once with the plan of this pass.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 
@@ -21,13 +24,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from verl_tree.recurrence import MIXERS
+from verl_tree.recurrence import MAMBA2, MIXERS, OLMO_HYBRID, SHORT_CONVS
 from verl_tree.recurrence.causal_conv import ConvSeams, tree_causal_conv
 from verl_tree.recurrence.chunks import TreeChunks
 from verl_tree.recurrence.delta_rule import tree_gated_delta_rule
+from verl_tree.recurrence.inline_mixers import mamba2, short_conv
 from verl_tree.recurrence.states import States
 
-_RULE, _CONV = "chunk_gated_delta_rule", "causal_conv1d_fn"
+_RULE, _CONV, _FORWARD = "chunk_gated_delta_rule", "causal_conv1d_fn", "forward"
 
 CHUNK_SIZE = 64
 """Tokens of a chunk, as in transformers' and flash-linear-attention's kernels."""
@@ -54,6 +58,11 @@ class Plan(Protocol):
         """Where a relayed call takes its states from."""
         ...
 
+    @property
+    def num_context(self) -> int:
+        """Tokens before the pack whose states other calls have."""
+        ...
+
     def chunks(self, size: int) -> TreeChunks:
         """Return the pack in chunks of at most `size` tokens."""
         ...
@@ -72,7 +81,7 @@ class RecurrentLayers:
 
     def __init__(self, model: torch.nn.Module) -> None:
         mixers = {
-            name: _Mixer(name, module, model.get_submodule(name.rpartition(".")[0]))
+            name: _stand_in(module)(name, module, model.get_submodule(name.rpartition(".")[0]))
             for name, module in model.named_modules()
             if _is_served(module)
         }
@@ -91,15 +100,18 @@ class RecurrentLayers:
         if all(_is_bound(mixer.module) for mixer in self._mixers):
             yield
             return
-        before = [mixer.replaced() for mixer in self._mixers]
+        replaced = [(vars(module), name) for mixer in self._mixers for module, name, _ in mixer.replacements()]
+        before = [(attributes, name, attributes[name]) for attributes, name in replaced if name in attributes]
         handles = self.bind()
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            for mixer, attributes in zip(self._mixers, before, strict=True):
-                vars(mixer.module).update(attributes)
+            for attributes, name in replaced:
+                del attributes[name]
+            for attributes, name, value in before:
+                attributes[name] = value
 
     def bind(self) -> list[RemovableHandle]:
         """Bind the layers for the life of the model; return the handles of their hooks."""
@@ -134,18 +146,28 @@ def num_bound_mixers(model: torch.nn.Module) -> int:
     return sum(_is_bound(module) for module in model.modules())
 
 
-def _is_served(module: torch.nn.Module) -> bool:
+def _is_one_of(module: torch.nn.Module, names: tuple[str, ...]) -> bool:
     # FSDP2 makes subclasses of what it shards.
-    return any(each.__name__ in MIXERS for each in type(module).__mro__)
+    return any(each.__name__ in names for each in type(module).__mro__)
+
+
+def _is_served(module: torch.nn.Module) -> bool:
+    return _is_one_of(module, MIXERS)
 
 
 def _is_bound(module: torch.nn.Module) -> bool:
-    rule = vars(module).get(_RULE)
-    return isinstance(rule, MethodType) and isinstance(rule.__self__, _Mixer)
+    functions = (vars(module).get(name) for name in (_RULE, _FORWARD))
+    return any(isinstance(each, MethodType) and isinstance(each.__self__, _Mixer) for each in functions)
+
+
+def _stand_in(module: torch.nn.Module) -> "type[_Mixer]":
+    if _is_one_of(module, OLMO_HYBRID):
+        return _OlmoHybrid
+    return _Inline if _is_one_of(module, SHORT_CONVS + MAMBA2) else _Mixer
 
 
 class _Mixer:
-    """What stands in for the two functions of one mixer: `rule` and `conv`.
+    """What stands in for the functions of one mixer: `rule` and `conv`.
 
     Attributes:
         ran_on: The runs of the plans that it ran with in the current forward pass of the decoder.
@@ -163,13 +185,14 @@ class _Mixer:
         self.ran_on: list[object] = []
         self._plan: Plan | None = None
 
-    def replaced(self) -> dict[str, Any]:
-        """Return the two attributes as they are."""
-        return {name: vars(self.module)[name] for name in (_RULE, _CONV)}
+    def replacements(self) -> list[tuple[torch.nn.Module, str, Callable[..., Any]]]:
+        """Return the attributes of instances that are replaced: module, name, and what stands in."""
+        return [(self.module, _RULE, self.rule), (self.module, _CONV, self.conv)]
 
     def bind(self) -> RemovableHandle:
-        """Replace the two attributes, and read the plan of every call of the layer."""
-        vars(self.module).update({_RULE: self.rule, _CONV: self.conv})
+        """Replace the attributes, and read the plan of every call of the layer."""
+        for module, name, function in self.replacements():
+            vars(module)[name] = function
         return self.layer.register_forward_pre_hook(self._read_plan, with_kwargs=True)
 
     def _read_plan(self, _layer: torch.nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
@@ -186,6 +209,13 @@ class _Mixer:
         """Return the states of one of the two functions that cross calls."""
         context = self._current().context
         return None if context is None else context.states((self.module, function))
+
+    def _refuse_context(self) -> None:
+        if num_context := self._current().num_context:
+            raise ValueError(
+                f"{self.name} got a plan with a context of {num_context} tokens, whose state it does not take: do not "
+                'relay such models (tree.relay=never in a training run, packing="auto" in tree_log_probs)'
+            )
 
     def conv(
         self,
@@ -237,3 +267,62 @@ class _Mixer:
         self.ran_on.append(plan.runs)
         self._plan = None  # of this call only
         return out_THV.unsqueeze(0), None
+
+
+class _OlmoHybrid(_Mixer):
+    """What stands in for the rule of a mixer and for the forwards of its three convolutions."""
+
+    def replacements(self) -> list[tuple[torch.nn.Module, str, Callable[..., Any]]]:
+        convs = [self.module.get_submodule(f"{of}_conv1d") for of in ("q", "k", "v")]
+        return [(self.module, _RULE, self.rule), *((conv, _FORWARD, partial(self.conv_of, conv)) for conv in convs)]
+
+    def conv_of(
+        self,
+        conv: Any,
+        x: Tensor,
+        *,
+        cache: Tensor | None = None,
+        use_precomputed: bool = False,
+        output_final_state: bool = False,
+    ) -> tuple[Tensor, None]:
+        """Stand in for the forward of a convolution: (1, T, D) to (1, T, D), and no final state."""
+        self._refuse_context()
+        if cache is not None or use_precomputed or output_final_state:
+            raise ValueError(f"{self.name} is to continue or return states: pass use_cache=False and no cache")
+        y_1DT = self.conv(x.transpose(1, 2), conv.weight.squeeze(1), conv.bias, activation="silu")
+        return y_1DT.transpose(1, 2), None
+
+
+class _Inline(_Mixer):
+    """What stands in for the forward of a mixer."""
+
+    def replacements(self) -> list[tuple[torch.nn.Module, str, Callable[..., Any]]]:
+        return [(self.module, _FORWARD, self.forward)]
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: object = None,
+        cache_params: object = None,
+        attention_mask: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **_of_attention: object,
+    ) -> Tensor:
+        """Stand in for the forward of the mixer: (1, T, E) to (1, T, E) along the paths of the tree."""
+        plan = self._current()
+        self._refuse_context()
+        given = (past_key_values, cache_params, seq_idx)
+        # A mask without entries is that of a pack (`verl_tree.attention.hf.no_mask`).
+        is_masked = attention_mask is not None and attention_mask.numel() > 0
+        if any(each is not None for each in given) or is_masked or hidden_states.shape[0] != 1:
+            raise ValueError(
+                f"{self.name} got a cache, a mask or seq_idx, or has batch size {hidden_states.shape[0]}: a pack is "
+                "one row; pass use_cache=False, no past_key_values and no attention_mask"
+            )
+        if _is_one_of(self.module, SHORT_CONVS):
+            y_TE = short_conv(self.module, hidden_states[0], seams=plan.seams)
+        else:
+            y_TE = mamba2(self.module, hidden_states[0], seams=plan.seams, chunks=plan.chunks(CHUNK_SIZE))
+        self.ran_on.append(plan.runs)
+        self._plan = None  # of this call only
+        return y_TE.unsqueeze(0)

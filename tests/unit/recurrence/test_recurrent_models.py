@@ -6,11 +6,11 @@ import torch
 from hybrid_cases import FAMILIES, Float64Throughout, chain_of_one_token_nodes, flat_scores, hybrid, loss_of
 from peft import LoraConfig, get_peft_model
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     DynamicCache,
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
 )
@@ -207,10 +207,8 @@ def test_what_recurrent_layers_do_not_serve_is_refused():
 def test_other_recurrent_models_are_refused_by_name():
     tiny = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 61}
     mamba = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
-    granite = GraniteMoeHybridForCausalLM(
-        GraniteMoeHybridConfig(**tiny, **mamba, num_hidden_layers=2, layer_types=["mamba", "attention"])
-    )
-    lfm2 = Lfm2ForCausalLM(Lfm2Config(**tiny, num_hidden_layers=2, layer_types=["conv", "full_attention"]))
+    bamba = BambaForCausalLM(BambaConfig(**tiny, **mamba, num_hidden_layers=2, attn_layer_indices=[1]))
+    falcon = FalconH1ForCausalLM(FalconH1Config(**tiny, **mamba, mamba_d_ssm=64, num_hidden_layers=1))
     nemotron = NemotronHForCausalLM(
         NemotronHConfig(
             **tiny,
@@ -222,11 +220,8 @@ def test_other_recurrent_models_are_refused_by_name():
         )
     )
     for model, reason in (
-        (
-            granite,
-            r"\(model type granitemoehybrid\) has layers \(attention, mamba\).* trees serve Qwen3NextGatedDeltaNet",
-        ),
-        (lfm2, r"\(model type lfm2\) has layers \(conv\).* train it flat"),
+        (bamba, r"\(model type bamba\) has layers \(a recurrent state\).* trees serve Qwen3NextGatedDeltaNet"),
+        (falcon, r"\(model type falcon_h1\) has layers .* train it flat"),
         (nemotron, r"\(model type nemotron_h\).*transformers' own forward is wrong beyond one chunk"),
     ):
         with pytest.raises(ValueError, match=reason):

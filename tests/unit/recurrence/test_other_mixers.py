@@ -1,0 +1,189 @@
+"""Short convolutions, Mamba-2 and OLMo-Hybrid on trees in float64, against flat sequences.
+
+The flat side runs OLMo-Hybrid's rule and Mamba-2 token by token, and short convolutions as transformers computes them.
+"""
+
+import numpy as np
+import pytest
+import torch
+from float64_mode import Float64
+from hybrid_cases import chain_of_one_token_nodes, flat_scores, loss_of
+from mixer_cases import MIXER_NAMES, mamba_oracle, other_hybrid
+from peft import LoraConfig, get_peft_model
+from transformers import DynamicCache
+from tree_cases import DEEP, VOCAB_SIZE, gradients, layout_of, random_sequences, relative_error
+
+from verl_tree.attention import AttentionPlan
+from verl_tree.attention.hf import tree_attention_implementation
+from verl_tree.functional import tree_log_probs
+from verl_tree.recurrence import MIXERS, MODEL_TYPES, bind
+from verl_tree.recurrence.bind import RecurrentLayers, num_bound_mixers
+
+TITLES = {
+    "olmo_hybrid": "OLMo-Hybrid",
+    "lfm2": "LFM2",
+    "lfm2_moe": "LFM2-MoE",
+    "granitemoehybrid": "Granite-4 hybrid",
+}
+"""Rows of docs/models.md."""
+
+
+def errors(model, sequences, *, flat=None, **options):
+    """Return the worst relative errors of log-probs and entropies, and of gradients, and the scores of the tree.
+
+    `flat` is the model of the flat side, if it is another one.
+    """
+    flat = flat or model
+    with Float64(), mamba_oracle(flat):
+        want = flat_scores(flat, sequences)
+        want_gradients = gradients(flat, loss_of(*want))
+    with Float64():
+        scores = tree_log_probs(model, sequences, calculate_entropy=True, **options)
+        got = (scores.log_probs, scores.entropy)
+        got_gradients = gradients(model, loss_of(*got))
+    assert got_gradients.keys() == want_gradients.keys()
+    recurrent = [value for name, value in want_gradients.items() if any(each in name for each in MIXER_NAMES)]
+    assert min(value.abs().max() for value in recurrent) > 1e-4
+    of_scores = [relative_error(*each) for pair in zip(got, want, strict=True) for each in zip(*pair, strict=True)]
+    of_gradients = [relative_error(got_gradients[name], value) for name, value in want_gradients.items()]
+    return max(of_scores), max(of_gradients), scores
+
+
+def assert_equals_flat(model, forests, **options):
+    """Compare on several forests; return the worst errors and the flat tokens that the trees have saved."""
+    found = [errors(model, sequences, **options) for sequences in forests]
+    of_scores, of_gradients = (max(each[at] for each in found) for at in (0, 1))
+    assert of_scores <= 1e-10
+    assert of_gradients <= 1e-9
+    return of_scores, of_gradients, sum(each.num_flat_tokens - each.num_tree_tokens for *_, each in found)
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_random_forests_equal_the_flat_path(name, monkeypatch, record_property):
+    monkeypatch.setattr(bind, "CHUNK_SIZE", 8)  # nodes of up to some thirty tokens
+    forests = [
+        random_sequences(np.random.default_rng(seed), num_sequences=3 + seed % 9, mean_len=2 + seed)
+        for seed in range(24)
+    ]
+    log_probs, of_gradients, saved = assert_equals_flat(other_hybrid(name), forests)
+    assert saved > 1000
+    record_property(f"{TITLES[name]} | log-probs", log_probs)
+    record_property(f"{TITLES[name]} | gradients", of_gradients)
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_chains_of_one_token_nodes_and_a_node_that_is_longer_than_a_chunk(name, monkeypatch):
+    prompt = (np.arange(150) * 11 % VOCAB_SIZE).tolist()
+    long = [[*prompt, 1, 2, 3], [*prompt, 4], prompt[:70], [*prompt[:70], 9, 9]]
+    model = other_hybrid(name)
+    assert_equals_flat(model, [chain_of_one_token_nodes(24), long])
+    monkeypatch.setattr(bind, "CHUNK_SIZE", 5)
+    assert_equals_flat(model, [chain_of_one_token_nodes(24)])
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_gradient_checkpointing_and_lora(name, record_property):
+    """Several packs, so that a layer that kept the last plan would recompute the first one wrongly."""
+    model = other_hybrid(name).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _, of_gradients, _ = assert_equals_flat(model, [DEEP], flat=other_hybrid(name), capacity=11, packing="heuristic")
+    record_property(f"{TITLES[name]} | checkpointing", of_gradients)
+    adapted = get_peft_model(other_hybrid(name), LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            parameter.requires_grad_(parameter.dim() > 1)  # adapters and what they adapt
+    _, of_gradients, _ = assert_equals_flat(adapted.double(), [DEEP])
+    record_property(f"{TITLES[name]} | LoRA", of_gradients)
+    assert num_bound_mixers(adapted) == 0
+
+
+@pytest.mark.parametrize("chunk_size", [4, 256])
+def test_transformers_own_mamba2_agrees_with_the_oracle(chunk_size):
+    """So a comparison of engines, whose flat side runs it, compares with something right."""
+    model = other_hybrid("granitemoehybrid", mamba_chunk_size=chunk_size)
+    sequences = random_sequences(np.random.default_rng(4), num_sequences=6, mean_len=9)
+    with Float64():
+        got = flat_scores(model, sequences)
+        with mamba_oracle(model):
+            want = flat_scores(model, sequences)
+    assert max(map(len, sequences)) > 3 * 4, "several of the smaller chunks"
+    for got_all, want_all in zip(got, want, strict=True):
+        for got_one, want_one in zip(got_all, want_all, strict=True):
+            torch.testing.assert_close(got_one, want_one, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["olmo_hybrid", "lfm2", "granite dense"])
+def test_no_branch_sees_another_bit_for_bit(name):
+    """Models without experts: other tokens in a batch of an expert may round differently, which is no leak."""
+    model = other_hybrid(name).float()
+    layout = layout_of(random_sequences(np.random.default_rng(5), num_sequences=25, mean_len=7))
+
+    def logits(token_ids_T):
+        with torch.no_grad(), tree_attention_implementation(model, max_path_len=500):
+            return model(
+                input_ids=token_ids_T[None],
+                position_ids=layout.position_T[None],
+                use_cache=False,
+                tree_plan=AttentionPlan.from_layout(layout, backend="dense"),
+            ).logits[0]
+
+    before = logits(layout.token_ids_T)
+    is_on_path = layout.materialize()
+    for token in range(0, layout.num_tokens, 9):
+        changed = layout.token_ids_T.clone()
+        changed[token] = (changed[token] + 1) % VOCAB_SIZE
+        after = logits(changed)
+        sees = is_on_path[:, token]
+        assert torch.equal(after[~sees], before[~sees])
+        assert (after[sees] != before[sees]).any(dim=-1).all()
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_binding_is_nested_and_restored(name):
+    model = other_hybrid(name)
+    mixers = [module for module in model.modules() if type(module).__name__ in MIXERS]
+    assert len(mixers) == 2
+    assert model.config.model_type in MODEL_TYPES
+    before = [vars(module).copy() for module in model.modules()]
+    want = tree_log_probs(model, DEEP)
+    with pytest.raises(ValueError, match="token id 99"):
+        tree_log_probs(model, [[1, 99]])
+    assert [vars(module) for module in model.modules()] == before
+    RecurrentLayers(model).bind()
+    assert num_bound_mixers(model) == 2
+    got = tree_log_probs(model, DEEP)
+    assert all(map(torch.equal, got.log_probs, want.log_probs))
+    assert num_bound_mixers(model) == 2
+
+
+def call(model, **options):
+    plan = AttentionPlan.from_layout(layout_of([[1, 2], [1, 3]]))
+    return model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False, **({"tree_plan": plan} | options))
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_a_lost_plan_a_skipped_layer_a_cache_and_sections_are_refused(name):
+    model = other_hybrid(name)
+    with pytest.raises(ValueError, match=r"model.layers.0.\w+ got a plan with a context of .* \(tree.relay=never"):
+        tree_log_probs(model, DEEP, capacity=9)
+    (mixer,) = [module for key, module in model.model.layers[2].named_modules() if type(module).__name__ in MIXERS]
+    with tree_attention_implementation(model, max_path_len=3):
+        call(model)
+        with pytest.raises(ValueError, match=r"model.layers.0.\w+ got no tree_plan"):
+            call(model, tree_plan=None)
+        if name != "olmo_hybrid":  # whose layers fail at a cache of any other class than its own
+            with pytest.raises(ValueError, match="pass use_cache=False"):
+                call(model, past_key_values=DynamicCache(config=model.config))
+        mixer.forward = lambda hidden_states, **_: hidden_states
+        with pytest.raises(RuntimeError, match=r"model.layers.2.\w+ ran 0 times in one forward pass"):
+            call(model)
+
+
+def test_a_granite_without_mamba_is_served():
+    """Published ones have the same class, and no layer with a state."""
+    model = other_hybrid("granitemoehybrid", layer_types=["attention"] * 3)
+    scores = tree_log_probs(model, DEEP)
+    with Float64():
+        want, _ = flat_scores(model, DEEP)
+    for got_one, want_one in zip(scores.log_probs, want, strict=True):
+        torch.testing.assert_close(got_one, want_one, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,76 @@
+"""Mamba-2's recurrence on forests: against each path alone, token by token."""
+
+import numpy as np
+import pytest
+import torch
+from hybrid_cases import chain_of_one_token_nodes
+from tree_cases import DEEP, layout_of, random_sequences, relative_error
+
+from verl_tree.recurrence.chunks import TreeChunks
+from verl_tree.recurrence.ssd import tree_ssd
+
+GROUPS, HEADS, STATE_DIM, HEAD_DIM = 2, 3, 5, 4
+
+
+def inputs_of(num_tokens, *, dtype=torch.float64):
+    """Draw c, b, x and log decays; some decays leave nothing of the state."""
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def draw(*shape):
+        return torch.randn(num_tokens, GROUPS, *shape, dtype=torch.float64, generator=generator)
+
+    g = -(draw(HEADS).exp() * 0.3)
+    g[::17] = -200.0
+    tensors = (draw(STATE_DIM), draw(STATE_DIM), draw(HEADS, HEAD_DIM), g)
+    return [each.to(dtype).requires_grad_() for each in tensors]
+
+
+def on_tree(inputs, layout, *, size):
+    c, b, x, g = inputs
+    return tree_ssd(c, b, x, g_TGJ=g, chunks=TreeChunks.from_subtree_end(layout.subtree_end_T.numpy(), size=size))
+
+
+def by_path(inputs, layout):
+    """Compute every path of a leaf alone; each token's output comes from the first path that holds it."""
+    c, b, x, g = inputs
+    outs = {}
+    for path in layout.tree_index_F.split(np.diff(layout.leaf_offsets).tolist()):
+        state = x.new_zeros(GROUPS, HEADS, HEAD_DIM, STATE_DIM)
+        for token in path.tolist():
+            state = state * g[token].exp()[..., None, None] + torch.einsum("gjp,gn->gjpn", x[token], b[token])
+            outs.setdefault(token, torch.einsum("gjpn,gn->gjp", state, c[token]))
+    return torch.stack([outs[token] for token in range(layout.num_tokens)])
+
+
+@pytest.mark.parametrize("size", [1, 3, 64])
+@pytest.mark.parametrize("sequences", ["deep", "chain", "random", "one token", "long"])
+def test_equals_the_recurrence_along_each_path(sequences, size):
+    rng = np.random.default_rng(3)
+    layout = layout_of(
+        {
+            "deep": DEEP,
+            "chain": chain_of_one_token_nodes(20),
+            "random": random_sequences(rng, num_sequences=12, mean_len=6),
+            "one token": [[3]],
+            "long": [[*range(50)] * 3, [*range(50)] * 2 + [7]],
+        }[sequences]
+    )
+    inputs = inputs_of(layout.num_tokens)
+    got, want = on_tree(inputs, layout, size=size), by_path(inputs, layout)
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+    weight = torch.randn(got.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for got_one, want_one in zip(
+        torch.autograd.grad((weight * got).sum(), inputs),
+        torch.autograd.grad((weight * want).sum(), inputs),
+        strict=True,
+    ):
+        assert relative_error(got_one, want_one) < 1e-10
+
+
+def test_bfloat16_is_computed_in_float32_also_under_autocast():
+    layout = layout_of(random_sequences(np.random.default_rng(0), num_sequences=20, mean_len=9))
+    low = [each.detach() for each in inputs_of(layout.num_tokens, dtype=torch.bfloat16)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = on_tree(low, layout, size=16)
+    assert got.dtype == torch.float32
+    assert 0 < relative_error(got.double(), by_path([each.double() for each in low], layout)) < 1e-6
