@@ -1,15 +1,28 @@
 """Hybrids: the tree engine computes what verl's FSDP2 engine computes, on one and two ranks, in fp32, on gloo."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hybrid_engine_cases import CASES
+from hybrid_engine_cases import CASES, SHORT_CONVS
 from rank_scripts import run_script
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 TOLERANCE = 1e-5
 """Relative, per optimiser step, float32 against float32; two chunk sizes of the flat rule differ by as much."""
+
+TITLES = {
+    "qwen3_next": "Qwen3-Next",
+    "qwen3_5_text": "Qwen3.5",
+    "qwen3_5": "Qwen3.5",
+    "qwen3_5_moe_text": "Qwen3.5-MoE",
+    "olmo_hybrid": "OLMo-Hybrid",
+    "lfm2": "LFM2",
+    "lfm2_moe": "LFM2-MoE",
+    "granitemoehybrid": "Granite-4 hybrid",
+}
+"""Rows of docs/models.md."""
 
 NAMES = [(family, case) for family, cases in CASES.items() for case in cases]
 
@@ -18,11 +31,14 @@ NAMES = [(family, case) for family, cases in CASES.items() for case in cases]
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Run all cases of one world size once."""
     out = tmp_path_factory.mktemp("hybrids") / "results.json"
-    return run_script("hybrid_engine_cases.py", num_ranks=request.param, out=out, timeout_s=500)
+    errors = run_script("hybrid_engine_cases.py", num_ranks=request.param, out=out, timeout_s=500)
+    return errors | {"num_ranks": request.param}
 
 
 @pytest.mark.parametrize(("family", "case"), NAMES, ids=lambda each: each if isinstance(each, str) else each.name)
-def test_equals_verls_own_engine(results: dict[str, Any], family: str, case: Any) -> None:
+def test_equals_verls_own_engine(
+    results: dict[str, Any], family: str, case: Any, record_property: Callable[[str, object], None]
+) -> None:
     """Compare log-probs, entropy, values, loss, every gradient and every parameter after the steps."""
     errors = results[f"{family}_{case.name}"]
     tolerance = TOLERANCE * case.num_steps
@@ -37,9 +53,11 @@ def test_equals_verls_own_engine(results: dict[str, Any], family: str, case: Any
         assert errors["por"] > 0.3, errors
     if case.name.startswith("relay"):
         assert errors["sections"] > 5, errors
+    ranks = "1 rank" if results["num_ranks"] == 1 else f"{results['num_ranks']} ranks"
+    record_property(f"{TITLES[family]} | {'critic' if case.is_critic else f'engine, {ranks}'}", errors["gradient"])
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", [family for family in CASES if family not in SHORT_CONVS])
 def test_two_right_answers_of_the_flat_engine_differ_as_much(results: dict[str, Any], family: str) -> None:
     """In chunks of 8 and of 64 tokens: the gradients of the tree are as near to the one as the other is."""
     errors = results[f"{family}_token_mean"]

@@ -2,7 +2,7 @@
 
 `tests/e2e/test_hybrid_engines.py` starts it. All is as in `engine_cases.py` but the models. On the flat side,
 transformers' chunked rule runs in chunks of 64 tokens, as on trees. In the case `token_mean` a second flat side, with
-chunks of 8 tokens, says how far apart two right answers in float32 are.
+chunks of 8 tokens, says how far apart two right answers in float32 are; short convolutions have no chunks.
 
 verl replaces the forwards of the classes of Qwen3.5 in the process that loads a model with images, so that model is the
 last.
@@ -19,11 +19,14 @@ import torch
 import torch.distributed as dist
 from engine_cases import VOCABULARY, Case, compare, infer, make_batch, make_worker, take_steps
 from hybrid_cases import EXPERTS, SETTINGS, draw_what_starts_constant
+from mixer_cases import OTHERS, make_other
 from transformers import (
     PreTrainedModel,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
@@ -62,6 +65,11 @@ CASES = {
         case("relay_checkpointing_on_host", tree={"capacity": 20, "relay_store": "host"}, model=CHECKPOINTING),
         case("relay_idle_rank", rows="idle_rank", tree={"capacity": 7}),
     ],
+    "qwen3_5_moe_text": [case("token_mean", model=CHECKPOINTING)],
+    "olmo_hybrid": [case("token_mean", model=CHECKPOINTING), case("lora", model=LORA)],
+    "lfm2": [case("token_mean", model=CHECKPOINTING), case("lora", model=LORA)],
+    "lfm2_moe": [case("token_mean", model=LORA | CHECKPOINTING)],
+    "granitemoehybrid": [case("token_mean", model=CHECKPOINTING), case("lora", model=LORA)],
     "qwen3_5": [
         case("token_mean"),
         case("gradient_checkpointing", model=CHECKPOINTING),
@@ -71,13 +79,21 @@ CASES = {
     ],
 }
 
+SHORT_CONVS = ("lfm2", "lfm2_moe")
+"""Families that compute nothing in chunks."""
+
 
 def make_model(family: str) -> PreTrainedModel:
     """Make a tiny random hybrid; `qwen3_5` has a vision tower, as every published checkpoint of Qwen3.5."""
     torch.manual_seed(5)
-    settings = SETTINGS | {"vocab_size": VOCABULARY, "max_position_embeddings": 256, "initializer_range": 0.1}
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 256, "initializer_range": 0.1}
+    settings = SETTINGS | sizes
+    if family in OTHERS:
+        return make_other(family, **sizes)
     if family == "qwen3_next":
         model = Qwen3NextForCausalLM(Qwen3NextConfig(**settings, **EXPERTS))
+    elif family == "qwen3_5_moe_text":
+        model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**settings, **EXPERTS))
     elif family == "qwen3_5_text":
         model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**settings))
     else:
@@ -99,16 +115,16 @@ def make_model(family: str) -> PreTrainedModel:
     return model
 
 
-def run_case(case: Case, *, folder: Path, rank: int, world_size: int) -> dict[str, float]:
+def run_case(case: Case, *, folder: Path, rank: int, world_size: int, has_chunks: bool) -> dict[str, float]:
     """Run one case on all ranks; return the worst rank's distances, and those of two flat sides (`flat_...`)."""
     batches = [make_batch(case, step=step, rank=rank, world_size=world_size) for step in range(case.num_steps)]
     sides, counts = [], {}
-    others = [(FLAT_STRATEGY, 8)] if case.name == "token_mean" else []
+    others = [(FLAT_STRATEGY, 8)] if case.name == "token_mean" and has_chunks else []
     for strategy, chunk_size in ((FLAT_STRATEGY, 64), (TREE_STRATEGY, 64), *others):
         worker = make_worker(case, strategy=strategy, folder=folder)
-        if strategy == FLAT_STRATEGY:
+        if strategy == FLAT_STRATEGY and has_chunks:
             set_chunk_size(worker.engine.module, chunk_size)
-        else:
+        elif strategy == TREE_STRATEGY:
             assert num_bound_mixers(worker.engine.module) == SETTINGS["layer_types"].count("linear_attention")
         sides.append(infer(worker, batches[0]) | take_steps(worker, batches))
         if strategy == TREE_STRATEGY:
@@ -125,9 +141,13 @@ def run_case(case: Case, *, folder: Path, rank: int, world_size: int) -> dict[st
 
 def set_chunk_size(model: torch.nn.Module, chunk_size: int) -> None:
     """Let the recurrent layers of a flat model run in chunks of another size."""
-    mixers = [module for module in model.modules() if "chunk_gated_delta_rule" in vars(module)]
-    assert mixers
+    names = {"chunk_gated_delta_rule", "chunk_size"}
+    mixers = [module for module in model.modules() if names & vars(module).keys()]
+    assert len(mixers) == SETTINGS["layer_types"].count("linear_attention")
     for mixer in mixers:
+        if "chunk_size" in vars(mixer):  # Mamba-2
+            mixer.chunk_size = chunk_size
+            continue
         assert mixer.chunk_gated_delta_rule.__name__ == "torch_chunk_gated_delta_rule"
         mixer.chunk_gated_delta_rule = partial(torch_chunk_gated_delta_rule, chunk_size=chunk_size)
 
@@ -151,7 +171,8 @@ def main() -> None:
         dist.barrier()
         for each in CASES[family]:
             name = f"{family}_{each.name}"
-            results[name] = run_case(each, folder=folder, rank=rank, world_size=world_size)
+            has_chunks = family not in SHORT_CONVS
+            results[name] = run_case(each, folder=folder, rank=rank, world_size=world_size, has_chunks=has_chunks)
             if rank == 0:
                 print(name, {key: f"{value:.3g}" for key, value in results[name].items()}, flush=True)
     if rank == 0:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hybrid_cases import FAMILIES, Float64Throughout, chain_of_one_token_nodes, flat_scores, hybrid, loss_of
+from hybrid_cases import Float64Throughout, flat_scores, hybrid, loss_of
 from peft import LoraConfig, get_peft_model
 from transformers import (
     BambaConfig,
@@ -20,7 +20,6 @@ from verl_tree.attention import AttentionPlan
 from verl_tree.attention.hf import check_model, tree_attention_implementation
 from verl_tree.attention.sharding import SequenceShard
 from verl_tree.functional import tree_log_probs
-from verl_tree.recurrence import bind
 from verl_tree.recurrence.bind import RecurrentLayers, num_bound_mixers
 
 
@@ -40,25 +39,6 @@ def assert_equals_flat(model, sequences, **options):
     recurrent = [value for name, value in want_gradients.items() if "linear_attn" in name]
     assert min(value.abs().max() for value in recurrent) > 1e-3
     return scores
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_random_forests_equal_the_flat_path(family, monkeypatch):
-    monkeypatch.setattr(bind, "CHUNK_SIZE", 8)  # nodes of up to some thirty tokens
-    model = hybrid(family)
-    saved = 0
-    for seed in range(24):
-        sequences = random_sequences(np.random.default_rng(seed), num_sequences=3 + seed % 9, mean_len=2 + seed)
-        scores = assert_equals_flat(model, sequences)
-        saved += scores.num_flat_tokens - scores.num_tree_tokens
-    assert saved > 1000
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("chunk_size", [1, 5, 64])
-def test_chains_of_one_token_nodes(family, chunk_size, monkeypatch):
-    monkeypatch.setattr(bind, "CHUNK_SIZE", chunk_size)
-    assert_equals_flat(hybrid(family), chain_of_one_token_nodes(24))
 
 
 def test_a_node_that_is_longer_than_a_chunk():

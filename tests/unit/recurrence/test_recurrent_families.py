@@ -1,13 +1,14 @@
-"""Short convolutions, Mamba-2 and OLMo-Hybrid on trees in float64, against flat sequences.
+"""Every family with recurrent layers on trees in float64, against flat sequences.
 
-The flat side runs OLMo-Hybrid's rule and Mamba-2 token by token, and short convolutions as transformers computes them.
+The flat side runs delta rules and Mamba-2 token by token, and short convolutions as transformers computes them. Each
+test says what it has shown, for the table of docs/models.md.
 """
 
 import numpy as np
 import pytest
 import torch
 from float64_mode import Float64
-from hybrid_cases import chain_of_one_token_nodes, flat_scores, loss_of
+from hybrid_cases import FAMILIES, chain_of_one_token_nodes, flat_scores, hybrid, loss_of
 from mixer_cases import MIXER_NAMES, mamba_oracle, other_hybrid
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
@@ -19,13 +20,18 @@ from verl_tree.functional import tree_log_probs
 from verl_tree.recurrence import MIXERS, MODEL_TYPES, bind
 from verl_tree.recurrence.bind import RecurrentLayers, num_bound_mixers
 
-TITLES = {
+OTHERS = {
     "olmo_hybrid": "OLMo-Hybrid",
     "lfm2": "LFM2",
     "lfm2_moe": "LFM2-MoE",
     "granitemoehybrid": "Granite-4 hybrid",
 }
+TITLES = {"qwen3_next": "Qwen3-Next", "qwen3_5": "Qwen3.5", "qwen3_5_moe": "Qwen3.5-MoE"} | OTHERS
 """Rows of docs/models.md."""
+
+
+def make(name):
+    return hybrid(name) if name in FAMILIES else other_hybrid(name)
 
 
 def errors(model, sequences, *, flat=None, **options):
@@ -43,7 +49,7 @@ def errors(model, sequences, *, flat=None, **options):
         got_gradients = gradients(model, loss_of(*got))
     assert got_gradients.keys() == want_gradients.keys()
     recurrent = [value for name, value in want_gradients.items() if any(each in name for each in MIXER_NAMES)]
-    assert min(value.abs().max() for value in recurrent) > 1e-4
+    assert min(value.abs().max() for value in recurrent) > 1e-3
     of_scores = [relative_error(*each) for pair in zip(got, want, strict=True) for each in zip(*pair, strict=True)]
     of_gradients = [relative_error(got_gradients[name], value) for name, value in want_gradients.items()]
     return max(of_scores), max(of_gradients), scores
@@ -65,7 +71,7 @@ def test_random_forests_equal_the_flat_path(name, monkeypatch, record_property):
         random_sequences(np.random.default_rng(seed), num_sequences=3 + seed % 9, mean_len=2 + seed)
         for seed in range(24)
     ]
-    log_probs, of_gradients, saved = assert_equals_flat(other_hybrid(name), forests)
+    log_probs, of_gradients, saved = assert_equals_flat(make(name), forests)
     assert saved > 1000
     record_property(f"{TITLES[name]} | log-probs", log_probs)
     record_property(f"{TITLES[name]} | gradients", of_gradients)
@@ -75,7 +81,7 @@ def test_random_forests_equal_the_flat_path(name, monkeypatch, record_property):
 def test_chains_of_one_token_nodes_and_a_node_that_is_longer_than_a_chunk(name, monkeypatch):
     prompt = (np.arange(150) * 11 % VOCAB_SIZE).tolist()
     long = [[*prompt, 1, 2, 3], [*prompt, 4], prompt[:70], [*prompt[:70], 9, 9]]
-    model = other_hybrid(name)
+    model = make(name)
     assert_equals_flat(model, [chain_of_one_token_nodes(24), long])
     monkeypatch.setattr(bind, "CHUNK_SIZE", 5)
     assert_equals_flat(model, [chain_of_one_token_nodes(24)])
@@ -84,11 +90,11 @@ def test_chains_of_one_token_nodes_and_a_node_that_is_longer_than_a_chunk(name, 
 @pytest.mark.parametrize("name", TITLES)
 def test_gradient_checkpointing_and_lora(name, record_property):
     """Several packs, so that a layer that kept the last plan would recompute the first one wrongly."""
-    model = other_hybrid(name).train()
+    model = make(name).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    _, of_gradients, _ = assert_equals_flat(model, [DEEP], flat=other_hybrid(name), capacity=11, packing="heuristic")
+    _, of_gradients, _ = assert_equals_flat(model, [DEEP], flat=make(name), capacity=11, packing="heuristic")
     record_property(f"{TITLES[name]} | checkpointing", of_gradients)
-    adapted = get_peft_model(other_hybrid(name), LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
+    adapted = get_peft_model(make(name), LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
     with torch.no_grad():
         for parameter in adapted.parameters():
             parameter.requires_grad_(parameter.dim() > 1)  # adapters and what they adapt
@@ -138,7 +144,7 @@ def test_no_branch_sees_another_bit_for_bit(name):
         assert (after[sees] != before[sees]).any(dim=-1).all()
 
 
-@pytest.mark.parametrize("name", TITLES)
+@pytest.mark.parametrize("name", OTHERS)
 def test_binding_is_nested_and_restored(name):
     model = other_hybrid(name)
     mixers = [module for module in model.modules() if type(module).__name__ in MIXERS]
@@ -161,7 +167,7 @@ def call(model, **options):
     return model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False, **({"tree_plan": plan} | options))
 
 
-@pytest.mark.parametrize("name", TITLES)
+@pytest.mark.parametrize("name", OTHERS)
 def test_a_lost_plan_a_skipped_layer_a_cache_and_sections_are_refused(name):
     model = other_hybrid(name)
     with pytest.raises(ValueError, match=r"model.layers.0.\w+ got a plan with a context of .* \(tree.relay=never"):
