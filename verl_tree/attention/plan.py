@@ -26,6 +26,7 @@ import torch
 from verl_tree.attention.sharding import SequenceShard
 from verl_tree.recurrence.causal_conv import ConvSeams
 from verl_tree.recurrence.chunks import TreeChunks
+from verl_tree.recurrence.levels import TreeLevels
 from verl_tree.recurrence.states import States
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.transfer import to_device
@@ -248,6 +249,15 @@ class AttentionPlan:
         return self.once(
             ("chunks", size),
             lambda plan: TreeChunks.from_subtree_end(plan.runs.subtree_end_T, size=size, **plan._where_it_is_cut()),
+        )
+
+    def levels(self, chunk_size: int) -> TreeLevels:
+        """Return the calls of a kernel with chunks of `chunk_size` tokens; the errors are those of `chunks`."""
+        self._check_serves_recurrence()
+        device = self.subtree_end_T.device
+        return self.once(
+            ("levels", chunk_size),
+            lambda plan: TreeLevels.from_subtree_end(plan.runs.subtree_end_T, chunk_size=chunk_size, device=device),
         )
 
     def seams(self, width: int) -> ConvSeams:

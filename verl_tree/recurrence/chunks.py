@@ -133,13 +133,13 @@ class TreeChunks:
 
 def parents(subtree_end_T: np.ndarray) -> np.ndarray:
     """Return the token before each token on its path, (T,) int64, -1 at roots."""
-    start_N, last_N, parent_N = _runs(subtree_end_T)
+    start_N, last_N, parent_N = find_runs(subtree_end_T)
     parent_T = np.arange(len(subtree_end_T)) - 1
     parent_T[start_N] = np.where(parent_N >= 0, last_N[parent_N], -1)
     return parent_T
 
 
-def _runs(subtree_end_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def find_runs(subtree_end_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Find the runs, maximal stretches with one `subtree_end`: first and last token, and parent or -1; (N,) each."""
     start_N = np.concatenate([[0], np.flatnonzero(np.diff(subtree_end_T)) + 1])
     last_N = np.append(start_N[1:], len(subtree_end_T)) - 1
@@ -171,7 +171,7 @@ def _cut(subtree_end_T: np.ndarray, *, size: int, root_entry: Mapping[int, int])
 
     `root_entry` is what stands for the token before each root.
     """
-    starts, lasts, parent_N = (each.tolist() for each in _runs(subtree_end_T))
+    starts, lasts, parent_N = (each.tolist() for each in find_runs(subtree_end_T))
     parent_N = [root_entry[start] if parent < 0 else parent for start, parent in zip(starts, parent_N, strict=True)]
     chunks: list[np.ndarray] = []
     entry_tokens: list[int] = []

@@ -3,35 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from delta_rule_cases import HEADS, VALUE_DIM, inputs_of, on_tree
 from hybrid_cases import chain_of_one_token_nodes, recurrence_by_token
 from torch.nn import functional as F
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 from tree_cases import DEEP, layout_of, random_sequences, relative_error
 
 from verl_tree.recurrence.causal_conv import ConvSeams, tree_causal_conv
-from verl_tree.recurrence.chunks import TreeChunks
-from verl_tree.recurrence.delta_rule import tree_gated_delta_rule
-
-HEADS, KEY_DIM, VALUE_DIM = 3, 5, 4
-
-
-def inputs_of(num_tokens, *, dtype=torch.float64):
-    """Draw queries, keys, values, log decays and betas; some decays leave nothing of the state."""
-    generator = torch.Generator().manual_seed(num_tokens)
-
-    def draw(*shape):
-        return torch.randn(num_tokens, HEADS, *shape, dtype=torch.float64, generator=generator)
-
-    g = -(draw().exp() * 0.3)
-    g[::17] = -200.0
-    tensors = (draw(KEY_DIM), draw(KEY_DIM), draw(VALUE_DIM), g, draw().sigmoid())
-    return [each.to(dtype).requires_grad_() for each in tensors]
-
-
-def on_tree(inputs, layout, *, size):
-    q, k, v, g, beta = inputs
-    chunks = TreeChunks.from_subtree_end(layout.subtree_end_T.numpy(), size=size)
-    return tree_gated_delta_rule(q, k, v, g_TH=g, beta_TH=beta, chunks=chunks)
 
 
 def by_path(inputs, layout):
