@@ -40,7 +40,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_extra_with_verls_pins_has_a_solution(python: str) -> None:
     """That of the extra gpu, with all that may stand beside it, is its lock."""
-    pins = resolve("--extra=gpu-vllm024", "--extra=recipes", "pyproject.toml", python=python)
+    pins = resolve("--extra=gpu-vllm024", "--extra=fla", "--extra=recipes", "pyproject.toml", python=python)
     assert {"verl==0.9.1", "ray==2.60.0", "vllm==0.24.0"} <= set(pins)
     assert not any(pin.startswith("flash-attn-4==") for pin in pins)
 
@@ -54,7 +54,7 @@ def test_an_impossible_set_is_found() -> None:
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_gpu_lock_is_a_solution(python: str) -> None:
     """With the lock's versions as constraints, the declaration leads to the lock and to no other package."""
-    extras = ("--extra=gpu", "--extra=fa4", "--extra=recipes")
+    extras = ("--extra=gpu", "--extra=fa4", "--extra=fla", "--extra=recipes")
     pins = resolve(*extras, "--constraints=requirements/gpu.lock", "pyproject.toml", python=python)
     lock = (ROOT / "requirements" / "gpu.lock").read_text().splitlines()
     assert set(pins) == {line.split()[0] for line in lock if "==" in line and not line.startswith("#")}

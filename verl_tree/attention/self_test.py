@@ -9,10 +9,7 @@ logged, and `"auto"` takes the next backend.
 Legend: T tokens, the last Q of them queries, Hq and Hkv query and key-value heads, D head dim.
 """
 
-import logging
-import threading
-from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
@@ -22,8 +19,7 @@ import torch
 from verl_tree.attention.dense import dense_attention
 from verl_tree.attention.options import ScoreOptions
 from verl_tree.attention.plan import AttentionPlan
-
-logger = logging.getLogger(__name__)
+from verl_tree.tree.first_run import reasons_of_first_run
 
 TREES = (
     (260, ((70, ()), (90, ((45, ()), (33, ()))), (60, ()))),
@@ -94,35 +90,9 @@ class KernelVariant:
         return cls(q_QHD.device, q_QHD.dtype, *sizes, is_windowed, is_capped, has_sinks)
 
 
-_results: dict[tuple[str, Hashable], list[str]] = {}
-_lock = threading.Lock()
-
-
 def self_test_reasons(backend: str, attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> list[str]:
     """Return why the kernel must not be used; empty if its self-test, run on the first call, finds no fault."""
     return reasons_of_first_run(f"attention backend {backend}", kernel, partial(_every_test, attend, kernel))
-
-
-def reasons_of_first_run(name: str, kernel: Hashable, test: Callable[[], list[str]]) -> list[str]:
-    """Return what a kernel's self-test said when it was first asked for; then it runs, and its findings are logged."""
-    with _lock:
-        if (name, kernel) in _results:
-            return _results[name, kernel]
-        if torch.cuda.is_current_stream_capturing():
-            return ["the self-test has not run yet and cannot during graph capture; run the model once before"]
-        # In a thread of its own the caller's autocast, no_grad, inference mode and saved-tensor hooks are not active.
-        # Activation checkpointing counts saved tensors by such hooks, and the recomputation skips the test.
-        with ThreadPoolExecutor(max_workers=1) as executor:
-            future = executor.submit(test)
-            error = future.exception()
-        if isinstance(error, torch.OutOfMemoryError):
-            # It says nothing of the kernel, so the next call tests again.
-            return [f"the self-test found no memory: {error}"]
-        reasons = future.result() if error is None else [f"self-test raised {type(error).__name__}: {error}"]
-        if reasons:
-            logger.warning("%s is not used for %s: %s", name, kernel, "; ".join(reasons))
-        _results[name, kernel] = reasons
-        return reasons
 
 
 def _every_test(attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> list[str]:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from verl_tree.attention.refusals import HALF_DTYPES, gpu_reasons
-from verl_tree.attention.self_test import reasons_of_first_run
 from verl_tree.functional.linear_arguments import HOPPER, SPAN, LabelledPairs, LinearSizes, LogitTransform
 from verl_tree.functional.linear_log_probs import linear_log_probs, plain_log_probs
+from verl_tree.tree.first_run import reasons_of_first_run
 
 logger = logging.getLogger(__name__)
 

@@ -24,11 +24,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from verl_tree.recurrence import MAMBA2, MIXERS, OLMO_HYBRID, SHORT_CONVS
+from verl_tree.recurrence import MAMBA2, MIXERS, OLMO_HYBRID, SHORT_CONVS, fla
 from verl_tree.recurrence.causal_conv import ConvSeams, tree_causal_conv
 from verl_tree.recurrence.chunks import TreeChunks
 from verl_tree.recurrence.delta_rule import tree_gated_delta_rule
 from verl_tree.recurrence.inline_mixers import mamba2, short_conv
+from verl_tree.recurrence.levels import TreeLevels
 from verl_tree.recurrence.states import States
 
 _RULE, _CONV, _FORWARD = "chunk_gated_delta_rule", "causal_conv1d_fn", "forward"
@@ -65,6 +66,10 @@ class Plan(Protocol):
 
     def chunks(self, size: int) -> TreeChunks:
         """Return the pack in chunks of at most `size` tokens."""
+        ...
+
+    def levels(self, chunk_size: int) -> TreeLevels:
+        """Return the calls of a kernel with chunks of `chunk_size` tokens, which computes the pack by levels."""
         ...
 
     def seams(self, width: int) -> ConvSeams:
@@ -254,16 +259,13 @@ class _Mixer:
                 f"{self.name} is to continue, return or pack states, or has batch size {query.shape[0]}: a pack is one "
                 "row; pass use_cache=False and no past_key_values"
             )
-        out_THV = tree_gated_delta_rule(
-            query[0],
-            key[0],
-            value[0],
-            g_TH=g[0],
-            beta_TH=beta[0],
-            chunks=plan.chunks(CHUNK_SIZE),
-            normalizes=use_qk_l2norm_in_kernel,
-            states=self._states(_RULE),
-        )
+        inputs, states = (query[0], key[0], value[0]), self._states(_RULE)
+        rule: Callable[..., Tensor]
+        if fla.serves(*inputs, beta_TH=beta[0], levels=plan.levels, is_relayed=states is not None):
+            rule = partial(fla.fla_gated_delta_rule, levels=plan.levels(fla.CHUNK_SIZE))
+        else:
+            rule = partial(tree_gated_delta_rule, chunks=plan.chunks(CHUNK_SIZE), states=states)
+        out_THV = rule(*inputs, g_TH=g[0], beta_TH=beta[0], normalizes=use_qk_l2norm_in_kernel)
         self.ran_on.append(plan.runs)
         self._plan = None  # of this call only
         return out_THV.unsqueeze(0), None

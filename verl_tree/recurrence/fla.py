@@ -1,0 +1,185 @@
+"""The gated delta rule on CUDA by flash-linear-attention, one call for each level of the tree.
+
+It serves where it is installed and has agreed with torch on the device (`self_test`). It holds a float32 state for each
+node besides those of its chunks, so nodes take memory, which the capacity counts in tokens. So it serves packs whose
+nodes have at least a chunk of tokens on average: they have no more nodes than chunks, and states go by tokens. Packs of
+shorter nodes would leave most of a chunk empty, too, and are computed by torch, where siblings share chunks.
+
+Legend: T tokens, H heads, K key dim, V value dim.
+"""
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_tree.recurrence.chunks import TreeChunks
+from verl_tree.recurrence.delta_rule import tree_gated_delta_rule
+from verl_tree.recurrence.levels import TreeLevels, rule_by_levels
+from verl_tree.tree.first_run import reasons_of_first_run
+
+logger = logging.getLogger(__name__)
+
+CHUNK_SIZE = 64
+"""Tokens of a chunk of the kernels."""
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+RUN_LENS = (100, 70, 65, 1, 64, 130, 1, 37, 3, 1, 2)
+RUN_ENDS = (300, 236, 235, 236, 300, 430, 474, 472, 471, 472, 474)
+"""Tokens and `subtree_end` of the nodes of the self-test: three trees, of three levels, one and three. Nodes have one
+token, less than a chunk, a chunk, one token more, and several chunks."""
+
+LIMIT = 4.0
+"""Allowed error, as a multiple of torch's in the same dtype. In Triton's interpreter float16 has up to 1.4 times."""
+
+_logged: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRuleVariant:
+    """The properties of inputs that select the kernels. Each combination is compiled and tested by itself."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+
+def fla_gated_delta_rule(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    *,
+    g_TH: Tensor,
+    beta_TH: Tensor,
+    levels: TreeLevels,
+    normalizes: bool = True,
+) -> Tensor:
+    """Compute the gated delta rule as `tree_gated_delta_rule` does, (T, H, V); differentiable."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
+
+    with torch.autocast(q_THK.device.type, enabled=False):
+        return rule_by_levels(
+            chunk_gated_delta_rule,
+            q_THK,
+            k_THK,
+            v_THV,
+            g_TH=g_TH.float(),
+            beta_TH=beta_TH,
+            levels=levels,
+            normalizes=normalizes,
+        )
+
+
+def serves(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    *,
+    beta_TH: Tensor,
+    levels: Callable[[int], TreeLevels],
+    is_relayed: bool = False,
+) -> bool:
+    """Return whether flash-linear-attention can serve, and on CUDA log once for each reason why it does or does not.
+
+    `levels` makes those of the pack for a chunk size. It is called on CUDA only. `is_relayed`: states come from other
+    calls, or go to them.
+    """
+    if q_THK.device.type != "cuda":
+        return False
+    if is_relayed:
+        reasons = ["other calls read states in the middle of nodes, and it returns those after nodes only"]
+    else:
+        reasons = not_supported_reasons(q_THK, k_THK, v_THV, beta_TH=beta_TH, levels=levels)
+    why = "; ".join(reasons)
+    if why not in _logged:
+        _logged.add(why)
+        if why:
+            logger.warning("recurrent layers: torch, as flash-linear-attention does not serve: %s", why)
+        else:
+            logger.info("recurrent layers: flash-linear-attention, level by level")
+    return not reasons
+
+
+def not_supported_reasons(
+    q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, *, beta_TH: Tensor, levels: Callable[[int], TreeLevels]
+) -> list[str]:
+    """Return why flash-linear-attention cannot serve; empty if it can. The first call of a kind tests it."""
+    if not _is_installed():
+        return ["it is not installed; install the extra fla (pip install 'verl-tree[fla]')"]
+    dtypes = {each.dtype for each in (q_THK, k_THK, v_THV, beta_TH)}
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
+        found = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        return [f"dtype {found} is none of bfloat16, float16 throughout"]
+    if levels(CHUNK_SIZE).num_nodes * CHUNK_SIZE > len(q_THK):
+        return [f"the nodes of a pack have fewer than {CHUNK_SIZE} tokens on average, so their states take much memory"]
+    variant = DeltaRuleVariant(q_THK.device, q_THK.dtype, q_THK.shape[1], q_THK.shape[2], v_THV.shape[2])
+    return reasons_of_first_run("flash-linear-attention", variant, partial(self_test, fla_gated_delta_rule, variant))
+
+
+@functools.cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("fla") is not None
+
+
+def self_test(rule: Callable[..., Tensor], variant: DeltaRuleVariant) -> list[str]:
+    """Return how a rule by levels and its gradients disagree with torch's; empty if they agree.
+
+    The error of a token is the norm of its difference to float64, relative to its norm or to the root mean square norm
+    of all tokens, whichever is larger. The worst token counts, so that one wrong state shows.
+    """
+    subtree_end_T = np.repeat(RUN_ENDS, RUN_LENS)
+    levels = TreeLevels.from_subtree_end(subtree_end_T, chunk_size=CHUNK_SIZE, device=variant.device)
+    chunks = TreeChunks.from_subtree_end(subtree_end_T, size=CHUNK_SIZE, device=variant.device)
+    inputs, grad_out_THV = _inputs(variant, num_tokens=len(subtree_end_T))
+    of_torch = partial(tree_gated_delta_rule, chunks=chunks)
+    # The current device of a new thread is the first one.
+    with torch.cuda.device_of(grad_out_THV):
+        want = _results(of_torch, [each.double() for each in inputs], grad_out_THV)
+        plain = _results(of_torch, inputs, grad_out_THV)
+        got = _results(partial(rule, levels=levels), inputs, grad_out_THV)
+    reasons = []
+    for name in want:
+        error, limit = _worst_token(got[name], want[name]), LIMIT * _worst_token(plain[name], want[name])
+        if not error <= limit:
+            reasons.append(f"self-test: worst relative error of {name} is {error:.1e}, the limit {limit:.1e}")
+    return reasons
+
+
+def _inputs(variant: DeltaRuleVariant, *, num_tokens: int) -> tuple[list[Tensor], Tensor]:
+    """Draw q, k, v, log decays, betas and the gradient of the output; some decays leave nothing of the state."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*dims: int) -> Tensor:
+        return torch.randn(num_tokens, variant.num_heads, *dims, generator=generator)
+
+    key_dim, value_dim = variant.key_dim, variant.value_dim
+    tensors = [draw(key_dim), draw(key_dim), draw(value_dim), draw().sigmoid(), draw(value_dim)]
+    q, k, v, beta, grad_out_THV = (each.to(variant.device, variant.dtype) for each in tensors)
+    g_TH = -draw().exp() * 0.3
+    g_TH[::17] = -20.0
+    return [q, k, v, g_TH.to(variant.device), beta], grad_out_THV
+
+
+def _results(rule: Callable[..., Tensor], inputs: list[Tensor], grad_out_THV: Tensor) -> dict[str, Tensor]:
+    leaves = [each.clone().requires_grad_() for each in inputs]
+    q, k, v, g, beta = leaves
+    out_THV = rule(q, k, v, g_TH=g, beta_TH=beta)
+    gradients = torch.autograd.grad(out_THV, leaves, grad_out_THV.to(out_THV.dtype))
+    return dict(zip(("output", "dq", "dk", "dv", "dg", "dbeta"), (out_THV.detach(), *gradients), strict=True))
+
+
+def _worst_token(got: Tensor, want: Tensor) -> float:
+    """Return the largest relative error of a token, over all its heads."""
+    got, want = got.double().flatten(1), want.flatten(1)
+    norm_T = want.norm(dim=-1)
+    scale_T = norm_T.clamp(min=norm_T.square().mean().sqrt().item())
+    return ((got - want).norm(dim=-1) / scale_T).max().item()
