@@ -102,6 +102,22 @@ def test_no_branch_sees_another_bit_for_bit():
         assert not torch.equal(after[sees], before[sees])
 
 
+def test_what_is_kept_for_a_backward_pass_goes_by_nodes():
+    """A state for each node of a call that starts with states, and none for the roots of the first call."""
+    layout, kept = layout_of(FORESTS["longer than a chunk"]), []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        by_levels(inputs_of(layout.num_tokens), layout)
+    states = [each for each in kept if each.shape[1:] == (HEADS, DIM, DIM)]
+    # Below the first 70 tokens are 30, 1 and 2; the tree of two tokens is in the same call.
+    assert [len(each) for each in states] == [4]
+    assert {each.dtype for each in states} == {torch.float32}
+
+
 def test_a_model_by_levels_equals_the_same_model_in_torch(monkeypatch):
     model = hybrid("qwen3_5", linear_key_head_dim=16, linear_value_head_dim=16).float()
 

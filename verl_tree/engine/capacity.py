@@ -21,6 +21,8 @@ from verl_tree.functional.memory import (
     peak_bytes,
     probe_layout,
 )
+from verl_tree.recurrence.bind import num_bound_mixers
+from verl_tree.recurrence.fla import WORST_NODE_LEN
 from verl_tree.tree.layout import TreeLayout
 
 
@@ -84,10 +86,12 @@ def choose_capacity(engine: ProbedEngine, *, forward_only: bool, longest_row: in
     """
     device = device_of_rank()
     max_path_len = engine.tree_config.max_path_len or max(gather(longest_row))
-    first = probe_layout(MIN_PROBE_TOKENS, max_path_len=max_path_len)
+    # States of recurrent layers go by nodes, so the probe has as many as may be.
+    node_len = WORST_NODE_LEN if num_bound_mixers(engine.module) else None
+    first = probe_layout(MIN_PROBE_TOKENS, max_path_len=max_path_len, node_len=node_len)
 
     def measure(num_tokens: int) -> Probe:
-        layout = probe_layout(num_tokens, max_path_len=max_path_len)
+        layout = probe_layout(num_tokens, max_path_len=max_path_len, node_len=node_len)
         # Gradients of earlier packs, which wait for the last pack's exchange, are no part of its peak.
         engine.probe(first, forward_only=forward_only, is_last=False)
         peak = peak_bytes(lambda: engine.probe(layout, forward_only=forward_only, is_last=True), device=device)

@@ -72,14 +72,21 @@ def largest_probe(measure: Callable[[int], Probe], *, memory_bytes: int) -> Prob
     return probe
 
 
-def probe_layout(num_tokens: int, *, max_path_len: int) -> TreeLayout:
+def probe_layout(num_tokens: int, *, max_path_len: int, node_len: int | None = None) -> TreeLayout:
     """Lay out about `num_tokens` tokens as prompts with `PROBE_BRANCHES` branches, all of one length.
 
-    Paths have at most `max_path_len` tokens, because the RoPE of some models changes beyond.
+    Paths have at most `max_path_len` tokens, because the RoPE of some models changes beyond. `node_len` is that length
+    where paths may be so long; then a small pack is one tree, whatever `num_tokens` is. None: nodes are as long as they
+    can be.
     """
     num_nodes = 1 + PROBE_BRANCHES
-    num_trees = math.ceil(num_tokens / (num_nodes * max(1, max_path_len // 2)))
-    node_len = max(1, num_tokens // (num_nodes * num_trees))
+    longest = max(1, max_path_len // 2)
+    if node_len is None:
+        num_trees = math.ceil(num_tokens / (num_nodes * longest))
+        node_len = max(1, num_tokens // (num_nodes * num_trees))
+    else:
+        node_len = min(node_len, longest)
+        num_trees = max(1, num_tokens // (num_nodes * node_len))
     sequences = [[0] * node_len + [branch] * node_len for branch in range(1, num_nodes)] * num_trees
     tree_of_sequence = np.arange(num_trees).repeat(PROBE_BRANCHES).tolist()
     return TreeLayout.from_forest(TokenForest.from_sequences(sequences, merge_keys=tree_of_sequence))

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 CHUNK_SIZE = 64
 """Tokens of a chunk of the kernels."""
 
+WORST_NODE_LEN = CHUNK_SIZE + 1
+"""Tokens of nodes that take the most memory per token: one state for a node and one for each of two chunks."""
+
 DTYPES = (torch.bfloat16, torch.float16)
 
 RUN_LENS = (100, 70, 65, 1, 64, 130, 1, 37, 3, 1, 2)

@@ -12,6 +12,7 @@ from process_groups import group_of_one
 pytest.importorskip("verl")
 
 from engine_cases import full
+from hybrid_cases import hybrid
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, Qwen3Config
 from verl.trainer.config import CheckpointConfig
@@ -112,6 +113,24 @@ def full_pack(name: str, *, capacity: int) -> TreeLayout:
     num_tokens = np.cumsum(forest.sequence_lens[forest.order] - forest.subset_lcp(forest.order))
     assert num_tokens[-1] > capacity
     return TreeLayout.from_forest(forest, forest.order[: np.searchsorted(num_tokens, capacity, side="right")])
+
+
+@pytest.mark.usefixtures("folder")
+def test_probes_of_recurrent_models_have_many_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states that a kernel keeps by nodes are in the memory of a probe."""
+    hybrid("qwen3_5").float().save_pretrained(tmp_path)
+    engine = build(tmp_path, relay="never", memory_gib=0.05, max_path_len=400)
+    layouts, probe = [], engine.probe
+
+    def spy(layout: TreeLayout, *, forward_only: bool, is_last: bool) -> None:
+        layouts.append(layout)
+        probe(layout, forward_only=forward_only, is_last=is_last)
+
+    monkeypatch.setattr(engine, "probe", spy)
+    with engine.train_mode():
+        assert choose_capacity(engine, forward_only=False, longest_row=1) > 520
+    assert {layout.num_tokens / layout.num_nodes for layout in layouts} == {65}
+    assert layouts[-1].num_tokens > layouts[0].num_tokens == 520
 
 
 def test_a_choice_leaves_no_trace(folder: Path) -> None:

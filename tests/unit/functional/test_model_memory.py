@@ -109,6 +109,16 @@ def test_a_probe_branches_and_keeps_to_the_longest_path(num_tokens: int, max_pat
     assert layout.num_tokens % (8 * num_trees) == 0
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "max_path_len", "num_trees", "node_len"),
+    [(5000, 4096, 9, 65), (256, 4096, 1, 65), (900, 100, 2, 50)],
+)
+def test_a_probe_of_short_nodes(num_tokens: int, max_path_len: int, num_trees: int, node_len: int) -> None:
+    layout = probe_layout(num_tokens, max_path_len=max_path_len, node_len=65)
+    assert (layout.num_nodes, layout.num_tokens) == (8 * num_trees, 8 * num_trees * node_len)
+    assert int(layout.position_T.max()) == 2 * node_len - 1
+
+
 def test_the_peak_counts_what_is_allocated_at_once_above_what_was_there() -> None:
     held = [torch.empty(2**20, dtype=torch.uint8)]
 
