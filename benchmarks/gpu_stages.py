@@ -1,6 +1,6 @@
-"""What a session with a GPU runs first, in three stages of at most 8 minutes: correctness, layers, models.
+"""What a session with a GPU runs first, in stages of at most 8 minutes: correctness, layers, models, recurrence.
 
-    python benchmarks/gpu_stages.py [correctness] [layers] [models] [--out gpu_check]
+    python benchmarks/gpu_stages.py [correctness] [layers] [models] [recurrence] [--out gpu_check]
 
 `scripts/gpu_check.sh` calls this with caches and flash-attn-4 prepared. Every backend, contender and model is a process
 of its own (`jobs.py`), so one that breaks the device's context, or hangs, does not take the others with it. Kernels are
@@ -103,10 +103,22 @@ def models(machine: Machine) -> list[list[Job]]:
     return [[machine.job(f"model-{name}", "por.py", "--models", name, limit_s=limit_s)] for name, limit_s in limits_s]
 
 
+def recurrence(machine: Machine) -> list[list[Job]]:
+    """Return the jobs of the fourth stage: the rule of recurrent layers, checked and then timed.
+
+    Most of their time, flash-linear-attention tries configurations of its kernels.
+    """
+    return [
+        [machine.job("check-recurrence", "check_recurrence.py", limit_s=260)],
+        [machine.job("time-recurrence", "check_recurrence.py", "--time", limit_s=200)],
+    ]
+
+
 STAGES: dict[str, Callable[[Machine], list[list[Job]]]] = {
     "correctness": correctness,
     "layers": layers,
     "models": models,
+    "recurrence": recurrence,
 }
 
 

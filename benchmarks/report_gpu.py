@@ -1,4 +1,4 @@
-"""Tables of what scripts/gpu_check.sh found: how the jobs ended, correctness by backend, log-probs, times by shape.
+"""Tables of what scripts/gpu_check.sh found: jobs, correctness by backend, log-probs, times by shape, recurrence.
 
     python benchmarks/report_gpu.py gpu_check
 
@@ -72,6 +72,32 @@ def log_probs_table(records: list[Record]) -> list[Record]:
             row[f"{path} ms"] = "-" if ms is None else f"{ms:.2f}"
             row[f"{path} peak GB"] = "-" if peak is None else f"{peak / 1e9:.2f}"
         rows.append({**row, "error": head.get("error", "-")})
+    return rows
+
+
+def rules_table(records: list[Record]) -> list[Record]:
+    """Return a row for every forest on which the rule of recurrent layers was checked."""
+    rows = []
+    for case in records:
+        if case["kind"] != "rule" or "refused" in case:
+            continue
+        shares = [case["errors"][name] / case["limits"][name] for name in case.get("errors", {})]
+        row = {name: case[name] for name in ("backend", "dtype", "heads", "forest", "passed")}
+        row["worst error / limit"] = f"{max(shares):.2f}" if shares else "-"
+        rows.append({**row, "error": case.get("error", "-")})
+    return rows
+
+
+def rule_times_table(records: list[Record]) -> list[Record]:
+    """Return a row for every shape and backend of the rule of recurrent layers."""
+    rows = []
+    for case in records:
+        if case["kind"] != "rule_time" or "forward_ms" not in case:
+            continue
+        row = {name: case[name] for name in ("shape", "backend", "rows", "tokens", "nodes", "calls")}
+        row |= {name: f"{case[name]:.2f}" for name in ("forward_ms", "backward_ms")}
+        peak = case["peak_bytes"]
+        rows.append({**row, "peak GB": "-" if peak is None else f"{peak / 1e9:.2f}"})
     return rows
 
 
@@ -160,7 +186,13 @@ def report(folder: Path) -> None:
     print("\nJobs\n")
     jobs = jobs_table(folder)
     print_table(jobs)
-    sections = {"Cases": cases_table(records), "Log-probs": log_probs_table(records), "Layers": layers_table(records)}
+    sections = {
+        "Cases": cases_table(records),
+        "Log-probs": log_probs_table(records),
+        "Layers": layers_table(records),
+        "Recurrence": rules_table(records),
+        "Recurrence, times": rule_times_table(records),
+    }
     for title, rows in sections.items():
         if rows:
             print(f"\n{title}\n")

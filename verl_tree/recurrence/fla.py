@@ -116,8 +116,9 @@ def not_supported_reasons(
     q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, *, beta_TH: Tensor, levels: Callable[[int], TreeLevels]
 ) -> list[str]:
     """Return why flash-linear-attention cannot serve; empty if it can. The first call of a kind tests it."""
-    if not _is_installed():
-        return ["it is not installed; install the extra fla (pip install 'verl-tree[fla]')"]
+    reasons = installation_reasons()
+    if reasons:
+        return reasons
     dtypes = {each.dtype for each in (q_THK, k_THK, v_THV, beta_TH)}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         found = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
@@ -129,35 +130,44 @@ def not_supported_reasons(
 
 
 @functools.cache
-def _is_installed() -> bool:
-    return importlib.util.find_spec("fla") is not None
+def installation_reasons() -> list[str]:
+    """Return why the package cannot be imported; empty if it is there."""
+    if importlib.util.find_spec("fla") is not None:
+        return []
+    return ["it is not installed; install the extra fla (pip install 'verl-tree[fla]')"]
 
 
 def self_test(rule: Callable[..., Tensor], variant: DeltaRuleVariant) -> list[str]:
-    """Return how a rule by levels and its gradients disagree with torch's; empty if they agree.
+    """Return how a rule by levels and its gradients disagree with torch's; empty if they agree."""
+    errors = errors_and_limits(rule, variant, np.repeat(RUN_ENDS, RUN_LENS))
+    return [
+        f"self-test: worst relative error of {name} is {error:.1e}, the limit {limit:.1e}"
+        for name, (error, limit) in errors.items()
+        if not error <= limit
+    ]
+
+
+def errors_and_limits(
+    rule: Callable[..., Tensor], variant: DeltaRuleVariant, subtree_end_T: np.ndarray
+) -> dict[str, tuple[float, float]]:
+    """Return the error of a rule by levels, and the allowed one, for its output and each gradient on a forest.
 
     The error of a token is the norm of its difference to float64, relative to its norm or to the root mean square norm
     of all tokens, whichever is larger. The worst token counts, so that one wrong state shows.
     """
-    subtree_end_T = np.repeat(RUN_ENDS, RUN_LENS)
     levels = TreeLevels.from_subtree_end(subtree_end_T, chunk_size=CHUNK_SIZE, device=variant.device)
     chunks = TreeChunks.from_subtree_end(subtree_end_T, size=CHUNK_SIZE, device=variant.device)
-    inputs, grad_out_THV = _inputs(variant, num_tokens=len(subtree_end_T))
+    inputs, grad_out_THV = inputs_of(variant, num_tokens=len(subtree_end_T))
     of_torch = partial(tree_gated_delta_rule, chunks=chunks)
     # The current device of a new thread is the first one.
     with torch.cuda.device_of(grad_out_THV):
         want = _results(of_torch, [each.double() for each in inputs], grad_out_THV)
         plain = _results(of_torch, inputs, grad_out_THV)
         got = _results(partial(rule, levels=levels), inputs, grad_out_THV)
-    reasons = []
-    for name in want:
-        error, limit = _worst_token(got[name], want[name]), LIMIT * _worst_token(plain[name], want[name])
-        if not error <= limit:
-            reasons.append(f"self-test: worst relative error of {name} is {error:.1e}, the limit {limit:.1e}")
-    return reasons
+    return {name: (_worst_token(got[name], want[name]), LIMIT * _worst_token(plain[name], want[name])) for name in want}
 
 
-def _inputs(variant: DeltaRuleVariant, *, num_tokens: int) -> tuple[list[Tensor], Tensor]:
+def inputs_of(variant: DeltaRuleVariant, *, num_tokens: int) -> tuple[list[Tensor], Tensor]:
     """Draw q, k, v, log decays, betas and the gradient of the output; some decays leave nothing of the state."""
     generator = torch.Generator().manual_seed(0)
 

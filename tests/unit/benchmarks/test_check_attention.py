@@ -177,6 +177,18 @@ def test_the_report_says_what_failed(tmp_path, capsys):
     ]
     for head in heads:
         append_record({"kind": "log_probs", "passed": False, **head}, folder / "log_probs.jsonl")
+    rule = {"backend": "fla", "dtype": "bfloat16", "heads": [32, 128, 128], "passed": False}
+    timed = {"shape": "deep", "rows": "tree", "tokens": 9, "nodes": 3, "calls": 2, "peak_bytes": None}
+    for record in (
+        {"kind": "rule", "forest": "star", "errors": {"dk": 0.3, "dg": 0.1}, "limits": {"dk": 0.2, "dg": 0.1}, **rule},
+        {"kind": "rule", "forest": "deep", "error": "RuntimeError: no", **rule},
+        {"kind": "rule", "forest": "deep", **rule, "refused": ["no CUDA"]},
+        {"kind": "rule_time", **timed, "backend": "fla", "forward_ms": 1.25, "backward_ms": 2.5},
+    ):
+        append_record(record, folder / "recurrence.jsonl")
+    rules = read_records(folder / "recurrence.jsonl")
+    assert [row["worst error / limit"] for row in report_gpu.rules_table(rules)] == ["1.50", "-"]
+    assert [row["backward_ms"] for row in report_gpu.rule_times_table(rules)] == ["2.50"]
     row, failed = report_gpu.log_probs_table(read_records(folder / "log_probs.jsonl"))
     assert (row["worst error / limit"], row["fused ms"], row["fused peak GB"]) == ("3.00", "3.00", "2.00")
     assert failed["error"] == "OutOfMemoryError: no"
@@ -198,6 +210,7 @@ def test_the_report_says_what_failed(tmp_path, capsys):
         "5.0e-01 > 2.0e-01",
         "RuntimeError: no",
         "fa4: it is not installed",
+        "fla: no CUDA",
         "3 cases",
     )
     for part in (*parts, "Log-probs", "log-probs: self-test: two runs differ"):

@@ -35,7 +35,8 @@ def on_gpu(monkeypatch):
 
     def serves(*, node_lens=(64, 64, 64), dtype=torch.bfloat16, is_installed=True, faults=()):
         tested = []
-        monkeypatch.setattr(fla, "_is_installed", lambda: is_installed)
+        monkeypatch.setattr(fla.importlib.util, "find_spec", lambda _name: object() if is_installed else None)
+        fla.installation_reasons.cache_clear()
         monkeypatch.setattr(fla, "self_test", lambda _rule, variant: tested.append(variant) or list(faults))
         ends = [sum(node_lens), *np.cumsum(node_lens)[1:].tolist()]
         levels = partial(TreeLevels.from_subtree_end, np.repeat(ends, node_lens))
