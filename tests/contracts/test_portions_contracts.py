@@ -13,8 +13,10 @@ from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from verl_tree.launch.composition import compose_config
-from verl_tree.trainer.advantages import ESTIMATORS
+from verl_tree.trainer.advantages import ESTIMATORS, Rows, announce_rows
 from verl_tree.trainer.beside_rows import GROUP_WISE, BesideRows
+from verl_tree.trainer.whitening import UNWHITENED
+from verl_tree.tree.shape import ForestShape
 
 
 class Ours(PPOTrainerSync, BesideRows):  # pyright: ignore[reportGeneralTypeIssues]
@@ -85,3 +87,30 @@ def test_these_estimators_of_verl_part_the_prompts(name: str) -> None:
         rows = np.flatnonzero(uids == uid)
         alone[rows] = estimate(name, rows, **data)
     assert torch.equal(together, alone) == (name in GROUP_WISE)
+
+
+@pytest.mark.parametrize("name", sorted(UNWHITENED))
+def test_these_estimators_of_verl_whiten_at_the_end(name: str) -> None:
+    rng = np.random.default_rng(2)
+    mask = torch.from_numpy(rng.random((7, 50)) < 0.8).long()
+    rewards, values = torch.from_numpy(rng.normal(size=(2, 7, 50))).float()
+    data = {"token_level_rewards": rewards, "response_mask": mask}
+    config = compose_config(["profile=cpu", "actor_rollout_ref.model.path=unused"]).algorithm
+    config.gamma, config.lam = 0.9, 0.8
+    uids = np.array([*"babcabd"], dtype=object)
+    of_gae = {"values": values, "gamma": config.gamma, "lam": config.lam}
+    theirs = of_gae if name == "gae" else {"config": config, "index": uids}
+    expected, expected_returns = get_adv_estimator_fn(name)(**data, **theirs)
+    keys = [f"u_{row}_0" for row in range(7)]
+    shape = ForestShape(order=np.arange(7), sequence_lens=np.full(7, 51), lcp=np.zeros(7, int))
+    with announce_rows(Rows(keys, shape, [50] * 7, values=values)):
+        raw, returns = UNWHITENED[name](**data, config=config, index=uids)
+    trained = raw.double()[mask.bool()]
+    whitened = (raw.double() - trained.mean()) * (trained.var() + 1e-8).rsqrt()
+    if name != "gae":
+        whitened = whitened * mask
+    torch.testing.assert_close(whitened.float(), expected, rtol=1e-5, atol=1e-6)
+    if name == "reinforce_plus_plus_baseline":
+        assert torch.equal(expected_returns, expected)
+    else:
+        torch.testing.assert_close(returns, expected_returns, rtol=1e-6, atol=1e-6)

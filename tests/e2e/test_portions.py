@@ -25,6 +25,7 @@ from verl_tree.trainer.beside_rows import BesideRows
 from verl_tree.trainer.padding import append_padding_rows, real_rows
 from verl_tree.trainer.portions import PortionTrainer, announcement
 from verl_tree.trainer.step_rows import StepRows
+from verl_tree.trainer.whitening import UNWHITENED
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -144,6 +145,8 @@ def assert_same(got: dict[str, Any], expected: dict[str, Any], *, rel: float = 1
         assert float(got[name]) == pytest.approx(float(value), rel=rel, abs=1e-6, nan_ok=True), name
 
 
+CORRECTION = "algorithm.rollout_correction"
+
 CASES = {
     "grpo": ["algorithm.adv_estimator=grpo"],
     "rloo": ["algorithm.adv_estimator=rloo"],
@@ -157,6 +160,11 @@ CASES = {
     "gigpo": ["algorithm.adv_estimator=gigpo"],
     "kl": ["algorithm.adv_estimator=treerl", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"],
     "critic": ["algorithm.adv_estimator=tree_grpo", "critic.enable=true"],
+    "gae": ["algorithm.adv_estimator=gae", "algorithm.gamma=0.9", "algorithm.lam=0.8"],
+    "reinforce_plus_plus": ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.use_kl_in_reward=true"],
+    "reinforce_plus_plus_baseline": ["algorithm.adv_estimator=reinforce_plus_plus_baseline"],
+    "token_weights": [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=1.5"],
+    "row_weights": [f"{CORRECTION}.rollout_is=sequence", "algorithm.adv_estimator=gae"],
     "bypass": ["algorithm.rollout_correction.bypass_mode=true"],
 }
 
@@ -171,7 +179,9 @@ def test_portions_give_what_all_rows_give(case: str, num_ranks: int) -> None:
     config, rows = trainer.config, StepRows.fetch(real)
     trainer._step_rows = rows
     whole = PortionTrainer(config, kl_coef=trainer.kl_ctrl_in_reward.value)
+    is_weighed = config.algorithm.rollout_correction.rollout_is is not None
     names = ["advantages", "returns"] + ["token_level_rewards"] * config.algorithm.use_kl_in_reward
+    names += ["rollout_is_weights"] * is_weighed
 
     expected: dict[str, Any] = {}
     with announcement(rows, config):
@@ -188,10 +198,12 @@ def test_portions_give_what_all_rows_give(case: str, num_ranks: int) -> None:
     kl_coef = trainer.kl_ctrl_in_reward.value
     updated = trainer._compute_advantage(batch, got)
     assert (updated.keys, updated.tags, set(updated.fields)) == (batch.keys, batch.tags, set(written.fields))
+    is_rounded = is_weighed or config.algorithm.use_kl_in_reward or config.algorithm.adv_estimator in UNWHITENED
     for name, values in columns_of(real, *names).items():
         for row, theirs in zip(values, columns[name], strict=True):
-            # Sums of a KL depend on the width to which they are padded. verl's opo has NaN where nothing is trained.
-            np.testing.assert_allclose(row, theirs, rtol=1e-5 if case == "kl" else 0, atol=1e-6 if case == "kl" else 0)
+            # Sums of a KL and of log-ratios depend on the width to which they are padded, and verl adds up what it
+            # whitens in single precision. verl's opo has NaN where nothing is trained.
+            np.testing.assert_allclose(row, theirs, rtol=1e-5 if is_rounded else 0, atol=1e-6 if is_rounded else 0)
     uids = [{key.split("_")[0] for key in portion.batch.keys} for portion in trainer.actor_rollout_wg.portions]
     assert sum(map(len, uids)) == len(SESSIONS), "every prompt is in one portion"
     assert len(uids) == min(num_ranks, len(SESSIONS) - 1), "prompt c, of which nothing is trained, is with another"
@@ -201,7 +213,8 @@ def test_portions_give_what_all_rows_give(case: str, num_ranks: int) -> None:
         assert trainer.kl_ctrl_in_reward.value == pytest.approx(adapting.value) != kl_coef
     timing = {"step": 2.0, "gen": 1.0, "adv": 0.5}
     BesideRows._compute_metrics(trainer, real, got, timing, global_steps=3, epoch=1)
-    assert_same(got, expected)
+    # verl takes the variance of weights as a difference, in single precision.
+    assert_same(got, expected, rel=1e-5 if is_weighed else 1e-6)
 
 
 MODES = {
@@ -246,3 +259,21 @@ def test_bypassed_log_probs_are_those_of_the_rollout() -> None:
     columns = columns_of(batch, "old_log_probs", "rollout_log_probs")
     assert columns["old_log_probs"] == columns["rollout_log_probs"]
     assert metrics == {}
+
+
+@pytest.mark.usefixtures("queue")
+@pytest.mark.parametrize(
+    ("estimator", "missing"),
+    [
+        ("remax", "reward_baselines"),
+        ("gdpo", "not found in non_tensor_batch"),
+        ("optimal_token_baseline", "sum_pi_squared"),
+        ("tir_optimal_token_baseline", "sum_pi_squared"),
+    ],
+)
+def test_verl_lacks_columns_of_these_estimators(estimator: str, missing: str) -> None:
+    batch = real_rows(store_rows())
+    overrides = (f"algorithm.adv_estimator={estimator}", "+algorithm.gdpo_reward_keys=[score]")
+    trainer = PortionTrainer(trainer_of(*overrides, num_ranks=1).config, kl_coef=0.0)
+    with pytest.raises((TypeError, AssertionError), match=missing):
+        trainer._compute_advantage(batch, {})

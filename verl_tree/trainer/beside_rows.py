@@ -5,17 +5,20 @@ mode or `TreeTrainer` does around them stays.
 
 Some methods need all rows in one place and stay on the driver (docs/scale.md says what they read):
 
-- estimators that compare rows of different prompts, and estimators that we do not know (`GROUP_WISE`)
-- rollout correction that rejects tokens or weighs them by their mean over the batch
+- estimators that compare rows of different prompts other than by whitening (`GROUP_WISE`, `UNWHITENED`), and
+  estimators that we do not know
+- rollout correction that rejects tokens, sets weights to 0, or divides them by their mean over the batch
 - metrics of a mixture of experts' load, and of speculative decoding
 """
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
+from operator import add
 from typing import Any
 
 import ray
 import torch
+from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from typing_extensions import override
@@ -28,11 +31,12 @@ from verl_tree.trainer.batching import group_rows
 from verl_tree.trainer.portion_metrics import join_metrics
 from verl_tree.trainer.portions import Method, Portion, PortionResult, announcement, join_untrained
 from verl_tree.trainer.step_rows import StepRows
+from verl_tree.trainer.whitening import UNWHITENED, unwhitened, whitening
 
 GROUP_WISE = frozenset(
     ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", *ESTIMATORS),
 )
-"""Estimators for which only the rows of a prompt matter. verl's others whiten over the batch or count its rows."""
+"""Estimators for which only the rows of a prompt matter; those of `UNWHITENED` also need moments of the batch."""
 
 
 class BesideRows(PPOTrainer):
@@ -69,13 +73,24 @@ class BesideRows(PPOTrainer):
     @override
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
         rows = self._step_rows.select(batch.keys)
-        if not self._compares_within_groups:
+        if not self._estimates_in_portions:
             with announcement(rows, self.config):
                 return super()._compute_advantage(batch, metrics)
         units = join_untrained(group_rows(batch.keys), num_trained=rows.shapes["num_trained"].tolist())
         in_reward = self.config.algorithm.use_kl_in_reward
         kl_coef = self.kl_ctrl_in_reward.value if in_reward else 0.0
-        results = self._run(PPOTrainer._compute_advantage, batch, units=units, step_rows=rows, kl_coef=kl_coef)
+        whitens = self.config.algorithm.adv_estimator in UNWHITENED
+        results = self._run(
+            PPOTrainer._compute_advantage,
+            batch,
+            config=self._unwhitened_config if whitens else None,
+            units=units,
+            step_rows=rows,
+            compared=("advantages", "returns") if whitens else None,
+            kl_coef=kl_coef,
+        )
+        if whitens:
+            self._run(_whitening(results), batch, units=units)
         joined = join_metrics(results, config=self.config)
         if in_reward:
             self.kl_ctrl_in_reward.update(current_kl=joined["actor/reward_kl_penalty"], n_steps=len(batch))
@@ -108,14 +123,18 @@ class BesideRows(PPOTrainer):
         return correction is not None and bool(correction.get("bypass_mode", False))
 
     @property
-    def _compares_within_groups(self) -> bool:
-        """Whether advantages and rollout correction of a prompt do not depend on those of others."""
-        if self.config.algorithm.adv_estimator not in GROUP_WISE:
+    def _estimates_in_portions(self) -> bool:
+        """Whether advantages and rollout correction of a prompt depend on others in nothing but whitening."""
+        algorithm = self.config.algorithm
+        if algorithm.adv_estimator not in GROUP_WISE | UNWHITENED.keys() or algorithm.get("use_pf_ppo", False):
             return False
-        correction = self.config.algorithm.get("rollout_correction")
+        correction = algorithm.get("rollout_correction")
         if correction is None or self._bypasses_old_log_probs:
             return True
-        return correction.get("rollout_is") is None and correction.get("rollout_rs") is None
+        if correction.get("rollout_rs") is not None or correction.get("rollout_is_batch_normalize", False):
+            return False
+        # A range ("0.5_2") makes weights 0. Where all of a portion are, verl divides by 0.
+        return correction.get("rollout_is") is None or "_" not in str(correction.get("rollout_is_threshold"))
 
     @property
     def _reports_rare_metrics(self) -> bool:
@@ -126,6 +145,11 @@ class BesideRows(PPOTrainer):
     @cached_property
     def _config_ref(self) -> ray.ObjectRef:
         return ray.put(self.config)
+
+    @cached_property
+    def _unwhitened_config(self) -> ray.ObjectRef:
+        estimator = unwhitened(self.config.algorithm.adv_estimator)
+        return ray.put(OmegaConf.merge(self.config, {"algorithm": {"adv_estimator": estimator}}))
 
     def _call(self, method: Any, batch: KVBatchMeta, **options: bool) -> Any:
         """Let a model compute all rows, with what verl's methods tell it."""
@@ -139,17 +163,25 @@ class BesideRows(PPOTrainer):
         method: Method,
         batch: KVBatchMeta,
         *,
+        config: ray.ObjectRef | None = None,
         units: Sequence[Sequence[int]] | None = None,
         step_rows: StepRows | None = None,
         compared: tuple[str, str] | None = None,
         kl_coef: float = 0.0,
     ) -> list[PortionResult]:
         """Run a method on the ranks, each with a portion of the rows; `units` of rows are not parted."""
-        whole = Portion(method, batch, self._config_ref, kl_coef=kl_coef, step_rows=step_rows, compared=compared)
+        config = config or self._config_ref
+        whole = Portion(method, batch, config, kl_coef=kl_coef, step_rows=step_rows, compared=compared)
         num_ranks = self.actor_rollout_wg.world_size
         work: list[Portion | None] = [*whole.cut(units or [[row] for row in range(len(batch))], num_portions=num_ranks)]
         work += [None] * (num_ranks - len(work))
         return [result for result in self.actor_rollout_wg.run_portion(work) if result is not None]
+
+
+def _whitening(results: Sequence[PortionResult]) -> Method:
+    """Return the method that whitens the advantages of all portions, of which these are the results."""
+    moments = reduce(add, (result.moments for result in results if result.moments is not None))
+    return whitening(count=moments.count, mean=float(moments.mean[0]), squares=float(moments.comoment[0, 0]))
 
 
 def _with_fields(batch: KVBatchMeta, results: Sequence[PortionResult]) -> KVBatchMeta:

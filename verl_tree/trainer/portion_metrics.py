@@ -5,7 +5,7 @@ which (verl 0.9.1); a test compares the names and values with those that verl co
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import add
 
@@ -17,6 +17,7 @@ from verl_tree.trainer.portions import Counts, Moments, PortionResult
 _ROWS, _ANSWERED, _TOKENS = "num_rows", "num_answered_rows", "num_trained_tokens"
 _OFF_POLICY = "training/off_policy/trajectory_"
 _CORRECTION = "rollout_corr/"
+_WEIGHTS = f"{_CORRECTION}rollout_is_"
 
 MEANS: dict[str, str] = {
     "actor/reward_kl_penalty": _ROWS,
@@ -47,10 +48,21 @@ MEANS: dict[str, str] = {
             "log_ppl_abs_diff",
             "ppl_ratio",
             "chi2_seq",
+            "rollout_is_seq_mean",
+            "rollout_is_seq_fraction_high",
+            "rollout_is_seq_fraction_low",
         )
     },
+    f"{_WEIGHTS}mean": _TOKENS,
 }
 """Means, and what they are means of."""
+
+SPREADS = {
+    "training/rollout_probs_diff_std": ("training/rollout_probs_diff_mean", 1),
+    f"{_WEIGHTS}std": (f"{_WEIGHTS}mean", 0),
+    f"{_WEIGHTS}seq_std": (f"{_WEIGHTS}seq_mean", 1),
+}
+"""Standard deviations: from which mean, and how many less than all their squares are divided by."""
 
 AT_LONGEST = {
     "response_length/clip_ratio": _ROWS,
@@ -61,7 +73,8 @@ AT_LONGEST = {
 
 SAME = ("training/global_step", "training/epoch", "actor/reward_kl_penalty_coeff")
 ANY = "training/rollout_probs_diff_valid"
-SPREAD = "training/rollout_probs_diff_std"
+RATIO_BEYOND = (f"{_WEIGHTS}ratio_fraction_high", f"{_WEIGHTS}ratio_fraction_low")
+SAMPLE_SIZE = f"{_WEIGHTS}eff_sample_size"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
 EXPLAINED = "critic/vf_explained_var"
 ENTROPY = "actor/entropy"
@@ -83,8 +96,14 @@ def join_metrics(results: Sequence[PortionResult], *, config: DictConfig) -> dic
             joined[name] = _correlation(together) if name == CORRELATION else _explained(together)
         elif name == ENTROPY:
             joined[name] = _entropy(values, counts, actor=config.actor_rollout_ref.actor)
-        elif name == SPREAD:
-            joined[name] = _spread(values, columns["training/rollout_probs_diff_mean"], counts)
+        elif name in SPREADS:
+            mean, ddof = SPREADS[name]
+            joined[name] = _spread(values, columns[mean], _weights(counts, MEANS[mean]), ddof=ddof)
+        elif name == SAMPLE_SIZE:
+            joined[name] = _sample_size(columns, counts)
+        elif name in RATIO_BEYOND:
+            is_of_rows = config.algorithm.rollout_correction.rollout_is == "sequence"
+            joined[name] = _mean(values, _weights(counts, _ROWS if is_of_rows else _TOKENS))
         elif name in AT_LONGEST:
             longest = columns[f"{name.rsplit('/', 1)[0]}/max"]
             shares = [v if top == max(longest) else 0.0 for v, top in zip(values, longest, strict=True)]
@@ -100,7 +119,7 @@ def _simple(name: str, values: Sequence[float], counts: Sequence[Counts]) -> flo
     if name in MEANS:
         return _mean(values, _weights(counts, MEANS[name]))
     known = [value for value in values if not math.isnan(value)]
-    if name == ANY or name.endswith(("/max", "_max")):
+    if name == ANY or name.endswith(("/max", "_max", "_max_deviation")):
         return max(known, default=math.nan)
     assert name.endswith(("/min", "_min")), f"{name}: no rule joins this metric of verl; see MEANS"
     return min(known, default=math.nan)
@@ -120,19 +139,27 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     return math.fsum(terms) / total if total else math.nan
 
 
-def _spread(stds: Sequence[float], means: Sequence[float], counts: Sequence[Counts]) -> float:
-    """Return the standard deviation of all trained tokens, unbiased."""
-    weights = _weights(counts, _TOKENS)
+def _spread(stds: Sequence[float], means: Sequence[float], weights: Sequence[int], *, ddof: int) -> float:
+    """Return the standard deviation of all tokens or rows; the squares are divided by `ddof` less than their number."""
+    if len(stds) == 1:
+        return stds[0]
     mean, total = _mean(means, weights), sum(weights)
-    if total < 2:
+    if total <= ddof:
         return math.nan
     squares = (
-        # The deviation of one token is not defined, and 0 from its mean.
-        (weight - 1) * (std**2 if weight > 1 else 0.0) + weight * (each - mean) ** 2
+        # The unbiased deviation of one token is not defined, and 0 from its mean.
+        (weight - ddof) * (std**2 if weight > 1 else 0.0) + weight * (each - mean) ** 2
         for std, each, weight in zip(stds, means, weights, strict=True)
         if weight
     )
-    return math.sqrt(math.fsum(squares) / (total - 1))
+    return math.sqrt(math.fsum(squares) / (total - ddof))
+
+
+def _sample_size(columns: Mapping[str, Sequence[float]], counts: Sequence[Counts]) -> float:
+    """Return the effective sample size of the weights, a share of the tokens: squared mean over mean square."""
+    means, stds, weights = columns[f"{_WEIGHTS}mean"], columns[f"{_WEIGHTS}std"], _weights(counts, _TOKENS)
+    squares = [mean**2 + std**2 for mean, std in zip(means, stds, strict=True)]
+    return _mean(means, weights) ** 2 / _mean(squares, weights)
 
 
 def _correlation(moments: Moments) -> float:

@@ -21,7 +21,7 @@ from verl.trainer.ppo.core_algos import FixedKLController
 from verl.trainer.ppo.utils import need_critic
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from verl_tree.trainer import advantages
+from verl_tree.trainer import advantages, whitening
 from verl_tree.trainer.step_rows import StepRows, fetch
 from verl_tree.trainer.step_tokens import fetch_steps
 
@@ -122,6 +122,7 @@ class PortionTrainer(PPOTrainer):
 
     def __init__(self, config: DictConfig, *, kl_coef: float) -> None:
         advantages.register()
+        whitening.register()
         self.config = config
         self.use_critic = need_critic(config)
         # Only the driver's controller adapts, to the KL of all rows.
@@ -185,10 +186,13 @@ def run_portion(portion: Portion, config: DictConfig) -> PortionResult:
 
 
 def announcement(rows: StepRows, config: DictConfig) -> Any:
-    """Return the context in which estimators know these rows; `gigpo` reads their calls."""
+    """Return the context in which estimators know these rows; `gigpo` reads their calls, unwhitened `gae` values."""
     told = rows.announcement(weigh_sessions=config.tree.session_weight == "session")
     if config.algorithm.adv_estimator == "gigpo":
         told = replace(told, calls=fetch_steps(rows))
+    elif config.algorithm.adv_estimator == whitening.unwhitened("gae"):
+        columns = fetch(rows.keys, ("values",), partition_id=rows.partition_id)
+        told = replace(told, values=columns.to_padded_tensor()["values"])
     return advantages.announce_rows(told)
 
 

@@ -9,9 +9,14 @@ import pytest
 
 pytest.importorskip("verl")
 
+import torch
+
 from verl_tree.launch.composition import compose_config
+from verl_tree.trainer.advantages import Rows, announce_rows
 from verl_tree.trainer.portion_metrics import join_metrics
 from verl_tree.trainer.portions import Counts, Moments, PortionResult, cut_rows, join_untrained
+from verl_tree.trainer.whitening import UNWHITENED, whitening
+from verl_tree.tree.shape import ForestShape
 
 
 def test_units_are_not_parted_and_tokens_are_even() -> None:
@@ -88,6 +93,32 @@ def test_a_spread_has_that_between_the_portions() -> None:
     assert math.isnan(join_metrics(parts[1:], config=CONFIG)[std])
 
 
+def test_weights_of_portions_are_joined() -> None:
+    # Weights 1 and 2, then 3 and 4 and 5: mean 3, mean square 11, so the variance is 2.
+    names = [f"rollout_corr/rollout_is_{name}" for name in ("mean", "std", "eff_sample_size", "seq_max_deviation")]
+    parts = [
+        result(dict(zip(names, (1.5, 0.5, 0.9, 1.0), strict=True)), num_tokens=2),
+        result(dict(zip(names, (4.0, (2 / 3) ** 0.5, 0.96, 4.0), strict=True)), num_tokens=3),
+    ]
+    joined = join_metrics(parts, config=CONFIG)
+    assert [joined[name] for name in names] == pytest.approx([3.0, 2**0.5, 9 / 11, 4.0])
+
+
 def test_a_metric_without_a_rule_is_refused() -> None:
     with pytest.raises(AssertionError, match="critic/new"):
         join_metrics([result({"critic/new": 1.0})], config=CONFIG)
+
+
+def test_gae_keeps_advantages_that_are_small_beside_the_values() -> None:
+    # Backwards: 2^-13, then 0 + 2^-7 * 2^-13. Single precision has steps of 2^-14 at 1000.
+    rewards, values = torch.tensor([[0.0, 1000 + 2**-13]]), torch.full((1, 2), 1000.0)
+    shape = ForestShape(order=np.arange(1), sequence_lens=np.array([3]), lcp=np.array([0]))
+    with announce_rows(Rows(["u_0_0"], shape, [2], values=values)):
+        advantages, returns = UNWHITENED["gae"](rewards, torch.ones(1, 2), config={"gamma": 1.0, "lam": 2**-7})
+    assert advantages.tolist() == [[2**-20, 2**-13]]
+    assert returns.tolist() == [[1000.0, 1000 + 2**-13]]
+
+
+def test_one_token_is_not_whitened() -> None:
+    with pytest.raises(ValueError, match="1 trained tokens"):
+        whitening(count=1, mean=0.5, squares=0.0)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from verl_tree.trainer.advantages.steps import Call
 from verl_tree.trainer.batching import parse_row_key
 from verl_tree.tree.shape import ForestShape
@@ -23,6 +25,7 @@ class Rows:
     response_lens: Sequence[int]  # (R,) tokens of the response, the end of each sequence
     weigh_sessions: bool = False  # Whether every session weighs the same in the loss
     calls: Sequence[Sequence[Call]] | None = None  # (R,) the calls of each row. None: not asked for
+    values: Tensor | None = None  # (R, response length) the critic's. None: not asked for
 
     def __post_init__(self) -> None:
         assert len(self.keys) == self.shape.num_leaves == len(self.response_lens)
