@@ -19,6 +19,7 @@ import torch
 import transfer_queue as tq
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.utils.tokenizer import get_processor_token_id
 
 from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.image_runs import IMAGES_FIELD, image_runs, tree_keys
@@ -28,6 +29,7 @@ from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.report import CaptureReport, FailedSession
 from rollout_hooks.capture.rows import RowLimits, SessionRows, session_rows
+from rollout_hooks.capture.session_images import SessionImages
 from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.loops import register_built_in
 
@@ -151,7 +153,6 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
                 response_length=self.rollout_config.response_length,
                 wants_log_probs=session.wants_log_probs,
             ),
-            has_media=session.client.num_media_calls > 0,
         )
         if not rows.outputs:
             raise SessionFailed("no trajectory with a trained token: the model generated nothing that can be trained")
@@ -192,7 +193,9 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
         max_replaced = options.get("drift_max_tokens", MAX_REPLACED_TOKENS) if heals else 0
         # Cleaned-up spaces would make different texts equal.
         decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
-        return SessionTree(decode=decode, max_replaced=max_replaced)
+        image_token, video_token = (get_processor_token_id(self.processor, name) for name in ("image", "video"))
+        images = SessionImages(image_token=image_token, video_token=video_token)
+        return SessionTree(decode=decode, max_replaced=max_replaced, images=images)
 
     def _tell_drift(self, session: _Session) -> None:
         """Log one example of drift in the life of this worker."""

@@ -49,6 +49,7 @@ class TokenPath:
     """N tokens from the root of the tree, and what is known about each."""
 
     token_ids: np.ndarray  # (N,) int64
+    keys: np.ndarray  # (N,) int32, what tells paths apart: `session_images`
     source: np.ndarray  # (N,) int32, the index of the call that generated the token; -1 if it was only read
     # (N,) float64, rollout log-prob of a generated token (NaN if the server gave none), 0 otherwise.
     log_probs: np.ndarray

@@ -14,9 +14,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.capture.errors import describe_error
-from rollout_hooks.capture.realign import Realignment
 from rollout_hooks.capture.session_tree import SessionTree
-from rollout_hooks.capture.token_arrays import token_array
 
 ABORTED = ("aborted", "abort")
 """verl's stop reasons for calls that the server gave up (`workers/rollout/llm_server.py`)."""
@@ -34,20 +32,23 @@ class RecordingClient(LLMServerClient):
         super().__init__(config=client.config)
         self._client = client
         self.tree = tree
-        self.num_media_calls = 0
-        """Calls with images, videos or audio, whose tokens do not say all that the model saw."""
 
     @override
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
     ) -> TokenOutput:
-        """Heal the drift of a call, pass it on and record it; result and errors are the client's own."""
-        has_media = any(kwargs.get(name) for name in ("image_data", "video_data", "audio_data"))
-        self.num_media_calls += has_media
-        # With images, equal text is not an equal prompt.
-        prompt = Realignment(token_array(prompt_ids)) if has_media else self.tree.realign(prompt_ids)
+        """Heal the drift of a call, pass it on and record it; result and errors are the client's own.
+
+        Raises:
+            ValueError: The prompt has videos or audio, or its tokens show another number of images than it has.
+        """
+        others = [name for name in ("video_data", "audio_data") if kwargs.get(name)]
+        if others:
+            raise ValueError(f"a call with {' and '.join(others)}: only text and images can be recorded; drop the rest")
+        images = self.tree.images
+        prompt = self.tree.realign(images.keys_of(prompt_ids, kwargs.get("image_data") or ()))
         if prompt.splices:
-            prompt_ids = prompt.token_ids.tolist()
+            prompt_ids = images.ids_of(prompt.token_ids).tolist()
         call = self.tree.begin(prompt)
         with self._recorded_failure(call):
             output = await self._client.generate(

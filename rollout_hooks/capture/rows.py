@@ -3,16 +3,16 @@
 A loop's own outputs stay as they are, with two exceptions. A token is trained only if a recorded call generated it at
 that very place. Drift that was healed in a call is healed in the outputs too. Recorded leaves that no own output covers
 become rows before them: they are what a loop forked off, dropped or rewrote. Their prompt is all that comes before the
-first generated token.
+first generated token. A row shows the images of its own path.
 
 The response is cut at `rollout.response_length`, as in verl. A rewritten history may be longer than
 `rollout.prompt_length`. Its tokens beyond that limit are kept as untrained tokens of the response, because the output
-must be trained under the context in which it was sampled.
+must be trained under the context in which it was sampled. A cut inside an image leaves the image out.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,13 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 from rollout_hooks.capture.outputs import CALL_STATES_FIELD, TreeAgentLoopOutput, make_row, weight_versions
 from rollout_hooks.capture.recorded import TokenPath
+from rollout_hooks.capture.session_images import cut_before_image
 from rollout_hooks.capture.session_tree import SessionTree
 
 CALLS_FIELD = "recorded_calls"
 """Key in a row's `extra_fields`: which call sampled which of its tokens, as `sampled_by` returns it."""
 
-_MEDIA_FIELDS = ("multi_modal_data", "mm_processor_kwargs", "mm_processor_output")
+_PROCESSOR_FIELDS = ("mm_processor_kwargs", "mm_processor_output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,35 +50,50 @@ class SessionRows:
     num_truncated: int
 
 
-def session_rows(
-    tree: SessionTree, outputs: Sequence[AgentLoopOutput], *, limits: RowLimits, has_media: bool = False
-) -> SessionRows:
+def session_rows(tree: SessionTree, outputs: Sequence[AgentLoopOutput], *, limits: RowLimits) -> SessionRows:
     """Make the rows of one session; they have the same fields, and each has a trained token.
 
     If an output is a `TreeAgentLoopOutput`, the loop has named its leaves itself, and other recorded paths are dropped.
-    They are dropped, too, if an output has `routed_experts`, or if `has_media`: tokens then do not say what the model
-    saw, and the loop's own outputs are taken as they are.
+    They are dropped, too, if an output has `routed_experts`. A row in which the model has sampled the token of an image
+    or a video is dropped: nothing tells what it shows.
 
     Raises:
-        ValueError: Log-probs are wanted and there is none for a trained token.
+        ValueError: Log-probs are wanted and there is none for a trained token, or an output has other images than its
+            tokens show.
     """
-    is_exact = not has_media and bool(tree.calls)
-    own = [_own_row(tree if is_exact else None, output, limits=limits) for output in outputs]
+    own = [_own_row(tree if tree.calls else None, output, limits=limits) for output in outputs]
+    own_keys = [_row_keys(tree, row) for row in own]
     leaves = tree.leaves()
-    uncovered = [path for path in leaves if not any(_covers(row, path, limits=limits) for row in own)]
+    uncovered = [path for path in leaves if not any(_covers(keys, path, limits=limits) for keys in own_keys)]
     names_its_leaves = any(isinstance(output, TreeAgentLoopOutput) for output in outputs)
     has_routing = any(output.routed_experts is not None for output in outputs)
-    wanted = [] if names_its_leaves or has_media or has_routing else uncovered
+    wanted = [] if names_its_leaves or has_routing else uncovered
     captured = [_captured_row(tree, path, limits=limits) for path in wanted]
-    rows = [row for row in captured + own if any(row.response_mask)]
+    all_keys = [_row_keys(tree, row) for row in captured] + own_keys
+    is_kept = [
+        any(row.response_mask) and not tree.images.shows_unknown(keys)
+        for row, keys in zip(captured + own, all_keys, strict=True)
+    ]
+    rows, keys = list(compress(captured + own, is_kept)), list(compress(all_keys, is_kept))
     _share_fields(rows)
     for row in rows:
         _check_log_probs(row, limits=limits)
     return SessionRows(
         outputs=rows,
         num_dropped=len(uncovered) + len(own) - len(rows),
-        num_truncated=sum(_is_cut(row, leaves, limits=limits) for row in rows),
+        num_truncated=sum(_is_cut(*each, leaves, limits=limits) for each in zip(rows, keys, strict=True)),
     )
+
+
+def _row_keys(tree: SessionTree, row: AgentLoopOutput) -> np.ndarray:
+    """Return the keys (N,) of a row's tokens; those that it trains were sampled and show no image."""
+    is_read = np.array([1] * len(row.prompt_ids) + [1 - bit for bit in row.response_mask], dtype=bool)
+    return tree.images.keys_of(row.prompt_ids + row.response_ids, images_of_row(row), is_read=is_read)
+
+
+def images_of_row(row: AgentLoopOutput) -> list[Any]:
+    """Return the images that a row shows, in order."""
+    return list((row.multi_modal_data or {}).get("images") or ())
 
 
 def _own_row(tree: SessionTree | None, output: AgentLoopOutput, *, limits: RowLimits) -> AgentLoopOutput:
@@ -88,7 +104,7 @@ def _own_row(tree: SessionTree | None, output: AgentLoopOutput, *, limits: RowLi
     extra_fields = dict(output.extra_fields)
     if tree is not None:
         prompt_len = len(output.prompt_ids)
-        path = tree.locate(output.prompt_ids + output.response_ids)
+        path = tree.locate(_row_keys(tree, output))
         generated = path.is_generated[prompt_len:].tolist()
         mask = [int(trained and sampled) for trained, sampled in zip(mask, generated, strict=True)]
         if log_probs is None or len(log_probs) != len(mask):
@@ -109,16 +125,18 @@ def _own_row(tree: SessionTree | None, output: AgentLoopOutput, *, limits: RowLi
 
 def _realigned(tree: SessionTree, output: AgentLoopOutput, *, limits: RowLimits) -> AgentLoopOutput:
     """Heal the drift of an output: a loop builds it from its own tokens, not from those that were sent."""
-    realignment = tree.realign(output.prompt_ids + output.response_ids)
+    realignment = tree.realign(_row_keys(tree, output))
     # Recorded routing belongs to the output's tokens as they are.
     if not realignment.splices or output.routed_experts is not None:
         return output
     prompt_len = min(realignment.position(len(output.prompt_ids)), limits.prompt_length)
-    response = slice(prompt_len, prompt_len + limits.response_length)
+    keys = realignment.token_ids
+    end = cut_before_image(keys, prompt_len + limits.response_length)
+    token_ids, response = tree.images.ids_of(keys), slice(prompt_len, end)
     mask = realignment.spread(np.array([0] * len(output.prompt_ids) + list(output.response_mask)))
     update: dict[str, Any] = {
-        "prompt_ids": realignment.token_ids[:prompt_len].tolist(),
-        "response_ids": realignment.token_ids[response].tolist(),
+        "prompt_ids": token_ids[:prompt_len].tolist(),
+        "response_ids": token_ids[response].tolist(),
         "response_mask": mask[response].tolist(),
         "response_logprobs": None,
     }
@@ -130,39 +148,40 @@ def _realigned(tree: SessionTree, output: AgentLoopOutput, *, limits: RowLimits)
             (realignment.position(len(output.prompt_ids) + position) - prompt_len, value)
             for position, value in output.node_rewards
         )
+    if output.multi_modal_data:
+        update["multi_modal_data"] = {**output.multi_modal_data, "images": tree.images.images_of(keys[:end])}
     return output.model_copy(update=update)
 
 
 def _captured_row(tree: SessionTree, path: TokenPath, *, limits: RowLimits) -> TreeAgentLoopOutput:
     prompt_len = min(path.prompt_len, limits.prompt_length)
-    num_tokens = prompt_len + limits.response_length
+    num_tokens = cut_before_image(path.keys, prompt_len + limits.response_length)
+    images = tree.images.images_of(path.keys[:num_tokens])
     return make_row(
-        path.token_ids.tolist(),
-        path.is_generated.astype(int).tolist(),
-        path.log_probs.tolist() if limits.wants_log_probs else None,
+        path.token_ids[:num_tokens].tolist(),
+        path.is_generated[:num_tokens].astype(int).tolist(),
+        path.log_probs[:num_tokens].tolist() if limits.wants_log_probs else None,
         prompt_len=prompt_len,
         response_length=limits.response_length,
         versions=_versions(tree, path),
         extra_fields={CALLS_FIELD: sampled_by(tree, path, num_tokens=num_tokens)},
+        **({"multi_modal_data": {"images": images}} if images else {}),
     )
 
 
-def _covers(row: AgentLoopOutput, path: TokenPath, *, limits: RowLimits) -> bool:
-    """Return whether a recorded leaf is the row, an earlier part of it, or the row before the loop cut it."""
-    tokens = np.asarray(row.prompt_ids + row.response_ids, dtype=np.int64)
-    within_limits = path.token_ids[: min(path.prompt_len, limits.prompt_length) + limits.response_length]
-    if len(within_limits) <= len(tokens):
-        return bool((tokens[: len(within_limits)] == within_limits).all())
-    is_prefix = bool((path.token_ids[: len(tokens)] == tokens).all())
-    return is_prefix and path.source[len(tokens) - 1] == path.source[-1]
+def _covers(keys: np.ndarray, path: TokenPath, *, limits: RowLimits) -> bool:
+    """Return whether a recorded leaf is the row of these keys, a part of it, or the row before the loop cut it."""
+    within_limits = path.keys[: min(path.prompt_len, limits.prompt_length) + limits.response_length]
+    if len(within_limits) <= len(keys):
+        return bool((keys[: len(within_limits)] == within_limits).all())
+    is_prefix = bool((path.keys[: len(keys)] == keys).all())
+    return is_prefix and path.source[len(keys) - 1] == path.source[-1]
 
 
-def _is_cut(row: AgentLoopOutput, leaves: Sequence[TokenPath], *, limits: RowLimits) -> bool:
-    if len(row.response_ids) < limits.response_length:
-        return False
-    tokens = np.asarray(row.prompt_ids + row.response_ids, dtype=np.int64)
-    longer = [path.token_ids for path in leaves if len(path.token_ids) > len(tokens)]
-    return any(bool((token_ids[: len(tokens)] == tokens).all()) for token_ids in longer)
+def _is_cut(row: AgentLoopOutput, keys: np.ndarray, leaves: Sequence[TokenPath], *, limits: RowLimits) -> bool:
+    end = len(row.prompt_ids) + limits.response_length
+    longer = [path.keys for path in leaves if len(path.keys) > len(keys) == cut_before_image(path.keys, end)]
+    return any(bool((each[: len(keys)] == keys).all()) for each in longer)
 
 
 def _versions(tree: SessionTree, path: TokenPath) -> list[int | None]:
@@ -195,8 +214,8 @@ def _share_fields(rows: Sequence[AgentLoopOutput]) -> None:
     names = set().union(*(row.model_fields_set for row in rows))
     for row in rows:
         for name in sorted(names - row.model_fields_set):
-            # All rows of a session have the same media, which the loop's own final output has.
-            source: Any = rows[-1] if name in _MEDIA_FIELDS else None
+            # Images are a row's own. How they are processed is the same in all rows; the loop's final output has it.
+            source: Any = rows[-1] if name in _PROCESSOR_FIELDS else None
             value = dict(source).get(name) if source is not None else type(row).model_fields[name].get_default()
             setattr(row, name, value)
 

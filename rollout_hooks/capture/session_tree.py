@@ -12,6 +12,7 @@ trained on both leaves, with its rollout log-prob. A changed copy of A is only t
 reads the same in other tokens can be healed before the call is sent (`realign`).
 
 Each token and log-prob is stored once, so memory grows with the tree's tokens, not with the lengths of its paths.
+Where prompts show images, the tokens of the tree are keys: see `session_images`.
 """
 
 from array import array
@@ -25,6 +26,7 @@ import numpy as np
 from rollout_hooks.capture.call_kinds import CallKind, classify
 from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS, Realignment, heal
 from rollout_hooks.capture.recorded import CallStatus, DriftExample, RecordedCall, TokenPath
+from rollout_hooks.capture.session_images import SessionImages
 from rollout_hooks.capture.text_compare import Decode, fewest_equal
 from rollout_hooks.capture.token_arrays import token_array
 from rollout_hooks.capture.token_trie import TokenTrie
@@ -40,13 +42,21 @@ class SessionTree:
 
     Call `begin` when a call is sent, and `complete` or `fail` when it ends. Concurrent calls are then indexed, and
     their leaves ordered, as the loop sent them. Without `decode` (token ids to text) no drift is reported or healed.
-    `max_replaced` is the most tokens that one splice of `realign` replaces; 0 heals nothing.
+    `max_replaced` is the most tokens that one splice of `realign` replaces; 0 heals nothing. `images` makes the
+    keys of prompts that show some; these stand for their tokens everywhere here.
     """
 
-    def __init__(self, *, decode: Decode | None = None, max_replaced: int = MAX_REPLACED_TOKENS) -> None:
-        self._decode = decode
+    def __init__(
+        self,
+        *,
+        decode: Decode | None = None,
+        max_replaced: int = MAX_REPLACED_TOKENS,
+        images: SessionImages | None = None,
+    ) -> None:
+        self.images = images or SessionImages()
+        self._decode = None if decode is None else self.images.decoder(decode)
         self._trie = TokenTrie()
-        self._heal = None if decode is None or max_replaced < 1 else _healer(decode, max_replaced)
+        self._heal = None if self._decode is None or max_replaced < 1 else _healer(self._decode, max_replaced)
         self._calls: list[RecordedCall] = []
         # Tokens that each completed call has generated, without calls that generated none.
         self._num_outputs: dict[int, int] = {}
@@ -70,7 +80,7 @@ class SessionTree:
         """Number of tokens in the tree; shared prefixes count once."""
         return sum(node.size for node in self._trie.nodes_behind(self._trie.root))
 
-    def realign(self, token_ids: Sequence[int]) -> Realignment:
+    def realign(self, token_ids: Sequence[int] | np.ndarray) -> Realignment:
         """Heal the drift of a prompt: replace its tokens by recorded ones that read the same.
 
         The tree does not change. Give the result to `begin`, and send its `token_ids`. They are the given ones if there
@@ -175,7 +185,7 @@ class SessionTree:
         leaves = [self._path_of(call, finished) for call in self._num_outputs if self._is_leaf(call)]
         return sorted(leaves, key=lambda path: path.calls)
 
-    def locate(self, token_ids: Sequence[int]) -> TokenPath:
+    def locate(self, token_ids: Sequence[int] | np.ndarray) -> TokenPath:
         """Return a token sequence from the root as a path, which says what finished calls generated.
 
         Tokens after the longest recorded prefix count as read. If several calls sampled the same token at the same
@@ -218,7 +228,7 @@ class SessionTree:
         if generated.size:
             base = np.asarray(self._log_prob_base, dtype=np.int64)
             log_probs[generated] = np.frombuffer(self._log_probs)[generated + base[source[generated]]]
-        return TokenPath(tokens.astype(np.int64), source, log_probs)
+        return TokenPath(self.images.ids_of(tokens).astype(np.int64), tokens, source, log_probs)
 
     def _keep_example(self, recorded: np.ndarray, given: np.ndarray, *, start: int, is_healed: bool) -> None:
         assert self._decode is not None, "without it there is no drift"

@@ -9,7 +9,7 @@ _GROWTH = 1.25
 """Size of an array that has grown, as a multiple of the entries in use."""
 
 
-def token_array(token_ids: Sequence[int]) -> np.ndarray:
+def token_array(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return token ids as (N,) int32, possibly read-only."""
     if isinstance(token_ids, list):
         # `struct` takes half the time of numpy for 3,000 ids, and this is most of what recording a call costs.

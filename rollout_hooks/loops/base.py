@@ -8,9 +8,11 @@ from difflib import get_close_matches
 from numbers import Real
 from typing import Any, cast
 
+from PIL import Image
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
+from verl.utils.tokenizer import get_processor_token_id
 
 from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput
@@ -26,8 +28,9 @@ _GIVEN_BY_VERL = frozenset(inspect.signature(AgentLoopBase.__init__).parameters)
 class BranchingAgentLoop(AgentLoopBase):
     """Base class of agent loops that branch: implement `run_branches`. docs/agent_loops.md explains the options.
 
-    Text only. verl's chat-template code renders the row's `raw_prompt` as the root prompt and cuts it on the left to
-    `rollout.prompt_length`, as in verl's own loops. A branch holds at most `rollout.response_length` tokens after it.
+    verl's chat-template code renders the row's `raw_prompt`, text and images, as the root prompt. Text is cut on the
+    left to `rollout.prompt_length`, as in verl's own loops, and a longer prompt with images is refused. A branch holds
+    at most `rollout.response_length` tokens after it.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -70,7 +73,7 @@ class BranchingAgentLoop(AgentLoopBase):
             SessionFailed: If a hook raised, the rewards do not fit the leaves, no branch was finished, or the root
                 branch failed and was not finished with a reward. It carries the leaves that already had a reward of
                 their own.
-            ValueError: If the row has images, videos or audio, or router replay is on.
+            ValueError: If the row has videos or audio, or router replay is on.
         """
         session = await self._open_session(sampling_params, row)
         # The error comes back as a value, as in Branch.generate, so that finished leaves survive it.
@@ -94,19 +97,19 @@ class BranchingAgentLoop(AgentLoopBase):
                 "rollout.enable_rollout_routing_replay=True: branches do not carry routed experts; turn it off"
             )
         messages = list(row["raw_prompt"])
-        media = await self.process_multi_modal_info(messages)
-        if media:
-            raise ValueError(f"{sorted(media)} in raw_prompt: branching agent loops take text only")
+        images = await self.prompt_images(messages)
         tools = cast("list[dict[str, Any]]", self.prompt_tools(**row))  # None is verl's default
         return BranchSession(
             self.server_manager,
-            prompt_ids=await self.ct_build_initial_tokens(messages, tools=tools),
+            prompt_ids=await self.ct_build_initial_tokens(messages, tools=tools, images=images),
             sampling_params=sampling_params,
             response_length=rollout.response_length,
             prompt_length=rollout.prompt_length,
             call_timeout_s=self.call_timeout_s,
             request_id=stable_request_id(row) if rollout.full_determinism else None,
             unique_request_ids=rollout.full_determinism,
+            images=images,
+            image_token=get_processor_token_id(self.processor, "image"),
         )
 
     async def _run_session(self, session: BranchSession, row: dict[str, Any]) -> None:
@@ -128,12 +131,35 @@ class BranchingAgentLoop(AgentLoopBase):
         for leaf, reward in zip(leaves, checked, strict=True):
             leaf.reward = reward
 
+    async def prompt_images(self, messages: Sequence[dict[str, Any]]) -> list[Image.Image]:
+        """Return the images of a prompt in order, as verl's data set reads them.
+
+        Raises:
+            ValueError: The messages have videos or audio.
+        """
+        media = await self.process_multi_modal_info(list(messages))
+        others = sorted(media.keys() - {"images"})
+        if others:
+            raise ValueError(f"{', '.join(others)} in the messages: branching agent loops take text and images only")
+        self._assert_mm_supported(bool(media))
+        return media.get("images", [])
+
     async def prompt_tokens(
-        self, messages: Sequence[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        images: Sequence[Image.Image] = (),
     ) -> list[int]:
-        """Render another prompt for `Branch.restart` with verl's template code. Nothing is cut off."""
+        """Render another prompt for `Branch.restart` with verl's template code. Nothing is cut off.
+
+        `images` are those of `prompt_images`; give them to `Branch.restart`, too.
+        """
         return await asyncio.to_thread(
-            self.continuous_token_builder.build_initial_tokens, list(messages), tools=tools or None
+            self.continuous_token_builder.build_initial_tokens,
+            list(messages),
+            tools=tools or None,
+            images=list(images) or None,
         )
 
     async def observe_messages(
@@ -149,9 +175,12 @@ class BranchingAgentLoop(AgentLoopBase):
 
         Return False, and leave the branch as it is, if no room to generate would be left (verl's tool loop stops at the
         same point) or the branch would hold more than `max_position` tokens, prompt included. `messages` come from the
-        environment (roles tool, user or system). `history` holds all messages before them, the model's own included,
-        and the branch's tokens stand for it. `tools` are the schemas that the first prompt had.
+        environment (roles tool, user or system), their images as PIL images. `history` holds all messages before them,
+        the model's own included, and the branch's tokens stand for it. `tools` are the schemas that the first prompt
+        had.
         """
+        images = message_images(messages)
+        self._assert_mm_supported(bool(images))
         previous = list(history)
         merged, mask, _ = await self.ct_merge_context_msg(
             previous,
@@ -167,8 +196,14 @@ class BranchingAgentLoop(AgentLoopBase):
         # Some chat templates replace the model's last stop token; the builder then reports removed tokens.
         kept = branch.position - merged.removed_prefix_token_count
         branch.rewind(kept, keep_rewards=True)
-        branch.observe(merged.token_ids[kept:])
+        branch.observe(merged.token_ids[kept:], images=images)
         return True
+
+
+def message_images(messages: Sequence[dict[str, Any]]) -> list[Image.Image]:
+    """Return the images that messages of the environment show, in order."""
+    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
+    return [block["image"] for content in contents for block in content if block["type"] == "image"]
 
 
 def refuse_unknown_options(loop_class: type[AgentLoopBase], arguments: Mapping[str, Any]) -> None:

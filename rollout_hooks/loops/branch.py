@@ -23,6 +23,7 @@ from numbers import Real
 from typing import Any, SupportsFloat
 from uuid import uuid4
 
+from PIL import Image
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
 from verl.utils.profiler import simple_timer
 from verl.workers.rollout.llm_server import LLMServerClient
@@ -48,6 +49,8 @@ class BranchSession:
         unique_request_ids: Whether each call gets an id of its own, made from `request_id`. `rollout.full_determinism`
             needs it: verl then hands the id to vLLM as it is, and concurrent calls must not share one.
         call_timeout_s: Most seconds of a call to the LLM; a slower call fails its branch. None means no limit.
+        images: The images that the root prompt shows, in order.
+        image_token: Id of the tokens of an image; None if the model reads none.
     """
 
     def __init__(
@@ -61,11 +64,13 @@ class BranchSession:
         request_id: str | None = None,
         unique_request_ids: bool = False,
         call_timeout_s: float | None = None,
+        images: Sequence[Image.Image] = (),
+        image_token: int | None = None,
     ) -> None:
         if not len(prompt_ids):
             raise ValueError("prompt_ids=[]: a session needs a prompt of at least one token")
         self.client = client
-        self.prompt_ids = [int(token) for token in prompt_ids]
+        self.root_tokens = BranchTokens.of_prompt(prompt_ids, images=images, image_token=image_token)
         self.sampling_params = dict(sampling_params)
         self.response_length = response_length
         self.prompt_length = prompt_length
@@ -109,7 +114,7 @@ class Branch:
         self.index = len(session.branches)
         self.lineage: tuple[int, ...] = (*parent.lineage, parent._num_forks) if parent else ()
         self._num_forks = 0
-        self._tokens = parent._tokens.copy() if parent else BranchTokens.of_prompt(session.prompt_ids)
+        self._tokens = (parent._tokens if parent else session.root_tokens).copy()
         self._num_calls = 0
         self.failure: str | None = None
         self.reward: float | None = None
@@ -127,6 +132,11 @@ class Branch:
     def position(self) -> int:
         """Number of tokens up to the cursor, prompt included: what `rewind` takes."""
         return len(self._tokens.token_ids)
+
+    @property
+    def images(self) -> list[Image.Image]:
+        """A copy of the images that the tokens up to the cursor show, in order."""
+        return [image for _, _, image in self._tokens.images]
 
     @property
     def response_mask(self) -> list[int]:
@@ -164,6 +174,8 @@ class Branch:
             return TokenOutput(token_ids=[], stop_reason="length")
         params = {**self._session.sampling_params, **(sampling_params or {})}
         params["max_tokens"] = min(params.get("max_tokens", self.num_remaining), self.num_remaining)
+        if self.images:
+            client_kwargs["image_data"] = self.images
         call = self._session.client.generate(
             self._next_request_id(), prompt_ids=self.token_ids, sampling_params=params, **client_kwargs
         )
@@ -184,12 +196,15 @@ class Branch:
             self.failure = f"the server aborted the call after {len(output.token_ids)} tokens"
         return output
 
-    def observe(self, token_ids: Sequence[int]) -> None:
-        """Append tokens of the environment. The model reads them, and they are not trained."""
+    def observe(self, token_ids: Sequence[int], *, images: Sequence[Image.Image] = ()) -> None:
+        """Append tokens of the environment. The model reads them, and they are not trained.
+
+        `images` are those that the tokens show, in order. Raise ValueError if they show another number.
+        """
         self._check_open("observe")
         if isinstance(token_ids, str):
             raise ValueError(f"observe({token_ids!r}): takes token ids; for text use `observe_messages` of the loop")
-        self._tokens.read(token_ids, max_prompt_len=self._session.prompt_length)
+        self._tokens.read(token_ids, max_prompt_len=self._session.prompt_length, images=images)
 
     def fork(self, n: int = 1) -> "list[Branch]":
         """Make `n` new branches at the cursor; this branch stays as it is and can go on."""
@@ -205,10 +220,10 @@ class Branch:
     def rewind(self, to: int, *, keep_rewards: bool = False) -> None:
         """Move the cursor back to an earlier `position`. The branch loses what came after it; fork first to keep it.
 
-        `to` may lie inside a generated turn or inside the prompt. After a rewind into the prompt, tokens observed
-        before the next call belong to the row's prompt. `keep_rewards` keeps the rewards of the lost tokens: those of
-        `add_reward` move to the last sampled token that stays, or to the next one sampled if none stays. Without it
-        they are lost, and a reward of a tool is lost with the end of the turn that called the tool.
+        `to` may lie inside a generated turn or inside the prompt, not inside an image. After a rewind into the prompt,
+        tokens observed before the next call belong to the row's prompt. `keep_rewards` keeps the rewards of the lost
+        tokens: those of `add_reward` move to the last sampled token that stays, or to the next one sampled if none
+        stays. Without it they are lost, and a reward of a tool is lost with the end of the turn that called the tool.
         """
         self._check_open("rewind")
         if not 0 <= to <= self.position:
@@ -218,11 +233,14 @@ class Branch:
             )
         self._tokens.cut(to, keep_rewards=keep_rewards)
 
-    def restart(self, prompt_ids: Sequence[int], *, keep_tool_rewards: bool = False) -> None:
+    def restart(
+        self, prompt_ids: Sequence[int], *, images: Sequence[Image.Image] = (), keep_tool_rewards: bool = False
+    ) -> None:
         """Put the cursor at the end of another prompt. The branch loses all that it held; fork first to keep it.
 
-        The prompt needs at least one token. It shares with every other path of the session the tokens that they have in
-        common. `keep_tool_rewards` keeps the rewards of tools, for work that goes on in a new context. Rewards of
+        The prompt needs at least one token, and `images` are those that it shows, in order. It shares with every other
+        path of the session what they have in common. `keep_tool_rewards` keeps the rewards of tools, for work that goes
+        on in a new context. Rewards of
         `add_reward` are lost with their tokens.
         """
         if not len(prompt_ids):
@@ -230,7 +248,7 @@ class Branch:
         kept = [(-1, value) for value in self.tool_rewards] if keep_tool_rewards else []  # -1: before every token
         self.rewind(0)
         self._tokens.tool_rewards = kept
-        self.observe(prompt_ids)
+        self.observe(prompt_ids, images=images)
 
     def add_reward(self, value: float) -> None:
         """Reward what the model generated last: a node of the tree, a step of a process.
@@ -293,10 +311,12 @@ class Branch:
     def as_output(self) -> TreeAgentLoopOutput:
         """Return the branch as a row."""
         tokens = self._tokens
+        end = tokens.end_before(tokens.prompt_len + self._session.response_length)
+        images = {"images": [image for _, stop, image in tokens.images if stop <= end]}
         return make_row(
-            tokens.token_ids,
-            tokens.mask,
-            tokens.log_probs if self._session.wants_log_probs else None,
+            tokens.token_ids[:end],
+            tokens.mask[:end],
+            tokens.log_probs[:end] if self._session.wants_log_probs else None,
             prompt_len=tokens.prompt_len,
             response_length=self._session.response_length,
             versions=[version for _, version in tokens.versions],
@@ -312,6 +332,7 @@ class Branch:
             leaf_reward=self.reward,
             leaf_reward_extra_info=self._reward_extra_info,
             node_rewards=tuple((position - tokens.prompt_len, value) for position, value in tokens.rewards),
+            **({} if tokens.image_token is None else {"multi_modal_data": images}),
         )
 
     def _next_request_id(self) -> str:

@@ -7,6 +7,11 @@ model generates, what the branch reads belongs to the prompt.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from PIL import Image
+
+from rollout_hooks.capture.session_images import check_num_images, image_spans
+
 
 @dataclass(slots=True)
 class BranchTokens:
@@ -25,11 +30,18 @@ class BranchTokens:
     rewards: list[tuple[int, float]] = field(default_factory=list)
     # (position of the last token before the result, reward) of each tool call.
     tool_rewards: list[tuple[int, float]] = field(default_factory=list)
+    images: list[tuple[int, int, Image.Image]] = field(default_factory=list)  # (start, end, image), ascending
+    image_token: int | None = None  # Id of the tokens of an image; None if the model reads none
 
     @classmethod
-    def of_prompt(cls, prompt_ids: Sequence[int]) -> "BranchTokens":
+    def of_prompt(
+        cls, prompt_ids: Sequence[int], *, images: Sequence[Image.Image] = (), image_token: int | None = None
+    ) -> "BranchTokens":
         """Make the tokens of a root branch."""
-        return cls(list(prompt_ids), [0] * len(prompt_ids), [0.0] * len(prompt_ids), len(prompt_ids))
+        root = cls([], [], [], 0, image_token=image_token)
+        root.read(prompt_ids, max_prompt_len=None, images=images)
+        root.prompt_len = len(prompt_ids)
+        return root
 
     def copy(self) -> "BranchTokens":
         """Make the tokens of a fork."""
@@ -43,6 +55,8 @@ class BranchTokens:
             list(self.states),
             list(self.rewards),
             list(self.tool_rewards),
+            list(self.images),
+            self.image_token,
         )
 
     @property
@@ -50,8 +64,19 @@ class BranchTokens:
         """Whether there is a generated token."""
         return any(self.mask)
 
-    def read(self, token_ids: Sequence[int], *, max_prompt_len: int | None) -> None:
-        """Append tokens that the model reads; an open prompt takes them up to `max_prompt_len` tokens (None: all)."""
+    def end_before(self, limit: int) -> int:
+        """Return the most of the first `limit` tokens that end with no part of an image."""
+        return next((start for start, end, _ in self.images if start < limit < end), min(limit, len(self.token_ids)))
+
+    def read(self, token_ids: Sequence[int], *, max_prompt_len: int | None, images: Sequence[Image.Image] = ()) -> None:
+        """Append tokens that the model reads; an open prompt takes them up to `max_prompt_len` tokens (None: all).
+
+        `images` are those that the tokens show, in order. Raise ValueError if they show another number.
+        """
+        spans = image_spans(np.asarray(token_ids), self.image_token)
+        check_num_images(spans, images)
+        at = len(self.token_ids)
+        self.images += [(at + start, at + end, image) for (start, end), image in zip(spans, images, strict=True)]
         self.token_ids += [int(token) for token in token_ids]
         self.mask += [0] * len(token_ids)
         self.log_probs += [0.0] * len(token_ids)
@@ -79,8 +104,12 @@ class BranchTokens:
 
     def cut(self, to: int, *, keep_rewards: bool = False) -> None:
         """Drop the tokens from position `to` on, with their rewards unless kept. A cut inside the prompt opens it."""
+        for start, end, _ in self.images:
+            if start < to < end:
+                raise ValueError(f"a cut at {to} inside the image of the tokens {start} to {end}: cut before or behind")
         for values in (self.token_ids, self.mask, self.log_probs):
             del values[to:]
+        self.images = [each for each in self.images if each[1] <= to]
         self.versions = [(start, version) for start, version in self.versions if start < to]
         self.states = [(start, state) for start, state in self.states if start < to]
         for rewards in (self.rewards, self.tool_rewards):

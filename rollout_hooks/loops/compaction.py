@@ -91,5 +91,7 @@ class CompactionAgentLoop(ToolTurnsLoop):
             (leaf,) = root.fork()
             leaf.finish(await self.summary_reward(row=row, summary=summary, number=num_summaries))
             messages = [*row["raw_prompt"], {"role": "user", "content": self.preface + summary}]
-            root.restart(await self.prompt_tokens(messages, tools=schemas), keep_tool_rewards=True)
+            images = await self.prompt_images(messages)
+            prompt_ids = await self.prompt_tokens(messages, tools=schemas, images=images)
+            root.restart(prompt_ids, images=images, keep_tool_rewards=True)
         root.finish(await self.final_reward(row=row, answer=turn.text))

@@ -21,7 +21,7 @@ from verl.tools.function_tool import FunctionTool
 from rollout_hooks.loops.base import Branch, check_at_least
 from rollout_hooks.loops.memory_store import Embed, MemoryStore, Note
 from rollout_hooks.loops.tool_turns import ToolTurnsLoop
-from rollout_hooks.loops.turns import ToolTurn, text_tool
+from rollout_hooks.loops.turns import ToolTurn, text_of_content, text_tool
 
 WRITE = text_tool("memory_write", "Keep a note. Anything that is not noted is forgotten.", "text", "The note.")
 SEARCH = text_tool("memory_search", "Find notes that were kept earlier.", "query", "Words to look for.")
@@ -62,7 +62,7 @@ class MemoryAgentLoop(ToolTurnsLoop):
         """
         if self.max_notes == 0:
             return []
-        task = str(row["raw_prompt"][-1]["content"])
+        task = text_of_content(row["raw_prompt"][-1]["content"])
         query = " ".join([given or "", task, last.text if last is not None else ""])
         found = await store.search(query, limit=self.max_notes)
         return list(dict.fromkeys([*found, *await store.newest(limit=self.max_notes)]))[: self.max_notes]
@@ -121,11 +121,12 @@ class MemoryAgentLoop(ToolTurnsLoop):
         tools = self.prompt_tools(**row)
         while True:
             messages = self.context(notes, row=row, last_turn=last_turn, given=given)
-            prompt_ids = await self.prompt_tokens(messages, tools=tools)
+            images = await self.prompt_images(messages)
+            prompt_ids = await self.prompt_tokens(messages, tools=tools, images=images)
             # Leave out the least useful notes until the context fits. Nothing else is cut: a longer context uses up the
             # response, and the branch ends if no room is left.
             if len(prompt_ids) <= self.prompt_length or not notes:
-                root.restart(prompt_ids, keep_tool_rewards=True)
+                root.restart(prompt_ids, images=images, keep_tool_rewards=True)
                 return messages
             notes = notes[:-1]
 

@@ -102,7 +102,8 @@ class SubagentsAgentLoop(ToolTurnsLoop):
         messages = self.child_messages(row=session.row, task=task, depth=depth)
         tools = self._tools(child, session, depth)
         schemas = tool_schemas(tool.tool_schema for tool in tools.values())
-        child.restart(await self.prompt_tokens(messages, tools=schemas))
+        images = await self.prompt_images(messages)
+        child.restart(await self.prompt_tokens(messages, tools=schemas, images=images), images=images)
         answer = await self.converse(child, messages, tools=tools, row=session.row)
         if answer is None:
             return f"The subagent failed: {child.failure}"

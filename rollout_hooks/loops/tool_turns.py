@@ -1,13 +1,14 @@
 """The base class of loops that call tools: turns of the model, tool calls through verl, their results as messages.
 
 Tools (function tools, stateful tools, MCP tools), tool parser and truncation of results are those of verl's
-`ToolAgentLoop`. Text only: a tool that returns images is refused.
+`ToolAgentLoop`. A tool may return images, for a model that reads them.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from PIL import Image
 from typing_extensions import override
 from verl.experimental.agent_loop.tool_agent_loop import AgentData, ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
@@ -140,11 +141,11 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
         here: call `reward_calls` for every branch that reads the result.
 
         Raises:
-            ValueError: If the tool returned an image or a video.
+            ValueError: If the tool returned a video, or an image for a model of text.
         """
         # The loop's own tools have no time limit: their time is spent in LLM calls, which have their own limit.
         is_own = call.name in {schema.function.name for schema in self.own_schemas}
-        data = self._agent_data(history, row, tools=tools)
+        data = self._agent_data(history, row, tools=tools, images=branch.images)
         with simple_timer("tool_calls", branch.metrics):
             try:
                 async with asyncio.timeout(None if is_own else self.call_timeout_s):
@@ -152,8 +153,9 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
             except TimeoutError:
                 reason = f"tool {call.name!r} took longer than call_timeout_s={self.call_timeout_s}"
                 return ToolResult(ToolResponse(text=f"Error: {reason}"), failure=reason)
-        if response.image or response.video:
-            raise ValueError(f"tool {call.name!r} returned an image or video: branching agent loops take text only")
+        if response.video:
+            raise ValueError(f"tool {call.name!r} returned a video: branching agent loops take text and images only")
+        self._assert_mm_supported(bool(response.image))
         # verl catches what a tool raises. Only these first words of the text show it.
         has_raised = (response.text or "").startswith(f"Error executing tool '{call.name}': ")
         failure = response.text if has_raised and self.tool_errors == "end" else None
@@ -247,16 +249,25 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
     @staticmethod
     def tool_message(call: FunctionCall, result: ToolResult) -> dict[str, Any]:
         """Return the result of a call as a chat message."""
-        message = {"role": "tool", "content": result.response.text or ""}
+        text, images = result.response.text or "", result.response.image or []
+        blocks: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images if image is not None]
+        if blocks and text:
+            blocks.append({"type": "text", "text": text})
+        message = {"role": "tool", "content": blocks or text}
         return message if call.tool_call_id is None else {**message, "tool_call_id": call.tool_call_id}
 
     def _agent_data(
-        self, messages: Sequence[dict[str, Any]], row: Mapping[str, Any], *, tools: Mapping[str, Any]
+        self,
+        messages: Sequence[dict[str, Any]],
+        row: Mapping[str, Any],
+        *,
+        tools: Mapping[str, Any],
+        images: Sequence[Image.Image] = (),
     ) -> AgentData:
         """Return what verl hands to stateful tools."""
         agent_data = _AgentData(
             messages=list(messages),
-            image_data=[],
+            image_data=list(images),
             video_data=[],
             audio_data=None,
             mm_processor_kwargs=None,

@@ -45,6 +45,11 @@ class Step:
     end: Branch
 
 
+def text_of_content(content: str | Iterable[dict[str, Any]]) -> str:
+    """Return the text of a message's content, which may be a list of blocks of text and images."""
+    return content if isinstance(content, str) else " ".join(block.get("text", "") for block in content)
+
+
 def tool_schemas(schemas: Iterable[OpenAIFunctionToolSchema]) -> list[dict[str, Any]]:
     """Return the schemas of tools as chat templates read them."""
     return [schema.model_dump(exclude_unset=True, exclude_none=True) for schema in schemas]

@@ -9,9 +9,11 @@ from scripted_llm import ScriptedClient, make_loop, tokenizer
 from scripted_llm import row as dataset_row
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import OpenAIFunctionToolSchema
+from verl.utils.tokenizer import get_processor_token_id
 
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.rows import RowLimits, session_rows
+from rollout_hooks.capture.session_images import SessionImages
 from rollout_hooks.capture.session_tree import SessionTree
 from verl_tree.trainer.advantages import leaf_advantages
 
@@ -42,17 +44,18 @@ def slow_tool():
     return FunctionTool("slow", _sleep, schema, is_async=True)
 
 
-def run(loop_class, reply, /, *, row=None, options=None, delay=None, more_tools=(), **rollout):
+def run(loop_class, reply, /, *, row=None, options=None, delay=None, more_tools=(), processor=None, **rollout):
     """Run a loop on one row and return the outputs and the recording client.
 
     `options` are the loop's constructor arguments, the rest is `rollout.*`. Every run checks that rows made from the
     recording equal the outputs: a token that a loop marks as trained was sampled there.
     """
-    client = RecordingClient(ScriptedClient(reply, delay), tree=SessionTree(decode=decode))
+    images = SessionImages(image_token=get_processor_token_id(processor, "image"))
+    client = RecordingClient(ScriptedClient(reply, delay), tree=SessionTree(decode=decode, images=images))
     settings = {"prompt_length": 1024, "response_length": 1024, "multi_turn__max_assistant_turns": 6, **rollout}
 
     async def make_and_run():
-        loop = make_loop(functools.partial(loop_class, **(options or {})), client, **settings)
+        loop = make_loop(functools.partial(loop_class, **(options or {})), client, processor=processor, **settings)
         if more_tools:
             loop.tools |= {tool.name: tool for tool in more_tools}
         return await loop.run(dict(SAMPLING), **(row or dataset_row()))

@@ -22,15 +22,26 @@ from verl.workers.rollout.replica import TokenOutput
 
 END = "<|im_end|>"
 SPECIAL = ["<|im_start|>", END, "<pad>"]
+VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 CHAT_TEMPLATE = """
+{%- macro show(content) %}
+{%- if content is string %}{{ content }}
+{%- else %}
+{%- for block in content or [] %}
+{%- if block.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>
+{%- else %}{{ block.text }}
+{%- endif %}
+{%- endfor %}
+{%- endif %}
+{%- endmacro %}
 {%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>
 {% endif %}
 {%- for message in messages %}
 {%- if message.role == 'tool' %}<|im_start|>user
-[{{ message.content }}]<|im_end|>
+[{{ show(message.content) }}]<|im_end|>
 {% else %}<|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
+{{ show(message.content) }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
 {%- endfor %}<|im_end|>
 {% endif %}
 {%- endfor %}
@@ -42,14 +53,14 @@ Reply = str | TokenOutput | Exception
 
 @functools.cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer with characters as tokens, Qwen's special tokens and a chat template."""
+    """Make a tokenizer with characters as tokens, Qwen's special tokens and a chat template that shows images."""
     characters = [chr(code) for code in range(32, 127)] + ["\n", "?"]
-    vocabulary = {token: index for index, token in enumerate(dict.fromkeys([*SPECIAL, *characters]))}
+    vocabulary = {token: index for index, token in enumerate(dict.fromkeys([*SPECIAL, *characters, *VISION]))}
     tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokens.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokens.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokens, eos_token=END, pad_token="<pad>", additional_special_tokens=SPECIAL[:1]
+        tokenizer_object=tokens, eos_token=END, pad_token="<pad>", additional_special_tokens=[*SPECIAL[:1], *VISION]
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
@@ -87,6 +98,7 @@ class ScriptedClient(LLMServerClient):
         self.prompts: list[str] = []
         self.sampling_params: list[dict] = []
         self.request_ids: list[str] = []
+        self.images: list[list] = []  # of each call
         self.num_running = self.most_running = 0
 
     @override
@@ -95,6 +107,7 @@ class ScriptedClient(LLMServerClient):
         self.prompts.append(text)
         self.sampling_params.append(dict(sampling_params))
         self.request_ids.append(request_id)
+        self.images.append(list(kwargs.get("image_data") or []))
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         await asyncio.sleep(self.delay(text) if self.delay else 0)
@@ -150,16 +163,27 @@ def call_text(x: int, name: str = "double") -> str:
     return f'<tool_call>{{"name": "{name}", "arguments": {{"x": {x}}}}}</tool_call>'
 
 
-def make_loop(loop_class: type[AgentLoopBase], client: LLMServerClient, **rollout: object) -> AgentLoopBase:
-    """Make an agent loop with the arguments that verl's worker gives it."""
+class PictureDataset(RLHFDataset):
+    """A data set whose messages hold PIL images, which need no decoding."""
+
+    @classmethod
+    async def process_multi_modal_info(cls, messages, image_patch_size, config):  # noqa: ARG003  # verl's arguments
+        blocks = [block for message in messages for block in message["content"] if isinstance(block, dict)]
+        return [block["image"] for block in blocks if block["type"] == "image"] or None, None, None
+
+
+def make_loop(
+    loop_class: type[AgentLoopBase], client: LLMServerClient, *, processor: object = None, **rollout: object
+) -> AgentLoopBase:
+    """Make an agent loop with the arguments that verl's worker gives it. A model with a processor reads images."""
     settings = config(**rollout)
     return loop_class(
         trainer_config=DictConfigWrap(settings),
         server_manager=client,
         tokenizer=tokenizer(),
-        processor=None,
-        hf_model_type="qwen3",
-        dataset_cls=RLHFDataset,
+        processor=processor,
+        hf_model_type="qwen3" if processor is None else "qwen2_5_vl",
+        dataset_cls=RLHFDataset if processor is None else PictureDataset,
         data_config=DictConfigWrap(settings.data),
         tools=ToolListWrap(tools()),
     )

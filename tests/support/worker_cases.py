@@ -26,7 +26,7 @@ class InProcessWorker(TreeAgentLoopWorkerBase):
         self._has_told_drift = False
 
 
-def run_sessions(worker, *, num_sessions, validate=False, agent_name="single_turn_agent"):
+def run_sessions(worker, *, num_sessions, validate=False, agent_name="single_turn_agent", raw_prompt=None):
     """Run the sessions of one prompt as verl's `_run_prompt` does, and return their errors."""
     trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
     worker._prompts["u"] = _PromptProgress(num_sessions, [])
@@ -40,7 +40,7 @@ def run_sessions(worker, *, num_sessions, validate=False, agent_name="single_tur
                 trace=False,
                 uid="u",
                 session_id=i,
-                raw_prompt=[{"role": "user", "content": "q"}],
+                raw_prompt=raw_prompt or [{"role": "user", "content": "q"}],
                 global_steps=1,
             )
             for i in range(num_sessions)

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("verl")
 
 import transfer_queue as tq
+from PIL import Image
 from tensordict import TensorDict
 from transformers import BatchFeature
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
@@ -31,13 +32,13 @@ PROCESSOR = SimpleNamespace(image_token_id=IMAGE, image_processor=SimpleNamespac
 
 
 class ColourProcessor:
-    """A processor whose images are colours."""
+    """A processor that makes two tokens of an image of one colour."""
 
     image_token_id = IMAGE
     image_processor = PROCESSOR.image_processor
 
-    def __call__(self, *, images: list[float], **_others: Any) -> BatchFeature:
-        return BatchFeature(inputs_of(*images))
+    def __call__(self, *, images: list[Image.Image], **_others: Any) -> BatchFeature:
+        return BatchFeature(inputs_of(*(image.getpixel((0, 0))[0] for image in images)))
 
 
 def inputs_of(*values: float, grid: tuple[int, int, int] = (1, 2, 4)) -> dict[str, torch.Tensor]:
@@ -88,10 +89,11 @@ def test_rows_that_see_different_images_have_shapes_that_part_there(monkeypatch:
         prompt_ids=[5, IMAGE, IMAGE, 6], response_ids=[7, 8], response_mask=[1, 1], metrics=AgentLoopMetrics()
     )
     worker._prompts["u"] = SimpleNamespace(rows={})
-    client = SimpleNamespace(tree=worker._new_tree(), num_media_calls=1)
+    client = SimpleNamespace(tree=worker._new_tree())
     for session in range(3):
         worker._session = SimpleNamespace(uid="u", session_id=session, client=client, wants_log_probs=False)
-        copied = output.model_copy(deep=True, update={"multi_modal_data": {"images": [float(session == 1)]}})
+        colour = Image.new("RGB", (2, 2), "red" if session == 1 else "black")
+        copied = output.model_copy(deep=True, update={"multi_modal_data": {"images": [colour]}})
         asyncio.run(worker._agent_loop_postprocess(copied, False, uid="u", session_id=session, global_steps=1))
     asyncio.run(worker._put_leaf_shapes("u", worker._prompts["u"]))
     shapes = np.array([np.frombuffer(tag[LEAF_SHAPE_TAG], LEAF_SHAPE)[0] for tag in puts[-1]["tags"]])

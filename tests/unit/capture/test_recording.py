@@ -245,9 +245,6 @@ def test_client_hands_arguments_results_and_errors_through():
     output = asyncio.run(client.generate("r1", **arguments))
     assert seen == {**arguments, "request_id": "r1"}
     assert (text(output.token_ids), output.log_probs) == ("x" + END, None)
-    assert client.num_media_calls == 0
-    asyncio.run(client.generate("r2", **{**arguments, "image_data": ["picture"]}))
-    assert client.num_media_calls == 1
 
 
 def test_failed_aborted_and_cancelled_calls_keep_their_reason():
@@ -280,22 +277,6 @@ def test_failed_aborted_and_cancelled_calls_keep_their_reason():
         (CallStatus.FAILED, "cancelled"),
     ]
     assert len(client.tree.leaves()) == 1
-
-
-def test_media_sessions_keep_only_the_loops_own_output():
-    tree = SessionTree()
-    tree.complete(tree.begin([1, 2]), [3], log_probs=[-1.0])
-    tree.complete(tree.begin([1, 2]), [4], log_probs=[-1.0])
-    own = AgentLoopOutput(
-        prompt_ids=[1, 2, 2],  # image placeholders expanded by the loop
-        response_ids=[3],
-        response_mask=[1],
-        response_logprobs=[-1.0],
-        metrics=AgentLoopMetrics(),
-    )
-    rows = session_rows(tree, [own], limits=LIMITS, has_media=True)
-    assert [o.response_mask for o in rows.outputs] == [[1]]
-    assert rows.num_dropped == 2
 
 
 def test_scripted_config_is_verls_own():

@@ -81,10 +81,11 @@ def test_critics_with_a_vision_tower_are_refused(tmp_path: Path) -> None:
     assert "multimodal model" in refusal("critic.enable=true", f"critic.model.path={folder}")
 
 
-def test_loops_that_branch_are_refused_for_rows_with_images(tmp_path: Path) -> None:
+def test_the_gateway_is_refused_for_rows_with_images(tmp_path: Path) -> None:
     images = write_rows(tmp_path / "images.parquet", "images")
     rows = [f"data.train_files={images}", f"data.val_files={images}"]
-    message = refusal(image_model(tmp_path), *rows, f"{LOOP}=tree_search")
-    assert message.startswith(f"{LOOP}=tree_search: {images} has images")
-    validate(resolved(image_model(tmp_path), *rows, f"{LOOP}=tool_agent"))
-    validate(resolved(image_model(tmp_path), f"{LOOP}=tree_search"))
+    message = refusal(image_model(tmp_path), *rows, f"{LOOP}=blackbox")
+    assert message.startswith(f"{LOOP}=blackbox: {images} has images")
+    for loop in ("tool_agent", "parallel_tools", "tree_search"):
+        validate(resolved(image_model(tmp_path), *rows, f"{LOOP}={loop}"))
+    validate(resolved(image_model(tmp_path), f"{LOOP}=blackbox"))

@@ -2,7 +2,6 @@
 
 from omegaconf import DictConfig
 
-from rollout_hooks.loops import BUILT_IN
 from verl_tree.launch.validation.refusals import (
     DATA_KEYS,
     MODELS,
@@ -49,14 +48,14 @@ def check_image_model(config: DictConfig) -> Findings:
 
 
 def check_image_loop(config: DictConfig) -> Findings:
-    """Find a built-in loop for rows with images: it renders text only."""
+    """Find the gateway's loop for rows with images: it renders text only."""
     loop = value_of(config, _LOOP)
-    if loop not in BUILT_IN or not reads_images(config):
+    if loop != "blackbox" or not reads_images(config):
         return
     for name in (name for key in DATA_KEYS for name in data_files(config, key)):
         if config.data.image_key in columns(name):
-            remedy = f"{name} has images (data.image_key), and loops that branch take text; set it to tool_agent"
-            yield refusal(config, _LOOP, f"{remedy} or single_turn_agent")
+            remedy = f"{name} has images (data.image_key), and the gateway takes text; set another loop"
+            yield refusal(config, _LOOP, remedy)
 
 
 CHECKS: tuple[Check, ...] = (check_image_model, check_image_loop)
