@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from float64_mode import Float64
 from hybrid_cases import FAMILIES, hybrid
 from hybrid_engine_cases import make_model
+from mixer_cases import other_hybrid
 from transformers import Qwen3_5ForConditionalGeneration
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
-from tree_cases import DEEP, layout_of
+from tree_cases import DEEP, flat_scores, layout_of
 from verl.models.transformers import qwen3_5 as verls
 
 from verl_tree.attention import AttentionPlan
@@ -113,3 +115,25 @@ def test_mixers_call_the_two_functions_of_the_instance_by_these_arguments(family
     assert (options["initial_state"], options["output_final_state"]) == (None, False)
     assert options.get("cu_seqlens") is None
     assert "chunk_size" in inspect.signature(rule).parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("lfm2", {"conv_bias": False, "conv_L_cache": 4}),
+        ("lfm2_moe", {}),
+        ("olmo_hybrid", {"linear_conv_kernel_dim": 3, "linear_allow_neg_eigval": False, "rope_parameters": None}),
+        ("granitemoehybrid", {"mamba_n_groups": 1, "mamba_proj_bias": True, "position_embedding_type": "rope"}),
+        ("granite dense", {"mamba_conv_bias": False, "hidden_act": "gelu", "time_step_limit": (0.4, 1.5)}),
+    ],
+)
+def test_other_mixers_compute_one_path_as_their_own_forwards_do(name: str, settings: dict[str, Any]) -> None:
+    """Settings that the published models do not have change what transformers computes, and what trees do."""
+    model = other_hybrid(name, **settings)
+    path = [(each * 11) % 61 for each in range(40)]
+    with Float64():
+        want, _ = flat_scores(model, path)
+        (got,) = tree_log_probs(model, [path]).log_probs
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+        others, _ = flat_scores(other_hybrid(name), path)
+    assert not settings or (others - want).abs().max() > 1e-3
