@@ -59,11 +59,6 @@ class Plan(Protocol):
         """Where a relayed call takes its states from."""
         ...
 
-    @property
-    def num_context(self) -> int:
-        """Tokens before the pack whose states other calls have."""
-        ...
-
     def chunks(self, size: int) -> TreeChunks:
         """Return the pack in chunks of at most `size` tokens."""
         ...
@@ -211,16 +206,9 @@ class _Mixer:
         return self._plan
 
     def _states(self, function: str) -> States | None:
-        """Return the states of one of the two functions that cross calls."""
+        """Return the states of one function of the mixer that cross calls."""
         context = self._current().context
         return None if context is None else context.states((self.module, function))
-
-    def _refuse_context(self) -> None:
-        if num_context := self._current().num_context:
-            raise ValueError(
-                f"{self.name} got a plan with a context of {num_context} tokens, whose state it does not take: do not "
-                'relay such models (tree.relay=never in a training run, packing="auto" in tree_log_probs)'
-            )
 
     def conv(
         self,
@@ -229,14 +217,18 @@ class _Mixer:
         bias: Tensor | None = None,
         activation: str | None = None,
         seq_idx: Tensor | None = None,
+        kept_as: str = _CONV,
     ) -> Tensor:
-        """Stand in for `causal_conv1d_fn`: (1, D, T) to (1, D, T) along the paths of the tree."""
+        """Stand in for `causal_conv1d_fn`: (1, D, T) to (1, D, T) along the paths of the tree.
+
+        `kept_as` tells the inputs that cross calls from those of other convolutions of the mixer.
+        """
         if seq_idx is not None:
             raise ValueError(f"{self.name} got seq_idx: the sequences of a pack are its plan")
         if activation not in (None, "silu", "swish"):
             raise ValueError(f"{self.name} has a convolution with activation {activation}: trees serve silu")
         seams = self._current().seams(weight.shape[-1])
-        y_DT = tree_causal_conv(x[0], weight, bias, seams=seams, states=self._states(_CONV))
+        y_DT = tree_causal_conv(x[0], weight, bias, seams=seams, states=self._states(kept_as))
         return (y_DT if activation is None else F.silu(y_DT)).unsqueeze(0)
 
     def rule(
@@ -275,12 +267,14 @@ class _OlmoHybrid(_Mixer):
     """What stands in for the rule of a mixer and for the forwards of its three convolutions."""
 
     def replacements(self) -> list[tuple[torch.nn.Module, str, Callable[..., Any]]]:
-        convs = [self.module.get_submodule(f"{of}_conv1d") for of in ("q", "k", "v")]
-        return [(self.module, _RULE, self.rule), *((conv, _FORWARD, partial(self.conv_of, conv)) for conv in convs)]
+        convs = {name: self.module.get_submodule(name) for name in ("q_conv1d", "k_conv1d", "v_conv1d")}
+        forwards = [(conv, _FORWARD, partial(self.conv_of, conv, name)) for name, conv in convs.items()]
+        return [(self.module, _RULE, self.rule), *forwards]
 
     def conv_of(
         self,
         conv: Any,
+        name: str,
         x: Tensor,
         *,
         cache: Tensor | None = None,
@@ -288,10 +282,9 @@ class _OlmoHybrid(_Mixer):
         output_final_state: bool = False,
     ) -> tuple[Tensor, None]:
         """Stand in for the forward of a convolution: (1, T, D) to (1, T, D), and no final state."""
-        self._refuse_context()
         if cache is not None or use_precomputed or output_final_state:
             raise ValueError(f"{self.name} is to continue or return states: pass use_cache=False and no cache")
-        y_1DT = self.conv(x.transpose(1, 2), conv.weight.squeeze(1), conv.bias, activation="silu")
+        y_1DT = self.conv(x.transpose(1, 2), conv.weight.squeeze(1), conv.bias, activation="silu", kept_as=name)
         return y_1DT.transpose(1, 2), None
 
 
@@ -312,7 +305,6 @@ class _Inline(_Mixer):
     ) -> Tensor:
         """Stand in for the forward of the mixer: (1, T, E) to (1, T, E) along the paths of the tree."""
         plan = self._current()
-        self._refuse_context()
         given = (past_key_values, cache_params, seq_idx)
         # A mask without entries is that of a pack (`verl_tree.attention.hf.no_mask`).
         is_masked = attention_mask is not None and attention_mask.numel() > 0
@@ -322,9 +314,16 @@ class _Inline(_Mixer):
                 "one row; pass use_cache=False, no past_key_values and no attention_mask"
             )
         if _is_one_of(self.module, SHORT_CONVS):
-            y_TE = short_conv(self.module, hidden_states[0], seams=plan.seams)
+            y_TE = short_conv(self.module, hidden_states[0], seams=plan.seams, inputs=self._states(_CONV))
         else:
-            y_TE = mamba2(self.module, hidden_states[0], seams=plan.seams, chunks=plan.chunks(CHUNK_SIZE))
+            y_TE = mamba2(
+                self.module,
+                hidden_states[0],
+                seams=plan.seams,
+                chunks=plan.chunks(CHUNK_SIZE),
+                inputs=self._states(_CONV),
+                states=self._states(_RULE),
+            )
         self.ran_on.append(plan.runs)
         self._plan = None  # of this call only
         return y_TE.unsqueeze(0)

@@ -1,18 +1,20 @@
-"""Relayed trees of hybrids against flat rows, in float64, and that the states which cross the cuts matter."""
+"""Relayed trees of hybrids against flat rows, in float64, and that the states which cross the cuts matter.
+
+`test_recurrent_families.py` has random forests of every family.
+"""
 
 from dataclasses import replace
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("verl")
 
 from float64_mode import Float64
-from hybrid_cases import FAMILIES, chain_of_one_token_nodes, flat_scores, hybrid, loss_of, oracle
+from hybrid_cases import chain_of_one_token_nodes, flat_scores, hybrid, loss_of, oracle
 from relay_cases import LossCase, flat_result, flat_rows, lay_out, relay_run, relayed_result, verl_rows, worst_error
-from tree_cases import DEEP, VOCAB_SIZE, gradients, layout_of, random_sequences, relative_error
+from tree_cases import DEEP, VOCAB_SIZE, gradients, relative_error
 
 from verl_tree.functional import tree_log_probs
 from verl_tree.recurrence import bind
@@ -39,17 +41,6 @@ def assert_sections_equal_flat(model, sequences, *, capacities):
             assert got_gradients.keys() == want_gradients.keys()
             for name, want_one in want_gradients.items():
                 assert relative_error(got_gradients[name], want_one) < 1e-9, (name, capacity)
-    return scores.num_tree_tokens
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("seed", range(3))
-def test_sections_of_random_forests_equal_the_flat_path(family, seed):
-    """From sections of two tokens, far below the width of the convolution, to all but one in the first."""
-    sequences = random_sequences(np.random.default_rng(seed), num_sequences=4 + seed, mean_len=2 + 3 * seed)
-    num_tokens = layout_of(sequences).num_tokens
-    capacities = [2, 5, max(num_tokens // 3, 2), num_tokens - 1]
-    assert assert_sections_equal_flat(hybrid(family), sequences, capacities=capacities) == num_tokens
 
 
 def test_sections_of_a_chain_of_one_token_nodes():
