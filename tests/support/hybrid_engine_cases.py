@@ -65,7 +65,7 @@ CASES = {
         case("relay_checkpointing_on_host", tree={"capacity": 20, "relay_store": "host"}, model=CHECKPOINTING),
         case("relay_idle_rank", rows="idle_rank", tree={"capacity": 7}),
     ],
-    "qwen3_5_moe_text": [case("token_mean", model=CHECKPOINTING)],
+    "qwen3_5_moe_text": [case("token_mean", model=LORA | CHECKPOINTING)],
     "olmo_hybrid": [case("token_mean", model=CHECKPOINTING), case("lora", model=LORA)],
     "lfm2": [case("token_mean", model=CHECKPOINTING), case("lora", model=LORA)],
     "lfm2_moe": [case("token_mean", model=LORA | CHECKPOINTING)],

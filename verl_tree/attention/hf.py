@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 
 from verl_tree.attention import tree_attention
 from verl_tree.attention.plan import AttentionPlan
-from verl_tree.recurrence import MIXERS, MODEL_TYPES
+from verl_tree.recurrence import LAYER_TYPES, MIXERS, MODEL_TYPES
 from verl_tree.recurrence.bind import RecurrentLayers, num_bound_mixers, unbound_mixers
 
 ATTENTION_NAME = "tree_attention"
@@ -32,9 +32,6 @@ NO_MASK_SHAPE = (1, 1, 0, 0)
 
 _TREE_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 """Values of `config.layer_types` in which a token sees its own path and nothing else."""
-
-_RECURRENT_LAYER_TYPES = {"linear_attention", "conv", "mamba"}
-"""Values of layers whose mixers may be bound (`verl_tree.recurrence`)."""
 
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
@@ -188,8 +185,8 @@ def _check_recurrent_layers(model: PreTrainedModel, config: dict[str, Any]) -> N
     """Refuse layers that pass something on from token to token in a way that no tree is served in."""
     name, model_type = type(model).__name__, config.get("model_type", "")
     layer_types = config.get("layer_types") or ["full_attention"]
-    is_served = set(layer_types) <= _TREE_LAYER_TYPES | _RECURRENT_LAYER_TYPES
-    num_recurrent = sum(each in _RECURRENT_LAYER_TYPES for each in layer_types)
+    is_served = set(layer_types) <= _TREE_LAYER_TYPES.union(LAYER_TYPES)
+    num_recurrent = sum(each in LAYER_TYPES for each in layer_types)
     unbound = unbound_mixers(model)
     if unbound:
         raise ValueError(

@@ -20,3 +20,6 @@ MODEL_TYPES = (
     "granitemoehybrid",
 )
 """Model types that have such layers."""
+
+LAYER_TYPES = ("linear_attention", "conv", "mamba")
+"""What `config.layer_types` calls such layers."""
