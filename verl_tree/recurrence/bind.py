@@ -67,6 +67,10 @@ class Plan(Protocol):
         """Return the calls of a kernel with chunks of `chunk_size` tokens, which computes the pack by levels."""
         ...
 
+    def once(self, key: Hashable, make: Callable[[Any], Any]) -> Any:
+        """Return `make(self)`, made on the first call for `key`."""
+        ...
+
     def seams(self, width: int) -> ConvSeams:
         """Return the seams of a convolution of `width` tokens."""
         ...
@@ -252,8 +256,11 @@ class _Mixer:
                 "row; pass use_cache=False and no past_key_values"
             )
         inputs, states = (query[0], key[0], value[0]), self._states(_RULE)
+        serves = partial(fla.serves, *inputs, beta_TH=beta[0], is_relayed=states is not None)
+        kind = (query.dtype, query.shape, value.shape)
         rule: Callable[..., Tensor]
-        if fla.serves(*inputs, beta_TH=beta[0], levels=plan.levels, is_relayed=states is not None):
+        # Found once, because gradient checkpointing must compute the same again.
+        if plan.once(("delta rule", *kind), lambda plan: serves(levels=plan.levels)):
             rule = partial(fla.fla_gated_delta_rule, levels=plan.levels(fla.CHUNK_SIZE))
         else:
             rule = partial(tree_gated_delta_rule, chunks=plan.chunks(CHUNK_SIZE), states=states)

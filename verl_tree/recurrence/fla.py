@@ -124,7 +124,7 @@ def not_supported_reasons(
         found = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         return [f"dtype {found} is none of bfloat16, float16 throughout"]
     if levels(CHUNK_SIZE).num_nodes * CHUNK_SIZE > len(q_THK):
-        return [f"the nodes of a pack have fewer than {CHUNK_SIZE} tokens on average, so their states take much memory"]
+        return [f"packs like this one, with fewer than {CHUNK_SIZE} tokens per node, would keep many states"]
     variant = DeltaRuleVariant(q_THK.device, q_THK.dtype, q_THK.shape[1], q_THK.shape[2], v_THV.shape[2])
     return reasons_of_first_run("flash-linear-attention", variant, partial(self_test, fla_gated_delta_rule, variant))
 

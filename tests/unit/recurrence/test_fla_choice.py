@@ -15,6 +15,7 @@ from tree_cases import DEEP, gradients, random_sequences, relative_error
 
 from verl_tree.functional import tree_log_probs
 from verl_tree.recurrence import bind, fla
+from verl_tree.recurrence.delta_rule import tree_gated_delta_rule
 from verl_tree.recurrence.levels import TreeLevels, rule_by_levels
 from verl_tree.tree import first_run
 
@@ -62,7 +63,7 @@ def test_on_a_gpu_it_serves_once_it_agrees_with_torch(on_gpu, caplog):
     [
         ({"is_installed": False}, "install the extra fla (pip install 'verl-tree[fla]')"),
         ({"dtype": torch.float32}, "dtype float32 is none of bfloat16, float16"),
-        ({"node_lens": (64, 64, 63)}, "fewer than 64 tokens on average"),
+        ({"node_lens": (64, 64, 63)}, "fewer than 64 tokens per node"),
         ({"faults": ["self-test: worst relative error of dk"]}, "worst relative error of dk"),
     ],
 )
@@ -148,6 +149,21 @@ def test_a_model_by_levels_equals_the_flat_path():
         torch.testing.assert_close(got_one, want_one, rtol=1e-10, atol=1e-10)
     for name, want_one in want_gradients.items():
         assert relative_error(got_gradients[name], want_one) < 1e-9, name
+
+
+def test_a_pack_is_computed_again_by_the_backend_of_its_forward(monkeypatch):
+    """A self-test that found no memory runs again, and may pass at the next call."""
+    asked, used = [], []
+    monkeypatch.setattr(fla, "serves", lambda *_, **__: asked.append(1) or len(asked) > 1)
+    monkeypatch.setattr(
+        bind, "tree_gated_delta_rule", lambda *_, **__: used.append("torch") or tree_gated_delta_rule(*_, **__)
+    )
+    model = hybrid("qwen3_5").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    scores = tree_log_probs(model, DEEP, calculate_entropy=True)
+    loss_of(scores.log_probs, scores.entropy).backward()
+    assert asked == [1]
+    assert used == ["torch"] * 4  # two layers, twice
 
 
 @pytest.mark.usefixtures("by_levels")
