@@ -145,6 +145,7 @@ def assert_same(got: dict[str, Any], expected: dict[str, Any], *, rel: float = 1
         assert float(got[name]) == pytest.approx(float(value), rel=rel, abs=1e-6, nan_ok=True), name
 
 
+KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"]
 CORRECTION = "algorithm.rollout_correction"
 
 CASES = {
@@ -158,13 +159,20 @@ CASES = {
     "treerl": ["algorithm.adv_estimator=treerl"],
     "treepo": ["algorithm.adv_estimator=treepo", "tree.session_weight=session"],
     "gigpo": ["algorithm.adv_estimator=gigpo"],
-    "kl": ["algorithm.adv_estimator=treerl", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"],
+    "kl": ["algorithm.adv_estimator=treerl", *KL],
     "critic": ["algorithm.adv_estimator=tree_grpo", "critic.enable=true"],
-    "gae": ["algorithm.adv_estimator=gae", "algorithm.gamma=0.9", "algorithm.lam=0.8"],
-    "reinforce_plus_plus": ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.use_kl_in_reward=true"],
-    "reinforce_plus_plus_baseline": ["algorithm.adv_estimator=reinforce_plus_plus_baseline"],
-    "token_weights": [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=1.5"],
-    "row_weights": [f"{CORRECTION}.rollout_is=sequence", "algorithm.adv_estimator=gae"],
+    "gae_row_weights": [
+        "algorithm.adv_estimator=gae",
+        "algorithm.gamma=0.9",
+        "algorithm.lam=0.8",
+        f"{CORRECTION}.rollout_is=sequence",
+    ],
+    "reinforce_plus_plus_kl": ["algorithm.adv_estimator=reinforce_plus_plus", *KL],
+    "reinforce_plus_plus_baseline_token_weights": [
+        "algorithm.adv_estimator=reinforce_plus_plus_baseline",
+        f"{CORRECTION}.rollout_is=token",
+        f"{CORRECTION}.rollout_is_threshold=1.5",
+    ],
     "bypass": ["algorithm.rollout_correction.bypass_mode=true"],
 }
 
@@ -266,7 +274,7 @@ def test_bypassed_log_probs_are_those_of_the_rollout() -> None:
     ("estimator", "missing"),
     [
         ("remax", "reward_baselines"),
-        ("gdpo", "not found in non_tensor_batch"),
+        ("gdpo", "prompts"),
         ("optimal_token_baseline", "sum_pi_squared"),
         ("tir_optimal_token_baseline", "sum_pi_squared"),
     ],
@@ -275,5 +283,5 @@ def test_verl_lacks_columns_of_these_estimators(estimator: str, missing: str) ->
     batch = real_rows(store_rows())
     overrides = (f"algorithm.adv_estimator={estimator}", "+algorithm.gdpo_reward_keys=[score]")
     trainer = PortionTrainer(trainer_of(*overrides, num_ranks=1).config, kl_coef=0.0)
-    with pytest.raises((TypeError, AssertionError), match=missing):
+    with pytest.raises((TypeError, KeyError, AssertionError), match=missing):
         trainer._compute_advantage(batch, {})

@@ -31,7 +31,8 @@ def _gae(token_level_rewards: Tensor, response_mask: Tensor, *, config: Mapping[
     _, returns = get_adv_estimator_fn("gae")(
         token_level_rewards.double(), values.double(), response_mask, gamma=config["gamma"], lam=config["lam"]
     )
-    return (returns - values.double()).to(values.dtype), returns.to(values.dtype)
+    dtype = token_level_rewards.dtype
+    return (returns - values.double()).to(dtype), returns.to(dtype)
 
 
 def _reinforce_plus_plus(token_level_rewards: Tensor, response_mask: Tensor, **options: Any) -> Estimates:
