@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from image_cases import FAMILIES, NAMES
+from image_cases import FAMILIES, FAMILY_NAMES
 from rank_scripts import run_script
 
 # All cases of some ranks run at once, which takes minutes on a busy machine.
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 TOLERANCE = 1e-5
 """Relative, float32 against float32."""
 
-CASES = {1: ["one_pack"], 2: ["packs", "gradient_checkpointing", "lora", "relay", "gspo"]}
+NAMES = {1: ["one_pack"], 2: ["packs", "gradient_checkpointing", "lora", "relay", "gspo"]}
 """Cases by the number of ranks; docs/images.md has what all of them measured."""
 
 
@@ -25,13 +25,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[st
 
     def run(num_ranks: int) -> dict[str, Any]:
         out = folder / f"{num_ranks}.json"
-        return run_script("image_engine_cases.py", *CASES[num_ranks], num_ranks=num_ranks, out=out, timeout_s=540)
+        return run_script("image_engine_cases.py", *NAMES[num_ranks], num_ranks=num_ranks, out=out, timeout_s=540)
 
     return cache(run)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("num_ranks", "name"), [(ranks, name) for ranks, names in CASES.items() for name in names])
+@pytest.mark.parametrize(("num_ranks", "name"), [(ranks, name) for ranks, names in NAMES.items() for name in names])
 def test_equals_verls_own_engine(
     results: Callable[[int], dict[str, Any]],
     num_ranks: int,
@@ -52,4 +52,4 @@ def test_equals_verls_own_engine(
     # GSPO clips whole rows.
     assert name == "gspo" or errors["clipped"] > 0.01, errors
     ranks = "1 rank" if num_ranks == 1 else "2 ranks"
-    record_property(f"{NAMES[family]} | engine, {ranks}", errors["gradient"])
+    record_property(f"{FAMILY_NAMES[family]} | engine, {ranks}", errors["gradient"])

@@ -27,8 +27,8 @@ from verl_tree.relay.calls import RelayCall
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
 
-NAMES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL"}
-FAMILIES = tuple(NAMES)
+FAMILY_NAMES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL"}
+FAMILIES = tuple(FAMILY_NAMES)
 VOCABULARY, IMAGE, VIDEO, START, END = 64, 60, 61, 62, 63
 PATCH = 3 * 2 * 4 * 4
 """Numbers of a patch: channels, frames, height, width."""

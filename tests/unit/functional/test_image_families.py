@@ -12,7 +12,7 @@ import pytest
 import torch
 from image_cases import (
     FAMILIES,
-    NAMES,
+    FAMILY_NAMES,
     all_in_float64,
     flat_scores,
     in_float64,
@@ -106,24 +106,24 @@ def test_log_probs_and_gradients_are_those_of_the_rows(
 ) -> None:
     start = ("dense", "varlen").index(backend)
     log_probs, of_gradients = assert_exact(vision_model(family).double(), range(start, NUM_FORESTS, 2), backend=backend)
-    record_property(f"{NAMES[family]} | log-probs", log_probs)
-    record_property(f"{NAMES[family]} | gradients", of_gradients)
-    record_property(f"{NAMES[family]} | backends", backend)
+    record_property(f"{FAMILY_NAMES[family]} | log-probs", log_probs)
+    record_property(f"{FAMILY_NAMES[family]} | gradients", of_gradients)
+    record_property(f"{FAMILY_NAMES[family]} | backends", backend)
 
 
 def test_relayed_trees_have_the_same_gradients(family: str, record_property: Callable[[str, object], None]) -> None:
     """Sections of five tokens cut through images."""
     _, of_gradients = assert_exact(vision_model(family).double(), range(4), capacity=5)
-    record_property(f"{NAMES[family]} | relay", of_gradients)
+    record_property(f"{FAMILY_NAMES[family]} | relay", of_gradients)
 
 
 def test_gradient_checkpointing_and_lora(family: str, record_property: Callable[[str, object], None]) -> None:
     model = vision_model(family).double().train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _, of_gradients = assert_exact(model, range(4))
-    record_property(f"{NAMES[family]} | checkpointing", of_gradients)
+    record_property(f"{FAMILY_NAMES[family]} | checkpointing", of_gradients)
     model = vision_model(family)
     inject_adapter_in_model(LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False), model)
     assert any("visual" in name and p.requires_grad for name, p in model.named_parameters())
     _, of_gradients = assert_exact(model.double(), range(4))
-    record_property(f"{NAMES[family]} | LoRA", of_gradients)
+    record_property(f"{FAMILY_NAMES[family]} | LoRA", of_gradients)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from image_cases import NAMES
+from image_cases import FAMILY_NAMES
 from input_cases import refusal, resolved, write_model, write_rows
 
 from verl_tree.functional.images import IMAGE_MODEL_TYPES
@@ -73,7 +73,7 @@ def test_what_images_do_not_go_with_is_refused(
         assert message.lower().startswith(override.lower())
         assert remedy in message
         if column:
-            record_property(f"{NAMES[model_type]} | {column}", "refused")
+            record_property(f"{FAMILY_NAMES[model_type]} | {column}", "refused")
 
 
 def test_critics_with_a_vision_tower_are_refused(tmp_path: Path) -> None:
