@@ -22,13 +22,13 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from verl.utils.tokenizer import get_processor_token_id
 
 from rollout_hooks.capture.errors import describe_error
-from rollout_hooks.capture.image_runs import IMAGES_FIELD, image_runs, tree_keys
+from rollout_hooks.capture.image_runs import IMAGES_FIELD, image_runs, thumbnail, tree_keys
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG, WrittenRow, leaf_shapes
 from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput, row_reward
 from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.report import CaptureReport, FailedSession
-from rollout_hooks.capture.rows import RowLimits, SessionRows, session_rows
+from rollout_hooks.capture.rows import RowLimits, SessionRows, images_of_row, session_rows
 from rollout_hooks.capture.session_images import SessionImages
 from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.loops import register_built_in
@@ -169,11 +169,15 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
                 )
 
     def _compute_multi_modal_inputs(self, output: AgentLoopOutput, input_ids: torch.Tensor) -> dict[str, Any]:
-        """Let verl compute the pixels of a row's images, and note where they stand and what they are."""
+        """Let verl compute the pixels of a row's images, and note where they stand, what they are and how they look."""
         inputs = super()._compute_multi_modal_inputs(output, input_ids)
         runs = image_runs(input_ids, inputs, processor=self.processor)
         if runs:
             output.extra_fields[IMAGES_FIELD] = runs
+        if self.processor is not None and isinstance(output, TreeAgentLoopOutput):
+            # All rows have the column, those without an image, too.
+            pairs = zip(runs, images_of_row(output), strict=True)
+            output.image_thumbnails = {number: thumbnail(image) for (_, _, number), image in pairs}
         return inputs
 
     async def _put_leaf_shapes(self, uid: str, progress: _PromptProgress) -> None:

@@ -9,11 +9,13 @@ counts them as one. Engines compare whole images.
 """
 
 import hashlib
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
+from PIL import Image
 from verl.utils.tokenizer import get_processor_token_id
 
 from rollout_hooks.capture.leaf_shapes import FIRST_IMAGE_KEY
@@ -23,6 +25,10 @@ IMAGES_FIELD = "image_runs"
 
 ImageRun = tuple[int, int, int]
 
+THUMBNAILS_FIELD = "image_thumbnails"
+"""Column of a row: its images as small JPEG files, by their numbers; for pages of stored trees."""
+
+_THUMBNAIL_SIZE = (128, 128)
 
 def image_runs(token_ids: ArrayLike, inputs: Mapping[str, Any], *, processor: Any) -> list[ImageRun]:
     """Find the images of a row from its token ids and verl's `multi_modal_inputs`.
@@ -50,6 +56,15 @@ def image_runs(token_ids: ArrayLike, inputs: Mapping[str, Any], *, processor: An
         (int(places[start]), int(places[end - 1]) + 1, _number(pixels_AX, grid))
         for start, end, pixels_AX, grid in zip(starts, ends, pixels, grids.tolist(), strict=True)
     ]
+
+
+def thumbnail(image: Image.Image) -> bytes:
+    """Return an image as a JPEG file of at most 128 x 128 pixels, of a few KB."""
+    small = image.convert("RGB")
+    small.thumbnail(_THUMBNAIL_SIZE)
+    file = io.BytesIO()
+    small.save(file, "JPEG")
+    return file.getvalue()
 
 
 def _number(pixels_AX: Any, grid: Sequence[int]) -> int:

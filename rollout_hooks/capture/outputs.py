@@ -37,6 +37,9 @@ class TreeAgentLoopOutput(AgentLoopOutput):
     """(position in the response, reward) of nodes on the path. A reward goes to the last trained token at or before its
     position, else to the first trained token, so that none is lost with tokens that are cut off."""
 
+    image_thumbnails: dict[int, bytes] | None = None
+    """`image_runs.THUMBNAILS_FIELD`, which the worker sets where a model reads images."""
+
     @field_validator("node_rewards")
     @classmethod
     def _finite_nodes(cls, values: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:

@@ -5,16 +5,17 @@
 The unit is the group, so what sessions share is stored once. Leaves may disagree about a token that they share: one
 trains it and another only reads it, or two sessions sampled it with different log-probs. A node holds the values of its
 first leaf in depth-first order; a leaf that differs has an *override* of that node. `docs/stored_trees.md` documents
-every column. Only numpy and pyarrow are needed. Text, messages and images are not stored.
+every column. Only numpy and pyarrow are needed. Text and messages are not stored, images as thumbnails only.
 """
 
 from verl_tree.records.files import FORMAT_VERSION, SCHEMA, forests, read_trees, write_trees
-from verl_tree.records.trees import CallRun, StoredLeaf, StoredTree, end_nodes
+from verl_tree.records.trees import CallRun, ImageRun, StoredLeaf, StoredTree, end_nodes
 
 __all__ = [
     "FORMAT_VERSION",
     "SCHEMA",
     "CallRun",
+    "ImageRun",
     "StoredLeaf",
     "StoredTree",
     "end_nodes",

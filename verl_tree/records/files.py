@@ -11,7 +11,7 @@ The trajectories 0 = [1 2 3 4], 1 = [1 2 5], 2 = [1 2], 3 = [1 2 3 4] and 4 = [7
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -21,11 +21,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl_tree.records.trees import CallRun, StoredLeaf, StoredTree, end_nodes
+from verl_tree.records.trees import CallRun, ImageRun, StoredLeaf, StoredTree, end_nodes
 from verl_tree.tree import TokenForest
 
-FORMAT_VERSION = 2
-"""Version of the files that are written. Lower versions can be read, too: in 1, calls have no versions of weights."""
+FORMAT_VERSION = 3
+"""Version of the files that are written. Lower versions can be read, too: in 1, calls have no versions of weights; in 1
+and 2, nodes have no images."""
 
 _VERSION_KEY = b"verl_tree.records.format_version"
 
@@ -63,6 +64,7 @@ _LEAF = pa.struct(
         ("overrides", pa.list_(_OVERRIDE)),
     ]
 )
+_IMAGE = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("number", pa.int64()), ("thumbnail", pa.binary())])
 SCHEMA = pa.schema(
     [
         ("format_version", pa.int32()),
@@ -76,6 +78,7 @@ SCHEMA = pa.schema(
         ("is_trained", pa.list_(pa.bool_())),
         ("log_probs", pa.list_(pa.float32())),
         ("leaves", pa.list_(_LEAF)),
+        ("images", pa.list_(_IMAGE)),
     ],
     metadata={_VERSION_KEY: str(FORMAT_VERSION).encode()},
 )
@@ -161,8 +164,24 @@ def _to_batch(tree: StoredTree, *, index: int) -> pa.RecordBatch:
         pa.array([span.start for span in spans], type=pa.int32()),
         *(pa.ListArray.from_arrays(offsets, values) for values in tokens),
         pa.array(leaves, type=pa.list_(_LEAF)),
+        pa.array(_images(nodes, thumbnails=tree.thumbnails), type=pa.list_(_IMAGE)),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+def _images(
+    nodes: Iterable[tuple[StoredLeaf, slice]], *, thumbnails: Mapping[int, bytes]
+) -> list[list[dict[str, Any]]]:
+    """Return the images of each node; the first place of an image has its thumbnail."""
+    left = dict(thumbnails)
+    return [
+        [
+            {**asdict(run), "thumbnail": left.pop(run.number, None)}
+            for run in owner.images
+            if span.start <= run.start < span.stop
+        ]
+        for owner, span in nodes
+    ]
 
 
 def _root_path(node: int, *, parents: Sequence[int]) -> list[int]:
@@ -220,14 +239,17 @@ def _from_table(table: pa.Table) -> Iterator[StoredTree]:
     columns = [table.column(name).to_pylist() for name in ("tree", "step", "uid", "parent")]
     tokens = [_lists(table.column(name)) for name in ("token_ids", "is_trained", "log_probs")]
     leaves = _leaves(table.column("leaves"))
-    rows = zip(*columns, *tokens, leaves, strict=True)
+    # Older files have no such column.
+    has_images = "images" in table.column_names
+    images = table.column("images").to_pylist() if has_images else [[]] * table.num_rows
+    rows = zip(*columns, *tokens, leaves, images, strict=True)
     for _, nodes in groupby(rows, key=lambda row: row[0]):
         yield _tree(list(nodes))
 
 
 def _tree(nodes: list[tuple[Any, ...]]) -> StoredTree:
     """Make a tree from its nodes in preorder."""
-    _, steps, uids, parents, token_ids, is_trained, log_probs, leaves = zip(*nodes, strict=True)
+    _, steps, uids, parents, token_ids, is_trained, log_probs, leaves, images = zip(*nodes, strict=True)
     found: dict[int, StoredLeaf] = {}
     places = np.split(np.arange(sum(map(len, token_ids))), np.cumsum([len(each) for each in token_ids])[:-1])
     place_paths: dict[int, np.ndarray] = {}
@@ -244,18 +266,26 @@ def _tree(nodes: list[tuple[Any, ...]]) -> StoredTree:
                 is_trained=np.concatenate([np.asarray(mask, dtype=bool) for mask in masks]),
                 # None becomes NaN here.
                 log_probs=np.concatenate([np.asarray(each, dtype=np.float32) for each in values]),
+                images=tuple(ImageRun(run["start"], run["end"], run["number"]) for n in path for run in images[n]),
             )
-    # Nodes that show different images may begin with the same token below one parent. The places of tokens in the file
-    # then say what ids do not.
+    # Nodes that show different images may begin with the same token below one parent. In a file without images the
+    # places of tokens say what ids do not.
     starts = {(parent, int(ids[0])) for parent, ids in zip(parents, token_ids, strict=True)}
     known = (
         TokenForest.from_sequences([place_paths[row] for row in sorted(found)]) if len(starts) < len(nodes) else None
     )
-    return StoredTree(steps[0], uids[0], tuple(found[row] for row in sorted(found)), known_forest=known)
+    thumbnails = {run["number"]: run["thumbnail"] for each in images for run in each if run["thumbnail"] is not None}
+    rows = tuple(found[row] for row in sorted(found))
+    return StoredTree(steps[0], uids[0], rows, known_forest=known, thumbnails=thumbnails)
 
 
 def _leaf(
-    columns: dict[str, Any], *, token_ids: np.ndarray, is_trained: np.ndarray, log_probs: np.ndarray
+    columns: dict[str, Any],
+    *,
+    token_ids: np.ndarray,
+    is_trained: np.ndarray,
+    log_probs: np.ndarray,
+    images: tuple[ImageRun, ...],
 ) -> StoredLeaf:
     response = slice(columns["prompt_len"], None)
     token_rewards, token_advantages = columns["token_rewards"], columns["token_advantages"]
@@ -278,6 +308,7 @@ def _leaf(
         min_global_steps=columns["min_global_steps"],
         max_global_steps=columns["max_global_steps"],
         calls=tuple(CallRun(**run) for run in columns["calls"]),
+        images=images,
     )
 
 

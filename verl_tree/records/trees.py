@@ -1,5 +1,6 @@
 """The trajectories of a group as they are stored and shown: tokens, masks, log-probs, rewards, advantages."""
 
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -27,6 +28,18 @@ class CallRun:
     max_global_steps: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ImageRun:
+    """Tokens of a trajectory, `start` to `end` (half-open), that show the image `number`.
+
+    Images with one number are equal (`rollout_hooks.capture.image_runs`); numbers are above all token ids.
+    """
+
+    start: int
+    end: int
+    number: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredLeaf:
     """One trajectory of L tokens, the last R of them the response.
@@ -42,6 +55,7 @@ class StoredLeaf:
         reward_extra_info: JSON values from the reward function.
         min_global_steps, max_global_steps: First and last version of the weights, None if unknown.
         calls: The parts that LLM calls sampled, ascending; empty if not recorded.
+        images: Its images, ascending.
     """
 
     session: int
@@ -56,6 +70,7 @@ class StoredLeaf:
     min_global_steps: int | None = None
     max_global_steps: int | None = None
     calls: tuple[CallRun, ...] = ()
+    images: tuple[ImageRun, ...] = ()
 
     def __post_init__(self) -> None:
         ids = np.asarray(self.token_ids)
@@ -93,6 +108,13 @@ class StoredLeaf:
         value = trained[0] if trained.size else np.float32(0)
         return float(value) if (self.token_advantages == np.where(is_trained, value, 0)).all() else None
 
+    def keys(self) -> np.ndarray:
+        """Return what tells its tokens from those of others, (L,) int64: ids, and numbers of images in their place."""
+        keys = self.token_ids.astype(np.int64)
+        for run in self.images:
+            keys[run.start : run.end] = run.number
+        return keys
+
     def row(self) -> dict[str, np.ndarray]:
         """Return the trajectory under verl's names, as its trainer, an SFT job or a replay takes it.
 
@@ -119,14 +141,17 @@ class StoredLeaf:
 class StoredTree:
     """The trajectories of the group `uid` at one global step, in the order of their rows.
 
-    `known_forest` is their forest, if the caller has it already, or if token ids do not tell where rows with images
-    part. What its tokens are does not matter.
+    `thumbnails` are its images by their numbers, as small JPEG files; some or all may be missing.
+
+    `known_forest` is their forest, if the caller has it already, or if a file of an older version does not tell where
+    rows with images part. What its tokens are does not matter.
     """
 
     step: int
     uid: str
     leaves: tuple[StoredLeaf, ...]
     known_forest: InitVar[TokenForest | None] = None
+    thumbnails: Mapping[int, bytes] = field(default_factory=dict)
     _forest: TokenForest | None = field(init=False, repr=False)
 
     def __post_init__(self, known_forest: TokenForest | None) -> None:
@@ -137,7 +162,7 @@ class StoredTree:
     def forest(self) -> TokenForest:
         """Return the forest of the leaves in their order; it is built once."""
         if self._forest is None:
-            object.__setattr__(self, "_forest", TokenForest.from_sequences([leaf.token_ids for leaf in self.leaves]))
+            object.__setattr__(self, "_forest", TokenForest.from_sequences([leaf.keys() for leaf in self.leaves]))
         assert self._forest is not None
         return self._forest
 

@@ -8,8 +8,9 @@ import numpy as np
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
+from rollout_hooks.capture.image_runs import IMAGES_FIELD, THUMBNAILS_FIELD
 from verl_tree.packing.counts import ForestCounts
-from verl_tree.records import CallRun, StoredLeaf, StoredTree
+from verl_tree.records import CallRun, ImageRun, StoredLeaf, StoredTree
 from verl_tree.trainer.advantages import Call
 from verl_tree.trainer.batching import RowAssignment, group_rows, parse_row_key
 from verl_tree.trainer.calls import calls_of_row, recorded_calls
@@ -18,7 +19,8 @@ from verl_tree.tree import TokenForest
 from verl_tree.tree.rows import trained_tokens
 
 _VALUES = ("input_ids", "response_mask", "rm_scores", "rollout_log_probs", "advantages")
-_DETAILS = ("extra_fields", "reward_extra_info")  # verl puts the second into the first, uni-agent beside it
+# verl puts the reward's info into the extra fields, uni-agent beside them.
+_DETAILS = ("extra_fields", "reward_extra_info", THUMBNAILS_FIELD)
 
 
 def fetch_calls(rows: StepRows) -> dict[str, tuple[CallRun, ...]]:
@@ -100,11 +102,13 @@ def trees_of(
     """Return the trees of rows, one per group in the order of uids, leaves by session and leaf.
 
     `columns` are verl's columns `input_ids` and `response_mask` (from which rollout correction may have taken tokens)
-    and where known `rm_scores`, `rollout_log_probs`, `advantages`, `extra_fields` and `reward_extra_info`.
+    and where known `rm_scores`, `rollout_log_probs`, `advantages`, `extra_fields`, `reward_extra_info` and
+    `image_thumbnails`.
     """
     values = {name: arrays(columns, name) for name in _VALUES if name in columns}
     extras = objects(columns, "extra_fields", default={})
     infos = objects(columns, "reward_extra_info", default=None)
+    thumbnails = objects(columns, THUMBNAILS_FIELD, default={})
     leaves = [
         _leaf(
             key,
@@ -122,6 +126,7 @@ def trees_of(
             tuple(leaves[row] for row in group),
             # Rows that show different images share no node behind them, although their token ids may be equal.
             known_forest=TokenForest.from_sequences([row_keys[row] for row in group]),
+            thumbnails={number: file for row in group for number, file in thumbnails[row].items()},
         )
         for group in group_rows(keys)
     ]
@@ -156,6 +161,7 @@ def _leaf(
         min_global_steps=tag.get("min_global_steps"),
         max_global_steps=tag.get("max_global_steps"),
         calls=calls,
+        images=tuple(ImageRun(*run) for run in extra.get(IMAGES_FIELD, ())),
     )
 
 

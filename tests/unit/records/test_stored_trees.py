@@ -139,7 +139,7 @@ def test_rows_are_nodes_and_leaves_lie_where_they_end(tree: StoredTree, tmp_path
     assert [row["parent"] for row in rows] == [-1, 0, 0, -1]
     assert [row["start"] for row in rows] == [0, 2, 2, 0]
     assert [[leaf["row"] for leaf in row["leaves"]] for row in rows] == [[2], [0, 3], [1], [4]]
-    assert {(row["format_version"], row["step"], row["uid"], row["tree"]) for row in rows} == {(2, 10, "u", 0)}
+    assert {(row["format_version"], row["step"], row["uid"], row["tree"]) for row in rows} == {(3, 10, "u", 0)}
     # Node 0 is told by row 2, its first leaf; row 1 trains the token 2, and only row 1 differs there.
     assert rows[0]["is_trained"] == [False, False]
     assert rows[0]["log_probs"] == [None, None]

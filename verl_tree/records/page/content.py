@@ -5,6 +5,7 @@ with more than half of the fork's leaves comes last and stays at the fork's leve
 branches reads straight down, and there are at most log2(leaves) levels.
 """
 
+import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ def page_content(tree: StoredTree, *, tokenizer: Tokenizer | None) -> dict[str, 
     ends = end_nodes(forest).tolist()
     rewards = [reward for leaf in tree.leaves if (reward := _finite(leaf.reward)) is not None]
     nodes = [_node(tree, forest, each, tokenizer=tokenizer) for each in placed]
+    images = _count_images(nodes)
     for row, node in enumerate(ends):
         nodes[position[node]]["ends"].append(row)
     for each, content in zip(placed, nodes, strict=True):
@@ -56,8 +58,22 @@ def page_content(tree: StoredTree, *, tokenizer: Tokenizer | None) -> dict[str, 
         "advantage_range": [-max(advantages), max(advantages)] if advantages else None,
         "overlap": overlap_histogram(forest),
         "leaves": [_leaf(leaf, node=position[node]) for leaf, node in zip(tree.leaves, ends, strict=True)],
+        "images": [_data_url(tree.thumbnails.get(number)) for number in images],
         "nodes": nodes,
     }
+
+
+def _count_images(nodes: Sequence[dict[str, Any]]) -> list[int]:
+    """Count the distinct images in display order, put each one's place for its number, and return the numbers."""
+    places: dict[int, int] = {}
+    for passage in (each for node in nodes for each in node["passages"] if each["image"] is not None):
+        passage["image"] = place = places.setdefault(passage["image"], len(places))
+        passage["text"] = f"image {place + 1}, {passage['text']}"
+    return list(places)
+
+
+def _data_url(thumbnail: bytes | None) -> str | None:
+    return None if thumbnail is None else f"data:image/jpeg;base64,{base64.b64encode(thumbnail).decode()}"
 
 
 def overlap_histogram(forest: TokenForest) -> list[tuple[int, int]]:
@@ -178,7 +194,10 @@ def _fork_kind(leaf: StoredLeaf, start: int) -> str:
 
 
 def _passages(leaves: Sequence[StoredLeaf], span: slice, *, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
-    """Cut a node's tokens where the producer or the number of leaves that train them changes."""
+    """Cut a node's tokens where the producer or the number of leaves that train them changes, and around images.
+
+    A passage that only an image cuts off from the one before it `continues` that one.
+    """
     owner = leaves[0]
     producers = _producers(owner, span)
     num_training = np.sum([leaf.is_trained[span] for leaf in leaves], axis=0)
@@ -186,19 +205,30 @@ def _passages(leaves: Sequence[StoredLeaf], span: slice, *, tokenizer: Tokenizer
     bounds = [0, *(np.flatnonzero(is_cut) + 1).tolist(), len(producers)]
     kinds = {run.call: run.kind for run in owner.calls}
     names = {_PROMPT: "prompt", _ENVIRONMENT: "environment"}
+    shown = {run.start - span.start: run for run in owner.images if span.start <= run.start < span.stop}
     passages = []
     for start, end in pairwise(bounds):
         producer = int(producers[start])
-        token_ids = owner.token_ids[span.start + start : span.start + end].tolist()
-        passages.append(
-            {
-                "who": names.get(producer, "model"),
-                "call": producer if producer >= 0 else None,
-                "session": owner.session,
-                "kind": kinds.get(producer),
-                "num_training": int(num_training[start]),
-                "num_tokens": end - start,
-                "text": " ".join(map(str, token_ids)) if tokenizer is None else tokenizer.decode(token_ids),
-            }
-        )
+        inside = [(at, run.end - span.start) for at, run in shown.items() if start <= at < end]
+        edges = {min(edge, end) for edges in inside for edge in edges}
+        for first, last in pairwise(sorted({start, end} | edges)):
+            image = shown[first].number if first in shown else None
+            token_ids = owner.token_ids[span.start + first : span.start + last].tolist()
+            passages.append(
+                {
+                    "who": names.get(producer, "model"),
+                    "call": producer if producer >= 0 else None,
+                    "session": owner.session,
+                    "kind": kinds.get(producer),
+                    "num_training": int(num_training[start]),
+                    "num_tokens": end - start,
+                    "continues": first > start,
+                    "image": image,
+                    "text": f"{last - first} tokens" if image is not None else _text(token_ids, tokenizer=tokenizer),
+                }
+            )
     return passages
+
+
+def _text(token_ids: list[int], *, tokenizer: Tokenizer | None) -> str:
+    return " ".join(map(str, token_ids)) if tokenizer is None else tokenizer.decode(token_ids)

@@ -113,13 +113,22 @@ function fillText(box, text, key) {
 
 function drawPassage(passage, numLeaves, key) {
   const isUntrained = passage.who === "model" && !passage.num_training;
-  const made = element("div", `passage ${passage.who}${isUntrained ? " untrained" : ""}`);
+  const kinds = [passage.who, ...(isUntrained ? ["untrained"] : []), ...(passage.continues ? ["continues"] : []), ...(passage.image === null ? [] : ["image"])];
+  const made = element("div", `passage ${kinds.join(" ")}`);
   const parts = [passage.who];
   if (passage.call !== null) parts.push(`session ${passage.session} call ${passage.call} (${passage.kind})`);
   if (passage.who === "model") parts.push(passage.num_training === numLeaves ? "trained" : passage.num_training ? `trained on ${passage.num_training} of ${plural(numLeaves, "leaf")}` : "not trained");
   parts.push(plural(passage.num_tokens, "token"));
   const text = element("pre");
-  made.append(element("div", "who", parts.join(" · ")), text);
+  if (!passage.continues) made.append(element("div", "who", parts.join(" · ")));
+  const thumbnail = passage.image === null ? null : data.images[passage.image];
+  if (thumbnail !== null) {
+    const image = element("img");
+    image.src = thumbnail;
+    image.alt = "";
+    made.append(image);
+  }
+  made.append(text);
   fillText(text, passage.text, key);
   if (passage.text.length > FOLD) {
     const more = element("button", "more", `Show all ${number(passage.text.length)} characters`);
