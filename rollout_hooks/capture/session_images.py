@@ -12,8 +12,9 @@ keeps its id.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -92,6 +93,12 @@ class SessionImages:
             self._numbers[digest] = len(self._images)
             self._images.append(image)
         return -self._numbers[digest] - 1
+
+
+def message_images(messages: Sequence[Mapping[str, Any]]) -> list[Image.Image]:
+    """Return the images that messages show in blocks of the type `image`, in order."""
+    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
+    return [block["image"] for content in contents for block in content if block["type"] == "image"]
 
 
 def image_spans(token_ids: np.ndarray, image_token: int | None) -> list[tuple[int, int]]:

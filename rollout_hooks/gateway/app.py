@@ -11,7 +11,8 @@ import asyncio
 import re
 import secrets
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
@@ -24,9 +25,11 @@ from rollout_hooks.gateway.chat_api import ChatAnswer
 from rollout_hooks.gateway.chat_format import ChatFormat
 from rollout_hooks.gateway.engine import SessionEngine
 from rollout_hooks.gateway.errors import ApiError, invalid_request
+from rollout_hooks.gateway.images import has_unread_images, read_images
 from rollout_hooks.gateway.requests import ChatBody, ResponsesBody
 from rollout_hooks.gateway.responses_api import ResponsesAnswer
 from rollout_hooks.gateway.session import GatewaySession, SessionSettings
+from rollout_hooks.gateway.turn import TurnRequest
 
 Body = TypeVar("Body", ChatBody, ResponsesBody)
 
@@ -37,16 +40,19 @@ _SESSION_ID = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 class GatewayLimits:
     """Limits on what the gateway accepts: bytes of a request body (else 413), calls to the engine in flight (else 429).
 
-    Abandoned calls count too. OpenAI's clients answer a 429 by trying again.
+    Abandoned calls count too. OpenAI's clients answer a 429 by trying again. The images of a request are limited in
+    number, and each in its pixels (else 400).
     """
 
     max_body_bytes: int = 16 * 2**20
     max_calls: int = 1024
+    max_images: int = 64
+    max_pixels: int = 2**24
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_calls"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1; leave it out for the default")
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1; leave it out for the default")
 
 
 class Gateway:
@@ -126,17 +132,25 @@ class Gateway:
 
     async def _chat_completions(self, request: Request) -> Response:
         session, body = await self._admit(request, ChatBody)
-        wanted = body.turn_request()
+        wanted = await self._with_images(body.turn_request())
         self._check_room(wanted.num_choices)
         return await _respond(ChatAnswer(session, body, session.start(wanted)), stream=body.stream)
 
     async def _responses(self, request: Request) -> Response:
         session, body = await self._admit(request, ResponsesBody)
         previous = body.previous_response_id
-        wanted = body.turn_request(() if previous is None else session.messages_until(previous))
+        history = () if previous is None else session.messages_until(previous)
+        wanted = await self._with_images(body.turn_request(history))
         self._check_room(wanted.num_choices)
         (call,) = session.start(wanted)
         return await _respond(ResponsesAnswer(session, body, call), stream=body.stream)
+
+    async def _with_images(self, wanted: TurnRequest) -> TurnRequest:
+        if not has_unread_images(wanted.messages):
+            return wanted
+        limits = self.limits
+        read = partial(read_images, wanted, max_images=limits.max_images, max_pixels=limits.max_pixels)
+        return await asyncio.to_thread(read)
 
     async def _admit(self, request: Request, body_class: type[Body]) -> tuple[GatewaySession, Body]:
         """Return the session and the body of a request, or raise one of the refusals listed in the module docstring."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from uuid import uuid4
 
+from PIL import Image
 from typing_extensions import override
 
 from rollout_hooks.capture.async_llm import RecordingAsyncLLM
@@ -34,8 +35,12 @@ class SessionEngine(Protocol):
 
     tree: SessionTree
 
-    def stream(self, prompt_ids: Sequence[int], *, sampling_params: Mapping[str, Any]) -> AsyncIterator[TokenChunk]:
+    def stream(
+        self, prompt_ids: Sequence[int], *, sampling_params: Mapping[str, Any], images: Sequence[Image.Image] = ()
+    ) -> AsyncIterator[TokenChunk]:
         """Make one call, record it, and yield its generated tokens in one or several chunks.
+
+        `images` are those that the prompt shows, in order; a session whose `ChatFormat` reads none has none.
 
         Sampling parameters have verl's names, those of vLLM's `SamplingParams`. But `logprobs` is a bool, and
         `structured_outputs` holds the arguments of vLLM's `StructuredOutputsParams`.
@@ -48,34 +53,42 @@ class ClientEngine(SessionEngine):
 
     All calls with one `request_id`, verl's session id, go to one server and share its prefix cache. With
     `unique_request_ids` each call gets an id of its own, made from it. `rollout.full_determinism` needs that, since
-    verl then hands the id to vLLM as it is.
+    verl then hands the id to vLLM as it is. `mm_processor_kwargs` say how images are processed.
     """
 
     def __init__(
-        self, client: RecordingClient, *, request_id: str | None = None, unique_request_ids: bool = False
+        self,
+        client: RecordingClient,
+        *,
+        request_id: str | None = None,
+        unique_request_ids: bool = False,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.tree = client.tree
         self._client = client
         self._request_id = request_id or uuid4().hex
         self._unique_request_ids = unique_request_ids
+        self._mm_processor_kwargs = dict(mm_processor_kwargs or {})
 
     @override
     async def stream(
-        self, prompt_ids: Sequence[int], *, sampling_params: Mapping[str, Any]
+        self, prompt_ids: Sequence[int], *, sampling_params: Mapping[str, Any], images: Sequence[Image.Image] = ()
     ) -> AsyncIterator[TokenChunk]:
         params = _with_vllm_form(sampling_params)
+        media = {"image_data": list(images), "mm_processor_kwargs": self._mm_processor_kwargs} if images else {}
         # The client adds its call to the tree before it first awaits, so that this is the call's index.
         call = len(self.tree.calls)
         output = await self._client.generate(
             f"{self._request_id}-{call}" if self._unique_request_ids else self._request_id,
             prompt_ids=list(prompt_ids),
             sampling_params=params,
+            **media,
         )
         yield TokenChunk(call, list(output.token_ids), output.log_probs or None, output.stop_reason in ABORTED)
 
 
 class AsyncLLMEngine(SessionEngine):
-    """vLLM's `AsyncLLM` in this process, through the recording handle of the session: chunks as they come."""
+    """vLLM's `AsyncLLM` in this process, through the session's recording handle: text only, chunks as they come."""
 
     def __init__(self, llm: RecordingAsyncLLM) -> None:
         self.tree = llm.tree
@@ -83,8 +96,10 @@ class AsyncLLMEngine(SessionEngine):
 
     @override
     async def stream(
-        self, prompt_ids: Sequence[int], *, sampling_params: Mapping[str, Any]
+        self, prompt_ids: Sequence[int], *, sampling_params: Mapping[str, Any], images: Sequence[Image.Image] = ()
     ) -> AsyncIterator[TokenChunk]:
+        if images:
+            raise ValueError(f"{len(images)} images: RecordingAsyncLLM records text; serve images by ClientEngine")
         # Imported here: vLLM takes seconds, and a process that has this engine has imported it already.
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind

@@ -25,12 +25,50 @@ class _TextPart(Body):
     text: str
 
 
-Content = str | list[_TextPart]
+class _ImageUrl(Body):
+    url: str
+    detail: Literal["auto"] = "auto"
 
 
-def text_of(content: Content) -> str:
-    """Return the text of a message, its parts joined."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+class _ChatImage(Body):
+    type: Literal["image_url"]
+    image_url: _ImageUrl
+
+    @property
+    def url(self) -> str:
+        return self.image_url.url
+
+
+class _ResponsesImage(Body):
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto"] = "auto"
+
+    @property
+    def url(self) -> str:
+        return self.image_url
+
+
+Content = str | list[Annotated[_TextPart | _ChatImage | _ResponsesImage, Field(discriminator="type")]]
+
+
+def content_of(content: Content, *, role: str) -> str | list[dict[str, Any]]:
+    """Return the content of a message as chat templates read it: its text, or blocks of text and of URLs of images.
+
+    Raises:
+        ApiError: 400, if a message that is neither a user's nor a tool's shows images.
+    """
+    if isinstance(content, str):
+        return content
+    texts = [part.text for part in content if isinstance(part, _TextPart)]
+    if len(texts) == len(content):
+        return "".join(texts)
+    if role not in ("user", "tool"):
+        raise refused(f"a message of the role {role} shows an image: only users and tools may", param="messages")
+    return [
+        {"type": "text", "text": part.text} if isinstance(part, _TextPart) else {"type": "image", "image": part.url}
+        for part in content
+    ]
 
 
 class Function(Body):

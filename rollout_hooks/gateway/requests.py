@@ -17,7 +17,7 @@ from rollout_hooks.gateway.request_parts import (
     NamedSchema,
     PlainFormat,
     SharedBody,
-    text_of,
+    content_of,
 )
 from rollout_hooks.gateway.turn import Message, ToolCall, TurnRequest
 
@@ -100,7 +100,7 @@ class ChatBody(SharedBody):
 def _chat_message(message: _ChatMessage) -> Message:
     result: Message = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": text_of(message.content),
+        "content": content_of(message.content, role=message.role),
     }
     if message.name is not None:
         result["name"] = message.name
@@ -208,9 +208,10 @@ def _add_item(messages: list[Message], item: _MessageItem | _CallItem | _OutputI
     """Append an item. The text and the calls of one turn of the model are several items, but one message."""
     if isinstance(item, _MessageItem):
         role = "system" if item.role == "developer" else item.role
-        messages.append({"role": role, "content": text_of(item.content)})
+        messages.append({"role": role, "content": content_of(item.content, role=role)})
     elif isinstance(item, _OutputItem):
-        messages.append({"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id})
+        content = content_of(item.output, role="tool")
+        messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
     else:
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from rollout_hooks.capture.errors import describe_error
+from rollout_hooks.capture.session_images import message_images
 from rollout_hooks.gateway.chat_format import ChatFormat, TextStream
 from rollout_hooks.gateway.constraints import prescribes, structured_outputs
 from rollout_hooks.gateway.engine import SessionEngine, TokenChunk
@@ -128,13 +129,15 @@ class GatewaySession:
         """Start the calls of a request, one for each choice.
 
         Raises:
-            ApiError: 400, if the prompt is too long, tools have no parser, or the form cannot be kept to.
+            ApiError: 400, if the prompt is too long or cannot be rendered, tools have no parser, or the form cannot be
+                kept to.
         """
         if request.parses_tools and self.chat_format.tool_parser is None:
             raise ApiError(400, "this model has no tools: no tool parser was given", code="no_tools", param="tools")
         messages = [self._as_written(message) for message in request.messages]
         prompt_ids = self.chat_format.prompt_ids(messages, request.tools)
         num_prompt = len(prompt_ids)
+        images = message_images(messages)
         form = self._form(request)
         params = [
             {**self.settings.sampling_params(request, num_prompt=num_prompt, choice=choice), **form}
@@ -142,7 +145,8 @@ class GatewaySession:
         ]
         calls = [
             RunningCall(
-                self.engine.stream(prompt_ids, sampling_params=each),
+                # Engines of text need not know the argument.
+                self.engine.stream(prompt_ids, sampling_params=each, **({"images": images} if images else {})),
                 request,
                 max_tokens=each.get("max_tokens"),
                 num_prompt=num_prompt,

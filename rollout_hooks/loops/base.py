@@ -17,6 +17,7 @@ from verl.utils.tokenizer import get_processor_token_id
 from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput
 from rollout_hooks.capture.recording import stable_request_id
+from rollout_hooks.capture.session_images import message_images
 from rollout_hooks.loops.branch import Branch, BranchSession
 
 __all__ = ["Branch", "BranchSession", "BranchingAgentLoop"]
@@ -109,6 +110,7 @@ class BranchingAgentLoop(AgentLoopBase):
             request_id=stable_request_id(row) if rollout.full_determinism else None,
             unique_request_ids=rollout.full_determinism,
             images=images,
+            mm_processor_kwargs=self._get_mm_processor_kwargs(),
             image_token=get_processor_token_id(self.processor, "image"),
         )
 
@@ -198,12 +200,6 @@ class BranchingAgentLoop(AgentLoopBase):
         branch.rewind(kept, keep_rewards=True)
         branch.observe(merged.token_ids[kept:], images=images)
         return True
-
-
-def message_images(messages: Sequence[dict[str, Any]]) -> list[Image.Image]:
-    """Return the images that messages of the environment show, in order."""
-    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
-    return [block["image"] for content in contents for block in content if block["type"] == "image"]
 
 
 def refuse_unknown_options(loop_class: type[AgentLoopBase], arguments: Mapping[str, Any]) -> None:

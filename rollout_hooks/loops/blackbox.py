@@ -123,11 +123,17 @@ class BlackboxAgentLoop(AgentLoopBase):
         row_len = rollout.prompt_length + rollout.response_length
         return gateway.open_session(
             uuid4().hex,
-            ClientEngine(client, request_id=request_id, unique_request_ids=rollout.full_determinism),
+            ClientEngine(
+                client,
+                request_id=request_id,
+                unique_request_ids=rollout.full_determinism,
+                mm_processor_kwargs=self._get_mm_processor_kwargs(),
+            ),
             chat_format=ChatFormat(
                 self.tokenizer,
                 render=self.continuous_token_builder.build_initial_tokens,
                 tool_parser=ToolParser.get_tool_parser(rollout.multi_turn.format, self.tokenizer),
+                reads_images=self.processor is not None,
             ),
             settings=SessionSettings(
                 sampling=sampling_params,

@@ -51,6 +51,7 @@ class BranchSession:
         call_timeout_s: Most seconds of a call to the LLM; a slower call fails its branch. None means no limit.
         images: The images that the root prompt shows, in order.
         image_token: Id of the tokens of an image; None if the model reads none.
+        mm_processor_kwargs: How images are processed, verl's `data.mm_processor_kwargs`; part of each call with images.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class BranchSession:
         call_timeout_s: float | None = None,
         images: Sequence[Image.Image] = (),
         image_token: int | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if not len(prompt_ids):
             raise ValueError("prompt_ids=[]: a session needs a prompt of at least one token")
@@ -77,6 +79,7 @@ class BranchSession:
         self.request_id = request_id or uuid4().hex
         self.unique_request_ids = unique_request_ids
         self.call_timeout_s = call_timeout_s
+        self.mm_processor_kwargs = dict(mm_processor_kwargs or {})
         self.branches: list[Branch] = []
         self.root = Branch(self)
 
@@ -175,7 +178,8 @@ class Branch:
         params = {**self._session.sampling_params, **(sampling_params or {})}
         params["max_tokens"] = min(params.get("max_tokens", self.num_remaining), self.num_remaining)
         if self.images:
-            client_kwargs["image_data"] = self.images
+            processing = {"mm_processor_kwargs": self._session.mm_processor_kwargs}
+            client_kwargs = {"image_data": self.images, **processing, **client_kwargs}
         call = self._session.client.generate(
             self._next_request_id(), prompt_ids=self.token_ids, sampling_params=params, **client_kwargs
         )

@@ -10,6 +10,7 @@ from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 from rollout_hooks.capture.recording import RecordingClient
+from rollout_hooks.capture.session_images import SessionImages
 from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.gateway import ChatFormat, ClientEngine, Gateway, GatewayLimits, SessionSettings, TokenChunk, serve
 
@@ -78,10 +79,11 @@ class StreamingEngine:
         self.tree.complete(call, token_ids, log_probs=[-0.5] * len(token_ids), stop_reason="stop")
 
 
-def client_engine(reply, **kwargs) -> ClientEngine:
+def client_engine(reply, *, images: SessionImages | None = None, **kwargs) -> ClientEngine:
     """Make verl's client, scripted, behind the recorder."""
     scripted = ScriptedClient(reply, **kwargs)
-    engine = ClientEngine(RecordingClient(scripted, tree=SessionTree(decode=tokenizer().decode)), request_id="r")
+    tree = SessionTree(decode=tokenizer().decode, images=images)
+    engine = ClientEngine(RecordingClient(scripted, tree=tree), request_id="r")
     engine.scripted = scripted
     return engine
 
@@ -94,11 +96,11 @@ class Served:
         # One connection pool for all clients: making one takes longer than most tests.
         self.openai = AsyncOpenAI(base_url=address.base_url, api_key=address.api_key, max_retries=0)
 
-    def open(self, session_id: str, engine, *, sampling: Mapping = SAMPLING, fixed=(), **settings):
+    def open(self, session_id: str, engine, *, sampling: Mapping = SAMPLING, fixed=(), form=None, **settings):
         return self.gateway.open_session(
             session_id,
             engine,
-            chat_format=chat_format(),
+            chat_format=form or chat_format(),
             settings=SessionSettings(sampling=sampling, fixed=frozenset(fixed), **settings),
         )
 

@@ -41,11 +41,7 @@ UNSUPPORTED = [
     ("temperature", -1, "temperature"),
     ("max_tokens", 0, "max_tokens"),
     ("messages", [], "messages"),
-    (
-        "messages",
-        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-        "messages.0.content.str",
-    ),
+    ("messages", [{"role": "user", "content": [{"type": "input_audio"}]}], "messages.0.content.str"),
 ]
 
 

@@ -7,6 +7,7 @@ import pytest
 from image_cases import FAMILY_NAMES
 from input_cases import refusal, resolved, write_model, write_rows
 
+from rollout_hooks.loops import BUILT_IN
 from verl_tree.functional.images import IMAGE_MODEL_TYPES
 from verl_tree.launch.validation import validate
 from verl_tree.launch.validation.images import IMAGE_MODELS
@@ -81,11 +82,8 @@ def test_critics_with_a_vision_tower_are_refused(tmp_path: Path) -> None:
     assert "multimodal model" in refusal("critic.enable=true", f"critic.model.path={folder}")
 
 
-def test_the_gateway_is_refused_for_rows_with_images(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loop", ["tool_agent", *BUILT_IN])
+def test_every_loop_takes_rows_with_images(loop: str, tmp_path: Path) -> None:
     images = write_rows(tmp_path / "images.parquet", "images")
     rows = [f"data.train_files={images}", f"data.val_files={images}"]
-    message = refusal(image_model(tmp_path), *rows, f"{LOOP}=blackbox")
-    assert message.startswith(f"{LOOP}=blackbox: {images} has images")
-    for loop in ("tool_agent", "parallel_tools", "tree_search"):
-        validate(resolved(image_model(tmp_path), *rows, f"{LOOP}={loop}"))
-    validate(resolved(image_model(tmp_path), f"{LOOP}=blackbox"))
+    validate(resolved(image_model(tmp_path), *rows, f"{LOOP}={loop}"))

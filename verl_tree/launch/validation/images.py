@@ -3,13 +3,9 @@
 from omegaconf import DictConfig
 
 from verl_tree.launch.validation.refusals import (
-    DATA_KEYS,
     MODELS,
-    ROLLOUT,
     Check,
     Findings,
-    columns,
-    data_files,
     model_settings,
     refusal,
     uses_critic,
@@ -22,7 +18,6 @@ IMAGE_MODELS = ("qwen2_5_vl", "qwen3_vl")
 """Model types whose images are served; `verl_tree.functional.images` has the same."""
 
 _MODEL = MODELS[0]
-_LOOP = f"{ROLLOUT}.agent.default_agent_loop"
 
 
 def reads_images(config: DictConfig) -> bool:
@@ -47,15 +42,4 @@ def check_image_model(config: DictConfig) -> Findings:
         yield refusal(config, "critic.enable", remedy)
 
 
-def check_image_loop(config: DictConfig) -> Findings:
-    """Find the gateway's loop for rows with images: it renders text only."""
-    loop = value_of(config, _LOOP)
-    if loop != "blackbox" or not reads_images(config):
-        return
-    for name in (name for key in DATA_KEYS for name in data_files(config, key)):
-        if config.data.image_key in columns(name):
-            remedy = f"{name} has images (data.image_key), and the gateway takes text; set another loop"
-            yield refusal(config, _LOOP, remedy)
-
-
-CHECKS: tuple[Check, ...] = (check_image_model, check_image_loop)
+CHECKS: tuple[Check, ...] = (check_image_model,)
