@@ -1,10 +1,11 @@
-"""A program that compiles what the fa4 backend calls, for sm_90a without a GPU; one JSON line per ratio of heads.
+"""A program that compiles what the fa4 backend calls, for sm_90a without a GPU; one JSON line per variant.
 
     FLASH_ATTENTION_ARCH=sm_90 CUTE_DSL_ARCH=sm_90a FLASH_ATTENTION_NUM_SMS=132 CUTE_DSL_KEEP=ptx \
-    CUTE_DSL_DUMP_DIR=folder python tests/support/compile_fa4.py 128 bfloat16 1 4 8
+    CUTE_DSL_DUMP_DIR=folder python tests/support/compile_fa4.py 128-bfloat16-4 64-bfloat16-1
 
-The kernels are compiled but not run, so fake tensors with a shape and a device are enough. Autograd cannot run on fake
-CUDA tensors where torch has no CUDA, so the two passes are called with a context of our own.
+A variant is a head dim, a dtype and the query heads of a key-value head. No two may have one head dim: they would share
+kernels. The kernels are compiled but not run, so fake tensors with a shape and a device are enough. Autograd cannot run
+on fake CUDA tensors where torch has no CUDA, so the two passes are called with a context of our own.
 """
 
 import json
@@ -44,19 +45,19 @@ def shapes_of(trees: tuple, *, head_dim: int, num_context: int = 0) -> Shapes:
 
 
 def main() -> None:
-    head_dim, dtype, *ratios = sys.argv[1:]
     assert not fa4.installation_reasons(), fa4.installation_reasons()
-    shapes = partial(shapes_of, head_dim=int(head_dim))
-    small = shapes(self_test.TREES)
-    others = [
-        shapes(self_test.TREES, num_context=self_test.CONTEXT_LEN),
-        shapes((*self_test.TREES, (5000, ((1, ()), (64, ()))))),
-        shapes(((5000, ((1, ()), (64, ()))), *self_test.TREES), num_context=4711),
-    ]
-    for ratio in map(int, ratios):
+    for variant in sys.argv[1:]:
+        head_dim, dtype, ratio = variant.split("-")
+        shapes = partial(shapes_of, head_dim=int(head_dim))
+        small = shapes(self_test.TREES)
+        others = [
+            shapes(self_test.TREES, num_context=self_test.CONTEXT_LEN),
+            shapes((*self_test.TREES, (5000, ((1, ()), (64, ()))))),
+            shapes(((5000, ((1, ()), (64, ()))), *self_test.TREES), num_context=4711),
+        ]
         with FakeTensorMode():
-            record = compile_both(small, others, head_dim=int(head_dim), dtype=getattr(torch, dtype), ratio=ratio)
-        print(json.dumps({"ratio": ratio, **record}), flush=True)
+            record = compile_both(small, others, head_dim=int(head_dim), dtype=getattr(torch, dtype), ratio=int(ratio))
+        print(json.dumps({"variant": variant, **record}), flush=True)
 
 
 def compile_both(small: Shapes, others: list[Shapes], *, head_dim: int, dtype: torch.dtype, ratio: int) -> dict:

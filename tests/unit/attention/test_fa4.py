@@ -392,13 +392,12 @@ FA4_FOLDER = Path(sys.prefix) / "fa4"
 """Where scripts/setup.sh puts flash-attn-4, so that no other test finds its `flash_attn` (requirements/fa4.lock)."""
 
 
-@pytest.mark.skipif(not FA4_FOLDER.is_dir(), reason=f"{FA4_FOLDER} is missing: run scripts/setup.sh")
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    ("head_dim", "dtype", "ratio"),
-    [(64, "bfloat16", 1), (96, "float16", 7), (128, "bfloat16", 4), (256, "bfloat16", 4)],
-)
-def test_kernels_compile_for_hopper(head_dim, dtype, ratio, tmp_path):
+COMPILED = ["64-bfloat16-1", "96-float16-7", "128-bfloat16-4", "256-bfloat16-4"]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Compile all variants in a process of their own; return the record of each."""
     path = [FA4_FOLDER, FA4_FOLDER / "nvidia_cutlass_dsl" / "dsl_packages", *filter(None, [os.getenv("PYTHONPATH")])]
     environment = {
         **os.environ,
@@ -407,15 +406,23 @@ def test_kernels_compile_for_hopper(head_dim, dtype, ratio, tmp_path):
         "CUTE_DSL_ARCH": "sm_90a",
         "FLASH_ATTENTION_NUM_SMS": "132",
         "CUTE_DSL_KEEP": "ptx",
-        "CUTE_DSL_DUMP_DIR": str(tmp_path),
+        "CUTE_DSL_DUMP_DIR": str(tmp_path_factory.mktemp("ptx")),
         "OMP_NUM_THREADS": "1",
     }
     program = Path(__file__).parents[2] / "support" / "compile_fa4.py"
-    command = [sys.executable, program, str(head_dim), dtype, str(ratio)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, program, *COMPILED], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
-    (record,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert record["ratio"] == ratio
+    records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {record["variant"]: record for record in records}
+
+
+@pytest.mark.skipif(not FA4_FOLDER.is_dir(), reason=f"{FA4_FOLDER} is missing: run scripts/setup.sh")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("variant", COMPILED)
+def test_kernels_compile_for_hopper(variant, compiled):
+    record = compiled[variant]
     for kind, axis in {"forward": None, "backward": "x", "heads_first": "y"}.items():
         ptx = record[kind]
         assert ptx["num_kernels"] == ptx["num_sm_90a"] >= 1
