@@ -63,7 +63,10 @@ every_test() {
   # The longest first, and those that find most faults before all others.
   local jobs=('tests/unit tests/contracts' tests/interp)
   local file
-  jobs+=(tests/e2e/test_{separate_async,colocate_async,engines,runs,ray_job}.py)
+  jobs+=(tests/e2e/test_{separate_async,colocate_async}.py)
+  # Together, as their ranks are forked from one process; tests/support/rank_scripts.py.
+  jobs+=("$(echo tests/e2e/test_{engines,moe_engines,hybrid_engines,image_engines}.py)")
+  jobs+=(tests/e2e/test_{runs,ray_job}.py)
   for file in tests/e2e/test_*.py; do
     [[ " ${jobs[*]} $alone " == *" $file "* ]] || jobs+=("$file")
   done
