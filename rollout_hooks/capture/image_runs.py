@@ -30,6 +30,7 @@ THUMBNAILS_FIELD = "image_thumbnails"
 
 _THUMBNAIL_SIZE = (128, 128)
 
+
 def image_runs(token_ids: ArrayLike, inputs: Mapping[str, Any], *, processor: Any) -> list[ImageRun]:
     """Find the images of a row from its token ids and verl's `multi_modal_inputs`.
 
