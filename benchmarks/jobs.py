@@ -8,8 +8,10 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,17 +85,28 @@ def run_jobs(steps: Sequence[Sequence[Job]], *, folder: Path, budget_s: float) -
                 passed = False
                 continue
             running.append(_start(job, folder=folder, limit_s=limit_s))
-        try:
-            while running:
-                ended = [each for each in running if each.poll() is not None]
-                for each in ended:
-                    passed &= _record(each, folder=folder)
-                running = [each for each in running if each not in ended]
-                time.sleep(POLL_S)
-        finally:
-            for each in running:
-                each.end(signal.SIGKILL)
+        with _exits_on_sigterm():
+            try:
+                while running:
+                    ended = [each for each in running if each.poll() is not None]
+                    for each in ended:
+                        passed &= _record(each, folder=folder)
+                    running = [each for each in running if each not in ended]
+                    time.sleep(POLL_S)
+            finally:
+                for each in running:
+                    each.end(signal.SIGKILL)
     return passed
+
+
+@contextmanager
+def _exits_on_sigterm() -> Iterator[None]:
+    """Exit on the signal of an outer limit (`timeout`), which would otherwise leave the jobs running."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _start(job: Job, *, folder: Path, limit_s: float) -> _Running:

@@ -109,22 +109,36 @@ def test_a_line_that_was_not_ended_is_left_out(tmp_path):
     assert read_records(tmp_path / "absent.jsonl") == []
 
 
-def test_a_runner_that_is_killed_leaves_the_records(tmp_path):
-    """What an outer limit does: the runner is ended while a job works."""
+def has_ended(pid: int) -> bool:
+    """Wait until a process is gone, or a zombie that nobody has asked for its status."""
+    for _ in range(200):
+        stat = Path(f"/proc/{pid}/stat")
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_runner_that_is_ended_leaves_the_records_and_no_job(tmp_path):
+    """What an outer limit does (`timeout`): the runner is ended while a job works."""
     program = (
         "import sys; from pathlib import Path; from jobs import Job, run_jobs\n"
         "folder = Path(sys.argv[1])\n"
         "quick = Job('quick', [sys.executable, '-c', 'print(1)'], 20)\n"
-        "slow = Job('slow', [sys.executable, '-c', 'import time; time.sleep(60)'], 60)\n"
+        "code = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
+        "slow = Job('slow', [sys.executable, '-c', code], 60)\n"
         "run_jobs([[quick], [slow]], folder=folder, budget_s=60)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(jobs.__file__).parent)}
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env=environment) as runner:
         deadline = time.monotonic() + 30
-        while not (tmp_path / "slow.log").exists() and time.monotonic() < deadline:
+        log = tmp_path / "slow.log"
+        while not (log.exists() and len(log.read_text().splitlines()) == 2) and time.monotonic() < deadline:
             time.sleep(0.05)
-        runner.send_signal(signal.SIGINT)
+        runner.send_signal(signal.SIGTERM)
+    assert runner.returncode == 128 + signal.SIGTERM
     assert statuses(tmp_path) == {"quick": "passed"}
+    assert has_ended(int(log.read_text().splitlines()[-1]))
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
