@@ -1,10 +1,21 @@
 """Log-probs of a forest from a transformers model, and the way back to flat trajectories.
 
-`api` is the whole path (`tree_log_probs`), `logprobs` one forward pass of one pack, and `expansion` the gather to
-trajectories. They need torch and transformers, but not verl.
+`api` is the whole path (`tree_log_probs`), `scoring` that of many continuations without gradient (`score`), `logprobs`
+one forward pass of one pack, and `expansion` the gather to trajectories. They need torch and transformers, not verl.
 """
 
 from verl_tree.functional.api import SequenceLogProbs, tree_log_probs
 from verl_tree.functional.expansion import expand, scale_gradient, shared_token_weights, tree_scale
+from verl_tree.functional.scoring import ContinuationScores, score, score_batch
 
-__all__ = ["SequenceLogProbs", "expand", "scale_gradient", "shared_token_weights", "tree_log_probs", "tree_scale"]
+__all__ = [
+    "ContinuationScores",
+    "SequenceLogProbs",
+    "expand",
+    "scale_gradient",
+    "score",
+    "score_batch",
+    "shared_token_weights",
+    "tree_log_probs",
+    "tree_scale",
+]

@@ -71,7 +71,7 @@ def tree_log_probs(
     forest = TokenForest.from_sequences(sequences)
     parts: list[tuple[TreeLayout, TreeLogProbs]] = []
     with tree_attention_implementation(model, max_path_len=int(forest.sequence_lens.max(initial=0))):
-        _check_token_ids(forest, model)
+        check_token_ids(forest, model)
         if packing is None and capacity is not None and forest.num_tokens > capacity:
             layout = TreeLayout.from_forest(forest, device=model.device)
             relayed = relayed_log_probs(
@@ -103,13 +103,23 @@ def tree_log_probs(
     )
 
 
-def _check_token_ids(forest: TokenForest, model: PreTrainedModel) -> None:
-    """Refuse ids without an embedding."""
-    # On a GPU such an id is a device assert, which kills the process. So it is found on the host. The weight has the
-    # true number of ids, also under PEFT's wrappers. The number in the config may differ.
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Return how many token ids a model has embeddings for; the number in its config may differ."""
+    # The weight has it under PEFT's wrappers, too.
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
-    vocab_size = weight.shape[0]
+    return weight.shape[0]
+
+
+def check_token_ids(forest: TokenForest, model: PreTrainedModel) -> None:
+    """Refuse ids without an embedding.
+
+    On a GPU such an id is a device assert, which kills the process. So it is found on the host.
+
+    Raises:
+        ValueError: A sequence has such an id.
+    """
+    vocab_size = num_embeddings(model)
     if forest.tokens.min(initial=0) >= 0 and forest.tokens.max(initial=0) < vocab_size:
         return
     flat = int(((forest.tokens < 0) | (forest.tokens >= vocab_size)).argmax())

@@ -1,0 +1,141 @@
+"""`score`: log-probs of continuations, against one flat sequence after another in float64."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from model_cases import MODELS
+from tree_cases import VOCAB_SIZE, random_sequences, tiny_model
+
+from verl_tree.functional import score, score_batch
+
+TOLERANCE = 1e-10
+CONTEXT = [7, 3, 9, 4, 1]
+# Two begin alike, two are equal, one has a single token.
+CONTINUATIONS = [[8, 8, 2], [8, 8, 5, 6], [0], [12, 3], [12, 3], [8, 8, 2, 1, 1]]
+
+
+def flat_log_probs(model, sequence, *, temperature=1.0):
+    """Return the distribution after every token of a sequence, (len, V)."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([list(sequence)]), use_cache=False).logits[0]
+    return (logits / temperature).log_softmax(-1)
+
+
+def flat_scores_of(model, context, continuation, *, temperature=1.0):
+    before = flat_log_probs(model, [*context, *continuation], temperature=temperature)[len(context) - 1 : -1]
+    return before[torch.arange(len(continuation)), torch.tensor(continuation)]
+
+
+@contextmanager
+def recorded(model) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the tokens of every call of the model, and how many positions the head gets."""
+    num_tokens, num_projected = [], []
+    forward = model.lm_head.forward
+
+    def project(hidden):
+        num_projected.append(hidden.shape[-2])
+        return forward(hidden)
+
+    handle = model.get_decoder().register_forward_pre_hook(
+        lambda _module, _args, kwargs: num_tokens.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    model.lm_head.forward = project
+    yield num_tokens, num_projected
+    handle.remove()
+    del model.lm_head.forward
+
+
+@pytest.mark.parametrize("capacity", [None, 3, 4, 9])
+def test_all_tokens_of_continuations(capacity):
+    model = tiny_model()
+    got = score(model, CONTEXT, CONTINUATIONS, temperature=0.7, capacity=capacity)
+    want = [flat_scores_of(model, CONTEXT, each, temperature=0.7) for each in CONTINUATIONS]
+    for one, other in zip(got.log_probs, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(got.sums, torch.stack([each.sum() for each in want]), rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(got.means, torch.stack([each.mean() for each in want]), rtol=TOLERANCE, atol=TOLERANCE)
+    assert model.config._attn_implementation == "sdpa"
+    assert not got.log_probs[0].requires_grad
+
+
+@pytest.mark.parametrize("capacity", [None, 4])
+def test_last_tokens_and_labels(capacity):
+    model = tiny_model("llama")
+    got = score(model, CONTEXT, CONTINUATIONS, last=2, capacity=capacity)
+    for one, continuation in zip(got.log_probs, CONTINUATIONS, strict=True):
+        torch.testing.assert_close(
+            one, flat_scores_of(model, CONTEXT, continuation)[-2:], rtol=TOLERANCE, atol=TOLERANCE
+        )
+    got = score(model, CONTEXT, [*CONTINUATIONS, []], labels=[60, 0, 5], capacity=capacity)
+    for one, continuation in zip(got.log_probs, [*CONTINUATIONS, []], strict=True):
+        after = flat_log_probs(model, [*CONTEXT, *continuation])[-1]
+        torch.testing.assert_close(one, after[[60, 0, 5]], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("family", ["llama", "qwen2 window"])
+def test_drawn_batches(family, seed):
+    """Contexts share tokens with each other, and are continuations of each other."""
+    rng = np.random.default_rng(seed)
+    model = MODELS[family]()
+    batch = []
+    for context in random_sequences(rng, num_sequences=4, mean_len=6):
+        rest = random_sequences(rng, num_sequences=int(rng.integers(0, 5)), mean_len=3)
+        batch.append((context, [np.array(each) for each in rest]))
+    capacity = [None, 5, 11][seed % 3]
+    found = score_batch(model, batch, capacity=capacity)
+    for (context, continuations), scores in zip(batch, found, strict=True):
+        assert len(scores.log_probs) == len(continuations)
+        for one, continuation in zip(scores.log_probs, continuations, strict=True):
+            torch.testing.assert_close(
+                one, flat_scores_of(model, context, continuation.tolist()), rtol=TOLERANCE, atol=TOLERANCE
+            )
+
+
+def test_nothing_is_computed_that_nobody_reads():
+    model = tiny_model()
+    with recorded(model) as (num_tokens, num_projected):
+        score(model, CONTEXT, [[token] for token in range(20)])
+    assert num_tokens == [5]  # the context alone has the distribution of all twenty
+    assert num_projected == [1]
+    with recorded(model) as (num_tokens, num_projected):
+        score(model, CONTEXT, [[1, 2, 3], [1, 2, 4], [9, 9, 9]], last=1)
+    assert num_tokens == [5 + 2 + 2]
+    assert num_projected == [2]
+    long = list(range(60))
+    with recorded(model) as (num_tokens, num_projected):
+        score(model, long, [[1, 2], [3, 4]], labels=[0, 1], capacity=16)
+    assert sum(num_tokens) == 60 + 4  # every token once
+    assert max(num_tokens) <= 16
+    assert sum(num_projected) == 2
+
+
+def test_no_continuations():
+    assert score(tiny_model(), CONTEXT, []).log_probs == []
+    assert score_batch(tiny_model(), []) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], [[1]], {}), r"context 0 is empty, .* give at least the token that begins a text"),
+        ((CONTEXT, [[1], []], {}), "continuation 1 of context 0 is empty: give a token to score"),
+        ((CONTEXT, [[1]], {"last": 0}), "last=0: give a positive number"),
+        ((CONTEXT, [[1]], {"last": 1, "labels": [1]}), "give one of both"),
+        ((CONTEXT, [[1]], {"labels": []}), "labels is empty"),
+        (
+            (CONTEXT, [[1]], {"labels": [VOCAB_SIZE]}),
+            rf"the token id {VOCAB_SIZE}, outside the vocabulary of {VOCAB_SIZE}",
+        ),
+        ((CONTEXT, [[-1]], {}), "the token id -1, outside the vocabulary"),
+        (([*CONTEXT, 99], [[1]], {}), "sequence 0 has the token id 99 at position 5"),
+        ((CONTEXT, [[1, 2]], {"capacity": 0}), "capacity"),
+    ],
+)
+def test_bad_input_is_refused(arguments, message):
+    context, continuations, options = arguments
+    with pytest.raises(ValueError, match=message):
+        score(tiny_model(), context, continuations, **options)
