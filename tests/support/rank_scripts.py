@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["verl_tree.testing.local_worker"])
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Its processes are forked from the one that has imported verl."""
+CONTEXT.set_forkserver_preload(["verl_tree.testing.local_worker"])
 
 
 def run_script(name: str, *options: str, num_ranks: int, out: Path, timeout_s: float) -> Any:
@@ -33,7 +34,7 @@ def run_script(name: str, *options: str, num_ranks: int, out: Path, timeout_s: f
         port = listener.getsockname()[1]
     script, log = str(FOLDER / name), out.with_suffix(".log")
     ranks = [
-        _CONTEXT.Process(target=_run, args=(script, (f"--out={out}", *options), rank, num_ranks, port, str(log)))
+        CONTEXT.Process(target=_run, args=(script, (f"--out={out}", *options), rank, num_ranks, port, str(log)))
         for rank in range(num_ranks)
     ]
     for rank in ranks:

@@ -1,9 +1,5 @@
 """Trees whose tokens lie on two ranks: `sharding_cases.py` in two processes, and what one process can show."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +7,7 @@ import torch
 
 pytest.importorskip("verl")
 
+from rank_scripts import run_script
 from sharding_cases import CASES
 
 from verl_tree.attention.plan import AttentionPlan
@@ -23,11 +20,7 @@ TOLERANCE = 1e-10
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Run all cases once; return the results of both ranks."""
     out = tmp_path_factory.mktemp("sharding") / "results.json"
-    script = Path(__file__).parents[2] / "support" / "sharding_cases.py"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*launch, str(script), "--out", str(out)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(out.read_text())
+    return run_script("sharding_cases.py", num_ranks=2, out=out, timeout_s=250)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from threading import active_count
 from typing import Any
 
 import pytest
 import torch
+from rank_scripts import CONTEXT
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
 from verl_tree.cpu.gloo_checkpoint_engine import BACKEND, GlooCheckpointEngine, StoreAddress
@@ -73,9 +73,8 @@ def serve_receiver(connection: Connection) -> None:
 @pytest.fixture(scope="module")
 def receivers() -> Iterator[list[Connection]]:
     """Start the processes that stand for the rollout workers."""
-    context = get_context("spawn")
-    pipes = [context.Pipe() for _ in range(NUM_RECEIVERS)]
-    processes = [context.Process(target=serve_receiver, args=(theirs,), daemon=True) for _, theirs in pipes]
+    pipes = [CONTEXT.Pipe() for _ in range(NUM_RECEIVERS)]
+    processes = [CONTEXT.Process(target=serve_receiver, args=(theirs,), daemon=True) for _, theirs in pipes]
     for process in processes:
         process.start()
     for ours, _ in pipes:
