@@ -1,6 +1,7 @@
 """A whole training run of a tiny Qwen3-VL on prompts with images: three steps on trees, and on verl's own engine."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,11 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Write the inputs, and let the processes of the runs find torchvision."""
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(IMAGES_FOLDER)
         patch.setenv("PYTHONPATH", str(IMAGES_FOLDER), prepend=os.pathsep)
-        from tiny_vision import make_inputs
-
-        make_inputs(folder)
+        program = Path(__file__).parents[1] / "support" / "tiny_vision.py"
+        subprocess.run([sys.executable, str(program), str(folder)], check=True)
         yield folder
 
 

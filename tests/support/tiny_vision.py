@@ -1,5 +1,11 @@
-"""Inputs of whole runs with images: a random Qwen3-VL with its processor, and prompts with drawn images."""
+"""Inputs of whole runs with images: a random Qwen3-VL with its processor, and prompts with drawn images.
 
+A program with one argument, the folder, because transformers looks for torchvision only once in a process:
+
+    PYTHONPATH=.venv/images python tests/support/tiny_vision.py FOLDER
+"""
+
+import sys
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -139,3 +145,7 @@ def make_inputs(folder: Path) -> None:
     pd.DataFrame(rows).to_parquet(folder / "train.parquet")
     pd.DataFrame(rows[:4]).to_parquet(folder / "val.parquet")
     (folder / "loops.yaml").write_text("- name: looking\n  _target_: looking_loop.LookingLoop\n")
+
+
+if __name__ == "__main__":
+    make_inputs(Path(sys.argv[1]))
