@@ -148,8 +148,8 @@ def _realigned(tree: SessionTree, output: AgentLoopOutput, *, limits: RowLimits)
             (realignment.position(len(output.prompt_ids) + position) - prompt_len, value)
             for position, value in output.node_rewards
         )
-    if output.multi_modal_data:
-        update["multi_modal_data"] = {**output.multi_modal_data, "images": tree.images.images_of(keys[:end])}
+    images = tree.images.images_of(keys[:end])
+    update["multi_modal_data"] = {"images": images} if images else {}
     return output.model_copy(update=update)
 
 
@@ -165,7 +165,7 @@ def _captured_row(tree: SessionTree, path: TokenPath, *, limits: RowLimits) -> T
         response_length=limits.response_length,
         versions=_versions(tree, path),
         extra_fields={CALLS_FIELD: sampled_by(tree, path, num_tokens=num_tokens)},
-        **({"multi_modal_data": {"images": images}} if images else {}),
+        multi_modal_data={"images": images} if images else {},
     )
 
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
-from rollout_hooks.capture.session_images import message_images
+from rollout_hooks.capture.session_images import check_num_images, image_spans, message_images
 from rollout_hooks.gateway.errors import ApiError
 from rollout_hooks.gateway.turn import Message, ToolCall
 
@@ -32,7 +33,7 @@ class ChatFormat:
         tool_parser: verl's parser of the model's tool calls (`rollout.multi_turn.format`); None if it has no tools.
         keeps_raw_calls: Whether a turn with tool calls is rendered from the model's own words. Turn it off for
             templates that accept results only behind messages with `tool_calls`.
-        reads_images: Whether the model reads images; `render` then takes those of the messages as `images`.
+        image_token: Id of the tokens of an image, for a model whose `render` takes `images`; None if it reads none.
     """
 
     def __init__(
@@ -42,13 +43,13 @@ class ChatFormat:
         render: Callable[..., list[int]],
         tool_parser: ToolParser | None = None,
         keeps_raw_calls: bool = True,
-        reads_images: bool = False,
+        image_token: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._render = render
         self.tool_parser = tool_parser
         self.keeps_raw_calls = keeps_raw_calls
-        self._reads_images = reads_images
+        self._image_token = image_token
         self._special_ids = frozenset(
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         )
@@ -60,12 +61,14 @@ class ChatFormat:
             ApiError: 400, if the chat template refuses the messages, or they show images and the model reads none.
         """
         images = message_images(messages)
-        if images and not self._reads_images:
+        if images and self._image_token is None:
             raise ApiError(400, "this model reads text: send no images", code="no_images", param="messages")
         try:
             token_ids = self._render(
                 list(messages), tools=list(tools) or None, **({"images": images} if images else {})
             )
+            # A text may spell the token of an image.
+            check_num_images(image_spans(np.asarray(token_ids), self._image_token), images)
         except (TemplateError, ValueError) as error:
             message = f"the model's chat template refuses the messages: {error}"
             raise ApiError(400, message, code="chat_template_error", param="messages") from error

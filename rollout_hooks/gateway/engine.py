@@ -40,7 +40,7 @@ class SessionEngine(Protocol):
     ) -> AsyncIterator[TokenChunk]:
         """Make one call, record it, and yield its generated tokens in one or several chunks.
 
-        `images` are those that the prompt shows, in order; a session whose `ChatFormat` reads none has none.
+        `images` are those that the prompt shows, in order; there are none if the session's `ChatFormat` reads none.
 
         Sampling parameters have verl's names, those of vLLM's `SamplingParams`. But `logprobs` is a bool, and
         `structured_outputs` holds the arguments of vLLM's `StructuredOutputsParams`.

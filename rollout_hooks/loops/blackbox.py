@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register
 from verl.experimental.agent_loop.tool_parser import ToolParser
+from verl.utils.tokenizer import get_processor_token_id
 
 from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput
@@ -133,7 +134,7 @@ class BlackboxAgentLoop(AgentLoopBase):
                 self.tokenizer,
                 render=self.continuous_token_builder.build_initial_tokens,
                 tool_parser=ToolParser.get_tool_parser(rollout.multi_turn.format, self.tokenizer),
-                reads_images=self.processor is not None,
+                image_token=get_processor_token_id(self.processor, "image"),
             ),
             settings=SessionSettings(
                 sampling=sampling_params,

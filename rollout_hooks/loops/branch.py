@@ -316,7 +316,7 @@ class Branch:
         """Return the branch as a row."""
         tokens = self._tokens
         end = tokens.end_before(tokens.prompt_len + self._session.response_length)
-        images = {"images": [image for _, stop, image in tokens.images if stop <= end]}
+        images = [image for _, stop, image in tokens.images if stop <= end]
         return make_row(
             tokens.token_ids[:end],
             tokens.mask[:end],
@@ -336,7 +336,7 @@ class Branch:
             leaf_reward=self.reward,
             leaf_reward_extra_info=self._reward_extra_info,
             node_rewards=tuple((position - tokens.prompt_len, value) for position, value in tokens.rewards),
-            **({} if tokens.image_token is None else {"multi_modal_data": images}),
+            multi_modal_data={"images": images} if images else {},
         )
 
     def _next_request_id(self) -> str:

@@ -84,7 +84,7 @@ def test_client_generate(client_class):
     signature = inspect.signature(client_class.generate)
     assert list(signature.parameters)[:4] == ["self", "request_id", "prompt_ids", "sampling_params"]
     assert signature.parameters["prompt_ids"].kind is inspect.Parameter.KEYWORD_ONLY
-    assert {"image_data", "video_data", "audio_data"} <= set(signature.parameters)
+    assert {"image_data", "video_data", "audio_data", "mm_processor_kwargs"} <= set(signature.parameters)
     assert any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
     assert inspect.iscoroutinefunction(inspect.unwrap(client_class.generate))
 

@@ -163,6 +163,24 @@ def test_the_client_hands_on_images_and_refuses_other_media():
     assert len(client.tree.calls) == 1
 
 
+@pytest.mark.parametrize("agent_name", ["single_turn_agent", "parallel_tools"])
+def test_rows_of_text_of_a_model_that_reads_images_have_no_pixels(agent_name, monkeypatch):
+    puts = []
+
+    async def put(**arguments):
+        puts.append(arguments)
+
+    monkeypatch.setattr(tq, "async_kv_batch_put", put)
+    worker = InProcessWorker(lambda _: "fine", num_sessions=1, reward_handles=None)
+    worker.processor, worker.hf_model_type, worker.dataset_cls = processor(), "qwen2_5_vl", PictureDataset
+    assert run_sessions(worker, num_sessions=1, agent_name=agent_name) == [None]
+    (fields,) = puts[0]["fields"]
+    assert "pixel_values" not in fields["multi_modal_inputs"]
+    assert fields["image_thumbnails"] == {}
+    assert fields["position_ids"].tolist() == [list(range(len(fields["input_ids"])))] * 4
+    assert IMAGES_FIELD not in fields["extra_fields"]
+
+
 def test_the_worker_writes_pixels_positions_and_places_of_each_rows_images(monkeypatch):
     """The single-turn loop of verl, on a prompt with two pictures, through verl's calls of the processor."""
     puts = []

@@ -43,8 +43,9 @@ def user(*parts: str | Image.Image) -> dict:
 
 def open_session(server, reply, name="s"):
     builder = create_continuous_token_builder(tokenizer(), hf_model_type="qwen2_5_vl", processor=processor())
-    form = chat_format(render=builder.build_initial_tokens, reads_images=True)
-    engine = client_engine(reply, images=SessionImages(image_token=processor().image_token_id))
+    token = processor().image_token_id
+    form = chat_format(render=builder.build_initial_tokens, image_token=token)
+    engine = client_engine(reply, images=SessionImages(image_token=token))
     server.open(name, engine, form=form)
     return engine
 
@@ -157,16 +158,19 @@ def test_images_are_counted_and_go_to_models_that_read_them_from_those_who_may_s
             refused = []
             system = {**user(RED), "role": "system"}
             low = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": PNG, "detail": "low"}}]}
-            for name, message in (("s", user(RED, BLUE)), ("s", system), ("s", low), ("text", user(RED))):
+            spelt = user("what is <|image_pad|>?")
+            asked = [("s", user(RED, BLUE)), ("s", system), ("s", low), ("s", spelt), ("text", user(RED))]
+            for name, message in asked:
                 with pytest.raises(openai.BadRequestError) as raised:
                     await server.client(name).chat.completions.create(model="policy", messages=[message])
                 refused.append(raised.value.message)
             return refused
 
-    many, system, low, text = run(body)
+    many, system, low, spelt, text = run(body)
     assert "show 2 images, and 1 are the most" in many
     assert "the role system shows an image" in system
     assert "detail='low'" in low
+    assert "tokens of 1 images and 0 images" in spelt
     assert "this model reads text" in text
 
 
