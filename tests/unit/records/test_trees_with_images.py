@@ -3,20 +3,15 @@
 import base64
 import io
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image, ImageDraw
+from PIL import Image
 
 pytest.importorskip("verl")
 
-import transfer_queue as tq
-from loop_cases import call
-from picture_cases import camera, processor, question
-from scripted_llm import PictureDataset, tokenizer
-from verl.utils.tensordict_utils import list_of_dict_to_tensordict
-from worker_cases import InProcessWorker, run_sessions
+from picture_sessions import two_sessions
+from scripted_llm import tokenizer
 
 from verl_tree.records import files, read_trees, write_trees
 from verl_tree.records.page import tree_page
@@ -25,48 +20,10 @@ from verl_tree.records.trees import StoredTree
 from verl_tree.trainer.step_tokens import trees_of
 
 
-def drawing(colour: str, shape: str, size: tuple[int, int]) -> Image.Image:
-    image = Image.new("RGB", size, "white")
-    draw = ImageDraw.Draw(image)
-    box = (size[0] // 8, size[1] // 8, size[0] * 7 // 8, size[1] * 7 // 8)
-    getattr(draw, shape)(box, fill=colour)
-    return image
-
-
-MAP = drawing("darkgreen", "rectangle", (160, 96))
-SEA, WOOD = drawing("royalblue", "ellipse", (96, 96)), drawing("sienna", "ellipse", (96, 96))
-
-
-def reply(text: str) -> str:
-    """Look at both places at once; say of each, and then of both, what was seen."""
-    if "the sea" in text and "the wood" in text:
-        return "The sea is blue and the wood is brown."
-    if "the sea" in text:
-        return "A blue circle."
-    return "A brown circle." if "the wood" in text else call("look", scene="sea") + call("look", scene="wood")
-
-
 @pytest.fixture(scope="module")
 def tree() -> StoredTree:
-    """Run two sessions of `parallel_tools` on a question with a map, and return the tree of their rows."""
-    puts: list[dict[str, Any]] = []
-
-    async def put(**arguments: Any) -> None:
-        puts.append(arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tq, "async_kv_batch_put", put)
-        worker = InProcessWorker(reply, num_sessions=2, reward_handles=None)
-        worker.rollout_config.prompt_length = worker.rollout_config.response_length = 1024
-        worker.processor, worker.hf_model_type, worker.dataset_cls = processor(), "qwen2_5_vl", PictureDataset
-        worker.tools = [camera(sea=SEA, wood=WOOD)]
-        prompt = question("What is at the places of this map? ", MAP)["raw_prompt"]
-        errors = run_sessions(worker, num_sessions=2, agent_name="parallel_tools", raw_prompt=prompt)
-        assert errors == [None, None]
-    rows = {key: row for each in puts[:2] for key, row in zip(each["keys"], each["fields"], strict=True)}
-    tags = [tag for each in puts[:2] for tag in each["tags"]]
-    columns = list_of_dict_to_tensordict([row.to_dict() for row in rows.values()])
-    (made,) = trees_of(list(rows), tags=tags, columns=columns, step=7)
+    keys, tags, columns = two_sessions()
+    (made,) = trees_of(keys, tags=tags, columns=columns, step=7)
     return made
 
 
