@@ -19,6 +19,7 @@ BYPASS = "algorithm.rollout_correction.bypass_mode=true"
         ([f"{MODE}=R2", BYPASS], [f"{MODE}=R2", "bypass_mode=true", "set it to false, or R3"]),
         ([f"{MODE}=R2", f"{RETURNED}=true"], [f"{RETURNED}=True", "here it is R2, so set false"]),
         ([f"{RETURNED}=true"], [f"{RETURNED}=True", "here it is disabled, so set false"]),
+        (["tree.route_conflicts=fork"], ["tree.route_conflicts=fork", "set R2 or R3 there, or first here"]),
     ],
 )
 def test_setting_is_refused_with_its_remedy(overrides: list[str], parts: list[str]) -> None:

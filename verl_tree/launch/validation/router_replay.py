@@ -16,6 +16,8 @@ from verl_tree.launch.validation.refusals import (
 
 MODE, RETURNED = f"{ACTOR}.fsdp_config.router_replay.mode", f"{ROLLOUT}.enable_rollout_routing_replay"
 
+CONFLICTS = "tree.route_conflicts"
+
 
 def check_router_replay(config: DictConfig) -> Findings:
     """Find a mode that nobody would serve, and routes that nobody would record or read."""
@@ -33,6 +35,10 @@ def check_router_replay(config: DictConfig) -> Findings:
         value = "true" if mode == "R3" else "false"
         remedy = f"routes of the rollout are for {MODE}=R3 and no other; here it is {mode}, so set {value}"
         yield refusal(config, RETURNED, remedy)
+    if mode == "disabled" and value_of(config, CONFLICTS) == "fork":
+        yield refusal(
+            config, CONFLICTS, f"no routes are replayed with {MODE}=disabled; set R2 or R3 there, or first here"
+        )
 
 
 CHECKS: tuple[Check, ...] = (check_router_replay,)
