@@ -28,6 +28,7 @@ from verl_tree.launch.validation.refusals import (
     value_of,
 )
 from verl_tree.launch.validation.ulysses import team_keys, team_size
+from verl_tree.recurrence import LAYER_TYPES
 from verl_tree.recurrence import MODEL_TYPES as RECURRENT_MODEL_TYPES
 
 
@@ -83,8 +84,10 @@ def _check_folder(config: DictConfig, key: str, folder: Path, other_config: str 
     model = json.loads(path.read_text())
     towers = [name for name in model if name in ("vision_config", "audio_config")]
     if model.get("model_type") in RECURRENT_MODEL_TYPES:
-        # Every published checkpoint of Qwen3.5 has a vision tower. Rows with images are refused by themselves.
-        yield from _check_recurrent(config, model["model_type"])
+        # Every published checkpoint of Qwen3.5 has a vision tower. Rows with images are refused by themselves. Some
+        # Granite-4 have attention only.
+        if not set(LAYER_TYPES).isdisjoint(model.get("layer_types") or LAYER_TYPES):
+            yield from _check_recurrent(config, model["model_type"])
     elif towers and (model["model_type"] not in IMAGE_MODELS or key != f"{MODELS[0]}.path"):
         # Inputs of such a model may differ and yet have the same token ids.
         served = f"a policy of the type {' or '.join(IMAGE_MODELS)}"
