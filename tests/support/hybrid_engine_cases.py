@@ -66,10 +66,10 @@ CASES = {
         case("relay_idle_rank", rows="idle_rank", tree={"capacity": 7}),
     ],
     "qwen3_5_moe_text": [case("token_mean", model=LORA | CHECKPOINTING)],
-    "olmo_hybrid": [case("token_mean", model=CHECKPOINTING), case("lora", model=LORA)],
-    "lfm2": [case("token_mean", model=CHECKPOINTING), case("lora", model=LORA)],
+    "olmo_hybrid": [case("token_mean", model=CHECKPOINTING), case("relay_lora", model=LORA, tree={"capacity": 7})],
+    "lfm2": [case("token_mean", model=CHECKPOINTING), case("relay_lora", model=LORA, tree={"capacity": 7})],
     "lfm2_moe": [case("token_mean", model=LORA | CHECKPOINTING)],
-    "granitemoehybrid": [case("token_mean", model=CHECKPOINTING), case("lora", model=LORA)],
+    "granitemoehybrid": [case("token_mean", model=CHECKPOINTING), case("relay_lora", model=LORA, tree={"capacity": 7})],
     "qwen3_5": [
         case("token_mean"),
         case("gradient_checkpointing", model=CHECKPOINTING),

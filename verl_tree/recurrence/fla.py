@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from verl_tree.recurrence.chunks import TreeChunks
 from verl_tree.recurrence.delta_rule import tree_gated_delta_rule
-from verl_tree.recurrence.levels import TreeLevels, rule_by_levels
+from verl_tree.recurrence.levels import TreeLevels, VarlenKernel, rule_by_levels
 from verl_tree.tree.first_run import reasons_of_first_run
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def fla_gated_delta_rule(
 
     with torch.autocast(q_THK.device.type, enabled=False):
         return rule_by_levels(
-            chunk_gated_delta_rule,
+            cast("VarlenKernel", chunk_gated_delta_rule),
             q_THK,
             k_THK,
             v_THV,
