@@ -228,7 +228,7 @@ def _score_pairs(
         tree_index_F=layout.tree_index_F.numpy(),
         leaf_offsets=layout.leaf_offsets,
     )
-    store = ContextStore(calls.num_spine_tokens)
+    store = ContextStore(calls.num_spine_tokens, num_cut_tokens=calls.num_cut_tokens)
     scores = []
     for call in calls.sections:
         # A section is a range of the preorder, and the pairs are in preorder.

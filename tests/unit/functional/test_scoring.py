@@ -6,10 +6,12 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from float64_mode import Float64
+from hybrid_cases import hybrid
 from model_cases import MODELS
 from tree_cases import VOCAB_SIZE, random_sequences, tiny_model
 
-from verl_tree.functional import score, score_batch
+from verl_tree.functional import score, score_batch, tree_log_probs
 
 TOLERANCE = 1e-10
 CONTEXT = [7, 3, 9, 4, 1]
@@ -93,6 +95,17 @@ def test_drawn_batches(family, seed):
             torch.testing.assert_close(
                 one, flat_scores_of(model, context, continuation.tolist()), rtol=TOLERANCE, atol=TOLERANCE
             )
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_states_of_recurrent_layers_cross_the_sections(name):
+    """In one call a hybrid gives the log-probs of `tree_log_probs`, which other tests compare with flat sequences."""
+    model = hybrid(name)
+    with Float64():
+        got = score(model, CONTEXT, CONTINUATIONS, capacity=3)
+        want = tree_log_probs(model, [[*CONTEXT, *each] for each in CONTINUATIONS])
+    for one, whole in zip(got.log_probs, want.log_probs, strict=True):
+        torch.testing.assert_close(one, whole[len(CONTEXT) - 1 :], rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_nothing_is_computed_that_nobody_reads():
