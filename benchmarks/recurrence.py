@@ -17,8 +17,8 @@ from harness import Times, append_record, environment, interleave, keep_freed_me
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from verl_tree.functional import tree_log_probs
-from verl_tree.recurrence.bind import CHUNK_SIZE
 from verl_tree.recurrence.chunks import TreeChunks
+from verl_tree.recurrence.stand_ins import CHUNK_SIZE
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
 

@@ -16,8 +16,8 @@ from harness import Times, environment, keep_freed_memory, new_parser, print_tab
 from recurrence import MODELS, Sequences, small_model, tokens, tree
 from scipy.optimize import nnls
 
-from verl_tree.recurrence.bind import CHUNK_SIZE
 from verl_tree.recurrence.chunks import TreeChunks
+from verl_tree.recurrence.stand_ins import CHUNK_SIZE
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
 

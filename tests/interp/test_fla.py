@@ -15,7 +15,7 @@ from triton.runtime.autotuner import Autotuner
 
 from verl_tree.attention import AttentionPlan
 from verl_tree.functional import tree_log_probs
-from verl_tree.recurrence import bind, fla
+from verl_tree.recurrence import fla, stand_ins
 
 HEADS, DIM = 2, 16
 
@@ -127,7 +127,7 @@ def test_a_model_by_levels_equals_the_same_model_in_torch(monkeypatch):
 
     want, want_gradients = trained()
     monkeypatch.setattr(fla, "serves", lambda *_, **__: True)
-    monkeypatch.setattr(bind, "tree_gated_delta_rule", lambda *_, **__: pytest.fail("torch was chosen"))
+    monkeypatch.setattr(stand_ins, "tree_gated_delta_rule", lambda *_, **__: pytest.fail("torch was chosen"))
     got, got_gradients = trained()
     for got_one, want_one in zip(got, want, strict=True):
         torch.testing.assert_close(got_one, want_one, rtol=1e-5, atol=1e-5)

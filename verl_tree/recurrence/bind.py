@@ -1,79 +1,20 @@
 """Recurrent layers of transformers on trees: functions of each mixer instance are replaced while it is bound.
 
-A mixer like `Qwen3NextGatedDeltaNet` calls its convolution and its recurrence through two attributes of the instance,
-as verl's own forward of it does. That of OLMo-Hybrid has three modules for its convolutions, whose forwards are
-replaced. Short convolutions and Mamba-2 are computed inline, so the forward of the mixer is replaced
-(`inline_mixers.py`). Everything else works token by token and stays the model's: projections, gates, norms, LoRA,
-FSDP2.
-
-The plan of a call comes with the keyword `tree_plan` of the decoder layer, which a hook of that layer reads. So it also
-comes where a forward does not hand it on to the mixer, and in the layer's recomputation under gradient checkpointing.
-
 A lost plan would be silent: the pack would be computed as one sequence. So a bound mixer without a plan raises, and
-after each forward pass of the decoder every mixer must have run once with the plan of this pass.
+after each forward pass of the decoder every mixer must have run once with the plan of this pass. `stand_ins.py` says
+what is replaced.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from verl_tree.recurrence import MAMBA2, MIXERS, OLMO_HYBRID, SHORT_CONVS, fla
-from verl_tree.recurrence.causal_conv import ConvSeams, tree_causal_conv
-from verl_tree.recurrence.chunks import TreeChunks
-from verl_tree.recurrence.delta_rule import tree_gated_delta_rule
-from verl_tree.recurrence.inline_mixers import mamba2, short_conv
-from verl_tree.recurrence.levels import TreeLevels
-from verl_tree.recurrence.states import States
-
-_RULE, _CONV, _FORWARD = "chunk_gated_delta_rule", "causal_conv1d_fn", "forward"
-
-CHUNK_SIZE = 64
-"""Tokens of a chunk, as in transformers' and flash-linear-attention's kernels."""
-
-
-class Context(Protocol):
-    """What other calls keep for this one, and this one for others."""
-
-    def states(self, key: Hashable) -> States:
-        """Return the states of a layer that cross calls, of the kind that `key` stands for."""
-        ...
-
-
-class Plan(Protocol):
-    """What recurrent layers read of the plan of a pack."""
-
-    @property
-    def runs(self) -> object:
-        """One object for all copies of a plan, which says which pack it is of."""
-        ...
-
-    @property
-    def context(self) -> Context | None:
-        """Where a relayed call takes its states from."""
-        ...
-
-    def chunks(self, size: int) -> TreeChunks:
-        """Return the pack in chunks of at most `size` tokens."""
-        ...
-
-    def levels(self, chunk_size: int) -> TreeLevels:
-        """Return the calls of a kernel with chunks of `chunk_size` tokens, which computes the pack by levels."""
-        ...
-
-    def once(self, key: Hashable, make: Callable[[Any], Any]) -> Any:
-        """Return `make(self)`, made on the first call for `key`."""
-        ...
-
-    def seams(self, width: int) -> ConvSeams:
-        """Return the seams of a convolution of `width` tokens."""
-        ...
+from verl_tree.recurrence import MIXERS
+from verl_tree.recurrence.stand_ins import FORWARD, RULE, StandIn, is_one_of, stand_in_class
 
 
 class RecurrentLayers:
@@ -85,7 +26,7 @@ class RecurrentLayers:
 
     def __init__(self, model: torch.nn.Module) -> None:
         mixers = {
-            name: _stand_in(module)(name, module, model.get_submodule(name.rpartition(".")[0]))
+            name: stand_in_class(module)(name, module, model.get_submodule(name.rpartition(".")[0]))
             for name, module in model.named_modules()
             if _is_served(module)
         }
@@ -150,187 +91,10 @@ def num_bound_mixers(model: torch.nn.Module) -> int:
     return sum(_is_bound(module) for module in model.modules())
 
 
-def _is_one_of(module: torch.nn.Module, names: tuple[str, ...]) -> bool:
-    # FSDP2 makes subclasses of what it shards.
-    return any(each.__name__ in names for each in type(module).__mro__)
-
-
 def _is_served(module: torch.nn.Module) -> bool:
-    return _is_one_of(module, MIXERS)
+    return is_one_of(module, MIXERS)
 
 
 def _is_bound(module: torch.nn.Module) -> bool:
-    functions = (vars(module).get(name) for name in (_RULE, _FORWARD))
-    return any(isinstance(each, MethodType) and isinstance(each.__self__, _Mixer) for each in functions)
-
-
-def _stand_in(module: torch.nn.Module) -> "type[_Mixer]":
-    if _is_one_of(module, OLMO_HYBRID):
-        return _OlmoHybrid
-    return _Inline if _is_one_of(module, SHORT_CONVS + MAMBA2) else _Mixer
-
-
-class _Mixer:
-    """What stands in for the functions of one mixer: `rule` and `conv`.
-
-    Attributes:
-        ran_on: The runs of the plans that it ran with in the current forward pass of the decoder.
-    """
-
-    def __init__(self, name: str, module: torch.nn.Module, layer: torch.nn.Module) -> None:
-        if layer._compiled_call_impl is not None:
-            raise ValueError(
-                f"{name} is in a compiled layer, and every tree would be another program: do not compile layers with "
-                "recurrent mixers"
-            )
-        self.name = name
-        self.module = module
-        self.layer = layer
-        self.ran_on: list[object] = []
-        self._plan: Plan | None = None
-
-    def replacements(self) -> list[tuple[torch.nn.Module, str, Callable[..., Any]]]:
-        """Return the attributes of instances that are replaced: module, name, and what stands in."""
-        return [(self.module, _RULE, self.rule), (self.module, _CONV, self.conv)]
-
-    def bind(self) -> RemovableHandle:
-        """Replace the attributes, and read the plan of every call of the layer."""
-        for module, name, function in self.replacements():
-            vars(module)[name] = function
-        return self.layer.register_forward_pre_hook(self._read_plan, with_kwargs=True)
-
-    def _read_plan(self, _layer: torch.nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-        self._plan = kwargs.get("tree_plan")
-
-    def _current(self) -> Plan:
-        if self._plan is None:
-            raise ValueError(
-                f"{self.name} got no tree_plan, so it would run across branches: call model(..., tree_plan=plan)"
-            )
-        return self._plan
-
-    def _states(self, function: str) -> States | None:
-        """Return the states of one function of the mixer that cross calls."""
-        context = self._current().context
-        return None if context is None else context.states((self.module, function))
-
-    def conv(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        seq_idx: Tensor | None = None,
-        kept_as: str = _CONV,
-    ) -> Tensor:
-        """Stand in for `causal_conv1d_fn`: (1, D, T) to (1, D, T) along the paths of the tree.
-
-        `kept_as` tells the inputs that cross calls from those of other convolutions of the mixer.
-        """
-        if seq_idx is not None:
-            raise ValueError(f"{self.name} got seq_idx: the sequences of a pack are its plan")
-        if activation not in (None, "silu", "swish"):
-            raise ValueError(f"{self.name} has a convolution with activation {activation}: trees serve silu")
-        seams = self._current().seams(weight.shape[-1])
-        y_DT = tree_causal_conv(x[0], weight, bias, seams=seams, states=self._states(kept_as))
-        return (y_DT if activation is None else F.silu(y_DT)).unsqueeze(0)
-
-    def rule(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        *,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, None]:
-        """Stand in for `chunk_gated_delta_rule`: (1, T, H, V) along the paths of the tree, and no final state."""
-        plan = self._current()
-        if initial_state is not None or output_final_state or cu_seqlens is not None or query.shape[0] != 1:
-            raise ValueError(
-                f"{self.name} is to continue, return or pack states, or has batch size {query.shape[0]}: a pack is one "
-                "row; pass use_cache=False and no past_key_values"
-            )
-        inputs, states = (query[0], key[0], value[0]), self._states(_RULE)
-        serves = partial(fla.serves, *inputs, beta_TH=beta[0], is_relayed=states is not None)
-        kind = (query.dtype, query.shape, value.shape)
-        rule: Callable[..., Tensor]
-        # Found once, because gradient checkpointing must compute the same again.
-        if plan.once(("delta rule", *kind), lambda plan: serves(levels=plan.levels)):
-            rule = partial(fla.fla_gated_delta_rule, levels=plan.levels(fla.CHUNK_SIZE))
-        else:
-            rule = partial(tree_gated_delta_rule, chunks=plan.chunks(CHUNK_SIZE), states=states)
-        out_THV = rule(*inputs, g_TH=g[0], beta_TH=beta[0], normalizes=use_qk_l2norm_in_kernel)
-        self.ran_on.append(plan.runs)
-        self._plan = None  # of this call only
-        return out_THV.unsqueeze(0), None
-
-
-class _OlmoHybrid(_Mixer):
-    """What stands in for the rule of a mixer and for the forwards of its three convolutions."""
-
-    def replacements(self) -> list[tuple[torch.nn.Module, str, Callable[..., Any]]]:
-        convs = {name: self.module.get_submodule(name) for name in ("q_conv1d", "k_conv1d", "v_conv1d")}
-        forwards = [(conv, _FORWARD, partial(self.conv_of, conv, name)) for name, conv in convs.items()]
-        return [(self.module, _RULE, self.rule), *forwards]
-
-    def conv_of(
-        self,
-        conv: Any,
-        name: str,
-        x: Tensor,
-        *,
-        cache: Tensor | None = None,
-        use_precomputed: bool = False,
-        output_final_state: bool = False,
-    ) -> tuple[Tensor, None]:
-        """Stand in for the forward of a convolution: (1, T, D) to (1, T, D), and no final state."""
-        if cache is not None or use_precomputed or output_final_state:
-            raise ValueError(f"{self.name} is to continue or return states: pass use_cache=False and no cache")
-        y_1DT = self.conv(x.transpose(1, 2), conv.weight.squeeze(1), conv.bias, activation="silu", kept_as=name)
-        return y_1DT.transpose(1, 2), None
-
-
-class _Inline(_Mixer):
-    """What stands in for the forward of a mixer."""
-
-    def replacements(self) -> list[tuple[torch.nn.Module, str, Callable[..., Any]]]:
-        return [(self.module, _FORWARD, self.forward)]
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        past_key_values: object = None,
-        cache_params: object = None,
-        attention_mask: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-        **_of_attention: object,
-    ) -> Tensor:
-        """Stand in for the forward of the mixer: (1, T, E) to (1, T, E) along the paths of the tree."""
-        plan = self._current()
-        given = (past_key_values, cache_params, seq_idx)
-        # A mask without entries is that of a pack (`verl_tree.attention.hf.no_mask`).
-        is_masked = attention_mask is not None and attention_mask.numel() > 0
-        if any(each is not None for each in given) or is_masked or hidden_states.shape[0] != 1:
-            raise ValueError(
-                f"{self.name} got a cache, a mask or seq_idx, or has batch size {hidden_states.shape[0]}: a pack is "
-                "one row; pass use_cache=False, no past_key_values and no attention_mask"
-            )
-        if _is_one_of(self.module, SHORT_CONVS):
-            y_TE = short_conv(self.module, hidden_states[0], seams=plan.seams, inputs=self._states(_CONV))
-        else:
-            y_TE = mamba2(
-                self.module,
-                hidden_states[0],
-                seams=plan.seams,
-                chunks=plan.chunks(CHUNK_SIZE),
-                inputs=self._states(_CONV),
-                states=self._states(_RULE),
-            )
-        self.ran_on.append(plan.runs)
-        self._plan = None  # of this call only
-        return y_TE.unsqueeze(0)
+    functions = (vars(module).get(name) for name in (RULE, FORWARD))
+    return any(isinstance(each, MethodType) and isinstance(each.__self__, StandIn) for each in functions)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tree_cases import DEEP, gradients, random_sequences, relative_error
 
 from verl_tree.functional import tree_log_probs
-from verl_tree.recurrence import bind, fla
+from verl_tree.recurrence import fla, stand_ins
 from verl_tree.recurrence.delta_rule import tree_gated_delta_rule
 from verl_tree.recurrence.levels import TreeLevels, rule_by_levels
 from verl_tree.tree import first_run
@@ -133,7 +133,7 @@ def by_levels(monkeypatch):
     stand_in = SimpleNamespace(chunk_gated_delta_rule=varlen_gated_delta_rule)
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", stand_in)
     monkeypatch.setattr(fla, "serves", lambda *_, **__: True)
-    monkeypatch.setattr(bind, "tree_gated_delta_rule", lambda *_, **__: pytest.fail("torch was chosen"))
+    monkeypatch.setattr(stand_ins, "tree_gated_delta_rule", lambda *_, **__: pytest.fail("torch was chosen"))
 
 
 @pytest.mark.usefixtures("by_levels")
@@ -156,7 +156,7 @@ def test_a_pack_is_computed_again_by_the_backend_of_its_forward(monkeypatch):
     asked, used = [], []
     monkeypatch.setattr(fla, "serves", lambda *_, **__: asked.append(1) or len(asked) > 1)
     monkeypatch.setattr(
-        bind, "tree_gated_delta_rule", lambda *_, **__: used.append("torch") or tree_gated_delta_rule(*_, **__)
+        stand_ins, "tree_gated_delta_rule", lambda *_, **__: used.append("torch") or tree_gated_delta_rule(*_, **__)
     )
     model = hybrid("qwen3_5").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -17,7 +17,7 @@ from tree_cases import DEEP, VOCAB_SIZE, gradients, layout_of, random_sequences,
 from verl_tree.attention import AttentionPlan
 from verl_tree.attention.hf import tree_attention_implementation
 from verl_tree.functional import tree_log_probs
-from verl_tree.recurrence import MIXERS, MODEL_TYPES, bind
+from verl_tree.recurrence import MIXERS, MODEL_TYPES, stand_ins
 from verl_tree.recurrence.bind import RecurrentLayers, num_bound_mixers
 
 OTHERS = {
@@ -70,7 +70,7 @@ def assert_equals_flat(model, forests, **options):
 
 @pytest.mark.parametrize("name", TITLES)
 def test_random_forests_equal_the_flat_path(name, monkeypatch, record_property):
-    monkeypatch.setattr(bind, "CHUNK_SIZE", 8)  # nodes of up to some thirty tokens
+    monkeypatch.setattr(stand_ins, "CHUNK_SIZE", 8)  # nodes of up to some thirty tokens
     forests = [
         random_sequences(np.random.default_rng(seed), num_sequences=3 + seed % 9, mean_len=2 + seed)
         for seed in range(24)
@@ -87,14 +87,14 @@ def test_chains_of_one_token_nodes_and_a_node_that_is_longer_than_a_chunk(name, 
     long = [[*prompt, 1, 2, 3], [*prompt, 4], prompt[:70], [*prompt[:70], 9, 9]]
     model = make(name)
     assert_equals_flat(model, [chain_of_one_token_nodes(24), long])
-    monkeypatch.setattr(bind, "CHUNK_SIZE", 5)
+    monkeypatch.setattr(stand_ins, "CHUNK_SIZE", 5)
     assert_equals_flat(model, [chain_of_one_token_nodes(24)])
 
 
 @pytest.mark.parametrize("name", TITLES)
 def test_sections_equal_the_flat_path(name, monkeypatch, record_property):
     """From sections of two tokens, below the width of the convolution, to all but one token in the first."""
-    monkeypatch.setattr(bind, "CHUNK_SIZE", 5)
+    monkeypatch.setattr(stand_ins, "CHUNK_SIZE", 5)
     model, found = make(name), []
     for seed in range(2):
         sequences = random_sequences(np.random.default_rng(seed), num_sequences=5 + seed, mean_len=2 + 4 * seed)

@@ -17,7 +17,7 @@ from relay_cases import LossCase, flat_result, flat_rows, lay_out, relay_run, re
 from tree_cases import DEEP, VOCAB_SIZE, gradients, relative_error
 
 from verl_tree.functional import tree_log_probs
-from verl_tree.recurrence import bind
+from verl_tree.recurrence import stand_ins
 from verl_tree.recurrence.bind import RecurrentLayers
 from verl_tree.relay.states import StateRelay
 from verl_tree.testing.synthetic import random_forest
@@ -25,7 +25,7 @@ from verl_tree.testing.synthetic import random_forest
 
 @pytest.fixture(autouse=True)
 def _chunks_of_a_few_tokens(monkeypatch):
-    monkeypatch.setattr(bind, "CHUNK_SIZE", 5)
+    monkeypatch.setattr(stand_ins, "CHUNK_SIZE", 5)
 
 
 def assert_sections_equal_flat(model, sequences, *, capacities):
