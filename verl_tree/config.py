@@ -146,9 +146,14 @@ class TreeFSDPEngineConfig(FSDPEngineConfig):
 
     `fsdp_config._target_` selects it for both values of `tree.enabled`, so it accepts the strategies of both engines.
     `tree` may be given as a mapping. The class is neither frozen nor slotted because verl's class is neither.
+
+    Attributes:
+        tree: The options of trees.
+        freeze_vision_tower: verl's `actor.freeze_vision_tower`, which its own engines do not read.
     """
 
     tree: TreeConfig = field(default_factory=TreeConfig)
+    freeze_vision_tower: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tree", TreeConfig.from_mapping(self.tree))

@@ -50,7 +50,7 @@ from verl_tree.engine.router_replay import ROUTES, MiniBatchRoutes, RouterReplay
 from verl_tree.engine.row_losses import is_sum_over_rows
 from verl_tree.engine.rows import MiniBatchResult, RankWork, check_rows, gather, jagged, steps_of
 from verl_tree.engine.teams import BuildForTeam, of_first_rank
-from verl_tree.functional.images import PackImages, reads_images
+from verl_tree.functional.images import PackImages, reads_images, vision_tower
 from verl_tree.functional.relayed import call_scores
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.relay.calls import RelayCall
@@ -117,6 +117,8 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
         self._model = cast("PreTrainedModel", super()._build_module())
         bind_recurrent_layers(self._model, team=self.team)
         check_model(self._model, max_path_len=1)
+        if self.engine_config.freeze_vision_tower and reads_images(hf_config):
+            vision_tower(self._model).requires_grad_(False)
         if self.engine_config.router_replay.mode != "disabled":
             self._replay = RouterReplay(self._model)
         return self._model

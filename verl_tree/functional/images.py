@@ -219,6 +219,13 @@ class CallImages:
         return inputs | {"pixel_values": self.pixels_AX, "image_grid_thw": grid_13}
 
 
+def vision_tower(model: PreTrainedModel) -> torch.nn.Module:
+    """Return the part of a model that makes features of pixels."""
+    tower = model.get_encoder("image")
+    assert tower is not model, "a model that reads images has a vision tower"
+    return tower
+
+
 @contextmanager
 def distinct_images(model: PreTrainedModel, images: CallImages) -> Iterator[None]:
     """Let the vision tower compute the distinct images of a call while active, and hand each token its feature.
@@ -226,8 +233,7 @@ def distinct_images(model: PreTrainedModel, images: CallImages) -> Iterator[None
     `images` are on the model's device. Without an image verl runs the tower on a blank one, so that FSDP2 finds all
     ranks in the same collectives; verl 0.9.1 reads that output of Qwen2.5-VL as transformers 4 gave it, a tensor.
     """
-    tower = model.get_encoder("image")
-    assert tower is not model, "a model that reads images has a vision tower"
+    tower = vision_tower(model)
 
     def before(_tower: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, kwargs | {"grid_thw": images.grids_I3}

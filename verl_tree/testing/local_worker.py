@@ -35,13 +35,15 @@ def local_worker(
     router_replay: str = "disabled",
     optimizer: FSDPOptimizerConfig | None = None,
     sequence_parallel_size: int = 1,
+    freeze_vision_tower: bool = False,
 ) -> TreeTrainingWorker:
     """Build an initialised float32 worker on a folder with a Hugging Face model; `set_loss_fn` gives it a loss.
 
     `strategy` is `fsdp_tree` or verl's own `fsdp2`. `max_token_len` bounds a micro-batch, in tree tokens or in flat
     tokens. `model_options` sets fields of verl's `HFModelConfig`, `tree_options` those of `TreeConfig`,
-    `router_replay` verl's mode. The default optimiser is AdamW with learning rate 1e-3. `is_critic` builds a value
-    model instead of a policy. So many ranks as `sequence_parallel_size` says compute each model call together.
+    `router_replay` verl's mode, `freeze_vision_tower` its key of that name. The default optimiser is AdamW with
+    learning rate 1e-3. `is_critic` builds a value model instead of a policy. So many ranks as `sequence_parallel_size`
+    says compute each model call together.
     """
     options = {
         "enable_gradient_checkpointing": False,
@@ -62,6 +64,7 @@ def local_worker(
         ulysses_sequence_parallel_size=sequence_parallel_size,
         router_replay=EngineRouterReplayConfig(mode=router_replay),
         tree=tree_options or {},
+        freeze_vision_tower=freeze_vision_tower,
     )
     # verl's actor config does the same: an engine config checks its strategy before the actor's is known.
     object.__setattr__(engine_config, "strategy", strategy)

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from image_cases import FAMILY_NAMES
 from input_cases import refusal, resolved, write_model, write_rows
+from verl.utils.config import omega_conf_to_dataclass
 
 from rollout_hooks.loops import BUILT_IN
 from verl_tree.functional.images import IMAGE_MODEL_TYPES
 from verl_tree.launch.validation import validate
-from verl_tree.launch.validation.images import IMAGE_MODELS
+from verl_tree.launch.validation.images import FREEZE, IMAGE_MODELS
 
 MODEL = "actor_rollout_ref.model.path"
 LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
@@ -46,6 +47,26 @@ def test_videos_and_sounds_are_refused(column: str, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.parquet", column)
     message = refusal(image_model(tmp_path), f"data.train_files={rows}")
     assert message.startswith(f"data.{column[:-1]}_key={column}: {rows}")
+
+
+def test_a_frozen_tower_reaches_the_engine() -> None:
+    config = resolved(f"{FREEZE}=true")
+    validate(config)
+    assert omega_conf_to_dataclass(config.actor_rollout_ref.actor.fsdp_config).freeze_vision_tower
+    assert not omega_conf_to_dataclass(config.actor_rollout_ref.ref.fsdp_config).freeze_vision_tower
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("tree.enabled=false", "verl's own FSDP engine ignores it; set tree.enabled=true or false here"),
+        ("actor_rollout_ref.model.lora_rank=8", "keep adapters out of it by actor_rollout_ref.model.exclude_modules"),
+    ],
+)
+def test_a_tower_that_would_not_be_frozen_is_refused(override: str, remedy: str) -> None:
+    message = refusal(f"{FREEZE}=true", override)
+    assert message.startswith(f"{FREEZE}=True")
+    assert remedy in message
 
 
 def test_images_of_a_text_model_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from omegaconf import DictConfig
 
 from verl_tree.launch.validation.refusals import (
+    ACTOR,
     MODELS,
     Check,
     Findings,
@@ -18,6 +19,7 @@ IMAGE_MODELS = ("qwen2_5_vl", "qwen3_vl")
 """Model types whose images are served; `verl_tree.functional.images` has the same."""
 
 _MODEL = MODELS[0]
+FREEZE = f"{ACTOR}.freeze_vision_tower"
 
 
 def reads_images(config: DictConfig) -> bool:
@@ -42,4 +44,15 @@ def check_image_model(config: DictConfig) -> Findings:
         yield refusal(config, "critic.enable", remedy)
 
 
-CHECKS: tuple[Check, ...] = (check_image_model,)
+def check_frozen_tower(config: DictConfig) -> Findings:
+    """Find a vision tower that is to be frozen and would not be."""
+    if not value_of(config, FREEZE):
+        return
+    if not uses_tree(config):
+        yield refusal(config, FREEZE, "verl's own FSDP engine ignores it; set tree.enabled=true or false here")
+    elif value_of(config, f"{_MODEL}.lora_rank"):
+        remedy = f"LoRA freezes the tower itself; keep adapters out of it by {_MODEL}.exclude_modules, and set false"
+        yield refusal(config, FREEZE, remedy)
+
+
+CHECKS: tuple[Check, ...] = (check_image_model, check_frozen_tower)
