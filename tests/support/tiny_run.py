@@ -114,9 +114,10 @@ def environment(metrics: Path) -> dict[str, str]:
 
 
 def read_metrics(metrics: Path) -> dict[int, dict[str, Any]]:
-    """Return the logged metrics of each step."""
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return {record["step"]: record["data"] for record in map(json.loads, lines)}
+    """Return the logged metrics of each step. A last line that is still being written is left out."""
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    written = (line for line in lines if line.endswith("\n"))
+    return {record["step"]: record["data"] for record in map(json.loads, written)}
 
 
 def run(folder: Path, name: str, *overrides: str, timeout_s: int = 600) -> dict[int, dict[str, Any]]:
