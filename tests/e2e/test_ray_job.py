@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_engines import free_port
+from process_groups import free_port
 from tiny_run import command, environment, make_inputs, read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

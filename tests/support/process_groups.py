@@ -1,5 +1,6 @@
-"""Process groups of one rank, for code that asks torch.distributed."""
+"""Process groups of one rank, for code that asks torch.distributed, and free ports."""
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,3 +15,10 @@ def group_of_one() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def free_port() -> int:
+    """Return a free port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +15,8 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+
+from process_groups import free_port
 
 FOLDER = Path(__file__).parent
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -29,9 +30,7 @@ def run_script(name: str, *options: str, num_ranks: int, out: Path, timeout_s: f
     Raises:
         AssertionError: A rank failed or was not done in time. The others are killed; the message has what they printed.
     """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     script, log = str(FOLDER / name), out.with_suffix(".log")
     ranks = [
         CONTEXT.Process(target=_run, args=(script, (f"--out={out}", *options), rank, num_ranks, port, str(log)))
