@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from image_cases import FAMILIES, FAMILY_NAMES
+from image_engine_cases import FROZEN
 from rank_scripts import run_script
 
 # All cases of some ranks run at once, which takes minutes on a busy machine.
@@ -25,7 +26,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[st
 
     def run(num_ranks: int) -> dict[str, Any]:
         out = folder / f"{num_ranks}.json"
-        return run_script("image_engine_cases.py", *NAMES[num_ranks], num_ranks=num_ranks, out=out, timeout_s=540)
+        names = [*NAMES[num_ranks], *([FROZEN] if num_ranks == 1 else [])]
+        return run_script("image_engine_cases.py", *names, num_ranks=num_ranks, out=out, timeout_s=540)
 
     return cache(run)
 
@@ -53,3 +55,13 @@ def test_equals_verls_own_engine(
     assert name == "gspo" or errors["clipped"] > 0.01, errors
     ranks = "1 rank" if num_ranks == 1 else "2 ranks"
     record_property(f"{FAMILY_NAMES[family]} | engine, {ranks}", errors["gradient"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_frozen_tower_stays_and_the_text_part_learns_as_ever(
+    results: Callable[[int], dict[str, Any]], family: str
+) -> None:
+    found = results(1)[f"{family}-{FROZEN}"]
+    assert found["tower_gradients"] >= 4, found
+    assert found["frozen_tower_gradients"] == found["tower_moved"] == found["text_stayed"] == 0, found
+    assert found["text_gradient"] <= TOLERANCE, found

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from engine_cases import Case, compare, infer, make_worker, take_steps
+from engine_cases import Case, compare, infer, make_loss, make_worker, take_steps
 from image_cases import FAMILIES, IMAGE, Row, branching_rows, draw_text, positions_of, vision_model
 from tensordict import TensorDict
 from transformers import PreTrainedModel
@@ -23,7 +23,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.engine.positions import settle_positions
-from verl_tree.testing.local_worker import batch_of_rows
+from verl_tree.testing.local_worker import batch_of_rows, local_worker
 
 PROMPT_LEN = 3
 ALL_ROWS = 4096
@@ -41,6 +41,8 @@ CASES = [
     Case("gspo", actor={"policy_loss": {"loss_mode": "gspo"}, "loss_agg_mode": "seq-mean-token-mean"}, capacity=60),
     Case("temperature_per_row", actor=_COMMON, capacity=60, temperature_per_row=True),
 ]
+
+FROZEN = "frozen_tower"
 
 
 def rows_of_rank(rank: int) -> list[Row]:
@@ -119,6 +121,26 @@ def run_case(case: Case, model: PreTrainedModel, *, rank: int, world_size: int, 
     return {name: max(each[name] for each in errors) for name in errors[0]} | {"por": saved}
 
 
+def freeze_tower(model: PreTrainedModel, *, rank: int, world_size: int, folder: Path) -> dict[str, float]:
+    """Compare a step with a frozen vision tower with one that trains it, in sections that cut through images."""
+    case, sides = Case(FROZEN, capacity=20), []
+    for freezes in (False, True):
+        worker = local_worker(
+            str(folder), strategy=TREE_STRATEGY, max_token_len=case.capacity, freeze_vision_tower=freezes
+        )
+        worker.set_loss_fn(make_loss(case))
+        sides.append(take_steps(worker, [make_batch(case, model, rank=rank, world_size=world_size)]))
+    trained, frozen = (side["gradients"] for side in sides)
+    moved = {name for name, before in sides[1]["before"].items() if not torch.equal(before, sides[1]["after"][name])}
+    return {
+        "tower_gradients": sum("visual" in name for name in trained),
+        "frozen_tower_gradients": sum("visual" in name for name in frozen),
+        "tower_moved": sum("visual" in name for name in moved),
+        "text_stayed": len(frozen.keys() - moved),
+        "text_gradient": max(float((frozen[name] - trained[name]).norm() / trained[name].norm()) for name in frozen),
+    }
+
+
 def main() -> None:
     """Run the cases named on the command line, or all, of every family."""
     parser = argparse.ArgumentParser()
@@ -142,6 +164,8 @@ def main() -> None:
                 results[name] = run_case(case, model, rank=rank, world_size=world_size, folder=folder)
                 if rank == 0:
                     print(name, {key: f"{value:.3g}" for key, value in results[name].items()}, flush=True)
+        if FROZEN in (arguments.cases or [FROZEN]):
+            results[f"{family}-{FROZEN}"] = freeze_tower(model, rank=rank, world_size=world_size, folder=folder)
     if rank == 0:
         arguments.out.write_text(json.dumps(results, indent=1))
     dist.destroy_process_group()

@@ -1,6 +1,5 @@
 """The images of verl's rows: which rows a tree engine takes, and how packs get images and positions."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ import torch
 
 pytest.importorskip("verl")
 
-from engine_cases import Case, make_loss, take_steps
 from image_cases import IMAGE, Row, branching_rows, draw_image, positions_of, vision_model
-from image_engine_cases import make_batch
 from process_groups import group_of_one
 from tensordict import TensorDict
 from transformers import PreTrainedModel, Qwen3Config
@@ -172,37 +169,12 @@ def test_the_first_component_must_count_up(model: PreTrainedModel) -> None:
         read(model, data)
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let this process be the only rank."""
+def test_a_critic_is_refused_by_name_when_it_is_built(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model that is not on this machine the launch knows nothing."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)  # what verl's workers read
-    with group_of_one():
-        yield
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_frozen_tower_stays_and_the_text_part_learns_as_ever(model: PreTrainedModel, tmp_path: Path) -> None:
-    """In sections, which cut through images."""
     model.save_pretrained(tmp_path)
-    case = Case("frozen", capacity=20)
-    sides = []
-    for freezes in (False, True):
-        worker = local_worker(str(tmp_path), strategy=TREE_STRATEGY, max_token_len=20, freeze_vision_tower=freezes)
-        worker.set_loss_fn(make_loss(case))
-        sides.append(take_steps(worker, [make_batch(case, model, rank=0, world_size=1)]))
-    trained, frozen = sides
-    of_text = {name for name in trained["gradients"] if "visual" not in name}
-    assert frozen["gradients"].keys() == of_text < trained["gradients"].keys()
-    for name in of_text:
-        torch.testing.assert_close(frozen["gradients"][name], trained["gradients"][name], rtol=1e-5, atol=1e-7)
-    moved = {name for name, before in frozen["before"].items() if not torch.equal(before, frozen["after"][name])}
-    assert moved == of_text
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_critic_is_refused_by_name_when_it_is_built(model: PreTrainedModel, tmp_path: Path) -> None:
-    """Of a model that is not on this machine the launch knows nothing."""
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=rf"critic\.model\.path={tmp_path}: no critic reads images"):
+    with group_of_one(), pytest.raises(ValueError, match=rf"critic\.model\.path={tmp_path}: no critic reads images"):
         local_worker(str(tmp_path), strategy=TREE_STRATEGY, max_token_len=64, is_critic=True)
