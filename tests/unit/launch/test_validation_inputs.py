@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,13 +82,27 @@ def test_hybrids_are_served_on_text_rows_by_one_rank(tmp_path: Path) -> None:
     assert "ulysses_sequence_parallel_size=2: qwen3_5 has recurrent layers" in refusal(model, *team)
 
 
-@pytest.mark.parametrize("model_type", ["olmo_hybrid", "lfm2", "lfm2_moe", "granitemoehybrid", "qwen3_5_moe_text"])
-def test_one_rank_computes_models_with_a_recurrent_layer(tmp_path: Path, model_type: str) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "title"),
+    [
+        ("qwen3_next", "Qwen3-Next"),
+        ("qwen3_5_text", "Qwen3.5"),
+        ("qwen3_5_moe_text", "Qwen3.5-MoE"),
+        ("olmo_hybrid", "OLMo-Hybrid"),
+        ("lfm2", "LFM2"),
+        ("lfm2_moe", "LFM2-MoE"),
+        ("granitemoehybrid", "Granite-4 hybrid"),
+    ],
+)
+def test_one_rank_computes_models_with_a_recurrent_layer(
+    tmp_path: Path, model_type: str, title: str, record_property: Callable[[str, object], None]
+) -> None:
     """Some Granite-4 have the class of hybrids, but attention only."""
     team = ["tree.relay=never", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2"]
     model = write_model(tmp_path, model_type=model_type, layer_types=["mamba", "attention"])
     assert f"ulysses_sequence_parallel_size=2: {model_type} has recurrent layers" in refusal(f"{MODEL}={model}", *team)
     validate(resolved(f"{MODEL}={write_model(tmp_path, model_type=model_type, layer_types=['attention'])}", *team))
+    record_property(f"{title} | Ulysses", "refused")
 
 
 def test_multimodal_rows_are_refused(tmp_path: Path) -> None:
