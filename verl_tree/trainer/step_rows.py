@@ -134,11 +134,9 @@ def _refuse_unknown_images(keys: Sequence[str], columns: TensorDict, *, partitio
     untold = [key for key, extra in zip(keys, extras, strict=True) if IMAGES_FIELD not in extra]
     if not untold:
         return
-    name = "multi_modal_inputs"
-    columns = fetch(untold, (name,), partition_id=partition_id)
-    if name not in columns:  # TransferQueue then returns no rows at all. Engines refuse image tokens without pixels.
-        return
-    for key, inputs in zip(untold, objects(columns, name, default={}), strict=True):
+    # Where no row has the column, engines refuse image tokens without pixels.
+    media = fetch_objects(untold, "multi_modal_inputs", default={}, partition_id=partition_id)
+    for key, inputs in zip(untold, media, strict=True):
         if inputs:
             raise ValueError(
                 f"row {key} has multi_modal_inputs and no {IMAGES_FIELD!r} in extra_fields: whoever writes rows with "
@@ -159,6 +157,13 @@ def arrays(columns: TensorDict, name: str) -> list[np.ndarray]:
 def objects(columns: TensorDict, name: str, *, default: Any) -> list[Any]:
     """Return a column as one object per row; the default for each row if there is no such column."""
     return columns.get(name).tolist() if name in columns else [default] * len(columns)
+
+
+def fetch_objects(keys: Sequence[str], name: str, *, default: Any, partition_id: str) -> list[Any]:
+    """Read a column as one object per row; the default for each row if there is no such column."""
+    columns = fetch(keys, (name,), partition_id=partition_id)
+    # TransferQueue returns no rows at all where no column is found.
+    return objects(columns, name, default=default) if name in columns else [default] * len(keys)
 
 
 def _tagged_shapes(tags: Sequence[Mapping[str, Any]]) -> np.ndarray | None:

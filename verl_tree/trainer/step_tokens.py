@@ -14,7 +14,7 @@ from verl_tree.records import CallRun, ImageRun, StoredLeaf, StoredTree
 from verl_tree.trainer.advantages import Call
 from verl_tree.trainer.batching import RowAssignment, group_rows, parse_row_key
 from verl_tree.trainer.calls import calls_of_row, recorded_calls
-from verl_tree.trainer.step_rows import StepRows, arrays, fetch, keys_of_columns, objects
+from verl_tree.trainer.step_rows import StepRows, arrays, fetch, fetch_objects, keys_of_columns, objects
 from verl_tree.tree import TokenForest
 from verl_tree.tree.rows import trained_tokens
 
@@ -27,10 +27,7 @@ def fetch_calls(rows: StepRows) -> dict[str, tuple[CallRun, ...]]:
     """Read which calls sampled each row, by row key; a row that was not recorded has none."""
     if not rows.keys:
         return {}
-    columns = fetch(rows.keys, _DETAILS[:1], partition_id=rows.partition_id)
-    if "extra_fields" not in columns:  # TransferQueue then returns no rows at all.
-        return dict.fromkeys(rows.keys, ())
-    extras = objects(columns, "extra_fields", default={})
+    extras = fetch_objects(rows.keys, "extra_fields", default={}, partition_id=rows.partition_id)
     return {key: recorded_calls(extra) for key, extra in zip(rows.keys, extras, strict=True)}
 
 
