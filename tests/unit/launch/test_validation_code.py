@@ -188,7 +188,9 @@ def test_reward_managers_that_nobody_registered_are_refused() -> None:
     message = refusal("reward.reward_manager.name=prime")
     assert "reward.reward_manager.name=prime: no such reward manager; choose one of dapo, " in message
     assert "reward.reward_manager.source=foo: verl knows register" in refusal("reward.reward_manager.source=foo")
-    assert "module.path=None" in refusal("reward.reward_manager.source=importlib", "reward.reward_manager.module=null")
+    assert "module.path=None" in refusal(
+        "reward.reward_manager.source=importlib", "reward.reward_manager.module.path=null"
+    )
     message = refusal("reward.reward_manager.source=importlib")
     assert "reward.reward_manager.module.path=None: source=importlib reads a class from it" in message
 

@@ -118,7 +118,10 @@ def test_folder_of_trees_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         assert f"tree.dump_dir={tmp_path}/{name}: {tmp_path}/file is a file" in refusal(
             f"tree.dump_dir={tmp_path}/{name}"
         )
-    assert "tree.dump_dir=s3://x/trees: trees are written to a local folder" in refusal("tree.dump_dir=s3://x/trees")
+    assert "tree.dump_dir=s3://x/trees: this must be a local folder" in refusal("tree.dump_dir=s3://x/trees")
+    # Where not even root may write.
+    for key in ("tree.dump_dir", "trainer.default_local_dir"):
+        assert f"{key}=/proc/nope: /proc cannot be written to (No such file" in refusal(f"{key}=/proc/nope")
     validate(resolved(f"tree.dump_dir={tmp_path}/a/b"))
     assert not (tmp_path / "a").exists(), "a check makes nothing"
 

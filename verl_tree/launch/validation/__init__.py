@@ -19,6 +19,7 @@ from verl_tree.launch.validation import (
     router_replay,
     settings,
     ulysses,
+    values,
 )
 from verl_tree.launch.validation.refusals import Finding, Findings
 
@@ -27,6 +28,7 @@ __all__ = ["CHECKS", "find", "find_before_the_queue", "find_by_verl", "validate"
 logger = logging.getLogger(__name__)
 
 CHECKS = (
+    *values.CHECKS,
     *settings.CHECKS,
     *capacity.CHECKS,
     *objective.CHECKS,
@@ -44,7 +46,10 @@ CHECKS = (
 
 def find(config: DictConfig) -> Findings:
     """Yield everything that the checks find in a resolved configuration."""
-    for check in CHECKS:
+    wrong = list(values.find_wrong_values(config))
+    yield from wrong
+    # The other checks compute with these values.
+    for check in () if wrong else CHECKS:
         yield from check(config)
 
 
@@ -79,9 +84,13 @@ def validate(config: DictConfig) -> None:
     """Run the checks on a resolved configuration and log their warnings.
 
     Raises:
-        ValueError: A setting cannot work; the message has the remedy.
+        ValueError: Settings cannot work; the message has a line for each, with its remedy.
     """
+    refused = []
     for finding in find(config):
-        if not finding.is_warning:
-            raise ValueError(finding.message)
-        logger.warning(finding.message)
+        if finding.is_warning:
+            logger.warning(finding.message)
+        else:
+            refused.append(finding.message)
+    if refused:
+        raise ValueError("\n".join(refused))

@@ -181,6 +181,9 @@ def _check_object(config: DictConfig, path_key: str, name_key: str) -> Findings:
     path, name = value_of(config, path_key), value_of(config, name_key)
     if not path:
         return
+    if not isinstance(path, str):
+        yield refusal(config, path_key, "give the path of a file, or pkg:// and a module")
+        return
     if not name:
         yield refusal(config, name_key, f"give the name of what shall be read from {path_key}={path}")
     if path.startswith(PKG_PATH_PREFIX):

@@ -7,6 +7,7 @@ training run's processes may be on other machines.
 import glob
 import json
 import os
+import tempfile
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -117,22 +118,32 @@ def _check_hub_name(config: DictConfig, key: str, name: str) -> Findings:
         yield refusal_here(config, key, f"{problem}; correct the path, or download it first (hf download {name})")
 
 
-def check_dump_dir(config: DictConfig) -> Findings:
-    """Find a folder for trees that cannot be made or written to."""
-    key = "tree.dump_dir"
-    name = value_of(config, key)
-    if not isinstance(name, str):
-        return
-    if has_scheme(name):
-        yield refusal(config, key, "trees are written to a local folder; give one, or null to store none")
-        return
-    folder = Path(name).absolute()
-    existing = next(each for each in (folder, *folder.parents) if each.exists())
-    if not existing.is_dir():
-        yield refusal_here(config, key, f"{existing} is a file; give another folder, or null to store no trees")
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        remedy = f"{existing} cannot be written to; give another folder, or null to store no trees"
-        yield refusal_here(config, key, remedy)
+def check_folders(config: DictConfig) -> Findings:
+    """Find folders that the run writes to and that cannot be made or written to."""
+    for key, instead in {"tree.dump_dir": ", or null to store no trees", "trainer.default_local_dir": ""}.items():
+        name = value_of(config, key)
+        if not isinstance(name, str):
+            continue
+        if has_scheme(name):
+            yield refusal(config, key, f"this must be a local folder; give one{instead}")
+            continue
+        folder = Path(name).absolute()
+        existing = next(each for each in (folder, *folder.parents) if each.exists())
+        if not existing.is_dir():
+            yield refusal_here(config, key, f"{existing} is a file; give another folder{instead}")
+        elif (problem := _cannot_write(existing)) is not None:
+            yield refusal_here(
+                config, key, f"{existing} cannot be written to ({problem}); give another folder{instead}"
+            )
 
 
-CHECKS: tuple[Check, ...] = (check_data_files, check_text_rows, check_models, check_dump_dir)
+def _cannot_write(folder: Path) -> str | None:
+    """Return why nothing can be made in a folder, or None. Only a try tells: root may write anywhere but in /proc."""
+    try:
+        with tempfile.TemporaryDirectory(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror
+
+
+CHECKS: tuple[Check, ...] = (check_data_files, check_text_rows, check_models, check_folders)

@@ -1,0 +1,184 @@
+"""Checks of single values: their kind, their range, the names that verl knows.
+
+They come before all other checks, which compute with these values. verl takes many of them without a look: a run with
+`rollout.n=0` or `lr=.nan` starts and fails minutes later, or never.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from verl_tree.launch.composition import verl_trainer_folder
+from verl_tree.launch.validation.refusals import (
+    ACTOR,
+    ROLLOUT,
+    Check,
+    Finding,
+    Findings,
+    refusal,
+    uses_critic,
+    value_of,
+)
+
+_ABSENT = object()
+"""Stands for a key that the configuration lacks; those of other engines lack some of verl's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A check that a number is at least `least` (above it, if `is_open`) and at most `most`; a whole one if `is_whole`.
+
+    `applies` says for which configurations it holds. null is let through only with `or_null`.
+    """
+
+    key: str
+    least: float = 1
+    most: float = math.inf
+    is_open: bool = False
+    is_whole: bool = False
+    or_null: bool = False
+    applies: Callable[[DictConfig], bool] = lambda _: True
+
+    def __call__(self, config: DictConfig) -> Findings:
+        """Yield a finding if the value is not in the range."""
+        value = OmegaConf.select(config, self.key, default=_ABSENT)
+        if value is _ABSENT or not self.applies(config) or (value is None and self.or_null):
+            return
+        if not self._holds(value):
+            yield refusal(config, self.key, f"give {self}")
+
+    def _holds(self, value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int | float) or value > self.most:
+            return False
+        is_enough = value > self.least if self.is_open else value >= self.least
+        return is_enough and (not self.is_whole or value % 1 == 0)
+
+    def __str__(self) -> str:
+        """Return the range in words, such as `a whole number of at least 1, or null`."""
+        bounds = f"{'above' if self.is_open else 'of at least'} {self.least:g}"
+        bounds += "" if math.isinf(self.most) else f" and at most {self.most:g}"
+        return f"a {'whole ' if self.is_whole else ''}number {bounds}{', or null' if self.or_null else ''}"
+
+
+def _ranges(parent: str, *names: str, **options: Any) -> tuple[Range, ...]:
+    return tuple(Range(f"{parent}.{name}", **options) for name in names)
+
+
+COUNT: dict[str, Any] = {"least": 1, "is_whole": True}
+PROBABILITY: dict[str, Any] = {"least": 0, "most": 1, "is_open": True}
+SHARE: dict[str, Any] = {"least": 0, "most": 1}
+
+RANGES: tuple[Range, ...] = (
+    *_ranges("data", "train_batch_size", "max_prompt_length", "max_response_length", **COUNT),
+    *_ranges(ROLLOUT, "n", "val_kwargs.n", "agent.num_workers", "prompt_length", "response_length", **COUNT),
+    *_ranges(ROLLOUT, "max_model_len", **COUNT, or_null=True),
+    *_ranges(ROLLOUT, "tensor_model_parallel_size", "data_parallel_size", "max_num_seqs", **COUNT),
+    *_ranges(ACTOR, "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", **COUNT),
+    *_ranges("critic", "ppo_mini_batch_size", "ppo_epochs", **COUNT, applies=uses_critic),
+    *_ranges("trainer", "nnodes", "n_gpus_per_node", "total_epochs", **COUNT),
+    *_ranges("trainer", "total_training_steps", **COUNT, or_null=True),
+    *_ranges("trainer", "save_freq", "test_freq", least=-1, is_whole=True),
+    # With 0 every token but one has the log-prob -inf. Validation may use it.
+    *_ranges(ROLLOUT, "temperature", least=0, is_open=True),
+    *_ranges(ROLLOUT, "val_kwargs.temperature", least=0),
+    *_ranges(ROLLOUT, "top_p", "val_kwargs.top_p", "gpu_memory_utilization", **PROBABILITY),
+    *_ranges(ACTOR, "optim.lr", "clip_ratio", "clip_ratio_low", "clip_ratio_high", least=0),
+    *_ranges(ACTOR, "grad_clip", least=0, is_open=True),
+    *_ranges("critic", "optim.lr", "cliprange_value", least=0, applies=uses_critic),
+    *_ranges("algorithm", "gamma", "lam", **SHARE),
+)
+"""Numbers outside of which a training run cannot work."""
+
+PATH_ENDINGS = ("path", "_dir", "_files")
+
+
+def check_kinds(config: DictConfig) -> Findings:
+    """Find values of another kind than verl's defaults: a text for a number, a number for a switch, NaN anywhere."""
+    values = dict(_leaves(OmegaConf.to_container(config)))
+    for key, value in values.items():
+        if isinstance(value, float) and math.isnan(value):
+            yield refusal(config, key, "this is not a number; give one")
+    for key, default in _defaults().items():
+        if key in values and (asked := _kind(default)) is not None and not _is_kind(values[key], default):
+            yield Finding(f"{key}={values[key]}: this is no {asked}; give one")
+    for key, value in values.items():
+        if key.endswith(PATH_ENDINGS) and isinstance(value, bool | int | float | dict):
+            yield Finding(f"{key}={value}: this is no path; give one")
+
+
+def _kind(default: Any) -> str | None:
+    """Return what must stand where verl has this default, or None where anything may."""
+    match default:
+        case bool():
+            return "switch (true or false)"
+        case int() | float():
+            return "number"
+        case dict():
+            return "group of options"
+    return None
+
+
+def _is_kind(value: Any, default: Any) -> bool:
+    match value:
+        case None:
+            # verl reads a null as "not set" nearly everywhere; `RANGES` names where it must not stand.
+            return not isinstance(default, dict) or not default
+        case bool():
+            return isinstance(default, bool)
+        case int() | float():
+            return isinstance(default, int | float) and (not isinstance(default, bool) or value in (0, 1))
+        case dict():
+            return isinstance(default, dict)
+    return False
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield all values below, and all groups, with their dotted keys."""
+    for key, each in value.items():
+        yield f"{prefix}{key}", each
+        if isinstance(each, Mapping):
+            yield from _leaves(each, f"{prefix}{key}.")
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """Return verl's own values by their dotted keys, from the file in which verl keeps all of them for reference.
+
+    Of our own options it has the group only: `TreeConfig` checks what is in it.
+    """
+    config = OmegaConf.load(verl_trainer_folder() / "config" / "_generated_ppo_trainer.yaml")
+    return {"tree": {"enabled": None}, **dict(_leaves(OmegaConf.to_container(config, resolve=False)))}
+
+
+def check_names(config: DictConfig) -> Findings:
+    """Look up names that verl looks up late: loss, logger, KL controller, how to resume."""
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+    from verl.utils.tracking import Tracking
+
+    known = {
+        f"{ACTOR}.policy_loss.loss_mode": sorted(POLICY_LOSS_REGISTRY),
+        "algorithm.kl_ctrl.type": ["fixed", "adaptive"],
+        "trainer.resume_mode": ["auto", "disable", "resume_path"],
+    }
+    for key, names in known.items():
+        if value_of(config, key) not in names:
+            yield refusal(config, key, f"choose one of {', '.join(names)}")
+    loggers = value_of(config, "trainer.logger")
+    for name in loggers if isinstance(loggers, ListConfig) else [loggers]:
+        if name not in Tracking.supported_backend and name != "tracking":
+            yield refusal(config, "trainer.logger", f"{name} is none of {', '.join(Tracking.supported_backend)}")
+
+
+def find_wrong_values(config: DictConfig) -> Findings:
+    """Yield the values of a wrong kind; where there are none, the numbers out of their range."""
+    wrong = list(check_kinds(config))
+    yield from wrong
+    for check in () if wrong else RANGES:
+        yield from check(config)
+
+
+CHECKS: tuple[Check, ...] = (check_names,)
