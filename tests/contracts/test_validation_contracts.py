@@ -13,17 +13,18 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls, registry
 from verl.trainer import main_ppo
 from verl.trainer.ppo import reward
-from verl.trainer.ppo.core_algos import agg_loss
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, get_kl_controller, get_policy_loss_fn
 from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
 from verl.trainer.ppo.v1 import trainer_base, trainer_separate_async
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.utils import import_utils
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset import rl_dataset
+from verl.utils.tracking import Tracking
 from verl.workers.config import CriticConfig
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
-from verl_tree.launch.composition import has_flash_attn
+from verl_tree.launch.composition import has_flash_attn, verl_trainer_folder
 
 SOURCE = """
 from torch.utils.data import Dataset
@@ -83,6 +84,27 @@ def test_the_trainer_reads_no_legacy_keys(mine: Path) -> None:
     assert reward.get_custom_reward_fn(legacy) is None
     for module in (main_ppo, trainer_base, reward):
         assert "migrate_legacy_reward_impl" not in vars(module)
+
+
+def test_verl_looks_up_losses_loggers_and_controllers_late() -> None:
+    """What our check looks up in the same places before Ray starts."""
+    with pytest.raises(ValueError, match="Unsupported loss mode: nonsense"):
+        get_policy_loss_fn("nonsense")
+    assert all(get_policy_loss_fn(name) is loss for name, loss in POLICY_LOSS_REGISTRY.items())
+    with pytest.raises(AssertionError, match="nonsense is not supported"):
+        Tracking("project", "name", default_backend=["nonsense"])
+    assert {"console", "file", "wandb", "tensorboard"} <= set(Tracking.supported_backend)
+    with pytest.raises(NotImplementedError):
+        get_kl_controller(OmegaConf.create({"type": "nonsense"}))
+
+
+def test_verl_keeps_all_its_defaults_in_one_file() -> None:
+    """The kinds of values are read from it: a value per key, as the composed configuration has it."""
+    kept = OmegaConf.load(verl_trainer_folder() / "config" / "_generated_ppo_trainer.yaml")
+    composed = OmegaConf.load(verl_trainer_folder() / "config" / "ppo_trainer.yaml")
+    assert kept.trainer.total_epochs == composed.trainer.total_epochs
+    assert kept.actor_rollout_ref.rollout.n == 1
+    assert kept.actor_rollout_ref.actor.use_kl_loss is False
 
 
 def test_the_width_of_padded_rows_is_the_longest_possible_response() -> None:
