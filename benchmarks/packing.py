@@ -36,9 +36,9 @@ from verl_tree.tree import TokenForest
 Row = dict[str, Any]
 
 CAPACITIES = (1, 1.5, 2, 3, 4, 6, 8, 16)  # in longest paths
-CAPACITY_METHODS = ("arrival_first_fit", "dfs_first_fit", "single_path", "heuristic", "exact")
+CAPACITY_METHODS = ("arrival_first_fit", "dfs_first_fit", "single_path", "deepest_first", "heuristic", "exact")
 NUM_SEEDS = 3
-SCALE_METHODS = ("dfs_first_fit", "single_path", "heuristic", "auto")
+SCALE_METHODS = ("dfs_first_fit", "single_path", "deepest_first", "heuristic", "auto")
 OVERLAPS = {
     f"overlap {ratio}": partial(overlap, ratio, num_leaves=64, num_flat_tokens=64 * 4096)
     for ratio in (0.2, 0.5, 0.8, 0.92)

@@ -26,6 +26,7 @@ STYLES = {
     "arrival_first_fit": ("#E69F00", "v"),
     "single_path": ("#CC79A7", "s"),
     "dfs_first_fit": ("#56B4E9", "^"),
+    "deepest_first": ("#009E73", "D"),
     "heuristic": ("#0072B2", "o"),
     "exact": ("#D55E00", "x"),
     BOUND: ("#777777", ""),

@@ -95,6 +95,7 @@ CASES = [
             ("heuristic", 37),
             ("exact", 41),
             ("single_path", 53),
+            ("deepest_first", 43),
             ("dfs_first_fit", 47),
             ("arrival_first_fit", 61),
         )

@@ -42,7 +42,8 @@ def pack(
         capacity: Tree tokens per pack. None: no limit.
         method: "heuristic": near the optimum for any size. "exact": the optimum of small and medium trees, or an error.
             "auto": the heuristic, then the exact programme where that is cheap. Baselines: "single_path" (the paper's
-            first programme), "dfs_first_fit" and "arrival_first_fit" (in DFS order and in the order given).
+            first programme), "deepest_first" (the paper's heuristic), "dfs_first_fit" and "arrival_first_fit" (in DFS
+            order and in the order given).
         max_loss_terms: Loss terms per pack, see `loss_terms`. None: no limit.
         loss_terms: (S,) tokens of each trajectory that the loss trains: the (leaf, token) pairs that are expanded from
             the pack. None: all tokens but its first.

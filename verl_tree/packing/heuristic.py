@@ -51,7 +51,10 @@ def _coarse(items: Items, *, caps: Caps) -> Items:
 
 
 def deepest_first(items: Items, *, caps: Caps) -> list[list[int]]:
-    """Pack by the paper's rules: depth-first, the child with the deepest leaf first, a new pack where a cap is met."""
+    """Pack by the paper's heuristic: depth-first, the child with the deepest leaf first, a new pack where a cap is met.
+
+    The order brings leaves of similar depth together in every subtree. Source: Tree Training, section 2.2.2.
+    """
     nodes, num_nodes = items.nodes, items.nodes.num_nodes
     parent, start = nodes.parent.tolist(), nodes.start.tolist()
     deepest = nodes.end.tolist()

@@ -10,7 +10,7 @@ import numpy as np
 from verl_tree.packing.baselines import single_path
 from verl_tree.packing.bound import tree_lower_bound
 from verl_tree.packing.exact import Budget, BudgetExceededError, exact
-from verl_tree.packing.heuristic import heuristic
+from verl_tree.packing.heuristic import deepest_first, heuristic
 from verl_tree.packing.problem import UNLIMITED, Caps, Items
 from verl_tree.tree.nodes import IntArray
 
@@ -64,6 +64,10 @@ def _single_path(tree: Tree, search: _Search) -> list[list[int]]:
     return single_path(tree.leaves, caps=search.caps)
 
 
+def _deepest_first(tree: Tree, search: _Search) -> list[list[int]]:
+    return deepest_first(tree.items, caps=search.caps)
+
+
 def _heuristic(tree: Tree, search: _Search) -> list[list[int]]:
     num_items = len(tree.items)
     return heuristic(
@@ -90,7 +94,13 @@ def _auto(tree: Tree, search: _Search) -> list[list[int]]:
         return known
 
 
-TREE_METHODS = {"auto": _auto, "heuristic": _heuristic, "exact": _exact, "single_path": _single_path}
+TREE_METHODS = {
+    "auto": _auto,
+    "heuristic": _heuristic,
+    "exact": _exact,
+    "single_path": _single_path,
+    "deepest_first": _deepest_first,
+}
 
 
 def pack_trees(

@@ -81,9 +81,10 @@ def test_the_example():
     assert (forest.num_flat_tokens, forest.num_tokens) == (27, 16)
     totals = {
         method: pack(forest, capacity=11, method=method).num_tokens
-        for method in ("exact", "heuristic", "auto", "dfs_first_fit", "single_path")
+        for method in ("exact", "heuristic", "auto", "dfs_first_fit", "single_path", "deepest_first")
     }
-    assert totals == {"exact": 21, "heuristic": 21, "auto": 21, "dfs_first_fit": 23, "single_path": 23}
+    greedy = {"dfs_first_fit": 23, "single_path": 23, "deepest_first": 24}  # deepest first: b1 | b2 a2 | a1
+    assert totals == {"exact": 21, "heuristic": 21, "auto": 21} | greedy
     items = one_tree(forest)
     start = best_fit_up(items, caps=Caps(num_tokens=11))
     assert sum(items.union_tokens(members) for members in start) == 23
