@@ -1,12 +1,14 @@
 """Measures the speed-up of training on trees over the overlap ratio (POR), the paper's figure 8, on one device.
 
 Needs no verl. A random-weight Qwen3 computes forward and backward of one update on the rows of a drawn tree: the same
-number of leaves and of flat tokens at every POR (`verl_tree.testing.synthetic.overlap`). Compared are the whole tree,
-packs and sections under a capacity of some longest paths, and flat rows (`por_paths.py` explains each). All recompute
-their layers in the backward pass (gradient checkpointing) and use the same log-prob code.
+number of leaves and of flat tokens at every POR (`verl_tree.testing.synthetic.overlap`); and on the rows of files of
+stored trees (`--stored`). Compared are the whole tree, packs and sections under a capacity of some longest paths, and
+flat rows (`por_paths.py` explains each). All recompute their layers in the backward pass (gradient checkpointing) and
+use the same log-prob code.
 
     python benchmarks/por.py --device cuda --out por.jsonl --seconds 480 [--models 1.7B,8B,0.6B,4B]
-    python benchmarks/por.py --device cpu --out por.jsonl --seconds 600 --models 21M --flat-tokens 4096 --leaves 32
+    python benchmarks/por.py --device cpu --out por.jsonl --seconds 600 --models 7M --flat-tokens 8192
+    python benchmarks/por.py --device cpu --out por.jsonl --models 7M --flat-tokens 8192 --pors '' --stored trees/*.parquet
     python benchmarks/report_por.py por.jsonl [--plot por.png]
 
 Every run is a line of JSON, written at once, so a benchmark that is killed keeps what it had. One that finds its file
@@ -15,8 +17,9 @@ other PORs, the capacities. The paths of a point take turns. A path that does no
 
 - Times are those of gradients alone; with `--with-step` also of an optimiser step (models up to 4B; torch's AdamW,
   whose states have the dtype of the weights). A run that would not end within `--seconds` is not begun.
-- `peak_bytes` is what a run allocates above `held_bytes`, which it finds: weights, and states of the optimiser. On a
-  CPU the run that warms up measures it. On CUDA a path warms up with its first model call.
+- A path warms up with its first model call.
+- `peak_bytes` is what a run allocates above `held_bytes`, which it finds: weights, and states of the optimiser. It is
+  measured on CUDA only.
 - `flops` is `por_models.model_flops` of what the path computes; `mfu` is that over the time and the device's peak.
 - Flat rows cost nearly the same at every POR: only their lengths differ, and so their FLOPs, by .3 % (8B) to 1.4 %
   (0.6B). So on CUDA they run at the first POR only (`--flat-pors`).
@@ -27,6 +30,7 @@ other PORs, the capacities. The paths of a point take turns. A path that does no
 import argparse
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +38,10 @@ from flat_attention import default_kernels
 from harness import keep_freed_memory, new_parser
 from por_log import RunLog
 from por_models import SIZES
+from por_rows import stored_rows
 from por_runs import Benchmark, Point
+
+from verl_tree.packing import METHODS
 
 HEADLINE_POR = 0.8
 SMALL: dict[str, Any] = {"models": "tiny", "pors": "0,0.8", "capacities": "1.5", "repetitions": 1}
@@ -69,12 +76,14 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--seconds", type=float, default=480, help="begin nothing that would end later")
     parser.add_argument("--models", default="1.7B,8B,0.6B,4B", help=f"comma-separated, of {', '.join(SIZES)}")
-    parser.add_argument("--pors", default="0,0.2,0.4,0.6,0.8,0.9,0.95")
+    parser.add_argument("--pors", default="0,0.2,0.4,0.6,0.8,0.92", help="of drawn trees; '' for none")
+    parser.add_argument("--stored", type=Path, nargs="*", default=[], help="files of stored trees")
     parser.add_argument("--capacities", default="4,2,1.5", help="of packs and sections, in longest paths; '' for none")
+    parser.add_argument("--methods", default="heuristic", help=f"that make packs, of {', '.join(METHODS)}")
     parser.add_argument("--leaves", type=int, default=64)
     parser.add_argument("--flat-tokens", type=int, default=131_072)
     parser.add_argument("--micro-batch-tokens", type=int, default=32_768, help="most tokens of a call of flat rows")
-    parser.add_argument("--error-tokens", type=int, default=16_384, help="most flat tokens where errors are measured")
+    parser.add_argument("--error-tokens", type=int, default=16_384, help="most flat tokens where errors are measured; 0: none")
     parser.add_argument("--repetitions", type=int, default=3, help="timed runs of a path, after one to warm up")
     parser.add_argument("--backend", default="auto", help="attention backend of trees and of flat/same")
     parser.add_argument("--flat-kernels", help="comma-separated: same, varlen, fa4, sdpa")
@@ -94,6 +103,10 @@ def parse_options() -> argparse.Namespace:
     options.models = options.models.split(",")
     if unknown := set(options.models) - set(SIZES):
         parser.error(f"no such model: {', '.join(sorted(unknown))}; choose from {', '.join(SIZES)}")
+    options.methods = options.methods.split(",")
+    if unknown := set(options.methods) - set(METHODS):
+        parser.error(f"no such packing method: {', '.join(sorted(unknown))}; choose from {', '.join(METHODS)}")
+    options.stored = {str(path): path for path in options.stored}
     is_cuda = options.device == "cuda"
     options.dtype = options.dtype or ("bfloat16" if is_cuda else "float32")
     options.flat_kernels = (options.flat_kernels or ",".join(["same", *default_kernels(options.device)])).split(",")

@@ -1,10 +1,10 @@
-"""The ways to compute the gradients of one update that por.py compares, on the rows of one forest.
+"""The ways to compute the gradients of one update that por.py compares, on the same rows.
 
 Every path scores all tokens but the first of each row, with the same log-prob code, and sums the same loss: a random
 coefficient times the log-prob of every (row, token). Names of paths:
 
 - `tree`: the whole forest in one pack.
-- `packs/4`: packs of at most 4 longest paths, one after another.
+- `heuristic/4`: packs of at most 4 longest paths, one after another, made by this method of `verl_tree.packing`.
 - `relay/4`: sections of at most 4 longest paths, as training runs them: the spine runs forward once more.
 - `flat/same`: the rows share nothing. They are packed to micro-batches, and run on the kernel that the tree runs on.
 - `flat/varlen`: the same on the backend `varlen`, which is then one causal call: FA3, FA2 or torch's own.
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from flat_attention import KERNELS, register_kernel
 from por_models import Counts, attention_kernel
+from por_rows import Rows
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -34,19 +35,18 @@ from verl_tree.attention.hf import ATTENTION_NAME, register
 from verl_tree.functional import expand
 from verl_tree.functional.logprobs import tree_forward_log_probs
 from verl_tree.functional.relayed import call_scores
-from verl_tree.packing import pack
+from verl_tree.packing import METHODS, pack
 from verl_tree.relay.calls import RelayCall, RelayCalls
 from verl_tree.relay.cut import MIN_SECTION_COST, cut
 from verl_tree.relay.run import RelayRun
-from verl_tree.testing.synthetic import overlap
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
 
-DEPTH = 4
+EXACT_LIMIT_S = 5.0
 
 
 class NotApplicableError(ValueError):
-    """The path would be another path: the forest fits the capacity."""
+    """The path would be another path: the forest fits the capacity, or the heuristic's packs are the optimum."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,48 +73,52 @@ class Path:
 
 
 class Case:
-    """The rows of one overlap ratio and the coefficients of their loss, with the paths that compute it."""
+    """Rows and the coefficients of their loss, with the paths that compute it."""
 
     def __init__(
         self,
         model: PreTrainedModel,
-        por: float,
+        rows: Rows,
         *,
-        num_leaves: int,
-        num_flat_tokens: int,
         micro_batch_tokens: int,
         backend: str = "auto",
     ) -> None:
         self.model, self._backend, self._micro_batch_tokens = model, backend, micro_batch_tokens
-        vocab_size = model.config.vocab_size
-        self.sequences = overlap(
-            por, num_leaves=num_leaves, num_flat_tokens=num_flat_tokens, depth=DEPTH, vocab_size=vocab_size
-        )
-        self.forest = TokenForest.from_sequences(self.sequences)
+        self.rows, self.forest = rows, rows.forest()
+        num_flat_tokens = self.forest.num_flat_tokens
         generator = torch.Generator().manual_seed(0)
         self.coefficient_F = torch.randn(num_flat_tokens, generator=generator).to(model.device) / num_flat_tokens
 
     def path(self, name: str) -> Path:
-        """Plan a path. Raise `NotApplicableError` if it is `tree` or `packs` under another name."""
+        """Plan a path.
+
+        Raises:
+            NotApplicableError: It is another path under another name.
+            ValueError: There is no such path, or `exact` gave up.
+        """
         kind, _, option = name.partition("/")
         started_s = time.perf_counter()
         if kind == "relay":
             return self._relay(name, capacity=self._capacity(float(option)))
         forest, capacity, backend, attention = self.forest, None, self._backend, ATTENTION_NAME
+        method = "auto"
         if kind == "flat":
-            forest = TokenForest.from_sequences(self.sequences, merge_keys=range(len(self.sequences)))
+            forest = self.rows.unshared()
             capacity = max(self._micro_batch_tokens, int(forest.sequence_lens.max()))
             if option in KERNELS:
                 attention = register_kernel(option)
             elif option != "same":
                 backend = option
-        elif kind == "packs":
-            capacity = self._capacity(float(option))
+        elif kind in METHODS:
+            method, capacity = kind, self._capacity(float(option))
             if forest.num_tokens <= capacity:
                 raise NotApplicableError(f"the forest of {forest.num_tokens} tokens fits into one pack of {capacity}")
         elif name != "tree":
             raise ValueError(f"no such path: {name!r}; see the docstring of por_paths.py")
-        packs = [each.leaves for each in pack(forest, capacity=capacity).packs]
+        packing = pack(forest, capacity=capacity, method=method, time_limit_s=EXACT_LIMIT_S)
+        if method == "exact" and packing.num_tokens == pack(forest, capacity=capacity, method="heuristic").num_tokens:
+            raise NotApplicableError(f"the heuristic's packs are the optimum, {packing.num_tokens} tokens")
+        packs = [each.leaves for each in packing.packs]
         planning_s = time.perf_counter() - started_s
         layouts = (TreeLayout.from_forest(forest, leaves) for leaves in packs)
         return Path(
@@ -219,7 +223,7 @@ class Case:
         self.model.zero_grad(set_to_none=True)
         log_probs = []
         for sequence, coefficient in zip(
-            self.sequences, self.coefficient_F.split([len(sequence) for sequence in self.sequences]), strict=True
+            self.rows.sequences, self.coefficient_F.split([len(sequence) for sequence in self.rows.sequences]), strict=True
         ):
             token_ids = torch.from_numpy(sequence).long().to(self.model.device)
             logits = self.model(input_ids=token_ids[None], use_cache=False).logits[0, :-1]

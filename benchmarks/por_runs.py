@@ -11,13 +11,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from harness import Times
 from por_log import Clock, RunLog
 from por_models import TOO_LARGE_WITH_STEP, model_flops, new_model, peak_flops
-from por_paths import Case, Path, errors
+from por_paths import Case, errors
+from por_paths import Path as PathOfCase
+from por_rows import Rows, drawn_rows, stored_rows
 from transformers import PreTrainedModel
 
 from verl_tree.functional.memory import peak_bytes
@@ -29,12 +32,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Paths whose times ("run") or errors are measured together."""
+    """Paths whose times ("run") or errors are measured together, on a drawn tree or on those stored in a file."""
 
     model: str
     por: float
     paths: tuple[str, ...]
     kind: Literal["run", "errors"] = "run"
+    stored: Path | None = None
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What a record of this point is found by."""
+        trees = "drawn" if self.stored is None else self.stored.stem
+        return {"kind": self.kind, "model": self.model, "trees": trees, "por": self.por}
 
 
 class Benchmark:
@@ -60,7 +70,7 @@ class Benchmark:
             self._measure_times(point, left)
 
     def _num_runs_left(self, point: Point, path: str) -> int:
-        found = self._log.find(kind=point.kind, model=point.model, por=point.por, path=path)
+        found = self._log.find(**point.key, path=path)
         if any("not_run" in record for record in found):
             return 0
         if point.kind == "errors":
@@ -68,7 +78,7 @@ class Benchmark:
         return self._options.repetitions - sum(record["repetition"] > 0 for record in found)
 
     def _measure_times(self, point: Point, left: dict[str, int]) -> None:
-        case = self._attempt(point, list(left), lambda: self._case(self._timed_model(point.model), point.por))
+        case = self._attempt(point, list(left), lambda: self._case(self._timed_model(point.model), point))
         if case is None:
             return
         paths = {name: path for name in left if (path := self._attempt(point, [name], partial(case.path, name)))}
@@ -78,32 +88,31 @@ class Benchmark:
                 if run > left[name] or not self._clock.allows(flops):
                     continue
                 repetition = 0 if run == 0 else self._options.repetitions - left[name] + run
-                print(f"{point.model}, POR {point.por:g}, {name}: run {repetition}", file=sys.stderr, flush=True)
+                self._say(point, name, f"run {repetition}")
                 measure = partial(self._run, point, path, model=case.model, repetition=repetition, flops=flops)
                 if not self._attempt(point, [name], measure):
                     del paths[name]
 
-    def _run(self, point: Point, path: Path, *, model: PreTrainedModel, repetition: int, flops: float) -> bool:
-        """Run a path once, and write what it took unless it warms up on CUDA. Return True."""
+    def _run(self, point: Point, path: PathOfCase, *, model: PreTrainedModel, repetition: int, flops: float) -> bool:
+        """Run a path once, and write what it took unless it warms up. Return True."""
         model.zero_grad(set_to_none=True)
         times, warms_up = Times(), repetition == 0
 
         def update() -> None:
             with times.measure(is_cuda=self._is_cuda):
-                path.gradients(is_short=self._is_cuda and warms_up)
+                path.gradients(is_short=warms_up)
                 if self._optimizer is not None:
                     self._optimizer.step()
 
         held = sum(weight.nbytes for weight in model.parameters())
         if self._is_cuda:
             held = torch.cuda.memory_allocated(self._device)
-        # The profiler that finds the peak on a CPU costs time.
-        peak = peak_bytes(update, device=self._device) if self._is_cuda or warms_up else update()
-        (seconds,), (cpu_s,) = times.wall_s, times.cpu_s
-        if not warms_up:
-            self._clock.ran(flops, seconds=seconds)
-        if self._is_cuda and warms_up:
+        # On a CPU a profiler finds the peak, which costs time.
+        peak = peak_bytes(update, device=self._device) if self._is_cuda else update()
+        if warms_up:
             return True
+        (seconds,), (cpu_s,) = times.wall_s, times.cpu_s
+        self._clock.ran(flops, seconds=seconds)
         self._write(
             point,
             path.name,
@@ -126,7 +135,7 @@ class Benchmark:
 
     def _measure_errors(self, point: Point, left: list[str]) -> None:
         self._forget_model()
-        sizes = {"num_flat_tokens": min(self._options.error_tokens, self._options.flat_tokens)}
+        num_flat_tokens = min(self._options.error_tokens, self._options.flat_tokens)
 
         def prepare() -> tuple[Case, Case]:
             copies = [
@@ -134,7 +143,7 @@ class Benchmark:
                 for dtype in (self._dtype, torch.float32)
             ]
             copies[1].load_state_dict(copies[0].state_dict())
-            case, exact = (self._case(model, point.por, **sizes) for model in copies)
+            case, exact = (self._case(model, point, num_flat_tokens=num_flat_tokens) for model in copies)
             return case, exact
 
         prepared = self._attempt(point, left, prepare)
@@ -156,14 +165,24 @@ class Benchmark:
             if self._clock.allows(0):
                 self._attempt(point, [path_name], partial(compare, path_name))
 
-    def _case(self, model: PreTrainedModel, por: float, *, num_flat_tokens: int | None = None) -> Case:
+    def _case(self, model: PreTrainedModel, point: Point, *, num_flat_tokens: int | None = None) -> Case:
+        options = self._options
         return Case(
             model,
-            por,
-            num_leaves=self._options.leaves,
-            num_flat_tokens=self._options.flat_tokens if num_flat_tokens is None else num_flat_tokens,
-            micro_batch_tokens=self._options.micro_batch_tokens,
-            backend=self._options.backend,
+            self._rows(point, num_flat_tokens=num_flat_tokens, vocab_size=model.config.vocab_size),
+            micro_batch_tokens=options.micro_batch_tokens,
+            backend=options.backend,
+        )
+
+    def _rows(self, point: Point, *, num_flat_tokens: int | None, vocab_size: int) -> Rows:
+        if point.stored is not None:
+            return stored_rows(point.stored)
+        options = self._options
+        return drawn_rows(
+            point.por,
+            num_leaves=options.leaves,
+            num_flat_tokens=options.flat_tokens if num_flat_tokens is None else num_flat_tokens,
+            vocab_size=vocab_size,
         )
 
     def _timed_model(self, name: str) -> PreTrainedModel:
@@ -205,12 +224,15 @@ class Benchmark:
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
         peak = torch.cuda.max_memory_allocated(self._device) if self._is_cuda else None
         for path in paths:
-            print(f"{point.model}, POR {point.por:g}, {path}: {failure}", file=sys.stderr, flush=True)
+            self._say(point, path, failure)
             self._write(point, path, not_run=failure, max_allocated_bytes=peak)
         if self._model is not None:
             self._model.zero_grad(set_to_none=True)
         self._free_memory()
         return None
 
+    def _say(self, point: Point, path: str, text: str) -> None:
+        print(f"{point.model}, {point.key['trees']}, POR {point.por:g}, {path}: {text}", file=sys.stderr, flush=True)
+
     def _write(self, point: Point, path: str, **found: Any) -> None:
-        self._log.write(kind=point.kind, model=point.model, por=point.por, path=path, **found)
+        self._log.write(**point.key, path=path, **found)

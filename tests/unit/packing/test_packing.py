@@ -238,7 +238,9 @@ def test_range_minimum(values, data):
 
 
 @pytest.mark.parametrize("capacity", [None, 9])
-@pytest.mark.parametrize("method", ["auto", "heuristic", "exact", "deepest_first", "dfs_first_fit", "arrival_first_fit"])
+@pytest.mark.parametrize(
+    "method", ["auto", "heuristic", "exact", "deepest_first", "dfs_first_fit", "arrival_first_fit"]
+)
 def test_one_pack_reuses_all_that_overlaps(method, capacity):
     forest = TokenForest.from_sequences(DEEP)
     assert forest.num_tokens == 9
