@@ -77,7 +77,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=480, help="begin nothing that would end later")
     parser.add_argument("--models", default="1.7B,8B,0.6B,4B", help=f"comma-separated, of {', '.join(SIZES)}")
     parser.add_argument("--pors", default="0,0.2,0.4,0.6,0.8,0.92", help="of drawn trees; '' for none")
-    parser.add_argument("--stored", type=Path, nargs="*", default=[], help="files of stored trees")
+    parser.add_argument("--stored", nargs="*", default=[], help="files of stored trees")
     parser.add_argument("--capacities", default="4,2,1.5", help="of packs and sections, in longest paths; '' for none")
     parser.add_argument("--methods", default="heuristic", help=f"that make packs, of {', '.join(METHODS)}")
     parser.add_argument("--leaves", type=int, default=64)
@@ -106,7 +106,6 @@ def parse_options() -> argparse.Namespace:
     options.methods = options.methods.split(",")
     if unknown := set(options.methods) - set(METHODS):
         parser.error(f"no such packing method: {', '.join(sorted(unknown))}; choose from {', '.join(METHODS)}")
-    options.stored = {str(path): path for path in options.stored}
     is_cuda = options.device == "cuda"
     options.dtype = options.dtype or ("bfloat16" if is_cuda else "float32")
     options.flat_kernels = (options.flat_kernels or ",".join(["same", *default_kernels(options.device)])).split(",")
@@ -122,25 +121,32 @@ def _numbers(text: str) -> list[float]:
     return [float(each) for each in text.split(",") if each]
 
 
-def _headline(options: argparse.Namespace) -> float:
-    return min(options.pors, key=lambda por: abs(por - HEADLINE_POR))
+def _headline(options: argparse.Namespace) -> float | None:
+    return min(options.pors, key=lambda por: abs(por - HEADLINE_POR), default=None)
 
 
 def points(options: argparse.Namespace) -> Iterator[Point]:
     """Return all points, the most valuable first."""
-    headline = _headline(options)
-    others = sorted(set(options.pors) - {headline}, reverse=True)
     flat = tuple(f"flat/{kernel}" for kernel in options.flat_kernels)
-    limited = tuple(f"{kind}/{capacity:g}" for capacity in options.capacities for kind in ("packs", "relay"))
+    for path in map(Path, options.stored):
+        por = round(stored_rows(path).forest().potential_overlap_ratio, 3)
+        yield from (Point(model, por, ("tree", *flat), stored=path) for model in options.models)
+    headline = _headline(options)
+    if headline is None:
+        return
+    others = sorted(set(options.pors) - {headline}, reverse=True)
+    limited = tuple(f"{kind}/{each:g}" for each in options.capacities for kind in (*options.methods, "relay"))
 
     def whole(model: str, por: float) -> Point:
         return Point(model, por, ("tree", *flat) if por in options.flat_pors else ("tree",))
 
     yield from (whole(model, headline) for model in options.models)
-    yield from (Point(model, headline, ("tree", *flat, *limited), kind="errors") for model in options.models)
+    if options.error_tokens:
+        yield from (Point(model, headline, ("tree", *flat, *limited), kind="errors") for model in options.models)
     yield from (whole(model, por) for model in options.models for por in others)
-    if limited:
-        yield from (Point(model, por, limited) for por in (headline, *others) for model in options.models)
+    if limited:  # at POR 0 there is nothing that a capacity could part
+        sharing = [por for por in (headline, *others) if por > 0]
+        yield from (Point(model, por, limited) for por in sharing for model in options.models)
 
 
 if __name__ == "__main__":

@@ -7,19 +7,18 @@ does not answer any more ends the benchmark. Started again, it goes on behind th
 import argparse
 import gc
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from harness import Times
 from por_log import Clock, RunLog
 from por_models import TOO_LARGE_WITH_STEP, model_flops, new_model, peak_flops
-from por_paths import Case, errors
-from por_paths import Path as PathOfCase
+from por_paths import Case, Path, errors
 from por_rows import Rows, drawn_rows, stored_rows
 from transformers import PreTrainedModel
 
@@ -38,7 +37,7 @@ class Point:
     por: float
     paths: tuple[str, ...]
     kind: Literal["run", "errors"] = "run"
-    stored: Path | None = None
+    stored: pathlib.Path | None = None
 
     @property
     def key(self) -> dict[str, Any]:
@@ -93,7 +92,7 @@ class Benchmark:
                 if not self._attempt(point, [name], measure):
                     del paths[name]
 
-    def _run(self, point: Point, path: PathOfCase, *, model: PreTrainedModel, repetition: int, flops: float) -> bool:
+    def _run(self, point: Point, path: Path, *, model: PreTrainedModel, repetition: int, flops: float) -> bool:
         """Run a path once, and write what it took unless it warms up. Return True."""
         model.zero_grad(set_to_none=True)
         times, warms_up = Times(), repetition == 0
