@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import interleave
+from por_models import Counts, model_flops
+from por_rows import Rows
 from transformers import PreTrainedModel
 from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
@@ -23,10 +25,11 @@ import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.testing.local_worker import batch_of_rows, local_worker
 from verl_tree.testing.synthetic import overlap
 from verl_tree.trainer.worker import TreeTrainingWorker
+from verl_tree.tree.layout import TreeLayout
 
 Row = dict[str, torch.Tensor]
 
-MICRO_BATCH_ROWS = (1, 4)
+MICRO_BATCH_ROWS = (1, 4, 16)
 """Rows in the micro-batches that verl's engine is tried with."""
 
 
@@ -42,8 +45,8 @@ def time_engines(
         gates: values of `tree.gate` to run the tree engine with, the first one is compared.
 
     Returns:
-        Per case the median seconds of each engine, the ratio, the compression and all times; `flat_rows` is the number
-        of rows in the micro-batch that suited verl's engine best.
+        Per case the median seconds of each engine, the ratio, the compression, the ratio by FLOPs and all times;
+        `flat_rows` is the number of rows in the micro-batch that suited verl's engine best.
     """
     # As torchrun would set them; verl's workers read them.
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -51,7 +54,9 @@ def time_engines(
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         records = [
-            _time_case(folder, name, rows=rows, repetitions=repetitions, gates=gates) for name, rows in cases.items()
+            _time_case(folder, name, rows=rows, repetitions=repetitions, gates=gates)
+            | {"flop_ratio": _flop_ratio(model, rows)}
+            for name, rows in cases.items()
         ]
     dist.destroy_process_group()
     return records
@@ -89,6 +94,17 @@ def _time_case(folder: str, name: str, *, rows: list[Row], repetitions: int, gat
         "times_s": {path: each.wall_s for path, each in times.items()},
         "cpu_times_s": {path: each.cpu_s for path, each in times.items()},
     }
+
+
+def _flop_ratio(model: PreTrainedModel, rows: list[Row]) -> float:
+    """Return the FLOPs of flat rows over those of their tree; both project every position."""
+    sequences = [torch.cat((row["prompts"], row["responses"])).numpy() for row in rows]
+    both = Rows(sequences, groups=[0] * len(sequences))
+    flat, tree = (
+        model_flops(model, Counts.of_layout(TreeLayout.from_forest(forest)))
+        for forest in (both.unshared(), both.forest())
+    )
+    return flat / tree
 
 
 def _worker(folder: str, *, path: str, max_token_len: int) -> TreeTrainingWorker:

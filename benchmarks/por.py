@@ -8,7 +8,7 @@ use the same log-prob code.
 
     python benchmarks/por.py --device cuda --out por.jsonl --seconds 480 [--models 1.7B,8B,0.6B,4B]
     python benchmarks/por.py --device cpu --out por.jsonl --seconds 600 --models 7M --flat-tokens 8192
-    python benchmarks/por.py --device cpu --out por.jsonl --models 7M --flat-tokens 8192 --pors '' --stored trees/*.parquet
+    python benchmarks/por.py --device cpu --out por.jsonl --models 7M --pors '' --stored trees/*.parquet
     python benchmarks/report_por.py por.jsonl [--plot por.png]
 
 Every run is a line of JSON, written at once, so a benchmark that is killed keeps what it had. One that finds its file
@@ -83,7 +83,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--leaves", type=int, default=64)
     parser.add_argument("--flat-tokens", type=int, default=131_072)
     parser.add_argument("--micro-batch-tokens", type=int, default=32_768, help="most tokens of a call of flat rows")
-    parser.add_argument("--error-tokens", type=int, default=16_384, help="most flat tokens where errors are measured; 0: none")
+    parser.add_argument(
+        "--error-tokens", type=int, default=16_384, help="most flat tokens where errors are measured; 0: none"
+    )
     parser.add_argument("--repetitions", type=int, default=3, help="timed runs of a path, after one to warm up")
     parser.add_argument("--backend", default="auto", help="attention backend of trees and of flat/same")
     parser.add_argument("--flat-kernels", help="comma-separated: same, varlen, fa4, sdpa")

@@ -1,7 +1,7 @@
 """The models of por.py: random weights in the published sizes of Qwen3, and what an update of them costs.
 
-Sizes are those of `config.json` of Qwen/Qwen3-0.6B, -1.7B, -4B and -8B. For a CPU: `0.6B-layer` and `8B-layer`, one layer
-of these with a vocabulary of 1,024; `7M`, small enough for passes of thousands of tokens in seconds; and `tiny`.
+Sizes are those of `config.json` of Qwen/Qwen3-0.6B, -1.7B, -4B and -8B. For a CPU: `0.6B-layer` and `8B-layer`, one
+layer of these with a vocabulary of 1,024; `7M`, small enough for passes of thousands of tokens in seconds; and `tiny`.
 """
 
 from dataclasses import dataclass

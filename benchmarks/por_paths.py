@@ -223,7 +223,9 @@ class Case:
         self.model.zero_grad(set_to_none=True)
         log_probs = []
         for sequence, coefficient in zip(
-            self.rows.sequences, self.coefficient_F.split([len(sequence) for sequence in self.rows.sequences]), strict=True
+            self.rows.sequences,
+            self.coefficient_F.split([len(sequence) for sequence in self.rows.sequences]),
+            strict=True,
         ):
             token_ids = torch.from_numpy(sequence).long().to(self.model.device)
             logits = self.model(input_ids=token_ids[None], use_cache=False).logits[0, :-1]

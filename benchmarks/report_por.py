@@ -1,10 +1,10 @@
-"""Tables and the figure of what por.py measured, from its JSON lines.
+"""Tables of what por.py measured, from its JSON lines; report_por_figure.py draws it.
 
-    python benchmarks/report_por.py docs/benchmarks/data/por_cpu.jsonl [--plot docs/por_cpu.png]
+    python benchmarks/report_por.py docs/benchmarks/data/por_cpu*.jsonl [--engines por_engines.json] [--plot por.png]
 
 Seconds are medians: by the device's clock on CUDA, of the processor on a CPU, which other work on the machine changes
-less. A path is compared with the fastest flat one at the same POR. Where none ran there, it is compared with that of
-the nearest POR, marked ~.
+less. A path is compared with the fastest flat one on the same rows. Where none ran there, it is compared with that of
+the nearest POR, marked ~. The bound is that by FLOPs: of flat rows over what the path computes with gradient.
 """
 
 import argparse
@@ -13,18 +13,20 @@ import statistics
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from harness import print_table
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 GIB = 2**30
-# Colours of Okabe and Ito, told apart by the colour-blind.
-COLORS = {"tree": "#0072B2", "packs": "#E69F00", "relay": "#009E73"}
-STYLES = ("-", "--", ":")
-"""Of capacities, the largest first."""
+DRAWN = "drawn"
+
+
+class Key(NamedTuple):
+    """What was measured together: a model on a drawn tree of some POR, or on a file of stored trees."""
+
+    model: str
+    trees: str
+    por: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,16 @@ class Measured:
     last: dict[str, Any]  # the last record of a run
     peak_bytes: int | None
     not_run: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The path's name without its option."""
+        return self.path.partition("/")[0]
+
+    @property
+    def capacity(self) -> float | None:
+        """The longest paths that a call may hold, of packs and sections."""
+        return None if self.path == "tree" or self.kind == "flat" else float(self.path.partition("/")[2])
 
     @classmethod
     def of_runs(cls, path: str, runs: list[dict[str, Any]], *, seconds_key: str) -> "Measured":
@@ -53,34 +65,53 @@ class Measured:
         )
 
 
-Points = dict[tuple[str, float], dict[str, Measured]]
-"""By model and POR, the paths by name."""
+Points = dict[Key, dict[str, Measured]]
+"""The paths by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A path against flat rows: how much faster it is, and how much faster it could be by FLOPs."""
+
+    ratio: float
+    bound: float
+
+    @property
+    def quotient(self) -> float:
+        """The share of the bound that is reached."""
+        return self.ratio / self.bound
+
+    @classmethod
+    def of(cls, measured: Measured, flat: Measured) -> "Speed":
+        """Compare two paths."""
+        return cls(ratio=flat.seconds / measured.seconds, bound=flat.last["flops"] / measured.last["flops"])
 
 
 def measured_points(records: list[dict[str, Any]]) -> Points:
     """Gather the runs of every point."""
     device = next(record["options"]["device"] for record in records if record["kind"] == "environment")
-    runs: dict[tuple[str, float], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    runs: dict[Key, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         if record["kind"] == "run":
-            runs[record["model"], record["por"]][record["path"]].append(record)
+            key = Key(record["model"], record["trees"], record["por"])
+            runs[key][record["path"]].append(record)
     seconds_key = "wall_s" if device == "cuda" else "cpu_s"
     return {
-        point: {path: Measured.of_runs(path, each, seconds_key=seconds_key) for path, each in paths.items()}
-        for point, paths in sorted(runs.items())
+        key: {path: Measured.of_runs(path, each, seconds_key=seconds_key) for path, each in paths.items()}
+        for key, paths in sorted(runs.items())
     }
 
 
-def fastest_flat(points: Points, model: str, por: float) -> tuple[Measured | None, float]:
+def fastest_flat(points: Points, key: Key) -> tuple[Measured | None, float]:
     """Return the fastest flat path of a model at the nearest POR that has one, and that POR."""
     found = [
-        (abs(other - por), measured.seconds, other, measured)
-        for (name, other), paths in points.items()
-        for path, measured in paths.items()
-        if name == model and path.startswith("flat/") and measured.not_run is None
+        (abs(other.por - key.por), measured.seconds, other.por, measured)
+        for other, paths in points.items()
+        for measured in paths.values()
+        if other[:2] == key[:2] and measured.kind == "flat" and measured.not_run is None
     ]
     if not found:
-        return None, por
+        return None, key.por
     *_, other, measured = min(found, key=lambda each: each[:2])
     return measured, other
 
@@ -94,27 +125,27 @@ def _share(value: float | None) -> str:
 
 
 def whole_trees(points: Points) -> list[dict[str, Any]]:
-    """Return the table of whole trees, a row for each model and POR."""
+    """Return the table of whole trees, a row for each model, POR and file."""
     rows = []
-    for (model, por), paths in points.items():
+    for key, paths in points.items():
         tree = paths.get("tree")
-        flat, flat_por = fastest_flat(points, model, por)
+        flat, flat_por = fastest_flat(points, key)
         if tree is None or flat is None:
             continue
-        row: dict[str, Any] = {"model": model, "POR": f"{por:g}"}
+        row: dict[str, Any] = {"model": key.model, "trees": key.trees, "POR": f"{key.por:g}"}
         if tree.not_run:
-            rows.append(row | {"F/T": "-", "by FLOPs": "-", "flat s": f"{flat.seconds:.3f}", "tree s": tree.not_run})
+            rows.append(row | {"tokens": "-", "bound": "-", "flat s": f"{flat.seconds:.3f}", "tree s": tree.not_run})
             continue
-        ratio, by_flops = flat.seconds / tree.seconds, flat.last["flops"] / tree.last["flops"]
+        speed = Speed.of(tree, flat)
         rows.append(
             row
             | {
-                "F/T": f"{flat.last['num_tokens'] / tree.last['num_tokens']:.2f}",
-                "by FLOPs": f"{by_flops:.2f}",
-                "flat s": f"{'' if flat_por == por else '~'}{flat.seconds:.3f}",
+                "tokens": f"{flat.last['num_tokens']} / {tree.last['num_tokens']}",
+                "bound": f"{speed.bound:.2f}",
+                "flat s": f"{'' if flat_por == key.por else '~'}{flat.seconds:.3f}",
                 "tree s": f"{tree.seconds:.3f}",
-                "flat/tree": f"{ratio:.2f}",
-                "of FLOPs": f"{ratio / by_flops:.0%}",
+                "flat/tree": f"{speed.ratio:.2f}",
+                "quotient": f"{speed.quotient:.2f}",
                 "MFU flat": _share(flat.last["mfu"]),
                 "MFU tree": _share(tree.last["mfu"]),
                 "GiB flat": _gib(flat),
@@ -128,16 +159,17 @@ def whole_trees(points: Points) -> list[dict[str, Any]]:
 def limited_trees(points: Points) -> list[dict[str, Any]]:
     """Return the table of packs and sections."""
     rows = []
-    for (model, por), paths in points.items():
-        flat, _ = fastest_flat(points, model, por)
+    for key, paths in points.items():
+        flat, _ = fastest_flat(points, key)
+        tree = paths.get("tree")
         for path, measured in paths.items():
-            if flat is None or path == "tree" or path.startswith("flat/"):
+            if flat is None or measured.capacity is None:
                 continue
-            row = {"model": model, "POR": f"{por:g}", "path": path}
+            row = {"model": key.model, "POR": f"{key.por:g}", "path": path}
             if measured.not_run:
                 rows.append(row | {"capacity": "-", "calls": "-", "ERR": "-", "s": measured.not_run})
                 continue
-            last = measured.last
+            last, speed = measured.last, Speed.of(measured, flat)
             rows.append(
                 row
                 | {
@@ -145,7 +177,10 @@ def limited_trees(points: Points) -> list[dict[str, Any]]:
                     "calls": last["num_calls"],
                     "ERR": f"{1 - last['num_tokens'] / flat.last['num_tokens']:.3f}",
                     "s": f"{measured.seconds:.3f}",
-                    "flat/path": f"{flat.seconds / measured.seconds:.2f}",
+                    "bound": f"{speed.bound:.2f}",
+                    "flat/path": f"{speed.ratio:.2f}",
+                    "quotient": f"{speed.quotient:.2f}",
+                    "path/tree": "-" if tree is None or tree.not_run else f"{measured.seconds / tree.seconds:.2f}",
                     "GiB": _gib(measured),
                 }
             )
@@ -184,75 +219,38 @@ def report(records: list[dict[str, Any]]) -> None:
             print_table([{name: row.get(name, "") for name in names} for row in rows])
 
 
-def draw(points: Points, *, out: Path) -> None:
-    """Draw flat / tree over the POR, a panel for each model, with both bounds."""
-    # Imported here, as the tables are wanted on machines without it, too.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    models = list(dict.fromkeys(model for model, _ in points))
-    figure, panels = plt.subplots(
-        1, len(models), figsize=(1.2 + 4.6 * len(models), 4), layout="constrained", squeeze=False
-    )
-    for panel, model in zip(panels[0], models, strict=True):
-        _draw_model(panel, points, model)
-        panel.set_title(f"Qwen3, {model} weights", fontsize=10)
-        panel.set_xlabel("POR")
-    panels[0][0].set_ylabel("time of flat rows / time")
-    panels[0][0].legend(frameon=False, fontsize=8)
-    figure.savefig(out, dpi=100)
-    plt.close(figure)
-
-
-def _draw_model(panel: "Axes", points: Points, model: str) -> None:
-    pors = [por for name, por in points if name == model]
-    lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for por in pors:
-        flat, _ = fastest_flat(points, model, por)
-        for path, measured in points[model, por].items():
-            if flat is None or measured.not_run or path.startswith("flat/"):
-                continue
-            lines[path].append((por, flat.seconds / measured.seconds))
-            if path == "tree":
-                lines["1 / (1 - POR)"].append((por, flat.last["num_tokens"] / measured.last["num_tokens"]))
-                lines["bound by FLOPs"].append((por, flat.last["flops"] / measured.last["flops"]))
-    capacities = sorted({float(path.split("/")[1]) for path in lines if "/" in path and path[0] in "pr"}, reverse=True)
-    for name, line in lines.items():
-        if name == "1 / (1 - POR)":
-            panel.plot(*zip(*line, strict=True), color="black", linewidth=0.8, linestyle=":", label=name, zorder=3)
-        elif name == "bound by FLOPs":
-            panel.plot(*zip(*line, strict=True), color="#777777", linewidth=0.8, label=name)
-        else:
-            kind, _, capacity = name.partition("/")
-            style = STYLES[capacities.index(float(capacity)) % len(STYLES)] if capacity else "-"
-            label = f"{kind}, {capacity} longest paths" if capacity else kind
-            width = 1.2 if capacity else 2
-            panel.plot(
-                *zip(*line, strict=True),
-                style,
-                color=COLORS[kind],
-                marker="o",
-                markersize=3,
-                linewidth=width,
-                label=label,
-            )
-    panel.set_yscale("log", base=2)
-    panel.yaxis.set_major_formatter("{x:g}")
-    panel.grid(alpha=0.3)
+def engine_rows(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the table of what `update.py --engines --overlap` measured: verl's engine over the tree engine."""
+    return [
+        {
+            "POR": f"{case['potential_overlap_ratio']:.2f}",
+            "rows a call": case["flat_rows"],
+            "bound": f"{case['flop_ratio']:.2f}",
+            "flat/tree": f"{case['cpu_ratio_of_gates']['auto']:.2f}",
+            "quotient": f"{case['cpu_ratio_of_gates']['auto'] / case['flop_ratio']:.2f}",
+        }
+        for case in cases
+    ]
 
 
 def main() -> None:
     """Parse the command line, print and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="what por.py wrote")
+    parser.add_argument("data", type=Path, nargs="+", help="what por.py wrote")
+    parser.add_argument("--engines", type=Path, help="what update.py --engines --overlap wrote")
     parser.add_argument("--plot", type=Path, help="draw the figure into this file")
     options = parser.parse_args()
-    records = [json.loads(line) for line in options.data.read_text().splitlines()]
+    records = [json.loads(line) for path in options.data for line in path.read_text().splitlines()]
+    cases = json.loads(options.engines.read_text())["cases"] if options.engines else []
     report(records)
+    if cases:
+        print("\nverl's engine and the tree engine")
+        print_table(engine_rows(cases))
     if options.plot:
-        draw(measured_points(records), out=options.plot)
+        # Imported here, as the tables are wanted on machines without matplotlib, too.
+        from report_por_figure import draw
+
+        draw(measured_points(records), engine_cases=cases, out=options.plot)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import numpy as np
 import por
 import pytest
 import report_por
+import report_por_figure
 import torch
 from por_log import Clock
 from por_models import SIZES, Counts, model_flops, new_model
@@ -16,6 +17,7 @@ from por_rows import drawn_rows
 from transformers import AutoModelForCausalLM, Qwen3Config
 from tree_cases import relative_error, tiny_model
 
+from verl_tree.records import StoredLeaf, StoredTree, write_trees
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
 
@@ -26,9 +28,7 @@ FLAT = ("flat/same", "flat/varlen", "flat/sdpa")
 def tiny_case(potential_overlap_ratio: float, *, micro_batch_tokens: int = 100) -> Case:
     model = tiny_model("qwen3").train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    rows = drawn_rows(
-        potential_overlap_ratio, num_leaves=8, num_flat_tokens=320, vocab_size=model.config.vocab_size
-    )
+    rows = drawn_rows(potential_overlap_ratio, num_leaves=8, num_flat_tokens=320, vocab_size=model.config.vocab_size)
     return Case(model, rows, micro_batch_tokens=micro_batch_tokens)
 
 
@@ -155,7 +155,23 @@ def test_it_measures_resumes_and_reports(
     assert "relay/1.5" in printed
 
 
-def record(potential_overlap_ratio: float, path: str, *, repetition: int, seconds: float, **more: float) -> dict:
+def test_stored_trees_are_rows_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two groups that start alike share no token: 2 x (2 shared + 2 + 1) tree tokens, 14 flat ones."""
+    nothing = [float("nan")] * 4
+    leaves = (
+        StoredLeaf(0, 0, [1, 2, 3, 4], 2, is_trained=[0, 0, 1, 1], log_probs=nothing, token_rewards=[0, 1]),
+        StoredLeaf(1, 0, [1, 2, 5], 2, is_trained=[0, 0, 1], log_probs=nothing[:3], token_rewards=[0]),
+    )
+    stored = tmp_path / "agent.parquet"
+    write_trees(stored, [StoredTree(step=0, uid=uid, leaves=leaves) for uid in ("one", "other")])
+    arguments = ("--pors", "", "--stored", str(stored), "--flat-kernels", "sdpa")
+    records = run(monkeypatch, tmp_path / "por.jsonl", *arguments)[1:]
+    assert {(each["trees"], each["por"]) for each in records} == {("agent", 0.286)}
+    assert {each["path"]: each["num_tokens"] for each in records} == {"tree": 10, "flat/sdpa": 14}
+    assert len(run(monkeypatch, tmp_path / "por.jsonl", *arguments)) == 1
+
+
+def record(potential_overlap_ratio: float, path: str, *, repetition: int, seconds: float, **more: float | str) -> dict:
     sizes = {"num_tokens": 1000, "flops": 1e6, "held_bytes": 2**30, "peak_bytes": None, "mfu": 0.5, "attention": "fa4"}
     run = {"repetition": repetition, "wall_s": seconds, "cpu_s": 1e9}
     point = {"kind": "run", "model": "8B", "trees": "drawn", "por": potential_overlap_ratio, "path": path}
@@ -172,19 +188,32 @@ def test_the_report_by_hand(tmp_path: Path) -> None:
         ),
         *(record(0.8, "tree", repetition=number, seconds=2.0, num_tokens=200, flops=2.5e5) for number in (1, 2)),
         record(0.9, "tree", repetition=1, seconds=1.0, num_tokens=100, flops=1.25e5, peak_bytes=2**29),
+        record(0.8, "heuristic/2", repetition=1, seconds=3.0, num_tokens=400, flops=5e5, capacity=400, num_calls=2),
         record(0.9, "heuristic/2", repetition=0, seconds=0.0, not_run="OutOfMemoryError: 1 GiB"),
     ]
     points = report_por.measured_points(records)
     first, second = report_por.whole_trees(points)
     # The fastest flat path takes 7 s, the median without the run that warms up.
-    assert (first["POR"], first["F/T"], first["by FLOPs"], first["flat/tree"]) == ("0.8", "5.00", "4.00", "3.50")
-    assert first["of FLOPs"] == "88%"
+    assert (first["POR"], first["tokens"]) == ("0.8", "1000 / 200")
+    assert (first["bound"], first["flat/tree"], first["quotient"]) == ("4.00", "3.50", "0.88")
     assert (second["flat s"], second["flat/tree"], second["GiB tree"]) == ("~7.000", "7.00", "1.50")
-    (limited,) = report_por.limited_trees(points)
-    assert limited["s"] == "OutOfMemoryError: 1 GiB"
+    packs, not_run = report_por.limited_trees(points)
+    # Twice the tree's FLOPs in 3 s: 7 / 3 of a possible 2.
+    assert (packs["path"], packs["bound"], packs["flat/path"], packs["path/tree"]) == (
+        "heuristic/2",
+        "2.00",
+        "2.33",
+        "1.50",
+    )
+    assert not_run["s"] == "OutOfMemoryError: 1 GiB"
+    engines = {"potential_overlap_ratio": 0.8, "flat_rows": 4, "flop_ratio": 4.0, "cpu_ratio_of_gates": {"auto": 3.0}}
+    assert report_por.engine_rows([engines])[0]["quotient"] == "0.75"
 
-    pytest.importorskip("matplotlib")
-    report_por.draw(points, out=tmp_path / "por.png")
+    records += [record(0.7, "flat/same", repetition=1, seconds=6.0, trees="memory_qa")]
+    records += [record(0.7, "tree", repetition=1, seconds=2.0, flops=2.5e5, trees="memory_qa")]
+    points = report_por.measured_points(records)
+    assert [row["flat/tree"] for row in report_por.whole_trees(points) if row["trees"] == "memory_qa"] == ["3.00"]
+    report_por_figure.draw(points, engine_cases=[engines], out=tmp_path / "por.png")
     assert (tmp_path / "por.png").read_bytes().startswith(b"\x89PNG")
 
 
