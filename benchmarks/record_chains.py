@@ -17,6 +17,7 @@ import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
@@ -114,11 +115,11 @@ def main() -> None:
                 StoredLeaf(
                     session,
                     0,
-                    leaf.token_ids,
+                    np.array(leaf.token_ids),
                     prompt_len,
-                    is_trained=leaf.trained,
-                    log_probs=[float("nan")] * num_tokens,
-                    token_rewards=[0.0] * (num_tokens - prompt_len),
+                    is_trained=np.array(leaf.trained, dtype=bool),
+                    log_probs=np.full(num_tokens, np.nan),
+                    token_rewards=np.zeros(num_tokens - prompt_len),
                 )
             )
         trees.append(StoredTree(step=0, uid=f"{number:09d}", leaves=tuple(leaves)))
