@@ -32,6 +32,8 @@ Row = dict[str, torch.Tensor]
 MICRO_BATCH_ROWS = (1, 4, 16)
 """Rows in the micro-batches that verl's engine is tried with."""
 
+MAX_MICRO_BATCH_TOKENS = 16_384
+
 
 def time_engines(
     model: PreTrainedModel, cases: dict[str, list[Row]], *, repetitions: int, gates: tuple[str, ...] = ("auto",)
@@ -64,7 +66,8 @@ def time_engines(
 
 def _time_case(folder: str, name: str, *, rows: list[Row], repetitions: int, gates: tuple[str, ...]) -> dict[str, Any]:
     row_len = max(len(row["prompts"]) + len(row["responses"]) for row in rows)
-    capacities = {f"flat_{num}": num * row_len for num in MICRO_BATCH_ROWS if num <= len(rows)}
+    sizes = [num for num in MICRO_BATCH_ROWS if num <= len(rows) and num * row_len <= MAX_MICRO_BATCH_TOKENS]
+    capacities = {f"flat_{num}": num * row_len for num in sizes}
     capacities |= {f"tree_{gate}": len(rows) * row_len for gate in gates}
     workers = {path: _worker(folder, path=path, max_token_len=capacity) for path, capacity in capacities.items()}
     num_flat_packs = []
