@@ -31,7 +31,7 @@ from verl_tree.functional.images import PackImages
 from verl_tree.functional.logprobs import TreeLogProbs, forward_scores
 from verl_tree.functional.scorer import ScoredPairs
 from verl_tree.relay.calls import RelayCall, RelayCalls
-from verl_tree.relay.cut import MIN_SECTION_COST, cut
+from verl_tree.relay.cut import MIN_SECTION_COST, Cut, cut
 from verl_tree.relay.run import RelayRun, call_plan, check_repeatable
 from verl_tree.relay.store import ContextStore
 from verl_tree.tree.layout import TreeLayout
@@ -93,6 +93,29 @@ def call_values(model: torch.nn.Module, call: RelayCall, layout: TreeLayout, *, 
     return shard.collect(values_1L[:, place_M], index_M, num_scores=len(call.scorer_K))
 
 
+def forest_calls(layout: TreeLayout, *, capacity: int | None, scores_tokens: bool = True) -> RelayCalls:
+    """Return the model calls of a forest: sections of at most `capacity` tokens, or one if all its tokens fit.
+
+    `layout` is on the host. The calls score every token that has a parent, or nothing without `scores_tokens`.
+
+    Raises:
+        ValueError: The capacity is not positive.
+    """
+    subtree_end_T, num_tokens = layout.subtree_end_T.numpy(), layout.num_tokens
+    sections = Cut.whole(subtree_end_T)
+    if capacity is not None and num_tokens > capacity:
+        position_T, section_cost = layout.position_T.numpy(), MIN_SECTION_COST * capacity
+        sections = cut(subtree_end_T, position_T, capacity=capacity, section_cost=section_cost)
+    return RelayCalls.of_cut(
+        sections,
+        spine_cut=sections.spine_cut(capacity or num_tokens),
+        scorer_T=layout.parent_T.numpy(),
+        wanted_T=np.full(num_tokens, scores_tokens),
+        tree_index_F=layout.tree_index_F.numpy(),
+        leaf_offsets=layout.leaf_offsets,
+    )
+
+
 def relayed_log_probs(
     model: PreTrainedModel,
     layout: TreeLayout,
@@ -111,25 +134,10 @@ def relayed_log_probs(
         ValueError: The capacity is not positive. With gradients: the model drops out activations, or its parameters are
             sharded. In the backward pass: a parameter has changed since the forward pass.
     """
-    host = layout.on_host
-    parent_T = host.parent_T.numpy()
-    sections = cut(
-        host.subtree_end_T.numpy(),
-        host.position_T.numpy(),
-        capacity=capacity,
-        section_cost=MIN_SECTION_COST * capacity,
-    )
     relayed = _RelayedForest(
         model=model,
         layout=layout,
-        calls=RelayCalls.of_cut(
-            sections,
-            spine_cut=sections.spine_cut(capacity),
-            scorer_T=parent_T,
-            wanted_T=np.ones_like(parent_T, dtype=bool),
-            tree_index_F=host.tree_index_F.numpy(),
-            leaf_offsets=layout.leaf_offsets,
-        ),
+        calls=forest_calls(layout.on_host, capacity=capacity),
         backend=backend,
         temperature=temperature,
         calculate_entropy=calculate_entropy,

@@ -22,9 +22,8 @@ from transformers import PreTrainedModel
 from verl_tree.attention.hf import tree_attention_implementation
 from verl_tree.functional.api import check_token_ids, num_embeddings
 from verl_tree.functional.logprobs import forward_scores
+from verl_tree.functional.relayed import forest_calls
 from verl_tree.functional.scorer import ScoredPairs
-from verl_tree.relay.calls import RelayCalls
-from verl_tree.relay.cut import MIN_SECTION_COST, Cut, cut
 from verl_tree.relay.run import call_plan
 from verl_tree.relay.store import ContextStore
 from verl_tree.tree import TokenForest
@@ -216,18 +215,7 @@ def _score_pairs(
 
     `layout` is on the host, and `scorer_K` ascending.
     """
-    subtree_end_T, position_T = layout.subtree_end_T.numpy(), layout.position_T.numpy()
-    sections = Cut.whole(subtree_end_T)
-    if capacity is not None and layout.num_tokens > capacity:
-        sections = cut(subtree_end_T, position_T, capacity=capacity, section_cost=MIN_SECTION_COST * capacity)
-    calls = RelayCalls.of_cut(
-        sections,
-        spine_cut=sections.spine_cut(capacity or layout.num_tokens),
-        scorer_T=layout.parent_T.numpy(),
-        wanted_T=np.zeros(layout.num_tokens, dtype=bool),  # Pairs are scored instead, see below
-        tree_index_F=layout.tree_index_F.numpy(),
-        leaf_offsets=layout.leaf_offsets,
-    )
+    calls = forest_calls(layout, capacity=capacity, scores_tokens=False)  # pairs are scored instead
     store = ContextStore(calls.num_spine_tokens, num_cut_tokens=calls.num_cut_tokens)
     scores = []
     for call in calls.sections:
