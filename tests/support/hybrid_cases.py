@@ -15,7 +15,9 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
-from tree_cases import TINY_SETTINGS, VOCAB_SIZE
+from tree_cases import DEEP, TINY_SETTINGS, VOCAB_SIZE
+
+from verl_tree.functional import tree_log_probs
 
 SETTINGS: dict[str, Any] = TINY_SETTINGS | {
     "pad_token_id": 0,
@@ -133,6 +135,14 @@ def loss_of(log_probs, entropies):
         (torch.randn(len(each), dtype=torch.float64, generator=generator) * each).sum()
         for each in itertools.chain(log_probs, entropies)
     )
+
+
+def gradients_of_packs(model):
+    """Return the gradients of the loss of `DEEP` in several packs, by name."""
+    model.zero_grad()
+    scores = tree_log_probs(model, DEEP, calculate_entropy=True, capacity=11, packing="heuristic")
+    loss_of(scores.log_probs, scores.entropy).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 def chain_of_one_token_nodes(length):

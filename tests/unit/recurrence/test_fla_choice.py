@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from delta_rule_cases import varlen_gated_delta_rule
-from hybrid_cases import Float64Throughout, flat_scores, hybrid, loss_of
+from hybrid_cases import Float64Throughout, flat_scores, gradients_of_packs, hybrid, loss_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tree_cases import DEEP, gradients, random_sequences, relative_error
 
@@ -170,15 +170,8 @@ def test_a_pack_is_computed_again_by_the_backend_of_its_forward(monkeypatch):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_by_levels(use_reentrant):
     model = hybrid("qwen3_5").train()
-
-    def trained():
-        model.zero_grad()
-        scores = tree_log_probs(model, DEEP, calculate_entropy=True, capacity=11, packing="heuristic")
-        loss_of(scores.log_probs, scores.entropy).backward()
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-    want = trained()
+    want = gradients_of_packs(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
-    for name, got_one in trained().items():
+    for name, got_one in gradients_of_packs(model).items():
         torch.testing.assert_close(got_one, want[name], rtol=1e-12, atol=1e-12)

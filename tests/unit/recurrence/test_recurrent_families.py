@@ -135,10 +135,10 @@ def test_transformers_own_mamba2_agrees_with_the_oracle(chunk_size):
             torch.testing.assert_close(got_one, want_one, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["olmo_hybrid", "lfm2", "granite dense"])
+@pytest.mark.parametrize("name", ["olmo_hybrid", "lfm2", "granite dense", "qwen3_5"])
 def test_no_branch_sees_another_bit_for_bit(name):
     """Models without experts: other tokens in a batch of an expert may round differently, which is no leak."""
-    model = other_hybrid(name).float()
+    model = make(name).float()
     layout = layout_of(random_sequences(np.random.default_rng(5), num_sequences=25, mean_len=7))
 
     def logits(token_ids_T):
@@ -161,9 +161,9 @@ def test_no_branch_sees_another_bit_for_bit(name):
         assert (after[sees] != before[sees]).any(dim=-1).all()
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [*OTHERS, "qwen3_5"])
 def test_binding_is_nested_and_restored(name):
-    model = other_hybrid(name)
+    model = make(name)
     mixers = [module for module in model.modules() if type(module).__name__ in MIXERS]
     assert len(mixers) == 2
     assert model.config.model_type in MODEL_TYPES

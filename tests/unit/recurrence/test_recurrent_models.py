@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hybrid_cases import Float64Throughout, flat_scores, hybrid, loss_of
+from hybrid_cases import Float64Throughout, flat_scores, gradients_of_packs, hybrid, loss_of
 from peft import LoraConfig, get_peft_model
 from transformers import (
     BambaConfig,
@@ -14,7 +14,7 @@ from transformers import (
     NemotronHConfig,
     NemotronHForCausalLM,
 )
-from tree_cases import DEEP, VOCAB_SIZE, gradients, layout_of, random_sequences, relative_error
+from tree_cases import DEEP, gradients, layout_of, relative_error
 
 from verl_tree.attention import AttentionPlan
 from verl_tree.attention.hf import check_model, tree_attention_implementation
@@ -55,17 +55,10 @@ def test_several_packs(packing):
 def test_gradient_checkpointing_recomputes_with_the_plan_of_its_pack(use_reentrant):
     """Several packs, so that a layer that kept the last plan would recompute the first one wrongly."""
     model = hybrid("qwen3_5").train()
-
-    def trained():
-        model.zero_grad()
-        scores = tree_log_probs(model, DEEP, calculate_entropy=True, capacity=11, packing="heuristic")
-        loss_of(scores.log_probs, scores.entropy).backward()
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-    want = trained()
+    want = gradients_of_packs(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
-    got = trained()
+    got = gradients_of_packs(model)
     assert num_bound_mixers(model) == 0
     for name, want_one in want.items():
         torch.testing.assert_close(got[name], want_one, rtol=1e-12, atol=1e-12)
@@ -78,31 +71,6 @@ def test_lora():
     assert_equals_flat(model, DEEP)
 
 
-def test_no_branch_sees_another_bit_for_bit():
-    """Routers would not do: other tokens in a batch of an expert may round differently, which is no leak."""
-    model = hybrid("qwen3_5").float()
-    layout = layout_of(random_sequences(np.random.default_rng(5), num_sequences=25, mean_len=7))
-
-    def logits(token_ids_T):
-        with torch.no_grad(), tree_attention_implementation(model, max_path_len=500):
-            return model(
-                input_ids=token_ids_T[None],
-                position_ids=layout.position_T[None],
-                use_cache=False,
-                tree_plan=AttentionPlan.from_layout(layout, backend="dense"),
-            ).logits[0]
-
-    before = logits(layout.token_ids_T)
-    is_on_path = layout.materialize()
-    for token in range(0, layout.num_tokens, 9):
-        changed = layout.token_ids_T.clone()
-        changed[token] = (changed[token] + 1) % VOCAB_SIZE
-        after = logits(changed)
-        sees = is_on_path[:, token]
-        assert torch.equal(after[~sees], before[~sees])
-        assert (after[sees] != before[sees]).any(dim=-1).all()
-
-
 def test_layers_are_restored_also_on_error():
     model = hybrid("qwen3_next")
     mixer = model.model.layers[0].linear_attn
@@ -113,16 +81,6 @@ def test_layers_are_restored_also_on_error():
     assert vars(mixer) == before
     assert not model.model.layers[0]._forward_pre_hooks
     assert not model.model._forward_hooks
-
-
-def test_nested_binding():
-    model = hybrid("qwen3_5")
-    want = tree_log_probs(model, DEEP)
-    RecurrentLayers(model).bind()
-    assert num_bound_mixers(model) == 2
-    got = tree_log_probs(model, DEEP)
-    assert all(map(torch.equal, got.log_probs, want.log_probs))
-    assert num_bound_mixers(model) == 2
 
 
 def call(model, *, plan, **options):

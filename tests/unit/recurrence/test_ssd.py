@@ -1,10 +1,9 @@
 """Mamba-2's recurrence on forests: against each path alone, token by token."""
 
 import numpy as np
-import pytest
 import torch
-from hybrid_cases import chain_of_one_token_nodes
-from tree_cases import DEEP, layout_of, random_sequences, relative_error
+from path_cases import assert_equals_each_path, on_forests_and_chunk_sizes
+from tree_cases import layout_of, random_sequences, relative_error
 
 from verl_tree.recurrence.chunks import TreeChunks
 from verl_tree.recurrence.ssd import tree_ssd
@@ -42,29 +41,9 @@ def by_path(inputs, layout):
     return torch.stack([outs[token] for token in range(layout.num_tokens)])
 
 
-@pytest.mark.parametrize("size", [1, 3, 64])
-@pytest.mark.parametrize("sequences", ["deep", "chain", "random", "one token", "long"])
+@on_forests_and_chunk_sizes
 def test_equals_the_recurrence_along_each_path(sequences, size):
-    rng = np.random.default_rng(3)
-    layout = layout_of(
-        {
-            "deep": DEEP,
-            "chain": chain_of_one_token_nodes(20),
-            "random": random_sequences(rng, num_sequences=12, mean_len=6),
-            "one token": [[3]],
-            "long": [[*range(50)] * 3, [*range(50)] * 2 + [7]],
-        }[sequences]
-    )
-    inputs = inputs_of(layout.num_tokens)
-    got, want = on_tree(inputs, layout, size=size), by_path(inputs, layout)
-    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
-    weight = torch.randn(got.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for got_one, want_one in zip(
-        torch.autograd.grad((weight * got).sum(), inputs),
-        torch.autograd.grad((weight * want).sum(), inputs),
-        strict=True,
-    ):
-        assert relative_error(got_one, want_one) < 1e-10
+    assert_equals_each_path(sequences, size, inputs_of=inputs_of, on_tree=on_tree, by_path=by_path)
 
 
 def test_bfloat16_is_computed_in_float32_also_under_autocast():
