@@ -113,6 +113,12 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
 
 
+def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return the rows under their names, as a table of a page."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def keep_freed_memory() -> None:
     """Keep freed memory in the process, so that large buffers are not faulted in anew page by page (Linux)."""
     if sys.platform == "linux":

@@ -5,7 +5,7 @@
 
 The tables are computed by `verl_tree.functional.update_memory`, and its test compares it with real updates on a CPU.
 The sizes are those of the models' published configs. `--cost` measures on this CPU what tiles cost in time and save in
-bytes.
+bytes. What trees save beside flat rows is measured by `memory_grids.py`.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from harness import markdown_table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl_tree.attention import AttentionPlan
@@ -125,17 +126,14 @@ def _thousands(num_tokens: int) -> str:
     return "-" if num_tokens == 0 else f"{num_tokens / 1000:,.0f}k"
 
 
-def markdown(rows: Iterator[Mapping[str, str]]) -> str:
-    """Return rows as a table."""
-    every = list(rows)
-    lines = [list(every[0]), ["---"] * len(every[0]), *(list(row.values()) for row in every)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def tables() -> dict[str, str]:
     """Return all tables by title."""
-    made = {"phases": markdown(phases()), "levers": markdown(levers()), "relay": markdown(relays())}
-    return made | {card: markdown(longest(memory_gib)) for card, memory_gib in CARDS.items()}
+    made = {
+        "phases": markdown_table([*phases()]),
+        "levers": markdown_table([*levers()]),
+        "relay": markdown_table([*relays()]),
+    }
+    return made | {card: markdown_table([*longest(memory_gib)]) for card, memory_gib in CARDS.items()}
 
 
 def cost(num_tiles: int | None) -> tuple[float, int]:
