@@ -14,10 +14,13 @@ checkpointing:
 - `packs/1.5` and `relay/1.5`: packs and sections of at most 1.5 longest paths, compared with `flat/1.5`. Where the tree
   fits into one they would be `tree`, and are left out.
 
-Weights and their gradients are there before, the same on every path, so they are in no number (the line `model` has
-their bytes). `held_bytes.py` says what the numbers are. Besides, a line has computed ones: `expansion_bytes`, the
-scores of the (leaf, token) pairs and their gradients, and `store_bytes`, the keys and values of a relay's spine with
-their float32 gradients.
+A third, short grid has a large vocabulary, so that the output head is the peak. There a chunk of positions has logits
+at a time, however many tokens there are.
+
+Weights and their gradients are there before, the same on every path: `constant_bytes`, in no other number.
+`held_bytes.py` says what the numbers are. Besides, a line has computed ones: `expansion_bytes`, the scores of the
+(leaf, token) pairs and their gradients, and `store_bytes`, the keys and values of a relay's spine with their float32
+gradients.
 """
 
 import gc
@@ -43,6 +46,8 @@ from verl_tree.tree.layout import TreeLayout
 
 PORS = (0, 0.2, 0.4, 0.6, 0.8, 0.92)
 NUM_LEAVES = 64
+VOCAB_SIZE, LARGE_VOCAB_SIZE = 256, 16_384
+LARGE_VOCAB_PORS = (0.4, 0.8)
 
 GROUP_SIZES = (2, 4, 8, 16)
 PREFIX_LENS = (128, 256, 512)
@@ -54,29 +59,35 @@ SCORE_AND_GRADIENT_BYTES = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Point:
-    """The rows of one point of a grid, and what they are called."""
+    """The rows of one point of a grid, what they are called, and the paths that compute them."""
 
     name: dict[str, Any]
     rows: Rows
+    paths: tuple[str, ...] = PATHS
+    vocab_size: int = VOCAB_SIZE
 
 
-def points(*, flat_tokens: int, prefix_part: int, vocab_size: int) -> Iterator[Point]:
-    """Yield the points of both grids."""
+def points(*, flat_tokens: int, prefix_part: int) -> Iterator[Point]:
+    """Yield the points of all grids."""
     for por in PORS:
-        rows = drawn_rows(por, num_leaves=NUM_LEAVES, num_flat_tokens=flat_tokens, vocab_size=vocab_size)
+        rows = drawn_rows(por, num_leaves=NUM_LEAVES, num_flat_tokens=flat_tokens, vocab_size=VOCAB_SIZE)
         yield Point({"grid": "overlap", "por": por}, rows)
     for prefix_len in (each // prefix_part for each in PREFIX_LENS):
         for ratio in RATIOS:
             for group_size in GROUP_SIZES:
                 name = {"grid": "group", "group_size": group_size, "prefix_len": prefix_len, "ratio": ratio}
                 lens = {"prompt_len": prefix_len, "branch_len": prefix_len // ratio}
-                yield Point(name, Rows(star(group_size, vocab_size=vocab_size, **lens), groups=[0] * group_size))
+                yield Point(name, Rows(star(group_size, vocab_size=VOCAB_SIZE, **lens), groups=[0] * group_size))
+    for por in LARGE_VOCAB_PORS:
+        rows = drawn_rows(por, num_leaves=NUM_LEAVES, num_flat_tokens=flat_tokens, vocab_size=VOCAB_SIZE)
+        yield Point({"grid": "vocabulary", "por": por}, rows, ("flat", "tree"), LARGE_VOCAB_SIZE)
 
 
-def new_model() -> PreTrainedModel:
+def new_model(vocab_size: int = VOCAB_SIZE) -> PreTrainedModel:
     """Make the model, with zeros as gradients.
 
-    As in large models, the MLP of a layer takes more than attention, and the output head less than a layer.
+    With few tokens in the vocabulary, as in large models with many in a pack, the MLP of a layer takes more than
+    attention, and the output head less than a layer.
     """
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -86,7 +97,7 @@ def new_model() -> PreTrainedModel:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        vocab_size=256,
+        vocab_size=vocab_size,
     )
     model = Qwen3ForCausalLM(config).train()
     for parameter in model.parameters():
@@ -127,6 +138,7 @@ def measure(model: PreTrainedModel, point: Point, path_name: str, *, is_checkpoi
         "num_calls": path.num_calls if kind == "relay" else num_calls,
         "peak_bytes": held.peak_bytes,
         "saved_bytes": held.saved_bytes,
+        "constant_bytes": 2 * sum(weight.nbytes for weight in model.parameters()),
         "expansion_bytes": SCORE_AND_GRADIENT_BYTES * case.forest.num_flat_tokens,
         "largest": held.largest,
     }
@@ -154,12 +166,12 @@ def main() -> None:
     if options.out is None:
         parser.error("give --out FILE.jsonl: results are written as they come")
     torch.set_num_threads(1)
-    model = new_model()
     log = RunLog(options.out, options, same=("flat_tokens", "prefix_part"))
-    log.write(kind="model", held_bytes=2 * sum(each.nbytes for each in model.parameters()))
-    every = points(flat_tokens=options.flat_tokens, prefix_part=options.prefix_part, vocab_size=model.config.vocab_size)
-    for point in every:
-        for path_name in PATHS:
+    model = new_model()
+    for point in points(flat_tokens=options.flat_tokens, prefix_part=options.prefix_part):
+        if point.vocab_size != model.vocab_size:
+            model = new_model(point.vocab_size)
+        for path_name in point.paths:
             for is_checkpointed in (False, True):
                 name = point.name | {"path": path_name, "is_checkpointed": is_checkpointed}
                 if log.find(**name):

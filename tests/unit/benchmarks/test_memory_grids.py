@@ -100,11 +100,11 @@ def test_paths_that_are_the_tree_are_left_out() -> None:
 
 
 def test_the_grids_have_their_points() -> None:
-    every = list(points(flat_tokens=2048, prefix_part=8, vocab_size=256))
-    assert len(every) == 6 + 3 * 3 * 4
+    every = list(points(flat_tokens=2048, prefix_part=8))
+    assert len(every) == 6 + 3 * 3 * 4 + 2
     assert {each.rows.forest().num_flat_tokens for each in every[:6]} == {2048}
-    assert every[-1].name == {"grid": "group", "group_size": 16, "prefix_len": 64, "ratio": 16}
-    assert [len(row) for row in every[-1].rows.sequences] == [64 + 4] * 16
+    assert every[-3].name == {"grid": "group", "group_size": 16, "prefix_len": 64, "ratio": 16}
+    assert [len(row) for row in every[-3].rows.sequences] == [64 + 4] * 16
 
 
 def test_the_share_by_hand() -> None:
