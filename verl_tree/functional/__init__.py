@@ -5,7 +5,7 @@ one forward pass of one pack, and `expansion` the gather to trajectories. They n
 """
 
 from verl_tree.functional.api import SequenceLogProbs, tree_log_probs
-from verl_tree.functional.expansion import expand, scale_gradient, shared_token_weights, tree_scale
+from verl_tree.functional.expansion import expand, scale_gradient, shared_token_weights
 from verl_tree.functional.scoring import ContinuationScores, score, score_batch
 
 __all__ = [
@@ -17,5 +17,4 @@ __all__ = [
     "score_batch",
     "shared_token_weights",
     "tree_log_probs",
-    "tree_scale",
 ]

@@ -2,8 +2,7 @@
 
 `expand` gathers values of tree tokens to (leaf, token) pairs, where any flat loss can read them. Its backward adds up
 the pairs of one token, which is the flat gradient for every loss (docs/gradient_restoration.md). A weight on the pairs'
-gradients declares another objective for shared tokens. For losses that treat every leaf alike there is a shortcut, the
-paper's reuse-count scaler (section 2.3): compute them once per tree token and scale (`tree_scale`).
+gradients declares another objective for shared tokens.
 
 Legend: T tree tokens, F flat tokens = (leaf, token) pairs, S trajectories.
 """
@@ -73,7 +72,9 @@ def shared_token_weights(layout: TreeLayout, trained_F: Tensor, mode: str) -> Te
     if mode == "sum":
         return torch.ones(layout.num_flat_tokens, device=trained_F.device)
     if mode == "mean":
-        num_training_T = tree_scale(layout, trained_F)
+        num_training_T = torch.zeros(layout.num_tokens, device=trained_F.device).index_add(
+            0, layout.tree_index_F, trained_F.float()
+        )
         return trained_F / num_training_T[layout.tree_index_F].clamp(min=1)
     pair_F = torch.arange(layout.num_flat_tokens, device=trained_F.device)
     never = layout.num_flat_tokens
@@ -81,15 +82,3 @@ def shared_token_weights(layout: TreeLayout, trained_F: Tensor, mode: str) -> Te
         0, layout.tree_index_F, torch.where(trained_F, pair_F, never), "amin"
     )
     return (first_T[layout.tree_index_F] == pair_F).float()
-
-
-def tree_scale(layout: TreeLayout, trained_F: Tensor | None = None) -> Tensor:
-    """Count the leaves that train each tree token, float32 (T,): the paper's reuse count (section 2.3.3).
-
-    `trained_F` (F,) says which (leaf, token) pairs the loss trains. None: all. If the loss gives a token the same
-    coefficient on every leaf that trains it (SFT), and only then, the flat loss is
-    `(tree_scale(layout, trained_F) * loss_T).sum()`, computed once per tree token without expansion.
-    """
-    if trained_F is None:
-        return layout.num_leaves_T.float()
-    return torch.zeros(layout.num_tokens, device=trained_F.device).index_add(0, layout.tree_index_F, trained_F.float())

@@ -37,7 +37,6 @@ class TreeLayout:
         position_T          0   1   2   1   2   3   3
         parent_T           -1   0   1   0   3   4   4
         subtree_end_T       7   3   3   7   7   6   7
-        num_leaves_T        5   2   2   3   2   1   1
 
         leaves              3       4       2     0         1
         tree_index_F        0 1 2   0 1 2   0 3   0 3 4 5   0 3 4 6
@@ -50,7 +49,6 @@ class TreeLayout:
         position_T: (T,) int64, the token's position in its trajectories.
         parent_T: (T,) int64, index in the pack of the token before it on its path, -1 at roots.
         subtree_end_T: (T,) int32, one past the last descendant.
-        num_leaves_T: (T,) int32, how many of the pack's trajectories pass through the token (the paper's tree_scale).
         tree_index_F: (F,) int64, the tree token of every (leaf, position), leaf after leaf.
         leaf_offsets: (S + 1,) int64 on the host, where each leaf starts in F.
         leaves: (S,) int64 on the host, indices of the forest's trajectories in DFS order.
@@ -61,7 +59,6 @@ class TreeLayout:
     position_T: Tensor
     parent_T: Tensor
     subtree_end_T: Tensor
-    num_leaves_T: Tensor
     tree_index_F: Tensor
     leaf_offsets: IntArray
     leaves: IntArray
@@ -104,7 +101,6 @@ class TreeLayout:
             position_T=tensor(position_T, torch.int64),
             parent_T=tensor(parent_T, torch.int64),
             subtree_end_T=tensor(np.repeat(node_bounds[nodes.subtree_end], node_lens), torch.int32),
-            num_leaves_T=tensor(np.repeat(nodes.last_leaf - nodes.first_leaf, node_lens), torch.int32),
             tree_index_F=tensor(_tree_index(lens, lcp=lcp, run_ends=run_ends), torch.int64),
             leaf_offsets=np.concatenate([[0], np.cumsum(lens)]),
             leaves=leaves,
@@ -137,8 +133,8 @@ class TreeLayout:
         host = self.on_host
         if torch.device(device).type == "cpu":
             return host
-        by_token = (host.token_ids_T, host.position_T, host.parent_T, host.subtree_end_T, host.num_leaves_T)
-        token_ids_T, position_T, parent_T, subtree_end_T, num_leaves_T, tree_index_F = to_device(
+        by_token = (host.token_ids_T, host.position_T, host.parent_T, host.subtree_end_T)
+        token_ids_T, position_T, parent_T, subtree_end_T, tree_index_F = to_device(
             (*by_token, host.tree_index_F), device
         )
         return dataclasses.replace(
@@ -147,7 +143,6 @@ class TreeLayout:
             position_T=position_T,
             parent_T=parent_T,
             subtree_end_T=subtree_end_T,
-            num_leaves_T=num_leaves_T,
             tree_index_F=tree_index_F,
             _host=host,
         )

@@ -256,7 +256,7 @@ def test_varlen_in_bfloat16_errs_no_more_than_flat_attention_does():
     )
 
     # A shared query's gradient is spread evenly over its leaves, which changes no sum.
-    spread_out = grad_out / layout.num_leaves_T[:, None, None]
+    spread_out = grad_out / layout.tree_index_F.bincount()[:, None, None]
     flat = [torch.zeros_like(x) for x in want]
     for path in layout.tree_index_F.split(np.diff(layout.leaf_offsets).tolist()):
         leaf = [x[path].detach().requires_grad_() for x in rounded]

@@ -14,7 +14,7 @@ from transformers import (
 )
 from tree_cases import DEEP, flat_scores, gradients, layout_of, random_sequences, relative_error, tiny_model
 
-from verl_tree.functional import expand, scale_gradient, shared_token_weights, tree_log_probs, tree_scale
+from verl_tree.functional import expand, scale_gradient, shared_token_weights, tree_log_probs
 from verl_tree.functional.expansion import SHARED_TOKEN_MODES
 from verl_tree.packing import METHODS
 
@@ -72,7 +72,7 @@ def test_weights_of_a_tree_token_add_up(mode):
         layout = layout_of(random_sequences(np.random.default_rng(seed), num_sequences=20, mean_len=5))
         trained_F = torch.rand(layout.num_flat_tokens, generator=torch.Generator().manual_seed(seed)) < 0.5
         weight_F = shared_token_weights(layout, trained_F, mode)
-        num_training_T = tree_scale(layout, trained_F)
+        num_training_T = torch.zeros(layout.num_tokens).index_add(0, layout.tree_index_F, trained_F.float())
         total_T = torch.zeros(layout.num_tokens).index_add(0, layout.tree_index_F, weight_F * trained_F)
         want_T = num_training_T if mode == "sum" else (num_training_T > 0).float()
         torch.testing.assert_close(total_T, want_T)
@@ -80,32 +80,24 @@ def test_weights_of_a_tree_token_add_up(mode):
         assert (num_training_T == 0).any()
 
 
-def test_tree_scale_counts_the_leaves_that_train_a_token():
-    layout = layout_of(SMALL)
-    assert tree_scale(layout).tolist() == [3, 2, 1, 1, 1]
-    assert tree_scale(layout, TRAINED).tolist() == [2, 2, 1, 0, 1]
-
-
-def test_the_scaler_equals_the_expansion_for_a_loss_that_treats_leaves_alike():
-    layout = layout_of(DEEP)
-    logp_T = torch.randn(layout.num_tokens, dtype=torch.float64).log_softmax(0).requires_grad_()
-    trained_F = torch.rand(layout.num_flat_tokens, generator=torch.Generator().manual_seed(1)) < 0.7
-    flat_loss = -(expand(logp_T, layout) * trained_F).sum() / trained_F.sum()
-    scaled_loss = -(tree_scale(layout, trained_F) * logp_T).sum() / trained_F.sum()
-    torch.testing.assert_close(scaled_loss, flat_loss)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, logp_T)[0] for loss in (scaled_loss, flat_loss)))
-
-
-def test_the_scaler_is_wrong_for_advantages_that_differ_between_leaves():
-    """The worked example of docs/gradient_restoration.md: +1 and -1 on a shared token cancel."""
+def test_the_worked_example_of_the_page():
+    """docs/gradient_restoration.md: +1 and -1 on a shared token cancel, and a scaled first leaf would be -2."""
     layout = layout_of([[5, 6], [5, 7]])
-    advantage_F = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    num_copies_T = layout.tree_index_F.bincount()
+    assert num_copies_T.tolist() == [2, 1, 1]
     logp_T = torch.zeros(3, requires_grad=True)
-    (exact,) = torch.autograd.grad(-(advantage_F * expand(logp_T, layout).exp()).sum(), logp_T)
-    first_leaf_advantage_T = torch.tensor([1.0, 1.0, -1.0])
-    (scaled,) = torch.autograd.grad(-(tree_scale(layout) * first_leaf_advantage_T * logp_T.exp()).sum(), logp_T)
-    assert exact.tolist() == [0.0, -1.0, 1.0]
-    assert scaled.tolist() == [-2.0, -1.0, 1.0]
+
+    def gradients_of(advantages):
+        advantage_F = torch.tensor(advantages).repeat_interleave(2)
+        first_leaf_advantage_T = torch.tensor([advantages[0], *advantages])
+        losses = (
+            -(advantage_F * expand(logp_T, layout).exp()).sum(),
+            -(num_copies_T * first_leaf_advantage_T * logp_T.exp()).sum(),
+        )
+        return [torch.autograd.grad(loss, logp_T)[0].tolist() for loss in losses]
+
+    assert gradients_of([1.0, -1.0]) == [[0.0, -1.0, 1.0], [-2.0, -1.0, 1.0]]
+    assert gradients_of([1.0, 1.0]) == [[-2.0, -1.0, -1.0]] * 2
 
 
 def clipped_loss(log_probs):

@@ -18,7 +18,7 @@ seeded = settings(derandomize=True, deadline=None)
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7), min_size=1, max_size=12)
 # Five nodes deep, with strict prefixes, duplicates, a one-token trajectory and a second root.
 DEEP = [[0, 1, 1, 0, 1], [0, 1, 1, 0, 0], [0, 1], [0, 1, 1, 1], [0, 1, 1, 0, 1], [0], [1, 0]]
-TENSORS = ["token_ids_T", "position_T", "parent_T", "subtree_end_T", "num_leaves_T", "tree_index_F"]
+TENSORS = ["token_ids_T", "position_T", "parent_T", "subtree_end_T", "tree_index_F"]
 HOST_ARRAYS = ["leaf_offsets", "leaves"]
 
 
@@ -34,7 +34,6 @@ def naive_layout(sequences, leaves):
         "subtree_end_T": [
             1 + max(index_of[other] for other in prefixes if other[: len(prefix)] == prefix) for prefix in prefixes
         ],
-        "num_leaves_T": [passing.count(prefix) for prefix in prefixes],
         "tree_index_F": [index_of[prefix] for prefix in passing],
     }
     visible = [[query[: len(key)] == key for key in prefixes] for query in prefixes]
@@ -80,7 +79,6 @@ def test_docstring_example():
     assert layout.position_T.tolist() == [0, 1, 2, 1, 2, 3, 3]
     assert layout.parent_T.tolist() == [-1, 0, 1, 0, 3, 4, 4]
     assert layout.subtree_end_T.tolist() == [7, 3, 3, 7, 7, 6, 7]
-    assert layout.num_leaves_T.tolist() == [5, 2, 2, 3, 2, 1, 1]
     assert layout.leaves.tolist() == [3, 4, 2, 0, 1]
     assert layout.tree_index_F.tolist() == [0, 1, 2, 0, 1, 2, 0, 3, 0, 3, 4, 5, 0, 3, 4, 6]
     assert layout.leaf_offsets.tolist() == [0, 3, 6, 8, 12, 16]
@@ -90,7 +88,7 @@ def test_docstring_example():
 def test_dtypes():
     layout = TreeLayout.from_forest(TokenForest.from_sequences([np.array([1, 2], np.int32)]))
     dtypes = {name: asdict(layout)[name].dtype for name in TENSORS + HOST_ARRAYS}
-    int32_names = {"subtree_end_T", "num_leaves_T"}
+    int32_names = {"subtree_end_T"}
     assert {name for name, dtype in dtypes.items() if dtype == torch.int32} == int32_names
     assert {name for name, dtype in dtypes.items() if dtype == torch.int64} == set(TENSORS) - int32_names
     assert {name for name, dtype in dtypes.items() if dtype == np.int64} == set(HOST_ARRAYS)
