@@ -89,12 +89,12 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
             self.turn_sampling["logprobs"] = True
         self._score = get_custom_reward_fn(self.config) or default_compute_score
 
-    async def leaf_reward(self, *, row: dict[str, Any], answer: str) -> float:
+    async def leaf_reward(self, *, row: dict[str, Any], answer: str) -> float | None:
         """Return the reward of one leaf, whose last turn is `answer`; override it for a reward of your own.
 
         By default verl's reward function gives it (`reward.custom_reward_function`, else that of the row's
         `data_source`), which verl would call for the last leaf only. `row["extra_info"]` has the `tool_rewards` of the
-        chain, as in verl.
+        chain, as in verl. None is for a loop whose `reward_leaves` gives it.
         """
         score = self._score(
             data_source=row["data_source"],
