@@ -173,7 +173,7 @@ def test_both_values_of_an_answer_are_one_token_each_of_the_judge() -> None:
 
 def test_the_judge_learns_to_tell_right_answers_from_wrong_ones(tmp_path: Path) -> None:
     """Taught as briefly as a test may take, it grades sessions that it has not seen."""
-    settings = Settings(warm_start=replace(JUDGE, num_skilled_steps=120))
+    settings = Settings(warm_start=replace(JUDGE, num_skilled_steps=160))
     memory = make_memory(seed=settings.seed)
     write_memory(tmp_path / "memory.sqlite", memory=memory)
     teach_judge(tmp_path / "judge", memory=tmp_path / "memory.sqlite", settings=settings)
