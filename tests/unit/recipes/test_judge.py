@@ -22,7 +22,7 @@ from recipes.demo.sums import prepare as prepare_sums
 from recipes.demo.tasks import make_memory, make_tasks, score_answer
 from recipes.demo.tools import make_tools, write_memory
 from recipes.demo.warm_start import make_model
-from recipes.tree_search_reasoning.judge import LABELS, Judge, JudgedSearch, ask, grade_of
+from recipes.tree_search_reasoning.judge import LABELS, Judge, JudgedSearch, ask, grade_of, load_judge
 from recipes.tree_search_reasoning.prepare import JUDGE, prepare
 from recipes.tree_search_reasoning.teach_judge import build_judge_tokenizer, lessons, teach_judge
 
@@ -93,10 +93,11 @@ def test_grades_are_those_of_one_question_after_another(random_judge: Path) -> N
 
 def test_the_judge_rewards_the_leaves_of_a_search(random_judge: Path, tmp_path: Path) -> None:
     answers = iter(f"<answer>{text}</answer>" for text in ("107 36", "1 1", "107 36", "2 2", "3 3"))
-    entry = loop_of(RECIPE, "judged") | {"judge": str(random_judge)}
-    rows, _ = play(
-        entry, lambda prompt: next(answers) if "[53 - 17 = 36]" in prompt else right(prompt), tools=task_tools(tmp_path)
-    )
+    entry, tools = loop_of(RECIPE, "judged") | {"judge": str(random_judge)}, task_tools(tmp_path)
+    num_loaded = load_judge.cache_info().misses
+    rows, _ = play(entry, lambda prompt: next(answers) if "[53 - 17 = 36]" in prompt else right(prompt), tools=tools)
+    play(entry, right, tools=tools)
+    assert load_judge.cache_info().misses == num_loaded + 1  # for both sessions
     assert len(rows) == 5
     texts = [scripted_tokenizer().decode(row.prompt_ids + row.response_ids) for row in rows]
     assert all(BOTH_CALLS in text and LAST_CALL in text and "<answer>" in text for text in texts)
