@@ -1,10 +1,12 @@
-"""What the judge of recipes/tree_search_reasoning said of the leaves of a run, and what it takes to ask it.
+"""What the judge of recipes/tree_search_reasoning says of leaves, and what it takes to ask it.
 
-Reads the trees that a run with `default_agent_loop=judged` has stored in `tree.dump_dir`. Every leaf is compared with
-the verifier of the task, which the run did not ask. Of some sessions all questions are asked again, one by one with
-plain forwards of transformers, and timed beside `score_batch`. On one thread::
+The leaves are five sessions of the scripted solver for each of some tasks that the judge was not taught on, or those of
+a run with `default_agent_loop=judged`, from the trees that it stored in `tree.dump_dir`. Every grade is compared with
+the verifier of the task. Of some sessions all questions are asked again, one by one with plain forwards of
+transformers, and timed beside `score_batch`. On one thread::
 
-    python benchmarks/judged_leaves.py runs/judged/trees/*.parquet --folder .cache/tree_search_reasoning/* --out O.json
+    python -m recipes.tree_search_reasoning.prepare        prints FOLDER
+    python benchmarks/judged_leaves.py [runs/judged/trees/*.parquet] --folder FOLDER --out judged_leaves.json
 """
 
 from collections import defaultdict
@@ -17,13 +19,21 @@ import torch
 from harness import environment, interleave, new_parser, print_table, write_json
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from recipes.demo.tasks import score_answer
+from recipes.demo.leaves import Renderer
+from recipes.demo.settings import Settings
+from recipes.demo.solver import MIXED, Solver, trace_leaves
+from recipes.demo.tasks import make_memory, make_tasks, score_answer
+from recipes.demo.tools import make_tools
 from recipes.tree_search_reasoning.judge import LABELS, Judge, ask, grade_of
 from verl_tree.records import StoredTree, read_trees
 from verl_tree.tree import TokenForest
 
+NUM_TASKS = 64
+NUM_LEAVES = 5
+"""Leaves of a session, as in the recipe."""
+
 Session = tuple[list[str], str, list[float]]
-"""Texts of the leaves, the reference, and the rewards that the run gave them."""
+"""Texts of the leaves, the reference, and the grades that the leaves have as rewards."""
 
 
 def read_sessions(trees: Sequence[StoredTree], *, tokenizer: PreTrainedTokenizerBase, tasks: Path) -> list[Session]:
@@ -45,8 +55,23 @@ def read_sessions(trees: Sequence[StoredTree], *, tokenizer: PreTrainedTokenizer
     return list(found.values())
 
 
+def solver_sessions(folder: Path, *, num_tasks: int) -> list[Session]:
+    """Return sessions of the solver with mixed habits on the first tasks of a prepared folder."""
+    settings, judge = Settings(), Judge(folder / "judge")
+    calculator, lookup = make_tools(folder / "memory.sqlite")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    renderer = Renderer(tokenizer, [calculator.tool_schema, lookup.tool_schema])
+    solver = Solver(calculator=calculator, lookup=lookup, habits=MIXED)
+    sessions = []
+    for task in make_tasks(num_tasks, memory=make_memory(seed=settings.seed), seed=settings.train_seed):
+        leaves = [trace_leaves(task, solver.solve(task), renderer)[-1] for _ in range(NUM_LEAVES)]
+        texts = [tokenizer.decode(leaf.token_ids) for leaf in leaves]
+        sessions.append((texts, task.answer, judge.grade(texts, reference=task.answer)))
+    return sessions
+
+
 def agreement(sessions: Sequence[Session]) -> dict[str, float]:
-    """Compare the rewards with what the verifier says of the same leaves."""
+    """Compare the grades with what the verifier says of the same leaves."""
     rewards: dict[bool, list[float]] = defaultdict(list)
     for texts, reference, given in sessions:
         for text, reward in zip(texts, given, strict=True):
@@ -109,7 +134,7 @@ def cost(folder: Path, sessions: Sequence[Session], *, repetitions: int) -> dict
         "one_by_one_s": one_by_one_s,
         "score_batch_s": tree_s,
         "faster": one_by_one_s / tree_s,
-        "largest_difference_to_the_run": float(np.abs(np.array(flat) - given).max()),
+        "largest_difference_to_the_rewards": float(np.abs(np.array(flat) - given).max()),
         "largest_difference": float(np.abs(np.array(flat) - np.array(tree)).max()),
     }
 
@@ -117,20 +142,23 @@ def cost(folder: Path, sessions: Sequence[Session], *, repetitions: int) -> dict
 def main() -> None:
     """Read, compare, time."""
     parser = new_parser(__doc__)
-    parser.add_argument("trees", type=Path, nargs="+", help="files of `tree.dump_dir`")
+    parser.add_argument("trees", type=Path, nargs="*", help="files of `tree.dump_dir`; none: the solver's sessions")
     parser.add_argument("--folder", type=Path, required=True, help="what the recipe's prepare printed")
     parser.add_argument("--sessions", type=int, default=8, help="last sessions, which are asked about again")
     parser.add_argument("--repetitions", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(options.folder / "model")
-    trees = [tree for path in sorted(options.trees) for tree in read_trees(path)]
-    sessions = read_sessions(trees, tokenizer=tokenizer, tasks=options.folder / "train.parquet")
+    if options.trees:
+        tokenizer = AutoTokenizer.from_pretrained(options.folder / "model")
+        trees = [tree for path in sorted(options.trees) for tree in read_trees(path)]
+        sessions = read_sessions(trees, tokenizer=tokenizer, tasks=options.folder / "train.parquet")
+    else:
+        sessions = solver_sessions(options.folder, num_tasks=NUM_TASKS)
     found = {
         "agreement": agreement(sessions),
         "cost": cost(options.folder / "judge", sessions[-options.sessions :], repetitions=options.repetitions),
     }
-    options.trees = len(options.trees)
+    options.trees, options.folder = len(options.trees), options.folder.name
     write_json(found | {"environment": environment(options)}, options.out)
     for part in found.values():
         print_table([{"": name, "value": f"{value:.4g}"} for name, value in part.items()])
