@@ -25,6 +25,7 @@ from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
 
 CONFIG_MODULE = "verl_tree.configs"
 CONFIG_NAME = "tree_ppo"
+SFT_CONFIG_NAME = "tree_sft"
 CONFIG_PATH_FLAGS = ("--config-path", "-cp")
 
 
@@ -46,6 +47,16 @@ def device_profile() -> str:
     import torch
 
     return "gpu" if torch.cuda.is_available() else "cpu"
+
+
+def on_cpu(then: object, otherwise: object, *, _root_: DictConfig) -> object:
+    """Return the first value where fine-tuning runs on the processor, else the second."""
+    return then if _root_.trainer.device == "cpu" else otherwise
+
+
+def torch_device() -> str:
+    """Return the device on which fine-tuning runs unless told otherwise: `cuda` where torch sees it, else `cpu`."""
+    return "cuda" if device_profile() == "gpu" else "cpu"
 
 
 def has_flash_attn() -> bool:
@@ -105,17 +116,20 @@ def prepare_hydra() -> None:
     OmegaConf.register_new_resolver("tree_cpu_ranks", cpu_ranks, replace=True)
     OmegaConf.register_new_resolver("tree_cpu_threads", cpu_threads, replace=True)
     OmegaConf.register_new_resolver("tree_device_profile", device_profile, replace=True)
+    OmegaConf.register_new_resolver("tree_device", torch_device, replace=True)
     OmegaConf.register_new_resolver("tree_flat_attention", flat_attention, replace=True)
     OmegaConf.register_new_resolver("tree_in_separate_async", in_separate_async, replace=True)
     OmegaConf.register_new_resolver("tree_logical_cpus", logical_cpus, replace=True)
+    OmegaConf.register_new_resolver("tree_on_cpu", on_cpu, replace=True)
     OmegaConf.register_new_resolver("tree_strategy", tree_strategy, replace=True)
 
 
-def compose_config(arguments: Sequence[str] = ()) -> DictConfig:
+def compose_config(arguments: Sequence[str] = (), *, default_name: str = CONFIG_NAME) -> DictConfig:
     """Compose the configuration of a command line as Hydra does; interpolations are not resolved yet.
 
     Arguments are overrides, e.g. `["profile=cpu", "data.train_batch_size=8"]`, and may name a config file of the
     user's. Read are overrides, `--config-path`, `--config-name` and `--config-dir`; other flags change no value.
+    `default_name` is `tree_ppo` or `tree_sft`.
 
     Raises:
         HydraException: An override or a config file is wrong.
@@ -132,7 +146,7 @@ def compose_config(arguments: Sequence[str] = ()) -> DictConfig:
         folder, added = added, None
     if added is not None:
         overrides = [*overrides, f"hydra.searchpath=[file://{added}]"]
-    name = options.config_name or CONFIG_NAME
+    name = options.config_name or default_name
     if folder is None:
         with initialize_config_module(config_module=CONFIG_MODULE, version_base=None):
             return compose(config_name=name, overrides=overrides)
@@ -141,18 +155,19 @@ def compose_config(arguments: Sequence[str] = ()) -> DictConfig:
 
 
 def require_trees(config: DictConfig) -> None:
-    """Raise ValueError for a configuration that does not build on `tree_ppo`."""
+    """Raise ValueError for a configuration that builds on neither `tree_ppo` nor `tree_sft`."""
     if "tree" not in config:
         raise ValueError(
             "the configuration has no group `tree`: list `ppo_trainer` or `tree_ppo` first among the defaults of your "
-            "config file, or add --config-name=tree_ppo"
+            "config file (`tree_sft` for fine-tuning), or add --config-name=tree_ppo"
         )
 
 
 def require_values(config: DictConfig) -> None:
     """Raise ValueError for keys of a resolved configuration that are still to be given (`???`)."""
     # verl leaves this one open for whoever uses a reward model.
-    unused = set() if config.reward.reward_model.enable else {"reward.reward_model.rollout.name"}
+    uses_reward_model = OmegaConf.select(config, "reward.reward_model.enable")
+    unused = set() if uses_reward_model else {"reward.reward_model.rollout.name"}
     missing = sorted(OmegaConf.missing_keys(config) - unused)
     if missing:
         keys = ", ".join(f"{key}=???" for key in missing)

@@ -7,7 +7,7 @@ there registers our CPU platform in the driver and in every Ray actor.
 import importlib
 import os
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 PLATFORM_MODULE = "verl_tree.cpu.platform"
 MODULES_VARIABLE = "VERL_USE_EXTERNAL_MODULES"
@@ -54,7 +54,8 @@ def external_modules(config: DictConfig) -> list[str]:
 
 def _set_by_user(config: DictConfig, name: str, *, default: str) -> str:
     """Return a variable's value in the command's Ray options, else in the shell, else the default."""
-    for_ray = config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {}
+    # Fine-tuning has no Ray.
+    for_ray = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
     value = for_ray.get(name)
     return os.environ.get(name, default) if value is None else str(value)
 

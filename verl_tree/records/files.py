@@ -101,6 +101,14 @@ def write_trees(path: str | os.PathLike[str], trees: Iterable[StoredTree]) -> No
         unfinished.unlink(missing_ok=True)
 
 
+def holds_trees(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file on this machine is a parquet file of `write_trees`."""
+    try:
+        return _VERSION_KEY in (pq.read_schema(path).metadata or {})
+    except pa.ArrowInvalid:
+        return False
+
+
 def read_trees(path: str | os.PathLike[str], *, uid: str | None = None) -> list[StoredTree]:
     """Read the trees of a file of `write_trees` in the order in which they were written; with `uid`, only that group's.
 

@@ -1,0 +1,67 @@
+"""Fine-tune on trees with verl's SFT trainer: compose the configuration, check it, train.
+
+    python -m verl_tree.main_sft data.train_files=... model.path=... [any override of verl's sft_trainer]
+    torchrun --nproc-per-node=8 -m verl_tree.main_sft ...
+
+`--cfg job` prints the configuration. docs/sft.md has the options.
+"""
+
+import os
+import sys
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from verl_tree.launch.composition import (
+    CONFIG_MODULE,
+    SFT_CONFIG_NAME,
+    accept_verl_arguments,
+    prepare_hydra,
+    require_trees,
+    require_values,
+)
+from verl_tree.launch.environment import set_variables
+
+ONE_RANK = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+"""What torchrun sets, where it does not start the process. Port 0 is any that is free."""
+
+
+def main() -> None:
+    """Parse the command line and train."""
+    prepare_hydra()
+    sys.argv[1:] = accept_verl_arguments(sys.argv[1:])
+    hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name=SFT_CONFIG_NAME, version_base=None)(run)()
+
+
+def run(config: DictConfig) -> None:
+    """Train with a configuration of `compose_config(..., default_name="tree_sft")`, which is resolved in place.
+
+    Raises:
+        ValueError: A setting or a row cannot work.
+    """
+    OmegaConf.resolve(config)
+    require_trees(config)
+    require_values(config)
+    set_variables(config)
+    from verl_tree.sft.checks import validate
+
+    validate(config)
+    if config.tree.capacity == "auto" and config.tree.max_path_len is None:
+        # No row is longer, so capacity=auto holds memory for such paths.
+        config.tree.max_path_len = config.engine.tree.max_path_len = config.data.max_length
+    if "RANK" not in os.environ:
+        os.environ.update(ONE_RANK)
+    from verl_tree.sft.trainer import train
+
+    train(config)
+
+
+if __name__ == "__main__":
+    main()

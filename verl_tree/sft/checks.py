@@ -1,0 +1,143 @@
+"""Checks that refuse a configuration of fine-tuning that cannot work, before the process group starts."""
+
+import logging
+import os
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
+from verl_tree.launch.composition import has_flash_attn
+from verl_tree.launch.validation.flash_attn import INSTALL, VERLS_DEFAULT
+from verl_tree.launch.validation.refusals import (
+    DATA_KEYS,
+    Check,
+    Finding,
+    Findings,
+    columns,
+    data_files,
+    has_scheme,
+    missing,
+    model_settings,
+    refusal,
+    uses_cpu,
+    uses_tree,
+    value_of,
+)
+from verl_tree.launch.validation.settings import OFF, ON, Rule, check_cpu_backend, check_device, check_tree_options
+from verl_tree.recurrence import MODEL_TYPES as RECURRENT_MODEL_TYPES
+
+logger = logging.getLogger(__name__)
+
+ATTENTION = "model.override_config.attn_implementation"
+
+
+def _uses_flat(config: DictConfig) -> bool:
+    return not uses_tree(config)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("engine.strategy", (TREE_STRATEGY,), "tree.enabled=true trains on trees", uses_tree),
+    Rule("engine.strategy", (FLAT_STRATEGY, "fsdp"), "tree.enabled=false trains with verl's FSDP", _uses_flat),
+    Rule("engine.ulysses_sequence_parallel_size", (1,), "in fine-tuning one rank computes a tree"),
+    Rule("engine.qat.enable", OFF, "quantisation-aware training is not supported"),
+    Rule("model.mtp.enable", OFF, "heads for several tokens are not supported"),
+    Rule("model.use_fused_kernels", OFF, "the tree engine has kernels of its own", uses_tree),
+    Rule("model.tiled_mlp.enabled", OFF, "only tree.enabled=true reads it", _uses_flat),
+    Rule("data.pad_mode", ("no_padding",), "a step has rows of any length, which are not padded"),
+    Rule("data.truncation", ("error", "right"), "a tree shares its beginning, so rows are cut at their end"),
+    Rule("data.use_dynamic_bsz", ON, "a step has any number of rows, so micro-batches are cut by tokens"),
+    Rule("data.balance_dp_token", OFF, "ranks are balanced by predicted time anyway"),
+    Rule("data.num_workers", (0,), "rows are in memory, so no process reads them"),
+    Rule("tree.session_weight", ("leaf",), "rows of fine-tuning have no sessions"),
+    Rule("tree.shared_tokens", ("sum",), "tree.enabled=false knows only the sum", _uses_flat),
+)
+"""Keys that must have a certain value."""
+
+
+def check_numbers(config: DictConfig) -> Findings:
+    """Find options of the wrong type."""
+    for key in ("train_batch_size", "min_shared"):
+        if not isinstance(config.data[key], int) or config.data[key] < 1:
+            yield refusal(config, f"data.{key}", "give a number of at least 1")
+    if not isinstance(config.data.min_reward, int | float | None):
+        yield refusal(config, "data.min_reward", "give a number, or null to train all leaves")
+    if not isinstance(config.data.tree_key, str | None):
+        yield refusal(config, "data.tree_key", "give the name of a column, or null to find trees from the tokens")
+
+
+def check_validation(config: DictConfig) -> Findings:
+    """Find a validation without rows."""
+    frequency: Any = config.trainer.test_freq
+    if (frequency == "after_each_epoch" or frequency > 0) and not config.data.val_files:
+        yield refusal(config, "trainer.test_freq", "there are no data.val_files; give some, or set -1")
+    for key in ("test_freq", "save_freq"):
+        if config.trainer[key] == 0:
+            yield refusal(config, f"trainer.{key}", "verl divides by it; set -1 for never")
+
+
+def check_files(config: DictConfig) -> Findings:
+    """Find files that do not exist or have other rows than text. For a class of the user's a name may mean anything."""
+    if value_of(config, "data.custom_cls.path"):
+        return
+    for key in DATA_KEYS:
+        names = data_files(config, key)
+        if key == DATA_KEYS[0] and not names:
+            yield refusal(config, key, "names no file; give a parquet file, or a list of them")
+        for name in (name for name in names if not has_scheme(name)):
+            if not os.path.isfile(name):
+                yield refusal(config, key, missing(name, "file"))
+            for column in ("images", "videos"):
+                if column in columns(name) and "messages" in columns(name):
+                    yield refusal(config, key, f"{name} has the column {column}; only text rows are supported, drop it")
+
+
+def check_model(config: DictConfig) -> Findings:
+    """Find a model that does not exist or that takes more than text."""
+    path = config.model.path
+    if not isinstance(path, str) or not path:
+        yield refusal(config, "model.path", "give the folder of a model, or its name on the hub (owner/model)")
+    elif not has_scheme(path) and not os.path.isdir(path) and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
+        yield refusal(config, "model.path", f"{missing(path, 'folder')}, or a name on the hub (owner/model)")
+    settings = model_settings(path)
+    towers = [name for name in settings if name in ("vision_config", "audio_config")]
+    if towers and settings.get("model_type") not in RECURRENT_MODEL_TYPES:
+        yield refusal(config, "model.path", f"multimodal model ({', '.join(towers)}); give a text model")
+
+
+def check_flat_attention(config: DictConfig) -> Findings:
+    """Find attention of verl's own engine that is not installed."""
+    attention = value_of(config, ATTENTION) or VERLS_DEFAULT
+    if not (uses_tree(config) or uses_cpu(config)) and attention == VERLS_DEFAULT and not has_flash_attn():
+        yield refusal(config, ATTENTION, f"flash-attn is not installed; {INSTALL}, or set sdpa")
+
+
+CHECKS: tuple[Check, ...] = (
+    check_tree_options,
+    *RULES,
+    check_device,
+    check_cpu_backend,
+    check_numbers,
+    check_validation,
+    check_files,
+    check_model,
+    check_flat_attention,
+)
+"""All checks, in the order in which a user should hear of problems."""
+
+
+def find(config: DictConfig) -> list[Finding]:
+    """Return everything that the checks find in a resolved configuration."""
+    return [finding for check in CHECKS for finding in check(config)]
+
+
+def validate(config: DictConfig) -> None:
+    """Run the checks on a resolved configuration and log their warnings.
+
+    Raises:
+        ValueError: A setting cannot work; the message has the remedy.
+    """
+    for finding in find(config):
+        if not finding.is_warning:
+            raise ValueError(finding.message)
+        logger.warning(finding.message)

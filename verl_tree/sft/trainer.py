@@ -1,0 +1,137 @@
+"""verl's SFT trainer on batches of whole trees.
+
+Everything but the batches is verl's (0.9.1, trainer/sft_trainer.py): model, loss, optimiser, checkpoints, log. The loss
+is the mean over the trained tokens of all ranks, so a step may have any number of rows. With `tree.enabled=false` the
+same batches go through verl's own FSDP2 engine.
+"""
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+from typing_extensions import override
+from verl.trainer.sft_trainer import SFTTrainer
+from verl.utils import tensordict_utils as tu
+from verl.utils.dataset.dataset_utils import SFTTensorCollator
+from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
+
+import verl_tree.engine  # noqa: F401  (registers the engines)
+from verl_tree.cpu.platform import ensure_cpu_process_group
+from verl_tree.engine.fsdp_tree import FSDPTreeEngineWithLMHead
+from verl_tree.engine.rows import gather, jagged
+from verl_tree.sft.rows import TokenRows, read_rows
+from verl_tree.sft.sampler import TreeBatchSampler, TreePart, deal, find_trees, parts_of
+
+
+def train(config: DictConfig) -> None:
+    """Train with a valid and resolved configuration, as one rank of the process group of the environment."""
+    if config.trainer.device == "cpu":
+        # verl would ask for the backend "cpu:gloo,cpu:gloo", which torch refuses.
+        ensure_cpu_process_group()
+    else:
+        initialize_global_process_group()
+    try:
+        TreeSFTTrainer(config=config).fit()
+    finally:
+        destroy_global_process_group()
+
+
+class TreeSFTTrainer(SFTTrainer):
+    """verl's `SFTTrainer` whose steps are whole trees, and whose validation is the mean over all tokens."""
+
+    @override
+    def _build_dataset(self) -> None:
+        data = self.config.data
+        self.train_dataset = read_rows(
+            data.train_files, data, model_config=self.model_config, max_samples=data.train_max_samples
+        )
+        self.val_dataset = None
+        if data.val_files:
+            self.val_dataset = read_rows(
+                data.val_files, data, model_config=self.model_config, max_samples=data.val_max_samples
+            )
+
+    @override
+    def _build_engine(self) -> None:
+        super()._build_engine()
+        if isinstance(self.engine, FSDPTreeEngineWithLMHead):
+            self.training_client.train_batch = _with_tree_metrics(self.training_client.train_batch, self.engine)
+
+    @override
+    def _build_dataloader(self) -> None:
+        data = self.config.data
+        rank, num_ranks = self.engine.get_data_parallel_rank(), self.engine.get_data_parallel_size()
+        self.global_batch_size = data.train_batch_size
+        self.collate_fn = SFTTensorCollator(data.pad_mode)
+        self.train_sampler = TreeBatchSampler(
+            _parts(self.train_dataset, name="training", max_rows=data.train_batch_size, min_shared=data.min_shared),
+            batch_size=data.train_batch_size,
+            seed=self.config.trainer.seed,
+            rank=rank,
+            num_ranks=num_ranks,
+        )
+        self.train_dataloader = StatefulDataLoader(
+            self.train_dataset, batch_sampler=self.train_sampler, collate_fn=self.collate_fn
+        )
+        self.val_dataloader = None
+        if self.val_dataset is not None:
+            # verl takes the mean over batches, so all rows are one batch. The engine cuts it to what fits.
+            num_rows = len(self.val_dataset)
+            parts = _parts(self.val_dataset, name="validation", max_rows=num_rows, min_shared=data.min_shared)
+            mine = deal(parts, num_ranks=num_ranks)[rank]
+            self.val_dataloader = DataLoader(self.val_dataset, batch_sampler=[mine], collate_fn=self.collate_fn)
+
+    @override
+    def _init_engine(self) -> None:
+        super()._init_engine()
+        available = len(self.train_dataloader) * self.config.trainer.total_epochs
+        if self.total_training_steps > available:
+            raise ValueError(
+                f"trainer.total_training_steps={self.total_training_steps}: trainer.total_epochs="
+                f"{self.config.trainer.total_epochs} have {available} steps; raise them, or set "
+                "trainer.total_training_steps=null"
+            )
+
+    @override
+    def _get_batch_seqlens(self, data: TensorDict) -> list[int]:
+        """Return the lengths of the rows of all ranks, without padding rows."""
+        lens = jagged(data["input_ids"])[1].diff()
+        is_row = torch.stack([mask.any() for mask in data["loss_mask"].unbind(dim=0)])
+        return list(chain.from_iterable(gather(lens[is_row].tolist(), group=self.engine.get_data_parallel_group())))
+
+
+def _parts(dataset: TokenRows, *, name: str, max_rows: int, min_shared: int) -> list[TreePart]:
+    """Find the trees of a data set, say what was found, and cut those that are too large for a step."""
+    rows = dataset.rows
+    trees, forest = find_trees([row.token_ids for row in rows], keys=[row.tree for row in rows], min_shared=min_shared)
+    parts = parts_of(trees, rows, max_rows=max_rows)
+    if dist.get_rank() == 0:
+        num_tokens = sum(part.num_tokens for part in parts)
+        print(
+            f"{name}: {len(rows)} rows in {len(trees)} trees, the largest of {max(map(len, trees))} rows; "
+            f"{forest.num_flat_tokens} flat tokens, POR {forest.potential_overlap_ratio:.2f}, and "
+            f"{1 - num_tokens / forest.num_flat_tokens:.2f} in parts of at most {max_rows} rows",
+            flush=True,
+        )
+    return parts
+
+
+def _with_tree_metrics(
+    train_batch: Callable[..., TensorDict], engine: FSDPTreeEngineWithLMHead
+) -> Callable[..., TensorDict]:
+    """Add the tree metrics of a step to what the worker's method returns."""
+
+    def train_and_count(data: TensorDict) -> TensorDict:
+        output = train_batch(data=data)
+        metrics: dict[str, Any] = tu.get(output, "metrics")
+        counted = engine.tree_counts.metrics() | engine.rank_times.metrics() | engine.cost_metrics
+        tu.assign_non_tensor(output, metrics=metrics | counted | {"tree/micro_batches": engine.num_micro_batches})
+        return output
+
+    return train_and_count
