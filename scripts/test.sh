@@ -65,7 +65,7 @@ every_test() {
   local file
   jobs+=(tests/e2e/test_{separate_async,colocate_async}.py)
   # Together, as their ranks are forked from one process; tests/support/rank_scripts.py.
-  jobs+=("$(echo tests/e2e/test_{engines,moe_engines,hybrid_engines,image_engines}.py)")
+  jobs+=("$(echo tests/e2e/test_{engines,moe_engines,hybrid_engines,image_engines,sft}.py)")
   jobs+=(tests/e2e/test_{runs,ray_job}.py)
   for file in tests/e2e/test_*.py; do
     [[ " ${jobs[*]} $alone " == *" $file "* ]] || jobs+=("$file")

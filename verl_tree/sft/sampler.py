@@ -1,8 +1,9 @@
 """Which rows are one tree, which trees are one step, and which rank computes what.
 
 A tree with more rows than a step is cut into ranges of its depth-first order, which share most. An epoch is a random
-order of these parts. They lie end to end on a line that is cut into steps of equal length, and a part belongs to the
-step in which its middle lies. Example, parts of 2, 3, 1 and 2 rows, 2 steps of 4 rows each::
+order of these parts. They lie end to end on a circle that is cut into steps of equal length, at a random place first,
+and a part belongs to the step in which its middle lies. So every part, large or small, has the same chance in every
+step. Example, parts of 2, 3, 1 and 2 rows, 2 steps of 4 rows each, the first cut before row 0::
 
     rows   0 1 2 3 4 5 6 7
     parts  a a b b b c d d      middles 1, 3.5, 5.5, 7: the first step is a b, the second c d
@@ -135,9 +136,12 @@ class TreeBatchSampler(Sampler[list[int]]):
 
     def steps(self, epoch: int) -> list[list[TreePart]]:
         """Return the parts of each step of an epoch, never none."""
-        order = np.random.default_rng([self._seed, epoch]).permutation(len(self._parts))
-        doubled_middles = 2 * np.cumsum(self._lens[order]) - self._lens[order]
-        step_of_part = doubled_middles * self._num_steps // (2 * self._num_rows)
+        rng = np.random.default_rng([self._seed, epoch])
+        order = rng.permutation(len(self._parts))
+        # In half rows, so that middles are integers.
+        middles = 2 * np.cumsum(self._lens[order]) - self._lens[order]
+        behind_first_cut = (middles - rng.integers(2 * self._num_rows)) % (2 * self._num_rows)
+        step_of_part = behind_first_cut * self._num_steps // (2 * self._num_rows)
         steps: list[list[TreePart]] = [[] for _ in range(self._num_steps)]
         for part, step in zip(order.tolist(), step_of_part.tolist(), strict=True):
             steps[step].append(self._parts[part])

@@ -1,0 +1,104 @@
+"""What a command for fine-tuning is refused for, before anything starts."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+from input_cases import write_model, write_rows
+from omegaconf import DictConfig, OmegaConf
+
+from verl_tree.launch.composition import compose_config
+from verl_tree.sft.checks import validate
+
+FOLDER = tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def _composed() -> DictConfig:
+    rows = write_rows(Path(FOLDER.name) / "rows.parquet", "messages")
+    model = write_model(Path(FOLDER.name) / "model")
+    config = compose_config(
+        ["trainer.device=cpu", f"data.train_files={rows}", f"model.path={model}"], default_name="tree_sft"
+    )
+    OmegaConf.set_struct(config, False)
+    return config
+
+
+def resolved(*overrides: str) -> DictConfig:
+    """Return a valid configuration with values replaced. To save time, Hydra composes it only once."""
+    config = OmegaConf.merge(_composed(), OmegaConf.from_dotlist(list(overrides)))
+    assert isinstance(config, DictConfig)
+    OmegaConf.resolve(config)
+    return config
+
+
+def refusal(*overrides: str) -> str:
+    """Return why the configuration with these values is refused."""
+    with pytest.raises(ValueError, match="=") as error:
+        validate(resolved(*overrides))
+    return str(error.value)
+
+
+def test_a_processor_needs_no_other_setting() -> None:
+    config = resolved()
+    validate(config)
+    validate(resolved("tree.enabled=false"))
+    assert config.engine.strategy == "fsdp_tree"
+    assert config.engine.mixed_precision.param_dtype == "fp32"
+    assert config.model.override_config.attn_implementation == "sdpa"
+    assert (config.engine.use_torch_compile, config.model.use_remove_padding) == (False, False)
+    flat = resolved("trainer.device=cuda", "tree.enabled=false")
+    assert flat.engine.strategy == "fsdp2"
+    assert flat.engine.mixed_precision.param_dtype == "bf16"
+    assert (flat.engine.use_torch_compile, flat.model.use_remove_padding) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [
+        ("data.pad_mode=right", "set it to no_padding"),
+        ("data.truncation=left", "set it to error"),
+        ("data.use_dynamic_bsz=false", "set it to true"),
+        ("data.balance_dp_token=true", "set it to false"),
+        ("data.num_workers=8", "set it to 0"),
+        ("engine.ulysses_sequence_parallel_size=2", "set it to 1"),
+        ("engine.strategy=fsdp2", "set it to fsdp_tree"),
+        ("engine.qat.enable=true", "set it to false"),
+        ("model.use_fused_kernels=true", "set it to false"),
+        ("model.mtp.enable=true", "set it to false"),
+        ("tree.session_weight=session", "set it to leaf"),
+        ("tree.shared_tokens=max", "choose one of"),
+        ("tree.backend=triton", "set auto, varlen or dense"),
+        ("data.train_batch_size=0", "give a number of at least 1"),
+        ("data.min_shared=half", "give a number of at least 1"),
+        ("data.min_reward=good", "give a number, or null"),
+        ("data.tree_key=3", "give the name of a column"),
+        ("trainer.test_freq=5", "there are no data.val_files"),
+        ("trainer.save_freq=0", "set -1 for never"),
+        ("data.train_files=nothing.parquet", "no such file in "),
+        ("model.path=/no/model", "no such folder: /no/model"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(setting: str, remedy: str) -> None:
+    message = refusal(setting)
+    assert message.startswith(setting.replace("false", "False").replace("true", "True"))
+    assert remedy in message
+
+
+def test_a_setting_of_trees_is_refused_without_trees() -> None:
+    assert "set it to sum" in refusal("tree.enabled=false", "tree.shared_tokens=once")
+    assert "set it to fsdp2" in refusal("tree.enabled=false", "engine.strategy=fsdp_tree")
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert refusal("trainer.device=cuda").startswith("trainer.device=cuda: torch sees no CUDA device")
+
+
+def test_images_are_refused(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "images.parquet", "messages", "images")
+    assert "has the column images" in refusal(f"data.train_files={rows}")
+    # The image column of stored trees says where images are; those leaves are refused one by one.
+    validate(resolved(f"data.train_files={write_rows(tmp_path / 'trees.parquet', 'images')}"))
+    assert "vision_config" in refusal(f"model.path={write_model(tmp_path / 'model', vision_config={})}")
