@@ -4,8 +4,8 @@
 
 Both sides are `TreeSFTTrainer`s, whose batches, loss (verl's `sft_loss`) and AdamW are the same, with gradient
 checkpointing. They take turns, step by step, in one process. Rows are leaves of trees with a prompt, branches below it
-and leaves below these; everything behind the prompt is trained. verl's engine gets micro-batches of one row and of four,
-and the faster counts. Seconds are the processor's.
+and leaves below these; everything behind the prompt is trained. verl's engine gets micro-batches of one row and of
+four, and the faster counts. Seconds are the processor's.
 
 Two bounds: flat tokens / tree tokens, and the same in floating-point operations (`por_models.model_flops`), of which
 verl's engine projects every position to the vocabulary and trees only those that are scored.
@@ -27,6 +27,7 @@ from tensordict import NonTensorData
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from verl.utils import tensordict_utils as tu
 
+import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.launch.composition import compose_config
 from verl_tree.main_sft import ONE_RANK
 from verl_tree.records import StoredLeaf, StoredTree, write_trees
