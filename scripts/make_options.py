@@ -13,14 +13,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "options.md"
-SOURCES = {"configs/tree/default.yaml": "tree.", "configs/tree_ppo.yaml": ""}
-NOT_OF_A_GROUP = ("algorithm.adv_estimator", "algorithm.gigpo.step_advantage_w", "profile")
-"""What the page shows of `tree_ppo.yaml`; the rest of that file is not meant to be changed."""
+SOURCES = {"configs/tree/default.yaml": "tree.", "configs/tree_ppo.yaml": "", "configs/tree_sft.yaml": ""}
+NOT_OF_A_GROUP = (
+    *("algorithm.adv_estimator", "algorithm.gigpo.step_advantage_w", "profile"),
+    *("data.tree_key", "data.min_shared", "data.min_reward"),
+)
+"""What the page shows of `tree_ppo.yaml` and `tree_sft.yaml`; the rest of these is not meant to be changed."""
 
 HEADER = """# Options
 
-Any verl option works on the command line of `python -m verl_tree.main_ppo`; these are ours. The table is made from the
-comments in [`configs`](../configs) by `python scripts/make_options.py`.
+Any verl option works on the command line of `python -m verl_tree.main_ppo`; these are ours. Those of `data` are of
+`python -m verl_tree.main_sft` ([fine-tuning](sft.md)). The table is made from the comments in
+[`configs`](../configs) by `python scripts/make_options.py`.
 
 | option | default | meaning |
 |---|---|---|

@@ -55,4 +55,7 @@ def test_no_module_is_loose_at_the_roots() -> None:
         package: sorted(path.name for path in (ROOT / package).glob("*.py") if path.name != "__init__.py")
         for package in ("verl_tree", "rollout_hooks")
     }
-    assert loose == {"verl_tree": ["check.py", "config.py", "main_ppo.py"], "rollout_hooks": ["worker.py"]}
+    assert loose == {
+        "verl_tree": ["check.py", "config.py", "main_ppo.py", "main_sft.py"],
+        "rollout_hooks": ["worker.py"],
+    }

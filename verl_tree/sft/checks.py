@@ -2,6 +2,7 @@
 
 import logging
 import os
+from glob import glob
 from typing import Any
 
 from omegaconf import DictConfig
@@ -85,7 +86,7 @@ def check_files(config: DictConfig) -> Findings:
         if key == DATA_KEYS[0] and not names:
             yield refusal(config, key, "names no file; give a parquet file, or a list of them")
         for name in (name for name in names if not has_scheme(name)):
-            if not os.path.isfile(name):
+            if not os.path.isfile(name) and not glob(name):
                 yield refusal(config, key, missing(name, "file"))
             for column in ("images", "videos"):
                 if column in columns(name) and "messages" in columns(name):

@@ -5,8 +5,10 @@ A row is a conversation, which verl's own data set turns into tokens, or a leaf 
 Legend: L tokens of a row.
 """
 
+import os
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from glob import glob
 from typing import Any
 
 import numpy as np
@@ -67,14 +69,15 @@ def read_rows(files: str | Sequence[str], data: DictConfig, *, model_config: Any
 
     Every rank turns its share of the conversations into tokens. Rows without a trained token change nothing and are
     left out. `data` is the part `data` of the configuration, `model_config` verl's. A positive `max_samples` takes the
-    first rows only.
+    first rows only. Names may be patterns such as `step_*.parquet`.
 
     Raises:
         ValueError: A row is too long or not text, has no reward where one is asked for, or nothing is trained.
     """
-    paths = [files] if isinstance(files, str) else list(files)
-    # A data set class of the user's decides itself what a file is.
-    is_tree = [data.custom_cls.path is None and holds_trees(path) for path in paths]
+    names = [files] if isinstance(files, str) else list(files)
+    paths = [path for name in names for path in sorted(glob(name)) or [name]]
+    # A data set class of the user's decides itself what a file is, and verl copies those of other file systems.
+    is_tree = [data.custom_cls.path is None and os.path.isfile(path) and holds_trees(path) for path in paths]
     conversations = [path for path, holds in zip(paths, is_tree, strict=True) if not holds]
     rows: list[TokenRow] = []
     if conversations:

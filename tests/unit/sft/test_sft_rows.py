@@ -90,6 +90,8 @@ def test_leaves_of_a_reward_are_trained_where_the_model_sampled(folder: Path, mo
     assert [row.token_ids[0] for row in good] == [10, 20]
     first = read_rows([path, path], data_of(), model_config=model_config, max_samples=4).rows
     assert [row.token_ids[0] for row in first] == [0, 10, 20, 0]
+    pattern = read_rows(str(folder / "tr*s.parquet"), data_of(), model_config=model_config, max_samples=-1).rows
+    assert len(pattern) == 3
 
 
 def test_what_cannot_be_trained_is_refused(folder: Path, model_config: HFModelConfig) -> None:
