@@ -1,20 +1,55 @@
-"""The command line refuses what cannot work, before anything starts."""
+"""The command lines refuse what cannot work before anything starts; that of fine-tuning runs by itself."""
 
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pandas as pd
 import pytest
+
+from verl_tree.main_sft import ONE_RANK
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-def test_bad_setting_ends_at_once_and_starts_no_ray(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "arguments", "refusal"),
+    [
+        (
+            "main_ppo",
+            ["profile=cpu", "tree.shared_tokens=max"],
+            "tree.shared_tokens=max: choose one of sum, mean, once",
+        ),
+        (
+            "main_sft",
+            ["trainer.device=cpu", "data.pad_mode=right"],
+            "data.pad_mode=right: a step has rows of any length",
+        ),
+    ],
+)
+def test_bad_setting_ends_at_once_and_starts_nothing(
+    tmp_path: Path, module: str, arguments: list[str], refusal: str
+) -> None:
     started = time.monotonic()
-    command = [sys.executable, "-m", "verl_tree.main_ppo", "profile=cpu", "tree.shared_tokens=max"]
+    command = [sys.executable, "-m", f"verl_tree.{module}", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert time.monotonic() - started < 60
     assert done.returncode != 0
-    assert "tree.shared_tokens=max: choose one of sum, mean, once" in done.stderr
+    assert refusal in done.stderr
     assert "ray init kwargs" not in done.stdout
+    assert "Total steps" not in done.stdout
+
+
+def test_fine_tuning_needs_no_launcher(folder: Path) -> None:
+    """One step in one process, on a machine without CUDA, without a setting of the device."""
+    talk = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "nothing."}]
+    pd.DataFrame({"messages": [talk]}).to_parquet(folder / "talks.parquet")
+    command = [sys.executable, "-m", "verl_tree.main_sft", f"data.train_files={folder}/talks.parquet"]
+    command += [f"model.path={folder}/model", "trainer.total_training_steps=1"]
+    environment = {name: value for name, value in os.environ.items() if name not in ONE_RANK}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert "train/loss:" in done.stdout
+    assert (folder / "checkpoints/verl_tree/test/global_step_1/huggingface/model.safetensors").is_file()
