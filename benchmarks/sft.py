@@ -150,7 +150,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         folder = Path(name)
         write_trees(folder / "trees.parquet", trees)
         model.save_pretrained(folder / "model")
-        common = [f"data.train_batch_size={options.rows}", f"trainer.default_local_dir={folder}/run"]
+        common = [f"data.train_batch_size={options.rows}", f"data.max_length={row_len}"]
+        common += [f"trainer.default_local_dir={folder}/run"]
         sides = {
             f"flat_{num}": Side(folder, *common, "tree.enabled=false", f"data.max_token_len_per_gpu={num * row_len}")
             for num in FLAT_ROWS

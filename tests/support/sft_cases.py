@@ -72,6 +72,7 @@ def settings(root: Path, name: str, *overrides: str) -> DictConfig:
             f"data.train_batch_size={BATCH_SIZE}",
             "data.min_shared=20",
             "data.max_token_len_per_gpu=160",
+            "data.max_length=160",
             f"model.path={root}/model",
             f"trainer.default_local_dir={root}/{name}",
             "trainer.logger=[file]",

@@ -67,6 +67,16 @@ def check_numbers(config: DictConfig) -> Findings:
         yield refusal(config, "data.tree_key", "give the name of a column, or null to find trees from the tokens")
 
 
+def check_longest_row(config: DictConfig) -> Findings:
+    """Find rows that may not fit into a pass, where a row may not be cut into sections."""
+    capacity: Any = config.tree.capacity if uses_tree(config) else None
+    capacity = config.data.max_token_len_per_gpu if capacity is None else capacity
+    holds_rows = _uses_flat(config) or config.tree.relay == "never"
+    if holds_rows and capacity != "auto" and config.data.max_length > capacity:
+        remedy = f"a pass holds {capacity} tokens, and no row is cut; lower it, or raise data.max_token_len_per_gpu"
+        yield refusal(config, "data.max_length", f"{remedy} or tree.capacity")
+
+
 def check_validation(config: DictConfig) -> Findings:
     """Find a validation without rows."""
     frequency: Any = config.trainer.test_freq
@@ -119,6 +129,7 @@ CHECKS: tuple[Check, ...] = (
     check_device,
     check_cpu_backend,
     check_numbers,
+    check_longest_row,
     check_validation,
     check_files,
     check_model,

@@ -91,6 +91,16 @@ def test_a_setting_of_trees_is_refused_without_trees() -> None:
     assert "set it to fsdp2" in refusal("tree.enabled=false", "engine.strategy=fsdp_tree")
 
 
+def test_rows_that_may_not_fit_into_a_pass_are_refused() -> None:
+    long = "data.max_length=9000"
+    validate(resolved(long))
+    validate(resolved(long, "tree.relay=never", "tree.capacity=9000"))
+    for options in (["tree.enabled=false"], ["tree.relay=never"]):
+        assert refusal(long, *options).startswith("data.max_length=9000: a pass holds 8192 tokens")
+    assert "a pass holds 100 tokens" in refusal("tree.relay=never", "tree.capacity=100")
+    validate(resolved(long, "tree.enabled=false", "data.max_token_len_per_gpu=9000"))
+
+
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert refusal("trainer.device=cuda").startswith("trainer.device=cuda: torch sees no CUDA device")
