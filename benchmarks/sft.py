@@ -5,7 +5,7 @@
 Both sides are `TreeSFTTrainer`s, whose batches, loss (verl's `sft_loss`) and AdamW are the same, with gradient
 checkpointing. They take turns, step by step, in one process. Rows are leaves of trees with a prompt, branches below it
 and leaves below these; everything behind the prompt is trained. verl's engine gets micro-batches of one row and of
-four, and the faster counts. Seconds are the processor's.
+four (`--flat-rows`), and the faster counts. Seconds are the processor's.
 
 Two bounds: flat tokens / tree tokens, and the same in floating-point operations (`por_models.model_flops`), of which
 verl's engine projects every position to the vocabulary and trees only those that are scored.
@@ -34,9 +34,6 @@ from verl_tree.records import StoredLeaf, StoredTree, write_trees
 from verl_tree.sft.trainer import TreeSFTTrainer
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
-
-FLAT_ROWS = (1, 4)
-"""Rows in the micro-batches that verl's engine is tried with."""
 
 
 def draw_trees(options: argparse.Namespace) -> list[StoredTree]:
@@ -154,7 +151,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         common += [f"trainer.default_local_dir={folder}/run"]
         sides = {
             f"flat_{num}": Side(folder, *common, "tree.enabled=false", f"data.max_token_len_per_gpu={num * row_len}")
-            for num in FLAT_ROWS
+            for num in options.flat_rows
         }
         sides["tree"] = Side(folder, *common, f"data.max_token_len_per_gpu={options.capacity}")
         times = interleave(
@@ -190,6 +187,9 @@ def main() -> None:
     parser.add_argument("--leaves", type=int, default=4, help="of a branch")
     parser.add_argument("--lens", type=int, nargs=3, default=(512, 276, 60), help="tokens of prompt, branch and leaf")
     parser.add_argument("--rows", type=int, default=32, help="in a step")
+    parser.add_argument(
+        "--flat-rows", type=int, nargs="+", default=(1, 4), help="of verl's micro-batches; the best counts"
+    )
     parser.add_argument("--capacity", type=int, default=8192, help="tree tokens of a pack")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
