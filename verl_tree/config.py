@@ -115,6 +115,7 @@ class TreeConfig:
     gate: str = _choice("auto", "always", "never", remedy="'auto' runs a pack flat where that should be faster")
     backend: str = _text("auto", "a name; 'auto' lets the program choose")
     shared_tokens: str = _text("sum", "a name; 'sum' is the flat objective")
+    sharing: str = _choice("full", "prompt", remedy="'prompt' shares no token of a response, as an ablation")
     route_conflicts: str = _choice("first", "fork", remedy="'fork' computes each row under its own experts")
     session_weight: str = _choice("leaf", "session", remedy="'leaf' is verl's objective, every row the same weight")
     logits_chunk_size: int = _integer(1024, minimum=1, remedy="the default is 1024")

@@ -100,6 +100,7 @@ CASES = [
             ("arrival_first_fit", 61),
         )
     ),
+    Case("prompts_only", tree={"sharing": "prompt"}, rows="duplicates", capacity=24),
     Case("small_chunks", tree={"logits_chunk_size": 3}, actor={"entropy_coeff": 0.05}),
     Case("temperature_per_row", temperature_per_row=True, actor={"entropy_coeff": 0.05}),
     Case("shared_tokens_once", tree={"shared_tokens": "once"}, same_objective=False),

@@ -19,7 +19,6 @@ Legend: F flat tokens of the rows that a loss reads, F_all of the mini-batch, T 
 layers of the model, k experts of a token.
 """
 
-import dataclasses
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -28,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_tree.engine.packs import TreeBatch
+from verl_tree.engine.prompt_keys import tokens_of_keys
 from verl_tree.engine.read_rows import ReadRows
 from verl_tree.packing.counts import ForestCounts
 from verl_tree.tree.layout import TreeLayout
@@ -121,11 +121,4 @@ class RouteForks:
 
     def with_tokens(self, batch: TreeBatch) -> TreeBatch:
         """Return micro-batches that were cut by these keys, with what they stand for."""
-        micro_batches = tuple(
-            dataclasses.replace(
-                micro,
-                layout=dataclasses.replace(micro.layout, token_ids_T=micro.layout.token_ids_T % self._num_ids),
-            )
-            for micro in batch.micro_batches
-        )
-        return dataclasses.replace(batch, micro_batches=micro_batches)
+        return tokens_of_keys(batch, num_keys=self._num_ids)

@@ -88,19 +88,27 @@ class StepRows:
         shape, response_lens = _forest_shape(self.shapes, groups=self.groups), self.shapes["response_len"].tolist()
         return Rows(self.keys, shape, response_lens, weigh_sessions)
 
-    def profiles(self) -> list[WorkProfile]:
-        """Return the work of each group; rows that no loss reads cost nothing, because tree engines leave them out."""
+    def profiles(self, *, sharing: str = "full") -> list[WorkProfile]:
+        """Return the work of each group; rows that no loss reads cost nothing, because tree engines leave them out.
+
+        `sharing` is the option `tree.sharing`. With `prompt` there are no images.
+        """
         sizes = [len(group) for group in self.groups]
         shapes = self.shapes[[row for group in self.groups for row in group]]
         bounds = np.cumsum([0, *sizes])
         groups = [range(start, start + size) for start, size in zip(bounds.tolist(), sizes, strict=False)]
         forest = _forest_shape(shapes, groups=groups)
         read = forest.keep(shapes["num_trained"][forest.order] > 0)
+        # What is trained is in the responses.
+        of_new_scored = "num_new_trained"
+        if sharing == "prompt":
+            read = read.share_at_most((shapes["num_tokens"] - shapes["response_len"]).astype(np.int64))
+            of_new_scored = "num_trained"
         in_order = shapes[read.order]
         profile = WorkProfile.from_shape(
             read,
             path_scored=in_order["num_trained"].astype(np.int64),
-            new_scored=in_order["num_new_trained"].astype(np.int64),
+            new_scored=in_order[of_new_scored].astype(np.int64),
             path_features=in_order["num_image_tokens"].astype(np.int64),
             new_features=in_order["num_new_image_tokens"].astype(np.int64),
         )

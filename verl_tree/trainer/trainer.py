@@ -128,7 +128,7 @@ class TreeTrainer(PPOTrainer):
         actor = self.config.actor_rollout_ref.actor
         assignment = assign_rows(
             rows.groups,
-            profiles=rows.profiles(),
+            profiles=rows.profiles(sharing=self.config.tree.sharing),
             model=self._cost_model,
             num_ranks=self._num_ranks(),
             groups_per_mini_batch=actor.ppo_mini_batch_size,

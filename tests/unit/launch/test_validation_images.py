@@ -78,6 +78,7 @@ def test_images_of_a_text_model_are_refused(tmp_path: Path) -> None:
     ("override", "remedy", "column"),
     [
         (f"{SIZE}=2", "one rank computes a model with images alone; set 1", "Ulysses"),
+        ("tree.sharing=prompt", "the driver does not know which images are in prompts; set it to full", None),
         ("tree.capacity=auto", "the memory is measured without images; give a number", None),
         ("actor_rollout_ref.model.tiled_mlp.enabled=true", "set it to false", None),
         ("actor_rollout_ref.model.enable_activation_offload=true", "set it to false", None),

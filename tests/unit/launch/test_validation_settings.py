@@ -17,6 +17,7 @@ def test_defaults_are_valid() -> None:
     assert list(find(resolved())) == []
     validate(resolved("tree.enabled=false"))
     validate(resolved("algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=true"))
+    validate(resolved("tree.sharing=prompt"))
     validate(resolved("tree.session_weight=session", f"{ACTOR}.policy_loss.loss_mode=gspo"))
     validate(resolved(f"{ACTOR}.policy_loss.loss_mode=clip_cov"))
     tiled = [f"{model}.tiled_mlp.enabled=true" for model in ("actor_rollout_ref.model", "critic.model")]
@@ -131,6 +132,10 @@ REFUSED = {
             [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_rs=token_k1", f"{LOSS}=gspo"],
             [f"{LOSS}=gspo: verl ignores {CORRECTION}.rollout_rs", "bypass_mode=false"],
         ),
+    ],
+    "check_sharing": [
+        (["tree.sharing=prompt", FLAT], ["tree.sharing=prompt", "shares nothing", "full"]),
+        (["tree.sharing=prompt", "tree.shared_tokens=once"], ["tree.shared_tokens=once", "several leaves", "sum"]),
     ],
     "check_critic_cut": [
         (["critic.enable=true", "critic.ppo_mini_batch_size=3"], ["critic.ppo_mini_batch_size=3", "256"])

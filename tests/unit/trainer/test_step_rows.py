@@ -115,6 +115,15 @@ def test_a_profile_counts_the_trained_tokens_at_the_end_of_the_rows() -> None:
     assert profile.range_work(0, 3).num_tokens == 2 + 1 + 3 + 1
 
 
+def test_a_profile_of_prompts_counts_what_an_engine_computes_under_that_option() -> None:
+    """Of group a: the prompt 1 2, and responses of 1, 3 and 2 tokens, of which 1, 2 and 1 are trained."""
+    shared, single = step_rows(ROWS).profiles(sharing="prompt")
+    work = Work(num_tokens=2 + 1 + 3 + 2, num_visible_pairs=3 + 3 + 12 + 7, num_scored=4, num_nodes=4, num_packs=1)
+    assert shared.range_work(0, 3) == work
+    assert shared.lcp.tolist() == [0, 2, 2]
+    assert single.range_work(0, 1) == step_rows(ROWS).profiles()[1].range_work(0, 1)
+
+
 def test_rows_that_no_loss_reads_cost_nothing() -> None:
     """Also where they are between others in DFS order; the group that has only such rows is free."""
     idle = {

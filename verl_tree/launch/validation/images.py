@@ -36,6 +36,8 @@ def check_image_model(config: DictConfig) -> Findings:
     if config.tree.capacity == "auto":
         remedy = "the memory is measured without images; give a number of tokens, image tokens among them"
         yield refusal(config, "tree.capacity", remedy)
+    if config.tree.sharing == "prompt":
+        yield refusal(config, "tree.sharing", "the driver does not know which images are in prompts; set it to full")
     for name in ("tiled_mlp.enabled", "enable_activation_offload"):
         if value_of(config, f"{_MODEL}.{name}"):
             yield refusal(config, f"{_MODEL}.{name}", "it is not tested with vision towers; set it to false")

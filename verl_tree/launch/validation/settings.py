@@ -97,6 +97,17 @@ def check_tree_options(config: DictConfig) -> Findings:
             yield refusal(config, f"tree.{name}", f"choose one of {', '.join(known)}")
 
 
+def check_sharing(config: DictConfig) -> Findings:
+    """Find what sharing prompts only does not go with."""
+    if config.tree.sharing != "prompt":
+        return
+    if not uses_tree(config):
+        yield refusal(config, "tree.sharing", "tree.enabled=false shares nothing; set it to full")
+    elif config.tree.shared_tokens != "sum":
+        remedy = "with tree.sharing=prompt no trained token has several leaves; set it to sum"
+        yield refusal(config, "tree.shared_tokens", remedy)
+
+
 def check_strategies(config: DictConfig) -> Findings:
     """Compare every role's engine with the one that `tree.enabled` chooses; `model_engine` chooses among others."""
     if config.model_engine != "dp":
@@ -149,6 +160,7 @@ def check_less_memory(config: DictConfig) -> Findings:
 
 CHECKS: tuple[Check, ...] = (
     check_tree_options,
+    check_sharing,
     check_strategies,
     *RULES,
     check_device,
