@@ -50,10 +50,13 @@ def formulas() -> list[dict[str, Any]]:
     model = model_of(PAPER_SIZE)
     rows = []
     for prompt_len, ratio in itertools.product(PAPER_PROMPTS, PAPER_RATIOS):
-        lens = {"prompt_len": prompt_len, "response_len": prompt_len // ratio}
-        row: dict[str, Any] = {"prompt": prompt_len, "response": prompt_len // ratio}
+        response_len = prompt_len // ratio
+        row: dict[str, Any] = {"prompt": prompt_len, "response": response_len}
         for num_rows in PAPER_GROUPS:
-            flat, tree = (model_flops(model, count(num_rows, **lens)) for count in (repeated, shared))
+            flat, tree = (
+                model_flops(model, count(num_rows, prompt_len=prompt_len, response_len=response_len))
+                for count in (repeated, shared)
+            )
             row[f"G = {num_rows}"] = f"{flat / 1e15:.2f} / {tree / 1e15:.2f} = {flat / tree:.2f}"
         rows.append(row)
     return rows
