@@ -157,7 +157,7 @@ def draw(records: Sequence[dict[str, Any]], *, out: Path) -> None:
     for num_rows, panel, last in zip(group_sizes, panels[0], panels[-1], strict=True):
         panel.set_title(f"G = {num_rows}", fontsize=10)
         last.set_xlabel("prompt / response")
-    panels[0][0].legend(frameon=False, fontsize=7, loc="lower left")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(out, dpi=90)
     plt.close(figure)
 
