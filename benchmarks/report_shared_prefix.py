@@ -136,7 +136,7 @@ def draw(records: Sequence[dict[str, Any]], *, out: Path) -> None:
         len(measures), len(group_sizes), figsize=(11, 7.5), layout="constrained", sharex=True, sharey=True
     )
     for (name, label), row in zip(measures.items(), panels, strict=True):
-        row[0].set_ylabel(f"{label}, share of repeated")
+        row[0].set_ylabel(f"{label} / repeated")
         for num_rows, panel in zip(group_sizes, row, strict=True):
             panel.axhline(1 / num_rows, color="black", linewidth=0.8, linestyle="--", label="1 / G")
             for (path, (style, who)), (prompt_len, color) in itertools.product(
