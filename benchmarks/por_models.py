@@ -1,7 +1,7 @@
 """The models of por.py: random weights in the published sizes of Qwen3, and what an update of them costs.
 
 Sizes are those of `config.json` of Qwen/Qwen3-0.6B, -1.7B, -4B and -8B. For a CPU: `0.6B-layer` and `8B-layer`, one
-layer of these with a vocabulary of 1,024; `7M`, small enough for passes of thousands of tokens in seconds; `0.6M`; and
+layer of these with a vocabulary of 1,024; `7M`, small enough for passes of thousands of tokens in seconds; `0.5M`; and
 `tiny`.
 """
 
@@ -43,7 +43,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "0.6B-layer": _sizes(hidden=1024, heads=16, kv_heads=8, intermediate=3072, **_ONE_LAYER),
     "8B-layer": _sizes(hidden=4096, heads=32, kv_heads=8, intermediate=12_288, **_ONE_LAYER),
     "7M": _sizes(hidden=512, layers=2, heads=8, kv_heads=4, intermediate=1536, head_dim=64, vocab_size=1024),
-    "0.6M": _sizes(hidden=128, layers=2, heads=4, kv_heads=2, intermediate=384, head_dim=32, vocab_size=512),
+    "0.5M": _sizes(hidden=128, layers=2, heads=4, kv_heads=2, intermediate=384, head_dim=32, vocab_size=512),
     "tiny": _sizes(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128, head_dim=16, vocab_size=512),
 }
 

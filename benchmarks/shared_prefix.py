@@ -83,7 +83,7 @@ class Benchmark:
 
     def __init__(self, log: RunLog, *, repetitions: int) -> None:
         self._log, self._repetitions = log, repetitions
-        self._model: PreTrainedModel = new_model("0.6M", dtype=torch.float32, device=CPU)
+        self._model: PreTrainedModel = new_model("0.5M", dtype=torch.float32, device=CPU)
 
     def measure(self, rows: GroupRows, paths: list[str], **case: Any) -> None:
         """Measure the paths of a case, each beside the others.
