@@ -117,6 +117,7 @@ class TreeConfig:
     shared_tokens: str = _text("sum", "a name; 'sum' is the flat objective")
     sharing: str = _choice("full", "prompt", remedy="'prompt' shares no token of a response, as an ablation")
     route_conflicts: str = _choice("first", "fork", remedy="'fork' computes each row under its own experts")
+    rows: str = _choice("all", "longest", remedy="'longest' trains one row of each session")
     session_weight: str = _choice("leaf", "session", remedy="'leaf' is verl's objective, every row the same weight")
     logits_chunk_size: int = _integer(1024, minimum=1, remedy="the default is 1024")
     drift: str = _choice("heal", "fork", remedy="'heal' sends the tokens that the model sampled, 'fork' the prompt's")

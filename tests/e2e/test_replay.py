@@ -345,6 +345,32 @@ def test_rows_reach_the_ranks_as_planned_and_advantages_skip_padding(trainer: Ro
     clear(batch)
 
 
+def test_the_longest_row_of_each_session_is_left_and_compared_with_the_others_left(trainer: RowsTrainer) -> None:
+    """Leaves of a session have one token more than the one before."""
+    roll_out()
+    with open_dict(trainer.config):
+        trainer.config.tree.rows = "longest"
+    sampled = sample(trainer)
+    metrics: dict[str, Any] = {}
+    batch = trainer._balance_batch(sampled, metrics)
+    longest = ["000000000-x_0_1", "000000000-x_1_0", "000000001-a_0_0", "000000001-a_1_2", "000000002-m_1_0"]
+    assert sorted(real_rows(batch).keys) == longest
+    assert sorted(tq.kv_list("train")["train"]) == sorted(batch.keys), "the others are gone, the padding is there"
+    assert trainer._mini_batch_plan.num_rows == (4, 1)
+    assert batch.extra_info == sampled.extra_info
+    # Without the other leaves: the prompt and one row of each session, 4 + 3 + session + leaf tokens.
+    assert step_metrics([take_tree_metrics(metrics)])["tree/flat_tokens"] == 8 + 8 + 7 + 10 + 8
+
+    put_log_probs(batch, reference_is_lower_by=0.0)
+    rows = fetch(trainer._compute_advantage(batch, {}))
+    # Pairs of rewards 0 and 1, and 0 and .75: means .5 and .375, deviations as large, unbiased stds sqrt(2) times that.
+    expected = {key: sign * 0.5**0.5 for key, sign in zip(longest, (-1, 1, -1, 1), strict=False)}
+    for key, advantage in expected.items():
+        assert rows[key]["advantages"][0] == pytest.approx(advantage, rel=1e-5), key
+    assert rows[longest[-1]]["advantages"][0] == pytest.approx(3.0, rel=1e-5)
+    clear(batch)
+
+
 def put_log_probs(batch: KVBatchMeta, *, reference_is_lower_by: float) -> None:
     """Write what the workers' log-prob passes would have written for every row, padding too."""
     data = tq.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=["rollout_log_probs"])

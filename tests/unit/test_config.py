@@ -32,6 +32,7 @@ from verl_tree.launch.composition import compose_config
         ({"gate": True}, ["tree.gate=True", "auto, always, never"]),
         ({"backend": 3}, ["tree.backend=3", "auto"]),
         ({"shared_tokens": None}, ["tree.shared_tokens=None", "sum"]),
+        ({"rows": "last"}, ["tree.rows='last'", "all, longest"]),
         ({"session_weight": "prompt"}, ["tree.session_weight='prompt'", "leaf, session"]),
         ({"logits_chunk_size": 0}, ["tree.logits_chunk_size=0", "1024"]),
         ({"drift": "off"}, ["tree.drift='off'", "heal, fork"]),

@@ -184,8 +184,8 @@ def _tagged_shapes(tags: Sequence[Mapping[str, Any]]) -> np.ndarray | None:
 @cache
 def _tell_missing_shapes() -> None:
     logger.warning(
-        "rows without the tag %r: the driver reads the tokens of every step to balance the ranks. Our agent loop "
-        "workers write the tag; see docs/scale.md",
+        "rows without the tag %r, or without the rows between them (tree.rows=longest): the driver reads the tokens of "
+        "every step to balance the ranks. Our agent loop workers write the tag; see docs/scale.md",
         LEAF_SHAPE_TAG,
     )
 

@@ -4,7 +4,7 @@ What differs from `PPOTrainer` (verl 0.9.1), each through an overridden method:
 
 - Rows (`_balance_batch`): a prompt group stays in one mini-batch, and on one rank unless the ranks would be too uneven
   (`batching`). The order does not depend on when rows arrived. The workers' fitted cost model balances the ranks.
-  Advantages, metrics and dumps leave padding rows out (`padding`).
+  Advantages, metrics and dumps leave padding rows out (`padding`). `tree.rows` may leave out others (`chosen_rows`).
 - Workers (`_init_resource_pool_mgr`, `_update_*`) cut mini-batches as planned here (`worker`).
 - Columns of tokens are read and written by the ranks (`beside_rows`, behind verl's mode).
 - Log-probs of the rollout engine (`_compute_old_log_prob`) are compared with the trainer's (`log_prob_guard`).
@@ -41,6 +41,7 @@ from verl_tree.packing.counts import ForestCounts
 from verl_tree.records import StoredTree
 from verl_tree.trainer import advantages, replay
 from verl_tree.trainer.batching import MiniBatchPlan, assign_rows, number_sessions
+from verl_tree.trainer.chosen_rows import drop_all_but_longest
 from verl_tree.trainer.log_prob_guard import LogProbGuard
 from verl_tree.trainer.metrics import (
     capture_metrics,
@@ -123,6 +124,8 @@ class TreeTrainer(PPOTrainer):
             ValueError: A row lacks what a step reads (`row_check`), or there is nothing to train on.
         """
         check_step_rows(batch, reads_log_probs=self.config.actor_rollout_ref.rollout.calculate_log_probs)
+        if self.config.tree.rows == "longest":
+            batch = drop_all_but_longest(batch)
         rows = StepRows.fetch(batch)
         self._step_rows |= rows
         actor = self.config.actor_rollout_ref.actor

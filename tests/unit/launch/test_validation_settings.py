@@ -19,6 +19,7 @@ def test_defaults_are_valid() -> None:
     validate(resolved("algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=true"))
     validate(resolved("tree.sharing=prompt"))
     validate(resolved("tree.session_weight=session", f"{ACTOR}.policy_loss.loss_mode=gspo"))
+    validate(resolved("tree.rows=longest", "algorithm.adv_estimator=gigpo"))
     validate(resolved(f"{ACTOR}.policy_loss.loss_mode=clip_cov"))
     tiled = [f"{model}.tiled_mlp.enabled=true" for model in ("actor_rollout_ref.model", "critic.model")]
     validate(resolved(OFFLOAD, *tiled, "critic.enable=true"))
@@ -117,6 +118,19 @@ REFUSED = {
         (
             ["tree.session_weight=session", "tree.enabled=false", *TOP_K],
             ["loss_mode=forward_kl_topk", "not known to be a sum", "kl, k1, abs", "tree.session_weight=leaf"],
+        )
+    ],
+    "check_rows": [
+        (
+            ["tree.rows=longest", f"algorithm.adv_estimator={estimator}"],
+            [f"adv_estimator={estimator}: with tree.rows=longest a session has one leaf", "set it to tree_grpo,"],
+        )
+        for estimator in ("tree_grpo_intra", "treerl", "treepo")
+    ]
+    + [
+        (
+            ["tree.rows=longest", "tree.session_weight=session"],
+            ["session_weight=session", "set it to leaf, or tree.rows=all"],
         )
     ],
     "check_distillation": [

@@ -46,6 +46,20 @@ def check_session_weight(config: DictConfig) -> Findings:
             yield refusal(config, key, f"{reason}; {remedy}")
 
 
+def check_rows(config: DictConfig) -> Findings:
+    """Find what compares or weighs the leaves of a session where one is left: it would be ignored."""
+    if config.tree.rows == "all":
+        return
+    of_leaves = {
+        "algorithm.adv_estimator": (("tree_grpo_intra", "treerl", "treepo"), "tree_grpo"),
+        "tree.session_weight": (("session",), "leaf"),
+    }
+    for key, (ignored, same) in of_leaves.items():
+        if value_of(config, key) in ignored:
+            remedy = f"with tree.rows={config.tree.rows} a session has one leaf, and this is {same}"
+            yield refusal(config, key, f"{remedy}; set it to {same}, or tree.rows=all")
+
+
 def check_distillation(config: DictConfig) -> Findings:
     """Find a distillation loss that reads more of the student than log-probs, or that verl does not know."""
     if not config.distillation.enabled:
@@ -80,4 +94,4 @@ def check_correction(config: DictConfig) -> Findings:
         yield refusal(config, key, remedy)
 
 
-CHECKS: tuple[Check, ...] = (check_estimator, check_session_weight, check_distillation, check_correction)
+CHECKS: tuple[Check, ...] = (check_estimator, check_session_weight, check_rows, check_distillation, check_correction)
