@@ -1,21 +1,29 @@
 """Draw a training run: validation reward, what the trees saved, and the time of an update, one panel each.
 
-    python scripts/plot_run.py runs/arithmetic_tools/metrics.jsonl [--baseline OTHER.jsonl] [--out FILE.png]
+    python scripts/plot_run.py runs/arithmetic_tools/metrics.jsonl [--baseline OTHER.jsonl ...] [--out FILE.png]
 
-reads the JSON lines that verl's logger ``file`` writes: ``{"step": 3, "data": {"tree/por": 0.8, ...}}``.
+reads the JSON lines that verl's logger ``file`` writes: ``{"step": 3, "data": {"tree/por": 0.8, ...}}``. Other panels:
+
+    python scripts/plot_run.py a1.jsonl --baseline a2.jsonl b.jsonl --names a,a,b --keys actor/loss,actor/grad_norm
+
+draws a panel for each key. Runs of one name, such as three seeds, are one line, their mean, in a band from the least to
+the greatest. An axis is logarithmic where the values are positive and 100 times apart.
 """
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 Metrics = dict[int, dict[str, float]]
 Series = tuple[list[int], list[float]]
@@ -24,6 +32,7 @@ SESSION_REWARD = "tree/session_reward/mean"
 # With their line widths: where everything fits into one pack the two are equal.
 SHARING = {"tree/por": ("potential overlap (POR)", 4.0), "tree/err": ("effective reuse (ERR)", 1.5)}
 UPDATE_S = "timing_s/update_actor"
+MAX_COLUMNS = 4
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -81,6 +90,51 @@ def draw(runs: dict[str, Metrics], *, out: Path) -> None:
     plt.close(figure)
 
 
+def draw_keys(runs: Sequence[tuple[str, Metrics]], *, keys: Sequence[str], out: Path) -> None:
+    """Draw a panel for each key into the picture `out`, with a line for each name of runs.
+
+    Raises:
+        ValueError: No run logged a key.
+    """
+    num_columns = min(len(keys), MAX_COLUMNS)
+    num_rows = math.ceil(len(keys) / num_columns)
+    size = (4.3 * num_columns, 3.4 * num_rows)
+    figure, panels = plt.subplots(num_rows, num_columns, figsize=size, layout="constrained", squeeze=False)
+    for axes in panels.flat[len(keys) :]:
+        axes.remove()
+    names = list(dict.fromkeys(name for name, _ in runs))
+    for key, axes in zip(keys, panels.flat, strict=False):
+        drawn: list[float] = []
+        for number, name in enumerate(names):
+            steps, values = series_of_runs([metrics for each, metrics in runs if each == name], key=key)
+            if not steps:
+                continue
+            # The first line is wide, so that one on top of it leaves it in sight.
+            style, width = ("-", 3.5) if number == 0 else ("--", 1.5)
+            (line,) = axes.plot(steps, [fmean(each) for each in values], style, linewidth=width, label=name)
+            if max(map(len, values)) > 1:
+                axes.fill_between(
+                    steps, list(map(min, values)), list(map(max, values)), color=line.get_color(), alpha=0.2
+                )
+            drawn += [value for each in values for value in each]
+        if not drawn:
+            raise ValueError(f"no run logged {key!r}; name a key of the metrics file")
+        if min(drawn) > 0 and max(drawn) >= 100 * min(drawn):
+            axes.set_yscale("log")
+        axes.set(title=key, xlabel="step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    figure.savefig(out, dpi=130)
+    plt.close(figure)
+
+
+def series_of_runs(runs: Sequence[Metrics], *, key: str) -> tuple[list[int], list[list[float]]]:
+    """Return the steps at which all of the runs logged `key`, and the values of the runs at each."""
+    steps = sorted(set.intersection(*(set(series(metrics, key=key)[0]) for metrics in runs)))
+    return steps, [[metrics[step][key] for metrics in runs] for step in steps]
+
+
 def summary(metrics: Metrics) -> str:
     """Return a few lines with the first and last values of what the picture shows."""
     keys = [validation_key(metrics), SESSION_REWARD, *SHARING, "tree/compression", UPDATE_S]
@@ -104,18 +158,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, draw and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("metrics", type=Path)
-    parser.add_argument("--baseline", type=Path, help="metrics of another run to draw with it")
+    parser.add_argument("--baseline", type=Path, nargs="+", default=[], help="metrics of other runs to draw with it")
+    parser.add_argument("--names", type=_words, help="a name for each run, divided by commas; default: their folders")
+    parser.add_argument("--keys", type=_words, help="metrics to draw, one panel each, divided by commas")
     parser.add_argument("--out", type=Path, help="default: the metrics file with the ending .png")
     options = parser.parse_args(arguments)
-    paths = [options.metrics] + ([options.baseline] if options.baseline else [])
+    paths = [options.metrics, *options.baseline]
+    names = options.names or [str(path.parent) for path in paths]
+    if len(names) != len(paths):
+        sys.exit(f"--names gives {len(names)} names to {len(paths)} runs: give one to each")
     missing = [str(path) for path in paths if not path.exists()]
     if missing:
         sys.exit(f"{', '.join(missing)}: no such file; give what verl's logger `file` wrote")
-    runs = {str(path.parent): read_metrics(path) for path in paths}
+    runs = [(name, read_metrics(path)) for name, path in zip(names, paths, strict=True)]
     out = options.out or options.metrics.with_suffix(".png")
-    draw(runs, out=out)
-    print(summary(runs[next(iter(runs))]))
+    if options.keys:
+        draw_keys(runs, keys=options.keys, out=out)
+    else:
+        if len(set(names)) < len(names):
+            sys.exit(f"runs of one name, {', '.join(names)}: give other --names, or --keys, which draws their mean")
+        draw(dict(runs), out=out)
+        print(summary(runs[0][1]))
     print(f"  plot: {out}")
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,89 @@
+"""All rows of each session or its longest alone: training runs of the recipe memory_qa, the same seeds with either.
+
+    python benchmarks/rows.py --out docs/benchmarks/data
+
+writes a file of metrics for each run, OUT/rows_all_1.jsonl and so on, as it ends. Runs whose file is there are not
+repeated, so a command that was stopped goes on. Runs of one seed get the same prompts at each step, as many sessions of
+each, and start from the same model. The picture of all runs:
+
+    cd docs/benchmarks/data && python ../../../scripts/plot_run.py rows_all_1.jsonl --out ../../rows.png \
+        --baseline rows_all_[23].jsonl rows_longest_[123].jsonl --names all,all,all,longest,longest,longest \
+        --keys val-core/memory_qa/reward/mean@1,tree/flat_tokens,actor/entropy,timing_s/update_actor
+"""
+
+from pathlib import Path
+from statistics import fmean, median
+
+from harness import environment, new_parser, print_table, write_json
+from recipe_runs import Metrics, read_metrics, seeds, train, write_metrics
+
+ROWS = ("all", "longest")
+VALIDATION = "val-core/memory_qa/reward/mean@1"
+UPDATE_S = "timing_s/update_actor"
+KEYS = (
+    VALIDATION,
+    "tree/session_reward/mean",
+    "tree/leaves_per_session",
+    "tree/flat_tokens",
+    "tree/tokens",
+    "actor/entropy",
+    "actor/grad_norm",
+    "timing_s/step",
+    "timing_s/gen",
+    "timing_s/old_log_prob",
+    UPDATE_S,
+)
+
+
+def main() -> None:
+    """Run what is not there yet, then print the means over the seeds."""
+    parser = new_parser(__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="runs with either rows")
+    parser.add_argument("--steps", type=int, default=12, help="steps of a run")
+    parser.add_argument("--test-freq", type=int, default=2, help="steps from one validation to the next")
+    parser.add_argument("--runs", type=int, help="most runs of this call")
+    parser.add_argument("--work", type=Path, default=Path("runs/rows"), help="folder of the runs")
+    options = parser.parse_args()
+    if options.out is None:
+        parser.error("--out is needed: the folder for the files of metrics")
+    places = [(rows, seed) for seed in range(1, options.seeds + 1) for rows in ROWS]
+    missing = [place for place in places if not _file(options.out, *place).exists()]
+    for rows, seed in missing[: options.runs]:
+        settings = (f"trainer.total_training_steps={options.steps}", f"trainer.test_freq={options.test_freq}")
+        metrics = train(
+            "memory_qa", f"tree.rows={rows}", *seeds(seed), *settings, folder=options.work.resolve() / f"{rows}_{seed}"
+        )
+        write_metrics(metrics, _file(options.out, rows, seed), keys=KEYS)
+    runs = {place: read_metrics(_file(options.out, *place)) for place in places if _file(options.out, *place).exists()}
+    tables = [summary([metrics for (each, _), metrics in runs.items() if each == rows], rows=rows) for rows in ROWS]
+    print_table([line for table in tables for line in table])
+    write_json({"environment": environment(options), "summary": tables}, options.out / "rows.json")
+
+
+def _file(folder: Path, rows: str, seed: int) -> Path:
+    return folder / f"rows_{rows}_{seed}.jsonl"
+
+
+def summary(runs: list[Metrics], *, rows: str) -> list[dict[str, str]]:
+    """Return a line for each validation: rewards of the runs, and what training had taken until then."""
+    steps = sorted(set.intersection(*(set(metrics) for metrics in runs))) if runs else []
+    lines = []
+    for step in (step for step in steps if VALIDATION in runs[0][step]):
+        rewards = [metrics[step][VALIDATION] for metrics in runs]
+        updates = [metrics[each] for metrics in runs for each in steps if 0 < each <= step]
+        lines.append(
+            {
+                "rows": rows,
+                "runs": str(len(runs)),
+                "step": str(step),
+                "validation reward": f"{fmean(rewards):.3f}",
+                "least to greatest": f"{min(rewards):.3f} to {max(rewards):.3f}",
+                "tokens trained in a run": f"{sum(each['tree/flat_tokens'] for each in updates) / len(runs):.0f}",
+                "median update (s)": f"{median(each[UPDATE_S] for each in updates):.2f}" if updates else "",
+            }
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    main()

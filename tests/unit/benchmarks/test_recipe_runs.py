@@ -1,0 +1,88 @@
+"""What is made of the metrics of training runs: files, differences, summaries, and pictures of chosen keys."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+
+import torch
+from parity import distance, worst_difference
+from recipe_runs import read_metrics, write_metrics
+from rows import summary
+
+PLOT = Path(__file__).parents[3] / "scripts" / "plot_run.py"
+VALIDATION, UPDATE_S = "val-core/memory_qa/reward/mean@1", "timing_s/update_actor"
+
+
+def plot(*arguments: object) -> None:
+    """Run `scripts/plot_run.py` in this process."""
+    runpy.run_path(str(PLOT))["main"]([str(argument) for argument in arguments])
+
+
+def run_file(path: Path, values: dict[int, float], *, key: str = "actor/loss") -> Path:
+    """Write a run that logged one metric."""
+    write_metrics({step: {key: value} for step, value in values.items()}, path, keys=(key,))
+    return path
+
+
+def test_written_metrics_have_the_chosen_keys_and_are_read_as_verls(tmp_path: Path) -> None:
+    metrics: dict[int, dict[str, Any]] = {2: {"a": 1.5, "b": 2.0}, 0: {"c": 3.0}}
+    write_metrics(metrics, tmp_path / "data" / "run.jsonl", keys=("a", "c"))
+    lines = (tmp_path / "data" / "run.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"step": 0, "data": {"c": 3.0}}, {"step": 2, "data": {"a": 1.5}}]
+    assert read_metrics(tmp_path / "data" / "run.jsonl") == {0: {"c": 3.0}, 2: {"a": 1.5}}
+
+
+def test_differences_are_from_flat_and_relative_to_its_largest_size() -> None:
+    runs = {
+        "tree": {1: {"loss": -4.0}, 2: {"loss": 1.5}, 3: {}},
+        "flat": {1: {"loss": -4.0}, 2: {"loss": 1.0}, 3: {}},
+        "flat_cut": {1: {"loss": -3.0}, 2: {"loss": 1.0}, 3: {}},
+    }
+    found = worst_difference(runs, key="loss")
+    assert found == {"metric": "loss", "steps": 2, "largest": 4.0, "tree": 0.125, "flat_cut": 0.25}
+
+
+def test_the_distance_is_over_all_weights() -> None:
+    here = {"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([[2.0]])}
+    there = {"a": torch.tensor([1.0, 1.0]), "b": torch.tensor([[0.5]])}
+    assert distance(here, there) == 2.5  # sqrt(2^2 + 1.5^2)
+
+
+def test_the_summary_counts_what_was_trained_until_each_validation() -> None:
+    def step(tokens: float, update_s: float, **others: float) -> dict[str, float]:
+        return {"tree/flat_tokens": tokens, UPDATE_S: update_s, **others}
+
+    runs = [
+        {0: {VALIDATION: 0.25}, 1: step(100, 1.0), 2: step(200, 2.0, **{VALIDATION: 0.5})},
+        {0: {VALIDATION: 0.75}, 1: step(300, 3.0), 2: step(600, 6.0, **{VALIDATION: 1.0})},
+    ]
+    first, last = summary(runs, rows="all")
+    assert (first["step"], first["validation reward"], first["tokens trained in a run"]) == ("0", "0.500", "0")
+    assert (last["step"], last["validation reward"], last["least to greatest"]) == ("2", "0.750", "0.500 to 1.000")
+    assert (last["tokens trained in a run"], last["median update (s)"]) == ("600", "2.50")
+
+
+def test_runs_of_one_name_are_drawn_as_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    runs = [run_file(tmp_path / f"{number}.jsonl", {1: 0.5, 2: 1.0 + number}) for number in range(3)]
+    out = tmp_path / "picture.png"
+    plot(runs[0], "--baseline", *runs[1:], "--names", "a,a,b", "--keys", "actor/loss", "--out", out)
+    assert out.stat().st_size > 0
+    assert "plot:" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="3 runs: give one to each"):
+        plot(runs[0], "--baseline", *runs[1:], "--names", "a,b", "--keys", "actor/loss", "--out", out)
+    with pytest.raises(SystemExit, match="runs of one name"):
+        plot(runs[0], "--baseline", runs[1], "--out", out)
+    with pytest.raises(ValueError, match="no run logged 'actor/lose'"):
+        plot(runs[0], "--keys", "actor/lose", "--out", out)
+
+
+def test_a_line_has_the_steps_that_all_its_runs_logged() -> None:
+    series_of_runs = runpy.run_path(str(PLOT))["series_of_runs"]
+    runs = [{1: {"a": 1.0}, 2: {"a": 2.0}, 3: {"b": 0.0}}, {2: {"a": 4.0}, 3: {"a": 5.0}}]
+    assert series_of_runs(runs, key="a") == ([2], [[2.0, 4.0]])
