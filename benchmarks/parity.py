@@ -2,23 +2,27 @@
 
     python benchmarks/parity.py --out docs/benchmarks/data
 
-trains the recipe memory_qa three times, with a KL and an entropy term, and validations that sample greedily:
+trains the recipe memory_qa twice, with a KL and an entropy term, and validations that sample greedily: `tree` generates
+and stores its rollouts, `flat` repeats them with tree.enabled=false.
 
-- `tree` generates, and stores its rollouts
-- `flat` repeats them with tree.enabled=false
-- `flat_cut` is `flat` with smaller micro-batches, which changes nothing but the order of sums: what rounding does
+Runs that have ended in the folder --work are not repeated, so a command that was stopped goes on. Each run is a file
+OUT/parity_NAME.jsonl. `weights/moved` is the distance of the weights from the first ones, over their norm, and
+`weights/apart` the distance from the weights of `flat`, over what those have moved.
 
-Each writes OUT/parity_NAME.jsonl. `weights/moved` is the distance of the weights from the first ones over their norm,
-and `weights/apart` the distance from the weights of `flat` over what those have moved. The picture:
+AdamW's first step moves a weight by the learning rate times g / (|g| + epsilon): where a gradient g is not large against
+epsilon, its rounding is not small in the step. `small_steps` in OUT/parity.json has the share of such weights, and which
+share of the squared distance after the first step lies in them. The picture:
 
     cd docs/benchmarks/data && python ../../../scripts/plot_run.py parity_tree.jsonl --baseline parity_flat.jsonl \
         --names tree,flat --out ../../parity.png --keys KEYS
 
 with the keys that this program prints.
+
+Legend: W weights of the model.
 """
 
 import argparse
-import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,8 @@ from typing import Any
 import torch
 from harness import environment, new_parser, print_table, write_json
 from omegaconf import OmegaConf
-from recipe_runs import Metrics, seeds, train, write_metrics
+from recipe_runs import Metrics, read_metrics, seeds, train, write_metrics
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -45,29 +50,34 @@ TOKENS = ("tree/flat_tokens", "tree/packed_tokens")
 RUNS = {
     "tree": ("tree.enabled=true",),
     "flat": ("tree.enabled=false",),
-    "flat_cut": ("tree.enabled=false", f"{ACTOR}.ppo_max_token_len_per_gpu=1024"),
 }
-
-Weights = Mapping[str, torch.Tensor]
 
 
 def main() -> None:
     """Make the runs, measure the distances, and print the largest differences."""
     parser = new_parser(__doc__)
     parser.add_argument("--steps", type=int, default=12, help="steps of a run")
+    parser.add_argument("--runs", type=int, help="most runs of this call")
     parser.add_argument("--work", type=Path, default=Path("runs/parity"), help="folder of the runs")
     options = parser.parse_args()
     if options.out is None:
         parser.error("--out is needed: the folder for the files of metrics")
     work = options.work.resolve()
-    shutil.rmtree(work, ignore_errors=True)  # else the first run would repeat rollouts of an earlier call
-    runs = {name: train("memory_qa", *settings(options, work), *RUNS[name], folder=work / name) for name in RUNS}
+    missing = [name for name in RUNS if options.steps not in read_metrics(work / name / "metrics.jsonl")]
+    for name in missing[: options.runs]:
+        train("memory_qa", *settings(options, work), *RUNS[name], folder=work / name)
+    if len(missing) > (options.runs or len(RUNS)):
+        sys.exit(f"{len(missing) - options.runs} runs are left: the same command goes on")
+    runs = {name: read_metrics(work / name / "metrics.jsonl") for name in RUNS}
     add_distances(runs, work=work)
     for name, metrics in runs.items():
         write_metrics(metrics, options.out / f"parity_{name}.jsonl", keys=(*COMPARED, APART, *TOKENS, *TIMES))
     table = [worst_difference(runs, key=key) for key in COMPARED]
     print_table([{name: _short(value) for name, value in line.items()} for line in table])
-    write_json({"environment": environment(options), "worst": table}, options.out / "parity.json")
+    tree_W, flat_W = (weights_after(1, folder=work / name) for name in RUNS)
+    small = small_steps(tree_W, flat_W=flat_W, first_W=first_weights(work))
+    print(f"step 1: {small['weights']:.2%} small steps, {small['squared_distance']:.1%} of the squared distance")
+    write_json({"environment": environment(options), "worst": table, "small_steps": small}, options.out / "parity.json")
     print(f"--keys {','.join((*COMPARED, APART))}")
 
 
@@ -94,44 +104,47 @@ def settings(options: argparse.Namespace, work: Path) -> tuple[str, ...]:
 
 def add_distances(runs: Mapping[str, Metrics], *, work: Path) -> None:
     """Add the distances of the weights after each step to its metrics."""
-    recipe = OmegaConf.load(work / "flat" / "hydra" / ".hydra" / "config.yaml").recipe
-    first = weights_in(Path(recipe.folder) / "model")
-    norm = distance(first, {name: torch.zeros_like(each) for name, each in first.items()})
+    first = first_weights(work)
     for step in (step for step in runs["flat"] if step > 0):
-        flat = weights_after(step, folder=work / "flat")
-        for name, metrics in runs.items():
-            weights = weights_after(step, folder=work / name)
-            metrics[step][MOVED] = distance(weights, first) / norm
-            metrics[step][APART] = distance(weights, flat) / distance(flat, first)
+        tree, flat = (weights_after(step, folder=work / name) for name in RUNS)
+        runs["tree"][step][MOVED] = float((tree - first).norm() / first.norm())
+        runs["flat"][step][MOVED] = float((flat - first).norm() / first.norm())
+        runs["tree"][step][APART] = float((tree - flat).norm() / (flat - first).norm())
 
 
-def weights_after(step: int, *, folder: Path) -> Weights:
-    """Return the weights of the checkpoint of a step."""
+def small_steps(tree_W: Tensor, *, flat_W: Tensor, first_W: Tensor) -> dict[str, float]:
+    """Return the shares of weights, and of the squared distance, whose step was below .9 of the largest."""
+    moved_W, squares_W = (flat_W - first_W).abs(), (tree_W - flat_W).square()
+    is_small_W = moved_W < 0.9 * moved_W.max()
+    return {
+        "weights": float(is_small_W.double().mean()),
+        "squared_distance": float(squares_W[is_small_W].sum() / squares_W.sum()),
+    }
+
+
+def first_weights(work: Path) -> Tensor:
+    """Return the weights that the runs started with, (W,) float64."""
+    recipe = OmegaConf.load(work / "flat" / "hydra" / ".hydra" / "config.yaml").recipe
+    return weights_in(Path(recipe.folder) / "model")
+
+
+def weights_after(step: int, *, folder: Path) -> Tensor:
+    """Return the weights of the checkpoint of a step, (W,) float64."""
     return weights_in(folder / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface")
 
 
-def weights_in(folder: Path) -> Weights:
-    """Return the weights of a model; tied ones once."""
-    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
-
-
-def distance(weights: Weights, others: Weights) -> float:
-    """Return the Euclidean distance of all weights together, computed in float64."""
-    assert weights.keys() == others.keys()
-    with torch.no_grad():
-        squares = [(weights[name].double() - others[name].double()).square().sum() for name in weights]
-    return float(torch.stack(squares).sum().sqrt())
+def weights_in(folder: Path) -> Tensor:
+    """Return all weights of a model, tied ones once, (W,) float64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return torch.cat([weight.detach().double().flatten() for weight in model.parameters()])
 
 
 def worst_difference(runs: Mapping[str, Metrics], *, key: str) -> dict[str, Any]:
-    """Return the largest difference of a step from `flat`, relative to the largest size of the metric there."""
+    """Return the largest difference of a step, relative to the largest size of the metric."""
     flat = {step: data[key] for step, data in runs["flat"].items() if key in data}
     size = max(map(abs, flat.values()))
-    others = {name: metrics for name, metrics in runs.items() if name != "flat"}
-    return {"metric": key, "steps": len(flat), "largest": size} | {
-        name: max(abs(metrics[step][key] - value) for step, value in flat.items()) / size
-        for name, metrics in others.items()
-    }
+    worst = max(abs(runs["tree"][step][key] - value) for step, value in flat.items())
+    return {"metric": key, "steps": len(flat), "largest size": size, "relative difference": worst / size}
 
 
 def _short(value: Any) -> str:

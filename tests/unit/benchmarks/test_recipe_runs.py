@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
-from parity import distance, worst_difference
+from parity import small_steps, worst_difference
 from recipe_runs import read_metrics, write_metrics
 from rows import summary
 
@@ -37,20 +37,20 @@ def test_written_metrics_have_the_chosen_keys_and_are_read_as_verls(tmp_path: Pa
     assert read_metrics(tmp_path / "data" / "run.jsonl") == {0: {"c": 3.0}, 2: {"a": 1.5}}
 
 
-def test_differences_are_from_flat_and_relative_to_its_largest_size() -> None:
+def test_differences_are_relative_to_the_largest_size_of_a_metric() -> None:
     runs = {
         "tree": {1: {"loss": -4.0}, 2: {"loss": 1.5}, 3: {}},
         "flat": {1: {"loss": -4.0}, 2: {"loss": 1.0}, 3: {}},
-        "flat_cut": {1: {"loss": -3.0}, 2: {"loss": 1.0}, 3: {}},
     }
     found = worst_difference(runs, key="loss")
-    assert found == {"metric": "loss", "steps": 2, "largest": 4.0, "tree": 0.125, "flat_cut": 0.25}
+    assert found == {"metric": "loss", "steps": 2, "largest size": 4.0, "relative difference": 0.125}
 
 
-def test_the_distance_is_over_all_weights() -> None:
-    here = {"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([[2.0]])}
-    there = {"a": torch.tensor([1.0, 1.0]), "b": torch.tensor([[0.5]])}
-    assert distance(here, there) == 2.5  # sqrt(2^2 + 1.5^2)
+def test_small_steps_are_found_in_what_flat_moved() -> None:
+    first = torch.zeros(4)
+    flat = torch.tensor([-1.0, 0.95, 0.5, -0.125])
+    tree = flat + torch.tensor([0.0, 1.0, -1.0, 2.0])  # squares 0, 1, 1, 4: the last two steps are small
+    assert small_steps(tree, flat_W=flat, first_W=first) == {"weights": 0.5, "squared_distance": pytest.approx(5 / 6)}
 
 
 def test_the_summary_counts_what_was_trained_until_each_validation() -> None:
