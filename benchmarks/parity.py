@@ -9,9 +9,9 @@ Runs that have ended in the folder --work are not repeated, so a command that wa
 OUT/parity_NAME.jsonl. `weights/moved` is the distance of the weights from the first ones, over their norm, and
 `weights/apart` the distance from the weights of `flat`, over what those have moved.
 
-AdamW's first step moves a weight by the learning rate times g / (|g| + epsilon): where a gradient g is not large against
-epsilon, its rounding is not small in the step. `small_steps` in OUT/parity.json has the share of such weights, and which
-share of the squared distance after the first step lies in them. The picture:
+AdamW's first step moves a weight by the learning rate times g / (|g| + epsilon): where a gradient g is not large
+against epsilon, its rounding is not small in the step. `small_steps` in OUT/parity.json has the share of such weights,
+and which share of the squared distance after the first step lies in them. The picture:
 
     cd docs/benchmarks/data && python ../../../scripts/plot_run.py parity_tree.jsonl --baseline parity_flat.jsonl \
         --names tree,flat --out ../../parity.png --keys KEYS
