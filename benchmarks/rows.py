@@ -7,8 +7,8 @@ repeated, so a command that was stopped goes on. Runs of one seed get the same p
 each, and start from the same model. The picture of all runs:
 
     cd docs/benchmarks/data && python ../../../scripts/plot_run.py rows_all_1.jsonl --out ../../rows.png \
-        --baseline rows_all_[23].jsonl rows_longest_[123].jsonl --names all,all,all,longest,longest,longest \
-        --keys val-core/memory_qa/reward/mean@1,tree/flat_tokens,actor/entropy,timing_s/update_actor
+        --baseline rows_all_2.jsonl rows_longest_[12].jsonl --names all,all,longest,longest \
+        --keys val-core/memory_qa/reward/mean@1,tree/session_reward/mean,tree/flat_tokens
 """
 
 from pathlib import Path
@@ -19,10 +19,11 @@ from recipe_runs import Metrics, read_metrics, seeds, train, write_metrics
 
 ROWS = ("all", "longest")
 VALIDATION = "val-core/memory_qa/reward/mean@1"
+SESSION_REWARD = "tree/session_reward/mean"
 UPDATE_S = "timing_s/update_actor"
 KEYS = (
     VALIDATION,
-    "tree/session_reward/mean",
+    SESSION_REWARD,
     "tree/leaves_per_session",
     "tree/flat_tokens",
     "tree/tokens",
@@ -38,7 +39,7 @@ KEYS = (
 def main() -> None:
     """Run what is not there yet, then print the means over the seeds."""
     parser = new_parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=3, help="runs with either rows")
+    parser.add_argument("--seeds", type=int, default=2, help="runs with either rows")
     parser.add_argument("--steps", type=int, default=12, help="steps of a run")
     parser.add_argument("--test-freq", type=int, default=2, help="steps from one validation to the next")
     parser.add_argument("--runs", type=int, help="most runs of this call")
@@ -65,12 +66,18 @@ def _file(folder: Path, rows: str, seed: int) -> Path:
 
 
 def summary(runs: list[Metrics], *, rows: str) -> list[dict[str, str]]:
-    """Return a line for each validation: rewards of the runs, and what training had taken until then."""
+    """Return a line for each validation: rewards of the runs, and what training had taken until then.
+
+    The training reward is that of all sessions since the validation before.
+    """
     steps = sorted(set.intersection(*(set(metrics) for metrics in runs))) if runs else []
     lines = []
+    before = 0
     for step in (step for step in steps if VALIDATION in runs[0][step]):
         rewards = [metrics[step][VALIDATION] for metrics in runs]
         updates = [metrics[each] for metrics in runs for each in steps if 0 < each <= step]
+        sessions = [metrics[each][SESSION_REWARD] for metrics in runs for each in steps if before < each <= step]
+        before = step
         lines.append(
             {
                 "rows": rows,
@@ -78,6 +85,7 @@ def summary(runs: list[Metrics], *, rows: str) -> list[dict[str, str]]:
                 "step": str(step),
                 "validation reward": f"{fmean(rewards):.3f}",
                 "least to greatest": f"{min(rewards):.3f} to {max(rewards):.3f}",
+                "training reward": f"{fmean(sessions):.3f}" if sessions else "",
                 "tokens trained in a run": f"{sum(each['tree/flat_tokens'] for each in updates) / len(runs):.0f}",
                 "median update (s)": f"{median(each[UPDATE_S] for each in updates):.2f}" if updates else "",
             }

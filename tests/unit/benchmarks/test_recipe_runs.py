@@ -15,7 +15,8 @@ from recipe_runs import read_metrics, write_metrics
 from rows import summary
 
 PLOT = Path(__file__).parents[3] / "scripts" / "plot_run.py"
-VALIDATION, UPDATE_S = "val-core/memory_qa/reward/mean@1", "timing_s/update_actor"
+VALIDATION, SESSION_REWARD = "val-core/memory_qa/reward/mean@1", "tree/session_reward/mean"
+UPDATE_S = "timing_s/update_actor"
 
 
 def plot(*arguments: object) -> None:
@@ -55,7 +56,7 @@ def test_small_steps_are_found_in_what_flat_moved() -> None:
 
 def test_the_summary_counts_what_was_trained_until_each_validation() -> None:
     def step(tokens: float, update_s: float, **others: float) -> dict[str, float]:
-        return {"tree/flat_tokens": tokens, UPDATE_S: update_s, **others}
+        return {"tree/flat_tokens": tokens, UPDATE_S: update_s, SESSION_REWARD: update_s / 8, **others}
 
     runs = [
         {0: {VALIDATION: 0.25}, 1: step(100, 1.0), 2: step(200, 2.0, **{VALIDATION: 0.5})},
@@ -65,6 +66,7 @@ def test_the_summary_counts_what_was_trained_until_each_validation() -> None:
     assert (first["step"], first["validation reward"], first["tokens trained in a run"]) == ("0", "0.500", "0")
     assert (last["step"], last["validation reward"], last["least to greatest"]) == ("2", "0.750", "0.500 to 1.000")
     assert (last["tokens trained in a run"], last["median update (s)"]) == ("600", "2.50")
+    assert (first["training reward"], last["training reward"]) == ("", "0.375")  # (1 + 2 + 3 + 6) / 4 / 8
 
 
 def test_runs_of_one_name_are_drawn_as_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
