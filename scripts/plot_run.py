@@ -1,6 +1,6 @@
 """Draw a training run: validation reward, what the trees saved, and the time of an update, one panel each.
 
-    python scripts/plot_run.py runs/arithmetic_tools/metrics.jsonl [--baseline OTHER.jsonl ...] [--out FILE.png]
+    python scripts/plot_run.py runs/arithmetic_tools/metrics.jsonl [--baseline OTHER.jsonl] [--out FILE.png]
 
 reads the JSON lines that verl's logger ``file`` writes: ``{"step": 3, "data": {"tree/por": 0.8, ...}}``. Other panels:
 
@@ -28,11 +28,13 @@ from matplotlib.ticker import MaxNLocator
 Metrics = dict[int, dict[str, float]]
 Series = tuple[list[int], list[float]]
 
+MAX_COLUMNS = 4
+"""Panels beside each other, of chosen keys."""
+
 SESSION_REWARD = "tree/session_reward/mean"
 # With their line widths: where everything fits into one pack the two are equal.
 SHARING = {"tree/por": ("potential overlap (POR)", 4.0), "tree/err": ("effective reuse (ERR)", 1.5)}
 UPDATE_S = "timing_s/update_actor"
-MAX_COLUMNS = 4
 
 
 def read_metrics(path: Path) -> Metrics:
