@@ -7,7 +7,7 @@ repeated, so a command that was stopped goes on. Runs of one seed get the same p
 each, and start from the same model. The picture of all runs:
 
     cd docs/benchmarks/data && python ../../../scripts/plot_run.py rows_all_1.jsonl --out ../../rows.png \
-        --baseline rows_all_2.jsonl rows_longest_[12].jsonl --names all,all,longest,longest \
+        --baseline rows_all_[23].jsonl rows_longest_[123].jsonl --names all,all,all,longest,longest,longest \
         --keys val-core/memory_qa/reward/mean@1,tree/session_reward/mean,tree/flat_tokens
 """
 
@@ -39,7 +39,7 @@ KEYS = (
 def main() -> None:
     """Run what is not there yet, then print the means over the seeds."""
     parser = new_parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=2, help="runs with either rows")
+    parser.add_argument("--seeds", type=int, default=3, help="runs with either rows")
     parser.add_argument("--steps", type=int, default=12, help="steps of a run")
     parser.add_argument("--test-freq", type=int, default=2, help="steps from one validation to the next")
     parser.add_argument("--runs", type=int, help="most runs of this call")
