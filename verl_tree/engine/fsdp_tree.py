@@ -39,6 +39,7 @@ from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY, TreeFSDPEngineConfig
 from verl_tree.cost.fit import CostFitter
 from verl_tree.cost.model import CostModel
 from verl_tree.engine.capacity import CapacityChoice
+from verl_tree.engine.computed_paths import ComputedPaths
 from verl_tree.engine.fsdp_flat import BuildOnAnyDevice
 from verl_tree.engine.less_memory import BuildWithLessMemory
 from verl_tree.engine.media import rows_with_images, with_images
@@ -66,6 +67,7 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
 
     Attributes:
         tree_counts: Tokens, nodes and packs of the last mini-batch, summed over all ranks.
+        computed_paths: What all ranks computed of it.
         num_micro_batches: Packs that each rank ran for it (the largest number of any rank).
         rank_times: How evenly the ranks worked on the last update.
         cost_metrics: The cost model of updates as rank 0 has fitted it, as metrics.
@@ -97,6 +99,7 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
         )
         self.tree_config = engine_config.tree
         self.tree_counts = ForestCounts()
+        self.computed_paths = ComputedPaths()
         self.num_micro_batches = 0
         self.rank_times = RankTimes()
         self.cost_metrics: dict[str, float] = {}
@@ -227,9 +230,11 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
 
     def _exchange_work(self, batch: TreeBatch, *, mode: Mode) -> list[RankWork]:
         """Exchange with all ranks what each of them computes."""
-        ranks: list[RankWork] = gather(RankWork.of_batch(batch, mode=mode), group=self.get_data_parallel_group())
+        mine = RankWork.of_batch(batch, mode=mode, scores_own_tokens=self._scores_own_tokens)
+        ranks: list[RankWork] = gather(mine, group=self.get_data_parallel_group())
         self.num_micro_batches = max(len(rank.works) for rank in ranks)
         self.tree_counts = sum((rank.counts for rank in ranks), ForestCounts())
+        self.computed_paths = ComputedPaths.sum(rank.paths for rank in ranks)
         return ranks
 
     def _run(

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel, Work, runs_faster_flat
+from verl_tree.engine.computed_paths import ComputedPaths
 from verl_tree.engine.read_rows import ReadRows
 from verl_tree.functional.images import PackImages
 from verl_tree.packing import Packing, check_caps, lower_bound, pack
@@ -60,6 +61,12 @@ class TreeMicroBatch:
     def num_calls(self, mode: Mode) -> NumCalls:
         """Return how many calls of the model it takes."""
         return NumCalls.of(mode, num_sections=self.cut.num_sections, num_spine_calls=self.spine_cut.num_sections)
+
+    def paths(self, *, scores_own_tokens: bool) -> ComputedPaths:
+        """Return what it computes with gradient, in verl's terms."""
+        scorer_T = self.layout.parent_T[self.wanted_T]
+        num_projected = self.layout.num_tokens if scores_own_tokens else len(scorer_T[scorer_T >= 0].unique())
+        return ComputedPaths.of_layout(self.layout, num_projected=num_projected)
 
     def calls(self, *, scores_own_tokens: bool, max_loss_terms: int | None = None) -> RelayCalls:
         """Plan its calls. A log-prob is made by the parent of its token, a value by the token itself."""

@@ -15,6 +15,7 @@ from verl.utils.model import extract_multi_modal_inputs
 
 from verl_tree.config import TREE_STRATEGY
 from verl_tree.cost.model import Work
+from verl_tree.engine.computed_paths import ComputedPaths
 from verl_tree.engine.packs import TreeBatch, TreeMicroBatch
 from verl_tree.engine.positions import positions_of
 from verl_tree.functional.images import IMAGE_MODEL_TYPES
@@ -63,15 +64,17 @@ class RankWork:
     num_calls: tuple[NumCalls, ...]  # Model calls of each micro-batch
     counts: ForestCounts
     packing_s: float
+    paths: ComputedPaths
 
     @classmethod
-    def of_batch(cls, batch: TreeBatch, *, mode: Mode) -> Self:
+    def of_batch(cls, batch: TreeBatch, *, mode: Mode, scores_own_tokens: bool) -> Self:
         """Sum up this rank's micro-batches."""
         return cls(
             works=tuple(micro.work for micro in batch.micro_batches),
             num_calls=tuple(micro.num_calls(mode) for micro in batch.micro_batches),
             counts=batch.counts,
             packing_s=batch.packing_s,
+            paths=ComputedPaths.sum(micro.paths(scores_own_tokens=scores_own_tokens) for micro in batch.micro_batches),
         )
 
 

@@ -218,12 +218,15 @@ class TreeTrainer(PPOTrainer):
     @override
     def _update_critic(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
         self._send_plan(batch)
-        return super()._update_critic(batch, metrics)
+        batch = super()._update_critic(batch, metrics)
+        metrics["perf/mfu/critic_flat_equivalent"] = metrics.pop("critic/mfu_flat_equivalent")
+        return batch
 
     @override
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
         self._send_plan(batch)
         batch = super()._update_actor(batch, metrics)
+        metrics["perf/mfu/actor_flat_equivalent"] = metrics.pop("actor/mfu_flat_equivalent")
         if "actor/tree/cost_model/s_per_token" in metrics:
             self._cost_model = CostModel.from_metrics(metrics, prefix="actor/tree/cost_model")
         return batch

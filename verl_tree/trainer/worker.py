@@ -28,6 +28,7 @@ from verl_tree.config import TreeFSDPEngineConfig
 from verl_tree.cpu.platform import ensure_cpu_process_group
 from verl_tree.cpu.weight_socket import register_sender
 from verl_tree.engine import FSDPTreeEngineWithLMHead
+from verl_tree.engine.computed_paths import ComputedPaths
 from verl_tree.engine.micro_batch import LossFunction
 from verl_tree.engine.positions import settle_positions, takes_components
 from verl_tree.engine.row_losses import is_distillation_by_estimator, is_sum_over_rows
@@ -37,6 +38,7 @@ from verl_tree.engine.untrained_rows import loss_of_any_rows
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.trainer.batching import MiniBatchPlan
 from verl_tree.trainer.portions import PortionWorker
+from verl_tree.trainer.update_flops import UpdateFlops
 from verl_tree.trainer.update_metrics import as_numbers
 
 
@@ -50,6 +52,8 @@ class TreeTrainingWorker(TrainingWorker):
             # verl's worker makes its models first, then the sender of their weights.
             register_sender()
         super().__init__(config)
+        assert self.flops_counter is not None, "verl makes one for every Hugging Face model"
+        self._flops = UpdateFlops(self.flops_counter, is_critic=config.model_type == "value_model")
 
     @property
     def _weighs_sessions(self) -> bool:
@@ -133,6 +137,26 @@ class TreeTrainingWorker(TrainingWorker):
             metrics.update(as_numbers(counts, times) | self.engine.cost_metrics)
             metrics["tree/micro_batches"] = num_micro_batches
         return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": metrics}).cpu()
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
+    @override
+    def train_batch(self, data: TensorDict) -> TensorDict | None:
+        """Take one optimiser step; see `TrainingWorker.train_batch`.
+
+        The metric `mfu` counts what was computed. verl's own, which counts flat rows, is `mfu_flat_equivalent`.
+        """
+        row_lens = tu.get(data, "global_token_num")
+        output = super().train_batch(data)
+        if output is None or row_lens is None:
+            return output
+        engine = self.engine
+        is_tree = isinstance(engine, FSDPTreeEngineWithLMHead)
+        metrics = tu.get(output, "metrics")
+        metrics["mfu_flat_equivalent"] = metrics["mfu"]
+        metrics["mfu"] *= self._flops.share(
+            engine.computed_paths if is_tree else ComputedPaths.flat(row_lens), row_lens
+        )
+        return output
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     @override
