@@ -98,8 +98,11 @@ def describe_step(metrics: Mapping[str, float], *, step: int, num_steps: int) ->
     return f"step {step}/{num_steps}: " + " | ".join(", ".join(part) for part in (reward, tree, times, dropped) if part)
 
 
-def tree_tokens_per_s(metrics: Mapping[str, float], *, update_s: float) -> dict[str, float]:
-    """Return the tree tokens of all epochs per second of the update; nothing if no update ran."""
+def tokens_per_s(metrics: Mapping[str, float], *, update_s: float) -> dict[str, float]:
+    """Return the tree and flat tokens of all epochs per second of the update; nothing if no update ran."""
     if "tree/tokens" not in metrics or update_s <= 0:
         return {}
-    return {"perf/update_tree_tokens_per_s": metrics["tree/tokens"] / update_s}
+    return {
+        "perf/update_tree_tokens_per_s": metrics["tree/tokens"] / update_s,
+        "perf/update_flat_tokens_per_s": metrics["tree/flat_tokens"] / update_s,
+    }

@@ -48,7 +48,7 @@ from verl_tree.trainer.metrics import (
     describe_failures,
     describe_step,
     session_metrics,
-    tree_tokens_per_s,
+    tokens_per_s,
 )
 from verl_tree.trainer.padding import append_padding_rows, fill_padding_rows, real_rows
 from verl_tree.trainer.replay_buffer import TreeReplayBuffer, TreeReplayBufferAsync, WatchedBuffer
@@ -185,7 +185,7 @@ class TreeTrainer(PPOTrainer):
         metrics.update(session_metrics(rows.keys, rewards=rows.rewards))
         metrics.update(self._failure_metrics(num_groups=len(rows.groups)))
         metrics.update(self._async_metrics(rows))
-        metrics.update(tree_tokens_per_s(metrics, update_s=timing_raw.get("update_actor", 0.0)))
+        metrics.update(tokens_per_s(metrics, update_s=timing_raw.get("update_actor", 0.0)))
         with marked_timer("tree_log", timing_raw):
             when = self._when(is_validation=False)
             if self._tree_log.wants(when):

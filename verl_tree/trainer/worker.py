@@ -149,13 +149,11 @@ class TreeTrainingWorker(TrainingWorker):
         output = super().train_batch(data)
         if output is None or row_lens is None:
             return output
-        engine = self.engine
-        is_tree = isinstance(engine, FSDPTreeEngineWithLMHead)
+        is_tree = isinstance(self.engine, FSDPTreeEngineWithLMHead)
+        paths = self.engine.computed_paths if is_tree else ComputedPaths.flat(row_lens)
         metrics = tu.get(output, "metrics")
         metrics["mfu_flat_equivalent"] = metrics["mfu"]
-        metrics["mfu"] *= self._flops.share(
-            engine.computed_paths if is_tree else ComputedPaths.flat(row_lens), row_lens
-        )
+        metrics["mfu"] *= self._flops.share(paths, row_lens)
         return output
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)

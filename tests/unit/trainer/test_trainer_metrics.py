@@ -11,7 +11,7 @@ from verl_tree.trainer.metrics import (
     describe_failures,
     describe_step,
     session_metrics,
-    tree_tokens_per_s,
+    tokens_per_s,
 )
 
 
@@ -68,10 +68,14 @@ def test_many_causes_are_counted_and_no_failure_says_nothing() -> None:
     assert describe_failures(CaptureReport(num_sessions=9)) is None
 
 
-def test_tree_tokens_per_second() -> None:
-    assert tree_tokens_per_s({"tree/tokens": 100.0}, update_s=4.0) == {"perf/update_tree_tokens_per_s": 25.0}
-    assert tree_tokens_per_s({}, update_s=4.0) == {}
-    assert tree_tokens_per_s({"tree/tokens": 100.0}, update_s=0.0) == {}  # no update in the critic's warm-up
+def test_tokens_per_second() -> None:
+    tokens = {"tree/tokens": 100.0, "tree/flat_tokens": 500.0}
+    assert tokens_per_s(tokens, update_s=4.0) == {
+        "perf/update_tree_tokens_per_s": 25.0,
+        "perf/update_flat_tokens_per_s": 125.0,
+    }
+    assert tokens_per_s({}, update_s=4.0) == {}
+    assert tokens_per_s(tokens, update_s=0.0) == {}  # no update in the critic's warm-up
 
 
 def test_a_step_in_one_line() -> None:
