@@ -1,4 +1,4 @@
-"""Draw a training run: validation reward, what the trees saved, and the time of an update, one panel each.
+"""Draw a training run: validation reward, what the trees saved, the time of an update and its MFU, one panel each.
 
     python scripts/plot_run.py runs/arithmetic_tools/metrics.jsonl [--baseline OTHER.jsonl] [--out FILE.png]
 
@@ -35,6 +35,7 @@ SESSION_REWARD = "tree/session_reward/mean"
 # With their line widths: where everything fits into one pack the two are equal.
 SHARING = {"tree/por": ("potential overlap (POR)", 4.0), "tree/err": ("effective reuse (ERR)", 1.5)}
 UPDATE_S = "timing_s/update_actor"
+MFU = ("perf/mfu/actor", "perf/mfu/actor_flat_equivalent")
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -67,7 +68,8 @@ def validation_key(metrics: Metrics) -> str | None:
 
 def draw(runs: dict[str, Metrics], *, out: Path) -> None:
     """Draw training runs, by name, into the picture `out`: the first solid, the others dashed."""
-    figure, (reward_axes, sharing_axes, update_axes) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    figure, panels = plt.subplots(1, 4, figsize=(17, 3.8), layout="constrained")
+    reward_axes, sharing_axes, update_axes, mfu_axes = panels
     for number, (name, metrics) in enumerate(runs.items()):
         style = "-" if number == 0 else "--"
         label = f" ({name})" if len(runs) > 1 else ""
@@ -79,11 +81,15 @@ def draw(runs: dict[str, Metrics], *, out: Path) -> None:
             points = series(metrics, key=sharing_key)
             _line(sharing_axes, points, label=f"{title}{label}", style=style, width=width)
         _line(update_axes, series(metrics, key=UPDATE_S), label=f"update{label}", style=style)
+        for mfu_key in MFU:
+            _line(mfu_axes, series(metrics, key=mfu_key), label=f"{mfu_key}{label}", style=style)
     for axes, title in ((reward_axes, "mean reward"), (sharing_axes, "share of tokens saved")):
         axes.set(title=title, ylim=(0, 1))
     update_axes.set(title="actor update, seconds")
-    update_axes.set_ylim(bottom=0)
-    for axes in (reward_axes, sharing_axes, update_axes):
+    mfu_axes.set(title="MFU: computed, and of flat rows")
+    for axes in (update_axes, mfu_axes):
+        axes.set_ylim(bottom=0)
+    for axes in panels:
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
         if axes.lines:
@@ -139,14 +145,14 @@ def series_of_runs(runs: Sequence[Metrics], *, key: str) -> tuple[list[int], lis
 
 def summary(metrics: Metrics) -> str:
     """Return a few lines with the first and last values of what the picture shows."""
-    keys = [validation_key(metrics), SESSION_REWARD, *SHARING, "tree/compression", UPDATE_S]
+    keys = [validation_key(metrics), SESSION_REWARD, *SHARING, "tree/compression", UPDATE_S, *MFU]
     lines = []
     for key in keys:
         if key is None:
             continue
         steps, values = series(metrics, key=key)
         if steps:
-            lines.append(f"  {key}: {values[0]:.3f} at step {steps[0]}, {values[-1]:.3f} at step {steps[-1]}")
+            lines.append(f"  {key}: {values[0]:.3g} at step {steps[0]}, {values[-1]:.3g} at step {steps[-1]}")
     return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ from replayed_runs import replaying_options, worst_difference
 from tiny_run import read_metrics, run, run_and_kill_engine, run_to_error
 
 from verl_tree.records import StoredTree, forests, read_trees
+from verl_tree.trainer.metric_table import KEYS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -59,6 +60,17 @@ def test_the_rollouts_branch(tree: dict[int, dict[str, Any]]) -> None:
         # A leaf's reward is its share of even tokens plus the first turn's 1.
         assert 1 <= metrics["tree/leaf_reward/mean"] <= metrics["critic/score/max"] <= 2
         assert 1.5 < metrics["tree/compression"] <= 1 / (1 - metrics["tree/por"]) + 1e-6
+
+
+def test_every_metric_is_explained_and_mfu_counts_what_is_computed(tree: dict[int, dict[str, Any]]) -> None:
+    logged = {name for metrics in tree.values() for name in metrics}
+    ours = {name for name in logged if "tree/" in name or name.startswith(("perf/mfu/", "perf/update_"))}
+    assert ours <= KEYS
+    # The run has no critic, relays nothing, replays no routes and is synchronous.
+    of_others = "critic|tree/async/|tree/(sections|spine_ratio|context_tokens|store_gib|route_conflicts)$"
+    assert {name for name in KEYS - ours if not re.search(of_others, name)} == set()
+    for metrics in tree.values():
+        assert 0 < metrics["perf/mfu/actor"] < metrics["perf/mfu/actor_flat_equivalent"]
 
 
 def responses(trees: list[StoredTree], name: str) -> np.ndarray:
