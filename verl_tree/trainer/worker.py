@@ -149,8 +149,9 @@ class TreeTrainingWorker(TrainingWorker):
         output = super().train_batch(data)
         if output is None or row_lens is None:
             return output
-        is_tree = isinstance(self.engine, FSDPTreeEngineWithLMHead)
-        paths = self.engine.computed_paths if is_tree else ComputedPaths.flat(row_lens)
+        paths = ComputedPaths.flat(row_lens)
+        if isinstance(self.engine, FSDPTreeEngineWithLMHead):
+            paths = self.engine.computed_paths
         metrics = tu.get(output, "metrics")
         metrics["mfu_flat_equivalent"] = metrics["mfu"]
         metrics["mfu"] *= self._flops.share(paths, row_lens)
