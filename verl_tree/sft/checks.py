@@ -51,6 +51,8 @@ RULES: tuple[Rule, ...] = (
     Rule("data.balance_dp_token", OFF, "ranks are balanced by predicted time anyway"),
     Rule("data.num_workers", (0,), "rows are in memory, so no process reads them"),
     Rule("tree.session_weight", ("leaf",), "rows of fine-tuning have no sessions"),
+    Rule("tree.rows", ("all",), "rows of fine-tuning have no sessions"),
+    Rule("tree.sharing", ("full",), "rows of fine-tuning have no prompts apart from their responses"),
     Rule("tree.shared_tokens", ("sum",), "tree.enabled=false knows only the sum", _uses_flat),
 )
 """Keys that must have a certain value."""

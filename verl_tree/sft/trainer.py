@@ -20,13 +20,16 @@ from verl.trainer.sft_trainer import SFTTrainer
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import SFTTensorCollator
 from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
+from verl.workers.engine_workers import TrainingWorker
 
 import verl_tree.engine  # noqa: F401  (registers the engines)
 from verl_tree.cpu.platform import ensure_cpu_process_group
+from verl_tree.engine.computed_paths import ComputedPaths
 from verl_tree.engine.fsdp_tree import FSDPTreeEngineWithLMHead
 from verl_tree.engine.rows import gather, jagged
 from verl_tree.sft.rows import TokenRows, read_rows
 from verl_tree.sft.sampler import TreeBatchSampler, TreePart, deal, find_trees, parts_of
+from verl_tree.trainer.update_flops import UpdateFlops
 
 
 def train(config: DictConfig) -> None:
@@ -60,8 +63,7 @@ class TreeSFTTrainer(SFTTrainer):
     @override
     def _build_engine(self) -> None:
         super()._build_engine()
-        if isinstance(self.engine, FSDPTreeEngineWithLMHead):
-            self.training_client.train_batch = _with_tree_metrics(self.training_client.train_batch, self.engine)
+        self.training_client.train_batch = _counted(self.training_client)
 
     @override
     def _build_dataloader(self) -> None:
@@ -122,16 +124,23 @@ def _parts(dataset: TokenRows, *, name: str, max_rows: int, min_shared: int) -> 
     return parts
 
 
-def _with_tree_metrics(
-    train_batch: Callable[..., TensorDict], engine: FSDPTreeEngineWithLMHead
-) -> Callable[..., TensorDict]:
-    """Add the tree metrics of a step to what the worker's method returns."""
+def _counted(worker: TrainingWorker) -> Callable[..., TensorDict]:
+    """Return the worker's `train_batch` with metrics of trees, and an MFU of what was computed (docs/metrics.md)."""
+    assert worker.flops_counter is not None, "it is there for every transformers model"
+    train_batch, flops = worker.train_batch, UpdateFlops(worker.flops_counter, is_critic=False)
 
     def train_and_count(data: TensorDict) -> TensorDict:
+        row_lens = tu.get(data, "global_token_num")
         output = train_batch(data=data)
         metrics: dict[str, Any] = tu.get(output, "metrics")
-        counted = engine.tree_counts.metrics() | engine.rank_times.metrics() | engine.cost_metrics
-        tu.assign_non_tensor(output, metrics=metrics | counted | {"tree/micro_batches": engine.num_micro_batches})
+        paths, engine = ComputedPaths.flat(row_lens), worker.engine
+        if isinstance(engine, FSDPTreeEngineWithLMHead):
+            paths = engine.computed_paths
+            metrics |= engine.tree_counts.metrics() | engine.rank_times.metrics() | engine.cost_metrics
+            metrics["tree/micro_batches"] = engine.num_micro_batches
+        metrics |= {"train/mfu_flat_equivalent": metrics["mfu"]}
+        metrics["mfu"] *= flops.share(paths, row_lens)
+        tu.assign_non_tensor(output, metrics=metrics)
         return output
 
     return train_and_count

@@ -68,6 +68,8 @@ def test_a_processor_needs_no_other_setting() -> None:
         ("model.use_fused_kernels=true", "set it to false"),
         ("model.mtp.enable=true", "set it to false"),
         ("tree.session_weight=session", "set it to leaf"),
+        ("tree.rows=longest", "set it to all"),
+        ("tree.sharing=prompt", "set it to full"),
         ("tree.shared_tokens=max", "choose one of"),
         ("tree.backend=triton", "set auto, varlen or dense"),
         ("data.train_batch_size=0", "give a number of at least 1"),
