@@ -1,12 +1,11 @@
 """A judge model grades the leaves of a search: 32 yes/no questions about each, all of a session in one tree.
 
-A reward model of this kind reads a long answer and is asked many short questions about it. Here it reads a leaf, prompt
-and tool results included, and is asked of both values whether they are those of the reference, and of 15 other numbers
-each whether they are. `verl_tree.functional.score_batch` runs what the leaves share, and each leaf, once, and the
-questions behind it as branches.
+The judge reads a leaf, prompt and tool results included. It is asked whether the answer says the two values of the
+reference, and in the place of each 15 wrong numbers. `verl_tree.functional.score_batch` runs every leaf once, what the
+leaves share once for all of them, and the questions as branches of the leaves.
 
-The grade is the share of yes among the right numbers minus that among the wrong ones: 1 for a right answer, about 0
-for a wrong one, and 0 for whatever a judge that always says yes, or always no, reads.
+The grade is the share of yes among the right numbers minus that among the wrong ones: 1 for a right answer, about .5 if
+one value is right, and 0 for every leaf if the judge always says yes, or always no.
 
 Legend: Q questions about one leaf.
 """
