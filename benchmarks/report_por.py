@@ -61,7 +61,7 @@ class Measured:
             seconds=statistics.median(run[seconds_key] for run in timed) if timed else float("nan"),
             last=timed[-1] if timed else {},
             peak_bytes=max(peaks, default=None),
-            not_run=None if timed else (reasons or ["the time was over"])[0],
+            not_run=None if timed else (reasons or ["the time was over"])[0][:80],
         )
 
 
