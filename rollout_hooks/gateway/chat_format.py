@@ -7,6 +7,7 @@ rendered from the model's own words: a template writes calls in its own way (spa
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 from uuid import uuid4
 
@@ -50,6 +51,7 @@ class ChatFormat:
         self.tool_parser = tool_parser
         self.keeps_raw_calls = keeps_raw_calls
         self._image_token = image_token
+        self.longest_token = _longest_token(tokenizer)
         self._special_ids = frozenset(
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         )
@@ -98,8 +100,20 @@ class ChatFormat:
         if self.ends_itself(token_ids):
             content = content.removesuffix(self.decode(token_ids[-1:]))
         return content, tuple(
-            ToolCall(call.tool_call_id or f"call_{uuid4().hex[:24]}", call.name, call.arguments) for call in calls
+            ToolCall(call.tool_call_id or f"call_{uuid4().hex[:24]}", _whole(call.name), _whole(call.arguments))
+            for call in calls
         )
+
+
+def _whole(text: str) -> str:
+    # A model may write half a character as an escape of JSON, which cannot be sent.
+    return text.encode(errors="replace").decode()
+
+
+@lru_cache(maxsize=8)  # each session has a format of its own, and this takes a tenth of a second
+def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the most characters that one token stands for. Byte-level vocabularies write a character for each byte."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def _parser_schema(function: dict[str, Any]) -> OpenAIFunctionToolSchema:
@@ -132,25 +146,27 @@ class TextStream:
         self._token_ids: list[int] = []
         # Text is decoded from `_start`, a little before `_read`: a token's text may depend on the token before it.
         self._start = self._read = 0
-        self._text = ""
-        self._num_emitted = 0
+        self._emitted: list[str] = []
+        # Stop strings are searched for here only: none begins in what was handed out.
+        self._held = ""
+        self._has_stopped = False
 
     @property
     def text(self) -> str:
         """All text that was handed out."""
-        return self._text[: self._num_emitted]
+        return "".join(self._emitted)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take more tokens; return the text that is certain now."""
         self._token_ids += token_ids
         self._decode_to(self._text_len(), is_end=False)
         longest = max(map(len, self._stop), default=1)
-        return self._emit(len(self._text) - longest + 1)
+        return self._emit(len(self._held) - longest + 1)
 
     def finish(self) -> str:
         """Return the rest of the text, as no more tokens come."""
         self._decode_to(self._text_len(), is_end=True)
-        return self._emit(len(self._text))
+        return self._emit(len(self._held))
 
     def _text_len(self) -> int:
         return len(self._token_ids) - self._format.ends_itself(self._token_ids)
@@ -160,13 +176,20 @@ class TextStream:
             return
         known = self._format.decode(self._token_ids[self._start : self._read])
         text = self._format.decode(self._token_ids[self._start : end])
-        if text.endswith(_UNFINISHED) and not is_end:
+        # A character has at most four bytes: what ends with more parts than that is none.
+        is_unfinished = text.endswith(_UNFINISHED) and not text.endswith(_UNFINISHED * 4)
+        if is_unfinished and not is_end:
             return
-        self._text += text[len(known) :]
+        self._held += text[len(known) :]
         self._start, self._read = self._read, end
 
     def _emit(self, end: int) -> str:
-        stops = [at for at in map(self._text.find, self._stop) if at >= 0]
-        end = max(self._num_emitted, min([end, *stops]))
-        new, self._num_emitted = self._text[self._num_emitted : end], end
+        """Hand out the held text up to `end`, or to the stop string that begins before it."""
+        if self._has_stopped:
+            return ""
+        end = max(0, end)
+        first_stop = min((at for at in map(self._held.find, self._stop) if at >= 0), default=end)
+        self._has_stopped = first_stop < end
+        new, self._held = self._held[: min(end, first_stop)], self._held[min(end, first_stop) :]
+        self._emitted.append(new)
         return new

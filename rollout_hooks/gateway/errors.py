@@ -1,14 +1,19 @@
 """Refusals and failures of the gateway: a status and OpenAI's error JSON."""
 
+import reprlib
+from typing import Any
+
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+
+from rollout_hooks.gateway.limits import MAX_ERROR_LEN, MAX_ERRORS, MAX_SHOWN_LEN
 
 
 class ApiError(Exception):
     """An error that reaches the client: HTTP status, message, OpenAI's code, and the parameter at fault."""
 
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(_cut(message, MAX_ERROR_LEN))
         self.status = status
         self.code = code
         self.param = param
@@ -54,25 +59,43 @@ _REMEDIES = {
     "truncation": "no prompt is cut; send a shorter one",
 }
 
-_MAX_VALUE_LEN = 60  # characters of a value in a message
+# A few levels and elements of a value, for its beginning in a message.
+_SHORT = reprlib.Repr()
+_SHORT.maxother = _SHORT.maxstring = _SHORT.maxlong = MAX_SHOWN_LEN
 
 
 def invalid_request(error: ValidationError) -> ApiError:
-    """Return the 400 that names every refused parameter, its value and what to do instead."""
+    """Return the 400 that names refused parameters, the first ten, their values and what to do instead."""
     problems = error.errors(include_url=False, include_context=False)
-    params = [".".join(str(part) for part in problem["loc"]) or None for problem in problems]
-    lines = [_line(param, problem) for param, problem in zip(params, problems, strict=True)]
+    num_left_out = len(problems) - MAX_ERRORS
+    params = [_name(problem) for problem in problems[:MAX_ERRORS]]
+    lines = [_line(param, problem) for param, problem in zip(params, problems, strict=False)]
+    lines += [f"and {num_left_out} more"] if num_left_out > 0 else []
     return refused("; ".join(lines), param=params[0])
+
+
+def _name(problem: ErrorDetails) -> str | None:
+    return ".".join(_cut(str(part), MAX_SHOWN_LEN) for part in problem["loc"]) or None
+
+
+def _cut(text: str, num_kept: int) -> str:
+    return text if len(text) <= num_kept else text[:num_kept] + "..."
 
 
 def _line(param: str | None, problem: ErrorDetails) -> str:
     reason = problem["msg"].removeprefix("Value error, ")
     if param is None:
         return f"body: {reason}"
-    value = repr(problem["input"])
-    if len(value) > _MAX_VALUE_LEN:
-        value = value[:_MAX_VALUE_LEN] + "..."
+    value = _shown(problem["input"])
     remedy = _REMEDIES.get(param.split(".")[0])
     if problem["type"] == "extra_forbidden":
         return f"unsupported parameter {param}={value}: {remedy or 'leave it out'}"
     return f"{param}={value}: {reason}" + (f": {remedy}" if remedy else "")
+
+
+def _shown(value: Any) -> str:
+    """Return the beginning of a value's `repr`, without making the whole of it."""
+    if isinstance(value, str):
+        value = value[: MAX_SHOWN_LEN + 1]
+        return _cut(repr(value), MAX_SHOWN_LEN)
+    return _cut(_SHORT.repr(value), MAX_SHOWN_LEN)

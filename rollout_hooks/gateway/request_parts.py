@@ -2,9 +2,17 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from rollout_hooks.gateway.errors import refused
+from rollout_hooks.gateway.json_values import is_finite
+from rollout_hooks.gateway.limits import (
+    MAX_FIELDS,
+    MAX_METADATA,
+    MAX_METADATA_KEY_LEN,
+    MAX_METADATA_VALUE_LEN,
+    MAX_PARTS,
+)
 
 
 class Body(BaseModel):
@@ -17,6 +25,8 @@ class Body(BaseModel):
     def _drop_unset(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        if len(values) > MAX_FIELDS:
+            raise ValueError(f"{len(values)} fields, and {MAX_FIELDS} are the most")
         return {name: value for name, value in values.items() if value is not None and value != []}
 
 
@@ -49,7 +59,8 @@ class _ResponsesImage(Body):
         return self.image_url
 
 
-Content = str | list[Annotated[_TextPart | _ChatImage | _ResponsesImage, Field(discriminator="type")]]
+_Part = Annotated[_TextPart | _ChatImage | _ResponsesImage, Field(discriminator="type")]
+Content = str | Annotated[list[_Part], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 def content_of(content: Content, *, role: str) -> str | list[dict[str, Any]]:
@@ -71,12 +82,33 @@ def content_of(content: Content, *, role: str) -> str | list[dict[str, Any]]:
     ]
 
 
+def _finite(value: dict[str, Any]) -> dict[str, Any]:
+    if not is_finite(value):
+        raise ValueError("NaN and infinite numbers are no JSON: leave them out")
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]
+
+
+def _readable(parameters: JsonObject) -> JsonObject:
+    """Check what verl's tool parsers read of a function, before any token is sampled."""
+    properties, required = parameters.get("properties"), parameters.get("required")
+    if not isinstance(properties, dict | None):
+        raise ValueError("`properties` must be an object")
+    if not (required is None or (isinstance(required, list) and all(isinstance(each, str) for each in required))):
+        raise ValueError("`required` must be a list of names")
+    return parameters
+
+
 class Function(Body):
     """A function that the model may call."""
 
     name: str
     description: str = ""
-    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
+    parameters: Annotated[JsonObject, AfterValidator(_readable)] = Field(
+        default_factory=lambda: {"type": "object", "properties": {}}
+    )
     strict: bool = False
 
     def as_tool(self) -> dict[str, Any]:
@@ -101,7 +133,7 @@ class NamedSchema(Body):
     name: str = ""
     description: str = ""
     # Not named `schema`, since pydantic's models have a method of that name.
-    json_schema: dict[str, Any] = Field(alias="schema")
+    json_schema: JsonObject = Field(alias="schema")
     strict: bool = False
 
 
@@ -113,11 +145,20 @@ def _known_choice(value: Any) -> Any:
 
 
 def _named_function(choice: Any) -> str | None:
-    if not isinstance(choice, dict) or choice.get("type") != "function":
+    """Return the function that `{"type": "function", "name": ...}` names, or its form in Chat Completions."""
+    if not isinstance(choice, dict) or choice.get("type") != "function" or len(choice) != 2:
         return None
-    name = choice.get("function", choice)
-    name = name.get("name") if isinstance(name, dict) else None
+    function = choice.get("function", {"name": choice.get("name")})
+    name = function.get("name") if isinstance(function, dict) and len(function) == 1 else None
     return name if isinstance(name, str) else None
+
+
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=MAX_METADATA_KEY_LEN)], Annotated[str, Field(max_length=MAX_METADATA_VALUE_LEN)]
+    ],
+    Field(max_length=MAX_METADATA),
+]
 
 
 class SharedBody(Body):
@@ -131,7 +172,7 @@ class SharedBody(Body):
     parallel_tool_calls: bool = True
     top_logprobs: Literal[0] = 0
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default"] = "auto"

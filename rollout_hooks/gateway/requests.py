@@ -10,6 +10,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from rollout_hooks.gateway.limits import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_SEED,
+    MAX_STOP_LEN,
+    MAX_STOPS,
+    MAX_TOKENS,
+    MAX_TOOLS,
+)
 from rollout_hooks.gateway.request_parts import (
     Body,
     Content,
@@ -42,7 +51,7 @@ class _ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = ""
     name: str | None = None
-    tool_calls: list[_ToolCall] = Field(default_factory=list)
+    tool_calls: list[_ToolCall] = Field(default_factory=list, max_length=MAX_PARTS, fail_fast=True)
     tool_call_id: str | None = None
 
 
@@ -59,16 +68,20 @@ class _SchemaFormat(Body):
         return self.json_schema.json_schema
 
 
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LEN)]
+_AnswerLen = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+
+
 class ChatBody(SharedBody):
     """`POST /v1/chat/completions`."""
 
-    messages: list[_ChatMessage]
-    tools: list[_Tool] = Field(default_factory=list)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] = Field(default_factory=list)
+    messages: list[_ChatMessage] = Field(max_length=MAX_MESSAGES, fail_fast=True)
+    tools: list[_Tool] = Field(default_factory=list, max_length=MAX_TOOLS, fail_fast=True)
+    max_tokens: _AnswerLen | None = None
+    max_completion_tokens: _AnswerLen | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] = Field(default_factory=list)
     n: int = Field(1, ge=1, le=128)
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED)
     logprobs: bool = False
     stream_options: _StreamOptions = _StreamOptions()
     response_format: Annotated[PlainFormat | _SchemaFormat, Field(discriminator="type")] | None = None
@@ -172,17 +185,17 @@ class ResponsesBody(SharedBody):
     A response is kept while its session is open, for `previous_response_id` only; `store=False` keeps nothing.
     """
 
-    input: str | list[Item]
+    input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
-    tools: list[_FlatTool] = Field(default_factory=list)
-    max_output_tokens: int | None = Field(None, ge=1)
+    tools: list[_FlatTool] = Field(default_factory=list, max_length=MAX_TOOLS, fail_fast=True)
+    max_output_tokens: _AnswerLen | None = None
     text: _TextOptions | None = None
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False
     store: bool = True
     previous_response_id: str | None = None
     # No reasoning items are given, so there is nothing to encrypt.
-    include: list[Literal["reasoning.encrypted_content"]] = Field(default_factory=list)
+    include: list[Literal["reasoning.encrypted_content"]] = Field(default_factory=list, max_length=1, fail_fast=True)
 
     def turn_request(self, history: Sequence[Message] = ()) -> TurnRequest:
         """Return the turn that the request asks for, after the messages up to the previous response; see `ChatBody`.

@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout_hooks.gateway.json_values import is_nested_too_deeply
+
 Message = dict[str, Any]
 """A message as chat templates read it: role, content, and tool_calls or tool_call_id."""
 
@@ -35,12 +37,16 @@ class ToolCall:
     arguments: str
 
     def as_message_part(self) -> dict[str, Any]:
-        """Return it as chat templates read it. Arguments that are a JSON object are parsed, as in verl's tool loop."""
+        """Return it as chat templates read it. Arguments that are a JSON object are parsed, as in verl's tool loop.
+
+        Not so what Python or a template could not write again: very deep ones, and numbers of thousands of digits.
+        """
         try:
             parsed = json.loads(self.arguments)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             parsed = None
-        arguments = parsed if isinstance(parsed, dict) else self.arguments
+        can_be_written = isinstance(parsed, dict) and not is_nested_too_deeply(parsed)
+        arguments = parsed if can_be_written else self.arguments
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
 
 
