@@ -4,15 +4,16 @@
     POST /sessions/{id}/v1/responses            or  /v1/responses         with the header X-Session-Id
     GET  /sessions/{id}/v1/models[/{model}]     or  /v1/models[/{model}]
 
-Checked in this order: token (401), session (404), calls in flight (429), size of the body (413), the body (400).
+Checked in this order: token (401), session (404), calls in flight (429), size of the body (413), the body (400). The
+body is read and the prompt rendered in a thread, since either may take long.
 """
 
 import asyncio
 import re
 import secrets
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
@@ -26,33 +27,15 @@ from rollout_hooks.gateway.chat_format import ChatFormat
 from rollout_hooks.gateway.engine import SessionEngine
 from rollout_hooks.gateway.errors import ApiError, invalid_request
 from rollout_hooks.gateway.images import has_unread_images, read_images
+from rollout_hooks.gateway.limits import NUM_THREADS, GatewayLimits
 from rollout_hooks.gateway.requests import ChatBody, ResponsesBody
 from rollout_hooks.gateway.responses_api import ResponsesAnswer
-from rollout_hooks.gateway.session import GatewaySession, SessionSettings
-from rollout_hooks.gateway.turn import TurnRequest
+from rollout_hooks.gateway.running_call import RunningCall
+from rollout_hooks.gateway.session import GatewaySession, PreparedTurn, SessionSettings
 
 Body = TypeVar("Body", ChatBody, ResponsesBody)
 
 _SESSION_ID = re.compile(r"[A-Za-z0-9._~-]{1,128}")
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayLimits:
-    """Limits on what the gateway accepts: bytes of a request body (else 413), calls to the engine in flight (else 429).
-
-    Abandoned calls count too. OpenAI's clients answer a 429 by trying again. The images of a request are limited in
-    number, and each in its pixels (else 400).
-    """
-
-    max_body_bytes: int = 16 * 2**20
-    max_calls: int = 1024
-    max_images: int = 64
-    max_pixels: int = 2**24
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1; leave it out for the default")
 
 
 class Gateway:
@@ -68,6 +51,9 @@ class Gateway:
         self.api_key = secrets.token_urlsafe(32) if api_key is None else api_key
         self.limits = limits or GatewayLimits()
         self._sessions: dict[str, GatewaySession] = {}
+        self._num_waiting_bytes = 0
+        # Not asyncio's own threads: agents of this process may fill those with work that waits for the gateway.
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="gateway")
         self.app = self._make_app()
 
     def open_session(
@@ -82,7 +68,7 @@ class Gateway:
             raise ValueError(f"session_id={session_id!r}: use 1 to 128 letters, digits and . _ ~ -")
         if session_id in self._sessions:
             raise ValueError(f"session_id={session_id!r} is open already: close it first, or take another name")
-        session = GatewaySession(session_id, engine, chat_format=chat_format, settings=settings)
+        session = GatewaySession(session_id, engine, chat_format=chat_format, settings=settings, limits=self.limits)
         self._sessions[session_id] = session
         return session
 
@@ -92,7 +78,11 @@ class Gateway:
         Calls that run longer than `timeout_s` are cancelled and recorded as such. A closed session is left alone.
         """
         session = self._sessions.pop(session_id, None)
-        tasks = [] if session is None else [call.task for call in session.running]
+        if session is None:
+            return
+        # Requests whose bodies still come have found the session already.
+        session.close()
+        tasks = [call.task for call in session.running]
         if not tasks:
             return
         _, late = await asyncio.wait(tasks, timeout=timeout_s)
@@ -131,39 +121,35 @@ class Gateway:
         return {"id": self.model, "object": "model", "created": 0, "owned_by": "verl_tree"}
 
     async def _chat_completions(self, request: Request) -> Response:
-        session, body = await self._admit(request, ChatBody)
-        wanted = await self._with_images(body.turn_request())
-        self._check_room(wanted.num_choices)
-        return await _respond(ChatAnswer(session, body, session.start(wanted)), stream=body.stream)
+        session, body, calls = await self._start(request, ChatBody)
+        return await _respond(ChatAnswer(session, body, calls), stream=body.stream)
 
     async def _responses(self, request: Request) -> Response:
-        session, body = await self._admit(request, ResponsesBody)
-        previous = body.previous_response_id
-        history = () if previous is None else session.messages_until(previous)
-        wanted = await self._with_images(body.turn_request(history))
-        self._check_room(wanted.num_choices)
-        (call,) = session.start(wanted)
+        session, body, (call,) = await self._start(request, ResponsesBody)
         return await _respond(ResponsesAnswer(session, body, call), stream=body.stream)
 
-    async def _with_images(self, wanted: TurnRequest) -> TurnRequest:
-        if not has_unread_images(wanted.messages):
-            return wanted
-        limits = self.limits
-        read = partial(read_images, wanted, max_images=limits.max_images, max_pixels=limits.max_pixels)
-        return await asyncio.to_thread(read)
-
-    async def _admit(self, request: Request, body_class: type[Body]) -> tuple[GatewaySession, Body]:
-        """Return the session and the body of a request, or raise one of the refusals listed in the module docstring."""
+    async def _start(self, request: Request, body_class: type[Body]) -> tuple[GatewaySession, Body, list[RunningCall]]:
+        """Start the calls of a request, or raise one of the refusals listed in the module docstring."""
         self._authorise(request)
         session = self._session_of(request)
         self._check_room(1)
-        raw = await self._read_body(request)
-        try:
-            body = body_class.model_validate_json(raw)
-        except ValidationError as error:
-            raise invalid_request(error) from error
+        async with self._body(request) as raw, session.order:
+            loop = asyncio.get_running_loop()
+            body, turn = await loop.run_in_executor(self._threads, self._prepare, session, raw, body_class)
+            self._check_room(len(turn.params))
+            return session, body, session.start(turn)
+
+    def _prepare(self, session: GatewaySession, raw: bytes, body_class: type[Body]) -> tuple[Body, PreparedTurn]:
+        body = _read(raw, body_class, max_values=self.limits.max_json_values)
         self._check_model(body.model)
-        return session, body
+        if isinstance(body, ChatBody):
+            wanted = body.turn_request()
+        else:
+            previous = body.previous_response_id
+            wanted = body.turn_request([] if previous is None else session.kept.until(previous))
+        if has_unread_images(wanted.messages):
+            wanted = read_images(wanted, limits=self.limits)
+        return body, session.prepare(wanted)
 
     def _check_model(self, name: str) -> None:
         if name != self.model:
@@ -194,14 +180,41 @@ class Gateway:
                 code="too_many_calls",
             )
 
-    async def _read_body(self, request: Request) -> bytes:
-        limit = self.limits.max_body_bytes
+    @asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+        """Read a body, which counts among the waiting ones as long as the context is open."""
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > limit:
-                raise ApiError(413, f"the body has more than {limit} bytes", code="request_too_large")
-        return bytes(body)
+        try:
+            try:
+                async with asyncio.timeout(self.limits.body_s):
+                    async for part in request.stream():
+                        body += part
+                        self._num_waiting_bytes += len(part)
+                        self._check_bytes(len(body))
+            except TimeoutError as error:
+                message = f"the body was not whole after {self.limits.body_s} s"
+                raise ApiError(408, message, code="request_timeout") from error
+            yield bytes(body)
+        finally:
+            self._num_waiting_bytes -= len(body)
+
+    def _check_bytes(self, num_bytes: int) -> None:
+        limit = self.limits.max_body_bytes
+        if num_bytes > limit:
+            raise ApiError(413, f"the body has more than {limit} bytes", code="request_too_large")
+        limit = self.limits.max_waiting_bytes
+        if self._num_waiting_bytes > limit:
+            raise ApiError(429, f"bodies of {limit} bytes wait already; try again", code="too_many_bytes")
+
+
+def _read(raw: bytes, body_class: type[Body], *, max_values: int) -> Body:
+    if sum(map(raw.count, (b",", b"[", b"{"))) > max_values:
+        message = f"the body has more than {max_values} commas and opening brackets"
+        raise ApiError(413, message, code="request_too_large")
+    try:
+        return body_class.model_validate_json(raw)
+    except ValidationError as error:
+        raise invalid_request(error) from error
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
@@ -209,8 +222,9 @@ async def _error_response(request: Request, error: Exception) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         error = ApiError(error.status_code, message, code="no_such_route")
     elif not isinstance(error, ApiError):
-        # A fault of the gateway; uvicorn logs it with its traceback.
+        # A fault of the gateway; uvicorn logs it with its traceback. Asked again, OpenAI's clients would sample again.
         error = ApiError(500, describe_error(error), code="gateway_error")
+        return JSONResponse(error.body(), status_code=error.status, headers={"x-should-retry": "false"})
     return JSONResponse(error.body(), status_code=error.status)
 
 

@@ -1,6 +1,7 @@
 """Chat Completions: turns as OpenAI's completion object, or as its stream of chunks."""
 
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +10,14 @@ from uuid import uuid4
 
 from rollout_hooks.gateway.errors import ApiError
 from rollout_hooks.gateway.requests import ChatBody
-from rollout_hooks.gateway.session import GatewaySession, RunningCall
+from rollout_hooks.gateway.running_call import RunningCall
+from rollout_hooks.gateway.session import GatewaySession
 from rollout_hooks.gateway.turn import ModelTurn
 
 Event = dict[str, Any]
+
+_LEAST_LOG_PROB = -9999.0
+"""What vLLM's server writes for the log-prob of what cannot be sampled; JSON has no -inf and no NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +93,14 @@ class ChatAnswer:
             return None
         texts = [self.session.chat_format.decode([token]) for token in token_ids]
         content = [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            {"token": text, "logprob": _as_json(value), "bytes": list(text.encode()), "top_logprobs": []}
             for text, value in zip(texts, log_probs, strict=True)
         ]
         return {"content": content, "refusal": None}
+
+
+def _as_json(log_prob: float) -> float:
+    return max(log_prob, _LEAST_LOG_PROB) if math.isfinite(log_prob) else _LEAST_LOG_PROB
 
 
 def _message(turn: ModelTurn) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from verl.experimental.agent_loop.tool_parser import HermesToolParser, Qwen3XMLToolParser, ToolParser
 
 from rollout_hooks.gateway.errors import refused
+from rollout_hooks.gateway.schema_limits import check_size
 from rollout_hooks.gateway.turn import TurnRequest
 
 _TRIGGER = "<tool_call>"
@@ -28,9 +29,10 @@ def structured_outputs(request: TurnRequest, tool_parser: ToolParser | None) -> 
     """Return the arguments of vLLM's `StructuredOutputsParams` for the form that a request prescribes.
 
     Raises:
-        ApiError: 400, if calls of this model's format cannot be forced, or a schema is not valid.
+        ApiError: 400, if calls of this model's format cannot be forced, or a schema is not valid or too large.
     """
     if request.text_schema is not None:
+        check_size([request.text_schema], param=request.text_param)
         _check_schema(request.text_schema, param=request.text_param, owner=request.text_param)
         if not request.parses_tools:
             # No structural tag: for plain JSON, vLLM takes another backend if XGrammar cannot keep to the schema.
@@ -59,6 +61,7 @@ def _form_with_calls(request: TurnRequest, tool_parser: ToolParser | None) -> di
         )
     functions = [tool["function"] for tool in request.tools]
     called = [each for each in functions if not request.forced_tools or each["name"] in request.forced_tools]
+    check_size([_arguments_schema(function) for function in called], param="tools")
     for function in called:
         _check_schema(_arguments_schema(function), param="tools", owner=f"parameters of {function['name']!r}")
     tags = _TAGS[type(tool_parser)](called)

@@ -10,7 +10,8 @@ from uuid import uuid4
 
 from rollout_hooks.gateway.errors import ApiError
 from rollout_hooks.gateway.requests import ResponsesBody
-from rollout_hooks.gateway.session import GatewaySession, RunningCall
+from rollout_hooks.gateway.running_call import RunningCall
+from rollout_hooks.gateway.session import GatewaySession
 from rollout_hooks.gateway.turn import ModelTurn, ToolCall
 
 Event = dict[str, Any]
@@ -74,8 +75,8 @@ class ResponsesAnswer:
     def _finished(self, turn: ModelTurn) -> dict[str, Any]:
         self.session.calls_of_response[self._id] = (turn.call,)
         if self.body.store:
-            has_instructions = self.body.instructions is not None
-            self.session.keep(self._id, self.call.request, turn, has_instructions=has_instructions)
+            previous, skip = self.body.previous_response_id, int(self.body.instructions is not None)
+            self.session.keep(self._id, self.call.request, turn, previous=previous, skip=skip)
         is_cut = turn.finish_reason == "length"
         num_output = len(turn.token_ids)
         return {

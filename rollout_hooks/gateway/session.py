@@ -1,8 +1,4 @@
-"""One session of the gateway: how a request becomes calls, the calls that run, and what they gave.
-
-A call is a task of its own. It runs to its end and is recorded even if its client has gone away. So a client that goes
-away loses text, but no sampled token is lost.
-"""
+"""One session of the gateway: how a request becomes calls, the calls that run, and what they gave."""
 
 import asyncio
 import json
@@ -12,12 +8,17 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from rollout_hooks.capture.errors import describe_error
+from PIL import Image
+
 from rollout_hooks.capture.session_images import message_images
 from rollout_hooks.gateway.chat_format import ChatFormat, TextStream
 from rollout_hooks.gateway.constraints import prescribes, structured_outputs
-from rollout_hooks.gateway.engine import SessionEngine, TokenChunk
-from rollout_hooks.gateway.errors import ApiError, EngineFailure, refused
+from rollout_hooks.gateway.engine import SessionEngine
+from rollout_hooks.gateway.errors import ApiError, refused
+from rollout_hooks.gateway.json_values import num_characters
+from rollout_hooks.gateway.kept import KeptResponses
+from rollout_hooks.gateway.limits import SURE_TEXT_LEN, GatewayLimits
+from rollout_hooks.gateway.running_call import RunningCall
 from rollout_hooks.gateway.turn import Message, ModelTurn, ToolCall, TurnRequest
 
 logger = logging.getLogger(__name__)
@@ -69,94 +70,98 @@ class SessionSettings:
         return {**params, "max_tokens": min(given)} if given else params
 
 
-class RunningCall:
-    """One call to the engine, as a task that runs to its end even if nobody listens.
+@dataclass(frozen=True, slots=True)
+class PreparedTurn:
+    """A request whose calls can begin: its prompt, the images that it shows, and the sampling parameters of each."""
 
-    `max_tokens` is the limit of the call, None if the engine decides. `num_prompt` counts the tokens of its prompt.
-    """
-
-    def __init__(
-        self, chunks: AsyncIterator[TokenChunk], request: TurnRequest, *, max_tokens: int | None, num_prompt: int
-    ) -> None:
-        self.request = request
-        self.max_tokens = max_tokens
-        self.num_prompt = num_prompt
-        self._chunks = chunks
-        self._queue: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
-        self.task = asyncio.create_task(self._run())
-        self.task.add_done_callback(self._ended)
-
-    async def __aiter__(self) -> AsyncIterator[TokenChunk]:
-        """Yield the chunks as they come, to one listener only. Raise EngineFailure as in `GatewaySession.follow`."""
-        while (chunk := await self._queue.get()) is not None:
-            yield chunk
-            if chunk.is_aborted:
-                raise EngineFailure("the engine gave the call up", is_aborted=True)
-        if self.task.cancelled():
-            raise EngineFailure("the session was closed while the call ran", is_aborted=True)
-        error = self.task.exception()
-        if error is not None:
-            raise EngineFailure(describe_error(error)) from error
-
-    async def _run(self) -> None:
-        async for chunk in self._chunks:
-            self._queue.put_nowait(chunk)
-
-    def _ended(self, task: "asyncio.Task[None]") -> None:
-        if not task.cancelled():
-            task.exception()  # the tree has the cause; asyncio would warn of an exception that nobody reads
-        self._queue.put_nowait(None)
+    request: TurnRequest
+    prompt_ids: list[int]
+    images: list[Image.Image]
+    params: list[dict[str, Any]]
 
 
 class GatewaySession:
-    """A session that clients talk to; made by `Gateway.open_session`."""
+    """A session that clients talk to; made by `Gateway.open_session`.
+
+    Hold `order` from a request's body to the start of its calls: calls are then recorded in the order of the bodies.
+    """
 
     def __init__(
-        self, session_id: str, engine: SessionEngine, *, chat_format: ChatFormat, settings: SessionSettings
+        self,
+        session_id: str,
+        engine: SessionEngine,
+        *,
+        chat_format: ChatFormat,
+        settings: SessionSettings,
+        limits: GatewayLimits | None = None,
     ) -> None:
         self.session_id = session_id
         self.engine = engine
         self.chat_format = chat_format
         self.settings = settings
+        self.limits = limits or GatewayLimits()
+        self.order = asyncio.Lock()
+        self.kept = KeptResponses()
         self.running: set[RunningCall] = set()
         # Indices in the tree of the calls that gave a response, by the response's id.
         self.calls_of_response: dict[str, tuple[int, ...]] = {}
-        self._kept: dict[str, tuple[Message, ...]] = {}
+        self._is_closed = False
+        self._num_started = 0
         # Content and whole text of each turn with tool calls, by the JSON of its calls.
         self._raw_turns: dict[str, tuple[str, str]] = {}
 
-    def start(self, request: TurnRequest) -> list[RunningCall]:
-        """Start the calls of a request, one for each choice.
+    def prepare(self, request: TurnRequest) -> PreparedTurn:
+        """Render the prompt of a request. It may take seconds: run it in a thread, and `start` in the event loop.
 
         Raises:
             ApiError: 400, if the prompt is too long or cannot be rendered, tools have no parser, or the form cannot be
-                kept to.
+                kept to; 404, if the session is closed.
         """
+        self._check_open()
         if request.parses_tools and self.chat_format.tool_parser is None:
             raise ApiError(400, "this model has no tools: no tool parser was given", code="no_tools", param="tools")
+        self._check_text_len(request)
         messages = [self._as_written(message) for message in request.messages]
         prompt_ids = self.chat_format.prompt_ids(messages, request.tools)
-        num_prompt = len(prompt_ids)
-        images = message_images(messages)
         form = self._form(request)
         params = [
-            {**self.settings.sampling_params(request, num_prompt=num_prompt, choice=choice), **form}
+            {**self.settings.sampling_params(request, num_prompt=len(prompt_ids), choice=choice), **form}
             for choice in range(request.num_choices)
         ]
+        return PreparedTurn(request, prompt_ids, message_images(messages), params)
+
+    def start(self, turn: PreparedTurn) -> list[RunningCall]:
+        """Start the calls of a request, one for each choice.
+
+        Raises:
+            ApiError: 404, if the session was closed since the request came; 400, if it has made all of its calls.
+        """
+        self._check_open()
+        num_left = self.limits.max_session_calls - self._num_started
+        if len(turn.params) > num_left:
+            raise ApiError(
+                400, f"a session makes {self.limits.max_session_calls} calls at most", code="session_calls_exhausted"
+            )
+        self._num_started += len(turn.params)
+        # Engines of text need not know the argument.
+        media = {"images": turn.images} if turn.images else {}
         calls = [
             RunningCall(
-                # Engines of text need not know the argument.
-                self.engine.stream(prompt_ids, sampling_params=each, **({"images": images} if images else {})),
-                request,
+                self.engine.stream(turn.prompt_ids, sampling_params=each, **media),
+                turn.request,
                 max_tokens=each.get("max_tokens"),
-                num_prompt=num_prompt,
+                num_prompt=len(turn.prompt_ids),
             )
-            for each in params
+            for each in turn.params
         ]
         for call in calls:
             self.running.add(call)
             call.task.add_done_callback(lambda _, call=call: self.running.discard(call))
         return calls
+
+    def close(self) -> None:
+        """Make no calls from now on. Those that run go on."""
+        self._is_closed = True
 
     async def follow(self, call: RunningCall) -> AsyncIterator[TextDelta | ModelTurn]:
         """Yield the texts of a call as they come, and the whole turn at the end.
@@ -206,24 +211,32 @@ class GatewaySession:
         assert isinstance(turn, ModelTurn)
         return turn
 
-    def keep(self, response_id: str, request: TurnRequest, turn: ModelTurn, *, has_instructions: bool) -> None:
-        """Keep the messages up to a response, for requests that go on from it."""
+    def keep(self, response_id: str, request: TurnRequest, turn: ModelTurn, *, previous: str | None, skip: int) -> None:
+        """Keep the messages up to a response, without the first `skip`, for requests that go on from it."""
         message: Message = {"role": "assistant", "content": turn.content}
         if turn.tool_calls:
             message["tool_calls"] = [call.as_message_part() for call in turn.tool_calls]
-        self._kept[response_id] = (*request.messages[has_instructions:], message)
+        self.kept.keep(response_id, [*request.messages[skip:], message], previous=previous)
 
-    def messages_until(self, response_id: str) -> tuple[Message, ...]:
-        """Return the messages up to a response. Raise ApiError (400) if no response with that id was kept."""
-        if response_id not in self._kept:
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ApiError(404, f"session {self.session_id!r} is not open", code="session_not_found")
+
+    def _check_text_len(self, request: TurnRequest) -> None:
+        """Refuse a text that is too long to be tokenised, by its characters, which are quick to count."""
+        text_len = num_characters([request.messages, request.tools])
+        context_len, longest = self.settings.context_len, self.chat_format.longest_token
+        if context_len is not None and text_len > max(SURE_TEXT_LEN, context_len * longest):
             raise ApiError(
                 400,
-                f"previous_response_id={response_id!r} is no kept response of this session (store=false, or another "
-                "session): send its items in `input` instead",
-                code="previous_response_not_found",
-                param="previous_response_id",
+                f"the request has {text_len} characters of text and leaves no room in a context of {context_len} "
+                f"tokens, which have at most {longest} characters each",
+                code="context_length_exceeded",
             )
-        return self._kept[response_id]
+        if text_len > self.limits.max_text_len:
+            limit = self.limits.max_text_len
+            message = f"the request has {text_len} characters of text, and {limit} are the most"
+            raise ApiError(413, message, code="request_too_large")
 
     def _form(self, request: TurnRequest) -> dict[str, Any]:
         """Return the sampling parameter that makes the engine keep to the prescribed form, if there is one."""

@@ -1,9 +1,11 @@
 """A gateway on loopback in front of scripted engines, for the tests of `rollout_hooks.gateway`."""
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager
 
+import httpx
 from openai import AsyncOpenAI
 from scripted_llm import END, ScriptedClient, call_text, tokenizer
 from verl.experimental.agent_loop.tool_parser import ToolParser
@@ -116,6 +118,31 @@ async def served(**limits):
         server = Served(gateway, address)
         async with server.openai:
             yield server
+
+
+@asynccontextmanager
+async def post_to(server: Served, session: str = "s"):
+    """Yield a function that posts an object, or bytes, to a path of a session; it returns status and answer."""
+    headers = {"Authorization": f"Bearer {server.address.api_key}"}
+    async with httpx.AsyncClient(headers=headers, timeout=30) as client:
+
+        async def post(body, *, path="/chat/completions"):
+            content = body if isinstance(body, bytes) else json.dumps({"model": "policy", **body}).encode()
+            response = await client.post(server.address.session_url(session) + path, content=content)
+            return response.status_code, response.json()
+
+        yield post
+
+
+def head(server: Served, *, length: int, more: str = "") -> bytes:
+    """Return the head of a request to the session `s` whose body has `length` bytes."""
+    key = f"Authorization: Bearer {server.address.api_key}\r\nContent-Length: {length}\r\n"
+    return f"POST /sessions/s/v1/chat/completions HTTP/1.1\r\nHost: x\r\n{key}{more}\r\n".encode()
+
+
+async def connect(server: Served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a connection without sending anything."""
+    return await asyncio.open_connection("127.0.0.1", httpx.URL(server.address.url).port)
 
 
 def user(text: str) -> list[dict]:

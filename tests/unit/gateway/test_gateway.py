@@ -277,7 +277,7 @@ def test_the_openai_clients_own_stream_helper_reads_the_events():
 def test_parallel_requests_of_one_session_become_leaves_of_one_tree():
     async def body():
         async with served() as server:
-            engine = client_engine(lambda prompt: "re " + prompt.split("q")[1][:1], delay=lambda _: 0.01)
+            engine = client_engine(lambda prompt: "re " + prompt.split("q")[1][:1], delay=lambda _: 0.3)
             server.open("s", engine)
             client = server.client("s")
             answers = await asyncio.gather(

@@ -253,7 +253,7 @@ def test_calls_with_and_without_a_form_are_made_in_the_order_of_their_requests()
         settings = SessionSettings(sampling=SAMPLING, context_len=512)
         session = GatewaySession("s", engine, chat_format=chat_format(), settings=settings)
         asked = [TurnRequest(user(str(i)), text_schema=SCHEMA if i % 2 else None, num_choices=1 + i) for i in range(4)]
-        started = [call for request in asked for call in session.start(request)]
+        started = [call for request in asked for call in session.start(session.prepare(request))]
         await asyncio.gather(*(call.task for call in started))
         return engine.scripted.prompts
 

@@ -1,0 +1,404 @@
+"""Requests that once stalled, crashed or outlived the gateway; docs/gateway.md has the limits that they meet."""
+
+import asyncio
+import json
+import threading
+import time
+
+import openai
+import pytest
+from gateway_cases import (
+    PROMPT,
+    TOOLS,
+    chat_format,
+    client_engine,
+    connect,
+    head,
+    post_to,
+    run,
+    served,
+    user,
+)
+from scripted_llm import END, tokenizer
+from verl.workers.rollout.replica import TokenOutput
+
+from rollout_hooks.gateway.chat_format import TextStream
+from rollout_hooks.gateway.limits import MAX_ERROR_LEN, MAX_STOP_LEN
+
+pytestmark = pytest.mark.timeout(60)
+
+
+async def longest_pause(work):
+    """Return the seconds for which the event loop stood still while `work` ran, and its result."""
+    task = asyncio.ensure_future(work)
+    longest, last = 0.0, time.perf_counter()
+    while not task.done():
+        await asyncio.sleep(0.001)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    return longest, task.result()
+
+
+def test_bodies_that_end_after_the_session_was_closed_make_no_call():
+    async def body():
+        async with served() as server:
+            engine = client_engine(lambda _: "x")
+            server.open("s", engine)
+            raw = json.dumps({"model": "policy", "messages": user("q")}).encode()
+            pipes = [await connect(server) for _ in range(20)]
+            for _, writer in pipes:
+                writer.write(head(server, length=len(raw), more="Connection: close\r\n") + raw[:-1])
+            async with post_to(server) as post:
+                assert (await post({"messages": user("q")}))[0] == 200
+            await server.gateway.close_session("s")
+            # The name, opened again, is another session.
+            other = client_engine(lambda _: "x")
+            server.open("s", other)
+            for _, writer in pipes:
+                writer.write(raw[-1:])
+            answers = [await reader.read() for reader, _ in pipes]
+            assert [answer.split()[1] for answer in answers] == [b"404"] * 20
+            assert all(b"session_not_found" in answer for answer in answers)
+            assert (len(engine.tree.calls), len(other.tree.calls)) == (1, 0)
+
+    run(body)
+
+
+def test_calls_are_recorded_in_the_order_of_their_requests_though_some_prompts_take_long():
+    render = chat_format()._render
+    goes_on = threading.Event()
+
+    def slow_first(messages, **kwargs):
+        if messages[-1]["content"] == "q0":
+            assert goes_on.wait(30)
+        return render(messages, **kwargs)
+
+    async def body():
+        async with served() as server:
+            engine, other = client_engine(lambda _: "x"), client_engine(lambda _: "x")
+            server.open("s", engine, form=chat_format(render=slow_first))
+            server.open("t", other)
+            create = server.client("s").chat.completions.create
+            asked, body_len = [], 0
+            for i in range(4):
+                asked.append(asyncio.create_task(create(model="policy", messages=user(f"q{i}"))))
+                # The next request is sent when the body of this one has come.
+                while server.gateway._num_waiting_bytes < max(1, (i + 1) * body_len):
+                    await asyncio.sleep(0.005)
+                body_len = body_len or server.gateway._num_waiting_bytes
+            await server.client("t").chat.completions.create(model="policy", messages=user("q"))
+            assert (len(engine.tree.calls), len(other.tree.calls)) == (0, 1)
+            goes_on.set()
+            await asyncio.gather(*asked)
+            assert engine.scripted.prompts == [PROMPT.replace("q", f"q{i}") for i in range(4)]
+
+    run(body)
+
+
+def test_a_prompt_that_takes_long_stops_nobody():
+    def slow(_, **__):
+        time.sleep(1.5)
+        return [5]
+
+    async def body():
+        async with served() as server:
+            server.open("s", client_engine(lambda _: "x"), form=chat_format(render=slow))
+            async with post_to(server) as post:
+                pause, (status, _) = await longest_pause(post({"messages": user("q")}))
+            assert status == 200
+            assert pause < 1
+
+    run(body)
+
+
+def test_texts_are_measured_before_they_are_tokenised():
+    """The longest token of this tokenizer is `<|vision_start|>`, of 16 characters."""
+    rendered = []
+
+    def render(messages, **_):
+        rendered.append(messages)
+        return [5]
+
+    async def body():
+        async with served(max_text_len=200_000) as server:
+            form = chat_format(render=render)
+            server.open("s", client_engine(lambda _: "x"), form=form, context_len=5000)
+            server.open("t", client_engine(lambda _: "x"), form=form)
+            async with post_to(server) as post, post_to(server, "t") as post_without_context:
+                status, answer = await post({"messages": user("x" * (16 * 5000 + 1))})
+                assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+                assert "context of 5000 tokens, which have at most 16 characters" in answer["error"]["message"]
+                function = {"name": "f", "description": "x" * 16 * 5000}
+                status, answer = await post(
+                    {"messages": user("q"), "tools": [{"type": "function", "function": function}]}
+                )
+                assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+                assert (await post_without_context({"messages": user("x" * 200_001)}))[0] == 413
+                assert not rendered
+                assert (await post({"messages": user("x" * 16 * 4990)}))[0] == 200
+                assert (await post_without_context({"messages": user("x" * 100_000)}))[0] == 200
+                assert len(rendered) == 2
+
+    run(body)
+
+
+def nested(depth):
+    return '{"x":' * depth + "1" + "}" * depth
+
+
+TOO_MUCH = {
+    "messages that are none": b'{"model":"policy","messages":[' + b"1," * 100_000 + b"1]}",
+    "unknown fields": b'{"model":"policy",' + b",".join(b'"%d":1' % i for i in range(50_000)) + b"}",
+    "a long name": b'{"model":"policy","messages":[],"' + b"x" * 1_000_000 + b'":1}',
+    "another model": b'{"model":"' + b"x" * 1_000_000 + b'","messages":[]}',
+    "broken": b'{"model":"policy","messages":[' + b'{"role":"user","content":5},' * 4000 + b"1]}",
+    "a long number": b'{"model":"policy","messages":[],"n":' + b"9" * 4000 + b"}",
+    "values": b'{"model":"policy","messages":[' + b"[]," * 2_000_000 + b"[]]}",
+    "fields of several messages": json.dumps(
+        {"model": "policy", "messages": [{"role": "user", **{str(i): 1 for i in range(40)}} for _ in range(9)]}
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("kind", TOO_MUCH)
+def test_errors_are_short_and_quick(kind):
+    async def body():
+        async with served() as server:
+            engine = client_engine(lambda _: "x")
+            server.open("s", engine)
+            async with post_to(server) as post:
+                used_s = time.process_time()
+                status, answer = await post(TOO_MUCH[kind])
+                assert time.process_time() - used_s < 2
+            assert status in (400, 404, 413)
+            assert len(json.dumps(answer)) < MAX_ERROR_LEN + 500
+            assert not engine.tree.calls
+
+    run(body)
+
+
+def test_an_error_names_ten_problems_and_counts_the_rest():
+    async def body():
+        async with served() as server:
+            server.open("s", client_engine(lambda _: "x"))
+            async with post_to(server) as post:
+                _, answer = await post({"messages": user("q"), **{f"x{i}": i for i in range(15)}})
+            parts = answer["error"]["message"].split("; ")
+            assert [part.split("=")[0] for part in parts[:10]] == [f"unsupported parameter x{i}" for i in range(10)]
+            assert parts[10:] == ["and 5 more"]
+
+    run(body)
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["a"] * 5, "a" * (MAX_STOP_LEN + 1), ["a", "a" * (MAX_STOP_LEN + 1)]])
+def test_stop_strings_are_few_and_short_and_not_empty(stop):
+    async def body():
+        async with served() as server:
+            engine = client_engine(lambda _: "x")
+            server.open("s", engine)
+            async with post_to(server) as post:
+                status, answer = await post({"messages": user("q"), "stop": stop})
+                assert (status, answer["error"]["param"].split(".")[0]) == (400, "stop")
+                assert not engine.tree.calls
+                assert (await post({"messages": user("q"), "stop": ["a" * MAX_STOP_LEN] * 4}))[0] == 200
+
+    run(body)
+
+
+class Characters:
+    """A tokenizer of characters that counts how many it decodes."""
+
+    num_decoded = 0
+
+    def decode(self, token_ids):
+        self.num_decoded += len(token_ids)
+        return "".join(map(chr, token_ids))
+
+    def ends_itself(self, _):
+        return False
+
+
+def test_stop_strings_are_searched_for_in_the_end_of_a_text_only():
+    stream = TextStream(Characters(), stop=["STOP", "SET"])
+    text = ""
+    for character in "no stop" * 300 + " SE":
+        text += stream.push([ord(character)])
+        assert len(stream._held) < len("STOP")
+    assert text == stream.text == ("no stop" * 300 + " SE")[:-3]
+    assert stream.push(list(b"T and more STOP")) == " "
+    assert stream.finish() == ""
+    assert stream.text == text + " "
+
+
+def test_bytes_that_are_no_text_are_not_decoded_again_and_again():
+    decoder = Characters()
+    stream = TextStream(decoder)
+    text = "".join(stream.push([0xFFFD]) for _ in range(1000)) + stream.finish()
+    assert text == "\ufffd" * 1000
+    assert decoder.num_decoded < 20_000
+
+
+BAD_PARAMETERS = [
+    {"properties": [1]},
+    {"properties": "x"},
+    {"properties": 1},
+    {"required": 1},
+    {"required": [[]]},
+    {"properties": {"x": {"default": float("nan")}}},
+    {"properties": {"x": {"maximum": float("inf")}}},
+]
+
+
+@pytest.mark.parametrize("api", ["/chat/completions", "/responses"])
+@pytest.mark.parametrize("parameters", BAD_PARAMETERS)
+def test_parameters_of_tools_that_cannot_be_read_are_refused_before_any_token(parameters, api):
+    function = {"name": "double", "parameters": parameters}
+    tool = (
+        {"type": "function", "function": function} if api == "/chat/completions" else {"type": "function", **function}
+    )
+    text = {"messages": user("q")} if api == "/chat/completions" else {"input": "q"}
+
+    async def body():
+        async with served() as server:
+            engine = client_engine(lambda _: '<tool_call>{"name": "double", "arguments": {"x": 3}}</tool_call>')
+            server.open("s", engine)
+            async with post_to(server) as post:
+                status, answer = await post({**text, "tools": [tool]}, path=api)
+            assert (status, answer["error"]["param"].split(".")[0]) == (400, "tools")
+            assert not engine.tree.calls
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"metadata": {"a": float("nan")}},
+        {"metadata": {"a": float("-inf")}},
+        {"metadata": {"a": "x" * 513}},
+        {"metadata": {str(i): "x" for i in range(17)}},
+        {
+            "tool_choice": {"type": "function", "name": "double", "x": float("nan")},
+            "tools": [{"type": "function", **TOOLS[0]["function"]}],
+        },
+        {"text": {"format": {"type": "json_schema", "schema": {"maximum": float("nan")}}}},
+        {"max_output_tokens": 10**30},
+    ],
+)
+def test_what_an_answer_could_not_repeat_is_refused_before_any_token(more):
+    async def body():
+        async with served() as server:
+            engine = client_engine(lambda _: "x")
+            server.open("s", engine)
+            async with post_to(server) as post:
+                status, answer = await post({"input": "q", **more}, path="/responses")
+            assert (status, answer["error"]["param"].split(".")[0]) == (400, next(iter(more)))
+            assert not engine.tree.calls
+
+    run(body)
+
+
+@pytest.mark.parametrize("seed", [10**40, -(10**40), 2**63])
+def test_seeds_are_integers_that_the_engine_can_hold(seed):
+    """A worker of vLLM seeds a generator with it, and ends with it if it has more than 64 bits."""
+
+    async def body():
+        async with served() as server:
+            engine = client_engine(lambda _: "x")
+            server.open("s", engine)
+            async with post_to(server) as post:
+                status, answer = await post({"messages": user("q"), "seed": seed})
+            assert (status, answer["error"]["param"], len(engine.tree.calls)) == (400, "seed", 0)
+
+    run(body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probs_that_are_no_json_are_written_as_vllm_writes_them(stream):
+    ids = tokenizer().encode("ab" + END, add_special_tokens=False)
+    output = TokenOutput(token_ids=ids, log_probs=[float("-inf"), float("nan"), -0.5], stop_reason="completed")
+
+    async def body():
+        async with served() as server:
+            server.open("s", client_engine(lambda _: output))
+            client = server.client("s")
+            answer = await client.chat.completions.create(
+                model="policy", messages=user("q"), logprobs=True, stream=stream
+            )
+            parts = [chunk async for chunk in answer] if stream else [answer]
+            given = [
+                each.logprob for part in parts if (log_probs := part.choices[0].logprobs) for each in log_probs.content
+            ]
+            assert given == [-9999.0, -9999.0, -0.5]
+
+    run(body)
+
+
+ODD_CALLS = {
+    "lists": '{"name": "double", "arguments": ' + "[" * 5000 + "]" * 5000 + "}",
+    "deep": '{"name": "double", "arguments": ' + nested(900) + "}",
+    "long number": '{"name": "double", "arguments": {"x": ' + "9" * 5000 + "}}",
+    "half a character": '{"name": "double", "arguments": {"x": "\\ud800"}}',
+    "no name": '{"name": 5, "arguments": {"x": 1}}',
+    "no number": '{"name": "double", "arguments": {"x": NaN}}',
+}
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+@pytest.mark.parametrize("kind", ODD_CALLS)
+def test_odd_calls_of_the_model_are_answered_and_can_be_sent_back(kind, api):
+    async def body():
+        async with served() as server:
+            engine = client_engine(lambda _: f"<tool_call>{ODD_CALLS[kind]}</tool_call>")
+            server.open("s", engine)
+            async with post_to(server) as post:
+                if api == "chat":
+                    asked = {"messages": user("q"), "tools": TOOLS}
+                    status, answer = await post(asked)
+                    assert status == 200
+                    asked["messages"].append(answer["choices"][0]["message"] | {"refusal": None})
+                    asked["messages"][-1].pop("refusal")
+                    status, _ = await post(asked)
+                else:
+                    asked = {"input": "q", "tools": [{"type": "function", **TOOLS[0]["function"]}]}
+                    status, answer = await post(asked, path="/responses")
+                    assert status == 200
+                    status, _ = await post({**asked, "previous_response_id": answer["id"]}, path="/responses")
+                assert status == 200
+            assert len(engine.tree.calls) == 2
+
+    run(body)
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, nested(900), '{"x":' + "9" * 5000 + "}"])
+def test_odd_arguments_from_a_client_are_text(arguments):
+    async def body():
+        async with served() as server:
+            engine = client_engine(lambda _: "x")
+            server.open("s", engine)
+            call = {"id": "c", "type": "function", "function": {"name": "double", "arguments": arguments}}
+            messages = [*user("q"), {"role": "assistant", "tool_calls": [call]}]
+            async with post_to(server) as post:
+                assert (await post({"messages": messages}))[0] == 200
+            assert json.dumps(arguments) in engine.scripted.prompts[0]
+
+    run(body)
+
+
+def test_a_fault_of_the_gateway_is_not_tried_again():
+    """The clients of OpenAI repeat a 500, and each time would sample a leaf."""
+    num_rendered = 0
+
+    def broken(_, **__):
+        nonlocal num_rendered
+        num_rendered += 1
+        raise KeyError("bug")
+
+    async def body():
+        async with served() as server:
+            server.open("s", client_engine(lambda _: "x"), form=chat_format(render=broken))
+            with pytest.raises(openai.InternalServerError, match="bug"):
+                await server.client("s", max_retries=2).chat.completions.create(model="policy", messages=user("q"))
+
+    run(body)
+    assert num_rendered == 1
