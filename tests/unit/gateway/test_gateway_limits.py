@@ -1,0 +1,311 @@
+"""Limits on what a session keeps, on connections, heads and bodies, on images and on the forms of answers."""
+
+import asyncio
+import base64
+import contextlib
+import io
+import json
+import random
+import time
+import tracemalloc
+
+import pytest
+from gateway_cases import PROMPT, chat_format, client_engine, connect, head, post_to, run, served, user
+from PIL import Image
+from uvicorn.protocols.http import h11_impl
+
+from rollout_hooks.gateway.kept import KeptResponses
+from rollout_hooks.gateway.limits import MAX_ENUM, MAX_HEAD_BYTES, MAX_PROPERTIES, MAX_SCHEMA_LEN
+from rollout_hooks.gateway.schema_limits import num_repeats
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_kept_responses_are_the_histories_and_share_what_is_equal():
+    """The oracle keeps every history whole."""
+    rng = random.Random(7)
+    kept, whole = KeptResponses(), {}
+    for number in range(200):
+        previous = rng.choice([None, *whole, *list(whole)[-3:]])
+        messages = [dict(message) for message in whole.get(previous, [])]
+        if messages and rng.random() < 0.3:
+            messages[-1]["tool_calls"] = [number]
+        messages += [{"content": f"{number} {i}"} for i in range(rng.randrange(3))]
+        messages.append({"content": f"answer {number}"})
+        kept.keep(str(number), messages, previous=previous)
+        whole[str(number)] = messages
+    for name, messages in whole.items():
+        assert kept.until(name) == messages
+    num_new = sum(len(each.added) for each in kept._kept.values())
+    assert num_new < 200 * 4 < sum(map(len, whole.values()))
+
+
+def test_a_chain_of_responses_takes_memory_for_its_messages_only():
+    async def body():
+        async with served() as server:
+            engine = client_engine(lambda _: "x")
+            session = server.open("s", engine)
+            async with post_to(server) as post:
+                more = {}
+                for i in range(12):
+                    _, answer = await post({"input": f"q{i}", **more}, path="/responses")
+                    more = {"previous_response_id": answer["id"]}
+            assert [len(each.added) for each in session.kept._kept.values()] == [2] * 12
+            text = "".join(f"<|im_start|>user\nq{i}<|im_end|>\n<|im_start|>assistant\nx<|im_end|>\n" for i in range(11))
+            assert engine.scripted.prompts[-1] == text + PROMPT.replace("q", "q11")
+
+    run(body)
+
+
+def test_a_session_makes_so_many_calls_and_no_more():
+    async def body():
+        async with served(max_session_calls=3) as server:
+            engine = client_engine(lambda _: "x")
+            server.open("s", engine)
+            async with post_to(server) as post:
+                assert (await post({"messages": user("q"), "n": 2}))[0] == 200
+                status, answer = await post({"messages": user("q"), "n": 2})
+                assert (status, answer["error"]["code"]) == (400, "session_calls_exhausted")
+                assert (await post({"messages": user("q")}))[0] == 200
+            assert len(engine.tree.calls) == 3
+
+    run(body)
+
+
+def test_bodies_that_wait_have_a_limit_together():
+    """One of 3,000 bytes waits for its end: another does not fit beside it, and does when it is gone."""
+    raw = json.dumps({"model": "policy", "messages": user("q" * 3000)}).encode()
+
+    async def body():
+        async with served(max_waiting_bytes=5000) as server:
+            server.open("s", client_engine(lambda _: "x"))
+            _, writer = await connect(server)
+            writer.write(head(server, length=len(raw)) + raw[:-1])
+            async with post_to(server) as post:
+                while server.gateway._num_waiting_bytes < len(raw) - 1:
+                    await asyncio.sleep(0.01)
+                status, answer = await post(raw)
+                assert (status, answer["error"]["code"]) == (429, "too_many_bytes")
+                assert server.gateway._num_waiting_bytes == len(raw) - 1
+                writer.close()
+                while server.gateway._num_waiting_bytes:
+                    await asyncio.sleep(0.01)
+                assert (await post(raw))[0] == 200
+
+    run(body)
+
+
+def test_bodies_that_do_not_come_are_not_waited_for():
+    async def body():
+        async with served(body_s=1) as server:
+            engine = client_engine(lambda _: "x")
+            server.open("s", engine)
+            reader, writer = await connect(server)
+            writer.write(head(server, length=100) + b"{")
+            answer = await asyncio.wait_for(reader.readuntil(b"}}"), 10)
+            assert answer.split()[1] == b"408"
+            assert b"request_timeout" in answer
+            assert not engine.tree.calls
+            writer.close()
+
+    run(body)
+
+
+async def seconds_until_closed(server, send):
+    """Return how long the server bears a client that sends `send(i)` every tenth of a second."""
+    reader, writer = await connect(server)
+    begin, number = time.monotonic(), 0
+    while not reader.at_eof() and time.monotonic() - begin < 20:
+        writer.write(send(number))
+        number += 1
+        try:
+            await asyncio.wait_for(reader.read(1000), 0.1)
+        except TimeoutError:
+            pass
+        except ConnectionError:
+            break
+    writer.close()
+    return time.monotonic() - begin
+
+
+def test_connections_without_a_request_are_dropped():
+    """Silent ones, heads that never end, and the bodies of refused requests, byte by byte, without a key."""
+    refused = b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
+    slow = {
+        "silent": lambda _: b"",
+        "head": lambda i: b"GET / HTTP/1.1\r\nHost: x\r\nX" if i == 0 else b"x",
+        "refused body": lambda i: refused if i == 0 else b"x",
+    }
+
+    async def body():
+        async with served(idle_s=1) as server:
+            took_s = await asyncio.gather(*(seconds_until_closed(server, send) for send in slow.values()))
+            assert all(0.9 < each < 10 for each in took_s), dict(zip(slow, took_s, strict=True))
+
+    run(body)
+
+
+def test_bodies_of_refused_requests_are_not_kept():
+    body_bytes = 200_000
+    raw = b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % body_bytes + b"x" * body_bytes
+    kept = tracemalloc.Filter(True, h11_impl.__file__)
+
+    async def body():
+        async with served() as server:
+            pipes = [await connect(server) for _ in range(20)]
+            tracemalloc.start()
+            for reader, writer in pipes:
+                writer.write(raw)
+                assert (await reader.readuntil(b"}}")).split()[1] == b"401"
+            traces = tracemalloc.take_snapshot().filter_traces([kept]).statistics("filename")
+            tracemalloc.stop()
+            assert sum(each.size for each in traces) < body_bytes
+            for _, writer in pipes:
+                writer.close()
+
+    run(body)
+
+
+def test_a_call_that_takes_long_and_a_stream_of_requests_keep_their_connection():
+    async def body():
+        async with served(idle_s=1) as server:
+            engine = client_engine(lambda _: "x", delay=lambda prompt: 1.5 if "slow" in prompt else 0)
+            server.open("s", engine)
+            async with post_to(server) as post:
+                for text in ("q", "slow", "q"):
+                    assert (await post({"messages": user(text)}))[0] == 200
+            assert len(engine.tree.calls) == 3
+
+    run(body)
+
+
+@pytest.mark.parametrize("line", [b"X: " + b"x" * 1000 + b"\r\n", b"x" * 1000])
+def test_endless_heads_are_cut_off(line):
+    async def body():
+        async with served() as server:
+            reader, writer = await connect(server)
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n")
+            num_bytes = 0
+            while not reader.at_eof() and num_bytes < 10**6:
+                writer.write(line)
+                num_bytes += len(line)
+                await asyncio.sleep(0.001)
+                if reader._buffer:
+                    break
+            assert num_bytes < 4 * MAX_HEAD_BYTES
+            assert (await reader.read(100)).split()[1] == b"400"
+            writer.close()
+
+    run(body)
+
+
+def test_connections_are_limited_and_those_that_are_open_go_on():
+    async def body():
+        async with served(max_connections=3) as server:
+            server.open("s", client_engine(lambda _: "x"))
+            async with post_to(server) as post:
+                assert (await post({"messages": user("q")}))[0] == 200
+                others = [await connect(server) for _ in range(2)]
+                late, _ = await connect(server)
+                with contextlib.suppress(ConnectionError):
+                    assert await asyncio.wait_for(late.read(), 10) == b""
+                assert (await post({"messages": user("q")}))[0] == 200
+            for _, writer in others:
+                writer.close()
+            await asyncio.sleep(0.1)
+            async with post_to(server) as post:
+                assert (await post({"messages": user("q")}))[0] == 200
+
+    run(body)
+
+
+def test_upgrades_and_heads_that_are_no_http_write_no_log(caplog, capfd):
+    async def body():
+        async with served() as server:
+            for raw in (
+                b"\x16\x03\x01\r\n\r\n",
+                b"GET / HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
+            ):
+                reader, writer = await connect(server)
+                writer.write(raw)
+                assert (await reader.read(1000)).split()[1] in (b"400", b"404")
+                writer.close()
+
+    run(body)
+    assert not caplog.records
+    assert capfd.readouterr().err == ""
+
+
+def image_url(*, width, height):
+    file = io.BytesIO()
+    Image.new("RGB", (width, height)).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def test_images_have_a_limit_together():
+    async def body():
+        async with served(max_total_pixels=250) as server:
+            server.open("s", client_engine(lambda _: "x"), form=chat_format(render=lambda *_, **__: [5]))
+            async with post_to(server) as post:
+                content = [image_url(width=10, height=10)] * 3
+                status, answer = await post({"messages": [{"role": "user", "content": content}]})
+            assert status == 400
+            assert "300 pixels together, and 250 are the most" in answer["error"]["message"]
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("(.{0,50}[a-z]){0,50}", 50 * (50 + 50)),
+        ("a{2,5}", 3),
+        ("a{5}b*c+", 0),
+        ("a{5,}", 5),
+        ("^[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}$", 0),
+        (r"(\d{1,3}\.){3}\d{1,3}", 3 * (2 + 2)),
+        (r"\(a\){0,9}", 9),
+        ("[){0,9}]{0,4}", 4),
+        ("a{" + "9" * 5000 + "}", 0),
+    ],
+)
+def test_repeats_of_patterns(pattern, expected):
+    assert num_repeats(pattern) == expected
+
+
+def deep(levels):
+    schema = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+TOO_LARGE = {
+    "characters": {"type": "object", "description": "x" * MAX_SCHEMA_LEN},
+    "levels": deep(65),
+    "properties in one object": {"properties": {f"p{i}": {} for i in range(MAX_PROPERTIES + 1)}},
+    "values in enumerations": {"anyOf": [{"enum": list(range(MAX_ENUM))}, {"enum": ["x"]}]},
+    "optional repeats in patterns": {"anyOf": [{"pattern": "a{0,40}"}, {"patternProperties": {"b{0,40}": {}}}]},
+}
+
+
+@pytest.mark.parametrize("what", TOO_LARGE)
+def test_forms_that_would_take_long_to_compile_are_refused(what):
+    async def body():
+        async with served() as server:
+            engine = client_engine(lambda _: "x")
+            server.open("s", engine)
+            form = {"type": "json_schema", "json_schema": {"name": "o", "schema": TOO_LARGE[what]}}
+            tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": TOO_LARGE[what]}}}}
+            forced = {"tools": [tool], "tool_choice": "required"}
+            async with post_to(server) as post:
+                for param, more in (("response_format", {"response_format": form}), ("tools", forced)):
+                    status, answer = await post({"messages": user("q"), **more})
+                    assert (status, answer["error"]["param"]) == (400, param)
+                    assert what in answer["error"]["message"]
+                assert not engine.tree.calls
+                # The functions of a model that is free prescribe nothing.
+                assert (await post({"messages": user("q"), "tools": [tool]}))[0] == 200
+
+    run(body)
