@@ -14,15 +14,15 @@ _REPEAT = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|(?P<group>\))?\{(?P<least>\d+)(?
 
 
 def check_size(schemas: Sequence[Any], *, param: str) -> None:
-    """Raise ApiError (400) if the schemas of one form are together larger than `limits` allows."""
-    values = [each for _, each in walk(list(schemas))]
-    objects = [each for each in values if isinstance(each, dict)]
+    """Raise ApiError (400) if some schemas are together larger than `limits` allows."""
+    values = list(walk(list(schemas)))
+    objects = [each for _, each in values if isinstance(each, dict)]
     patterns = [each["pattern"] for each in objects if isinstance(each.get("pattern"), str)]
     named = [each["patternProperties"] for each in objects if isinstance(each.get("patternProperties"), dict)]
     patterns += [pattern for each in named for pattern in each]
     sizes = [
         ("characters", len(json.dumps(schemas)), limits.MAX_SCHEMA_LEN),
-        ("levels", max(depth for depth, _ in walk(list(schemas))) - 1, limits.MAX_NESTING),
+        ("levels", max(depth for depth, _ in values) - 1, limits.MAX_NESTING),
         ("properties in one object", _longest(objects, "properties", dict), limits.MAX_PROPERTIES),
         ("values in enumerations", sum(_longest([each], "enum", list) for each in objects), limits.MAX_ENUM),
         ("optional repeats in patterns", sum(map(num_repeats, patterns)), limits.MAX_REPEATS),
