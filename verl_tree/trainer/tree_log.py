@@ -1,10 +1,14 @@
 """The trees of a training run: parquet files of every step, and pages of a few trees (docs/stored_trees.md).
 
+Files are for people. One that cannot be written is missed, with a warning, and training goes on.
+
 In a validation verl does not know advantages, nor the rewards of a reward model that shares the actor's resource pool,
 so its trees lack them.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +18,8 @@ from omegaconf import DictConfig
 
 from verl_tree.records import StoredTree, write_trees
 from verl_tree.records.page import Tokenizer, tree_page
+
+logger = logging.getLogger(__name__)
 
 NUM_SHOWN = 4
 """Trees of a step that become pages. A page of 50,000 tokens is a third of a megabyte, in every wandb table."""
@@ -66,14 +72,21 @@ class TreeLog:
         """
         name = "val" if when.is_validation else "step"
         if self.dump_dir is not None:
-            write_trees(self.dump_dir / f"{name}_{when.step:06d}.parquet", trees)
+            path = self.dump_dir / f"{name}_{when.step:06d}.parquet"
+            with _missed(path, "set tree.dump_dir to another folder, or to null to store no trees"):
+                write_trees(path, trees)
         if not self._shows(when):
             return
+        is_first = self.last_shown is None
         self.last_shown = when.step
-        self.page_dir.mkdir(parents=True, exist_ok=True)
         pages = [tree_page(tree, tokenizer) for tree in trees[:NUM_SHOWN]]
-        for number, page in enumerate(pages):
-            (self.page_dir / f"{name}_{when.step:06d}_{number}.html").write_text(page, encoding="utf-8")
+        paths = [self.page_dir / f"{name}_{when.step:06d}_{number}.html" for number in range(len(pages))]
+        with _missed(self.page_dir, "set tree.show_every=0 to show no pages"):
+            self.page_dir.mkdir(parents=True, exist_ok=True)
+            for path, page in zip(paths, pages, strict=True):
+                path.write_text(page, encoding="utf-8")
+            if is_first and paths:
+                print(f"pages of trees, to be opened in a browser: {paths[0]} and more beside it", flush=True)
         if wandb is not None:
             table = wandb.Table(columns=["step", "uid", "leaves", "tree tokens", "POR", "mean reward", "tree"])
             for tree, page in zip(trees, pages, strict=False):
@@ -85,6 +98,15 @@ class TreeLog:
         if self.show_every <= 0 or not (when.is_validation or self.shows_training):
             return False
         return self.last_shown is None or when.is_last or when.step - self.last_shown >= self.show_every
+
+
+@contextmanager
+def _missed(path: Path, remedy: str) -> Iterator[None]:
+    """Turn the error of a file that cannot be written into a warning."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s: not written (%s); training goes on without it. To stop this, %s", path, error, remedy)
 
 
 def _summary(tree: StoredTree) -> tuple[int, int, float, float | None]:

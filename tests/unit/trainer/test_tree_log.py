@@ -104,3 +104,25 @@ def test_wandb_gets_a_table_with_the_pages(tmp_path: Path, monkeypatch: pytest.M
         assert all("default-src 'none'" in page for page in pages)
     finally:
         wandb.finish()
+
+
+def test_a_folder_that_cannot_be_written_to_ends_no_training_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file stands where the folder of trees and pages was."""
+    (tmp_path / "trees").write_text("")
+    log = log_of(tmp_path, test_freq=5, dump_dir=str(tmp_path / "trees" / "run"), show_every=1)
+    log_run(log, range(5, 7), validates=True)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 6, "trees of two steps and two validations, pages of two validations"
+    assert messages[0].startswith(f"{tmp_path}/trees/run/step_000005.parquet: not written ([Errno 20] Not a directory")
+    assert "tree.dump_dir" in messages[0]
+    assert "tree.show_every=0" in messages[2]
+    assert capsys.readouterr().out == ""
+
+
+def test_the_log_says_once_where_the_pages_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log_run(log_of(tmp_path, test_freq=1, show_every=1), range(1, 4), validates=True)
+    page = tmp_path / "checkpoints/trees/val_000001_0.html"
+    assert capsys.readouterr().out == f"pages of trees, to be opened in a browser: {page} and more beside it\n"
+    assert page.exists()
