@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import print_table, read_records
-from report_por import Speed, fastest_flat, measured_points
+from por_speeds import Speed, fastest_flat, measured_points
 
 Headlines = Iterator[tuple[str, float]]
 

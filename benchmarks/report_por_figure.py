@@ -11,7 +11,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from report_por import DRAWN, Measured, Points, Speed, fastest_flat
+from por_speeds import DRAWN, Measured, Points, Speed, fastest_flat
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import por
+import por_speeds
 import pytest
 import report_por
 import report_por_figure
@@ -191,7 +192,7 @@ def test_the_report_by_hand(tmp_path: Path) -> None:
         record(0.8, "heuristic/2", repetition=1, seconds=3.0, num_tokens=400, flops=5e5, capacity=400, num_calls=2),
         record(0.9, "heuristic/2", repetition=0, seconds=0.0, not_run="OutOfMemoryError: 1 GiB"),
     ]
-    points = report_por.measured_points(records)
+    points = por_speeds.measured_points(records)
     first, second = report_por.whole_trees(points)
     # The fastest flat path takes 7 s, the median without the run that warms up.
     assert (first["POR"], first["tokens"]) == ("0.8", "1000 / 200")
@@ -211,7 +212,7 @@ def test_the_report_by_hand(tmp_path: Path) -> None:
 
     records += [record(0.7, "flat/same", repetition=1, seconds=6.0, trees="memory_qa")]
     records += [record(0.7, "tree", repetition=1, seconds=2.0, flops=2.5e5, trees="memory_qa")]
-    points = report_por.measured_points(records)
+    points = por_speeds.measured_points(records)
     assert [row["flat/tree"] for row in report_por.whole_trees(points) if row["trees"] == "memory_qa"] == ["3.00"]
     report_por_figure.draw(points, engine_cases=[engines], out=tmp_path / "por.png")
     assert (tmp_path / "por.png").read_bytes().startswith(b"\x89PNG")
