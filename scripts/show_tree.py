@@ -4,10 +4,14 @@ python scripts/show_tree.py STORED.parquet [--uid UID] [--tokenizer PATH] [--out
 """
 
 import argparse
+import re
 from pathlib import Path
 
 from verl_tree.records import StoredTree, read_trees
 from verl_tree.records.page import tree_page
+
+MAX_NAME_LEN = 100
+"""Characters of a uid in the name of a page; file systems take 255 in all."""
 
 
 def choose(path: Path, uid: str | None) -> StoredTree:
@@ -49,7 +53,9 @@ def main() -> None:
             tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
         except (OSError, ValueError) as error:
             parser.error(f"--tokenizer {arguments.tokenizer}: give a model's folder or name. {error}")
-    out = arguments.out or arguments.stored.with_name(f"{arguments.stored.stem}_{tree.uid}.html")
+    # A uid may be any text.
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", tree.uid)[:MAX_NAME_LEN]
+    out = arguments.out or arguments.stored.with_name(f"{arguments.stored.stem}_{name}.html")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(tree_page(tree, tokenizer), encoding="utf-8")
     print(out)

@@ -8,7 +8,8 @@ first leaf in depth-first order; a leaf that differs has an *override* of that n
 every column. Only numpy and pyarrow are needed. Text and messages are not stored, images as thumbnails only.
 """
 
-from verl_tree.records.files import FORMAT_VERSION, SCHEMA, forests, holds_trees, read_trees, write_trees
+from verl_tree.records.files import FORMAT_VERSION, SCHEMA, write_trees
+from verl_tree.records.reading import forests, holds_trees, read_trees
 from verl_tree.records.trees import CallRun, ImageRun, StoredLeaf, StoredTree, end_nodes
 
 __all__ = [

@@ -90,7 +90,7 @@ def random_leaf(rng: np.random.Generator, tokens: np.ndarray, *, row: int) -> St
         max_global_steps=[None, 4][kind % 2],
         calls=tuple(
             CallRun(call, "fork", call, call + 1, *[(), (2, 2 + call)][rng.integers(2)])
-            for call in range(rng.integers(3))
+            for call in range(min(len(tokens), rng.integers(3)))
         ),
     )
 
@@ -199,7 +199,7 @@ def test_reward_extra_info_is_json_of_numpy_values_too(tmp_path: Path) -> None:
 def test_a_newer_file_names_both_versions_and_the_remedy(
     tree: StoredTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    newer = files.SCHEMA.with_metadata({files._VERSION_KEY: b"7"})
+    newer = files.SCHEMA.with_metadata({files.VERSION_KEY: b"7"})
     monkeypatch.setattr(files, "SCHEMA", newer)
     write_trees(tmp_path / "t.parquet", [tree])
     with pytest.raises(ValueError, match=rf"format version 7 .* up to {FORMAT_VERSION}: .* newer"):
@@ -209,14 +209,14 @@ def test_a_newer_file_names_both_versions_and_the_remedy(
 def test_a_file_of_version_1_has_calls_without_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its struct of a call ends before the versions of the weights."""
     calls = (CallRun(0, "root", 0, 2, 3, 4), CallRun(1, "fork", 2, 3, None, None))
-    old_call = pa.struct(list(files._CALL)[:4])
+    old_call = pa.struct(list(files.CALL)[:4])
     old_leaf = pa.struct(
-        [(each.name, pa.list_(old_call) if each.name == "calls" else each.type) for each in files._LEAF]
+        [(each.name, pa.list_(old_call) if each.name == "calls" else each.type) for each in files.LEAF]
     )
     index = files.SCHEMA.get_field_index("leaves")
     old = files.SCHEMA.set(index, pa.field("leaves", pa.list_(old_leaf)))
-    monkeypatch.setattr(files, "_LEAF", old_leaf)
-    monkeypatch.setattr(files, "SCHEMA", old.with_metadata({files._VERSION_KEY: b"1"}))
+    monkeypatch.setattr(files, "LEAF", old_leaf)
+    monkeypatch.setattr(files, "SCHEMA", old.with_metadata({files.VERSION_KEY: b"1"}))
     tree = StoredTree(step=1, uid="u", leaves=(leaf_of([1, 2, 3], mask=[1, 1], calls=calls),))
     write_trees(tmp_path / "t.parquet", [tree])
     monkeypatch.undo()

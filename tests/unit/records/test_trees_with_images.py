@@ -45,7 +45,7 @@ def test_a_file_of_version_2_has_no_images(tree: StoredTree, tmp_path: Path) -> 
     """Its leaves have none, and its forest parts where the images did."""
     path = tmp_path / "t.parquet"
     write_trees(path, [tree])
-    old = pq.read_table(path).drop_columns(["images"]).replace_schema_metadata({files._VERSION_KEY: b"2"})
+    old = pq.read_table(path).drop_columns(["images"]).replace_schema_metadata({files.VERSION_KEY: b"2"})
     pq.write_table(old, path)
     (read,) = read_trees(path)
     assert (read.thumbnails, [leaf.images for leaf in read.leaves]) == ({}, [()] * 6)

@@ -1,0 +1,140 @@
+"""Files of stored trees that are damaged, or that another program wrote, are refused with their name."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from verl_tree.records import SCHEMA, CallRun, StoredLeaf, StoredTree, read_trees, write_trees
+
+
+def leaf(number: int, ids: list[int], *, log_prob: float = -1.0, **options: object) -> StoredLeaf:
+    mask = np.arange(len(ids)) >= 2
+    log_probs = np.where(mask, log_prob, np.nan)
+    return StoredLeaf(0, number, np.array(ids), 2, is_trained=mask, log_probs=log_probs, **options)
+
+
+def trees() -> list[StoredTree]:
+    """Make two trees: 1 2 and below it 3 4 and 5, twice, once with log-probs of its own."""
+    calls = (CallRun(0, "root", 2, 4),)
+    rewards = {"token_rewards": np.array([0, 1.0]), "reward_extra_info": {"acc": 1}, "calls": calls}
+    leaves = (leaf(0, [1, 2, 3, 4], **rewards), leaf(1, [1, 2, 5]), leaf(2, [1, 2, 3, 4], log_prob=-2.0))
+    return [StoredTree(step=7, uid=uid, leaves=leaves) for uid in ("a", "b")]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write_trees(tmp_path / "t.parquet", trees())
+    assert len(read_trees(tmp_path / "t.parquet")) == 2
+    return tmp_path / "t.parquet"
+
+
+def rewrite(path: Path, change) -> None:
+    """Write the file anew with rows that `change` has edited, as Python values."""
+    rows = pq.read_table(path).to_pylist()
+    change(rows)
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path)
+
+
+def setter(column: str, value: object, *, node: int = 1):
+    return lambda rows: rows[node].__setitem__(column, value)
+
+
+def leaf_setter(name: str, value: object, *, node: int = 1, number: int = 0):
+    return lambda rows: rows[node]["leaves"][number].__setitem__(name, value)
+
+
+CHANGES = {
+    "parents in a cycle": (setter("parent", 2), "does not stand behind its parent"),
+    "parent 10^9": (setter("parent", 10**9), "does not stand behind its parent"),
+    "parent -2": (setter("parent", -2), "does not stand behind its parent"),
+    "parent null": (setter("parent", None), "the column parent has no value"),
+    "another parent": (setter("parent", -1), "does not start where its parent ends"),
+    "start": (setter("start", 1), "does not start where its parent ends"),
+    "node": (setter("node", 5), "not numbered from 0"),
+    "tree null": (setter("tree", None), "the column tree has no value"),
+    "uid null": (setter("uid", None), "the column uid has no value"),
+    "uid": (setter("uid", "x"), "several values of uid"),
+    "step": (setter("step", 8), "several values of step"),
+    "version 0": (setter("format_version", 0), "versions that were never written"),
+    "version 7": (setter("format_version", 7), "versions that were never written"),
+    "negative ids": (setter("token_ids", [-3, 4]), "a token id is negative"),
+    "no tokens": (setter("token_ids", []), "a node has no tokens"),
+    "mask": (setter("is_trained", [True]), "another number of is_trained"),
+    "leaves null": (setter("leaves", None), "the column leaves has no value"),
+    "row twice": (leaf_setter("row", 1), "are not 0, 1, 2"),
+    "no row": (leaf_setter("row", None), "a leaf has no row"),
+    "length": (leaf_setter("len", 10**9), "another length than its path"),
+    "prompt": (leaf_setter("prompt_len", 5), "a prompt is longer than its leaf"),
+    "reward inf": (leaf_setter("reward", float("inf")), "the reward inf or NaN"),
+    "reward NaN": (leaf_setter("reward", float("nan")), "the reward inf or NaN"),
+    "calls null": (leaf_setter("calls", None), "a leaf has no calls"),
+    "info": (leaf_setter("reward_extra_info", "[" * 100_000), "recursion"),
+    "info no JSON": (leaf_setter("reward_extra_info", "{"), "Expecting property name"),
+    "rewards": (leaf_setter("token_rewards", [1.0]), "token_rewards has shape"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_rows_that_are_no_trees_are_refused(path: Path, name: str) -> None:
+    change, message = CHANGES[name]
+    rewrite(path, change)
+    with pytest.raises(ValueError, match=rf"t\.parquet: .*{message}.*give another file"):
+        read_trees(path)
+
+
+def test_calls_and_values_of_a_leaf_stay_within_it(path: Path) -> None:
+    def longer(rows: list) -> None:
+        rows[1]["leaves"][0]["calls"][0]["end"] = 5
+
+    def elsewhere(rows: list) -> None:
+        rows[1]["leaves"][1]["overrides"][0]["node"] = 9
+
+    def of_another(rows: list) -> None:
+        rows[1]["leaves"][1]["overrides"][0] |= {"node": 2, "is_trained": [True], "log_probs": [0.0]}
+
+    for change, message in ((longer, "outside of its leaf"), (elsewhere, "there is not"), (of_another, "other rows")):
+        write_trees(path, trees())
+        rewrite(path, change)
+        with pytest.raises(ValueError, match=message):
+            read_trees(path)
+
+
+@pytest.mark.parametrize("name", [each for each in SCHEMA.names if each != "images"])
+def test_a_column_that_is_missing_or_of_another_type_is_named(path: Path, name: str) -> None:
+    table = pq.read_table(path)
+    pq.write_table(table.drop_columns([name]), path)
+    with pytest.raises(ValueError, match=f"there is no column {name}"):
+        read_trees(path)
+    index = table.schema.get_field_index(name)
+    pq.write_table(table.set_column(index, name, pa.array([{"a": 1.5}] * len(table))), path)
+    with pytest.raises(ValueError, match=f"the column {name} has the type struct"):
+        read_trees(path)
+
+
+def test_a_version_that_was_never_written(path: Path) -> None:
+    for version in (b"-1", b"0", b"three"):
+        metadata = {b"verl_tree.records.format_version": version}
+        pq.write_table(pq.read_table(path).replace_schema_metadata(metadata), path)
+        with pytest.raises(ValueError, match="which was never written"):
+            read_trees(path)
+
+
+def test_wrong_bytes_are_found(path: Path) -> None:
+    """A page has a checksum; a footer that is damaged reads as no parquet file, or as another schema."""
+    good, rng = path.read_bytes(), random.Random(0)
+    num_read = 0
+    for _ in range(100):
+        damaged = bytearray(good)
+        for _ in range(rng.randint(1, 20)):
+            damaged[rng.randrange(len(good))] = rng.randrange(256)
+        path.write_bytes(bytes(damaged))
+        try:
+            read_trees(path)
+        except (ValueError, OSError):
+            continue
+        num_read += 1
+    assert num_read <= 3, "what statistics and names of programs say is not looked at"
