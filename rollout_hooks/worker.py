@@ -10,6 +10,7 @@ A failed session takes only itself down. Its prompt ends as "finished" with the 
 import asyncio
 import copy
 import logging
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -167,6 +168,16 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
                     response_mask=row.response_mask,
                     reward=row_reward(row),
                 )
+
+    async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
+        """Let verl score the session, and refuse a reward that would make every advantage of its group NaN."""
+        await super()._compute_score(outputs, kwargs=kwargs)
+        reward = outputs[-1].reward_score
+        if reward is not None and not math.isfinite(reward):
+            raise ValueError(
+                f"the reward of the session is {reward}: let the reward function (reward.custom_reward_function), or "
+                "the loop, give a finite number"
+            )
 
     def _compute_multi_modal_inputs(self, output: AgentLoopOutput, input_ids: torch.Tensor) -> dict[str, Any]:
         """Let verl compute the pixels of a row's images, and note where they stand, what they are and how they look."""

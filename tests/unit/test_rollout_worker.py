@@ -117,6 +117,15 @@ def test_rewards_that_verl_would_mix_up_are_refused():
         distilling._check_rewards([rewarded, plain])
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_that_is_no_finite_number_is_refused(reward):
+    """Whoever gave it; here a loop, as verl's reward function would."""
+    row = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], metrics={}, reward_score=reward)
+    worker = InProcessWorker(lambda _: "a", reward_handles=None)
+    with pytest.raises(ValueError, match=rf"is {reward}: .*reward\.custom_reward_function"):
+        asyncio.run(worker._compute_score([row], kwargs={}))
+
+
 def test_the_worker_that_runs_sessions_is_a_copy():
     worker = InProcessWorker(lambda _: RuntimeError("x"))
     client = worker.llm_client

@@ -54,6 +54,11 @@ class StepRows:
             columns = fetch(keys, ("rm_scores",), partition_id=partition_id)
             assert "rm_scores" in columns, "row_check refuses rows without rewards"
             rows.shapes["reward"] = [scores.sum(dtype=np.float64) for scores in arrays(columns, "rm_scores")]
+        for row in np.flatnonzero(~np.isfinite(rows.rewards)).tolist():
+            raise ValueError(
+                f"row {keys[row]}: the reward is {rows.rewards[row]}; whoever scores rows gives finite numbers (a "
+                "reward model, reward.custom_reward_function, or who writes rm_scores)"
+            )
         return rows
 
     def select(self, keys: Sequence[str]) -> Self:

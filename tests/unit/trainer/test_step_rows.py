@@ -317,6 +317,16 @@ def test_rows_that_are_scored_later_have_their_rewards_read(monkeypatch: pytest.
     assert read_names == [("rm_scores",)]
 
 
+@pytest.mark.parametrize("score", [np.nan, np.inf])
+def test_a_row_whose_reward_is_no_finite_number_is_named(monkeypatch: pytest.MonkeyPatch, score: float) -> None:
+    def read(keys: Sequence[str], _names: Sequence[str], *, partition_id: str) -> TensorDict:  # noqa: ARG001
+        return columns_of({key: {"rm_scores": torch.tensor([0.5, score])} for key in keys})
+
+    monkeypatch.setattr(step_rows_module, "fetch", read)
+    with pytest.raises(ValueError, match=rf"row {next(iter(ROWS))}: the reward is {score}; .*custom_reward_function"):
+        StepRows.fetch(tagged(ROWS, rewards=[np.nan] * len(ROWS)))
+
+
 def test_recorded_calls_say_which_log_probs_are_of_sampled_tokens() -> None:
     calls = [(0, "root", 2, 4, 6, 7), (1, "fork", 5, 6)]  # rows that an earlier release stored have no versions
     row = row_of(
