@@ -4,6 +4,7 @@ verl's workers see only `actor_rollout_ref` and `critic`, so the options travel 
 `configs/tree/default.yaml` and docs/options.md say what each option means.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -31,9 +32,9 @@ def _integer(default: int | None, *, minimum: int, remedy: str) -> Any:
 
 def _positive(default: float | None, *, unit: str) -> Any:
     def holds(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
-    return _option(default, f"a positive number of {unit}", holds)
+    return _option(default, f"a positive and finite number of {unit}", holds)
 
 
 def _tolerance(default: float) -> Any:

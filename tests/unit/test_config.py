@@ -41,6 +41,8 @@ from verl_tree.launch.composition import compose_config
         ({"dump_dir": 3}, ["tree.dump_dir=3", "folder"]),
         ({"show_every": -1}, ["tree.show_every=-1", "0 shows no trees"]),
         ({"watchdog": {"timeout_s": 0}}, ["tree.watchdog.timeout_s=0", "positive"]),
+        ({"watchdog": {"poll_s": float("inf")}}, ["tree.watchdog.poll_s=inf", "finite"]),
+        ({"watchdog": {"timeout_s": float("nan")}}, ["tree.watchdog.timeout_s=nan", "finite"]),
         ({"watchdog": {"poll_s": "2"}}, ["tree.watchdog.poll_s='2'"]),
         ({"watchdog": {"log_tail_lines": 0}}, ["tree.watchdog.log_tail_lines=0"]),
         ({"watchdog": {"enabled": 1}}, ["tree.watchdog.enabled=1"]),
