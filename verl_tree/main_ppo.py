@@ -16,6 +16,7 @@ from verl_tree.launch.composition import (
     CONFIG_NAME,
     accept_verl_arguments,
     prepare_hydra,
+    refused_in_brief,
     require_trees,
     require_values,
 )
@@ -32,23 +33,36 @@ def main() -> None:
 def run(config: DictConfig) -> None:
     """Train with a configuration of `verl_tree.launch.composition.compose_config`, which is resolved in place.
 
+    What cannot work ends the process with the reasons.
+
     Raises:
-        ValueError: A setting cannot work.
         RuntimeError: A process died or hung; the message has the cause and the tail of its log.
+    """
+    with refused_in_brief():
+        prepare(config)
+    train(config)
+
+
+def prepare(config: DictConfig) -> None:
+    """Resolve, translate and check a configuration, and set what the training run's processes find around them.
+
+    Raises:
+        ValueError: Settings cannot work.
     """
     OmegaConf.resolve(config)
     require_trees(config)
     require_values(config)
     variables = set_variables(config)
     from verl_tree.launch.translation import translate
-    from verl_tree.launch.validation import validate
+    from verl_tree.launch.validation import find_by_verl, validate
+    from verl_tree.launch.validation.refusals import settle
 
     for line in translate(config):
         print(line)
     validate(config)
+    settle(find_by_verl(config))
     bound_paths(config)
     set_ray_options(config, variables)
-    train(config)
 
 
 def bound_paths(config: DictConfig) -> None:

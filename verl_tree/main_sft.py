@@ -17,6 +17,7 @@ from verl_tree.launch.composition import (
     SFT_CONFIG_NAME,
     accept_verl_arguments,
     prepare_hydra,
+    refused_in_brief,
     require_trees,
     require_values,
 )
@@ -43,8 +44,25 @@ def main() -> None:
 def run(config: DictConfig) -> None:
     """Train with a configuration of `compose_config(..., default_name="tree_sft")`, which is resolved in place.
 
+    Settings that cannot work end the process with the reasons.
+
     Raises:
-        ValueError: A setting or a row cannot work.
+        ValueError: A row cannot work.
+    """
+    with refused_in_brief():
+        prepare(config)
+    if "RANK" not in os.environ:
+        os.environ.update(ONE_RANK)
+    from verl_tree.sft.trainer import train
+
+    train(config)
+
+
+def prepare(config: DictConfig) -> None:
+    """Resolve and check a configuration, and set what the process finds around it.
+
+    Raises:
+        ValueError: Settings cannot work.
     """
     OmegaConf.resolve(config)
     require_trees(config)
@@ -56,11 +74,6 @@ def run(config: DictConfig) -> None:
     if config.tree.capacity == "auto" and config.tree.max_path_len is None:
         # No row is longer, so capacity=auto holds memory for such paths.
         config.tree.max_path_len = config.engine.tree.max_path_len = config.data.max_length
-    if "RANK" not in os.environ:
-        os.environ.update(ONE_RANK)
-    from verl_tree.sft.trainer import train
-
-    train(config)
 
 
 if __name__ == "__main__":

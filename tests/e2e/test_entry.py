@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
     [
         (
             "main_ppo",
-            ["profile=cpu", "tree.shared_tokens=max"],
+            ["profile=cpu", "tree.shared_tokens=max", "trainer.use_v1=false"],
             "tree.shared_tokens=max: choose one of sum, mean, once",
         ),
         (
@@ -36,8 +36,13 @@ def test_bad_setting_ends_at_once_and_starts_nothing(
     command = [sys.executable, "-m", f"verl_tree.{module}", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert time.monotonic() - started < 60
-    assert done.returncode != 0
+    assert done.returncode == 1
     assert refusal in done.stderr
+    lines = done.stderr.splitlines()
+    reasons = lines[lines.index("Refused; nothing was started.") + 1 :]
+    assert all(line.startswith("  ") for line in reasons), "all reasons, and nothing behind them"
+    assert len(reasons) >= len(arguments) - 1
+    assert "Traceback" not in done.stderr
     assert "ray init kwargs" not in done.stdout
     assert "Total steps" not in done.stdout
 

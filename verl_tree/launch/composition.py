@@ -9,7 +9,9 @@ path and leads to `tree_ppo`, which finds verl's file under the name `verl_ppo_t
 
 import argparse
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
@@ -152,6 +155,21 @@ def compose_config(arguments: Sequence[str] = (), *, default_name: str = CONFIG_
             return compose(config_name=name, overrides=overrides)
     with initialize_config_dir(config_dir=folder, version_base=None):
         return compose(config_name=name, overrides=overrides)
+
+
+@contextmanager
+def refused_in_brief() -> Iterator[None]:
+    """End the process with the lines of a refusal, and no traceback.
+
+    With `HYDRA_FULL_ERROR=1`, which asks for the tracebacks of Hydra's own refusals, the error is raised.
+    """
+    try:
+        yield
+    except (ValueError, OmegaConfBaseException) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        lines = "\n".join(f"  {line}" for line in str(error).splitlines())
+        sys.exit(f"Refused; nothing was started.\n{lines}")
 
 
 def require_trees(config: DictConfig) -> None:

@@ -1,6 +1,5 @@
 """Checks that refuse a configuration of fine-tuning that cannot work, before the process group starts."""
 
-import logging
 import os
 from glob import glob
 from typing import Any
@@ -21,14 +20,13 @@ from verl_tree.launch.validation.refusals import (
     missing,
     model_settings,
     refusal,
+    settle,
     uses_cpu,
     uses_tree,
     value_of,
 )
 from verl_tree.launch.validation.settings import OFF, ON, Rule, check_cpu_backend, check_device, check_tree_options
 from verl_tree.recurrence import MODEL_TYPES as RECURRENT_MODEL_TYPES
-
-logger = logging.getLogger(__name__)
 
 ATTENTION = "model.override_config.attn_implementation"
 
@@ -149,9 +147,6 @@ def validate(config: DictConfig) -> None:
     """Run the checks on a resolved configuration and log their warnings.
 
     Raises:
-        ValueError: A setting cannot work; the message has the remedy.
+        ValueError: Settings cannot work; the message has a line for each, with its remedy.
     """
-    for finding in find(config):
-        if not finding.is_warning:
-            raise ValueError(finding.message)
-        logger.warning(finding.message)
+    settle(find(config))

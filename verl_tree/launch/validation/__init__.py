@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import io
-import logging
 
 from omegaconf import DictConfig
 
@@ -21,11 +20,9 @@ from verl_tree.launch.validation import (
     ulysses,
     values,
 )
-from verl_tree.launch.validation.refusals import Finding, Findings
+from verl_tree.launch.validation.refusals import Finding, Findings, settle
 
 __all__ = ["CHECKS", "find", "find_before_the_queue", "find_by_verl", "validate"]
-
-logger = logging.getLogger(__name__)
 
 CHECKS = (
     *values.CHECKS,
@@ -86,11 +83,4 @@ def validate(config: DictConfig) -> None:
     Raises:
         ValueError: Settings cannot work; the message has a line for each, with its remedy.
     """
-    refused = []
-    for finding in find(config):
-        if finding.is_warning:
-            logger.warning(finding.message)
-        else:
-            refused.append(finding.message)
-    if refused:
-        raise ValueError("\n".join(refused))
+    settle(find(config))

@@ -1,14 +1,17 @@
 """The shared parts of the checks: findings, keys, and which parts of verl a configuration uses."""
 
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_tree.launch.environment import joins_running_cluster
+
+logger = logging.getLogger(__name__)
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
@@ -31,6 +34,22 @@ class Finding:
 Findings = Iterator[Finding]
 Check = Callable[[DictConfig], Findings]
 """A check reads a resolved configuration and yields what is wrong. Checks are independent of each other."""
+
+
+def settle(findings: Iterable[Finding]) -> None:
+    """Log the warnings among what checks have found.
+
+    Raises:
+        ValueError: Settings cannot work; the message has a line for each, with its remedy.
+    """
+    refused = []
+    for finding in findings:
+        if finding.is_warning:
+            logger.warning(finding.message)
+        else:
+            refused.append(finding.message)
+    if refused:
+        raise ValueError("\n".join(refused))
 
 
 def refusal(config: DictConfig, key: str, remedy: str) -> Finding:
