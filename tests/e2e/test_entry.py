@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pandas as pd
@@ -29,13 +28,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
         ),
     ],
 )
-def test_bad_setting_ends_at_once_and_starts_nothing(
+def test_a_bad_setting_ends_with_its_reasons_and_starts_nothing(
     tmp_path: Path, module: str, arguments: list[str], refusal: str
 ) -> None:
-    started = time.monotonic()
     command = [sys.executable, "-m", f"verl_tree.{module}", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert time.monotonic() - started < 60
     assert done.returncode == 1
     assert refusal in done.stderr
     lines = done.stderr.splitlines()
