@@ -42,6 +42,9 @@ IMPOSSIBLE = [
     ("trainer.logger=[nonsense]", "nonsense is none of wandb"),
     ("algorithm.kl_ctrl.type=nonsense", "fixed, adaptive"),
     ("algorithm=nothing", "this is no group of options"),
+    (f"{ROLLOUT}.agent.agent_loop_manager_class=[1]", "give package.module.Class"),
+    (f"{ROLLOUT}.agent.agent_loop_config_path=7", "this is no path"),
+    (f"{ROLLOUT}.agent.agent_loop_config_path=[1]", "this is no path"),
 ]
 JUNK = [None, 0, -1, 1, 7, 10**12, 0.5, -0.5, float("inf"), float("nan"), True, False]
 JUNK += ["", "x", "nonsense", "../..", "1", "auto", "é" * 50, [], [1], ["x"], {"a": 1}]

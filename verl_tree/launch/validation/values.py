@@ -93,7 +93,7 @@ RANGES: tuple[Range, ...] = (
 )
 """Numbers outside of which a training run cannot work."""
 
-PATH_ENDINGS = ("path", "_dir", "_files")
+PATH_ENDINGS = ("path", "_dir")
 
 
 def check_kinds(config: DictConfig) -> Findings:
@@ -106,8 +106,11 @@ def check_kinds(config: DictConfig) -> Findings:
         if key in values and (asked := _kind(default)) is not None and not _is_kind(values[key], default):
             yield Finding(f"{key}={values[key]}: this is no {asked}; give one")
     for key, value in values.items():
-        if key.endswith(PATH_ENDINGS) and isinstance(value, bool | int | float | dict):
+        # Data files may be a list.
+        if key.endswith(PATH_ENDINGS) and isinstance(value, bool | int | float | dict | list):
             yield Finding(f"{key}={value}: this is no path; give one")
+        elif key.endswith("_class") and isinstance(value, bool | int | float | list):
+            yield Finding(f"{key}={value}: this is no class; give package.module.Class")
 
 
 def _kind(default: Any) -> str | None:
