@@ -67,7 +67,7 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
 
     Attributes:
         tree_counts: Tokens, nodes and packs of the last mini-batch, summed over all ranks.
-        computed_paths: What all ranks computed of it.
+        computed_paths: What all ranks computed of it, if it was an update.
         num_micro_batches: Packs that each rank ran for it (the largest number of any rank).
         rank_times: How evenly the ranks worked on the last update.
         cost_metrics: The cost model of updates as rank 0 has fitted it, as metrics.

@@ -64,17 +64,20 @@ class RankWork:
     num_calls: tuple[NumCalls, ...]  # Model calls of each micro-batch
     counts: ForestCounts
     packing_s: float
-    paths: ComputedPaths
+    paths: ComputedPaths  # of an update
 
     @classmethod
     def of_batch(cls, batch: TreeBatch, *, mode: Mode, scores_own_tokens: bool) -> Self:
         """Sum up this rank's micro-batches."""
+        # Only updates have an MFU, and lengths of all rows travel to all ranks.
+        updated = () if mode == "forward" else batch.micro_batches
+        paths = (micro.paths(scores_own_tokens=scores_own_tokens) for micro in updated)
         return cls(
             works=tuple(micro.work for micro in batch.micro_batches),
             num_calls=tuple(micro.num_calls(mode) for micro in batch.micro_batches),
             counts=batch.counts,
             packing_s=batch.packing_s,
-            paths=ComputedPaths.sum(micro.paths(scores_own_tokens=scores_own_tokens) for micro in batch.micro_batches),
+            paths=ComputedPaths.sum(paths),
         )
 
 
