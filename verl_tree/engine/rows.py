@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -127,6 +128,13 @@ def _fill(rank: Sequence[NumCalls], *, start: int, calls: NumCalls) -> int:
         num_first, num_last = num_first - rank[end].num_first, num_last - rank[end].num_last
         end += 1
     return end
+
+
+def read_row_lens(rows: TensorDict, *, mask: str, group: dist.ProcessGroup | None) -> list[int]:
+    """Return the lengths of the rows of all ranks that a loss reads, by the column `mask`; verl's MFU counts them."""
+    lens = jagged(rows["input_ids"])[1].diff()
+    is_read = torch.stack([each.any() for each in rows[mask].unbind(dim=0)])
+    return list(chain.from_iterable(gather(lens[is_read].tolist(), group=group)))
 
 
 def gather(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -6,10 +6,8 @@ same batches go through verl's own FSDP2 engine.
 """
 
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from tensordict import TensorDict
@@ -24,9 +22,8 @@ from verl.workers.engine_workers import TrainingWorker
 
 import verl_tree.engine  # noqa: F401  (registers the engines)
 from verl_tree.cpu.platform import ensure_cpu_process_group
-from verl_tree.engine.computed_paths import ComputedPaths
 from verl_tree.engine.fsdp_tree import FSDPTreeEngineWithLMHead
-from verl_tree.engine.rows import gather, jagged
+from verl_tree.engine.rows import read_row_lens
 from verl_tree.sft.rows import TokenRows, read_rows
 from verl_tree.sft.sampler import TreeBatchSampler, TreePart, deal, find_trees, parts_of
 from verl_tree.trainer.update_flops import UpdateFlops
@@ -103,9 +100,7 @@ class TreeSFTTrainer(SFTTrainer):
     @override
     def _get_batch_seqlens(self, data: TensorDict) -> list[int]:
         """Return the lengths of the rows of all ranks, without padding rows."""
-        lens = jagged(data["input_ids"])[1].diff()
-        is_row = torch.stack([mask.any() for mask in data["loss_mask"].unbind(dim=0)])
-        return list(chain.from_iterable(gather(lens[is_row].tolist(), group=self.engine.get_data_parallel_group())))
+        return read_row_lens(data, mask="loss_mask", group=self.engine.get_data_parallel_group())
 
 
 def _parts(dataset: TokenRows, *, name: str, max_rows: int, min_shared: int) -> list[TreePart]:
@@ -133,13 +128,13 @@ def _counted(worker: TrainingWorker) -> Callable[..., TensorDict]:
         row_lens = tu.get(data, "global_token_num")
         output = train_batch(data=data)
         metrics: dict[str, Any] = tu.get(output, "metrics")
-        paths, engine = ComputedPaths.flat(row_lens), worker.engine
+        engine = worker.engine
         if isinstance(engine, FSDPTreeEngineWithLMHead):
-            paths = engine.computed_paths
             metrics |= engine.tree_counts.metrics() | engine.rank_times.metrics() | engine.cost_metrics
             metrics["tree/micro_batches"] = engine.num_micro_batches
-        metrics |= {"train/mfu_flat_equivalent": metrics["mfu"]}
-        metrics["mfu"] *= flops.share(paths, row_lens)
+        metrics |= flops.both_mfus(metrics["mfu"], engine=engine, row_lens=row_lens)
+        # verl names `mfu` itself.
+        metrics["train/mfu_flat_equivalent"] = metrics.pop("mfu_flat_equivalent")
         tu.assign_non_tensor(output, metrics=metrics)
         return output
 

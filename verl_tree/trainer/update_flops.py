@@ -9,7 +9,9 @@ recomputed activations do not count, a frozen weight counts as a trained one, an
 from collections.abc import Sequence
 
 from verl.utils.flops_counter import FlopsCounter
+from verl.workers.engine import BaseEngine
 
+from verl_tree.engine import FSDPTreeEngineWithLMHead
 from verl_tree.engine.computed_paths import ComputedPaths
 
 _PER_WEIGHT = 6
@@ -41,3 +43,9 @@ class UpdateFlops:
         """Return the FLOPs of what was computed over verl's estimate of the flat rows; 1 if that is 0."""
         flat = self.of_rows(row_lens)
         return self.of_paths(paths) / flat if flat else 1.0
+
+    def both_mfus(self, flat_mfu: float, *, engine: BaseEngine, row_lens: Sequence[int]) -> dict[str, float]:
+        """Return `mfu` of what the engine computed last, and verl's own of the flat rows as `mfu_flat_equivalent`."""
+        is_tree = isinstance(engine, FSDPTreeEngineWithLMHead)
+        paths = engine.computed_paths if is_tree else ComputedPaths.flat(row_lens)
+        return {"mfu": flat_mfu * self.share(paths, row_lens), "mfu_flat_equivalent": flat_mfu}

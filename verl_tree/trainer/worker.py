@@ -28,11 +28,10 @@ from verl_tree.config import TreeFSDPEngineConfig
 from verl_tree.cpu.platform import ensure_cpu_process_group
 from verl_tree.cpu.weight_socket import register_sender
 from verl_tree.engine import FSDPTreeEngineWithLMHead
-from verl_tree.engine.computed_paths import ComputedPaths
 from verl_tree.engine.micro_batch import LossFunction
 from verl_tree.engine.positions import settle_positions, takes_components
 from verl_tree.engine.row_losses import is_distillation_by_estimator, is_sum_over_rows
-from verl_tree.engine.rows import gather, jagged
+from verl_tree.engine.rows import read_row_lens
 from verl_tree.engine.session_weights import session_weighted_loss, weigh_sessions
 from verl_tree.engine.untrained_rows import loss_of_any_rows
 from verl_tree.packing.counts import ForestCounts, RankTimes
@@ -104,6 +103,7 @@ class TreeTrainingWorker(TrainingWorker):
             )
         order = list(_mini_batch_order(len(rows), epochs=epochs, seed=seed, shuffle=shuffle))
         starts = np.cumsum([0, *rows])
+        group = self.engine.get_data_parallel_group()
 
         outputs, counts, times, num_micro_batches = [], ForestCounts(), RankTimes(), 0
         with (
@@ -115,13 +115,13 @@ class TreeTrainingWorker(TrainingWorker):
                 tu.assign_non_tensor(
                     mini_batch,
                     global_batch_size=plan.num_rows[index],
-                    global_token_num=NonTensorData(self._row_lens(mini_batch)),
+                    global_token_num=NonTensorData(read_row_lens(mini_batch, mask="response_mask", group=group)),
                     update_lr_scheduler=step == len(order) - 1,
                     disable_auto_offload=True,
                 )
                 if plan.sessions is not None:
                     sessions = plan.sessions[self.engine.get_data_parallel_rank()][starts[index] : starts[index + 1]]
-                    weigh_sessions(mini_batch, sessions, group=self.engine.get_data_parallel_group())
+                    weigh_sessions(mini_batch, sessions, group=group)
                 with torch.profiler.record_function(f"mini_batch{step}"):
                     outputs.append(self.train_batch(mini_batch))
                 self.profiler.step()
@@ -149,12 +149,8 @@ class TreeTrainingWorker(TrainingWorker):
         output = super().train_batch(data)
         if output is None or row_lens is None:
             return output
-        paths = ComputedPaths.flat(row_lens)
-        if isinstance(self.engine, FSDPTreeEngineWithLMHead):
-            paths = self.engine.computed_paths
         metrics = tu.get(output, "metrics")
-        metrics["mfu_flat_equivalent"] = metrics["mfu"]
-        metrics["mfu"] *= self._flops.share(paths, row_lens)
+        metrics |= self._flops.both_mfus(metrics["mfu"], engine=self.engine, row_lens=row_lens)
         return output
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
@@ -169,13 +165,6 @@ class TreeTrainingWorker(TrainingWorker):
 
     def _settle(self, data: TensorDict) -> None:
         settle_positions(data, keep_components=takes_components(self.model_config.hf_config))
-
-    def _row_lens(self, mini_batch: TensorDict) -> list[int]:
-        """Return the lengths of the trained rows of all ranks, in tokens; verl's MFU counts them."""
-        lens = jagged(mini_batch["input_ids"])[1].diff()
-        is_trained = torch.stack([mask.any() for mask in mini_batch["response_mask"].unbind(dim=0)])
-        group = self.engine.get_data_parallel_group()
-        return list(chain.from_iterable(gather(lens[is_trained].tolist(), group=group)))
 
 
 class TreeActorRolloutRefWorker(PortionWorker, ActorRolloutRefWorker):
