@@ -13,10 +13,10 @@ import warnings
 from collections.abc import Sequence
 
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_tree.launch.composition import compose_config, require_trees, require_values
+from verl_tree.launch.composition import compose_config, resolve
 
 
 def main() -> None:
@@ -34,9 +34,7 @@ def report(arguments: Sequence[str]) -> tuple[bool, str]:
     """Return whether the command would be accepted, and the text that says why, or what it would do."""
     try:
         config = compose_config(arguments)
-        OmegaConf.resolve(config)
-        require_trees(config)
-        require_values(config)
+        resolve(config)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         causes = [str(each).strip() for each in (error, error.__cause__) if each is not None]
         return False, "\n".join(["Refused", *(f"  {line}" for cause in causes for line in cause.splitlines())])

@@ -6,28 +6,15 @@
 prints the configuration, `--help` the options. Heavy modules are imported later, so both are quick.
 """
 
-import sys
+from omegaconf import DictConfig
 
-import hydra
-from omegaconf import DictConfig, OmegaConf
-
-from verl_tree.launch.composition import (
-    CONFIG_MODULE,
-    CONFIG_NAME,
-    accept_verl_arguments,
-    prepare_hydra,
-    refused_in_brief,
-    require_trees,
-    require_values,
-)
+from verl_tree.launch.composition import CONFIG_NAME, refused_in_brief, resolve, run_command
 from verl_tree.launch.environment import set_ray_options, set_variables
 
 
 def main() -> None:
     """Parse the command line and train."""
-    prepare_hydra()
-    sys.argv[1:] = accept_verl_arguments(sys.argv[1:])
-    hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name=CONFIG_NAME, version_base=None)(run)()
+    run_command(run, config_name=CONFIG_NAME)
 
 
 def run(config: DictConfig) -> None:
@@ -49,9 +36,7 @@ def prepare(config: DictConfig) -> None:
     Raises:
         ValueError: Settings cannot work.
     """
-    OmegaConf.resolve(config)
-    require_trees(config)
-    require_values(config)
+    resolve(config)
     variables = set_variables(config)
     from verl_tree.launch.translation import translate
     from verl_tree.launch.validation import find_by_verl, validate
@@ -77,10 +62,8 @@ def bound_paths(config: DictConfig) -> None:
 
 
 def train(config: DictConfig) -> None:
-    """Start Ray and run the task runner under the watchdog; the configuration must be valid and resolved."""
+    """Start Ray and run the task runner under the watchdog; the configuration is one of `prepare`."""
     from verl.trainer.main_ppo import run_ppo
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.utils.config import validate_config
     from verl.utils.device import auto_set_device
 
     from verl_tree.config import TreeConfig
@@ -88,7 +71,6 @@ def train(config: DictConfig) -> None:
     from verl_tree.trainer.task_runner import TreeTaskRunner
 
     auto_set_device(config)
-    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     with watch_run(TreeConfig.from_mapping(config.tree).watchdog):
         run_ppo(config, task_runner_class=TreeTaskRunner)
 

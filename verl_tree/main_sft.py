@@ -7,20 +7,10 @@
 """
 
 import os
-import sys
 
-import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from verl_tree.launch.composition import (
-    CONFIG_MODULE,
-    SFT_CONFIG_NAME,
-    accept_verl_arguments,
-    prepare_hydra,
-    refused_in_brief,
-    require_trees,
-    require_values,
-)
+from verl_tree.launch.composition import SFT_CONFIG_NAME, refused_in_brief, resolve, run_command
 from verl_tree.launch.environment import set_variables
 
 ONE_RANK = {
@@ -36,9 +26,7 @@ ONE_RANK = {
 
 def main() -> None:
     """Parse the command line and train."""
-    prepare_hydra()
-    sys.argv[1:] = accept_verl_arguments(sys.argv[1:])
-    hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name=SFT_CONFIG_NAME, version_base=None)(run)()
+    run_command(run, config_name=SFT_CONFIG_NAME)
 
 
 def run(config: DictConfig) -> None:
@@ -64,9 +52,7 @@ def prepare(config: DictConfig) -> None:
     Raises:
         ValueError: Settings cannot work.
     """
-    OmegaConf.resolve(config)
-    require_trees(config)
-    require_values(config)
+    resolve(config)
     set_variables(config)
     from verl_tree.sft.checks import validate
 

@@ -10,11 +10,12 @@ path and leads to `tree_ppo`, which finds verl's file under the name `verl_ppo_t
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+import hydra
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
@@ -155,6 +156,20 @@ def compose_config(arguments: Sequence[str] = (), *, default_name: str = CONFIG_
             return compose(config_name=name, overrides=overrides)
     with initialize_config_dir(config_dir=folder, version_base=None):
         return compose(config_name=name, overrides=overrides)
+
+
+def run_command(run: Callable[[DictConfig], None], *, config_name: str) -> None:
+    """Run an entry point with the configuration that the process's command line asks for."""
+    prepare_hydra()
+    sys.argv[1:] = accept_verl_arguments(sys.argv[1:])
+    hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name=config_name, version_base=None)(run)()
+
+
+def resolve(config: DictConfig) -> None:
+    """Resolve a configuration in place. Raise ValueError if it is not one of ours or has values still to be given."""
+    OmegaConf.resolve(config)
+    require_trees(config)
+    require_values(config)
 
 
 @contextmanager
