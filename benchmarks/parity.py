@@ -13,7 +13,7 @@ AdamW's first step moves a weight by the learning rate times g / (|g| + epsilon)
 against epsilon, its rounding is not small in the step. `small_steps` in OUT/parity.json has the share of such weights,
 and which share of the squared distance after the first step lies in them. The picture:
 
-    cd docs/benchmarks/data && python ../../../scripts/plot_run.py parity_tree.jsonl --baseline parity_flat.jsonl \
+    cd docs/benchmarks/data && verl-tree plot parity_tree.jsonl --baseline parity_flat.jsonl \
         --names tree,flat --out ../../parity.png --keys KEYS
 
 with the keys that this program prints.

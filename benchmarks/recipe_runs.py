@@ -57,7 +57,7 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def write_metrics(metrics: Mapping[int, Mapping[str, Any]], path: Path, *, keys: tuple[str, ...]) -> None:
-    """Write the metrics with these keys as verl's logger `file` does, for `scripts/plot_run.py`."""
+    """Write the metrics with these keys as verl's logger `file` does, for `verl-tree plot`."""
     records = [
         {"step": step, "data": {key: data[key] for key in keys if key in data}}
         for step, data in sorted(metrics.items())

@@ -64,13 +64,13 @@ packing() { # Tree Training, section 2.2
 
 parity() { # Tree Training, unchanged training curves
   python benchmarks/parity.py --out "$DATA" --work "$OUT/runs/parity"
-  (cd "$DATA" && python "$OLDPWD/scripts/plot_run.py" parity_tree.jsonl --baseline parity_flat.jsonl --names tree,flat \
+  (cd "$DATA" && verl-tree plot parity_tree.jsonl --baseline parity_flat.jsonl --names tree,flat \
     --out "$OUT/parity.png" --keys "actor/loss,actor/grad_norm,actor/entropy,actor/kl_loss,tree/session_reward/mean,val-core/memory_qa/reward/mean@1,weights/moved,weights/apart")
 }
 
 rows() { # all rows of a session against its longest
   python benchmarks/rows.py --out "$DATA" --work "$OUT/runs/rows"
-  (cd "$DATA" && python "$OLDPWD/scripts/plot_run.py" rows_all_1.jsonl --baseline rows_all_[23].jsonl rows_longest_[123].jsonl \
+  (cd "$DATA" && verl-tree plot rows_all_1.jsonl --baseline rows_all_[23].jsonl rows_longest_[123].jsonl \
     --names all,all,all,longest,longest,longest --out "$OUT/rows.png" \
     --keys val-core/memory_qa/reward/mean@1,tree/session_reward/mean,tree/flat_tokens)
 }

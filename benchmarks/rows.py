@@ -6,7 +6,7 @@ writes a file of metrics for each run, OUT/rows_all_1.jsonl and so on, as it end
 repeated, so a command that was stopped goes on. Runs of one seed get the same prompts at each step, as many sessions of
 each, and start from the same model. The picture of all runs:
 
-    cd docs/benchmarks/data && python ../../../scripts/plot_run.py rows_all_1.jsonl --out ../../rows.png \
+    cd docs/benchmarks/data && verl-tree plot rows_all_1.jsonl --out ../../rows.png \
         --baseline rows_all_[23].jsonl rows_longest_[123].jsonl --names all,all,all,longest,longest,longest \
         --keys val-core/memory_qa/reward/mean@1,tree/session_reward/mean,tree/flat_tokens
 """

@@ -1,6 +1,8 @@
 """Capture of agent rollouts as token trees, and agent loops that branch. It runs inside verl's rollout processes.
 
 `worker`    verl's agent loop worker and manager; every session is recorded and every failure is reported
+`try_agent` one session of an agent loop without a training run, the command
+`trial`     what that command needs: clients without a cluster, the session, its tree as text
 `loops`     agent loops: `base` for loops that steer branches, loops that call tools, `blackbox` for any async function
 `gateway`   an OpenAI-compatible HTTP server in front of recorded engines
 `capture`   recording clients, the token tree of a session, healing of drift, and the rows that the tree becomes

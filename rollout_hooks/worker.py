@@ -10,7 +10,6 @@ A failed session takes only itself down. Its prompt ends as "finished" with the 
 import asyncio
 import copy
 import logging
-import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -25,13 +24,14 @@ from verl.utils.tokenizer import get_processor_token_id
 from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.image_runs import IMAGES_FIELD, image_runs, thumbnail, tree_keys
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG, WrittenRow, leaf_shapes
-from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput, row_reward
+from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput, is_reward, row_reward
 from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.report import CaptureReport, FailedSession
 from rollout_hooks.capture.rows import RowLimits, SessionRows, images_of_row, session_rows
 from rollout_hooks.capture.session_images import SessionImages
 from rollout_hooks.capture.session_tree import SessionTree
+from rollout_hooks.capture.tracebacks import raised_at, user_traceback
 from rollout_hooks.loops import register_built_in
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 register_built_in()
 
 PARTITIONS = ("train", "val")
+
+MAX_TRACEBACKS = 20
+"""Most tracebacks of one worker's report: causes that name a session, or a random number, are all different."""
 
 
 @dataclass(slots=True)
@@ -173,9 +176,9 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
         """Let verl score the session, and refuse a reward that would make every advantage of its group NaN."""
         await super()._compute_score(outputs, kwargs=kwargs)
         reward = outputs[-1].reward_score
-        if reward is not None and not math.isfinite(reward):
+        if reward is not None and not is_reward(reward):
             raise ValueError(
-                f"the reward of the session is {reward}: let the reward function (reward.custom_reward_function), or "
+                f"the reward of the session is {reward!r}: let the reward function (reward.custom_reward_function), or "
                 "the loop, give a finite number"
             )
 
@@ -261,12 +264,10 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
         )
         progress = self._prompts[session.uid]
         if error is not None:
-            cause = describe_error(error)
-            logger.warning("session %s_%d failed: %s", session.uid, session.session_id, cause)
-            failed = FailedSession(session.uid, session.session_id, cause, len(tree.calls), num_rows)
+            failed = self._tell_failure(session, error, num_rows=num_rows)
             report += CaptureReport(failed_sessions=(failed,))
             if num_rows == 0:
-                progress.causes.append(cause)
+                progress.causes.append(failed.cause)
         has_failed = len(progress.causes) == progress.num_sessions
         if has_failed:
             report += CaptureReport(failed_prompts=(session.uid,))
@@ -275,6 +276,18 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
             raise RuntimeError(
                 f"all {progress.num_sessions} sessions of the prompt failed, first: {progress.causes[0]}"
             )
+
+    def _tell_failure(self, session: _Session, error: BaseException, *, num_rows: int) -> FailedSession:
+        """Return the failure, with its traceback and a line in the log if it is the first of its kind in the report."""
+        cause, place = describe_error(error), raised_at(error)
+        earlier = self._reports[session.partition].failed_sessions
+        is_first = all((each.cause, each.place) != (cause, place) for each in earlier)
+        is_told = is_first and sum(bool(each.traceback) for each in earlier) < MAX_TRACEBACKS
+        where = user_traceback(error) if is_told else ""
+        log = logger.warning if is_told else logger.info
+        log("session %s_%d failed: %s", session.uid, session.session_id, f"{cause}\n{where}".rstrip())
+        num_calls = len(session.client.tree.calls)
+        return FailedSession(session.uid, session.session_id, cause, num_calls, num_rows, place=place, traceback=where)
 
 
 TreeAgentLoopWorker = ray.remote(TreeAgentLoopWorkerBase)

@@ -17,7 +17,7 @@ HEADER = f"""# Metrics
 
 What a run logs beside verl's own metrics, in the words of the [glossary](glossary.md). The tables are made from
 [`metric_table.py`](../verl_tree/trainer/metric_table.py) by `python scripts/make_metrics.py`. A metric
-that does not apply is not logged.
+that does not apply is not logged. [Dashboards](dashboards.md) show the most important ones.
 
 Names marked ¹ are those of the actor's update; `{CRITIC}...` has the critic's. Names marked ² are those of training;
 `{VALIDATION}...` has those of a validation.

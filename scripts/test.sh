@@ -4,6 +4,10 @@
 #
 #   scripts/test.sh             scripts/test.sh --fast    (without the end-to-end tests)
 #   scripts/test.sh --stack verl-vllm      the tests that depend on versions, with verl's own: vLLM 0.24, torch 2.11
+#   scripts/test.sh --faults    processes killed in every phase, full disks, damaged checkpoints, a lost node: 40 minutes
+#   scripts/test.sh --soak      300 steps with random kills, for two trainers: about an hour
+#
+# The last two write what they measured to runs/faults.xml and runs/soak.xml.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,7 +16,8 @@ case $* in
   '') LANE=all NUM_STEPS=3 ;;
   --fast) LANE=fast NUM_STEPS=3 ;;
   '--stack verl-vllm') LANE=stack NUM_STEPS=1 VENV=.venv-verl-vllm ;;
-  *) echo "unknown options $*; there are --fast and --stack verl-vllm" >&2; exit 2 ;;
+  --faults | --soak) LANE=${1#--} ;;
+  *) echo "unknown options $*; there are --fast, --stack verl-vllm, --faults and --soak" >&2; exit 2 ;;
 esac
 
 if [[ $LANE == stack ]]; then
@@ -40,19 +45,20 @@ browser() {
   echo "no browser: its tests are skipped"
 }
 
-if [[ $LANE != stack ]]; then
+if [[ $LANE == all || $LANE == fast ]]; then
   show "browser" browser
   show "style, types and import contracts" pre-commit run --all-files --show-diff-on-failure
 fi
 
 # side_by_side PATHS...: runs pytest on each argument, which may name several paths, in a process of its own. Ray keeps
 # things of a cluster in a process (dashboard addresses, tokens) that must not meet the next, and Triton's interpreter must
-# be chosen before triton is imported. Most processes use one core, so two go side by side.
+# be chosen before triton is imported. Most processes use one core, so two go side by side. The slowest tests are named, for
+# whoever looks for minutes to save.
 side_by_side() {
   printf '%s\0' "$@" | xargs -0 -n 1 -P 2 bash -c '
     status=0
     printf "%s ...\n" "$1"
-    output=$(python -m pytest -q $1 2>&1) || status=$?
+    output=$(python -m pytest -q --durations=12 --durations-min=5 $1 2>&1) || status=$?
     printf "%s\n%s\n" "$1" "$output"
     ((status == 0)) || printf "FAILED: %s\n" "$1"
     exit "$status"' bash
@@ -76,6 +82,8 @@ every_test() {
 case $LANE in
   all) show "unit, contract, interpreter and end-to-end tests" every_test ;;
   fast) show "unit, contract and interpreter tests" side_by_side 'tests/unit tests/contracts' tests/interp ;;
+  faults) python -m pytest -v tests/faults --ignore tests/faults/test_soak.py --junitxml runs/faults.xml ;;
+  soak) python -m pytest -v tests/faults/test_soak.py --junitxml runs/soak.xml ;;
   stack)
     show "tests that depend on versions" side_by_side 'tests/unit tests/contracts' tests/interp tests/e2e/test_engines.py ;;
 esac

@@ -4,12 +4,17 @@
   when it is imported itself, so tests without verl wait for nothing.
 - The level of the root logger, which vLLM 0.24 would raise to ERROR: tests read warnings.
 
+Tests with random input (`tests/support/fuzzing.py`) take 1,000 new inputs where asked for.
+
 The garbage collector's threshold is that of `tests/support/sitecustomize.py`, for the reason given there.
 """
 
 import gc
 import os
 
+from hypothesis import settings
+
 gc.set_threshold(20_000)
+settings.register_profile("fuzz", max_examples=1000, deadline=None)
 os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_tree.cpu.platform")
 os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "WARNING")

@@ -1,6 +1,6 @@
 """Ask about a training command before it queues for GPUs: every finding, the translations, and what will run where.
 
-    python -m verl_tree.check [the arguments of verl_tree.main_ppo]
+    python -m verl_tree.check [the arguments of verl_tree.main_ppo]      `verl-tree check` is the same
 
 Nothing starts: no Ray, no GPU, no network. The exit status is 1 if the command would be refused. On a machine without a
 GPU, `profile=gpu` asks about one that has some.
@@ -11,20 +11,21 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from hydra.errors import HydraException
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from verl_tree.launch.console import announce
 
-from verl_tree.launch.composition import compose_config, resolve
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
-def main() -> None:
-    """Report on the command line and exit with 0 or 1."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Report on the arguments, those of the command line if None, and exit with 0 or 1."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     start_s = time.monotonic()
-    is_valid, text = report(sys.argv[1:])
+    announce("checking the command")
+    is_valid, text = report(sys.argv[1:] if arguments is None else arguments)
     print(text)
     print(f"\n{'The command can run' if is_valid else 'The command cannot run'}. ({time.monotonic() - start_s:.1f} s)")
     sys.exit(0 if is_valid else 1)
@@ -32,6 +33,11 @@ def main() -> None:
 
 def report(arguments: Sequence[str]) -> tuple[bool, str]:
     """Return whether the command would be accepted, and the text that says why, or what it would do."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from verl_tree.launch.composition import compose_config, resolve
+
     try:
         config = compose_config(arguments)
         resolve(config)
@@ -41,22 +47,24 @@ def report(arguments: Sequence[str]) -> tuple[bool, str]:
     return _report_composed(config)
 
 
-def _report_composed(config: DictConfig) -> tuple[bool, str]:
+def _report_composed(config: "DictConfig") -> tuple[bool, str]:
     from verl_tree.launch.environment import set_variables
-
-    # verl reads them when it is imported, which the checks do.
-    set_variables(config)
     from verl_tree.launch.plan import capacity_lines, layout_lines
     from verl_tree.launch.translation import translate
     from verl_tree.launch.validation import find_before_the_queue
+    from verl_tree.launch.validation.values import find_wrong_values
 
+    # verl reads them when it is imported, which the checks do.
+    set_variables(config)
     lines = translate(config)
     findings = list(find_before_the_queue(config))
     refused = [each.message for each in findings if not each.is_warning]
+    # The plan is computed with values that may be what is refused.
+    is_computable = not any(find_wrong_values(config))
     sections = {
         "Translated": lines,
-        "Capacity": capacity_lines(config),
-        "What runs where": layout_lines(config),
+        "Capacity": capacity_lines(config) if is_computable else [],
+        "What runs where": layout_lines(config) if is_computable else [],
         "Warnings": [each.message for each in findings if each.is_warning],
         "Refused": refused,
     }

@@ -1,6 +1,5 @@
-"""The `tree:` options as dataclasses that check their values, and the engine config that carries them.
+"""The `tree:` options as dataclasses that check their values; without verl, whose import takes seconds.
 
-verl's workers see only `actor_rollout_ref` and `critic`, so the options travel there in a `TreeFSDPEngineConfig`.
 `configs/tree/default.yaml` and docs/options.md say what each option means.
 """
 
@@ -9,9 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from verl.workers.config import FSDPEngineConfig
+from verl_tree.configs import FLAT_STRATEGY as FLAT_STRATEGY
+from verl_tree.configs import TREE_STRATEGY as TREE_STRATEGY
 
-from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
+LONGEST_WAIT_S = 1e9
+"""Python's threads can wait up to 9e9 seconds, and fail where asked for more (`threading.TIMEOUT_MAX`)."""
 
 
 def _option(default: Any, must_be: str, holds: Callable[[Any], bool]) -> Any:
@@ -30,11 +31,13 @@ def _integer(default: int | None, *, minimum: int, remedy: str) -> Any:
     return _option(default, f"an integer of at least {minimum}; {remedy}", holds)
 
 
-def _positive(default: float | None, *, unit: str) -> Any:
+def _positive(default: float | None, *, unit: str, most: float = math.inf) -> Any:
     def holds(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and 0 < value < math.inf and value <= most
 
-    return _option(default, f"a positive and finite number of {unit}", holds)
+    bound = "" if most == math.inf else f", at most {most:g}"
+    return _option(default, f"a positive and finite number of {unit}{bound}", holds)
 
 
 def _tolerance(default: float) -> Any:
@@ -89,8 +92,8 @@ class WatchdogConfig:
     """The options of the watchdog, `tree.watchdog`."""
 
     enabled: bool = _flag(True)
-    timeout_s: float = _positive(1800.0, unit="seconds")
-    poll_s: float = _positive(2.0, unit="seconds")
+    timeout_s: float = _positive(1800.0, unit="seconds", most=LONGEST_WAIT_S)
+    poll_s: float = _positive(2.0, unit="seconds", most=LONGEST_WAIT_S)
     log_tail_lines: int = _integer(40, minimum=1, remedy="the default is 40")
 
     def __post_init__(self) -> None:
@@ -126,6 +129,8 @@ class TreeConfig:
     dump_dir: str | None = _text(None, "a folder; null stores no trees")
     show_every: int = _integer(50, minimum=0, remedy="0 shows no trees, the default is 50")
     log_prob_tolerance: float | None = _tolerance(0.5)
+    console: str = _choice("steps", "all", remedy="'all' shows every line of every process")
+    save_on_term: bool = _flag(False)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
     def __post_init__(self) -> None:
@@ -141,28 +146,3 @@ class TreeConfig:
             ValueError: An option is unknown or does not take its value; the message has the remedy.
         """
         return _from_mapping(cls, values, group="tree")
-
-
-@dataclass
-class TreeFSDPEngineConfig(FSDPEngineConfig):
-    """verl's FSDP engine config (`verl.workers.config.FSDPEngineConfig`, 0.9.1) with the tree options.
-
-    `fsdp_config._target_` selects it for both values of `tree.enabled`, so it accepts the strategies of both engines.
-    `tree` may be given as a mapping. The class is neither frozen nor slotted because verl's class is neither.
-
-    Attributes:
-        tree: The options of trees.
-        freeze_vision_tower: verl's `actor.freeze_vision_tower`, which its own engines do not read.
-    """
-
-    tree: TreeConfig = field(default_factory=TreeConfig)
-    freeze_vision_tower: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tree", TreeConfig.from_mapping(self.tree))
-        # verl's check accepts only its own strategies. Ours runs on FSDP2, so it is checked under that name.
-        strategy = self.strategy
-        if strategy == TREE_STRATEGY:
-            object.__setattr__(self, "strategy", FLAT_STRATEGY)
-        super().__post_init__()
-        object.__setattr__(self, "strategy", strategy)

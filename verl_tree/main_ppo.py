@@ -3,54 +3,80 @@
     python -m verl_tree.main_ppo data.train_files=... actor_rollout_ref.model.path=... [any verl override]
 
 `python -m verl_tree.check` with the same arguments says whether they can work, and what will run where. `--cfg job`
-prints the configuration, `--help` the options. Heavy modules are imported later, so both are quick.
+prints the configuration, `--help` the options. Modules that take seconds are imported later: the first line is on the
+terminal at once, and a wrong value is refused before verl is imported.
 """
 
-from omegaconf import DictConfig
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from verl_tree.launch.composition import CONFIG_NAME, refused_in_brief, resolve, run_command
-from verl_tree.launch.environment import set_ray_options, set_variables
+from verl_tree.launch.console import Console, announce
+from verl_tree.launch.endings import ended_with_causes, interrupted_in_brief, ray_stopped, refused_in_brief
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 def main() -> None:
     """Parse the command line and train."""
-    run_command(run, config_name=CONFIG_NAME)
+    with Console() as console, interrupted_in_brief("nothing was started."):
+        announce("composing the configuration")
+        from verl_tree.launch.composition import CONFIG_NAME, run_command
+
+        def task(config: "DictConfig") -> None:
+            run(config, console=console)
+
+        run_command(task, config_name=CONFIG_NAME)
 
 
-def run(config: DictConfig) -> None:
+def run(config: "DictConfig", *, console: Console) -> None:
     """Train with a configuration of `verl_tree.launch.composition.compose_config`, which is resolved in place.
 
-    What cannot work ends the process with the reasons.
+    What cannot work ends the process with the reasons. `console` has been entered.
 
     Raises:
         RuntimeError: A process died or hung; the message has the cause and the tail of its log.
     """
+    console.reached("configuration composed", doing="checking it")
     with refused_in_brief():
-        prepare(config)
-    train(config)
+        prepare(config, console=console)
+    from verl_tree.launch.resume import saying_how_to_resume
+
+    console.record(Path(config.trainer.default_local_dir, "logs", f"run_{time.strftime('%Y%m%d_%H%M%S')}.log"))
+    console.reached("configuration checked", doing="starting Ray")
+    with saying_how_to_resume(config):
+        train(config)
 
 
-def prepare(config: DictConfig) -> None:
+def prepare(config: "DictConfig", *, console: Console) -> None:
     """Resolve, translate and check a configuration, and set what the training run's processes find around them.
 
     Raises:
         ValueError: Settings cannot work.
     """
-    resolve(config)
-    variables = set_variables(config)
+    from verl_tree.launch.composition import resolve
+    from verl_tree.launch.environment import set_ray_options, set_variables
     from verl_tree.launch.translation import translate
     from verl_tree.launch.validation import find_by_verl, validate
     from verl_tree.launch.validation.refusals import settle
+    from verl_tree.launch.validation.resume import find_leftovers
+    from verl_tree.launch.validation.values import find_at_once
 
+    resolve(config)
+    console.is_brief = config.tree.console == "steps"
+    settle(find_at_once(config))
+    variables = set_variables(config)
     for line in translate(config):
         print(line)
     validate(config)
     settle(find_by_verl(config))
+    settle(find_leftovers())
     bound_paths(config)
     set_ray_options(config, variables)
 
 
-def bound_paths(config: DictConfig) -> None:
+def bound_paths(config: "DictConfig") -> None:
     """Tell the engines of a resolved configuration how long a path can be; `tree.capacity=auto` holds memory for it."""
     from verl_tree.launch.validation.capacity import longest_trajectory
     from verl_tree.launch.validation.refusals import ENGINES, value_of
@@ -61,18 +87,24 @@ def bound_paths(config: DictConfig) -> None:
             value_of(config, key).max_path_len = longest
 
 
-def train(config: DictConfig) -> None:
-    """Start Ray and run the task runner under the watchdog; the configuration is one of `prepare`."""
+def train(config: "DictConfig") -> None:
+    """Start Ray and run the task runner under the watchdog; the configuration is one of `prepare`.
+
+    If every session of a step failed, the process ends with the causes.
+    """
     from verl.trainer.main_ppo import run_ppo
     from verl.utils.device import auto_set_device
 
     from verl_tree.config import TreeConfig
+    from verl_tree.launch.termination import AfterRay, ending_on_term
     from verl_tree.launch.watchdog import watch_run
     from verl_tree.trainer.task_runner import TreeTaskRunner
 
     auto_set_device(config)
-    with watch_run(TreeConfig.from_mapping(config.tree).watchdog):
-        run_ppo(config, task_runner_class=TreeTaskRunner)
+    watched = watch_run(TreeConfig.from_mapping(config.tree).watchdog)
+    interrupted = interrupted_in_brief("its processes are stopped.")
+    with ended_with_causes(), ray_stopped(), interrupted, ending_on_term(config) as end_on_term, watched:
+        run_ppo(config, task_runner_class=AfterRay(TreeTaskRunner, end_on_term))
 
 
 if __name__ == "__main__":

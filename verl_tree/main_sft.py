@@ -7,11 +7,13 @@
 """
 
 import os
+from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
+from verl_tree.launch.console import announce
+from verl_tree.launch.endings import refused_in_brief
 
-from verl_tree.launch.composition import SFT_CONFIG_NAME, refused_in_brief, resolve, run_command
-from verl_tree.launch.environment import set_variables
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 ONE_RANK = {
     "RANK": "0",
@@ -26,10 +28,14 @@ ONE_RANK = {
 
 def main() -> None:
     """Parse the command line and train."""
+    if os.environ.get("RANK", "0") == "0":
+        announce("composing the configuration")
+    from verl_tree.launch.composition import SFT_CONFIG_NAME, run_command
+
     run_command(run, config_name=SFT_CONFIG_NAME)
 
 
-def run(config: DictConfig) -> None:
+def run(config: "DictConfig") -> None:
     """Train with a configuration of `compose_config(..., default_name="tree_sft")`, which is resolved in place.
 
     Settings that cannot work end the process with the reasons.
@@ -46,16 +52,18 @@ def run(config: DictConfig) -> None:
     train(config)
 
 
-def prepare(config: DictConfig) -> None:
+def prepare(config: "DictConfig") -> None:
     """Resolve and check a configuration, and set what the process finds around it.
 
     Raises:
         ValueError: Settings cannot work.
     """
-    resolve(config)
-    set_variables(config)
+    from verl_tree.launch.composition import resolve
+    from verl_tree.launch.environment import set_variables
     from verl_tree.sft.checks import validate
 
+    resolve(config)
+    set_variables(config)
     validate(config)
     if config.tree.capacity == "auto" and config.tree.max_path_len is None:
         # No row is longer, so capacity=auto holds memory for such paths.

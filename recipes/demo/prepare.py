@@ -13,7 +13,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -114,15 +114,24 @@ def write_rows(
         pd.DataFrame(rows).to_parquet(folder / f"{split}.parquet")
 
 
-def run_command_line(prepare: Callable[..., Path], *, settings: Settings) -> None:
-    """Run `prepare(cache_dir, settings=..., model=...)` with the arguments of the command line; print the folder."""
+def run_command_line(
+    prepare: Callable[..., Path], *, settings: Settings, folders: Mapping[str, str] | None = None
+) -> None:
+    """Run `prepare(cache_dir, settings=..., model=...)` with the arguments of the command line; print the folder.
+
+    `folders` are more arguments of `prepare`, each an option of its name that takes a folder: name to help.
+    """
+    folders = folders or {}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache-dir", type=Path, default=Path(".cache"), help="where prepared folders are kept")
     parser.add_argument("--model", type=Path, help="Hugging Face model folder to train instead of a new small model")
+    for name, text in folders.items():
+        parser.add_argument(f"--{name}", type=Path, help=text)
     arguments = parser.parse_args()
     if arguments.model is not None:
         settings = replace(settings, warm_start=None)
     try:
-        print(prepare(arguments.cache_dir, settings=settings, model=arguments.model))
+        given = {name: vars(arguments)[name] for name in folders}
+        print(prepare(arguments.cache_dir, settings=settings, model=arguments.model, **given))
     except ValueError as error:
         sys.exit(str(error))

@@ -7,4 +7,5 @@
 `realign`, `text_compare`       healing of drift
 `rows`, `outputs`               the rows of a session; one leaf as a row with its own reward
 `report`, `errors`              counts of what was captured and what was lost; causes in one line
+`tracebacks`                    where in the user's code an error came from
 """

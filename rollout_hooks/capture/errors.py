@@ -1,5 +1,7 @@
 """One line about an error, for reports, logs and failed branches."""
 
+from ray.exceptions import RayTaskError
+
 from rollout_hooks.capture.outputs import SessionFailed
 
 
@@ -9,5 +11,8 @@ def describe_error(error: BaseException) -> str:
         return "; ".join(describe_error(inner) for inner in error.exceptions)
     if isinstance(error, SessionFailed):
         return str(error)
-    # An error from a Ray actor has the remote traceback as its message, whose end says what happened.
+    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+        # Its message is the traceback in the actor, with pid and address.
+        return describe_error(error.cause)
+    # What cannot travel, such as an error of a class that only the actor knows, has its traceback as its message.
     return f"{type(error).__name__}: {error}".strip()[-2000:]

@@ -42,6 +42,9 @@ LEAF_SHAPE = np.dtype(
     ]
 )
 
+MAX_REWARD = float(np.finfo(np.float32).max)
+"""The largest reward of a row: verl stores them as float32."""
+
 FIRST_IMAGE_KEY = 2**31
 """Keys from this one on stand for image tokens (`rollout_hooks.capture.image_runs`)."""
 

@@ -5,15 +5,17 @@ verl 0.9.1 scores only the last output of a session and copies that score to all
 copy does not touch, and rewards of single nodes that are added to it.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from numbers import Real
+from typing import Any, cast
 
 import torch
 from pydantic import field_validator
 from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+from rollout_hooks.capture.leaf_shapes import MAX_REWARD
 
 CALL_STATES_FIELD = "call_states"
 """Key in a row's `extra_fields`: [(position in prompt and response, key or None)] of the calls on its path, in order.
@@ -21,6 +23,13 @@ CALL_STATES_FIELD = "call_states"
 A call begins at the position. The key names the state of the environment that it was sampled from; None means that the
 tokens before it are the state. The estimator `gigpo` reads it (docs/advantages.md).
 """
+
+
+def is_reward(value: Any) -> bool:
+    """Return whether a value is a number, or a tensor of one, that a row can have as its reward; NaN is none."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    return isinstance(value, Real) and -MAX_REWARD <= cast(float, value) <= MAX_REWARD
 
 
 class TreeAgentLoopOutput(AgentLoopOutput):
@@ -43,15 +52,15 @@ class TreeAgentLoopOutput(AgentLoopOutput):
     @field_validator("node_rewards")
     @classmethod
     def _finite_nodes(cls, values: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
-        if not all(math.isfinite(value) for _, value in values):
-            raise ValueError(f"node_rewards={values}: a reward must be finite; leave out what has none")
+        if not all(is_reward(value) for _, value in values):
+            raise ValueError(f"node_rewards={values}: a reward must be finite, in float32; leave out what has none")
         return values
 
     @field_validator("leaf_reward")
     @classmethod
     def _finite(cls, value: float | None) -> float | None:
-        if value is not None and not math.isfinite(value):
-            raise ValueError(f"leaf_reward={value}: a reward must be finite; use None to leave it to verl")
+        if value is not None and not is_reward(value):
+            raise ValueError(f"leaf_reward={value}: a reward must be finite, in float32; use None to leave it to verl")
         return value
 
     @override

@@ -16,6 +16,8 @@ class FailedSession:
     cause: str
     num_calls: int  # LLM calls recorded before it failed
     num_rows: int = 0  # leaves that are trained anyway, because they had a reward of their own
+    place: str = ""  # `raised_at`: where in the user's code; sessions of one cause and place fail for the same reason
+    traceback: str = ""  # `user_traceback`, if no earlier session of the worker's report has this cause and place
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ must not block: hand blocking code to `asyncio.to_thread` or to another process.
 
 import asyncio
 import inspect
-import math
 import pkgutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, cast
 from uuid import uuid4
 
@@ -24,7 +24,7 @@ from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.utils.tokenizer import get_processor_token_id
 
 from rollout_hooks.capture.errors import describe_error
-from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput
+from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput, is_reward
 from rollout_hooks.capture.recording import RecordingClient, stable_request_id
 from rollout_hooks.capture.rows import CALLS_FIELD, RowLimits, session_rows
 from rollout_hooks.capture.session_tree import SessionTree
@@ -177,19 +177,27 @@ def _load_agent(path: str | None) -> Agent:
 
 def _read_result(result: Any) -> tuple[float | None, Mapping[str, float], dict[str, Any]]:
     """Return the reward, the rewards by response id, and what is reported with them."""
-    if result is None or isinstance(result, int | float):
+    if result is None or isinstance(result, Real):
         return _reward(result), {}, {}
-    if not isinstance(result, Mapping) or not {"reward", "leaf_rewards"} & set(result):
+    is_named = isinstance(result, Mapping) and all(isinstance(name, str) for name in result)
+    if not is_named or not {"reward", "leaf_rewards"} & set(result):
         raise ValueError(
-            f"the agent returned {result!r}: return a number, None, or a mapping with `reward` or `leaf_rewards`"
+            f"the agent returned {result!r}: return a number, None, or a mapping with `reward` or `leaf_rewards`, its "
+            "keys names"
         )
+    leaf_rewards = result.get("leaf_rewards")
+    if not isinstance(leaf_rewards, Mapping | None):
+        raise ValueError(f"the agent returned leaf_rewards={leaf_rewards!r}: map ids of responses to rewards")
     extra_info = {name: value for name, value in result.items() if name not in ("reward", "leaf_rewards")}
-    return _reward(result.get("reward")), result.get("leaf_rewards") or {}, extra_info
+    return _reward(result.get("reward")), leaf_rewards or {}, extra_info
 
 
-def _reward(value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
-        raise ValueError(f"the agent returned the reward {value}: a reward must be finite; None leaves it to verl")
+def _reward(value: Any) -> float | None:
+    if value is not None and not is_reward(value):
+        raise ValueError(
+            f"the agent returned the reward {value!r}: a reward is a number and must be finite, in float32, too; None "
+            "leaves it to verl"
+        )
     return None if value is None else float(value)
 
 

@@ -17,10 +17,8 @@ alone decide what that prompt shares with the other paths:
 """
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
-from typing import Any, SupportsFloat
+from typing import Any
 from uuid import uuid4
 
 from PIL import Image
@@ -30,7 +28,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.capture.errors import describe_error
-from rollout_hooks.capture.outputs import CALL_STATES_FIELD, TreeAgentLoopOutput, make_row
+from rollout_hooks.capture.outputs import CALL_STATES_FIELD, TreeAgentLoopOutput, is_reward, make_row
 from rollout_hooks.capture.recording import ABORTED
 from rollout_hooks.loops.branch_tokens import BranchTokens
 
@@ -264,7 +262,7 @@ class Branch:
             ValueError: If `value` is not a finite number, or the branch holds no sampled token.
         """
         self._check_open("add_reward")
-        if not isinstance(value, Real) or not math.isfinite(value):
+        if not is_reward(value):
             raise ValueError(f"add_reward({value!r}): a reward is a finite number; leave out what has none")
         if not self._tokens.has_generated:
             raise ValueError(
@@ -306,7 +304,7 @@ class Branch:
 
     def checked_reward(self, reward: float | None) -> float | None:
         """Return a reward as a float, or raise ValueError as `finish` does."""
-        if reward is not None and not (isinstance(reward, SupportsFloat) and math.isfinite(reward)):
+        if reward is not None and not is_reward(reward):
             raise ValueError(f"reward={reward!r} of branch {self.index}: a reward must be finite, or None for verl's")
         if self.failure is not None and reward is None:
             raise ValueError(f"no reward for failed branch {self.index} ({self.failure}): give one or do not finish it")

@@ -28,8 +28,9 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
-from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY, TreeFSDPEngineConfig
+from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.engine import CPUEngineWithLMHead, FSDPTreeEngineWithLMHead, FSDPTreeEngineWithValueHead
+from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.testing.local_worker import FP32
 from verl_tree.trainer.worker import TreeTrainingWorker
 

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import signal
 
+import pytest
 import uvicorn
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -45,6 +46,11 @@ def test_builder_renders_prompts_from_messages_and_tools():
 def test_tool_parsers_are_found_by_the_configured_name():
     """blackbox: `rollout.multi_turn.format`."""
     assert parameters(ToolParser.get_tool_parser) == ["name", "tokenizer"]
+    assert {"hermes", "qwen3_coder", "gpt-oss"} <= set(ToolParser._registry), (
+        "what the check of the name looks it up in"
+    )
+    with pytest.raises(ValueError, match="Unknown tool parser: nonsense"):
+        ToolParser.get_tool_parser("nonsense", tokenizer())
     assert parameters(ToolParser.extract_tool_calls) == ["self", "responses_ids", "tools"]
     assert set(FunctionCall.model_fields) == {"name", "arguments", "tool_call_id"}
 

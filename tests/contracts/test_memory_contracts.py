@@ -16,8 +16,9 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelCo
 from verl.workers.engine import FSDPEngineWithLMHead
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
-from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY, TreeFSDPEngineConfig
+from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.engine import CPUEngineWithLMHead, FSDPTreeEngineWithLMHead
+from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.testing.local_worker import FP32
 
 TILED = {"enabled": True, "num_shards": 2}

@@ -49,7 +49,7 @@ def twice(x: int) -> str:
 
 
 class NamedResult(ParallelToolsAgentLoop):
-    """A loop whose conclusions are worth 1 if they name their result, and whose answers are worth 2."""
+    """A loop whose conclusions are worth 1 if they name their result; answers are worth 2, "buggy" rows raise."""
 
     @override
     async def branch_reward(self, *, row, call, result, conclusion):
@@ -57,12 +57,18 @@ class NamedResult(ParallelToolsAgentLoop):
 
     @override
     async def final_reward(self, *, row, answer):
-        return 2.0
+        return {"test": 2.0}[str(row["data_source"])]
 
 
-def reward_by_verl(**_row):
-    """Return a reward as verl's custom reward functions do."""
-    return {"score": 0.75, "acc": 1.0}
+def reward_by_verl(data_source, **_row):
+    """Return a reward as verl's custom reward functions do; raise for a "buggy" row."""
+    return {"score": {"test": 0.75}[str(data_source)], "acc": 1.0}
+
+
+def line_of(code):
+    """Return the traceback of an error that this line of this file raises, but for the function."""
+    number = [each.strip() for each in pathlib.Path(__file__).read_text().splitlines()].index(code) + 1
+    return f'File "{__file__}", line {number}'
 
 
 class Reply:
@@ -136,7 +142,7 @@ def submit(manager, prompts, partition):
             "agent_name": np.array([loop for _, loop in prompts], dtype=object),
             "uid": np.array([str(uuid.uuid4()) for _ in prompts], dtype=object),
             "index": np.array(list(range(size)), dtype=object),
-            "data_source": np.array(["test"] * size, dtype=object),
+            "data_source": np.array(["buggy" if text == "buggy" else "test" for text, _ in prompts], dtype=object),
             "reward_model": np.array([{"ground_truth": "7"}] * size, dtype=object),
             "extra_info": np.array([{"number": i} for i in range(size)], dtype=object),
         }
@@ -221,5 +227,15 @@ def test_capture_through_verls_manager_worker_and_queue(settings):
     assert not any(LEAF_SHAPE_TAG in tags[key] for key in rows), "nobody balances a validation"
     assert manager.drain_capture_report("train") == CaptureReport()
     assert manager.drain_capture_report("val").num_leaves == 3
+
+    uids, statuses, _ = submit(manager, [("buggy", "named_result"), ("buggy", "tool_agent")], "val")
+    assert statuses == ["failure", "failure"]
+    failed = {each.uid: each for each in manager.drain_capture_report("val").failed_sessions}
+    assert [failed[uid].cause for uid in uids] == ["KeyError: 'buggy'"] * 2
+    hook, function = (failed[uid].traceback for uid in uids)
+    code = 'return {"test": 2.0}[str(row["data_source"])]'
+    assert hook == f"in the group: KeyError: 'buggy'\n{line_of(code)}, in final_reward\n  {code}"
+    code = 'return {"score": {"test": 0.75}[str(data_source)], "acc": 1.0}'
+    assert function.startswith(f"{line_of(code)}, in reward_by_verl\n  {code}"), "it runs in a process of its own"
     with pytest.raises(ValueError, match="must be one of"):
         manager.drain_capture_report("test")

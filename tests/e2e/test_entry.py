@@ -1,14 +1,10 @@
-"""The command lines refuse what cannot work before anything starts; that of fine-tuning runs by itself."""
+"""The command lines refuse what cannot work before anything starts."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pandas as pd
 import pytest
-
-from verl_tree.main_sft import ONE_RANK
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -42,16 +38,3 @@ def test_a_bad_setting_ends_with_its_reasons_and_starts_nothing(
     assert "Traceback" not in done.stderr
     assert "ray init kwargs" not in done.stdout
     assert "Total steps" not in done.stdout
-
-
-def test_fine_tuning_needs_no_launcher(folder: Path) -> None:
-    """One step in one process, on a machine without CUDA, without a setting of the device."""
-    talk = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "nothing."}]
-    pd.DataFrame({"messages": [talk]}).to_parquet(folder / "talks.parquet")
-    command = [sys.executable, "-m", "verl_tree.main_sft", f"data.train_files={folder}/talks.parquet"]
-    command += [f"model.path={folder}/model", "trainer.total_training_steps=1"]
-    environment = {name: value for name, value in os.environ.items() if name not in ONE_RANK}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-6000:]
-    assert "train/loss:" in done.stdout
-    assert (folder / "checkpoints/verl_tree/test/global_step_1/huggingface/model.safetensors").is_file()

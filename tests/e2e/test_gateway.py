@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 from contextlib import aclosing
 from functools import partial
 from types import SimpleNamespace
@@ -21,12 +22,14 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.reader import Counter, Histogram, get_metrics_snapshot
 
 from rollout_hooks.capture.async_llm import RecordingAsyncLLM
 from rollout_hooks.capture.call_kinds import CallKind
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.session_tree import CallStatus, SessionTree
 from rollout_hooks.gateway import AsyncLLMEngine, ClientEngine, Gateway, SessionSettings, serve
+from verl_tree.dashboards.grafana import TOPICS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -365,3 +368,14 @@ def test_64_openai_agents_lose_no_token_to_disconnects_and_errors(loop, engine):
     assert statuses.count(CallStatus.FAILED) == 2 * NUM_SESSIONS // 8
     assert CallStatus.ABORTED in statuses
     assert statuses.count(CallStatus.COMPLETED) >= 3 * NUM_SESSIONS
+
+
+@pytest.mark.usefixtures("engine")
+def test_vllm_has_the_metrics_of_the_dashboard():
+    """Prometheus sees counters and histograms under longer names."""
+    endings = {Counter: "_total", Histogram: "_bucket"}
+    exported = {f"{metric.name}{endings.get(type(metric), '')}" for metric in get_metrics_snapshot()}
+    queries = " ".join(query for panel in TOPICS["Rollout: vLLM"] for query in panel.queries.values())
+    used = set(re.findall(r"vllm:\w+", queries))
+    assert len(used) == 11
+    assert used <= exported

@@ -1,12 +1,20 @@
-"""Three steps of real training whose rows name the agent loops; every batch has rows of every loop."""
+"""Three steps of real training whose rows name the agent loops; every batch has rows of every loop.
+
+What they log is also read back from wandb.
+"""
 
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 from tiny_run import make_inputs, run
+from wandb_file import read_history
+
+from verl_tree.dashboards.panels import TOPICS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -25,6 +33,20 @@ OPTIONS = {
     "search_by_entropy": {"_target_": "calling_loops.TreeSearch", "select": "entropy", "num_rounds": 2},
     "parallel": {"_target_": "calling_loops.ParallelTools"},
 }
+RUN = (
+    f"data.train_batch_size={len(OPTIONS)}",
+    f"actor_rollout_ref.rollout.n={NUM_SESSIONS}",
+    "actor_rollout_ref.rollout.agent.default_agent_loop=memory",  # for the validation rows, which name none
+    "data.max_prompt_length=128",
+    "data.max_response_length=96",
+    "actor_rollout_ref.rollout.max_model_len=224",
+    "actor_rollout_ref.rollout.multi_turn.format=anything",
+    "actor_rollout_ref.rollout.multi_turn.max_parallel_calls=2",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3",
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "trainer.total_training_steps=3",
+    "trainer.logger=[console,file,wandb]",
+)
 TOOL = '''
 from verl.tools.function_tool import function_tool
 
@@ -56,23 +78,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_loop_trains(folder: Path) -> None:
-    metrics = run(
-        folder,
-        "loops",
-        f"data.train_batch_size={len(OPTIONS)}",
-        f"actor_rollout_ref.rollout.n={NUM_SESSIONS}",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=memory",  # for the validation rows, which name none
-        "data.max_prompt_length=128",
-        "data.max_response_length=96",
-        "actor_rollout_ref.rollout.max_model_len=224",
-        "actor_rollout_ref.rollout.multi_turn.format=anything",
-        f"actor_rollout_ref.rollout.multi_turn.function_tool_path={folder}/echo_tool.py",
-        "actor_rollout_ref.rollout.multi_turn.max_parallel_calls=2",
-        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "trainer.total_training_steps=3",
-    )
+@pytest.fixture(scope="module")
+def metrics(folder: Path) -> dict[int, dict[str, Any]]:
+    """Train; Ray's processes have the variables of this one."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("WANDB_MODE", "offline")
+        environment.setenv("WANDB_DIR", str(folder))
+        return run(
+            folder, "loops", *RUN, f"actor_rollout_ref.rollout.multi_turn.function_tool_path={folder}/echo_tool.py"
+        )
+
+
+def test_every_loop_trains(folder: Path, metrics: dict[int, dict[str, Any]]) -> None:
     assert set(metrics) == {1, 2, 3}
     for step in metrics.values():
         assert step["tree/failed_sessions"] == 0
@@ -103,3 +120,22 @@ def test_every_loop_trains(folder: Path) -> None:
     # M (1 + L N T) = 2 (1 + 2) and 1 + 2 * 2.
     assert sorted({len(session) for session in sessions["TreeSearch"]}) == [5, 6]
     assert all(len(session) > 2 for session in sessions["ParallelTools"])
+
+
+def test_wandb_has_what_the_panels_show(folder: Path, metrics: dict[int, dict[str, Any]]) -> None:
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    history = read_history(path)
+    assert set(metrics) <= set(history)
+    # The run has no critic, validates nothing, relays nothing and is synchronous.
+    of_others = re.compile(r"perf/mfu/critic|tree/async/|tree/store_gib$")
+    shown = {key for panels in TOPICS.values() for panel in panels for key in panel.keys if not of_others.match(key)}
+    assert len(shown) > 40
+    assert shown - {key for values in history.values() for key in values} == set()
+    for step, values in metrics.items():
+        for key in shown & values.keys():
+            assert history[step][key] == values[key], (step, key)
+    # Trees are shown although nobody asked for it.
+    assert history[1]["step/trees._type"] == "table-file"
+    page = folder / "checkpoints" / "trees" / "step_000001_0.html"
+    assert page.exists()
+    assert f"pages of training trees, to be opened in a browser: {page}" in (folder / "loops.log").read_text()

@@ -1,9 +1,13 @@
 """Whole training runs: one on trees dies, and verl's own engine resumes it and repeats the steps behind its checkpoint.
 
-The first run dies after ten steps. The trees that it stores and shows are those that it trained.
+The first run dies after ten steps. The trees that it stores and shows are those that it trained. The second one finds a
+newer checkpoint that was cut short, and ends early by SIGTERM.
 """
 
+import json
+import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 from replayed_runs import replaying_options, worst_difference
-from tiny_run import read_metrics, run, run_and_kill_engine, run_to_error
+from tiny_run import read_metrics, run_and_kill_engine, run_and_terminate, run_to_error
 
+from verl_tree.dashboards.panels import TOPICS
 from verl_tree.records import StoredTree, forests, read_trees
+from verl_tree.trainer.checkpoints import TRACKER, mark_complete
 from verl_tree.trainer.metric_table import KEYS
+from verl_tree.trainer.tree_folder import OWNER
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -22,6 +29,8 @@ STEPS = range(1, 11)
 ADAMW = ("actor_rollout_ref.actor.optim.optimizer=AdamW", "actor_rollout_ref.actor.optim.lr=1e-3")
 SAVE_FREQ = 6
 """Four steps of the ten lie behind the only checkpoint."""
+LONGER = (f"trainer.total_training_steps={STEPS[-1] + 20}",)
+"""Both runs are ended from outside."""
 
 
 def options(folder: Path) -> tuple[str, ...]:
@@ -31,15 +40,14 @@ def options(folder: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def failure(folder: Path) -> str:
-    """Run the training that generates the rollouts, stores its trees and shows those of its validation.
+    """Run the training that generates the rollouts, stores its trees and shows them.
 
     Its vLLM worker is killed after the last of the compared steps. Returned is the log.
     """
     shown = (f"tree.dump_dir={folder}/trees", "tree.show_every=1", f"trainer.test_freq={STEPS[-1]}")
-    unfinished = (f"trainer.save_freq={SAVE_FREQ}", f"trainer.total_training_steps={STEPS[-1] + 2}")
-    watched = "tree.watchdog.poll_s=0.5"
+    saves, watched = f"trainer.save_freq={SAVE_FREQ}", "tree.watchdog.poll_s=0.5"
     return run_and_kill_engine(
-        folder, "tree", *options(folder), *shown, *unfinished, watched, after_step=STEPS[-1], timeout_s=900
+        folder, "tree", *options(folder), *shown, saves, *LONGER, watched, after_step=STEPS[-1], timeout_s=900
     )
 
 
@@ -71,6 +79,9 @@ def test_every_metric_is_explained_and_mfu_counts_what_is_computed(tree: dict[in
     assert {name for name in KEYS - logged if not re.search(of_others, name)} == set()
     for metrics in tree.values():
         assert 0 < metrics["perf/mfu/actor"] < metrics["perf/mfu/actor_flat_equivalent"]
+        assert metrics["tree/leaf_reward/min"] <= metrics["tree/leaf_reward/mean"] <= metrics["tree/leaf_reward/max"]
+    (pattern,) = [panel.pattern for panel in TOPICS["Learning"] if panel.pattern is not None]
+    assert any(re.fullmatch(pattern, name) for name in tree[STEPS[-1]])
 
 
 def responses(trees: list[StoredTree], name: str) -> np.ndarray:
@@ -84,10 +95,11 @@ def responses(trees: list[StoredTree], name: str) -> np.ndarray:
 def test_the_trees_are_stored_and_shown(folder: Path, tree: dict[int, dict[str, Any]]) -> None:
     dumped = folder / "trees"
     # The step that the kill interrupts may have been stored.
-    files = sorted({path.name for path in dumped.iterdir()} - {f"step_{STEPS[-1] + 1:06d}.parquet"})
-    pages = [f"val_{STEPS[-1]:06d}_{number}.html" for number in range(4)]
-    steps = [f"step_{step:06d}.parquet" for step in STEPS]
-    assert files == sorted([*steps, *pages, f"val_{STEPS[-1]:06d}.parquet"])
+    files = {path.name for path in dumped.iterdir() if not path.name.startswith(f"step_{STEPS[-1] + 1:06d}")}
+    times = [*(f"step_{step:06d}" for step in STEPS), f"val_{STEPS[-1]:06d}"]
+    assert files == {OWNER} | {
+        f"{time}{end}" for time in times for end in (".parquet", *(f"_{n}.html" for n in range(4)))
+    }
 
     for step, metrics in tree.items():
         trees = read_trees(dumped / f"step_{step:06d}.parquet")
@@ -112,21 +124,83 @@ def test_the_trees_are_stored_and_shown(folder: Path, tree: dict[int, dict[str, 
 
     validated = read_trees(dumped / f"val_{STEPS[-1]:06d}.parquet")
     assert [(len(group.leaves), group.leaves[0].token_advantages) for group in validated] == [(4, None)] * 4
-    page = (dumped / pages[0]).read_text()
-    assert validated[0].uid in page
-    assert "session" in page
+    for time in times:
+        assert read_trees(dumped / f"{time}.parquet")[0].uid in (dumped / f"{time}_0.html").read_text()
 
 
 @pytest.fixture(scope="module")
-def flat(folder: Path, tree: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Resume from the last checkpoint of the trees with verl's own engine, which repeats their stored rollouts."""
+def termination(folder: Path, tree: dict[int, dict[str, Any]]) -> tuple[int, str]:
+    """Resume the run of the trees with verl's own engine, which repeats their stored rollouts, and send it SIGTERM.
+
+    It comes after the last but one of the compared steps. The run goes on in the metrics of the first one, and finds a
+    newer checkpoint, of which one file is cut short. Returned are its exit status and its log.
+    """
     assert set(tree) == set(STEPS), "the rollouts are stored"
-    return run(folder, "flat", *options(folder), "trainer.resume_mode=auto", "tree.enabled=false")
+    lines = (folder / "tree.jsonl").read_text().splitlines(keepends=True)
+    (folder / "flat.jsonl").write_text("".join(lines[: SAVE_FREQ + 2]))
+    checkpoints = folder / "checkpoints"
+    newer = checkpoints / f"global_step_{SAVE_FREQ + 2}"
+    shutil.copytree(checkpoints / f"global_step_{SAVE_FREQ}", newer)
+    mark_complete(newer, step=SAVE_FREQ + 2)
+    os.truncate(newer / "actor" / "optim_world_size_1_rank_0.pt", 1000)
+    (checkpoints / TRACKER).write_text(str(SAVE_FREQ + 2))
+    resumed = (
+        "trainer.resume_mode=auto",
+        "tree.enabled=false",
+        "tree.save_on_term=true",
+        f"trainer.save_freq={SAVE_FREQ}",
+        "tree.console=steps",
+        "trainer.logger=[console,file,wandb]",
+    )
+    return run_and_terminate(folder, "flat", *options(folder), *resumed, *LONGER, after_step=STEPS[-1] - 1)
 
 
-def test_a_run_whose_engine_is_killed_names_the_cause_at_once(failure: str) -> None:
+@pytest.fixture(scope="module")
+def flat(folder: Path, termination: tuple[int, str]) -> dict[int, dict[str, Any]]:
+    """Return the metrics of the steps that verl's engine has repeated."""
+    assert termination
+    metrics = read_metrics(folder / "flat.jsonl")
+    return {step: metrics[step] for step in STEPS if step > SAVE_FREQ}
+
+
+def test_a_run_whose_engine_is_killed_names_the_cause_at_once(folder: Path, failure: str) -> None:
     assert re.search(r"RunFailedError: .*VLLM::", failure)
     assert "--- last 40 lines of stderr of actor" in failure
+    hint = "To resume: the same command with trainer.resume_mode=auto goes on from"
+    assert f"{hint} {folder}/checkpoints/global_step_{SAVE_FREQ}." in failure.splitlines()
+
+
+def test_a_checkpoint_that_was_cut_short_is_skipped(folder: Path, termination: tuple[int, str]) -> None:
+    _, log = termination
+    checkpoints = folder / "checkpoints"
+    skipped = f"{checkpoints}/global_step_{SAVE_FREQ + 2} is skipped: actor/optim_world_size_1_rank_0.pt has 1000 bytes"
+    goes_on = f"the run goes on from {checkpoints}/global_step_{SAVE_FREQ}"
+    assert 0 < log.index(skipped) < log.index(goes_on) < log.index("Ray started")
+
+
+def test_the_metrics_of_the_first_run_stay(
+    folder: Path, tree: dict[int, dict[str, Any]], flat: dict[int, dict[str, Any]]
+) -> None:
+    lines = [json.loads(line) for line in (folder / "flat.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines]
+    assert steps == list(range(1, steps[-1] + 1))
+    assert all(line["data"] == tree[line["step"]] for line in lines if line["step"] <= SAVE_FREQ)
+    assert all(flat[step] != tree[step] for step in flat), "the times of these steps are their own"
+
+
+def test_a_run_that_is_told_to_end_saves_the_step_that_it_is_in(folder: Path, termination: tuple[int, str]) -> None:
+    status, log = termination
+    last = max(read_metrics(folder / "flat.jsonl"))
+    assert STEPS[-1] <= last <= STEPS[-1] + 2, "a step may have ended before the signal came"
+    saved = folder / "checkpoints" / f"global_step_{last}"
+    assert status == 143
+    assert (folder / "checkpoints" / TRACKER).read_text() == str(last)
+    assert (saved / "complete.json").is_file()
+    hint, where = log.splitlines()[-2:]
+    assert hint == f"To resume: the same command goes on from {saved}."
+    assert where.startswith("log: ")
+    assert "SIGTERM: the training run ends after the step it is in" in log
+    assert "Traceback" not in log
 
 
 def test_verls_engine_continues_as_the_trees_did(
@@ -138,13 +212,38 @@ def test_verls_engine_continues_as_the_trees_did(
 
     verl's engine starts from the weights and the moments of AdamW that the tree engine saved. Measured: 4e-7.
     """
-    assert sorted(flat) == list(range(SAVE_FREQ + 1, STEPS[-1] + 1))
     # Looser than with SGD (test_engines.py), as AdamW divides by gradients that are almost zero.
     worst = worst_difference({step: tree[step] for step in flat}, flat)
     assert max(worst.values()) <= 1e-4, worst
     for name in ("critic/score/mean", "tree/session_reward/mean", "tree/por"):
         assert [tree[step][name] for step in flat] == [flat[step][name] for step in flat], name
     record_property("Qwen3 | whole run", max(worst.values()))
+
+
+def test_the_console_is_for_people_and_the_log_has_everything(folder: Path, termination: tuple[int, str]) -> None:
+    _, shown = termination
+    lines = shown.splitlines()
+    assert len(lines) < 60, shown
+    # Nothing failed, and wandb ends with its run.
+    assert not re.search("Traceback|Error", shown)
+    assert lines[0].endswith(": composing the configuration")
+    told = [line.split(" s: ")[1].split(" (")[0] for line in lines if line.startswith("start ")]
+    assert re.sub(r", dashboard at [^;]+", "", "; ".join(told)) == (
+        "configuration composed; configuration checked; Ray started; data read; models loaded; rollout engine started; "
+        "agent loops started"
+    )
+    steps = [int(found[1]) for line in lines if (found := re.match(r"step (\d+)/\d+: reward ", line))]
+    assert steps == [step for step in read_metrics(folder / "flat.jsonl") if step > SAVE_FREQ]
+    assert "Resuming from" in shown
+
+    log = Path(lines[-1].removeprefix("log: "))
+    assert log.parent == folder / "checkpoints" / "logs"
+    everything = log.read_text()
+    # Seconds differ, and a handler of signals writes past the streams.
+    assert [line for line in lines[:-1] if not line.startswith(("start ", "SIGTERM")) and line not in everything] == []
+    for hidden in ("{'actor_rollout_ref'", f" step:{STEPS[-1]} - ", "(WorkerDict pid=", "wandb: Run summary"):
+        assert hidden in everything
+        assert hidden not in shown
 
 
 def test_a_run_whose_engine_computes_with_other_weights_says_so(folder: Path, tree: dict[int, dict[str, Any]]) -> None:

@@ -8,12 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 import ray
+from omegaconf import OmegaConf
 
 from verl_tree.config import WatchdogConfig
+from verl_tree.launch.termination import EXIT_STATUS, ending_on_term
 from verl_tree.launch.watchdog import RunFailedError, watch_run
 
 pytestmark = pytest.mark.e2e
@@ -107,6 +110,20 @@ def test_hang_ends_the_run_and_names_the_task(server: ray.actor.ActorHandle) -> 
     message = failure(WatchdogConfig(poll_s=0.5, timeout_s=6.0), lambda: ray.get(server.wait.remote()))
     assert 6.0 < time.monotonic() - started < 60
     assert re.search(r"no Ray task has started or ended for 6 s.*Server\.wait of pid \d+ for \d+ s", message)
+
+
+def test_sigterm_ends_the_wait_for_ray(server: ray.actor.ActorHandle, tmp_path: Path) -> None:
+    """Under the handler that `ray.init` sets, the process would abort."""
+    options = {"trainer": {"default_local_dir": str(tmp_path)}, "tree": {"save_on_term": False}}
+
+    def run() -> None:
+        with ending_on_term(OmegaConf.create(options)), watch_run(WatchdogConfig(poll_s=0.5)):
+            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            ray.get(server.wait.remote())
+
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == EXIT_STATUS
 
 
 def test_progress_is_no_hang(server: ray.actor.ActorHandle) -> None:

@@ -8,8 +8,11 @@ import venv
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from input_cases import write_model, write_rows
+
+from verl_tree.records import StoredLeaf, StoredTree, write_trees
 
 ROOT = Path(__file__).parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
@@ -46,10 +49,10 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def run(python: Path, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(program: Path, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     return subprocess.run(
-        [str(python), *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [str(program), *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
 
 
@@ -68,9 +71,20 @@ def test_the_wheel_has_the_packages_and_their_files(wheel: Path) -> None:
 def test_the_installed_command_checks_a_configuration(python: Path, tmp_path: Path) -> None:
     rows, model = write_rows(tmp_path / "rows.parquet"), write_model(tmp_path / "model")
     files = [f"data.train_files={rows}", f"data.val_files={rows}", f"actor_rollout_ref.model.path={model}"]
-    done = run(python, "-m", "verl_tree.check", "profile=cpu", *files, folder=tmp_path)
+    done = run(python.with_name("verl-tree"), "check", "profile=cpu", *files, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The command can run" in done.stdout
+
+
+def test_the_installed_command_shows_a_tree(python: Path, tmp_path: Path) -> None:
+    tokens = np.array([1, 2, 3])
+    leaf = StoredLeaf(0, 0, tokens, 1, is_trained=tokens > 1, log_probs=np.full(3, np.nan))
+    write_trees(tmp_path / "step_000001.parquet", [StoredTree(step=1, uid="u", leaves=(leaf,))])
+    command = python.with_name("verl-tree")
+    done = run(command, "show", "step_000001.parquet", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "step_000001_u.html\n"), done.stderr
+    assert "<!DOCTYPE html>" in (tmp_path / "step_000001_u.html").read_text()
+    assert "try-agent" in run(command, "--help", folder=tmp_path).stdout
 
 
 def test_the_installed_trainer_knows_its_options(python: Path, tmp_path: Path) -> None:

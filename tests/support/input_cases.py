@@ -1,5 +1,6 @@
 """A valid configuration: the CPU profile with a model folder and data files that exist."""
 
+import copy
 import functools
 import json
 import tempfile
@@ -24,8 +25,10 @@ def write_model(folder: Path, **settings: object) -> Path:
 
 
 def write_rows(path: Path, *columns: str) -> Path:
-    """Make a parquet file of one row."""
-    pyarrow.parquet.write_table(pyarrow.table({column: ["a"] for column in ("prompt", *columns)}), path)
+    """Make a parquet file of one row, with messages where verl reads some."""
+    messages = [{"role": "user", "content": "a"}]
+    row = {column: messages if column in ("prompt", "messages") else "a" for column in ("prompt", *columns)}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
     return path
 
 
@@ -37,6 +40,11 @@ def _composed() -> DictConfig:
     config = compose_config(["profile=cpu", *files, *models])
     OmegaConf.set_struct(config, False)
     return config
+
+
+def composed() -> DictConfig:
+    """Return a copy of the CPU configuration before its interpolations are resolved."""
+    return copy.deepcopy(_composed())
 
 
 def resolved(*overrides: str) -> DictConfig:

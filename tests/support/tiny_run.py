@@ -103,6 +103,7 @@ def command(folder: Path, *overrides: str) -> list[str]:
         "trainer.logger=[console,file]",
         f"trainer.default_local_dir={folder}/checkpoints",
         "trainer.resume_mode=disable",
+        "tree.console=all",
         *overrides,
     ]
 
@@ -156,7 +157,7 @@ def run_and_kill_engine(
     """Start a training run, kill its vLLM worker once a step is logged, and return the log of the failure."""
     log = folder / f"{name}.log"
     with _running(folder, name, *overrides, after_step=after_step, timeout_s=timeout_s) as process:
-        engines = [each for each in _descendants(process) if _title(each).startswith("VLLM::Worker")]
+        engines = [each for each in _descendants(process) if title_of(each).startswith("VLLM::Worker")]
         assert engines, log.read_text()[-6000:]
         os.kill(engines[0].pid, signal.SIGKILL)
         process.wait(timeout=end_timeout_s)
@@ -176,6 +177,16 @@ def run_and_kill_driver(
             with suppress(psutil.NoSuchProcess):
                 each.kill()
     return read_metrics(folder / f"{name}.jsonl")
+
+
+def run_and_terminate(
+    folder: Path, name: str, *overrides: str, after_step: int, timeout_s: float = 600.0, end_timeout_s: float = 120.0
+) -> tuple[int, str]:
+    """Start a training run, send SIGTERM to its driver once a step is logged; return its exit status and its log."""
+    with _running(folder, name, *overrides, after_step=after_step, timeout_s=timeout_s) as process:
+        process.terminate()
+        status = process.wait(timeout=end_timeout_s)
+    return status, (folder / f"{name}.log").read_text()
 
 
 @contextmanager
@@ -210,8 +221,9 @@ def _descendants(process: subprocess.Popen) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
 
 
-def _title(process: psutil.Process) -> str:
+def title_of(process: psutil.Process) -> str:
+    """Return a process's command line, or an empty string where it has ended."""
     try:
-        return " ".join(process.cmdline())
+        return " ".join(process.cmdline()).strip()
     except psutil.NoSuchProcess:
         return ""

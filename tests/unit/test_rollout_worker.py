@@ -13,7 +13,7 @@ import pytest
 import transfer_queue as tq
 from omegaconf import open_dict
 from scripted_llm import tokenizer
-from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, _agent_loop_registry
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.workers.rollout.replica import TokenOutput
 from worker_cases import InProcessWorker, run_sessions
@@ -23,7 +23,8 @@ from rollout_hooks.capture.outputs import TreeAgentLoopOutput, row_reward
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.report import CaptureReport, FailedSession
 from rollout_hooks.capture.session_tree import SessionTree
-from rollout_hooks.worker import TreeAgentLoopManager, TreeAgentLoopWorkerBase, _Session
+from rollout_hooks.loops.base import BranchingAgentLoop
+from rollout_hooks.worker import MAX_TRACEBACKS, TreeAgentLoopManager, TreeAgentLoopWorkerBase, _Session
 
 
 def test_prompt_fails_only_with_its_last_session_and_every_cause_is_kept():
@@ -34,11 +35,46 @@ def test_prompt_fails_only_with_its_last_session_and_every_cause_is_kept():
     assert str(error) == "all 3 sessions of the prompt failed, first: RuntimeError: server lost"
     report = asyncio.run(worker.drain_capture_report("train"))
     failed = sorted(report.failed_sessions, key=lambda session: session.session_id)
-    assert failed == [FailedSession("u", i, "RuntimeError: server lost", 1) for i in range(3)]
+    assert [(each.session_id, each.cause, each.num_calls) for each in failed] == [
+        (number, "RuntimeError: server lost", 1) for number in range(3)
+    ]
     assert replace(report, failed_sessions=()) == CaptureReport(
         num_sessions=3, num_calls=3, num_failed_calls=3, failed_prompts=("u",)
     )
     assert asyncio.run(worker.drain_capture_report("train")) == CaptureReport()
+
+
+class Raising(BranchingAgentLoop):
+    """A loop with a bug; each session gives another value if `varies`."""
+
+    def __init__(self, *args, varies=False, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.varies = varies
+
+    async def run_branches(self, root, **row):
+        await root.generate()
+        raise KeyError(row["session_id"] if self.varies else "plan")
+
+
+@pytest.mark.parametrize(("varies", "num_told"), [(False, 1), (True, MAX_TRACEBACKS)])
+def test_a_bug_of_a_loop_is_told_with_its_place_once_for_each_cause(varies, num_told, monkeypatch, caplog):
+    entry = {"_target_": f"{__name__}.Raising", "varies": varies}
+    monkeypatch.setitem(_agent_loop_registry, "raising", entry)
+    worker = InProcessWorker(lambda _: "fine", num_sessions=25)
+    with caplog.at_level("WARNING", "rollout_hooks"):
+        run_sessions(worker, num_sessions=25, agent_name="raising")
+    failed = asyncio.run(worker.drain_capture_report("train")).failed_sessions
+    tracebacks = [each.traceback for each in failed if each.traceback]
+    assert len({each.place for each in failed}) == 1
+    assert (len(failed), len(tracebacks)) == (25, num_told)
+    path, line = failed[0].place.rsplit(":", 1)
+    assert path == __file__
+    (first, code) = tracebacks[0].splitlines()
+    assert first == f'File "{__file__}", line {line}, in run_branches'
+    assert code == '  raise KeyError(row["session_id"] if self.varies else "plan")'
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == num_told
+    assert logged[0].endswith(tracebacks[0])
 
 
 def test_failures_of_validation_are_counted_apart():

@@ -35,7 +35,7 @@ from verl.utils.device import get_device_name
 from verl_tree.attention.hf import ATTENTION_NAME, check_model, for_text, register
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.sharding import SequenceShard
-from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY, TreeFSDPEngineConfig
+from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.cost.fit import CostFitter
 from verl_tree.cost.model import CostModel
 from verl_tree.engine.capacity import CapacityChoice
@@ -52,6 +52,7 @@ from verl_tree.engine.router_replay import ROUTES, MiniBatchRoutes, RouterReplay
 from verl_tree.engine.row_losses import is_sum_over_rows
 from verl_tree.engine.rows import MiniBatchResult, RankWork, check_rows, gather, jagged, steps_of
 from verl_tree.engine.teams import BuildForTeam, of_first_rank
+from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.functional.images import PackImages, reads_images, vision_tower
 from verl_tree.functional.relayed import call_scores
 from verl_tree.packing.counts import ForestCounts, RankTimes
@@ -88,7 +89,7 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
         if not isinstance(engine_config, TreeFSDPEngineConfig):
             raise ValueError(
                 f"strategy {TREE_STRATEGY} got an engine config of type {type(engine_config).__name__}: set "
-                "fsdp_config._target_=verl_tree.config.TreeFSDPEngineConfig (the config tree_ppo does)"
+                "fsdp_config._target_=verl_tree.engine_config.TreeFSDPEngineConfig (the config tree_ppo does)"
             )
         super().__init__(
             model_config=model_config,

@@ -9,11 +9,13 @@ path and leads to `tree_ppo`, which finds verl's file under the name `verl_ppo_t
 
 import argparse
 import os
+import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra import compose, initialize_config_dir, initialize_config_module
@@ -22,7 +24,6 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
@@ -30,6 +31,12 @@ from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
 CONFIG_MODULE = "verl_tree.configs"
 CONFIG_NAME = "tree_ppo"
 SFT_CONFIG_NAME = "tree_sft"
+REFERENCE, SFT_REFERENCE = "_generated_ppo_trainer", "sft_trainer_engine"
+"""verl's config files: the one with all of its values for training, and the one of fine-tuning."""
+
+GROUPS: dict[str, Any] = {"tree": {"watchdog": {}}, "ray_kwargs": {"ray_init": {"runtime_env": {"env_vars": {}}}}}
+"""Groups that verl's files lack."""
+
 CONFIG_PATH_FLAGS = ("--config-path", "-cp")
 
 
@@ -48,9 +55,20 @@ class TreeSearchPath(SearchPathPlugin):
 
 def device_profile() -> str:
     """Return the profile that `profile=auto` stands for: `gpu` where torch sees CUDA, else `cpu`."""
+    if not _is_built_for_gpus():
+        return "cpu"
     import torch
 
     return "gpu" if torch.cuda.is_available() else "cpu"
+
+
+def _is_built_for_gpus() -> bool:
+    """Whether the installed torch has code for GPUs; a small file of it says so, and torch itself takes seconds."""
+    spec = find_spec("torch")
+    if spec is None or spec.submodule_search_locations is None:
+        raise ModuleNotFoundError("torch is not installed; scripts/setup.sh installs it")
+    version = runpy.run_path(os.path.join(spec.submodule_search_locations[0], "version.py"))
+    return version["cuda"] is not None or version["hip"] is not None
 
 
 def on_cpu(then: object, otherwise: object, *, _root_: DictConfig) -> object:
@@ -101,9 +119,14 @@ def in_separate_async(then: object, otherwise: object, *, _root_: DictConfig) ->
 def cpu_ranks(*, _root_: DictConfig) -> int:
     """Return how many ranks this machine has: those that train and those of separate rollouts."""
     rollout = _root_.actor_rollout_ref.rollout
-    return _root_.trainer.n_gpus_per_node + in_separate_async(
-        rollout.n_gpus_per_node * rollout.nnodes, 0, _root_=_root_
-    )
+    num_rollout = _at_least_one(rollout.n_gpus_per_node) * _at_least_one(rollout.nnodes)
+    is_separate = in_separate_async(True, False, _root_=_root_)
+    return _at_least_one(_root_.trainer.n_gpus_per_node) + (num_rollout if is_separate else 0)
+
+
+def _at_least_one(num_devices: object) -> int:
+    """Return a number of devices; 1 for what is none, which the checks refuse with its key."""
+    return num_devices if isinstance(num_devices, int) and num_devices > 0 else 1
 
 
 def logical_cpus(num_ranks: int) -> int:
@@ -167,24 +190,10 @@ def run_command(run: Callable[[DictConfig], None], *, config_name: str) -> None:
 
 def resolve(config: DictConfig) -> None:
     """Resolve a configuration in place. Raise ValueError if it is not one of ours or has values still to be given."""
-    OmegaConf.resolve(config)
     require_trees(config)
+    require_groups(config)
+    OmegaConf.resolve(config)
     require_values(config)
-
-
-@contextmanager
-def refused_in_brief() -> Iterator[None]:
-    """End the process with the lines of a refusal, and no traceback.
-
-    With `HYDRA_FULL_ERROR=1`, which asks for the tracebacks of Hydra's own refusals, the error is raised.
-    """
-    try:
-        yield
-    except (ValueError, OmegaConfBaseException) as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        lines = "\n".join(f"  {line}" for line in str(error).splitlines())
-        sys.exit(f"Refused; nothing was started.\n{lines}")
 
 
 def require_trees(config: DictConfig) -> None:
@@ -194,6 +203,41 @@ def require_trees(config: DictConfig) -> None:
             "the configuration has no group `tree`: list `ppo_trainer` or `tree_ppo` first among the defaults of your "
             "config file (`tree_sft` for fine-tuning), or add --config-name=tree_ppo"
         )
+
+
+def require_groups(config: DictConfig) -> None:
+    """Raise ValueError for values that stand where verl has groups of options: interpolations into them would fail."""
+    values: Any = OmegaConf.to_container(config, resolve=False)
+    wrong = dict(_values_for_groups(values, verl_values(config))) | dict(_values_for_groups(values, GROUPS))
+    if wrong:
+        remedy = "this is no group of options; remove it, and set the options of the group one by one"
+        raise ValueError("\n".join(f"{key}={value}: {remedy}" for key, value in wrong.items()))
+
+
+def _values_for_groups(values: dict[str, Any], defaults: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, default in defaults.items():
+        value = values.get(name)
+        if not isinstance(default, dict) or name not in values:
+            continue
+        if isinstance(value, dict):
+            yield from _values_for_groups(value, default, f"{prefix}{name}.")
+        elif (value is not None or default) and not str(value).startswith(("${", "???")):
+            yield f"{prefix}{name}", value
+
+
+def verl_values(config: DictConfig) -> dict[str, Any]:
+    """Return verl's own values for training, or for fine-tuning, interpolations as they stand; do not change them."""
+    return _read_values(REFERENCE if "actor_rollout_ref" in config else SFT_REFERENCE)
+
+
+@cache
+def _read_values(name: str) -> dict[str, Any]:
+    values: Any = OmegaConf.to_container(OmegaConf.load(verl_trainer_folder() / "config" / f"{name}.yaml"))
+    # Groups that the file takes from others, as in `- model@model: hf_model`.
+    for each in values.pop("defaults", ()):
+        if isinstance(each, dict):
+            values |= {key.partition("@")[2]: {"_target_": None} for key in each}
+    return values
 
 
 def require_values(config: DictConfig) -> None:
@@ -211,7 +255,8 @@ def accept_verl_arguments(arguments: Sequence[str]) -> list[str]:
     """Rewrite what a command line for `verl.trainer.main_ppo` says differently; everything else passes unchanged.
 
     - `+key=value` becomes Hydra's `++key=value` ("add or override"). verl's users write `+` for keys that its YAML
-      lacks, and Hydra would refuse that for a key that our files set.
+      lacks, and Hydra would refuse that for a key that our files set. A name without a dot is a group of config files
+      (`+scale=qwen3_8b`), for which Hydra knows `+` only.
     - A relative `--config-path` is looked for beside verl's entry points, as verl does, then in the working directory.
     """
     accepted, is_path = [], False
@@ -221,7 +266,7 @@ def accept_verl_arguments(arguments: Sequence[str]) -> list[str]:
             each = _config_folder(each)
         elif flag in CONFIG_PATH_FLAGS and equals:
             each = f"{flag}={_config_folder(value)}"
-        elif each.startswith("+") and not each.startswith("++"):
+        elif each.startswith("+") and not each.startswith("++") and "." in flag.partition("@")[0]:
             each = f"+{each}"
         is_path = each in CONFIG_PATH_FLAGS
         accepted.append(each)

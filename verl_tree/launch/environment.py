@@ -6,6 +6,7 @@ there registers our CPU platform in the driver and in every Ray actor.
 
 import importlib
 import os
+import sys
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -41,8 +42,9 @@ def set_variables(config: DictConfig) -> dict[str, str]:
     """Set `ray_env_vars` for this process and return them; call it before verl is imported."""
     variables = ray_env_vars(config)
     os.environ.update(variables)
-    # For a caller that has imported verl, and with it the modules of the variables, before they were set.
-    importlib.import_module(PLATFORM_MODULE)
+    if "verl" in sys.modules:
+        # It was imported before, and with it the modules of the variables as they were then.
+        importlib.import_module(PLATFORM_MODULE)
     return variables
 
 

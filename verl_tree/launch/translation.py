@@ -4,7 +4,6 @@
 line. What has no meaning here is left alone, and the checks refuse it.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +29,7 @@ from verl_tree.launch.validation.refusals import (
 )
 from verl_tree.launch.validation.ulysses import NAME as ULYSSES
 from verl_tree.launch.validation.ulysses import team_size
+from verl_tree.launch.validation.values import find_wrong_values
 
 Lines = Iterator[str]
 Translator = Callable[[DictConfig], Lines]
@@ -37,7 +37,12 @@ Translator = Callable[[DictConfig], Lines]
 
 
 def translate(config: DictConfig) -> list[str]:
-    """Translate a resolved configuration in place; return one line for each change, `key=value: what becomes of it`."""
+    """Translate a resolved configuration in place; return one line for each change, `key=value: what becomes of it`.
+
+    Nothing is changed where values are wrong that the checks refuse before all others: translators compute with them.
+    """
+    if any(find_wrong_values(config)):
+        return []
     return [line for translator in TRANSLATORS for line in translator(config)]
 
 
@@ -159,7 +164,7 @@ def cut_by_tokens(config: DictConfig) -> Lines:
             key, rows = sizes[each]
             longest, named = longest_trajectory(config)
             num_ranks = team_size(config)
-            OmegaConf.update(config, each.tokens, math.ceil(rows * longest / num_ranks))
+            OmegaConf.update(config, each.tokens, -(-rows * longest // num_ranks))
             shared = f", on {num_ranks} ranks" if num_ranks > 1 else ""
             reason = f", for the {rows} rows of {key}, of at most {named}{shared}"
         yield f"{line}; {each.tokens}={value_of(config, each.tokens)}{reason}"

@@ -38,6 +38,8 @@ MAX_LOGS = 3
 INTERRUPT = signal.SIGUSR1
 # The training run has this long to end by itself: the error of a task usually says more than the death of its process.
 GRACE_S = 5.0
+INTERRUPT_S = 0.5
+"""An interrupted training run waits this long for the thread."""
 
 
 class Actor(Protocol):
@@ -237,16 +239,18 @@ class _Watch(threading.Thread):
         try:
             failure = self._watchdog.look()
         except (RayStateApiException, requests.RequestException) as error:
+            if self._stopped.is_set():
+                return False
             logger.warning("the watchdog cannot ask Ray about its processes: %s", error)
             return False
         if failure is not None:
             self.report = self._watchdog.report(failure)
         return failure is not None
 
-    def stop(self) -> None:
-        """Stop the thread and wait for its end."""
+    def stop(self, *, timeout_s: float | None = None) -> None:
+        """Stop the thread and wait for its end, at most so long."""
         self._stopped.set()
-        self.join()
+        self.join(timeout_s)
 
 
 def _interrupt(_signum: int, _frame: FrameType | None) -> None:
@@ -267,15 +271,18 @@ def watch_run(options: WatchdogConfig) -> Iterator[None]:
     previous = signal.signal(INTERRUPT, _interrupt)
     watch = _Watch(options)
     watch.start()
+    # Ctrl-C ends Ray's dashboard as well, and a question to it would be waited for half a minute.
+    patience_s = None
     try:
         yield
     except (RayError, KeyboardInterrupt) as error:
-        watch.stop()
+        patience_s = None if isinstance(error, RayError) else INTERRUPT_S
+        watch.stop(timeout_s=patience_s)
         if watch.report is None and isinstance(error, RayError):
             watch.look()
         if watch.report is None:
             raise
         raise RunFailedError(watch.report) from (error if isinstance(error, RayError) else None)
     finally:
-        watch.stop()
+        watch.stop(timeout_s=patience_s)
         signal.signal(INTERRUPT, previous)

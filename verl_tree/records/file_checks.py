@@ -1,6 +1,6 @@
 """Whether a table of stored trees holds trees; a file may be damaged, or made by another program.
 
-Legend: N nodes, leaf rows of all nodes together are L, calls C, overrides O.
+Legend: N nodes, leaf rows of all nodes together are L, calls C, overrides O, images I.
 """
 
 from collections.abc import Iterator
@@ -15,10 +15,13 @@ _OPTIONAL = {"images"}
 
 _OPTIONAL_OF_CALLS = {"min_global_steps", "max_global_steps"}
 
+_LEAST_IMAGE = 2**31
+"""Numbers of images are above all token ids."""
+
 
 def check_table(table: pa.Table) -> None:
     """Raise ValueError, with what is wrong, if the rows of a table are not the nodes of trees."""
-    for problems in (_column_problems, _node_problems, _leaf_problems):
+    for problems in (_column_problems, _node_problems, _leaf_problems, _image_problems):
         for problem in problems(table):
             raise ValueError(problem)
 
@@ -69,6 +72,8 @@ def _node_problems(table: pa.Table) -> Iterator[str]:
     for name in ("is_trained", "log_probs"):
         if not np.array_equal(_lens(table, name), len_N):
             yield f"a node has another number of {name} than of token_ids"
+    if table.column("is_trained").combine_chunks().flatten().null_count:
+        yield "is_trained of a token is missing"
     token_ids = table.column("token_ids").combine_chunks().flatten()
     if token_ids.null_count or (len(token_ids) and token_ids.to_numpy().min() < 0):
         yield "a token id is negative or missing"
@@ -99,7 +104,12 @@ def _leaf_problems(table: pa.Table) -> Iterator[str]:
         values = leaves.field(name).drop_null().to_numpy()
         if not np.isfinite(values).all():
             yield f"a leaf has the {name} inf or NaN"
+    rewards, advantages = (leaves.field(name).flatten() for name in ("token_rewards", "token_advantages"))
+    if rewards.null_count or advantages.null_count or not np.isfinite(rewards.to_numpy()).all():
+        yield "a token's reward or advantage is missing, or its reward is inf or NaN"
     calls = leaves.field("calls")
+    if any(calls.flatten().field(name).null_count for name in ("call", "kind")):
+        yield "a call has no number or no kind"
     owner_C, start_C, end_C = _owners(calls), *(_values(calls.flatten().field(name)) for name in ("start", "end"))
     if (start_C < 0).any() or (end_C < start_C).any() or (end_C > len_L[owner_C]).any():
         yield "a call has tokens outside of its leaf"
@@ -112,10 +122,28 @@ def _leaf_problems(table: pa.Table) -> Iterator[str]:
     if (node_O < 0).any() or (node_O >= num_nodes[first_O]).any():
         yield "a leaf has values of its own for a node that there is not"
         return
+    if overrides.flatten().field("is_trained").flatten().null_count:
+        yield "is_trained of a token is missing"
     for name in ("is_trained", "log_probs"):
         lens_O = _values(overrides.flatten().field(name).value_lengths())
         if not np.array_equal(lens_O, _lens(table, "token_ids")[first_O + node_O]):
             yield f"a leaf has another number of its own {name} than a node has tokens"
+
+
+def _image_problems(table: pa.Table) -> Iterator[str]:
+    if "images" not in table.column_names:
+        return
+    column = table.column("images").combine_chunks()
+    images = column.flatten()
+    if column.null_count or any(images.field(name).null_count for name in ("start", "end", "number")):
+        yield "an image has no place or no number"
+        return
+    node_I = _owners(column)
+    start_I, end_I, number_I = (_values(images.field(name)) for name in ("start", "end", "number"))
+    if (start_I < _numbers(table, "start")[node_I]).any() or (start_I >= _path_len(table)[node_I]).any():
+        yield "an image does not start in its node"
+    if (end_I <= start_I).any() or (number_I < _LEAST_IMAGE).any():
+        yield "an image has no tokens, or the number of a token"
 
 
 def _numbers(table: pa.Table, name: str) -> np.ndarray:

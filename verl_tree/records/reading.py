@@ -132,7 +132,9 @@ def _leaf(
         token_rewards[-1:] = columns["reward"]
     if token_advantages is None and columns["advantage"] is not None:
         token_advantages = np.where(is_trained[response], np.float32(columns["advantage"]), np.float32(0))
-    info = columns["reward_extra_info"]
+    info = None if columns["reward_extra_info"] is None else json.loads(columns["reward_extra_info"])
+    if not isinstance(info, dict | None):
+        raise ValueError(f"row {columns['row']} has a reward_extra_info that is no JSON object")
     return StoredLeaf(
         session=columns["session"],
         leaf=columns["leaf"],
@@ -142,7 +144,7 @@ def _leaf(
         log_probs=log_probs,
         token_rewards=token_rewards,
         token_advantages=token_advantages,
-        reward_extra_info=None if info is None else json.loads(info),
+        reward_extra_info=info,
         min_global_steps=columns["min_global_steps"],
         max_global_steps=columns["max_global_steps"],
         calls=tuple(CallRun(**run) for run in columns["calls"]),

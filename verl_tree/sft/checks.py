@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.launch.composition import has_flash_attn
 from verl_tree.launch.validation.flash_attn import INSTALL, VERLS_DEFAULT
+from verl_tree.launch.validation.prompts import row_problems
 from verl_tree.launch.validation.refusals import (
     DATA_KEYS,
     Check,
@@ -17,6 +18,7 @@ from verl_tree.launch.validation.refusals import (
     columns,
     data_files,
     has_scheme,
+    is_parquet_here,
     missing,
     model_settings,
     refusal,
@@ -25,7 +27,10 @@ from verl_tree.launch.validation.refusals import (
     uses_tree,
     value_of,
 )
+from verl_tree.launch.validation.resume import check_checkpoints, check_chosen_checkpoint
 from verl_tree.launch.validation.settings import OFF, ON, Rule, check_cpu_backend, check_device, check_tree_options
+from verl_tree.launch.validation.values import COUNT, Range, check_kinds, ranges
+from verl_tree.records import holds_trees
 from verl_tree.recurrence import MODEL_TYPES as RECURRENT_MODEL_TYPES
 
 ATTENTION = "model.override_config.attn_implementation"
@@ -51,16 +56,34 @@ RULES: tuple[Rule, ...] = (
     Rule("tree.session_weight", ("leaf",), "rows of fine-tuning have no sessions"),
     Rule("tree.rows", ("all",), "rows of fine-tuning have no sessions"),
     Rule("tree.sharing", ("full",), "rows of fine-tuning have no prompts apart from their responses"),
+    Rule("tree.save_on_term", (False,), "fine-tuning ends at once on SIGTERM"),
     Rule("tree.shared_tokens", ("sum",), "tree.enabled=false knows only the sum", _uses_flat),
 )
 """Keys that must have a certain value."""
 
 
+RANGES: tuple[Range, ...] = (
+    *ranges("data", "train_batch_size", "min_shared", "max_length", "max_token_len_per_gpu", **COUNT),
+    *ranges("trainer", "total_epochs", **COUNT),
+    *ranges("trainer", "total_training_steps", **COUNT, or_null=True),
+    Range("optim.lr", least=0),
+)
+"""Numbers outside of which fine-tuning cannot work."""
+
+TIMES = ("trainer.test_freq", "trainer.save_freq")
+"""Numbers of steps, or `after_each_epoch`."""
+
+
+def find_wrong_values(config: DictConfig) -> Findings:
+    """Yield the values of a wrong kind; where there are none, the numbers out of their range."""
+    wrong = list(check_kinds(config, texts=TIMES))
+    yield from wrong
+    for check in () if wrong else RANGES:
+        yield from check(config)
+
+
 def check_numbers(config: DictConfig) -> Findings:
     """Find options of the wrong type."""
-    for key in ("train_batch_size", "min_shared"):
-        if not isinstance(config.data[key], int) or config.data[key] < 1:
-            yield refusal(config, f"data.{key}", "give a number of at least 1")
     if not isinstance(config.data.min_reward, int | float | None):
         yield refusal(config, "data.min_reward", "give a number, or null to train all leaves")
     if not isinstance(config.data.tree_key, str | None):
@@ -72,19 +95,21 @@ def check_longest_row(config: DictConfig) -> Findings:
     capacity: Any = config.tree.capacity if uses_tree(config) else None
     capacity = config.data.max_token_len_per_gpu if capacity is None else capacity
     holds_rows = _uses_flat(config) or config.tree.relay == "never"
-    if holds_rows and capacity != "auto" and config.data.max_length > capacity:
+    if holds_rows and isinstance(capacity, int) and config.data.max_length > capacity:
         remedy = f"a pass holds {capacity} tokens, and no row is cut; lower it, or raise data.max_token_len_per_gpu"
         yield refusal(config, "data.max_length", f"{remedy} or tree.capacity")
 
 
 def check_validation(config: DictConfig) -> Findings:
     """Find a validation without rows."""
-    frequency: Any = config.trainer.test_freq
-    if (frequency == "after_each_epoch" or frequency > 0) and not config.data.val_files:
-        yield refusal(config, "trainer.test_freq", "there are no data.val_files; give some, or set -1")
-    for key in ("test_freq", "save_freq"):
-        if config.trainer[key] == 0:
-            yield refusal(config, f"trainer.{key}", "verl divides by it; set -1 for never")
+    for key in TIMES:
+        value = value_of(config, key)
+        if value == 0:
+            yield refusal(config, key, "verl divides by it; set -1 for never")
+        elif value != "after_each_epoch" and not (isinstance(value, int) and not isinstance(value, bool)):
+            yield refusal(config, key, "give a whole number of steps, after_each_epoch, or -1 for never")
+        elif key == "trainer.test_freq" and (value == "after_each_epoch" or value > 0) and not config.data.val_files:
+            yield refusal(config, key, "there are no data.val_files; give some, or set -1")
 
 
 def check_files(config: DictConfig) -> Findings:
@@ -101,6 +126,9 @@ def check_files(config: DictConfig) -> Findings:
             for column in ("images", "videos"):
                 if column in columns(name) and "messages" in columns(name):
                     yield refusal(config, key, f"{name} has the column {column}; only text rows are supported, drop it")
+            if is_parquet_here(name) and not holds_trees(name):
+                for problem in row_problems(name, column=config.data.messages_key, named_by="data.messages_key"):
+                    yield refusal(config, key, problem)
 
 
 def check_model(config: DictConfig) -> Findings:
@@ -123,6 +151,13 @@ def check_flat_attention(config: DictConfig) -> Findings:
         yield refusal(config, ATTENTION, f"flash-attn is not installed; {INSTALL}, or set sdpa")
 
 
+def check_start(config: DictConfig) -> Findings:
+    """Find checkpoints that no run can go on from; verl reads `resume_from_path` in the mode `auto`, too."""
+    if config.trainer.resume_from_path is None:
+        yield from check_checkpoints(config)
+    yield from check_chosen_checkpoint(config)
+
+
 CHECKS: tuple[Check, ...] = (
     check_tree_options,
     *RULES,
@@ -134,13 +169,15 @@ CHECKS: tuple[Check, ...] = (
     check_files,
     check_model,
     check_flat_attention,
+    check_start,
 )
 """All checks, in the order in which a user should hear of problems."""
 
 
 def find(config: DictConfig) -> list[Finding]:
     """Return everything that the checks find in a resolved configuration."""
-    return [finding for check in CHECKS for finding in check(config)]
+    # The other checks compute with these values.
+    return list(find_wrong_values(config)) or [finding for check in CHECKS for finding in check(config)]
 
 
 def validate(config: DictConfig) -> None:

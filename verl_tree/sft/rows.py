@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -21,6 +22,7 @@ from verl.trainer.sft_trainer import create_sft_dataset
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 
 from verl_tree.engine.rows import gather
+from verl_tree.launch.validation.prompts import message_problem
 from verl_tree.records import holds_trees, read_trees
 
 PADDING = -1
@@ -100,10 +102,29 @@ def read_rows(files: str | Sequence[str], data: DictConfig, *, model_config: Any
 def _share_work(dataset: Any, *, tree_key: str | None) -> list[TokenRow]:
     """Turn the conversations into tokens, every rank a share of them, and exchange the shares."""
     trees = _tree_keys(dataset, tree_key=tree_key)
+    _require_messages(dataset)
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    mine = [_token_row(dataset[index], tree=trees[index]) for index in range(rank, len(dataset), num_ranks)]
+    mine = [_token_row(_read(dataset, index), tree=trees[index]) for index in range(rank, len(dataset), num_ranks)]
     shares = gather(mine)
     return [shares[index % num_ranks][index // num_ranks] for index in range(len(dataset))]
+
+
+def _read(dataset: Any, index: int) -> dict[str, Any]:
+    """Return a conversation as tokens. Raise ValueError if the model's template refuses it."""
+    try:
+        return dataset[index]
+    except TemplateError as error:
+        remedy = "correct the row, or give a model with another chat template"
+        raise ValueError(f"data.train_files: row {index}: the chat template refuses it ({error}); {remedy}") from error
+
+
+def _require_messages(dataset: Any) -> None:
+    """Raise ValueError for a row that is no conversation; a data set class of the user's decides itself what one is."""
+    if not isinstance(dataset, MultiTurnSFTDataset):
+        return
+    for index, messages in enumerate(dataset.messages):
+        if problem := message_problem(messages):
+            raise ValueError(f"data.train_files: row {index}, column {dataset.messages_key}: {problem}")
 
 
 def _tree_keys(dataset: Any, *, tree_key: str | None) -> list[Hashable | None]:
@@ -119,7 +140,14 @@ def _tree_keys(dataset: Any, *, tree_key: str | None) -> list[Hashable | None]:
             f"data.tree_key={tree_key}: the files have the columns {', '.join(dataset.dataframe.columns)}; name one, "
             "or set null to find trees from the tokens"
         )
-    return [("conversation", key) for key in dataset.dataframe[tree_key].tolist()]
+    keys = dataset.dataframe[tree_key].tolist()
+    for index, key in enumerate(keys):
+        if not isinstance(key, str | int | float) or key != key:
+            raise ValueError(
+                f"data.tree_key={tree_key}: row {index} has {key!r}; give every row a text or a number, or set null to "
+                "find trees from the tokens"
+            )
+    return [("conversation", key) for key in keys]
 
 
 def _token_row(row: dict[str, Any], *, tree: Hashable | None) -> TokenRow:

@@ -26,6 +26,8 @@ from verl_tree.engine.fsdp_tree import FSDPTreeEngineWithLMHead
 from verl_tree.engine.rows import read_row_lens
 from verl_tree.sft.rows import TokenRows, read_rows
 from verl_tree.sft.sampler import TreeBatchSampler, TreePart, deal, find_trees, parts_of
+from verl_tree.trainer.checkpoints import folder_of, mark_complete, resume_from_complete, saving
+from verl_tree.trainer.metrics_file import keep_under_another_name, path_of
 from verl_tree.trainer.update_flops import UpdateFlops
 
 
@@ -85,6 +87,32 @@ class TreeSFTTrainer(SFTTrainer):
             parts = _parts(self.val_dataset, name="validation", max_rows=num_rows, min_shared=data.min_shared)
             mine = deal(parts, num_ranks=num_ranks)[rank]
             self.val_dataloader = DataLoader(self.val_dataset, batch_sampler=[mine], collate_fn=self.collate_fn)
+
+    @override
+    def _build_ckpt_handler(self) -> None:
+        # verl reads a path in the mode `auto`, too.
+        if self.config.trainer.resume_from_path is None:
+            resume_from_complete(self.config)
+        super()._build_ckpt_handler()
+        save = self.ckpt_handler.save_checkpoint
+
+        def save_and_mark(step: int) -> None:
+            folder = folder_of(self.config) / f"global_step_{step}"
+            if self.rank != 0:
+                save(step=step)
+                return
+            with saving(folder, step=step):
+                save(step=step)
+            mark_complete(folder, step=step)
+
+        self.ckpt_handler.save_checkpoint = save_and_mark
+
+    @override
+    def fit(self) -> None:
+        if self.rank == 0 and (path := path_of(self.config)) is not None:
+            # verl keeps this logger to itself, so the lines cannot be written back.
+            keep_under_another_name(path, like=path)
+        super().fit()
 
     @override
     def _init_engine(self) -> None:

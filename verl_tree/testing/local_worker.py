@@ -18,7 +18,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import EngineRouterReplayConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.config.engine import TrainingWorkerConfig
 
-from verl_tree.config import TreeFSDPEngineConfig
+from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.trainer.worker import TreeTrainingWorker
 
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}

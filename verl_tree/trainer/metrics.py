@@ -6,10 +6,11 @@ not the sessions of the trained rows (`tree/sessions`).
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from textwrap import indent
 
 import numpy as np
 
-from rollout_hooks.capture.report import CaptureReport
+from rollout_hooks.capture.report import CaptureReport, FailedSession
 from verl_tree.trainer.batching import parse_row_key
 
 _MAX_CAUSES_SHOWN = 5
@@ -19,12 +20,15 @@ def session_metrics(keys: Sequence[str], *, rewards: np.ndarray) -> dict[str, fl
     """Return metrics over sessions, from R row keys without padding rows and their rewards (R,).
 
     `tree/session_reward/...` is over the sessions' last leaves: the loop's own final outputs, which validation scores.
-    In `tree/leaf_reward/mean` every session has the same weight, as in `tree_grpo`.
+    In `tree/leaf_reward/mean` every session has the same weight, as in `tree_grpo`. A group counts in
+    `tree/equal_reward_groups` if its leaves, of all of its sessions, have one reward.
     """
     leaf_rewards: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
+    group_rewards: dict[str, set[float]] = defaultdict(set)
     for key, reward in zip(keys, rewards.tolist(), strict=True):
         row = parse_row_key(key)
         leaf_rewards[row.uid, row.session].append((row.leaf, reward))
+        group_rewards[row.uid].add(reward)
     final = [max(leaves)[1] for leaves in leaf_rewards.values()]
     means = [np.mean([reward for _, reward in leaves]) for leaves in leaf_rewards.values()]
     return {
@@ -34,6 +38,9 @@ def session_metrics(keys: Sequence[str], *, rewards: np.ndarray) -> dict[str, fl
         "tree/session_reward/max": float(np.max(final)),
         "tree/session_reward/min": float(np.min(final)),
         "tree/leaf_reward/mean": float(np.mean(means)),
+        "tree/leaf_reward/max": float(np.max(rewards)),
+        "tree/leaf_reward/min": float(np.min(rewards)),
+        "tree/equal_reward_groups": float(np.mean([len(found) == 1 for found in group_rewards.values()])),
     }
 
 
@@ -58,44 +65,65 @@ def capture_metrics(report: CaptureReport, *, prefix: str = "tree") -> dict[str,
 
 
 def describe_failures(report: CaptureReport) -> str | None:
-    """Return one message about all that failed, each cause once with its number of sessions; None if nothing failed."""
+    """Return one message about all that failed; None if nothing failed.
+
+    Each cause is told once, with the number of sessions, the first of them and the place in the user's code.
+    """
     if not report.failed_sessions and not report.failed_prompts:
         return None
-    sessions_of: dict[str, list[str]] = defaultdict(list)
+    sessions_of: dict[tuple[str, str], list[FailedSession]] = defaultdict(list)
     for failed in report.failed_sessions:
-        sessions_of[failed.cause].append(f"{failed.uid}_{failed.session_id}")
+        sessions_of[failed.cause, failed.place].append(failed)
     lines = [
         f"{len(report.failed_sessions)} sessions failed; "
         f"{len(report.failed_prompts)} prompts have no trajectory because all their sessions failed"
     ]
-    by_frequency = sorted(sessions_of.items(), key=lambda item: -len(item[1]))
-    for cause, sessions in by_frequency[:_MAX_CAUSES_SHOWN]:
-        lines.append(f"  {len(sessions)} x {cause} (first: {sessions[0]})")
+    by_frequency = sorted(sessions_of.values(), key=lambda sessions: -len(sessions))
+    for sessions in by_frequency[:_MAX_CAUSES_SHOWN]:
+        first = sessions[0]
+        lines.append(f"  {len(sessions)} x {first.cause} (first: {first.uid}_{first.session_id})")
+        tracebacks = [failed.traceback for failed in sessions if failed.traceback]
+        lines += [indent(text, " " * 6) for text in tracebacks[:1]]
     if len(by_frequency) > _MAX_CAUSES_SHOWN:
         lines.append(f"  and {len(by_frequency) - _MAX_CAUSES_SHOWN} further causes")
     return "\n".join(lines)
 
 
 def describe_step(metrics: Mapping[str, float], *, step: int, num_steps: int) -> str:
-    """Return one line for people: is the agent learning, and what do the trees save?
+    """Return one line for people: is the agent learning, what failed, what do the trees save, how fast is it?
 
-    For example `step 5/30: reward 0.53, validation 0.52 | 3.0 leaves a session, POR 0.86, 7.3x fewer tokens`. What was
-    not measured is left out.
+    For example `step 5/30: reward 0.53 (leaves), 0.61 (sessions), validation 0.52 | 3 sessions failed | 3.0 leaves a
+    session, POR 0.86, 7.3x fewer tokens | step 5.4 s, generation 3.2 s, update 1.0 s, 4,161 tree tokens/s`. What was
+    not measured, and what is zero as it should be, is left out.
     """
-    validation = [value for name, value in sorted(metrics.items()) if name.startswith("val-core/")]
-    reward = [f"reward {metrics['tree/session_reward/mean']:.2f}"] + [
-        f"validation {value:.2f}" for value in validation[:1]
-    ]
+    leaves, sessions = metrics["tree/leaf_reward/mean"], metrics["tree/session_reward/mean"]
+    reward = [f"reward {leaves:.2f} (leaves)", f"{sessions:.2f} (sessions)", *_validation(metrics)]
+    lost = {"sessions": "tree/failed_sessions", "prompts": "tree/failed_prompts"}
+    failed = [f"{metrics[key]:.0f} {name} failed" for name, key in lost.items() if metrics.get(key)]
+    stale = [f"staleness {metrics[key]:.1f}" for key in ("tree/async/staleness/mean",) if key in metrics]
     tree = [f"{metrics['tree/leaves_per_session']:.1f} leaves a session"]
     if "tree/por" in metrics:
         tree += [f"POR {metrics['tree/por']:.2f}", f"{metrics['tree/compression']:.1f}x fewer tokens"]
     seconds = {"step": "timing_s/step", "generation": "timing_s/gen", "update": "timing_s/update_actor"}
     times = [f"{name} {metrics[key]:.1f} s" for name, key in seconds.items() if key in metrics]
+    if "perf/update_tree_tokens_per_s" in metrics:
+        times.append(f"{metrics['perf/update_tree_tokens_per_s']:,.0f} tree tokens/s")
     dropped = []
     if metrics.get("tree/async/dropped_groups"):
         groups, leaves, tokens = (metrics[f"tree/async/dropped_{name}"] for name in ("groups", "leaves", "flat_tokens"))
         dropped = [f"dropped as too old: {groups:.0f} prompts with {leaves:.0f} leaves and {tokens:.0f} tokens"]
-    return f"step {step}/{num_steps}: " + " | ".join(", ".join(part) for part in (reward, tree, times, dropped) if part)
+    parts = (reward, failed, stale, tree, times, dropped)
+    return f"step {step}/{num_steps}: " + " | ".join(", ".join(part) for part in parts if part)
+
+
+def describe_validation(metrics: Mapping[str, float], *, step: int) -> str:
+    """Return one line about a validation that no step precedes."""
+    return f"step {step}: {', '.join(_validation(metrics)) or 'validated'}"
+
+
+def _validation(metrics: Mapping[str, float]) -> list[str]:
+    values = [value for name, value in sorted(metrics.items()) if name.startswith("val-core/")]
+    return [f"validation {value:.2f}" for value in values[:1]]
 
 
 def tokens_per_s(metrics: Mapping[str, float], *, update_s: float) -> dict[str, float]:

@@ -16,6 +16,7 @@ from typing_extensions import override
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 from verl_tree.trainer.batching import parse_row_key
+from verl_tree.trainer.no_trajectory import NoTrajectoryError
 
 POLL_INTERVAL_S = 0.05
 """Seconds between two looks for ended prompts; with verl's 2 s a generation phase takes up to 2 s longer."""
@@ -66,16 +67,26 @@ class Dropped:
 
 
 class TreeReplayBuffer(ReplayBuffer):
-    """verl's synchronous buffer in the order in which prompts were drawn."""
+    """verl's synchronous buffer in the order in which prompts were drawn.
+
+    Attributes:
+        max_failed: Prompts without a trajectory, one after the other, that end the training run. Where verl replaces
+            them it would go on for ever.
+    """
+
+    max_failed: int | None = None
+    _num_failed = 0
 
     @classmethod
-    def like(cls, buffer: ReplayBuffer) -> Self:
-        """Make a buffer with the settings of one that verl has built, and our poll interval."""
+    def like(cls, buffer: ReplayBuffer, *, max_failed: int) -> Self:
+        """Make a buffer with the settings of one that verl has built, our poll interval and `max_failed`."""
         settings = {name: vars(buffer)[name] for name in inspect.signature(ReplayBuffer).parameters}
         # With the switch on, verl calls a trainer idle if it waits for longer than one poll.
         if not OmegaConf.select(buffer.trainer_config, "hybrid_rollout.enable_switch"):
             settings["poll_interval"] = POLL_INTERVAL_S
-        return cls(**settings)
+        made = cls(**settings)
+        made.max_failed = max_failed
+        return made
 
     @override
     def _select_prompt_uids(
@@ -83,7 +94,23 @@ class TreeReplayBuffer(ReplayBuffer):
     ) -> tuple[list[str], dict[str, dict], dict[str, int]]:
         # verl's sort by step is stable.
         ordered: Any = sorted(sampleable_keys)
-        return super()._select_prompt_uids(partition_id, ordered, batch_size)
+        selected = super()._select_prompt_uids(partition_id, ordered, batch_size)
+        uids, rows, _ = selected
+        if not {parse_row_key(key).uid for key in rows} & set(uids):
+            raise NoTrajectoryError(f"all sessions of {len(uids)} prompts failed")
+        return selected
+
+    @override
+    def _evict_terminal_groups(
+        self,
+        global_steps: int,
+        partition_id: str,
+        eviction_reasons: tuple[set[str], set[str], set[str], Counter],
+    ) -> tuple[set[str], int, int, dict]:
+        self._num_failed = 0 if self.finished_keys[partition_id] else self._num_failed + len(eviction_reasons[2])
+        if self.max_failed is not None and self._num_failed >= self.max_failed:
+            raise NoTrajectoryError(f"all sessions of {self._num_failed} prompts in a row failed")
+        return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
 
 
 class TreeReplayBufferAsync(ReplayBufferAsync, TreeReplayBuffer):

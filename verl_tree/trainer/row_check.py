@@ -31,6 +31,8 @@ FIELDS = {
 }
 """Fields that every step reads, and what they are."""
 
+WRITER_SETS = "whoever writes rows sets it (docs/capture.md, Rows that others make)"
+
 LOG_PROBS = {
     "rollout_log_probs": "the log-prob of each token of the response; without them, set "
     "actor_rollout_ref.rollout.calculate_log_probs=false"
@@ -50,9 +52,10 @@ def check_step_rows(batch: KVBatchMeta, *, reads_log_probs: bool) -> None:
         for name in TAGS:
             if not isinstance(tag.get(name), Integral):
                 raise ValueError(
-                    f"row {key}: the tag {name} is {tag.get(name)!r} and must be an integer; whoever writes rows sets "
-                    "it (docs/capture.md, Rows that others make)"
+                    f"row {key}: the tag {name} is {tag.get(name)!r} and must be an integer; {WRITER_SETS}"
                 )
+        if tag["seq_len"] < 1:
+            raise ValueError(f"row {key}: the tag seq_len is {tag['seq_len']} and must be at least 1; {WRITER_SETS}")
     needed = FIELDS | LOG_PROBS if reads_log_probs else FIELDS
     keys = list(_asked_rows(batch))
     if missing := _missing(keys, names=needed, partition_id=batch.partition_id):

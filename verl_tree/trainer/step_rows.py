@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
 from rollout_hooks.capture.image_runs import IMAGES_FIELD, tree_keys
-from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE, LEAF_SHAPE_TAG, WrittenRow, leaf_shapes
+from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE, LEAF_SHAPE_TAG, MAX_REWARD, WrittenRow, leaf_shapes
 from verl_tree.cost.model import WorkProfile
 from verl_tree.trainer.advantages import Rows
 from verl_tree.trainer.batching import group_rows
@@ -54,10 +54,11 @@ class StepRows:
             columns = fetch(keys, ("rm_scores",), partition_id=partition_id)
             assert "rm_scores" in columns, "row_check refuses rows without rewards"
             rows.shapes["reward"] = [scores.sum(dtype=np.float64) for scores in arrays(columns, "rm_scores")]
-        for row in np.flatnonzero(~np.isfinite(rows.rewards)).tolist():
+        # Not the other way round, because NaN is not larger than anything.
+        for row in np.flatnonzero(~(np.abs(rows.rewards) <= MAX_REWARD)).tolist():
             raise ValueError(
-                f"row {keys[row]}: the reward is {rows.rewards[row]}; whoever scores rows gives finite numbers (a "
-                "reward model, reward.custom_reward_function, or who writes rm_scores)"
+                f"row {keys[row]}: the reward is {rows.rewards[row]}; whoever scores rows gives finite numbers, "
+                "also in float32 (a reward model, reward.custom_reward_function, or who writes rm_scores)"
             )
         return rows
 

@@ -4,6 +4,8 @@ verl compares `trainer.v1.trainer_mode` with literals in many places, so our tra
 registration function refuses a second class for a name, but each process has its own registry.
 """
 
+import sys
+
 import ray
 from omegaconf import DictConfig
 from verl.trainer.main_ppo import TaskRunnerV1
@@ -21,4 +23,15 @@ class TreeTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # type: ign
         from verl_tree.trainer.modes import TREE_TRAINERS
 
         TRAINER_REGISTRY.update(TREE_TRAINERS)
-        super().run(config)
+        try:
+            super().run(config)
+        finally:
+            if "wandb" in sys.modules:
+                # verl has ended wandb's run. wandb's own process would be told to end when this one does, but Ray ends
+                # both at once, and a traceback would be the last that is seen of a good run.
+                sys.modules["wandb"].teardown()
+
+    def init_agent_loop_manager(self) -> None:
+        """Start the agent loop workers, the last that training waits for; see `TaskRunnerV1`."""
+        super().init_agent_loop_manager()
+        print("agent loops started", flush=True)

@@ -10,7 +10,8 @@ What differs from `PPOTrainer` (verl 0.9.1), each through an overridden method:
 - Log-probs of the rollout engine (`_compute_old_log_prob`) are compared with the trainer's (`log_prob_guard`).
 - Failed sessions and prompts (`step`, `_validate`) are counted and printed with their cause.
 - Replayed rollouts come back with all their leaves (`replay`).
-- Trees (`step`, `_validate`) are stored and shown (`tree_log`).
+- Trees (`step`, `_validate`) are stored and shown (`tree_log`), apart from those of earlier starts (`tree_folder`).
+- Starts and ends: see `resumable`.
 
 `tree.enabled` changes nothing here: a flat training run has the same rows, mini-batches and advantages.
 """
@@ -28,7 +29,6 @@ from transfer_queue import KVBatchMeta
 from typing_extensions import override
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
-from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
 from verl.utils.profiler import marked_timer
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
@@ -47,16 +47,20 @@ from verl_tree.trainer.metrics import (
     capture_metrics,
     describe_failures,
     describe_step,
+    describe_validation,
     session_metrics,
     tokens_per_s,
 )
+from verl_tree.trainer.no_trajectory import NoTrajectoryError
 from verl_tree.trainer.padding import append_padding_rows, fill_padding_rows, real_rows
 from verl_tree.trainer.replay_buffer import TreeReplayBuffer, TreeReplayBufferAsync, WatchedBuffer
 from verl_tree.trainer.restored import numbered_uid, take_over_restored
+from verl_tree.trainer.resumable import ResumableTrainer
 from verl_tree.trainer.row_check import check_step_rows
 from verl_tree.trainer.staleness import staleness_metrics
 from verl_tree.trainer.step_rows import StepRows
 from verl_tree.trainer.step_tokens import fetch_calls, fetch_cells, fetch_trees, flat_counts
+from verl_tree.trainer.tree_folder import take_over
 from verl_tree.trainer.tree_log import TreeLog, When
 from verl_tree.trainer.update_metrics import as_numbers, step_metrics, take_tree_metrics
 from verl_tree.trainer.worker import TreeActorRolloutRefWorker, TreeTrainingWorker
@@ -64,7 +68,7 @@ from verl_tree.trainer.worker import TreeActorRolloutRefWorker, TreeTrainingWork
 logger = logging.getLogger(__name__)
 
 
-class TreeTrainer(PPOTrainer):
+class TreeTrainer(ResumableTrainer):
     """verl's trainer with trees, for a composed and validated configuration `tree_ppo`; put before a mode's class."""
 
     actor_worker: ClassVar[type[ActorRolloutRefWorker]] = TreeActorRolloutRefWorker
@@ -86,7 +90,10 @@ class TreeTrainer(PPOTrainer):
     def _build_replay_buffer(self) -> ReplayBuffer:
         buffer = super()._build_replay_buffer()
         ours = {ReplayBuffer: TreeReplayBuffer, ReplayBufferAsync: TreeReplayBufferAsync}.get(type(buffer))
-        return buffer if ours is None else ours.like(buffer)  # a user's own sampler stays
+        if ours is None:
+            return buffer  # a user's own sampler stays
+        # The prompts of a step and all that replaced them.
+        return ours.like(buffer, max_failed=2 * self.config.data.train_batch_size)
 
     @override
     def _init_resource_pool_mgr(self) -> None:
@@ -106,6 +113,8 @@ class TreeTrainer(PPOTrainer):
     @override
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
+        if self._tree_log.writes:
+            take_over(self._tree_log.page_dir, config=self.config, last_step=self.global_steps)
         if self.trainer_mode == "sync":
             return  # Nothing is in flight at a checkpoint.
         self._prompt_numbers = count(take_over_restored("train"))
@@ -172,12 +181,8 @@ class TreeTrainer(PPOTrainer):
     def step(self, metrics: dict[str, float], timing_raw: dict[str, float]) -> KVBatchMeta:
         """Train one step, of one update or several; add the metrics of sessions, capture and trees."""
         self._step_rows, self._updates = StepRows(), []
-        try:
+        with self._explained("train"):
             batch = super().step(metrics, timing_raw)
-        except RuntimeError:
-            # verl raises this if no prompt has a trajectory, and cannot say why.
-            self._report_failures("train")
-            raise
         trained = real_rows(batch)
         rows = self._step_rows.select(trained.keys)
         self._step_rows = StepRows()
@@ -255,14 +260,11 @@ class TreeTrainer(PPOTrainer):
     @override
     def _validate(self) -> dict[str, float]:
         # verl's own validation, which scores the last leaf of each session.
-        try:
-            with self._log_validation():
-                metrics = super()._validate()
-        except (RuntimeError, ValueError):
-            # verl raises these if no session left a row.
-            self._report_failures("val")
-            raise
+        with self._explained("val"), self._log_validation():
+            metrics = super()._validate()
         report = self._report_failures("val")
+        if not self._updates:  # before training
+            print(describe_validation(metrics, step=self.global_steps), flush=True)
         return metrics if report is None else metrics | capture_metrics(report, prefix="val-aux/tree")
 
     @contextmanager
@@ -316,12 +318,32 @@ class TreeTrainer(PPOTrainer):
             metrics.update(self.replay_buffer.drain_dropped().metrics())
         return metrics
 
+    @contextmanager
+    def _explained(self, partition: str) -> Iterator[None]:
+        """Say which sessions failed, and why, if the body fails: a step or a validation.
+
+        Raises:
+            NoTrajectoryError: There was no trajectory; the message has the causes.
+        """
+        try:
+            yield
+        except NoTrajectoryError as error:
+            report = self._drain_report(partition)
+            failures = None if report is None else describe_failures(report)
+            raise NoTrajectoryError(f"step {self.global_steps} ({partition}): {failures or error}") from error
+        except (RuntimeError, ValueError):
+            # A sampler of the user's own cannot say why there is no row.
+            self._report_failures(partition)
+            raise
+
     def _report_failures(self, partition: str) -> CaptureReport | None:
         """Log what failed since the last report, and return the report; None if the agent loop manager gives none."""
-        if not isinstance(self.agent_loop_manager, TreeAgentLoopManager):
-            return None
-        report = self.agent_loop_manager.drain_capture_report(partition=partition)
-        failures = describe_failures(report)
+        report = self._drain_report(partition)
+        failures = None if report is None else describe_failures(report)
         if failures is not None:
             logger.warning("step %d (%s): %s", self.global_steps, partition, failures)
         return report
+
+    def _drain_report(self, partition: str) -> CaptureReport | None:
+        manager = self.agent_loop_manager
+        return manager.drain_capture_report(partition) if isinstance(manager, TreeAgentLoopManager) else None

@@ -9,7 +9,7 @@ so its trees lack them.
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple, Self
@@ -32,27 +32,35 @@ class When(NamedTuple):
     is_last: bool
     is_validation: bool
 
+    @property
+    def kind(self) -> str:
+        """What names of files and tables begin with."""
+        return "val" if self.is_validation else "step"
+
 
 @dataclass(slots=True)
 class TreeLog:
     """Writer of the trees and pages of one training run."""
 
     dump_dir: Path | None  # folder of stored trees; None stores none
-    show_every: int  # fewest steps between two shows; 0 shows nothing
+    show_every: int  # fewest steps between two shows of a kind; 0 shows nothing
     page_dir: Path
-    shows_training: bool  # whether training steps are shown: only if the training run never validates
-    last_shown: int | None = None  # step of the last show
+    last_shown: dict[str, int] = field(default_factory=dict)  # step of the last show of each kind
 
     @classmethod
     def from_config(cls, config: DictConfig) -> Self:
-        """Read `tree.dump_dir`, `tree.show_every`, `trainer.default_local_dir` and `trainer.test_freq`."""
+        """Read `tree.dump_dir`, `tree.show_every` and `trainer.default_local_dir`."""
         dump_dir = None if config.tree.dump_dir is None else Path(config.tree.dump_dir)
         return cls(
             dump_dir=dump_dir,
             show_every=config.tree.show_every,
             page_dir=dump_dir or Path(config.trainer.default_local_dir) / "trees",
-            shows_training=config.trainer.test_freq <= 0,
         )
+
+    @property
+    def writes(self) -> bool:
+        """Whether anything is ever stored or shown."""
+        return self.dump_dir is not None or self.show_every > 0
 
     def wants(self, when: When) -> bool:
         """Return whether the trees of that time are stored or shown."""
@@ -70,15 +78,15 @@ class TreeLog:
 
         Pages show token ids if there is no `tokenizer`. `wandb` is the started module, None if it is not a logger.
         """
-        name = "val" if when.is_validation else "step"
+        name = when.kind
         if self.dump_dir is not None:
             path = self.dump_dir / f"{name}_{when.step:06d}.parquet"
             with _missed(path, "set tree.dump_dir to another folder, or to null to store no trees"):
                 write_trees(path, trees)
         if not self._shows(when):
             return
-        is_first = self.last_shown is None
-        self.last_shown = when.step
+        is_first = name not in self.last_shown
+        self.last_shown[name] = when.step
         pages = [tree_page(tree, tokenizer) for tree in trees[:NUM_SHOWN]]
         paths = [self.page_dir / f"{name}_{when.step:06d}_{number}.html" for number in range(len(pages))]
         with _missed(self.page_dir, "set tree.show_every=0 to show no pages"):
@@ -86,7 +94,8 @@ class TreeLog:
             for path, page in zip(paths, pages, strict=True):
                 path.write_text(page, encoding="utf-8")
             if is_first and paths:
-                print(f"pages of trees, to be opened in a browser: {paths[0]} and more beside it", flush=True)
+                of = "validation" if when.is_validation else "training"
+                print(f"pages of {of} trees, to be opened in a browser: {paths[0]} and more beside it", flush=True)
         if wandb is not None:
             table = wandb.Table(columns=["step", "uid", "leaves", "tree tokens", "POR", "mean reward", "tree"])
             for tree, page in zip(trees, pages, strict=False):
@@ -95,9 +104,10 @@ class TreeLog:
             wandb.log(data={f"{name}/trees": table}, step=when.step)
 
     def _shows(self, when: When) -> bool:
-        if self.show_every <= 0 or not (when.is_validation or self.shows_training):
+        if self.show_every <= 0:
             return False
-        return self.last_shown is None or when.is_last or when.step - self.last_shown >= self.show_every
+        last = self.last_shown.get(when.kind)
+        return last is None or when.is_last or when.step - last >= self.show_every
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from verl.utils.py_functional import append_to_dict
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-from verl_tree.config import TreeFSDPEngineConfig
 from verl_tree.cpu.platform import ensure_cpu_process_group
 from verl_tree.cpu.weight_socket import register_sender
 from verl_tree.engine import FSDPTreeEngineWithLMHead
@@ -34,6 +33,7 @@ from verl_tree.engine.row_losses import is_distillation_by_estimator, is_sum_ove
 from verl_tree.engine.rows import read_row_lens
 from verl_tree.engine.session_weights import session_weighted_loss, weigh_sessions
 from verl_tree.engine.untrained_rows import loss_of_any_rows
+from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.trainer.batching import MiniBatchPlan
 from verl_tree.trainer.portions import PortionWorker

@@ -24,6 +24,10 @@ def quick_to_die(monkeypatch):
     monkeypatch.setattr(jobs, "LEAST_SECONDS", 0.3)
 
 
+LATE = "import pathlib, time; time.sleep(60); pathlib.Path({late!r}).touch()"
+"""A process that nobody ends does this."""
+
+
 def python(name: str, code: str, *, folder: Path, limit_s: float = 20.0) -> Job:
     """Make a job that writes one record and goes on with `code`."""
     return Job(name, [sys.executable, "-c", WRITE.format(out=str(folder / f"{name}.jsonl")) + code], limit_s)
@@ -34,6 +38,7 @@ def statuses(folder: Path) -> dict[str, str]:
 
 
 def test_jobs_that_die_fail_or_hang_do_not_stop_the_next(tmp_path):
+    late = tmp_path / "late"
     steps = [
         [python("dies", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", folder=tmp_path)],
         [python("fails", "print('the cause'); sys.exit(3)", folder=tmp_path)],
@@ -41,16 +46,15 @@ def test_jobs_that_die_fail_or_hang_do_not_stop_the_next(tmp_path):
         [
             python(
                 "hangs",
-                "import signal, time; signal.signal(signal.SIGABRT, signal.SIG_IGN); time.sleep(60)",
+                "import signal; signal.signal(signal.SIGABRT, signal.SIG_IGN); " + LATE.format(late=str(late)),
                 folder=tmp_path,
                 limit_s=1.5,
             )
         ],
         [python("works", "", folder=tmp_path)],
     ]
-    started = time.monotonic()
     assert not run_jobs(steps, folder=tmp_path, budget_s=60)
-    assert time.monotonic() - started < 30
+    assert not late.exists(), "it was waited for"
     assert statuses(tmp_path) == {"dies": "died", "fails": "failed", "hangs": "out of time", "works": "passed"}
     for name in ("dies", "fails", "hangs", "works"):
         assert read_records(tmp_path / f"{name}.jsonl") == [{"case": 1}]
@@ -66,26 +70,29 @@ def test_a_job_that_hangs_says_where(tmp_path):
     assert "in stuck" in "\n".join(read_records(tmp_path / "jobs.jsonl")[0]["log_end"])
 
 
+def wait_for_end(pid: int) -> None:
+    """Wait until a process is gone, or a zombie that nobody has asked for its status."""
+    stat = Path(f"/proc/{pid}/stat")
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.05)
+
+
 def test_what_a_job_started_ends_with_it(tmp_path):
-    pid_file = tmp_path / "pid"
+    pid_file, late = tmp_path / "pid", tmp_path / "late"
     code = (
-        f"import subprocess, time; child = subprocess.Popen(['sleep', '60']); open({str(pid_file)!r}, 'w')"
-        ".write(str(child.pid)); time.sleep(60)"
+        f"import subprocess; child = subprocess.Popen([sys.executable, '-c', {LATE.format(late=str(late))!r}]); "
+        f"open({str(pid_file)!r}, 'w').write(str(child.pid)); child.wait()"
     )
     run_jobs([[python("parent", code, folder=tmp_path, limit_s=2.0)]], folder=tmp_path, budget_s=60)
-    status = Path(f"/proc/{pid_file.read_text()}/stat")
-    deadline = time.monotonic() + 5
-    # It is gone, or a zombie that the init process has not collected yet.
-    while status.exists() and status.read_text().split()[2] != "Z" and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not status.exists() or status.read_text().split()[2] == "Z"
+    wait_for_end(int(pid_file.read_text()))
+    assert not late.exists(), "it ended by itself"
 
 
 def test_jobs_that_the_budget_does_not_reach_are_named(tmp_path):
-    steps = [[python(name, "import time; time.sleep(60)", folder=tmp_path)] for name in ("first", "second")]
-    started = time.monotonic()
+    late = tmp_path / "late"
+    steps = [[python(name, LATE.format(late=str(late)), folder=tmp_path)] for name in ("first", "second")]
     assert not run_jobs(steps, folder=tmp_path, budget_s=1.5)
-    assert time.monotonic() - started < 10
+    assert not late.exists(), "it was waited for"
     assert statuses(tmp_path) == {"first": "out of time", "second": "not run"}
 
 
@@ -109,36 +116,28 @@ def test_a_line_that_was_not_ended_is_left_out(tmp_path):
     assert read_records(tmp_path / "absent.jsonl") == []
 
 
-def has_ended(pid: int) -> bool:
-    """Wait until a process is gone, or a zombie that nobody has asked for its status."""
-    for _ in range(200):
-        stat = Path(f"/proc/{pid}/stat")
-        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_a_runner_that_is_ended_leaves_the_records_and_no_job(tmp_path):
     """What an outer limit does (`timeout`): the runner is ended while a job works."""
     program = (
         "import sys; from pathlib import Path; from jobs import Job, run_jobs\n"
         "folder = Path(sys.argv[1])\n"
         "quick = Job('quick', [sys.executable, '-c', 'print(1)'], 20)\n"
-        "code = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
+        "code = 'import os; print(os.getpid(), flush=True); ' + sys.argv[2]\n"
         "slow = Job('slow', [sys.executable, '-c', code], 60)\n"
         "run_jobs([[quick], [slow]], folder=folder, budget_s=60)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(jobs.__file__).parent)}
-    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env=environment) as runner:
-        deadline = time.monotonic() + 30
-        log = tmp_path / "slow.log"
-        while not (log.exists() and len(log.read_text().splitlines()) == 2) and time.monotonic() < deadline:
+    log, late = tmp_path / "slow.log", tmp_path / "late"
+    command = [sys.executable, "-c", program, str(tmp_path), LATE.format(late=str(late))]
+    with subprocess.Popen(command, env=environment) as runner:
+        while not (log.exists() and len(log.read_text().splitlines()) == 2):
+            assert runner.poll() is None
             time.sleep(0.05)
         runner.send_signal(signal.SIGTERM)
     assert runner.returncode == 128 + signal.SIGTERM
     assert statuses(tmp_path) == {"quick": "passed"}
-    assert has_ended(int(log.read_text().splitlines()[-1]))
+    wait_for_end(int(log.read_text().splitlines()[-1]))
+    assert not late.exists(), "it ended by itself"
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -1,7 +1,6 @@
 """What is made of the metrics of training runs: files, differences, summaries, and pictures of chosen keys."""
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,16 @@ from parity import small_steps, worst_difference
 from recipe_runs import read_metrics, write_metrics
 from rows import summary
 
-PLOT = Path(__file__).parents[3] / "scripts" / "plot_run.py"
 VALIDATION, SESSION_REWARD = "val-core/memory_qa/reward/mean@1", "tree/session_reward/mean"
 UPDATE_S = "timing_s/update_actor"
 
 
 def plot(*arguments: object) -> None:
-    """Run `scripts/plot_run.py` in this process."""
-    runpy.run_path(str(PLOT))["main"]([str(argument) for argument in arguments])
+    """Run `verl-tree plot` in this process."""
+    pytest.importorskip("matplotlib")
+    from verl_tree.commands import plot
+
+    plot.main([str(argument) for argument in arguments])
 
 
 def run_file(path: Path, values: dict[int, float], *, key: str = "actor/loss") -> Path:
@@ -70,7 +71,6 @@ def test_the_summary_counts_what_was_trained_until_each_validation() -> None:
 
 
 def test_runs_of_one_name_are_drawn_as_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     runs = [run_file(tmp_path / f"{number}.jsonl", {1: 0.5, 2: 1.0 + number}) for number in range(3)]
     out = tmp_path / "picture.png"
     plot(runs[0], "--baseline", *runs[1:], "--names", "a,a,b", "--keys", "actor/loss", "--out", out)
@@ -80,11 +80,15 @@ def test_runs_of_one_name_are_drawn_as_one_line(tmp_path: Path, capsys: pytest.C
         plot(runs[0], "--baseline", *runs[1:], "--names", "a,b", "--keys", "actor/loss", "--out", out)
     with pytest.raises(SystemExit, match="runs of one name"):
         plot(runs[0], "--baseline", runs[1], "--out", out)
+    with pytest.raises(SystemExit, match="--workspace draws one run"):
+        plot(runs[0], "--baseline", runs[1], "--workspace", "--out", out)
     with pytest.raises(ValueError, match="no run logged 'actor/lose'"):
         plot(runs[0], "--keys", "actor/lose", "--out", out)
 
 
 def test_a_line_has_the_steps_that_all_its_runs_logged() -> None:
-    series_of_runs = runpy.run_path(str(PLOT))["series_of_runs"]
+    pytest.importorskip("matplotlib")
+    from verl_tree.commands.plot import series_of_runs
+
     runs = [{1: {"a": 1.0}, 2: {"a": 2.0}, 3: {"b": 0.0}}, {2: {"a": 4.0}, 3: {"a": 5.0}}]
     assert series_of_runs(runs, key="a") == ([2], [[2.0, 4.0]])

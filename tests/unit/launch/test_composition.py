@@ -80,8 +80,18 @@ def test_keys_that_verls_users_add_are_accepted() -> None:
 
 
 def test_only_single_plus_is_rewritten() -> None:
-    arguments = ["a=1", "+b=2", "++c=3", "~d", "--cfg", "job"]
-    assert accept_verl_arguments(arguments) == ["a=1", "++b=2", "++c=3", "~d", "--cfg", "job"]
+    arguments = ["a.a=1", "+a.b=2", "++a.c=3", "~a.d", "--cfg", "job"]
+    assert accept_verl_arguments(arguments) == ["a.a=1", "++a.b=2", "++a.c=3", "~a.d", "--cfg", "job"]
+
+
+def test_a_group_of_config_files_may_be_added(tmp_path: Path) -> None:
+    (tmp_path / "scale").mkdir()
+    (tmp_path / "scale" / "large.yaml").write_text("# @package _global_\ndata:\n  train_batch_size: 77\n")
+    for added in ("+scale=large", "+scale@a.b=large"):
+        assert accept_verl_arguments([added]) == [added]
+    (tmp_path / "mine.yaml").write_text("defaults: [tree_ppo, _self_]\n")
+    config = compose_config(["profile=cpu", f"--config-dir={tmp_path}", "--config-name=mine", "+scale=large"])
+    assert config.data.train_batch_size == 77
 
 
 def test_a_recipe_may_build_on_tree_ppo(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import pytest
 from input_cases import resolved
 
 from verl_tree.launch.environment import ray_env_vars, set_ray_options
+from verl_tree.launch.validation.variables import check_secrets as variables_check
 
 
 def test_processes_learn_the_plugin_and_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +44,20 @@ def test_a_variable_without_a_value_is_not_set(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SAGEMAKER_CONTAINER_LOG_LEVEL", "ERROR")
     of_ray = "++ray_kwargs.ray_init.runtime_env.env_vars.SAGEMAKER_CONTAINER_LOG_LEVEL=null"
     assert ray_env_vars(resolved(of_ray))["SAGEMAKER_CONTAINER_LOG_LEVEL"] == "ERROR"
+
+
+def test_a_secret_in_the_configuration_is_warned_of_and_not_shown() -> None:
+    variables = "ray_kwargs.ray_init.runtime_env.env_vars"
+    given = [f"{variables}.{name}=s3cret" for name in ("WANDB_API_KEY", "hf_token", "TOKENIZERS_PARALLELISM")]
+    findings = list(variables_check(resolved(*given)))
+    assert [each.message.partition(":")[0] for each in findings] == [
+        f"{variables}.WANDB_API_KEY=(not shown)",
+        f"{variables}.hf_token=(not shown)",
+    ]
+    assert all(
+        each.is_warning and "s3cret" not in each.message and "remove it here" in each.message for each in findings
+    )
+    assert not list(variables_check(resolved()))
 
 
 def test_ray_gets_the_environment_and_the_logical_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

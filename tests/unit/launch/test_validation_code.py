@@ -13,13 +13,14 @@ import pyarrow.parquet
 import pytest
 from input_cases import refusal, resolved
 
-from verl_tree.launch.validation import validate
+from verl_tree.launch.validation import find, validate
 
 AGENT = "actor_rollout_ref.rollout.agent"
 LOOPS = f"{AGENT}.agent_loop_config_path"
 DEFAULT = f"{AGENT}.default_agent_loop"
 MANAGER = f"{AGENT}.agent_loop_manager_class"
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+MESSAGES = [{"role": "user", "content": "a"}]
 
 
 def test_file_of_loops_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +47,7 @@ def test_file_of_loops_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_unknown_loop_is_refused_with_the_known_names(tmp_path: Path) -> None:
-    for known in ("single_turn_agent", "tool_agent", "parallel_tools", "tree_search", "blackbox"):
+    for known in ("single_turn_agent", "tool_agent", "parallel_tools", "tree_search"):
         validate(resolved(f"{DEFAULT}={known}"))
     message = refusal(f"{DEFAULT}=paralel_tools")
     assert f"{DEFAULT}=paralel_tools: no such agent loop; choose one of blackbox, " in message
@@ -56,12 +57,24 @@ def test_unknown_loop_is_refused_with_the_known_names(tmp_path: Path) -> None:
     assert "memory, note_taker, parallel_tools" in refusal(f"{LOOPS}={loops}", f"{DEFAULT}=notetaker")
 
 
+def test_a_format_of_tool_calls_is_looked_up_where_loops_read_it(tmp_path: Path) -> None:
+    nonsense, agent = f"{MULTI_TURN}.format=nonsense", f"{DEFAULT}=tool_agent"
+    message = refusal(nonsense, agent)
+    assert message.startswith(f"{nonsense}: no such format of tool calls; choose one of hermes, gpt-oss, qwen3_coder")
+    validate(resolved(nonsense, f"{DEFAULT}=single_turn_agent"))
+    validate(resolved(f"{MULTI_TURN}.format=qwen3_coder", agent))
+    loops = tmp_path / "loops.yaml"
+    loops.write_text("- name: mine\n  _target_: rollout_hooks.loops.memory.MemoryAgentLoop\n")
+    (finding,) = find(resolved(nonsense, f"{LOOPS}={loops}", f"{DEFAULT}=mine"))
+    assert finding.is_warning, "the module of a loop of the user's may register a format"
+
+
 def test_rows_may_name_their_loops(tmp_path: Path) -> None:
     """Then the default counts only where rows without a name are left."""
     rows = {}
     for name, loops in (("good", ["tool_agent", "mine"]), ("bad", ["tool_agent", "tool_agnt"])):
         rows[name] = tmp_path / f"{name}.parquet"
-        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "agent_name": loops}), rows[name])
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": [MESSAGES] * 2, "agent_name": loops}), rows[name])
     loops = tmp_path / "loops.yaml"
     loops.write_text("- name: mine\n  _target_: rollout_hooks.loops.memory.MemoryAgentLoop\n")
     mine, train, val = f"{LOOPS}={loops}", f"data.train_files={rows['good']}", f"data.val_files={rows['good']}"
@@ -153,6 +166,28 @@ def test_missing_tool_files_are_refused(tmp_path: Path) -> None:
         assert f"{key}={tmp_path}/tools: no such file" in refusal(f"{key}={tmp_path}/tools")
     (tmp_path / "tools").write_text("tools: []\n")
     validate(resolved(f"{MULTI_TURN}.tool_config_path={tmp_path}/tools"))
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("- class_name: json.JSONDecoder", "it must have `tools`"),
+        ("tools: [", "it is not YAML"),
+        ("calculator", "it must have `tools`"),
+        ("tools: [config: {type: native}]", "entry 1 lacks it"),
+        # The tool of verl's earlier GSM8K examples.
+        ("tools: [class_name: verl.tools.gsm8k_tool.Gsm8kTool]", "no module named verl.tools.gsm8k_tool; correct it"),
+        ("tools: [class_name: Gsm8kTool]", "not the full name of a class"),
+    ],
+)
+def test_the_classes_of_tools_must_exist(content: str, part: str, tmp_path: Path) -> None:
+    key, file = f"{MULTI_TURN}.tool_config_path", tmp_path / "tools.yaml"
+    file.write_text("tools: [class_name: json.JSONDecoder]")
+    validate(resolved(f"{key}={file}"))
+    file.write_text(content)
+    message = refusal(f"{key}={file}")
+    assert f"{key}={file}: " in message
+    assert part in message
 
 
 NAMED = [

@@ -12,7 +12,9 @@ from rollout_hooks.loops import BUILT_IN
 from verl_tree.functional.images import IMAGE_MODEL_TYPES
 from verl_tree.launch.validation import validate
 from verl_tree.launch.validation.images import FREEZE, IMAGE_MODELS
+from verl_tree.launch.validation.loop_entries import LOOPS_KEY
 
+ROOT = Path(__file__).parents[3]
 MODEL = "actor_rollout_ref.model.path"
 LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
 SIZE = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
@@ -108,4 +110,7 @@ def test_critics_with_a_vision_tower_are_refused(tmp_path: Path) -> None:
 def test_every_loop_takes_rows_with_images(loop: str, tmp_path: Path) -> None:
     images = write_rows(tmp_path / "images.parquet", "images")
     rows = [f"data.train_files={images}", f"data.val_files={images}"]
-    validate(resolved(image_model(tmp_path), *rows, f"{LOOP}={loop}"))
+    # This one is nothing without an agent, which an entry of a file names.
+    agent = [f"{LOOPS_KEY}={ROOT}/recipes/blackbox_openai_agent/loops.yaml"] if loop == "blackbox" else []
+    named = "openai_agent" if agent else loop
+    validate(resolved(image_model(tmp_path), *rows, *agent, f"{LOOP}={named}"))

@@ -140,6 +140,9 @@ def test_calls_that_sampled_the_same_are_leaves_with_rewards_of_their_own():
         ({"score": 1.0}, "return a number, None, or a mapping"),
         (float("nan"), "must be finite"),
         ({"leaf_rewards": {"aside": float("inf")}}, "must be finite"),
+        ({"leaf_rewards": {"aside": "much"}}, "a reward is a number"),
+        ({"reward": 1.0, 2: 3.0}, "its keys names"),
+        (10**400, "must be finite"),
     ],
 )
 def test_other_results_are_refused(returns, message):

@@ -48,6 +48,7 @@ def test_a_recipe_imports_the_demo_and_no_other_recipe(folder_name: str) -> None
     [
         ("arithmetic_tools", "arithmetic_tools", "tree_grpo", 8, 192),
         ("blackbox_openai_agent", "openai_agent", "tree_grpo", 8, 192),
+        ("gsm8k", "lines", "treepo", 2, 48),
         ("memory_qa", "memory_qa", "tree_grpo", 8, 48),
         ("multi_turn_thinking", "rendered_tools", "tree_grpo", 8, 224),
         ("tree_search_reasoning", "tree_grpo", "tree_grpo_intra", 4, 192),

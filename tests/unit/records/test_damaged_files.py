@@ -1,14 +1,22 @@
 """Files of stored trees that are damaged, or that another program wrote, are refused with their name."""
 
+import functools
+import operator
 import random
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fuzzing import fuzzed, outcome
+from hypothesis import given
+from hypothesis import strategies as st
 
 from verl_tree.records import SCHEMA, CallRun, StoredLeaf, StoredTree, read_trees, write_trees
+from verl_tree.records.page import tree_page
 
 
 def leaf(number: int, ids: list[int], *, log_prob: float = -1.0, **options: object) -> StoredLeaf:
@@ -47,6 +55,11 @@ def leaf_setter(name: str, value: object, *, node: int = 1, number: int = 0):
     return lambda rows: rows[node]["leaves"][number].__setitem__(name, value)
 
 
+def image(**changes: int | None) -> dict[str, object]:
+    """Return an image on the tokens 2 and 3, which are those of node 1."""
+    return {"start": 2, "end": 4, "number": 2**31, "thumbnail": None, **changes}
+
+
 CHANGES = {
     "parents in a cycle": (setter("parent", 2), "does not stand behind its parent"),
     "parent 10^9": (setter("parent", 10**9), "does not stand behind its parent"),
@@ -75,6 +88,15 @@ CHANGES = {
     "info": (leaf_setter("reward_extra_info", "[" * 100_000), "recursion"),
     "info no JSON": (leaf_setter("reward_extra_info", "{"), "Expecting property name"),
     "rewards": (leaf_setter("token_rewards", [1.0]), "token_rewards has shape"),
+    "reward of a token NaN": (leaf_setter("token_rewards", [float("nan"), 0.0]), "its reward is inf or NaN"),
+    "reward of a token null": (leaf_setter("token_rewards", [None, 0.0]), "reward or advantage is missing"),
+    "info no object": (leaf_setter("reward_extra_info", "3"), "is no JSON object"),
+    "mask null": (setter("is_trained", [None, True]), "is_trained of a token is missing"),
+    "images null": (setter("images", None), "no place or no number"),
+    "image nowhere": (setter("images", [image(start=None)]), "no place or no number"),
+    "image of another node": (setter("images", [image(start=0)]), "does not start in its node"),
+    "image without tokens": (setter("images", [image(end=2)]), "an image has no tokens"),
+    "image with a token's number": (setter("images", [image(number=7)]), "the number of a token"),
 }
 
 
@@ -84,6 +106,70 @@ def test_rows_that_are_no_trees_are_refused(path: Path, name: str) -> None:
     rewrite(path, change)
     with pytest.raises(ValueError, match=rf"t\.parquet: .*{message}.*give another file"):
         read_trees(path)
+
+
+def test_an_image_in_its_node_is_read(path: Path) -> None:
+    rewrite(path, setter("images", [image()]))
+    assert [len(leaf.images) for leaf in read_trees(path)[0].leaves] == [1, 0, 1]
+
+
+JUNK = [None, -1, 0, 1, 3, 10**9, 2**31 - 1, 2**40, 1.5, float("nan"), float("inf"), True, "", "x", "{}", b"x", [], {}]
+
+
+def places(value: Any, path: tuple = ()):
+    """Yield the path of every value inside rows."""
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        yield (*path, key)
+        if isinstance(each, dict | list):
+            yield from places(each, (*path, key))
+
+
+def change(rows: list, data: st.DataObject) -> None:
+    """Set a value, or leave out a row or a value of a list, repeat it, or move it to the end."""
+    *path, last = data.draw(st.sampled_from(list(places(rows))))
+    inside: Any = functools.reduce(operator.getitem, path, rows)
+    what = data.draw(st.sampled_from(["set", "set", "drop", "repeat", "move"]))
+    if what == "set" or isinstance(inside, dict):
+        inside[last] = data.draw(st.sampled_from(JUNK))
+    else:
+        kept = inside.pop(last)
+        inside += [kept] * {"drop": 0, "repeat": 2, "move": 1}[what]
+
+
+@fuzzed(50)
+@given(st.data())
+def test_other_values_are_refused_or_read_as_they_are(data: st.DataObject) -> None:
+    """What is read can be shown as a page, and is the same when it is written and read again."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, again = Path(folder) / "t.parquet", Path(folder) / "again.parquet"
+        write_trees(path, trees())
+        rows = pq.read_table(path).to_pylist()
+        for _ in range(data.draw(st.integers(1, 3))):
+            if rows:
+                change(rows, data)
+        try:
+            pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path)
+        except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError):
+            return  # such a file cannot be written
+        read, refusal = outcome(lambda: read_trees(path))
+        if refusal is not None:
+            assert refusal.startswith(f"{path}: ")
+            assert refusal.endswith("give another file")
+            return
+        for tree in read:
+            tree_page(tree, None)
+        write_trees(again, read)
+        assert [content(tree) for tree in read_trees(again)] == [content(tree) for tree in read]
+
+
+def content(tree: StoredTree) -> list[tuple]:
+    return [
+        (
+            *(tree.uid, tree.step, leaf.session, leaf.leaf, leaf.prompt_len, leaf.reward, leaf.calls, leaf.images),
+            *(leaf.token_ids.tolist(), leaf.is_trained.tolist(), str(leaf.log_probs), leaf.reward_extra_info),
+        )
+        for leaf in tree.leaves
+    ]
 
 
 def test_calls_and_values_of_a_leaf_stay_within_it(path: Path) -> None:

@@ -4,13 +4,14 @@ import json
 import re
 import shutil
 import subprocess
-import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from verl_tree.commands import show
 from verl_tree.records import CallRun, StoredLeaf, StoredTree, write_trees
 from verl_tree.records.page import tree_page
 from verl_tree.records.page.content import overlap_histogram, page_content
@@ -19,7 +20,6 @@ from verl_tree.tree import TokenForest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = "</script><script>document.title='hijacked'</script><!--<b>&amp;"
-SCRIPT = str(Path(__file__).parents[3] / "scripts" / "show_tree.py")
 
 
 class Words:
@@ -136,6 +136,7 @@ def test_content_by_hand(tree: StoredTree, words: Words) -> None:
     assert (content["num_flat_tokens"], content["num_tree_tokens"]) == (12, 8)
     assert content["por"] == pytest.approx(1 / 3)
     assert (content["reward_range"], content["advantage_range"]) == ([0.0, 1.0], [-1.0, 1.0])
+    assert content["is_training"] is True
     assert [leaf["node"] for leaf in content["leaves"]] == [3, 4, 1]
 
 
@@ -162,6 +163,7 @@ def test_rows_without_records_say_model_where_they_are_trained() -> None:
         ("model", None, "3"),
     ]
     assert (content["reward_range"], content["advantage_range"]) == (None, None)
+    assert content["is_training"] is False, "there are no advantages"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -199,12 +201,17 @@ def test_what_a_model_wrote_cannot_become_markup(tree: StoredTree, words: Words)
     class Elements(HTMLParser):
         def handle_starttag(self, tag: str, attrs: list) -> None:
             names.append(tag)
-            assert not {name for name, _ in attrs} & {"src", "href"}, "the page is self-contained"
+            attributes = {name for name, _ in attrs}
+            assert not attributes & {"src", "href"}, "the page is self-contained"
+            assert not {name for name in attributes if name == "style" or name.startswith("on")}, (
+                "its policy refuses it"
+            )
 
     Elements().feed(page)
     # The template's own: data, script, and the name of the measure in the legend.
     assert (names.count("script"), names.count("b")) == (2, 1)
     assert "default-src 'none'" in page
+    assert "unsafe" not in page
 
 
 def test_values_that_json_lacks_are_missing(words: Words) -> None:
@@ -246,7 +253,7 @@ class Document(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
         attributes = dict(attrs)
-        if tag in ("meta", "input", "br"):
+        if tag in ("meta", "input", "br", "img"):
             return
         self._stack.append((tag, attributes.get("id")))
         self.scripts += tag == "script"
@@ -285,12 +292,35 @@ def test_a_browser_shows_the_tree(tree: StoredTree, words: Words, browse) -> Non
     for fact in ("leaves3", "flat tokens12", "tree tokens8", "POR0.333", "step10"):
         assert fact in document.text["facts"]
     assert "acc: 0" in document.text["leaves"]
+    assert document.text["not-trained"] == "model, not trained"
+
+
+def test_a_browser_shows_a_validation_without_training(tree: StoredTree, words: Words, browse) -> None:
+    """The same leaves without advantages; the second one's mask leaves out its last text."""
+    leaves = [replace(leaf, token_advantages=None) for leaf in tree.leaves]
+    leaves[1] = replace(leaves[1], is_trained=np.array([0, 1, 1, 0, 0], dtype=bool))
+    document = browse(tree_page(StoredTree(step=10, uid="u-1", leaves=tuple(leaves)), words))
+    assert "model · session 0 call 0 (root) · 2 tokens" in document.nodes[2]["text"]
+    assert "model · session 0 call 1 (fork) · not trainable · 1 token" in document.nodes[4]["text"]
+    assert "trained" not in "".join(node["text"] for node in document.nodes) + document.text["leaves"]
+    assert document.text["not-trained"] == "model, not trainable"
 
 
 def test_a_browser_marks_markup_as_text(tree: StoredTree, words: Words, browse) -> None:
     document = browse(tree_page(tree, words), "#search=%3C/script%3E%3Cscript%3E")
     assert document.marks == ["</script><script>"]
     assert (document.scripts, document.text["title"]) == (2, "Token tree u-1, step 10")
+
+
+def test_a_browser_runs_no_script_but_the_pages_own(tree: StoredTree, words: Words, browse) -> None:
+    """Whatever is written into a page: the policy knows its script by a hash. Without the policy the same text runs."""
+    script = "<script>document.title='hijacked'</script>"
+    handler = "<img src='none' onerror=\"document.title='hijacked'\">"
+    page = tree_page(tree, words).replace("</body>", f"{script}{handler}</body>")
+    document = browse(page)
+    assert document.text["title"] == "Token tree u-1, step 10"
+    assert document.shown == [0, 1, 2, 3, 4]
+    assert browse(re.sub("<meta http-equiv=.*?>", "", page)).text["title"] == "hijacked"
 
 
 @pytest.mark.parametrize(
@@ -328,16 +358,16 @@ def test_a_browser_shows_sixty_leaves_with_long_texts_folded(browse) -> None:
     assert any("Show all" in node["text"] for node in document.nodes)
 
 
-def test_the_script_makes_the_page_of_a_stored_tree(tree: StoredTree, tmp_path: Path) -> None:
+def test_the_command_makes_the_page_of_a_stored_tree(
+    tree: StoredTree, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stored, page = tmp_path / "step_000010.parquet", tmp_path / "new" / "out.html"
     write_trees(stored, [tree])
-    subprocess.run([sys.executable, SCRIPT, str(stored), "--out", str(page)], check=True, timeout=120)
+    show.main([str(stored), "--out", str(page)])
     assert embedded(page.read_text())["nodes"][2]["passages"][0]["text"] == "1 2"
-    done = subprocess.run(
-        [sys.executable, SCRIPT, str(stored)], check=True, timeout=120, capture_output=True, text=True
-    )
+    show.main([str(stored)])
     beside = tmp_path / "step_000010_u-1.html"
-    assert done.stdout.split() == [str(beside)]
+    assert capsys.readouterr().out.split() == [str(page), str(beside)]
     assert beside.read_text() == page.read_text()
 
 
@@ -353,13 +383,18 @@ def test_the_script_makes_the_page_of_a_stored_tree(tree: StoredTree, tmp_path: 
         ),
     ],
 )
-def test_the_script_says_what_it_cannot_read(
-    tree: StoredTree, tmp_path: Path, arguments: list[str], message: str
+def test_the_command_says_what_it_cannot_read(
+    tree: StoredTree,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
 ) -> None:
     write_trees(tmp_path / "step.parquet", [tree])
     write_trees(tmp_path / "empty.parquet", [])
-    command = [sys.executable, SCRIPT, *arguments]
-    done = subprocess.run(command, cwd=tmp_path, timeout=120, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert f"error: {message}" in done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        show.main(arguments)
+    assert ended.value.code == 2
+    assert f"verl-tree show: error: {message}" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from input_cases import write_model, write_rows
 from omegaconf import DictConfig, OmegaConf
 
 from verl_tree.launch.composition import compose_config
+from verl_tree.records import StoredLeaf, StoredTree, write_trees
 from verl_tree.sft.checks import validate
 
 FOLDER = tempfile.TemporaryDirectory()
@@ -72,8 +73,13 @@ def test_a_processor_needs_no_other_setting() -> None:
         ("tree.sharing=prompt", "set it to full"),
         ("tree.shared_tokens=max", "choose one of"),
         ("tree.backend=triton", "set auto, varlen or dense"),
-        ("data.train_batch_size=0", "give a number of at least 1"),
-        ("data.min_shared=half", "give a number of at least 1"),
+        ("data.train_batch_size=0", "give a whole number of at least 1"),
+        ("data.min_shared=half", "give a whole number of at least 1"),
+        ("data.max_length=long", "this is no number; give one"),
+        ("data.use_dynamic_bsz=7", "this is no switch"),
+        ("engine=7", "this is no group of options"),
+        ("optim.lr=-1", "give a number of at least 0"),
+        ("trainer.save_freq=often", "after_each_epoch, or -1 for never"),
         ("data.min_reward=good", "give a number, or null"),
         ("data.tree_key=3", "give the name of a column"),
         ("trainer.test_freq=5", "there are no data.val_files"),
@@ -112,5 +118,7 @@ def test_images_are_refused(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "images.parquet", "messages", "images")
     assert "has the column images" in refusal(f"data.train_files={rows}")
     # The image column of stored trees says where images are; those leaves are refused one by one.
-    validate(resolved(f"data.train_files={write_rows(tmp_path / 'trees.parquet', 'images')}"))
+    leaf = StoredLeaf(0, 0, [1, 2], 1, is_trained=[0, 1], log_probs=[float("nan")] * 2)
+    write_trees(tmp_path / "trees.parquet", [StoredTree(step=0, uid="a", leaves=(leaf,))])
+    validate(resolved(f"data.train_files={tmp_path / 'trees.parquet'}"))
     assert "vision_config" in refusal(f"model.path={write_model(tmp_path / 'model', vision_config={})}")

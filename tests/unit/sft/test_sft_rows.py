@@ -5,8 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from fuzzing import fuzzed, outcome
+from hypothesis import example, given
+from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from process_groups import group_of_one
 from tiny_run import make_inputs
@@ -114,6 +119,45 @@ def test_what_cannot_be_trained_is_refused(folder: Path, model_config: HFModelCo
     assert message == (
         "data.tree_key=of: the files have the columns messages; name one, or set null to find trees from the tokens"
     )
+
+
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "role": st.sampled_from(["user", "assistant", "system", "nobody", None]),
+            "content": st.text("ab<>{}", max_size=4) | st.none() | st.just([{"type": "text", "text": "a"}]),
+        },
+    ),
+    max_size=3,
+)
+KEY = st.sampled_from(["x", 1, 1.5, None, float("nan"), ["x"]])
+
+
+@fuzzed(12)
+@given(st.lists(st.tuples(MESSAGES | st.just(TALK) | st.none(), KEY), min_size=1, max_size=3))
+@example([(TALK, ["x"]), (TALK, ["x"])])
+@example([(TALK, None), (TALK, None)])
+@example([([], "x")])
+@example([([{"role": "user"}], "x")])
+def test_any_conversations_are_refused_or_read(folder: Path, model_config: HFModelConfig, rows: list) -> None:
+    path = folder / "any.parquet"
+    messages, keys = zip(*rows, strict=True)
+    try:
+        pq.write_table(pa.table({"messages": list(messages), "of": list(keys)}), path)
+    except (pa.ArrowException, TypeError):
+        return  # no table can have these values in one column
+    options = data_of("data.tree_key=of")
+    read, refusal = outcome(lambda: read_rows(str(path), options, model_config=model_config, max_samples=-1).rows)
+    if refusal is not None:
+        assert refusal.startswith("data.")
+        assert ";" in refusal, "the remedy"
+        return
+    for row in read:
+        assert row.is_trained.any()
+        assert not row.is_trained[0]
+        assert len(row.token_ids) == len(row.is_trained)
+        assert row.tree in {("conversation", key) for key in keys}
 
 
 def test_a_long_leaf_is_cut_at_its_end_where_that_is_asked_for(folder: Path, model_config: HFModelConfig) -> None:

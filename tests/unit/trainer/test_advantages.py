@@ -48,6 +48,29 @@ def test_the_order_of_rows_does_not_matter(tree: DrawnTree, name: str, normalize
             assert got[key] == pytest.approx(values, rel=1e-12, abs=1e-12)
 
 
+@pytest.mark.parametrize("num_leaves", [1, 2])
+@pytest.mark.parametrize("reward", [1e308, np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_reward_that_would_make_advantages_nan_is_refused(name: str, reward: float, num_leaves: int) -> None:
+    leaves = [Leaf("u_0_0", "P", "a", reward), Leaf("u_1_0", "P", "b", -1e30)][:num_leaves]
+    with pytest.raises(ValueError, match=r"the reward of leaf 0 is .*: give a number that is finite in float32"):
+        estimate(name, leaves)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("tree", DRAWN.values(), ids=DRAWN)
+def test_rewards_of_any_size_are_compared(tree: DrawnTree, name: str) -> None:
+    """Divided by the standard deviation, 1e38 times the rewards have the same advantages, but for epsilon."""
+    several = [leaf for leaf in tree.leaves if sum(each.key[0] == leaf.key[0] for each in tree.leaves) > 1]
+    largest = max(abs(leaf.reward) for leaf in several) or 1.0
+    large = [
+        Leaf(leaf.key, leaf.prompt, leaf.response, 1e38 / largest * leaf.reward, leaf.untrained) for leaf in several
+    ]
+    expected = estimate(name, several)
+    for key, values in estimate(name, large).items():
+        assert values == pytest.approx(expected[key], rel=1e-4, abs=1e-4), key
+
+
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("reward", [0.0, 0.1, -1e6, 1 / 3])
 @pytest.mark.parametrize("tree", DRAWN.values(), ids=DRAWN)

@@ -1,5 +1,6 @@
 """Which prompts are sampled first, and what is counted of those that were too old. TransferQueue is a dictionary."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import transfer_queue as tq
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
+from verl_tree.trainer.no_trajectory import NoTrajectoryError
 from verl_tree.trainer.replay_buffer import POLL_INTERVAL_S, Dropped, TreeReplayBuffer, TreeReplayBufferAsync
 
 
@@ -80,6 +82,43 @@ def test_a_stale_prompt_is_counted_with_all_it_takes_along(queue: dict[str, dict
     assert "b_0_0" in queue, "its group is not complete yet"
 
 
+def test_a_step_without_a_trajectory_ends_with_our_error(queue: dict[str, dict[str, Any]]) -> None:
+    """To replace failed groups, as verl advises, would not end such a run at all."""
+    queue |= {"a": prompt(step=1, status="failure"), "b": prompt(step=1, status="failure")}
+    buffer = TreeReplayBuffer(**settings(trainer_mode="sync"))
+    with pytest.raises(NoTrajectoryError, match=r"^all sessions of 2 prompts failed$"):
+        buffer.sample(global_steps=1, partition_id="train", batch_size=2)
+    queue |= {"b": prompt(step=1), "b_0_0": row(3)}
+    batch, _ = TreeReplayBuffer(**settings(trainer_mode="sync")).sample(
+        global_steps=1, partition_id="train", batch_size=2
+    )
+    assert batch.keys == ["b_0_0"]
+
+
+@pytest.mark.parametrize("has_success", [False, True])
+def test_replaced_prompts_that_all_fail_end_the_run(queue: dict[str, dict[str, Any]], has_success: bool) -> None:
+    """Six prompts fail; with one among them that does not, they are no reason to end the run."""
+    statuses = iter(["failure", "finished" if has_success else "failure", *["failure"] * 3, "finished"])
+    numbers = itertools.count()
+
+    def refill(num_prompts: int) -> None:
+        for status in itertools.islice(statuses, num_prompts):
+            uid = f"r{next(numbers)}"
+            queue[uid] = prompt(step=1, status=status)
+            if status == "finished":
+                queue[f"{uid}_0_0"] = row(3)
+
+    queue |= {"a": prompt(step=1, status="failure"), "b": prompt(step=1, status="failure")}
+    theirs = ReplayBufferAsync(**settings(trainer_config=OmegaConf.create({}), refill_fn=refill))
+    buffer = TreeReplayBufferAsync.like(theirs, max_failed=4)
+    if has_success:
+        batch, _ = buffer.sample(global_steps=1, partition_id="train", batch_size=2)
+        assert sorted(batch.keys) == ["r1_0_0", "r5_0_0"]
+    else:
+        with pytest.raises(NoTrajectoryError, match=r"^all sessions of 4 prompts in a row failed$"):
+            buffer.sample(global_steps=1, partition_id="train", batch_size=2)
+
+
 def test_dropped_adds_up() -> None:
     dropped = sum([Dropped(1, 2, 3, 45, 30), Dropped(1, 1, 1, 50, 50)], Dropped())
     assert dropped.metrics() == {
@@ -113,7 +152,8 @@ def test_our_buffer_takes_over_every_setting_but_the_poll_interval(
         "max_inflight_gen_batches": 3,
         "sync_refill_failed_groups": True,
     }
-    buffer = ours.like(verls(**changed))
+    buffer = ours.like(verls(**changed), max_failed=12)
+    assert buffer.max_failed == 12
     assert {name: vars(buffer)[name] for name in changed} == changed
     assert buffer.poll_interval == POLL_INTERVAL_S
 
@@ -122,4 +162,4 @@ def test_the_switch_of_hybrid_replicas_keeps_verls_interval() -> None:
     """`_step_had_idle` compares the time that the trainer waited with one poll."""
     config = OmegaConf.create({"hybrid_rollout": {"enable_switch": True}})
     theirs = ReplayBufferAsync(**settings(trainer_mode="separate_async", trainer_config=config))
-    assert TreeReplayBufferAsync.like(theirs).poll_interval == theirs.poll_interval != POLL_INTERVAL_S
+    assert TreeReplayBufferAsync.like(theirs, max_failed=2).poll_interval == theirs.poll_interval != POLL_INTERVAL_S

@@ -4,7 +4,11 @@ from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from fuzzing import fuzzed, outcome
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("verl")
 
@@ -83,6 +87,41 @@ def test_a_tag_that_is_no_integer_is_named(with_shape: bool) -> None:
     batch.tags[7]["max_global_steps"] = None
     with pytest.raises(ValueError, match=rf"row {KEYS[7]}: the tag max_global_steps is None"):
         check_step_rows(batch, reads_log_probs=False)
+
+
+@pytest.mark.parametrize("length", [0, -3])
+def test_a_row_has_tokens(length: int) -> None:
+    with pytest.raises(ValueError, match=rf"row {KEYS[0]}: the tag seq_len is {length} and must be at least 1"):
+        check_step_rows(batch_of(KEYS, with_shape=False, seq_len=length), reads_log_probs=False)
+
+
+JUNK_TAGS = st.sampled_from([None, -1, 0, 3, 2**70, True, 1.5, float("nan"), "3", b"", [], np.int64(4)])
+ROWS = st.tuples(
+    st.sampled_from([*KEYS, "", "a", "a_0", "a_x_0", "a_0_-1", "_0_0", "a_0_1.5"]) | st.text(max_size=8),
+    st.dictionaries(st.sampled_from([*TAG, LEAF_SHAPE_TAG]), JUNK_TAGS, min_size=2),
+)
+
+
+@fuzzed(60)
+@given(
+    st.lists(ROWS, max_size=4, unique_by=lambda row: row[0]),
+    st.booleans(),
+    st.sampled_from([*FIELDS, *LOG_PROBS]) | st.none(),
+)
+def test_rows_of_anybody_pass_or_are_named(rows: list[tuple[str, dict]], reads: bool, lacking: str | None) -> None:
+    batch = KVBatchMeta(partition_id="train", keys=[key for key, _ in rows], tags=[{**TAG, **tag} for _, tag in rows])
+    with pytest.MonkeyPatch.context() as patch:
+        ask(patch, **({batch.keys[-1]: [lacking]} if lacking and rows else {}))
+        _, refusal = outcome(lambda: check_step_rows(batch, reads_log_probs=reads))
+    if refusal is not None:
+        assert refusal.startswith("row ")
+        assert "whoever writes rows" in refusal or "verl's key format" in refusal
+        return
+    for key, tag in zip(batch.keys, batch.tags, strict=True):
+        uid, session, leaf = key.rsplit("_", 2)
+        assert (int(session), int(leaf)) >= (0, 0)
+        assert int(tag["seq_len"]) >= 1
+        assert isinstance(uid, str)
 
 
 def test_no_rows_lack_nothing() -> None:

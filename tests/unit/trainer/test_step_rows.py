@@ -327,6 +327,11 @@ def test_a_row_whose_reward_is_no_finite_number_is_named(monkeypatch: pytest.Mon
         StepRows.fetch(tagged(ROWS, rewards=[np.nan] * len(ROWS)))
 
 
+def test_a_reward_beyond_float32_is_named() -> None:
+    with pytest.raises(ValueError, match=rf"row {list(ROWS)[1]}: the reward is 1e\+39; .*also in float32"):
+        StepRows.fetch(tagged(ROWS, rewards=[0.0, 1e39, *[0.0] * (len(ROWS) - 2)]))
+
+
 def test_recorded_calls_say_which_log_probs_are_of_sampled_tokens() -> None:
     calls = [(0, "root", 2, 4, 6, 7), (1, "fork", 5, 6)]  # rows that an earlier release stored have no versions
     row = row_of(

@@ -17,11 +17,14 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.utils.skip.base_skip import SKIP_REGISTRY
 
+from rollout_hooks.capture.report import CaptureReport, FailedSession
+from rollout_hooks.worker import TreeAgentLoopManager
 from verl_tree.launch.composition import compose_config
 from verl_tree.records import read_trees
 from verl_tree.trainer.advantages import ESTIMATORS
 from verl_tree.trainer.detach_worker import TreeDetachActorWorker
 from verl_tree.trainer.modes import TREE_TRAINERS, TreePPOTrainerSync
+from verl_tree.trainer.no_trajectory import NoTrajectoryError
 from verl_tree.trainer.replay import TreeRolloutSkip
 from verl_tree.trainer.replay_buffer import (
     POLL_INTERVAL_S,
@@ -164,7 +167,43 @@ def test_the_buffer_comes_back_when_validation_fails_and_nothing_is_logged(tmp_p
         raise RuntimeError("no rows")
     assert trainer.replay_buffer is buffer
     assert list(tmp_path.iterdir()) == []
-    assert trainer._tree_log.last_shown is None
+    assert trainer._tree_log.last_shown == {}
+
+
+class ReportingManager(TreeAgentLoopManager):
+    """A manager without workers, whose report is known."""
+
+    def __init__(self, report: CaptureReport) -> None:
+        self.report = report
+
+    def drain_capture_report(self, partition: str = "train") -> CaptureReport:
+        assert partition == "val"
+        return self.report
+
+
+def test_a_step_without_a_trajectory_says_why_every_session_failed(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_with_buffer()
+    told = 'File "agents.py", line 41, in solve'
+    failed = tuple(FailedSession("u", session, "KeyError: 'plan'", 1, traceback=told) for session in range(2))
+    trainer.agent_loop_manager = ReportingManager(CaptureReport(failed_sessions=failed, failed_prompts=("u",)))
+    with pytest.raises(NoTrajectoryError) as error, trainer._explained("val"):
+        raise NoTrajectoryError("all sessions of 1 prompts failed")
+    assert str(error.value).splitlines() == [
+        "step 5 (val): 2 sessions failed; 1 prompts have no trajectory because all their sessions failed",
+        "  2 x KeyError: 'plan' (first: u_0)",
+        f"      {told}",
+    ]
+    assert caplog.text == "", "the error says it, as the last lines of the log"
+    with pytest.raises(RuntimeError, match="something else"), trainer._explained("val"):
+        raise RuntimeError("something else")
+    assert "2 x KeyError: 'plan'" in caplog.text
+
+
+def test_a_step_without_a_trajectory_under_another_manager_says_so() -> None:
+    trainer = trainer_with_buffer()
+    trainer.agent_loop_manager = None
+    with pytest.raises(NoTrajectoryError, match=r"^step 5 \(train\): all sessions"), trainer._explained("train"):
+        raise NoTrajectoryError("all sessions of 1 prompts failed")
 
 
 def test_a_sample_is_shown_before_it_is_used() -> None:

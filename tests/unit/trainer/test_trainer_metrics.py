@@ -1,5 +1,7 @@
 """Metrics per session, and failures that are never silent."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from verl_tree.trainer.metrics import (
     capture_metrics,
     describe_failures,
     describe_step,
+    describe_validation,
     session_metrics,
     tokens_per_s,
 )
@@ -28,12 +31,24 @@ def test_session_metrics_by_hand() -> None:
         "tree/session_reward/max": 1.0,
         "tree/session_reward/min": 0.0,
         "tree/leaf_reward/mean": pytest.approx((2 / 3 + 1.0 + 0.5) / 3),
+        "tree/leaf_reward/max": 1.0,
+        "tree/leaf_reward/min": 0.0,
+        # b has one leaf; a has 0, .5 and 1
+        "tree/equal_reward_groups": 0.5,
     }
 
 
 def test_the_last_leaf_is_the_highest_number_not_the_last_text() -> None:
     keys = [f"a_0_{leaf}" for leaf in range(11)]
     assert session_metrics(keys, rewards=np.arange(11.0))["tree/session_reward/mean"] == 10.0
+
+
+def test_a_group_of_equal_rewards_has_them_in_all_sessions() -> None:
+    keys = ["a_0_0", "a_0_1", "a_1_0", "b_0_0", "b_0_1", "b_1_0", "c_0_0", "c_1_0"]
+    rewards = np.array([0.5, 0.5, 0.5, 1.0, 1.0, 0.0, 0.0, 0.0])
+    metrics = session_metrics(keys, rewards=rewards)
+    assert metrics["tree/equal_reward_groups"] == pytest.approx(2 / 3)
+    assert (metrics["tree/leaf_reward/max"], metrics["tree/leaf_reward/min"]) == (1.0, 0.0)
 
 
 def test_capture_metrics_have_the_promised_names() -> None:
@@ -62,6 +77,22 @@ def test_every_cause_is_told_once_and_the_commonest_first() -> None:
     ]
 
 
+def test_a_cause_is_told_with_its_place_and_two_places_are_two_causes() -> None:
+    cause, told = "KeyError: 'plan'", 'File "agents.py", line 41, in solve\n  return table["plan"]'
+    failed = [FailedSession("p", session, cause, num_calls=1, place="agents.py:41") for session in range(3)]
+    # Two workers tell it, the second of which was drained later.
+    failed[1:] = [replace(each, traceback=told) for each in failed[1:]]
+    failed += [FailedSession("q", 0, cause, num_calls=1, place="agents.py:7", traceback="File 7")]
+    message = describe_failures(CaptureReport(failed_sessions=tuple(failed)))
+    assert message.splitlines()[1:] == [
+        "  3 x KeyError: 'plan' (first: p_0)",
+        '      File "agents.py", line 41, in solve',
+        '        return table["plan"]',
+        "  1 x KeyError: 'plan' (first: q_0)",
+        "      File 7",
+    ]
+
+
 def test_many_causes_are_counted_and_no_failure_says_nothing() -> None:
     failed = tuple(FailedSession("p", session, f"cause {session}", num_calls=0) for session in range(8))
     assert describe_failures(CaptureReport(failed_sessions=failed)).splitlines()[-1] == "  and 3 further causes"
@@ -80,7 +111,8 @@ def test_tokens_per_second() -> None:
 
 def test_a_step_in_one_line() -> None:
     metrics = {
-        "tree/session_reward/mean": 0.531,
+        "tree/leaf_reward/mean": 0.531,
+        "tree/session_reward/mean": 0.608,
         "tree/leaves_per_session": 2.94,
         "tree/por": 0.863,
         "tree/compression": 7.275,
@@ -89,19 +121,37 @@ def test_a_step_in_one_line() -> None:
         "timing_s/update_actor": 0.978,
     }
     assert describe_step(metrics, step=5, num_steps=30) == (
-        "step 5/30: reward 0.53 | 2.9 leaves a session, POR 0.86, 7.3x fewer tokens"
+        "step 5/30: reward 0.53 (leaves), 0.61 (sessions) | 2.9 leaves a session, POR 0.86, 7.3x fewer tokens"
         " | step 5.4 s, generation 3.2 s, update 1.0 s"
     )
     validated = describe_step(metrics | {"val-core/task/reward/mean@1": 0.516}, step=5, num_steps=30)
-    assert "reward 0.53, validation 0.52 |" in validated
+    assert "0.61 (sessions), validation 0.52 |" in validated
     assert (
-        describe_step(dict(list(metrics.items())[:2]), step=1, num_steps=2)
-        == "step 1/2: reward 0.53 | 2.9 leaves a session"
+        describe_step(dict(list(metrics.items())[:3]), step=1, num_steps=2)
+        == "step 1/2: reward 0.53 (leaves), 0.61 (sessions) | 2.9 leaves a session"
     )
 
 
+def test_a_step_says_what_failed_how_old_it_was_and_how_fast_the_update_ran() -> None:
+    metrics = {"tree/leaf_reward/mean": 0.0, "tree/session_reward/mean": 0.0, "tree/leaves_per_session": 1.0}
+    more = {"tree/failed_sessions": 8.0, "tree/failed_prompts": 0.0, "tree/async/staleness/mean": 1.26}
+    speed = {"timing_s/update_actor": 2.0, "perf/update_tree_tokens_per_s": 12345.6}
+    assert describe_step(metrics | more | speed, step=1, num_steps=2) == (
+        "step 1/2: reward 0.00 (leaves), 0.00 (sessions) | 8 sessions failed | staleness 1.3 | 1.0 leaves a session"
+        " | update 2.0 s, 12,346 tree tokens/s"
+    )
+    both = describe_step(metrics | more | {"tree/failed_prompts": 2.0}, step=1, num_steps=2)
+    assert " | 8 sessions failed, 2 prompts failed | " in both
+
+
+def test_a_validation_before_training_in_one_line() -> None:
+    scores = {"val-core/b/reward/mean@1": 0.25, "val-core/a/reward/mean@1": 0.516, "val-aux/a/reward/best@4": 1.0}
+    assert describe_validation(scores, step=0) == "step 0: validation 0.52"
+    assert describe_validation({}, step=4) == "step 4: validated"
+
+
 def test_a_step_says_what_staleness_threw_away_and_nothing_if_that_was_nothing() -> None:
-    metrics = {"tree/session_reward/mean": 0.5, "tree/leaves_per_session": 2.0}
+    metrics = {"tree/leaf_reward/mean": 0.5, "tree/session_reward/mean": 0.5, "tree/leaves_per_session": 2.0}
     dropped = {"groups": 2.0, "sessions": 8.0, "leaves": 30.0, "flat_tokens": 12345.0}
     line = describe_step(
         metrics | {f"tree/async/dropped_{name}": value for name, value in dropped.items()}, step=1, num_steps=3

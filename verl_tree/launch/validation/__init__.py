@@ -15,10 +15,13 @@ from verl_tree.launch.validation import (
     inputs,
     modes,
     objective,
+    prompts,
+    resume,
     router_replay,
     settings,
     ulysses,
     values,
+    variables,
 )
 from verl_tree.launch.validation.refusals import Finding, Findings, settle
 
@@ -34,8 +37,11 @@ CHECKS = (
     *flash_attn.CHECKS,
     *modes.CHECKS,
     *cpu_rollouts.CHECKS,
+    *variables.CHECKS,
     *inputs.CHECKS,
+    *prompts.CHECKS,
     *images.CHECKS,
+    *resume.CHECKS,
     *code.CHECKS,
 )
 """All checks, in the order in which a user should hear of problems."""
@@ -75,6 +81,10 @@ def find_by_verl(config: DictConfig) -> Findings:
             validate_config(config, **options)
     except (ValueError, AssertionError, NotImplementedError, HydraException) as error:
         yield Finding(f"verl refuses the configuration: {error}")
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        unset = ", ".join(f"{key}=null" for key in values.unset_numbers(config))
+        remedy = f"give numbers for {unset}" if unset else "a value is of a kind that verl does not expect"
+        yield Finding(f"verl refuses the configuration: it cannot compute with it ({error}); {remedy}")
 
 
 def validate(config: DictConfig) -> None:

@@ -1,16 +1,16 @@
 """Checks that the user's code exists: agent loops, tools, reward functions, data set classes.
 
-A user's module may need what only Ray's processes have, so only the packages around it are imported. What is missing is
-only a warning where those processes may be on other machines or bring modules along.
+A user's module may need what only Ray's processes have, so it is read (`source`) and only the packages around it are
+imported. What is missing is only a warning where those processes may be on other machines or bring modules along.
 """
 
-import importlib
-import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_tree.launch.validation.loop_entries import AGENT_FORMAT, LOOPS_KEY, ON_PATH, check_entry
 from verl_tree.launch.validation.refusals import (
     DATA_KEYS,
     ROLLOUT,
@@ -24,13 +24,12 @@ from verl_tree.launch.validation.refusals import (
     refusal_here,
     value_of,
 )
+from verl_tree.launch.validation.source import NotInSourceError, Source, look_up, module_problem, read_source, source_of
 
-LOOPS_KEY = f"{ROLLOUT}.agent.agent_loop_config_path"
 DEFAULT_LOOP_KEY = f"{ROLLOUT}.agent.default_agent_loop"
 MANAGER_KEY = f"{ROLLOUT}.agent.agent_loop_manager_class"
 TREE_MANAGER = "rollout_hooks.worker.TreeAgentLoopManager"
 LOOPS_FORMAT = "it must be a YAML list, each entry with `name` and `_target_` (docs/agent_loops.md)"
-ON_PATH = "correct it, or add its folder to PYTHONPATH"
 
 
 def check_manager(config: DictConfig) -> Findings:
@@ -38,7 +37,7 @@ def check_manager(config: DictConfig) -> Findings:
     manager = value_of(config, MANAGER_KEY)
     if manager == TREE_MANAGER:
         return
-    if manager and (problem := _module_problem(manager)):
+    if manager and (problem := module_problem(manager)):
         yield refusal_here(config, MANAGER_KEY, f"{problem}; {ON_PATH}", brings_code=True)
     lost = (
         f"the rows that it writes are trained as trees. Unless it is a subclass of {TREE_MANAGER}, calls are not "
@@ -52,15 +51,13 @@ def check_manager(config: DictConfig) -> Findings:
 
 
 def check_agent_loops(config: DictConfig) -> Findings:
-    """Check the file of agent loops, the modules of its classes, and the names of the loops that rows run."""
+    """Check the file of agent loops, what its entries name, and the names of the loops that rows run."""
     entries, problem = _read_loops(config)
     if problem is not None:
         yield problem
         return
     for entry in entries:
-        if lack := _module_problem(entry["_target_"]):
-            where = f"_target_={entry['_target_']} of the loop {entry['name']}"
-            yield refusal_here(config, LOOPS_KEY, f"{where}: {lack}; {ON_PATH}", brings_code=True)
+        yield from check_entry(config, entry)
     in_file = {entry["name"] for entry in entries}
     unknown = [(key, name) for key, name in _loops_in_use(config) if name not in in_file]
     registered = _registered_loops(config) if unknown else None
@@ -68,10 +65,13 @@ def check_agent_loops(config: DictConfig) -> Findings:
         return
     known = sorted({*in_file, *registered})
     for key, name in unknown:
+        column = "" if key == DEFAULT_LOOP_KEY else f"the column agent_name has {name!r}: "
         if name not in known:
             remedy = f"choose one of {', '.join(known)}, or add it to the file of {LOOPS_KEY}"
-            column = "" if key == DEFAULT_LOOP_KEY else f"the column agent_name has {name!r}: "
             yield refusal_here(config, key, f"{column}no such agent loop; {remedy}", brings_code=True)
+        elif name == "blackbox":
+            remedy = f"it has no agent; {AGENT_FORMAT} in an entry of {LOOPS_KEY} (docs/gateway.md)"
+            yield refusal(config, key, f"{column}{remedy}")
 
 
 def _read_loops(config: DictConfig) -> tuple[list[dict[str, Any]], Finding | None]:
@@ -99,6 +99,7 @@ def _read_loops(config: DictConfig) -> tuple[list[dict[str, Any]], Finding | Non
 
 def _loops_in_use(config: DictConfig) -> list[tuple[str, Any]]:
     """Return (option, name) of every loop that rows run: those of data files, and the default if a file has none."""
+    import pyarrow
     import pyarrow.parquet
 
     named, has_unnamed = {}, False
@@ -106,7 +107,9 @@ def _loops_in_use(config: DictConfig) -> list[tuple[str, Any]]:
         for name in data_files(config, key):
             if "agent_name" in columns(name):
                 column = pyarrow.parquet.read_table(name, columns=["agent_name"]).column(0)
-                named |= {(key, each): None for each in column.unique().to_pylist()}
+                # Lists and structs, which are no names, cannot be compared.
+                values = column[:1] if pyarrow.types.is_nested(column.type) else column.unique()
+                named |= {(key, each if each is None else str(each)): None for each in values.to_pylist()}
             else:
                 has_unnamed = True
     default = [(DEFAULT_LOOP_KEY, value_of(config, DEFAULT_LOOP_KEY))] if has_unnamed else []
@@ -127,9 +130,31 @@ def _registered_loops(config: DictConfig) -> list[str] | None:
     if manager == TREE_MANAGER:
         # As its module does, which also imports vLLM: that takes 3 s.
         register_built_in()
-    elif manager and not _module_problem(manager) and not issubclass(load_class_from_fqn(manager), AgentLoopManager):
+    elif manager and not module_problem(manager) and not issubclass(load_class_from_fqn(manager), AgentLoopManager):
         return None
     return list(_agent_loop_registry)
+
+
+def check_tool_format(config: DictConfig) -> Findings:
+    """Look up the format of tool calls, where rows run other loops than verl's for plain answers."""
+    key = f"{ROLLOUT}.multi_turn.format"
+    # The default exists. Looking up another name takes an import that the driver does not need otherwise.
+    if value_of(config, key) == "hermes":
+        return
+    in_use = {name for _, name in _loops_in_use(config)}
+    if in_use == {"single_turn_agent"}:
+        return
+    from verl.experimental.agent_loop.tool_parser import ToolParser
+
+    known = ToolParser._registry
+    if value_of(config, key) not in known:
+        # A module with a loop or an agent of the user's may register a parser when it is imported.
+        users = {entry["name"] for entry in _read_loops(config)[0]}
+        may_register = bool(in_use & users) or value_of(config, MANAGER_KEY) != TREE_MANAGER
+        remedy = f"no such format of tool calls; choose one of {', '.join(known)}"
+        if may_register:
+            remedy = f"{remedy} (a warning only: your code may register it)"
+        yield Finding(f"{key}={value_of(config, key)}: {remedy}", is_warning=may_register)
 
 
 def check_tool_files(config: DictConfig) -> Findings:
@@ -138,6 +163,32 @@ def check_tool_files(config: DictConfig) -> Findings:
         name = value_of(config, key)
         if name and _config_file(name) is None:
             yield refusal_here(config, key, missing(name, "file"))
+
+
+def check_tool_classes(config: DictConfig) -> Findings:
+    """Find classes of tools whose modules do not exist; `check_tool_files` names a missing file."""
+    import yaml
+
+    key = f"{ROLLOUT}.multi_turn.tool_config_path"
+    form = "it must have `tools`, a YAML list of entries with `class_name`"
+    path = _config_file(value_of(config, key)) if value_of(config, key) else None
+    if path is None:
+        return
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        yield refusal(config, key, f"{form}, but it is not YAML: {error}")
+        return
+    tools = content.get("tools") if isinstance(content, dict) else None
+    if not isinstance(tools, list):
+        yield refusal(config, key, form)
+        return
+    for number, tool in enumerate(tools, start=1):
+        name = tool.get("class_name") if isinstance(tool, dict) else None
+        if not isinstance(name, str):
+            yield refusal(config, key, f"{form}; entry {number} lacks it")
+        elif problem := module_problem(name):
+            yield refusal_here(config, key, f"class_name={name}: {problem}; {ON_PATH}", brings_code=True)
 
 
 def _config_file(name: str) -> Path | None:
@@ -152,12 +203,12 @@ def _config_file(name: str) -> Path | None:
 
 
 def check_data_code(config: DictConfig) -> Findings:
-    """Find a data set class whose module does not exist."""
+    """Find a data set class that does not exist."""
     return _check_object(config, "data.custom_cls.path", "data.custom_cls.name")
 
 
 def check_reward_code(config: DictConfig) -> Findings:
-    """Find reward functions and managers whose modules do not exist, and managers that nobody registered."""
+    """Find reward functions and managers that do not exist, and managers that nobody registered."""
     yield from _check_object(config, "reward.custom_reward_function.path", "reward.custom_reward_function.name")
     manager, module_key = config.reward.reward_manager, "reward.reward_manager.module.path"
     if manager.source == "importlib":
@@ -188,37 +239,33 @@ def _check_object(config: DictConfig, path_key: str, name_key: str) -> Findings:
         yield refusal(config, name_key, f"give the name of what shall be read from {path_key}={path}")
     if path.startswith(PKG_PATH_PREFIX):
         module = path.removeprefix(PKG_PATH_PREFIX).replace("/", ".")
-        if problem := _module_problem(f"{module}.{name}"):
+        if problem := module_problem(f"{module}.{name}"):
             yield refusal_here(config, path_key, f"{problem}; {ON_PATH}", brings_code=True)
+        elif name:
+            yield from _check_name(config, name_key, lambda: source_of(module))
         return
     file = Path(path.removeprefix(FILE_PATH_PREFIX))
     if not file.is_file():
         # A relative path may exist in the working directory that Ray gives its processes.
         yield refusal_here(config, path_key, missing(str(file), "file"), brings_code=not file.is_absolute())
+    elif name:
+        yield from _check_name(config, name_key, lambda: read_source(file))
 
 
-def _module_problem(target: str) -> str | None:
-    """Return why the module of `package.module.Class` cannot be found; its packages are imported, it is not."""
-    parts = target.split(".")
-    if len(parts) < 2:
-        return "not the full name of a class (package.module.Class)"
-    for end in range(1, len(parts)):
-        module = ".".join(parts[:end])
-        try:
-            spec = importlib.util.find_spec(module)
-        except ImportError as error:
-            return f"a package of it cannot be imported ({error})"
-        if spec is None:
-            return f"no module named {module}"
-        if spec.submodule_search_locations is None:
-            return None  # a module: what follows are names in it
-    return None
+def _check_name(config: DictConfig, name_key: str, read: Callable[[], Source | None]) -> Findings:
+    """Find an object that its file does not have, or a file that is not valid Python."""
+    try:
+        look_up(read(), value_of(config, name_key))
+    except NotInSourceError as error:
+        yield refusal_here(config, name_key, str(error), brings_code=True)
 
 
 CHECKS: tuple[Check, ...] = (
     check_manager,
     check_agent_loops,
+    check_tool_format,
     check_tool_files,
+    check_tool_classes,
     check_data_code,
     check_reward_code,
 )

@@ -10,7 +10,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 
 from verl_tree.launch.validation.images import IMAGE_MODELS, reads_images
 from verl_tree.launch.validation.refusals import (
@@ -38,8 +38,8 @@ def check_data_files(config: DictConfig) -> Findings:
     if value_of(config, "data.custom_cls.path"):
         return
     for key in DATA_KEYS:
-        names = data_files(config, key)
-        if not names:
+        names, given = data_files(config, key), value_of(config, key)
+        if not names or (isinstance(given, ListConfig) and len(names) < len(given)):
             yield refusal(config, key, "names no file; give a parquet or JSON file, or a list of them")
         for name in names:
             if not has_scheme(name) and not os.path.isfile(name) and not glob.glob(name):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl_tree.launch.environment import joins_running_cluster
 
@@ -116,15 +116,23 @@ def uses_reference(config: DictConfig) -> bool:
 def data_files(config: DictConfig, key: str) -> list[str]:
     """Return the files of one of `DATA_KEYS`, which takes a name or a list of them."""
     files = value_of(config, key)
-    return [files] if isinstance(files, str) else list(files or [])
+    return [each for each in (files if isinstance(files, ListConfig) else [files]) if isinstance(each, str)]
+
+
+def is_parquet_here(name: str) -> bool:
+    """Whether a name is that of a parquet file on this machine."""
+    return name.endswith(".parquet") and os.path.isfile(name)
 
 
 def columns(name: str) -> list[str]:
-    """Return the columns of a parquet file; none of another file, or of one that is not here."""
+    """Return the columns of a parquet file; none of another file, one that is not here, or one that is damaged."""
+    import pyarrow
     import pyarrow.parquet
 
-    is_here = name.endswith(".parquet") and os.path.isfile(name)
-    return pyarrow.parquet.read_schema(name).names if is_here else []
+    try:
+        return pyarrow.parquet.read_schema(name).names if is_parquet_here(name) else []
+    except (pyarrow.ArrowException, OSError):
+        return []
 
 
 def model_settings(path: Any) -> dict[str, Any]:

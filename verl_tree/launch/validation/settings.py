@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY, TreeConfig
+from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.launch.validation.refusals import (
     ACTOR,
     ENGINES,
@@ -16,7 +16,6 @@ from verl_tree.launch.validation.refusals import (
     REF,
     ROLLOUT,
     Check,
-    Finding,
     Findings,
     lacks_cuda,
     refusal,
@@ -26,6 +25,7 @@ from verl_tree.launch.validation.refusals import (
     uses_tree,
     value_of,
 )
+from verl_tree.launch.validation.values import check_tree_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +87,8 @@ def check_tree_options(config: DictConfig) -> Findings:
     from verl_tree.functional.expansion import SHARED_TOKEN_MODES
     from verl_tree.packing import METHODS
 
-    try:
-        TreeConfig.from_mapping(config.tree)
-    except ValueError as error:
-        yield Finding(str(error))
+    if wrong := list(check_tree_values(config)):
+        yield from wrong
         return
     for name, known in (("packing", METHODS), ("backend", ("auto", *BACKENDS)), ("shared_tokens", SHARED_TOKEN_MODES)):
         if config.tree[name] not in known:

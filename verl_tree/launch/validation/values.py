@@ -5,14 +5,14 @@ They come before all other checks, which compute with these values. verl takes m
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl_tree.launch.composition import verl_trainer_folder
+from verl_tree.config import TreeConfig
+from verl_tree.launch.composition import verl_values
 from verl_tree.launch.validation.refusals import (
     ACTOR,
     ROLLOUT,
@@ -64,7 +64,8 @@ class Range:
         return f"a {'whole ' if self.is_whole else ''}number {bounds}{', or null' if self.or_null else ''}"
 
 
-def _ranges(parent: str, *names: str, **options: Any) -> tuple[Range, ...]:
+def ranges(parent: str, *names: str, **options: Any) -> tuple[Range, ...]:
+    """Return the same range for several keys below a parent."""
     return tuple(Range(f"{parent}.{name}", **options) for name in names)
 
 
@@ -73,37 +74,43 @@ PROBABILITY: dict[str, Any] = {"least": 0, "most": 1, "is_open": True}
 SHARE: dict[str, Any] = {"least": 0, "most": 1}
 
 RANGES: tuple[Range, ...] = (
-    *_ranges("data", "train_batch_size", "max_prompt_length", "max_response_length", **COUNT),
-    *_ranges(ROLLOUT, "n", "val_kwargs.n", "agent.num_workers", "prompt_length", "response_length", **COUNT),
-    *_ranges(ROLLOUT, "max_model_len", **COUNT, or_null=True),
-    *_ranges(ROLLOUT, "tensor_model_parallel_size", "data_parallel_size", "max_num_seqs", **COUNT),
-    *_ranges(ACTOR, "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", **COUNT),
-    *_ranges("critic", "ppo_mini_batch_size", "ppo_epochs", **COUNT, applies=uses_critic),
-    *_ranges("trainer", "nnodes", "n_gpus_per_node", "total_epochs", **COUNT),
-    *_ranges("trainer", "total_training_steps", **COUNT, or_null=True),
-    *_ranges("trainer", "save_freq", "test_freq", least=-1, is_whole=True),
+    *ranges("data", "train_batch_size", "max_prompt_length", "max_response_length", **COUNT),
+    *ranges(ROLLOUT, "n", "val_kwargs.n", "agent.num_workers", "prompt_length", "response_length", **COUNT),
+    *ranges(ROLLOUT, "max_model_len", **COUNT, or_null=True),
+    *ranges(ROLLOUT, "tensor_model_parallel_size", "data_parallel_size", "max_num_seqs", **COUNT),
+    *ranges(ACTOR, "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", **COUNT),
+    *ranges("critic", "ppo_mini_batch_size", "ppo_epochs", **COUNT, applies=uses_critic),
+    *ranges("trainer", "nnodes", "n_gpus_per_node", "total_epochs", **COUNT),
+    *ranges("trainer", "total_training_steps", **COUNT, or_null=True),
+    *ranges("trainer", "save_freq", "test_freq", least=-1, is_whole=True),
     # With 0 every token but one has the log-prob -inf. Validation may use it.
-    *_ranges(ROLLOUT, "temperature", least=0, is_open=True),
-    *_ranges(ROLLOUT, "val_kwargs.temperature", least=0),
-    *_ranges(ROLLOUT, "top_p", "val_kwargs.top_p", "gpu_memory_utilization", **PROBABILITY),
-    *_ranges(ACTOR, "optim.lr", "clip_ratio", "clip_ratio_low", "clip_ratio_high", least=0),
-    *_ranges(ACTOR, "grad_clip", least=0, is_open=True),
-    *_ranges("critic", "optim.lr", "cliprange_value", least=0, applies=uses_critic),
-    *_ranges("algorithm", "gamma", "lam", **SHARE),
+    *ranges(ROLLOUT, "temperature", least=0, is_open=True),
+    *ranges(ROLLOUT, "val_kwargs.temperature", least=0),
+    *ranges(ROLLOUT, "top_p", "val_kwargs.top_p", "gpu_memory_utilization", **PROBABILITY),
+    *ranges(ACTOR, "optim.lr", "clip_ratio", "clip_ratio_low", "clip_ratio_high", least=0),
+    *ranges(ACTOR, "grad_clip", least=0, is_open=True),
+    *ranges("critic", "optim.lr", "cliprange_value", least=0, applies=uses_critic),
+    *ranges("algorithm", "gamma", "lam", **SHARE),
 )
 """Numbers outside of which a training run cannot work."""
 
 PATH_ENDINGS = ("path", "_dir")
 
 
-def check_kinds(config: DictConfig) -> Findings:
-    """Find values of another kind than verl's defaults: a text for a number, a number for a switch, NaN anywhere."""
+def check_kinds(config: DictConfig, *, texts: Collection[str] = ()) -> Findings:
+    """Find values of another kind than verl's defaults: a text for a number, a number for a switch, NaN anywhere.
+
+    `texts` are the keys of numbers that may be a text as well.
+    """
     values = dict(_leaves(OmegaConf.to_container(config)))
     for key, value in values.items():
         if isinstance(value, float) and math.isnan(value):
-            yield refusal(config, key, "this is not a number; give one")
-    for key, default in _defaults().items():
-        if key in values and (asked := _kind(default)) is not None and not _is_kind(values[key], default):
+            yield Finding(f"{key}={value}: this is not a number; give one")
+    # Of our own options the group only: `TreeConfig` checks what is in it.
+    defaults = {"tree": {"enabled": None}, **dict(_leaves(verl_values(config)))}
+    for key, default in defaults.items():
+        is_text = key in texts and isinstance(values.get(key), str)
+        if key in values and (asked := _kind(default)) is not None and not (is_text or _is_kind(values[key], default)):
             yield Finding(f"{key}={values[key]}: this is no {asked}; give one")
     for key, value in values.items():
         # Data files may be a list.
@@ -111,6 +118,12 @@ def check_kinds(config: DictConfig) -> Findings:
             yield Finding(f"{key}={value}: this is no path; give one")
         elif key.endswith("_class") and isinstance(value, bool | int | float | list):
             yield Finding(f"{key}={value}: this is no class; give package.module.Class")
+
+
+def unset_numbers(config: DictConfig) -> list[str]:
+    """Return the keys that are null where verl has a number."""
+    values, defaults = dict(_leaves(OmegaConf.to_container(config))), dict(_leaves(verl_values(config)))
+    return [key for key, default in defaults.items() if _kind(default) == "number" and values.get(key, 0) is None]
 
 
 def _kind(default: Any) -> str | None:
@@ -147,16 +160,6 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(each, f"{prefix}{key}.")
 
 
-@cache
-def _defaults() -> dict[str, Any]:
-    """Return verl's own values by their dotted keys, from the file in which verl keeps all of them for reference.
-
-    Of our own options it has the group only: `TreeConfig` checks what is in it.
-    """
-    config = OmegaConf.load(verl_trainer_folder() / "config" / "_generated_ppo_trainer.yaml")
-    return {"tree": {"enabled": None}, **dict(_leaves(OmegaConf.to_container(config, resolve=False)))}
-
-
 def check_names(config: DictConfig) -> Findings:
     """Look up names that verl looks up late: loss, logger, KL controller, how to resume."""
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
@@ -176,12 +179,26 @@ def check_names(config: DictConfig) -> Findings:
             yield refusal(config, "trainer.logger", f"{name} is none of {', '.join(Tracking.supported_backend)}")
 
 
+def check_tree_values(config: DictConfig) -> Findings:
+    """Build the tree options, which look at their values."""
+    try:
+        TreeConfig.from_mapping(config.tree)
+    except ValueError as error:
+        yield Finding(str(error))
+
+
 def find_wrong_values(config: DictConfig) -> Findings:
     """Yield the values of a wrong kind; where there are none, the numbers out of their range."""
     wrong = list(check_kinds(config))
     yield from wrong
     for check in () if wrong else RANGES:
         yield from check(config)
+
+
+def find_at_once(config: DictConfig) -> Findings:
+    """Yield the wrong values that are found without verl and torch, whose imports take seconds."""
+    yield from find_wrong_values(config)
+    yield from check_tree_values(config)
 
 
 CHECKS: tuple[Check, ...] = (check_names,)

@@ -32,7 +32,8 @@ class Tokenizer(Protocol):
 def page_content(tree: StoredTree, *, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return the JSON values that the page's script needs; without a tokenizer, texts are token ids.
 
-    Nodes are in display order, and a node's parent is an index into that order.
+    Nodes are in display order, and a node's parent is an index into that order. `is_training` is whether the tree has
+    advantages; those of a validation have none, and nothing of them is trained.
     """
     forest = tree.forest()
     placed = _place(forest)
@@ -54,6 +55,7 @@ def page_content(tree: StoredTree, *, tokenizer: Tokenizer | None) -> dict[str, 
         "num_tree_tokens": forest.num_tokens,
         "num_sessions": len({leaf.session for leaf in tree.leaves}),
         "por": forest.potential_overlap_ratio,
+        "is_training": any(leaf.token_advantages is not None for leaf in tree.leaves),
         "reward_range": [min(rewards), max(rewards)] if rewards else None,
         "advantage_range": [-max(advantages), max(advantages)] if advantages else None,
         "overlap": overlap_histogram(forest),

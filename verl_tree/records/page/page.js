@@ -3,6 +3,8 @@ const data = JSON.parse(document.getElementById("content").textContent);
 const FOLD = 600; // characters of a text that are shown until it is unfolded
 const collapsed = new Set();
 const unfolded = new Set();
+// Of a validation, which trains nothing, the response mask says what training would train.
+const trained = data.is_training ? "trained" : "trainable";
 let query = "";
 let leafRow = -1;
 
@@ -43,6 +45,7 @@ function measure(label, value, range) {
 function drawHeader() {
   document.title = `Token tree ${data.uid}, step ${data.step}`;
   byId("uid").textContent = data.uid;
+  byId("not-trained").textContent = `model, not ${trained}`;
   const facts = {
     step: number(data.step), sessions: number(data.num_sessions), leaves: number(data.leaves.length),
     "flat tokens": number(data.num_flat_tokens), "tree tokens": number(data.num_tree_tokens),
@@ -67,7 +70,7 @@ function line(cells, tag) {
 
 function drawLeaves() {
   const hasInfo = data.leaves.some((leaf) => Object.keys(leaf.info).length);
-  byId("leaves").append(line(["session_leaf", "tokens", "trained", "reward", "advantage", hasInfo ? { wide: "reward info" } : ""], "th"));
+  byId("leaves").append(line(["session_leaf", "tokens", trained, "reward", "advantage", hasInfo ? { wide: "reward info" } : ""], "th"));
   data.leaves.forEach((leaf, row) => {
     const show = element("button", "", leaf.name);
     show.type = "button";
@@ -117,7 +120,8 @@ function drawPassage(passage, numLeaves, key) {
   const made = element("div", `passage ${kinds.join(" ")}`);
   const parts = [passage.who];
   if (passage.call !== null) parts.push(`session ${passage.session} call ${passage.call} (${passage.kind})`);
-  if (passage.who === "model") parts.push(passage.num_training === numLeaves ? "trained" : passage.num_training ? `trained on ${passage.num_training} of ${plural(numLeaves, "leaf")}` : "not trained");
+  const isUsual = !data.is_training && passage.num_training === numLeaves;
+  if (passage.who === "model" && !isUsual) parts.push(passage.num_training === numLeaves ? trained : passage.num_training ? `${trained} on ${passage.num_training} of ${plural(numLeaves, "leaf")}` : `not ${trained}`);
   parts.push(plural(passage.num_tokens, "token"));
   const text = element("pre");
   if (!passage.continues) made.append(element("div", "who", parts.join(" · ")));

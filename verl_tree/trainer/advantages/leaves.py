@@ -15,6 +15,8 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
+from rollout_hooks.capture.leaf_shapes import MAX_REWARD
+
 EPSILON = 1e-6
 """Added to a standard deviation, as in verl's GRPO."""
 
@@ -23,12 +25,15 @@ def one_per_leaf(rewards: ArrayLike, **others: Sequence[object]) -> np.ndarray:
     """Return the rewards as (R,) float64.
 
     Raises:
-        ValueError: There is not one reward, and one of each of the others, per leaf.
+        ValueError: There is not one reward, and one of each of the others, per leaf, or a reward is not finite.
     """
     rewards_R = np.asarray(rewards, dtype=np.float64)
     if any(rewards_R.shape != (len(values),) for values in others.values()):
         given = ", ".join(f"{len(values)} {name}" for name, values in others.items())
         raise ValueError(f"rewards of shape {rewards_R.shape} for {given}: give one of each per leaf")
+    # One that is not finite makes every advantage of its group NaN, and so do squares of larger ones.
+    for leaf in np.flatnonzero(~(np.abs(rewards_R) <= MAX_REWARD)).tolist():
+        raise ValueError(f"the reward of leaf {leaf} is {rewards_R[leaf]}: give a number that is finite in float32")
     return rewards_R
 
 

@@ -1,17 +1,20 @@
-"""Draw a training run: validation reward, what the trees saved, the time of an update and its MFU, one panel each.
+"""Draw the metrics of training runs: reward, sharing, the duration of the updates and MFU, or one panel for each key.
 
-    python scripts/plot_run.py runs/arithmetic_tools/metrics.jsonl [--baseline OTHER.jsonl] [--out FILE.png]
+    verl-tree plot runs/arithmetic_tools/metrics.jsonl [--baseline OTHER.jsonl] [--out FILE.png]
 
 reads the JSON lines that verl's logger ``file`` writes: ``{"step": 3, "data": {"tree/por": 0.8, ...}}``. Other panels:
 
-    python scripts/plot_run.py a1.jsonl --baseline a2.jsonl b.jsonl --names a,a,b --keys actor/loss,actor/grad_norm
+    verl-tree plot a1.jsonl --baseline a2.jsonl b.jsonl --names a,a,b --keys actor/loss,actor/grad_norm
 
 draws a panel for each key. Runs of one name, such as three seeds, are one line, their mean, in a band from the least to
 the greatest. An axis is logarithmic where the values are positive and 100 times apart.
+
+    verl-tree plot runs/arithmetic_tools/metrics.jsonl --workspace
+
+draws what the dashboards show of one run (docs/dashboards.md).
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -25,8 +28,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-Metrics = dict[int, dict[str, float]]
-Series = tuple[list[int], list[float]]
+from verl_tree.commands.metrics_file import Metrics, Series, read_metrics, series
+from verl_tree.commands.workspace_picture import draw_workspace
 
 MAX_COLUMNS = 4
 """Panels beside each other, of chosen keys."""
@@ -36,27 +39,6 @@ SESSION_REWARD = "tree/session_reward/mean"
 SHARING = {"tree/por": ("potential overlap (POR)", 4.0), "tree/err": ("effective reuse (ERR)", 1.5)}
 UPDATE_S = "timing_s/update_actor"
 MFU = ("perf/mfu/actor", "perf/mfu/actor_flat_equivalent")
-
-
-def read_metrics(path: Path) -> Metrics:
-    """Return what was logged at each step; steps logged in several lines are merged.
-
-    Raises:
-        ValueError: The file has no steps.
-    """
-    metrics: Metrics = {}
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
-        metrics.setdefault(int(record["step"]), {}).update(record["data"])
-    if not metrics:
-        raise ValueError(f"{path}: no steps; did the run log to trainer.logger=[file]?")
-    return metrics
-
-
-def series(metrics: Metrics, *, key: str) -> Series:
-    """Return the steps that logged `key` and its values, in the order of the steps."""
-    steps = [step for step in sorted(metrics) if key in metrics[step]]
-    return steps, [metrics[step][key] for step in steps]
 
 
 def validation_key(metrics: Metrics) -> str | None:
@@ -83,8 +65,8 @@ def draw(runs: dict[str, Metrics], *, out: Path) -> None:
         _line(update_axes, series(metrics, key=UPDATE_S), label=f"update{label}", style=style)
         for mfu_key in MFU:
             _line(mfu_axes, series(metrics, key=mfu_key), label=f"{mfu_key}{label}", style=style)
-    for axes, title in ((reward_axes, "mean reward"), (sharing_axes, "share of tokens saved")):
-        axes.set(title=title, ylim=(0, 1))
+    reward_axes.set(title="mean reward")
+    sharing_axes.set(title="share of tokens saved", ylim=(0, 1))
     update_axes.set(title="actor update, seconds")
     mfu_axes.set(title="MFU: computed, and of flat rows")
     for axes in (update_axes, mfu_axes):
@@ -162,19 +144,25 @@ def _line(axes: Axes, points: Series, *, label: str, style: str, marker: str = "
         axes.plot(steps, values, style, marker=marker, linewidth=width, label=label)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Parse the command line, draw and print a summary."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="verl-tree plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("metrics", type=Path)
     parser.add_argument("--baseline", type=Path, nargs="+", default=[], help="metrics of other runs to draw with it")
     parser.add_argument("--names", type=_words, help="a name for each run, divided by commas; default: their folders")
-    parser.add_argument("--keys", type=_words, help="metrics to draw, one panel each, divided by commas")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--keys", type=_words, help="metrics to draw, one panel each, divided by commas")
+    shown.add_argument("--workspace", action="store_true", help="draw the panels of the dashboards")
     parser.add_argument("--out", type=Path, help="default: the metrics file with the ending .png")
     options = parser.parse_args(arguments)
     paths = [options.metrics, *options.baseline]
     names = options.names or [str(path.parent) for path in paths]
     if len(names) != len(paths):
         sys.exit(f"--names gives {len(names)} names to {len(paths)} runs: give one to each")
+    if options.workspace and options.baseline:
+        sys.exit("--workspace draws one run: leave --baseline out, or choose --keys")
     missing = [str(path) for path in paths if not path.exists()]
     if missing:
         sys.exit(f"{', '.join(missing)}: no such file; give what verl's logger `file` wrote")
@@ -182,6 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out = options.out or options.metrics.with_suffix(".png")
     if options.keys:
         draw_keys(runs, keys=options.keys, out=out)
+    elif options.workspace:
+        draw_workspace(runs[0][1], out=out)
     else:
         if len(set(names)) < len(names):
             sys.exit(f"runs of one name, {', '.join(names)}: give other --names, or --keys, which draws their mean")
@@ -192,7 +182,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _words(text: str) -> list[str]:
     return text.split(",")
-
-
-if __name__ == "__main__":
-    main()

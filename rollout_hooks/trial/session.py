@@ -1,0 +1,187 @@
+"""A session of an agent loop, run as verl's worker runs it, without Ray, a queue or a cluster."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from textwrap import indent
+from typing import Any, cast
+
+import hydra
+from omegaconf import DictConfig, OmegaConf, open_dict
+from typing_extensions import override
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker, _agent_loop_registry
+from verl.trainer.ppo.utils import create_rl_dataset
+from verl.utils.tokenizer import get_processor_token_id
+from verl.workers.rollout.llm_server import LLMServerClient
+
+from rollout_hooks.capture.errors import describe_error
+from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput
+from rollout_hooks.capture.recording import RecordingClient
+from rollout_hooks.capture.rows import CALLS_FIELD, RowLimits, session_rows
+from rollout_hooks.capture.session_images import SessionImages
+from rollout_hooks.capture.session_tree import SessionTree
+from rollout_hooks.capture.tracebacks import user_traceback
+from rollout_hooks.loops import register_built_in
+from rollout_hooks.trial.tree_text import TextPath, draw, num_nodes_and_tokens
+
+register_built_in()
+
+
+@dataclass(frozen=True, slots=True)
+class TriedSession:
+    """What a session left: the recorded calls, the rows that would be trained, and the error if it failed."""
+
+    tree: SessionTree
+    rows: tuple[AgentLoopOutput, ...]
+    error: BaseException | None
+
+    def describe(self, *, decode: Callable[[list[int]], str]) -> list[str]:
+        """Return the tree of the session as text, and why calls or the session failed."""
+        paths, calls = self._paths(), self.tree.calls
+        num_nodes, num_tokens = num_nodes_and_tokens(paths)
+        num_flat = sum(len(path.token_ids) for path in paths)
+        sizes = f"{num_nodes} nodes, {num_tokens} tree tokens, {num_flat} flat tokens"
+        lines = [f"{len(calls)} calls, {len(self.rows)} rows to train, {sizes}", ""]
+        lines += draw(paths, decode=decode, kinds={call.index: call.kind.value for call in calls})
+        lines += [f"call {call.index} ({call.status}): {call.cause}" for call in calls if call.cause is not None]
+        if self.error is not None:
+            lines += ["", f"The session failed: {describe_error(self.error)}", indent(user_traceback(self.error), "  ")]
+        return lines
+
+    def _paths(self) -> list[TextPath]:
+        """Return the rows to be drawn; without any, the recorded leaves."""
+        if self.rows:
+            return [_path_of_row(row, number) for number, row in enumerate(self.rows)]
+        return [
+            TextPath.of_stretches(
+                path.token_ids.tolist(),
+                [(call, position, position + 1) for position, call in enumerate(path.source.tolist()) if call >= 0],
+                prompt_len=path.prompt_len,
+                end="not trained",
+            )
+            for path in self.tree.leaves()
+        ]
+
+
+class TrialWorker(AgentLoopWorker):
+    """verl's worker, of which each session returns what its loop returned; `run_session` gives it a client."""
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config, llm_client=cast(LLMServerClient, None))
+
+    @override
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
+        return output
+
+
+def compose_trial(*, loops: str, model: str, data: str, overrides: Sequence[str]) -> DictConfig:
+    """Compose verl's configuration for a trial; overrides are Hydra's, and win."""
+    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+        config = hydra.compose("ppo_trainer", overrides=["actor_rollout_ref.rollout.name=vllm", *overrides])
+    with open_dict(config):
+        config.actor_rollout_ref.model.path = model
+        config.actor_rollout_ref.rollout.agent.agent_loop_config_path = loops
+        config.data.train_files = data
+    return config
+
+
+def read_row(config: DictConfig, number: int, *, worker: TrialWorker) -> dict[str, Any]:
+    """Return a row of the data as a loop's `run` gets it.
+
+    Raises:
+        ValueError: The file has no such row.
+    """
+    files = config.data.train_files
+    data: Any = create_rl_dataset(files, config.data, worker.tokenizer, worker.processor)
+    if not 0 <= number < len(data):
+        raise ValueError(f"row {number} of {files}: it has {len(data)}; give a number below, counted from 0")
+    return {**data[number], "uid": "trial", "session_id": 0, "global_steps": 0}
+
+
+def read_names(loops: str) -> list[str]:
+    """Return the names of the loops of a file.
+
+    Raises:
+        ValueError: It is not a list of loops.
+    """
+    entries: Any = OmegaConf.to_container(OmegaConf.load(loops))
+    is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+    if not is_list or not all({"name", "_target_"} <= set(entry) for entry in entries):
+        raise ValueError(f"{loops}: give a YAML list, each entry with `name` and `_target_` (docs/agent_loops.md)")
+    return [entry["name"] for entry in entries]
+
+
+def choose_loop(names: Sequence[str], *, asked: str | None, row: Mapping[str, Any]) -> str:
+    """Return the loop that is asked for, else the row's, else the only one of the file, whose loops have these names.
+
+    Raises:
+        ValueError: There is none of that name, or more than one to choose from.
+    """
+    name = asked or row.get("agent_name") or (names[0] if len(names) == 1 else None)
+    if name is None:
+        raise ValueError(f"the file has {len(names)} loops: choose one by --agent {' | '.join(names)}")
+    if name not in _agent_loop_registry:
+        close = get_close_matches(name, _agent_loop_registry, n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"no agent loop {name}; {meant}choose one of {', '.join(sorted(_agent_loop_registry))}")
+    return name
+
+
+def run_session(
+    config: DictConfig, client: LLMServerClient, row: Mapping[str, Any], *, loop: str, worker: TrialWorker
+) -> TriedSession:
+    """Run one session; its calls are recorded, and its rows are made as in a training run."""
+    image_token, video_token = (get_processor_token_id(worker.processor, name) for name in ("image", "video"))
+    images = SessionImages(image_token=image_token, video_token=video_token)
+    decode = partial(worker.tokenizer.decode, clean_up_tokenization_spaces=False)
+    recorder = RecordingClient(client, tree=SessionTree(decode=decode, images=images))
+    worker.llm_client = recorder
+    rollout = config.actor_rollout_ref.rollout
+    limits = RowLimits(rollout.prompt_length, rollout.response_length, wants_log_probs=True)
+    sampling = {
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "repetition_penalty": 1.0,
+        "logprobs": True,
+    }
+    fields = {name: value for name, value in row.items() if name != "agent_name"}
+    trajectory = {"step": 0, "sample_index": 0, "rollout_n": 0, "validate": False}
+
+    async def run() -> TriedSession:
+        session = worker._run_agent_loop(sampling, trajectory, agent_name=loop, trace=False, **fields)
+        # The error comes back as a value: it is what the trial shows.
+        (result,) = cast("list[Any]", await asyncio.gather(session, return_exceptions=True))
+        error: BaseException | None = None
+        outputs: list[AgentLoopOutput] = []
+        if isinstance(result, SessionFailed):
+            error, outputs = result, [*result.outputs]  # its leaves with a reward of their own are trained
+        elif isinstance(result, BaseException):
+            error = result
+        else:
+            outputs = result if isinstance(result, list) else [result]
+        if error is not None and not outputs:
+            return TriedSession(recorder.tree, (), error)
+        try:
+            rows = session_rows(recorder.tree, outputs, limits=limits).outputs
+        except ValueError as refused:
+            return TriedSession(recorder.tree, (), refused)
+        return TriedSession(recorder.tree, tuple(rows), error)
+
+    return asyncio.run(run())
+
+
+def _path_of_row(row: AgentLoopOutput, number: int) -> TextPath:
+    prompt_len = len(row.prompt_ids)
+    own = row.leaf_reward if isinstance(row, TreeAgentLoopOutput) else row.reward_score
+    reward = "reward of verl's reward function, which a trial does not run" if own is None else f"reward {own:g}"
+    nodes = row.node_rewards if isinstance(row, TreeAgentLoopOutput) else ()
+    return TextPath.of_stretches(
+        [*row.prompt_ids, *row.response_ids],
+        [(call, start, stop) for call, _, start, stop, *_ in row.extra_fields.get(CALLS_FIELD, ())],
+        prompt_len=prompt_len,
+        end=f"leaf {number}: {reward}",
+        rewards=tuple((prompt_len + position, value) for position, value in nodes),
+    )

@@ -1,0 +1,56 @@
+"""How Ray and verl print what the other processes write: what `verl_tree.launch.lines` reads."""
+
+import io
+import logging
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+from ray._private.ray_constants import LOGGER_FORMAT
+from ray._private.worker import print_to_stdstream
+from verl.utils.logging_utils import configure_verl_logging
+
+from verl_tree.launch.lines import LineFilter, split_process, without_colours
+
+
+@pytest.mark.parametrize("is_err", [False, True])
+def test_ray_prints_to_the_streams_of_the_moment_with_the_name_in_front(is_err: bool) -> None:
+    stdout, stderr = io.StringIO(), io.StringIO()
+    here = {"ip": "10.0.0.1", "localhost": "10.0.0.1", "is_err": is_err, "job": "1"}
+    with redirect_stdout(stdout), redirect_stderr(stderr):
+        for whose in (
+            {"pid": 12, "actor_name": "WorkerDict", "lines": ["a text", "  and more"]},
+            {"pid": 13, "actor_name": "WorkerDict", "lines": ["elsewhere"], "ip": "10.0.0.2"},
+            {"pid": 14, "lines": ["unnamed"]},
+            {"pid": "raylet", "lines": ["killed by the node"]},
+        ):
+            print_to_stdstream({**here, **whose}, ignore_prefix=False)
+    printed, other = (stderr, stdout) if is_err else (stdout, stderr)
+    assert [split_process(without_colours(line)) for line in printed.getvalue().splitlines()] == [
+        ("WorkerDict", "a text"),
+        ("WorkerDict", "  and more"),
+        ("WorkerDict", "elsewhere"),
+        ("?", "unnamed"),
+        ("", "(raylet) killed by the node"),
+    ]
+    assert other.getvalue() == ""
+
+
+@pytest.fixture
+def verls_line(monkeypatch: pytest.MonkeyPatch) -> logging.Formatter:
+    """Return verl's format of a line in a task runner, and restore its logger."""
+    logger = logging.getLogger("verl")
+    for name in ("handlers", "level", "propagate"):
+        monkeypatch.setattr(logger, name, vars(logger)[name])
+    configure_verl_logging()
+    formatter = logger.handlers[0].formatter
+    assert formatter is not None
+    return formatter
+
+
+def test_levels_are_read_from_the_lines_of_verl_and_ray(verls_line: logging.Formatter) -> None:
+    for formatter in (verls_line, logging.Formatter(LOGGER_FORMAT)):
+        levels = {}
+        for level in (logging.INFO, logging.WARNING, logging.ERROR):
+            record = logging.LogRecord("verl", level, "file.py", 3, "a text", None, None)
+            levels[level] = LineFilter().shows(formatter.format(record))
+        assert levels == {logging.INFO: False, logging.WARNING: True, logging.ERROR: True}

@@ -1,0 +1,99 @@
+"""The tutorials that train, as printed, one after another in one folder: three training runs, one fine-tuning."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from followed_page import TUTORIALS, follow
+
+from verl_tree.records import StoredTree, read_trees
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+NUM_STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder in which all tutorials are followed."""
+    return tmp_path_factory.mktemp("tutorials")
+
+
+@pytest.fixture(scope="module")
+def first(place: Path) -> list[StoredTree]:
+    """Follow the first tutorial and return the trees of its steps."""
+    follow(TUTORIALS / "01_first_agent.md", place)
+    return stored(place / "trees")
+
+
+def stored(folder: Path) -> list[StoredTree]:
+    files = sorted(folder.glob("step_*.parquet"))
+    assert len(files) == NUM_STEPS
+    return [tree for file in files for tree in read_trees(file)]
+
+
+def rewards(trees: list[StoredTree]) -> np.ndarray:
+    """Return the reward of every leaf; each has one."""
+    values = np.array([leaf.reward for tree in trees for leaf in tree.leaves], dtype=float)
+    assert not np.isnan(values).any()
+    return values
+
+
+def metrics(file: Path) -> list[dict[str, float]]:
+    """Return the metrics of the steps, all of which trained on all sessions."""
+    steps = [json.loads(line)["data"] for line in file.read_text().splitlines()]
+    assert len(steps) == NUM_STEPS
+    for step in steps:
+        assert step["tree/failed_sessions"] == 0
+        assert step["actor/grad_norm"] > 0
+    return steps
+
+
+def test_first_agent(first: list[StoredTree], place: Path) -> None:
+    """Each of 4 sessions a question has three answers that go on from one thought."""
+    metrics(place / "metrics.jsonl")
+    assert [len(tree.leaves) for tree in first] == [12] * 8 * NUM_STEPS
+    for tree in first:
+        assert 0 <= rewards([tree]).min() < rewards([tree]).max() <= 1
+        for session in range(4):
+            thoughts = [leaf.calls[0] for leaf in tree.leaves if leaf.session == session]
+            assert len(thoughts) == 3
+            assert len({(run.call, run.start, run.end) for run in thoughts}) == 1
+    assert all(leaf.calls[0].kind == "root" for tree in first for leaf in tree.leaves)
+
+
+def test_reading_trees(first: list[StoredTree], place: Path) -> None:
+    assert first
+    summary, _, table = follow(TUTORIALS / "04_reading_trees.md", place)
+    assert sum(line.startswith("12 leaves") for line in summary.splitlines()) == 8
+    assert first[0].uid in (place / "page.html").read_text()
+    tree, trained = first[0].forest(), int(table.splitlines()[2].split()[2])
+    assert int(table.splitlines()[2].split()[1]) == tree.num_tokens
+    assert 0 < trained < tree.num_tokens
+
+
+def test_blackbox_agent(first: list[StoredTree], place: Path) -> None:
+    """The client's calls become the same trees; each answer is a leaf with the reward that the agent gave it."""
+    assert first
+    follow(TUTORIALS / "02_blackbox_agent.md", place)
+    metrics(place / "blackbox.jsonl")
+    trees = stored(place / "blackbox_trees")
+    assert len(trees) == 8 * NUM_STEPS
+    sessions = [[leaf for leaf in tree.leaves if leaf.session == number] for tree in trees for number in range(4)]
+    # A thought that the client could not send back is one leaf more.
+    assert {len(leaves) for leaves in sessions} <= {3, 4}
+    plain = [leaves for leaves in sessions if len(leaves) == 3]
+    assert len(plain) > len(sessions) / 2
+    assert all({run.call for leaf in leaves for run in leaf.calls} == {0, 1, 2, 3} for leaves in plain)
+    assert len({leaf.reward for leaves in plain for leaf in leaves}) > 5
+
+
+def test_sft_to_rl(first: list[StoredTree], place: Path) -> None:
+    """The second generation begins better than the first, by more than three standard errors of the difference."""
+    follow(TUTORIALS / "05_sft_to_rl.md", place)
+    metrics(place / "second.jsonl")
+    before, after = (
+        rewards([tree for tree in trees if tree.step == 1]) for trees in (first, stored(place / "second_trees"))
+    )
+    assert after.mean() - before.mean() > 3 * ((before.var() + after.var()) / len(after)) ** 0.5

@@ -1,0 +1,188 @@
+"""Starts and ends of a training run: verl's own loop, checkpoints and file logger, with a model of one number."""
+
+import json
+import os
+import resource
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+pytest.importorskip("verl")
+
+import torch
+import transfer_queue as tq
+from omegaconf import DictConfig, OmegaConf
+from torchdata.stateful_dataloader import StatefulDataLoader
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+from verl_tree.launch.composition import compose_config
+from verl_tree.trainer.checkpoints import END_REQUEST, MARKER, TRACKER
+from verl_tree.trainer.resumable import ResumableTrainer
+
+MODEL = "actor/model.pt"
+CALLBACK = f"{__name__}.NotedSaves"
+
+
+class NotedSaves(CheckpointCallback):
+    """A callback of the user's, which notes what it finds."""
+
+    found: ClassVar[list[tuple[int, bool]]] = []
+
+    def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, **options: Any) -> None:  # noqa: ARG002
+        self.found.append((global_step, (Path(checkpoint_dir) / MARKER).is_file()))
+
+
+class Workers:
+    """A worker group whose model is a number; it is a hundred thousand numbers on disk."""
+
+    num_steps = 0
+
+    def save_checkpoint(self, folder: str, _remote: None, step: int, max_ckpt_to_keep: int | None) -> None:
+        assert max_ckpt_to_keep is None
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        torch.save(torch.full((100_000,), float(step)), Path(folder) / "model.pt")
+
+    def load_checkpoint(self, local_path: str, del_local_after_load: bool) -> None:
+        assert not del_local_after_load
+        self.num_steps = int(torch.load(Path(local_path) / "model.pt")[0])
+
+    def update_weights(self, step: int) -> None:
+        """Send the weights of a step to the rollout."""
+        self.num_steps = step
+
+
+class SmallTrainer(ResumableTrainer, PPOTrainerSync):
+    """Our trainer whose steps count; `at` is called in each of them."""
+
+    def __init__(self, config: DictConfig, *, at: Callable[[int], None], num_steps: int) -> None:
+        super().__init__(config)
+        self.at = at
+        self.actor_rollout_wg = self.checkpoint_manager = Workers()
+        self.train_dataloader = StatefulDataLoader(list(range(num_steps)))
+        self.steps_per_epoch = self.total_training_steps = num_steps
+        self._init_dump_executor()
+        self._load_checkpoint()
+
+    def step(self, metrics: dict[str, float], timing_raw: dict[str, float]) -> KVBatchMeta:  # noqa: ARG002
+        assert self.actor_rollout_wg.num_steps == self.global_steps - 1, "weights of the step before"
+        self.at(self.global_steps)
+        return KVBatchMeta(partition_id="train", keys=[], tags=[])
+
+    def _compute_metrics(self, batch: Any, metrics: dict[str, float], *_: Any, **__: Any) -> None:  # noqa: ARG002
+        metrics["pid"] = id(self)
+
+
+@cache
+def composed() -> DictConfig:
+    config = compose_config(["profile=cpu", "actor_rollout_ref.model.path=unused"])
+    OmegaConf.set_struct(config, False)
+    return config
+
+
+def train(
+    folder: Path, *options: str, at: Callable[[int], None] = lambda _: None, num_steps: int = 6, save_freq: int = 2
+) -> int:
+    """Train to the end; return what stands for the start in the metrics."""
+    trainer = {
+        "default_local_dir": f"{folder}/checkpoints",
+        "save_freq": save_freq,
+        "test_freq": -1,
+        "val_before_train": False,
+        "logger": ["file"],
+    }
+    config = OmegaConf.merge(composed(), {"trainer": trainer}, OmegaConf.from_dotlist(list(options)))
+    OmegaConf.resolve(config)
+    small = SmallTrainer(config, at=at, num_steps=num_steps)
+    try:
+        small.fit(agent_loop_manager=None)
+    finally:
+        small.logger.finish()
+    return id(small)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder for a run. No row is in TransferQueue, which is not started."""
+    monkeypatch.setattr(tq, "kv_clear", lambda **_: None)
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", f"{tmp_path}/metrics.jsonl")
+    return tmp_path
+
+
+def steps_logged(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def fail_at(step: int) -> Callable[[int], None]:
+    def fail(now: int) -> None:
+        if now == step:
+            raise KeyError("a worker died")
+
+    return fail
+
+
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(folder: Path) -> None:
+    with pytest.raises(KeyError, match="a worker died"):
+        train(folder, at=fail_at(4))
+    assert steps_logged(folder) == [1, 2, 3]
+    train(folder)
+    assert steps_logged(folder) == [1, 2, 3, 4, 5, 6]
+    starts = {json.loads(line)["data"]["pid"] for line in (folder / "metrics.jsonl").read_text().splitlines()}
+    assert len(starts) == 2
+    assert (folder / "checkpoints" / TRACKER).read_text() == "6"
+
+
+def test_a_truncated_checkpoint_costs_its_steps_only(folder: Path) -> None:
+    train(folder, num_steps=5)
+    newest = folder / "checkpoints/global_step_5" / MODEL
+    os.truncate(newest, newest.stat().st_size // 2)
+    seen: list[int] = []
+    train(folder, at=seen.append)
+    assert seen == [5, 6]
+    assert steps_logged(folder) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_that_is_asked_to_end_saves_its_step_and_goes_on_from_it(folder: Path) -> None:
+    request = folder / "checkpoints" / END_REQUEST
+
+    def ask_in_step_3(step: int) -> None:
+        if step == 3:
+            request.touch()
+
+    train(folder, at=ask_in_step_3)
+    assert steps_logged(folder) == [1, 2, 3]
+    assert (folder / "checkpoints/global_step_3" / MARKER).is_file()
+    request.unlink()
+    seen: list[int] = []
+    train(folder, at=seen.append)
+    assert seen == [4, 5, 6]
+
+
+def test_a_step_that_is_saved_anyway_is_saved_once(folder: Path) -> None:
+    NotedSaves.found.clear()
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / END_REQUEST).touch()
+    train(folder, f"trainer.checkpoint_callback_class={CALLBACK}", save_freq=1)
+    assert NotedSaves.found == [(1, True)], "the user's callback finds a complete checkpoint"
+
+
+def test_a_checkpoint_that_does_not_fit_says_where_and_the_one_before_stays(folder: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def refuse_large_files(step: int) -> None:
+        if step == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+
+    try:
+        with pytest.raises(RuntimeError, match=r"step 4 was not saved.*bytes free.*trainer\.default_local_dir"):
+            train(folder, at=refuse_large_files)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(each.name for each in (folder / "checkpoints").glob("global_step_*")) == ["global_step_2"]
+    seen: list[int] = []
+    train(folder, at=seen.append)
+    assert seen == [3, 4, 5, 6]

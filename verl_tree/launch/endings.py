@@ -1,0 +1,87 @@
+"""How a training run ends where a traceback would say no more: refused, interrupted, without a trajectory, or well.
+
+Nothing is imported here that takes time: the entry point needs this module before its first line.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+INTERRUPTED = 130
+"""The exit status of what Ctrl-C ended, as shells have it."""
+LAST_LINES_S = 0.5
+"""Ray's thread prints what the processes wrote this much later; Ray waits as long where it ends with the driver."""
+
+
+@contextmanager
+def refused_in_brief() -> Iterator[None]:
+    """End the process with the lines of a refusal, and no traceback, unless one is asked for.
+
+    Raises:
+        SystemExit: The body raised a ValueError, or an error of OmegaConf's.
+    """
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        yield
+    except (ValueError, OmegaConfBaseException) as error:
+        if _wants_traceback():
+            raise
+        lines = "\n".join(f"  {line}" for line in str(error).splitlines())
+        sys.exit(f"Refused; nothing was started.\n{lines}")
+
+
+@contextmanager
+def ended_with_causes() -> Iterator[None]:
+    """End the process with the causes as its last lines, and no traceback unless one is asked for.
+
+    Raises:
+        SystemExit: A step of the body, or a validation, got no trajectory.
+    """
+    from ray.exceptions import RayTaskError
+
+    from verl_tree.trainer.no_trajectory import NoTrajectoryError
+
+    try:
+        yield
+    except NoTrajectoryError as error:
+        if _wants_traceback():
+            raise
+        # Ray's own message is a traceback. That the error is of Ray's class, too, is hidden from type checkers.
+        remote: BaseException = error
+        causes = remote.cause if isinstance(remote, RayTaskError) else error
+        sys.exit(f"The training run has ended: {causes}")
+
+
+def _wants_traceback() -> bool:
+    """Whether the user asks for the tracebacks of Hydra's own refusals."""
+    return os.environ.get("HYDRA_FULL_ERROR") == "1"
+
+
+@contextmanager
+def interrupted_in_brief(told: str) -> Iterator[None]:
+    """End the process in one line that ends with `told`, not in a traceback, if the body is interrupted.
+
+    Raises:
+        SystemExit: The body was interrupted.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"Interrupted; {told}", file=sys.stderr, flush=True)
+        raise SystemExit(INTERRUPTED) from None
+
+
+@contextmanager
+def ray_stopped() -> Iterator[None]:
+    """Stop Ray behind the body: the console still hears its last lines, and the cause of a failure comes after them."""
+    import ray
+
+    try:
+        yield
+    finally:
+        if ray.is_initialized():
+            time.sleep(LAST_LINES_S)
+            ray.shutdown()

@@ -1,0 +1,98 @@
+"""Checks of what earlier starts left: checkpoints to go on from, trees of another run, processes of a dead one."""
+
+import os
+from pathlib import Path
+
+import psutil
+from omegaconf import DictConfig
+
+from verl_tree.launch.validation.refusals import Check, Finding, Findings, has_scheme, refusal, refusal_here, value_of
+from verl_tree.trainer.checkpoints import choose_start, folder_of, list_checkpoints, look_at
+from verl_tree.trainer.tree_folder import other_owner
+
+PATH_KEY = "trainer.resume_from_path"
+
+
+def _refusal(config: DictConfig, key: str, remedy: str) -> Finding:
+    # Fine-tuning has no Ray, so its processes see what this one sees.
+    return refusal_here(config, key, remedy) if "ray_kwargs" in config else refusal(config, key, remedy)
+
+
+def check_checkpoints(config: DictConfig) -> Findings:
+    """Find checkpoints that no run can go on from, and say which is taken instead (`trainer.resume_mode=auto`)."""
+    folder = config.trainer.default_local_dir
+    if config.trainer.resume_mode != "auto" or not isinstance(folder, str) or has_scheme(folder):
+        return
+    try:
+        start = choose_start(folder_of(config))
+    except ValueError as error:
+        yield _refusal(config, "trainer.default_local_dir", str(error))
+        return
+    for line in start.skipped:
+        yield Finding(line, is_warning=True)
+    if start.checkpoint is None:
+        return
+    if start.skipped:
+        yield Finding(f"the run goes on from {start.checkpoint.folder}", is_warning=True)
+    if not start.checkpoint.is_marked:
+        unknown = "it has no complete.json, so whether all its files are whole is not known"
+        yield Finding(f"the run goes on from {start.checkpoint.folder}: {unknown}", is_warning=True)
+
+
+def check_chosen_checkpoint(config: DictConfig) -> Findings:
+    """Find a checkpoint that is not there or not whole (`trainer.resume_mode=resume_path`)."""
+    if config.trainer.resume_mode != "resume_path":
+        return
+    name = value_of(config, PATH_KEY)
+    if not isinstance(name, str):
+        yield _refusal(config, PATH_KEY, "trainer.resume_mode=resume_path needs the folder of a checkpoint")
+        return
+    if has_scheme(name):
+        return
+    folder = Path(name).absolute()
+    step = folder.name.removeprefix("global_step_")
+    if name.endswith("/") or step == folder.name or not step.isdecimal():
+        yield _refusal(config, PATH_KEY, "give a folder global_step_N, without a / at its end")
+    elif not folder.is_dir():
+        there = ", ".join(each.folder.name for each in list_checkpoints(folder.parent)) or "none"
+        yield _refusal(config, PATH_KEY, f"no such folder; checkpoints in {folder.parent}: {there}")
+    elif (fault := look_at(folder, among_marked=False).fault) is not None:
+        yield _refusal(config, PATH_KEY, f"{fault}; give a checkpoint that is whole")
+
+
+def check_owner_of_trees(config: DictConfig) -> Findings:
+    """Find a folder of trees into which another run writes: their steps would mix."""
+    folder = config.tree.dump_dir
+    if not isinstance(folder, str) or has_scheme(folder):
+        return
+    owner = other_owner(Path(folder), config=config)
+    if owner is not None:
+        names = ", ".join(f"{key} {value}" for key, value in owner.items())
+        yield _refusal(config, "tree.dump_dir", f"another run writes there ({names}); give a folder of its own")
+
+
+def find_leftovers() -> Findings:
+    """Find Ray's processes whose cluster is dead: a driver that was killed cannot end them."""
+    left = [(each.pid, title) for each in psutil.process_iter() if (title := _title_of_orphan(each)) is not None]
+    if left:
+        names = ", ".join(f"{title} (pid {pid})" for pid, title in left)
+        command = " ".join(["kill", *(str(pid) for pid, _ in left)])
+        message = f"processes of a training run that was killed are left: {names}; end them with: {command}"
+        yield Finding(message, is_warning=True)
+
+
+def _title_of_orphan(process: psutil.Process) -> str | None:
+    """Return the title of this user's process that Ray started and whose raylet is gone; else None."""
+    try:
+        title = " ".join(process.cmdline()).strip()
+        if not title.startswith("ray::") or process.uids().real != os.getuid():
+            return None
+        parent = process.parent()
+        # Ray's processes start some of their own.
+        is_kept = parent is not None and (parent.name() == "raylet" or " ".join(parent.cmdline()).startswith("ray::"))
+    except psutil.Error:
+        return None
+    return None if is_kept else title.split()[0]
+
+
+CHECKS: tuple[Check, ...] = (check_checkpoints, check_chosen_checkpoint, check_owner_of_trees)
