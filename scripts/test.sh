@@ -4,6 +4,7 @@
 #
 #   scripts/test.sh             scripts/test.sh --fast    (without the end-to-end tests)
 #   scripts/test.sh --stack verl-vllm      the tests that depend on versions, with verl's own: vLLM 0.24, torch 2.11
+#   scripts/test.sh --long      long whole runs that the tests above leave out: 15 minutes
 #   scripts/test.sh --faults    processes killed in every phase, full disks, damaged checkpoints, a lost node: 40 minutes
 #   scripts/test.sh --soak      300 steps with random kills, for two trainers: about an hour
 #
@@ -16,8 +17,8 @@ case $* in
   '') LANE=all NUM_STEPS=3 ;;
   --fast) LANE=fast NUM_STEPS=3 ;;
   '--stack verl-vllm') LANE=stack NUM_STEPS=1 VENV=.venv-verl-vllm ;;
-  --faults | --soak) LANE=${1#--} ;;
-  *) echo "unknown options $*; there are --fast, --stack verl-vllm, --faults and --soak" >&2; exit 2 ;;
+  --long | --faults | --soak) LANE=${1#--} ;;
+  *) echo "unknown options $*; there are --fast, --stack verl-vllm, --long, --faults and --soak" >&2; exit 2 ;;
 esac
 
 if [[ $LANE == stack ]]; then
@@ -69,7 +70,7 @@ every_test() {
   # The longest first, and those that find most faults before all others.
   local jobs=('tests/unit tests/contracts' tests/interp)
   local file
-  jobs+=(tests/e2e/test_{separate_async,colocate_async}.py)
+  jobs+=(tests/e2e/test_colocate_async.py)
   # Together, as their ranks are forked from one process; tests/support/rank_scripts.py.
   jobs+=("$(echo tests/e2e/test_{engines,moe_engines,hybrid_engines,image_engines,sft}.py)")
   jobs+=(tests/e2e/test_{runs,ray_job}.py)
@@ -82,6 +83,7 @@ every_test() {
 case $LANE in
   all) show "unit, contract, interpreter and end-to-end tests" every_test ;;
   fast) show "unit, contract and interpreter tests" side_by_side 'tests/unit tests/contracts' tests/interp ;;
+  long) side_by_side tests/long/test_*.py ;;
   faults) python -m pytest -v tests/faults --ignore tests/faults/test_soak.py --junitxml runs/faults.xml ;;
   soak) python -m pytest -v tests/faults/test_soak.py --junitxml runs/soak.xml ;;
   stack)

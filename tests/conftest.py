@@ -11,10 +11,22 @@ The garbage collector's threshold is that of `tests/support/sitecustomize.py`, f
 
 import gc
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 gc.set_threshold(20_000)
 settings.register_profile("fuzz", max_examples=1000, deadline=None)
 os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_tree.cpu.platform")
 os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "WARNING")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the inputs of all training runs of a file."""
+    from tiny_run import make_inputs  # imports transformers, which most tests do without
+
+    folder = tmp_path_factory.mktemp("runs")
+    make_inputs(folder)
+    return folder

@@ -56,9 +56,9 @@ def test_all_steps_are_trained_on_whole_groups(resumed: Metrics, trees: dict[int
         assert resumed[step]["tree/depth"] >= 3
 
 
-def test_no_prompt_is_lost_or_trained_twice(folder: Path, trees: dict[int, list[StoredTree]]) -> None:
+def test_no_prompt_is_lost_or_trained_twice(trees: dict[int, list[StoredTree]]) -> None:
     """Prompts are numbered in the order of the data, over the resume too, and each number is trained once."""
-    check_prompts(folder, trees)
+    check_prompts(trees)
 
 
 def test_long_sessions_span_versions_and_keep_their_tokens(

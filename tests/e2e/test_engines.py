@@ -2,75 +2,50 @@
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_cases import CASES, TEAM_CASES, Case
+from engine_cases import CASES, RUNS, Case
 from rank_scripts import run_script
 
 # A fixture runs all cases of some ranks, which takes minutes on a busy machine.
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 TOLERANCE = 1e-5
 """Relative, per optimiser step, float32 against float32."""
 
 
-def run_cases(out: Path, *, num_ranks: int, sp: int) -> dict[str, Any]:
-    """Run the cases of a number of ranks, `sp` of them in a team, in processes of their own."""
-    return run_script("engine_cases.py", f"--sp={sp}", num_ranks=num_ranks, out=out, timeout_s=900)
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run all cases of one world size once."""
-    return run_cases(tmp_path_factory.mktemp("engines") / "results.json", num_ranks=request.param, sp=1)
-
-
 @pytest.fixture(scope="module")
-def team_results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], dict[str, Any]]:
-    """Return what runs the cases of a number of ranks with teams of some size, once each."""
-    folder = tmp_path_factory.mktemp("teams")
-    return cache(lambda num_ranks, sp: run_cases(folder / f"{num_ranks}_{sp}.json", num_ranks=num_ranks, sp=sp))
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], dict[str, Any]]:
+    """Return what runs the cases of a number of ranks, `sp` of them in a team, once each."""
+    folder = tmp_path_factory.mktemp("engines")
 
+    def run(num_ranks: int, sp: int) -> dict[str, Any]:
+        out = folder / f"{num_ranks}_{sp}.json"
+        return run_script("engine_cases.py", f"--sp={sp}", num_ranks=num_ranks, out=out)
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_verls_own_engine(
-    results: dict[str, Any],
-    case: Case,
-    request: pytest.FixtureRequest,
-    record_property: Callable[[str, object], None],
-) -> None:
-    """Compare log-probs, entropy, values, loss, every gradient and every parameter after the steps."""
-    assert_equal(results, case)
-    if case.same_objective and not case.planned:
-        ranks = "1 rank" if request.node.callspec.params["results"] == 1 else "2 ranks"
-        column = "critic" if case.is_critic else f"engine, {ranks}"
-        record_property(f"Qwen3 | {column}", results[case.name]["gradient"])
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_case_is_not_empty(results: dict[str, Any], case: Case) -> None:
-    """An empty comparison would pass, so the step must move the parameters, and deep rows must share tokens."""
-    assert_not_empty(results, case)
+    return cache(run)
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "sp", "name"), [(*ranks, name) for ranks, names in TEAM_CASES.items() for name in names]
+    ("num_ranks", "sp", "name"), [(*ranks, name) for ranks, names in RUNS.items() for name in names]
 )
-def test_teams_of_ranks_equal_verls_own_engine(
-    team_results: Callable[[int, int], dict[str, Any]],
+def test_equals_verls_own_engine(
+    results: Callable[[int, int], dict[str, Any]],
     num_ranks: int,
     sp: int,
     name: str,
     record_property: Callable[[str, object], None],
 ) -> None:
+    """Compare log-probs, entropy, values, loss, every gradient and every parameter after the steps."""
     (case,) = (case for case in CASES if case.name == name)
-    results = team_results(num_ranks, sp)
-    assert_equal(results, case)
-    assert_not_empty(results, case)
-    if not case.planned:
-        record_property("Qwen3 | Ulysses", results[name]["gradient"])
+    errors = results(num_ranks, sp)
+    assert_equal(errors, case)
+    assert_not_empty(errors, case)
+    if case.same_objective and not case.planned:
+        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+        column = "Ulysses" if sp > 1 else "critic" if case.is_critic else f"engine, {ranks}"
+        record_property(f"Qwen3 | {column}", errors[name]["gradient"])
 
 
 def assert_equal(results: dict[str, Any], case: Case) -> None:
@@ -89,7 +64,7 @@ def assert_equal(results: dict[str, Any], case: Case) -> None:
 
 
 def assert_not_empty(results: dict[str, Any], case: Case) -> None:
-    """Look for what a case needs to compare."""
+    """Look for what a case needs to compare: the step moves the parameters, and deep rows share tokens."""
     errors = results[case.name]
     assert errors["gradient_norm"] > 1e-3, errors
     assert errors["moved"] > 1e-4, errors

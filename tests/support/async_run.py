@@ -1,6 +1,5 @@
-"""What the whole runs of the asynchronous trainers share: ten steps with a kill in the middle, and what must hold."""
+"""What whole runs of the asynchronous trainers share: ten steps with a kill in the middle, and what must hold."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,13 @@ LONG_TAIL = (
     "actor_rollout_ref.rollout.max_model_len=240",
 )
 """Long sessions: `long_tail_loop`, with room for the long turn."""
+SEPARATE = (
+    *LONG_TAIL,
+    "trainer.v1.trainer_mode=separate_async",
+    "trainer.v1.separate_async.parameter_sync_step=2",
+    "actor_rollout_ref.hybrid_engine=false",
+)
+"""Rollouts in processes of their own, which get new weights every second step."""
 
 
 def run_killed_and_resumed(folder: Path, *mode: str, only_resumed: tuple[str, ...] = ()) -> Metrics:
@@ -45,6 +51,7 @@ def run_killed_and_resumed(folder: Path, *mode: str, only_resumed: tuple[str, ..
     first = min(continued)
     # The run may have reached its second checkpoint before it was killed.
     assert first in (SAVE_FREQ + 1, LAST_SAVED + 1)
+    assert f"Restored {NUM_PROMPTS} training prompt groups" in (folder / "resumed.log").read_text()
     return {step: metrics for step, metrics in killed.items() if step < first} | continued
 
 
@@ -53,15 +60,14 @@ def read_steps(folder: Path, steps: Metrics) -> dict[int, list[StoredTree]]:
     return {step: read_trees(folder / "trees" / f"step_{step:06d}.parquet") for step in steps}
 
 
-def check_prompts(folder: Path, trees: dict[int, list[StoredTree]]) -> None:
-    """Assert that no prompt is lost or trained twice, over the resume too."""
-    log = (folder / "resumed.log").read_text()
-    assert re.search(rf"Restored {NUM_PROMPTS} training prompt groups", log)
+def check_prompts(trees: dict[int, list[StoredTree]]) -> None:
+    """Assert that no prompt is lost or trained twice, and that no group lacks a leaf."""
     groups = [group for step in sorted(trees) for group in trees[step]]
+    assert [len(group.leaves) for group in groups] == [2 * 4] * NUM_PROMPTS * len(trees)
     numbers = [prompt_number(group) for group in groups]
-    assert len(set(numbers)) == len(numbers) == NUM_STEPS * NUM_PROMPTS
+    assert len(set(numbers)) == len(numbers) == len(trees) * NUM_PROMPTS
     # What was never trained was in flight at the end.
-    assert max(numbers) < (NUM_STEPS + 1) * NUM_PROMPTS
+    assert max(numbers) < (len(trees) + 1) * NUM_PROMPTS
     for number, group in zip(numbers, groups, strict=True):
         assert f"task {number % 16} of this run?" in prompt_text(group)
 

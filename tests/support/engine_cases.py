@@ -198,7 +198,25 @@ CASES = [
     Case("idle_rank", rows="idle_rank", actor={"use_kl_loss": True, "kl_loss_coef": 0.3}),
 ]
 
-TEAM_CASES = {
+RUNS = {
+    (1, 1): (
+        "token_mean",
+        "seq_mean_token_sum_norm",
+        "kl_and_entropy",
+        "lora",
+        "capacity_by_memory",
+        "flat_packs",
+        "shared_tokens_once",
+        "critic",
+        "mini_batches_of_sessions",
+        "rollout_correction_token-mean",
+        "bypass_ppo_clip",
+        "one_token_responses",
+        "ten_steps",
+        "relay_checkpointing_on_host",
+        "relay_joint",
+    ),
+    (2, 1): tuple(case.name for case in CASES),
     (2, 2): (
         "token_mean",
         "gspo",
@@ -227,7 +245,7 @@ TEAM_CASES = {
     # More ranks than key-value heads.
     (4, 4): ("token_mean", "kl_and_entropy", "critic", "relay_every_token"),
 }
-"""Cases that also run with several ranks in a team, by the number of ranks and of those in a team."""
+"""The cases that run on a number of ranks, so many of them in a team."""
 
 
 def random_rows(kind: str, *, rank: int, rng: np.random.Generator) -> list[tuple[list[int], list[int]]]:
@@ -542,7 +560,7 @@ def run_case(
 
 
 def main() -> None:
-    """Run the cases named on the command line, or all; with teams, those of `TEAM_CASES`."""
+    """Run the cases named on the command line, or those of `RUNS`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sp", type=int, default=1, help="ranks that compute each tree together")
@@ -560,16 +578,14 @@ def main() -> None:
     dist.barrier()
     results: dict[str, dict[str, float]] = {}
     references: dict[str, dict[str, Any]] = {}
-    every = TEAM_CASES[world_size, arguments.sp] if arguments.sp > 1 else [case.name for case in CASES]
     for case in CASES:
-        if case.name in (arguments.cases or every):
+        if case.name in (arguments.cases or RUNS[world_size, arguments.sp]):
             case = dataclasses.replace(case, sp=arguments.sp)
             results[case.name] = run_case(case, rank=rank, world_size=world_size, root=root, references=references)
             if rank == 0:
                 print(case.name, {name: f"{value:.3g}" for name, value in results[case.name].items()}, flush=True)
     if rank == 0:
         arguments.out.write_text(json.dumps(results, indent=1))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -169,7 +169,8 @@ def main() -> None:
         if rank == 0:
             make_model(family).save_pretrained(folder)
         dist.barrier()
-        for each in CASES[family]:
+        # On one rank the first case says enough.
+        for each in CASES[family][: 1 if world_size == 1 else None]:
             name = f"{family}_{each.name}"
             has_chunks = family not in SHORT_CONVS
             results[name] = run_case(each, folder=folder, rank=rank, world_size=world_size, has_chunks=has_chunks)
@@ -177,7 +178,6 @@ def main() -> None:
                 print(name, {key: f"{value:.3g}" for key, value in results[name].items()}, flush=True)
     if rank == 0:
         arguments.out.write_text(json.dumps(results, indent=1))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

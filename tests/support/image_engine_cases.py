@@ -168,7 +168,6 @@ def main() -> None:
             results[f"{family}-{FROZEN}"] = freeze_tower(model, rank=rank, world_size=world_size, folder=folder)
     if rank == 0:
         arguments.out.write_text(json.dumps(results, indent=1))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -103,7 +103,6 @@ def main() -> None:
                 print(family, case.name, {name: f"{value:.3g}" for name, value in result.items()}, flush=True)
     if rank == 0:
         arguments.out.write_text(json.dumps(results, indent=1))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -203,7 +203,6 @@ def main() -> None:
         others = sum(int((here.sort(-1).values != there.sort(-1).values).sum()) for here, there in pairs)
         errors = {"gradient": worst_error(found, wanted), "gradient of forks": worst_error(of_forks, wanted_of_forks)}
         out.write_text(json.dumps({"other experts": others, **errors}))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

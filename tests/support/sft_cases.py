@@ -241,7 +241,6 @@ def main() -> None:
     if dist.get_rank() == 0:
         arguments.out.write_text(json.dumps(results | {"num_padding": sum(padding)}))
         shutil.rmtree(root)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

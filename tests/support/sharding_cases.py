@@ -197,7 +197,6 @@ def main() -> None:
     dist.all_gather_object(gathered, results)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(gathered, indent=1))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

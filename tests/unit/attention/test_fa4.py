@@ -392,7 +392,8 @@ FA4_FOLDER = Path(sys.prefix) / "fa4"
 """Where scripts/setup.sh puts flash-attn-4, so that no other test finds its `flash_attn` (requirements/fa4.lock)."""
 
 
-COMPILED = ["64-bfloat16-1", "96-float16-7", "128-bfloat16-4", "256-bfloat16-4"]
+COMPILED = ["96-float16-7", "128-bfloat16-4"]
+"""Width of a head, dtype, query heads of a key head. A kernel takes 16 s to compile."""
 
 
 @pytest.fixture(scope="module")

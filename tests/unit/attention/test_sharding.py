@@ -20,7 +20,7 @@ TOLERANCE = 1e-10
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Run all cases once; return the results of both ranks."""
     out = tmp_path_factory.mktemp("sharding") / "results.json"
-    return run_script("sharding_cases.py", num_ranks=2, out=out, timeout_s=250)
+    return run_script("sharding_cases.py", num_ranks=2, out=out)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,14 +17,12 @@ from typing_extensions import override
 
 from recipes.demo.leaves import Renderer
 from recipes.demo.settings import Settings
-from recipes.demo.solver import MIXED, SKILLED, Solver, trace_leaves
+from recipes.demo.solver import SKILLED, Solver
 from recipes.demo.sums import prepare as prepare_sums
-from recipes.demo.tasks import make_memory, make_tasks, score_answer
-from recipes.demo.tools import make_tools, write_memory
 from recipes.demo.warm_start import make_model
 from recipes.tree_search_reasoning.judge import LABELS, Judge, JudgedSearch, ask, grade_of, load_judge
-from recipes.tree_search_reasoning.prepare import JUDGE, prepare
-from recipes.tree_search_reasoning.teach_judge import build_judge_tokenizer, lessons, teach_judge
+from recipes.tree_search_reasoning.prepare import prepare
+from recipes.tree_search_reasoning.teach_judge import build_judge_tokenizer, lessons
 
 RECIPE = "tree_search_reasoning"
 TEXTS = ["k41 - 17; 84 + 23 <answer>36 107</answer>", "k41 - 17; 84 + 23 <answer>107 36</answer>", "k41 - 17"]
@@ -170,28 +168,6 @@ def test_both_values_of_an_answer_are_one_token_each_of_the_judge() -> None:
         assert [tokenizer.decode([token]) for token in token_ids] == [f"<answer>{first}", f" {second}</answer>"]
     asked = [[tokenizer.decode([token]) for token in tokenizer.encode(q.text)] for q in ask("107 36") if q.is_right]
     assert asked == [["\nDoes it say", " ", "<answer>107"], ["\nDoes it say", " 36</answer>"]]
-
-
-def test_the_judge_learns_to_tell_right_answers_from_wrong_ones(tmp_path: Path) -> None:
-    """Taught as briefly as a test may take, it grades sessions that it has not seen."""
-    settings = Settings(warm_start=replace(JUDGE, num_skilled_steps=160))
-    memory = make_memory(seed=settings.seed)
-    write_memory(tmp_path / "memory.sqlite", memory=memory)
-    teach_judge(tmp_path / "judge", memory=tmp_path / "memory.sqlite", settings=settings)
-
-    judge, tokenizer = Judge(tmp_path / "judge"), build_judge_tokenizer()
-    calculator, lookup = make_tools(tmp_path / "memory.sqlite")
-    renderer = Renderer(tokenizer, [calculator.tool_schema, lookup.tool_schema])
-    solver = Solver(calculator=calculator, lookup=lookup, habits=MIXED)
-    grades: dict[float, list[float]] = {0.0: [], 1.0: []}
-    for task in make_tasks(60, memory=memory, seed=settings.validation_seed):
-        turns = solver.solve(task)
-        text = tokenizer.decode(trace_leaves(task, turns, renderer)[-1].token_ids)
-        grades[score_answer(turns[-1].text, answer=task.answer)] += judge.grade([text], reference=task.answer)
-    wrong, right_ones = (torch.tensor(grades[verdict]) for verdict in (0.0, 1.0))
-    assert min(len(wrong), len(right_ones)) > 10
-    assert (right_ones[:, None] > wrong).float().mean() > 0.95
-    assert right_ones.mean() > wrong.mean() + 0.5
 
 
 def test_the_prepared_folder_has_a_judge_for_the_small_model_only(tmp_path: Path) -> None:
