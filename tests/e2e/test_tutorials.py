@@ -1,17 +1,14 @@
-"""The tutorials that train, as printed, one after another in one folder: three training runs, one fine-tuning."""
+"""The tutorials that train, as printed, in one folder; `tests/long/test_sft_to_rl.py` has the fifth."""
 
-import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from followed_page import TUTORIALS, follow
+from tutorial_runs import NUM_STEPS, metrics, rewards, stored
 
-from verl_tree.records import StoredTree, read_trees
+from verl_tree.records import StoredTree
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
-
-NUM_STEPS = 2
 
 
 @pytest.fixture(scope="module")
@@ -25,29 +22,6 @@ def first(place: Path) -> list[StoredTree]:
     """Follow the first tutorial and return the trees of its steps."""
     follow(TUTORIALS / "01_first_agent.md", place)
     return stored(place / "trees")
-
-
-def stored(folder: Path) -> list[StoredTree]:
-    files = sorted(folder.glob("step_*.parquet"))
-    assert len(files) == NUM_STEPS
-    return [tree for file in files for tree in read_trees(file)]
-
-
-def rewards(trees: list[StoredTree]) -> np.ndarray:
-    """Return the reward of every leaf; each has one."""
-    values = np.array([leaf.reward for tree in trees for leaf in tree.leaves], dtype=float)
-    assert not np.isnan(values).any()
-    return values
-
-
-def metrics(file: Path) -> list[dict[str, float]]:
-    """Return the metrics of the steps, all of which trained on all sessions."""
-    steps = [json.loads(line)["data"] for line in file.read_text().splitlines()]
-    assert len(steps) == NUM_STEPS
-    for step in steps:
-        assert step["tree/failed_sessions"] == 0
-        assert step["actor/grad_norm"] > 0
-    return steps
 
 
 def test_first_agent(first: list[StoredTree], place: Path) -> None:
@@ -87,13 +61,3 @@ def test_blackbox_agent(first: list[StoredTree], place: Path) -> None:
     assert len(plain) > len(sessions) / 2
     assert all({run.call for leaf in leaves for run in leaf.calls} == {0, 1, 2, 3} for leaves in plain)
     assert len({leaf.reward for leaves in plain for leaf in leaves}) > 5
-
-
-def test_sft_to_rl(first: list[StoredTree], place: Path) -> None:
-    """The second generation begins better than the first, by more than three standard errors of the difference."""
-    follow(TUTORIALS / "05_sft_to_rl.md", place)
-    metrics(place / "second.jsonl")
-    before, after = (
-        rewards([tree for tree in trees if tree.step == 1]) for trees in (first, stored(place / "second_trees"))
-    )
-    assert after.mean() - before.mean() > 3 * ((before.var() + after.var()) / len(after)) ** 0.5
