@@ -1,5 +1,6 @@
 """How Ray and verl print what the other processes write: what `verl_tree.launch.lines` reads."""
 
+import asyncio
 import io
 import logging
 from contextlib import redirect_stderr, redirect_stdout
@@ -7,6 +8,8 @@ from contextlib import redirect_stderr, redirect_stdout
 import pytest
 from ray._private.ray_constants import LOGGER_FORMAT
 from ray._private.worker import print_to_stdstream
+from scripted_llm import tokenizer
+from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.utils.logging_utils import configure_verl_logging
 
 from verl_tree.launch.lines import LineFilter, split_process, without_colours
@@ -54,3 +57,15 @@ def test_levels_are_read_from_the_lines_of_verl_and_ray(verls_line: logging.Form
             record = logging.LogRecord("verl", level, "file.py", 3, "a text", None, None)
             levels[level] = LineFilter().shows(formatter.format(record))
         assert levels == {logging.INFO: False, logging.WARNING: True, logging.ERROR: True}
+
+
+def test_a_tool_call_that_cannot_be_read_is_one_line_for_the_log(
+    verls_line: logging.Formatter, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("verl").addHandler(caplog.handler)
+    parser = ToolParser.get_tool_parser("hermes", tokenizer())
+    text = "<tool_call>not JSON</tool_call>"
+    asyncio.run(parser.extract_tool_calls(tokenizer().encode(text)))
+    (line,) = (verls_line.format(record) for record in caplog.records)
+    assert line.startswith("ERROR:")
+    assert not LineFilter().shows(line)

@@ -46,9 +46,13 @@ _NOISE = re.compile(
     r"|Creating file logger at |\[RolloutTqSkip|\[transformers\] "
     r"|.*Triton is (?:not )?installed|.*Failed to import the DeepSelect extension"
     r"|.*IPC is not supported on your devices|.*agent loop only support torch and npu profiler"
+    r"|ERROR:\d{4}-\S+ [\d:,]+:Failed to (?:decode|parse) (?:[\w.-]+ )?tool call: "
     r"|wandb: (?!.*(?:View (?:run|project) |wandb sync|[Ee]rror|ERROR))"
 )
-"""Lines of good runs, from their beginning, without Ray's name of the process."""
+"""Lines of good runs, from their beginning, without Ray's name of the process.
+
+A model that is not trained yet writes hundreds of tool calls that cannot be read, for verl an error each.
+"""
 
 _CONFIGURATION = re.compile(r"[\[\](){}'\",:]|(?:[\d.e+-]+|True|False|None)?[\])},]*$")
 """What `pprint` prints. Ray cuts it into lines where a process happens to be when Ray reads."""
