@@ -161,7 +161,8 @@ def _other_engine(command: Command) -> str | None:
 
 def _findings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return what is translated and what is refused."""
-    from verl_tree.launch.composition import compose_config, resolve
+    from verl_tree.launch.composition import compose_config
+    from verl_tree.launch.resolution import resolve
     from verl_tree.launch.translation import translate
 
     config = compose_config(arguments)

@@ -36,7 +36,8 @@ def report(arguments: Sequence[str]) -> tuple[bool, str]:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from verl_tree.launch.composition import compose_config, resolve
+    from verl_tree.launch.composition import compose_config
+    from verl_tree.launch.resolution import resolve
 
     try:
         config = compose_config(arguments)

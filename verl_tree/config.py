@@ -83,7 +83,8 @@ def _from_mapping(cls: type, values: Any, *, group: str) -> Any:
     known = [each.name for each in fields(cls)]
     unknown = sorted(set(values) - set(known))
     if unknown:
-        raise ValueError(f"{group} has no option {', '.join(unknown)}; the options are {', '.join(known)}")
+        remedy = f"no such option; remove it, or give one of {', '.join(known)}"
+        raise ValueError("\n".join(f"{group}.{name}={values[name]!r}: {remedy}" for name in unknown))
     return cls(**values)
 
 

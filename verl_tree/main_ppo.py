@@ -7,6 +7,7 @@ prints the configuration, `--help` the options. Modules that take seconds are im
 terminal at once, and a wrong value is refused before verl is imported.
 """
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +23,10 @@ def main() -> None:
     """Parse the command line and train."""
     with Console() as console, interrupted_in_brief("nothing was started."):
         announce("composing the configuration")
-        from verl_tree.launch.composition import CONFIG_NAME, run_command
+        from verl_tree.launch.composition import CONFIG_NAME, require_fsdp_in, run_command
+
+        with refused_in_brief():
+            require_fsdp_in(sys.argv[1:])
 
         def task(config: "DictConfig") -> None:
             run(config, console=console)
@@ -55,8 +59,8 @@ def prepare(config: "DictConfig", *, console: Console) -> None:
     Raises:
         ValueError: Settings cannot work.
     """
-    from verl_tree.launch.composition import resolve
     from verl_tree.launch.environment import set_ray_options, set_variables
+    from verl_tree.launch.resolution import resolve
     from verl_tree.launch.translation import translate
     from verl_tree.launch.validation import find_by_verl, validate
     from verl_tree.launch.validation.refusals import settle

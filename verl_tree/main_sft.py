@@ -58,8 +58,8 @@ def prepare(config: "DictConfig") -> None:
     Raises:
         ValueError: Settings cannot work.
     """
-    from verl_tree.launch.composition import resolve
     from verl_tree.launch.environment import set_variables
+    from verl_tree.launch.resolution import resolve
     from verl_tree.sft.checks import validate
 
     resolve(config)

@@ -48,9 +48,9 @@ from verl_tree.launch.composition import compose_config
         ({"watchdog": {"poll_s": "2"}}, ["tree.watchdog.poll_s='2'"]),
         ({"watchdog": {"log_tail_lines": 0}}, ["tree.watchdog.log_tail_lines=0"]),
         ({"watchdog": {"enabled": 1}}, ["tree.watchdog.enabled=1"]),
-        ({"watchdog": {"timeout": 3}}, ["tree.watchdog has no option timeout", "timeout_s"]),
+        ({"watchdog": {"timeout": 3}}, ["tree.watchdog.timeout=3: no such option", "timeout_s"]),
         ({"watchdog": 3}, ["tree.watchdog=3", "mapping"]),
-        ({"capcity": 64}, ["tree has no option capcity", "capacity"]),
+        ({"capcity": 64}, ["tree.capcity=64: no such option", "capacity"]),
     ],
 )
 def test_bad_option_names_value_and_remedy(values: dict, names: list[str]) -> None:

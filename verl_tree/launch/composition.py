@@ -11,7 +11,7 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,8 +34,8 @@ SFT_CONFIG_NAME = "tree_sft"
 REFERENCE, SFT_REFERENCE = "_generated_ppo_trainer", "sft_trainer_engine"
 """verl's config files: the one with all of its values for training, and the one of fine-tuning."""
 
-GROUPS: dict[str, Any] = {"tree": {"watchdog": {}}, "ray_kwargs": {"ray_init": {"runtime_env": {"env_vars": {}}}}}
-"""Groups that verl's files lack."""
+FSDP = "dp"
+"""What verl calls the engines of FSDP, `model_engine`."""
 
 CONFIG_PATH_FLAGS = ("--config-path", "-cp")
 
@@ -160,7 +160,9 @@ def compose_config(arguments: Sequence[str] = (), *, default_name: str = CONFIG_
 
     Raises:
         HydraException: An override or a config file is wrong.
+        ValueError: The command line asks for another engine than FSDP.
     """
+    require_fsdp_in(arguments)
     prepare_hydra()
     parser = argparse.ArgumentParser(add_help=False)
     for long, short in (("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd")):
@@ -188,46 +190,18 @@ def run_command(run: Callable[[DictConfig], None], *, config_name: str) -> None:
     hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name=config_name, version_base=None)(run)()
 
 
-def resolve(config: DictConfig) -> None:
-    """Resolve a configuration in place. Raise ValueError if it is not one of ours or has values still to be given."""
-    require_trees(config)
-    require_groups(config)
-    OmegaConf.resolve(config)
-    require_values(config)
-
-
-def require_trees(config: DictConfig) -> None:
-    """Raise ValueError for a configuration that builds on neither `tree_ppo` nor `tree_sft`."""
-    if "tree" not in config:
-        raise ValueError(
-            "the configuration has no group `tree`: list `ppo_trainer` or `tree_ppo` first among the defaults of your "
-            "config file (`tree_sft` for fine-tuning), or add --config-name=tree_ppo"
-        )
-
-
-def require_groups(config: DictConfig) -> None:
-    """Raise ValueError for values that stand where verl has groups of options: interpolations into them would fail."""
-    values: Any = OmegaConf.to_container(config, resolve=False)
-    wrong = dict(_values_for_groups(values, verl_values(config))) | dict(_values_for_groups(values, GROUPS))
-    if wrong:
-        remedy = "this is no group of options; remove it, and set the options of the group one by one"
-        raise ValueError("\n".join(f"{key}={value}: {remedy}" for key, value in wrong.items()))
-
-
-def _values_for_groups(values: dict[str, Any], defaults: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, default in defaults.items():
-        value = values.get(name)
-        if not isinstance(default, dict) or name not in values:
-            continue
-        if isinstance(value, dict):
-            yield from _values_for_groups(value, default, f"{prefix}{name}.")
-        elif (value is not None or default) and not str(value).startswith(("${", "???")):
-            yield f"{prefix}{name}", value
-
-
 def verl_values(config: DictConfig) -> dict[str, Any]:
     """Return verl's own values for training, or for fine-tuning, interpolations as they stand; do not change them."""
     return _read_values(REFERENCE if "actor_rollout_ref" in config else SFT_REFERENCE)
+
+
+@cache
+def tree_values() -> dict[str, Any]:
+    """Return the defaults of the `tree` options; do not change them."""
+    values: Any = OmegaConf.to_container(
+        OmegaConf.load(Path(__file__).parents[1] / "configs" / "tree" / "default.yaml")
+    )
+    return values
 
 
 @cache
@@ -238,17 +212,6 @@ def _read_values(name: str) -> dict[str, Any]:
         if isinstance(each, dict):
             values |= {key.partition("@")[2]: {"_target_": None} for key in each}
     return values
-
-
-def require_values(config: DictConfig) -> None:
-    """Raise ValueError for keys of a resolved configuration that are still to be given (`???`)."""
-    # verl leaves this one open for whoever uses a reward model.
-    uses_reward_model = OmegaConf.select(config, "reward.reward_model.enable")
-    unused = set() if uses_reward_model else {"reward.reward_model.rollout.name"}
-    missing = sorted(OmegaConf.missing_keys(config) - unused)
-    if missing:
-        keys = ", ".join(f"{key}=???" for key in missing)
-        raise ValueError(f"{keys}: no value; give it on the command line or in your config file")
 
 
 def accept_verl_arguments(arguments: Sequence[str]) -> list[str]:
@@ -271,6 +234,23 @@ def accept_verl_arguments(arguments: Sequence[str]) -> list[str]:
         is_path = each in CONFIG_PATH_FLAGS
         accepted.append(each)
     return accepted
+
+
+def require_fsdp_in(arguments: Sequence[str]) -> None:
+    """Raise ValueError for a command line with another engine; Hydra would refuse the options of that engine first."""
+    for each in arguments:
+        flag, equals, value = each.partition("=")
+        if equals and flag.lstrip("+") == "model_engine":
+            require_fsdp(value)
+
+
+def require_fsdp(engine: object) -> None:
+    """Raise ValueError for a `model_engine` that is not that of FSDP."""
+    if engine != FSDP:
+        raise ValueError(
+            f"model_engine={engine}: trees run on verl's FSDP2 engine only, not on Megatron, VeOmni or TorchTitan; "
+            "remove it, the options of that engine, and a config file that sets it"
+        )
 
 
 def _config_folder(name: str) -> str:

@@ -98,23 +98,32 @@ def test_teams_and_ranks_of_the_rollout(tmp_path: Path) -> None:
         assert expected in lines
 
 
-@pytest.mark.parametrize("engine", ["megatron", "veomni"])
-def test_another_engine_is_refused_by_its_name(tmp_path: Path, engine: str) -> None:
-    """Verl composes other files for it, which lack keys of FSDP."""
-    is_valid, text = report(arguments(tmp_path, f"model_engine={engine}"))
+@pytest.mark.parametrize(
+    "other",
+    [
+        ["model_engine=megatron"],
+        ["model_engine=megatron", f"{ACTOR}.megatron.no_such_key=1"],
+        ["model_engine=mindspeed"],
+        ["+model_engine=veomni"],
+        ["--config-name=ppo_megatron_trainer"],
+    ],
+)
+def test_another_engine_is_refused_by_its_name(tmp_path: Path, other: list[str]) -> None:
+    """It comes before what Hydra says about its files, which lack keys of FSDP, and its options."""
+    is_valid, text = report(arguments(tmp_path, *other))
     assert not is_valid
-    (refused,) = text.split("Refused\n")[1].splitlines()
+    (refused,) = text.split("Refused\n")[1].split("\n\n")[0].splitlines()
+    engine = "megatron" if "=ppo" in other[0] else other[0].partition("=")[2]
     assert refused.startswith(f"  model_engine={engine}: trees run on verl's FSDP2 engine only")
 
 
 def test_all_findings_come_at_once(tmp_path: Path) -> None:
-    wrong = ["trainer.use_v1=false", "tree.gate=max", f"{ROLLOUT}.tensor_model_parallel_size=3", "model_engine=veomni"]
+    wrong = ["trainer.use_v1=false", "tree.gate=max", f"{ROLLOUT}.tensor_model_parallel_size=3"]
     is_valid, text = report(arguments(tmp_path, *wrong))
     refused = text.split("Refused\n")[1].splitlines()
     assert not is_valid
     assert [each.strip().partition(":")[0].partition(" ")[0] for each in refused] == [
         "tree.gate='max'",
-        "model_engine=veomni",
         "trainer.use_v1=False",
         f"{ROLLOUT}.tensor_model_parallel_size=3",
     ]

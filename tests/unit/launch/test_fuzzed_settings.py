@@ -1,6 +1,7 @@
 """Random settings: a command is accepted, or refused with the key; nothing else happens, whatever the values are."""
 
 import contextlib
+import re
 
 import pytest
 from fuzzing import fuzzed
@@ -12,18 +13,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 pytest.importorskip("verl")
 
-from verl_tree.launch.composition import resolve
 from verl_tree.launch.environment import ray_env_vars
 from verl_tree.launch.plan import capacity_lines, layout_lines
+from verl_tree.launch.resolution import resolve
 from verl_tree.launch.translation import translate
 from verl_tree.launch.validation import find_before_the_queue
 
 ROLLOUT = "actor_rollout_ref.rollout"
 JUNK = [None, 0, -1, 1, 2, 7, 10**12, 10**400, 0.5, -0.5, 1e308, float("inf"), float("nan"), True, False]
-JUNK += ["", "x", "nonsense", "../..", "1", "auto", "é" * 50, [], [1], ["x"], [None], {}, {"a": 1}]
+DELETED = "~"
+JUNK += [DELETED, "", "x", "nonsense", "../..", "1", "auto", "é" * 50, [], [1], ["x"], [None], {}, {"a": 1}]
 
-NAMED = ("=", "full_key: ", "Interpolation key ", "not a supported primitive", "tree has no option", "verl refuses")
-"""Parts of messages that say what is wrong: ours, those of OmegaConf (one names no key), those of verl's own check."""
+NAMED = re.compile(r"[\w.\[\]]+=|verl refuses")
+"""How messages begin: ours with a key and its value; those of verl's own check name what verl names."""
 
 
 def keys(group: dict, prefix: str = ""):
@@ -42,7 +44,7 @@ def refusals(config: DictConfig) -> list[str]:
     """Do with a composed configuration what `python -m verl_tree.check` does; return why it is refused."""
     try:
         resolve(config)
-    except (ValueError, OmegaConfBaseException) as error:
+    except ValueError as error:
         return [str(error)]
     ray_env_vars(config)
     translate(config)
@@ -51,6 +53,20 @@ def refusals(config: DictConfig) -> list[str]:
         assert capacity_lines(config)
         assert layout_lines(config)
     return found
+
+
+def changed(changes: list[tuple[str, object]]) -> DictConfig:
+    """Return the CPU configuration with keys set to values, or deleted, in this order."""
+    config = composed()
+    for key, value in changes:
+        parent, _, name = key.rpartition(".")
+        group = OmegaConf.select(config, parent) if parent else config
+        if value != DELETED:
+            with contextlib.suppress(OmegaConfBaseException):  # Hydra refuses a list for a group by itself
+                OmegaConf.update(config, key, value, force_add=True)
+        elif isinstance(group, DictConfig) and name in group:
+            del group[name]
+    return config
 
 
 @fuzzed(25)
@@ -65,13 +81,16 @@ def refusals(config: DictConfig) -> list[str]:
 @example([("data.train_files", [1])])
 @example([("tree.watchdog.poll_s", 1e308)])
 @example([("actor_rollout_ref", None), ("actor_rollout_ref.actor.optim._target_", None)])
+@example([("actor_rollout_ref.ref", DELETED)])
+@example([("actor_rollout_ref.actor.fsdp_config", None), ("actor_rollout_ref.actor.fsdp_config.qat", 1)])
+@example([("actor_rollout_ref.actor.profiler", DELETED)])
+@example([("trainer.v1", DELETED)])
+@example([("tree", None), ("tree.enabled", True)])
+@example([("tree.watchdog", {"a": 1})])
+@example([("model_engine", "x"), ("critic", DELETED)])
 def test_no_value_makes_a_check_crash(changes: list[tuple[str, object]]) -> None:
-    config = composed()
-    for key, value in changes:
-        with contextlib.suppress(OmegaConfBaseException):  # Hydra refuses a list for a group by itself
-            OmegaConf.update(config, key, value, force_add=True)
-    for message in refusals(config):
-        assert any(named in message for named in NAMED), message
+    for message in refusals(changed(changes)):
+        assert NAMED.match(message), message
 
 
 @pytest.mark.parametrize(
@@ -88,13 +107,14 @@ def test_no_value_makes_a_check_crash(changes: list[tuple[str, object]]) -> None
             "tree.watchdog.poll_s=1e+308 must be a positive and finite number of seconds, at most",
         ),
         ("data.train_files", [1], "data.train_files=[1]: names no file"),
+        ("critic", DELETED, "critic=(deleted): it is read; remove `~critic`"),
+        ("data.seed", "${data.sed}", "data.seed=${data.sed}: Interpolation key 'data.sed' not found; give it a value"),
+        ("data.val_files", ["a", "${nope}"], "data.val_files[1]=${nope}: Interpolation key 'nope' not found"),
         ("actor_rollout_ref.model.lora_rank", None, "verl refuses the configuration: it cannot compute with it ("),
     ],
 )
 def test_a_refusal_names_the_key_and_the_remedy(key: str, value: object, remedy: str) -> None:
-    config = composed()
-    OmegaConf.update(config, key, value, force_add=True)
-    (message,) = refusals(config)
+    (message,) = refusals(changed([(key, value)]))
     assert message.startswith(remedy)
     assert key in message
 
@@ -105,3 +125,19 @@ def test_all_groups_that_are_none_are_told_at_once() -> None:
     with pytest.raises(ValueError, match="no group of options") as error:
         resolve(config)
     assert [line.partition(":")[0] for line in str(error.value).splitlines()] == ["data=[2]", "trainer=1"]
+
+
+def test_what_an_emptied_group_lacks_is_counted() -> None:
+    (message,) = refusals(changed([("critic", None), ("critic.enable", True), ("trainer.v1.sampler", DELETED)]))
+    keys, _, remedy = message.partition(": ")
+    missing, others = keys.split(" and ")
+    assert len(missing.split(", ")) == 5
+    assert missing.startswith("critic.")
+    num_missing = len(composed().critic) - 1 + 1
+    assert others == f"{num_missing - 5} more"
+    assert "what replaces their group" in remedy
+
+
+def test_an_interpolation_may_not_lead_to_another_group() -> None:
+    (message,) = refusals(changed([("distillation", "${data}")]))
+    assert message.startswith("distillation._target_=(deleted), distillation.enabled=(deleted)")

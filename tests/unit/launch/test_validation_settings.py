@@ -61,7 +61,7 @@ REFUSED = {
         (["tree.shared_tokens=max"], ["tree.shared_tokens=max", "sum, mean, once"]),
         (["tree.packing=nonsense"], ["tree.packing=nonsense", "auto"]),
         (["tree.backend=nonsense"], ["tree.backend=nonsense", "dense"]),
-        (["+tree.capcity=1"], ["tree has no option capcity"]),
+        (["+tree.capcity=1"], ["tree.capcity=1: no such option"]),
     ],
     "check_less_memory": [
         ([FLAT, "actor_rollout_ref.model.tiled_mlp.enabled=true"], ["tiled_mlp.enabled=True", "tree.enabled=true"]),
@@ -175,7 +175,7 @@ def _refused_by(check: Check, config: DictConfig, *, whole: bool = False) -> str
     """Return the refusal of a check (its key and value, or the whole message), before which no other check refuses."""
     for earlier in CHECKS[: CHECKS.index(check)]:
         assert list(earlier(config)) == []
-    with pytest.raises(ValueError, match=r"=|tree has no option") as error:
+    with pytest.raises(ValueError, match="=") as error:
         validate(config)
     message = str(error.value)
     return message if whole else message.partition(": ")[0]

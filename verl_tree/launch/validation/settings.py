@@ -62,7 +62,6 @@ ACTOR_ONLY = "only the actor replays routes; the others route by themselves"
 NO_SLEEP = "vLLM cannot sleep on a CPU"
 
 RULES: tuple[Rule, ...] = (
-    Rule("model_engine", ("dp",), "trees run on verl's FSDP2 engine only, not on Megatron, VeOmni or TorchTitan"),
     Rule("trainer.use_v1", ON, "trees need verl's V1 trainer; the legacy trainer is not supported"),
     Rule("tree.shared_tokens", ("sum",), "tree.enabled=false knows only the sum", _uses_flat),
     Rule(
@@ -107,9 +106,7 @@ def check_sharing(config: DictConfig) -> Findings:
 
 
 def check_strategies(config: DictConfig) -> Findings:
-    """Compare every role's engine with the one that `tree.enabled` chooses; `model_engine` chooses among others."""
-    if config.model_engine != "dp":
-        return
+    """Compare every role's engine with the one that `tree.enabled` chooses."""
     allowed = (TREE_STRATEGY,) if uses_tree(config) else (FLAT_STRATEGY, "fsdp")
     remedy = f"tree.enabled={config.tree.enabled} trains with {' or '.join(allowed)}; remove this override"
     roles = {ACTOR: True, REF: uses_reference(config), "critic": uses_critic(config)}
