@@ -10,7 +10,7 @@ A failed session takes only itself down. Its prompt ends as "finished" with the 
 import asyncio
 import copy
 import logging
-from dataclasses import dataclass, field
+import time
 from functools import partial
 from typing import Any, cast
 
@@ -28,10 +28,11 @@ from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput, is
 from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.report import CaptureReport, FailedSession
-from rollout_hooks.capture.rows import RowLimits, SessionRows, images_of_row, session_rows
+from rollout_hooks.capture.rows import RowLimits, images_of_row, session_rows
+from rollout_hooks.capture.running import OpenSessions, PromptProgress, Session
 from rollout_hooks.capture.session_images import SessionImages
 from rollout_hooks.capture.session_tree import SessionTree
-from rollout_hooks.capture.tracebacks import raised_at, user_traceback
+from rollout_hooks.capture.tracebacks import raised_at, user_traceback, waiting_places
 from rollout_hooks.loops import register_built_in
 
 logger = logging.getLogger(__name__)
@@ -45,28 +46,6 @@ MAX_TRACEBACKS = 20
 """Most tracebacks of one worker's report: causes that name a session, or a random number, are all different."""
 
 
-@dataclass(slots=True)
-class _PromptProgress:
-    """The number of a prompt's sessions, the causes of those that failed without a row, and what the others wrote."""
-
-    num_sessions: int
-    causes: list[str]
-    num_ended: int = 0  # sessions
-    rows: dict[tuple[int, int], WrittenRow] = field(default_factory=dict)  # of training prompts, by session and leaf
-
-
-@dataclass(slots=True)
-class _Session:
-    """A running session: who it is, its recorder, and the rows it has written."""
-
-    uid: str
-    session_id: int
-    partition: str
-    client: RecordingClient
-    wants_log_probs: bool
-    rows: SessionRows | None = None
-
-
 # A Ray actor class cannot be subclassed, but the class it was made of can. Ray's types do not know that attribute.
 _AgentLoopWorker = cast(Any, AgentLoopWorkerTQ).__ray_metadata__.modified_class
 
@@ -77,8 +56,10 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._reports: dict[str, CaptureReport] = dict.fromkeys(PARTITIONS, CaptureReport())
-        self._prompts: dict[str, _PromptProgress] = {}
-        self._session: _Session | None = None
+        self._prompts: dict[str, PromptProgress] = {}
+        self._open: dict[tuple[str, int], Session] = {}
+        """The sessions that run, the oldest first."""
+        self._session: Session | None = None
         """Set on the copies that run sessions, never on the worker itself."""
         self._has_told_drift = False
 
@@ -87,6 +68,14 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
         report, self._reports[partition] = self._reports[partition], CaptureReport()
         return report
 
+    async def open_sessions(self) -> OpenSessions:
+        """Return what this worker waits for; no Ray task runs meanwhile, because verl starts sessions and returns."""
+        if not self._open:
+            return OpenSessions(0)
+        oldest = next(iter(self._open.values()))
+        places = waiting_places(asyncio.all_tasks())
+        return OpenSessions(len(self._open), str(oldest), time.monotonic() - oldest.started_s, places)
+
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
     ) -> None:
@@ -94,7 +83,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
         rollout = self.config.actor_rollout_ref.rollout
         num_sessions = rollout.val_kwargs.n if trajectory["validate"] else rollout.n
         uid = prompt["uid"]
-        self._prompts[uid] = _PromptProgress(int(prompt.get("__rollout_n__", num_sessions)), [])
+        self._prompts[uid] = PromptProgress(int(prompt.get("__rollout_n__", num_sessions)), [])
         try:
             await super()._run_prompt(prompt, sampling_params, trajectory, trace)
         finally:
@@ -113,18 +102,21 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
 
         Other failures are only reported, because verl marks the whole prompt as failed for any error.
         """
-        session = _Session(
+        session = Session(
             uid=kwargs["uid"],
             session_id=int(kwargs["session_id"]),
             partition="val" if trajectory["validate"] else "train",
             client=RecordingClient(self.llm_client, tree=self._new_tree()),
             wants_log_probs=bool(sampling_params.get("logprobs")),
+            agent_name=agent_name,
         )
+        self._open[session.uid, session.session_id] = session
         runner = copy.copy(self)
         runner.llm_client, runner._session = session.client, session
         run = runner._run_session(sampling_params, trajectory, agent_name=agent_name, trace=trace, **kwargs)
         # The error comes back as a value, because it must not reach the other sessions of the prompt.
         (error,) = await asyncio.gather(run, return_exceptions=True)
+        del self._open[session.uid, session.session_id]
         progress = self._prompts[session.uid]
         progress.num_ended += 1
         self._settle(session, error)
@@ -194,7 +186,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
             output.image_thumbnails = {number: thumbnail(image) for (_, _, number), image in pairs}
         return inputs
 
-    async def _put_leaf_shapes(self, uid: str, progress: _PromptProgress) -> None:
+    async def _put_leaf_shapes(self, uid: str, progress: PromptProgress) -> None:
         """Tag the rows of a prompt whose sessions have all ended with their shapes."""
         places = sorted(progress.rows)
         shapes = leaf_shapes([progress.rows[place] for place in places])
@@ -215,7 +207,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
         images = SessionImages(image_token=image_token, video_token=video_token)
         return SessionTree(decode=decode, max_replaced=max_replaced, images=images)
 
-    def _tell_drift(self, session: _Session) -> None:
+    def _tell_drift(self, session: Session) -> None:
         """Log one example of drift in the life of this worker."""
         example = session.client.tree.drift_example
         if example is None or self._has_told_drift:
@@ -251,7 +243,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
                 "agent loop that does not branch, or set distillation.enabled=False"
             )
 
-    def _settle(self, session: _Session, error: BaseException | None) -> None:
+    def _settle(self, session: Session, error: BaseException | None) -> None:
         """Count the session, report its failure, and raise if all sessions of its prompt have failed."""
         self._tell_drift(session)
         tree, rows = session.client.tree, session.rows
@@ -277,7 +269,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
                 f"all {progress.num_sessions} sessions of the prompt failed, first: {progress.causes[0]}"
             )
 
-    def _tell_failure(self, session: _Session, error: BaseException, *, num_rows: int) -> FailedSession:
+    def _tell_failure(self, session: Session, error: BaseException, *, num_rows: int) -> FailedSession:
         """Return the failure, with its traceback and a line in the log if it is the first of its kind in the report."""
         cause, place = describe_error(error), raised_at(error)
         earlier = self._reports[session.partition].failed_sessions

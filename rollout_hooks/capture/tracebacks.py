@@ -1,12 +1,15 @@
-"""Where in the user's own code an error came from: its traceback without the frames of libraries.
+"""Where in the user's own code an error came from: its traceback without the frames of libraries. And where it waits.
 
 Unlike Python's, it begins with the error that was raised last, and goes on with those that caused it.
 """
 
+import asyncio
+import inspect
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ray.exceptions import RayTaskError
@@ -44,6 +47,21 @@ def raised_at(error: BaseException) -> str:
         return raised_at(error.exceptions[0])
     mine = mine or frames
     return f"{mine[-1].filename}:{mine[-1].lineno}" if mine else ""
+
+
+def waiting_places(tasks: Iterable[asyncio.Task[object]]) -> Counter[str]:
+    """Count the tasks that wait at a line of the user's, the last one of each, by `file:line`."""
+    lines = [[frame for frame in _awaiting(task) if _is_users(frame)] for task in tasks]
+    return Counter(f"{frames[-1].filename}:{frames[-1].lineno}" for frames in lines if frames)
+
+
+def _awaiting(task: asyncio.Task[object]) -> Iterator[traceback.FrameSummary]:
+    """Yield the frames of a task that waits, the outermost first; asyncio itself knows the outermost only."""
+    awaited: object = task.get_coro()
+    while inspect.iscoroutine(awaited) and awaited.cr_frame is not None:
+        code = awaited.cr_code
+        yield traceback.FrameSummary(code.co_filename, awaited.cr_frame.f_lineno, code.co_name, lookup_line=False)
+        awaited = awaited.cr_await
 
 
 def _behind(error: BaseException) -> BaseException:

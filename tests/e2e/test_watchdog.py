@@ -1,23 +1,33 @@
 """The watchdog on a real Ray cluster: a killed actor, a lost engine process and a hang end the run with the cause."""
 
+import asyncio
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import ray
 from omegaconf import OmegaConf
+from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
+from ray.util.state import list_actors
+from typing_extensions import override
+from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
+from worker_cases import InProcessWorker, prompt_of
 
+from rollout_hooks.loops.base import Branch, BranchingAgentLoop
 from verl_tree.config import WatchdogConfig
+from verl_tree.launch.actors import log_tail
 from verl_tree.launch.termination import EXIT_STATUS, ending_on_term
-from verl_tree.launch.watchdog import RunFailedError, watch_run
+from verl_tree.launch.watchdog import RunFailedError, _ask, watch_run
 
 pytestmark = pytest.mark.e2e
 
@@ -46,11 +56,24 @@ class Server:
 
 
 @pytest.fixture(autouse=True)
-def cluster() -> Iterator[None]:
-    """Start a cluster for each test: the watchdog reports every death of its job, also an earlier one."""
-    ray.init(address="local", num_cpus=4, logging_level="ERROR", log_to_driver=False)
-    yield
-    ray.shutdown()
+def cluster(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start a cluster for each test: the watchdog reports every death of its job, also an earlier one.
+
+    It has no agent of the dashboard, like every second cluster of a machine, unless a test asks for "agent".
+    """
+    wants_agent = getattr(request, "param", None) == "agent"
+    with socket.socket() as port:
+        try:
+            port.bind(("", DEFAULT_DASHBOARD_AGENT_LISTEN_PORT))
+            port.listen()
+        except OSError:
+            if wants_agent:
+                pytest.skip("another cluster of this machine has the agent's port")
+        if wants_agent:
+            port.close()
+        ray.init(address="local", num_cpus=4, logging_level="ERROR", log_to_driver=False)
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture
@@ -109,7 +132,72 @@ def test_hang_ends_the_run_and_names_the_task(server: ray.actor.ActorHandle) -> 
     started = time.monotonic()
     message = failure(WatchdogConfig(poll_s=0.5, timeout_s=6.0), lambda: ray.get(server.wait.remote()))
     assert 6.0 < time.monotonic() - started < 60
-    assert re.search(r"no Ray task has started or ended for 6 s.*Server\.wait of pid \d+ for \d+ s", message)
+    assert re.search(
+        r"no Ray task has started or ended for 6 s.*Server\.wait of pid \d+ on node \S+ for \d+ s", message
+    )
+    assert "the server wrote this to stdout" in message
+
+
+class AskingLoop(BranchingAgentLoop):
+    """A loop whose tool never answers; with `blocks`, it never gives the event loop back either."""
+
+    def __init__(self, *args: Any, blocks: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.blocks = blocks
+
+    @override
+    async def run_branches(self, root: Branch, **row: Any) -> None:
+        await root.generate()
+        if self.blocks:
+            time.sleep(300)
+        await asyncio.Event().wait()
+
+
+class BackgroundWorker(InProcessWorker):
+    """A worker that starts sessions and returns, as verl's does with those of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: "a")
+        print("the worker wrote this", flush=True)
+
+    async def generate_sequences(self, *, num_sessions: int, blocks: bool) -> int:
+        """Return the process's id; the sessions go on."""
+        _agent_loop_registry["asking"] = {"_target_": f"{__name__}.AskingLoop", "blocks": blocks}
+        self.task = asyncio.create_task(prompt_of(self, num_sessions=num_sessions, agent_name="asking"))
+        return os.getpid()
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_hang_of_sessions_names_their_worker(server: ray.actor.ActorHandle, blocks: bool) -> None:
+    """No task of the worker runs; only that of the trainer does, which waits for rows."""
+    workers = [ray.remote(BackgroundWorker).options(name=f"agent_loop_worker_{each}_0").remote() for each in range(2)]
+    ray.get(workers[1].generate_sequences.remote(num_sessions=0, blocks=False))
+    pid = ray.get(workers[0].generate_sequences.remote(num_sessions=2, blocks=blocks))
+    message = failure(WatchdogConfig(poll_s=0.5, timeout_s=6.0), lambda: ray.get(server.wait.remote()))
+    cause = message.splitlines()[0]
+    known = "does not answer: a call of its agents blocks the event loop"
+    if not blocks:
+        place = f"{__file__}:{AskingLoop.run_branches.__code__.co_firstlineno + 5}"
+        known = rf"2 open sessions, the oldest, u_0 of loop asking, for \d+ s; in code of yours at {place} \(2 tasks\)"
+    named = rf"BackgroundWorker\.generate_sequences of pid {pid} on node \S+: {known}"
+    assert re.search(rf"; waiting: {named}; Server\.wait of pid", cause), cause
+    assert "the worker wrote this" in message
+    assert "the server wrote this to stdout" in message
+    assert cause.count("BackgroundWorker") == 1, "the other one waits for nothing"
+
+
+@pytest.mark.parametrize("cluster", ["agent"], indirect=True)
+def test_a_log_that_is_not_on_this_machine_is_asked_for(server: ray.actor.ActorHandle) -> None:
+    """Ray is asked, and its agent needs some seconds after the start of the cluster."""
+    (actor,) = [each for each in _ask(list_actors) if each.actor_id == server._actor_id.hex()]
+    text = "the server wrote this to stderr"
+    assert text in log_tail(actor, suffix="err", num_lines=9)
+    actor.pid = 0
+    deadline = time.monotonic() + 60
+    while text not in (tail := log_tail(actor, suffix="err", num_lines=9)):
+        assert tail.startswith("(not readable: "), tail
+        assert time.monotonic() < deadline, tail
+        time.sleep(1.0)
 
 
 def test_sigterm_ends_the_wait_for_ray(server: ray.actor.ActorHandle, tmp_path: Path) -> None:

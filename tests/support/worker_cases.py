@@ -6,7 +6,8 @@ from scripted_llm import ScriptedClient, config, tokenizer
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from rollout_hooks.capture.report import CaptureReport
-from rollout_hooks.worker import TreeAgentLoopWorkerBase, _PromptProgress
+from rollout_hooks.capture.running import PromptProgress
+from rollout_hooks.worker import TreeAgentLoopWorkerBase
 
 
 class InProcessWorker(TreeAgentLoopWorkerBase):
@@ -22,29 +23,31 @@ class InProcessWorker(TreeAgentLoopWorkerBase):
         self.distillation_enabled = False
         self._reports = {"train": CaptureReport(), "val": CaptureReport()}
         self._prompts = {}
+        self._open = {}
         self._session = None
         self._has_told_drift = False
 
 
-def run_sessions(worker, *, num_sessions, validate=False, agent_name="single_turn_agent", raw_prompt=None):
+def run_sessions(worker, **options):
+    """Run the sessions of one prompt, `prompt_of`, to their ends."""
+    return asyncio.run(prompt_of(worker, **options))
+
+
+async def prompt_of(worker, *, num_sessions, validate=False, agent_name="single_turn_agent", raw_prompt=None):
     """Run the sessions of one prompt as verl's `_run_prompt` does, and return their errors."""
     trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
-    worker._prompts["u"] = _PromptProgress(num_sessions, [])
-
-    async def run():
-        sessions = (
-            worker._run_agent_loop(
-                {"logprobs": True},
-                trajectory,
-                agent_name=agent_name,
-                trace=False,
-                uid="u",
-                session_id=i,
-                raw_prompt=raw_prompt or [{"role": "user", "content": "q"}],
-                global_steps=1,
-            )
-            for i in range(num_sessions)
+    worker._prompts["u"] = PromptProgress(num_sessions, [])
+    sessions = (
+        worker._run_agent_loop(
+            {"logprobs": True},
+            trajectory,
+            agent_name=agent_name,
+            trace=False,
+            uid="u",
+            session_id=i,
+            raw_prompt=raw_prompt or [{"role": "user", "content": "q"}],
+            global_steps=1,
         )
-        return await asyncio.gather(*sessions, return_exceptions=True)
-
-    return asyncio.run(run())
+        for i in range(num_sessions)
+    )
+    return await asyncio.gather(*sessions, return_exceptions=True)

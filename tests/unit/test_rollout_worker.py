@@ -16,15 +16,16 @@ from scripted_llm import tokenizer
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, _agent_loop_registry
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.workers.rollout.replica import TokenOutput
-from worker_cases import InProcessWorker, run_sessions
+from worker_cases import InProcessWorker, prompt_of, run_sessions
 
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE, LEAF_SHAPE_TAG
 from rollout_hooks.capture.outputs import TreeAgentLoopOutput, row_reward
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.report import CaptureReport, FailedSession
+from rollout_hooks.capture.running import OpenSessions, Session
 from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.loops.base import BranchingAgentLoop
-from rollout_hooks.worker import MAX_TRACEBACKS, TreeAgentLoopManager, TreeAgentLoopWorkerBase, _Session
+from rollout_hooks.worker import MAX_TRACEBACKS, TreeAgentLoopManager, TreeAgentLoopWorkerBase
 
 
 def test_prompt_fails_only_with_its_last_session_and_every_cause_is_kept():
@@ -75,6 +76,39 @@ def test_a_bug_of_a_loop_is_told_with_its_place_once_for_each_cause(varies, num_
     logged = [record.getMessage() for record in caplog.records]
     assert len(logged) == num_told
     assert logged[0].endswith(tracebacks[0])
+
+
+class Waiting(BranchingAgentLoop):
+    """A loop whose tool answers when the test says so, and then fails, so that no row is written."""
+
+    answered: asyncio.Event
+
+    async def run_branches(self, root, **_):
+        await root.generate()
+        await self.answered.wait()
+        raise KeyError("plan")
+
+
+def test_open_sessions_are_told_with_the_place_where_they_wait(monkeypatch):
+    monkeypatch.setitem(_agent_loop_registry, "waiting", {"_target_": f"{__name__}.Waiting"})
+    worker = InProcessWorker(lambda _: "a")
+    place = f"{__file__}:{Waiting.run_branches.__code__.co_firstlineno + 2}"
+
+    async def run():
+        Waiting.answered = asyncio.Event()
+        before = await worker.open_sessions()
+        prompt = asyncio.create_task(prompt_of(worker, num_sessions=3, agent_name="waiting"))
+        while (told := await worker.open_sessions()).places[place] < 3:
+            await asyncio.sleep(0.01)
+        Waiting.answered.set()
+        await prompt
+        return before, told, await worker.open_sessions()
+
+    before, told, after = asyncio.run(run())
+    assert before == after == OpenSessions(0)
+    assert (told.num, told.oldest) == (3, "u_0 of loop waiting")
+    assert 0 < told.oldest_s < 60
+    assert pickle.loads(pickle.dumps(told)) == told
 
 
 def test_failures_of_validation_are_counted_apart():
@@ -186,7 +220,8 @@ def test_the_option_decides_whether_drift_is_healed_and_one_example_is_logged(dr
     realignment = tree.realign([5, *end, 6])
     tree.begin(realignment)
     assert len(realignment.splices) == num_splices
-    session = _Session("u", 0, "train", RecordingClient(worker.llm_client, tree=tree), wants_log_probs=False)
+    client = RecordingClient(worker.llm_client, tree=tree)
+    session = Session("u", 0, "train", client, wants_log_probs=False, agent_name="x")
     for _ in range(2):
         worker._tell_drift(session)
     (record,) = [record for record in caplog.records if "<|im_end|>" in record.getMessage()]

@@ -3,8 +3,9 @@
 A thread of the driver asks Ray which actors of the job died and which tasks run. A vLLM engine is not an actor, so its
 processes (children of a server actor, titled `VLLM::...`) are looked up on this machine. Three findings end the
 training run: an actor's process died, an engine process is gone, or the set of running tasks did not change for
-`tree.watchdog.timeout_s`. The report has the tails of the actors' logs. The death of an engine process on another
-machine is not seen; the timeout ends the training run then.
+`tree.watchdog.timeout_s`. The report of a hang asks the agent loop workers, too, which sessions are open: no task runs
+while they wait. It has the tails of the actors' logs. The death of an engine process on another machine is not seen;
+the timeout ends the training run then.
 """
 
 import logging
@@ -21,11 +22,12 @@ import psutil
 import ray
 import requests
 from ray.exceptions import RayError
-from ray.util.state import get_log, list_actors, list_tasks
+from ray.util.state import list_actors, list_tasks
 from ray.util.state.exception import RayStateApiException
 from typing_extensions import override
 
 from verl_tree.config import WatchdogConfig
+from verl_tree.launch.actors import Actor, cluster_address, log_tail, node_ip, waiting_workers
 
 logger = logging.getLogger(__name__)
 
@@ -35,23 +37,15 @@ DEATHS = ("WORKER_DIED", "NODE_DIED", "OWNER_DIED")
 ENGINE_TITLE = "VLLM::"
 STATE_LIMIT = 10_000
 MAX_LOGS = 3
+MAX_WORKERS = 2
+"""Agent loop workers of a report; fewer than logs, so that the task behind them has one, too."""
+SESSIONS = "generate_sequences"
+"""The method of agent loop workers that starts sessions; it returns at once, and no Ray task runs while they do."""
 INTERRUPT = signal.SIGUSR1
 # The training run has this long to end by itself: the error of a task usually says more than the death of its process.
 GRACE_S = 5.0
 INTERRUPT_S = 0.5
 """An interrupted training run waits this long for the thread."""
-
-
-class Actor(Protocol):
-    """The fields that are read of `ray.util.state.common.ActorState`; Ray hides them from type checkers."""
-
-    actor_id: str
-    class_name: str
-    name: str | None
-    state: str
-    node_id: str | None
-    pid: int | None
-    death_cause: dict[str, Any] | None
 
 
 class Task(Protocol):
@@ -60,6 +54,7 @@ class Task(Protocol):
     task_id: str
     name: str
     actor_id: str | None
+    node_id: str | None
     worker_pid: int | None
     creation_time_ms: int | None
     start_time_ms: int | None
@@ -69,17 +64,12 @@ class RunFailedError(RuntimeError):
     """A training run that the watchdog ended, or whose failure it can explain; the message is its report."""
 
 
-def _cluster() -> str:
-    # Without an address, Ray's state API may ask another cluster that this machine remembers.
-    return ray.get_runtime_context().gcs_address
-
-
 def _ask(list_states: Callable[..., Any], **columns: str) -> Any:
     """Return what Ray's state API lists for this driver's job, filtered by the values of columns."""
     columns["job_id"] = ray.get_runtime_context().get_job_id()
     filters = [(column, "=", value) for column, value in columns.items()]
     return list_states(
-        address=_cluster(), filters=filters, detail=True, limit=STATE_LIMIT, raise_on_missing_output=False
+        address=cluster_address(), filters=filters, detail=True, limit=STATE_LIMIT, raise_on_missing_output=False
     )
 
 
@@ -88,7 +78,7 @@ class Failure:
     """A reason why a training run cannot go on, and the actors whose logs tell more, the most telling first."""
 
     cause: str
-    actor_ids: tuple[str, ...]
+    actors: tuple[Actor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +108,7 @@ class Watchdog:
             requests.RequestException: Ray's dashboard does not answer.
         """
         actors = _ask(list_actors)
-        return self._dead_actor(actors) or self._gone_engine(actors) or self._hang()
+        return self._dead_actor(actors) or self._gone_engine(actors) or self._hang(actors)
 
     def _dead_actor(self, actors: list[Actor]) -> Failure | None:
         deaths = [(each, (each.death_cause or {}).get("actor_died_error_context", {})) for each in actors]
@@ -131,7 +121,7 @@ class Watchdog:
         title = f"{actor.class_name} {actor.name}".strip()
         where = f"pid {actor.pid} on node {death.get('node_ip_address')}"
         cause = f"the process of {title} ({where}) died: {death.get('error_message')}"
-        return Failure(cause, tuple(each.actor_id for each, _ in dead))
+        return Failure(cause, tuple(each for each, _ in dead))
 
     def _gone_engine(self, actors: list[Actor]) -> Failure | None:
         here = ray.get_runtime_context().get_node_id()
@@ -143,10 +133,10 @@ class Watchdog:
         for pid, engine in self._engines.items():
             if not _is_running(engine.process):
                 cause = f"the vLLM process {engine.title} (pid {pid}) is gone; its server cannot generate any more"
-                return Failure(cause, (engine.actor_id,))
+                return Failure(cause, tuple(each for each in actors if each.actor_id == engine.actor_id))
         return None
 
-    def _hang(self) -> Failure | None:
+    def _hang(self, actors: list[Actor]) -> Failure | None:
         now = time.monotonic()
         tasks: list[Task] = _ask(list_tasks, state="RUNNING")
         running = frozenset(each.task_id for each in tasks)
@@ -155,21 +145,28 @@ class Watchdog:
         if now - self._changed_at < self.options.timeout_s:
             return None
         tasks.sort(key=lambda each: each.start_time_ms or 0, reverse=True)
-        names = ", ".join(_running_for(each) for each in tasks) or "none"
+        waiting = waiting_workers(actors)
+        told = [f"{each.class_name}.{SESSIONS} of {_place(each.pid, each.node_id)}: {line}" for each, line in waiting]
+        if len(told) > MAX_WORKERS:
+            told[MAX_WORKERS:] = [f"{len(told) - MAX_WORKERS} more of these workers"]
+        told += [_running_for(each) for each in tasks]
         cause = (
             f"no Ray task has started or ended for {self.options.timeout_s:g} s (tree.watchdog.timeout_s); "
-            f"running: {names}"
+            f"waiting: {'; '.join(told) or 'none'}"
         )
-        return Failure(cause, tuple(dict.fromkeys(each.actor_id for each in tasks if each.actor_id)))
+        by_id = {each.actor_id: each for each in actors}
+        ids = [each.actor_id for each, _ in waiting[:MAX_WORKERS]] + [each.actor_id for each in tasks]
+        return Failure(cause, tuple(by_id[each] for each in dict.fromkeys(ids) if each in by_id))
 
     def report(self, failure: Failure) -> str:
         """Return the cause of a failure and the tails of the logs of up to `MAX_LOGS` of its actors."""
         num_lines = self.options.log_tail_lines
         parts = [failure.cause]
-        for actor_id in failure.actor_ids[:MAX_LOGS]:
+        for actor in failure.actors[:MAX_LOGS]:
             for suffix in ("out", "err"):
-                tail = _log_tail(actor_id, suffix=suffix, num_lines=num_lines)
-                parts.append(f"--- last {num_lines} lines of std{suffix} of actor {actor_id}\n{tail}")
+                tail = log_tail(actor, suffix=suffix, num_lines=num_lines)
+                title = f"{actor.class_name} ({_place(actor.pid, actor.node_id)})"
+                parts.append(f"--- last {num_lines} lines of std{suffix} of {title}\n{tail}")
         return "\n".join(parts)
 
 
@@ -204,14 +201,11 @@ def _is_running(process: psutil.Process) -> bool:
 
 def _running_for(task: Task) -> str:
     started_s = (task.start_time_ms or task.creation_time_ms or time.time() * 1000) / 1000
-    return f"{task.name} of pid {task.worker_pid} for {time.time() - started_s:.0f} s"
+    return f"{task.name} of {_place(task.worker_pid, task.node_id)} for {time.time() - started_s:.0f} s"
 
 
-def _log_tail(actor_id: str, *, suffix: str, num_lines: int) -> str:
-    try:
-        return "".join(get_log(address=_cluster(), actor_id=actor_id, suffix=suffix, tail=num_lines)).strip()
-    except (RayStateApiException, requests.RequestException) as error:
-        return f"(not readable: {error})"
+def _place(pid: int | None, node_id: str | None) -> str:
+    return f"pid {pid} on node {node_ip(node_id)}"
 
 
 class _Watch(threading.Thread):

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import json
+from collections import Counter
 from collections.abc import Coroutine
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ from ray.exceptions import RayTaskError
 
 from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.outputs import SessionFailed
-from rollout_hooks.capture.tracebacks import MAX_LEN, raised_at, user_traceback
+from rollout_hooks.capture.tracebacks import MAX_LEN, raised_at, user_traceback, waiting_places
 
 AGENTS = """\
 import asyncio
@@ -54,6 +55,16 @@ async def again(times):
         await deep(9)
     except KeyError:
         await deep(9)
+
+
+async def ask(tool):
+    return await asyncio.wait_for(tool.wait(), 60)
+
+
+async def ask_all(tools):
+    async with asyncio.TaskGroup() as tasks:
+        for tool in tools:
+            tasks.create_task(ask(tool))
 """
 
 
@@ -160,3 +171,23 @@ def test_a_traceback_is_bounded(agents: ModuleType) -> None:
     text = user_traceback(error_of(agents.again(3)))
     assert len(text) == MAX_LEN
     assert text.endswith("\n...")
+
+
+def test_tasks_wait_at_the_users_last_line(agents: ModuleType) -> None:
+    """`ask_all` waits for its two tasks where its body ends; a task that waits in a library alone has no place."""
+
+    async def run() -> tuple[Counter[str], Counter[str]]:
+        tools = [asyncio.Event(), asyncio.Event()]
+        session = asyncio.create_task(agents.ask_all(tools))
+        library = asyncio.create_task(tools[0].wait())
+        await asyncio.sleep(0.01)
+        here = asyncio.current_task()
+        waiting = waiting_places(asyncio.all_tasks() - {here})
+        for tool in tools:
+            tool.set()
+        await asyncio.gather(session, library)
+        return waiting, waiting_places([session, library])
+
+    waiting, ended = asyncio.run(run())
+    assert waiting == {f"{agents.__file__}:42": 2, f"{agents.__file__}:46": 1}
+    assert not ended

@@ -66,7 +66,7 @@ def test_the_cause_comes_before_its_consequences() -> None:
     finding = Watchdog(WatchdogConfig())._dead_actor(actors)
     assert finding is not None
     assert finding.cause.startswith("the process of Classb (pid 77 on node node) died: message of b")
-    assert finding.actor_ids == ("b", "a")
+    assert [each.actor_id for each in finding.actors] == ["b", "a"]
 
 
 @pytest.mark.parametrize("engine", [FORKS], indirect=True, ids=["forks"])

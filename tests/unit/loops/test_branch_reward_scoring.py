@@ -14,8 +14,8 @@ from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.trainer.ppo.v1 import agent_loop_tq
 from worker_cases import InProcessWorker
 
+from rollout_hooks.capture.running import PromptProgress
 from rollout_hooks.loops.base import BranchingAgentLoop
-from rollout_hooks.worker import _PromptProgress
 
 
 @register("rewards_nodes")
@@ -73,7 +73,7 @@ def run_session(worker):
     """Run one session of `RewardsNodes` on the worker; return its report."""
     trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False}
     worker.mm_processor_kwargs = {}
-    worker._prompts["u"] = _PromptProgress(2, [])
+    worker._prompts["u"] = PromptProgress(2, [])
     fields = dataset_row(global_steps=1, data_source="test", reward_model={"ground_truth": "7"}, extra_info={})
     asyncio.run(
         worker._run_agent_loop({"logprobs": True}, trajectory, agent_name="rewards_nodes", trace=False, **fields)

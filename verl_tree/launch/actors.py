@@ -1,0 +1,109 @@
+"""What can be learnt of Ray actors from outside: where they run, the ends of their logs, and for whom they wait."""
+
+import math
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+import requests
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.state import get_log
+from ray.util.state.exception import RayStateApiException
+
+from rollout_hooks.capture.running import OpenSessions
+
+AGENT_LOOP_WORKER = "agent_loop_worker_"
+"""With what verl begins the names of its agent loop workers."""
+ANSWER_S = 5.0
+"""An agent loop worker has this long to say which sessions are open."""
+MAX_PLACES = 3
+
+
+class Actor(Protocol):
+    """The fields that are read of `ray.util.state.common.ActorState`; Ray hides them from type checkers."""
+
+    actor_id: str
+    class_name: str
+    name: str | None
+    ray_namespace: str | None
+    state: str
+    node_id: str | None
+    pid: int | None
+    death_cause: dict[str, Any] | None
+
+
+def cluster_address() -> str:
+    """Return the address of this process's cluster; Ray's state API may ask another one without it."""
+    return ray.get_runtime_context().gcs_address
+
+
+def node_ip(node_id: str | None) -> str:
+    """Return the address of a node, or its id if the cluster does not know it."""
+    return next((node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id), str(node_id))
+
+
+def log_tail(actor: Actor, *, suffix: str, num_lines: int) -> str:
+    """Return the last lines of an actor's log, of stdout (`suffix` is "out") or of stderr ("err").
+
+    Ray is asked for what is not on this machine. It answers only if an agent of its dashboard runs there, and where two
+    clusters share a machine the second one has none.
+    """
+    here = node_ip(ray.get_runtime_context().get_node_id())
+    path = _local_log(actor.pid, suffix=suffix) if node_ip(actor.node_id) == here else None
+    # Another user may have started Ray.
+    with suppress(PermissionError):
+        if path is not None:
+            with path.open(errors="replace") as lines:
+                return "".join(deque(lines, maxlen=num_lines)).strip()
+    try:
+        chunks = get_log(address=cluster_address(), actor_id=actor.actor_id, suffix=suffix, tail=num_lines)
+        return "".join(chunks).strip()
+    except (RayStateApiException, requests.RequestException) as error:
+        return f"(not readable: {error})"
+
+
+def _local_log(pid: int | None, *, suffix: str) -> Path | None:
+    """Return the log of a worker process of this machine, also of one that has died."""
+    context = ray.get_runtime_context()
+    logs = Path(context.get_temp_dir(), context.get_session_name(), "logs")
+    # `worker-WORKER-JOB-PID.out`; the job is not known yet where Ray started a worker beforehand.
+    found = logs.glob(f"worker-*-{pid}.{suffix}")
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def waiting_workers(actors: list[Actor]) -> list[tuple[Actor, str]]:
+    """Return the agent loop workers that wait for sessions, or do not answer, with a line each; the longest wait first.
+
+    Of workers that are not `TreeAgentLoopWorker`s nothing is known.
+    """
+    asked: list[tuple[Actor, Any]] = []
+    for actor in actors:
+        name = actor.name or ""
+        if actor.state == "ALIVE" and name.startswith(AGENT_LOOP_WORKER):
+            # One of another class has no such method, and one that died meanwhile has no name any more.
+            with suppress(AttributeError, ValueError):
+                worker = ray.get_actor(name, namespace=actor.ray_namespace)
+                asked.append((actor, worker.open_sessions.remote()))
+    deadline = time.monotonic() + ANSWER_S
+    waits = []
+    for actor, answer in asked:
+        try:
+            sessions: OpenSessions = ray.get(answer, timeout=max(0.1, deadline - time.monotonic()))
+        except GetTimeoutError:
+            waits.append((math.inf, actor, "does not answer: a call of its agents blocks the event loop"))
+        except RayError as error:
+            waits.append((math.inf, actor, f"cannot answer: {error}"))
+        else:
+            if sessions.num:
+                waits.append((sessions.oldest_s, actor, _told(sessions)))
+    waits.sort(key=lambda each: each[0], reverse=True)
+    return [(actor, line) for _, actor, line in waits]
+
+
+def _told(sessions: OpenSessions) -> str:
+    places = ", ".join(f"{place} ({num} tasks)" for place, num in sessions.places.most_common(MAX_PLACES))
+    where = f"; in code of yours at {places}" if places else ""
+    return f"{sessions.num} open sessions, the oldest, {sessions.oldest}, for {sessions.oldest_s:.0f} s{where}"
