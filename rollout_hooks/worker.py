@@ -114,9 +114,11 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
         runner = copy.copy(self)
         runner.llm_client, runner._session = session.client, session
         run = runner._run_session(sampling_params, trajectory, agent_name=agent_name, trace=trace, **kwargs)
-        # The error comes back as a value, because it must not reach the other sessions of the prompt.
-        (error,) = await asyncio.gather(run, return_exceptions=True)
-        del self._open[session.uid, session.session_id]
+        try:
+            # The error comes back as a value, because it must not reach the other sessions of the prompt.
+            (error,) = await asyncio.gather(run, return_exceptions=True)
+        finally:
+            del self._open[session.uid, session.session_id]
         progress = self._prompts[session.uid]
         progress.num_ended += 1
         self._settle(session, error)
