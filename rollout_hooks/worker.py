@@ -24,7 +24,7 @@ from verl.utils.tokenizer import get_processor_token_id
 from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.image_runs import IMAGES_FIELD, image_runs, thumbnail, tree_keys
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG, WrittenRow, leaf_shapes
-from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput, is_reward, row_reward
+from rollout_hooks.capture.outputs import PromptFailed, SessionFailed, TreeAgentLoopOutput, is_reward, row_reward
 from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.report import CaptureReport, FailedSession
@@ -48,6 +48,18 @@ MAX_TRACEBACKS = 20
 
 # A Ray actor class cannot be subclassed, but the class it was made of can. Ray's types do not know that attribute.
 _AgentLoopWorker = cast(Any, AgentLoopWorkerTQ).__ray_metadata__.modified_class
+
+
+def _told_in_the_report(record: logging.LogRecord) -> bool:
+    """Make one quiet line of what verl logs of a prompt that failed: an error, and a traceback through this module."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, PromptFailed):
+        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {error}", (), None
+        record.levelno, record.levelname = logging.INFO, "INFO"
+    return True
+
+
+logging.getLogger(_AgentLoopWorker.__module__).addFilter(_told_in_the_report)
 
 
 class TreeAgentLoopWorkerBase(_AgentLoopWorker):
@@ -267,7 +279,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
             report += CaptureReport(failed_prompts=(session.uid,))
         self._reports[session.partition] += report
         if has_failed:
-            raise RuntimeError(
+            raise PromptFailed(
                 f"all {progress.num_sessions} sessions of the prompt failed, first: {progress.causes[0]}"
             )
 

@@ -14,18 +14,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from verl_tree.launch.console import announce
+from verl_tree.launch.endings import refusal_lines
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Report on the arguments, those of the command line if None, and exit with 0 or 1."""
+    """Report on the arguments, those of the command line if None, and exit with 0 or 1; `--help` says what this is."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     start_s = time.monotonic()
     announce("checking the command")
-    is_valid, text = report(sys.argv[1:] if arguments is None else arguments)
+    is_valid, text = report(arguments)
     print(text)
     print(f"\n{'The command can run' if is_valid else 'The command cannot run'}. ({time.monotonic() - start_s:.1f} s)")
     sys.exit(0 if is_valid else 1)
@@ -43,8 +48,7 @@ def report(arguments: Sequence[str]) -> tuple[bool, str]:
         config = compose_config(arguments)
         resolve(config)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        causes = [str(each).strip() for each in (error, error.__cause__) if each is not None]
-        return False, "\n".join(["Refused", *(f"  {line}" for cause in causes for line in cause.splitlines())])
+        return False, "\n".join(["Refused", *(f"  {line}" for line in refusal_lines(error))])
     return _report_composed(config)
 
 

@@ -25,13 +25,12 @@ def main() -> None:
         announce("composing the configuration")
         from verl_tree.launch.composition import CONFIG_NAME, require_fsdp_in, run_command
 
-        with refused_in_brief():
-            require_fsdp_in(sys.argv[1:])
-
         def task(config: "DictConfig") -> None:
             run(config, console=console)
 
-        run_command(task, config_name=CONFIG_NAME)
+        with refused_in_brief():
+            require_fsdp_in(sys.argv[1:])
+            run_command(task, config_name=CONFIG_NAME)
 
 
 def run(config: "DictConfig", *, console: Console) -> None:

@@ -32,7 +32,8 @@ def main() -> None:
         announce("composing the configuration")
     from verl_tree.launch.composition import SFT_CONFIG_NAME, run_command
 
-    run_command(run, config_name=SFT_CONFIG_NAME)
+    with refused_in_brief():
+        run_command(run, config_name=SFT_CONFIG_NAME)
 
 
 def run(config: "DictConfig") -> None:

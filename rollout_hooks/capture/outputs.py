@@ -125,6 +125,10 @@ class SessionFailed(RuntimeError):
         self.outputs = outputs or []
 
 
+class PromptFailed(RuntimeError):
+    """Error of a prompt all of whose sessions failed; the report has their causes."""
+
+
 def make_row(
     token_ids: Sequence[int],
     mask: Sequence[int],

@@ -6,6 +6,7 @@ A failure here after an upgrade of verl names what to look at before any test of
 import asyncio
 import importlib.metadata
 import inspect
+import logging
 from types import SimpleNamespace
 
 import hydra
@@ -34,6 +35,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 from worker_cases import InProcessWorker, run_sessions
 
+from rollout_hooks.capture.outputs import PromptFailed
 from rollout_hooks.capture.recording import ABORTED
 from rollout_hooks.worker import TreeAgentLoopManager, TreeAgentLoopWorker
 
@@ -131,6 +133,31 @@ def test_a_prompt_ends_after_its_last_session(monkeypatch):
     monkeypatch.setattr(tq, "async_kv_put", put)
     asyncio.run(Worker()._run_prompt({"uid": "u"}, {}, trajectory={"validate": False}))
     assert events == ["running", 2, 1, 0, "finished"]
+
+
+def test_a_prompt_that_failed_is_logged_with_its_error_and_made_a_quiet_line(monkeypatch, caplog):
+    """worker._told_in_the_report: hundreds of tracebacks a step would hide the summary. Other errors stay as they are."""
+
+    async def put(**_):
+        pass
+
+    class Worker(WORKER):
+        def __init__(self, error):
+            self.config, self.error = config(n=1), error
+
+        async def _run_agent_loop(self, *_, **__):
+            raise self.error
+
+    monkeypatch.setattr(tq, "async_kv_put", put)
+    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
+    with caplog.at_level("INFO", WORKER.__module__):
+        for error in (PromptFailed("all 1 sessions of the prompt failed"), KeyError("plan")):
+            asyncio.run(Worker(error)._run_prompt({"uid": "u"}, {}, trajectory={"validate": False}))
+    brief, whole = caplog.records
+    assert (brief.levelname, brief.exc_info) == ("INFO", None)
+    assert brief.getMessage() == "Error in _run_prompt for uid=u: all 1 sessions of the prompt failed"
+    assert whole.levelname == "ERROR"
+    assert isinstance(whole.exc_info[1], KeyError)
 
 
 def test_both_words_for_aborted_are_stop_reasons():

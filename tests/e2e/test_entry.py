@@ -18,6 +18,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
             "tree.shared_tokens=max: choose one of sum, mean, once",
         ),
         (
+            "main_ppo",
+            ["profile=cpu", "tree.backened=triton"],
+            "tree.backened: no such option; did you mean tree.backend?",
+        ),
+        (
             "main_sft",
             ["trainer.device=cpu", "data.pad_mode=right"],
             "data.pad_mode=right: a step has rows of any length",

@@ -1,6 +1,6 @@
 """The watchdog on a real Ray cluster: a killed actor, a lost engine process and a hang end the run with the cause."""
 
-import asyncio
+import inspect
 import os
 import re
 import signal
@@ -10,20 +10,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import ray
 from omegaconf import OmegaConf
+from process_groups import free_port
 from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
+from ray.cluster_utils import Cluster
 from ray.util.state import list_actors
-from typing_extensions import override
-from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
-from worker_cases import InProcessWorker, prompt_of
+from waiting_worker import AskingLoop, BackgroundWorker
 
-from rollout_hooks.loops.base import Branch, BranchingAgentLoop
 from verl_tree.config import WatchdogConfig
 from verl_tree.launch.actors import log_tail
 from verl_tree.launch.termination import EXIT_STATUS, ending_on_term
@@ -56,24 +55,31 @@ class Server:
 
 
 @pytest.fixture(autouse=True)
-def cluster(request: pytest.FixtureRequest) -> Iterator[None]:
+def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Start a cluster for each test: the watchdog reports every death of its job, also an earlier one.
 
-    It has no agent of the dashboard, like every second cluster of a machine, unless a test asks for "agent".
+    Its dashboard has no agent, as in every second cluster on a machine, whose port is taken. A test that asks for
+    an "agent" gets one with a port of its own.
     """
-    wants_agent = getattr(request, "param", None) == "agent"
-    with socket.socket() as port:
-        try:
-            port.bind(("", DEFAULT_DASHBOARD_AGENT_LISTEN_PORT))
-            port.listen()
-        except OSError:
-            if wants_agent:
-                pytest.skip("another cluster of this machine has the agent's port")
-        if wants_agent:
-            port.close()
-        ray.init(address="local", num_cpus=4, logging_level="ERROR", log_to_driver=False)
+    # Ray's processes import `waiting_worker` from there.
+    monkeypatch.setenv("PYTHONPATH", str(Path(inspect.getfile(AskingLoop)).parent), prepend=os.pathsep)
+    with ExitStack() as held:
+        address = "local"
+        if getattr(request, "param", None) == "agent":
+            ports = {"dashboard_port": free_port(), "dashboard_agent_listen_port": free_port()}
+            nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, **ports})
+            held.callback(nodes.shutdown)
+            address = nodes.address
+        else:
+            port = held.enter_context(socket.socket())
+            # Else it is taken already.
+            with suppress(OSError):
+                port.bind(("", DEFAULT_DASHBOARD_AGENT_LISTEN_PORT))
+                port.listen()
+        num_cpus = 4 if address == "local" else None
+        ray.init(address=address, num_cpus=num_cpus, logging_level="ERROR", log_to_driver=False)
+        held.callback(ray.shutdown)
         yield
-        ray.shutdown()
 
 
 @pytest.fixture
@@ -138,52 +144,28 @@ def test_hang_ends_the_run_and_names_the_task(server: ray.actor.ActorHandle) -> 
     assert "the server wrote this to stdout" in message
 
 
-class AskingLoop(BranchingAgentLoop):
-    """A loop whose tool never answers; with `blocks`, it never gives the event loop back either."""
-
-    def __init__(self, *args: Any, blocks: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.blocks = blocks
-
-    @override
-    async def run_branches(self, root: Branch, **row: Any) -> None:
-        await root.generate()
-        if self.blocks:
-            time.sleep(300)
-        await asyncio.Event().wait()
-
-
-class BackgroundWorker(InProcessWorker):
-    """A worker that starts sessions and returns, as verl's does with those of its batch."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda _: "a")
-        print("the worker wrote this", flush=True)
-
-    async def generate_sequences(self, *, num_sessions: int, blocks: bool) -> int:
-        """Return the process's id; the sessions go on."""
-        _agent_loop_registry["asking"] = {"_target_": f"{__name__}.AskingLoop", "blocks": blocks}
-        self.task = asyncio.create_task(prompt_of(self, num_sessions=num_sessions, agent_name="asking"))
-        return os.getpid()
-
-
-@pytest.mark.parametrize("blocks", [False, True])
-def test_a_hang_of_sessions_names_their_worker(server: ray.actor.ActorHandle, blocks: bool) -> None:
-    """No task of the worker runs; only that of the trainer does, which waits for rows."""
-    workers = [ray.remote(BackgroundWorker).options(name=f"agent_loop_worker_{each}_0").remote() for each in range(2)]
-    ray.get(workers[1].generate_sequences.remote(num_sessions=0, blocks=False))
-    pid = ray.get(workers[0].generate_sequences.remote(num_sessions=2, blocks=blocks))
+def test_a_hang_of_sessions_names_their_workers(server: ray.actor.ActorHandle) -> None:
+    """No task of a worker runs, only that of the trainer, which waits for rows. The third worker waits for nothing."""
+    workers = [BackgroundWorker.options(name=f"agent_loop_worker_{each}_0").remote() for each in range(3)]
+    given = [(2, False), (1, True), (0, False)]
+    begun = [
+        worker.generate_sequences.remote(num_sessions=num, blocks=blocks)
+        for worker, (num, blocks) in zip(workers, given, strict=True)
+    ]
+    waiting, blocked, idle = ray.get(begun)
     message = failure(WatchdogConfig(poll_s=0.5, timeout_s=6.0), lambda: ray.get(server.wait.remote()))
     cause = message.splitlines()[0]
-    known = "does not answer: a call of its agents blocks the event loop"
-    if not blocks:
-        place = f"{__file__}:{AskingLoop.run_branches.__code__.co_firstlineno + 5}"
-        known = rf"2 open sessions, the oldest, u_0 of loop asking, for \d+ s; in code of yours at {place} \(2 tasks\)"
-    named = rf"BackgroundWorker\.generate_sequences of pid {pid} on node \S+: {known}"
-    assert re.search(rf"; waiting: {named}; Server\.wait of pid", cause), cause
-    assert "the worker wrote this" in message
-    assert "the server wrote this to stdout" in message
-    assert cause.count("BackgroundWorker") == 1, "the other one waits for nothing"
+    place = f"{inspect.getfile(AskingLoop)}:{AskingLoop.run_branches.__code__.co_firstlineno + 5}"
+    worker = r"AgentLoopWorkerTQ\.generate_sequences of pid"
+    assert re.search(
+        rf"; waiting: {worker} {blocked} on node \S+: does not answer: a call of its agents blocks the event loop; "
+        rf"{worker} {waiting} on node \S+: 2 open sessions, the oldest, u_0 of loop asking, for \d+ s; "
+        rf"tasks wait in your code at [^;]*{place} \(2\)[^;]*; Server\.wait of pid",
+        cause,
+    ), cause
+    assert f"pid {idle} " not in cause
+    for text in ("the worker wrote this", "the server wrote this to stdout"):
+        assert text in message
 
 
 @pytest.mark.parametrize("cluster", ["agent"], indirect=True)

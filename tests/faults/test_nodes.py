@@ -1,13 +1,12 @@
 """A cluster of two nodes loses one: the run ends and says so."""
 
+import re
 import time
 from pathlib import Path
 
-import psutil
 import pytest
-import ray
 from faulty_run import FaultyRun
-from marked_phases import MARKS_VARIABLE
+from process_groups import free_port
 from ray.cluster_utils import Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -29,7 +28,9 @@ def test_a_lost_node_ends_the_run_with_its_cause(folder: Path, monkeypatch: pyte
     # Ray's nodes give their environment to the processes that they start.
     for name, value in run.variables().items():
         monkeypatch.setenv(name, value)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 16})
+    # Ray's own ports may be taken by another cluster of this machine.
+    ports = {"dashboard_port": free_port(), "dashboard_agent_listen_port": free_port()}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 16, "num_gpus": 1, **ports})
     try:
         second = cluster.add_node(num_cpus=4)
         cluster.wait_for_nodes()
@@ -40,12 +41,7 @@ def test_a_lost_node_ends_the_run_with_its_cause(folder: Path, monkeypatch: pyte
             cluster.remove_node(second, allow_graceful=False)
             assert run.process.wait(timeout=END_LIMIT_S) != 0
             assert time.monotonic() - started < END_LIMIT_S
-            assert "AgentLoopWorker" in run.log
-            assert "node" in "\n".join(run.log.splitlines()[-60:])
+            assert re.search(r"the process of \w+ .* died: .*its node has died", run.log), run.log[-6000:]
             assert 1 in run.metrics
     finally:
         cluster.shutdown()
-        ray.shutdown()
-        for each in psutil.process_iter():
-            if MARKS_VARIABLE in (each.environ() if each.pid != psutil.Process().pid else {}):
-                each.kill()

@@ -104,6 +104,6 @@ def waiting_workers(actors: list[Actor]) -> list[tuple[Actor, str]]:
 
 
 def _told(sessions: OpenSessions) -> str:
-    places = ", ".join(f"{place} ({num} tasks)" for place, num in sessions.places.most_common(MAX_PLACES))
-    where = f"; in code of yours at {places}" if places else ""
+    places = ", ".join(f"{place} ({num})" for place, num in sessions.places.most_common(MAX_PLACES))
+    where = f"; tasks wait in your code at {places}" if places else ""
     return f"{sessions.num} open sessions, the oldest, {sessions.oldest}, for {sessions.oldest_s:.0f} s{where}"

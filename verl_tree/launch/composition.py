@@ -11,7 +11,8 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,11 +23,14 @@ from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
 from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
+from verl_tree.launch.endings import FULL_ERROR
+from verl_tree.launch.misspelt import misspelt_option
 
 CONFIG_MODULE = "verl_tree.configs"
 CONFIG_NAME = "tree_ppo"
@@ -160,7 +164,7 @@ def compose_config(arguments: Sequence[str] = (), *, default_name: str = CONFIG_
 
     Raises:
         HydraException: An override or a config file is wrong.
-        ValueError: The command line asks for another engine than FSDP.
+        ValueError: The command line asks for another engine than FSDP, or has an option that is not there.
     """
     require_fsdp_in(arguments)
     prepare_hydra()
@@ -177,17 +181,53 @@ def compose_config(arguments: Sequence[str] = (), *, default_name: str = CONFIG_
         overrides = [*overrides, f"hydra.searchpath=[file://{added}]"]
     name = options.config_name or default_name
     if folder is None:
-        with initialize_config_module(config_module=CONFIG_MODULE, version_base=None):
-            return compose(config_name=name, overrides=overrides)
-    with initialize_config_dir(config_dir=folder, version_base=None):
+        initialized = initialize_config_module(config_module=CONFIG_MODULE, version_base=None)
+    else:
+        initialized = initialize_config_dir(config_dir=folder, version_base=None)
+    with initialized, _misspelt_refused(default_name):
         return compose(config_name=name, overrides=overrides)
 
 
 def run_command(run: Callable[[DictConfig], None], *, config_name: str) -> None:
-    """Run an entry point with the configuration that the process's command line asks for."""
+    """Run an entry point with the configuration that the process's command line asks for.
+
+    Raises:
+        HydraException: An override or a config file is wrong.
+        ValueError: The command line has an option that is not there.
+    """
     prepare_hydra()
     sys.argv[1:] = accept_verl_arguments(sys.argv[1:])
-    hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name=config_name, version_base=None)(run)()
+    given = os.environ.get(FULL_ERROR)
+
+    def restore() -> None:
+        if given is None:
+            os.environ.pop(FULL_ERROR, None)
+        else:
+            os.environ[FULL_ERROR] = given
+
+    def task(config: DictConfig) -> None:
+        restore()
+        run(config)
+
+    # Else Hydra prints its errors itself and ends the process.
+    os.environ[FULL_ERROR] = "1"
+    try:
+        with _misspelt_refused(config_name):
+            hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name=config_name, version_base=None)(task)()
+    finally:
+        restore()
+
+
+@contextmanager
+def _misspelt_refused(config_name: str) -> Iterator[None]:
+    try:
+        yield
+    except HydraException as error:
+        reference = SFT_REFERENCE if config_name == SFT_CONFIG_NAME else REFERENCE
+        told = misspelt_option(error, {**_read_values(reference), "tree": tree_values()})
+        if told is None:
+            raise
+        raise ValueError(told) from error
 
 
 def verl_values(config: DictConfig) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 INTERRUPTED = 130
 """The exit status of what Ctrl-C ended, as shells have it."""
+FULL_ERROR = "HYDRA_FULL_ERROR"
+"""The environment variable that asks Hydra, and us, for tracebacks."""
 LAST_LINES_S = 0.5
 """Ray's thread prints what the processes wrote this much later; Ray waits as long where it ends with the driver."""
 
@@ -20,17 +22,26 @@ def refused_in_brief() -> Iterator[None]:
     """End the process with the lines of a refusal, and no traceback, unless one is asked for.
 
     Raises:
-        SystemExit: The body raised a ValueError, or an error of OmegaConf's.
+        SystemExit: The body raised a ValueError, or an error of Hydra's or OmegaConf's.
     """
+    from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         yield
-    except (ValueError, OmegaConfBaseException) as error:
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
         if _wants_traceback():
             raise
-        lines = "\n".join(f"  {line}" for line in str(error).splitlines())
+        lines = "\n".join(f"  {line}" for line in refusal_lines(error))
         sys.exit(f"Refused; nothing was started.\n{lines}")
+
+
+def refusal_lines(error: Exception) -> list[str]:
+    """Return what an error says; Hydra's has its cause in another one."""
+    from hydra.errors import HydraException
+
+    causes = [error, error.__cause__] if isinstance(error, HydraException) else [error]
+    return [line for cause in causes if cause is not None for line in str(cause).strip().splitlines()]
 
 
 @contextmanager
@@ -57,7 +68,7 @@ def ended_with_causes() -> Iterator[None]:
 
 def _wants_traceback() -> bool:
     """Whether the user asks for the tracebacks of Hydra's own refusals."""
-    return os.environ.get("HYDRA_FULL_ERROR") == "1"
+    return os.environ.get(FULL_ERROR) == "1"
 
 
 @contextmanager

@@ -32,6 +32,12 @@ class TreeTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # type: ign
                 sys.modules["wandb"].teardown()
 
     def init_agent_loop_manager(self) -> None:
-        """Start the agent loop workers, the last that training waits for; see `TaskRunnerV1`."""
+        """Start the agent loop workers and wait until they are there; see `TaskRunnerV1`.
+
+        verl does not wait, and their imports, half a minute on a slow machine, would be in the time of the first step.
+        """
         super().init_agent_loop_manager()
+        # A manager of the user's may keep its workers elsewhere.
+        workers = getattr(self.agent_loop_manager, "agent_loop_workers", [])
+        ray.get([worker.__ray_ready__.remote() for worker in workers])
         print("agent loops started", flush=True)

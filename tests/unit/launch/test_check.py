@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from input_cases import write_model, write_rows
 
-from verl_tree.check import report
+from verl_tree.check import main, report
 
 ROOT = Path(__file__).parents[3]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -139,7 +139,10 @@ def test_what_verl_refuses_is_found_too(tmp_path: Path) -> None:
 def test_what_cannot_be_composed_is_a_finding(tmp_path: Path) -> None:
     (tmp_path / "alone.yaml").write_text("data:\n  train_files: a\n")
     for command, part in (
-        (["trainer.typo=1"], "Could not override 'trainer.typo'"),
+        (["trainer.typo=1"], "trainer.typo: no such option. One that your own code reads is added with a plus"),
+        (["tree.backened=triton"], "tree.backened: no such option; did you mean tree.backend? One that"),
+        (["tree.watchdogs.poll_s=1"], "tree.watchdogs.poll_s: no such option; did you mean tree.watchdog.poll_s?"),
+        (["trainr.nnodes=1"], "trainr.nnodes: no such option; did you mean trainer.nnodes?"),
         (["trainer.nnodes=1}"], "nnodes=1}"),
         (["--config-name=typo"], "typo"),
         ([f"{ACTOR}.strategy=${{oc.env:NO_SUCH_VARIABLE}}"], "NO_SUCH_VARIABLE"),
@@ -177,3 +180,8 @@ def test_the_exit_status_and_what_stays_away(tmp_path: Path) -> None:
         assert f"The command {'cannot' if status else 'can'} run." in done.stdout
         assert "Traceback" not in done.stderr
     assert list(elsewhere.iterdir()) == []
+
+
+def test_help_says_what_the_command_is(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    assert "python -m verl_tree.check" in capsys.readouterr().out

@@ -50,7 +50,9 @@ def test_unknown_loop_is_refused_with_the_known_names(tmp_path: Path) -> None:
     for known in ("single_turn_agent", "tool_agent", "parallel_tools", "tree_search"):
         validate(resolved(f"{DEFAULT}={known}"))
     message = refusal(f"{DEFAULT}=paralel_tools")
-    assert f"{DEFAULT}=paralel_tools: no such agent loop; choose one of blackbox, " in message
+    assert (
+        f"{DEFAULT}=paralel_tools: no such agent loop; did you mean parallel_tools? choose one of blackbox, " in message
+    )
     assert "single_turn_agent, subagents, tool_agent, tree_search" in message
     loops = tmp_path / "loops.yaml"
     loops.write_text("- name: note_taker\n  _target_: rollout_hooks.loops.memory.MemoryAgentLoop\n")
@@ -82,7 +84,9 @@ def test_rows_may_name_their_loops(tmp_path: Path) -> None:
     assert refusal(mine, train, f"{DEFAULT}=nothing").startswith(f"{DEFAULT}=nothing: no such agent loop")
     message = refusal(mine, f"data.train_files={rows['bad']}", val)
     assert message.startswith("data.train_files=")
-    assert "agent_name has 'tool_agnt': no such agent loop; choose one of blackbox, " in message
+    assert (
+        "agent_name has 'tool_agnt': no such agent loop; did you mean tool_agent? choose one of blackbox, " in message
+    )
 
 
 def test_loops_of_a_manager_of_the_users_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +100,7 @@ def test_loops_of_a_manager_of_the_users_are_known(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(tmp_path)
     validate(resolved(f"{MANAGER}=their_manager.Manager", f"{DEFAULT}=theirs"))
     message = refusal(f"{MANAGER}=their_manager.Manager", f"{DEFAULT}=thiers")
-    assert f"{DEFAULT}=thiers: no such agent loop; choose one of" in message
+    assert f"{DEFAULT}=thiers: no such agent loop; did you mean theirs? choose one of" in message
     assert "theirs" in message
     validate(resolved(f"{MANAGER}=their_manager.Adapter", f"{DEFAULT}=anything"))
     assert f"{MANAGER}=thier_manager.Manager: no module named thier_manager" in refusal(

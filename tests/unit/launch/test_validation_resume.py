@@ -3,6 +3,7 @@
 import logging
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from input_cases import refusal, resolved
 
 pytest.importorskip("verl")
 
+from verl_tree.launch.validation import resume
 from verl_tree.launch.validation.refusals import settle
 from verl_tree.launch.validation.resume import CHECKS, find_leftovers
 from verl_tree.trainer.checkpoints import TRACKER, mark_complete
@@ -110,7 +112,10 @@ def processes(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, subprocess.Pop
     raylet.wait()
 
 
-def test_processes_of_a_dead_cluster_are_named(processes: tuple[subprocess.Popen, subprocess.Popen]) -> None:
+def test_processes_of_a_dead_cluster_are_named(
+    processes: tuple[subprocess.Popen, subprocess.Popen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "ENDING_S", 0.3)
     orphan, raylet = processes
     for number in range(200):
         children = psutil.Process(raylet.pid).children(recursive=True)
@@ -124,3 +129,11 @@ def test_processes_of_a_dead_cluster_are_named(processes: tuple[subprocess.Popen
     assert f"ray::DashboardAgent (pid {orphan.pid})" in finding.message
     assert str(orphan.pid) in finding.message.split("kill ")[1].split()
     assert f"(pid {children[0].pid})" not in finding.message
+
+
+def test_processes_that_end_by_themselves_are_not_named() -> None:
+    ending = subprocess.Popen(["bash", "-c", "exec -a ray::Ending sleep 1"])
+    while psutil.Process(ending.pid).cmdline()[0] != "ray::Ending":
+        time.sleep(0.01)
+    assert all("ray::Ending" not in finding.message for finding in find_leftovers())
+    assert ending.wait() == 0

@@ -24,7 +24,15 @@ from verl_tree.launch.validation.refusals import (
     refusal_here,
     value_of,
 )
-from verl_tree.launch.validation.source import NotInSourceError, Source, look_up, module_problem, read_source, source_of
+from verl_tree.launch.validation.source import (
+    NotInSourceError,
+    Source,
+    did_you_mean,
+    look_up,
+    module_problem,
+    read_source,
+    source_of,
+)
 
 DEFAULT_LOOP_KEY = f"{ROLLOUT}.agent.default_agent_loop"
 MANAGER_KEY = f"{ROLLOUT}.agent.agent_loop_manager_class"
@@ -67,8 +75,9 @@ def check_agent_loops(config: DictConfig) -> Findings:
     for key, name in unknown:
         column = "" if key == DEFAULT_LOOP_KEY else f"the column agent_name has {name!r}: "
         if name not in known:
+            meant = did_you_mean(name, known)
             remedy = f"choose one of {', '.join(known)}, or add it to the file of {LOOPS_KEY}"
-            yield refusal_here(config, key, f"{column}no such agent loop; {remedy}", brings_code=True)
+            yield refusal_here(config, key, f"{column}no such agent loop{meant or ';'} {remedy}", brings_code=True)
         elif name == "blackbox":
             remedy = f"it has no agent; {AGENT_FORMAT} in an entry of {LOOPS_KEY} (docs/gateway.md)"
             yield refusal(config, key, f"{column}{remedy}")

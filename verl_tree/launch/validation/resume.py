@@ -1,6 +1,7 @@
 """Checks of what earlier starts left: checkpoints to go on from, trees of another run, processes of a dead one."""
 
 import os
+import time
 from pathlib import Path
 
 import psutil
@@ -11,6 +12,8 @@ from verl_tree.trainer.checkpoints import choose_start, folder_of, list_checkpoi
 from verl_tree.trainer.tree_folder import other_owner
 
 PATH_KEY = "trainer.resume_from_path"
+ENDING_S = 5.0
+"""Ray's processes end by themselves in this time, most of them at once."""
 
 
 def _refusal(config: DictConfig, key: str, remedy: str) -> Finding:
@@ -72,12 +75,21 @@ def check_owner_of_trees(config: DictConfig) -> Findings:
 
 
 def find_leftovers() -> Findings:
-    """Find Ray's processes whose cluster is dead: a driver that was killed cannot end them."""
-    left = [(each.pid, title) for each in psutil.process_iter() if (title := _title_of_orphan(each)) is not None]
+    """Find Ray's processes whose cluster is dead: a driver that was killed cannot end them.
+
+    Those of a run that is just ending are given the time to do so.
+    """
+    processes = list(psutil.process_iter())
+    deadline = time.monotonic() + ENDING_S
+    while left := {each: title for each in processes if (title := _title_of_orphan(each)) is not None}:
+        if time.monotonic() > deadline:
+            break
+        processes = list(left)
+        time.sleep(0.2)
     if left:
-        names = ", ".join(f"{title} (pid {pid})" for pid, title in left)
-        command = " ".join(["kill", *(str(pid) for pid, _ in left)])
-        message = f"processes of a training run that was killed are left: {names}; end them with: {command}"
+        names = ", ".join(f"{title} (pid {each.pid})" for each, title in left.items())
+        command = " ".join(["kill", *(str(each.pid) for each in left)])
+        message = f"processes of a cluster of Ray's that is gone are left: {names}; end them with: {command}"
         yield Finding(message, is_warning=True)
 
 
