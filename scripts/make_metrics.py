@@ -27,6 +27,16 @@ How ranks, mini-batches and updates make the value of a step:
 """
 
 MFU = """
+## What verl's own metrics do not say
+
+- `response_length/clip_ratio` and `prompt_length/clip_ratio` compare with the longest row of the batch, not with the
+  limit. Where all prompts have one length, the second is 1. What was cut to the limit is in `tree/truncated_leaves`.
+- `perf/throughput` and `perf/total_num_tokens` count flat tokens. What was computed is `tree/packed_tokens`.
+- The timers of a step do not cover all of it. What `timing_s/step` has besides is verl's own work between them.
+
+Rows of different prompts that begin alike, as with a common system prompt, are one tree. It may exceed the capacity
+although the rows of each prompt do not, and is then relayed.
+
 ## MFU
 
 MFU is work per second over the peak of the devices. verl (0.9.1) takes the work from the lengths of all flat rows. In

@@ -136,7 +136,7 @@ def test_a_prompt_ends_after_its_last_session(monkeypatch):
 
 
 def test_a_prompt_that_failed_is_logged_with_its_error_and_made_a_quiet_line(monkeypatch, caplog):
-    """worker._told_in_the_report: hundreds of tracebacks a step would hide the summary. Other errors stay as they are."""
+    """worker._told_in_the_report: hundreds of tracebacks a step would hide the summary. Other errors stay."""
 
     async def put(**_):
         pass

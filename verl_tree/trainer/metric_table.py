@@ -335,7 +335,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "failed_calls",
             "calls",
             "calls that raised an error",
-            "The log of the agent loop workers says why.",
+            "The log of the training run says why.",
             panel="Failures",
         ),
         _of_capture("aborted_calls", "calls", "calls that the server gave up", panel="Failures"),
@@ -356,7 +356,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "failed_sessions",
             "sessions",
             "sessions that failed",
-            "The log of the driver has each cause.",
+            "The summary behind the step has each cause.",
             panel="Failures",
         ),
         _of_capture(
