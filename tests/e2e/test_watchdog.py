@@ -55,17 +55,17 @@ class Server:
 
 
 @pytest.fixture(autouse=True)
-def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster | None]:
     """Start a cluster for each test: the watchdog reports every death of its job, also an earlier one.
 
     Its dashboard has no agent, as in every second cluster on a machine, whose port is taken. A test that asks for
-    an "agent" gets one with a port of its own.
+    "nodes" gets a cluster that has one, with a port of its own, and to which nodes can be added.
     """
     # Ray's processes import `waiting_worker` from there.
     monkeypatch.setenv("PYTHONPATH", str(Path(inspect.getfile(AskingLoop)).parent), prepend=os.pathsep)
     with ExitStack() as held:
-        address = "local"
-        if getattr(request, "param", None) == "agent":
+        address, nodes = "local", None
+        if getattr(request, "param", None) == "nodes":
             ports = {"dashboard_port": free_port(), "dashboard_agent_listen_port": free_port()}
             nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, **ports})
             held.callback(nodes.shutdown)
@@ -79,7 +79,7 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         num_cpus = 4 if address == "local" else None
         ray.init(address=address, num_cpus=num_cpus, logging_level="ERROR", log_to_driver=False)
         held.callback(ray.shutdown)
-        yield
+        yield nodes
 
 
 @pytest.fixture
@@ -125,6 +125,18 @@ def test_killed_actor_that_nobody_asks_ends_the_run() -> None:
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.parametrize("cluster", ["nodes"], indirect=True)
+def test_a_lost_node_is_the_cause(cluster: Cluster) -> None:
+    """The error comes before Ray knows of the node, and says "temporarily unavailable"."""
+    second = cluster.add_node(num_cpus=1, resources={"second": 1})
+    server = Server.options(resources={"second": 1}).remote()
+    pid = ray.get(server.pid.remote())
+    threading.Timer(1.0, cluster.remove_node, (second,), {"allow_graceful": False}).start()
+    message = failure(WatchdogConfig(poll_s=0.5), lambda: ray.get(server.wait.remote()))
+    assert re.search(rf"the process of Server \(pid {pid} on node \S+\) died: .*its node has died", message)
+    assert "the server wrote this to stdout" in message
+
+
 @pytest.mark.parametrize("server", ["VLLM::EngineCore"], indirect=True)
 def test_lost_engine_process_ends_the_run(server: ray.actor.ActorHandle) -> None:
     pid = ray.get(server.engine_pid.remote())
@@ -168,7 +180,7 @@ def test_a_hang_of_sessions_names_their_workers(server: ray.actor.ActorHandle) -
         assert text in message
 
 
-@pytest.mark.parametrize("cluster", ["agent"], indirect=True)
+@pytest.mark.parametrize("cluster", ["nodes"], indirect=True)
 def test_a_log_that_is_not_on_this_machine_is_asked_for(server: ray.actor.ActorHandle) -> None:
     """Ray is asked, and its agent needs some seconds after the start of the cluster."""
     (actor,) = [each for each in _ask(list_actors) if each.actor_id == server._actor_id.hex()]

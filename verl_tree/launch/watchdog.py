@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import psutil
 import ray
 import requests
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.state import list_actors, list_tasks
 from ray.util.state.exception import RayStateApiException
 from typing_extensions import override
@@ -44,6 +44,8 @@ SESSIONS = "generate_sequences"
 INTERRUPT = signal.SIGUSR1
 # The training run has this long to end by itself: the error of a task usually says more than the death of its process.
 GRACE_S = 5.0
+LOST_S = 60.0
+"""So long after an actor became unavailable, Ray should know whether its node has died; it takes about half of this."""
 INTERRUPT_S = 0.5
 """An interrupted training run waits this long for the thread."""
 
@@ -241,6 +243,12 @@ class _Watch(threading.Thread):
             self.report = self._watchdog.report(failure)
         return failure is not None
 
+    def explain(self, error: RayError) -> None:
+        """Look for what is behind an error, and again until Ray knows it if all it says is "unavailable"."""
+        deadline = time.monotonic() + (LOST_S if isinstance(error, ActorUnavailableError) else 0.0)
+        while not self.look() and time.monotonic() < deadline:
+            time.sleep(self.options.poll_s)
+
     def stop(self, *, timeout_s: float | None = None) -> None:
         """Stop the thread and wait for its end, at most so long."""
         self._stopped.set()
@@ -273,7 +281,7 @@ def watch_run(options: WatchdogConfig) -> Iterator[None]:
         patience_s = None if isinstance(error, RayError) else INTERRUPT_S
         watch.stop(timeout_s=patience_s)
         if watch.report is None and isinstance(error, RayError):
-            watch.look()
+            watch.explain(error)
         if watch.report is None:
             raise
         raise RunFailedError(watch.report) from (error if isinstance(error, RayError) else None)
