@@ -5,6 +5,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import psutil
@@ -124,7 +125,7 @@ def test_processes_of_a_dead_cluster_are_named(
             break
         assert number < 199, titles
         psutil.Process().cpu_percent(interval=0.05)
-    (finding,) = find_leftovers()
+    (finding,) = [finding for finding in find_leftovers() if "processes" in finding.message]
     assert finding.is_warning
     assert f"ray::DashboardAgent (pid {orphan.pid})" in finding.message
     assert str(orphan.pid) in finding.message.split("kill ")[1].split()
@@ -137,3 +138,17 @@ def test_processes_that_end_by_themselves_are_not_named() -> None:
         time.sleep(0.01)
     assert all("ray::Ending" not in finding.message for finding in find_leftovers())
     assert ending.wait() == 0
+
+
+def test_shared_memory_of_a_killed_run_is_named_and_that_of_a_living_one_is_not() -> None:
+    name = f"verl_weights_test_{os.getpid()}"
+    segment = SharedMemory(name=name, create=True, size=2**20)
+    try:
+        segment.buf[:] = b"1" * 2**20
+        assert all(name not in finding.message for finding in find_leftovers())
+        segment.close()  # this process maps it no more
+        (finding,) = [finding for finding in find_leftovers() if name in finding.message]
+        assert finding.is_warning
+        assert f"/dev/shm/{name}" in finding.message.split(" MiB: rm ")[1].split()
+    finally:
+        segment.unlink()

@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ from verl_tree.trainer.tree_folder import other_owner
 PATH_KEY = "trainer.resume_from_path"
 ENDING_S = 5.0
 """Ray's processes end by themselves in this time, most of them at once."""
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def _refusal(config: DictConfig, key: str, remedy: str) -> Finding:
@@ -75,10 +77,13 @@ def check_owner_of_trees(config: DictConfig) -> Findings:
 
 
 def find_leftovers() -> Findings:
-    """Find Ray's processes whose cluster is dead: a driver that was killed cannot end them.
+    """Find what a driver that was killed could not end or free: processes without a cluster, and shared memory."""
+    yield from _find_processes()
+    yield from _find_memory()
 
-    Those of a run that is just ending are given the time to do so.
-    """
+
+def _find_processes() -> Findings:
+    # Those of a run that is just ending are given the time to do so.
     processes = list(psutil.process_iter())
     deadline = time.monotonic() + ENDING_S
     while left := {each: title for each in processes if (title := _title_of_orphan(each)) is not None}:
@@ -91,6 +96,27 @@ def find_leftovers() -> Findings:
         command = " ".join(["kill", *(str(each.pid) for each in left)])
         message = f"processes of a cluster of Ray's that is gone are left: {names}; end them with: {command}"
         yield Finding(message, is_warning=True)
+
+
+def _find_memory() -> Findings:
+    """Find segments for new weights that no process has mapped. While a training run lives, one of its workers has."""
+    found = [path for path in SHARED_MEMORY.glob("verl_weights_*") if path.stat().st_uid == os.getuid()]
+    mapped = _mapped_by_me() if found else ""
+    left = [path for path in found if str(path) not in mapped]
+    if left:
+        mib = sum(path.stat().st_blocks for path in left) * 512 / 2**20
+        names = " ".join(map(str, left))
+        yield Finding(f"shared memory of a training run that was killed, {mib:.0f} MiB: rm {names}", is_warning=True)
+
+
+def _mapped_by_me() -> str:
+    """Return the memory maps of this user's processes, as the kernel writes them."""
+    maps = []
+    for process in psutil.process_iter():
+        # Of other users' processes it cannot be read, and they cannot map this user's segments.
+        with suppress(OSError):
+            maps.append(Path("/proc", str(process.pid), "maps").read_text())
+    return "".join(maps)
 
 
 def _title_of_orphan(process: psutil.Process) -> str | None:
