@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import hydra
 import pytest
+import ray
 import torch
 import transfer_queue as tq
 from scripted_llm import ScriptedClient, config, make_loop, run_loop
@@ -38,6 +39,7 @@ from worker_cases import InProcessWorker, run_sessions
 from rollout_hooks.capture.outputs import PromptFailed
 from rollout_hooks.capture.recording import ABORTED
 from rollout_hooks.worker import TreeAgentLoopManager, TreeAgentLoopWorker
+from verl_tree.launch.actors import AGENT_LOOP_WORKER
 
 WORKER = AgentLoopWorkerTQ.__ray_metadata__.modified_class
 
@@ -409,3 +411,23 @@ def test_simple_timer_adds_up():
         pass
     assert set(seconds) == {"a", "b"}
     assert seconds["a"] > 0
+
+
+def test_the_names_of_the_workers(monkeypatch):
+    """The watchdog finds the agent loop workers by the beginning of their names (`verl_tree.launch.actors`)."""
+    names = []
+
+    class Recorded:
+        @classmethod
+        def options(cls, *, name, **_):
+            names.append(name)
+            return SimpleNamespace(remote=lambda *_: None)
+
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "0" * 56, "Alive": True, "Resources": {"CPU": 1}}])
+    manager = AgentLoopManagerTQ.__new__(AgentLoopManagerTQ)
+    manager.config = manager.llm_client = manager.teacher_client = manager.reward_loop_worker_handles = None
+    manager.rollout_config = SimpleNamespace(agent=SimpleNamespace(num_workers=2))
+    manager.agent_loop_workers_class = Recorded
+    asyncio.run(manager._init_agent_loop_workers())
+    assert len(set(names)) == 2
+    assert all(name.startswith(AGENT_LOOP_WORKER) for name in names)
