@@ -29,7 +29,6 @@ from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
 from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
-from verl_tree.launch.endings import FULL_ERROR
 from verl_tree.launch.misspelt import misspelt_option
 
 CONFIG_MODULE = "verl_tree.configs"
@@ -40,6 +39,9 @@ REFERENCE, SFT_REFERENCE = "_generated_ppo_trainer", "sft_trainer_engine"
 
 FSDP = "dp"
 """What verl calls the engines of FSDP, `model_engine`."""
+
+FULL_ERROR = "HYDRA_FULL_ERROR"
+"""The environment variable that asks Hydra for tracebacks."""
 
 CONFIG_PATH_FLAGS = ("--config-path", "-cp")
 

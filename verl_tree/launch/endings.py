@@ -11,8 +11,6 @@ from contextlib import contextmanager
 
 INTERRUPTED = 130
 """The exit status of what Ctrl-C ended, as shells have it."""
-FULL_ERROR = "HYDRA_FULL_ERROR"
-"""The environment variable that asks Hydra, and us, for tracebacks."""
 LAST_LINES_S = 0.5
 """Ray's thread prints what the processes wrote this much later; Ray waits as long where it ends with the driver."""
 
@@ -68,7 +66,7 @@ def ended_with_causes() -> Iterator[None]:
 
 def _wants_traceback() -> bool:
     """Whether the user asks for the tracebacks of Hydra's own refusals."""
-    return os.environ.get(FULL_ERROR) == "1"
+    return os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 @contextmanager
