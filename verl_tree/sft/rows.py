@@ -113,7 +113,8 @@ def _read(dataset: Any, index: int) -> dict[str, Any]:
     """Return a conversation as tokens. Raise ValueError if the model's template refuses it."""
     try:
         return dataset[index]
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:
+        # Many templates add a content to a text without a look; it may be null or a list of parts.
         remedy = "correct the row, or give a model with another chat template"
         raise ValueError(f"data.train_files: row {index}: the chat template refuses it ({error}); {remedy}") from error
 

@@ -140,6 +140,8 @@ KEY = st.sampled_from(["x", 1, 1.5, None, float("nan"), ["x"]])
 @example([(TALK, None), (TALK, None)])
 @example([([], "x")])
 @example([([{"role": "user"}], "x")])
+@example([([{"role": "user", "content": None}], "x")])
+@example([(TALK, "x"), ([{"role": "assistant", "content": [{"type": "text", "text": "a"}]}], "x")])
 def test_any_conversations_are_refused_or_read(folder: Path, model_config: HFModelConfig, rows: list) -> None:
     path = folder / "any.parquet"
     messages, keys = zip(*rows, strict=True)
