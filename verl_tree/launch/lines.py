@@ -46,6 +46,7 @@ _NOISE = re.compile(
     r"|Creating file logger at |\[RolloutTqSkip|\[transformers\] "
     r"|.*Triton is (?:not )?installed|.*Failed to import the DeepSelect extension"
     r"|.*IPC is not supported on your devices|.*agent loop only support torch and npu profiler"
+    r"|Checkpoint tracker file does not exist: |Found checkpoint: %s "
     r"|ERROR:\d{4}-\S+ [\d:,]+:Failed to (?:decode|parse) (?:[\w.-]+ )?tool call: "
     r"|wandb: (?!.*(?:View (?:run|project) |wandb sync|[Ee]rror|ERROR))"
 )

@@ -52,6 +52,8 @@ def test_people_see(line: str) -> None:
         f"{LIBRARY}:32: UserWarning: torchtitan engine is not available: ModuleNotFoundError('torchtitan')",
         "/work/verl_tree/main_ppo.py:69: UserWarning: Disabled critic as algorithm.adv_estimator != gae.",
         f"{RUNNER}INFO:2026-11-22 13:29:19,938:Total training steps: 10",
+        f"{RUNNER}Checkpoint tracker file does not exist: /runs/mine/latest_checkpointed_iteration.txt",
+        f"{RUNNER}Found checkpoint: %s /runs/mine/global_step_2",
         f"{RUNNER}step:1 - global_seqlen/min:664.0 - actor/loss:0.1",
         f"{RUNNER}{{'actor_rollout_ref': {{'actor': {{'_target_': 'verl.workers.config.FSDPActorConfig',",
         f"{RUNNER}'log_tail_lines'",
