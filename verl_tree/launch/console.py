@@ -17,7 +17,10 @@ from typing import BinaryIO, Self, TextIO, cast
 from typing_extensions import override
 
 from verl_tree import __version__
-from verl_tree.launch.lines import LineFilter, find_milestone, for_people, without_colours
+from verl_tree.launch.lines import TRAINING, LineFilter, find_milestone, for_people, without_colours
+
+STILL_S = 30.0
+"""So often a start says what it is still doing: an engine takes minutes to start, and silence looks like a hang."""
 
 
 def announce(doing: str) -> None:
@@ -42,6 +45,8 @@ class Console:
         self._stack = ExitStack()
         self._terminal = sys.stdout
         self._started_at = self._reached_at = time.monotonic()
+        self._doing = ""
+        self._ended = threading.Event()
 
     def __enter__(self) -> Self:
         """Take the place of the standard streams."""
@@ -50,12 +55,14 @@ class Console:
             stream = _Stream(self, terminal)
             self._stack.enter_context(redirect(cast(TextIO, stream)))
             self._stack.callback(stream.finish)
+        threading.Thread(target=self._say_still, daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Give the streams back, close the log and say where it is."""
+        self._ended.set()
         self._stack.close()
         with self._lock:
             self.is_brief, self._kept = False, None
@@ -88,8 +95,19 @@ class Console:
     def milestone(self, done: str, *, doing: str) -> str:
         """Return the line of `reached`."""
         now = time.monotonic()
-        took_s, self._reached_at = now - self._reached_at, now
+        took_s, self._reached_at, self._doing = now - self._reached_at, now, doing
+        if doing == TRAINING:
+            self._ended.set()
         return f"start {now - self._started_at:5.1f} s: {done} ({took_s:.1f} s); {doing}"
+
+    def _say_still(self) -> None:
+        """Say what the start is doing whenever nothing was reached for a while, until it trains."""
+        while not self._ended.wait(STILL_S):
+            now = time.monotonic()
+            if self.is_brief and now - self._reached_at >= STILL_S:
+                waited = f"still {self._doing} ({now - self._reached_at:.0f} s)"
+                self._terminal.write(f"start {now - self._started_at:5.1f} s: {waited}\n")
+                self._terminal.flush()
 
     def keep(self, line: str) -> None:
         """Write one line to the log, or keep it until there is one."""

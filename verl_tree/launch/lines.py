@@ -19,6 +19,8 @@ import re
 from dataclasses import dataclass, field
 
 DRIVER, TASK_RUNNER = "", "TreeTaskRunner"
+TRAINING = "training"
+"""What begins when the start is over."""
 QUIET = frozenset(
     {
         "?",  # a worker that is still importing
@@ -127,7 +129,7 @@ MILESTONES = (
         "rollout engine started",
         "starting the agent loops",
     ),
-    Milestone(re.compile(r"agent loops started$"), "agent loops started", "training"),
+    Milestone(re.compile(r"agent loops started$"), "agent loops started", TRAINING),
 )
 """The start as the lines of Ray, verl's trainer and our task runner tell it."""
 

@@ -2,17 +2,21 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from verl_tree.launch import console as console_module
 from verl_tree.launch.console import Console
 from verl_tree.launch.endings import interrupted_in_brief
+from verl_tree.launch.lines import TRAINING
 
 NOISE = "(WorkerDict pid=1) Qwen3ForCausalLM contains 64.77K parameters"
 STEP = "step 1/3: reward 0.50 (leaves), 0.60 (sessions)"
@@ -75,6 +79,26 @@ def test_the_start_is_told_with_seconds(tmp_path: Path) -> None:
     assert [line.split("; ")[1] for line in lines] == ["starting Ray", "loading the models"]
     seconds = [float(line.removeprefix("start").split()[0]) for line in lines]
     assert 0 <= seconds[0] <= seconds[1] < 60
+
+
+def test_a_start_that_takes_long_says_what_it_is_doing_until_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console_module, "STILL_S", 0.05)
+    terminal = io.StringIO()
+    told = r"start +\d+\.\d s: still starting Ray \(0 s\)"
+    with streams_on(terminal), Console() as console:
+        console.is_brief = True
+        console.record(tmp_path / "run.log")
+        console.reached("configuration checked", doing="starting Ray")
+        deadline = time.monotonic() + 60
+        while len(re.findall(told, terminal.getvalue())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        console.reached("agent loops started", doing=TRAINING)
+        shown = terminal.getvalue()
+        time.sleep(0.2)
+    assert len(re.findall(told, shown)) >= 2
+    assert terminal.getvalue().removeprefix(shown) == f"log: {tmp_path}/run.log\n", "it is silent behind the start"
 
 
 def test_lines_of_two_threads_do_not_mix(tmp_path: Path) -> None:
