@@ -60,6 +60,7 @@ def template(messages: list[dict[str, Any]]) -> str:
 @example({"prompt": [None]})
 @example({"prompt": []})
 @example({"agent_name": ["tool_agent"]})
+@example({"agent_name": [None]})
 def test_a_table_is_accepted_or_refused(columns: dict[str, list]) -> None:
     num_rows = min(map(len, columns.values()), default=0)
     try:

@@ -75,7 +75,7 @@ def check_agent_loops(config: DictConfig) -> Findings:
     for key, name in unknown:
         column = "" if key == DEFAULT_LOOP_KEY else f"the column agent_name has {name!r}: "
         if name not in known:
-            meant = did_you_mean(name, known)
+            meant = did_you_mean(str(name), known)  # a column may have anything
             remedy = f"choose one of {', '.join(known)}, or add it to the file of {LOOPS_KEY}"
             yield refusal_here(config, key, f"{column}no such agent loop{meant or ';'} {remedy}", brings_code=True)
         elif name == "blackbox":
