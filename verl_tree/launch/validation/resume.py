@@ -100,11 +100,17 @@ def _find_processes() -> Findings:
 
 def _find_memory() -> Findings:
     """Find segments for new weights that no process has mapped. While a training run lives, one of its workers has."""
-    found = [path for path in SHARED_MEMORY.glob("verl_weights_*") if path.stat().st_uid == os.getuid()]
-    mapped = _mapped_by_me() if found else ""
-    left = [path for path in found if str(path) not in mapped]
+    sizes = {}
+    for path in SHARED_MEMORY.glob("verl_weights_*"):
+        # A living training run may free its own meanwhile.
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            if status.st_uid == os.getuid():
+                sizes[path] = status.st_blocks * 512
+    mapped = _mapped_by_me() if sizes else ""
+    left = [path for path in sizes if str(path) not in mapped and path.exists()]
     if left:
-        mib = sum(path.stat().st_blocks for path in left) * 512 / 2**20
+        mib = sum(sizes[path] for path in left) / 2**20
         names = " ".join(map(str, left))
         yield Finding(f"shared memory of a training run that was killed, {mib:.0f} MiB: rm {names}", is_warning=True)
 
