@@ -7,7 +7,6 @@ prints the configuration, `--help` the options. Modules that take seconds are im
 terminal at once, and a wrong value is refused before verl is imported.
 """
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,13 +22,12 @@ def main() -> None:
     """Parse the command line and train."""
     with Console() as console, interrupted_in_brief("nothing was started."):
         announce("composing the configuration")
-        from verl_tree.launch.composition import CONFIG_NAME, require_fsdp_in, run_command
+        from verl_tree.launch.composition import CONFIG_NAME, run_command
 
         def task(config: "DictConfig") -> None:
             run(config, console=console)
 
         with refused_in_brief():
-            require_fsdp_in(sys.argv[1:])
             run_command(task, config_name=CONFIG_NAME)
 
 

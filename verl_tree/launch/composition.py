@@ -195,8 +195,9 @@ def run_command(run: Callable[[DictConfig], None], *, config_name: str) -> None:
 
     Raises:
         HydraException: An override or a config file is wrong.
-        ValueError: The command line has an option that is not there.
+        ValueError: The command line asks for another engine than FSDP, or has an option that is not there.
     """
+    require_fsdp_in(sys.argv[1:])
     prepare_hydra()
     sys.argv[1:] = accept_verl_arguments(sys.argv[1:])
     given = os.environ.get(FULL_ERROR)
