@@ -4,9 +4,9 @@
 #
 #   scripts/test.sh             scripts/test.sh --fast    (without the end-to-end tests)
 #   scripts/test.sh --stack verl-vllm      the tests that depend on versions, with verl's own: vLLM 0.24, torch 2.11
-#   scripts/test.sh --long      long whole runs that the tests above leave out: 15 minutes
-#   scripts/test.sh --faults    processes killed in every phase, full disks, damaged checkpoints, a lost node: 40 minutes
-#   scripts/test.sh --soak      300 steps with random kills, for two trainers: about an hour
+#   scripts/test.sh --long      long whole runs that the tests above leave out
+#   scripts/test.sh --faults    processes killed in every phase, full disks, damaged checkpoints, a lost node: over an hour
+#   scripts/test.sh --soak      300 steps with random kills, for two trainers
 #
 # The last two write what they measured to runs/faults.xml and runs/soak.xml.
 set -euo pipefail
