@@ -66,18 +66,16 @@ side_by_side() {
 }
 
 every_test() {
-  local alone=tests/e2e/test_watchdog.py # tells a slow cluster from one that hangs
   # The longest first, and those that find most faults before all others.
   local jobs=('tests/unit tests/contracts' tests/interp)
   local file
-  jobs+=(tests/e2e/test_colocate_async.py)
   # Together, as their ranks are forked from one process; tests/support/rank_scripts.py.
   jobs+=("$(echo tests/e2e/test_{engines,moe_engines,hybrid_engines,image_engines,sft}.py)")
-  jobs+=(tests/e2e/test_{runs,ray_job}.py)
+  jobs+=(tests/e2e/test_{runs,family_runs,tutorials,ray_job}.py)
   for file in tests/e2e/test_*.py; do
-    [[ " ${jobs[*]} $alone " == *" $file "* ]] || jobs+=("$file")
+    [[ " ${jobs[*]} " == *" $file "* ]] || jobs+=("$file")
   done
-  side_by_side "${jobs[@]}" && echo "$alone" && python -m pytest -q "$alone"
+  side_by_side "${jobs[@]}"
 }
 
 case $LANE in

@@ -1,7 +1,7 @@
 """`separate_async` with rollouts in processes of their own, whose weights arrive over gloo (`hybrid_engine=false`).
 
 Rows are stale; in `test_other_manager.py` none is, which shows that the weights arrive as they were sent. The run with
-a kill in it, and beside verl's engine, is `tests/long/test_separate_async.py`.
+a kill in it, and beside verl's engine, is `tests/long/test_async_runs.py`.
 """
 
 from pathlib import Path

@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,6 @@ import pytest
 import ray
 from omegaconf import OmegaConf
 from process_groups import free_port
-from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 from ray.cluster_utils import Cluster
 from ray.util.state import list_actors
 from waiting_worker import AskingLoop, BackgroundWorker
@@ -54,32 +54,38 @@ class Server:
             self.engine.kill()
 
 
-@pytest.fixture(autouse=True)
-def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster | None]:
-    """Start a cluster for each test: the watchdog reports every death of its job, also an earlier one.
+@pytest.fixture(scope="module")
+def start_cluster() -> Iterator[Callable[[bool], Cluster]]:
+    """Return a function that gives the cluster whose dashboard has an agent, or the one whose dashboard has none.
 
-    Its dashboard has no agent, as in every second cluster on a machine, whose port is taken. A test that asks for
-    "nodes" gets a cluster that has one, with a port of its own, and to which nodes can be added.
+    Each is started once: the watchdog reports the deaths of its own job only, and each test is a job. An agent does not
+    start where its port is taken, as for every second cluster on a machine.
     """
-    # Ray's processes import `waiting_worker` from there.
-    monkeypatch.setenv("PYTHONPATH", str(Path(inspect.getfile(AskingLoop)).parent), prepend=os.pathsep)
-    with ExitStack() as held:
-        address, nodes = "local", None
-        if getattr(request, "param", None) == "nodes":
-            ports = {"dashboard_port": free_port(), "dashboard_agent_listen_port": free_port()}
-            nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, **ports})
-            held.callback(nodes.shutdown)
-            address = nodes.address
-        else:
-            port = held.enter_context(socket.socket())
-            # Else it is taken already.
-            with suppress(OSError):
-                port.bind(("", DEFAULT_DASHBOARD_AGENT_LISTEN_PORT))
-                port.listen()
-        num_cpus = 4 if address == "local" else None
-        ray.init(address=address, num_cpus=num_cpus, logging_level="ERROR", log_to_driver=False)
-        held.callback(ray.shutdown)
-        yield nodes
+    with ExitStack() as held, pytest.MonkeyPatch.context() as patch:
+        # Ray's processes import `waiting_worker` from there.
+        patch.setenv("PYTHONPATH", str(Path(inspect.getfile(AskingLoop)).parent), prepend=os.pathsep)
+
+        @cache
+        def start(has_agent: bool) -> Cluster:
+            taken = held.enter_context(socket.socket())
+            taken.bind(("", 0))
+            taken.listen()
+            agent_port = free_port() if has_agent else taken.getsockname()[1]
+            ports = {"dashboard_port": free_port(), "dashboard_agent_listen_port": agent_port}
+            cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, **ports})
+            held.callback(cluster.shutdown)
+            return cluster
+
+        yield start
+
+
+@pytest.fixture(autouse=True)
+def cluster(request: pytest.FixtureRequest, start_cluster: Callable[[bool], Cluster]) -> Iterator[Cluster]:
+    """Connect to a cluster; a test that asks for an "agent" gets the one that has it."""
+    cluster = start_cluster(getattr(request, "param", None) == "agent")
+    ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+    yield cluster
+    ray.shutdown()
 
 
 @pytest.fixture
@@ -125,7 +131,7 @@ def test_killed_actor_that_nobody_asks_ends_the_run() -> None:
     assert time.monotonic() - started < 60
 
 
-@pytest.mark.parametrize("cluster", ["nodes"], indirect=True)
+@pytest.mark.parametrize("cluster", ["agent"], indirect=True)
 def test_a_lost_node_is_the_cause(cluster: Cluster) -> None:
     """The error comes before Ray knows of the node, and says "temporarily unavailable"."""
     second = cluster.add_node(num_cpus=1, resources={"second": 1})
@@ -180,7 +186,7 @@ def test_a_hang_of_sessions_names_their_workers(server: ray.actor.ActorHandle) -
         assert text in message
 
 
-@pytest.mark.parametrize("cluster", ["nodes"], indirect=True)
+@pytest.mark.parametrize("cluster", ["agent"], indirect=True)
 def test_a_log_that_is_not_on_this_machine_is_asked_for(server: ray.actor.ActorHandle) -> None:
     """Ray is asked, and its agent needs some seconds after the start of the cluster."""
     (actor,) = [each for each in _ask(list_actors) if each.actor_id == server._actor_id.hex()]
@@ -209,15 +215,17 @@ def test_sigterm_ends_the_wait_for_ray(server: ray.actor.ActorHandle, tmp_path: 
 
 
 def test_progress_is_no_hang(server: ray.actor.ActorHandle) -> None:
-    """For three times the timeout tasks keep coming, and an actor is ended on purpose."""
+    """For twice the timeout tasks keep coming, and an actor is ended on purpose."""
     extra = Server.remote()
     ray.get(extra.pid.remote())
-    with watch_run(WatchdogConfig(poll_s=0.5, timeout_s=4.0)):
+    # An actor starts in a second, and beside other tests in ten.
+    timeout_s = 20.0
+    started = time.monotonic()
+    with watch_run(WatchdogConfig(poll_s=0.5, timeout_s=timeout_s)):
         ray.kill(extra)
-        waiting = []
-        for _ in range(12):
-            waiting.append(Server.remote())
-            ray.get(waiting[-1].pid.remote(), timeout=60)
-            ray.wait([waiting[-1].wait.remote()], timeout=1.0)
-            ray.kill(waiting.pop())
+        while time.monotonic() - started < 2 * timeout_s:
+            waiting = Server.remote()
+            ray.get(waiting.pid.remote(), timeout=60)
+            ray.wait([waiting.wait.remote()], timeout=1.0)
+            ray.kill(waiting)
     assert psutil.Process(ray.get(server.pid.remote())).is_running()

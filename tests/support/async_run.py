@@ -23,6 +23,16 @@ LONG_TAIL = (
     "actor_rollout_ref.rollout.max_model_len=240",
 )
 """Long sessions: `long_tail_loop`, with room for the long turn."""
+COLOCATE = (
+    *LONG_TAIL,
+    "trainer.v1.trainer_mode=colocate_async",
+    "algorithm.rollout_correction.rollout_is=token",
+    "algorithm.rollout_correction.rollout_rs=token_k1",
+    "algorithm.rollout_correction.rollout_rs_threshold='0.9_1.1'",
+)
+"""Trainer and rollouts in the same places, with stale rows corrected and rejected token by token."""
+RELAY_CAPACITY = 16
+"""Tokens of a section. Every trajectory is longer."""
 SEPARATE = (
     *LONG_TAIL,
     "trainer.v1.trainer_mode=separate_async",
@@ -58,6 +68,16 @@ def run_killed_and_resumed(folder: Path, *mode: str, only_resumed: tuple[str, ..
 def read_steps(folder: Path, steps: Metrics) -> dict[int, list[StoredTree]]:
     """Return the trees that each step trained."""
     return {step: read_trees(folder / "trees" / f"step_{step:06d}.parquet") for step in steps}
+
+
+def check_relay(metrics: dict[str, Any]) -> None:
+    """Assert that a step with `RELAY_CAPACITY` relayed every tree, and computed every token once."""
+    assert metrics["prompt_length/min"] >= RELAY_CAPACITY
+    assert metrics["tree/err"] == metrics["tree/por"]
+    assert metrics["tree/sections"] >= metrics["tree/tokens"] / RELAY_CAPACITY
+    assert metrics["tree/packs"] == 0
+    assert 0 < metrics["tree/spine_ratio"] < 1
+    assert metrics["tree/store_gib"] > 0
 
 
 def check_prompts(trees: dict[int, list[StoredTree]]) -> None:

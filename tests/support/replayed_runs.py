@@ -19,19 +19,23 @@ def replaying_options(folder: str, *, num_steps: int) -> tuple[str, ...]:
     )
 
 
+def one_update_options(num_steps: int) -> tuple[str, ...]:
+    """Return options of so many steps with AdamW, of one update each."""
+    return (
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.optim.optimizer=AdamW",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        f"trainer.total_training_steps={num_steps}",
+    )
+
+
 def run_both(folder: Path, *overrides: str, num_steps: int, of_trees: tuple[str, ...] = ()) -> tuple[Metrics, Metrics]:
     """Train on trees with AdamW, one update a step, and repeat the rollouts on verl's own engine; return the metrics.
 
     `of_trees` are overrides that verl's own engine does not get.
     """
-    options = (
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.optim.optimizer=AdamW",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        f"trainer.total_training_steps={num_steps}",
-        *replaying_options(f"{folder}/rollouts", num_steps=num_steps),
-        *overrides,
-    )
+    stored = replaying_options(f"{folder}/rollouts", num_steps=num_steps)
+    options = (*one_update_options(num_steps), *stored, *overrides)
     tree = run(folder, "tree", *options, *of_trees)
     assert sorted(tree) == list(range(1, num_steps + 1))
     return tree, run(folder, "flat", *options, "tree.enabled=false")

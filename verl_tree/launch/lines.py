@@ -47,6 +47,7 @@ _NOISE = re.compile(
     r"|Using dataset class: |(?:filter )?dataset len: |colocated worker base class |LLMServerManager: "
     r"|Creating file logger at |\[RolloutTqSkip|\[transformers\] "
     r"|.*Triton is (?:not )?installed|.*Failed to import the DeepSelect extension"
+    r"|.*requires torchvision \(not installed\); falling back"
     r"|.*IPC is not supported on your devices|.*agent loop only support torch and npu profiler"
     r"|Checkpoint tracker file does not exist: |Found checkpoint: %s "
     r"|ERROR:\d{4}-\S+ [\d:,]+:Failed to (?:decode|parse) (?:[\w.-]+ )?tool call: "

@@ -64,6 +64,9 @@ def test_people_see(line: str) -> None:
         f"{RUNNER}wandb:              actor/entropy ▁▃▅█",
         f"{RUNNER}wandb: For more information, check out the docs at: https://weave-docs.wandb.ai",
         f"{AGENTS}WARNING:2026-11-22 13:31:11,544:Triton is installed, but doesn't include CPU backend.",
+        # transformers hands its warnings to the root logger where the variable CI is set.
+        f"{WORKER}WARNING:2026-11-23 14:04:43,714:`Qwen2VLImageProcessor` requires torchvision (not installed); "
+        "falling back to `Qwen2VLImageProcessorPil` for backward compatibility.",
         f"{AGENTS}Using dataset class: RLHFDataset",
         f"{AGENTS}ERROR:2026-11-22 13:31:11,544:Failed to decode tool call: Expecting value: line 1 column 1 (char 0)",
         f"{AGENTS}ERROR:2026-11-22 13:31:11,544:Failed to parse Gemma4 tool call: 'name'",
