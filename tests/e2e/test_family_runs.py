@@ -1,6 +1,6 @@
 """Whole training runs on trees of a tiny Qwen3-Next, sampled in bfloat16, and of a tiny Qwen3-VL on images.
 
-Beside verl's own engine, and with a Qwen3-MoE, they are in `tests/long/test_family_runs.py`.
+Beside verl's own engine, and with a Qwen3-MoE, they are in `tests/long/test_family_replays.py`.
 """
 
 from pathlib import Path
