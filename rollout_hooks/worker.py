@@ -267,6 +267,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
             num_leaves=num_rows,
             num_dropped_leaves=rows.num_dropped if rows is not None else len(tree.leaves()),
             num_truncated_leaves=rows.num_truncated if rows is not None else 0,
+            dead_servers=(session.client.dead_server,) if session.client.dead_server is not None else (),
         )
         progress = self._prompts[session.uid]
         if error is not None:

@@ -1,8 +1,17 @@
 """One line about an error, for reports, logs and failed branches."""
 
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from rollout_hooks.capture.outputs import SessionFailed
+
+ENGINE_DEAD = "EngineDeadError"
+"""The class of vLLM's error after the engine behind a server has died; to import it takes seconds."""
+
+
+def is_of_dead_server(error: BaseException) -> bool:
+    """Return whether a call failed because what generates is gone: the server's process, or vLLM's engine behind it."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return isinstance(error, RayActorError) or type(cause).__name__ == ENGINE_DEAD
 
 
 def describe_error(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from typing_extensions import override
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from rollout_hooks.capture.errors import describe_error
+from rollout_hooks.capture.errors import describe_error, is_of_dead_server
 from rollout_hooks.capture.session_tree import SessionTree
 
 ABORTED = ("aborted", "abort")
@@ -26,12 +26,18 @@ def stable_request_id(row: Mapping[str, Any]) -> str:
 
 
 class RecordingClient(LLMServerClient):
-    """An LLM client that records the calls of one session into `tree`; `client` does them."""
+    """An LLM client that records the calls of one session into `tree`; `client` does them.
+
+    Attributes:
+        tree: What was recorded.
+        dead_server: The error of the last call whose server had died, else None; a loop may hide it.
+    """
 
     def __init__(self, client: LLMServerClient, *, tree: SessionTree) -> None:
         super().__init__(config=client.config)
         self._client = client
         self.tree = tree
+        self.dead_server: str | None = None
 
     @override
     async def generate(
@@ -74,6 +80,8 @@ class RecordingClient(LLMServerClient):
             has_ended = True
         except Exception as error:
             cause = describe_error(error)
+            if is_of_dead_server(error):
+                self.dead_server = cause
             raise
         finally:
             if not has_ended:

@@ -42,6 +42,7 @@ class CaptureReport:
     num_truncated_leaves: int = 0  # rows cut to `rollout.response_length`
     failed_sessions: tuple[FailedSession, ...] = ()
     failed_prompts: tuple[str, ...] = ()  # uids of prompts whose sessions have all failed
+    dead_servers: tuple[str, ...] = ()  # of each session that lost leaves with its server: the error of its call
 
     def __add__(self, other: "CaptureReport") -> "CaptureReport":
         return CaptureReport(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import uvicorn
+from ray.exceptions import RayTaskError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from uvicorn.server import HANDLED_SIGNALS
@@ -18,7 +19,9 @@ from vllm import RequestOutput, SamplingParams
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
+from rollout_hooks.capture.errors import is_of_dead_server
 from rollout_hooks.gateway import Gateway, serve
 
 TEMPLATE = "{% for message in messages %}{{ message.role[0] + message.content }}{% endfor %}<s>"
@@ -110,3 +113,13 @@ def test_tokenizers_say_which_tokens_are_special():
     """gateway.chat_format.ChatFormat: a special token at the end of a turn is no text."""
     special = {token_id for token_id, token in tokenizer().added_tokens_decoder.items() if token.special}
     assert special == {0, 1}
+
+
+def test_the_error_of_a_dead_engine_is_known_by_its_name():
+    """capture.errors: vLLM raises it in the server, and Ray hands it to the agent loop's worker."""
+    error = RayTaskError("generate", "Traceback", EngineDeadError(), proctitle="p", pid=1, ip="x").as_instanceof_cause()
+    assert is_of_dead_server(error)
+    assert is_of_dead_server(EngineDeadError())
+    assert not is_of_dead_server(
+        RayTaskError("generate", "Traceback", ValueError("long"), proctitle="p", pid=1, ip="x")
+    )

@@ -94,6 +94,7 @@ class RowsTrainer(TreePPOTrainerSync):
         self.trainer_mode = "sync"
         self.global_steps = 1
         self.use_critic = False
+        self.agent_loop_manager = None
         self.actor_rollout_wg = workers
         self._cost_model = CostModel.prior()
         self._step_rows = StepRows()

@@ -17,7 +17,7 @@ from tiny_run import command, environment, read_metrics, title_of
 
 HERE = Path(__file__).parent
 SHARED_MEMORY = Path("/dev/shm")
-START_LIMIT_S = 300.0
+START_LIMIT_S = 600.0
 """A run must reach its fault in this time, on a slow machine too."""
 
 

@@ -83,6 +83,8 @@ def test_kill(
         assert status != 0
         assert left == []
         assert saved + 1 in run.metrics, "it resumed and trained a step"
+        if phase == "generation":
+            assert last_saved(folder) == saved + 1, "a step was saved that lacks what the kill cut off"
         logged.update(run.metrics)
         if victim != "driver":
             cause = "the vLLM process" if victim == "vllm" else "the process of"

@@ -9,7 +9,7 @@ from statistics import median
 
 import psutil
 import pytest
-from async_run import prompt_number
+from async_run import prompt_number, prompt_text
 from faulty_run import FaultyRun, last_saved
 from marked_phases import PHASES
 from test_kills import VICTIMS
@@ -93,6 +93,7 @@ def test_soak(tmp_path: Path, mode: str, record_property: Callable[[str, object]
     ]
     numbers = [prompt_number(tree) for tree in trees]
     assert len(set(numbers)) == len(numbers) == NUM_STEPS * NUM_PROMPTS, "a prompt is lost or trained twice"
+    assert all(f"task {number % 16} of" in prompt_text(tree) for number, tree in zip(numbers, trees, strict=True))
     assert {len(tree.leaves) for tree in trees} == {8}, "a leaf is lost"
     for step, metrics in logged.items():
         assert metrics["tree/dropped_leaves"] == metrics["tree/failed_sessions"] == 0, step

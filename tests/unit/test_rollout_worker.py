@@ -6,12 +6,14 @@ tests/e2e/test_capture.py.
 
 import asyncio
 import pickle
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import transfer_queue as tq
 from omegaconf import open_dict
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from scripted_llm import tokenizer
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, _agent_loop_registry
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
@@ -19,7 +21,7 @@ from verl.workers.rollout.replica import TokenOutput
 from worker_cases import InProcessWorker, prompt_of, run_sessions
 
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE, LEAF_SHAPE_TAG
-from rollout_hooks.capture.outputs import TreeAgentLoopOutput, row_reward
+from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput, row_reward
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.report import CaptureReport, FailedSession
 from rollout_hooks.capture.running import OpenSessions, Session
@@ -116,6 +118,30 @@ def test_failures_of_validation_are_counted_apart():
     run_sessions(worker, num_sessions=1, validate=True)
     assert asyncio.run(worker.drain_capture_report("train")) == CaptureReport()
     assert asyncio.run(worker.drain_capture_report("val")).num_failed_calls == 1
+
+
+class Hiding(BranchingAgentLoop):
+    """A loop that does without an answer."""
+
+    async def run_branches(self, root, **_):
+        with suppress(Exception):
+            await root.generate()
+        raise SessionFailed("there is no answer")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_dead"),
+    [(ActorDiedError(), True), (ActorUnavailableError("gone", b"0" * 16), True), (RuntimeError("too long"), False)],
+    ids=["actor died", "actor unavailable", "another error"],
+)
+def test_a_server_that_died_is_reported_although_the_loop_hides_it(error, is_dead, monkeypatch):
+    monkeypatch.setitem(_agent_loop_registry, "hiding", {"_target_": f"{__name__}.Hiding"})
+    worker = InProcessWorker(lambda _: error)
+    run_sessions(worker, num_sessions=2, agent_name="hiding")
+    report = asyncio.run(worker.drain_capture_report("train"))
+    assert len(report.dead_servers) == 2 * is_dead
+    assert all(type(error).__name__ in each for each in report.dead_servers)
+    assert {each.cause for each in report.failed_sessions} == {"there is no answer"}
 
 
 def test_session_that_generates_nothing_fails_with_its_cause():

@@ -2,8 +2,8 @@
 
 What differs from `PPOTrainer` (verl 0.9.1), each through an overridden method:
 
-- A checkpoint (`_save_checkpoint`) gets a marker when it is complete, and a start (`_load_checkpoint`) goes on from the
-  newest complete one (`checkpoints`).
+- A checkpoint (`_save_checkpoint`) gets a marker when it is complete and `_require_whole` agrees, and a start
+  (`_load_checkpoint`) goes on from the newest complete one (`checkpoints`).
 - The file of verl's logger keeps the metrics of earlier starts (`on_validate_begin`, `on_train_begin`; `metrics_file`).
 - A run may be asked to end after its step, with a checkpoint (`on_step_end`).
 """
@@ -22,7 +22,7 @@ class ResumableTrainer(PPOTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        self.checkpoint_callback = MarkedSaves(config, then=self.checkpoint_callback)
+        self.checkpoint_callback = MarkedSaves(config, then=self.checkpoint_callback, require_whole=self._require_whole)
         self._saved_step = -1
         self._earlier_metrics: EarlierMetrics | None = None
 
@@ -39,6 +39,9 @@ class ResumableTrainer(PPOTrainer):
         with saving(folder_of(self.config) / f"global_step_{self.global_steps}", step=self.global_steps):
             super()._save_checkpoint()
         self._saved_step = self.global_steps
+
+    def _require_whole(self) -> None:
+        """Raise if no start is to go on from what was just saved; it gets no marker then."""
 
     @override
     def on_validate_begin(self) -> None:

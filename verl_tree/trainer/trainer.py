@@ -82,6 +82,7 @@ class TreeTrainer(ResumableTrainer):
         self._mini_batch_plan: MiniBatchPlan | None = None
         self._step_rows = StepRows()
         self._updates: list[dict[str, float]] = []
+        self._kept_report = CaptureReport()
         self._cost_model = CostModel.prior()
         self._tree_log = TreeLog.from_config(config)
         self._log_prob_guard = LogProbGuard.from_config(config)
@@ -115,9 +116,9 @@ class TreeTrainer(ResumableTrainer):
         super()._load_checkpoint()
         if self._tree_log.writes:
             take_over(self._tree_log.page_dir, config=self.config, last_step=self.global_steps)
-        if self.trainer_mode == "sync":
-            return  # Nothing is in flight at a checkpoint.
-        self._prompt_numbers = count(take_over_restored("train"))
+        # In synchronous mode nothing is in flight at a checkpoint.
+        num_trained = self.global_steps * self.config.data.train_batch_size
+        self._prompt_numbers = count(num_trained if self.trainer_mode == "sync" else take_over_restored("train"))
 
     @override
     def _balance_batch(
@@ -131,7 +132,9 @@ class TreeTrainer(ResumableTrainer):
 
         Raises:
             ValueError: A row lacks what a step reads (`row_check`), or there is nothing to train on.
+            RuntimeError: A server has died.
         """
+        self._require_whole()
         check_step_rows(batch, reads_log_probs=self.config.actor_rollout_ref.rollout.calculate_log_probs)
         if self.config.tree.rows == "longest":
             batch = drop_all_but_longest(batch)
@@ -295,6 +298,7 @@ class TreeTrainer(ResumableTrainer):
 
     def _failure_metrics(self, *, num_groups: int) -> dict[str, float]:
         """Report what failed in a step of which `num_groups` prompt groups are left."""
+        self._require_whole()
         report = self._report_failures("train")
         num_missing = self.config.data.train_batch_size - num_groups
         num_reported = 0 if report is None else len(report.failed_prompts)
@@ -344,6 +348,30 @@ class TreeTrainer(ResumableTrainer):
             logger.warning("step %d (%s): %s", self.global_steps, partition, failures)
         return report
 
+    @override
+    def _require_whole(self) -> None:
+        """Let nothing be trained or saved that a server took with it when it died: its prompts have leaves too few.
+
+        The run ends then in any case, and the next start samples these prompts again.
+
+        Raises:
+            RuntimeError: A server has died.
+        """
+        report = self._drain_report("train")
+        if report is None:
+            return
+        self._kept_report = report
+        if report.dead_servers:
+            raise RuntimeError(
+                f"step {self.global_steps}: the server of {len(report.dead_servers)} sessions died while they ran "
+                f"({report.dead_servers[0]}); they lack leaves, so this step is neither trained nor saved"
+            )
+
     def _drain_report(self, partition: str) -> CaptureReport | None:
         manager = self.agent_loop_manager
-        return manager.drain_capture_report(partition) if isinstance(manager, TreeAgentLoopManager) else None
+        if not isinstance(manager, TreeAgentLoopManager):
+            return None
+        report = manager.drain_capture_report(partition)
+        if partition == "train":
+            report, self._kept_report = self._kept_report + report, CaptureReport()
+        return report

@@ -146,6 +146,22 @@ def test_a_truncated_checkpoint_costs_its_steps_only(folder: Path) -> None:
     assert steps_logged(folder) == [1, 2, 3, 4, 5, 6]
 
 
+def test_no_start_goes_on_from_a_checkpoint_that_lacks_what_a_server_took_with_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(trainer: SmallTrainer) -> None:
+        if trainer.global_steps == 4:
+            raise RuntimeError("a server died")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SmallTrainer, "_require_whole", lost)
+        with pytest.raises(RuntimeError, match="a server died"):
+            train(folder)
+    seen: list[int] = []
+    train(folder, at=seen.append)
+    assert seen == [3, 4, 5, 6]
+
+
 def test_a_run_that_is_asked_to_end_saves_its_step_and_goes_on_from_it(folder: Path) -> None:
     request = folder / "checkpoints" / END_REQUEST
 

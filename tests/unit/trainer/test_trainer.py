@@ -173,11 +173,12 @@ def test_the_buffer_comes_back_when_validation_fails_and_nothing_is_logged(tmp_p
 class ReportingManager(TreeAgentLoopManager):
     """A manager without workers, whose report is known."""
 
-    def __init__(self, report: CaptureReport) -> None:
+    def __init__(self, report: CaptureReport, *, partition: str = "val") -> None:
         self.report = report
+        self.partition = partition
 
     def drain_capture_report(self, partition: str = "train") -> CaptureReport:
-        assert partition == "val"
+        assert partition == self.partition
         return self.report
 
 
@@ -197,6 +198,20 @@ def test_a_step_without_a_trajectory_says_why_every_session_failed(caplog: pytes
     with pytest.raises(RuntimeError, match="something else"), trainer._explained("val"):
         raise RuntimeError("something else")
     assert "2 x KeyError: 'plan'" in caplog.text
+
+
+@pytest.mark.parametrize("hidden", [True, False], ids=["the loop hid it", "the session failed"])
+def test_a_step_whose_server_died_is_neither_trained_nor_saved(hidden: bool) -> None:
+    """What it reports is kept for whoever reports next."""
+    trainer = trainer_with_buffer()
+    failed = () if hidden else (FailedSession("u", 0, "EngineDeadError: gone", 3, num_rows=2),)
+    report = CaptureReport(num_sessions=1, failed_sessions=failed, dead_servers=("EngineDeadError: gone",))
+    trainer.agent_loop_manager = ReportingManager(report, partition="train")
+    with pytest.raises(RuntimeError, match=r"^step 5: the server of 1 sessions died .*EngineDeadError: gone.*neither"):
+        trainer._require_whole()
+    trainer.agent_loop_manager = ReportingManager(CaptureReport(num_sessions=2), partition="train")
+    assert trainer._drain_report("train").num_sessions == 3
+    trainer._require_whole()
 
 
 def test_a_step_without_a_trajectory_under_another_manager_says_so() -> None:
