@@ -141,11 +141,6 @@ def logical_cpus(num_ranks: int) -> int:
     return 5 + 3 * num_ranks
 
 
-def vllm_executor(num_workers: object) -> str:
-    """Return where vLLM runs an engine's workers: one in the engine's process, several in processes of their own."""
-    return "uni" if num_workers == 1 else "mp"
-
-
 def prepare_hydra() -> None:
     """Register the search path, verl's configuration and the YAML files' resolvers with Hydra; may be called again."""
     Plugins.instance().register(TreeSearchPath)
@@ -160,7 +155,6 @@ def prepare_hydra() -> None:
     OmegaConf.register_new_resolver("tree_logical_cpus", logical_cpus, replace=True)
     OmegaConf.register_new_resolver("tree_on_cpu", on_cpu, replace=True)
     OmegaConf.register_new_resolver("tree_strategy", tree_strategy, replace=True)
-    OmegaConf.register_new_resolver("tree_vllm_executor", vllm_executor, replace=True)
 
 
 def compose_config(arguments: Sequence[str] = (), *, default_name: str = CONFIG_NAME) -> DictConfig:

@@ -46,14 +46,6 @@ def test_command_line_wins_over_the_profile() -> None:
     assert config.trainer.logger == ["wandb"]
 
 
-def test_workers_of_a_cpu_engine() -> None:
-    """The executor `uni` has room for one."""
-    tensor_parallel = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-    composed = [compose_config(["profile=cpu", f"{tensor_parallel}={size}"]) for size in (1, 2)]
-    engines = [config.actor_rollout_ref.rollout.engine_kwargs.vllm for config in composed]
-    assert [engine.distributed_executor_backend for engine in engines] == ["uni", "mp"]
-
-
 def test_separate_rollouts_of_the_cpu_profile() -> None:
     """Ranks, engine and pool of `separate_async`; the other modes keep verl's values."""
     ranks = ["profile=cpu", "trainer.n_gpus_per_node=2"]
