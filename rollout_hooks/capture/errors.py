@@ -9,7 +9,10 @@ ENGINE_DEAD = "EngineDeadError"
 
 
 def is_of_dead_server(error: BaseException) -> bool:
-    """Return whether a call failed because what generates is gone: the server's process, or vLLM's engine behind it."""
+    """Return whether a call failed because what generates is gone: the server's process, or vLLM's engine behind it.
+
+    A server that cannot be reached counts as gone: Ray says no more at first when a node is lost.
+    """
     cause = error.cause if isinstance(error, RayTaskError) else error
     return isinstance(error, RayActorError) or type(cause).__name__ == ENGINE_DEAD
 
