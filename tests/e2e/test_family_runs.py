@@ -1,6 +1,6 @@
-"""Whole training runs on trees of a tiny Qwen3-Next, sampled in bfloat16, and of a tiny Qwen3-VL on images.
+"""A whole training run on trees of a tiny Qwen3-VL on images.
 
-Beside verl's own engine, and with a Qwen3-MoE, they are in `tests/long/test_family_replays.py`.
+With a Qwen3-MoE and a Qwen3-Next, and beside verl's own engine, it is in `tests/long/test_family_replays.py`.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from tiny_run import run
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
-@families("Qwen3-Next", "Qwen3-VL")
+@families("Qwen3-VL")
 def test_samples_are_those_of_the_trained_weights(name: str, tmp_path: Path) -> None:
     with inputs(name, tmp_path) as family:
         options = (*one_update_options(NUM_STEPS), *family.options, *family.of_trees)

@@ -1,4 +1,7 @@
-"""The tutorials that train, as printed, in one folder; `tests/long/test_sft_to_rl.py` has the fifth."""
+"""The first tutorial and the one that reads its trees, as printed.
+
+Two more are followed in `tests/long/test_later_tutorials.py`.
+"""
 
 from pathlib import Path
 
@@ -13,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder in which all tutorials are followed."""
+    """Return the folder in which both tutorials are followed."""
     return tmp_path_factory.mktemp("tutorials")
 
 
@@ -45,19 +48,3 @@ def test_reading_trees(first: list[StoredTree], place: Path) -> None:
     tree, trained = first[0].forest(), int(table.splitlines()[2].split()[2])
     assert int(table.splitlines()[2].split()[1]) == tree.num_tokens
     assert 0 < trained < tree.num_tokens
-
-
-def test_blackbox_agent(first: list[StoredTree], place: Path) -> None:
-    """The client's calls become the same trees; each answer is a leaf with the reward that the agent gave it."""
-    assert first
-    follow(TUTORIALS / "02_blackbox_agent.md", place)
-    metrics(place / "blackbox.jsonl")
-    trees = stored(place / "blackbox_trees")
-    assert len(trees) == 8 * NUM_STEPS
-    sessions = [[leaf for leaf in tree.leaves if leaf.session == number] for tree in trees for number in range(4)]
-    # A thought that the client could not send back is one leaf more.
-    assert {len(leaves) for leaves in sessions} <= {3, 4}
-    plain = [leaves for leaves in sessions if len(leaves) == 3]
-    assert len(plain) > len(sessions) / 2
-    assert all({run.call for leaf in leaves for run in leaf.calls} == {0, 1, 2, 3} for leaves in plain)
-    assert len({leaf.reward for leaves in plain for leaf in leaves}) > 5
