@@ -1,6 +1,5 @@
 """verl's hook after each save of a checkpoint, taken to mark the checkpoint as complete."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,18 @@ from verl_tree.trainer.checkpoints import mark_complete
 class MarkedSaves(CheckpointCallback):
     """A callback that marks each saved checkpoint and then calls the user's (`trainer.checkpoint_callback_class`).
 
-    `require_whole` is called before that, and raises if the checkpoint is not to be marked.
+    The trainer's `require_whole` is called before that, and raises if the checkpoint is not to be marked.
     """
 
-    def __init__(self, config: DictConfig, *, then: CheckpointCallback, require_whole: Callable[[], None]) -> None:
+    def __init__(self, config: DictConfig, *, then: CheckpointCallback) -> None:
         super().__init__(config)
         self.then = then
-        self.require_whole = require_whole
 
     @override
     def on_save(
         self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool = False, **kwargs: Any
     ) -> None:
-        self.require_whole()
+        trainer.require_whole()
         # Files may still be written after an asynchronous save, which FSDP does not have.
         if not async_save:
             mark_complete(Path(checkpoint_dir), step=global_step)

@@ -2,7 +2,7 @@
 
 What differs from `PPOTrainer` (verl 0.9.1), each through an overridden method:
 
-- A checkpoint (`_save_checkpoint`) gets a marker when it is complete and `_require_whole` agrees, and a start
+- A checkpoint (`_save_checkpoint`) gets a marker when it is complete and `require_whole` agrees, and a start
   (`_load_checkpoint`) goes on from the newest complete one (`checkpoints`).
 - The file of verl's logger keeps the metrics of earlier starts (`on_validate_begin`, `on_train_begin`; `metrics_file`).
 - A run may be asked to end after its step, with a checkpoint (`on_step_end`).
@@ -22,7 +22,7 @@ class ResumableTrainer(PPOTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        self.checkpoint_callback = MarkedSaves(config, then=self.checkpoint_callback, require_whole=self._require_whole)
+        self.checkpoint_callback = MarkedSaves(config, then=self.checkpoint_callback)
         self._saved_step = -1
         self._earlier_metrics: EarlierMetrics | None = None
 
@@ -40,7 +40,7 @@ class ResumableTrainer(PPOTrainer):
             super()._save_checkpoint()
         self._saved_step = self.global_steps
 
-    def _require_whole(self) -> None:
+    def require_whole(self) -> None:
         """Raise if no start is to go on from what was just saved; it gets no marker then."""
 
     @override

@@ -134,7 +134,7 @@ class TreeTrainer(ResumableTrainer):
             ValueError: A row lacks what a step reads (`row_check`), or there is nothing to train on.
             RuntimeError: A server has died.
         """
-        self._require_whole()
+        self.require_whole()
         check_step_rows(batch, reads_log_probs=self.config.actor_rollout_ref.rollout.calculate_log_probs)
         if self.config.tree.rows == "longest":
             batch = drop_all_but_longest(batch)
@@ -186,6 +186,7 @@ class TreeTrainer(ResumableTrainer):
         self._step_rows, self._updates = StepRows(), []
         with self._explained("train"):
             batch = super().step(metrics, timing_raw)
+            self.require_whole()
         trained = real_rows(batch)
         rows = self._step_rows.select(trained.keys)
         self._step_rows = StepRows()
@@ -298,7 +299,6 @@ class TreeTrainer(ResumableTrainer):
 
     def _failure_metrics(self, *, num_groups: int) -> dict[str, float]:
         """Report what failed in a step of which `num_groups` prompt groups are left."""
-        self._require_whole()
         report = self._report_failures("train")
         num_missing = self.config.data.train_batch_size - num_groups
         num_reported = 0 if report is None else len(report.failed_prompts)
@@ -349,7 +349,7 @@ class TreeTrainer(ResumableTrainer):
         return report
 
     @override
-    def _require_whole(self) -> None:
+    def require_whole(self) -> None:
         """Let nothing be trained or saved that a server took with it when it died: its prompts have leaves too few.
 
         The run ends then in any case, and the next start samples these prompts again.

@@ -154,7 +154,7 @@ def test_no_start_goes_on_from_a_checkpoint_that_lacks_what_a_server_took_with_i
             raise RuntimeError("a server died")
 
     with monkeypatch.context() as patch:
-        patch.setattr(SmallTrainer, "_require_whole", lost)
+        patch.setattr(SmallTrainer, "require_whole", lost)
         with pytest.raises(RuntimeError, match="a server died"):
             train(folder)
     seen: list[int] = []

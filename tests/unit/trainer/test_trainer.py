@@ -208,10 +208,10 @@ def test_a_step_whose_server_died_is_neither_trained_nor_saved(hidden: bool) -> 
     report = CaptureReport(num_sessions=1, failed_sessions=failed, dead_servers=("EngineDeadError: gone",))
     trainer.agent_loop_manager = ReportingManager(report, partition="train")
     with pytest.raises(RuntimeError, match=r"^step 5: the server of 1 sessions died .*EngineDeadError: gone.*neither"):
-        trainer._require_whole()
+        trainer.require_whole()
     trainer.agent_loop_manager = ReportingManager(CaptureReport(num_sessions=2), partition="train")
     assert trainer._drain_report("train").num_sessions == 3
-    trainer._require_whole()
+    trainer.require_whole()
 
 
 def test_a_step_without_a_trajectory_under_another_manager_says_so() -> None:
