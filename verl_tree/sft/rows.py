@@ -86,7 +86,7 @@ def read_rows(files: str | Sequence[str], data: DictConfig, *, model_config: Any
         dataset = create_sft_dataset(
             conversations, data, model_config.tokenizer, model_config.processor, max_samples=max_samples
         )
-        rows += _share_work(dataset, tree_key=data.tree_key)
+        rows += _share_work(dataset, data)
     for path, holds in zip(paths, is_tree, strict=True):
         if holds:
             rows += _stored_rows(path, data)
@@ -99,20 +99,29 @@ def read_rows(files: str | Sequence[str], data: DictConfig, *, model_config: Any
     return TokenRows(trained)
 
 
-def _share_work(dataset: Any, *, tree_key: str | None) -> list[TokenRow]:
+def _share_work(dataset: Any, data: DictConfig) -> list[TokenRow]:
     """Turn the conversations into tokens, every rank a share of them, and exchange the shares."""
-    trees = _tree_keys(dataset, tree_key=tree_key)
+    trees = _tree_keys(dataset, tree_key=data.tree_key)
     _require_messages(dataset)
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    mine = [_token_row(_read(dataset, index), tree=trees[index]) for index in range(rank, len(dataset), num_ranks)]
+    mine = [
+        _token_row(_read(dataset, index, data), tree=trees[index]) for index in range(rank, len(dataset), num_ranks)
+    ]
     shares = gather(mine)
     return [shares[index % num_ranks][index // num_ranks] for index in range(len(dataset))]
 
 
-def _read(dataset: Any, index: int) -> dict[str, Any]:
-    """Return a conversation as tokens. Raise ValueError if the model's template refuses it."""
+def _read(dataset: Any, index: int, data: DictConfig) -> dict[str, Any]:
+    """Return a conversation as tokens. Raise ValueError if it is too long or the model's template refuses it."""
     try:
         return dataset[index]
+    except ValueError as error:
+        if "max_length" not in str(error):
+            raise
+        raise ValueError(
+            f"data.max_length={data.max_length}: row {index} of data.train_files is too long ({error}); raise it, or "
+            "set data.truncation=right"
+        ) from error
     except (TemplateError, TypeError) as error:
         # Many templates add a content to a text without a look; it may be null or a list of parts.
         remedy = "correct the row, or give a model with another chat template"

@@ -119,6 +119,8 @@ def test_what_cannot_be_trained_is_refused(folder: Path, model_config: HFModelCo
     assert message == (
         "data.tree_key=of: the files have the columns messages; name one, or set null to find trees from the tokens"
     )
+    message = refusal(str(folder / "talk.parquet"), "data.max_length=5")
+    assert message.startswith("data.max_length=5: row 0 of data.train_files is too long (sequence_length=8 ")
 
 
 MESSAGES = st.lists(
