@@ -1,7 +1,7 @@
-"""Full disks and damaged checkpoints: training goes on where it can, and a resume finds the newest whole checkpoint.
+"""Full and hanging disks, damaged checkpoints: training goes on where it can, or from the newest whole checkpoint.
 
 The runs are a chain in one folder: two steps are saved; the disk of the checkpoints is full in the third; it is
-enlarged; at last the newest checkpoint is cut to half. Mounting small disks needs root.
+enlarged; the newest checkpoint is cut to half; at last the disk of the trees hangs. Mounting disks needs root.
 """
 
 import os
@@ -44,14 +44,27 @@ def disks(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder / name)], check=True)
 
 
-def options(folder: Path, *, num_steps: int) -> tuple[str, ...]:
+@pytest.fixture
+def freezable(disks: Path) -> Iterator[Path]:
+    """Mount a disk whose writers can be frozen: they wait in the kernel, as for a file server that is gone."""
+    image, place = disks / "disk.img", disks / "hanging"
+    with image.open("wb") as file:
+        file.truncate(16 * 2**20)
+    place.mkdir()
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    subprocess.run(["mount", "-o", "loop", str(image), str(place)], check=True)
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def options(folder: Path, *, num_steps: int, trees: str = "trees") -> tuple[str, ...]:
     return (
         "actor_rollout_ref.actor.optim.optimizer=AdamW",
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "trainer.save_freq=1",
         "trainer.resume_mode=auto",
         f"trainer.total_training_steps={num_steps}",
-        f"tree.dump_dir={folder}/trees",
+        f"tree.dump_dir={folder}/{trees}",
         *replaying_options(f"{folder}/rollouts", num_steps=10),
     )
 
@@ -95,3 +108,19 @@ def test_a_damaged_checkpoint_is_named_and_skipped(disks: Path) -> None:
     assert status == 0, run.log[-6000:]
     assert "global_step_4" in run.log
     assert sorted(run.metrics) == [4], "it went on from step 3"
+
+
+def test_a_dump_folder_that_hangs_does_not_hold_up_training(disks: Path, freezable: Path) -> None:
+    with FaultyRun(disks, "hanging", options(disks, num_steps=7, trees=freezable.name)) as run:
+        run.wait_for("update", step=5)
+        subprocess.run(["fsfreeze", "--freeze", str(freezable)], check=True)
+        try:
+            status = run.process.wait(timeout=END_LIMIT_S)
+        finally:
+            subprocess.run(["fsfreeze", "--unfreeze", str(freezable)], check=True)
+        assert run.left_after(60.0) == []
+    assert status == 0, run.log[-6000:]
+    assert sorted(run.metrics) == [5, 6, 7]
+    assert f"{freezable}/step_000005.parquet" in run.log
+    assert "not written yet after 30 s" in run.log
+    assert last_saved(disks) == 7

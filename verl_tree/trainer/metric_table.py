@@ -141,7 +141,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             ("timing_s/tree_log",),
             "s",
             STEP,
-            "time to store and show trees",
+            "time to fetch and show trees; their files are written beside training",
             "High: raise `tree.show_every`.",
             panel="Seconds",
         ),

@@ -121,6 +121,17 @@ class TreeTrainer(ResumableTrainer):
         self._prompt_numbers = count(num_trained if self.trainer_mode == "sync" else take_over_restored("train"))
 
     @override
+    def _save_checkpoint(self) -> None:
+        # A start that goes on from the checkpoint does not write the trees before it again.
+        self._tree_log.files.wait()
+        super()._save_checkpoint()
+
+    @override
+    def _shutdown_dump_executor(self) -> None:
+        self._tree_log.files.wait()
+        super()._shutdown_dump_executor()
+
+    @override
     def _balance_batch(
         self,
         batch: KVBatchMeta,

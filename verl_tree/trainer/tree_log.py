@@ -1,15 +1,14 @@
 """The trees of a training run: parquet files of every step, and pages of a few trees (docs/stored_trees.md).
 
-Files are for people. One that cannot be written is missed, with a warning, and training goes on.
+They are written beside training (`late_files`).
 
 In a validation verl does not know advantages, nor the rewards of a reward model that shares the actor's resource pool,
 so its trees lack them.
 """
 
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple, Self
@@ -18,8 +17,7 @@ from omegaconf import DictConfig
 
 from verl_tree.records import StoredTree, write_trees
 from verl_tree.records.page import Tokenizer, tree_page
-
-logger = logging.getLogger(__name__)
+from verl_tree.trainer.late_files import LateFile, LateFiles
 
 NUM_SHOWN = 4
 """Trees of a step that become pages. A page of 50,000 tokens is a third of a megabyte, in every wandb table."""
@@ -46,6 +44,7 @@ class TreeLog:
     show_every: int  # fewest steps between two shows of a kind; 0 shows nothing
     page_dir: Path
     last_shown: dict[str, int] = field(default_factory=dict)  # step of the last show of each kind
+    files: LateFiles = field(default_factory=LateFiles)
 
     @classmethod
     def from_config(cls, config: DictConfig) -> Self:
@@ -74,28 +73,22 @@ class TreeLog:
     def log(
         self, trees: Sequence[StoredTree], when: When, *, tokenizer: Tokenizer | None, wandb: ModuleType | None
     ) -> None:
-        """Store trees, and show the first of them when it is time.
+        """Store trees, and show the first of them when it is time; files are written a little later.
 
         Pages show token ids if there is no `tokenizer`. `wandb` is the started module, None if it is not a logger.
         """
         name = when.kind
         if self.dump_dir is not None:
             path = self.dump_dir / f"{name}_{when.step:06d}.parquet"
-            with _missed(path, "set tree.dump_dir to another folder, or to null to store no trees"):
-                write_trees(path, trees)
+            remedy = "set tree.dump_dir to another folder, or to null to store no trees"
+            self.files.add(LateFile(path, partial(write_trees, path, trees), remedy))
         if not self._shows(when):
             return
         is_first = name not in self.last_shown
         self.last_shown[name] = when.step
         pages = [tree_page(tree, tokenizer) for tree in trees[:NUM_SHOWN]]
-        paths = [self.page_dir / f"{name}_{when.step:06d}_{number}.html" for number in range(len(pages))]
-        with _missed(self.page_dir, "set tree.show_every=0 to show no pages"):
-            self.page_dir.mkdir(parents=True, exist_ok=True)
-            for path, page in zip(paths, pages, strict=True):
-                path.write_text(page, encoding="utf-8")
-            if is_first and paths:
-                of = "validation" if when.is_validation else "training"
-                print(f"pages of {of} trees, to be opened in a browser: {paths[0]} and more beside it", flush=True)
+        write = partial(_write_pages, self.page_dir, pages, when, is_first=is_first)
+        self.files.add(LateFile(self.page_dir, write, "set tree.show_every=0 to show no pages"))
         if wandb is not None:
             table = wandb.Table(columns=["step", "uid", "leaves", "tree tokens", "POR", "mean reward", "tree"])
             for tree, page in zip(trees, pages, strict=False):
@@ -110,13 +103,15 @@ class TreeLog:
         return last is None or when.is_last or when.step - last >= self.show_every
 
 
-@contextmanager
-def _missed(path: Path, remedy: str) -> Iterator[None]:
-    """Turn the error of a file that cannot be written into a warning."""
-    try:
-        yield
-    except OSError as error:
-        logger.warning("%s: not written (%s); training goes on without it. To stop this, %s", path, error, remedy)
+def _write_pages(folder: Path, pages: Sequence[str], when: When, *, is_first: bool) -> None:
+    """Write pages; tell the user where the first ones of a kind are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{when.kind}_{when.step:06d}_{number}.html" for number in range(len(pages))]
+    for path, page in zip(paths, pages, strict=True):
+        path.write_text(page, encoding="utf-8")
+    if is_first and paths:
+        of = "validation" if when.is_validation else "training"
+        print(f"pages of {of} trees, to be opened in a browser: {paths[0]} and more beside it", flush=True)
 
 
 def _summary(tree: StoredTree) -> tuple[int, int, float, float | None]:

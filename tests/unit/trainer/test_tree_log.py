@@ -40,6 +40,7 @@ def log_run(log: TreeLog, steps: range, *, validates: bool) -> None:
             when = When(step=step, is_last=step == steps[-1], is_validation=is_validation)
             if log.wants(when) and (validates or not is_validation):
                 log.log(trees, when, tokenizer=None, wandb=None)
+    log.files.wait()
 
 
 def names(folder: Path) -> list[str]:
@@ -79,6 +80,7 @@ def test_a_validation_hides_no_training_step(tmp_path: Path) -> None:
     log_run(log, range(1, 6), validates=False)
     last = When(step=5, is_last=True, is_validation=True)
     log.log(VALIDATED, last, tokenizer=None, wandb=None)
+    log.files.wait()
     assert [name.rsplit("/")[-1] for name in names(tmp_path)] == [
         *(f"step_{step}_{n}.html" for step in ("000001", "000004", "000005") for n in range(NUM_SHOWN)),
         *(f"val_{step}_{n}.html" for step in ("000000", "000005") for n in range(2)),
