@@ -11,6 +11,7 @@ What differs from `PPOTrainer` (verl 0.9.1), each through an overridden method:
 - Failed sessions and prompts (`step`, `_validate`) are counted and printed with their cause.
 - Replayed rollouts come back with all their leaves (`replay`).
 - Trees (`step`, `_validate`) are stored and shown (`tree_log`), apart from those of earlier starts (`tree_folder`).
+  Files are written beside training; `_save_checkpoint` and `_shutdown_dump_executor` wait for them.
 - Starts and ends: see `resumable`.
 
 `tree.enabled` changes nothing here: a flat training run has the same rows, mini-batches and advantages.
