@@ -194,6 +194,7 @@ def test_advantages_and_stored_trees(folder: Path, writer: str, estimator: str, 
 
     when = trainer._when(is_validation=False)
     trainer._log_trees(fetch_trees(real_rows(batch), step=1), when)
+    trainer._tree_log.files.wait()
     trees = read_trees(tmp_path / "step_000001.parquet")
     assert [len(tree.leaves) for tree in trees] == [4, 3]
     rewards = [leaf.reward for tree in trees for leaf in tree.leaves]

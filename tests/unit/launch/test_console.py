@@ -180,7 +180,7 @@ try:
     runpy.run_module("verl_tree.main_ppo", run_name="__main__")
 except SystemExit as end:
     refusal = end.code
-print(json.dumps([*terminal.first, refusal, sorted(HEAVY & set(sys.modules))]), file=stdout)
+print(json.dumps([*terminal.first, refusal, sorted(HEAVY & set(sys.modules))]), file=stdout, flush=True)
 """
 
 

@@ -150,6 +150,7 @@ def test_a_validation_is_watched_while_it_runs_and_its_samples_are_the_buffers_o
         assert trainer.replay_buffer.sample(batch_size=2)[1] == {"metric": 1.0}
     assert trainer.replay_buffer is buffer
     assert buffer.asked == [{"batch_size": 2}]
+    trainer._tree_log.files.wait()
     assert read_trees(tmp_path / "val_000005.parquet") == []
 
 
