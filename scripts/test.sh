@@ -14,8 +14,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=.venv
 case $* in
-  '') LANE=all NUM_STEPS=3 ;;
-  --fast) LANE=fast NUM_STEPS=3 ;;
+  '') LANE=all NUM_STEPS=2 ;;
+  --fast) LANE=fast NUM_STEPS=2 ;;
   '--stack verl-vllm') LANE=stack NUM_STEPS=1 VENV=.venv-verl-vllm ;;
   --long | --faults | --soak) LANE=${1#--} ;;
   *) echo "unknown options $*; there are --fast, --stack verl-vllm, --long, --faults and --soak" >&2; exit 2 ;;
@@ -48,30 +48,33 @@ browser() {
 
 if [[ $LANE == all || $LANE == fast ]]; then
   show "browser" browser
-  show "style, types and import contracts" pre-commit run --all-files --show-diff-on-failure
 fi
 
-# side_by_side PATHS...: runs pytest on each argument, which may name several paths, in a process of its own. Ray keeps
-# things of a cluster in a process (dashboard addresses, tokens) that must not meet the next, and Triton's interpreter must
-# be chosen before triton is imported. Most processes use one core, so two go side by side. The slowest tests are named, for
-# whoever looks for minutes to save.
+# side_by_side JOBS...: runs pytest on each job, which may name several paths, in a process of its own; the job `style` is
+# style, types and import contracts. Ray keeps things of a cluster in a process (dashboard addresses, tokens) that must not
+# meet the next, and Triton's interpreter must be chosen before triton is imported. Most processes use one core, so two go
+# side by side. The slowest tests are named, for whoever looks for minutes to save.
 side_by_side() {
   printf '%s\0' "$@" | xargs -0 -n 1 -P 2 bash -c '
     status=0
     printf "%s ...\n" "$1"
-    output=$(python -m pytest -q --durations=12 --durations-min=5 $1 2>&1) || status=$?
+    if [[ $1 == style ]]; then
+      output=$(pre-commit run --all-files --show-diff-on-failure 2>&1) || status=$?
+    else
+      output=$(python -m pytest -q --durations=12 --durations-min=5 $1 2>&1) || status=$?
+    fi
     printf "%s\n%s\n" "$1" "$output"
     ((status == 0)) || printf "FAILED: %s\n" "$1"
     exit "$status"' bash
 }
 
 every_test() {
-  # The longest first, and those that find most faults before all others.
-  local jobs=('tests/unit tests/contracts' tests/interp)
+  # Those that find most faults first, then the longest, so that both places end at the same time.
+  local jobs=('tests/unit tests/contracts' style tests/interp)
   local file
   # Together, as their ranks are forked from one process; tests/support/rank_scripts.py.
   jobs+=("$(echo tests/e2e/test_{engines,moe_engines,hybrid_engines,image_engines,sft}.py)")
-  jobs+=(tests/e2e/test_{runs,family_runs,tutorials,ray_job}.py)
+  jobs+=(tests/e2e/test_{runs,watchdog,ray_job,tutorials,colocate_async,loops,other_manager}.py)
   for file in tests/e2e/test_*.py; do
     [[ " ${jobs[*]} " == *" $file "* ]] || jobs+=("$file")
   done
@@ -79,8 +82,8 @@ every_test() {
 }
 
 case $LANE in
-  all) show "unit, contract, interpreter and end-to-end tests" every_test ;;
-  fast) show "unit, contract and interpreter tests" side_by_side 'tests/unit tests/contracts' tests/interp ;;
+  all) show "style, unit, contract, interpreter and end-to-end tests" every_test ;;
+  fast) show "style, unit, contract and interpreter tests" side_by_side 'tests/unit tests/contracts' style tests/interp ;;
   long) side_by_side tests/long/test_*.py ;;
   faults) python -m pytest -v tests/faults --ignore tests/faults/test_soak.py --junitxml runs/faults.xml ;;
   soak) python -m pytest -v tests/faults/test_soak.py --junitxml runs/soak.xml ;;

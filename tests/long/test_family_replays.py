@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from family_runs import NUM_STEPS, check_steps, families, inputs
+from family_runs import NUM_STEPS, check_steps, every_family, inputs
 from replayed_runs import run_both, worst_difference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -13,7 +13,7 @@ TOLERANCE = 1e-4
 """Relative, of metrics; AdamW divides by gradients that are almost zero."""
 
 
-@families("Qwen3-MoE", "Qwen3-Next", "Qwen3-VL")
+@every_family
 def test_steps_equal_those_of_verls_engine(
     name: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

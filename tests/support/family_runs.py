@@ -13,7 +13,14 @@ import torch
 from hybrid_cases import draw_what_starts_constant
 from replayed_runs import Metrics
 from tiny_run import make_inputs
-from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    AutoConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 NUM_STEPS = 3
 IMAGES_FOLDER = Path(sys.prefix) / "images"
@@ -45,27 +52,23 @@ class Family:
 def make_mixture(folder: Path) -> None:
     """Put a Qwen3-MoE in the place of the tiny Qwen3, with its vocabulary and its heads."""
     make_inputs(folder)
-    dense = AutoConfig.from_pretrained(folder / "model").to_dict()
-    torch.manual_seed(3)
     config = Qwen3MoeConfig(
-        **{name: dense[name] for name in (*_SHARED, "num_hidden_layers")},
+        **_taken_over(folder, *_SHARED, "num_hidden_layers"),
         num_experts=8,
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         norm_topk_prob=True,
         **_TOKENS,
     )
-    (folder / "model" / "model.safetensors").unlink()
-    Qwen3MoeForCausalLM(config).save_pretrained(folder / "model")
+    torch.manual_seed(3)
+    _replace(folder, Qwen3MoeForCausalLM(config))
 
 
 def make_hybrid(folder: Path) -> None:
     """Put a Qwen3-Next in the place of the tiny Qwen3, in the sizes that vLLM's CPU kernels take."""
     make_inputs(folder)
-    dense = AutoConfig.from_pretrained(folder / "model").to_dict()
-    torch.manual_seed(3)
     config = Qwen3NextConfig(
-        **{name: dense[name] for name in _SHARED},
+        **_taken_over(folder, *_SHARED),
         num_hidden_layers=2,
         layer_types=["linear_attention", "full_attention"],
         linear_num_key_heads=1,
@@ -79,8 +82,19 @@ def make_hybrid(folder: Path) -> None:
         shared_expert_intermediate_size=32,
         **_TOKENS,
     )
+    torch.manual_seed(3)
     model = Qwen3NextForCausalLM(config)
     draw_what_starts_constant(model)
+    _replace(folder, model)
+
+
+def _taken_over(folder: Path, *names: str) -> dict[str, int]:
+    """Return settings of the tiny Qwen3."""
+    dense = AutoConfig.from_pretrained(folder / "model").to_dict()
+    return {name: dense[name] for name in names}
+
+
+def _replace(folder: Path, model: PreTrainedModel) -> None:
     (folder / "model" / "model.safetensors").unlink()
     model.save_pretrained(folder / "model")
 
@@ -119,9 +133,10 @@ FAMILIES = {
 }
 
 
-def families(*names: str) -> pytest.MarkDecorator:
-    """Return the parametrisation of a test over families."""
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=FAMILIES[name].marks) for name in names])
+every_family = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=each.marks) for name, each in FAMILIES.items()]
+)
+"""The parametrisation of a test over the families."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ def replaying_options(folder: str, *, num_steps: int) -> tuple[str, ...]:
     )
 
 
-def one_update_options(num_steps: int) -> tuple[str, ...]:
+def _one_update_options(num_steps: int) -> tuple[str, ...]:
     """Return options of so many steps with AdamW, of one update each."""
     return (
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
@@ -35,7 +35,7 @@ def run_both(folder: Path, *overrides: str, num_steps: int, of_trees: tuple[str,
     `of_trees` are overrides that verl's own engine does not get.
     """
     stored = replaying_options(f"{folder}/rollouts", num_steps=num_steps)
-    options = (*one_update_options(num_steps), *stored, *overrides)
+    options = (*_one_update_options(num_steps), *stored, *overrides)
     tree = run(folder, "tree", *options, *of_trees)
     assert sorted(tree) == list(range(1, num_steps + 1))
     return tree, run(folder, "flat", *options, "tree.enabled=false")
