@@ -30,7 +30,10 @@ class LateFile:
 
 
 class LateFiles:
-    """Files of one training run, which are written one after another."""
+    """Files of one training run, which are written one after another.
+
+    A `ThreadPoolExecutor`, as verl has for its own files, would let the end of the process wait for a disk that hangs.
+    """
 
     def __init__(self) -> None:
         self._files: deque[LateFile] = deque()  # the first one is being written
