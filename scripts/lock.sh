@@ -6,7 +6,7 @@
 #   requirements/verl-vllm.lock   the versions of .[gpu-vllm024,fla,recipes] with vLLM's CPU build, and the tools of the tests
 #   requirements/docs.lock        the extra docs alone; no package of requirements/cpu.lock has another version
 #
-# These are resolved for Python 3.11; Python 3.12 takes the same versions (tests/e2e/test_dependencies.py). The versions of
+# These are resolved for Python 3.11; Python 3.12 takes the same versions (tests/long/test_dependencies.py). The versions of
 # the others are chosen by hand: requirements/cpu.lock, fa4.lock and images.lock.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -4,7 +4,7 @@
 #
 #   scripts/test.sh             scripts/test.sh --fast    (without the end-to-end tests)
 #   scripts/test.sh --stack verl-vllm      the tests that depend on versions, with verl's own: vLLM 0.24, torch 2.11
-#   scripts/test.sh --long      long whole runs that the tests above leave out
+#   scripts/test.sh --long      what the tests above leave out: more whole runs, more cases of the engines, extras that resolve
 #   scripts/test.sh --faults    processes killed in every phase, full disks, damaged checkpoints, a lost node: over an hour
 #   scripts/test.sh --soak      300 steps with random kills, for two trainers
 #
@@ -84,7 +84,7 @@ every_test() {
 case $LANE in
   all) show "style, unit, contract, interpreter and end-to-end tests" every_test ;;
   fast) show "style, unit, contract and interpreter tests" side_by_side 'tests/unit tests/contracts' style tests/interp ;;
-  long) side_by_side tests/long/test_*.py ;;
+  long) side_by_side tests/long/test_*.py '-m long tests/e2e' ;;
   faults) python -m pytest -v tests/faults --ignore tests/faults/test_soak.py --junitxml runs/faults.xml ;;
   soak) python -m pytest -v tests/faults/test_soak.py --junitxml runs/soak.xml ;;
   stack)

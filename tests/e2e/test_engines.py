@@ -14,22 +14,35 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 TOLERANCE = 1e-5
 """Relative, per optimiser step, float32 against float32."""
 
+LONG = {
+    (4, 2): {"kl_and_entropy", "lora", "critic", "relay_every_token", "idle_rank"},
+    (4, 4): set(RUNS[4, 4]),
+}
+"""Cases that are left to `scripts/test.sh --long`. Two teams of two ranks stay, and two ranks with every case."""
+
+NAMES = [
+    pytest.param(*ranks, name, marks=[pytest.mark.long] if name in LONG.get(ranks, ()) else [])
+    for ranks, names in RUNS.items()
+    for name in names
+]
+
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], dict[str, Any]]:
-    """Return what runs the cases of a number of ranks, `sp` of them in a team, once each."""
+def results(
+    selected: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int, int], dict[str, Any]]:
+    """Return what runs the selected cases of a number of ranks, `sp` of them in a team, once each."""
     folder = tmp_path_factory.mktemp("engines")
 
     def run(num_ranks: int, sp: int) -> dict[str, Any]:
         out = folder / f"{num_ranks}_{sp}.json"
-        return run_script("engine_cases.py", f"--sp={sp}", num_ranks=num_ranks, out=out)
+        names = [each["name"] for each in selected if (each["num_ranks"], each["sp"]) == (num_ranks, sp)]
+        return run_script("engine_cases.py", f"--sp={sp}", *names, num_ranks=num_ranks, out=out)
 
     return cache(run)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "sp", "name"), [(*ranks, name) for ranks, names in RUNS.items() for name in names]
-)
+@pytest.mark.parametrize(("num_ranks", "sp", "name"), NAMES)
 def test_equals_verls_own_engine(
     results: Callable[[int, int], dict[str, Any]],
     num_ranks: int,

@@ -26,8 +26,24 @@ TITLES = {
 }
 """Rows of docs/models.md."""
 
+LONG = {
+    ("qwen3_next", "kl_and_entropy"),
+    ("qwen3_next", "lora"),
+    ("qwen3_5_text", "gradient_checkpointing"),
+    ("qwen3_5_text", "duplicates_and_prefixes"),
+    ("qwen3_5_text", "one_token_responses"),
+    ("qwen3_5_text", "idle_rank"),
+    ("qwen3_5_text", "three_steps"),
+    ("olmo_hybrid", "relay_lora"),
+    ("lfm2", "relay_lora"),
+    ("granitemoehybrid", "relay_lora"),
+    ("qwen3_5", "gradient_checkpointing"),
+    ("qwen3_5", "lora"),
+}
+"""Cases that are left to `scripts/test.sh --long`. Each family stays, and each kind of case with one family."""
+
 NAMES = [
-    (num_ranks, family, case)
+    pytest.param(num_ranks, family, case, marks=[pytest.mark.long] if (family, case.name) in LONG else [])
     for num_ranks in (1, 2)
     for family, cases in CASES.items()
     for case in (cases[:1] if num_ranks == 1 else cases)
@@ -35,10 +51,23 @@ NAMES = [
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    """Return what runs the cases of a number of ranks, once each."""
+def results(
+    selected: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], dict[str, Any]]:
+    """Return what runs the selected cases of a number of ranks, once each."""
     folder = tmp_path_factory.mktemp("hybrids")
-    return cache(lambda ranks: run_script("hybrid_engine_cases.py", num_ranks=ranks, out=folder / f"{ranks}.json"))
+
+    def run(num_ranks: int) -> dict[str, Any]:
+        names = {
+            f"{each['family']}_{each['case'].name if 'case' in each else 'token_mean'}"
+            for each in selected
+            if each["num_ranks"] == num_ranks
+        }
+        return run_script(
+            "hybrid_engine_cases.py", *sorted(names), num_ranks=num_ranks, out=folder / f"{num_ranks}.json"
+        )
+
+    return cache(run)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The locks are solutions of what pyproject.toml declares, and the CPU is tested with the versions that a GPU gets.
 
-Whether a declaration has a solution at all is asked of a package registry in tests/e2e/test_dependencies.py.
+Whether a declaration has a solution at all is asked of a package registry in tests/long/test_dependencies.py.
 """
 
 import tomllib
