@@ -50,6 +50,7 @@ class LateFiles:
                 return
             self._files.append(file)
             if len(self._files) == 1:
+                self._started_s = time.monotonic()
                 threading.Thread(target=self._write_all, name="late files", daemon=True).start()
 
     def wait(self, timeout_s: float = WAIT_S) -> None:
@@ -70,7 +71,7 @@ class LateFiles:
 
     def _write_all(self) -> None:
         while True:
-            file, self._started_s = self._files[0], time.monotonic()
+            file = self._files[0]
             try:
                 file.write()
             except OSError as error:
@@ -82,6 +83,7 @@ class LateFiles:
                 self._changed.notify_all()
                 if not self._files:
                     return
+                self._started_s = time.monotonic()
 
 
 def _miss(file: LateFile, reason: str) -> None:

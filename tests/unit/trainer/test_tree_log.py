@@ -34,13 +34,13 @@ def log_of(tmp_path: Path, **options: Any) -> TreeLog:
 
 
 def log_run(log: TreeLog, steps: range, *, validates: bool) -> None:
-    """Log what is wanted of the steps of a training run, as the trainer does."""
+    """Log what is wanted of the steps of a training run, as the trainer does. Its steps take longer than their files."""
     for step in steps:
         for trees, is_validation in ((TRAINED, False), (VALIDATED, True)):
             when = When(step=step, is_last=step == steps[-1], is_validation=is_validation)
             if log.wants(when) and (validates or not is_validation):
                 log.log(trees, when, tokenizer=None, wandb=None)
-    log.files.wait()
+        log.files.wait()
 
 
 def names(folder: Path) -> list[str]:
