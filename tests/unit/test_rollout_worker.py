@@ -163,7 +163,7 @@ def test_missing_reward_is_refused_with_the_remedy():
 
 @pytest.mark.parametrize("validate", [False, True])
 def test_the_last_session_of_a_prompt_tags_the_rows_of_all(validate, monkeypatch):
-    """The first session that asks fails. The others write equal rows, which are scored later, and one writes the tags."""
+    """One session fails. The others write equal rows, which are scored later, and then one of them writes the tags."""
     puts = []
 
     async def put(**arguments):

@@ -110,7 +110,12 @@ class Watchdog:
             requests.RequestException: Ray's dashboard does not answer.
         """
         actors = _ask(list_actors)
-        return self._dead_actor(actors) or self._gone_engine(actors) or self._hang(actors)
+        if dead := self._dead_actor(actors):
+            return dead
+        if gone := self._gone_engine(actors):
+            # An engine ends with the actor that owns its server, too. The first answer may be older than these deaths.
+            return self._dead_actor(_ask(list_actors)) or gone
+        return self._hang(actors)
 
     def _dead_actor(self, actors: list[Actor]) -> Failure | None:
         deaths = [(each, (each.death_cause or {}).get("actor_died_error_context", {})) for each in actors]

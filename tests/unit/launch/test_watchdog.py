@@ -7,9 +7,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import ray
 from ray.util.state.common import ActorState
 
 from verl_tree.config import WatchdogConfig
@@ -98,6 +100,40 @@ def test_engine_processes_are_found_and_missed(engine: subprocess.Popen) -> None
     process.process.wait()
     assert not _is_running(process.process)
     assert _engine_processes(actor("s", state="ALIVE", pid=2**22 + 1)) == {}
+
+
+@pytest.mark.parametrize(
+    ("later", "cause"),
+    [
+        ([actor("s", reason="OWNER_DIED"), actor("t", reason="WORKER_DIED")], "the process of Classt (pid 1 on"),
+        ([actor("s", state="ALIVE"), actor("t", state="ALIVE")], "the vLLM process VLLM::EngineCore"),
+    ],
+    ids=["ended with the trainer", "ended by itself"],
+)
+def test_an_engine_that_is_gone_is_the_cause_only_if_no_actor_died(
+    engine: subprocess.Popen, later: list[ActorState], cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray said that all actors live; then trainer and engine ended, and only then the engine was looked at."""
+    server = actor("s", state="ALIVE", pid=engine.pid)
+    while not (found := _engine_processes(server)):
+        assert engine.poll() is None
+        time.sleep(0.05)
+    (core,) = found.values()
+    answers = iter([[server, actor("t", state="ALIVE")], later])
+
+    def ask(*_: object) -> list[ActorState]:
+        if _is_running(core.process):
+            core.process.kill()
+            core.process.wait()
+        return next(answers)
+
+    watchdog = Watchdog(WatchdogConfig())
+    watchdog._engines = found
+    monkeypatch.setattr("verl_tree.launch.watchdog._ask", ask)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "n"))
+    finding = watchdog.look()
+    assert finding is not None
+    assert finding.cause.startswith(cause)
 
 
 def test_disabled_watchdog_starts_nothing() -> None:

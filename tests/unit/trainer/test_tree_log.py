@@ -34,7 +34,7 @@ def log_of(tmp_path: Path, **options: Any) -> TreeLog:
 
 
 def log_run(log: TreeLog, steps: range, *, validates: bool) -> None:
-    """Log what is wanted of the steps of a training run, as the trainer does. Its steps take longer than their files."""
+    """Log what is wanted of the steps of a training run, as the trainer does. A step takes longer than its files."""
     for step in steps:
         for trees, is_validation in ((TRAINED, False), (VALIDATED, True)):
             when = When(step=step, is_last=step == steps[-1], is_validation=is_validation)
