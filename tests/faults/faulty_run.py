@@ -29,7 +29,6 @@ class FaultyRun:
     name: str
     overrides: tuple[str, ...]
     process: subprocess.Popen[bytes] = field(init=False)
-    shared_before: set[str] = field(init=False)
 
     @property
     def marks(self) -> Path:
@@ -43,7 +42,6 @@ class FaultyRun:
         return variables | {MARKS_VARIABLE: str(self.marks)}
 
     def __enter__(self) -> "FaultyRun":
-        self.shared_before = shared_memory()
         arguments = [each.replace("verl_tree.main_ppo", "marked_run") for each in command(self.folder, *self.overrides)]
         with (self.folder / f"{self.name}.log").open("w") as log:
             self.process = subprocess.Popen(
@@ -108,14 +106,15 @@ class FaultyRun:
             time.sleep(0.2)
         return [title_of(each) for each in left]
 
-    def shared_left(self) -> set[str]:
-        """Return the names in shared memory that were not there before the run."""
-        return shared_memory() - self.shared_before
 
-
-def shared_memory() -> set[str]:
-    """Return the names in shared memory, but for what outlives processes on purpose."""
-    return {path.name for path in SHARED_MEMORY.iterdir() if not path.name.startswith("sem.")}
+def weights_left() -> set[str]:
+    """Return the paths of the segments for new weights that no process has mapped: left by killed updates."""
+    maps = []
+    for process in psutil.process_iter():
+        with suppress(OSError):
+            maps.append(Path(f"/proc/{process.pid}/maps").read_text())
+    mapped = "".join(maps)
+    return {str(path) for path in SHARED_MEMORY.glob("verl_weights_*") if str(path) not in mapped}
 
 
 def last_saved(folder: Path) -> int:
