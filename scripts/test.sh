@@ -74,7 +74,7 @@ every_test() {
   local file
   # Together, as their ranks are forked from one process; tests/support/rank_scripts.py.
   jobs+=("$(echo tests/e2e/test_{engines,moe_engines,hybrid_engines,image_engines,sft}.py)")
-  jobs+=(tests/e2e/test_{runs,watchdog,ray_job,tutorials,colocate_async,loops,other_manager}.py)
+  jobs+=(tests/e2e/test_{runs,watchdog,ray_job,tutorials,colocate_async,loops}.py)
   for file in tests/e2e/test_*.py; do
     [[ " ${jobs[*]} " == *" $file "* ]] || jobs+=("$file")
   done

@@ -1,7 +1,7 @@
 """Real training whose rows verl's own agent loop manager writes: nothing of ours is in the rollout.
 
 It is `separate_async` without a warm-up, so every step trains its own prompts: a row is as fresh as the weights that
-arrived over gloo. The same trainer with stale rows of our manager is in `tests/long/test_async_runs.py`.
+arrived over gloo. The same trainer with stale rows of our manager is in `test_async_runs.py`.
 """
 
 from pathlib import Path
