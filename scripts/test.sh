@@ -5,7 +5,7 @@
 #   scripts/test.sh             scripts/test.sh --fast    (without the end-to-end tests)
 #   scripts/test.sh --stack verl-vllm      the tests that depend on versions, with verl's own: vLLM 0.24, torch 2.11
 #   scripts/test.sh --long      what the tests above leave out: more whole runs, more cases of the engines, extras that resolve
-#   scripts/test.sh --faults    processes killed in every phase, full disks, damaged checkpoints, a lost node: 50 minutes
+#   scripts/test.sh --faults    processes killed in every phase, full disks, damaged checkpoints, a lost node: an hour
 #   scripts/test.sh --soak      300 steps with random kills, for two trainers
 #
 # The last two write what they measured to runs/faults_*.xml and runs/soak.xml.
