@@ -28,9 +28,9 @@ from verl_tree.attention.hf import ATTENTION_NAME, register
 from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel
 from verl_tree.engine.packs import TreeBatch, split_into_packs
-from verl_tree.engine.prompt_keys import PromptKeys
 from verl_tree.functional import expand
 from verl_tree.functional.logprobs import tree_forward_log_probs
+from verl_tree.tree.row_keys import prompt_numbers, row_keys
 
 PUBLISHED = "published_prefix_grouper"
 """Name of the published attention among transformers' implementations."""
@@ -61,16 +61,16 @@ class GroupRows:
         """Cut the rows into one micro-batch, shared as `sharing` says."""
         tokens, lens = np.concatenate(self.sequences), np.array(list(map(len, self.sequences)))
         offsets = np.cumsum([0, *lens])
-        prompts = PromptKeys.of_rows(tokens, offsets=offsets, response_lens=lens - self.prompt_lens)
-        batch = split_into_packs(
-            prompts.keys_F_all if sharing == "prompt" else tokens,
+        numbers = [prompt_numbers(offsets, response_lens=lens - self.prompt_lens)] if sharing == "prompt" else []
+        return split_into_packs(
+            tokens,
+            keys=row_keys(tokens, *numbers),
             offsets=offsets,
             trained=(self.coefficient_F != 0).numpy(),
             capacity=len(tokens),
             config=TreeConfig(gate="always" if sharing == "none" else "never"),
             cost_model=CostModel.prior(),
         )
-        return prompts.with_tokens(batch) if sharing == "prompt" else batch
 
 
 def sharing_of(path: str) -> str:

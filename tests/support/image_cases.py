@@ -26,6 +26,8 @@ from verl_tree.functional.relayed import call_scores
 from verl_tree.relay.calls import RelayCall
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.row_keys import row_keys
+from verl_tree.tree.rows import ranges
 
 FAMILY_NAMES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL"}
 FAMILIES = tuple(FAMILY_NAMES)
@@ -226,7 +228,7 @@ def in_float64(rows: list[Row]) -> list[Row]:
 
 
 def rows_with_images(model: PreTrainedModel, rows: list[Row]) -> tuple[RowsWithImages, np.ndarray]:
-    """Return rows as keys, and their bounds."""
+    """Return the images of rows, and the bounds of the rows."""
     token_ids, offsets = laid_out(rows)
     return RowsWithImages.of_rows(
         token_ids, offsets=offsets, images=[row.images for row in rows], config=model.config
@@ -236,9 +238,14 @@ def rows_with_images(model: PreTrainedModel, rows: list[Row]) -> tuple[RowsWithI
 def pack_of(model: PreTrainedModel, rows: list[Row]) -> tuple[TreeLayout, PackImages]:
     """Return the layout of all rows as one pack, and its images."""
     with_images, offsets = rows_with_images(model, rows)
-    layout = TreeLayout.from_forest(TokenForest.from_sequences(split(with_images.keys_F, offsets)))
-    positions = [positions_of(model, rows[leaf]) for leaf in layout.leaves]
-    return with_images.of_pack(layout, torch.cat(positions, dim=1))
+    token_ids, _ = laid_out(rows)
+    layout = TreeLayout.from_forest(
+        TokenForest.from_sequences(split(row_keys(token_ids, with_images.number_F), offsets))
+    )
+    place_F = torch.from_numpy(ranges(offsets[layout.leaves], np.diff(layout.leaf_offsets)))
+    position_CF = torch.cat([positions_of(model, row) for row in rows], dim=1)
+    layout = layout.with_token_ids(torch.from_numpy(token_ids)[place_F])
+    return layout, with_images.of_pack(layout, place_F, position_CF=position_CF)
 
 
 def tree_scores(model: PreTrainedModel, layout: TreeLayout, images: PackImages) -> torch.Tensor:

@@ -46,7 +46,6 @@ from verl_tree.engine.media import rows_with_images, with_images
 from verl_tree.engine.micro_batch import LossFunction, MicroBatchRows, RowLosses, device_of_rank
 from verl_tree.engine.pack_times import PackClock, learn_costs
 from verl_tree.engine.packs import TreeBatch, first_token_pack, split_into_packs
-from verl_tree.engine.prompt_keys import PromptKeys
 from verl_tree.engine.recurrent_layers import bind_recurrent_layers
 from verl_tree.engine.router_replay import ROUTES, MiniBatchRoutes, RouterReplay
 from verl_tree.engine.row_losses import is_sum_over_rows
@@ -60,6 +59,7 @@ from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import Mode, NumCalls, RelayRun, check_repeatable
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.nodes import IntArray
+from verl_tree.tree.row_keys import prompt_numbers, row_keys, value_numbers
 from verl_tree.tree.rows import trained_tokens
 
 
@@ -202,31 +202,28 @@ class FSDPTreeEngineWithLMHead(BuildForTeam, BuildWithLessMemory, BuildOnAnyDevi
         temperature = tu.get(data, "temperature", default=1.0)
         capacity = self._capacity.of(data, forward_only=mode == "forward", longest_row=int(row_lens.max()))
         trained = trained_tokens(mask.cpu().numpy(), mask_lens=mask_offsets.diff().cpu().numpy(), row_lens=row_lens)
-        # A tree token has one temperature, so rows with different temperatures do not merge.
-        merge_keys = temperature.tolist() if isinstance(temperature, Tensor) and temperature.dim() else None
-        keys = tokens if images is None else images.keys_F
-        prompts = None
+        numbers = [] if images is None else [images.number_F]
         if self.tree_config.sharing == "prompt":
-            prompts = PromptKeys.of_rows(keys, offsets=offsets, response_lens=mask_offsets.diff().cpu().numpy())
-            keys = prompts.keys_F_all
-        forks = self._routes if self.tree_config.route_conflicts == "fork" else None
-        if forks is not None:
-            keys = forks.fork(keys, offsets=offsets, trained=trained, merge_keys=merge_keys)
+            numbers.append(prompt_numbers(offsets, response_lens=mask_offsets.diff().cpu().numpy()))
+        if isinstance(temperature, Tensor) and temperature.dim():
+            # A tree token has one temperature, so rows with different temperatures do not merge.
+            numbers.append(value_numbers(offsets, values=temperature.tolist()))
+        keys = row_keys(tokens, *numbers)
+        if self._routes is not None and self.tree_config.route_conflicts == "fork":
+            keys = row_keys(keys, self._routes.fork(keys, offsets=offsets, trained=trained))
         split = partial(
             split_into_packs,
-            keys,
+            tokens,
+            keys=keys,
             offsets=offsets,
             trained=trained,
             capacity=capacity,
             config=self.tree_config,
             cost_model=cost_model,
             mode=mode,
-            merge_keys=merge_keys,
         )
         # Clocks, and so fitted costs and time limits, differ from rank to rank. So one rank cuts for its team.
         batch = of_first_rank(split, team=self.team)
-        batch = batch if forks is None else forks.with_tokens(batch)
-        batch = batch if prompts is None else prompts.with_tokens(batch)
         return batch if images is None else with_images(batch, images, data, cost_model=cost_model)
 
     def _exchange_work(self, batch: TreeBatch, *, mode: Mode) -> list[RankWork]:

@@ -56,7 +56,7 @@ def _images_of(inputs: Any, *, row: int) -> list[Image]:
 
 
 def with_images(batch: TreeBatch, rows: RowsWithImages, data: TensorDict, *, cost_model: CostModel) -> TreeBatch:
-    """Return micro-batches that were cut by the keys of `rows`, with token ids, images, positions and the tower's work.
+    """Return micro-batches with the images of `rows`, their positions and the tower's work.
 
     Raises:
         ValueError: Rows give a token that they share different positions.
@@ -65,11 +65,11 @@ def with_images(batch: TreeBatch, rows: RowsWithImages, data: TensorDict, *, cos
     position_CF = position_CF.expand(NUM_POSITION_COMPONENTS, -1) if len(position_CF) == 1 else position_CF
 
     def settled(micro: TreeMicroBatch) -> TreeMicroBatch:
-        layout, images = rows.of_pack(micro.layout, position_CF[:, micro.flat_index_F])
-        every = torch.arange(layout.num_tokens)
+        images = rows.of_pack(micro.layout, micro.flat_index_F, position_CF=position_CF)
+        every = torch.arange(micro.layout.num_tokens)
         num_features = sum(images.num_features(every[part.start : part.end]) for part in micro.cut.sections)
         work = dataclasses.replace(micro.work, num_features=num_features)
-        return dataclasses.replace(micro, layout=layout, images=images, work=work)
+        return dataclasses.replace(micro, images=images, work=work)
 
     micro_batches = sorted(map(settled, batch.micro_batches), key=lambda micro: -cost_model.predict(micro.work))
     return dataclasses.replace(batch, micro_batches=tuple(micro_batches))

@@ -14,7 +14,7 @@ T tree tokens of a pack.
 """
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -96,7 +96,7 @@ class TreeBatch:
 
 
 def split_into_packs(
-    tokens: np.ndarray,
+    token_ids: np.ndarray,
     *,
     offsets: IntArray,
     trained: np.ndarray,
@@ -104,19 +104,19 @@ def split_into_packs(
     config: TreeConfig,
     cost_model: CostModel,
     mode: Mode = "rows",
-    merge_keys: Sequence[Hashable] | None = None,
+    keys: IntArray | None = None,
 ) -> TreeBatch:
     """Find the forest of the rows that a loss reads and cut it; no micro-batch if no loss reads any row.
 
-    `tokens` (F_all,) are the rows one after another, `offsets` (B + 1,) the start of each row. `trained` (F_all,) bool
-    marks the tokens that a loss reads. `mode` says which model calls a relayed tree takes. `merge_keys` (B,) is what
-    besides the tokens changes a row's forward.
+    `token_ids` (F_all,) are the rows one after another, `offsets` (B + 1,) the start of each row. `trained` (F_all,)
+    bool marks the tokens that a loss reads. `mode` says which model calls a relayed tree takes. `keys` (F_all,) are the
+    tokens' keys where more than the id changes a token's forward (`verl_tree.tree.row_keys`).
 
     Raises:
         ValueError: A row exceeds a cap, or the method cannot pack the rows; see `verl_tree.packing.pack`.
     """
     started_s = time.perf_counter()
-    read = ReadRows.from_batch(tokens, offsets=offsets, trained=trained, merge_keys=merge_keys)
+    read = ReadRows.from_batch(token_ids, offsets=offsets, trained=trained, keys=keys)
     read = read.weigh(config.shared_tokens)
     check_caps(
         read.forest,
@@ -285,6 +285,7 @@ def lay_out_flat(read: ReadRows, leaves: IntArray) -> TreeMicroBatch:
 def _micro_batch(read: ReadRows, layout: TreeLayout, *, leaves: IntArray, is_flat: bool) -> TreeMicroBatch:
     """Attach a layout to its rows. `leaves` are the forest's, in the order of `layout.leaves`."""
     flat_index = read.flat_index(leaves)
+    layout = layout.with_token_ids(torch.from_numpy(read.token_ids[flat_index]))
     wanted_T = torch.zeros(layout.num_tokens, dtype=torch.bool)
     wanted_T[layout.tree_index_F[torch.from_numpy(read.trained[flat_index])]] = True
     flat_index_F = torch.from_numpy(flat_index)

@@ -1,9 +1,10 @@
 """The rows of a mini-batch that a loss reads, as one forest.
 
+The forest is built from the rows' keys (`verl_tree.tree.row_keys`). Their token ids lie beside it.
+
 Legend: B rows of the mini-batch, of which a loss reads S; F flat tokens of some leaves, F_all of the mini-batch.
 """
 
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -25,6 +26,7 @@ class ReadRows:
     forest: TokenForest
     rows: IntArray  # (S,) int64, each leaf's row in the mini-batch
     starts: IntArray  # (S,) int64, where each leaf starts among the F_all flat tokens
+    token_ids: IntArray  # (F_all,) of all rows
     num_trained: IntArray  # (S,) int64, tokens of each leaf that a loss reads
     trained: np.ndarray  # (F_all,) bool, the flat tokens that a loss reads
     weights: Tensor | None = None  # (F_all,) gradient weights of the flat tokens. None: all are 1
@@ -32,21 +34,21 @@ class ReadRows:
     @classmethod
     def from_batch(
         cls,
-        tokens: np.ndarray,
+        token_ids: np.ndarray,
         *,
         offsets: IntArray,
         trained: np.ndarray,
-        merge_keys: Sequence[Hashable] | None = None,
+        keys: IntArray | None = None,
     ) -> Self:
         """Build the forest of the rows that a loss reads; see `split_into_packs`."""
         num_trained = np.add.reduceat(trained, offsets[:-1], dtype=np.int64)
         rows = np.flatnonzero(num_trained)
-        keys = None if merge_keys is None else [merge_keys[row] for row in rows]
-        sequences = [tokens[offsets[row] : offsets[row + 1]] for row in rows]
+        keys = token_ids if keys is None else keys
         return cls(
-            forest=TokenForest.from_sequences(sequences, merge_keys=keys),
+            forest=TokenForest.from_sequences([keys[offsets[row] : offsets[row + 1]] for row in rows]),
             rows=rows,
             starts=offsets[rows],
+            token_ids=token_ids,
             num_trained=num_trained[rows],
             trained=trained,
         )
@@ -62,11 +64,7 @@ class ReadRows:
 
     def forest_of(self, leaves: IntArray) -> TokenForest:
         """Return the forest of some leaves alone; its trajectories are numbered in the order given."""
-        # Trees may begin with the same token if their merge keys differ, so each tree is a key.
-        tree = np.cumsum(self.forest.lcp == 0)[self.forest.dfs_rank[leaves]]
-        return TokenForest.from_sequences(
-            [self.forest.sequence(leaf) for leaf in leaves.tolist()], merge_keys=tree.tolist()
-        )
+        return TokenForest.from_sequences([self.forest.sequence(leaf) for leaf in leaves.tolist()])
 
     def weigh(self, shared_tokens: str) -> Self:
         """Add the gradient weights of an objective for shared tokens; see `shared_token_weights`.

@@ -1,8 +1,9 @@
 """Rows that know other experts for a token that they share: the first ones are taken, or the tree forks.
 
 With `tree.route_conflicts=first` a tree token takes the first known route of its rows (`first_known`). With `fork` the
-forest is built from keys, as with images: where a row routes a token otherwise than the first row of the token, its key
-is another. So each row is computed under its own routes, and shares with others what they route alike.
+forest is built from keys, as with images: where a row routes a token otherwise than the first row of the token, it has
+another number, and so another key (`verl_tree.tree.row_keys`). So each row is computed under its own routes, and shares
+with others what they route alike.
 
 A row reads the route of a token only if it trains a token behind it. What it does not read joins the others and asks
 for no route. A route that a row reads and does not know is a route of its own: that of the weights.
@@ -19,15 +20,12 @@ Legend: F flat tokens of the rows that a loss reads, F_all of the mini-batch, T 
 layers of the model, k experts of a token.
 """
 
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_tree.engine.packs import TreeBatch
-from verl_tree.engine.prompt_keys import tokens_of_keys
 from verl_tree.engine.read_rows import ReadRows
 from verl_tree.packing.counts import ForestCounts
 from verl_tree.tree.layout import TreeLayout
@@ -75,50 +73,46 @@ def route_numbers(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouteForks:
-    """Keys under which a forest forks where its rows route otherwise.
+    """Numbers by which a forest forks where its rows route otherwise.
 
     Attributes:
-        keys_F_all: (F_all,) int64, what stands for each token where rows are compared.
+        number_F_all: (F_all,) int64, the number of each token's route; see `route_numbers`.
         is_read_F_all: (F_all,) bool, whether the row trains a token behind this one.
         counts: Tree tokens of the forest before it forks, and of how many the rows disagree.
     """
 
-    keys_F_all: IntArray
+    number_F_all: IntArray
     is_read_F_all: NDArray[np.bool_]
     counts: ForestCounts
-    _num_ids: int
 
     @classmethod
     def of_rows(
         cls,
-        tokens: IntArray,
+        keys: IntArray,
         *,
         offsets: IntArray,
         trained: NDArray[np.bool_],
-        merge_keys: Sequence[Hashable] | None,
         routes_FNk: np.ndarray,
     ) -> Self:
-        """Give rows their keys. `routes_FNk` has the routes of all flat tokens; for the rest see `split_into_packs`."""
-        read = ReadRows.from_batch(tokens, offsets=offsets, trained=trained, merge_keys=merge_keys)
+        """Give the routes of rows their numbers.
+
+        `keys` (F_all,) are those under which rows are compared where routes do not count, and `routes_FNk` the routes
+        of all flat tokens; for the rest see `split_into_packs`.
+        """
+        read = ReadRows.from_batch(keys, offsets=offsets, trained=trained)
         layout = TreeLayout.from_forest(read.forest)
         place_F = read.flat_index(layout.leaves)
         tree_index_F, rows_FNk = layout.tree_index_F.numpy(), routes_FNk[place_F]
         # The number of trained tokens from the start of the mini-batch to the end of the row, less those up to here
         num_trained = np.cumsum(trained)
         is_read = num_trained < np.repeat(num_trained[offsets[1:] - 1], np.diff(offsets))
-        numbers = np.zeros(len(tokens), dtype=np.int64)
+        numbers = np.zeros(len(keys), dtype=np.int64)
         numbers[place_F] = route_numbers(
             rows_FNk, tree_index_F=tree_index_F, num_tokens=layout.num_tokens, is_read_F=is_read[place_F]
         )
         _, num_conflicts = first_known(rows_FNk, tree_index_F=tree_index_F, num_tokens=layout.num_tokens)
-        num_ids = int(tokens.max(initial=0)) + 1
         return cls(
-            keys_F_all=tokens.astype(np.int64) + numbers * num_ids,
+            number_F_all=numbers,
             is_read_F_all=is_read,
             counts=ForestCounts(num_routed_tokens=layout.num_tokens, num_route_conflicts=num_conflicts),
-            _num_ids=num_ids,
         )
-
-    def with_tokens(self, batch: TreeBatch) -> TreeBatch:
-        """Return micro-batches that were cut by these keys, with what they stand for."""
-        return tokens_of_keys(batch, num_keys=self._num_ids)

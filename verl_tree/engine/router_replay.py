@@ -12,7 +12,7 @@ Legend: F_all flat tokens of the mini-batch, F of a micro-batch; T tree tokens o
 rank, padding included; N layers of the model, k experts of a token, E experts.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.sharding import SequenceShard
-from verl_tree.engine.packs import TreeBatch, TreeMicroBatch
+from verl_tree.engine.packs import TreeMicroBatch
 from verl_tree.engine.route_conflicts import RouteForks, first_known
 from verl_tree.engine.rows import jagged
 from verl_tree.packing.counts import ForestCounts
@@ -193,26 +193,13 @@ class MiniBatchRoutes:
             )
         self._given = values.cpu().to(torch.int16).numpy()
 
-    def fork(
-        self,
-        tokens: IntArray,
-        *,
-        offsets: IntArray,
-        trained: NDArray[np.bool_],
-        merge_keys: Sequence[Hashable] | None,
-    ) -> IntArray:
-        """Return keys of the rows' tokens under which rows share what they route alike; see `split_into_packs`."""
+    def fork(self, keys: IntArray, *, offsets: IntArray, trained: NDArray[np.bool_]) -> IntArray:
+        """Return numbers of the rows' tokens by which rows share what they route alike; see `RouteForks.of_rows`."""
         if self._records:
-            return tokens
-        self._forks = RouteForks.of_rows(
-            tokens, offsets=offsets, trained=trained, merge_keys=merge_keys, routes_FNk=self._given
-        )
+            return np.zeros_like(keys)
+        self._forks = RouteForks.of_rows(keys, offsets=offsets, trained=trained, routes_FNk=self._given)
         self.counts += self._forks.counts
-        return self._forks.keys_F_all
-
-    def with_tokens(self, batch: TreeBatch) -> TreeBatch:
-        """Return micro-batches with the tokens that the keys of `fork` stand for, if their rows have such keys."""
-        return batch if self._forks is None else self._forks.with_tokens(batch)
+        return self._forks.number_F_all
 
     def around(self, compute: Compute, micro: TreeMicroBatch) -> Compute:
         """Return the model calls of a micro-batch with its routes imposed, or with their routes recorded."""

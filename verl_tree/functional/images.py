@@ -1,10 +1,10 @@
 """Images in a forest: what makes two prefixes equal, and how each distinct image goes through the tower once per call.
 
 A vision-language model reads an image through its vision tower, which makes a run of features. They take the place of
-the embeddings of as many equal image tokens. So the token ids say where an image stands, but not which. A forest of
-rows with images is built from *keys*: an image token has the number of its feature behind the vocabulary, counted over
-the distinct images, all other tokens have their ids. Rows share an image exactly if they share all before it and the
-image has the same pixels and the same grid.
+the embeddings of as many equal image tokens. So the token ids say where an image stands, but not which. An image token
+has the *number* of its feature, counted over the distinct images, and a forest of rows with images is built from ids
+and numbers (`verl_tree.tree.row_keys`). So rows share an image exactly if they share all before it and the image has
+the same pixels and the same grid.
 
 Positions come from the rows, because those after an image depend on its grid. The tower gets the distinct images of a
 model call, and its features are gathered to the image tokens of the call. The gather's backward sums over the places of
@@ -14,7 +14,6 @@ Legend: F flat tokens, T tokens of a pack, Q tokens of a model call, I images, A
 position, E image tokens of a call.
 """
 
-import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,32 +57,30 @@ class Image:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowsWithImages:
-    """Rows of tokens and images, as keys that a forest can be built from.
+    """The images of rows of tokens.
 
-    Example: the image token is 9, the vocabulary has 10 ids, and both images have two features. The rows [5 9 9 6] with
-    image A, [5 9 9 6] with image B and [5 9 9 7] with image A have the keys [5 10 11 6], [5 12 13 6] and [5 10 11 7].
+    Example: the image token is 9, and both images have two features. The rows [5 9 9 6] with image A, [5 9 9 6] with
+    image B and [5 9 9 7] with image A have the numbers [0 1 2 0], [0 3 4 0] and [0 1 2 0].
     """
 
-    keys_F: IntArray
+    number_F: IntArray  # 1 and more: the feature of each image token among those of all images. 0 of other tokens
     images: tuple[Image, ...]  # The distinct ones, in order of first appearance
     feature_bounds: IntArray  # (I + 1,) int64, where the features of each image start among those of all
-    image_token_id: int
-    vocab_size: int
 
     @classmethod
     def of_rows(
         cls, token_ids_F: IntArray, *, offsets: IntArray, images: Sequence[Sequence[Image]], config: PretrainedConfig
     ) -> Self:
-        """Give rows their keys; `offsets` (B + 1,) bounds the rows, and `images` are those of each row in order.
+        """Give features numbers; `offsets` (B + 1,) bounds the rows, and `images` are those of each row in order.
 
         Raises:
             ValueError: A row has another number of image tokens than its images have features, or video tokens.
         """
         settings = config.to_dict()
-        image_token_id, vocab_size = settings["image_token_id"], config.get_text_config().vocab_size
+        image_token_id = settings["image_token_id"]
         merged = settings["vision_config"]["spatial_merge_size"] ** 2
-        keys_F = token_ids_F.astype(np.int64)
-        _refuse_videos(keys_F, video_token_id=settings["video_token_id"], offsets=offsets)
+        number_F = np.zeros(len(token_ids_F), dtype=np.int64)
+        _refuse_videos(token_ids_F, video_token_id=settings["video_token_id"], offsets=offsets)
         numbers: dict[bytes, int] = {}
         distinct: list[Image] = []
         bounds = [0]
@@ -95,7 +92,7 @@ class RowsWithImages:
                     distinct.append(image)
                     bounds.append(bounds[-1] + int(np.prod(image.grid)) // merged)
                 features.append(np.arange(bounds[number], bounds[number + 1]))
-            places = start + np.flatnonzero(keys_F[start:end] == image_token_id)
+            places = start + np.flatnonzero(token_ids_F[start:end] == image_token_id)
             feature = np.concatenate([np.arange(0), *features])
             if len(places) != len(feature):
                 raise ValueError(
@@ -103,33 +100,29 @@ class RowsWithImages:
                     f"have {len(feature)} features: a row holds whole images and brings the pixels of each "
                     "(multi_modal_inputs); raise the lengths that cut it, or leave it out"
                 )
-            keys_F[places] = vocab_size + feature
-        return cls(keys_F, tuple(distinct), np.array(bounds, dtype=np.int64), image_token_id, vocab_size)
+            number_F[places] = feature + 1
+        return cls(number_F, tuple(distinct), np.array(bounds, dtype=np.int64))
 
-    def of_pack(self, layout: TreeLayout, position_CF: Tensor) -> tuple[TreeLayout, "PackImages"]:
-        """Return a pack whose layout holds keys with its token ids, and what the model reads of it besides.
+    def of_pack(self, layout: TreeLayout, place_F: Tensor, *, position_CF: Tensor) -> "PackImages":
+        """Return what the model reads of a pack besides its token ids.
 
-        `layout` is on the host. `position_CF` are the positions of its flat tokens, in the order of its leaves.
+        `layout` is on the host. `place_F` are the places of its flat tokens, in the order of its leaves, among those of
+        all rows, and `position_CF` the positions of all rows.
 
         Raises:
             ValueError: Rows give a token that they share different positions.
         """
-        key_T = layout.token_ids_T
-        is_image_T = key_T >= self.vocab_size
+        feature_T = torch.zeros(layout.num_tokens, dtype=torch.int64)
+        feature_T[layout.tree_index_F] = torch.from_numpy(self.number_F)[place_F] - 1
+        position_CF = position_CF[:, place_F].long()
         position_CT = torch.zeros(len(position_CF), layout.num_tokens, dtype=torch.int64)
-        position_CT[:, layout.tree_index_F] = position_CF.long()
-        if not torch.equal(position_CT[:, layout.tree_index_F], position_CF.long()):
+        position_CT[:, layout.tree_index_F] = position_CF
+        if not torch.equal(position_CT[:, layout.tree_index_F], position_CF):
             raise ValueError(
                 "rows that share tokens and images give them different position_ids: a position must follow from what "
                 "stands before it, as M-RoPE's does; train these rows with tree.enabled=false"
             )
-        images = PackImages(
-            images=self.images,
-            feature_bounds=self.feature_bounds,
-            feature_T=torch.where(is_image_T, key_T - self.vocab_size, -1),
-            position_CT=position_CT,
-        )
-        return dataclasses.replace(layout, token_ids_T=key_T.masked_fill(is_image_T, self.image_token_id)), images
+        return PackImages(self.images, self.feature_bounds, feature_T=feature_T, position_CT=position_CT)
 
 
 def _refuse_videos(token_ids_F: IntArray, *, video_token_id: int, offsets: IntArray) -> None:

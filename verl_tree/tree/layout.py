@@ -128,6 +128,15 @@ class TreeLayout:
         """The same layout with its tensors on the host, where it was made, for planning: nothing is copied back."""
         return self if self._host is None else self._host
 
+    def with_token_ids(self, token_ids_F: Tensor) -> Self:
+        """Return a layout on the host, of a forest of keys (`verl_tree.tree.row_keys`), with the ids of its tokens.
+
+        `token_ids_F` are those of the flat tokens, leaf after leaf.
+        """
+        token_ids_T = torch.zeros_like(self.token_ids_T)
+        token_ids_T[self.tree_index_F] = token_ids_F.long()
+        return dataclasses.replace(self, token_ids_T=token_ids_T)
+
     def to(self, device: torch.device | str) -> Self:
         """Return the same layout with its tensors on another device; host arrays are shared."""
         host = self.on_host

@@ -22,9 +22,10 @@ from verl_tree.cost.model import CostModel
 from verl_tree.engine.media import rows_with_images, with_images
 from verl_tree.engine.packs import split_into_packs
 from verl_tree.engine.positions import settle_positions
-from verl_tree.engine.rows import check_rows
+from verl_tree.engine.rows import check_rows, jagged
 from verl_tree.functional.images import RowsWithImages
 from verl_tree.testing.local_worker import local_worker
+from verl_tree.tree.row_keys import row_keys
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +78,10 @@ def test_packs_have_the_ids_positions_and_features_of_their_rows(model: PreTrain
     rows = branching_rows(1)
     data = batch_of(model, rows)
     images = read(model, data)
-    offsets = data["input_ids"].offsets().numpy()
+    tokens, offsets = (each.numpy() for each in jagged(data["input_ids"]))
     batch = split_into_packs(
-        images.keys_F,
+        tokens,
+        keys=row_keys(tokens, images.number_F),
         offsets=offsets,
         trained=np.ones(offsets[-1], dtype=bool),
         capacity=60,
@@ -112,10 +114,11 @@ def test_the_work_of_a_micro_batch_has_the_features_of_each_of_its_calls(
     """Each image once in each pack or section that shows a part of it; the dearest micro-batch comes first."""
     data = batch_of(model, branching_rows(1))
     images = read(model, data)
-    offsets = data["input_ids"].offsets().numpy()
+    tokens, offsets = (each.numpy() for each in jagged(data["input_ids"]))
     cost_model = replace(CostModel.prior(), s_per_feature=50.0)
     split = split_into_packs(
-        images.keys_F,
+        tokens,
+        keys=row_keys(tokens, images.number_F),
         offsets=offsets,
         trained=np.ones(offsets[-1], dtype=bool),
         capacity=capacity,
@@ -141,9 +144,9 @@ def test_models_that_read_no_images_have_none(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("nothing", [None, {}, {"pixel_values": None, "image_grid_thw": None}])
 def test_rows_without_images_say_so_in_any_way(model: PreTrainedModel, nothing: Any) -> None:
     data = batch_of(model, [Row((5, 6)), Row((5, 7))], [nothing, {}])
-    assert read(model, data).keys_F.tolist() == [5, 6, 5, 7]
+    assert read(model, data).number_F.tolist() == [0, 0, 0, 0]
     del data["multi_modal_inputs"]
-    assert read(model, data).keys_F.tolist() == [5, 6, 5, 7]
+    assert read(model, data).number_F.tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("name", ["pixel_values_videos", "video_grid_thw", "input_features", "second_per_grid_ts"])

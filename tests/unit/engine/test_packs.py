@@ -9,6 +9,7 @@ import torch
 from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel, Work
 from verl_tree.engine.packs import TreeBatch, split_into_packs
+from verl_tree.tree.row_keys import row_keys, value_numbers
 from verl_tree.tree.rows import trained_tokens
 
 ROWS = [[5, 6, 7, 8], [1, 1], [5, 6, 9], [5, 6, 7, 8]]
@@ -23,7 +24,7 @@ def split(
     *,
     capacity: int = 100,
     cost_model: CostModel | None = None,
-    merge_keys: list | None = None,
+    values: list | None = None,
     **options,
 ) -> TreeBatch:
     mask_lens = np.array([len(mask) for mask in masks])
@@ -34,7 +35,7 @@ def split(
         capacity=capacity,
         config=TreeConfig(**options),
         cost_model=CostModel.prior() if cost_model is None else cost_model,
-        merge_keys=merge_keys,
+        keys=None if values is None else row_keys(TOKENS, value_numbers(OFFSETS, values=values)),
     )
 
 
@@ -77,8 +78,8 @@ def test_shared_tokens_are_weighed_over_all_packs(capacity: int) -> None:
         assert flat[[3, 12]].tolist() == weight_of_8
 
 
-def test_rows_with_different_merge_keys_share_nothing() -> None:
-    batch = split([[1, 1], [1], [1], [1, 1]], merge_keys=[1.0, 1.0, 0.5, 1.0])
+def test_rows_with_different_values_share_nothing() -> None:
+    batch = split([[1, 1], [1], [1], [1, 1]], values=[1.0, 1.0, 0.5, 1.0])
     assert batch.counts.num_packed_tokens == 4 + 2 + 3
 
 
@@ -89,7 +90,7 @@ def test_the_work_of_a_pack() -> None:
 
 
 def test_packs_run_dearest_first() -> None:
-    batch = split([[1, 1], [1], [1], [0, 1]], capacity=5, merge_keys=[0, 0, 1, 0])
+    batch = split([[1, 1], [1], [1], [0, 1]], capacity=5, values=[0, 0, 1, 0])
     # The rows 0 and 3 are one tree of 4 tokens, row 2 one of 3, the padding row one of 2: 4 and 3 + 2.
     assert [micro.work.num_tokens for micro in batch.micro_batches] == [5, 4]
 

@@ -11,6 +11,7 @@ from verl_tree.cost.model import CostModel, Work
 from verl_tree.engine.packs import TreeBatch, split_into_packs
 from verl_tree.engine.read_rows import ReadRows
 from verl_tree.relay.run import Mode, NumCalls
+from verl_tree.tree.row_keys import row_keys, value_numbers
 
 # A prompt of 3 tokens and two branches of 4: T = 11. With C = 8, packs are two of 7 tokens, 14 in all. Sections are two
 # behind a spine of 3, which is the context of the second.
@@ -24,19 +25,20 @@ def split(
     capacity: int = 8,
     cost_model: CostModel | None = None,
     mode: Mode = "rows",
-    merge_keys: list | None = None,
+    values: list | None = None,
     **options,
 ) -> TreeBatch:
     """Every token is trained but the first of each row."""
+    tokens, offsets = np.concatenate(rows), np.cumsum([0, *map(len, rows)])
     return split_into_packs(
-        np.concatenate(rows),
-        offsets=np.cumsum([0, *map(len, rows)]),
+        tokens,
+        offsets=offsets,
         trained=np.concatenate([np.arange(len(row)) > 0 for row in rows]),
         capacity=capacity,
         config=TreeConfig(**options),
         cost_model=CostModel.prior() if cost_model is None else cost_model,
         mode=mode,
-        merge_keys=merge_keys,
+        keys=None if values is None else row_keys(tokens, value_numbers(offsets, values=values)),
     )
 
 
@@ -162,26 +164,25 @@ def test_shared_tokens_are_weighed_in_relayed_trees() -> None:
     assert torch.equal(micro.gradient_weight_F, torch.tensor([0, 0.5, 0.5, 1, 1, 1, 1] * 2))
 
 
-def test_trees_with_other_merge_keys_stay_apart_when_one_is_relayed() -> None:
-    """Prefixes of the fork's rows under another key: a tree of 5 tokens, which fits."""
-    rows, keys = [*FORK, FORK[0][:4], FORK[1][:4]], [1.0, 1.0, 0.5, 0.5]
-    batch = split(rows, merge_keys=keys)
+def test_trees_with_other_values_stay_apart_when_one_is_relayed() -> None:
+    """Prefixes of the fork's rows with another value: a tree of 5 tokens, which fits."""
+    rows, values = [*FORK, FORK[0][:4], FORK[1][:4]], [1.0, 1.0, 0.5, 0.5]
+    batch = split(rows, values=values)
     assert [sorted(micro.rows.tolist()) for micro in batch.micro_batches] == [[0, 1], [2, 3]]
     assert [micro.is_relayed for micro in batch.micro_batches] == [True, False]
     assert [micro.work.num_tokens for micro in batch.micro_batches] == [11, 5]
 
 
 def test_a_forest_of_some_leaves_keeps_their_trees_apart() -> None:
-    """Two trees that begin with the same tokens: 1 2 3 and 1 2 4 under one key, 1 2 3 under another."""
+    """Two trees that begin with the same tokens: 1 2 3 and 1 2 4 with one value, 1 2 3 with another."""
     rows = [[1, 2, 3], [1, 2, 4], [1, 2, 3]]
-    read = ReadRows.from_batch(
-        np.concatenate(rows),
-        offsets=np.array([0, 3, 6, 9]),
-        trained=np.array([False, True, True] * 3),
-        merge_keys=[0.5, 0.5, 1.0],
-    )
+    tokens, offsets = np.concatenate(rows), np.array([0, 3, 6, 9])
+    keys = row_keys(tokens, value_numbers(offsets, values=[0.5, 0.5, 1.0]))
+    read = ReadRows.from_batch(tokens, offsets=offsets, trained=np.array([False, True, True] * 3), keys=keys)
     assert sorted(sorted(leaves.tolist()) for leaves in read.trees()) == [[0, 1], [2]]
     for leaves, num_tokens in (([0, 1], 4), ([0, 2], 6), ([2, 0], 6), ([2, 1, 0], 7), ([2], 3)):
         forest = read.forest_of(np.array(leaves))
         assert (forest.num_tokens, forest.num_leaves) == (num_tokens, len(leaves))
-        assert [forest.sequence(number).tolist() for number in range(len(leaves))] == [rows[leaf] for leaf in leaves]
+        assert [forest.sequence(number).tolist() for number in range(len(leaves))] == [
+            keys[3 * leaf : 3 * leaf + 3].tolist() for leaf in leaves
+        ]

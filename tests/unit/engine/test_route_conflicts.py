@@ -37,6 +37,7 @@ from verl_tree.testing.local_worker import local_worker
 from verl_tree.testing.synthetic import random_forest
 from verl_tree.trainer.worker import TreeTrainingWorker
 from verl_tree.tree import TokenForest
+from verl_tree.tree.row_keys import row_keys
 
 TOLERANCE = 1e-5
 """Relative, float32 against float32."""
@@ -45,22 +46,21 @@ TOLERANCE = 1e-5
 def forks_of(
     rows: Sequence[Sequence[int]], routes: Sequence[Sequence[Sequence[int]]], trained: Sequence[Sequence[int]]
 ) -> RouteForks:
-    """Give rows their keys, with one layer and two experts of a token."""
+    """Give the routes of rows numbers, with one layer and two experts of a token."""
     return RouteForks.of_rows(
         np.concatenate(rows),
         offsets=np.cumsum([0, *map(len, rows)]),
         trained=np.concatenate(trained).astype(bool),
-        merge_keys=None,
         routes_FNk=np.concatenate([np.array(each, dtype=np.int16)[:, None] for each in routes]),
     )
 
 
-def test_keys_are_those_of_the_docstring():
+def test_numbers_are_those_of_the_docstring():
     rows = [[5, 6, 7, 8], [5, 6, 7, 9], [5, 6]]
     routes = [[[1, 2], [3, 4], [1, 2], [5, 6]], [[2, 1], [3, 5], [1, 2], [7, 8]], [[1, 2], [6, 7]]]
     forks = forks_of(rows, routes, trained=[[0, 0, 0, 1], [0, 0, 0, 1], [0, 1]])
-    # Ten ids, so 6' is 16.
-    assert forks.keys_F_all.tolist() == [5, 6, 7, 8, 5, 16, 7, 9, 5, 6]
+    # Of row 1 it is 6' that has another route.
+    assert forks.number_F_all.tolist() == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0]
     assert forks.is_read_F_all.tolist() == [True, True, True, False] * 2 + [True, False]
     # Of 5 tokens, 6 has rows that disagree; what row 2 knows of it counts, too.
     assert (forks.counts.num_routed_tokens, forks.counts.num_route_conflicts) == (5, 1)
@@ -71,9 +71,9 @@ def test_rows_that_route_alike_share_behind_a_fork():
     rows = [[3, 4, 5, 6]] * 3
     routes = [[[0, 1]] * 4, [[2, 3], [0, 1], [0, 1], [0, 1]], [[3, 2], [0, 1], [2, 3], [0, 1]]]
     forks = forks_of(rows, routes, trained=[[0, 0, 0, 1]] * 3)
-    keys = forks.keys_F_all.reshape(3, 4).tolist()
-    assert keys == [[3, 4, 5, 6], [10, 4, 5, 6], [10, 4, 12, 6]]
-    forest = TokenForest.from_sequences(keys)
+    numbers = forks.number_F_all.reshape(3, 4)
+    assert numbers.tolist() == [[0, 0, 0, 0], [1, 0, 0, 0], [1, 0, 1, 0]]
+    forest = TokenForest.from_sequences(list(row_keys(np.array(rows).ravel(), numbers.ravel()).reshape(3, 4)))
     assert (forest.num_tokens, forest.num_roots) == (4 + 4 + 2, 2)
 
 
@@ -83,9 +83,9 @@ def test_an_unknown_route_that_is_read_forks_and_one_that_is_not_read_joins():
     known, unknown = [1, 2], [0, 0]
     routes = [[known, unknown, unknown], [known, known, known, unknown]]
     joined = forks_of(rows, routes, trained=[[0, 1, 0], [0, 0, 0, 1]])
-    assert joined.keys_F_all.tolist() == [3, 4, 5, 3, 4, 5, 6]
+    assert joined.number_F_all.tolist() == [0] * 7
     forked = forks_of(rows, routes, trained=[[0, 0, 1], [0, 0, 0, 1]])
-    assert forked.keys_F_all.tolist() == [3, 4, 5, 3, 4 + 7, 5, 6]
+    assert forked.number_F_all.tolist() == [0, 0, 0, 0, 1, 0, 0]
     assert joined.counts.num_route_conflicts == forked.counts.num_route_conflicts == 0
 
 
@@ -171,12 +171,19 @@ def test_random_forests_with_random_conflicts_are_exact_in_float64(seed: int) ->
     column = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
     input_ids = torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
     replayed = MiniBatchRoutes(replay, column, input_ids=input_ids, records=False)
-    flat = {"offsets": input_ids.offsets().numpy(), "trained": np.concatenate(trained), "merge_keys": None}
-    keys = replayed.fork(input_ids.values().numpy(), **flat)
-    packs = split_into_packs(
-        keys, capacity=10_000, config=TreeConfig(gate="never"), cost_model=CostModel.prior(), **flat
+    tokens, flat = (
+        input_ids.values().numpy(),
+        {"offsets": input_ids.offsets().numpy(), "trained": np.concatenate(trained)},
     )
-    (micro,) = replayed.with_tokens(packs).micro_batches
+    packs = split_into_packs(
+        tokens,
+        keys=row_keys(tokens, replayed.fork(tokens, **flat)),
+        capacity=10_000,
+        config=TreeConfig(gate="never"),
+        cost_model=CostModel.prior(),
+        **flat,
+    )
+    (micro,) = packs.micro_batches
 
     def compute(call: RelayCall, plan: AttentionPlan) -> torch.Tensor:
         return call_scores(model, call, micro.layout, plan=plan)

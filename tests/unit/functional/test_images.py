@@ -61,32 +61,32 @@ def image(*, value, height=2, width=4, dtype=torch.float32):
     return Image(torch.full((height * width, 3), value, dtype=dtype), (1, height, width))
 
 
-def keys_of(rows):
-    """Return the keys of each row, for a model whose image token is 60 and whose vocabulary has 64 ids."""
+def numbers_of(rows):
+    """Return the numbers of each row."""
     with_images, offsets = rows_with_images(vision_model("qwen3_vl"), rows)
-    return [each.tolist() for each in split(with_images.keys_F, offsets)]
+    return [each.tolist() for each in split(with_images.number_F, offsets)]
 
 
-def test_keys_are_those_of_the_docstring():
+def test_numbers_are_those_of_the_docstring():
     first, second = image(value=0.0), image(value=1.0)
     ends = ((6, first), (6, second), (7, first))
     rows = [Row((5, IMAGE, IMAGE, end), (shown,)) for end, shown in ends]
-    assert keys_of(rows) == [[5, 64, 65, 6], [5, 66, 67, 6], [5, 64, 65, 7]]
+    assert numbers_of(rows) == [[0, 1, 2, 0], [0, 3, 4, 0], [0, 1, 2, 0]]
 
 
 def test_equal_pixels_are_one_image_and_other_grids_or_types_are_not():
     ids = (IMAGE, IMAGE)
     same, tall = image(value=0.0), image(value=0.0, height=4, width=2)
     wide = image(value=0.0, dtype=torch.float64)
-    keys = keys_of([Row(ids, (each,)) for each in (image(value=0.0), same, tall, wide)])
-    assert keys == [[64, 65], [64, 65], [66, 67], [68, 69]]
+    numbers = numbers_of([Row(ids, (each,)) for each in (image(value=0.0), same, tall, wide)])
+    assert numbers == [[1, 2], [1, 2], [3, 4], [5, 6]]
 
 
 def test_neighbouring_images_are_two():
     first, second = image(value=0.0), image(value=1.0)
-    assert keys_of([Row((IMAGE,) * 4, (first, second)), Row((IMAGE,) * 4, (second, first))]) == [
-        [64, 65, 66, 67],
-        [66, 67, 64, 65],
+    assert numbers_of([Row((IMAGE,) * 4, (first, second)), Row((IMAGE,) * 4, (second, first))]) == [
+        [1, 2, 3, 4],
+        [3, 4, 1, 2],
     ]
 
 
@@ -102,7 +102,7 @@ def test_neighbouring_images_are_two():
 )
 def test_rows_that_do_not_hold_their_images_are_refused(row, message):
     with pytest.raises(ValueError, match=message):
-        keys_of([Row((5,)), row])
+        numbers_of([Row((5,)), row])
 
 
 def test_positions_that_disagree_are_refused():
@@ -110,10 +110,10 @@ def test_positions_that_disagree_are_refused():
     with_images, _ = rows_with_images(vision_model("qwen3_vl"), rows)
     layout = TreeLayout.from_forest(TokenForest.from_sequences([row.ids for row in rows]))
     position_CF = torch.tensor([[0, 1, 2, 0, 1, 2]]).repeat(4, 1)
-    with_images.of_pack(layout, position_CF)
+    with_images.of_pack(layout, torch.arange(6), position_CF=position_CF)
     position_CF[2, 1] = 5
     with pytest.raises(ValueError, match="different position_ids"):
-        with_images.of_pack(layout, position_CF)
+        with_images.of_pack(layout, torch.arange(6), position_CF=position_CF)
 
 
 def test_a_call_gets_each_of_its_images_once_and_no_other():

@@ -1,4 +1,4 @@
-"""Rows that share their prompts only: keys by hand, and gradients beside those of full sharing, in float64."""
+"""Keys of rows by hand, and rows that share their prompts only beside full sharing, in float64."""
 
 import numpy as np
 import pytest
@@ -10,9 +10,9 @@ from verl_tree.attention.hf import ATTENTION_NAME
 from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel
 from verl_tree.engine.packs import TreeBatch, split_into_packs
-from verl_tree.engine.prompt_keys import PromptKeys
 from verl_tree.functional import expand
 from verl_tree.functional.logprobs import tree_forward_log_probs
+from verl_tree.tree.row_keys import prompt_numbers, row_keys, value_numbers
 
 # The prompts are 1 2, 1 2, 1 2 3 and, of a row without a response, 1 2.
 ROWS = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 5], [1, 2]]
@@ -22,25 +22,41 @@ RESPONSE_LENS = np.array([3, 3, 2, 0])
 def cut(rows: list[list[int]], response_lens: np.ndarray, *, sharing: str, capacity: int = 1000) -> TreeBatch:
     """Cut rows of which a loss reads all tokens but the first, whether they belong to a response or not."""
     tokens, offsets = np.concatenate(rows), np.cumsum([0, *map(len, rows)])
-    prompts = PromptKeys.of_rows(tokens, offsets=offsets, response_lens=response_lens)
+    numbers = [prompt_numbers(offsets, response_lens=response_lens)] if sharing == "prompt" else []
     trained = np.ones(len(tokens), dtype=bool)
     trained[offsets[:-1]] = False
-    batch = split_into_packs(
-        prompts.keys_F_all if sharing == "prompt" else tokens,
+    return split_into_packs(
+        tokens,
+        keys=row_keys(tokens, *numbers),
         offsets=offsets,
         trained=trained,
         capacity=capacity,
         config=TreeConfig(relay="never"),
         cost_model=CostModel.prior(),
     )
-    return prompts.with_tokens(batch) if sharing == "prompt" else batch
 
 
-def test_keys_differ_where_responses_begin() -> None:
-    offsets = np.cumsum([0, *map(len, ROWS)])
-    prompts = PromptKeys.of_rows(np.concatenate(ROWS), offsets=offsets, response_lens=RESPONSE_LENS)
-    # Seven keys, so the 3 of row 0 is 10, that of row 1 is 17, and the 4 of row 2 is 25.
-    assert prompts.keys_F_all.tolist() == [1, 2, 10, 4, 5, 1, 2, 17, 4, 6, 1, 2, 3, 25, 5, 1, 2]
+def test_numbers_differ_where_responses_begin() -> None:
+    offsets, tokens = np.cumsum([0, *map(len, ROWS)]), np.concatenate(ROWS)
+    numbers = prompt_numbers(offsets, response_lens=RESPONSE_LENS)
+    assert numbers.tolist() == [0, 0, 1, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 3, 0, 0, 0]
+    # Seven ids, so the 3 of row 0 is 10, that of row 1 is 17, and the 4 of row 2 is 25.
+    assert row_keys(tokens, numbers).tolist() == [1, 2, 10, 4, 5, 1, 2, 17, 4, 6, 1, 2, 3, 25, 5, 1, 2]
+
+
+def test_rows_of_one_value_share_and_their_numbers_stand_at_their_first_tokens() -> None:
+    offsets = np.array([0, 2, 3, 5, 6])
+    assert value_numbers(offsets, values=[0.5, 1.0, 0.5, 2.0]).tolist() == [0, 0, 1, 0, 0, 2]
+
+
+@pytest.mark.parametrize("largest", [3, 1 << 40])
+def test_keys_are_equal_exactly_where_ids_and_all_numbers_are(largest: int) -> None:
+    """Of 1 << 40 in three columns a product would exceed 64 bits."""
+    columns = np.random.default_rng(0).integers(0, 3, (3, 200)) * (largest // 3)
+    keys = row_keys(*columns)
+    of_pairs = (columns[:, :, None] == columns[:, None, :]).all(axis=0)
+    assert np.array_equal(keys[:, None] == keys[None, :], of_pairs)
+    assert 3 < len(np.unique(keys)) < 200
 
 
 def test_prompts_are_shared_and_responses_are_not() -> None:
