@@ -208,7 +208,7 @@ class Case:
         for number in range(run.num_first):
             run.first(number)
         for number in range(run.num_last):
-            run.last(number, loss)
+            run.last(number, loss).backward()
         log_prob_F = torch.zeros_like(self.coefficient_F)
         log_prob_F[self._places(host.leaves)] = expand(run.scores_CT[0], layout).to(log_prob_F.dtype)
         return log_prob_F

@@ -100,7 +100,7 @@ class Update:
         for number in range(run.num_first):
             run.first(number)
         for number in range(run.num_last):
-            run.last(number, loss)
+            run.last(number, loss).backward()
         self.store_bytes = run.store.num_bytes
 
 

@@ -29,7 +29,7 @@ from verl.workers.utils.padding import no_padding_2_padding, response_from_neste
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
-from verl_tree.engine import CPUEngineWithLMHead, FSDPTreeEngineWithLMHead, FSDPTreeEngineWithValueHead
+from verl_tree.engine import CPUEngineWithLMHead, FSDPTreeEngine
 from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.testing.local_worker import FP32
 from verl_tree.trainer.worker import TreeTrainingWorker
@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def build(engine_class: type[FSDPEngine], folder: Path, **options: object) -> FSDPEngine:
-    is_tree = engine_class is FSDPTreeEngineWithLMHead
+    is_tree = engine_class is FSDPTreeEngine
     engine = engine_class(
         HFModelConfig(
             path=str(folder),
@@ -103,7 +103,7 @@ def build(engine_class: type[FSDPEngine], folder: Path, **options: object) -> FS
 
 def test_a_tree_engine_is_an_fsdp2_engine(folder: Path) -> None:
     """What the overrides read is where verl sets it, and what they set is where verl reads it."""
-    engine = build(FSDPTreeEngineWithLMHead, folder)
+    engine = build(FSDPTreeEngine, folder)
     assert isinstance(engine.module, FSDPModule)
     assert engine.engine_config.strategy == FLAT_STRATEGY
     assert engine._autocast_dtype == torch.float32
@@ -116,10 +116,10 @@ def test_a_tree_engine_is_an_fsdp2_engine(folder: Path) -> None:
 def test_what_verl_does_for_ulysses_and_the_tree_engine_goes_round(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Why `BuildForTeam` shows verl rows without padding, and a model without teams."""
+    """Why `BuildForTrees` shows verl rows without padding, and a model without teams."""
     with pytest.raises(ValueError, match="use_remove_padding"):
         build(CPUEngineWithLMHead, folder, ulysses_sequence_parallel_size=2)
-    engine = build(FSDPTreeEngineWithLMHead, folder)
+    engine = build(FSDPTreeEngine, folder)
     assert engine.ulysses_parallel_group is engine.team is None
     # Three ranks do not divide the four heads, and verl's patch says so if it is told of them.
     monkeypatch.setattr(engine, "ulysses_sequence_parallel_size", 3)
@@ -146,7 +146,7 @@ def test_a_reference_model_on_a_cpu_is_not_offloaded_through_pinned_memory(folde
 
     torch's build for the CPU says that there is no accelerator, its build for CUDA that there is no driver.
     """
-    for engine_class in (FSDPTreeEngineWithLMHead, CPUEngineWithLMHead):
+    for engine_class in (FSDPTreeEngine, CPUEngineWithLMHead):
         engine = build(engine_class, folder, forward_only=True)
         assert engine._uses_fsdp2_cpu_offload_policy is False
         assert engine.engine_config.forward_only is True
@@ -156,8 +156,8 @@ def test_a_reference_model_on_a_cpu_is_not_offloaded_through_pinned_memory(folde
 
 def test_the_registry_keeps_engines_by_model_type_strategy_and_device() -> None:
     for device in ("cpu", "cuda"):
-        assert EngineRegistry._engines["language_model"][TREE_STRATEGY][device] is FSDPTreeEngineWithLMHead
-        assert EngineRegistry._engines["value_model"][TREE_STRATEGY][device] is FSDPTreeEngineWithValueHead
+        assert EngineRegistry._engines["language_model"][TREE_STRATEGY][device] is FSDPTreeEngine
+        assert EngineRegistry._engines["value_model"][TREE_STRATEGY][device] is FSDPTreeEngine
     assert EngineRegistry._engines["language_model"]["fsdp2"]["cpu"] is CPUEngineWithLMHead
     assert EngineRegistry._engines["language_model"]["fsdp2"]["cuda"] is FSDPEngineWithLMHead
     assert EngineRegistry._engines["value_model"]["fsdp2"]["cuda"] is FSDPEngineWithValueHead

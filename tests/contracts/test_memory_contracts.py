@@ -17,7 +17,7 @@ from verl.workers.engine import FSDPEngineWithLMHead
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
-from verl_tree.engine import CPUEngineWithLMHead, FSDPTreeEngineWithLMHead
+from verl_tree.engine import CPUEngineWithLMHead, FSDPTreeEngine
 from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.testing.local_worker import FP32
 
@@ -41,7 +41,7 @@ def build(folder: Path, *, trees: bool, **model: object) -> FSDPEngineWithLMHead
     )
     shared = {"mixed_precision": FP32, "use_torch_compile": False}
     if trees:
-        kind, config = FSDPTreeEngineWithLMHead, TreeFSDPEngineConfig(strategy=TREE_STRATEGY, **shared)
+        kind, config = FSDPTreeEngine, TreeFSDPEngineConfig(strategy=TREE_STRATEGY, **shared)
     else:
         kind, config = CPUEngineWithLMHead, FSDPEngineConfig(strategy=FLAT_STRATEGY, **shared)
     engine = kind(options, config, FSDPOptimizerConfig(lr=1e-3, total_training_steps=10), CheckpointConfig())

@@ -172,7 +172,7 @@ def test_the_data_set_keeps_the_columns_of_its_rows_in_order(folder: Path) -> No
 
 def test_the_worker_of_the_trainer_has_an_engine_of_the_strategy(folder: Path) -> None:
     """`_build_engine` leaves the worker in `training_client`, its engine in `engine`, and the loss in the worker."""
-    from verl_tree.engine import FSDPTreeEngineWithLMHead
+    from verl_tree.engine import TreeEngine
 
     config = compose_config(["trainer.device=cpu", f"model.path={folder}/model"], default_name="tree_sft")
     OmegaConf.resolve(config)
@@ -190,7 +190,7 @@ def test_the_worker_of_the_trainer_has_an_engine_of_the_strategy(folder: Path) -
         trainer._build_config()
         trainer._build_engine()
         assert isinstance(trainer.training_client, TrainingWorker)
-        assert isinstance(trainer.engine, FSDPTreeEngineWithLMHead)
+        assert isinstance(trainer.engine, TreeEngine)
         assert trainer.engine is trainer.training_client.engine
         loss = trainer.training_client.loss_fn
         assert isinstance(loss, partial)

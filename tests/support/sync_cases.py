@@ -106,12 +106,12 @@ class Update:
     def run(
         self, micros: Sequence[TreeMicroBatch], *, backend: str, forward_only: bool = False
     ) -> tuple[HostEvents, dict[str, Any]]:
-        """Do what `FSDPTreeEngineWithLMHead.forward_backward_batch` does with micro-batches; return its result too."""
+        """Do what `TreeEngine.forward_backward_batch` does with micro-batches; return its result too."""
         events = HostEvents()
         names, function = self.case.kinds, None if forward_only else self.case.function()
         with events.noted():
             result = MiniBatchResult(tu.get(self.data, "input_ids"), output_names=names if forward_only else ())
-            losses = RowLosses(function, result, group=None, scaler=None)
+            losses = RowLosses(function, result, group=None)
             for micro in micros:
                 self._run_one(micro, losses, backend=backend, forward_only=forward_only)
             as_verl = result.as_verl()
@@ -144,6 +144,6 @@ class Update:
         for number in range(run.num_first):
             run.first(number)
         for number in range(run.num_last):
-            run.last(number, loss)
+            run.last(number, loss).backward()
         if forward_only:
             losses.of_forward(rows, run.scores_CT)

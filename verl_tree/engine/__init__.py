@@ -3,21 +3,15 @@
 from verl.workers.engine.base import EngineRegistry
 
 from verl_tree.config import TREE_STRATEGY
-from verl_tree.engine.fsdp_flat import CPUEngineWithLMHead, CPUEngineWithValueHead
-from verl_tree.engine.fsdp_tree import FSDPTreeEngineWithLMHead
-from verl_tree.engine.fsdp_tree_critic import FSDPTreeEngineWithValueHead
+from verl_tree.engine.fsdp.engine import FSDPTreeEngine
+from verl_tree.engine.fsdp.flat import CPUEngineWithLMHead, CPUEngineWithValueHead
+from verl_tree.engine.heads import HEADS
+from verl_tree.engine.step import TreeEngine
 
-__all__ = [
-    "CPUEngineWithLMHead",
-    "CPUEngineWithValueHead",
-    "FSDPTreeEngineWithLMHead",
-    "FSDPTreeEngineWithValueHead",
-]
+__all__ = ["CPUEngineWithLMHead", "CPUEngineWithValueHead", "FSDPTreeEngine", "TreeEngine"]
 
-for model_type, tree_engine, cpu_engine in (
-    ("language_model", FSDPTreeEngineWithLMHead, CPUEngineWithLMHead),
-    ("value_model", FSDPTreeEngineWithValueHead, CPUEngineWithValueHead),
-):
-    EngineRegistry.register(model_type, backend=TREE_STRATEGY, device=["cuda", "cpu"])(tree_engine)
-    # verl registers its own for cuda and npu only.
-    EngineRegistry.register(model_type, backend=["fsdp", "fsdp2"], device="cpu")(cpu_engine)
+for model_type in HEADS:
+    EngineRegistry.register(model_type, backend=TREE_STRATEGY, device=["cuda", "cpu"])(FSDPTreeEngine)
+# verl registers its own for cuda and npu only.
+EngineRegistry.register("language_model", backend=["fsdp", "fsdp2"], device="cpu")(CPUEngineWithLMHead)
+EngineRegistry.register("value_model", backend=["fsdp", "fsdp2"], device="cpu")(CPUEngineWithValueHead)

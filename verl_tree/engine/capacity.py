@@ -1,14 +1,12 @@
 """The capacity of an engine's packs and sections: what the options say, or what fits into the memory of its ranks."""
 
-from typing import Any, Protocol
-
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_tree.config import TreeConfig
 from verl_tree.engine.micro_batch import device_of_rank
+from verl_tree.engine.model_calls import ModelCalls
 from verl_tree.engine.rows import gather
 from verl_tree.functional.memory import (
     GIB,
@@ -23,30 +21,6 @@ from verl_tree.functional.memory import (
 )
 from verl_tree.recurrence.bind import num_bound_mixers
 from verl_tree.recurrence.fla import WORST_NODE_LEN
-from verl_tree.tree.layout import TreeLayout
-
-
-class ProbedEngine(Protocol):
-    """What the choice asks of an engine."""
-
-    tree_config: TreeConfig
-    model_config: Any
-    module: Any
-    optimizer: Any
-
-    ulysses_sequence_parallel_size: int
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Return the dtype of keys and values."""
-        ...
-
-    def probe(self, layout: TreeLayout, *, forward_only: bool, is_last: bool) -> None:
-        """Run the model, and a backward, on a pack of which everything is scored in the dearest way.
-
-        `is_last` says whether the ranks exchange their gradients.
-        """
-        ...
 
 
 class CapacityChoice:
@@ -56,7 +30,7 @@ class CapacityChoice:
     rollout engine has taken its memory.
     """
 
-    def __init__(self, engine: ProbedEngine) -> None:
+    def __init__(self, engine: ModelCalls) -> None:
         self._engine = engine
         self._chosen: dict[bool, int] = {}
 
@@ -70,7 +44,7 @@ class CapacityChoice:
         """
         option = self._engine.tree_config.capacity
         if option is None:
-            return int(tu.get(data, "max_token_len_per_gpu")) * self._engine.ulysses_sequence_parallel_size
+            return int(tu.get(data, "max_token_len_per_gpu")) * self._engine.team_size
         if isinstance(option, int):
             return option
         if forward_only not in self._chosen:
@@ -79,7 +53,7 @@ class CapacityChoice:
         return self._chosen[forward_only]
 
 
-def choose_capacity(engine: ProbedEngine, *, forward_only: bool, longest_row: int) -> int:
+def choose_capacity(engine: ModelCalls, *, forward_only: bool, longest_row: int) -> int:
     """Return the most tree tokens that fit into the memory of every rank; all ranks call it together.
 
     `tree.max_path_len` bounds the relayed paths; without it, the longest row of all ranks does.
@@ -120,7 +94,7 @@ def choose_capacity(engine: ProbedEngine, *, forward_only: bool, longest_row: in
     return capacity
 
 
-def _memory_bytes(engine: ProbedEngine, device: torch.device) -> int:
+def _memory_bytes(engine: ModelCalls, device: torch.device) -> int:
     """Return the bytes that packs and relayed keys and values may take on this rank."""
     if engine.tree_config.memory_gib is not None:
         return int(engine.tree_config.memory_gib * GIB)
@@ -132,16 +106,16 @@ def _memory_bytes(engine: ProbedEngine, device: torch.device) -> int:
     return free_bytes(device, engine.optimizer)
 
 
-def _source(engine: ProbedEngine) -> str:
+def _source(engine: ModelCalls) -> str:
     return "free on the device" if engine.tree_config.memory_gib is None else "tree.memory_gib"
 
 
-def _relayed_bytes(engine: ProbedEngine, *, forward_only: bool, max_path_len: int) -> int:
+def _relayed_bytes(engine: ModelCalls, *, forward_only: bool, max_path_len: int) -> int:
     """Return the bytes that the store and the gathered context of a section may take on the device."""
     options = engine.tree_config
     if options.relay == "never":
         return 0
-    num_ranks = engine.ulysses_sequence_parallel_size
+    num_ranks = engine.team_size
     size = KeysAndValues.of_model(engine.module.config, dtype=engine.compute_dtype, num_ranks=num_ranks)
     return size.relayed_bytes(
         max_path_len,

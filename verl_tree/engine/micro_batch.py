@@ -86,17 +86,15 @@ class RowLosses:
         result: MiniBatchResult,
         *,
         group: dist.ProcessGroup | None,
-        scaler: torch.amp.GradScaler | None,
     ) -> None:
-        self._loss_function, self._result = loss_function, result
-        self._group, self._scaler = group, scaler
+        self._loss_function, self._result, self._group = loss_function, result, group
 
     def of_rows(self, rows: TensorDict, outputs: dict[str, Tensor]) -> Tensor:
-        """Compute the loss and return it scaled for the backward pass."""
+        """Compute the loss and return it."""
         assert self._loss_function is not None
         loss, metrics = self._loss_function(model_output=outputs, data=rows, dp_group=self._group)
         self._result.add_loss(loss.detach(), metrics)
-        return loss if self._scaler is None else self._scaler.scale(loss)
+        return loss
 
     def of_forward(self, rows: MicroBatchRows, scores_CT: Tensor) -> None:
         """Keep the outputs of a micro-batch that runs forward only, and compute its loss if there is one."""

@@ -34,7 +34,6 @@ Compute = Callable[[RelayCall, AttentionPlan], Tensor]
 Loss = Callable[[Tensor, IntArray], Tensor]
 """The loss, a scalar, of some leaves of the layout from the scores (C, T) of all tokens."""
 
-
 Mode = Literal["forward", "rows", "joint"]
 """Forward only; a loss that is a sum over rows; a loss that couples rows."""
 
@@ -57,8 +56,10 @@ class NumCalls(NamedTuple):
 class RelayRun:
     """One pass of a model over a forest: `num_first` calls of `first`, then `num_last` calls of `last`.
 
-    The caller makes the calls one by one, because ranks have to make them in step. The ranks of a `team` make each call
-    together: all of them have all scores, and each stores the keys and values of its own heads.
+    The caller makes the calls one by one, because ranks have to make them in step, or because a pipeline's schedule
+    asks for them. It runs what `last` returns backward before the next `last`. The ranks of a `team` make each call
+    together: all of them have all scores, and each stores the keys and values of its own heads. A rank without outputs
+    (an earlier stage of a pipeline) has no scores; `compute` returns what it hands on, and so do `first` and `last`.
 
     Attributes:
         store: What the calls keep for later ones.
@@ -76,11 +77,13 @@ class RelayRun:
         backend: str = "auto",
         store_on_host: bool = False,
         team: dist.ProcessGroup | None = None,
+        has_outputs: bool = True,
     ) -> None:
         is_whole = all(len(call.leaf_groups) <= 1 for call in calls.sections)
         assert is_whole or mode != "joint", "a loss that couples rows reads those of a section as one group"
         self._calls, self._compute = calls, compute
         self._device, self._backend, self._team = device, backend, team
+        self._has_outputs = has_outputs
         counts = NumCalls.of(mode, num_sections=len(calls.sections), num_spine_calls=len(calls.spine))
         self.num_first, self.num_last = counts
         self._is_joint = mode == "joint" and len(calls.sections) > 1
@@ -90,24 +93,32 @@ class RelayRun:
         self._gradient_CT: Tensor | None = None
 
     @torch.no_grad()
-    def first(self, number: int) -> None:
-        """Run one forward pass without gradient; `number` counts from 0."""
+    def first(self, number: int) -> Tensor:
+        """Run one forward pass without gradient and return its scores (C, K); `number` counts from 0."""
         call = self._first[number]
         made_CK = self._compute(call, self._plan(call, writes=True))
-        self._keep_scores(made_CK, self._scored_tokens(call))
+        if self._has_outputs:
+            self._keep_scores(made_CK, self._scored_tokens(call))
+        return made_CK
 
-    def last(self, number: int, loss: Loss) -> None:
-        """Run one forward and backward pass; `number` counts from 0. The loss is called if rows are complete here."""
-        if number == 0 and self._is_joint:
+    def last(self, number: int, loss: Loss) -> Tensor:
+        """Run one forward pass and return a scalar whose backward is that of the call; `number` counts from 0.
+
+        The loss is called if rows are complete here. The value of the scalar means nothing.
+        """
+        if number == 0 and self._is_joint and self._has_outputs:
             groups = [group for call in self._calls.sections for group in call.leaf_groups]
             self._add_gradients(np.sort(np.concatenate(groups)), loss)
         call = self._calls.sections[len(self._calls.sections) - 1 - number]
-        made_CK, scored_K = self._compute(call, self._plan(call, writes=False)), self._scored_tokens(call)
+        made_CK = self._compute(call, self._plan(call, writes=False))
+        if not self._has_outputs:
+            return made_CK
+        scored_K = self._scored_tokens(call)
         if not self._is_joint:
             self._keep_scores(made_CK, scored_K)
             for leaves in call.leaf_groups:
                 self._add_gradients(leaves, loss)
-        made_CK.backward(self._gradient_of(made_CK, scored_K))
+        return (made_CK * self._gradient_of(made_CK, scored_K)).sum()
 
     @property
     def scores_CT(self) -> Tensor:

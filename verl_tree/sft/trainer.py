@@ -22,7 +22,7 @@ from verl.workers.engine_workers import TrainingWorker
 
 import verl_tree.engine  # noqa: F401  (registers the engines)
 from verl_tree.cpu.platform import ensure_cpu_process_group
-from verl_tree.engine.fsdp_tree import FSDPTreeEngineWithLMHead
+from verl_tree.engine import TreeEngine
 from verl_tree.engine.rows import read_row_lens
 from verl_tree.sft.rows import TokenRows, read_rows
 from verl_tree.sft.sampler import TreeBatchSampler, TreePart, deal, find_trees, parts_of
@@ -157,7 +157,7 @@ def _counted(worker: TrainingWorker) -> Callable[..., TensorDict]:
         output = train_batch(data=data)
         metrics: dict[str, Any] = tu.get(output, "metrics")
         engine = worker.engine
-        if isinstance(engine, FSDPTreeEngineWithLMHead):
+        if isinstance(engine, TreeEngine):
             metrics |= engine.tree_counts.metrics() | engine.rank_times.metrics() | engine.cost_metrics
             metrics["tree/micro_batches"] = engine.num_micro_batches
         metrics |= flops.both_mfus(metrics["mfu"], engine=engine, row_lens=row_lens)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from verl.utils.flops_counter import FlopsCounter
 from verl.workers.engine import BaseEngine
 
-from verl_tree.engine import FSDPTreeEngineWithLMHead
+from verl_tree.engine import TreeEngine
 from verl_tree.engine.computed_paths import ComputedPaths
 
 _PER_WEIGHT = 6
@@ -46,6 +46,6 @@ class UpdateFlops:
 
     def both_mfus(self, flat_mfu: float, *, engine: BaseEngine, row_lens: Sequence[int]) -> dict[str, float]:
         """Return `mfu` of what the engine computed last, and verl's own of the flat rows as `mfu_flat_equivalent`."""
-        is_tree = isinstance(engine, FSDPTreeEngineWithLMHead)
+        is_tree = isinstance(engine, TreeEngine)
         paths = engine.computed_paths if is_tree else ComputedPaths.flat(row_lens)
         return {"mfu": flat_mfu * self.share(paths, row_lens), "mfu_flat_equivalent": flat_mfu}

@@ -26,7 +26,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_tree.cpu.platform import ensure_cpu_process_group
 from verl_tree.cpu.weight_socket import register_sender
-from verl_tree.engine import FSDPTreeEngineWithLMHead
+from verl_tree.engine import TreeEngine
 from verl_tree.engine.micro_batch import LossFunction
 from verl_tree.engine.positions import settle_positions, takes_components
 from verl_tree.engine.row_losses import is_distillation_by_estimator, is_sum_over_rows
@@ -125,7 +125,7 @@ class TreeTrainingWorker(TrainingWorker):
                 with torch.profiler.record_function(f"mini_batch{step}"):
                     outputs.append(self.train_batch(mini_batch))
                 self.profiler.step()
-                if isinstance(self.engine, FSDPTreeEngineWithLMHead):
+                if isinstance(self.engine, TreeEngine):
                     counts = counts + self.engine.tree_counts
                     times = times + self.engine.rank_times
                     num_micro_batches += self.engine.num_micro_batches
@@ -133,7 +133,7 @@ class TreeTrainingWorker(TrainingWorker):
         if not self.engine.is_mp_src_rank_with_outputs():
             return None
         metrics = _merge_metrics([tu.get(output, "metrics") for output in outputs])
-        if isinstance(self.engine, FSDPTreeEngineWithLMHead):
+        if isinstance(self.engine, TreeEngine):
             metrics.update(as_numbers(counts, times) | self.engine.cost_metrics)
             metrics["tree/micro_batches"] = num_micro_batches
         return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": metrics}).cpu()

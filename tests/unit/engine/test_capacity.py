@@ -21,7 +21,7 @@ from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.config import TREE_STRATEGY
-from verl_tree.engine import FSDPTreeEngineWithLMHead
+from verl_tree.engine import FSDPTreeEngine
 from verl_tree.engine.capacity import choose_capacity
 from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.functional.memory import GIB, KeysAndValues, peak_bytes, probe_layout
@@ -62,8 +62,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def build(folder: Path, *, checkpointing: bool = False, **tree: object) -> FSDPTreeEngineWithLMHead:
-    engine = FSDPTreeEngineWithLMHead(
+def build(folder: Path, *, checkpointing: bool = False, **tree: object) -> FSDPTreeEngine:
+    engine = FSDPTreeEngine(
         HFModelConfig(
             path=str(folder),
             load_tokenizer=False,
@@ -157,7 +157,9 @@ def test_a_choice_leaves_no_trace(folder: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(without, after, strict=True))
 
 
-def test_the_options_decide_and_a_choice_is_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_options_decide_and_a_choice_is_kept(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = TensorDict({}, batch_size=[])
     tu.assign_non_tensor(data, max_token_len_per_gpu=77)
     ask = {"forward_only": True, "longest_row": 50}
@@ -166,8 +168,9 @@ def test_the_options_decide_and_a_choice_is_kept(folder: Path, capsys: pytest.Ca
     # verl's limit is per rank, and three ranks compute a pass together; our own number is that of the pass.
     for capacity, expected in ((None, 3 * 77), (99, 99)):
         engine = build(folder, capacity=capacity)
-        engine.ulysses_sequence_parallel_size = 3
-        assert engine._capacity.of(data, **ask) == expected
+        with monkeypatch.context() as patched:
+            patched.setattr(type(engine), "team_size", 3)
+            assert engine._capacity.of(data, **ask) == expected
     engine = build(folder, memory_gib=0.005)
     capsys.readouterr()
     with engine.eval_mode():

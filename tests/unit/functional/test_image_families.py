@@ -77,7 +77,7 @@ def tree_gradients(
     for number in range(run.num_first):
         run.first(number)
     for number in range(run.num_last):
-        run.last(number, lambda scores_CT, _leaves: signed_loss(by_row(scores_CT, layout)))
+        run.last(number, lambda scores_CT, _leaves: signed_loss(by_row(scores_CT, layout))).backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return by_row(run.scores_CT, layout), found
 

@@ -144,7 +144,7 @@ def test_a_token_changes_no_score_outside_its_subtree_bit_for_bit(mode, capacity
             for number in range(run.num_first):
                 run.first(number)
             for number in range(run.num_last):
-                run.last(number, lambda scores_CT, _leaves: scores_CT.square().sum())
+                run.last(number, lambda scores_CT, _leaves: scores_CT.square().sum()).backward()
         return run.scores_CT
 
     before_CT, has_score_T = scores(layout), layout.parent_T >= 0

@@ -51,7 +51,7 @@ def scores_of(run, loss):
     for number in range(run.num_first):
         run.first(number)
     for number in range(run.num_last):
-        run.last(number, loss)
+        run.last(number, loss).backward()
     return run.scores_CT
 
 
@@ -251,6 +251,27 @@ def test_a_loss_that_couples_rows_reads_a_section_as_one_group():
     RelayRun(calls, never, mode="rows", device=CPU)
     with pytest.raises(AssertionError, match="couples rows"):
         RelayRun(calls, never, mode="joint", device=CPU)
+
+
+@pytest.mark.parametrize("mode", ["rows", "joint"])
+def test_a_rank_without_outputs_hands_on_what_it_makes_and_reads_no_loss(mode):
+    """As an earlier stage of a pipeline, which makes no scores."""
+    data, _ = rows_of(tiny_model(), DEEP)
+    calls = lay_out(data, capacity=9, mode=mode).calls(scores_own_tokens=False)
+    made = []
+
+    def hidden_states(call, _plan: AttentionPlan):
+        made.append(torch.zeros(len(call.token_Q), 5))
+        return made[-1]
+
+    def never(_scores_CT, _leaves):
+        raise AssertionError("no loss is computed")
+
+    run = RelayRun(calls, hidden_states, mode=mode, device=CPU, has_outputs=False)
+    handed_on = [run.first(number) for number in range(run.num_first)]
+    handed_on += [run.last(number, never) for number in range(run.num_last)]
+    assert len(made) == run.num_first + run.num_last > 2
+    assert all(one is other for one, other in zip(handed_on, made, strict=True))
 
 
 def test_dropout_is_refused_where_it_acts():

@@ -22,7 +22,7 @@ from verl.workers.config import FSDPActorConfig, FSDPCriticConfig
 from verl.workers.utils.losses import ppo_loss, value_loss
 
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
-from verl_tree.engine import FSDPTreeEngineWithLMHead
+from verl_tree.engine import TreeEngine
 from verl_tree.engine.computed_paths import ComputedPaths
 from verl_tree.testing.local_worker import batch_of_rows, local_worker
 from verl_tree.trainer.update_flops import UpdateFlops
@@ -181,8 +181,8 @@ def test_what_torch_counts(worker_model: Path, case: Case) -> None:
     worker, output, counted = train(worker_model, case)
     lens = [len(PROMPT) + len(response) for response in RESPONSES]
     engine = worker.engine
-    assert isinstance(engine, FSDPTreeEngineWithLMHead) == (case.strategy == TREE_STRATEGY)
-    paths = engine.computed_paths if isinstance(engine, FSDPTreeEngineWithLMHead) else ComputedPaths.flat(lens)
+    assert isinstance(engine, TreeEngine) == (case.strategy == TREE_STRATEGY)
+    paths = engine.computed_paths if isinstance(engine, TreeEngine) else ComputedPaths.flat(lens)
     flops = flops_of(worker.model_config.hf_config, is_critic=case.is_critic)
     attention = 6 * PER_SQUARE * (sum(n * n for n in paths.lens) - sum(n * n for n in paths.shared_lens))
     of_weights = counted["aten.mm"] + counted.get("aten.addmm", 0)

@@ -139,7 +139,7 @@ def check_critic_cut(config: DictConfig) -> Findings:
 
 
 def check_less_memory(config: DictConfig) -> Findings:
-    """Find keys that save memory where they would be ignored or fail (`verl_tree.engine.less_memory`)."""
+    """Find keys that save memory where they would be ignored or fail (`verl_tree.engine.fsdp.build`)."""
     for model in (MODELS[0], *(MODELS[1:] if uses_critic(config) else ())):
         tiles, offloads = value_of(config, f"{model}.tiled_mlp.enabled"), f"{model}.enable_activation_offload"
         if tiles and not uses_tree(config):

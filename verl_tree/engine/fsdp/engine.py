@@ -1,0 +1,140 @@
+"""verl's FSDP2 engine on trees: what it brings to a mini-batch (`verl_tree.engine.step`).
+
+Building and sharding the model, LoRA, offload, optimiser, checkpoints and weight export are verl's. Source: verl 0.9.1,
+workers/engine/fsdp.
+
+With `ulysses_sequence_parallel_size` > 1 the ranks of a team get the same rows from verl's dispatch and compute every
+model call together (docs/ulysses.md). All of them have all scores, so each computes the same loss.
+
+Legend: C kinds of scores, K scores of a model call.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import override
+from verl.utils.device import get_device_name
+
+from verl_tree.attention.hf import check_model
+from verl_tree.attention.plan import AttentionPlan
+from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
+from verl_tree.engine.fsdp.build import BuildForTrees
+from verl_tree.engine.heads import HEADS
+from verl_tree.engine.router_replay import RouterReplay
+from verl_tree.engine.step import TreeEngine
+from verl_tree.engine_config import TreeFSDPEngineConfig
+from verl_tree.functional.images import PackImages
+from verl_tree.relay.calls import RelayCall
+from verl_tree.relay.run import NumCalls, check_repeatable
+from verl_tree.tree.layout import TreeLayout
+
+
+class FSDPTreeEngine(TreeEngine, BuildForTrees):
+    """The engine of policy, reference model and critic; which of them it is says verl's `model_type`.
+
+    Raises:
+        ValueError: `engine_config` has no tree options.
+    """
+
+    has_outputs = True
+
+    def __init__(
+        self, model_config: Any, engine_config: TreeFSDPEngineConfig, optimizer_config: Any, checkpoint_config: Any
+    ) -> None:
+        if not isinstance(engine_config, TreeFSDPEngineConfig):
+            raise ValueError(
+                f"strategy {TREE_STRATEGY} got an engine config of type {type(engine_config).__name__}: set "
+                "fsdp_config._target_=verl_tree.engine_config.TreeFSDPEngineConfig (the config tree_ppo does)"
+            )
+        BuildForTrees.__init__(
+            self,
+            model_config=model_config,
+            # verl's FSDP code knows only its own strategies.
+            engine_config=dataclasses.replace(engine_config, strategy=FLAT_STRATEGY),
+            optimizer_config=optimizer_config,
+            checkpoint_config=checkpoint_config,
+        )
+        TreeEngine.__init__(self, head=HEADS[model_config.model_type], tree_config=engine_config.tree)
+
+    @override
+    def _build_module(self) -> torch.nn.Module:
+        self._model = cast("PreTrainedModel", super()._build_module())
+        if self.engine_config.router_replay.mode != "disabled":
+            self.replay = RouterReplay(self._model)
+        return self._model
+
+    @property
+    @override
+    def group(self) -> dist.ProcessGroup | None:
+        return self.get_data_parallel_group()
+
+    @property
+    @override
+    def team(self) -> dist.ProcessGroup | None:
+        return self.ulysses_parallel_group
+
+    @property
+    @override
+    def compute_dtype(self) -> torch.dtype:
+        return self._autocast_dtype
+
+    @override
+    def check(self, *, max_path_len: int, is_relayed: bool) -> None:
+        # Length-dependent RoPE is refused only for rows that are long enough to be affected.
+        check_model(self._model, max_path_len=max_path_len)
+        if is_relayed:
+            check_repeatable(self.module)
+
+    @override
+    def scores(
+        self,
+        call: RelayCall,
+        layout: TreeLayout,
+        *,
+        plan: AttentionPlan,
+        images: PackImages | None,
+        temperature: float | Tensor,
+        calculate_entropy: bool,
+    ) -> Tensor:
+        with self._autocast():
+            return self.head.score(
+                self.module,  # FSDP2 keeps the model's own class
+                call,
+                layout,
+                plan=plan,
+                images=images,
+                temperature=temperature,
+                calculate_entropy=calculate_entropy,
+                chunk_size=self.tree_config.logits_chunk_size,
+            )
+
+    @override
+    def run(
+        self,
+        first: Sequence[Callable[[], Tensor]],
+        last: Sequence[Callable[[], Tensor]],
+        *,
+        calls: NumCalls,
+        idle: Callable[[], Tensor],
+        is_last: bool,
+    ) -> None:
+        # FSDP's collectives need the same calls from all ranks.
+        for number in range(calls.num_first):
+            with torch.no_grad():
+                (first[number] if number < len(first) else idle)()
+        for number in range(calls.num_last):
+            with self._gradient_sync_context(is_last_micro_batch=is_last and number == calls.num_last - 1):
+                loss = last[number]() if number < len(last) else idle().sum() * 0.0
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Autocast as verl's `forward_step` does: only if the parameters are not float32."""
+        if self._autocast_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)

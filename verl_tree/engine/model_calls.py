@@ -1,0 +1,144 @@
+"""What an engine of verl must bring so that mini-batches are computed as forests (`verl_tree.engine.step`).
+
+It brings its model, which computes one call at a time, and the order in which the calls of a step run. An engine runs
+them one after another, or hands them to a pipeline's schedule.
+
+Legend: C kinds of scores, K scores of a model call.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from verl.workers.config import EngineConfig
+
+from verl_tree.attention.plan import AttentionPlan
+from verl_tree.attention.sharding import SequenceShard
+from verl_tree.config import TreeConfig
+from verl_tree.engine.heads import Head
+from verl_tree.engine.micro_batch import device_of_rank
+from verl_tree.engine.router_replay import RouterReplay
+from verl_tree.functional.images import PackImages, reads_images
+from verl_tree.relay.calls import RelayCall
+from verl_tree.relay.run import NumCalls
+from verl_tree.tree.layout import TreeLayout
+
+
+class ModelCalls(ABC):
+    """The calls of an engine's model. What is abstract here, an engine brings.
+
+    Besides, it has what every engine of verl has: `model_config`, `engine_config`, `module`, `optimizer`.
+
+    Attributes:
+        head: What it scores.
+        has_outputs: Whether this rank has the scores of a call: all ranks, or those of a pipeline's last stage.
+        replay: The routers of its model, if `router_replay.mode` says so; the engine sets it when it builds the model.
+    """
+
+    has_outputs: bool
+    model_config: Any
+    engine_config: EngineConfig
+    module: Any
+    optimizer: Any
+
+    def __init__(self, *, head: Head, tree_config: TreeConfig) -> None:
+        self.head, self.tree_config = head, tree_config
+        self.replay: RouterReplay | None = None
+
+    @property
+    @abstractmethod
+    def group(self) -> dist.ProcessGroup | None:
+        """The data-parallel ranks, each of which has rows of its own."""
+
+    @property
+    @abstractmethod
+    def team(self) -> dist.ProcessGroup | None:
+        """The ranks that have the same rows and compute every model call together; None where each computes its own."""
+
+    @property
+    @abstractmethod
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype in which the model computes its keys and values."""
+
+    @abstractmethod
+    def check(self, *, max_path_len: int, is_relayed: bool) -> None:
+        """Refuse, with a ValueError, rows of that length or a relayed update which the model would compute wrongly."""
+
+    @abstractmethod
+    def scores(
+        self,
+        call: RelayCall,
+        layout: TreeLayout,
+        *,
+        plan: AttentionPlan,
+        images: PackImages | None,
+        temperature: float | Tensor,
+        calculate_entropy: bool,
+    ) -> Tensor:
+        """Run the model on one call and return its scores, (C, K); see `verl_tree.functional.relayed.call_scores`.
+
+        A rank without outputs returns what it hands on.
+        """
+
+    @abstractmethod
+    def run(
+        self,
+        first: Sequence[Callable[[], Tensor]],
+        last: Sequence[Callable[[], Tensor]],
+        *,
+        calls: NumCalls,
+        idle: Callable[[], Tensor],
+        is_last: bool,
+    ) -> None:
+        """Run the calls of a step: `first` without gradient, then `last`, each of which returns what runs backward.
+
+        All of them in their order, and the backward of a `last` call before the next `last` call. `calls` says how many
+        the rank with the most has; `idle` runs the model on the smallest pack and returns its scores, where a rank must
+        take part in collectives and has no call. `is_last` says whether the ranks exchange their gradients with the
+        last call.
+        """
+
+    @property
+    def team_size(self) -> int:
+        """Ranks of a team; 1 where each computes its own calls."""
+        return 1 if self.team is None else dist.get_world_size(self.team)
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether its model reads images."""
+        return reads_images(self.model_config.hf_config)
+
+    def score_pack(self, layout: TreeLayout, *, temperature: float = 1.0, calculate_entropy: bool) -> Tensor:
+        """Run the model on a pack that belongs to no rows and score all of it, (C, K); `layout` is on the host."""
+        if self.replay is not None:
+            self.replay.begin()
+        tokens = np.arange(layout.num_tokens)
+        scorer_T = tokens if self.head.scores_own_tokens else layout.parent_T.numpy()
+        call = RelayCall.of_pack(layout.subtree_end_T.numpy(), scorer_T=scorer_T)
+        return self.scores(
+            call,
+            layout.to(device_of_rank()),
+            plan=AttentionPlan.from_subtree_end(
+                call.subtree_end,
+                backend=self.tree_config.backend,
+                device=device_of_rank(),
+                shard=SequenceShard(layout.num_tokens, self.team),
+            ),
+            images=PackImages.of_text(layout) if self.reads_images else None,
+            temperature=temperature,
+            calculate_entropy=calculate_entropy,
+        )
+
+    def probe(self, layout: TreeLayout, *, forward_only: bool, is_last: bool) -> None:
+        """Run the model, and a backward, on a pack of which everything is scored; see `choose_capacity`."""
+
+        def score() -> Tensor:
+            # Any temperature but 1 takes one more copy of a chunk's logits.
+            return self.score_pack(layout, temperature=2.0, calculate_entropy=True)
+
+        first, last = ([score], []) if forward_only else ([], [lambda: score().sum()])
+        self.run(first, last, calls=NumCalls(len(first), len(last)), idle=score, is_last=is_last)

@@ -1,0 +1,277 @@
+"""A mini-batch of verl as its forest, whatever the engine: rows to forest, packs and sections, losses, counts.
+
+A micro-batch is a pack, or one tree in sections (`verl_tree.relay.run`). Its rows gather their log-probs, entropy or
+values from the tree (`expand`). The backward of that gather sums over the rows, which gives the gradient of the flat
+rows. No engine is in here: `ModelCalls` says what one must bring.
+
+Three differences from verl's flat engines are intended:
+- positions that no loss reads are not scored: their log-probs and entropy are 0;
+- rows that no loss reads (padding) are not computed;
+- a rank reports one value per metric, however often it computes the loss.
+
+Legend: T tree tokens of a micro-batch, C kinds of scores, K scores of a model call.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+
+from verl_tree.attention.plan import AttentionPlan
+from verl_tree.config import TreeConfig
+from verl_tree.cost.fit import CostFitter
+from verl_tree.cost.model import CostModel
+from verl_tree.engine.capacity import CapacityChoice
+from verl_tree.engine.computed_paths import ComputedPaths
+from verl_tree.engine.heads import Head
+from verl_tree.engine.media import rows_with_images, with_images
+from verl_tree.engine.micro_batch import LossFunction, MicroBatchRows, RowLosses, device_of_rank
+from verl_tree.engine.model_calls import ModelCalls
+from verl_tree.engine.pack_times import PackClock, learn_costs
+from verl_tree.engine.packs import TreeBatch, first_token_pack, split_into_packs
+from verl_tree.engine.router_replay import ROUTES, MiniBatchRoutes
+from verl_tree.engine.row_losses import is_sum_over_rows
+from verl_tree.engine.rows import MiniBatchResult, RankWork, check_rows, gather, jagged, steps_of
+from verl_tree.packing.counts import ForestCounts, RankTimes
+from verl_tree.relay.calls import RelayCall
+from verl_tree.relay.run import Mode, NumCalls, RelayRun
+from verl_tree.tree.nodes import IntArray
+from verl_tree.tree.row_keys import prompt_numbers, row_keys, value_numbers
+from verl_tree.tree.rows import trained_tokens
+
+T = TypeVar("T")
+
+
+class TreeEngine(ModelCalls):
+    """An engine of verl that computes a mini-batch as its forest; `ModelCalls` says what an engine must bring for it.
+
+    Attributes:
+        tree_counts: Tokens, nodes and packs of the last mini-batch, summed over all ranks.
+        computed_paths: What all ranks computed of it, if it was an update.
+        num_micro_batches: Packs that each rank ran for it (the largest number of any rank).
+        rank_times: How evenly the ranks worked on the last update.
+        cost_metrics: The cost model of updates as rank 0 has fitted it, as metrics.
+    """
+
+    def __init__(self, *, head: Head, tree_config: TreeConfig) -> None:
+        super().__init__(head=head, tree_config=tree_config)
+        self.tree_counts = ForestCounts()
+        self.computed_paths = ComputedPaths()
+        self.num_micro_batches = 0
+        self.rank_times = RankTimes()
+        self.cost_metrics: dict[str, float] = {}
+        self._costs = {"update": CostFitter(), "infer": CostFitter()}
+        self._capacity = CapacityChoice(self)
+        self._routes: MiniBatchRoutes | None = None
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
+    ) -> Any:
+        """Compute one mini-batch as its forest; see `BaseEngine.forward_backward_batch` for arguments and result.
+
+        `model_output` is empty unless `forward_only`; `loss` has one number per call of the loss.
+
+        Raises:
+            ValueError: The tree path cannot compute the rows (`check_rows`), or one of them cannot be packed.
+        """
+        check_rows(data, with_images=self.reads_images)
+        self._routes = self._start_routes(data, forward_only=forward_only)
+        self._announce_denominators(data)
+        cost = self._costs["infer" if forward_only else "update"]
+        mode: Mode = "forward" if forward_only else "rows" if is_sum_over_rows(loss_function) else "joint"
+        batch = self._split(data, cost_model=cost.model, mode=mode)
+        ranks = self._exchange_work(batch, mode=mode)
+        steps = steps_of([rank.num_calls for rank in ranks], mode=mode)
+        names = self.head.names_of(calculate_entropy=_wants_entropy(data))
+        result = MiniBatchResult(tu.get(data, "input_ids"), output_names=names if forward_only else ())
+        losses = RowLosses(loss_function, result, group=self.group)
+        clock, store_bytes = PackClock(get_device_name()), 0
+        for number, step in enumerate(steps):
+            mine = [batch.micro_batches[index] for index in step.ranges[dist.get_rank(self.group)]]
+            rows = [MicroBatchRows(micro, data, names=names, shift=self.head.shift) for micro in mine]
+            is_last = number == len(steps) - 1
+            with clock.measure(), torch.profiler.record_function(f"micro_batch{number}"):
+                step_bytes = self._run(rows, data, losses, mode=mode, calls=step.calls, is_last=is_last)
+            store_bytes = max(store_bytes, step_bytes)
+        if not batch.micro_batches and self.has_outputs:
+            losses.of_nothing(data, names=names)
+        # Fitted costs decide which rank computes what, so a training run that must repeat bit for bit has none.
+        predicted_s = [sum(map(cost.model.predict, rank.works)) for rank in ranks]
+        if not self.engine_config.full_determinism:
+            learn_costs(cost, [step.works(ranks) for step in steps], seconds=clock.seconds())
+        if not forward_only:
+            counts = ForestCounts(max_store_bytes=store_bytes)
+            if self._routes is not None:
+                counts += self._routes.counts
+            self._record(cost, ranks, clock=clock, predicted_s=predicted_s, counts=counts)
+        if not self.has_outputs:
+            return {}
+        outputs = result.as_verl()
+        if self._routes is not None:
+            outputs["model_output"] |= self._routes.outputs(team=self.team, device=device_of_rank())
+        return outputs
+
+    def _start_routes(self, data: TensorDict, *, forward_only: bool) -> MiniBatchRoutes | None:
+        """Start to record or to impose routes of experts, if `router_replay.mode` says so and the call wants it."""
+        column = data.pop(ROUTES, None)  # No loss reads it
+        if self.replay is None:
+            return None
+        self.replay.begin()
+        if not tu.get(data, "enable_routing_replay", default=True):
+            return None
+        records = forward_only and self.engine_config.router_replay.mode == "R2"
+        return MiniBatchRoutes(self.replay, column, input_ids=tu.get(data, "input_ids"), records=records)
+
+    def _announce_denominators(self, data: TensorDict) -> None:
+        """Add the denominators of verl's losses: the trained tokens of all ranks and the number of ranks."""
+        num_tokens = tu.get(data, "loss_mask").sum().to(device_of_rank())
+        dist.all_reduce(num_tokens, group=self.group)
+        dp_size = dist.get_world_size(self.group)
+        tu.assign_non_tensor(data, sp_size=1, batch_num_tokens=num_tokens.item(), dp_size=dp_size)
+
+    def _split(self, data: TensorDict, *, cost_model: CostModel, mode: Mode) -> TreeBatch:
+        """Cut this rank's rows into micro-batches, the same on all ranks of a team."""
+        tokens, offsets = (each.cpu().numpy() for each in jagged(data["input_ids"]))
+        images = rows_with_images(data, config=self.model_config.hf_config)
+        mask, mask_offsets = jagged(data["response_mask"] if "response_mask" in data else data["loss_mask"])
+        row_lens = np.diff(offsets)
+        temperature = tu.get(data, "temperature", default=1.0)
+        capacity = self._capacity.of(data, forward_only=mode == "forward", longest_row=int(row_lens.max()))
+        trained = trained_tokens(mask.cpu().numpy(), mask_lens=mask_offsets.diff().cpu().numpy(), row_lens=row_lens)
+        numbers = [] if images is None else [images.number_F]
+        if self.tree_config.sharing == "prompt":
+            numbers.append(prompt_numbers(offsets, response_lens=mask_offsets.diff().cpu().numpy()))
+        if isinstance(temperature, Tensor) and temperature.dim():
+            # A tree token has one temperature, so rows with different temperatures do not merge.
+            numbers.append(value_numbers(offsets, values=temperature.tolist()))
+        keys = row_keys(tokens, *numbers)
+        if self._routes is not None and self.tree_config.route_conflicts == "fork":
+            keys = row_keys(keys, self._routes.fork(keys, offsets=offsets, trained=trained))
+        split = partial(
+            split_into_packs,
+            tokens,
+            keys=keys,
+            offsets=offsets,
+            trained=trained,
+            capacity=capacity,
+            config=self.tree_config,
+            cost_model=cost_model,
+            mode=mode,
+        )
+        # Clocks, and so fitted costs and time limits, differ from rank to rank. So one rank cuts for its team.
+        batch = _of_first_rank(split, team=self.team)
+        is_relayed = mode != "forward" and any(micro.is_relayed for micro in batch.micro_batches)
+        self.check(max_path_len=int(row_lens.max()), is_relayed=is_relayed)
+        return batch if images is None else with_images(batch, images, data, cost_model=cost_model)
+
+    def _exchange_work(self, batch: TreeBatch, *, mode: Mode) -> list[RankWork]:
+        """Exchange with all ranks what each of them computes."""
+        mine = RankWork.of_batch(batch, mode=mode, scores_own_tokens=self.head.scores_own_tokens)
+        ranks: list[RankWork] = gather(mine, group=self.group)
+        self.num_micro_batches = max(len(rank.works) for rank in ranks)
+        self.tree_counts = sum((rank.counts for rank in ranks), ForestCounts())
+        self.computed_paths = ComputedPaths.sum(rank.paths for rank in ranks)
+        return ranks
+
+    def _run(
+        self,
+        rows: Sequence[MicroBatchRows],
+        data: TensorDict,
+        losses: RowLosses,
+        *,
+        mode: Mode,
+        calls: NumCalls,
+        is_last: bool,
+    ) -> int:
+        """Run the micro-batches of a step, one after another; return the most bytes that a store held."""
+        runs = [self._relay(each, data, mode=mode) for each in rows]
+        self.run(
+            [partial(run.first, number) for run in runs for number in range(run.num_first)],
+            [
+                partial(run.last, number, partial(_loss, each, losses))
+                for each, run in zip(rows, runs, strict=True)
+                for number in range(run.num_last)
+            ],
+            calls=calls,
+            idle=partial(self._idle, data),
+            is_last=is_last,
+        )
+        if mode == "forward" and self.has_outputs:
+            for each, run in zip(rows, runs, strict=True):
+                losses.of_forward(each, run.scores_CT)
+        return max((run.store.num_bytes for run in runs), default=0)
+
+    def _relay(self, rows: MicroBatchRows, data: TensorDict, *, mode: Mode) -> RelayRun:
+        """Plan the model calls of a micro-batch."""
+        temperature, wants_entropy = rows.temperature(), _wants_entropy(data)
+
+        def compute(call: RelayCall, plan: AttentionPlan) -> Tensor:
+            return self.scores(
+                call,
+                rows.layout,
+                plan=plan,
+                images=rows.micro.images,
+                temperature=temperature,
+                calculate_entropy=wants_entropy,
+            )
+
+        # A loss that couples rows reads all of them at once.
+        max_loss_terms = None if mode == "joint" else self.tree_config.max_loss_terms
+        return RelayRun(
+            rows.micro.calls(scores_own_tokens=self.head.scores_own_tokens, max_loss_terms=max_loss_terms),
+            compute if self._routes is None else self._routes.around(compute, rows.micro),
+            mode=mode,
+            device=device_of_rank(),
+            backend=self.tree_config.backend,
+            store_on_host=self.tree_config.relay_store == "host",
+            team=self.team,
+            has_outputs=self.has_outputs,
+        )
+
+    def _idle(self, data: TensorDict) -> Tensor:
+        """Run the model on the smallest pack and return its scores; it has a score, so that its backward runs."""
+        layout = first_token_pack(int(jagged(tu.get(data, "input_ids"))[0][0]))
+        return self.score_pack(layout, calculate_entropy=_wants_entropy(data))
+
+    def _record(
+        self,
+        cost: CostFitter,
+        ranks: Sequence[RankWork],
+        *,
+        clock: PackClock,
+        predicted_s: Sequence[float],
+        counts: ForestCounts,
+    ) -> None:
+        """Record how the ranks worked on an update; `counts` is what is known only now."""
+        mine = (clock.busy_s(), counts, cost.metrics(prefix="tree/cost_model"))
+        measured_s, all_counts, metrics = zip(*gather(mine, group=self.group), strict=True)
+        self.rank_times = RankTimes.of_ranks(
+            predicted_s=predicted_s, measured_s=measured_s, packing_s=[rank.packing_s for rank in ranks]
+        )
+        self.cost_metrics = metrics[0]
+        self.tree_counts += sum(all_counts, ForestCounts())
+
+
+def _loss(rows: MicroBatchRows, losses: RowLosses, scores_CT: Tensor, leaves: IntArray) -> Tensor:
+    """Compute the loss of some leaves of a micro-batch."""
+    return losses.of_rows(*rows.select(scores_CT, leaves))
+
+
+def _wants_entropy(data: TensorDict) -> bool:
+    return bool(tu.get(data, "calculate_entropy", default=False))
+
+
+def _of_first_rank(make: Callable[[], T], *, team: dist.ProcessGroup | None) -> T:
+    """Return what the first rank of a team makes, on all its ranks; `team` is None for a rank alone."""
+    if team is None:
+        return make()
+    made = [make() if dist.get_rank(team) == 0 else None]
+    dist.broadcast_object_list(made, group=team, group_src=0)
+    return cast("T", made[0])
