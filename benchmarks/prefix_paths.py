@@ -27,7 +27,7 @@ from verl_tree.attention import AttentionPlan
 from verl_tree.attention.hf import ATTENTION_NAME, register
 from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel
-from verl_tree.engine.packs import TreeBatch, split_into_packs
+from verl_tree.engine.rows.packs import TreeBatch, split_into_packs
 from verl_tree.functional import expand
 from verl_tree.functional.logprobs import tree_forward_log_probs
 from verl_tree.tree.row_keys import prompt_numbers, row_keys

@@ -44,7 +44,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from verl_tree.attention.hf import register
 from verl_tree.cost.fit import CostFitter
 from verl_tree.cost.model import Work
-from verl_tree.engine.packs import TreeMicroBatch
+from verl_tree.engine.rows.packs import TreeMicroBatch
 from verl_tree.functional.memory import peak_bytes
 from verl_tree.testing.synthetic import caterpillar, star, tau2, tool_fan_out, tree_search
 from verl_tree.tree import TokenForest

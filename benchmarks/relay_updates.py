@@ -23,9 +23,9 @@ import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.attention.hf import ATTENTION_NAME
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.cost.model import CostModel
-from verl_tree.engine.micro_batch import MicroBatchRows
-from verl_tree.engine.packs import TreeMicroBatch, lay_out_relayed, lay_out_tree
-from verl_tree.engine.read_rows import ReadRows
+from verl_tree.engine.rows.micro_batch import MicroBatchRows
+from verl_tree.engine.rows.packs import TreeMicroBatch, lay_out_relayed, lay_out_tree
+from verl_tree.engine.rows.read_rows import ReadRows
 from verl_tree.functional.relayed import call_scores
 from verl_tree.packing import pack
 from verl_tree.relay.calls import RelayCall

@@ -19,7 +19,7 @@ from verl.workers.config import DistillationConfig, DistillationLossConfig
 from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 
-from verl_tree.engine.row_losses import DISTILLATION_LOSSES_OVER_ROWS, POLICY_LOSSES_OVER_ROWS, is_sum_over_rows
+from verl_tree.engine.losses.row_losses import DISTILLATION_LOSSES_OVER_ROWS, POLICY_LOSSES_OVER_ROWS, is_sum_over_rows
 from verl_tree.testing.local_worker import batch_of_rows
 
 COUPLE_ROWS = ("clip_cov", "kl_cov", "geo_mean", "bypass_mode")
@@ -142,7 +142,7 @@ def test_losses_that_couple_rows(case: LossCase) -> None:
 
 @pytest.mark.parametrize("name", ["vanilla", "value"])
 def test_losses_read_the_lengths_of_prompts_and_responses_only(name: str) -> None:
-    """So these columns stay on the host (`verl_tree.engine.micro_batch`)."""
+    """So these columns stay on the host (`verl_tree.engine.rows.micro_batch`)."""
     case, sequences = LossCase(name), [[1, 2, 3, 4, 5], [6, 7, 8]]
     generator = torch.Generator().manual_seed(0)
     scores = [tuple(torch.rand(len(row), generator=generator).double() for _ in case.kinds) for row in sequences]

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from verl.utils import tensordict_utils as tu
 
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
-from verl_tree.engine.positions import settle_positions
+from verl_tree.engine.rows.positions import settle_positions
 from verl_tree.testing.local_worker import batch_of_rows, local_worker
 
 PROMPT_LEN = 3

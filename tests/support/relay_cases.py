@@ -27,12 +27,12 @@ import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.attention.hf import ATTENTION_NAME
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.cost.model import CostModel
-from verl_tree.engine.micro_batch import MicroBatchRows
-from verl_tree.engine.packs import TreeMicroBatch, lay_out_relayed
-from verl_tree.engine.read_rows import ReadRows
-from verl_tree.engine.row_losses import is_sum_over_rows
-from verl_tree.engine.rows import jagged
-from verl_tree.engine.session_weights import session_weighted_loss
+from verl_tree.engine.losses.row_losses import is_sum_over_rows
+from verl_tree.engine.losses.session_weights import session_weighted_loss
+from verl_tree.engine.rows.columns import jagged
+from verl_tree.engine.rows.micro_batch import MicroBatchRows
+from verl_tree.engine.rows.packs import TreeMicroBatch, lay_out_relayed
+from verl_tree.engine.rows.read_rows import ReadRows
 from verl_tree.functional.relayed import call_scores, call_values
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import Mode, RelayRun

@@ -14,10 +14,10 @@ from verl.utils import tensordict_utils as tu
 
 from verl_tree.attention import BACKENDS, AttentionBackend, AttentionPlan, fa4
 from verl_tree.attention.hf import ATTENTION_NAME
-from verl_tree.engine import micro_batch
-from verl_tree.engine.micro_batch import MicroBatchRows, RowLosses
-from verl_tree.engine.packs import TreeMicroBatch
-from verl_tree.engine.rows import MiniBatchResult
+from verl_tree.engine.rows import micro_batch
+from verl_tree.engine.rows.micro_batch import MicroBatchRows, RowLosses
+from verl_tree.engine.rows.packs import TreeMicroBatch
+from verl_tree.engine.rows.results import MiniBatchResult
 from verl_tree.functional.relayed import call_scores
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import RelayRun

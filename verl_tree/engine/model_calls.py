@@ -20,8 +20,8 @@ from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.sharding import SequenceShard
 from verl_tree.config import TreeConfig
 from verl_tree.engine.heads import Head
-from verl_tree.engine.micro_batch import device_of_rank
-from verl_tree.engine.router_replay import RouterReplay
+from verl_tree.engine.routes.router_replay import RouterReplay
+from verl_tree.engine.rows.micro_batch import device_of_rank
 from verl_tree.functional.images import PackImages, reads_images
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import NumCalls

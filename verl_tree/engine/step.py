@@ -28,17 +28,19 @@ from verl_tree.attention.plan import AttentionPlan
 from verl_tree.config import TreeConfig
 from verl_tree.cost.fit import CostFitter
 from verl_tree.cost.model import CostModel
-from verl_tree.engine.capacity import CapacityChoice
-from verl_tree.engine.computed_paths import ComputedPaths
+from verl_tree.engine.costs.capacity import CapacityChoice
+from verl_tree.engine.costs.pack_times import PackClock, learn_costs
 from verl_tree.engine.heads import Head
-from verl_tree.engine.media import rows_with_images, with_images
-from verl_tree.engine.micro_batch import LossFunction, MicroBatchRows, RowLosses, device_of_rank
+from verl_tree.engine.losses.row_losses import is_sum_over_rows
 from verl_tree.engine.model_calls import ModelCalls
-from verl_tree.engine.pack_times import PackClock, learn_costs
-from verl_tree.engine.packs import TreeBatch, first_token_pack, split_into_packs
-from verl_tree.engine.router_replay import ROUTES, MiniBatchRoutes
-from verl_tree.engine.row_losses import is_sum_over_rows
-from verl_tree.engine.rows import MiniBatchResult, RankWork, check_rows, gather, jagged, steps_of
+from verl_tree.engine.routes.router_replay import ROUTES, MiniBatchRoutes
+from verl_tree.engine.rows.columns import check_rows, gather, jagged
+from verl_tree.engine.rows.computed_paths import ComputedPaths
+from verl_tree.engine.rows.media import rows_with_images, with_images
+from verl_tree.engine.rows.micro_batch import LossFunction, MicroBatchRows, RowLosses, device_of_rank
+from verl_tree.engine.rows.packs import TreeBatch, first_token_pack, split_into_packs
+from verl_tree.engine.rows.results import MiniBatchResult
+from verl_tree.engine.rows.steps import RankWork, steps_of
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import Mode, NumCalls, RelayRun

@@ -21,7 +21,7 @@ from typing_extensions import override
 from verl.trainer.sft_trainer import create_sft_dataset
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 
-from verl_tree.engine.rows import gather
+from verl_tree.engine.rows.columns import gather
 from verl_tree.launch.validation.prompts import message_problem
 from verl_tree.records import holds_trees, read_trees
 

@@ -23,7 +23,7 @@ from verl.workers.engine_workers import TrainingWorker
 import verl_tree.engine  # noqa: F401  (registers the engines)
 from verl_tree.cpu.platform import ensure_cpu_process_group
 from verl_tree.engine import TreeEngine
-from verl_tree.engine.rows import read_row_lens
+from verl_tree.engine.rows.columns import read_row_lens
 from verl_tree.sft.rows import TokenRows, read_rows
 from verl_tree.sft.sampler import TreeBatchSampler, TreePart, deal, find_trees, parts_of
 from verl_tree.trainer.checkpoints import folder_of, mark_complete, resume_from_complete, saving

@@ -12,7 +12,7 @@ from verl.utils.flops_counter import FlopsCounter
 from verl.workers.engine import BaseEngine
 
 from verl_tree.engine import TreeEngine
-from verl_tree.engine.computed_paths import ComputedPaths
+from verl_tree.engine.rows.computed_paths import ComputedPaths
 
 _PER_WEIGHT = 6
 """FLOPs of a weight on a token: 2 forward and 4 backward."""

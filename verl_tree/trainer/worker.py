@@ -27,12 +27,12 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl_tree.cpu.platform import ensure_cpu_process_group
 from verl_tree.cpu.weight_socket import register_sender
 from verl_tree.engine import TreeEngine
-from verl_tree.engine.micro_batch import LossFunction
-from verl_tree.engine.positions import settle_positions, takes_components
-from verl_tree.engine.row_losses import is_distillation_by_estimator, is_sum_over_rows
-from verl_tree.engine.rows import read_row_lens
-from verl_tree.engine.session_weights import session_weighted_loss, weigh_sessions
-from verl_tree.engine.untrained_rows import loss_of_any_rows
+from verl_tree.engine.losses.row_losses import is_distillation_by_estimator, is_sum_over_rows
+from verl_tree.engine.losses.session_weights import session_weighted_loss, weigh_sessions
+from verl_tree.engine.losses.untrained_rows import loss_of_any_rows
+from verl_tree.engine.rows.columns import read_row_lens
+from verl_tree.engine.rows.micro_batch import LossFunction
+from verl_tree.engine.rows.positions import settle_positions, takes_components
 from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.trainer.batching import MiniBatchPlan

@@ -22,7 +22,7 @@ from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.config import TREE_STRATEGY
 from verl_tree.engine import FSDPTreeEngine
-from verl_tree.engine.capacity import choose_capacity
+from verl_tree.engine.costs.capacity import choose_capacity
 from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.functional.memory import GIB, KeysAndValues, peak_bytes, probe_layout
 from verl_tree.testing.local_worker import FP32

@@ -9,9 +9,9 @@ pytest.importorskip("verl")
 from picture_cases import processor
 from picture_sessions import two_sessions
 
-from verl_tree.engine.media import rows_with_images
-from verl_tree.engine.positions import positions_of
-from verl_tree.engine.rows import jagged
+from verl_tree.engine.rows.columns import jagged
+from verl_tree.engine.rows.media import rows_with_images
+from verl_tree.engine.rows.positions import positions_of
 from verl_tree.trainer.step_rows import keys_of_columns
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout

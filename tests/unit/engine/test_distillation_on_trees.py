@@ -20,8 +20,8 @@ from verl.trainer.distillation import distillation_ppo_loss
 from verl.utils.metric import Metric
 from verl.workers.config import DistillationConfig, DistillationLossConfig
 
-from verl_tree.engine.row_losses import is_sum_over_rows
-from verl_tree.engine.untrained_rows import loss_of_any_rows
+from verl_tree.engine.losses.row_losses import is_sum_over_rows
+from verl_tree.engine.losses.untrained_rows import loss_of_any_rows
 from verl_tree.testing.local_worker import batch_of_rows
 from verl_tree.testing.synthetic import random_forest
 

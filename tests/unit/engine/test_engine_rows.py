@@ -14,9 +14,11 @@ from verl.utils.metric import AggregationType, Metric
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel
-from verl_tree.engine.packs import split_into_packs
-from verl_tree.engine.positions import settle_positions, takes_components
-from verl_tree.engine.rows import MiniBatchResult, Step, check_rows, steps_of
+from verl_tree.engine.rows.columns import check_rows
+from verl_tree.engine.rows.packs import split_into_packs
+from verl_tree.engine.rows.positions import settle_positions, takes_components
+from verl_tree.engine.rows.results import MiniBatchResult
+from verl_tree.engine.rows.steps import Step, steps_of
 from verl_tree.relay.run import NumCalls
 from verl_tree.testing.local_worker import batch_of_rows
 

@@ -18,8 +18,8 @@ from verl_tree.attention.fa4 import BlockTables
 from verl_tree.attention.hf import ATTENTION_NAME
 from verl_tree.attention.row_cuts import KeyRows
 from verl_tree.attention.varlen_providers import few_calls
-from verl_tree.engine import micro_batch
-from verl_tree.engine.session_weights import weigh_sessions
+from verl_tree.engine.losses.session_weights import weigh_sessions
+from verl_tree.engine.rows import micro_batch
 from verl_tree.functional.logprobs import tree_forward_log_probs
 from verl_tree.tree import transfer
 
@@ -91,7 +91,7 @@ def test_an_update_waits_for_its_losses_once(events, capacity, backend):
     num_losses = len(result["loss"])
     assert num_losses == 2 * micro.cut.num_sections == (2 if capacity == WHOLE else 10)
     assert [(each.kind, each.place.split(":")[0]) for each in events.syncs_of("verl_tree")] == [
-        ("copy to the host", "engine/rows.py")
+        ("copy to the host", "engine/rows/results.py")
     ]
     assert events.syncs_of("transformers", "") == []
     assert len(events.syncs_of("verl")) == 5 * num_losses
@@ -107,7 +107,7 @@ def test_weights_of_sessions_are_read_on_the_host(events, rows_of_a_session):
         weigh_sessions(update.data, [*range(num_sessions)] * rows_of_a_session, group=None)
     events, _ = update.run([update.micro_batch(capacity=WHOLE)], backend="fa4")
     places = Counter((each.package, each.place.split(":")[0]) for each in events.syncs)
-    assert places.pop(("verl_tree", "engine/rows.py")) == 1
+    assert places.pop(("verl_tree", "engine/rows/results.py")) == 1
     assert {package for package, _ in places} == {"verl"}
     assert places.total() == 5
 
@@ -118,7 +118,7 @@ def test_forward_only_waits_once_for_each_kind_of_score(events):
     with torch.no_grad():
         events, _ = update.run([micro, micro], backend="fa4", forward_only=True)
     assert Counter((each.kind, each.place.split(":")[0]) for each in events.syncs) == {
-        ("copy to the host", "engine/rows.py"): 2
+        ("copy to the host", "engine/rows/results.py"): 2
     }
 
 

@@ -19,10 +19,10 @@ from verl.utils import tensordict_utils as tu
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.config import TREE_STRATEGY, TreeConfig
 from verl_tree.cost.model import CostModel
-from verl_tree.engine.media import rows_with_images, with_images
-from verl_tree.engine.packs import split_into_packs
-from verl_tree.engine.positions import settle_positions
-from verl_tree.engine.rows import check_rows, jagged
+from verl_tree.engine.rows.columns import check_rows, jagged
+from verl_tree.engine.rows.media import rows_with_images, with_images
+from verl_tree.engine.rows.packs import split_into_packs
+from verl_tree.engine.rows.positions import settle_positions
 from verl_tree.functional.images import RowsWithImages
 from verl_tree.testing.local_worker import local_worker
 from verl_tree.tree.row_keys import row_keys

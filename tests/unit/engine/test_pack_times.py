@@ -4,7 +4,7 @@ import pytest
 
 from verl_tree.cost.fit import CostFitter
 from verl_tree.cost.model import CostModel, Work
-from verl_tree.engine.pack_times import PackClock, learn_costs
+from verl_tree.engine.costs.pack_times import PackClock, learn_costs
 
 
 def work(num_tokens: int) -> Work:

@@ -8,7 +8,7 @@ import torch
 
 from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel, Work
-from verl_tree.engine.packs import TreeBatch, split_into_packs
+from verl_tree.engine.rows.packs import TreeBatch, split_into_packs
 from verl_tree.tree.row_keys import row_keys, value_numbers
 from verl_tree.tree.rows import trained_tokens
 

@@ -8,8 +8,8 @@ import torch
 
 from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel, Work
-from verl_tree.engine.packs import TreeBatch, split_into_packs
-from verl_tree.engine.read_rows import ReadRows
+from verl_tree.engine.rows.packs import TreeBatch, split_into_packs
+from verl_tree.engine.rows.read_rows import ReadRows
 from verl_tree.relay.run import Mode, NumCalls
 from verl_tree.tree.row_keys import row_keys, value_numbers
 

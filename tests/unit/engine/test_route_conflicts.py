@@ -28,9 +28,9 @@ from verl_tree.attention.hf import ATTENTION_NAME
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.config import TREE_STRATEGY, TreeConfig
 from verl_tree.cost.model import CostModel
-from verl_tree.engine.packs import split_into_packs
-from verl_tree.engine.route_conflicts import RouteForks, route_numbers
-from verl_tree.engine.router_replay import MiniBatchRoutes, RouterReplay
+from verl_tree.engine.routes.route_conflicts import RouteForks, route_numbers
+from verl_tree.engine.routes.router_replay import MiniBatchRoutes, RouterReplay
+from verl_tree.engine.rows.packs import split_into_packs
 from verl_tree.functional.relayed import call_scores
 from verl_tree.relay.calls import RelayCall
 from verl_tree.testing.local_worker import local_worker

@@ -27,8 +27,8 @@ from tree_cases import TINY_SETTINGS, flat_scores, gradients, layout_of, relativ
 from verl.utils import tensordict_utils as tu
 
 from verl_tree.config import TREE_STRATEGY
-from verl_tree.engine.route_conflicts import first_known
-from verl_tree.engine.router_replay import RouterReplay, routers_of
+from verl_tree.engine.routes.route_conflicts import first_known
+from verl_tree.engine.routes.router_replay import RouterReplay, routers_of
 from verl_tree.functional import tree_log_probs
 from verl_tree.testing.local_worker import local_worker
 from verl_tree.trainer.worker import TreeTrainingWorker

@@ -24,9 +24,9 @@ from verl.utils.metric import Metric
 from verl.workers.config import DistillationConfig, DistillationLossConfig, FSDPOptimizerConfig
 
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
-from verl_tree.engine.row_losses import POLICY_LOSSES_OVER_ROWS, is_sum_over_rows
-from verl_tree.engine.session_weights import SessionWeights, session_weighted_loss, weigh_sessions
-from verl_tree.engine.untrained_rows import loss_of_any_rows
+from verl_tree.engine.losses.row_losses import POLICY_LOSSES_OVER_ROWS, is_sum_over_rows
+from verl_tree.engine.losses.session_weights import SessionWeights, session_weighted_loss, weigh_sessions
+from verl_tree.engine.losses.untrained_rows import loss_of_any_rows
 from verl_tree.testing.local_worker import batch_of_rows, local_worker
 from verl_tree.testing.synthetic import random_forest
 from verl_tree.trainer.batching import MiniBatchPlan

@@ -21,7 +21,7 @@ pytest.importorskip("verl")
 from relay_cases import LossCase, flat_result, flat_rows, lay_out, relayed_result, verl_rows, worst_error
 from tree_cases import VOCAB_SIZE, tiny_model
 
-from verl_tree.engine.row_losses import is_sum_over_rows
+from verl_tree.engine.losses.row_losses import is_sum_over_rows
 from verl_tree.relay.store import ContextStore
 from verl_tree.testing.synthetic import random_forest
 from verl_tree.tree import TokenForest

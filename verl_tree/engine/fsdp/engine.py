@@ -26,7 +26,7 @@ from verl_tree.attention.plan import AttentionPlan
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.engine.fsdp.build import BuildForTrees
 from verl_tree.engine.heads import HEADS
-from verl_tree.engine.router_replay import RouterReplay
+from verl_tree.engine.routes.router_replay import RouterReplay
 from verl_tree.engine.step import TreeEngine
 from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.functional.images import PackImages

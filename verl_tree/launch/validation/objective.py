@@ -34,7 +34,7 @@ def check_session_weight(config: DictConfig) -> Findings:
     """Find a loss that is not known to be a sum over rows, where rows are to be weighed."""
     if config.tree.session_weight != "session":
         return
-    from verl_tree.engine.row_losses import DISTILLATION_LOSSES_OVER_ROWS, POLICY_LOSSES_OVER_ROWS
+    from verl_tree.engine.losses.row_losses import DISTILLATION_LOSSES_OVER_ROWS, POLICY_LOSSES_OVER_ROWS
 
     losses: dict[str, tuple[str, ...]] = {f"{ACTOR}.policy_loss.loss_mode": POLICY_LOSSES_OVER_ROWS}
     if config.distillation.enabled:

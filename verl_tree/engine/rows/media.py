@@ -16,9 +16,9 @@ from verl.utils import tensordict_utils as tu
 
 from verl_tree.config import TREE_STRATEGY
 from verl_tree.cost.model import CostModel
-from verl_tree.engine.packs import TreeBatch, TreeMicroBatch
-from verl_tree.engine.positions import positions_of
-from verl_tree.engine.rows import jagged
+from verl_tree.engine.rows.columns import jagged
+from verl_tree.engine.rows.packs import TreeBatch, TreeMicroBatch
+from verl_tree.engine.rows.positions import positions_of
 from verl_tree.functional.images import NUM_POSITION_COMPONENTS, Image, RowsWithImages, reads_images
 
 _KEYS = {"pixel_values", "image_grid_thw", "images_seqlens"}

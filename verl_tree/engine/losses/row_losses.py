@@ -13,8 +13,8 @@ from typing import Any
 from verl.trainer.distillation import distillation_ppo_loss
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 
-from verl_tree.engine.session_weights import session_weighted_loss
-from verl_tree.engine.untrained_rows import loss_of_any_rows
+from verl_tree.engine.losses.session_weights import session_weighted_loss
+from verl_tree.engine.losses.untrained_rows import loss_of_any_rows
 
 POLICY_LOSSES_OVER_ROWS = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cispo", "dro")
 """Names in `actor.policy_loss.loss_mode`.

@@ -26,7 +26,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_tree.engine.read_rows import ReadRows
+from verl_tree.engine.rows.read_rows import ReadRows
 from verl_tree.packing.counts import ForestCounts
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.nodes import IntArray

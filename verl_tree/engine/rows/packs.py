@@ -23,8 +23,8 @@ from torch import Tensor
 
 from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel, Work, runs_faster_flat
-from verl_tree.engine.computed_paths import ComputedPaths
-from verl_tree.engine.read_rows import ReadRows
+from verl_tree.engine.rows.computed_paths import ComputedPaths
+from verl_tree.engine.rows.read_rows import ReadRows
 from verl_tree.functional.images import PackImages
 from verl_tree.packing import Packing, check_caps, lower_bound, pack
 from verl_tree.packing.baselines import next_fit

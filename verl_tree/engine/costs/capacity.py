@@ -5,9 +5,9 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_tree.engine.micro_batch import device_of_rank
 from verl_tree.engine.model_calls import ModelCalls
-from verl_tree.engine.rows import gather
+from verl_tree.engine.rows.columns import gather
+from verl_tree.engine.rows.micro_batch import device_of_rank
 from verl_tree.functional.memory import (
     GIB,
     MIN_PROBE_TOKENS,

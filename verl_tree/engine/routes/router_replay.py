@@ -28,9 +28,9 @@ from typing_extensions import override
 
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.sharding import SequenceShard
-from verl_tree.engine.packs import TreeMicroBatch
-from verl_tree.engine.route_conflicts import RouteForks, first_known
-from verl_tree.engine.rows import jagged
+from verl_tree.engine.routes.route_conflicts import RouteForks, first_known
+from verl_tree.engine.rows.columns import jagged
+from verl_tree.engine.rows.packs import TreeMicroBatch
 from verl_tree.packing.counts import ForestCounts
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import Compute

@@ -32,8 +32,8 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
 
-from verl_tree.engine.micro_batch import NUM_TRAINED, SESSION_WEIGHT, LossFunction
-from verl_tree.engine.rows import gather
+from verl_tree.engine.rows.columns import gather
+from verl_tree.engine.rows.micro_batch import NUM_TRAINED, SESSION_WEIGHT, LossFunction
 
 NUM_SESSIONS, NUM_WEIGHTED_TOKENS = "num_sessions", "num_weighted_tokens"
 

@@ -13,8 +13,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils.metric import AggregationType, Metric
 
-from verl_tree.engine.micro_batch import LossFunction
-from verl_tree.engine.rows import jagged
+from verl_tree.engine.rows.columns import jagged
+from verl_tree.engine.rows.micro_batch import LossFunction
 
 _OF_NOTHING = {AggregationType.MIN: inf, AggregationType.MAX: -inf}
 

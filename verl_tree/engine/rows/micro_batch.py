@@ -14,8 +14,9 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
-from verl_tree.engine.packs import TreeMicroBatch
-from verl_tree.engine.rows import MiniBatchResult, jagged
+from verl_tree.engine.rows.columns import jagged
+from verl_tree.engine.rows.packs import TreeMicroBatch
+from verl_tree.engine.rows.results import MiniBatchResult
 from verl_tree.functional import expand
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.nodes import IntArray
@@ -23,7 +24,7 @@ from verl_tree.tree.rows import ranges
 from verl_tree.tree.transfer import to_device
 
 SESSION_WEIGHT, NUM_TRAINED = "session_weight", "num_trained_tokens"
-"""Columns of a mini-batch whose sessions are weighed (`verl_tree.engine.session_weights`): one number per row."""
+"""Columns of a mini-batch whose sessions are weighed (`losses/session_weights.py`): one number per row."""
 
 _READ_ON_HOST = ("prompts", "responses", SESSION_WEIGHT, NUM_TRAINED)
 """Columns that losses read on the host, of the first two the lengths only, row by row. On the device each of them would

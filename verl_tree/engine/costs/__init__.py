@@ -1,0 +1,1 @@
+"""What a rank can hold, and how long its work takes."""

@@ -1,0 +1,1 @@
+"""Router replay: routes of experts, recorded and imposed."""
