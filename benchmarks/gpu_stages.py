@@ -57,7 +57,7 @@ class Machine:
 
 
 def correctness(machine: Machine) -> list[list[Job]]:
-    """Return the jobs of the first stage: compile, compute the oracles, check backends and log-probs, time shapes."""
+    """Return the jobs of the first stage: compile, compute the oracles, check backends, time shapes."""
     oracles = str(machine.scratch / "oracles")
     num_each = max(machine.num_cores // 2, 1)
 
@@ -70,13 +70,10 @@ def correctness(machine: Machine) -> list[list[Job]]:
         return machine.job(f"compile-{backend}-{index}", "check_attention.py", *asked, limit_s=80)
 
     compiling = [compile_share(backend, index) for index in range(num_each) for backend in ("fa4", "triton")]
-    # The check itself compiles what it runs; beside other jobs its times are nothing.
-    compiling.append(machine.job("compile-log-probs", "check_log_probs.py", limit_s=80))
     timed = [_time(machine, contender, limit_s=25, shapes=TIMED_FIRST) for contender in BACKENDS]
     return [
         [check("oracle", limit_s=80), *compiling],
         *([check(backend, limit_s=limit_s)] for backend, limit_s in zip(BACKENDS, (100, 100, 60), strict=True)),
-        [machine.job("check-log-probs", "check_log_probs.py", limit_s=45)],
         *([job] for job in timed),
     ]
 

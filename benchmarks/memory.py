@@ -50,7 +50,6 @@ LEVERS = {
     "none": Levers(),
     "offload": Levers(offloads=True),
     "tiles": TILED,
-    "tiles, no logits": Levers(num_tiles=NUM_TILES, chunk_size=0),
     "tiles, offload": Levers(num_tiles=NUM_TILES, offloads=True),
 }
 NUM_REPEATS = 7
@@ -91,10 +90,7 @@ def relays() -> Iterator[Mapping[str, str]]:
                 memory = update_memory(size, capacity, state_bytes=STATES["none"], levers=TILED, relay=relay)
                 row["keys and values"] = gib(memory.relayed)
                 row[f"C = {capacity:,}"] = gib(memory.total)
-            memory = update_memory(
-                size, SECTION, state_bytes=STATES["none"], levers=LEVERS["tiles, no logits"], relay=relay
-            )
-            yield row | {f"C = {SECTION:,}, no logits": gib(memory.total)}
+            yield row
 
 
 def longest(memory_gib: float) -> Iterator[Mapping[str, str]]:

@@ -1,4 +1,4 @@
-"""Tables of what scripts/gpu_check.sh found: jobs, correctness by backend, log-probs, times by shape, recurrence.
+"""Tables of what scripts/gpu_check.sh found: jobs, correctness by backend, times by shape, recurrence.
 
     python benchmarks/report_gpu.py gpu_check
 
@@ -58,23 +58,6 @@ def cases_table(records: list[Record]) -> list[Record]:
     return rows
 
 
-def log_probs_table(records: list[Record]) -> list[Record]:
-    """Return a row for every head that the fused log-probs served or failed on."""
-    rows = []
-    for head in records:
-        if head["kind"] != "log_probs" or "refused" in head:
-            continue
-        shares = [head["errors"][name] / head["limits"][name] for name in head.get("errors", {})]
-        row = {"head": head["name"], "passed": head["passed"], "repeats": head.get("repeats", "-")}
-        row["worst error / limit"] = f"{max(shares):.2f}" if shares else "-"
-        for path in ("fused", "plain"):
-            ms, peak = (head.get(path, {}).get(name) for name in ("ms", "peak_bytes"))
-            row[f"{path} ms"] = "-" if ms is None else f"{ms:.2f}"
-            row[f"{path} peak GB"] = "-" if peak is None else f"{peak / 1e9:.2f}"
-        rows.append({**row, "error": head.get("error", "-")})
-    return rows
-
-
 def rules_table(records: list[Record]) -> list[Record]:
     """Return a row for every forest on which the rule of recurrent layers was checked."""
     rows = []
@@ -127,7 +110,7 @@ def refusals(records: list[Record]) -> list[str]:
     for record in records:
         if "refused" in record:
             said = record["refused"]
-            name = record.get("backend", record.get("contender", "log-probs"))
+            name = record.get("backend") or record["contender"]
             reasons.add(f"{name}: {said if isinstance(said, str) else '; '.join(said)}")
     return sorted(reasons)
 
@@ -188,7 +171,6 @@ def report(folder: Path) -> None:
     print_table(jobs)
     sections = {
         "Cases": cases_table(records),
-        "Log-probs": log_probs_table(records),
         "Layers": layers_table(records),
         "Recurrence": rules_table(records),
         "Recurrence, times": rule_times_table(records),

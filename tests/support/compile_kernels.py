@@ -40,7 +40,6 @@ INSTRUCTIONS = {
     "wgmma": "wgmma.mma_async",
     "mma": "mma.sync",
     "async_copies": "cp.async.c",
-    "tma_copies": "cp.async.bulk.tensor",
 }
 
 STREAM_BLOCKS = {"delta": 64, "add_parts": 16}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from verl_tree.attention.triton_configs import HOPPER_CAPPED_CONFIGS, HOPPER_CONFIGS, KernelConfigs, padded_dim
 
-SUPPORT = Path(__file__).parent
+COMPILE = Path(__file__).with_name("compile_kernels.py")
 HOPPER_TABLES = ((HOPPER_CONFIGS, ()), (HOPPER_CAPPED_CONFIGS, ("softcap",)))
 """Tables of configurations, with the options that a layer has which uses them."""
 
@@ -54,15 +54,15 @@ def hopper_cases(*, head_dims: tuple[int, ...], dtype: str = "bf16", added: tupl
     return [case for position, case in enumerate(found) if case not in found[:position]]
 
 
-def compiled(cases: list[dict], folder: Path, *, program: str = "compile_kernels.py") -> list[dict]:
+def compiled(cases: list[dict], folder: Path) -> list[dict]:
     """Return what the compilers say of each case, from processes in which triton does not interpret.
 
-    `folder` is empty and serves as Triton's cache. `program` is one of `tests/support`.
+    `folder` is empty and serves as Triton's cache.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     processes = [
         subprocess.Popen(
-            [sys.executable, SUPPORT / program, json.dumps(cases[number::NUM_PROCESSES])],
+            [sys.executable, COMPILE, json.dumps(cases[number::NUM_PROCESSES])],
             env=environment | {"TRITON_CACHE_DIR": str(folder)},
             stdout=subprocess.PIPE,
             text=True,
@@ -72,6 +72,6 @@ def compiled(cases: list[dict], folder: Path, *, program: str = "compile_kernels
     measured: list[dict] = [{}] * len(cases)
     for number, process in enumerate(processes):
         output, _ = process.communicate()
-        assert process.returncode == 0, f"{program} failed; its errors are above"
+        assert process.returncode == 0, f"{COMPILE.name} failed; its errors are above"
         measured[number::NUM_PROCESSES] = map(json.loads, output.splitlines())
     return measured

@@ -14,7 +14,7 @@ Legend: T tree tokens of a pack, Q tokens that the model computes, P projected p
 of them scored on this rank, V vocabulary, C kinds of scores, R rows that the model hands to its head.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,13 +27,11 @@ from transformers import PreTrainedModel
 from verl_tree.attention.hf import no_mask
 from verl_tree.attention.plan import AttentionPlan
 from verl_tree.functional.images import CallImages, distinct_images
-from verl_tree.functional.linear_arguments import LogitTransform
 from verl_tree.functional.scorer import (
     LOGIT_TRANSFORMS,
     ScoredPairs,
     Scorer,
     auto_chunk_size,
-    fused_transform,
     transforms_logits,
 )
 from verl_tree.tree.layout import TreeLayout
@@ -173,12 +171,8 @@ def forward_scores(
         inputs |= images.model_inputs(model.config)
         tower = distinct_images(model, images)
     if transforms_logits(model):
-        with tower, transformed_head(head, scorer, fused_transform(model)) as fused:
-            logits_1XX = model(**inputs).logits
-        if fused:
-            _check_called_once(model, num_calls=len(fused))
-        # Zeros, added for the backward hooks that FSDP2 hangs on the model's outputs.
-        scores_CM = fused[0] + 0.0 * logits_1XX[0] if fused else scorer.score(logits_1XX)
+        with tower:
+            scores_CM = scorer.score(model(**inputs).logits)
     else:
         with tower, scoring_head(head, scorer) as calls:
             logits_1CM = model(**inputs).logits
@@ -206,42 +200,15 @@ def scoring_head(head: torch.nn.Module, scorer: Scorer) -> Iterator[list[_HeadCa
     calls: list[_HeadCall] = []
 
     def forward(hidden_1RD: Tensor) -> Tensor:
-        scores_CK = scorer.score(hidden_1RD, head=head, project=project)
+        scores_CK = scorer.score(hidden_1RD, project=project)
         # A copy: FSDP2 hangs its backward hook on the model's outputs, and a view could lose it.
         calls.append(_HeadCall(scores_CK.detach(), torch.stack([scores_CK])))
         return calls[-1].logits_1CK
 
-    with _replaced_forward(head, forward):
-        yield calls
-
-
-@contextmanager
-def transformed_head(head: torch.nn.Module, scorer: Scorer, transform: LogitTransform | None) -> Iterator[list[Tensor]]:
-    """Let a fused kernel score the hidden states that `head` gets, if the transform behind the head is known to it.
-
-    Yields the list of its scores, (C, K). The model gets zeros in place of logits, so that its transform does no harm.
-    The list stays empty, and the model gets its logits, where no kernel serves.
-    """
-    project = head.forward
-    calls: list[Tensor] = []
-
-    def forward(hidden_1RD: Tensor) -> Tensor:
-        fused_CK = scorer.score_fused(hidden_1RD, head=head, project=project, transform=transform)
-        if fused_CK is None:
-            return project(hidden_1RD)
-        calls.append(fused_CK)
-        return torch.stack([fused_CK - fused_CK.detach()])
-
-    with _replaced_forward(head, forward):
-        yield calls
-
-
-@contextmanager
-def _replaced_forward(head: torch.nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
     instance_forward = vars(head).get("forward")
     head.forward = forward
     try:
-        yield
+        yield calls
     finally:
         if instance_forward is None:
             del head.forward
@@ -253,18 +220,14 @@ _compared: WeakSet[torch.nn.Module] = WeakSet()
 """Models whose logits were compared once and came out unchanged."""
 
 
-def _check_called_once(model: torch.nn.Module, *, num_calls: int) -> None:
-    if num_calls != 1:
-        raise ValueError(
-            f"{type(model).__name__} ran its output head {num_calls} times in one forward: log-probs need a forward "
-            "that projects its hidden states once (fused losses do not: with verl set use_fused_kernels=false)"
-        )
-
-
 def _check_untouched(model: torch.nn.Module, calls: list[_HeadCall], logits_1CK: Tensor) -> None:
     """Refuse a model that did not run its head exactly once, or changed the logits behind it."""
     model_name = type(model).__name__
-    _check_called_once(model, num_calls=len(calls))
+    if len(calls) != 1:
+        raise ValueError(
+            f"{model_name} ran its output head {len(calls)} times in one forward: log-probs need a forward that "
+            "projects its hidden states once (fused losses do not: with verl set use_fused_kernels=false)"
+        )
     scores_CK, given_1CK = calls[0]
     # Usually it is the same tensor, never written to, which the host knows. Comparing values waits for the device, so
     # that is done once for a model.

@@ -1,7 +1,6 @@
 """What a model call scores, and the way from hidden states, or logits, to scores.
 
-Where a fused kernel serves (`linear_choice`), no logits are in memory. Elsewhere positions are projected to the
-vocabulary in chunks whose logits are recomputed in the backward pass.
+Positions are projected to the vocabulary in chunks whose logits are recomputed in the backward pass.
 
 Legend: T tokens that the model computes on this rank, P projected positions, K (position, label) pairs, M of them on
 this rank, V vocabulary, C kinds of scores, R rows that the model hands to its head, X hidden size or V.
@@ -14,11 +13,9 @@ from typing import Self
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from verl_tree.attention.sharding import SequenceShard
-from verl_tree.functional.linear_arguments import LabelledPairs, LogitTransform
-from verl_tree.functional.linear_choice import fused_log_probs, log_choice
 
 _MIN_AUTO_CHUNK_SIZE = 1024
 _MAX_AUTO_CHUNK_LOGITS = 2**25  # 128 MiB in float32
@@ -30,15 +27,6 @@ LOGIT_TRANSFORMS = {
     "lm_head_multiplier": 1.0,
 }
 """Config keys of architectures that change the logits behind their head, with the value that changes nothing."""
-
-_FUSED_TRANSFORMS: dict[str, Callable[[PretrainedConfig], LogitTransform]] = {
-    "cohere": lambda config: LogitTransform(config.logit_scale),
-    "cohere2": lambda config: LogitTransform(config.logit_scale),
-    "gemma2": lambda config: LogitTransform(softcap=config.final_logit_softcapping),
-    "granite": lambda config: LogitTransform(1.0 / config.logits_scaling),
-    "granitemoe": lambda config: LogitTransform(1.0 / config.logits_scaling),
-}
-"""What some of them do, by model type. A fused kernel does it itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,12 +61,6 @@ def transforms_logits(model: PreTrainedModel) -> bool:
     return any(config.get(key, neutral) not in (neutral, None) for key, neutral in LOGIT_TRANSFORMS.items())
 
 
-def fused_transform(model: PreTrainedModel) -> LogitTransform | None:
-    """Return what the architecture does to the logits behind its head, or None if a fused kernel does not know it."""
-    config = model.config.get_text_config(decoder=True)
-    return _FUSED_TRANSFORMS[config.model_type](config) if config.model_type in _FUSED_TRANSFORMS else None
-
-
 def auto_chunk_size(model: PreTrainedModel) -> int:
     """Return how many positions are projected at a time where the caller does not say."""
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
@@ -103,22 +85,12 @@ class Scorer:
     entropy_requires_grad: bool
     chunk_size: int
 
-    def score(
-        self,
-        rows_1RX: Tensor,
-        *,
-        head: torch.nn.Module | None = None,
-        project: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
-        """Score all pairs as (C, K): by a fused kernel or chunk by chunk.
+    def score(self, rows_1RX: Tensor, *, project: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Score all pairs as (C, K), chunk by chunk.
 
-        `rows_1RX` are the hidden states (1, R, X) of the P wanted or of all T positions; without `head` and its forward
-        `project`, the logits.
+        `rows_1RX` are the hidden states (1, R, X) of the P wanted or of all T positions; without `project`, the head's
+        forward, the logits.
         """
-        if head is not None and project is not None:
-            fused_CK = self.score_fused(rows_1RX, head=head, project=project, transform=LogitTransform())
-            if fused_CK is not None:
-                return fused_CK
         rows_PX = self._wanted(rows_1RX.flatten(0, -2))
         num_positions = rows_PX.shape[0]
         starts = list(range(0, num_positions, self.chunk_size)) or [0]
@@ -132,32 +104,6 @@ class Scorer:
             else:
                 chunks.append(self._score_chunk(*args))
         return torch.cat(chunks, dim=1)
-
-    def score_fused(
-        self,
-        hidden_1RX: Tensor,
-        *,
-        head: torch.nn.Module,
-        project: Callable[[Tensor], Tensor],
-        transform: LogitTransform | None,
-    ) -> Tensor | None:
-        """Score all pairs with a fused kernel, or return None where it does not serve.
-
-        `transform` is what the architecture does to the head's output; None: it is not known.
-        """
-        if transform is None:
-            reason = f"what {self.model_name} does to the logits behind its head is not known to the kernel"
-            log_choice([reason], device=hidden_1RX.device)
-            return None
-        labelled = LabelledPairs(
-            self.pairs.pair_position_K,
-            self.pairs.label_K,
-            self.temperature_P,
-            transform,
-            calculate_entropy=self.calculate_entropy,
-            entropy_requires_grad=self.entropy_requires_grad,
-        )
-        return fused_log_probs(head, project, self._wanted(hidden_1RX.flatten(0, -2)), labelled)
 
     def _wanted(self, rows_RX: Tensor) -> Tensor:
         """Select the wanted positions if the model's forward did not."""

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from verl_tree.functional.linear_arguments import GRADIENT_BYTES, GRADIENT_POSITIONS
 from verl_tree.functional.memory import KeysAndValues
 
 HALF, FLOAT = 2, 4
@@ -83,7 +82,7 @@ class Levers:
 
     num_tiles: int | None = None  # of MLPs and norms (`model.tiled_mlp`); None: they run as a whole
     offloads: bool = False  # checkpoints are in host memory (`model.enable_activation_offload`)
-    chunk_size: int = 1024  # positions whose logits exist at once (`tree.logits_chunk_size`); 0: none, a fused kernel
+    chunk_size: int = 1024  # positions whose logits exist at once (`tree.logits_chunk_size`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +210,6 @@ def _head_bytes(size: ModelSize, num_tokens: int, levers: Levers) -> int:
     """Return the peak of the output head in its backward pass."""
     # The last norm, the scored rows, their gradients and the next chunk's share in them.
     rows = _norm_kept(size.hidden, is_tiled=levers.num_tiles is not None) + 3 * HALF * size.hidden
-    if levers.chunk_size == 0:
-        block = min(GRADIENT_POSITIONS, num_tokens)
-        # The gradient of logits; of a block of hidden states, and what adds up to it; of the weight.
-        buffer = min(GRADIENT_BYTES, HALF * block * size.vocabulary)
-        return rows * num_tokens + buffer + (FLOAT + HALF) * size.hidden * block + HALF * size.hidden * size.vocabulary
     chunk = min(levers.chunk_size, num_tokens)
     # Log-probs, their gradient and that of the logits; the sum of the chunks' gradients of the weight.
     return rows * num_tokens + 3 * FLOAT * chunk * size.vocabulary + HALF * size.hidden * size.vocabulary

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from tree_cases import DEEP, VOCAB_SIZE, flat_scores, gradients, layout_of, random_sequences, relative_error, tiny_model
 
@@ -240,6 +247,7 @@ def test_no_leak_through_a_model_bit_for_bit(dtype):
     [
         (Gemma2Config, Gemma2ForCausalLM, "final_logit_softcapping", 2.0),
         (CohereConfig, CohereForCausalLM, "logit_scale", 0.1),
+        (GraniteConfig, GraniteForCausalLM, "logits_scaling", 3.0),
     ],
 )
 def test_models_that_change_their_logits_take_the_plain_path(config_class, model_class, key, value):

@@ -141,15 +141,12 @@ def test_bytes_by_hand() -> None:
 
 
 def test_levers_by_hand() -> None:
-    """In two tiles of four tokens and three: norms keep their input, the first one that which came from the host.
-
-    The fused kernel has one gradient of logits, and a gradient of the hidden states in float32.
-    """
-    memory = update_memory(SIZE, 7, state_bytes=0, levers=Levers(num_tiles=2, offloads=True, chunk_size=0))
+    """In two tiles of four tokens and three: norms keep their input, the first one that which came from the host."""
+    memory = update_memory(SIZE, 7, state_bytes=0, levers=Levers(num_tiles=2, offloads=True, chunk_size=2))
     kept = 20 + 20 + 60 + 120 + 16
     assert memory.checkpoints == 7 * 20
     assert memory.mlp == 7 * (kept + 20 + 40 + 20) + 4 * 240 + 6 * 600
-    assert memory.head == 7 * (20 + 60) + 2 * 7 * 100 + 7 * (40 + 20) + 2000
+    assert memory.head == 7 * (20 + 60) + 3 * 4 * 2 * 100 + 2000
 
 
 def test_a_relay_adds_its_store_and_the_sums_of_its_context() -> None:
