@@ -1,6 +1,8 @@
 """How recipes are put together: they import the demo only, and their configurations are accepted before training."""
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,7 @@ def test_a_recipe_is_the_demo_with_a_loop_of_its_own(
     assert (rollout.agent.default_agent_loop, config.algorithm.adv_estimator) == (agent, estimator)
     assert (rollout.n, config.data.max_response_length) == (num_sessions, response_len)
     assert config.trainer.experiment_name == recipe
+    assert config.trainer.logger == ["file", "tensorboard", "wandb"]
     assert agent in [entry.name for entry in OmegaConf.load(rollout.agent.agent_loop_config_path)]
 
 
@@ -84,3 +87,29 @@ def test_the_sizes_for_eight_gpus_are_accepted(recipe: str, folder: Path, monkey
     config = composed(recipe, folder, monkeypatch, "profile=cpu", "+scale=qwen3_8b")
     assert config.trainer.n_gpus_per_node == 8
     assert config.actor_rollout_ref.actor.optim.lr == 1e-6
+
+
+# Stands for `python` in the path: it notes what a training run would find in its environment.
+PYTHON = """#!/usr/bin/env bash
+case "$2" in
+    recipes.*.prepare) echo prepared ;;
+    verl_tree.main_ppo) echo "$WANDB_MODE $WANDB_DIR $VERL_FILE_LOGGER_PATH $TENSORBOARD_DIR" > "$NOTED" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("given", "mode"), [({}, "offline"), ({"WANDB_MODE": "online"}, "online")])
+def test_a_recipe_leaves_its_loggers_files_in_the_folder_of_the_run(
+    tmp_path: Path, given: dict[str, str], mode: str
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "WANDB_MODE"} | given
+    environment |= {"PATH": f"{tmp_path}:{environment['PATH']}", "RUN": f"{tmp_path}/run", "NOTED": f"{tmp_path}/noted"}
+    subprocess.run([ROOT / "recipes" / "arithmetic_tools" / "run.sh"], env=environment, check=True)
+    run = tmp_path / "run"
+    assert (tmp_path / "noted").read_text().split() == [
+        mode,
+        *map(str, (run, run / "metrics.jsonl", run / "tensorboard")),
+    ]
