@@ -11,6 +11,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import FrameType
 
 from ray.exceptions import RayTaskError
 
@@ -53,6 +54,12 @@ def waiting_places(tasks: Iterable[asyncio.Task[object]]) -> Counter[str]:
     """Count the tasks that wait at a line of the user's, the last one of each, by `file:line`."""
     lines = [[frame for frame in _awaiting(task) if _is_users(frame)] for task in tasks]
     return Counter(f"{frames[-1].filename}:{frames[-1].lineno}" for frames in lines if frames)
+
+
+def running_place(frame: FrameType) -> str:
+    """Return the user's line at which a thread is, as `file:line`; empty if it runs code of libraries only."""
+    mine = [each for each in traceback.extract_stack(frame) if _is_users(each)]
+    return f"{mine[-1].filename}:{mine[-1].lineno}" if mine else ""
 
 
 def _awaiting(task: asyncio.Task[object]) -> Iterator[traceback.FrameSummary]:

@@ -5,10 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
 from textwrap import indent
 from typing import Any, cast
 
 import hydra
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker, _agent_loop_registry
@@ -24,6 +28,7 @@ from rollout_hooks.capture.session_images import SessionImages
 from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.capture.tracebacks import user_traceback
 from rollout_hooks.loops import register_built_in
+from rollout_hooks.trial.deadline import deadline
 from rollout_hooks.trial.tree_text import TextPath, draw, num_nodes_and_tokens
 
 register_built_in()
@@ -31,11 +36,15 @@ register_built_in()
 
 @dataclass(frozen=True, slots=True)
 class TriedSession:
-    """What a session left: the recorded calls, the rows that would be trained, and the error if it failed."""
+    """What a session left: the recorded calls, the rows that would be trained, and the error if it failed.
+
+    `warning` is what a training run may refuse.
+    """
 
     tree: SessionTree
     rows: tuple[AgentLoopOutput, ...]
     error: BaseException | None
+    warning: str | None = None
 
     def describe(self, *, decode: Callable[[list[int]], str]) -> list[str]:
         """Return the tree of the session as text, and why calls or the session failed."""
@@ -46,8 +55,15 @@ class TriedSession:
         lines = [f"{len(calls)} calls, {len(self.rows)} rows to train, {sizes}", ""]
         lines += draw(paths, decode=decode, kinds={call.index: call.kind.value for call in calls})
         lines += [f"call {call.index} ({call.status}): {call.cause}" for call in calls if call.cause is not None]
+        if self.warning is not None:
+            lines += ["", f"Warning: {self.warning}"]
         if self.error is not None:
-            lines += ["", f"The session failed: {describe_error(self.error)}", indent(user_traceback(self.error), "  ")]
+            frames = user_traceback(self.error)
+            lines += [
+                "",
+                f"The session failed: {describe_error(self.error)}",
+                *([indent(frames, "  ")] if frames else []),
+            ]
         return lines
 
     def _paths(self) -> list[TextPath]:
@@ -76,10 +92,28 @@ class TrialWorker(AgentLoopWorker):
         return output
 
 
-def compose_trial(*, loops: str, model: str, data: str, overrides: Sequence[str]) -> DictConfig:
-    """Compose verl's configuration for a trial; overrides are Hydra's, and win."""
-    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
-        config = hydra.compose("ppo_trainer", overrides=["actor_rollout_ref.rollout.name=vllm", *overrides])
+class _VerlSearchPath(SearchPathPlugin):
+    """Hydra plugin that finds verl's configurations for a file of the user's, whatever search path the file gives."""
+
+    @override
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider="verl", path="pkg://verl.trainer.config")
+
+
+def compose_trial(
+    *, loops: str, model: str, data: str, overrides: Sequence[str], file: Path | None = None
+) -> DictConfig:
+    """Compose the configuration of a trial: that of a file of the user's, else verl's; overrides are Hydra's, and win.
+
+    A file may build on verl's `ppo_trainer`. What else it builds on must be on Hydra's search path.
+    """
+    Plugins.instance().register(_VerlSearchPath)
+    if file is None:
+        initialized, name = hydra.initialize_config_module("verl.trainer.config", version_base=None), "ppo_trainer"
+    else:
+        initialized, name = hydra.initialize_config_dir(str(file.parent.resolve()), version_base=None), file.stem
+    with initialized:
+        config = hydra.compose(name, overrides=["actor_rollout_ref.rollout.name=vllm", *overrides])
     with open_dict(config):
         config.actor_rollout_ref.model.path = model
         config.actor_rollout_ref.rollout.agent.agent_loop_config_path = loops
@@ -113,13 +147,16 @@ def read_names(loops: str) -> list[str]:
     return [entry["name"] for entry in entries]
 
 
-def choose_loop(names: Sequence[str], *, asked: str | None, row: Mapping[str, Any]) -> str:
+def choose_loop(names: Sequence[str], *, asked: str | None, row: Mapping[str, Any], default: str) -> str:
     """Return the loop that is asked for, else the row's, else the only one of the file, whose loops have these names.
+
+    Where the file has several, `default` is taken if it is one of them (`rollout.agent.default_agent_loop`).
 
     Raises:
         ValueError: There is none of that name, or more than one to choose from.
     """
     name = asked or row.get("agent_name") or (names[0] if len(names) == 1 else None)
+    name = name or (default if default in names else None)
     if name is None:
         raise ValueError(f"the file has {len(names)} loops: choose one by --agent {' | '.join(names)}")
     if name not in _agent_loop_registry:
@@ -130,9 +167,18 @@ def choose_loop(names: Sequence[str], *, asked: str | None, row: Mapping[str, An
 
 
 def run_session(
-    config: DictConfig, client: LLMServerClient, row: Mapping[str, Any], *, loop: str, worker: TrialWorker
+    config: DictConfig,
+    client: LLMServerClient,
+    row: Mapping[str, Any],
+    *,
+    loop: str,
+    worker: TrialWorker,
+    timeout_s: float,
 ) -> TriedSession:
-    """Run one session; its calls are recorded, and its rows are made as in a training run."""
+    """Run one session; its calls are recorded, and its rows are made as in a training run.
+
+    If it takes longer than `timeout_s`, its calls and the place where it waits are printed, and the process ends.
+    """
     image_token, video_token = (get_processor_token_id(worker.processor, name) for name in ("image", "video"))
     images = SessionImages(image_token=image_token, video_token=video_token)
     decode = partial(worker.tokenizer.decode, clean_up_tokenization_spaces=False)
@@ -150,10 +196,15 @@ def run_session(
     fields = {name: value for name, value in row.items() if name != "agent_name"}
     trajectory = {"step": 0, "sample_index": 0, "rollout_n": 0, "validate": False}
 
+    def describe_so_far(cause: str) -> str:
+        so_far = TriedSession(recorder.tree, (), SessionFailed(cause))
+        return "\n".join(so_far.describe(decode=worker.tokenizer.decode))
+
     async def run() -> TriedSession:
         session = worker._run_agent_loop(sampling, trajectory, agent_name=loop, trace=False, **fields)
-        # The error comes back as a value: it is what the trial shows.
-        (result,) = cast("list[Any]", await asyncio.gather(session, return_exceptions=True))
+        with deadline(timeout_s, describe=describe_so_far):
+            # The error comes back as a value: it is what the trial shows.
+            (result,) = cast("list[Any]", await asyncio.gather(session, return_exceptions=True))
         error: BaseException | None = None
         outputs: list[AgentLoopOutput] = []
         if isinstance(result, SessionFailed):
@@ -168,9 +219,21 @@ def run_session(
             rows = session_rows(recorder.tree, outputs, limits=limits).outputs
         except ValueError as refused:
             return TriedSession(recorder.tree, (), refused)
-        return TriedSession(recorder.tree, tuple(rows), error)
+        return TriedSession(recorder.tree, tuple(rows), error, _reward_warning(rows, config, row))
 
     return asyncio.run(run())
+
+
+def _reward_warning(rows: Sequence[AgentLoopOutput], config: DictConfig, row: Mapping[str, Any]) -> str | None:
+    """Say who scores a session that gave its last leaf no reward, if anybody does."""
+    if not rows or rows[-1].reward_score is not None:
+        return None
+    if config.reward.num_workers == 0:
+        return "the last leaf has no reward, and with reward.num_workers=0 a training run refuses the session"
+    return (
+        "the last leaf has no reward: a training run asks verl's reward function for it "
+        f"(data_source={row.get('data_source')!r}), and refuses the session with reward.num_workers=0"
+    )
 
 
 def _path_of_row(row: AgentLoopOutput, number: int) -> TextPath:

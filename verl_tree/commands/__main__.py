@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "check": ("verl_tree.check", "every finding about a training command, before it queues for GPUs"),
-    "try-agent": ("rollout_hooks.try_agent", "run one session of an agent, without a training run"),
+    "try-agent": ("verl_tree.commands.try_agent", "run one session of an agent, without a training run"),
     "show": ("verl_tree.commands.show", "make the page of a stored tree"),
     "plot": ("verl_tree.commands.plot", "draw the metrics of training runs"),
     "workspace": ("verl_tree.commands.workspace", "make the dashboards: wandb, TensorBoard, Grafana"),
