@@ -152,6 +152,29 @@ def test_a_passage_ends_where_fewer_leaves_train_it(words: Words) -> None:
     assert node["ends"] == [0, 1]
 
 
+def rewarded(leaf: StoredLeaf, *, position: int, reward: float) -> StoredLeaf:
+    """Return the leaf with a reward on another token than its last."""
+    rewards = leaf.token_rewards.copy()
+    rewards[position - leaf.prompt_len] += reward
+    return replace(leaf, token_rewards=rewards)
+
+
+def test_rewards_of_turns_are_told_from_those_of_leaves(tree: StoredTree, words: Words) -> None:
+    """`tool`, at position 2, ends the turn; the rewards of the leaves lie on `sum` and HOSTILE."""
+    first, second, other = tree.leaves
+    first = rewarded(first, position=2, reward=-0.5)
+
+    def turn_rewards(*leaves: StoredLeaf) -> list[list[tuple[float | None, int]]]:
+        content = page_content(StoredTree(step=10, uid="u-1", leaves=leaves), tokenizer=words)
+        return [[(each["turn_reward"], each["num_rewarded"]) for each in node["passages"]] for node in content["nodes"]]
+
+    ends = [[(None, 0), (None, 0)]] * 2
+    assert turn_rewards(*tree.leaves)[2:] == [[(None, 0)], *ends]
+    assert turn_rewards(first, second, other)[2:] == [[(-0.5, 1)], *ends]
+    second = rewarded(second, position=2, reward=0.75)
+    assert turn_rewards(first, second, other)[2:] == [[(0.125, 2)], *ends]
+
+
 def test_rows_without_records_say_model_where_they_are_trained() -> None:
     leaf = StoredLeaf(0, 0, np.arange(4), 1, np.array([0, 1, 0, 1], dtype=bool), np.full(4, np.nan))
     content = page_content(StoredTree(step=0, uid="u", leaves=(leaf,)), tokenizer=None)
@@ -293,6 +316,15 @@ def test_a_browser_shows_the_tree(tree: StoredTree, words: Words, browse) -> Non
         assert fact in document.text["facts"]
     assert "acc: 0" in document.text["leaves"]
     assert document.text["not-trained"] == "model, not trained"
+
+
+def test_a_browser_shows_the_reward_of_a_turn(tree: StoredTree, words: Words, browse) -> None:
+    first, *others = tree.leaves
+    leaves = (rewarded(first, position=2, reward=0.2), *others)
+    document = browse(tree_page(StoredTree(step=10, uid="u-1", leaves=leaves), words))
+    assert "call 0 (root) · trained · 2 tokens · turn reward 0.2 on 1 of 2 leaves" in document.nodes[2]["text"]
+    assert "leaf 0_0 ends: reward 1.2" in document.nodes[3]["text"]
+    assert "turn reward" not in document.nodes[3]["text"] + document.nodes[4]["text"]
 
 
 def test_a_browser_shows_a_validation_without_training(tree: StoredTree, words: Words, browse) -> None:

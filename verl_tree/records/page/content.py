@@ -183,6 +183,14 @@ def _producers(leaf: StoredLeaf, span: slice) -> np.ndarray:
     return producers[span]
 
 
+def _turn_rewards(leaf: StoredLeaf, span: slice) -> np.ndarray:
+    """Return what each token of a part of a leaf earned, float64; the leaf's last token has the leaf's own reward."""
+    rewards = np.zeros(len(leaf.token_ids))
+    if leaf.token_rewards is not None:
+        rewards[leaf.prompt_len : -1] = leaf.token_rewards[:-1]
+    return rewards[span]
+
+
 def _fork_kind(leaf: StoredLeaf, start: int) -> str:
     """Return why a branch of this leaf begins at `start`.
 
@@ -198,7 +206,8 @@ def _fork_kind(leaf: StoredLeaf, start: int) -> str:
 def _passages(leaves: Sequence[StoredLeaf], span: slice, *, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
     """Cut a node's tokens where the producer or the number of leaves that train them changes, and around images.
 
-    A passage that only an image cuts off from the one before it `continues` that one.
+    A passage that only an image cuts off from the one before it `continues` that one. `turn_reward` is the mean over
+    the `num_rewarded` leaves on which tokens of the passage earned something besides what the leaf earned at its end.
     """
     owner = leaves[0]
     producers = _producers(owner, span)
@@ -207,10 +216,12 @@ def _passages(leaves: Sequence[StoredLeaf], span: slice, *, tokenizer: Tokenizer
     bounds = [0, *(np.flatnonzero(is_cut) + 1).tolist(), len(producers)]
     kinds = {run.call: run.kind for run in owner.calls}
     names = {_PROMPT: "prompt", _ENVIRONMENT: "environment"}
+    rewards = np.stack([_turn_rewards(leaf, span) for leaf in leaves])
     shown = {run.start - span.start: run for run in owner.images if span.start <= run.start < span.stop}
     passages = []
     for start, end in pairwise(bounds):
         producer = int(producers[start])
+        earned = [each for each in rewards[:, start:end].sum(axis=1).tolist() if _finite(each)]
         inside = [(at, run.end - span.start) for at, run in shown.items() if start <= at < end]
         edges = {min(edge, end) for edges in inside for edge in edges}
         for first, last in pairwise(sorted({start, end} | edges)):
@@ -223,6 +234,8 @@ def _passages(leaves: Sequence[StoredLeaf], span: slice, *, tokenizer: Tokenizer
                     "session": owner.session,
                     "kind": kinds.get(producer),
                     "num_training": int(num_training[start]),
+                    "turn_reward": sum(earned) / len(earned) if earned else None,
+                    "num_rewarded": len(earned),
                     "num_tokens": end - start,
                     "continues": first > start,
                     "image": image,

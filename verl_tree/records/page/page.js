@@ -123,6 +123,7 @@ function drawPassage(passage, numLeaves, key) {
   const isUsual = !data.is_training && passage.num_training === numLeaves;
   if (passage.who === "model" && !isUsual) parts.push(passage.num_training === numLeaves ? trained : passage.num_training ? `${trained} on ${passage.num_training} of ${plural(numLeaves, "leaf")}` : `not ${trained}`);
   parts.push(plural(passage.num_tokens, "token"));
+  if (passage.turn_reward !== null) parts.push(`turn reward ${measured(passage.turn_reward)}${passage.num_rewarded === numLeaves ? "" : ` on ${passage.num_rewarded} of ${plural(numLeaves, "leaf")}`}`);
   const text = element("pre");
   if (!passage.continues) made.append(element("div", "who", parts.join(" · ")));
   const thumbnail = passage.image === null ? null : data.images[passage.image];
