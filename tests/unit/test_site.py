@@ -4,6 +4,7 @@
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -14,6 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = Path(sys.prefix) / "docs"
 """Where scripts/setup.sh puts MkDocs, whose packages no other test is to import (requirements/docs.lock)."""
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 LOADED = {"img": "src", "link": "href", "script": "src"}
 """What a browser loads by itself: the attribute with the address, by tag."""
@@ -67,6 +70,19 @@ def test_a_page_loads_nothing_from_elsewhere(site: dict[str, Page]) -> None:
     for address, page in site.items():
         assert any(each.endswith(".css") for each in page.loaded), address
         assert [each for each in page.loaded if "//" in each] == [], address
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+def test_a_page_that_is_opened_as_a_file_can_be_searched(folder: Path, tmp_path: Path) -> None:
+    """The glossary alone says of POR what its letters mean."""
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--virtual-time-budget=20000"]
+    command = [CHROMIUM, *options, f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
+    address = f"file://{folder}/relay.html?q=potential+overlap+ratio"
+    done = subprocess.run([*command, address], capture_output=True, text=True, timeout=120, check=True)
+    page = tmp_path / "page.html"
+    page.write_text(done.stdout, encoding="utf-8")
+    found = {link.partition("?")[0].partition("#")[0] for link in Page(page).links}
+    assert f"file://{folder}/glossary.html" in found
 
 
 def test_a_link_leads_to_a_file_of_the_site(site: dict[str, Page], folder: Path) -> None:
