@@ -8,7 +8,6 @@ above what the final leaf earns, and more calls would mean more reward.
 from typing import Any
 
 from typing_extensions import override
-from verl.experimental.agent_loop.agent_loop import register
 from verl.experimental.agent_loop.tool_parser import FunctionCall
 from verl.tools.schemas import ToolResponse
 
@@ -17,7 +16,6 @@ from rollout_hooks.capture.outputs import TreeAgentLoopOutput
 from rollout_hooks.loops.parallel_tools import ParallelToolsAgentLoop
 
 
-@register("arithmetic_tools")
 class ArithmeticToolsLoop(ParallelToolsAgentLoop):
     """`parallel_tools` with rewards; the dataset row brings the right answer as ``reward_model.ground_truth``."""
 

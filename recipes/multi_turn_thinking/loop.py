@@ -11,12 +11,10 @@ from itertools import takewhile
 from typing import Any
 
 from typing_extensions import override
-from verl.experimental.agent_loop.agent_loop import register
 from verl.experimental.agent_loop.tool_agent_loop import AgentData, ToolAgentLoop
 from verl.utils.tokenizer.continuous_token import MergeResult
 
 
-@register("rendered_tools")
 class RenderedToolsLoop(ToolAgentLoop):
     """verl's `tool_agent` with a history that is rendered anew before every call.
 
