@@ -122,6 +122,7 @@ def test_a_link_to_a_file_without_a_page_is_text(site: dict[str, Page]) -> None:
         ("advantages", "verl_tree.trainer.advantages.leaf_advantages"),
         ("agents", "rollout_hooks.loops.base.BranchingAgentLoop.run_branches"),
         ("agents", "rollout_hooks.loops.base.Branch.fork"),
+        ("agents", "rollout_hooks.loops.tool_turns.ToolTurnsLoop.converse"),
         ("agents", "rollout_hooks.gateway.Gateway"),
     ],
 )

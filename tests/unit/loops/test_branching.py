@@ -448,6 +448,50 @@ def test_observe_messages_uses_verls_template_code_and_stops_at_the_limit():
     assert outputs[0].extra_fields["tool_rewards"] == [0.0, 0.0]
 
 
+def test_a_turn_that_was_cut_stays_open():
+    """docs/agent_loops.md: verl adds what follows a stop token, and no stop token."""
+
+    class Cut(BranchingAgentLoop):
+        async def run_branches(self, root, **row):
+            history = [*row["raw_prompt"], {"role": "assistant", "content": "x"}]
+            await root.generate({"max_tokens": 1})
+            await self.observe_messages(root, [{"role": "user", "content": "more"}], history=history)
+            root.finish(0.0)
+
+    outputs, _ = run_explore(lambda _: "xyz", Cut)
+    assert decode(outputs[0].response_ids) == f"x<|im_start|>user\nmore{END}\n<|im_start|>assistant\n"
+
+
+def test_an_error_in_a_task_group_fails_the_session_unless_its_branch_is_told():
+    class Searching(BranchingAgentLoop):
+        catches = False
+
+        async def run_branches(self, root, **_):
+            async with asyncio.TaskGroup() as tasks:
+                for number, branch in enumerate(root.fork(2)):
+                    tasks.create_task(self.search(branch, number))
+
+        async def search(self, branch, number):
+            await branch.generate()
+            try:
+                if number == 0:
+                    raise TimeoutError("slow")
+            except TimeoutError as error:
+                if not self.catches:
+                    raise
+                branch.fail(f"search: {error}")
+                return
+            await branch.generate()
+            branch.finish(1.0)
+
+    with pytest.raises(SessionFailed, match="TimeoutError: slow") as failed:
+        run_explore(lambda _: "x", Searching)
+    assert failed.value.outputs == []
+    Searching.catches = True
+    (leaf,), _ = run_explore(lambda _: "x", Searching)
+    assert leaf.leaf_reward == 1.0
+
+
 def test_full_determinism_gives_stable_unique_request_ids():
     client = ScriptedClient(lambda _: "x")
     run_loop(Explore, client, SAMPLING, full_determinism=True, row=dataset_row(priority=4, session_id=2))

@@ -1,6 +1,7 @@
 """`parallel_tools` with verl's real tools, parser and templates: who sees what, in which order, and what is a leaf."""
 
-import asyncio
+import re
+from pathlib import Path
 
 import pytest
 from loop_cases import run as run_with
@@ -16,7 +17,6 @@ from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.rows import RowLimits, session_rows
 from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.loops.parallel_tools import ParallelToolsAgentLoop
-from rollout_hooks.loops.tool_turns import ToolTurnsLoop
 
 SAMPLING = {"temperature": 1.0, "logprobs": True}
 LIMITS = RowLimits(512, 512, wants_log_probs=True)
@@ -223,19 +223,16 @@ def test_tool_errors_that_end_a_branch_end_its_conclusion_only():
 
 
 def test_converse_is_all_that_a_plain_agent_needs():
-    """The agent of docs/agent_loops.md: two attempts from the prompt, each rewarded."""
-
-    class BestOfTwo(ToolTurnsLoop):
-        async def run_branches(self, root, **row):
-            async with asyncio.TaskGroup() as tasks:
-                for branch in root.fork(2):
-                    tasks.create_task(self.attempt(branch, row))
-
-        async def attempt(self, branch, row):
-            answer = await self.converse(branch, row["raw_prompt"], tools=self.row_tools(row), row=row)
-            if answer is not None:
-                branch.finish(float(len(answer)))
-
-    outputs, _ = run_with(BestOfTwo, lambda prompt: "six" if "[6]" in prompt else call_text(3))
-    assert [decode(output.response_ids) for output in outputs] == [call_text(3) + END + results(6) + "six" + END] * 2
-    assert [output.leaf_reward for output in outputs] == [3.0, 3.0]
+    """The agent of docs/agent_loops.md, as printed: two attempts from the prompt, of which one is right."""
+    text = (Path(__file__).parents[3] / "docs/agent_loops.md").read_text()
+    (source,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "class TwoAttempts" in block]
+    scope = {}
+    exec(source, scope)
+    answers = iter(["six", "five"])
+    fields = dataset_row(reward_model={"ground_truth": "six"})
+    outputs, _ = run_with(
+        scope["TwoAttempts"], lambda prompt: next(answers) if "[6]" in prompt else call_text(3), row=fields
+    )
+    said = [call_text(3) + END + results(6) + answer + END for answer in ("six", "five")]
+    assert [decode(output.response_ids) for output in outputs] == said
+    assert [output.leaf_reward for output in outputs] == [1.0, 0.0]
