@@ -41,3 +41,12 @@ def test_a_bug_comes_with_what_the_check_says() -> None:
     bug_report, _ = FORMS
     (check,) = [each for each in fields(bug_report) if each["id"] == "check"]
     assert "python -m verl_tree.check" in check["attributes"]["description"]
+
+
+def test_a_fork_runs_what_the_continuous_integration_runs() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["scripts/test.sh"]
+    (version,) = [step["with"]["python-version"] for step in job["steps"] if "setup-python" in step.get("uses", "")]
+    assert version == "3.11", "the lock has the hash of PyTorch's CPU build for it"
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-1].endswith('../scripts/test.sh" "$@"')
