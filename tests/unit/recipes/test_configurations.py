@@ -45,6 +45,16 @@ def test_a_recipe_imports_the_demo_and_no_other_recipe(folder_name: str) -> None
     assert imported - {folder_name} == {"demo"} - {folder_name}
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_loop_is_registered_under_the_name_of_its_entry(recipe: str) -> None:
+    """Else verl's decorator replaces the entry, and its options are lost (docs/agent_loops.md)."""
+    folder = ROOT / "recipes" / recipe
+    named = {entry["name"] for entry in OmegaConf.load(folder / "loops.yaml")}
+    registered = {name for file in folder.glob("*.py") for name in re.findall(r'@register\("(\w+)"', file.read_text())}
+    assert named
+    assert not named & registered
+
+
 @pytest.mark.parametrize(
     ("recipe", "agent", "estimator", "num_sessions", "response_len"),
     [
