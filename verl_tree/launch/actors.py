@@ -1,9 +1,10 @@
-"""What can be learnt of Ray actors from outside: where they run, the ends of their logs, and for whom they wait."""
+"""What can be learnt of Ray actors from outside: where they run, why they died, their logs, and for whom they wait."""
 
 import math
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,20 @@ AGENT_LOOP_WORKER = "agent_loop_worker_"
 ANSWER_S = 5.0
 """An agent loop worker has this long to say which sessions are open."""
 MAX_PLACES = 3
+WANTED = frozenset({"RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED"})
+"""Ray's reasons for a death that somebody asked for (`ActorDiedErrorContext.Reason`, 2.60)."""
+NEVER_STARTED = frozenset(
+    {"creation_task_failure_context", "runtime_env_failed_context", "actor_unschedulable_context"}
+)
+"""Fields of Ray's `ActorDeathCause` (2.60) for actors that never came to life; the others are for those that did."""
+OUT_OF_MEMORY = "oom_context"
+"""The field for a process that Ray killed, because its node had too little memory left."""
+LESS_MEMORY = (
+    "To need less of the node's memory: fewer processes (actor_rollout_ref.rollout.agent.num_workers, "
+    "reward.num_workers, data.dataloader_num_workers), fewer rows at a time (data.train_batch_size, "
+    "actor_rollout_ref.rollout.n), or less on the host (actor_rollout_ref.actor.fsdp_config.param_offload and "
+    "optimizer_offload)"
+)
 
 
 class Actor(Protocol):
@@ -33,6 +48,47 @@ class Actor(Protocol):
     node_id: str | None
     pid: int | None
     death_cause: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """The death of an actor that nobody asked for.
+
+    Attributes:
+        actor: The actor.
+        cause: What died, where, and Ray's words.
+        is_consequence: Whether it died with its owner, whose death tells more.
+    """
+
+    actor: Actor
+    cause: str
+    is_consequence: bool
+
+
+def unwanted_deaths(actors: list[Actor]) -> list[Death]:
+    """Return the deaths that nobody asked for, causes before their consequences."""
+    deaths = []
+    for actor in actors:
+        if actor.state != "DEAD":
+            continue
+        # The cause is a oneof. One that is not known here is unwanted, too: the run would wait for the actor for ever.
+        for field, context in (actor.death_cause or {}).items():
+            if context.get("reason") not in WANTED:
+                is_consequence = context.get("reason") == "OWNER_DIED"
+                deaths.append(Death(actor, _cause_of_death(actor, field, context), is_consequence))
+    deaths.sort(key=lambda each: each.is_consequence)
+    return deaths
+
+
+def _cause_of_death(actor: Actor, field: str, context: dict[str, Any]) -> str:
+    title = f"{actor.class_name} {actor.name or ''}".strip()
+    # An exception of a constructor has a text of its own.
+    message = str(context.get("error_message") or context.get("formatted_exception_string") or context).strip()
+    if field in NEVER_STARTED:
+        return f"the actor {title} could not start: {message}"
+    where = f"pid {actor.pid} on node {context.get('node_ip_address') or node_ip(actor.node_id)}"
+    remedy = f"\n{LESS_MEMORY}" if field == OUT_OF_MEMORY else ""
+    return f"the process of {title} ({where}) died: {message}{remedy}"
 
 
 def cluster_address() -> str:

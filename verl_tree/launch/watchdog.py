@@ -27,12 +27,9 @@ from ray.util.state.exception import RayStateApiException
 from typing_extensions import override
 
 from verl_tree.config import WatchdogConfig
-from verl_tree.launch.actors import Actor, cluster_address, log_tail, node_ip, waiting_workers
+from verl_tree.launch.actors import Actor, cluster_address, log_tail, node_ip, unwanted_deaths, waiting_workers
 
 logger = logging.getLogger(__name__)
-
-DEATHS = ("WORKER_DIED", "NODE_DIED", "OWNER_DIED")
-"""Ray's reasons for a death that nobody asked for (`ActorDiedErrorContext.Reason`, 2.60)."""
 
 ENGINE_TITLE = "VLLM::"
 STATE_LIMIT = 10_000
@@ -118,17 +115,8 @@ class Watchdog:
         return self._hang(actors)
 
     def _dead_actor(self, actors: list[Actor]) -> Failure | None:
-        deaths = [(each, (each.death_cause or {}).get("actor_died_error_context", {})) for each in actors]
-        dead = [(each, death) for each, death in deaths if each.state == "DEAD" and death.get("reason") in DEATHS]
-        if not dead:
-            return None
-        # The death of an owner's actors is a consequence, so these come last.
-        dead.sort(key=lambda pair: pair[1]["reason"] == "OWNER_DIED")
-        actor, death = dead[0]
-        title = f"{actor.class_name} {actor.name}".strip()
-        where = f"pid {actor.pid} on node {death.get('node_ip_address')}"
-        cause = f"the process of {title} ({where}) died: {death.get('error_message')}"
-        return Failure(cause, tuple(each for each, _ in dead))
+        deaths = unwanted_deaths(actors)
+        return Failure(deaths[0].cause, tuple(each.actor for each in deaths)) if deaths else None
 
     def _gone_engine(self, actors: list[Actor]) -> Failure | None:
         here = ray.get_runtime_context().get_node_id()

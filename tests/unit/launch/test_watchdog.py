@@ -1,6 +1,7 @@
 """The watchdog's own decisions; what it sees of a real cluster is in tests/e2e/test_watchdog.py."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,18 +9,25 @@ import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import ray
-from ray.util.state.common import ActorState
+from ray.core.generated.common_pb2 import ActorDeathCause
+from ray.util.state.common import ActorState, protobuf_message_to_dict
 
 from verl_tree.config import WatchdogConfig
 from verl_tree.launch.watchdog import INTERRUPT, Watchdog, _engine_processes, _is_running, watch_run
 
 
-def actor(actor_id: str, *, state: str = "DEAD", reason: str | None = None, pid: int = 1) -> ActorState:
-    context = {"reason": reason, "error_message": f"message of {actor_id}", "node_ip_address": "node"}
+def actor(
+    actor_id: str, *, state: str = "DEAD", reason: str | None = None, pid: int = 1, **death: dict[str, Any]
+) -> ActorState:
+    """Return the state of an actor as Ray lists it; `death` is the content of Ray's message about its death."""
+    if reason is not None:
+        context = {"reason": reason, "error_message": f"message of {actor_id}", "node_ip_address": "node"}
+        death = {"actor_died_error_context": context}
     return ActorState(
         actor_id=actor_id,
         class_name=f"Class{actor_id}",
@@ -31,7 +39,7 @@ def actor(actor_id: str, *, state: str = "DEAD", reason: str | None = None, pid:
         ray_namespace="",
         serialized_runtime_env=None,
         required_resources=None,
-        death_cause=None if reason is None else {"actor_died_error_context": context},
+        death_cause=protobuf_message_to_dict(ActorDeathCause(**death), []) if death else None,
         is_detached=False,
         placement_group_id=None,
         repr_name="",
@@ -59,7 +67,8 @@ def engine(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen]:
 
 
 def test_wanted_deaths_are_no_findings() -> None:
-    actors = [actor("a", reason="RAY_KILL"), actor("b", reason="OUT_OF_SCOPE"), actor("c", state="ALIVE")]
+    wanted = [actor(reason, reason=reason) for reason in ("RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED")]
+    actors = [*wanted, actor("c", state="ALIVE"), actor("d")]
     assert Watchdog(WatchdogConfig())._dead_actor(actors) is None
 
 
@@ -69,6 +78,43 @@ def test_the_cause_comes_before_its_consequences() -> None:
     assert finding is not None
     assert finding.cause.startswith("the process of Classb (pid 77 on node node) died: message of b")
     assert [each.actor_id for each in finding.actors] == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("death", "cause"),
+    [
+        (
+            {"oom_context": {"error_message": "Task was killed due to the node running low on memory."}},
+            r"the process of Classa \(pid 7 on node there\) died: Task was killed due to .* low on memory\.\n"
+            r"To need less .*agent\.num_workers, .*optimizer_offload\)$",
+        ),
+        (
+            {"runtime_env_failed_context": {"error_message": "no such package"}},
+            "the actor Classa could not start: no such package$",
+        ),
+        (
+            {"actor_unschedulable_context": {"error_message": "its bundle is gone"}},
+            "the actor Classa could not start: its bundle is gone$",
+        ),
+        (
+            {"creation_task_failure_context": {"formatted_exception_string": "KeyError: 'mine'\n"}},
+            "the actor Classa could not start: KeyError: 'mine'$",
+        ),
+        (
+            {"actor_died_error_context": {"reason": "UNSPECIFIED", "error_message": "gone", "node_ip_address": "far"}},
+            r"the process of Classa \(pid 7 on node far\) died: gone$",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_every_death_that_nobody_asked_for_is_told(
+    death: dict[str, Any], cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray says one of several things about a death, each in a field of its own."""
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "n", "NodeManagerAddress": "there"}])
+    finding = Watchdog(WatchdogConfig())._dead_actor([actor("a", pid=7, **death)])
+    assert finding is not None
+    assert re.match(cause, finding.cause), finding.cause
 
 
 @pytest.mark.parametrize("engine", [FORKS], indirect=True, ids=["forks"])
