@@ -7,6 +7,7 @@ import inspect
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,7 @@ from verl.utils.skip import rollout_skip
 from verl_tree.launch.composition import compose_config
 from verl_tree.trainer.modes import TREE_TRAINERS, TreePPOTrainerSeparateAsync, TreePPOTrainerSync
 from verl_tree.trainer.padding import shorten
-from verl_tree.trainer.resumable import ResumableTrainer
+from verl_tree.trainer.resumable import DUMP_KEYS, ResumableTrainer
 from verl_tree.trainer.trainer import TreeTrainer
 
 STEP = (
@@ -291,6 +292,16 @@ def test_prompts_are_sampled_by_step_and_the_sort_is_stable() -> None:
     buffer.prompt_global_steps["train"] = {"a": 2, "b": 1, "c": 2, "d": 1}
     uids, _, _ = buffer._select_prompt_uids("train", ["c", "d", "a", "b"], 3)
     assert uids == ["d", "b", "c"]
+
+
+def test_generations_are_written_to_a_file_named_by_the_step(tmp_path: Path) -> None:
+    columns = ["inputs", "outputs", "gts", "scores", "reward_extra_infos_dict", "dump_path"]
+    assert parameters_of(PPOTrainerSync._write_generations) == [*columns, "global_steps"]
+    assert parameters_of(PPOTrainerSync._dump_generations) == ["self", *columns]
+    PPOTrainerSync._write_generations(["in"], ["out"], [None], [0.5], {}, str(tmp_path), 3)
+    assert [each.name for each in tmp_path.iterdir()] == ["3.jsonl"]
+    for key in DUMP_KEYS:
+        assert f'config.trainer.get("{key}", None)' in inspect.getsource(trainer_base.PPOTrainer)
 
 
 def test_the_store_of_rollouts() -> None:

@@ -77,7 +77,7 @@ class LateFiles:
             except OSError as error:
                 _miss(file, str(error))
             except Exception:
-                logger.exception("%s: not written, by a fault of verl_tree; training goes on without it", file.path)
+                logger.exception("%s: not written, by a fault of the program; training goes on without it", file.path)
             with self._changed:
                 self._files.popleft()
                 self._changed.notify_all()

@@ -53,7 +53,7 @@ def test_nobody_waits_twice_for_a_disk_that_hangs(tmp_path: Path, pipe: Path, ca
     pipe.read_text()
 
 
-def test_a_fault_of_ours_ends_neither_training_nor_the_next_file(
+def test_a_fault_of_the_program_ends_neither_training_nor_the_next_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files, written = LateFiles(), []
@@ -62,4 +62,4 @@ def test_a_fault_of_ours_ends_neither_training_nor_the_next_file(
     files.wait()
     assert written == [1.0, 0.5]
     assert "ZeroDivisionError" in caplog.text
-    assert f"{tmp_path}/step_0: not written, by a fault of verl_tree" in caplog.text
+    assert f"{tmp_path}/step_0: not written, by a fault of the program" in caplog.text

@@ -73,6 +73,10 @@ class SmallTrainer(ResumableTrainer, PPOTrainerSync):
         self.at(self.global_steps)
         return KVBatchMeta(partition_id="train", keys=[], tags=[])
 
+    def _log_rollout_data(self, batch: Any, timing_raw: Any, rollout_data_dir: str) -> None:  # noqa: ARG002
+        text, score = [f"text of {self.global_steps}"], [0.5]
+        self._dump_generations(text, text, [None], score, {}, dump_path=rollout_data_dir)
+
     def _compute_metrics(self, batch: Any, metrics: dict[str, float], *_: Any, **__: Any) -> None:  # noqa: ARG002
         metrics["pid"] = id(self)
 
@@ -202,3 +206,20 @@ def test_a_checkpoint_that_does_not_fit_says_where_and_the_one_before_stays(fold
     seen: list[int] = []
     train(folder, at=seen.append)
     assert seen == [3, 4, 5, 6]
+
+
+def test_generations_that_a_full_disk_does_not_take_are_missed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The thread that verl has for it would end training with the error."""
+    dumps = folder / "dumps"
+    dumps.mkdir()
+    # Every write to it fails as on a full disk.
+    (dumps / "2.jsonl").symlink_to("/dev/full")
+    train(folder, f"trainer.rollout_data_dir={dumps}", num_steps=4)
+    assert steps_logged(folder) == [1, 2, 3, 4]
+    written = {step: json.loads((dumps / f"{step}.jsonl").read_text()) for step in (1, 3, 4)}
+    assert [written[step]["output"] for step in (1, 3, 4)] == ["text of 1", "text of 3", "text of 4"]
+    (missed,) = [each for each in caplog.messages if "not written" in each]
+    assert missed == (
+        f"{dumps}/2.jsonl: not written ([Errno 28] No space left on device); training goes on without it. To stop "
+        "this, set trainer.rollout_data_dir to another folder, or to null to store no generations"
+    )
