@@ -44,11 +44,13 @@ def _fits(found: pa.DataType, wanted: pa.DataType) -> bool:
         return pa.types.is_list(found) and _fits(found.value_type, wanted.value_type)
     if not pa.types.is_struct(wanted):
         return found == wanted
-    names = {each.name for each in found} if pa.types.is_struct(found) else set()
-    optional = _OPTIONAL_OF_CALLS if wanted == CALL else set()
-    return {each.name for each in wanted} - optional <= names and all(
-        _fits(found.field(each.name).type, each.type) for each in wanted if each.name in names
-    )
+    names = [each.name for each in found] if pa.types.is_struct(found) else []
+    known = {each.name for each in wanted}
+    required = known - _OPTIONAL_OF_CALLS if wanted == CALL else known
+    # A name that no version wrote is a damaged one of those that may be missing.
+    if not required <= set(names) <= known or len(set(names)) < len(names):
+        return False
+    return all(_fits(found.field(name).type, wanted.field(name).type) for name in names)
 
 
 def _node_problems(table: pa.Table) -> Iterator[str]:

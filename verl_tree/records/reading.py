@@ -25,7 +25,7 @@ def holds_trees(path: str | os.PathLike[str]) -> bool:
     """Return whether a file on this machine is a parquet file of `write_trees`."""
     try:
         return VERSION_KEY in (pq.read_schema(path).metadata or {})
-    except pa.ArrowInvalid:
+    except (pa.ArrowException, UnicodeDecodeError):
         return False
 
 
@@ -40,7 +40,7 @@ def read_trees(path: str | os.PathLike[str], *, uid: str | None = None) -> list[
     """
     try:
         version = (pq.read_schema(path).metadata or {}).get(VERSION_KEY)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no parquet file: give one that tree.dump_dir or write_trees made") from error
     if version is None:
         raise ValueError(f"{path} holds no stored trees: give a file that tree.dump_dir or write_trees made")

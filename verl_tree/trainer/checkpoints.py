@@ -88,23 +88,28 @@ def look_at(folder: Path, *, among_marked: bool) -> Checkpoint:
     """Compare a checkpoint with its marker; without one it has a fault if it is `among_marked` ones."""
     match = _FOLDER.fullmatch(folder.name)
     assert match is not None, folder
-    is_marked = (folder / MARKER).is_file()
-    fault = f"it has no {MARKER}, so it was not finished" if among_marked else None
-    return Checkpoint(folder.absolute(), int(match[1]), is_marked, _damage(folder) if is_marked else fault)
+    step, is_marked = int(match[1]), (folder / MARKER).is_file()
+    unmarked = f"it has no {MARKER}, so it was not finished" if among_marked else None
+    return Checkpoint(folder.absolute(), step, is_marked, _damage(folder, step=step) if is_marked else unmarked)
 
 
-def _damage(folder: Path) -> str | None:
-    """Return what is wrong with the files of a marked checkpoint."""
+def _damage(folder: Path, *, step: int) -> str | None:
+    """Return what is wrong with a marked checkpoint: with its files, or with its marker."""
     try:
-        sizes = dict(json.loads((folder / MARKER).read_text())["files"])
-    except (ValueError, KeyError, TypeError):
+        marker = json.loads((folder / MARKER).read_text())
+        if marker["step"] != step:
+            return f"its {MARKER} is that of step {str(marker['step'])[:40]}"
+        if not marker["files"]:
+            return f"its {MARKER} names no files"
+        for name, num_bytes in marker["files"].items():
+            file = folder / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if (size := file.stat().st_size) != num_bytes:
+                return f"{name} has {size} bytes instead of {num_bytes}"
+    # A damaged marker may have anything: no object, names of no possible file, brackets without end.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"its {MARKER} cannot be read"
-    for name, num_bytes in sizes.items():
-        file = folder / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if (size := file.stat().st_size) != num_bytes:
-            return f"{name} has {size} bytes instead of {num_bytes}"
     return None
 
 

@@ -15,7 +15,8 @@ from fuzzing import fuzzed, outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_tree.records import SCHEMA, CallRun, StoredLeaf, StoredTree, read_trees, write_trees
+from verl_tree.records import SCHEMA, CallRun, StoredLeaf, StoredTree, holds_trees, read_trees, write_trees
+from verl_tree.records.files import CALL
 from verl_tree.records.page import tree_page
 
 
@@ -224,3 +225,49 @@ def test_wrong_bytes_are_found(path: Path) -> None:
             continue
         num_read += 1
     assert num_read <= 3, "what statistics and names of programs say is not looked at"
+
+
+def test_a_damaged_footer_is_refused_with_the_name_of_the_file(path: Path) -> None:
+    """One wrong bit makes names that are no text, and types that Arrow does not have."""
+    good, rng = path.read_bytes(), random.Random(0)
+    footer_len = int.from_bytes(good[-8:-4], "little")
+    refusals: list[ValueError] = []
+    for _ in range(400):
+        damaged = bytearray(good)
+        damaged[-8 - 1 - rng.randrange(footer_len)] ^= 1 << rng.randrange(8)
+        path.write_bytes(bytes(damaged))
+        try:
+            assert holds_trees(path) in (True, False)
+            read_trees(path)
+        except ValueError as error:
+            refusals.append(error)
+        except OSError:
+            continue
+    assert all(str(each).startswith(str(path)) for each in refusals)
+    assert {pa.ArrowNotImplementedError, UnicodeDecodeError} <= {type(each.__cause__) for each in refusals}
+
+
+def with_call_of(kind: pa.DataType, call: pa.StructType) -> pa.DataType:
+    """Return a type with another one for calls somewhere inside it."""
+    if pa.types.is_list(kind):
+        return pa.list_(with_call_of(kind.value_type, call))
+    if not pa.types.is_struct(kind):
+        return kind
+    return call if kind == CALL else pa.struct([(each.name, with_call_of(each.type, call)) for each in kind])
+
+
+def test_a_name_that_no_version_wrote_is_refused(path: Path) -> None:
+    """The versions of a call's weights may be missing, as in old files, but not stand under another name."""
+    names = [each.name for each in CALL]
+    table = pq.read_table(path)
+    index = table.schema.get_field_index("leaves")
+    for kept, is_read in ((names[:-2], True), ([*names[:-1], "minglobal_steps"], False)):
+        call = pa.struct([(name, CALL.field(position).type) for position, name in enumerate(kept)])
+        kind = with_call_of(SCHEMA.field("leaves").type, call)
+        leaves = pa.array(table.column(index).to_pylist(), type=kind)
+        pq.write_table(table.set_column(index, "leaves", leaves), path)
+        if is_read:
+            assert len(read_trees(path)) == 2
+            continue
+        with pytest.raises(ValueError, match=r"the column leaves has the type .*minglobal_steps"):
+            read_trees(path)

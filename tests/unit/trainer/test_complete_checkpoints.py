@@ -66,8 +66,36 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: P
     assert chosen(tmp_path) == (2, (f"{newest} is skipped: {MODEL} has {size // 2} bytes instead of {size}",))
     (newest / MODEL).unlink()
     assert chosen(tmp_path) == (2, (f"{newest} is skipped: {MODEL} is missing",))
-    (newest / MARKER).write_text('{"step": 4, "fil')
-    assert chosen(tmp_path) == (2, (f"{newest} is skipped: its {MARKER} cannot be read",))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"step": 4, "fil', "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ("[4, {}]", "cannot be read"),
+        ('{"files": {"data.pt": 1}}', "cannot be read"),
+        ('{"step": 4}', "cannot be read"),
+        ('{"step": 4, "files": [[1, 2]]}', "cannot be read"),
+        (f'{{"step": 4, "files": {{"{"x" * 5_000}": 1}}}}', "cannot be read"),
+        ('{"step": 4, "files": {}}', "names no files"),
+        (b"\xff\xfe", "cannot be read"),
+    ],
+    ids=range(9),
+)
+def test_a_checkpoint_whose_marker_is_damaged_is_not_complete(tmp_path: Path, text: str | bytes, problem: str) -> None:
+    save(tmp_path, 2)
+    newest = save(tmp_path, 4)
+    (newest / MARKER).write_bytes(text.encode() if isinstance(text, str) else text)
+    assert chosen(tmp_path) == (2, (f"{newest} is skipped: its {MARKER} {problem}",))
+
+
+def test_a_checkpoint_that_was_renamed_is_not_one_of_another_step(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 4).rename(tmp_path / "global_step_6")
+    (tmp_path / TRACKER).write_text("6")
+    skipped = f"{tmp_path}/global_step_6 is skipped: its {MARKER} is that of step 4"
+    assert chosen(tmp_path) == (2, (skipped,))
 
 
 @pytest.mark.parametrize("tracked", [False, True], ids=["before the tracker", "after it"])
