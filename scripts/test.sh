@@ -5,7 +5,7 @@
 #   scripts/test.sh             scripts/test.sh --fast    (without the end-to-end tests)
 #   scripts/test.sh --stack verl-vllm      the tests that depend on versions, with verl's own: vLLM 0.24, torch 2.11
 #   scripts/test.sh --long      what the tests above leave out: more whole runs, more cases of the engines, extras that resolve
-#   scripts/test.sh --faults    processes killed in every phase, full disks, damaged checkpoints, a lost node: an hour
+#   scripts/test.sh --faults    processes killed in every phase, full disks and memory, damaged checkpoints, a lost node: an hour
 #   scripts/test.sh --soak      300 steps with random kills, for two trainers
 #
 # The last two write what they measured to runs/faults_*.xml and runs/soak.xml.
@@ -91,7 +91,7 @@ case $LANE in
       'tests/faults/test_kills.py -k (generation)or(log_probs)or(update)or(without) --junitxml runs/faults_first.xml' \
       'tests/faults/test_kills.py -k (checkpoint)or(sync)or(validation)or(without) --junitxml runs/faults_last.xml' \
       'tests/faults/test_disks.py --junitxml runs/faults_disks.xml' \
-      'tests/faults/test_hangs.py tests/faults/test_nodes.py --junitxml runs/faults_others.xml'
+      'tests/faults/test_hangs.py tests/faults/test_nodes.py tests/faults/test_memory.py --junitxml runs/faults_others.xml'
     ;;
   soak) python -m pytest -v tests/faults/test_soak.py --junitxml runs/soak.xml ;;
   stack)
