@@ -34,10 +34,7 @@ def main() -> None:
 def run(config: "DictConfig", *, console: Console) -> None:
     """Train with a configuration of `verl_tree.launch.composition.compose_config`, which is resolved in place.
 
-    What cannot work ends the process with the reasons. `console` has been entered.
-
-    Raises:
-        RuntimeError: A process died or hung; the message has the cause and the tail of its log.
+    What cannot work ends the process with the reasons, and what fails later with the cause. `console` has been entered.
     """
     console.reached("configuration composed", doing="checking it")
     with refused_in_brief():
@@ -91,7 +88,7 @@ def bound_paths(config: "DictConfig") -> None:
 def train(config: "DictConfig") -> None:
     """Start Ray and run the task runner under the watchdog; the configuration is one of `prepare`.
 
-    If every session of a step failed, the process ends with the causes.
+    If every session of a step failed, or a process fails, dies or hangs, this process ends with the cause.
     """
     from verl.trainer.main_ppo import run_ppo
     from verl.utils.device import auto_set_device

@@ -164,8 +164,9 @@ def flat(folder: Path, termination: tuple[int, str]) -> dict[int, dict[str, Any]
 
 
 def test_a_run_whose_engine_is_killed_names_the_cause_at_once(folder: Path, failure: str) -> None:
-    assert re.search(r"RunFailedError: .*VLLM::", failure)
+    assert re.search(r"The training run has ended: the vLLM process VLLM::", failure)
     assert re.search(r"--- last 40 lines of stderr of vLLM\w+ \(pid \d+ on node \S+\)", failure)
+    assert failure.splitlines()[-1].startswith("The training run has ended: ")
     hint = "To resume: the same command with trainer.resume_mode=auto goes on from"
     assert f"{hint} {folder}/checkpoints/global_step_{SAVE_FREQ}." in failure.splitlines()
 

@@ -32,6 +32,8 @@ def announce(doing: str) -> None:
 class Console:
     """A context in which the process's standard streams are watched; it ends with the path of the log.
 
+    What the process says behind that, because of a SystemExit of the body, is in the log, too.
+
     Everything passes until `is_brief` is set. What comes before `record` is kept for the log. A log that cannot be
     written is missed, and everything passes instead.
     """
@@ -64,6 +66,9 @@ class Console:
         """Give the streams back, close the log and say where it is."""
         self._ended.set()
         self._stack.close()
+        if isinstance(error, SystemExit) and isinstance(error.code, str):
+            for line in error.code.splitlines():
+                self.keep(line)
         with self._lock:
             self.is_brief, self._kept = False, None
             if self._log is not None:

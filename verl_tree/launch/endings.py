@@ -1,4 +1,4 @@
-"""How a training run ends where a traceback would say no more: refused, interrupted, without a trajectory, or well.
+"""How a training run ends where a traceback would say no more: refused, interrupted, with the cause last, or well.
 
 Nothing is imported here that takes time: the entry point needs this module before its first line.
 """
@@ -44,24 +44,32 @@ def refusal_lines(error: Exception) -> list[str]:
 
 @contextmanager
 def ended_with_causes() -> Iterator[None]:
-    """End the process with the causes as its last lines, and no traceback unless one is asked for.
+    """End the process with the cause as its last lines; a traceback or the ends of logs are printed before.
 
     Raises:
-        SystemExit: A step of the body, or a validation, got no trajectory.
+        SystemExit: A step of the body, or a validation, got no trajectory; or a process failed, died or hung.
     """
-    from ray.exceptions import RayTaskError
+    from ray.exceptions import RayError, RayTaskError
 
+    from rollout_hooks.capture.errors import describe_error
+    from verl_tree.launch.watchdog import RunFailedError
     from verl_tree.trainer.no_trajectory import NoTrajectoryError
 
     try:
         yield
-    except NoTrajectoryError as error:
+    except (NoTrajectoryError, RunFailedError, RayError) as error:
         if _wants_traceback():
             raise
-        # Ray's own message is a traceback. That the error is of Ray's class, too, is hidden from type checkers.
-        remote: BaseException = error
-        causes = remote.cause if isinstance(remote, RayTaskError) else error
-        sys.exit(f"The training run has ended: {causes}")
+        if isinstance(error, NoTrajectoryError):
+            # Ray's own message is a traceback. That the error is of Ray's class, too, is hidden from type checkers.
+            remote: BaseException = error
+            cause, details = str(remote.cause if isinstance(remote, RayTaskError) else error), []
+        elif isinstance(error, RunFailedError):
+            cause, details = error.cause, [str(error.__cause__ or ""), error.logs]
+        else:
+            cause, details = describe_error(error), [str(error)]
+        print("\n".join(filter(None, details)), file=sys.stderr, flush=True)
+        sys.exit(f"The training run has ended: {cause}")
 
 
 def _wants_traceback() -> bool:

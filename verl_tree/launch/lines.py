@@ -40,7 +40,8 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PROCESS = re.compile(r"\((?:(?P<name>[^()]+) )?pid=\d+(?:, ip=[^)]+)?\) ?")
 
 _NOISE = re.compile(
-    r"ray init kwargs: |Error executing job with overrides: |Set the environment variable HYDRA_FULL_ERROR"
+    r"--- last \d+ lines of std"
+    r"|ray init kwargs: |Error executing job with overrides: |Set the environment variable HYDRA_FULL_ERROR"
     r"|.*Token authentication is enabled|Using blocking ray\.get inside async actor"
     r"|step:\d+ - |.*\d+%\||.*\[00:00, | *warnings\.warn\(| +self\.use_critic = "
     r"|.*engine is not available: |.*Disabled critic as |.*Platform override from "
@@ -53,7 +54,7 @@ _NOISE = re.compile(
     r"|ERROR:\d{4}-\S+ [\d:,]+:Failed to (?:decode|parse) (?:[\w.-]+ )?tool call: "
     r"|wandb: (?!.*(?:View (?:run|project) |wandb sync|[Ee]rror|ERROR))"
 )
-"""Lines of good runs, from their beginning, without Ray's name of the process.
+"""Lines of good runs, and the ends of logs in a report, from their beginning, without Ray's name of the process.
 
 A model that is not trained yet writes hundreds of tool calls that cannot be read, for verl an error each.
 """
@@ -105,11 +106,13 @@ class Milestone:
     """A line that says how far the start is.
 
     Attributes:
+        process: Ray's name of the process that writes it; others may quote it.
         pattern: The line, without the name of its process; its group, if it has one, is told as well.
         done: What has been done then.
         doing: What begins.
     """
 
+    process: str
     pattern: re.Pattern[str]
     done: str
     doing: str
@@ -117,29 +120,34 @@ class Milestone:
 
 MILESTONES = (
     Milestone(
+        DRIVER,
         re.compile(r"\d{4}-.*\tINFO .*(?:Started a local Ray instance|Connected to Ray cluster)\.(?:.* at (\S+))?"),
         "Ray started",
         "starting the trainer, reading the data",
     ),
-    Milestone(re.compile(rf"{_INFO.pattern}Total training steps: "), "data read", "loading the models"),
+    Milestone(TASK_RUNNER, re.compile(rf"{_INFO.pattern}Total training steps: "), "data read", "loading the models"),
     Milestone(
-        re.compile(rf"{_INFO.pattern}reward loop manager initialized"), "models loaded", "starting the rollout engine"
+        TASK_RUNNER,
+        re.compile(rf"{_INFO.pattern}reward loop manager initialized"),
+        "models loaded",
+        "starting the rollout engine",
     ),
     Milestone(
+        TASK_RUNNER,
         re.compile(rf"{_INFO.pattern}all initialize finished, ready to fit"),
         "rollout engine started",
         "starting the agent loops",
     ),
-    Milestone(re.compile(r"agent loops started$"), "agent loops started", TRAINING),
+    Milestone(TASK_RUNNER, re.compile(r"agent loops started$"), "agent loops started", TRAINING),
 )
 """The start as the lines of Ray, verl's trainer and our task runner tell it."""
 
 
 def find_milestone(line: str) -> tuple[str, str] | None:
     """Return what has been done and what begins, if a line says so."""
-    _, text = split_process(line)
+    process, text = split_process(line)
     for each in MILESTONES:
-        if found := each.pattern.match(text):
+        if process == each.process and (found := each.pattern.match(text)):
             told = next(filter(None, found.groups()), None)
             return each.done + (f", dashboard at {told}" if told else ""), each.doing
     return None

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from textwrap import indent
 from types import FrameType
 from typing import Any, Protocol
 
@@ -60,7 +61,17 @@ class Task(Protocol):
 
 
 class RunFailedError(RuntimeError):
-    """A training run that the watchdog ended, or whose failure it can explain; the message is its report."""
+    """A training run that the watchdog ended, or whose failure it can explain.
+
+    Attributes:
+        cause: What is wrong.
+        logs: The ends of the logs of the actors that it has to do with; the message has them, too.
+    """
+
+    def __init__(self, cause: str, *, logs: str) -> None:
+        super().__init__(f"{cause}\n{logs}")
+        self.cause = cause
+        self.logs = logs
 
 
 def _ask(list_states: Callable[..., Any], **columns: str) -> Any:
@@ -153,16 +164,17 @@ class Watchdog:
         ids = [each.actor_id for each, _ in waiting[:MAX_WORKERS]] + [each.actor_id for each in tasks]
         return Failure(cause, tuple(by_id[each] for each in dict.fromkeys(ids) if each in by_id))
 
-    def report(self, failure: Failure) -> str:
-        """Return the cause of a failure and the tails of the logs of up to `MAX_LOGS` of its actors."""
+    def report(self, failure: Failure) -> RunFailedError:
+        """Return a failure as an error with the tails of the logs of up to `MAX_LOGS` of its actors."""
         num_lines = self.options.log_tail_lines
-        parts = [failure.cause]
+        parts = []
         for actor in failure.actors[:MAX_LOGS]:
             for suffix in ("out", "err"):
                 tail = log_tail(actor, suffix=suffix, num_lines=num_lines)
                 title = f"{actor.class_name} ({_place(actor.pid, actor.node_id)})"
-                parts.append(f"--- last {num_lines} lines of std{suffix} of {title}\n{tail}")
-        return "\n".join(parts)
+                # Indented, no line of it is taken for one that this process prints (`lines`).
+                parts.append(f"--- last {num_lines} lines of std{suffix} of {title}\n{indent(tail, '  ')}")
+        return RunFailedError(failure.cause, logs="\n".join(parts))
 
 
 def _engine_processes(actor: Actor) -> dict[int, EngineProcess]:
@@ -209,7 +221,7 @@ class _Watch(threading.Thread):
     def __init__(self, options: WatchdogConfig) -> None:
         super().__init__(name="verl_tree watchdog", daemon=True)
         self.options = options
-        self.report: str | None = None
+        self.report: RunFailedError | None = None
         self._stopped = threading.Event()
         self._watchdog = Watchdog(options)
 
@@ -277,7 +289,7 @@ def watch_run(options: WatchdogConfig) -> Iterator[None]:
             watch.explain(error)
         if watch.report is None:
             raise
-        raise RunFailedError(watch.report) from (error if isinstance(error, RayError) else None)
+        raise watch.report from (error if isinstance(error, RayError) else None)
     finally:
         watch.stop(timeout_s=patience_s)
         signal.signal(INTERRUPT, previous)

@@ -81,6 +81,22 @@ def test_the_start_is_told_with_seconds(tmp_path: Path) -> None:
     assert 0 <= seconds[0] <= seconds[1] < 60
 
 
+def test_what_ends_the_run_is_last_on_the_terminal_and_in_the_log(tmp_path: Path) -> None:
+    terminal = io.StringIO()
+    path = tmp_path / "run.log"
+
+    def run() -> None:
+        with streams_on(terminal), Console() as console:
+            console.is_brief = True
+            console.record(path)
+            sys.exit("The training run has ended: KeyError\n  and its second line")
+
+    with pytest.raises(SystemExit):
+        run()
+    assert terminal.getvalue().splitlines()[-1] == f"log: {path}", "the interpreter prints the message of an exit"
+    assert path.read_text().splitlines()[-2:] == ["The training run has ended: KeyError", "  and its second line"]
+
+
 def test_a_start_that_takes_long_says_what_it_is_doing_until_it_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

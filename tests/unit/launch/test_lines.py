@@ -99,6 +99,17 @@ def test_an_indented_line_goes_with_the_one_before_it_of_its_process() -> None:
     assert shown(*lines) == [lines[0], lines[2]]
 
 
+def test_the_ends_of_logs_in_a_report_are_for_the_log() -> None:
+    lines = [
+        "--- last 40 lines of stderr of TaskRunnerV1 (pid 7 on node 10.0.0.1)",
+        "  INFO:2026-11-22 13:29:19,938:Total training steps: 10",
+        "  Traceback (most recent call last):",
+        "  ERROR:2026-11-22 13:30:26,062:it is gone",
+        "the driver goes on",
+    ]
+    assert shown(*lines) == lines[-1:]
+
+
 def test_a_traceback_is_whole_and_what_its_process_says_behind_it_is_shown_until_the_next_known_line() -> None:
     lines = [
         "(WorkerDict pid=1) Traceback (most recent call last):",
@@ -140,6 +151,8 @@ def test_the_start_is_told() -> None:
             f"{RUNNER}INFO:2026-11-22 13:29:19,938:all initialize finished, ready to fit",
             f"{RUNNER}agent loops started",
             f"{RUNNER}step 1/10: all initialize finished, ready to fit",
+            "INFO:2026-11-22 13:29:19,938:Total training steps: 10",
+            f"{RUNNER}2026-11-22 13:28:57,403\tINFO worker.py:1821 -- Connected to Ray cluster.",
         )
     ]
     assert told == [
@@ -149,5 +162,7 @@ def test_the_start_is_told() -> None:
         ("models loaded", "starting the rollout engine"),
         ("rollout engine started", "starting the agent loops"),
         ("agent loops started", "training"),
+        None,
+        None,  # another process tells what the task runner wrote
         None,
     ]
