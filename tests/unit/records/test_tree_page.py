@@ -237,6 +237,20 @@ def test_what_a_model_wrote_cannot_become_markup(tree: StoredTree, words: Words)
     assert "unsafe" not in page
 
 
+def test_an_advantage_that_is_zero_but_for_rounding_is_zero(words: Words) -> None:
+    """The mean of a group in float32 is not exact. A small advantage beside small rewards is one."""
+
+    def shown(reward: float, advantage: float) -> tuple[float, float]:
+        parts = [("read", ["why"]), ("root", ["so"])]
+        leaf = leaf_of(words, parts, session=0, leaf=0, reward=reward, advantage=advantage)
+        content = page_content(StoredTree(step=1, uid="u", leaves=(leaf,)), tokenizer=None)
+        return content["leaves"][0]["advantage"], content["nodes"][-1]["advantage"]
+
+    assert shown(0.7, 6.69e-8) == shown(0.7, -6.69e-8) == (0.0, 0.0)
+    assert shown(0.7, 1e-3) == pytest.approx((1e-3, 1e-3))
+    assert shown(1e-7, 6.69e-8) == pytest.approx((6.69e-8, 6.69e-8))
+
+
 def test_values_that_json_lacks_are_missing(words: Words) -> None:
     leaf = leaf_of(words, [("read", ["ask"]), ("root", ["a"])], session=0, leaf=0, reward=np.nan, advantage=np.inf)
     content = page_content(StoredTree(step=0, uid="u", leaves=(leaf,)), tokenizer=words)

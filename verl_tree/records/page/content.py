@@ -19,6 +19,8 @@ from verl_tree.tree import TokenForest
 
 _PROMPT, _ENVIRONMENT, _UNKNOWN_CALL = -3, -2, -1
 """Producers of a token besides the recorded calls 0, 1, ..."""
+_ROUNDING = 4 * float(np.finfo(np.float32).eps)
+"""How far from 0, of the largest measure of a tree, an advantage may be by rounding."""
 
 
 class Tokenizer(Protocol):
@@ -47,6 +49,8 @@ def page_content(tree: StoredTree, *, tokenizer: Tokenizer | None) -> dict[str, 
     for each, content in zip(placed, nodes, strict=True):
         parent = int(forest.node_parent[each.node])
         content["parent"] = position[parent] if parent >= 0 else -1
+    leaves = [_leaf(leaf, node=position[node]) for leaf, node in zip(tree.leaves, ends, strict=True)]
+    _clear_rounding([*nodes, *leaves])
     advantages = [abs(node["advantage"]) for node in nodes if node["advantage"] is not None]
     return {
         "uid": tree.uid,
@@ -59,10 +63,19 @@ def page_content(tree: StoredTree, *, tokenizer: Tokenizer | None) -> dict[str, 
         "reward_range": [min(rewards), max(rewards)] if rewards else None,
         "advantage_range": [-max(advantages), max(advantages)] if advantages else None,
         "overlap": overlap_histogram(forest),
-        "leaves": [_leaf(leaf, node=position[node]) for leaf, node in zip(tree.leaves, ends, strict=True)],
+        "leaves": leaves,
         "images": [_data_url(tree.thumbnails.get(number)) for number in images],
         "nodes": nodes,
     }
+
+
+def _clear_rounding(contents: Sequence[dict[str, Any]]) -> None:
+    """Set advantages to 0 that are so but for rounding: they are differences of rewards, computed in float32."""
+    measures = [each[name] for each in contents for name in ("reward", "advantage") if each[name] is not None]
+    threshold = _ROUNDING * max(map(abs, measures), default=0.0)
+    for each in contents:
+        if each["advantage"] is not None and abs(each["advantage"]) <= threshold:
+            each["advantage"] = 0.0
 
 
 def _count_images(nodes: Sequence[dict[str, Any]]) -> list[int]:
