@@ -17,10 +17,21 @@ def is_of_dead_server(error: BaseException) -> bool:
     return isinstance(error, RayActorError) or type(cause).__name__ == ENGINE_DEAD
 
 
+def errors_inside(group: BaseExceptionGroup) -> list[BaseException]:
+    """Return the errors of an exception group, and of the groups in it, that are no groups."""
+    inside: list[BaseException] = []
+    for inner in group.exceptions:
+        inside += errors_inside(inner) if isinstance(inner, BaseExceptionGroup) else [inner]
+    return inside
+
+
 def describe_error(error: BaseException) -> str:
-    """Return the type and message of an error; for an exception group, those of the errors inside it."""
+    """Return the type and message of an error; for an exception group, those of the errors inside it, each once.
+
+    Which of a group's errors came first is chance, so they are sorted: sessions that failed alike say the same.
+    """
     if isinstance(error, BaseExceptionGroup):
-        return "; ".join(describe_error(inner) for inner in error.exceptions)
+        return "; ".join(sorted({describe_error(inner) for inner in errors_inside(error)}))
     if isinstance(error, SessionFailed):
         return str(error)
     if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):

@@ -15,7 +15,7 @@ from types import FrameType
 
 from ray.exceptions import RayTaskError
 
-from rollout_hooks.capture.errors import describe_error
+from rollout_hooks.capture.errors import describe_error, errors_inside
 from rollout_hooks.capture.outputs import SessionFailed
 
 MAX_LEN = 4000
@@ -45,7 +45,8 @@ def raised_at(error: BaseException) -> str:
     frames = _frames(error)
     mine = [frame for frame in frames if _is_users(frame)]
     if not mine and isinstance(error, BaseExceptionGroup):
-        return raised_at(error.exceptions[0])
+        # Which of them came first is chance.
+        return min(raised_at(each) for each in errors_inside(error))
     mine = mine or frames
     return f"{mine[-1].filename}:{mine[-1].lineno}" if mine else ""
 
@@ -91,7 +92,9 @@ def _lines(error: BaseException, *, num_causes: int) -> list[str]:
 def _others(error: BaseException) -> Iterator[tuple[str, BaseException]]:
     """Yield the errors inside a group, and the one that caused this one or was being handled."""
     if isinstance(error, BaseExceptionGroup):
-        yield from (("in the group:", inner) for inner in error.exceptions[:_MAX_IN_GROUP])
+        # Several that were raised at one place, and say the same, tell no more than one.
+        distinct = {(describe_error(inner), raised_at(inner)): inner for inner in reversed(error.exceptions)}
+        yield from (("in the group:", distinct[key]) for key in sorted(distinct)[:_MAX_IN_GROUP])
     if error.__cause__ is not None:
         yield "caused by", error.__cause__
     elif error.__context__ is not None and not error.__suppress_context__:

@@ -119,16 +119,27 @@ def test_frames_of_libraries_are_left_out_but_for_the_one_that_raised(agents: Mo
     assert raised_at(error) == f"{agents.__file__}:17"
 
 
-def test_errors_of_a_task_group_are_all_told(agents: ModuleType) -> None:
+def test_errors_of_a_task_group_are_told_each_once(agents: ModuleType) -> None:
     error = error_of(agents.several([{}, {"plan": 1}, {}]))
+    assert isinstance(error, ExceptionGroup)
+    assert len(error.exceptions) == 2
     outer = [f'File "{agents.__file__}", line 21, in several', "  async with asyncio.TaskGroup() as tasks:"]
     inner = ["in the group: RuntimeError: cannot plan", *solve_lines(agents.__file__ or "")]
-    assert user_traceback(error).splitlines() == outer + inner * 2
+    assert user_traceback(error).splitlines() == outer + inner
     assert raised_at(error) == f"{agents.__file__}:21"
-    # Where a library has made the group, the first error inside says where.
+    # Where a library has made the group, an error inside says where.
     without = error.with_traceback(None)
-    assert user_traceback(without).splitlines() == inner * 2
+    assert user_traceback(without).splitlines() == inner
     assert raised_at(without) == f"{agents.__file__}:13"
+
+
+def test_which_error_of_a_group_came_first_changes_nothing(agents: ModuleType) -> None:
+    """Sessions of one cause and place are told together."""
+    errors = [error_of(agents.solve({})), error_of(agents.parse("{"))]
+    first, second = (ExceptionGroup("of a library", each) for each in (errors, errors[::-1]))
+    assert describe_error(first) == describe_error(second)
+    assert raised_at(first) == raised_at(second) == f"{agents.__file__}:13"
+    assert user_traceback(first) == user_traceback(second)
 
 
 def test_the_wrapper_of_our_loops_is_taken_off(agents: ModuleType) -> None:
