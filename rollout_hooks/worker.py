@@ -17,6 +17,7 @@ from typing import Any, cast
 import ray
 import torch
 import transfer_queue as tq
+from verl.experimental.agent_loop import agent_loop
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.tokenizer import get_processor_token_id
@@ -29,7 +30,7 @@ from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.report import CaptureReport, FailedSession
 from rollout_hooks.capture.rows import RowLimits, images_of_row, session_rows
-from rollout_hooks.capture.running import OpenSessions, PromptProgress, Session
+from rollout_hooks.capture.running import RUNNING, OpenSessions, PromptProgress, Session, keep_for_the_report
 from rollout_hooks.capture.session_images import SessionImages
 from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.capture.tracebacks import raised_at, user_traceback, waiting_places
@@ -60,6 +61,7 @@ def _told_in_the_report(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger(_AgentLoopWorker.__module__).addFilter(_told_in_the_report)
+agent_loop.logger.addFilter(keep_for_the_report)
 
 
 class TreeAgentLoopWorkerBase(_AgentLoopWorker):
@@ -123,6 +125,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
             agent_name=agent_name,
         )
         self._open[session.uid, session.session_id] = session
+        RUNNING.set(session)
         runner = copy.copy(self)
         runner.llm_client, runner._session = session.client, session
         run = runner._run_session(sampling_params, trajectory, agent_name=agent_name, trace=trace, **kwargs)
@@ -267,6 +270,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
             num_leaves=num_rows,
             num_dropped_leaves=rows.num_dropped if rows is not None else len(tree.leaves()),
             num_truncated_leaves=rows.num_truncated if rows is not None else 0,
+            cut_prompts=tuple(session.cut_prompts),
             dead_servers=(session.client.dead_server,) if session.client.dead_server is not None else (),
         )
         progress = self._prompts[session.uid]

@@ -40,6 +40,7 @@ class CaptureReport:
     num_aborted_calls: int = 0  # calls that the server gave up
     num_dropped_leaves: int = 0
     num_truncated_leaves: int = 0  # rows cut to `rollout.response_length`
+    cut_prompts: tuple[int, ...] = ()  # lengths of prompts whose beginning was cut to `rollout.prompt_length`
     failed_sessions: tuple[FailedSession, ...] = ()
     failed_prompts: tuple[str, ...] = ()  # uids of prompts whose sessions have all failed
     dead_servers: tuple[str, ...] = ()  # of each session that lost leaves with its server: the error of its call

@@ -1,7 +1,10 @@
 """What a worker knows of the prompts and sessions that it runs now."""
 
+import logging
+import re
 import time
 from collections import Counter
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from rollout_hooks.capture.leaf_shapes import WrittenRow
@@ -30,10 +33,26 @@ class Session:
     wants_log_probs: bool
     agent_name: str
     rows: SessionRows | None = None
+    cut_prompts: list[int] = field(default_factory=list)  # lengths of prompts that verl cut to `rollout.prompt_length`
     started_s: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
         return f"{self.uid}_{self.session_id} of loop {self.agent_name}"
+
+
+CUT_PROMPT = re.compile(r"Prompt of (\d+) tokens exceeds rollout\.prompt_length")
+"""How verl's warning begins."""
+RUNNING: ContextVar[Session] = ContextVar("the session that a task runs")
+
+
+def keep_for_the_report(record: logging.LogRecord) -> bool:
+    """Take verl's warning of a prompt that it cuts out of the log, and note it in the session: there is one in each."""
+    session = RUNNING.get(None)
+    cut = CUT_PROMPT.match(record.getMessage())
+    if session is None or cut is None:
+        return True
+    session.cut_prompts.append(int(cut[1]))
+    return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,19 @@ def test_prompt_fails_only_with_its_last_session_and_every_cause_is_kept():
     assert asyncio.run(worker.drain_capture_report("train")) == CaptureReport()
 
 
+@pytest.mark.parametrize("validate", [False, True], ids=["train", "val"])
+def test_prompts_that_verl_cuts_are_counted_and_not_warned_of_one_by_one(validate, caplog):
+    """It is verl's own loop that asks verl's method, once in each session; that nobody gives rewards is no matter."""
+    worker = InProcessWorker(lambda _: "x", num_sessions=3)
+    worker.rollout_config.prompt_length = 4
+    asks = [{"role": "user", "content": "more than four tokens"}]
+    run_sessions(worker, num_sessions=3, raw_prompt=asks, validate=validate)
+    num_tokens = len(worker.tokenizer.apply_chat_template(asks, add_generation_prompt=True, return_dict=False))
+    report = asyncio.run(worker.drain_capture_report("val" if validate else "train"))
+    assert report.cut_prompts == (num_tokens,) * 3
+    assert "left-truncating" not in caplog.text
+
+
 class Raising(BranchingAgentLoop):
     """A loop with a bug; each session gives another value if `varies`."""
 

@@ -89,6 +89,17 @@ def describe_failures(report: CaptureReport) -> str | None:
     return "\n".join(lines)
 
 
+def describe_cut_prompts(report: CaptureReport, *, limit: int) -> str | None:
+    """Return one message about prompts longer than `limit` tokens, which verl cut; None if there were none."""
+    if not report.cut_prompts:
+        return None
+    return (
+        f"{len(report.cut_prompts)} prompts of up to {max(report.cut_prompts)} tokens were longer than "
+        f"rollout.prompt_length={limit} and lost their beginnings; raise data.max_prompt_length, or set "
+        "data.filter_overlong_prompts=true to leave them out"
+    )
+
+
 def describe_step(metrics: Mapping[str, float], *, step: int, num_steps: int) -> str:
     """Return one line for people: is the agent learning, what failed, what do the trees save, how fast is it?
 

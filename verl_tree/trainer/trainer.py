@@ -46,6 +46,7 @@ from verl_tree.trainer.chosen_rows import drop_all_but_longest
 from verl_tree.trainer.log_prob_guard import LogProbGuard
 from verl_tree.trainer.metrics import (
     capture_metrics,
+    describe_cut_prompts,
     describe_failures,
     describe_step,
     describe_validation,
@@ -355,9 +356,10 @@ class TreeTrainer(ResumableTrainer):
     def _report_failures(self, partition: str) -> CaptureReport | None:
         """Log what failed since the last report, and return the report; None if the agent loop manager gives none."""
         report = self._drain_report(partition)
-        failures = None if report is None else describe_failures(report)
-        if failures is not None:
-            logger.warning("step %d (%s): %s", self.global_steps, partition, failures)
+        if report is not None:
+            limit = self.config.actor_rollout_ref.rollout.prompt_length
+            for told in filter(None, (describe_failures(report), describe_cut_prompts(report, limit=limit))):
+                logger.warning("step %d (%s): %s", self.global_steps, partition, told)
         return report
 
     @override

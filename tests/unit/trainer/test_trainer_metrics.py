@@ -10,6 +10,7 @@ pytest.importorskip("verl")
 from rollout_hooks.capture.report import CaptureReport, FailedSession
 from verl_tree.trainer.metrics import (
     capture_metrics,
+    describe_cut_prompts,
     describe_failures,
     describe_step,
     describe_validation,
@@ -159,3 +160,12 @@ def test_a_step_says_what_staleness_threw_away_and_nothing_if_that_was_nothing()
     assert line.endswith(" | dropped as too old: 2 prompts with 30 leaves and 12345 tokens")
     none = {f"tree/async/dropped_{name}": 0.0 for name in dropped}
     assert describe_step(metrics | none, step=1, num_steps=3) == describe_step(metrics, step=1, num_steps=3)
+
+
+def test_cut_prompts_are_one_message() -> None:
+    message = describe_cut_prompts(CaptureReport(cut_prompts=(17, 40, 20)), limit=16)
+    assert message == (
+        "3 prompts of up to 40 tokens were longer than rollout.prompt_length=16 and lost their beginnings; raise "
+        "data.max_prompt_length, or set data.filter_overlong_prompts=true to leave them out"
+    )
+    assert describe_cut_prompts(CaptureReport(num_sessions=9), limit=16) is None
