@@ -7,6 +7,7 @@ prints the configuration, `--help` the options. Modules that take seconds are im
 terminal at once, and a wrong value is refused before verl is imported.
 """
 
+import gc
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,15 +21,19 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Parse the command line and train."""
-    with Console() as console, interrupted_in_brief("nothing was started."):
-        announce("composing the configuration")
-        from verl_tree.launch.composition import CONFIG_NAME, run_command
+    try:
+        with Console() as console, interrupted_in_brief("nothing was started."):
+            announce("composing the configuration")
+            from verl_tree.launch.composition import CONFIG_NAME, run_command
 
-        def task(config: "DictConfig") -> None:
-            run(config, console=console)
+            def task(config: "DictConfig") -> None:
+                run(config, console=console)
 
-        with refused_in_brief():
-            run_command(task, config_name=CONFIG_NAME)
+            with refused_in_brief():
+                run_command(task, config_name=CONFIG_NAME)
+    finally:
+        # Else Python looks through all that was imported before it ends, seconds after the last line.
+        gc.freeze()
 
 
 def run(config: "DictConfig", *, console: Console) -> None:
