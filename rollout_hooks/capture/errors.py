@@ -28,14 +28,21 @@ def errors_inside(group: BaseExceptionGroup) -> list[BaseException]:
 def describe_error(error: BaseException) -> str:
     """Return the type and message of an error; for an exception group, those of the errors inside it, each once.
 
-    Which of a group's errors came first is chance, so they are sorted: sessions that failed alike say the same.
+    Which of a group's errors came first is chance, so they are sorted: sessions that failed alike say the same. An error
+    may hold text of the model. So ends of lines and control characters are escaped, and it can neither command a
+    terminal nor look like a line of the log.
     """
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(sorted({describe_error(inner) for inner in errors_inside(error)}))
     if isinstance(error, SessionFailed):
-        return str(error)
+        return escaped(str(error))
     if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
         # Its message is the traceback in the actor, with pid and address.
         return describe_error(error.cause)
     # What cannot travel, such as an error of a class that only the actor knows, has its traceback as its message.
-    return f"{type(error).__name__}: {error}".strip()[-2000:]
+    return escaped(f"{type(error).__name__}: {error}".strip())[-2000:]
+
+
+def escaped(text: str) -> str:
+    """Return a text with its ends of lines and control characters as Python writes them in a string."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -178,6 +178,13 @@ def test_an_error_of_an_actor_has_its_own_cause_and_frames() -> None:
     assert raised_at(error) == "/home/me/rewards.py:7"
 
 
+def test_an_error_that_quotes_the_model_is_one_line_without_control_characters() -> None:
+    error = ValueError("cannot read \x1b[2J\nstep 1/3: reward 1.00\r\x07 \u202e é\u2028漢")
+    line = r"cannot read \x1b[2J\nstep 1/3: reward 1.00\r\x07 \u202e é\u2028漢"
+    assert describe_error(error) == f"ValueError: {line}"
+    assert describe_error(SessionFailed(str(error))) == line
+
+
 def test_a_traceback_is_bounded(agents: ModuleType) -> None:
     text = user_traceback(error_of(agents.again(3)))
     assert len(text) == MAX_LEN
