@@ -10,6 +10,7 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any, cast
 
+import numpy as np
 import torch
 from pydantic import field_validator
 from typing_extensions import override
@@ -29,6 +30,8 @@ def is_reward(value: Any) -> bool:
     """Return whether a value is a number, or a tensor of one, that a row can have as its reward; NaN is none."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
+    if isinstance(value, np.floating):
+        value = float(value)  # NumPy compares half precision in half precision, where the largest reward is infinite
     return isinstance(value, Real) and -MAX_REWARD <= cast(float, value) <= MAX_REWARD
 
 

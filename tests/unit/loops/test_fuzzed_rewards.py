@@ -93,5 +93,17 @@ def test_a_reward_is_a_real_number_that_float32_holds() -> None:
         -MAX_REWARD,
     ):
         assert is_reward(value)
-    for value in (float("nan"), float("inf"), 1e39, 10**400, "1", None, 1j, [1.0], torch.tensor([1.0, 2.0])):
+    for value in (
+        float("nan"),
+        float("inf"),
+        np.float16("inf"),
+        np.float32("inf"),
+        1e39,
+        10**400,
+        "1",
+        None,
+        1j,
+        [1.0],
+        torch.tensor([1.0, 2.0]),
+    ):
         assert not is_reward(value)
