@@ -11,7 +11,7 @@ so. A call that is left early (closed, cancelled, failed) keeps the tokens that 
 """
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import TYPE_CHECKING, Any
 
 from rollout_hooks.capture.errors import describe_error
@@ -87,8 +87,9 @@ class RecordingAsyncLLM:
             cause = describe_error(error)
             raise
         finally:
-            for call in calls:
-                call.leave(cause)
+            with ExitStack() as leaving:  # each of them, even if the tokens of one cannot be recorded
+                for call in reversed(calls):
+                    leaving.callback(call.leave, cause)
 
 
 class _RecordedSample:

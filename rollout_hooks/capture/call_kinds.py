@@ -7,7 +7,8 @@ its prompt leaves the recorded paths (`|` marks boundaries):
     prompt     P P P   a a   t t g   b b  u u   continuation: goes on from the end of a path
     prompt     P P P   a a   v v g              fork: parts at a boundary
     prompt     P P P   a a   t v g              fork: parts inside t, the text that followed a boundary
-    prompt     P P P   a a   t v g   b b  u u   rewrite: parts inside t, but carries the later output along
+    prompt     P P P   a a   t v b b v g        fork: v quotes an output, which is no turn of the model there
+    prompt     P P P   a a   t v g   b b  u u   rewrite: parts inside t, but carries the later turn along
     prompt     P P P   a x   t t g              rewrite: parts inside generated tokens
     prompt     P P Q   ...                      rewrite: parts inside the root prompt
     prompt     P P P   y     t t g              drift, if y reads like a a
@@ -16,7 +17,7 @@ The kind is that of the prompt as it is sent, after healing (`realign`). So DRIF
 only counted; what is trained follows from the tokens alone (`SessionTree.locate`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from itertools import islice
 
@@ -27,8 +28,10 @@ from rollout_hooks.capture.token_trie import Point, TokenTrie
 
 _OUTPUT_END_LEN = 4
 """Last tokens of an output by which it is recognised in a later prompt."""
-_MAX_OUTPUTS = 64
-"""Most earlier outputs that are looked for in a prompt."""
+_LEAD_LEN = 4
+"""Last tokens of a prompt by which it is recognised that a turn of the model begins."""
+_MAX_OUTPUTS = _MAX_PLACES = 64
+"""Most earlier outputs that are looked for in a prompt, and most places of one that are looked at."""
 
 
 class CallKind(StrEnum):
@@ -43,7 +46,7 @@ class CallKind(StrEnum):
     FORK = "fork"
     """One of three: the prompt ends inside a recorded path, after a boundary; or it begins with the whole prompt of a
     running call; or it leaves the recorded paths at a boundary, where they part themselves, or in environment text
-    after a boundary, and does not repeat the end of an output that is recorded after that place."""
+    after a boundary, and has no turn of the model that ends like an output recorded after that place."""
     REWRITE = "rewrite"
     """Any other prompt: text that an earlier call read or generated was changed."""
 
@@ -68,11 +71,11 @@ def classify(
         return (CallKind.FORK if trie.last_boundary(point) else CallKind.REWRITE), point
     if decode is not None and reads_the_same(trie, point, rest, decode=decode):
         return CallKind.DRIFT, point
-    return (CallKind.FORK if _is_fork(trie, point, rest, num_outputs) else CallKind.REWRITE), point
+    return (CallKind.FORK if _is_fork(trie, point, prompt, num_outputs) else CallKind.REWRITE), point
 
 
-def _is_fork(trie: TokenTrie, point: Point, rest: np.ndarray, num_outputs: Mapping[int, int]) -> bool:
-    if _repeats_output(trie, point, rest, num_outputs):
+def _is_fork(trie: TokenTrie, point: Point, prompt: np.ndarray, num_outputs: Mapping[int, int]) -> bool:
+    if _repeats_turn(trie, point, prompt, num_outputs):
         return False
     node, position = point
     if trie.is_at_boundary(point):
@@ -86,13 +89,14 @@ def _is_fork(trie: TokenTrie, point: Point, rest: np.ndarray, num_outputs: Mappi
     return bool(is_in_environment) and trie.last_boundary(point) > 0
 
 
-def _repeats_output(trie: TokenTrie, point: Point, rest: np.ndarray, num_outputs: Mapping[int, int]) -> bool:
-    """Return whether the prompt, after the shared tokens, holds the end of an output that is recorded there.
+def _repeats_turn(trie: TokenTrie, point: Point, prompt: np.ndarray, num_outputs: Mapping[int, int]) -> bool:
+    """Return whether the prompt, after the shared tokens, has a turn of the model that is recorded there.
 
-    The end is the last four tokens, or a shorter output and the token before it. So an output is also found if the
-    history shortens it (chat templates drop the reasoning of earlier turns). Newest branches are looked for first.
+    It is known by its end: the last four tokens, or a shorter output and the token before it. So a turn is also found
+    if the history shortens it (chat templates drop the reasoning of earlier turns). Newest branches are looked for
+    first.
     """
-    text = rest.tobytes()
+    text = prompt[point.position :].tobytes()
     outputs = (
         (Point(node, end), num_outputs[call])
         for node in trie.nodes_behind(point)
@@ -100,10 +104,30 @@ def _repeats_output(trie: TokenTrie, point: Point, rest: np.ndarray, num_outputs
         if call in num_outputs and end - num_outputs[call] >= point.position
     )
     for end, num_output in islice(outputs, _MAX_OUTPUTS):
-        wanted = trie.tokens_to(end, start=end.position - min(_OUTPUT_END_LEN, num_output + 1)).tobytes()
-        at = text.find(wanted)
-        while at % rest.itemsize and at >= 0:
-            at = text.find(wanted, at + 1)
-        if at >= 0:
-            return True
+        start = end.position - num_output
+        wanted = trie.tokens_to(end, start=end.position - min(_OUTPUT_END_LEN, num_output + 1))
+        lead = _lead(trie.tokens_to(end, start=max(0, start - _LEAD_LEN))[:-num_output], prompt)
+        for found in islice(_places(text, wanted), _MAX_PLACES):
+            num_read = found + len(wanted)
+            is_shortened = start == point.position and num_read <= num_output
+            first = max(point.position, point.position + num_read - num_output) - len(lead)
+            before = prompt[max(0, first) : point.position + num_read - 1]
+            if is_shortened or next(_places(before.tobytes(), lead), None) is not None:
+                return True
     return False
+
+
+def _lead(before: np.ndarray, prompt: np.ndarray) -> np.ndarray:
+    """Return the last tokens (at most 4) before an output that also end the prompt: the model's turn begins there."""
+    num_tokens = min(len(before), _LEAD_LEN, len(prompt))
+    differs = np.flatnonzero(before[len(before) - num_tokens :] != prompt[len(prompt) - num_tokens :])
+    return before[len(before) - num_tokens + (int(differs[-1]) + 1 if differs.size else 0) :]
+
+
+def _places(text: bytes, wanted: np.ndarray) -> Iterator[int]:
+    """Yield where tokens stand in a text of tokens, both int32."""
+    at = text.find(wanted.tobytes())
+    while at >= 0:
+        if at % wanted.itemsize == 0:
+            yield at // wanted.itemsize
+        at = text.find(wanted.tobytes(), at + 1)

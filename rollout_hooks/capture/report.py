@@ -25,7 +25,7 @@ class CaptureReport:
     """Sums over sessions; add them with `+`.
 
     `num_dropped_leaves` counts trajectories that gave no row: they have no trained token within the length limits, a
-    branching loop did not finish them, or they have images or other media.
+    branching loop did not finish them or shows their end as text that was read, or they have images or other media.
     """
 
     num_sessions: int = 0  # sessions that ended, failed ones included

@@ -11,9 +11,9 @@ must be trained under the context in which it was sampled. A cut inside an image
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
@@ -64,7 +64,10 @@ def session_rows(tree: SessionTree, outputs: Sequence[AgentLoopOutput], *, limit
     own = [_own_row(tree if tree.calls else None, output, limits=limits) for output in outputs]
     own_keys = [_row_keys(tree, row) for row in own]
     leaves = tree.leaves()
-    uncovered = [path for path in leaves if not any(_covers(keys, path, limits=limits) for keys in own_keys)]
+    own_trained = [np.array([0] * len(row.prompt_ids) + row.response_mask, dtype=bool) for row in own]
+    own_rows = list(zip(own_keys, own_trained, strict=True))
+    missing = [(path, _missing(path, own_rows, leaves, limits=limits)) for path in leaves]
+    uncovered = [path for path, what in missing if what == "row"]
     names_its_leaves = any(isinstance(output, TreeAgentLoopOutput) for output in outputs)
     has_routing = any(output.routed_experts is not None for output in outputs)
     wanted = [] if names_its_leaves or has_routing else uncovered
@@ -80,7 +83,7 @@ def session_rows(tree: SessionTree, outputs: Sequence[AgentLoopOutput], *, limit
         _check_log_probs(row, limits=limits)
     return SessionRows(
         outputs=rows,
-        num_dropped=len(uncovered) + len(own) - len(rows),
+        num_dropped=len(uncovered) + sum(what == "end" for _, what in missing) + len(own) - len(rows),
         num_truncated=sum(_is_cut(*each, leaves, limits=limits) for each in zip(rows, keys, strict=True)),
     )
 
@@ -104,10 +107,12 @@ def _own_row(tree: SessionTree | None, output: AgentLoopOutput, *, limits: RowLi
     extra_fields = dict(output.extra_fields)
     if tree is not None:
         prompt_len = len(output.prompt_ids)
-        path = tree.locate(_row_keys(tree, output))
-        generated = path.is_generated[prompt_len:].tolist()
-        mask = [int(trained and sampled) for trained, sampled in zip(mask, generated, strict=True)]
-        if log_probs is None or len(log_probs) != len(mask):
+        if log_probs is not None and len(log_probs) != len(mask):
+            log_probs = None
+        given = None if log_probs is None else [None] * prompt_len + list(log_probs)
+        path = _as_trained(tree.locate(_row_keys(tree, output), log_probs=given), prompt_len, mask)
+        mask = path.is_generated[prompt_len:].astype(int).tolist()
+        if log_probs is None:
             log_probs = path.log_probs[prompt_len:].tolist()
         versions = weight_versions(_versions(tree, path))
         extra_fields = {**versions, **extra_fields, CALLS_FIELD: sampled_by(tree, path)}
@@ -121,6 +126,12 @@ def _own_row(tree: SessionTree | None, output: AgentLoopOutput, *, limits: RowLi
         fields_set = {name: value for name, value in output if name in output.model_fields_set}
         output = TreeAgentLoopOutput(**fields_set, leaf_reward=output.reward_score)
     return output.model_copy(update=update)
+
+
+def _as_trained(path: TokenPath, prompt_len: int, mask: Sequence[int]) -> TokenPath:
+    """Return a path whose response counts as read where the loop does not train it."""
+    is_read = np.array([0] * prompt_len + [1 - bit for bit in mask], dtype=bool)
+    return replace(path, source=np.where(is_read, -1, path.source))
 
 
 def _realigned(tree: SessionTree, output: AgentLoopOutput, *, limits: RowLimits) -> AgentLoopOutput:
@@ -172,10 +183,46 @@ def _captured_row(tree: SessionTree, path: TokenPath, *, limits: RowLimits) -> T
 def _covers(keys: np.ndarray, path: TokenPath, *, limits: RowLimits) -> bool:
     """Return whether a recorded leaf is the row of these keys, a part of it, or the row before the loop cut it."""
     within_limits = path.keys[: min(path.prompt_len, limits.prompt_length) + limits.response_length]
+    last = min(len(within_limits), len(keys)) - 1
+    if last < 0 or keys[last] != within_limits[last]:
+        return False
     if len(within_limits) <= len(keys):
         return bool((keys[: len(within_limits)] == within_limits).all())
     is_prefix = bool((path.keys[: len(keys)] == keys).all())
     return is_prefix and path.source[len(keys) - 1] == path.source[-1]
+
+
+def _missing(
+    path: TokenPath,
+    own_rows: Sequence[tuple[np.ndarray, np.ndarray]],
+    leaves: Sequence[TokenPath],
+    *,
+    limits: RowLimits,
+) -> Literal["row", "end"] | None:
+    """Return what a recorded leaf lacks, given the keys of the loop's rows and what these train: a row, or its end.
+
+    A row that shows the leaf is its row, even if the loop trains less of it. But what it shows may be a copy that was
+    read: on a longer leaf, or where a loop went back behind sampled tokens and read the same.
+    """
+    is_shown = is_end_trained = False
+    for keys, trained in own_rows:
+        if not _covers(keys, path, limits=limits):
+            continue
+        num_tokens = min(len(keys), min(path.prompt_len, limits.prompt_length) + limits.response_length)
+        sampled = np.flatnonzero(path.is_generated[:num_tokens])
+        if trained[sampled].all():
+            return None
+        is_shown = True
+        # A row that trains nothing is dropped and counted as such.
+        is_end_trained |= bool(trained[sampled[-1]]) or not trained.any()
+    if not is_shown or any(_goes_on(other, path) for other in leaves):
+        return "row"
+    return None if is_end_trained else "end"
+
+
+def _goes_on(other: TokenPath, path: TokenPath) -> bool:
+    num_tokens = len(path.keys)
+    return len(other.keys) > num_tokens and bool((other.keys[:num_tokens] == path.keys).all())
 
 
 def _is_cut(row: AgentLoopOutput, keys: np.ndarray, leaves: Sequence[TokenPath], *, limits: RowLimits) -> bool:
@@ -185,7 +232,7 @@ def _is_cut(row: AgentLoopOutput, keys: np.ndarray, leaves: Sequence[TokenPath],
 
 
 def _versions(tree: SessionTree, path: TokenPath) -> list[int | None]:
-    calls = [tree.calls[index] for index in path.calls]
+    calls = [tree.call(index) for index in path.calls]
     return [version for call in calls for version in (call.min_global_steps, call.max_global_steps)]
 
 
@@ -202,7 +249,7 @@ def sampled_by(tree: SessionTree, path: TokenPath, *, num_tokens: int | None = N
     source = path.source[:num_tokens]
     bounds = [0, *(np.flatnonzero(np.diff(source)) + 1).tolist(), len(source)]
     stretches = [(int(source[start]), start, end) for start, end in pairwise(bounds) if end > start]
-    sampled = [(tree.calls[call], call, start, end) for call, start, end in stretches if call >= 0]
+    sampled = [(tree.call(call), call, start, end) for call, start, end in stretches if call >= 0]
     return [
         (call, made.kind.value, start, end, made.min_global_steps, made.max_global_steps)
         for made, call, start, end in sampled

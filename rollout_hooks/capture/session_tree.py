@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import islice
 
 import numpy as np
 
@@ -29,10 +30,12 @@ from rollout_hooks.capture.recorded import CallStatus, DriftExample, RecordedCal
 from rollout_hooks.capture.session_images import SessionImages
 from rollout_hooks.capture.text_compare import Decode, fewest_equal
 from rollout_hooks.capture.token_arrays import token_array
-from rollout_hooks.capture.token_trie import TokenTrie
+from rollout_hooks.capture.token_trie import Point, TokenTrie
 
 _NEVER = np.iinfo(np.int64).max
 _EXAMPLE_LEN = 16
+_MAX_LONGER = 64
+"""Most longer paths that are looked at for one that trains what a call sampled; it is nearly always the first."""
 _MAX_COMPARED = 4096
 """Text comparisons that a session remembers: one per place of drift, under 1 KB each."""
 
@@ -74,6 +77,10 @@ class SessionTree:
     def calls(self) -> tuple[RecordedCall, ...]:
         """All calls in the order in which they were sent."""
         return tuple(self._calls)
+
+    def call(self, index: int) -> RecordedCall:
+        """Return one call."""
+        return self._calls[index]
 
     @property
     def num_tokens(self) -> int:
@@ -141,14 +148,15 @@ class SessionTree:
         ended. `min_global_steps` and `max_global_steps` are the first and last version of the weights that were used.
 
         Raises:
-            ValueError: The number of log-probs is not the number of tokens.
+            ValueError: The number of log-probs is not the number of tokens, or one of these is no token or number. The
+                call has failed then.
         """
-        output = token_array(output_ids)
-        if log_probs is not None and len(log_probs) != len(output):
-            raise ValueError(
-                f"{len(log_probs)} log_probs for {len(output)} generated tokens: give one per token, or None"
-            )
         assert self._calls[call].status is CallStatus.RUNNING
+        try:
+            output, values = _checked_output(output_ids, log_probs)
+        except ValueError as error:
+            self.fail(call, str(error))
+            raise
         self._calls[call] = replace(
             self._calls[call],
             num_output=len(output),
@@ -166,7 +174,6 @@ class SessionTree:
         self._num_outputs[call] = len(output)
         self._finished[call] = self._tick()
         self._log_prob_base[call] = len(self._log_probs) - self._calls[call].num_prompt
-        values = np.full(len(output), np.nan) if log_probs is None else np.asarray(log_probs, dtype=np.float64)
         self._log_probs.frombytes(values.tobytes())
 
     def fail(self, call: int, cause: str) -> None:
@@ -176,25 +183,29 @@ class SessionTree:
         self._trie.remove(call)
 
     def leaves(self) -> list[TokenPath]:
-        """Return the maximal paths: those of completed calls that no other path extends.
+        """Return the paths of completed calls, without those that go on: a longer path trains all that they train.
 
         They are sorted by their `calls`: where two leaves part, the one whose next call was sent first comes first.
         Equal paths of different calls are different samples, so all of them are leaves.
         """
         finished = np.asarray(self._finished, dtype=np.int64)
-        leaves = [self._path_of(call, finished) for call in self._num_outputs if self._is_leaf(call)]
+        leaves = [self._path_of(call, finished) for call in self._num_outputs if self._is_leaf(call, finished)]
         return sorted(leaves, key=lambda path: path.calls)
 
-    def locate(self, token_ids: Sequence[int] | np.ndarray) -> TokenPath:
+    def locate(
+        self, token_ids: Sequence[int] | np.ndarray, *, log_probs: Sequence[float | None] | None = None
+    ) -> TokenPath:
         """Return a token sequence from the root as a path, which says what finished calls generated.
 
-        Tokens after the longest recorded prefix count as read. If several calls sampled the same token at the same
-        place, the one that finished first counts.
+        Tokens after the longest recorded prefix count as read. `log_probs` has the value of each token, None where it
+        is not known, as of those that were read. Of calls that sampled the same tokens, one that gave these counts.
         """
         tokens = token_array(token_ids)
         point = self._trie.walk(tokens)
         source = np.full(len(tokens), -1, dtype=np.int32)
         source[: point.position] = self._trie.source_to(point)
+        known = None if log_probs is None else np.asarray(log_probs, dtype=np.float64)
+        self._name(source[: point.position], point, before=_NEVER, log_probs=known)
         return self._path(tokens, source)
 
     def count_kinds(self) -> Counter[CallKind]:
@@ -205,13 +216,26 @@ class SessionTree:
         self._num_events += 1
         return self._num_events
 
-    def _is_leaf(self, call: int) -> bool:
+    def _is_leaf(self, call: int, finished: np.ndarray) -> bool:
         point = self._trie.end_of(call)
-        return not any(
-            other in self._num_outputs and end > point.position
+        longer = (
+            other
             for node in self._trie.nodes_behind(point)
             for end, other in reversed(node.ends)
+            if other in self._num_outputs and end > point.position
         )
+        return not any(self._trains_all(other, call, point, finished) for other in islice(longer, _MAX_LONGER))
+
+    def _trains_all(self, other: int, call: int, point: Point, finished: np.ndarray) -> bool:
+        """Return whether a longer path trains all that a call's path, which ends at `point`, trains."""
+        if self._begun[other] > self._finished[call]:
+            return True
+        # What is trained in the text that the other call read, it must have met as text of calls that had finished.
+        source = self._trie.source_to(point)[: self._calls[other].num_prompt]
+        ends = np.where(source < 0, _NEVER, finished[source])
+        is_trained = ends < self._begun[call]
+        is_trained[self._calls[call].num_prompt :] = True
+        return bool((ends[is_trained] < self._begun[other]).all())
 
     def _path_of(self, call: int, finished: np.ndarray) -> TokenPath:
         point, num_prompt = self._trie.end_of(call), self._calls[call].num_prompt
@@ -219,8 +243,34 @@ class SessionTree:
         read = source[:num_prompt]
         # A token whose call finished only after this one began is text that this call read.
         read[(read >= 0) & (finished[read] > self._begun[call])] = -1
+        self._name(read, point, before=self._begun[call])
         source[num_prompt:] = call
         return self._path(self._trie.tokens_to(point), source)
+
+    def _name(self, source: np.ndarray, point: Point, *, before: int, log_probs: np.ndarray | None = None) -> None:
+        """Choose among calls that sampled the same tokens, in `source` (N,), the first tokens up to a point.
+
+        The call counts whose output goes on farthest; of several the longest, then the one that was sent first. So who
+        finished first does not matter. Calls that finished after the event `before` do not count.
+        """
+        ends = self._trie.repeats_to(point)
+        if not ends:
+            return
+        calls, first = np.unique(source[::-1], return_index=True)
+        for call, end in zip(calls.tolist(), (len(source) - first).tolist(), strict=True):
+            ends[call] = max(end, ends.get(call, 0))
+
+        def rank(call: int) -> tuple[bool, int, int, int]:
+            start, end = self._calls[call].num_prompt, min(ends[call], len(source))
+            is_given = False
+            if log_probs is not None and start < end:
+                base = self._log_prob_base[call]
+                given = np.frombuffer(self._log_probs)[base + start : base + end]
+                is_given = bool((given == log_probs[start:end]).all())
+            return is_given, end, -start, -call
+
+        for call in sorted((call for call in ends if call >= 0 and self._finished[call] < before), key=rank):
+            source[self._calls[call].num_prompt : ends[call]] = call
 
     def _path(self, tokens: np.ndarray, source: np.ndarray) -> TokenPath:
         log_probs = np.zeros(len(tokens))
@@ -236,6 +286,20 @@ class SessionTree:
         recorded_ids = tuple(recorded[start : start + _EXAMPLE_LEN].tolist())
         given_ids = tuple(given[start : start + _EXAMPLE_LEN].tolist())
         self.drift_example = DriftExample(self._decode([*before, *recorded_ids]), recorded_ids, given_ids, is_healed)
+
+
+def _checked_output(output_ids: Sequence[int], log_probs: Sequence[float] | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return generated tokens (N,) int32 and their log-probs (N,) float64, NaN if there are none."""
+    try:
+        output = token_array(output_ids)
+        values = np.full(len(output), np.nan) if log_probs is None else np.array(log_probs, dtype=np.float64)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise ValueError(f"generated tokens or log-probs that are no numbers, or too large: {error}") from error
+    if output.ndim != 1 or (output < 0).any():
+        raise ValueError(f"generated tokens {output.tolist()[:8]}: a token is a number of at least 0")
+    if len(values) != len(output):
+        raise ValueError(f"{len(values)} log_probs for {len(output)} generated tokens: give one per token, or None")
+    return output, values
 
 
 def _healer(decode: Decode, max_tokens: int) -> partial[Realignment]:

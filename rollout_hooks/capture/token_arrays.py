@@ -10,14 +10,16 @@ _GROWTH = 1.25
 
 
 def token_array(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return token ids as (N,) int32, possibly read-only."""
+    """Return token ids as (N,) int32, read-only, so that what is recorded stays as it is."""
     if isinstance(token_ids, list):
         # `struct` takes half the time of numpy for 3,000 ids, and this is most of what recording a call costs.
         try:
             return np.frombuffer(struct.pack(f"{len(token_ids)}i", *token_ids), dtype=np.int32)
         except struct.error:
             pass  # not a flat list of 32-bit ints: numpy takes it or raises
-    return np.asarray(token_ids, dtype=np.int32)
+    tokens = np.array(token_ids, dtype=np.int32)
+    tokens.setflags(write=False)
+    return tokens
 
 
 def common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:

@@ -5,10 +5,10 @@
     call 2   P P P   a a   u | c |       split:       root ── P P P a a ──┬── t b b
                                                                           └── u c
 
-A node holds a stretch of tokens in two arrays: ids, and *source*, the call that generated the token (-1 if none did). A
-node without children grows in place, so a session that never forks stays one node. Comparing a prompt of N tokens with
-everything recorded takes a few numpy calls on N tokens, and one Python step for each fork on its way that the previous
-prompt did not pass.
+A node holds a stretch of tokens in two arrays: ids, and *source*, the first call that generated the token (-1 if none
+did). Other calls that generated the same tokens are its *repeats*. A node without children grows in place, so a session
+that never forks stays one node. Comparing a prompt of N tokens with everything recorded takes a few numpy calls on N
+tokens, and one Python step for each fork on its way that the previous prompt did not pass.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -35,6 +35,8 @@ class Node:
     boundaries: list[int] = field(default_factory=list)
     # Ascending (position, call) of the calls whose path ends in the node.
     ends: list[tuple[int, int]] = field(default_factory=list)
+    # (call, position): the call generated the node's tokens up to that position, too, from the end of its prompt on.
+    repeats: list[tuple[int, int]] = field(default_factory=list)
     head: str | None = None  # text of the first token in its context, cached by `text_compare`
 
     @property
@@ -61,6 +63,8 @@ class TokenTrie:
         empty = np.zeros(0, dtype=np.int32)
         self._root = Node(0, empty, empty, 0)
         self._end_of: dict[int, Point] = {}
+        self.changes: list[int] = []
+        """For each change: a position before which it left all as it was."""
         # The last `walk`: its tokens, how many of them were recorded, and the nodes on their way with their starts.
         self._walked, self._walked_len = empty, 0
         self._trail, self._starts = [self._root], [0]
@@ -104,6 +108,7 @@ class TokenTrie:
 
     def begin(self, call: int, point: Point, rest: np.ndarray) -> None:
         """Record what a call reads: the tokens up to a point, then `rest`, whose first token is not recorded there."""
+        self.changes.append(point.position)
         if rest.size:
             point = self._extend(point, rest, source=-1)
         self._end_at(call, point)
@@ -114,6 +119,7 @@ class TokenTrie:
         A token that another call has already generated there keeps that call as its source.
         """
         node, position = self._end_of[call]
+        self.changes.append(position)
         del node.ends[bisect_left(node.ends, (position, call))]
         point, num_known = self.advance(Point(node, position), output)
         self._mark(point, num_known, source=call)
@@ -123,6 +129,7 @@ class TokenTrie:
     def remove(self, call: int) -> None:
         """Forget the path of a call that generated nothing; what other calls share stays."""
         self._walked, self._walked_len, self._trail, self._starts = self._walked[:0], 0, [self._root], [0]
+        self.changes.append(-1)
         node, position = self._end_of.pop(call)
         del node.ends[bisect_left(node.ends, (position, call))]
         del node.boundaries[bisect_left(node.boundaries, position)]
@@ -141,6 +148,16 @@ class TokenTrie:
     def source_to(self, point: Point, *, start: int = 0) -> np.ndarray:
         """Return a copy of the sources from position `start` to a point."""
         return self._collect(point, start=start, name="source")
+
+    def repeats_to(self, point: Point) -> dict[int, int]:
+        """Return the calls that generated tokens before a point again, each with where it stopped doing so."""
+        found: dict[int, int] = {}
+        node: Node | None = point.node
+        while node is not None:
+            for call, position in node.repeats:
+                found[call] = max(found.get(call, 0), min(position, point.position))
+            node = node.parent
+        return found
 
     def last_boundary(self, point: Point) -> int:
         """Return the last boundary at or before a point, or 0 if there is none."""
@@ -204,11 +221,13 @@ class TokenTrie:
         self._end_of[call] = point
 
     def _mark(self, point: Point, num_tokens: int, *, source: int) -> None:
-        """Set `source` on those of the `num_tokens` tokens before a point that have none yet."""
+        """Set `source` on those of the `num_tokens` tokens before a point that have none yet; others are repeated."""
         node, position = point
         start = position - num_tokens
         while node.parent is not None and position > start:
             values = node.source[max(start - node.start, 0) : position - node.start]
+            if (values >= 0).any():
+                node.repeats.append((source, position))
             values[values < 0] = source
             node, position = node.parent, node.start
 
@@ -241,5 +260,7 @@ class TokenTrie:
         node.ends, below.ends = node.ends[:first], node.ends[first:]
         for end, call in below.ends:
             self._end_of[call] = Point(below, end)
+        below.repeats = [(call, end) for call, end in node.repeats if end > position]
+        node.repeats = [(call, min(end, position)) for call, end in node.repeats]
         node.tokens, node.source = node.tokens[:size].copy(), node.source[:size].copy()
         node.size, node.children = size, {int(below.tokens[0]): below}

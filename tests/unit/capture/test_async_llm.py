@@ -165,6 +165,24 @@ def test_failures_are_recorded_with_their_cause_and_raised():
         assert "RuntimeError: engine is dead" in (call.cause, call.stop_reason)
 
 
+@pytest.mark.parametrize("is_left", [False, True])
+def test_every_sample_ends_if_the_tokens_of_one_cannot_be_recorded(is_left):
+    engine = ScriptedEngine([7, 8], [-1, 9, 9], [6, 6, 6])
+    llm = RecordingAsyncLLM(engine)
+
+    async def ask():
+        async with aclosing(llm.generate([1], SamplingParams(n=3), "r")) as outputs:
+            async for output in outputs:
+                if is_left and output.outputs[0].index == 2:
+                    break
+
+    with pytest.raises(ValueError, match="at least 0"):
+        asyncio.run(ask())
+    statuses = [call.status for call in llm.tree.calls]
+    assert statuses == [CallStatus.COMPLETED, CallStatus.FAILED, CallStatus.ABORTED]
+    assert [leaf.token_ids.tolist() for leaf in llm.tree.leaves()] == [[1, 7, 8], [1, 6, 6]] if is_left else True
+
+
 def test_an_engines_abort_is_an_aborted_call():
     llm = RecordingAsyncLLM(ScriptedEngine([7, 8], finish_reason="abort"))
     asyncio.run(collect(llm, [1], SamplingParams()))

@@ -194,6 +194,46 @@ def test_leaves_without_a_trained_token_are_dropped_and_counted():
     assert (rows.outputs, rows.num_dropped) == ([], 1)
 
 
+def test_a_row_that_reads_what_was_sampled_there_does_not_stand_for_the_sample():
+    """The loop cuts the last token off and reads the same token as text."""
+    tree = SessionTree()
+    tree.complete(tree.begin([1, 2]), [5, 6], log_probs=[-0.5, -0.6])
+    fields = {"prompt_ids": [1, 2], "response_ids": [5, 6, 3], "response_mask": [1, 0, 0], "metrics": {}}
+    rows = session_rows(tree, [TreeAgentLoopOutput(**fields)], limits=LIMITS)
+    assert [row.response_mask for row in rows.outputs] == [[1, 0, 0]]
+    assert [stretch[:4] for stretch in rows.outputs[0].extra_fields["recorded_calls"]] == [(0, "root", 2, 3)]
+    assert rows.num_dropped == 1
+
+
+def test_a_sample_that_the_loops_own_row_shows_as_text_is_a_row():
+    """Its own row goes on from a history that shows the answer without the thinking, which is sampled afterwards."""
+    tree = SessionTree()
+    tree.complete(tree.begin([1, 2, 5, 6, 3]), [4], log_probs=[-0.4])
+    tree.complete(tree.begin([1, 2]), [5, 6], log_probs=[-0.5, -0.6])
+    own = AgentLoopOutput(
+        prompt_ids=[1, 2], response_ids=[5, 6, 3, 4], response_mask=[0, 0, 0, 1], metrics=AgentLoopMetrics()
+    )
+    rows = session_rows(tree, [own], limits=LIMITS)
+    assert [(row.response_ids, row.response_mask) for row in rows.outputs] == [
+        ([5, 6], [1, 1]),
+        ([5, 6, 3, 4], [0, 0, 0, 1]),
+    ]
+    assert rows.num_dropped == 0
+
+
+def test_the_calls_of_a_row_are_looked_up_once_each(monkeypatch):
+    """A session of many turns, each sampled twice, must not copy the list of its calls for each call of each leaf."""
+    tree, prompt = SessionTree(), [1, 2]
+    for _ in range(30):
+        for token in (3, 7):
+            tree.complete(tree.begin(prompt), [token, 4], log_probs=[-1.0, -1.0])
+        prompt = [*prompt, 3, 4, 9]
+    copies, calls = [], tree.calls
+    monkeypatch.setattr(SessionTree, "calls", property(lambda _: copies.append(1) or calls))
+    assert len(session_rows(tree, [], limits=LIMITS).outputs) == 31
+    assert len(copies) <= 1
+
+
 class TwoOutputs(LoopBase):
     """A multi-output loop of verl's kind, with a reward of its own for each output."""
 

@@ -231,6 +231,87 @@ def test_text_that_the_loop_put_there_is_not_trained_even_if_another_call_genera
     assert (trained_tokens(forced), trained_tokens(free)) == ([B], [A, C])
 
 
+def test_a_sample_that_another_prompt_shows_as_text_is_a_leaf():
+    """The agent drops the thinking from its history; then the model answers the first turn without thinking."""
+    tree = SessionTree()
+    add(tree, PROMPT, [7, 7, A, B])
+    add(tree, [*PROMPT, A, B, 20], [C])
+    add(tree, PROMPT, [A, B], [-3.0, -4.0])
+    assert leaf_tokens(tree) == [[*PROMPT, 7, 7, A, B], [*PROMPT, A, B, 20, C], [*PROMPT, A, B]]
+    assert [trained_tokens(path) for path in tree.leaves()] == [[7, 7, A, B], [C], [A, B]]
+    # Once a call goes on from it, it is no leaf.
+    add(tree, [*PROMPT, A, B, 21], [X])
+    assert [path.calls for path in tree.leaves()] == [(0,), (1,), (2, 3)]
+
+
+def test_a_sample_is_a_leaf_if_the_call_that_covers_it_is_covered_by_one_that_read_it():
+    """Call 1 goes on from call 0; call 2, sent before these, samples what call 1 does and more behind a copy."""
+    tree = SessionTree()
+    early = tree.begin([*PROMPT, A, 20])
+    add(tree, PROMPT, [A])
+    add(tree, [*PROMPT, A, 20], [B])
+    tree.complete(early, [B, C])
+    assert [(path.calls, trained_tokens(path)) for path in tree.leaves()] == [((0,), [B, C]), ((1, 2), [A, B])]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_who_finished_first_decides_nothing(order):
+    """Two of three concurrent calls sample the same first token; a call goes on from the last of them."""
+    tree, outputs = SessionTree(), [[5, 6], [7], [5, 8]]
+    for prompt in (PROMPT, [*PROMPT, 9], PROMPT):
+        tree.begin(prompt)
+    for call in order:
+        tree.complete(call, outputs[call], log_probs=[-1.0 - call] * len(outputs[call]))
+    add(tree, [*PROMPT, 5, 8, 3], [4], [-9.0])
+    assert [path.calls for path in tree.leaves()] == [(0,), (1,), (2, 3)]
+    assert tree.leaves()[-1].log_probs.tolist() == [0, 0, 0, -3.0, -3.0, 0, -9.0]
+    # Of equal samples, that with the log-probs that the path has.
+    assert tree.locate([*PROMPT, 5]).calls == (0,)
+    assert tree.locate([*PROMPT, 5], log_probs=[None, None, None, -3.0]).calls == (2,)
+
+
+def test_the_callers_array_may_change_afterwards():
+    tree, prompt = SessionTree(decode=decode), np.array(PROMPT, dtype=np.int32)
+    healed = tree.realign(prompt)
+    prompt[0] = X
+    add(tree, healed, [A])
+    assert leaf_tokens(tree) == [[*PROMPT, A]]
+
+
+G, U = [40, 41], [42]
+"""Tokens before a turn of the model, and before one of the environment."""
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ([*U, B, B, C, C, 30, B, C, 31], CallKind.FORK),  # what the branches found, quoted
+        ([*U, 9, 30, *G, B, B, C, C, 30, *U, 31], CallKind.REWRITE),  # a changed question with the turn after it
+        ([*U, 9, 30, *G, B, C, C, 30, *U, 31], CallKind.REWRITE),  # the same, its reasoning dropped
+        ([*U, B, C, 30, *G, B, B, C, C, 30, *U, 31], CallKind.REWRITE),  # quoted and carried along
+    ],
+)
+def test_a_main_line_that_quotes_its_branches_has_changed_nothing(text, kind):
+    tree, plan = SessionTree(), [*PROMPT, *G]
+    add(tree, plan, [A, A, A, A, A, 30])
+    for question, output in (([9, 8], [B, B, C, C, 30]), ([9, 9], [B, C, 31])):
+        add(tree, [*plan, A, A, A, A, A, 30, *U, *question, *G], output)
+    assert add(tree, [*plan, A, A, A, A, A, 30, *text, *G], [X]).kind is kind
+
+
+@pytest.mark.parametrize(
+    ("output", "log_probs"), [([A, -1], None), ([A, 2**31], None), ([A, B], [-1.0]), ([A], [None, "x"]), ([[A]], None)]
+)
+def test_a_call_whose_tokens_cannot_be_recorded_has_failed(output, log_probs):
+    tree = SessionTree()
+    call = tree.begin(PROMPT)
+    with pytest.raises(ValueError, match="token"):
+        tree.complete(call, output, log_probs=log_probs)
+    assert tree.calls[call].status is CallStatus.FAILED
+    assert "token" in (tree.calls[call].cause or "")
+    assert not tree.leaves()
+
+
 def test_wrong_input_is_refused_with_the_remedy():
     tree = SessionTree()
     with pytest.raises(ValueError, match="at least one token"):
@@ -243,7 +324,8 @@ class NaiveTrie:
     """The same bookkeeping with one dict entry per token prefix."""
 
     def __init__(self):
-        self.generated_by = {}  # prefix of tokens -> the first call that generated its last token
+        self.generated_by = {}  # prefix of tokens -> the calls that generated its last token
+        self.num_prompts = {}  # call -> tokens of its prompt
         self.running = {}  # call -> tokens and sources of its prompt
         self.paths = {}  # completed call -> tokens, and per token the call that generated it or -1
 
@@ -252,22 +334,30 @@ class NaiveTrie:
         return {tokens[: i + 1] for tokens in recorded for i in range(len(tokens))}
 
     def begin(self, call, prompt):
+        self.num_prompts[call] = len(prompt)
         self.running[call] = tuple(prompt), self.locate(prompt)
 
     def complete(self, call, output):
         prompt, source = self.running.pop(call)
         tokens = (*prompt, *output)
         for i in range(len(prompt), len(tokens)):
-            self.generated_by.setdefault(tokens[: i + 1], call)
+            self.generated_by.setdefault(tokens[: i + 1], set()).add(call)
         if output:
             self.paths[call] = tokens, source + [call] * len(output)
 
     def locate(self, tokens):
-        return [self.generated_by.get(tuple(tokens[: i + 1]), -1) for i in range(len(tokens))]
+        """Of the calls that generated a token, name the one that goes on farthest; then the longest; then the first."""
+        calls = [self.generated_by.get(tuple(tokens[: i + 1]), ()) for i in range(len(tokens))]
+        ends = {call: i + 1 for i, those in enumerate(calls) for call in those}
+        return [max(those, key=lambda c: (ends[c], -self.num_prompts[c], -c), default=-1) for those in calls]
 
     def leaves(self):
+        def goes_on(path, other):
+            trains = all(new >= 0 for new, old in zip(other[1], path[1], strict=False) if old >= 0)
+            return len(other[0]) > len(path[0]) and other[0][: len(path[0])] == path[0] and trains
+
         paths = self.paths.values()
-        return [(t, s) for t, s in paths if not any(len(u) > len(t) and u[: len(t)] == t for u, _ in paths)]
+        return [path for path in paths if not any(goes_on(path, other) for other in paths)]
 
 
 def test_memory_grows_with_the_tokens_of_the_tree_and_not_with_the_tokens_of_the_calls():

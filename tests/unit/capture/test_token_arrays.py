@@ -19,6 +19,15 @@ def test_what_is_no_flat_list_of_ids_keeps_its_shape_or_is_refused():
         token_array([2**31])
 
 
+def test_an_array_is_copied():
+    given = np.array([1, 2], dtype=np.int32)
+    tokens = token_array(given)
+    given[0] = 9
+    assert tokens.tolist() == [1, 2]
+    with pytest.raises(ValueError, match="read-only"):
+        tokens[0] = 9
+
+
 def test_common_prefix_and_growth():
     a, b = token_array([1, 2, 3]), token_array([1, 2, 4, 5])
     assert [common_prefix_len(a, b), common_prefix_len(a, a), common_prefix_len(a, a[:0])] == [2, 3, 0]

@@ -654,6 +654,69 @@ def test_weight_versions_are_those_of_the_tokens_that_are_left():
     assert (fields["min_global_steps"], fields["max_global_steps"]) == (1, 2)
 
 
+def rows_of_two_answers(first_ends_first):
+    """Two concurrent branches sample the same first token with different weights."""
+    answers = iter([([5, 6, 1], -0.5, 7), ([5, 8, 1], -0.9, 8)])
+
+    class Client(ScriptedClient):
+        @override
+        async def generate(self, request_id, **kwargs):
+            tokens, value, version = next(answers)
+            for _ in range(1 if (version == 7) == first_ends_first else 5):
+                await asyncio.sleep(0)
+            versions = {"min_global_steps": version, "max_global_steps": version}
+            return TokenOutput(token_ids=tokens, log_probs=[value] * 3, stop_reason="completed", extra_fields=versions)
+
+    async def run():
+        client = RecordingClient(Client(lambda _: ""), tree=SessionTree())
+        session = BranchSession(client, prompt_ids=[2, 3], sampling_params=SAMPLING, response_length=9)
+        (fork,) = session.root.fork()
+        await asyncio.gather(session.root.generate(), fork.generate())
+        session.root.finish(1.0)
+        fork.finish(0.0)
+        limits = RowLimits(prompt_length=9, response_length=9, wants_log_probs=True)
+        return session_rows(client.tree, session.outputs(), limits=limits).outputs
+
+    return asyncio.run(run())
+
+
+def test_a_row_names_the_call_of_its_branch_whichever_call_ended_first():
+    for first_ends_first in (True, False):
+        fork, root = rows_of_two_answers(first_ends_first)
+        assert fork.extra_fields["recorded_calls"] == [(1, "fork", 2, 5, 8, 8)]
+        assert root.extra_fields["recorded_calls"] == [(0, "root", 2, 5, 7, 7)]
+
+
+class Researcher(BranchingAgentLoop):
+    """Plans, lets two branches search, and goes on with what they found."""
+
+    @override
+    async def run_branches(self, root, **row):
+        await root.generate()
+        history = [*row["raw_prompt"], {"role": "assistant", "content": "plan"}]
+        forks = root.fork(2)
+        for fork, question in zip(forks, "ab", strict=True):
+            await self.observe_messages(fork, [{"role": "user", "content": f"search {question}"}], history=history)
+            await fork.generate()
+            fork.finish(1.0)
+        found = "found: " + " and ".join(decode(fork.token_ids).split("\n")[-1] for fork in forks)
+        await self.observe_messages(root, [{"role": "user", "content": found}], history=history)
+        await root.generate()
+        root.finish(1.0)
+
+
+def test_a_main_line_that_quotes_its_branches_is_a_fork():
+    replies = {"search a": "the first", "search b": "the second", "found": "both"}
+    client = RecordingClient(
+        ScriptedClient(lambda prompt: next((r for q, r in replies.items() if q in prompt), "plan")),
+        tree=SessionTree(decode=decode),
+    )
+    run_loop(Researcher, client, SAMPLING)
+    assert "found: the first<|im_end|> and the second<|im_end|><|im_end|>" in client._client.prompts[-1]
+    kinds = [call.kind for call in client.tree.calls]
+    assert kinds == [CallKind.ROOT, CallKind.CONTINUATION, CallKind.FORK, CallKind.FORK]
+
+
 def test_order_of_leaves_does_not_depend_on_which_branch_forked_first():
     async def run():
         root = session(lambda _: "a").root
