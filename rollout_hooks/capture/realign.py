@@ -14,18 +14,25 @@ boundary, or end before it, and pass generated tokens on the way; docs/capture.m
 own tokens from the last boundary before the change on.
 """
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
 from rollout_hooks.capture.text_compare import CONTEXT_LEN, Compare, Decode, fewest_equal, ways_that_may_agree
+from rollout_hooks.capture.token_arrays import common_prefix_len
 from rollout_hooks.capture.token_trie import Point, TokenTrie
 
 MAX_REPLACED_TOKENS = 64
 """Most tokens of one splice, by default."""
+_MAX_COMPARED = 4096
+"""Text comparisons that a session remembers: one per place of drift, under 1 KB each."""
+_MAX_KEPT = 4
+"""Prompts whose steps a session keeps: about as many branches may take turns and each be healed from its last place."""
+_NEVER = np.iinfo(np.int64).max
 _MAX_WAYS = 16
 """Most ways on from one point that are compared. Far fewer branches begin with the same text."""
 
@@ -74,6 +81,63 @@ class _Found(NamedTuple):
     end: Point
 
 
+class _Step(NamedTuple):
+    """A splice, where the given tokens lead behind it, and all that this depends on."""
+
+    splice: Splice
+    point: Point
+    at: int  # the place in the given tokens that is at the point
+    num_sound: int  # of the splices up to this one, those that stand if no more follow
+    num_given: int  # the step depends on no given tokens behind these
+    num_recorded: int  # nor on what is recorded behind this position
+
+
+class _Healed(NamedTuple):
+    """A prompt, its steps, and how often the trie had changed when they were made."""
+
+    given: np.ndarray
+    steps: list[_Step]
+    num_changes: int
+
+
+class Healer:
+    """Heals the prompts of one session as `heal` does, each from where an earlier one leaves off.
+
+    A drifted turn comes back in every later prompt. So the steps of the last few prompts are kept, and a prompt takes
+    over those that depend on nothing that is given or recorded otherwise since.
+    """
+
+    def __init__(self, trie: TokenTrie, *, decode: Decode, max_tokens: int) -> None:
+        self._trie = trie
+        self._kept: list[_Healed] = []
+        # For turns that no kept prompt has at the same place.
+        self.compare = lru_cache(_MAX_COMPARED)(partial(fewest_equal, decode=decode, max_tokens=max_tokens))
+        self._go_on = partial(_go_on, trie, decode=decode, max_tokens=max_tokens, compare=self.compare)
+
+    def heal(self, given: np.ndarray) -> Realignment:
+        """Heal the drift of a prompt, (G,) int32; it must not be changed afterwards."""
+        shared = [common_prefix_len(given, healed.given) for healed in self._kept]
+        steps: list[_Step] = []
+        if shared:
+            nearest = int(np.argmax(shared))
+            steps = self._known(self._kept[nearest], shared[nearest])
+            if shared[nearest] == len(self._kept[nearest].given):
+                del self._kept[nearest]
+        steps = self._go_on(given, steps)
+        if steps:
+            self._kept = [_Healed(given, steps, len(self._trie.changes)), *self._kept[: _MAX_KEPT - 1]]
+        return _result(self._trie, given, steps)
+
+    def _known(self, healed: _Healed, num_shared: int) -> list[_Step]:
+        """Return the first steps of a kept prompt that hold for one that begins with the same tokens."""
+        num_same = min(self._trie.changes[healed.num_changes :], default=_NEVER)
+        num_steps = min(
+            bisect_right(healed.steps, num_shared, key=lambda step: step.num_given),
+            bisect_left(healed.steps, num_same, key=lambda step: step.num_recorded),
+        )
+        return healed.steps[:num_steps]
+
+
 def heal(
     trie: TokenTrie,
     given: np.ndarray,
@@ -88,37 +152,52 @@ def heal(
     is `fewest_equal` with `decode` and `max_tokens` bound; a cached one is faster.
     """
     compare = compare or partial(fewest_equal, decode=decode, max_tokens=max_tokens)
-    point = trie.walk(given)
-    at = point.position
-    splices: list[Splice] = []
-    replacements: list[np.ndarray] = []
-    num_sound = 0
+    return _result(trie, given, _go_on(trie, given, [], decode=decode, max_tokens=max_tokens, compare=compare))
+
+
+def _go_on(
+    trie: TokenTrie, given: np.ndarray, steps: list[_Step], *, decode: Decode, max_tokens: int, compare: Compare
+) -> list[_Step]:
+    """Return the steps through a prompt, of which the first ones are known."""
+    steps = list(steps)
+    if steps:
+        point, at, num_sound = steps[-1].point, steps[-1].at, steps[-1].num_sound
+    else:
+        point = trie.walk(given)
+        at, num_sound = point.position, 0
     while at < len(given):
         found = _find_splice(trie, point, given[at:], decode=decode, max_tokens=max_tokens, compare=compare)
         if found is None:
             break
         end = point.position + len(found.recorded)
-        splices.append(Splice(at, at + found.num_replaced, point.position, end))
-        replacements.append(found.recorded)
+        splice = Splice(at, at + found.num_replaced, point.position, end)
+        # Other ways on were followed as far as this one, at most.
+        reach = max_tokens + found.num_followed
+        num_given, num_recorded = at + reach + CONTEXT_LEN, point.position + reach
         point, at = found.end, at + found.num_replaced + found.num_followed
-        if _is_sound(trie, point, splices[num_sound:], is_at_end=at == len(given)):
-            num_sound = len(splices)
+        first = steps[num_sound].splice if num_sound < len(steps) else splice
+        if _is_sound(trie, point, first, splice, is_at_end=at == len(given)):
+            num_sound = len(steps) + 1
+        steps.append(_Step(splice, point, at, num_sound, num_given, num_recorded))
+    return steps
+
+
+def _result(trie: TokenTrie, given: np.ndarray, steps: list[_Step]) -> Realignment:
+    num_sound = steps[-1].num_sound if steps else 0
     if not num_sound:
         return Realignment(given)
-    parts, at = [], 0
-    for splice, recorded in zip(splices[:num_sound], replacements, strict=False):
-        parts += [given[at : splice.given_start], recorded]
-        at = splice.given_end
-    return Realignment(np.concatenate([*parts, given[at:]]), tuple(splices[:num_sound]))
+    last = steps[num_sound - 1]
+    token_ids = np.concatenate([trie.tokens_to(last.point), given[last.at :]])
+    return Realignment(token_ids, tuple(step.splice for step in steps[:num_sound]))
 
 
-def _is_sound(trie: TokenTrie, point: Point, splices: list[Splice], *, is_at_end: bool) -> bool:
-    """Return whether the last splices lead to a boundary, or to the end, through generated tokens."""
+def _is_sound(trie: TokenTrie, point: Point, first: Splice, last: Splice, *, is_at_end: bool) -> bool:
+    """Return whether the splices `first` to `last` lead to a boundary, or to the end, through generated tokens."""
     end = point.position if is_at_end else trie.last_boundary(point)
-    if end < splices[-1].end:
+    if end < last.end:
         return False
-    source = trie.source_to(point, start=splices[0].start)
-    return bool((source[: end - splices[0].start] >= 0).any())
+    source = trie.source_to(point, start=first.start)
+    return bool((source[: end - first.start] >= 0).any())
 
 
 def _find_splice(

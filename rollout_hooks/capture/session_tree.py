@@ -19,16 +19,15 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
 from itertools import islice
 
 import numpy as np
 
 from rollout_hooks.capture.call_kinds import CallKind, classify
-from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS, Realignment, heal
+from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS, Healer, Realignment
 from rollout_hooks.capture.recorded import CallStatus, DriftExample, RecordedCall, TokenPath
 from rollout_hooks.capture.session_images import SessionImages
-from rollout_hooks.capture.text_compare import Decode, fewest_equal
+from rollout_hooks.capture.text_compare import Decode
 from rollout_hooks.capture.token_arrays import token_array
 from rollout_hooks.capture.token_trie import Point, TokenTrie
 
@@ -36,8 +35,6 @@ _NEVER = np.iinfo(np.int64).max
 _EXAMPLE_LEN = 16
 _MAX_LONGER = 64
 """Most longer paths that are looked at for one that trains what a call sampled; it is nearly always the first."""
-_MAX_COMPARED = 4096
-"""Text comparisons that a session remembers: one per place of drift, under 1 KB each."""
 
 
 class SessionTree:
@@ -59,7 +56,9 @@ class SessionTree:
         self.images = images or SessionImages()
         self._decode = None if decode is None else self.images.decoder(decode)
         self._trie = TokenTrie()
-        self._heal = None if self._decode is None or max_replaced < 1 else _healer(self._decode, max_replaced)
+        self._healer: Healer | None = None
+        if self._decode is not None and max_replaced > 0:
+            self._healer = Healer(self._trie, decode=self._decode, max_tokens=max_replaced)
         self._calls: list[RecordedCall] = []
         # Tokens that each completed call has generated, without calls that generated none.
         self._num_outputs: dict[int, int] = {}
@@ -94,9 +93,9 @@ class SessionTree:
         is nothing to heal or healing is switched off.
         """
         given = token_array(token_ids)
-        if self._heal is None or given.ndim != 1:
+        if self._healer is None or given.ndim != 1:
             return Realignment(given)
-        realignment = self._heal(self._trie, given)
+        realignment = self._healer.heal(given)
         if realignment.splices and self.drift_example is None:
             first = realignment.splices[0]
             self._keep_example(
@@ -300,9 +299,3 @@ def _checked_output(output_ids: Sequence[int], log_probs: Sequence[float] | None
     if len(values) != len(output):
         raise ValueError(f"{len(values)} log_probs for {len(output)} generated tokens: give one per token, or None")
     return output, values
-
-
-def _healer(decode: Decode, max_tokens: int) -> partial[Realignment]:
-    """Return `heal` with a cache of compared texts, because a drifted turn comes back in every later prompt."""
-    compare = lru_cache(_MAX_COMPARED)(partial(fewest_equal, decode=decode, max_tokens=max_tokens))
-    return partial(heal, decode=decode, max_tokens=max_tokens, compare=compare)
