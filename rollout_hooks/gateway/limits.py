@@ -85,6 +85,10 @@ MAX_PROPERTIES = 500
 MAX_ENUM = 1000
 """Values of all enumerations; OpenAI's limit."""
 
+MAX_REPEATED_LEN = 1024
+"""Characters that counted repeats add to patterns, e.g. 63 for `[0-9a-f]{64}`. The time grows with their square: half a
+second for so many, a minute for ten times as many."""
+
 MAX_REPEATS = 64
 """How often patterns may repeat something beyond what they must, e.g. 3 for `a{2,5}`; nested ones multiply."""
 

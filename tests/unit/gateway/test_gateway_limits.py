@@ -16,7 +16,7 @@ from uvicorn.protocols.http import h11_impl
 
 from rollout_hooks.gateway.kept import KeptResponses
 from rollout_hooks.gateway.limits import MAX_ENUM, MAX_HEAD_BYTES, MAX_PROPERTIES, MAX_SCHEMA_LEN
-from rollout_hooks.gateway.schema_limits import num_repeats
+from rollout_hooks.gateway.schema_limits import count_repeats
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -257,21 +257,29 @@ def test_images_have_a_limit_together():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "expected"),
+    ("pattern", "added", "optional"),
     [
-        ("(.{0,50}[a-z]){0,50}", 50 * (50 + 50)),
-        ("a{2,5}", 3),
-        ("a{5}b*c+", 0),
-        ("a{5,}", 5),
-        ("^[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}$", 0),
-        (r"(\d{1,3}\.){3}\d{1,3}", 3 * (2 + 2)),
-        (r"\(a\){0,9}", 9),
-        ("[){0,9}]{0,4}", 4),
-        ("a{" + "9" * 5000 + "}", 0),
+        ("(.{0,50}[a-z]){0,50}", 49 + 49 * 51, 50 * 50 + 50),
+        ("a{2,5}", 4, 3),
+        ("a{5}b*c+", 4, 0),
+        ("a{5,}", 5, 5),
+        ("a{ 5 , 7 }b{ 3}", 6 + 2, 2),
+        ("^[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}$", 7 + (3 + 2 * 5) + 11, 0),
+        (r"(\d{1,3}\.){3}\d{1,3}", 2 + 2 * 4 + 2, 3 * 2 + 2),
+        (r"\(ab\){0,9}", 8, 9),
+        ("[){0,9}]{0,4}", 3, 4),
+        ("(abc)+{5}(de)${3}(f{2}){2}{2}", 4 * 3 + 2 * 2 + 7, 0),
+        ("a{0}b{0,0}", 0, 0),
+        ("a){3}(b(c{4}", 2 + 3, 0),
     ],
 )
-def test_repeats_of_patterns(pattern, expected):
-    assert num_repeats(pattern) == expected
+def test_repeats_of_patterns(pattern, added, optional):
+    assert count_repeats(pattern) == (added, optional)
+
+
+def test_numbers_of_repeats_may_be_of_any_size():
+    assert count_repeats("a{" + "9" * 5000 + "}")[0] >= 10**8
+    assert count_repeats("(" * 5000 + "a" + "{9999})" * 5000)[0] >= 10**8
 
 
 def deep(levels):
@@ -286,6 +294,9 @@ TOO_LARGE = {
     "levels": deep(65),
     "properties in one object": {"properties": {f"p{i}": {} for i in range(MAX_PROPERTIES + 1)}},
     "values in enumerations": {"anyOf": [{"enum": list(range(MAX_ENUM))}, {"enum": ["x"]}]},
+    "characters that repeats add to patterns": {
+        "anyOf": [{"pattern": "(ab){300}"}, {"patternProperties": {"b{500}": {}}}]
+    },
     "optional repeats in patterns": {"anyOf": [{"pattern": "a{0,40}"}, {"patternProperties": {"b{0,40}": {}}}]},
 }
 
