@@ -9,6 +9,7 @@ body is read and the prompt rendered in a thread, since either may take long.
 """
 
 import asyncio
+import logging
 import re
 import secrets
 from collections.abc import AsyncIterator
@@ -20,6 +21,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.gateway.chat_api import ChatAnswer
@@ -32,6 +34,8 @@ from rollout_hooks.gateway.requests import ChatBody, ResponsesBody
 from rollout_hooks.gateway.responses_api import ResponsesAnswer
 from rollout_hooks.gateway.running_call import RunningCall
 from rollout_hooks.gateway.session import GatewaySession, PreparedTurn, SessionSettings
+
+logger = logging.getLogger(__name__)
 
 Body = TypeVar("Body", ChatBody, ResponsesBody)
 
@@ -133,7 +137,7 @@ class Gateway:
         self._authorise(request)
         session = self._session_of(request)
         self._check_room(1)
-        async with self._body(request) as raw, session.order:
+        async with self._body(request, session) as raw, session.order:
             loop = asyncio.get_running_loop()
             body, turn = await loop.run_in_executor(self._threads, self._prepare, session, raw, body_class)
             self._check_room(len(turn.params))
@@ -160,6 +164,7 @@ class Gateway:
         given = request.headers.get("authorization", "")
         if not secrets.compare_digest(given.encode(), f"Bearer {self.api_key}".encode()):
             raise ApiError(401, "give the gateway's key as a bearer token", code="invalid_api_key")
+        request.state.has_key = True  # for `server`
 
     def _session_of(self, request: Request) -> GatewaySession:
         session_id = request.path_params.get("session_id") or request.headers.get("x-session-id")
@@ -181,7 +186,7 @@ class Gateway:
             )
 
     @asynccontextmanager
-    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+    async def _body(self, request: Request, session: GatewaySession) -> AsyncIterator[bytes]:
         """Read a body, which counts among the waiting ones as long as the context is open."""
         body = bytearray()
         try:
@@ -190,21 +195,32 @@ class Gateway:
                     async for part in request.stream():
                         body += part
                         self._num_waiting_bytes += len(part)
-                        self._check_bytes(len(body))
+                        session.num_waiting_bytes += len(part)
+                        self._check_bytes(len(body), session)
             except TimeoutError as error:
                 message = f"the body was not whole after {self.limits.body_s} s"
                 raise ApiError(408, message, code="request_timeout") from error
+            except ClientDisconnect as error:
+                # Nobody reads the answer.
+                message = f"session {session.session_id!r}: a client went away before its request was whole"
+                logger.info(message)
+                raise ApiError(400, message, code="client_disconnected") from error
             yield bytes(body)
         finally:
             self._num_waiting_bytes -= len(body)
+            session.num_waiting_bytes -= len(body)
 
-    def _check_bytes(self, num_bytes: int) -> None:
+    def _check_bytes(self, num_bytes: int, session: GatewaySession) -> None:
         limit = self.limits.max_body_bytes
         if num_bytes > limit:
             raise ApiError(413, f"the body has more than {limit} bytes", code="request_too_large")
-        limit = self.limits.max_waiting_bytes
-        if self._num_waiting_bytes > limit:
-            raise ApiError(429, f"bodies of {limit} bytes wait already; try again", code="too_many_bytes")
+        for num_waiting, limit, whose in (
+            (session.num_waiting_bytes, self.limits.max_session_waiting_bytes, "of the session "),
+            (self._num_waiting_bytes, self.limits.max_waiting_bytes, ""),
+        ):
+            if num_waiting > limit:
+                message = f"bodies {whose}of {limit} bytes wait already; try again"
+                raise ApiError(429, message, code="too_many_bytes")
 
 
 def _read(raw: bytes, body_class: type[Body], *, max_values: int) -> Body:

@@ -25,12 +25,17 @@ class GatewayLimits:
     max_total_pixels: int = 2**26  # of all images of a request: 200 MB
     max_connections: int = 2**14  # with heads of 16 KiB, 256 MiB that need no key
     idle_s: int = 15  # until the head of a request is whole; clients end idle connections after 5 s
-    body_s: int = 60  # until its body is whole
+    body_s: int = 60  # until its body is whole; a client must take something of its answer within it, too
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1; leave it out for the default")
+
+    @property
+    def max_session_waiting_bytes(self) -> int:
+        """Bytes that wait of one session: an eighth of `max_waiting_bytes`, but any one body may."""
+        return max(self.max_body_bytes, self.max_waiting_bytes // 8)
 
 
 MAX_HEAD_BYTES = 2**14

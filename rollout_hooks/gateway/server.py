@@ -1,6 +1,8 @@
 """A gateway behind uvicorn, in the running event loop, with limits for clients that have no key yet."""
 
 import asyncio
+import gc
+import math
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -35,36 +37,71 @@ class Address:
 
 
 class _Protocol(H11Protocol):
-    """HTTP/1.1 that drops connections above `limit_concurrency`, and those whose next head takes too long.
+    """HTTP/1.1 that drops connections which would cost something without a key, or without end.
 
-    uvicorn's own time limit, `timeout_keep_alive`, is for connections that are silent after an answer. Here it is for
-    those too that were never answered, or that send a head or the body of a refused request byte by byte.
+    - Those above `limit_concurrency`.
+    - Those whose next head takes too long. uvicorn's own time limit, `timeout_keep_alive`, is for connections that are
+      silent after an answer. Here it is for those too that were never answered, or that send a head byte by byte.
+    - Those of a request without the key (`request.state.has_key`), after its answer, so that nobody can pipeline them.
+      What else such a client sends is read and forgotten: were the socket closed, it might not see its answer.
+    - Those that take nothing of what is written to them for `body_s`.
     """
 
+    body_s: int
     _timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _is_refused = False
 
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # uvicorn's own type
         super().connection_made(transport)
+        # The protocol is then told whenever something waits to be sent, and when nothing does any more.
+        transport.set_write_buffer_limits(0)
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
             transport.abort()
         self._set_timer()
 
     @override
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         super().data_received(data)
         self._set_timer()
 
     @override
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reader()
+
+    @override
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        _cancel(self._write_timer)
+
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
+        _cancel(self._write_timer)
         self._stop_timer()
         super().connection_lost(exc)
 
     @override
     def on_response_complete(self) -> None:
-        # What came of the body of a refused request; uvicorn would keep it until the next one.
+        if self.transport.is_closing() or self.cycle.scope.get("state", {}).get("has_key"):
+            super().on_response_complete()
+            return
+        self._is_refused = True
         self.cycle.body.clear()
-        super().on_response_complete()
+        self.flow.resume_reading()
+        self.transport.write_eof()
+        self._set_timer()
+
+    def _expect_reader(self, num_before: float = math.inf) -> None:
+        """Drop the connection if not even one of the bytes that waited `body_s` ago has been taken, else ask again."""
+        num_waiting = self.transport.get_write_buffer_size()
+        if num_waiting < num_before:
+            self._write_timer = self.loop.call_later(self.body_s, self._expect_reader, num_waiting)
+        else:
+            self.transport.abort()
 
     def _set_timer(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
@@ -73,9 +110,13 @@ class _Protocol(H11Protocol):
             self._timer = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
 
     def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        _cancel(self._timer)
+        self._timer = None
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
 
 
 class _Server(uvicorn.Server):
@@ -95,9 +136,10 @@ async def serve(gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0) -> 
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        protocol = type("_Protocol", (_Protocol,), {"body_s": gateway.limits.body_s})
         config = uvicorn.Config(
             gateway.app,
-            http=_Protocol,
+            http=protocol,
             ws="none",
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             limit_concurrency=gateway.limits.max_connections + 1,
@@ -117,8 +159,12 @@ async def serve(gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0) -> 
             await serving
             raise RuntimeError("the gateway's server ended before it listened")
         name = f"[{host}]" if family == socket.AF_INET6 else host
+        # A full collection looks through all objects of the process, which with vLLM and verl stops the event loop for
+        # half a second. What there is now is left out of it.
+        gc.freeze()
         try:
             yield Address(f"http://{name}:{listener.getsockname()[1]}", gateway.api_key)
         finally:
+            gc.unfreeze()
             server.should_exit = True
             await serving

@@ -103,6 +103,7 @@ class GatewaySession:
         self.order = asyncio.Lock()
         self.kept = KeptResponses()
         self.running: set[RunningCall] = set()
+        self.num_waiting_bytes = 0  # of bodies whose calls have not begun
         # Indices in the tree of the calls that gave a response, by the response's id.
         self.calls_of_response: dict[str, tuple[int, ...]] = {}
         self._is_closed = False

@@ -1,6 +1,7 @@
 """Requests that once stalled, crashed or outlived the gateway; docs/gateway.md has the limits that they meet."""
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -107,6 +108,19 @@ def test_a_prompt_that_takes_long_stops_nobody():
                 pause, (status, _) = await longest_pause(post({"messages": user("q")}))
             assert status == 200
             assert pause < 1
+
+    run(body)
+
+
+def test_what_the_process_held_before_is_left_out_of_collections_while_a_gateway_serves():
+    """A full collection of all that vLLM and verl are made of would stop the event loop for half a second."""
+
+    async def body():
+        num_before = len(gc.get_objects())
+        assert gc.get_freeze_count() == 0
+        async with served():
+            assert gc.get_freeze_count() > 0.9 * num_before
+        assert gc.get_freeze_count() == 0
 
     run(body)
 

@@ -9,6 +9,8 @@ from gateway_cases import (
     TOOLS,
     StreamingEngine,
     client_engine,
+    connect,
+    head,
     run,
     served,
     text_of,
@@ -68,6 +70,31 @@ def test_closing_a_session_refuses_requests_and_cancels_what_does_not_end():
             await server.gateway.close_session("s")
 
     run(body)
+
+
+def test_clients_that_go_away_before_their_request_is_whole_are_a_line_each_in_the_log(caplog, capfd):
+    async def body():
+        async with served() as server:
+            engine = client_engine(lambda _: "x")
+            session = server.open("s", engine)
+            for _ in range(3):
+                _, writer = await connect(server)
+                writer.write(head(server, length=100) + b"{")
+                while not session.num_waiting_bytes:
+                    await asyncio.sleep(0.005)
+                writer.close()
+                while session.num_waiting_bytes:
+                    await asyncio.sleep(0.005)
+            await server.client("s").chat.completions.create(model="policy", messages=user("q"))
+            assert len(engine.tree.calls) == 1
+
+    with caplog.at_level("INFO", logger="rollout_hooks.gateway"):
+        run(body)
+    assert capfd.readouterr().err == ""
+    assert [record.levelname for record in caplog.records] == ["INFO"] * 3
+    assert {record.getMessage() for record in caplog.records} == {
+        "session 's': a client went away before its request was whole"
+    }
 
 
 async def agent(client, number, rng, *, goes_away):

@@ -6,9 +6,11 @@ import contextlib
 import io
 import json
 import random
+import socket
 import time
 import tracemalloc
 
+import httpx
 import pytest
 from gateway_cases import PROMPT, chat_format, client_engine, connect, head, post_to, run, served, user
 from PIL import Image
@@ -95,6 +97,31 @@ def test_bodies_that_wait_have_a_limit_together():
     run(body)
 
 
+def test_the_bodies_of_one_session_that_wait_have_a_share_of_the_limit():
+    """Two of 3,000 bytes have no room in a share of 4,000; another session's do, though its bodies go on waiting."""
+    raw = json.dumps({"model": "policy", "messages": user("q" * 3000)}).encode()
+
+    async def body():
+        async with served(max_waiting_bytes=8 * 4000, max_body_bytes=3500) as server:
+            for name in ("s", "t"):
+                server.open(name, client_engine(lambda _: "x"))
+            pipes = [await connect(server) for _ in range(12)]
+            for _, writer in pipes:
+                writer.write(head(server, length=len(raw)) + raw[:-1])
+            late = [await asyncio.wait_for(reader.readuntil(b"}}"), 10) for reader, _ in pipes[1:]]
+            assert all(b"429" in each and b"too_many_bytes" in each for each in late)
+            async with post_to(server, "t") as post:
+                assert (await post(raw))[0] == 200
+            pipes[0][1].write(raw[-1:])
+            assert b" 200 " in await asyncio.wait_for(pipes[0][0].readline(), 10)
+            async with post_to(server) as post:
+                assert (await post(raw))[0] == 200
+            for _, writer in pipes:
+                writer.close()
+
+    run(body)
+
+
 def test_bodies_that_do_not_come_are_not_waited_for():
     async def body():
         async with served(body_s=1) as server:
@@ -112,42 +139,109 @@ def test_bodies_that_do_not_come_are_not_waited_for():
 
 
 async def seconds_until_closed(server, send):
-    """Return how long the server bears a client that sends `send(i)` every tenth of a second."""
+    """Return how long the server bears a client that sends `send(i)` every tenth of a second, and what it answered."""
     reader, writer = await connect(server)
-    begin, number = time.monotonic(), 0
-    while not reader.at_eof() and time.monotonic() - begin < 20:
+    begin, number, answer = time.monotonic(), 0, b""
+    # After an answer the server may listen on, though it says no more.
+    while (answer or not reader.at_eof()) and time.monotonic() - begin < 20:
         writer.write(send(number))
         number += 1
         try:
-            await asyncio.wait_for(reader.read(1000), 0.1)
+            await asyncio.sleep(0.05)
+            answer += await asyncio.wait_for(reader.read(1000), 0.05)
         except TimeoutError:
             pass
         except ConnectionError:
             break
     writer.close()
-    return time.monotonic() - begin
+    return time.monotonic() - begin, answer
+
+
+REFUSED = b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
 
 
 def test_connections_without_a_request_are_dropped():
     """Silent ones, heads that never end, and the bodies of refused requests, byte by byte, without a key."""
-    refused = b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
     slow = {
         "silent": lambda _: b"",
         "head": lambda i: b"GET / HTTP/1.1\r\nHost: x\r\nX" if i == 0 else b"x",
-        "refused body": lambda i: refused if i == 0 else b"x",
+        "refused body": lambda i: REFUSED if i == 0 else b"x",
     }
 
     async def body():
         async with served(idle_s=1) as server:
-            took_s = await asyncio.gather(*(seconds_until_closed(server, send) for send in slow.values()))
-            assert all(0.9 < each < 10 for each in took_s), dict(zip(slow, took_s, strict=True))
+            took = await asyncio.gather(*(seconds_until_closed(server, send) for send in slow.values()))
+            assert all(0.9 < each < 10 for each, _ in took), dict(zip(slow, took, strict=True))
+            assert b" 401 " in took[-1][1]
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    "first", [b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", REFUSED]
+)
+def test_a_connection_without_the_key_has_one_answer(first):
+    """Not one for each of the requests behind it, though the last one has the key."""
+
+    async def body():
+        async with served(idle_s=1) as server:
+            last = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n\r\n"
+            last %= server.address.api_key.encode()
+            reader, writer = await connect(server)
+            writer.write(first + b"x" * 100_000 * (first is REFUSED) + first * 1000 + last)
+            answer = await asyncio.wait_for(reader.read(), 10)
+            assert answer.count(b"HTTP/1.1") == 1
+            assert answer.split()[1] in (b"401", b"404")
+            writer.close()
+            reader, writer = await connect(server)
+            writer.write(last * 3 + first)
+            answer = await asyncio.wait_for(reader.read(), 10)
+            assert (answer.count(b"HTTP/1.1 200"), answer.count(b"HTTP/1.1")) == (3, 4)
+            writer.close()
+
+    run(body)
+
+
+async def open_with_small_buffer(server):
+    """Open a connection whose client takes little that it does not read."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+    client.setblocking(False)
+    address = httpx.URL(server.address.url)
+    await asyncio.get_running_loop().sock_connect(client, (address.host, address.port))
+    return await asyncio.open_connection(sock=client, limit=2**16)
+
+
+def test_a_client_that_does_not_read_is_dropped_and_a_slow_one_is_not():
+    """The answers have their tools, three times each: they are larger than what the system takes for a client."""
+    tools = [{"type": "function", "name": "f", "description": "x" * 1_000_000}]
+    raw = json.dumps({"model": "policy", "input": "q", "tools": tools, "stream": True}).encode()
+
+    async def body():
+        async with served(body_s=2, idle_s=30) as server:
+            server.open("s", client_engine(lambda _: "x"))
+            request = head(server, length=len(raw)).replace(b"chat/completions", b"responses") + raw
+            last = request.replace(b"Host: x", b"Connection: close\r\nHost: x", 1)
+            (deaf, _), (slow, _) = pipes = [await open_with_small_buffer(server) for _ in range(2)]
+            for _, writer in pipes:
+                writer.write(request * 2 + last)
+            begin, num_bytes = time.monotonic(), 0
+            while part := await asyncio.wait_for(slow.read(2**17), 10):
+                num_bytes += len(part)
+                await asyncio.sleep(len(part) / 2e6)
+            assert time.monotonic() - begin > 3
+            assert num_bytes > 9_000_000
+            with pytest.raises(ConnectionError):
+                await asyncio.wait_for(deaf.read(), 10)
+            for _, writer in pipes:
+                writer.close()
 
     run(body)
 
 
 def test_bodies_of_refused_requests_are_not_kept():
-    body_bytes = 200_000
-    raw = b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % body_bytes + b"x" * body_bytes
+    body_bytes = 100_000
+    raw = REFUSED + b"x" * body_bytes
     kept = tracemalloc.Filter(True, h11_impl.__file__)
 
     async def body():
