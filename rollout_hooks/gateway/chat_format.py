@@ -17,12 +17,19 @@ from transformers import PreTrainedTokenizerBase
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
+from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.session_images import check_num_images, image_spans, message_images
 from rollout_hooks.gateway.errors import ApiError
 from rollout_hooks.gateway.turn import Message, ToolCall
 
 _UNFINISHED = "\ufffd"
 """What decoders write for a token that holds a part of a character."""
+
+_MAX_UNFINISHED_TOKENS = 16
+"""Tokens that are decoded again and again while their text ends within a character. More of them are hardly text."""
+
+_CHARACTER_LEN = 4
+"""The most bytes of a character, and so the most tokens."""
 
 
 class ChatFormat:
@@ -65,14 +72,15 @@ class ChatFormat:
         images = message_images(messages)
         if images and self._image_token is None:
             raise ApiError(400, "this model reads text: send no images", code="no_images", param="messages")
+        media = {"images": images} if images else {}
         try:
-            token_ids = self._render(
-                list(messages), tools=list(tools) or None, **({"images": images} if images else {})
-            )
+            token_ids = self._render(list(messages), tools=list(tools) or None, **media)
             # A text may spell the token of an image.
             check_num_images(image_spans(np.asarray(token_ids), self._image_token), images)
-        except (TemplateError, ValueError) as error:
-            message = f"the model's chat template refuses the messages: {error}"
+        except Exception as error:  # a template is a program of the model's: what it raises may be anything
+            # TemplateError is for what a template says itself; any other is known by its type: `'x'` may be a KeyError.
+            cause = error if isinstance(error, TemplateError | ValueError) else describe_error(error)
+            message = f"the model's chat template refuses the messages: {cause}"
             raise ApiError(400, message, code="chat_template_error", param="messages") from error
         return [int(token) for token in token_ids]
 
@@ -144,8 +152,9 @@ class TextStream:
         self._format = chat_format
         self._stop = tuple(stop)
         self._token_ids: list[int] = []
-        # Text is decoded from `_start`, a little before `_read`: a token's text may depend on the token before it.
-        self._start = self._read = 0
+        # Tokens are decoded from `_start` on, and `_num_known` characters of that have been taken. The start is
+        # a little before `_whole`, the last end of a character: a token's text may depend on the token before it.
+        self._start = self._whole = self._read = self._num_known = 0
         self._emitted: list[str] = []
         # Stop strings are searched for here only: none begins in what was handed out.
         self._held = ""
@@ -172,16 +181,24 @@ class TextStream:
         return len(self._token_ids) - self._format.ends_itself(self._token_ids)
 
     def _decode_to(self, end: int, *, is_end: bool) -> None:
-        if end <= self._read:
+        if end <= self._read and not is_end:
             return
-        known = self._format.decode(self._token_ids[self._start : self._read])
         text = self._format.decode(self._token_ids[self._start : end])
-        # A character has at most four bytes: what ends with more parts than that is none.
-        is_unfinished = text.endswith(_UNFINISHED) and not text.endswith(_UNFINISHED * 4)
-        if is_unfinished and not is_end:
+        num_open = 0 if is_end else len(text) - len(text.rstrip(_UNFINISHED))
+        is_waiting = num_open > 0 and end - self._start <= _MAX_UNFINISHED_TOKENS
+        if not is_waiting:
+            num_open = min(num_open, 1)  # only the last mark can be of a character that goes on
+        certain = len(text) - num_open
+        self._held += text[self._num_known : certain]
+        self._read = end
+        if is_waiting:
+            self._num_known = max(self._num_known, certain)
             return
-        self._held += text[len(known) :]
-        self._start, self._read = self._read, end
+        if num_open:
+            self._start = self._whole = max(self._start, end - _CHARACTER_LEN)
+        else:
+            self._start, self._whole = self._whole, end
+        self._num_known = len(self._format.decode(self._token_ids[self._start : end])) - num_open
 
     def _emit(self, end: int) -> str:
         """Hand out the held text up to `end`, or to the stop string that begins before it."""

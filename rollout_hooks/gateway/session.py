@@ -121,8 +121,8 @@ class GatewaySession:
         self._check_open()
         if request.parses_tools and self.chat_format.tool_parser is None:
             raise ApiError(400, "this model has no tools: no tool parser was given", code="no_tools", param="tools")
-        self._check_text_len(request)
         messages = [self._as_written(message) for message in request.messages]
+        self._check_text_len(messages, request.tools)
         prompt_ids = self.chat_format.prompt_ids(messages, request.tools)
         form = self._form(request)
         params = [
@@ -223,9 +223,9 @@ class GatewaySession:
         if self._is_closed:
             raise ApiError(404, f"session {self.session_id!r} is not open", code="session_not_found")
 
-    def _check_text_len(self, request: TurnRequest) -> None:
+    def _check_text_len(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
         """Refuse a text that is too long to be tokenised, by its characters, which are quick to count."""
-        text_len = num_characters([request.messages, request.tools])
+        text_len = num_characters([*messages, *tools])
         context_len, longest = self.settings.context_len, self.chat_format.longest_token
         if context_len is not None and text_len > max(SURE_TEXT_LEN, context_len * longest):
             raise ApiError(

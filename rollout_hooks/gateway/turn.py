@@ -39,10 +39,12 @@ class ToolCall:
     def as_message_part(self) -> dict[str, Any]:
         """Return it as chat templates read it. Arguments that are a JSON object are parsed, as in verl's tool loop.
 
-        Not so what Python or a template could not write again: very deep ones, and numbers of thousands of digits.
+        Not so what Python, a template or a tokenizer could not write again: very deep ones, numbers of thousands of
+        digits, and escapes of half a character.
         """
         try:
             parsed = json.loads(self.arguments)
+            json.dumps(parsed, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             parsed = None
         can_be_written = isinstance(parsed, dict) and not is_nested_too_deeply(parsed)

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import random
 import threading
 import time
 
@@ -20,7 +21,7 @@ from gateway_cases import (
     served,
     user,
 )
-from scripted_llm import END, tokenizer
+from scripted_llm import END, call_text, tokenizer
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.gateway.chat_format import TextStream
@@ -156,6 +157,31 @@ def test_texts_are_measured_before_they_are_tokenised():
     run(body)
 
 
+def test_turns_in_the_models_own_words_are_measured_as_such():
+    """They are as long as what was sampled, though the client sends the calls only."""
+    rendered = []
+
+    def render(messages, **_):
+        rendered.append(messages)
+        return [5]
+
+    sampled = "<tool_call>" + "z" * 50_000 + "</tool_call>" + call_text(3)
+
+    async def body():
+        async with served(max_text_len=200_000) as server:
+            server.open("s", client_engine(lambda _: sampled), form=chat_format(render=render))
+            async with post_to(server) as post:
+                _, answer = await post({"messages": user("q"), "tools": TOOLS})
+                calls = answer["choices"][0]["message"]["tool_calls"]
+                turn = {"role": "assistant", "content": "", "tool_calls": calls}
+                for num_turns, expected in ((3, 200), (4, 413)):
+                    status, _ = await post({"messages": [*user("q"), *[turn] * num_turns], "tools": TOOLS})
+                    assert status == expected
+            assert [sum("z" * 50_000 in each["content"] for each in messages) for messages in rendered] == [0, 3]
+
+    run(body)
+
+
 def nested(depth):
     return '{"x":' * depth + "1" + "}" * depth
 
@@ -249,6 +275,65 @@ def test_bytes_that_are_no_text_are_not_decoded_again_and_again():
     stream = TextStream(decoder)
     text = "".join(stream.push([0xFFFD]) for _ in range(1000)) + stream.finish()
     assert text == "\ufffd" * 1000
+    assert decoder.num_decoded < 20_000
+
+
+class Bytes:
+    """A tokenizer whose tokens are one or a few bytes, decoded as byte-level vocabularies do, or by byte fallback.
+
+    By byte fallback (SentencePiece), bytes that are no text are a mark each, with all those beside them.
+    """
+
+    num_decoded = 0
+
+    def __init__(self, *, falls_back=False):
+        self.falls_back = falls_back
+
+    def decode(self, tokens):
+        self.num_decoded += len(tokens)
+        text = b"".join(tokens).decode(errors="replace")
+        return "\ufffd" * len(b"".join(tokens)) if self.falls_back and "\ufffd" in text else text
+
+    def ends_itself(self, _):
+        return False
+
+
+def streamed(decoder, pushes):
+    stream = TextStream(decoder)
+    return "".join([stream.push(tokens) for tokens in pushes]) + stream.finish()
+
+
+def cut(raw, rng, *, longest):
+    """Yield parts of some bytes, of 1 to `longest` bytes each."""
+    while raw:
+        size = rng.randint(1, longest)
+        yield raw[:size]
+        raw = raw[size:]
+
+
+@pytest.mark.parametrize("longest", [1, 2, 3, 7])
+def test_streams_of_any_bytes_are_their_text(longest):
+    """Characters of 1 to 4 bytes and broken ones, in tokens that end anywhere, some of which come together."""
+    rng = random.Random(longest)
+    for _ in range(300):
+        pieces = rng.choices(["a", "\u00e9", "\u4f60", "\U0001f600", b"\xe2", b"\x82", b" \xf0\x9f", b"\xff"], k=60)
+        raw = b"".join(each.encode() if isinstance(each, str) else each for each in pieces)
+        tokens = list(cut(raw, rng, longest=longest))
+        assert streamed(Bytes(), cut(tokens, rng, longest=4)) == raw.decode(errors="replace")
+
+
+def test_characters_in_bytes_of_their_own_are_streamed():
+    text = "a\u4f60\u597d\U0001f600\U0001f600 \u00e9\u00e9b" * 5
+    tokens = [bytes([each]) for each in text.encode()]
+    assert streamed(Bytes(falls_back=True), [[token] for token in tokens]) == text
+
+
+def test_tokens_that_end_within_a_character_are_not_decoded_again_and_again():
+    decoder = Bytes()
+    stream = TextStream(decoder)
+    texts = [stream.push([b" \xf0\x9f"]) for _ in range(1000)]
+    assert max(map(len, texts)) < 50
+    assert "".join(texts) + stream.finish() == " \ufffd" * 1000
     assert decoder.num_decoded < 20_000
 
 
@@ -384,7 +469,9 @@ def test_odd_calls_of_the_model_are_answered_and_can_be_sent_back(kind, api):
     run(body)
 
 
-@pytest.mark.parametrize("arguments", ["[" * 100_000, nested(900), '{"x":' + "9" * 5000 + "}"])
+@pytest.mark.parametrize(
+    "arguments", ["[" * 100_000, nested(900), '{"x":' + "9" * 5000 + "}", '{"x": "\\ud800"}', '{"\\udfff": 1}']
+)
 def test_odd_arguments_from_a_client_are_text(arguments):
     async def body():
         async with served() as server:
@@ -399,20 +486,21 @@ def test_odd_arguments_from_a_client_are_text(arguments):
     run(body)
 
 
-def test_a_fault_of_the_gateway_is_not_tried_again():
+def test_a_fault_of_the_gateway_is_not_tried_again(monkeypatch):
     """The clients of OpenAI repeat a 500, and each time would sample a leaf."""
-    num_rendered = 0
+    num_asked = 0
 
-    def broken(_, **__):
-        nonlocal num_rendered
-        num_rendered += 1
+    def broken(*_):
+        nonlocal num_asked
+        num_asked += 1
         raise KeyError("bug")
 
     async def body():
         async with served() as server:
-            server.open("s", client_engine(lambda _: "x"), form=chat_format(render=broken))
-            with pytest.raises(openai.InternalServerError, match="bug"):
+            monkeypatch.setattr(server.open("s", client_engine(lambda _: "x")), "start", broken)
+            with pytest.raises(openai.InternalServerError, match="KeyError: 'bug'") as raised:
                 await server.client("s", max_retries=2).chat.completions.create(model="policy", messages=user("q"))
+            assert raised.value.code == "gateway_error"
 
     run(body)
-    assert num_rendered == 1
+    assert num_asked == 1

@@ -215,10 +215,16 @@ def test_sessions_have_good_and_unique_names():
 
 
 def test_messages_that_the_template_refuses_and_odd_schemas():
+    causes = {
+        "roles must alternate": TemplateError("roles must alternate"),
+        "KeyError: 'content'": KeyError("content"),
+        "TypeError: no text": TypeError("no text"),
+        "RecursionError: deep": RecursionError("deep"),
+        "ZeroDivisionError: division by zero": ZeroDivisionError("division by zero"),
+    }
+
     def refuse(messages, **_):
-        if messages[-1]["content"] == "bug":
-            raise KeyError("bug")
-        raise TemplateError("roles must alternate")
+        raise causes[messages[-1]["content"]]
 
     async def body():
         async with served() as server:
@@ -227,11 +233,10 @@ def test_messages_that_the_template_refuses_and_odd_schemas():
                 "t", engine, chat_format=chat_format(render=refuse), settings=SessionSettings(sampling=SAMPLING)
             )
             create = server.client("t").chat.completions.create
-            with pytest.raises(openai.BadRequestError, match="roles must alternate"):
-                await create(model="policy", messages=user("q"))
-            with pytest.raises(openai.InternalServerError, match="KeyError") as raised:
-                await create(model="policy", messages=user("bug"))
-            assert raised.value.code == "gateway_error"
+            for cause in causes:
+                with pytest.raises(openai.BadRequestError, match=f"template refuses the messages: {cause}") as raised:
+                    await create(model="policy", messages=user(cause))
+                assert (raised.value.code, raised.value.param) == ("chat_template_error", "messages")
 
             server.open("s", engine)
             parameters = {"type": "object", "properties": {"x": {"anyOf": [{"type": "integer"}]}, "y": True}}
