@@ -1,5 +1,6 @@
 """Chat Completions: turns as OpenAI's completion object, or as its stream of chunks."""
 
+import asyncio
 import json
 import math
 import time
@@ -35,15 +36,14 @@ class ChatAnswer:
         """Return the completion once all its choices are complete."""
         turns = [await self.session.whole_turn(call) for call in self.calls]
         self.session.calls_of_response[self._id] = tuple(turn.call for turn in turns)
-        choices = [
-            {
-                "index": index,
-                "message": _message(turn),
-                "finish_reason": turn.finish_reason,
-                "logprobs": self._log_probs(turn.token_ids, turn.log_probs),
-            }
-            for index, turn in enumerate(turns)
-        ]
+        choices: list[dict[str, Any]] = []
+        for index, turn in enumerate(turns):
+            log_probs = self._log_probs(turn.token_ids, turn.log_probs)
+            finish_reason = turn.finish_reason
+            choices.append(
+                {"index": index, "message": _message(turn), "finish_reason": finish_reason, "logprobs": log_probs}
+            )
+            await asyncio.sleep(0)  # the log-probs of many choices may take a second, and other requests go on
         return {**self._head("chat.completion"), "choices": choices, "usage": _usage(turns)}
 
     async def events(self) -> AsyncIterator[Event]:
@@ -91,10 +91,10 @@ class ChatAnswer:
     def _log_probs(self, token_ids: Sequence[int], log_probs: Sequence[float] | None) -> dict[str, Any] | None:
         if not self.body.logprobs or log_probs is None:
             return None
-        texts = [self.session.chat_format.decode([token]) for token in token_ids]
+        text_of = {token: self.session.chat_format.decode([token]) for token in set(token_ids)}
         content = [
             {"token": text, "logprob": _as_json(value), "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in zip(texts, log_probs, strict=True)
+            for text, value in zip(map(text_of.__getitem__, token_ids), log_probs, strict=True)
         ]
         return {"content": content, "refusal": None}
 

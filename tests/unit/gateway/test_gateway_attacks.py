@@ -24,8 +24,10 @@ from gateway_cases import (
 from scripted_llm import END, call_text, tokenizer
 from verl.workers.rollout.replica import TokenOutput
 
+from rollout_hooks.gateway.chat_api import ChatAnswer
 from rollout_hooks.gateway.chat_format import TextStream
 from rollout_hooks.gateway.limits import MAX_ERROR_LEN, MAX_STOP_LEN
+from rollout_hooks.gateway.requests import ChatBody
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -122,6 +124,31 @@ def test_what_the_process_held_before_is_left_out_of_collections_while_a_gateway
         async with served():
             assert gc.get_freeze_count() > 0.9 * num_before
         assert gc.get_freeze_count() == 0
+
+    run(body)
+
+
+def test_log_probs_of_many_choices_are_written_one_choice_at_a_time(monkeypatch):
+    """And each token's text is looked up once for a choice. Together they would stop the other requests for seconds."""
+
+    async def body():
+        async with served() as server:
+            session = server.open("s", client_engine(lambda _: "abc" * 100))
+            asked = ChatBody(model="policy", messages=user("q"), n=10, logprobs=True)
+            calls = session.start(session.prepare(asked.turn_request()))
+            await asyncio.gather(*(call.task for call in calls))
+            decoded = []
+            decode = session.chat_format.decode
+            monkeypatch.setattr(session.chat_format, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))
+            answer = asyncio.ensure_future(ChatAnswer(session, asked, calls).whole())
+            num_pauses = 0
+            while not answer.done():
+                await asyncio.sleep(0)
+                num_pauses += 1
+            assert num_pauses >= 10
+            assert decoded.count(1) == 10 * len({*"abc", END})
+            (content,) = {json.dumps(choice["logprobs"]["content"]) for choice in answer.result()["choices"]}
+            assert [each["token"] for each in json.loads(content)] == [*"abc" * 100, END]
 
     run(body)
 
