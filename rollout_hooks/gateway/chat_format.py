@@ -59,9 +59,9 @@ class ChatFormat:
         self.keeps_raw_calls = keeps_raw_calls
         self._image_token = image_token
         self.longest_token = _longest_token(tokenizer)
-        self._special_ids = frozenset(
-            token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
-        )
+        special = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special_ids = frozenset(special)
+        self._special_texts = tuple(special.values())
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """Render a prompt, up to the model's turn.
@@ -83,6 +83,10 @@ class ChatFormat:
             message = f"the model's chat template refuses the messages: {cause}"
             raise ApiError(400, message, code="chat_template_error", param="messages") from error
         return [int(token) for token in token_ids]
+
+    def special_in(self, text: str) -> str | None:
+        """Return a special token that a text spells, or None. The tokenizer would make the token of it."""
+        return next((token for token in self._special_texts if token in text), None)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of some tokens, special ones included."""

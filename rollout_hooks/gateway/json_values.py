@@ -18,10 +18,18 @@ def walk(value: Any) -> Iterator[tuple[int, Any]]:
             rest += [(depth + 1, child) for child in inner]
 
 
+def strings(value: Any) -> Iterator[str]:
+    """Yield all strings in a JSON value, names of fields included."""
+    for _, each in walk(value):
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, dict):
+            yield from each
+
+
 def num_characters(value: Any) -> int:
     """Return the characters of all strings in a JSON value, names of fields included."""
-    strings = (each for _, each in walk(value) if isinstance(each, str | dict))
-    return sum(len(each) if isinstance(each, str) else sum(map(len, each)) for each in strings)
+    return sum(map(len, strings(value)))
 
 
 def is_finite(value: Any) -> bool:

@@ -15,7 +15,7 @@ from rollout_hooks.gateway.chat_format import ChatFormat, TextStream
 from rollout_hooks.gateway.constraints import prescribes, structured_outputs
 from rollout_hooks.gateway.engine import SessionEngine
 from rollout_hooks.gateway.errors import ApiError, refused
-from rollout_hooks.gateway.json_values import num_characters
+from rollout_hooks.gateway.json_values import num_characters, strings
 from rollout_hooks.gateway.kept import KeptResponses
 from rollout_hooks.gateway.limits import SURE_TEXT_LEN, GatewayLimits
 from rollout_hooks.gateway.running_call import RunningCall
@@ -43,6 +43,9 @@ class SessionSettings:
     context_len: int | None = None  # Most tokens of a prompt and its answer together; None leaves it to the engine
     response_len: int | None = None  # Most tokens of an answer, also if the request allows more; None means no limit
     constrained_decoding: bool = True  # Whether requests may prescribe a form of the answer; see `constraints`
+    special_tokens: bool = (
+        True  # Whether what the model reads from others may spell special tokens, e.g. the end of a turn
+    )
 
     def __post_init__(self) -> None:
         unknown = sorted(self.fixed - set(self.sampling))
@@ -121,6 +124,8 @@ class GatewaySession:
         self._check_open()
         if request.parses_tools and self.chat_format.tool_parser is None:
             raise ApiError(400, "this model has no tools: no tool parser was given", code="no_tools", param="tools")
+        if not self.settings.special_tokens:
+            self._check_special_tokens(request)
         messages = [self._as_written(message) for message in request.messages]
         self._check_text_len(messages, request.tools)
         prompt_ids = self.chat_format.prompt_ids(messages, request.tools)
@@ -222,6 +227,16 @@ class GatewaySession:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ApiError(404, f"session {self.session_id!r} is not open", code="session_not_found")
+
+    def _check_special_tokens(self, request: TurnRequest) -> None:
+        """Refuse texts that spell special tokens, but not turns of the model, which may sample them."""
+        read = [message for message in request.messages if message["role"] != "assistant"]
+        for param, value in (("messages", read), ("tools", request.tools)):
+            texts = strings(value)
+            token = next((found for text in texts if (found := self.chat_format.special_in(text)) is not None), None)
+            if token is not None:
+                message = f"{param}: a text spells {token!r}, which the model would read as the token of that name"
+                raise refused(f"{message}; leave it out, or set special_tokens=true", param=param)
 
     def _check_text_len(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
         """Refuse a text that is too long to be tokenised, by its characters, which are quick to count."""

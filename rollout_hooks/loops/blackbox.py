@@ -68,6 +68,7 @@ class BlackboxAgentLoop(AgentLoopBase):
         drain_s: float = 60.0,
         fixed_sampling: Sequence[str] = (),
         constrained_decoding: bool = True,
+        special_tokens: bool = True,
         **kwargs: Any,
     ) -> None:
         refuse_unknown_options(type(self), kwargs)
@@ -80,6 +81,7 @@ class BlackboxAgentLoop(AgentLoopBase):
         self._drain_s = drain_s
         self._fixed_sampling = frozenset(fixed_sampling)
         self._constrained_decoding = constrained_decoding
+        self._special_tokens = special_tokens
 
     @override
     async def run(  # pyright: ignore[reportIncompatibleMethodOverride]  # verl's worker takes a list too
@@ -142,6 +144,7 @@ class BlackboxAgentLoop(AgentLoopBase):
                 context_len=min(rollout.max_model_len or row_len, row_len),
                 response_len=rollout.response_length,
                 constrained_decoding=self._constrained_decoding,
+                special_tokens=self._special_tokens,
             ),
         )
 

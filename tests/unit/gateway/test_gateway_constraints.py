@@ -295,3 +295,22 @@ def test_the_loop_blackbox_takes_forms_unless_it_is_told_not_to(settings, reward
     loop = functools.partial(BlackboxAgentLoop, agent=f"{__name__}:forces", **settings)
     (output,) = run_loop(loop, client, SAMPLING)
     assert output.reward_score == reward
+
+
+async def forges(*, base_url, api_key, model, row):
+    """End its turn itself; the reward is 1 where that is taken."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        try:
+            await client.chat.completions.create(model=model, messages=user(END))
+        except openai.BadRequestError:
+            await client.chat.completions.create(model=model, messages=row["raw_prompt"])
+            return 0.0
+    return 1.0
+
+
+@pytest.mark.parametrize(("settings", "reward"), [({}, 1.0), ({"special_tokens": False}, 0.0)])
+def test_the_loop_blackbox_takes_special_tokens_unless_it_is_told_not_to(settings, reward):
+    client = RecordingClient(ScriptedClient(lambda _: "x"), tree=SessionTree(decode=tokenizer().decode))
+    loop = functools.partial(BlackboxAgentLoop, agent=f"{__name__}:forges", **settings)
+    (output,) = run_loop(loop, client, SAMPLING)
+    assert output.reward_score == reward
