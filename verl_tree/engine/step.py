@@ -43,7 +43,7 @@ from verl_tree.engine.rows.results import MiniBatchResult
 from verl_tree.engine.rows.steps import RankWork, steps_of
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.relay.calls import RelayCall
-from verl_tree.relay.run import Mode, NumCalls, RelayRun
+from verl_tree.relay.run import Mode, NumCalls, RelayRun, watched
 from verl_tree.tree.nodes import IntArray
 from verl_tree.tree.row_keys import prompt_numbers, row_keys, value_numbers
 from verl_tree.tree.rows import trained_tokens
@@ -224,11 +224,13 @@ class TreeEngine(ModelCalls):
                 calculate_entropy=wants_entropy,
             )
 
+        runs_twice = rows.micro.is_relayed and mode != "forward"
+        of_model = watched(compute, self.module) if runs_twice else compute
         # A loss that couples rows reads all of them at once.
         max_loss_terms = None if mode == "joint" else self.tree_config.max_loss_terms
         return RelayRun(
             rows.micro.calls(scores_own_tokens=self.head.scores_own_tokens, max_loss_terms=max_loss_terms),
-            compute if self._routes is None else self._routes.around(compute, rows.micro),
+            of_model if self._routes is None else self._routes.around(of_model, rows.micro),
             mode=mode,
             device=device_of_rank(),
             backend=self.tree_config.backend,

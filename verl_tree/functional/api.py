@@ -66,7 +66,7 @@ def tree_log_probs(
     Raises:
         ValueError: A sequence is empty or holds an id that the model has no embedding for; a sequence is longer than a
             pack; the model or the backend cannot honour the tree; or the forest runs in sections and needs gradients,
-            while the model drops out activations or its parameters are sharded.
+            while the model draws random numbers or its parameters are sharded.
     """
     forest = TokenForest.from_sequences(sequences)
     parts: list[tuple[TreeLayout, TreeLogProbs]] = []

@@ -32,7 +32,7 @@ from verl_tree.functional.logprobs import TreeLogProbs, forward_scores
 from verl_tree.functional.scorer import ScoredPairs
 from verl_tree.relay.calls import RelayCall, RelayCalls
 from verl_tree.relay.cut import MIN_SECTION_COST, Cut, cut
-from verl_tree.relay.run import RelayRun, call_plan, check_repeatable
+from verl_tree.relay.run import RELAYED, RelayRun, call_plan, watched
 from verl_tree.relay.store import ContextStore
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.transfer import to_device
@@ -131,7 +131,7 @@ def relayed_log_probs(
     model's device. The other arguments are those of `forward_scores`.
 
     Raises:
-        ValueError: The capacity is not positive. With gradients: the model drops out activations, or its parameters are
+        ValueError: The capacity is not positive. With gradients: the model draws random numbers, or its parameters are
             sharded. In the backward pass: a parameter has changed since the forward pass.
     """
     relayed = _RelayedForest(
@@ -164,7 +164,7 @@ def _trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]
                 'tree engine (python -m verl_tree.main_ppo), or packs (packing="auto")'
             )
     if trained:
-        check_repeatable(model)
+        RELAYED.check(model)
     return trained
 
 
@@ -180,11 +180,10 @@ class _RelayedForest:
     calculate_entropy: bool
     autocast: Callable[[], AbstractContextManager[Any]]
 
-    def forward(self) -> tuple[Tensor, ContextStore]:
+    def forward(self, *, is_repeated: bool) -> tuple[Tensor, ContextStore]:
         """Run all sections without gradient; return the scores (C, T) and the store of the spine."""
-        run = RelayRun(
-            self.calls, self._compute, mode="forward", device=self.layout.token_ids_T.device, backend=self.backend
-        )
+        compute = watched(self._compute, self.model) if is_repeated else self._compute
+        run = RelayRun(self.calls, compute, mode="forward", device=self.layout.token_ids_T.device, backend=self.backend)
         for number in range(run.num_first):
             run.first(number)
         return run.scores_CT, run.store
@@ -193,13 +192,14 @@ class _RelayedForest:
         self, store: ContextStore, gradient_CT: Tensor, parameters: Sequence[Tensor]
     ) -> tuple[Tensor | None, ...]:
         """Run all sections forward and backward; return the parameters' gradients, None for a parameter without use."""
-        check_repeatable(self.model)  # It may have been in evaluation mode in the forward pass.
+        RELAYED.check(self.model)  # It may have been in evaluation mode in the forward pass.
+        compute = watched(self._compute, self.model)
         device = gradient_CT.device
         sums: list[Tensor | None] = [None] * len(parameters)
         for call in reversed(self.calls.sections):
             plan = call_plan(call, store, writes=False, device=device, backend=self.backend)
             with torch.enable_grad():
-                made_CK = self._compute(call, plan)
+                made_CK = compute(call, plan)
             (scored_K,) = to_device((torch.from_numpy(call.scored_K),), device)
             gradient_CK = gradient_CT[:, scored_K]
             parts = torch.autograd.grad(made_CK, parameters, gradient_CK, allow_unused=True)
@@ -225,7 +225,7 @@ class _RelayedForest:
 class _RelayedScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, relayed: _RelayedForest, names: tuple[str, ...], *parameters: Tensor) -> Tensor:
-        scores_CT, store = relayed.forward()
+        scores_CT, store = relayed.forward(is_repeated=len(parameters) > 0)
         ctx.relayed, ctx.names, ctx.parameters = relayed, names, parameters
         ctx.versions = [parameter._version for parameter in parameters]
         # Saved tensors are freed after the backward pass, and those who hook into autograd's memory see them.

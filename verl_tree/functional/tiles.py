@@ -25,7 +25,11 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from verl_tree.relay.repeatable import Repetition
+
 Forward = Callable[[Tensor], Tensor]
+
+_TILED = Repetition("a tiled module runs twice, which must come out the same", "set model.tiled_mlp.enabled=false")
 
 
 def tile_modules(model: PreTrainedModel, *, num_tiles: int) -> None:
@@ -36,7 +40,7 @@ def tile_modules(model: PreTrainedModel, *, num_tiles: int) -> None:
 
     Raises:
         ValueError: `num_tiles` is not positive, or the layers have no MLP. In a forward pass: a module returns more
-            than a tensor, or, with gradients, drops out activations.
+            than a tensor, or, with gradients, draws random numbers.
     """
     if num_tiles < 1:
         raise ValueError(f"tiled_mlp.num_shards={num_tiles}: give a positive number of tiles")
@@ -59,25 +63,17 @@ def _tiled(module: torch.nn.Module, forward: Forward, *, num_tiles: int) -> Forw
         parameters = _trained(module)
         if not torch.is_grad_enabled() or not (parameters or hidden_1TX.requires_grad):
             return _in_tiles(forward, hidden_1TX, num_tiles=num_tiles)
-        _refuse_dropout(module)
+        _TILED.check(module)
         # With the second argument the result has a node that keeps the input even if the input needs no gradient.
         kept_1TX = _Keep.apply(hidden_1TX, torch.empty(0, requires_grad=True))
-        return _Tiled.apply(kept_1TX, kept_1TX.grad_fn, module, forward, num_tiles, *parameters)
+        with _TILED.watch(module, device=hidden_1TX.device):
+            return _Tiled.apply(kept_1TX, kept_1TX.grad_fn, module, forward, num_tiles, *parameters)
 
     return run
 
 
 def _trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def _refuse_dropout(module: torch.nn.Module) -> None:
-    for name, child in module.named_modules():
-        if isinstance(child, torch.nn.Dropout) and child.training and child.p > 0:
-            raise ValueError(
-                f"{name} of a {type(module).__name__} drops out {child.p} of its activations, and a tiled module runs "
-                "twice, which must come out the same: set the dropout to 0, or model.tiled_mlp.enabled=false"
-            )
 
 
 def _tiles(tensor_1TX: Tensor, num_tiles: int) -> Iterator[tuple[tuple[slice, ...], Tensor]]:

@@ -24,6 +24,7 @@ from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.sharding import SequenceShard
 from verl_tree.relay.calls import RelayCall, RelayCalls
 from verl_tree.relay.context import RelayContext
+from verl_tree.relay.repeatable import Repetition
 from verl_tree.relay.store import ContextStore
 from verl_tree.tree.nodes import IntArray
 from verl_tree.tree.transfer import to_device
@@ -33,6 +34,12 @@ Compute = Callable[[RelayCall, AttentionPlan], Tensor]
 
 Loss = Callable[[Tensor, IntArray], Tensor]
 """The loss, a scalar, of some leaves of the layout from the scores (C, T) of all tokens."""
+
+RELAYED = Repetition(
+    "a relayed tree computes tokens twice, which must come out the same",
+    'do not relay (tree.relay=never in a training run, packing="auto" in tree_log_probs)',
+)
+"""Why a model must not draw random numbers."""
 
 Mode = Literal["forward", "rows", "joint"]
 """Forward only; a loss that is a sum over rows; a loss that couples rows."""
@@ -174,16 +181,11 @@ def call_plan(
     )
 
 
-def check_repeatable(model: torch.nn.Module) -> None:
-    """Refuse a model in training mode that drops out activations: tokens would be computed twice, differently.
+def watched(compute: Compute, model: torch.nn.Module) -> Compute:
+    """Return `compute`, which runs a model, for trees whose tokens are computed twice; see `Repetition.watch`."""
 
-    Raises:
-        ValueError: A module of the model has an active dropout.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Dropout) and module.training and module.p > 0:
-            raise ValueError(
-                f"{name} drops out {module.p} of its activations, and a relayed tree computes tokens twice, which must "
-                "come out the same: set the dropout in the model's config to 0, or do not relay (tree.relay=never in a "
-                'training run, packing="auto" in tree_log_probs)'
-            )
+    def run(call: RelayCall, plan: AttentionPlan) -> Tensor:
+        with RELAYED.watch(model, device=plan.subtree_end_T.device):
+            return compute(call, plan)
+
+    return run

@@ -1,6 +1,7 @@
 """A mini-batch on an engine of one process without FSDP, in float64, beside the rows by themselves."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from verl_tree.attention.hf import ATTENTION_NAME, check_model
 from verl_tree.config import TreeConfig
 from verl_tree.engine.heads import POLICY, VALUE
 from verl_tree.engine.step import TreeEngine
-from verl_tree.relay.run import check_repeatable
+from verl_tree.relay.run import RELAYED
 
 
 class PlainEngine(TreeEngine):
@@ -43,7 +44,7 @@ class PlainEngine(TreeEngine):
     def check(self, *, max_path_len: int, is_relayed: bool) -> None:
         check_model(self.module, max_path_len=max_path_len)
         if is_relayed:
-            check_repeatable(self.module)
+            RELAYED.check(self.module)
 
     def scores(self, *of_call: Any, **options: Any) -> Tensor:
         self.num_calls += 1
@@ -107,3 +108,24 @@ def test_a_mini_batch_is_that_of_its_rows(case: LossCase, is_critic: bool, tree:
     assert counts.num_tree_tokens < counts.num_flat_tokens == sum(map(len, sequences))
     # A section of the spine is one more call.
     assert engine.num_calls >= counts.num_packs + counts.num_sections
+
+
+class RandomGate(torch.nn.Module):
+    """It draws and has no setting that says so."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * torch.rand_like(hidden)
+
+
+@pytest.mark.parametrize("is_random", [False, True])
+def test_a_model_that_draws_is_refused_where_a_tree_is_relayed(is_random: bool) -> None:
+    model = tiny_model().train()
+    data = verl_rows(DEEP[:6], flat_rows(model, DEEP[:6]), LossCase(), seed=1)
+    if is_random:
+        model.model.layers[0].mlp.act_fn = RandomGate()
+    model.set_attn_implementation(ATTENTION_NAME)
+    PlainEngine(model, capacity=12, relay="never").forward_backward_batch(data.copy(), LossCase().function())
+    relaying = PlainEngine(model, capacity=5)
+    relaying.forward_backward_batch(data.copy(), None, forward_only=True)
+    with nullcontext() if not is_random else pytest.raises(ValueError, match=r"draws random numbers .*relay=never"):
+        relaying.forward_backward_batch(data.copy(), LossCase().function())

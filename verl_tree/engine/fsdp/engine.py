@@ -31,7 +31,7 @@ from verl_tree.engine.step import TreeEngine
 from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.functional.images import PackImages
 from verl_tree.relay.calls import RelayCall
-from verl_tree.relay.run import NumCalls, check_repeatable
+from verl_tree.relay.run import RELAYED, NumCalls
 from verl_tree.tree.layout import TreeLayout
 
 
@@ -89,7 +89,7 @@ class FSDPTreeEngine(TreeEngine, BuildForTrees):
         # Length-dependent RoPE is refused only for rows that are long enough to be affected.
         check_model(self._model, max_path_len=max_path_len)
         if is_relayed:
-            check_repeatable(self.module)
+            RELAYED.check(self.module)
 
     @override
     def scores(
