@@ -12,7 +12,7 @@ sum, so one that changes gradients must not mind to run twice.
 Legend: T tokens of the forest, Q tokens of a model call, K scores that it makes, C kinds of scores.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -132,7 +132,7 @@ def relayed_log_probs(
 
     Raises:
         ValueError: The capacity is not positive. With gradients: the model draws random numbers, or its parameters are
-            sharded. In the backward pass: a parameter has changed since the forward pass.
+            sharded. In the backward pass: a parameter or a buffer has changed since the forward pass.
     """
     relayed = _RelayedForest(
         model=model,
@@ -144,7 +144,7 @@ def relayed_log_probs(
         autocast=_autocast_of_caller(model.device.type),
     )
     trained = _trained_parameters(model) if torch.is_grad_enabled() else {}
-    scores_CT = _RelayedScores.apply(relayed, tuple(trained), *trained.values())
+    scores_CT = _RelayedScores.apply(relayed, *trained.values())
     return TreeLogProbs(scores_CT[0], scores_CT[1] if calculate_entropy else None)
 
 
@@ -166,6 +166,11 @@ def _trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]
     if trained:
         RELAYED.check(model)
     return trained
+
+
+def _read_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a pass reads of a model, by name: also what is frozen, as under adapters, decides on the gradients."""
+    return chain(model.named_parameters(), model.named_buffers())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,10 +229,10 @@ class _RelayedForest:
 
 class _RelayedScores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, relayed: _RelayedForest, names: tuple[str, ...], *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, relayed: _RelayedForest, *parameters: Tensor) -> Tensor:
         scores_CT, store = relayed.forward(is_repeated=len(parameters) > 0)
-        ctx.relayed, ctx.names, ctx.parameters = relayed, names, parameters
-        ctx.versions = [parameter._version for parameter in parameters]
+        ctx.relayed, ctx.parameters = relayed, parameters
+        ctx.read = {name: (tensor, tensor._version) for name, tensor in _read_tensors(relayed.model)}
         # Saved tensors are freed after the backward pass, and those who hook into autograd's memory see them.
         kept = store.layers()
         ctx.layers = [(key, len(tensors)) for key, tensors in kept.items()]
@@ -243,8 +248,9 @@ class _RelayedScores(torch.autograd.Function):
 def _backward(ctx: Any, gradient_CT: Tensor) -> tuple[Tensor | None, ...]:
     relayed: _RelayedForest = ctx.relayed
     saved = ctx.saved_tensors
-    for name, parameter, version in zip(ctx.names, ctx.parameters, ctx.versions, strict=True):
-        if parameter._version != version:
+    now = dict(_read_tensors(relayed.model))
+    for name, (tensor, version) in ctx.read.items():
+        if now.get(name) is not tensor or tensor._version != version:
             raise ValueError(
                 f"{name} has changed since tree_log_probs, and the backward pass computes the sections again: run it "
                 "before the optimiser's step"
@@ -259,4 +265,4 @@ def _backward(ctx: Any, gradient_CT: Tensor) -> tuple[Tensor | None, ...]:
     max_path_len = int(np.diff(relayed.layout.leaf_offsets).max())
     # torch.autograd.grad does not run through checkpoints of the reentrant kind.
     with tree_attention_implementation(relayed.model, max_path_len=max_path_len, use_reentrant=False):
-        return None, None, *relayed.backward(store, gradient_CT, ctx.parameters)
+        return None, *relayed.backward(store, gradient_CT, ctx.parameters)

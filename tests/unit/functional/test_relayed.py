@@ -3,6 +3,8 @@
 Models compute in float64. The references are the flat sequences, and one pack without a capacity.
 """
 
+import copy
+import re
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -223,12 +225,23 @@ def test_dropout_is_refused_where_tokens_run_twice():
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_parameter_that_changed_before_the_backward_pass_is_refused():
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.layers.0.mlp.down_proj.weight", "model.rotary_emb.inv_freq"]
+)
+@pytest.mark.parametrize("replaces", [False, True], ids=["in place", "replaced"])
+def test_what_changed_before_the_backward_pass_is_refused(name: str, replaces: bool) -> None:
+    """A trained weight, a frozen one, as under adapters, and a buffer."""
     model = tiny_model()
+    model.model.layers[0].mlp.down_proj.weight.requires_grad_(False)
     loss = torch.cat(tree_log_probs(model, DEEP, capacity=7).log_probs).sum()
-    with torch.no_grad():
-        model.model.norm.weight.mul_(2)
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has changed since tree_log_probs"):
+    owner, _, attribute = name.rpartition(".")
+    tensor = getattr(model.get_submodule(owner), attribute)
+    if replaces:
+        setattr(model.get_submodule(owner), attribute, copy.deepcopy(tensor))
+    else:
+        with torch.no_grad():
+            tensor.mul_(2)
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} has changed since tree_log_probs"):
         loss.backward()
 
 
