@@ -1,7 +1,9 @@
 """`tree_log_probs`: the log-probs of trajectories that share prefixes, from any transformers causal LM."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -53,7 +55,7 @@ def tree_log_probs(
     Args:
         model: A causal LM, bare or wrapped by PEFT. Its training mode stays as it is.
         sequences: Lists or 1-D arrays of token ids, each with at least one token.
-        temperature: Divides the logits.
+        temperature: Divides the logits; a number above 0.
         calculate_entropy: Also return the entropy of the distribution before each token.
         backend: Attention backend, see `verl_tree.attention.BACKENDS`.
         capacity: Tree tokens whose activations are held at a time, in the forward and in the backward pass. None: no
@@ -64,10 +66,11 @@ def tree_log_probs(
             until the backward pass.
 
     Raises:
-        ValueError: A sequence is empty or holds an id that the model has no embedding for; a sequence is longer than a
-            pack; the model or the backend cannot honour the tree; or the forest runs in sections and needs gradients,
-            while the model draws random numbers or its parameters are sharded.
+        ValueError: A sequence is empty or holds an id that the model has no embedding for; the temperature is no number
+            above 0; a sequence is longer than a pack; the model or the backend cannot honour the tree; or the forest
+            runs in sections and needs gradients, while the model draws random numbers or its parameters are sharded.
     """
+    check_temperature(temperature)
     forest = TokenForest.from_sequences(sequences)
     parts: list[tuple[TreeLayout, TreeLogProbs]] = []
     with tree_attention_implementation(model, max_path_len=int(forest.sequence_lens.max(initial=0))):
@@ -101,6 +104,18 @@ def tree_log_probs(
         num_tree_tokens=sum(layout.num_tokens for layout, _ in parts),
         num_flat_tokens=forest.num_flat_tokens,
     )
+
+
+def check_temperature(temperature: object) -> None:
+    """Refuse what is no number above 0, and any tensor: sections and fused kernels would lose its gradient.
+
+    Raises:
+        ValueError: It is one of these, infinite or no number.
+    """
+    if isinstance(temperature, Tensor):
+        raise ValueError(f"temperature={temperature!r}: a tensor gets no gradient here; give its value (.item())")
+    if not isinstance(temperature, Real) or not 0 < float(temperature) < math.inf:
+        raise ValueError(f"temperature={temperature!r}: give a finite number above 0")
 
 
 def num_embeddings(model: PreTrainedModel) -> int:

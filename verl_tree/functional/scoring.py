@@ -20,13 +20,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl_tree.attention.hf import tree_attention_implementation
-from verl_tree.functional.api import check_token_ids, num_embeddings
+from verl_tree.functional.api import check_temperature, check_token_ids, num_embeddings
 from verl_tree.functional.logprobs import forward_scores
 from verl_tree.functional.relayed import forest_calls
 from verl_tree.functional.scorer import ScoredPairs
 from verl_tree.relay.run import call_plan
 from verl_tree.relay.store import ContextStore
 from verl_tree.tree import TokenForest
+from verl_tree.tree.forest import as_token_ids
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.nodes import IntArray
 
@@ -38,19 +39,21 @@ class ContinuationScores:
     Attributes:
         log_probs: One tensor for each continuation, in the order given, on the model's device: the log-probs of its
             tokens that were asked for, or of the labels. float32, or float64 for a float64 model.
+        empty: (0,), of the same device and dtype: the sums and means of no continuations.
     """
 
     log_probs: list[Tensor]
+    empty: Tensor
 
     @property
     def sums(self) -> Tensor:
         """The log-prob of each continuation, (S,): the sum over the tokens that were asked for."""
-        return torch.stack([each.sum() for each in self.log_probs])
+        return torch.stack([each.sum() for each in self.log_probs]) if self.log_probs else self.empty
 
     @property
     def means(self) -> Tensor:
         """The log-prob per token of each continuation, (S,), so that long ones can be compared with short ones."""
-        return torch.stack([each.mean() for each in self.log_probs])
+        return torch.stack([each.mean() for each in self.log_probs]) if self.log_probs else self.empty
 
 
 def score(
@@ -96,7 +99,7 @@ def score_batch(
             one token at least, and a continuation too, unless `labels` are given.
         last: Score only so many tokens at the end of each continuation. None: all of them.
         labels: Token ids. If given, what is scored is the token after each continuation: the log-probs of these ids.
-        temperature: Divides the logits.
+        temperature: Divides the logits; a number above 0.
         backend: Attention backend, see `verl_tree.attention.BACKENDS`.
         capacity: Tree tokens that run at a time. None: no limit. Beyond it the model runs several times, each time
             behind the keys and values of what the tokens share with earlier ones (docs/relay.md), so a context may be
@@ -106,12 +109,15 @@ def score_batch(
         The scores of each context's continuations, in the order given.
 
     Raises:
-        ValueError: A context or a continuation is empty, a token id has no embedding, `last` or the capacity is not
-            positive, both `last` and `labels` are given, or the model or the backend cannot honour the tree.
+        ValueError: A context or a continuation is empty or not of integers, a token id has no embedding, `last`, the
+            temperature or the capacity is not positive, both `last` and `labels` are given, or the model or the backend
+            cannot honour the tree.
     """
+    check_temperature(temperature)
     reads = _Reads.of(contexts, last=last, labels=labels)
+    empty = torch.empty(0, device=model.device, dtype=torch.promote_types(model.dtype, torch.float32))
     if not reads.sequences:
-        return [ContinuationScores([]) for _ in contexts]
+        return [ContinuationScores([], empty) for _ in contexts]
     forest = TokenForest.from_sequences(reads.sequences)
     check_token_ids(forest, model)
     vocab_size = num_embeddings(model)
@@ -140,7 +146,7 @@ def score_batch(
         )
     by_continuation = found[torch.from_numpy(which_K).to(found.device)].split(reads.num_read)
     bounds = [0, *accumulate(len(continuations) for _, continuations in contexts)]
-    return [ContinuationScores(list(by_continuation[start:end])) for start, end in pairwise(bounds)]
+    return [ContinuationScores(list(by_continuation[start:end]), empty) for start, end in pairwise(bounds)]
 
 
 class _Reads(NamedTuple):
@@ -166,19 +172,19 @@ class _Reads(NamedTuple):
             )
         if last is not None and last < 1:
             raise ValueError(f"last={last}: give a positive number of tokens, or None for all of a continuation")
-        label_ids = None if labels is None else np.asarray(labels, dtype=np.int64)
+        label_ids = None if labels is None else as_token_ids(labels, name="labels")
         if label_ids is not None and not len(label_ids):
             raise ValueError("labels is empty: give the token ids whose log-probs are wanted, or None")
         sequences, positions, label_parts = [], [], []
         for number, (context, continuations) in enumerate(contexts):
-            start = np.asarray(context, dtype=np.int64)
+            start = as_token_ids(context, name=f"context {number}")
             if not len(start):
                 raise ValueError(
                     f"context {number} is empty, and nothing says how likely a first token is: give at least the token "
                     "that begins a text for this model"
                 )
             for place, continuation in enumerate(continuations):
-                tokens = np.asarray(continuation, dtype=np.int64)
+                tokens = as_token_ids(continuation, name=f"continuation {place} of context {number}")
                 if label_ids is None and not len(tokens):
                     raise ValueError(f"continuation {place} of context {number} is empty: give a token to score")
                 whole = np.concatenate([start, tokens])

@@ -170,16 +170,28 @@ def lcp_of_subset(lcp: IntArray, ranks: IntArray) -> IntArray:
     return shared
 
 
+def as_token_ids(given: ArrayLike, *, name: str) -> IntArray:
+    """Return token ids as an array, (L,), which may be empty; `name` is what an error calls it.
+
+    Raises:
+        ValueError: They are not one-dimensional or not integers of 64 bits at most.
+    """
+    array = np.asarray(given)
+    if array.ndim != 1:
+        raise ValueError(f"{name} has shape {array.shape}: give one-dimensional token ids")
+    if array.size == 0:
+        return np.empty(0, dtype=np.int64)  # numpy makes floats of an empty list
+    if array.dtype.kind not in "iu" or not np.can_cast(array.dtype, np.int64):
+        raise ValueError(f"{name} has dtype {array.dtype}: token ids are int32 or int64")
+    return array
+
+
 def _concatenate(sequences: Sequence[ArrayLike]) -> tuple[IntArray, IntArray]:
     """Check the trajectories and lay them one after another: tokens (F,) and offsets (S + 1,) int64."""
-    arrays = [np.asarray(sequence) for sequence in sequences]
+    arrays = [as_token_ids(sequence, name=f"sequence {index}") for index, sequence in enumerate(sequences)]
     for index, array in enumerate(arrays):
-        if array.ndim != 1:
-            raise ValueError(f"sequence {index} has shape {array.shape}: give one-dimensional token ids")
         if array.size == 0:
             raise ValueError(f"sequence {index} is empty: a trajectory has at least one token, leave it out")
-        if array.dtype.kind not in "iu" or not np.can_cast(array.dtype, np.int64):
-            raise ValueError(f"sequence {index} has dtype {array.dtype}: token ids are int32 or int64")
     offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
     np.cumsum([array.size for array in arrays], out=offsets[1:])
     is_int32 = all(np.can_cast(dtype, np.int32) for dtype in {array.dtype for array in arrays})

@@ -1,5 +1,6 @@
 """`score`: log-probs of continuations, against one flat sequence after another in float64."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -126,9 +127,19 @@ def test_nothing_is_computed_that_nobody_reads():
     assert sum(num_projected) == 2
 
 
-def test_no_continuations():
-    assert score(tiny_model(), CONTEXT, []).log_probs == []
-    assert score_batch(tiny_model(), []) == []
+@pytest.mark.parametrize("others", [[], [(CONTEXT, [[1], [2, 3]])]], ids=["alone", "beside another context"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_no_continuations(others, dtype):
+    """They have no sums, of the dtype that others have."""
+    model = tiny_model().to(dtype)
+    *scored, none = score_batch(model, [*others, (CONTEXT, [])])
+    assert none.log_probs == []
+    assert none.sums.shape == none.means.shape == (0,)
+    assert none.sums.dtype == none.means.dtype == torch.promote_types(dtype, torch.float32)
+    for each in scored:
+        assert each.sums.shape == (2,)
+        assert each.sums.dtype == none.sums.dtype
+    assert score_batch(model, []) == []
 
 
 @pytest.mark.parametrize(
@@ -146,9 +157,27 @@ def test_no_continuations():
         ((CONTEXT, [[-1]], {}), "the token id -1, outside the vocabulary"),
         (([*CONTEXT, 99], [[1]], {}), "sequence 0 has the token id 99 at position 5"),
         ((CONTEXT, [[1, 2]], {"capacity": 0}), "capacity"),
+        ((CONTEXT, [[2**63]], {}), "continuation 0 of context 0 has dtype uint64: token ids are int32 or int64"),
+        (([2**64], [[1]], {}), "context 0 has dtype object: token ids are int32 or int64"),
+        ((CONTEXT, [[1]], {"labels": [2**63]}), "labels has dtype uint64: token ids are int32 or int64"),
+        ((CONTEXT, [[1.5]], {}), "continuation 0 of context 0 has dtype float64: token ids are int32 or int64"),
+        ((CONTEXT, [[[1]]], {}), r"continuation 0 of context 0 has shape \(1, 1\): give one-dimensional token ids"),
     ],
 )
 def test_bad_input_is_refused(arguments, message):
     context, continuations, options = arguments
     with pytest.raises(ValueError, match=message):
         score(tiny_model(), context, continuations, **options)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, -1.0, np.nan, np.inf, torch.tensor(0.7), "1", None], ids=repr)
+@pytest.mark.parametrize("capacity", [None, 4])
+def test_what_is_no_temperature_is_refused(temperature, capacity):
+    """A tensor, too, where it would work by chance: in one pack it gets a gradient, in sections none."""
+    model, message = tiny_model(), rf"temperature={re.escape(repr(temperature))}: (give a finite|a tensor gets no)"
+    with pytest.raises(ValueError, match=message):
+        tree_log_probs(model, [[*CONTEXT, *each] for each in CONTINUATIONS], temperature=temperature, capacity=capacity)
+    with pytest.raises(ValueError, match=message):
+        score(model, CONTEXT, CONTINUATIONS, temperature=temperature, capacity=capacity)
+    with pytest.raises(ValueError, match=message):
+        score_batch(model, [(CONTEXT, [])], temperature=temperature, capacity=capacity)
