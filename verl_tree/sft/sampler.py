@@ -13,6 +13,7 @@ A step has `train_batch_size` rows on average. Where that does not divide the ro
 Legend: S rows.
 """
 
+import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,18 +31,23 @@ from verl_tree.tree.nodes import IntArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreePart:
-    """Rows of one tree that are trained in one step, in depth-first order, and the work of any range of them."""
+    """Rows that are trained in one step, in depth-first order, and the work of any range of them."""
 
     rows: IntArray
+    token_rows: list[TokenRow]
     profile: WorkProfile
 
     @classmethod
-    def of(cls, numbers: IntArray, rows: Sequence[TokenRow]) -> "TreePart":
-        """Profile the rows of these numbers."""
-        chosen = [rows[number] for number in numbers.tolist()]
-        forest = TokenForest.from_sequences([row.token_ids for row in chosen])
-        profile = WorkProfile.from_forest(forest, trained=[row.is_trained for row in chosen])
-        return cls(numbers[profile.order], profile)
+    def of(cls, numbers: IntArray, token_rows: Sequence[TokenRow]) -> "TreePart":
+        """Profile rows, whose numbers are given, too."""
+        forest = TokenForest.from_sequences([row.token_ids for row in token_rows])
+        profile = WorkProfile.from_forest(forest, trained=[row.is_trained for row in token_rows])
+        return cls(numbers[profile.order], [token_rows[place] for place in profile.order], profile)
+
+    @classmethod
+    def joined(cls, parts: Sequence["TreePart"]) -> "TreePart":
+        """Make one part of several."""
+        return cls.of(np.concatenate([part.rows for part in parts]), [row for part in parts for row in part.token_rows])
 
     @property
     def num_tokens(self) -> int:
@@ -70,21 +76,30 @@ def find_trees(
 
 def parts_of(trees: Sequence[IntArray], rows: Sequence[TokenRow], *, max_rows: int) -> list[TreePart]:
     """Cut trees of more than `max_rows` rows into ranges of about equal length."""
-    return [TreePart.of(numbers, rows) for tree in trees for numbers in np.array_split(tree, -(-len(tree) // max_rows))]
+    return [
+        TreePart.of(numbers, [rows[number] for number in numbers.tolist()])
+        for tree in trees
+        for numbers in np.array_split(tree, -(-len(tree) // max_rows))
+    ]
 
 
-def deal(parts: Sequence[TreePart], *, num_ranks: int) -> list[list[int]]:
+def deal(parts: Sequence[TreePart], *, num_ranks: int, shared_tokens: str = "sum") -> list[list[int]]:
     """Deal parts to ranks so that these come out even in predicted time (docs/balance.md); return the rows of each.
 
-    A part is split over ranks only where that pays. Ranks with fewer rows than another get padding rows, because verl's
-    own engine needs at least as many rows as another rank has micro-batches.
+    A part is split over ranks only where that pays. The objectives of `shared_tokens` but `sum` count the rows that
+    train a token on one rank, so with these no part is split, and parts that train the same token stay together. Ranks
+    with fewer rows than another get padding rows, because verl's own engine needs at least as many rows as another rank
+    has micro-batches.
     """
+    counts_rows = shared_tokens != "sum"
+    if counts_rows and num_ranks > 1:
+        parts = _join(parts)
     dealt = balance(
         range(len(parts)),
         profiles=[part.profile for part in parts],
         model=CostModel.prior(),
         rank_num_rows=[0] * num_ranks,
-        cut_groups=num_ranks > 1,
+        cut_groups=num_ranks > 1 and not counts_rows,
     )
     ranks = [
         [row for share in shares for row in parts[share.group].rows[share.start : share.end].tolist()]
@@ -92,6 +107,25 @@ def deal(parts: Sequence[TreePart], *, num_ranks: int) -> list[list[int]]:
     ]
     num_rows = max(map(len, ranks))
     return [rows + [PADDING] * (num_rows - len(rows)) for rows in ranks]
+
+
+def _join(parts: Sequence[TreePart]) -> list[TreePart]:
+    """Join parts in which rows train the same token, whatever trees they are of."""
+    rows = [row for part in parts for row in part.token_rows]
+    forest = TokenForest.from_sequences([row.token_ids for row in rows])
+    part_of_row = np.repeat(np.arange(len(parts)), [len(part.rows) for part in parts])
+    label = np.arange(len(parts))  # of each part; parts with one label are joined
+    first, last_row = sys.maxsize, 0
+    for row, shared in zip(forest.order.tolist(), forest.lcp.tolist(), strict=True):
+        # What is shared with all rows before only shrinks, so of these the one that trains first decides. Between two
+        # rows that train a token there may be others that only have it.
+        if shared > first:
+            label[label == label[part_of_row[row]]] = label[part_of_row[last_row]]
+        else:
+            first = sys.maxsize
+        first, last_row = min(first, int(rows[row].is_trained.argmax())), row
+    groups = [[parts[index] for index in np.flatnonzero(label == each)] for each in np.unique(label)]
+    return [group[0] if len(group) == 1 else TreePart.joined(group) for group in groups]
 
 
 class TreeBatchSampler(Sampler[list[int]]):
@@ -106,12 +140,21 @@ class TreeBatchSampler(Sampler[list[int]]):
         seed: Of the order.
         rank: This rank, of `num_ranks`.
         num_ranks: Ranks that share a step.
+        shared_tokens: The objective, which decides on what may be cut (`deal`).
     """
 
     def __init__(
-        self, parts: Sequence[TreePart], *, batch_size: int, seed: int, rank: int = 0, num_ranks: int = 1
+        self,
+        parts: Sequence[TreePart],
+        *,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        num_ranks: int = 1,
+        shared_tokens: str = "sum",
     ) -> None:
         self._parts, self._seed, self._rank, self._num_ranks = parts, seed, rank, num_ranks
+        self._shared_tokens = shared_tokens
         self._lens = np.array([len(part.rows) for part in parts], dtype=np.int64)
         assert self._lens.max() <= batch_size, "a step between two middles would be empty"
         self._num_rows = int(self._lens.sum())
@@ -132,7 +175,7 @@ class TreeBatchSampler(Sampler[list[int]]):
         resumed_epoch, start = self._resumed
         for step in range(start if epoch == resumed_epoch else 0, self._num_steps):
             self._next = step + 1
-            yield deal(steps[step], num_ranks=self._num_ranks)[self._rank]
+            yield deal(steps[step], num_ranks=self._num_ranks, shared_tokens=self._shared_tokens)[self._rank]
 
     def steps(self, epoch: int) -> list[list[TreePart]]:
         """Return the parts of each step of an epoch, never none."""

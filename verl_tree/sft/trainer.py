@@ -76,6 +76,7 @@ class TreeSFTTrainer(SFTTrainer):
             seed=self.config.trainer.seed,
             rank=rank,
             num_ranks=num_ranks,
+            shared_tokens=self.config.tree.shared_tokens,
         )
         self.train_dataloader = StatefulDataLoader(
             self.train_dataset, batch_sampler=self.train_sampler, collate_fn=self.collate_fn
@@ -85,6 +86,7 @@ class TreeSFTTrainer(SFTTrainer):
             # verl takes the mean over batches, so all rows are one batch. The engine cuts it to what fits.
             num_rows = len(self.val_dataset)
             parts = _parts(self.val_dataset, name="validation", max_rows=num_rows, min_shared=data.min_shared)
+            # Weights of shared tokens change gradients only, so here every objective may be cut.
             mine = deal(parts, num_ranks=num_ranks)[rank]
             self.val_dataloader = DataLoader(self.val_dataset, batch_sampler=[mine], collate_fn=self.collate_fn)
 

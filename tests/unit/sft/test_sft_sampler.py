@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from verl_tree.engine.rows.read_rows import ReadRows
 from verl_tree.sft.rows import PADDING, TokenRow
 from verl_tree.sft.sampler import TreeBatchSampler, TreePart, deal, find_trees, parts_of
 
@@ -197,3 +199,67 @@ def test_a_place_in_other_rows_is_refused() -> None:
         ValueError, match=r"data\.train_files: the checkpoint is of .* rows .* set trainer\.resume_mode=disable"
     ):
         TreeBatchSampler(parts[1:], batch_size=3, seed=0).load_state_dict(state)
+
+
+def weight_of_tokens(ranks: Sequence[Sequence[int]], rows: Sequence[TokenRow], *, shared_tokens: str) -> Counter:
+    """Add up over all rows of all ranks how much each tree token is trained. A token is named by the path to it."""
+    weights: Counter[tuple[int, ...]] = Counter()
+    for numbers in ranks:
+        mine = [rows[number] for number in numbers if number != PADDING]
+        if not mine:
+            continue
+        lens = [len(row.token_ids) for row in mine]
+        read = ReadRows.from_batch(
+            np.concatenate([row.token_ids for row in mine]),
+            offsets=np.concatenate([[0], np.cumsum(lens)]),
+            trained=np.concatenate([row.is_trained for row in mine]),
+        ).weigh(shared_tokens)
+        weight_F = torch.ones(sum(lens)) if read.weights is None else read.weights
+        for row, by_token in zip(mine, weight_F.split(lens), strict=True):
+            for place in np.flatnonzero(row.is_trained).tolist():
+                weights[tuple(row.token_ids[: place + 1].tolist())] += round(float(by_token[place]), 5)
+    return Counter({path: round(weight, 3) for path, weight in weights.items()})
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("shared_tokens", ["sum", "mean", "once"])
+def test_the_number_of_ranks_changes_no_weight(seed: int, shared_tokens: str) -> None:
+    """Trees are larger than a step, begin like other trees, and have tokens that only some of their rows train."""
+    rng = random.Random(seed)
+    rows = [
+        TokenRow(row.token_ids, np.array([place > 17 and rng.random() < 0.3 for place in range(len(row.token_ids))]))
+        for row in draw_rows(rng, num_trees=6, max_rows=14)
+    ]
+    for row in rows:
+        row.is_trained[-1] = True
+    trees, _ = find_trees([row.token_ids for row in rows], keys=[None] * len(rows), min_shared=24)
+    parts = parts_of(trees, rows, max_rows=3)
+    assert len(parts) > len(trees) > 6
+    samplers = {
+        num_ranks: [
+            TreeBatchSampler(
+                parts, batch_size=24, seed=seed, rank=rank, num_ranks=num_ranks, shared_tokens=shared_tokens
+            )
+            for rank in range(num_ranks)
+        ]
+        for num_ranks in (1, 2, 4)
+    }
+    for alone, two, four in zip(*(zip(*ranks, strict=True) for ranks in samplers.values()), strict=True):
+        want = weight_of_tokens(alone, rows, shared_tokens=shared_tokens)
+        if shared_tokens != "sum":
+            assert max(want.values()) == 1
+        assert weight_of_tokens(two, rows, shared_tokens=shared_tokens) == want
+        assert weight_of_tokens(four, rows, shared_tokens=shared_tokens) == want
+        assert sum(any(row != PADDING for row in rank) for rank in four) > 1, "the step is on several ranks"
+
+
+def test_parts_that_train_no_common_token_are_dealt_apart() -> None:
+    """Rows 0 and 3 train the token behind the prompt, 1 and 2 only have it; 4 and 5 share no more than the prompt."""
+    lists = [[9, 9, 5, 1], [9, 9, 5, 2], [9, 9, 5, 3], [9, 9, 5, 4], [9, 9, 6, 1], [9, 9, 7, 1]]
+    trained = [[0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 1], [0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 1, 1]]
+    rows = [TokenRow(np.array(ids), np.array(mask, dtype=bool)) for ids, mask in zip(lists, trained, strict=True)]
+    parts = parts_of([np.array([number]) for number in range(6)], rows, max_rows=1)
+    for shared_tokens in ("mean", "once"):
+        dealt = [set(each) - {PADDING} for each in deal(parts, num_ranks=3, shared_tokens=shared_tokens)]
+        assert sorted(map(sorted, dealt)) == [[0, 1, 2, 3], [4], [5]]
+    assert sorted(map(len, deal(parts, num_ranks=3))) == [2, 2, 2]
