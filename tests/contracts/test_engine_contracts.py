@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from engine_cases import save_model
+from peft import LoraConfig, PeftModelForCausalLM, TaskType
 from process_groups import group_of_one
 from tensordict import NonTensorData, TensorDict
 from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForTokenClassification
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
 from verl.trainer.config import CheckpointConfig
 from verl.trainer.ppo.core_algos import agg_loss
@@ -50,6 +52,7 @@ def parameters(function: object) -> list[str]:
         (FSDPEngine, "__init__", ["self", "model_config", "engine_config", "optimizer_config", "checkpoint_config"]),
         (FSDPEngine, "_build_module", ["self"]),
         (FSDPEngine, "_build_fsdp_module", ["self", "module"]),
+        (FSDPEngine, "_build_lora_module", ["self", "module"]),
         (FSDPEngine, "forward_backward_batch", ["self", "data", "loss_function", "forward_only"]),
         (FSDPEngine, "_gradient_sync_context", ["self", "is_last_micro_batch"]),
         (FSDPEngine, "get_data_parallel_group", ["self"]),
@@ -152,6 +155,14 @@ def test_a_reference_model_on_a_cpu_is_not_offloaded_through_pinned_memory(folde
         assert engine.engine_config.forward_only is True
     with pytest.raises(RuntimeError, match=r"accelerator|no NVIDIA driver"):
         build(FSDPEngineWithLMHead, folder, forward_only=True)
+
+
+def test_adapters_of_a_critic_are_those_of_a_causal_lm(folder: Path) -> None:
+    """Verl tells PEFT so, and PEFT then takes a method of the model that a token classifier lacks."""
+    assert '"task_type": TaskType.CAUSAL_LM' in inspect.getsource(FSDPEngine._build_lora_module)
+    model = AutoModelForTokenClassification.from_pretrained(folder, num_labels=1)
+    with pytest.raises(AttributeError, match="prepare_inputs_for_generation"):
+        PeftModelForCausalLM(model, LoraConfig(task_type=TaskType.CAUSAL_LM, target_modules=["q_proj"]))
 
 
 def test_the_registry_keeps_engines_by_model_type_strategy_and_device() -> None:

@@ -115,6 +115,10 @@ CASES = [
         for mode in ("mean", "once")
     ),
     Case("critic", is_critic=True),
+    # With named modules the value head has no adapter. It is trained whole in both cases.
+    Case(
+        "critic_lora", is_critic=True, model={"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    ),
     Case("critic_seq_mean", is_critic=True, actor={"loss_agg_mode": "seq-mean-token-mean"}),
     *(
         Case(f"session_weight_{name}", **{"tree": {"session_weight": "session"}} | options)
@@ -162,6 +166,10 @@ CASES = [
             },
             "critic": {"is_critic": True},
             "lora": {"model": {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}},
+            "critic_lora": {
+                "is_critic": True,
+                "model": {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+            },
             "tiled_mlp_offload_lora": {
                 "model": {
                     "lora_rank": 4,
@@ -208,6 +216,7 @@ RUNS = {
         "flat_packs",
         "shared_tokens_once",
         "critic",
+        "critic_lora",
         "mini_batches_of_sessions",
         "rollout_correction_token-mean",
         "bypass_ppo_clip",

@@ -147,3 +147,20 @@ def test_missing_files_are_warned_of_where_other_machines_may_have_them(
         validate(resolved(*overrides, *missing))
     for each in missing:
         assert f"{each}: no such" in caplog.text
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "lfm2", "olmo_hybrid", "granitemoehybrid", "gemma3_text"])
+def test_a_critic_without_a_token_classifier_is_refused_by_name(model_type: str, tmp_path: Path) -> None:
+    model = f"critic.model.path={write_model(tmp_path, model_type=model_type)}"
+    for flat in ([], ["tree.enabled=false"]):
+        message = refusal(model, "critic.enable=true", *flat)
+        assert f"transformers has no token classifier for {model_type}, which a critic is; give a model of" in message
+    validate(resolved(model))
+    own = {"AutoModelForTokenClassification": "code.Critic"}
+    write_model(tmp_path, model_type=model_type, auto_map=own)
+    validate(resolved(model, "critic.enable=true"))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_next", "qwen3_moe", "llama", "a_type_of_the_user"])
+def test_other_critics_are_served(model_type: str, tmp_path: Path) -> None:
+    validate(resolved(f"critic.model.path={write_model(tmp_path, model_type=model_type)}", "critic.enable=true"))

@@ -23,6 +23,9 @@ def test_defaults_are_valid() -> None:
     validate(resolved(f"{ACTOR}.policy_loss.loss_mode=clip_cov"))
     tiled = [f"{model}.tiled_mlp.enabled=true" for model in ("actor_rollout_ref.model", "critic.model")]
     validate(resolved(OFFLOAD, *tiled, "critic.enable=true"))
+    for flat in ([], ["tree.enabled=false"]):
+        validate(resolved("critic.enable=true", "critic.model.lora_rank=8", *flat))
+    validate(resolved("critic.model.lora_rank=8", "+critic.checkpoint.save_lora_only=true"))
 
 
 OTHER_VALUES = {True: "false", False: "true", None: "fp8", "sum": "once", "vllm": "sglang"}
@@ -70,6 +73,16 @@ REFUSED = {
         (
             [OFFLOAD, "actor_rollout_ref.model.enable_gradient_checkpointing=false"],
             ["enable_activation_offload=True", "actor_rollout_ref.model.enable_gradient_checkpointing=true"],
+        ),
+    ],
+    "check_critic_adapters": [
+        (
+            [FLAT, *CRITIC, "critic.model.lora_rank=8", "trainer.device=cuda"],
+            ["critic.model.lora_rank=8: verl's own engine cannot build such a critic", "or tree.enabled=true"],
+        ),
+        (
+            [*CRITIC, "critic.model.lora_rank=8", "+critic.checkpoint.save_lora_only=true"],
+            ["critic.checkpoint.save_lora_only=True: the value head is trained, too", "set it to false"],
         ),
     ],
     "check_strategies": [

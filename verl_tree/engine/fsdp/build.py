@@ -53,6 +53,20 @@ class BuildOnAnyDevice(FSDPEngine):
             return super()._build_module()
 
     @override
+    def _build_lora_module(self, module: Any) -> Any:
+        if self.model_config.model_type != "value_model":
+            return super()._build_lora_module(module)
+        # The value head may be new and random, so it is trained whole, and not by an adapter alone.
+        prefix = f"{module.base_model_prefix}."
+        head = [each for name, each in module.named_parameters() if not name.startswith(prefix)]
+        # verl names a causal LM to PEFT, which takes this method from the model; only `generate` would call it.
+        module.prepare_inputs_for_generation = None
+        adapted = super()._build_lora_module(module)
+        for parameter in head:
+            parameter.requires_grad_(True)
+        return adapted
+
+    @override
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
         # verl offloads every forward-only model through pinned memory. A CPU has none, and the model is on the host.
         on_cpu = {"forward_only": False} if get_device_name() == "cpu" else {}

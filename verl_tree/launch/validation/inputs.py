@@ -22,8 +22,10 @@ from verl_tree.launch.validation.refusals import (
     data_files,
     has_scheme,
     missing,
+    model_settings,
     refusal,
     refusal_here,
+    uses_cpu,
     uses_critic,
     uses_tree,
     value_of,
@@ -74,6 +76,28 @@ def check_models(config: DictConfig) -> Findings:
             yield from _check_folder(config, key, Path(path), value_of(config, f"{model}.hf_config_path"))
         else:
             yield from _check_hub_name(config, key, path)
+
+
+def check_critic_type(config: DictConfig) -> Findings:
+    """Find a critic of a type for which transformers has no token classifier, which a critic is.
+
+    On CUDA verl's own engine makes another one of such a model. A model that is not on this machine is not looked into.
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    )
+
+    if not uses_critic(config) or not (uses_tree(config) or uses_cpu(config)):
+        return
+    key = f"{MODELS[1]}.path"
+    model = model_settings(value_of(config, key))
+    model_type = model.get("model_type")
+    has_own = "AutoModelForTokenClassification" in model.get("auto_map", {})
+    unserved = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.keys()
+    if model_type in unserved and not has_own:
+        lacks = f"transformers has no token classifier for {model_type}, which a critic is"
+        yield refusal(config, key, f"{lacks}; give a model of another type, or set critic.enable=false without gae")
 
 
 def _check_folder(config: DictConfig, key: str, folder: Path, other_config: str | None) -> Findings:
@@ -146,4 +170,4 @@ def _cannot_write(folder: Path) -> str | None:
         return error.strerror
 
 
-CHECKS: tuple[Check, ...] = (check_data_files, check_text_rows, check_models, check_folders)
+CHECKS: tuple[Check, ...] = (check_data_files, check_text_rows, check_models, check_critic_type, check_folders)

@@ -138,6 +138,17 @@ def check_critic_cut(config: DictConfig) -> Findings:
         yield refusal(config, key, f"must equal {ACTOR}.ppo_mini_batch_size={size}")
 
 
+def check_critic_adapters(config: DictConfig) -> Findings:
+    """Find LoRA of a critic where verl's own engine would fail to build it, and a checkpoint without its value head."""
+    rank, only_adapters = f"{MODELS[1]}.lora_rank", "critic.checkpoint.save_lora_only"
+    if not uses_critic(config) or not value_of(config, rank):
+        return
+    if not (uses_tree(config) or uses_cpu(config)):
+        yield refusal(config, rank, "verl's own engine cannot build such a critic; set it to 0, or tree.enabled=true")
+    if value_of(config, only_adapters):
+        yield refusal(config, only_adapters, "the value head is trained, too, and would be lost; set it to false")
+
+
 def check_less_memory(config: DictConfig) -> Findings:
     """Find keys that save memory where they would be ignored or fail (`verl_tree.engine.fsdp.build`)."""
     for model in (MODELS[0], *(MODELS[1:] if uses_critic(config) else ())):
@@ -158,6 +169,7 @@ CHECKS: tuple[Check, ...] = (
     check_sharing,
     check_strategies,
     *RULES,
+    check_critic_adapters,
     check_device,
     check_cpu_backend,
     check_critic_cut,
