@@ -28,8 +28,8 @@ def errors_inside(group: BaseExceptionGroup) -> list[BaseException]:
 def describe_error(error: BaseException) -> str:
     """Return the type and message of an error; for an exception group, those of the errors inside it, each once.
 
-    Which of a group's errors came first is chance, so they are sorted: sessions that failed alike say the same. An error
-    may hold text of the model. So ends of lines and control characters are escaped, and it can neither command a
+    Which of a group's errors came first is chance, so they are sorted: sessions that failed alike say the same. An
+    error may hold text of the model. So ends of lines and control characters are escaped, and it can neither command a
     terminal nor look like a line of the log.
     """
     if isinstance(error, BaseExceptionGroup):
