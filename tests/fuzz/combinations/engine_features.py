@@ -1,0 +1,109 @@
+"""What can be drawn of a training worker on the tree engine, and what does not go together."""
+
+from .drawing import Clashes, Feature, Settings, Space
+
+MIXTURES = ("Qwen3-MoE", "gpt-oss", "qwen3_next", "qwen3_5_moe_text")
+"""Families whose routers the flat side can be told routes for."""
+RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe", "granitemoehybrid")
+IMAGES = ("qwen2_5_vl", "qwen3_vl")
+MODELS = (*("qwen3",) * 5, "qwen3 tied", "Qwen3-MoE", *MIXTURES, *RECURRENT[1:], *IMAGES)
+
+POLICY_LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cispo", "dro")
+BYPASS = ("bypass ppo_clip", "bypass reinforce")
+AGGREGATIONS = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+
+
+def trains_policy(drawn: Settings) -> bool:
+    return drawn["loss"] not in ("sft", "critic")
+
+
+def takes_corrections(drawn: Settings) -> bool:
+    return trains_policy(drawn) and drawn["loss"] not in BYPASS and drawn["model"] not in IMAGES
+
+
+def rows(drawn: Settings) -> tuple[str, ...]:
+    if drawn["model"] in IMAGES:
+        return ("deep",)
+    others = ("idle_rank", "idle_rank") if drawn["ranks"] > drawn["ulysses"] else ()
+    return ("deep", "duplicates", "duplicates", "one_token", "single", *others)
+
+
+def relays(drawn: Settings) -> tuple[str, ...]:
+    fits = drawn["capacity"] in (None, 60, 4096, "auto")
+    return ("auto", "always", "never") if fits else ("auto", "always")
+
+
+FEATURES = (
+    Feature("model", MODELS),
+    Feature("ulysses", (1, 2), 0.4, when=lambda drawn: drawn["ranks"] == 2),
+    Feature("loss", (*POLICY_LOSSES, *BYPASS, "unknown", "sft", "sft", "critic", "critic"), 0.7),
+    Feature("aggregation", AGGREGATIONS, 0.5, when=lambda drawn: drawn["loss"] != "sft"),
+    Feature("kl", (None, "low_var_kl", "k1", "abs", "mse", "k3+"), 0.4, when=trains_policy),
+    Feature("entropy", (0.0, 0.05), 0.4, when=trains_policy),
+    Feature("corrected", (False, True), 0.2, when=takes_corrections),
+    Feature("rows", rows, 0.4),
+    Feature("temperature", (1.0, 0.7, "per row", "per row"), 0.4, when=lambda drawn: drawn["loss"] != "critic"),
+    Feature("capacity", (None, 2, 3, 5, 7, 7, 11, 17, 24, 60, 4096, "auto"), 0.85),
+    Feature("relay", relays, 0.5),
+    Feature("gate", ("auto", "always", "never"), 0.3),
+    Feature("relay_store", ("device", "host"), 0.3),
+    Feature(
+        "packing",
+        ("auto", "heuristic", "exact", "single_path", "deepest_first", "dfs_first_fit", "arrival_first_fit"),
+        0.3,
+    ),
+    Feature("max_loss_terms", (None, 30, 50), 0.2),
+    Feature("logits_chunk_size", (1024, 1, 3, 16), 0.3),
+    Feature("sharing", ("full", "prompt"), 0.12),
+    Feature("shared_tokens", ("sum", "mean", "once"), 0.2),
+    Feature("session_weight", ("leaf", "session"), 0.2),
+    Feature("backend", ("auto", "dense", "varlen"), 0.4),
+    Feature("lora", (False, True), 0.3),
+    Feature("checkpointing", (False, True), 0.3),
+    Feature("offload", (False, True), 0.4, when=lambda drawn: drawn["checkpointing"]),
+    Feature("tiles", (None, 1, 3), 0.15),
+    Feature(
+        "replay",
+        (None, "R2", "R3 first", "R3 fork"),
+        0.7,
+        when=lambda drawn: drawn["model"] in MIXTURES and trains_policy(drawn),
+    ),
+    Feature("frozen_tower", (False, True), 0.3, when=lambda drawn: drawn["model"] in IMAGES and not drawn["lora"]),
+    Feature("steps", (1, 2), 0.4),
+    Feature(
+        "planned",
+        (False, True),
+        0.4,
+        when=lambda drawn: drawn["loss"] == "vanilla" and drawn["model"] not in IMAGES and not drawn["replay"],
+    ),
+)
+
+KINDS = (
+    {f"model={name}": ("recurrent", "no classifier") for name in RECURRENT if name != "qwen3_next"}
+    | {f"model={name}": ("images",) for name in IMAGES}
+    | {f"model={name}": ("experts only",) for name in ("Qwen3-MoE", "gpt-oss")}
+    | {"model=qwen3_next": ("recurrent", "experts only")}
+    | {"model=qwen3_5_moe_text": ("recurrent", "no classifier", "experts only")}
+    | {f"loss={name}": ("couples rows",) for name in (*BYPASS, "unknown")}
+)
+
+CLASHES: Clashes = {
+    ("ulysses", "images"): "is computed by one rank alone",
+    ("ulysses", "recurrent"): "has recurrent layers",
+    ("loss=critic", "images"): "no critic reads images",
+    # transformers has no such class.
+    ("loss=critic", "no classifier"): "Unrecognized configuration class",
+    ("session_weight", "couples rows"): "not known to be a sum over rows",
+    ("tiles", "experts only"): "has no MLP in its layers",
+    # Refused at the launch, not by the engine.
+    ("session_weight", "loss=sft"): "",
+    ("sharing", "images"): "",
+}
+
+SPACE = Space(FEATURES, KINDS, CLASHES)
