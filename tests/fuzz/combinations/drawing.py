@@ -55,22 +55,25 @@ class Space:
 
     def draw(self, seed: int, fixed: Mapping[str, Any] | None = None) -> Settings:
         """Draw the settings of a seed. Each feature has random numbers of its own, so a new one changes no other."""
-        drawn: Settings = dict(fixed or {})
+        given = dict(fixed or {})
+        names = {feature.name for feature in self.features}
+        drawn: Settings = {name: value for name, value in given.items() if name not in names}
         for feature in self.features:
-            if feature.name in drawn:
+            if feature.name in given:
+                drawn[feature.name] = given[feature.name]
                 continue
             rng = np.random.default_rng([seed, crc32(feature.name.encode())])
             values = feature.values(drawn)
             value = values[0]
             if feature.when(drawn):
                 value = _choice(rng, values, feature.share)
-                clashes = self.clashes_of(drawn | {feature.name: value})
-                is_kept = rng.random() < KEPT_CLASHES and all(self.clashes[pair] for pair in clashes)
-                if clashes and not is_kept:
-                    fitting = [each for each in values if not self.clashes_of(drawn | {feature.name: each})]
-                    value = fitting[0] if fitting else values[0]
+                before = set(self.clashes_of(drawn))
+                new = {each: set(self.clashes_of(drawn | {feature.name: each})) - before for each in values}
+                is_kept = rng.random() < KEPT_CLASHES and all(self.clashes[pair] for pair in new[value])
+                if new[value] and not is_kept:
+                    value = next((each for each in values if not new[each]), values[0])
             drawn[feature.name] = value
-        return {feature.name: drawn[feature.name] for feature in self.features} | drawn
+        return drawn
 
     def facts(self, settings: Settings) -> set[str]:
         """Return what holds: NAME=VALUE of every feature, NAME of those that are switched on, and their kinds."""
