@@ -62,6 +62,9 @@ def run_side(
     sp = settings["ulysses"] if strategy == TREE_STRATEGY else 1
     batches = [draw_batch(settings, seed=seed, step=step, sp=sp) for step in range(settings["steps"])]
     worker = make_worker(settings, strategy=strategy, sp=sp, is_reference=is_reference)
+    if settings["frozen_tower"] and strategy == FLAT_STRATEGY:  # verl's own engine does not read the key
+        for name, parameter in worker.engine.module.named_parameters():
+            parameter.requires_grad_("visual" not in name)
     if settings["lora"]:
         draw_adapters(worker.engine.module)
     batches, scores = with_scores(settings, worker, batches, strategy=strategy, seed=seed)

@@ -41,6 +41,7 @@ def draw_batch(settings: Settings, *, seed: int, step: int, sp: int) -> TensorDi
         model = _vision(settings["model"])
         batch = image_engine_cases.make_batch(case, model, rank=as_rank, world_size=world_size)
         tu.assign_non_tensor(batch, calculate_entropy=settings["entropy"] != 0.0)
+        batch["ref_log_prob"] = batch["old_log_probs"] * 0.9
     else:
         batch = make_batch(case, step=10 * seed + step, rank=rank, world_size=world_size)
     if settings["temperature"] != "per row":
