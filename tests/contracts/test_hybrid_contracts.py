@@ -17,8 +17,8 @@ from verl.models.transformers import qwen3_5 as verls
 
 from verl_tree.attention import AttentionPlan
 from verl_tree.attention.hf import tree_attention_implementation
+from verl_tree.families import MIXERS, RECURRENT_TYPES
 from verl_tree.functional import tree_log_probs
-from verl_tree.recurrence import MIXERS, MODEL_TYPES
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_mixers_call_the_two_functions_of_the_instance_by_these_arguments(family
     model = hybrid(family)
     mixer = model.model.layers[0].linear_attn
     assert type(mixer).__name__ in MIXERS
-    assert model.config.model_type in MODEL_TYPES
+    assert model.config.model_type in RECURRENT_TYPES
     assert mixer.causal_conv1d_fn is None, "there is no CUDA here, so the layer runs its own convolution"
     rule, seen = mixer.chunk_gated_delta_rule, {}
 

@@ -23,15 +23,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 
 from verl_tree.attention import tree_attention
 from verl_tree.attention.plan import AttentionPlan
-from verl_tree.recurrence import LAYER_TYPES, MIXERS, MODEL_TYPES
+from verl_tree.families import ATTENTION_LAYERS, MIXERS, RECURRENT_LAYERS, RECURRENT_TYPES, REFUSED
 from verl_tree.recurrence.bind import RecurrentLayers, num_bound_mixers, unbound_mixers
 
 ATTENTION_NAME = "tree_attention"
 
 NO_MASK_SHAPE = (1, 1, 0, 0)
-
-_TREE_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
-"""Values of `config.layer_types` in which a token sees its own path and nothing else."""
 
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
@@ -174,19 +171,12 @@ def check_model(model: PreTrainedModel, *, max_path_len: int) -> None:
             )
 
 
-_REFUSED_MIXERS = {
-    "nemotron_h": "transformers' own forward is wrong beyond one chunk, so there is nothing to compare with",
-    "kimi_linear": "its code is not in transformers, so there is nothing to compare with",
-}
-"""Model types whose recurrent layers could be served but for a reason."""
-
-
 def _check_recurrent_layers(model: PreTrainedModel, config: dict[str, Any]) -> None:
     """Refuse layers that pass something on from token to token in a way that no tree is served in."""
     name, model_type = type(model).__name__, config.get("model_type", "")
     layer_types = config.get("layer_types") or ["full_attention"]
-    is_served = set(layer_types) <= _TREE_LAYER_TYPES.union(LAYER_TYPES)
-    num_recurrent = sum(each in LAYER_TYPES for each in layer_types)
+    is_served = set(layer_types) <= {*ATTENTION_LAYERS, *RECURRENT_LAYERS}
+    num_recurrent = sum(each in RECURRENT_LAYERS for each in layer_types)
     unbound = unbound_mixers(model)
     if unbound:
         raise ValueError(
@@ -194,11 +184,11 @@ def _check_recurrent_layers(model: PreTrainedModel, config: dict[str, Any]) -> N
             "or tree_attention_implementation, which bind them"
         )
     # A Granite-4 without Mamba-2 has the class of one with it, of which transformers says that it is stateful.
-    has_state = model._is_stateful and not num_recurrent and model_type not in MODEL_TYPES
+    has_state = model._is_stateful and not num_recurrent and model_type not in RECURRENT_TYPES
     if is_served and num_recurrent == num_bound_mixers(model) and not has_state:
         return
-    kinds = ", ".join(sorted(set(layer_types) - _TREE_LAYER_TYPES)) or "a recurrent state"
-    reason = _REFUSED_MIXERS.get(model_type, f"of recurrent mixers, trees serve {', '.join(MIXERS)}")
+    kinds = ", ".join(sorted(set(layer_types).difference(ATTENTION_LAYERS))) or "a recurrent state"
+    reason = REFUSED.get(model_type, f"of recurrent mixers, trees serve {', '.join(MIXERS)}")
     raise ValueError(
         f"{name} (model type {model_type}) has layers ({kinds}) that pass something other than full attention from "
         f"token to token, which would cross branches: train it flat ({reason})"

@@ -25,12 +25,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from verl_tree.families import IMAGE_TYPES
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.nodes import IntArray
 from verl_tree.tree.transfer import to_device
-
-IMAGE_MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
-"""Model types whose images are served: their positions and their way from pixels to embeddings are tested."""
 
 NUM_POSITION_COMPONENTS = 4
 """Text, time, height, width."""
@@ -38,7 +36,7 @@ NUM_POSITION_COMPONENTS = 4
 
 def reads_images(config: PretrainedConfig) -> bool:
     """Return whether images of a model are served."""
-    return config.model_type in IMAGE_MODEL_TYPES
+    return config.model_type in IMAGE_TYPES
 
 
 @dataclass(frozen=True, slots=True, eq=False)

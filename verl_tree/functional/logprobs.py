@@ -26,9 +26,9 @@ from transformers import PreTrainedModel
 
 from verl_tree.attention.hf import no_mask
 from verl_tree.attention.plan import AttentionPlan
+from verl_tree.families import LOGIT_TRANSFORMS
 from verl_tree.functional.images import CallImages, distinct_images
 from verl_tree.functional.scorer import (
-    LOGIT_TRANSFORMS,
     ScoredPairs,
     Scorer,
     auto_chunk_size,
@@ -239,7 +239,7 @@ def _check_untouched(model: torch.nn.Module, calls: list[_HeadCall], logits_1CK:
     if before.shape != after.shape or not torch.equal(before.nan_to_num(), after.nan_to_num()):
         raise ValueError(
             f"{model_name} changes the logits behind its output head in a way that is not known here: add the config "
-            f"key that says so to {sorted(LOGIT_TRANSFORMS)} in verl_tree.functional.scorer"
+            f"key that says so to {sorted(LOGIT_TRANSFORMS)} in verl_tree.families"
         )
     if scores_CK.numel():
         _compared.add(model)

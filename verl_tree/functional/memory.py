@@ -24,7 +24,7 @@ from torch.autograd.profiler import profile
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from verl_tree.recurrence import LAYER_TYPES
+from verl_tree.families import RECURRENT_LAYERS
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
 
@@ -173,7 +173,7 @@ class KeysAndValues:
         # Where there are fewer heads than ranks, several ranks have the same one.
         own_heads = max(1, (text.get("num_key_value_heads") or num_heads) // num_ranks)
         dims = own_heads * (key_dim + value_dim)
-        num_recurrent = sum(each in LAYER_TYPES for each in text.get("layer_types") or [])
+        num_recurrent = sum(each in RECURRENT_LAYERS for each in text.get("layer_types") or [])
         return cls(dims=dims, num_layers=text["num_hidden_layers"] - num_recurrent, dtype_bytes=dtype.itemsize)
 
     def relayed_bytes(self, max_path_len: int, *, trains: bool, recomputes: bool, on_host: bool = False) -> int:

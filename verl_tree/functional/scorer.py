@@ -16,17 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from verl_tree.attention.sharding import SequenceShard
+from verl_tree.families import LOGIT_TRANSFORMS
 
 _MIN_AUTO_CHUNK_SIZE = 1024
 _MAX_AUTO_CHUNK_LOGITS = 2**25  # 128 MiB in float32
-
-LOGIT_TRANSFORMS = {
-    "final_logit_softcapping": None,
-    "logits_scaling": 1.0,
-    "logit_scale": 1.0,
-    "lm_head_multiplier": 1.0,
-}
-"""Config keys of architectures that change the logits behind their head, with the value that changes nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

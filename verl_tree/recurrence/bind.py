@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from verl_tree.recurrence import MIXERS
-from verl_tree.recurrence.stand_ins import FORWARD, RULE, StandIn, is_one_of, stand_in_class
+from verl_tree.recurrence.stand_ins import FORWARD, RULE, StandIn, mixing_of, stand_in_class
 
 
 class RecurrentLayers:
@@ -92,7 +91,7 @@ def num_bound_mixers(model: torch.nn.Module) -> int:
 
 
 def _is_served(module: torch.nn.Module) -> bool:
-    return is_one_of(module, MIXERS)
+    return mixing_of(module) is not None
 
 
 def _is_bound(module: torch.nn.Module) -> bool:

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from verl_tree.recurrence import MAMBA2, OLMO_HYBRID, SHORT_CONVS, fla
+from verl_tree.families import MIXERS, Mixing
+from verl_tree.recurrence import fla
 from verl_tree.recurrence.causal_conv import ConvSeams, tree_causal_conv
 from verl_tree.recurrence.chunks import TreeChunks
 from verl_tree.recurrence.delta_rule import tree_gated_delta_rule
@@ -72,17 +73,20 @@ class Plan(Protocol):
         ...
 
 
-def is_one_of(module: torch.nn.Module, names: tuple[str, ...]) -> bool:
-    """Return whether the class of a module has one of these names."""
+def mixing_of(module: torch.nn.Module) -> Mixing | None:
+    """Return how a recurrent layer that is served computes; None of any other module."""
     # FSDP2 makes subclasses of what it shards.
-    return any(each.__name__ in names for each in type(module).__mro__)
+    return next((MIXERS[each.__name__] for each in type(module).__mro__ if each.__name__ in MIXERS), None)
 
 
 def stand_in_class(module: torch.nn.Module) -> "type[StandIn]":
     """Return the class of what stands in for functions of a mixer."""
-    if is_one_of(module, OLMO_HYBRID):
-        return OlmoHybridStandIn
-    return InlineStandIn if is_one_of(module, SHORT_CONVS + MAMBA2) else StandIn
+    of_mixing: dict[Mixing | None, type[StandIn]] = {
+        "delta_rule_three_convs": OlmoHybridStandIn,
+        "short_conv": InlineStandIn,
+        "mamba2": InlineStandIn,
+    }
+    return of_mixing.get(mixing_of(module), StandIn)
 
 
 class StandIn:
@@ -237,7 +241,7 @@ class InlineStandIn(StandIn):
                 f"{self.name} got a cache, a mask or seq_idx, or has batch size {hidden_states.shape[0]}: a pack is "
                 "one row; pass use_cache=False, no past_key_values and no attention_mask"
             )
-        if is_one_of(self.module, SHORT_CONVS):
+        if mixing_of(self.module) == "short_conv":
             y_TE = short_conv(self.module, hidden_states[0], seams=plan.seams, inputs=self._states(CONV))
         else:
             y_TE = mamba2(

@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
+from verl_tree.families import RECURRENT_TYPES
 from verl_tree.launch.composition import has_flash_attn
 from verl_tree.launch.validation.flash_attn import INSTALL, VERLS_DEFAULT
 from verl_tree.launch.validation.prompts import row_problems
@@ -31,7 +32,6 @@ from verl_tree.launch.validation.resume import check_checkpoints, check_chosen_c
 from verl_tree.launch.validation.settings import OFF, ON, Rule, check_cpu_backend, check_device, check_tree_options
 from verl_tree.launch.validation.values import COUNT, Range, check_kinds, ranges
 from verl_tree.records import holds_trees
-from verl_tree.recurrence import MODEL_TYPES as RECURRENT_MODEL_TYPES
 
 ATTENTION = "model.override_config.attn_implementation"
 
@@ -140,7 +140,7 @@ def check_model(config: DictConfig) -> Findings:
         yield refusal(config, "model.path", f"{missing(path, 'folder')}, or a name on the hub (owner/model)")
     settings = model_settings(path)
     towers = [name for name in settings if name in ("vision_config", "audio_config")]
-    if towers and settings.get("model_type") not in RECURRENT_MODEL_TYPES:
+    if towers and settings.get("model_type") not in RECURRENT_TYPES:
         yield refusal(config, "model.path", f"multimodal model ({', '.join(towers)}); give a text model")
 
 

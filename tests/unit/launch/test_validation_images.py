@@ -9,9 +9,9 @@ from input_cases import refusal, resolved, write_model, write_rows
 from verl.utils.config import omega_conf_to_dataclass
 
 from rollout_hooks.loops import BUILT_IN
-from verl_tree.functional.images import IMAGE_MODEL_TYPES
+from verl_tree.families import IMAGE_TYPES
 from verl_tree.launch.validation import validate
-from verl_tree.launch.validation.images import FREEZE, IMAGE_MODELS
+from verl_tree.launch.validation.images import FREEZE
 from verl_tree.launch.validation.loop_entries import LOOPS_KEY
 
 ROOT = Path(__file__).parents[3]
@@ -26,11 +26,7 @@ def image_model(tmp_path: Path, model_type: str = "qwen3_vl") -> str:
     return f"{MODEL}={write_model(tmp_path / model_type, model_type=model_type, vision_config={}, text_config=text)}"
 
 
-def test_the_accepted_types_are_those_of_the_engine() -> None:
-    assert IMAGE_MODELS == IMAGE_MODEL_TYPES
-
-
-@pytest.mark.parametrize("model_type", IMAGE_MODELS)
+@pytest.mark.parametrize("model_type", IMAGE_TYPES)
 def test_models_and_rows_with_images_are_accepted(model_type: str, tmp_path: Path) -> None:
     images = write_rows(tmp_path / "images.parquet", "images")
     model = image_model(tmp_path, model_type)
@@ -93,7 +89,7 @@ def test_what_images_do_not_go_with_is_refused(
     others = ["trainer.n_gpus_per_node=2"] if override.startswith(SIZE) else []
     others += ["tree.memory_gib=4"] if "capacity" in override else []
     # The refusals of a column, which docs/models.md shows, are those of every type.
-    for model_type in IMAGE_MODELS if column else IMAGE_MODELS[-1:]:
+    for model_type in IMAGE_TYPES if column else IMAGE_TYPES[-1:]:
         message = refusal(image_model(tmp_path, model_type), override, *others)
         assert message.lower().startswith(override.lower())
         assert remedy in message

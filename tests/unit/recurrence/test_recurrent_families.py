@@ -16,8 +16,9 @@ from tree_cases import DEEP, VOCAB_SIZE, gradients, layout_of, random_sequences,
 
 from verl_tree.attention import AttentionPlan
 from verl_tree.attention.hf import tree_attention_implementation
+from verl_tree.families import MIXERS, RECURRENT_TYPES
 from verl_tree.functional import tree_log_probs
-from verl_tree.recurrence import MIXERS, MODEL_TYPES, stand_ins
+from verl_tree.recurrence import stand_ins
 from verl_tree.recurrence.bind import RecurrentLayers, num_bound_mixers
 
 OTHERS = {
@@ -166,7 +167,7 @@ def test_binding_is_nested_and_restored(name):
     model = make(name)
     mixers = [module for module in model.modules() if type(module).__name__ in MIXERS]
     assert len(mixers) == 2
-    assert model.config.model_type in MODEL_TYPES
+    assert model.config.model_type in RECURRENT_TYPES
     before = [vars(module).copy() for module in model.modules()]
     want = tree_log_probs(model, DEEP)
     with pytest.raises(ValueError, match="token id 99"):

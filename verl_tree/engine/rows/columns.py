@@ -12,7 +12,7 @@ from verl.utils.model import extract_multi_modal_inputs
 
 from verl_tree.config import TREE_STRATEGY
 from verl_tree.engine.rows.positions import positions_of
-from verl_tree.functional.images import IMAGE_MODEL_TYPES
+from verl_tree.families import IMAGE_TYPES
 
 _OUTPUTS_WITHOUT_A_TREE_PATH = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
 
@@ -32,7 +32,7 @@ def check_rows(data: TensorDict, *, with_images: bool = False) -> None:
     if not with_images and extract_multi_modal_inputs(tu.get(data, "multi_modal_inputs", [])):
         raise ValueError(
             f"rows carry multi_modal_inputs, which {TREE_STRATEGY} takes from models of the types "
-            f"{', '.join(IMAGE_MODEL_TYPES)} only: train them with tree.enabled=false"
+            f"{', '.join(IMAGE_TYPES)} only: train them with tree.enabled=false"
         )
     offsets = jagged(data["input_ids"])[1].cpu()
     expected = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], offsets.diff())

@@ -2,6 +2,7 @@
 
 from omegaconf import DictConfig
 
+from verl_tree.families import IMAGE_TYPES
 from verl_tree.launch.validation.refusals import (
     ACTOR,
     MODELS,
@@ -15,16 +16,13 @@ from verl_tree.launch.validation.refusals import (
 )
 from verl_tree.launch.validation.ulysses import team_keys, team_size
 
-IMAGE_MODELS = ("qwen2_5_vl", "qwen3_vl")
-"""Model types whose images are served; `verl_tree.functional.images` has the same."""
-
 _MODEL = MODELS[0]
 FREEZE = f"{ACTOR}.freeze_vision_tower"
 
 
 def reads_images(config: DictConfig) -> bool:
     """Whether images of the policy are served. A model that is not on this machine is not looked into."""
-    return model_settings(value_of(config, f"{_MODEL}.path")).get("model_type") in IMAGE_MODELS
+    return model_settings(value_of(config, f"{_MODEL}.path")).get("model_type") in IMAGE_TYPES
 
 
 def check_image_model(config: DictConfig) -> Findings:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig
 
-from verl_tree.launch.validation.images import IMAGE_MODELS, reads_images
+from verl_tree.families import IMAGE_TYPES, RECURRENT_LAYERS, RECURRENT_TYPES
+from verl_tree.launch.validation.images import reads_images
 from verl_tree.launch.validation.refusals import (
     DATA_KEYS,
     MODELS,
@@ -31,8 +32,6 @@ from verl_tree.launch.validation.refusals import (
     value_of,
 )
 from verl_tree.launch.validation.ulysses import team_keys, team_size
-from verl_tree.recurrence import LAYER_TYPES
-from verl_tree.recurrence import MODEL_TYPES as RECURRENT_MODEL_TYPES
 
 
 def check_data_files(config: DictConfig) -> Findings:
@@ -58,7 +57,7 @@ def check_text_rows(config: DictConfig) -> Findings:
         for key in keys:
             if config.data[key] in columns(name):
                 remedy = f"{name} has such a column; only text rows are supported"
-                yield refusal(config, f"data.{key}", f"{remedy}, and images of {', '.join(IMAGE_MODELS)}; drop it")
+                yield refusal(config, f"data.{key}", f"{remedy}, and images of {', '.join(IMAGE_TYPES)}; drop it")
 
 
 def check_models(config: DictConfig) -> Findings:
@@ -108,14 +107,14 @@ def _check_folder(config: DictConfig, key: str, folder: Path, other_config: str 
         return
     model = json.loads(path.read_text())
     towers = [name for name in model if name in ("vision_config", "audio_config")]
-    if model.get("model_type") in RECURRENT_MODEL_TYPES:
+    if model.get("model_type") in RECURRENT_TYPES:
         # Every published checkpoint of Qwen3.5 has a vision tower. Rows with images are refused by themselves. Some
         # Granite-4 have attention only.
-        if not set(LAYER_TYPES).isdisjoint(model.get("layer_types") or LAYER_TYPES):
+        if not set(RECURRENT_LAYERS).isdisjoint(model.get("layer_types") or RECURRENT_LAYERS):
             yield from _check_recurrent(config, model["model_type"])
-    elif towers and (model["model_type"] not in IMAGE_MODELS or key != f"{MODELS[0]}.path"):
+    elif towers and (model["model_type"] not in IMAGE_TYPES or key != f"{MODELS[0]}.path"):
         # Inputs of such a model may differ and yet have the same token ids.
-        served = f"a policy of the type {' or '.join(IMAGE_MODELS)}"
+        served = f"a policy of the type {' or '.join(IMAGE_TYPES)}"
         yield refusal(config, key, f"multimodal model ({', '.join(towers)}); give a text model, or {served}")
 
 

@@ -1,0 +1,78 @@
+"""Families of models that need something of trees, or are refused; every other causal LM is served as it is.
+
+A family that calls transformers' attention interface in all its layers needs no line here. It is served if its layers
+see a token's own path only, and `verl_tree.attention.hf.check_model` finds that out. Here is what cannot be found out.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Mixing = Literal["delta_rule", "delta_rule_three_convs", "short_conv", "mamba2"]
+"""How a recurrent layer computes, which says what stands in for it (`verl_tree.recurrence.stand_ins`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What is known of the models of some types."""
+
+    name: str
+    model_types: tuple[str, ...]  # `model_type` of transformers' configs
+    mixers: tuple[str, ...] = ()  # Classes of transformers of its recurrent layers
+    mixing: Mixing | None = None  # How these compute
+    reads_images: bool = False  # Its positions, and its way from pixels to embeddings, are served
+    refused: str = ""  # Why its recurrent layers are not served
+
+
+FAMILIES = (
+    Family("Qwen3-Next", ("qwen3_next",), mixers=("Qwen3NextGatedDeltaNet",), mixing="delta_rule"),
+    Family(
+        "Qwen3.5",
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        mixers=("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"),
+        mixing="delta_rule",
+    ),
+    Family("OLMo-Hybrid", ("olmo_hybrid",), mixers=("OlmoHybridGatedDeltaNet",), mixing="delta_rule_three_convs"),
+    Family("LFM2", ("lfm2", "lfm2_moe"), mixers=("Lfm2ShortConv", "Lfm2MoeShortConv"), mixing="short_conv"),
+    Family("Granite-4 hybrid", ("granitemoehybrid",), mixers=("GraniteMoeHybridMambaLayer",), mixing="mamba2"),
+    Family("Qwen2.5-VL", ("qwen2_5_vl",), reads_images=True),
+    Family("Qwen3-VL", ("qwen3_vl",), reads_images=True),
+    Family(
+        "Nemotron-H",
+        ("nemotron_h",),
+        refused="transformers' own forward is wrong beyond one chunk, so there is nothing to compare with",
+    ),
+    Family(
+        "Kimi Linear",
+        ("kimi_linear",),
+        refused="its code is not in transformers, so there is nothing to compare with",
+    ),
+)
+
+
+def _types(families: Iterable[Family]) -> tuple[str, ...]:
+    return tuple(model_type for family in families for model_type in family.model_types)
+
+
+MIXERS: dict[str, Mixing] = {
+    mixer: family.mixing for family in FAMILIES if family.mixing is not None for mixer in family.mixers
+}
+"""How each class of recurrent layers that is served computes."""
+
+RECURRENT_TYPES = _types(family for family in FAMILIES if family.mixers)
+IMAGE_TYPES = _types(family for family in FAMILIES if family.reads_images)
+REFUSED = {model_type: family.refused for family in FAMILIES for model_type in family.model_types if family.refused}
+
+RECURRENT_LAYERS = ("linear_attention", "conv", "mamba")
+"""What `config.layer_types` calls recurrent layers."""
+
+ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention")
+"""What it calls layers in which a token sees its own path and nothing else."""
+
+LOGIT_TRANSFORMS = {
+    "final_logit_softcapping": None,
+    "logits_scaling": 1.0,
+    "logit_scale": 1.0,
+    "lm_head_multiplier": 1.0,
+}
+"""Config keys of families that change the logits behind their head, with the value that changes nothing."""
