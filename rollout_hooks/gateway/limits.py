@@ -79,8 +79,9 @@ SURE_TEXT_LEN = 2**16
 MAX_NESTING = 64
 """Levels of a JSON schema, and of the arguments of a call that are parsed. Python's own JSON ends at about 1,000."""
 
-# Forms of an answer, with all their functions. At these limits XGrammar 0.2 compiles for seconds. With properties and
-# repeats the time grows with the square or faster: at ten times as many it is minutes.
+# Forms of an answer, with all their functions. At these limits XGrammar 0.2 reads a form in seconds, here, and compiles
+# it in seconds to half a minute, in vLLM. With properties and repeats the time grows with the square or faster: at ten
+# times as many it is minutes.
 MAX_SCHEMA_LEN = 2**17
 """Characters of the JSON of all schemas."""
 
