@@ -69,8 +69,15 @@ def _pool(config: DictConfig, key: str) -> str:
 
 def _teams(config: DictConfig) -> str:
     size = team_size(config)
-    num_teams = ranks_of(config, "trainer") // max(1, size)
-    return f", {num_teams} x {size} ranks (teams x size) compute each model call together" if size > 1 else ""
+    teams = _divided(ranks_of(config, "trainer"), size, what="teams")
+    return f", {teams} compute each model call together" if size > 1 else ""
+
+
+def _divided(num_ranks: int, size: int, *, what: str) -> str:
+    """Return how many parts of so many ranks there are; of a refused command they may not divide them."""
+    if size < 1 or num_ranks % size:
+        return f"{num_ranks} ranks not divisible into {what} of {size}"
+    return f"{num_ranks // size} x {size} ranks ({what} x size)"
 
 
 def _rollout_lines(config: DictConfig) -> list[str]:
@@ -80,7 +87,7 @@ def _rollout_lines(config: DictConfig) -> list[str]:
         if pool != "trainer":
             engine = rollout.checkpoint_engine.backend
             where = f"{_pool(config, pool)} (nodes x devices) of its own, which get the weights over {engine}"
-        lines.append(f"rollout: {rollout.name}, {num_ranks // max(1, size)} x {size} ranks (replicas x size), {where}")
+        lines.append(f"rollout: {rollout.name}, {_divided(num_ranks, size, what='replicas')}, {where}")
     return lines
 
 

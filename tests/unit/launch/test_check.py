@@ -129,6 +129,18 @@ def test_all_findings_come_at_once(tmp_path: Path) -> None:
     ]
 
 
+def test_ranks_that_cannot_be_shared_are_not_said_to_be(tmp_path: Path) -> None:
+    """There is no replica of 32 ranks on 16, and no 5 replicas of 3."""
+    for size in (32, 3):
+        sizes = (f"{ROLLOUT}.tensor_model_parallel_size={size}", f"{ACTOR}.ulysses_sequence_parallel_size={size}")
+        is_valid, text = report(arguments(tmp_path, *sizes))
+        assert not is_valid
+        lines = [line.strip() for line in text.splitlines()]
+        assert f"rollout: vllm, 16 ranks not divisible into replicas of {size}, the trainer's" in lines
+        teams = f"16 ranks not divisible into teams of {size} compute each model call together"
+        assert f"trainer: sync, 2 x 8 ranks (nodes x devices), cuda, {teams}" in lines
+
+
 def test_what_verl_refuses_is_found_too(tmp_path: Path) -> None:
     is_valid, text = report(arguments(tmp_path, f"{ACTOR}.loss_agg_mode=median"))
     assert not is_valid
