@@ -29,6 +29,7 @@ from report_packing import draw, report
 
 from verl_tree.packing import METHODS, Packing, pack
 from verl_tree.packing.problem import Caps, Items
+from verl_tree.testing.arrival_packing import arrival_first_fit
 from verl_tree.testing.packing_reference import brute_force, integer_programme
 from verl_tree.testing.synthetic import SHAPES, groups, overlap, random_forest, tree_search, unbalanced
 from verl_tree.tree import TokenForest
@@ -36,6 +37,7 @@ from verl_tree.tree import TokenForest
 Row = dict[str, Any]
 
 CAPACITIES = (1, 1.5, 2, 3, 4, 6, 8, 16)  # in longest paths
+EVERY_METHOD = (*METHODS, "arrival_first_fit")
 CAPACITY_METHODS = ("arrival_first_fit", "dfs_first_fit", "single_path", "deepest_first", "heuristic", "exact")
 NUM_SEEDS = 3
 SCALE_METHODS = ("dfs_first_fit", "single_path", "deepest_first", "heuristic", "auto")
@@ -60,6 +62,9 @@ def packings(
     """Return the packing of every method; None where "exact" gave up."""
     result: dict[str, Packing | None] = {}
     for method in methods:
+        if method == "arrival_first_fit":
+            result[method] = arrival_first_fit(forest, **caps)
+            continue
         limit = {"time_limit_s": exact_limit_s} if method == "exact" else {}
         try:
             result[method] = pack(forest, method=method, **limit, **caps)
@@ -84,7 +89,7 @@ def optimum_instance(number: int, *, options: argparse.Namespace) -> Row:
     capacity = int(rng.integers(longest, max(forest.num_tokens, longest + 1)))
     max_loss_terms = max(int(rng.integers(most_terms, 3 * most_terms + 1)), 1) if number % 3 == 2 else None
     caps = {"capacity": capacity, "max_loss_terms": max_loss_terms}
-    found = packings(forest, methods=METHODS, exact_limit_s=60, **caps)
+    found = packings(forest, methods=EVERY_METHOD, exact_limit_s=60, **caps)
     return {
         "leaves": forest.num_leaves,
         "tree_tokens": forest.num_tokens,
@@ -112,7 +117,7 @@ def ilp_instance(number: int, *, options: argparse.Namespace) -> Row:
     kind = list(kinds)[number % len(kinds)]
     forest = TokenForest.from_sequences(kinds[kind]())
     capacity = int(forest.sequence_lens.max() * rng.uniform(1, 2.5))
-    found = packings(forest, methods=METHODS, exact_limit_s=options.exact_limit_s, capacity=capacity)
+    found = packings(forest, methods=EVERY_METHOD, exact_limit_s=options.exact_limit_s, capacity=capacity)
     heuristic = found["heuristic"]
     items = Items.from_forest(forest, terms=forest.sequence_lens - 1).without_prefixes()
     start_s = time.perf_counter()

@@ -26,7 +26,6 @@ PATHS = {
     "deepest_first": ("#56B4E9", "v"),
     "dfs_first_fit": ("#F0E442", "<"),
     "single_path": ("#CC79A7", "s"),
-    "arrival_first_fit": ("#999999", ">"),
 }
 MODELS = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "D"), ("#CC79A7", "v")]
 BOUND: dict[str, Any] = {"color": "black", "linewidth": 0.8, "linestyle": ":", "label": "bound by FLOPs", "zorder": 3}

@@ -105,8 +105,8 @@ class WatchdogConfig:
 class TreeConfig:
     """The options of the group `tree`.
 
-    The names that `packing`, `backend` and `shared_tokens` take are in `verl_tree.packing.METHODS`,
-    `verl_tree.attention.BACKENDS` and `verl_tree.functional.expansion.SHARED_TOKEN_MODES`.
+    The names that `backend` and `shared_tokens` take are in `verl_tree.attention.BACKENDS` and
+    `verl_tree.functional.expansion.SHARED_TOKEN_MODES`.
     """
 
     enabled: bool = _flag(True)
@@ -114,7 +114,9 @@ class TreeConfig:
     memory_gib: float | None = _positive(None, unit="GiB; null takes the free memory of a CUDA device")
     relay: str = _choice("auto", "always", "never", remedy="'auto' relays a tree where that should be faster")
     relay_store: str = _choice("device", "host", remedy="'host' saves memory of a GPU")
-    packing: str = _text("auto", "a name; 'auto' lets the program choose")
+    packing: str = _choice(
+        "auto", "heuristic", "exact", remedy="set it to auto (benchmarks/packing.py compares others)"
+    )
     max_loss_terms: int | None = _integer(None, minimum=2, remedy="null sets no limit")
     max_path_len: int | None = _integer(None, minimum=2, remedy="null sets no limit")
     gate: str = _choice("auto", "always", "never", remedy="'auto' runs a pack flat where that should be faster")

@@ -94,10 +94,6 @@ CASES = [
         for method, capacity in (
             ("heuristic", 37),
             ("exact", 41),
-            ("single_path", 53),
-            ("deepest_first", 43),
-            ("dfs_first_fit", 47),
-            ("arrival_first_fit", 61),
         )
     ),
     Case("prompts_only", tree={"sharing": "prompt"}, rows="duplicates", capacity=24),

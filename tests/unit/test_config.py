@@ -28,6 +28,7 @@ from verl_tree.launch.composition import compose_config
         ({"relay": "yes"}, ["tree.relay='yes'", "auto, always, never"]),
         ({"relay_store": "disk"}, ["tree.relay_store='disk'", "device, host"]),
         ({"packing": ""}, ["tree.packing=''", "auto"]),
+        ({"packing": "single_path"}, ["tree.packing='single_path'", "auto, heuristic, exact", "benchmarks/packing.py"]),
         ({"max_loss_terms": 0}, ["tree.max_loss_terms=0", "null"]),
         ({"max_path_len": "9"}, ["tree.max_path_len='9'", "null"]),
         ({"gate": True}, ["tree.gate=True", "auto, always, never"]),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verl_tree.packing.baselines import arrival_first_fit, dfs_first_fit
+from verl_tree.packing.baselines import dfs_first_fit
 from verl_tree.packing.methods import TREE_METHODS, Tree, pack_trees
 from verl_tree.packing.problem import UNLIMITED, Caps, Items, Pack, Packing
 from verl_tree.tree import TokenForest
@@ -18,7 +18,7 @@ from verl_tree.tree.nodes import IntArray
 
 __all__ = ["METHODS", "Pack", "Packing", "check_caps", "lower_bound", "pack"]
 
-METHODS = (*TREE_METHODS, "dfs_first_fit", "arrival_first_fit")
+METHODS = (*TREE_METHODS, "dfs_first_fit")
 
 
 def pack(
@@ -41,9 +41,9 @@ def pack(
         forest: The trajectories.
         capacity: Tree tokens per pack. None: no limit.
         method: "heuristic": near the optimum for any size. "exact": the optimum of small and medium trees, or an error.
-            "auto": the heuristic, then the exact programme where that is cheap. Baselines: "single_path" (the paper's
-            first programme), "deepest_first" (the paper's heuristic), "dfs_first_fit" and "arrival_first_fit" (in DFS
-            order and in the order given).
+            "auto": the heuristic, then the exact programme where that is cheap. For comparison, and no
+            options of a training run: "single_path" (the paper's first programme), "deepest_first" (the paper's
+            heuristic) and "dfs_first_fit" (in DFS order).
         max_loss_terms: Loss terms per pack, see `loss_terms`. None: no limit.
         loss_terms: (S,) tokens of each trajectory that the loss trains: the (leaf, token) pairs that are expanded from
             the pack. None: all tokens but its first.
@@ -65,9 +65,7 @@ def pack(
     terms = _terms(forest, loss_terms)
     leaves = Items.from_forest(forest, terms=terms)
     trees = [Tree.from_leaves(tree, caps=caps) for tree in leaves.trees()]
-    if method == "arrival_first_fit":
-        bins = arrival_first_fit(leaves, caps=caps, arrival=forest.dfs_rank)
-    elif method == "dfs_first_fit":
+    if method == "dfs_first_fit":
         bins = dfs_first_fit(leaves, caps=caps)
     else:
         if time_limit_s is None:

@@ -1,31 +1,9 @@
-"""Baselines: the greedy packings of other systems, which also start the heuristic, and the paper's first programme."""
-
-from bisect import bisect
+"""Baselines: packing in DFS order, which also starts the heuristic, and the paper's first programme."""
 
 import numpy as np
 
 from verl_tree.packing.problem import Caps, Items
 from verl_tree.tree.nodes import IntArray
-
-
-class RangeMin:
-    """Minimum of any range of a fixed array, from tables of the minima of 1, 2, 4, ... neighbours.
-
-    On `lcp`, such a minimum is the number of tokens that two items share.
-    """
-
-    def __init__(self, values: IntArray) -> None:
-        tables = [values]
-        while 2 ** len(tables) <= len(values):
-            before, half = tables[-1], 2 ** (len(tables) - 1)
-            tables.append(np.minimum(before[:-half], before[half:]))
-        self._tables = [table.tolist() for table in tables]
-
-    def __call__(self, start: int, end: int) -> int:
-        """Return min(values[start:end]) for start < end."""
-        level = (end - start).bit_length() - 1
-        table = self._tables[level]
-        return min(table[start], table[end - 2**level])
 
 
 def next_fit(lens: IntArray, *, shared: IntArray, terms: IntArray, caps: Caps) -> list[list[int]]:
@@ -52,38 +30,6 @@ def next_fit(lens: IntArray, *, shared: IntArray, terms: IntArray, caps: Caps) -
 def dfs_first_fit(items: Items, *, caps: Caps) -> list[list[int]]:
     """Pack in DFS order by next fit: siblings are separated only at a bin's two ends."""
     return next_fit(items.lens, shared=items.lcp, terms=items.terms, caps=caps)
-
-
-def arrival_first_fit(items: Items, *, caps: Caps, arrival: IntArray) -> list[list[int]]:
-    """Put every item, in the order of `arrival` (m,), into the first bin that takes it. Bins are ascending lists."""
-    lens, all_terms = items.lens.tolist(), items.terms.tolist()
-    lcp = RangeMin(items.lcp)
-    bins: list[list[int]] = []
-    tokens: list[int] = []
-    terms: list[int] = []
-    for item in arrival.tolist():
-        for number, members in enumerate(bins):
-            added = lens[item] - _shared_with(members, item, lcp=lcp)
-            if caps.hold(tokens[number] + added, terms[number] + all_terms[item]):
-                break
-        else:
-            number, added = len(bins), lens[item]
-            bins.append([])
-            tokens.append(0)
-            terms.append(0)
-        bins[number].insert(bisect(bins[number], item), item)
-        tokens[number] += added
-        terms[number] += all_terms[item]
-    return bins
-
-
-def _shared_with(members: list[int], item: int, *, lcp: RangeMin) -> int:
-    """Count the tokens of an item's root path that a bin of ascending members holds."""
-    # Its two neighbours in the bin share all of them.
-    place = bisect(members, item)
-    before = lcp(members[place - 1] + 1, item + 1) if place else 0
-    after = lcp(item + 1, members[place] + 1) if place < len(members) else 0
-    return max(before, after)
 
 
 def single_path(items: Items, *, caps: Caps) -> list[list[int]]:

@@ -164,7 +164,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "share",
             RATIO,
             "packed tokens / lower bound - 1: at least the distance from the best packing",
-            "High: raise `tree.capacity`, or try another `tree.packing`.",
+            "High: raise `tree.capacity`, or set `tree.packing=exact`.",
             panel="Fill and gap of packs",
         ),
         _of_update(

@@ -62,7 +62,7 @@ REFUSED = {
         (["tree.relay=perhaps"], ["tree.relay='perhaps'", "auto, always, never"]),
         (["tree.relay_store=disk"], ["tree.relay_store='disk'", "device, host"]),
         (["tree.shared_tokens=max"], ["tree.shared_tokens=max", "sum, mean, once"]),
-        (["tree.packing=nonsense"], ["tree.packing=nonsense", "auto"]),
+        (["tree.packing=deepest_first"], ["tree.packing='deepest_first'", "auto, heuristic, exact", "set it to auto"]),
         (["tree.backend=nonsense"], ["tree.backend=nonsense", "dense"]),
         (["+tree.capcity=1"], ["tree.capcity=1: no such option"]),
     ],

@@ -3,6 +3,7 @@
 How near the methods come to the optimum is in test_packing_optimum.py.
 """
 
+from functools import partial
 from itertools import chain, pairwise
 
 import numpy as np
@@ -12,11 +13,11 @@ from hypothesis import strategies as st
 from tree_cases import union_num_tokens
 
 from verl_tree.packing import METHODS, lower_bound, pack
-from verl_tree.packing.baselines import RangeMin
 from verl_tree.packing.bound import least_visits
 from verl_tree.packing.heuristic import best_fit_up, deepest_first
 from verl_tree.packing.improve import _windows
 from verl_tree.packing.problem import Caps, Items
+from verl_tree.testing.arrival_packing import RangeMin, arrival_first_fit
 from verl_tree.tree import TokenForest
 
 # The same draws in every run, and no time limit per draw: the machine may be busy.
@@ -27,6 +28,9 @@ DEEP = [[0, 1, 1, 0, 1], [0, 1, 1, 0, 0], [0, 1], [0, 1, 1, 1], [0, 1, 1, 0, 1],
 
 def union_of_paths(sequences):
     return len({tuple(sequence[: end + 1]) for sequence in sequences for end in range(len(sequence))})
+
+
+PACKINGS = {method: partial(pack, method=method) for method in METHODS} | {"arrival_first_fit": arrival_first_fit}
 
 
 def one_tree(sequences):
@@ -48,10 +52,10 @@ def branching(rng, *, num_leaves, num_new):
 def test_by_hand():
     """Order 2 0 3 1 4: [1 2], its extension [1 2 3 4] and the duplicate cost 4; [1 2 5] would make 5."""
     forest = TokenForest.from_sequences([[1, 2, 3, 4], [1, 2, 5], [1, 2], [1, 2, 3, 4], [7]])
-    for method in METHODS:
+    for method in PACKINGS:
         if method == "single_path":
             continue
-        packing = pack(forest, capacity=4, method=method)
+        packing = PACKINGS[method](forest, capacity=4)
         assert [part.leaves.tolist() for part in packing.packs] == [[2, 0, 3], [1, 4]]
         assert [part.num_tokens for part in packing.packs] == [4, 4]
         assert packing.num_tokens == 8
@@ -66,7 +70,7 @@ def test_by_hand():
     assert packing.fill == 0.6
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PACKINGS)
 @seeded
 @given(sequences=SEQUENCES, spare=st.integers(0, 12), spare_terms=st.none() | st.integers(0, 12))
 @example(sequences=DEEP, spare=0, spare_terms=None)
@@ -77,7 +81,7 @@ def test_packs_are_a_partition_within_the_caps(method, sequences, spare, spare_t
     capacity = max(map(len, sequences)) + spare
     terms = [sum(sequence) for sequence in sequences]
     max_terms = None if spare_terms is None else max(max(terms) + spare_terms, 1)
-    packing = pack(forest, capacity=capacity, method=method, max_loss_terms=max_terms, loss_terms=terms)
+    packing = PACKINGS[method](forest, capacity=capacity, max_loss_terms=max_terms, loss_terms=terms)
     leaves = [part.leaves.tolist() for part in packing.packs]
     assert sorted(chain.from_iterable(leaves)) == list(range(len(sequences)))
     for part in packing.packs:
@@ -122,8 +126,8 @@ def test_more_capacity_never_costs_the_optimum_tokens_and_at_last_reuses_all(seq
     capacities = [max(map(len, sequences)) + spare, 2 * max(map(len, sequences)) + spare, forest.num_flat_tokens]
     totals = [pack(forest, capacity=capacity, method="exact").num_tokens for capacity in capacities]
     assert totals == sorted(totals, reverse=True)
-    for method in METHODS:
-        packing = pack(forest, capacity=capacities[-1], method=method)
+    for method in PACKINGS:
+        packing = PACKINGS[method](forest, capacity=capacities[-1])
         if method != "single_path":  # its packs share one prefix each, so prefixes inside of them count
             assert packing.num_tokens == forest.num_tokens
             assert packing.effective_reuse_ratio == forest.potential_overlap_ratio
@@ -238,13 +242,11 @@ def test_range_minimum(values, data):
 
 
 @pytest.mark.parametrize("capacity", [None, 9])
-@pytest.mark.parametrize(
-    "method", ["auto", "heuristic", "exact", "deepest_first", "dfs_first_fit", "arrival_first_fit"]
-)
+@pytest.mark.parametrize("method", sorted(PACKINGS.keys() - {"single_path"}))
 def test_one_pack_reuses_all_that_overlaps(method, capacity):
     forest = TokenForest.from_sequences(DEEP)
     assert forest.num_tokens == 9
-    packing = pack(forest, capacity=capacity, method=method)
+    packing = PACKINGS[method](forest, capacity=capacity)
     assert len(packing.packs) == 1
     assert packing.packs[0].leaves.tolist() == forest.order.tolist()
     assert packing.num_tokens == packing.lower_bound == forest.num_tokens
@@ -302,9 +304,9 @@ def test_bad_arguments(options, message):
         pack(TokenForest.from_sequences([[1]]), **options)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PACKINGS)
 def test_empty_forest_has_no_packs(method):
-    packing = pack(TokenForest.from_sequences([]), method=method)
+    packing = PACKINGS[method](TokenForest.from_sequences([]))
     assert packing.packs == ()
     assert (packing.num_tokens, packing.effective_reuse_ratio, packing.compression) == (0, 0.0, 1.0)
     assert (packing.lower_bound, packing.gap, packing.fill) == (0, 0.0, 1.0)

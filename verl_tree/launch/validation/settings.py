@@ -81,15 +81,14 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_tree_options(config: DictConfig) -> Findings:
-    """Build the tree options, and look up the names of methods, backends and modes."""
+    """Build the tree options, and look up the names of backends and modes."""
     from verl_tree.attention import BACKENDS
     from verl_tree.functional.expansion import SHARED_TOKEN_MODES
-    from verl_tree.packing import METHODS
 
     if wrong := list(check_tree_values(config)):
         yield from wrong
         return
-    for name, known in (("packing", METHODS), ("backend", ("auto", *BACKENDS)), ("shared_tokens", SHARED_TOKEN_MODES)):
+    for name, known in (("backend", ("auto", *BACKENDS)), ("shared_tokens", SHARED_TOKEN_MODES)):
         if config.tree[name] not in known:
             yield refusal(config, f"tree.{name}", f"choose one of {', '.join(known)}")
 
