@@ -30,6 +30,8 @@ FAMILIES = {
 }
 NUM_FORESTS = 24
 LOG_PROBS, GRADIENTS = 1e-10, 1e-9
+ROUNDING = 1e-12
+"""Some thousand times that of float64."""
 
 
 def forest(seed: int) -> list[list[int]]:
@@ -98,19 +100,22 @@ def test_gradient_checkpointing_and_lora(family: str, record_property: Callable[
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", "Qwen3-MoE"])
-def test_another_token_changes_no_other_path_bit_for_bit(family: str) -> None:
-    """Experts must not see which other tokens they get: a token of one branch takes no place of another's."""
+def test_another_token_changes_no_other_path(family: str) -> None:
+    """Experts must not see which other tokens they get: a token of one branch takes no place of another's.
+
+    Not bit for bit: an expert gets another number of tokens, and products of other shapes may round differently.
+    """
     model = MODELS[FAMILIES[family]]()
     trunk, branches = [5, 6, 7], [[8, 9, 10, 11], [12, 13, 14], [15, 16, 17, 18, 19]]
     for token in range(20, 60, 4):
         changed = [branches[0], [branches[1][0], token, token + 1], branches[2]]
-        before, after = (
-            tree_logits(model, [trunk + each for each in rows], backend="auto") for rows in (branches, changed)
-        )
-        assert torch.equal(before[0], after[0])
-        assert torch.equal(before[2], after[2])
-        assert torch.equal(before[1][:4], after[1][:4])
-        assert not torch.equal(before[1][4:], after[1][4:])
+        with Float64():
+            before, after = (
+                tree_logits(model, [trunk + each for each in rows], backend="auto") for rows in (branches, changed)
+            )
+        same = [(before[0], after[0]), (before[2], after[2]), (before[1][:4], after[1][:4])]
+        assert max(relative_error(got, want) for want, got in same) < ROUNDING
+        assert relative_error(after[1][4:], before[1][4:]) > 1e-3
 
 
 def test_the_forests_have_what_they_should() -> None:
