@@ -39,7 +39,9 @@ def results(level: str, *, ranks: int, seeds: Sequence[int], fixed: dict[str, An
                 yield from (each for each in noted if "ends" in each)
                 if printed is None:
                     break
-                failed = noted[-1].get("begins", left[0]) if noted else left[0]
+                failed = next((each["begins"] for each in noted[::-1] if "begins" in each), left[0])
+                by = [f"rank {each['rank']}: {each['detail']}" for each in noted if each.get("refused") == failed]
+                printed += "".join(f"\nrefused by {each}" for each in by)
                 yield {"ends": failed, "status": "wrong", "detail": printed}
                 left = left[left.index(failed) + 1 :]
 

@@ -35,7 +35,7 @@ from .outcome import Comparison, Outcome, judged, refused
 
 TOLERANCE = 2e-5
 """Relative, float32 against float32; the family whose right answers differ most has 7e-6 (docs/models.md)."""
-FLOOR, NOTHING = 1e-2, 1e-7
+FLOOR, NOTHING = 5e-2, 1e-7
 OWN_OPTIONS = ("gate", "relay", "relay_store", "packing", "max_loss_terms", "logits_chunk_size", "backend")
 """Options of trees that change no number, and are left out on the other side."""
 OBJECTIVE = ("sharing", "shared_tokens", "session_weight")

@@ -10,7 +10,8 @@ from engine_cases import Case, make_batch, of_teams, sessions_of
 from image_cases import vision_model
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
-from verl_tree.engine.session_weights import weigh_sessions
+
+from verl_tree.engine.losses.session_weights import weigh_sessions
 
 from .drawing import Settings
 from .engine_features import IMAGES

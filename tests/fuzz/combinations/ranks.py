@@ -60,8 +60,8 @@ def main() -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     space, run = level_of(arguments.level)
 
-    def note(line: dict[str, Any]) -> None:
-        if rank == 0:
+    def note(line: dict[str, Any], *, by: int = 0) -> None:
+        if rank == by:
             with arguments.lines.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -69,8 +69,11 @@ def main() -> None:
         note({"begins": seed})
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         settings = space.draw(seed, fixed_settings(arguments.level, ranks=num_ranks, given=arguments.fixed))
+        outcome = run(settings, seed=seed, words=space.words(settings))
+        if outcome.status == "refused":  # if other ranks go on, they fail or hang
+            note({"refused": seed, "rank": rank, "detail": outcome.detail[:300]}, by=rank)
         outcomes: list[Any] = [None] * num_ranks
-        dist.all_gather_object(outcomes, run(settings, seed=seed, words=space.words(settings)))
+        dist.all_gather_object(outcomes, outcome)
         note({"ends": seed} | dataclasses.asdict(worst(outcomes)))
     faulthandler.cancel_dump_traceback_later()
     if rank == 0:
