@@ -173,10 +173,10 @@ def _findings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _refused(config: DictConfig) -> Iterator[str]:
-    from verl_tree.launch.validation import CHECKS, code, find_by_verl, inputs, settings, values
+    from verl_tree.launch.validation import CHECKS, code, find_by_verl, inputs, objects, prompts, settings, values
 
     # Data, models and code of the examples are not here, nor is a GPU.
-    left_out = {*inputs.CHECKS, *code.CHECKS, settings.check_device}
+    left_out = {*inputs.CHECKS, *prompts.CHECKS, *code.CHECKS, *objects.CHECKS, settings.check_device}
     wrong = list(values.find_wrong_values(config))
     found = wrong or [each for check in CHECKS if check not in left_out for each in check(config)]
     refused = [each.message for each in found if not each.is_warning]

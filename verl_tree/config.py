@@ -65,13 +65,20 @@ def _choice(*names: str, remedy: str) -> Any:
     return _option(names[0], f"one of {', '.join(names)}; {remedy}", lambda value: value in names)
 
 
-def _check(options: Any, *, group: str) -> None:
-    """Raise ValueError for the first option whose value it does not take."""
+def _problems(options: Any, *, group: str) -> list[str]:
+    """Return a line for each option that does not take its value."""
+    lines = []
     for each in fields(options):
         value = getattr(options, each.name)
         is_default_none = value is None and each.default is None
         if "holds" in each.metadata and not is_default_none and not each.metadata["holds"](value):
-            raise ValueError(f"{group}.{each.name}={value!r} must be {each.metadata['must_be']}")
+            lines.append(f"{group}.{each.name}={value!r} must be {each.metadata['must_be']}")
+    return lines
+
+
+def _require_none(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def _from_mapping(cls: type, values: Any, *, group: str) -> Any:
@@ -81,11 +88,15 @@ def _from_mapping(cls: type, values: Any, *, group: str) -> Any:
     if not isinstance(values, Mapping):
         raise ValueError(f"{group}={values!r} is not a mapping of options")
     known = [each.name for each in fields(cls)]
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        remedy = f"no such option; remove it, or give one of {', '.join(known)}"
-        raise ValueError("\n".join(f"{group}.{name}={values[name]!r}: {remedy}" for name in unknown))
-    return cls(**values)
+    remedy = f"no such option; remove it, or give one of {', '.join(known)}"
+    problems = [f"{group}.{name}={values[name]!r}: {remedy}" for name in sorted(set(values) - set(known))]
+    built = None
+    try:
+        built = cls(**{name: values[name] for name in known if name in values})
+    except ValueError as error:
+        problems.append(str(error))
+    _require_none(problems)
+    return built
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +109,7 @@ class WatchdogConfig:
     log_tail_lines: int = _integer(40, minimum=1, remedy="the default is 40")
 
     def __post_init__(self) -> None:
-        _check(self, group="tree.watchdog")
+        _require_none(_problems(self, group="tree.watchdog"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +148,13 @@ class TreeConfig:
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
     def __post_init__(self) -> None:
-        watchdog = _from_mapping(WatchdogConfig, self.watchdog, group="tree.watchdog")
-        object.__setattr__(self, "watchdog", watchdog)
-        _check(self, group="tree")
+        problems = _problems(self, group="tree")
+        try:
+            watchdog = _from_mapping(WatchdogConfig, self.watchdog, group="tree.watchdog")
+            object.__setattr__(self, "watchdog", watchdog)
+        except ValueError as error:
+            problems.append(str(error))
+        _require_none(problems)
 
     @classmethod
     def from_mapping(cls, values: "Mapping[str, Any] | TreeConfig") -> "TreeConfig":

@@ -3,8 +3,7 @@
     python -m verl_tree.main_ppo data.train_files=... actor_rollout_ref.model.path=... [any verl override]
 
 `python -m verl_tree.check` with the same arguments says whether they can work, and what will run where. `--cfg job`
-prints the configuration, `--help` the options. Modules that take seconds are imported later: the first line is on the
-terminal at once, and a wrong value is refused before verl is imported.
+prints the configuration, `--help` the options. Modules that take seconds are imported later: the first line
 """
 
 import gc
@@ -64,11 +63,9 @@ def prepare(config: "DictConfig", *, console: Console) -> None:
     from verl_tree.launch.validation import find_by_verl, validate
     from verl_tree.launch.validation.refusals import settle
     from verl_tree.launch.validation.resume import find_leftovers
-    from verl_tree.launch.validation.values import find_at_once
 
     resolve(config)
     console.is_brief = config.tree.console == "steps"
-    settle(find_at_once(config))
     variables = set_variables(config)
     for line in translate(config):
         print(line)

@@ -1,30 +1,39 @@
 """What translations and checks before Ray starts (`verl_tree.launch`) rely on in verl 0.9.1."""
 
+import inspect
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
+from transfer_queue.controller import TransferQueueController
+from transfer_queue.storage.simple_storage import SimpleStorageUnit
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls, registry
+from verl.plugin.platform.platform_manager import PlatformRegistry
+from verl.single_controller.ray import ResourcePoolManager
 from verl.trainer import main_ppo
 from verl.trainer.ppo import reward
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, get_kl_controller, get_policy_loss_fn
-from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
+from verl.trainer.ppo.rollout_corr_helper import _parse_rollout_is_threshold, apply_bypass_mode
 from verl.trainer.ppo.v1 import trainer_base, trainer_separate_async
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.utils import import_utils
+from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset import rl_dataset
 from verl.utils.tracking import Tracking
-from verl.workers.config import CriticConfig
+from verl.workers.config import CriticConfig, FSDPOptimizerConfig
+from verl.workers.config.optimizer import build_optimizer
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 from verl_tree.launch.composition import has_flash_attn, verl_trainer_folder
+from verl_tree.launch.validation.choices import CONTENTS, DTYPES, LOAD_FORMATS
 
 SOURCE = """
 from torch.utils.data import Dataset
@@ -196,3 +205,54 @@ def test_ulysses_of_verl_exchanges_heads_in_flash_attention_only(monkeypatch: py
     assert flash_attention._flash_attention_forward is not before
     assert dict(ALL_ATTENTION_FUNCTIONS) == functions
     assert type(model).forward is forward
+
+
+def test_vllm_takes_the_names_that_are_known() -> None:
+    """The checks have copies, since the import of vLLM takes seconds."""
+    from vllm.config.model import ModelDType
+    from vllm.model_executor.model_loader import LoadFormats
+
+    assert set(DTYPES) == set(get_args(ModelDType))
+    assert set(LOAD_FORMATS) == set(get_args(LoadFormats))
+
+
+def test_contents_of_checkpoints_that_verl_knows() -> None:
+    """What it does not know it leaves out, without a word."""
+    known = {
+        name.removeprefix("should_save_") for name in dir(BaseCheckpointManager) if name.startswith("should_save_")
+    }
+    assert known - {"lora_only"} == set(CONTENTS)
+
+
+def test_an_optimizer_is_a_class_of_a_module_and_an_adam_gets_the_betas() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    built = build_optimizer(parameters, FSDPOptimizerConfig(lr=0.1, optimizer="Adam", betas=(0.0, 0.95)))
+    assert (type(built), built.defaults["betas"]) == (torch.optim.Adam, (0.0, 0.95))
+    assert type(build_optimizer(parameters, FSDPOptimizerConfig(lr=0.1, optimizer="SGD"))) is torch.optim.SGD
+    with pytest.raises(AttributeError, match="Optimizer 'Nope' not found"):
+        build_optimizer(parameters, FSDPOptimizerConfig(lr=0.1, optimizer="Nope"))
+
+
+def test_a_threshold_is_a_positive_number_or_two_as_a_text() -> None:
+    assert _parse_rollout_is_threshold(2) == (2.0, None)
+    assert _parse_rollout_is_threshold("0.5_2.0") == (2.0, 0.5)
+    with pytest.raises(ValueError, match="must be positive"):
+        _parse_rollout_is_threshold(-1)
+
+
+def test_platforms_have_the_names_of_devices() -> None:
+    devices = {get().device_name for name in PlatformRegistry.registered_names() if (get := PlatformRegistry.get(name))}
+    assert {"cuda", "npu"} <= devices
+
+
+def test_an_epoch_has_the_whole_batches_of_the_data_and_the_trainer_divides_by_them() -> None:
+    source = inspect.getsource(trainer_base.PPOTrainer)
+    assert "self.steps_per_epoch = len(self.train_dataset) // self.config.data.train_batch_size" in source
+    assert "current_epoch = self.global_steps // self.steps_per_epoch" in source
+
+
+def test_ray_holds_three_cpus_for_a_rank_and_one_each_for_the_queue() -> None:
+    """Fewer in all are never placed."""
+    assert ResourcePoolManager({}, {}).max_colocate_count == 3
+    for actor in (TransferQueueController, SimpleStorageUnit):
+        assert actor._default_options["num_cpus"] == 1

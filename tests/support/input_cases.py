@@ -18,17 +18,18 @@ FOLDER = tempfile.TemporaryDirectory()
 
 
 def write_model(folder: Path, **settings: object) -> Path:
-    """Make a model folder with a config.json."""
+    """Make a model folder with a config.json, and a file where weights are looked for."""
     folder.mkdir(exist_ok=True, parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **settings}))
+    (folder / "model.safetensors").touch()
     return folder
 
 
-def write_rows(path: Path, *columns: str) -> Path:
-    """Make a parquet file of one row, with messages where verl reads some."""
+def write_rows(path: Path, *columns: str, num_rows: int = 1024) -> Path:
+    """Make a parquet file of equal rows, as many as verl's default batch has, with messages where verl reads some."""
     messages = [{"role": "user", "content": "a"}]
     row = {column: messages if column in ("prompt", "messages") else "a" for column in ("prompt", *columns)}
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * num_rows), path)
     return path
 
 
@@ -37,7 +38,7 @@ def _composed() -> DictConfig:
     rows, model = write_rows(Path(FOLDER.name) / "rows.parquet"), write_model(Path(FOLDER.name) / "model")
     files = [f"data.train_files={rows}", f"data.val_files={rows}"]
     models = [f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}"]
-    config = compose_config(["profile=cpu", *files, *models])
+    config = compose_config(["profile=cpu", *files, *models, "actor_rollout_ref.rollout.n=4"])
     OmegaConf.set_struct(config, False)
     return config
 

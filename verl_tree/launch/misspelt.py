@@ -10,6 +10,18 @@ from typing import Any
 
 from hydra.errors import HydraException
 
+GONE = {
+    "actor_rollout_ref.rollout.multi_turn.interaction_config_path": (
+        "verl 0.9.1 has no interactions; write an agent loop that answers the model (docs/agent_loops.md)"
+    ),
+    "actor_rollout_ref.actor.policy_loss.tau_pos": "it is actor_rollout_ref.actor.tau_pos",
+    "actor_rollout_ref.actor.policy_loss.tau_neg": "it is actor_rollout_ref.actor.tau_neg",
+}
+"""Options of earlier releases of verl, and what there is instead."""
+
+_LIKENESS = 0.8
+"""How like a name must be to one that is there; `interaction_config_path` is to `tool_config_path` by 0.72."""
+
 _REFUSED = re.compile(r"Could not override '(?P<key>[^']+)'")
 
 
@@ -24,6 +36,8 @@ def misspelt_option(error: HydraException, values: Mapping[str, Any]) -> str | N
     if found is None or "is not in struct" not in str(error.__cause__):
         return None
     key = found["key"]
+    if key in GONE:
+        return f"{key}: no such option in verl 0.9.1: {GONE[key]}"
     meant = _close_to(key.split("."), values)
     question = f"; did you mean {meant}?" if meant else "."
     return f"{key}: no such option{question} One that your own code reads is added with a plus: +{key}=VALUE"
@@ -33,7 +47,7 @@ def _close_to(names: list[str], values: Mapping[str, Any]) -> str | None:
     """Return the key that is like the given one in the first name that is not there, if one is."""
     for number, name in enumerate(names):
         if name not in values:
-            close = get_close_matches(name, list(values), n=1)
+            close = get_close_matches(name, list(values), n=1, cutoff=_LIKENESS)
             return ".".join([*names[:number], *close, *names[number + 1 :]]) if close else None
         if not isinstance(values[name], Mapping):
             return None

@@ -156,6 +156,9 @@ def test_what_cannot_be_composed_is_a_finding(tmp_path: Path) -> None:
         (["tree.watchdogs.poll_s=1"], "tree.watchdogs.poll_s: no such option; did you mean tree.watchdog.poll_s?"),
         (["trainr.nnodes=1"], "trainr.nnodes: no such option; did you mean trainer.nnodes?"),
         (["trainer.nnodes=1}"], "nnodes=1}"),
+        ([f"{ROLLOUT}.multi_turn.interaction_config_path=a"], "interaction_config_path: no such option in verl 0.9.1"),
+        ([f"{ROLLOUT}.multi_turn.interactions_config_path=a"], "interactions_config_path: no such option. One that"),
+        ([f"{ACTOR}.policy_loss.tau_pos=1"], f"no such option in verl 0.9.1: it is {ACTOR}.tau_pos"),
         (["--config-name=typo"], "typo"),
         ([f"{ACTOR}.strategy=${{oc.env:NO_SUCH_VARIABLE}}"], "NO_SUCH_VARIABLE"),
         (

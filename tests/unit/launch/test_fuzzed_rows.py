@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 pytest.importorskip("verl")
 
-from verl_tree.launch.validation import code, inputs, prompts, validate
+from verl_tree.launch.validation import code, inputs, objects, prompts, validate
 from verl_tree.launch.validation.prompts import message_problem
 
 GOOD = [{"role": "user", "content": "a"}]
@@ -41,7 +41,7 @@ def config() -> DictConfig:
 def findings(file: Path) -> list[str]:
     """Return why a file of rows is refused."""
     config().data.train_files = config().data.val_files = str(file)
-    checks = (*inputs.CHECKS, *prompts.CHECKS, *code.CHECKS)
+    checks = (*inputs.CHECKS, *prompts.CHECKS, *code.CHECKS, *objects.CHECKS)
     return [each.message for check in checks for each in check(config())]
 
 
@@ -144,7 +144,7 @@ def test_rows_of_other_kinds_pass_where_code_of_the_users_reads_them(tmp_path: P
     text = write(tmp_path / "text.parquet", prompt=["why?"])
     loops = tmp_path / "loops.yaml"
     loops.write_text("- name: mine\n  _target_: rollout_hooks.loops.memory.MemoryAgentLoop\n")
-    validate(resolved(text, f"{code.LOOPS_KEY}={loops}"))
+    validate(resolved(text, "data.train_batch_size=1", f"{code.LOOPS_KEY}={loops}"))
     source = tmp_path / "mine.py"
     source.write_text("class Rows: ...")
     other = write(tmp_path / "other.parquet", question=["why?"])
@@ -153,6 +153,7 @@ def test_rows_of_other_kinds_pass_where_code_of_the_users_reads_them(tmp_path: P
         resolved(
             write(tmp_path / "q.parquet", question=[GOOD]),
             "data.prompt_key=question",
+            "data.train_batch_size=1",
             f"data.val_files={tmp_path}/q.parquet",
         )
     )

@@ -80,9 +80,10 @@ def test_rows_may_name_their_loops(tmp_path: Path) -> None:
     loops = tmp_path / "loops.yaml"
     loops.write_text("- name: mine\n  _target_: rollout_hooks.loops.memory.MemoryAgentLoop\n")
     mine, train, val = f"{LOOPS}={loops}", f"data.train_files={rows['good']}", f"data.val_files={rows['good']}"
-    validate(resolved(mine, train, val, f"{DEFAULT}=nothing"))
-    assert refusal(mine, train, f"{DEFAULT}=nothing").startswith(f"{DEFAULT}=nothing: no such agent loop")
-    message = refusal(mine, f"data.train_files={rows['bad']}", val)
+    batch = "data.train_batch_size=2"
+    validate(resolved(mine, train, val, batch, f"{DEFAULT}=nothing"))
+    assert refusal(mine, train, batch, f"{DEFAULT}=nothing").startswith(f"{DEFAULT}=nothing: no such agent loop")
+    message = refusal(mine, f"data.train_files={rows['bad']}", val, batch)
     assert message.startswith("data.train_files=")
     assert (
         "agent_name has 'tool_agnt': no such agent loop; did you mean tool_agent? choose one of blackbox, " in message
@@ -106,6 +107,28 @@ def test_loops_of_a_manager_of_the_users_are_known(tmp_path: Path, monkeypatch: 
     assert f"{MANAGER}=thier_manager.Manager: no module named thier_manager" in refusal(
         f"{MANAGER}=thier_manager.Manager"
     )
+
+
+@pytest.mark.parametrize("manager", ["os.system", "json.dumps", "json.Nope"])
+def test_a_manager_that_is_no_class_is_refused(manager: str) -> None:
+    """Also where a loop is looked up, which asks whether the manager's workers are verl's."""
+    for overrides in ([], [f"{DEFAULT}=anything"]):
+        message = refusal(f"{MANAGER}={manager}", *overrides)
+        assert message.startswith(f"{MANAGER}={manager}: ")
+        assert "name one" in message or "has no Nope" in message
+
+
+@pytest.mark.parametrize("loop", ["parallel_tools", "tool_agent"])
+def test_loops_without_the_tools_that_they_call_are_warned_of(loop: str, tmp_path: Path) -> None:
+    (finding,) = find(resolved(f"{DEFAULT}={loop}"))
+    assert finding.is_warning
+    assert finding.message.startswith(f"{DEFAULT}={loop}: it has no tools to call")
+    assert f"{MULTI_TURN}.tool_config_path" in finding.message
+    (tmp_path / "tools.py").write_text("")
+    assert not list(find(resolved(f"{DEFAULT}={loop}", f"{MULTI_TURN}.function_tool_path={tmp_path}/tools.py")))
+    loops = tmp_path / "loops.yaml"
+    loops.write_text(f"- name: {loop}\n  _target_: rollout_hooks.loops.memory.MemoryAgentLoop\n")
+    assert not list(find(resolved(f"{DEFAULT}={loop}", f"{LOOPS}={loops}"))), "a loop of the user's"
 
 
 def test_sessions_that_nobody_rewards_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -180,7 +203,11 @@ def test_missing_tool_files_are_refused(tmp_path: Path) -> None:
         ("calculator", "it must have `tools`"),
         ("tools: [config: {type: native}]", "entry 1 lacks it"),
         # The tool of verl's earlier GSM8K examples.
-        ("tools: [class_name: verl.tools.gsm8k_tool.Gsm8kTool]", "no module named verl.tools.gsm8k_tool; correct it"),
+        ("tools: [class_name: verl.tools.gsm8k_tool.Gsm8kTool]", "verl.tools.gsm8k_tool; the installed release lacks"),
+        (
+            "tools: [class_name: my_tools.Gsm8kTool]",
+            "no module named my_tools; correct it, or add its folder",
+        ),
         ("tools: [class_name: Gsm8kTool]", "not the full name of a class"),
     ],
 )

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from input_cases import refusal, resolved, write_model, write_rows
 
-from verl_tree.launch.validation import validate
+from recipes.demo.tokenizer import build_tokenizer
+from verl_tree.launch.validation import find, validate
 
+ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model.path"
 LOOPS = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 
@@ -164,3 +166,62 @@ def test_a_critic_without_a_token_classifier_is_refused_by_name(model_type: str,
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_next", "qwen3_moe", "llama", "a_type_of_the_user"])
 def test_other_critics_are_served(model_type: str, tmp_path: Path) -> None:
     validate(resolved(f"critic.model.path={write_model(tmp_path, model_type=model_type)}", "critic.enable=true"))
+
+
+def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    weights = model / "model.safetensors"
+    for name in ("model-00001-of-00002.safetensors", "pytorch_model.bin", "model.safetensors.index.json"):
+        weights = weights.rename(tmp_path / name)
+        validate(resolved(f"{MODEL}={model}"))
+    weights.unlink()
+    assert f"{MODEL}={model}: the folder has no weights (*.safetensors or *.bin)" in refusal(f"{MODEL}={model}")
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    (model / "tokenizer_config.json").write_text("{}")
+    message = refusal(f"{MODEL}={model}")
+    assert message.startswith(f"{MODEL}={model}: its tokenizer has no chat template; give actor_rollout_ref.model.cus")
+    assert "add chat_template.jinja" in message
+    validate(resolved(f"{MODEL}={model}", "actor_rollout_ref.model.custom_chat_template=a"))
+    other = write_model(tmp_path / "other")
+    (other / "tokenizer_config.json").write_text('{"chat_template": "a"}')
+    tokenizer = "actor_rollout_ref.model.tokenizer_path"
+    validate(resolved(f"{MODEL}={other}"))
+    validate(resolved(f"{MODEL}={model}", f"{tokenizer}={other}"))
+    assert refusal(f"{MODEL}={other}", f"{tokenizer}={model}").startswith(f"{tokenizer}={model}: its tokenizer")
+    (model / "chat_template.jinja").write_text("a")
+    validate(resolved(f"{MODEL}={model}"))
+
+
+def test_a_batch_that_is_larger_than_the_data_is_refused(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.parquet", num_rows=8)
+    batch, files = ["data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=8"], f"data.train_files={rows}"
+    message = refusal(*batch, files)
+    assert message.startswith("data.train_batch_size=16: data.train_files have 8 rows, fewer than one batch; lower it")
+    validate(resolved(*batch, f"data.train_files=[{rows},{rows}]"))
+    most = "data.train_max_samples=15"
+    assert f"have {most} rows" in refusal(*batch, f"data.train_files=[{rows},{rows}]", most)
+    validate(resolved(*batch, "data.train_files=s3://x/rows.parquet"))
+
+
+def test_prompts_that_are_cut_are_warned_of(tmp_path: Path) -> None:
+    model, rows = write_model(tmp_path / "model"), write_rows(tmp_path / "rows.parquet", num_rows=300)
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(model)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=True, tokenize=False)
+    limit = len(tokenizer.encode(text)) - 1
+    given = [
+        f"{MODEL}={model}",
+        f"data.train_files={rows}",
+        "data.train_batch_size=1",
+        f"{ACTOR}.ppo_mini_batch_size=1",
+    ]
+    (finding,) = find(resolved(*given, f"data.max_prompt_length={limit}"))
+    assert finding.is_warning
+    assert finding.message.startswith(f"data.max_prompt_length={limit}: 200 of the first 200 prompts of {rows} are")
+    assert f"up to {limit + 1} tokens" in finding.message
+    assert "data.filter_overlong_prompts=true" in finding.message
+    for silent in (f"data.max_prompt_length={limit + 1}", "data.filter_overlong_prompts=true"):
+        assert not list(find(resolved(*given, silent)))

@@ -84,7 +84,7 @@ def test_settings_that_work(overrides: list[str]) -> None:
         ([f"{ROLLOUT}.tensor_model_parallel_size=0"], ["=0: a replica takes 0 ranks"]),
         (
             [*SEPARATE, "actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.data_parallel_size=2"],
-            ["a replica takes 2 ranks", f"{ROLLOUT}.nnodes x n_gpus_per_node=1"],
+            ["a replica takes 2 ranks", f"{ROLLOUT}.nnodes x {ROLLOUT}.n_gpus_per_node=1"],
         ),
     ],
     ids=lambda value: value[-1][-50:],
@@ -111,7 +111,7 @@ def test_a_pool_of_its_own_need_not_hold_what_the_trainers_ranks_hold() -> None:
     two = [f"{ROLLOUT}.tensor_model_parallel_size=2", "ray_kwargs.ray_init.num_gpus=3"]
     assert findings(*alone, *two) == []
     (finding,) = findings(*alone, *two, "actor_rollout_ref.hybrid_engine=true")
-    assert "trainer.nnodes x n_gpus_per_node=1" in finding.message
+    assert "trainer.nnodes x trainer.n_gpus_per_node=1" in finding.message
 
 
 @pytest.mark.parametrize("mode", [COLOCATE, SEPARATE], ids=["colocate", "separate"])

@@ -168,6 +168,33 @@ REFUSED = {
         (["critic.enable=true", "critic.ppo_mini_batch_size=3"], ["critic.ppo_mini_batch_size=3", "256"])
     ],
 }
+WARNED = {
+    "check_last_mini_batch": [
+        (
+            ["data.train_batch_size=6", f"{ACTOR}.ppo_mini_batch_size=4"],
+            [
+                "ppo_mini_batch_size=4: does not divide data.train_batch_size=6",
+                "last of the 2 updates",
+                "has 2 prompts",
+            ],
+        )
+    ],
+    "check_rollout_engine": [
+        (["trainer.device=npu", f"{ROLLOUT}.name=sglang"], [f"{ROLLOUT}.name=sglang: ", "only vllm was ever tried"])
+    ],
+    "check_group_size": [
+        (
+            [f"{ROLLOUT}.n=1", f"algorithm.adv_estimator={name}"],
+            [f"{ROLLOUT}.n=1: algorithm.adv_estimator={name} compares the sessions", "there is one", "Set 8"],
+        )
+        for name in ("tree_grpo", "rloo")
+    ],
+}
+SILENT = [
+    ["data.train_batch_size=6", f"{ACTOR}.ppo_mini_batch_size=3"],
+    ["trainer.device=npu"],
+    *([f"{ROLLOUT}.n=1", f"algorithm.adv_estimator={name}"] for name in ("gae", "treerl", "reinforce_plus_plus")),
+]
 CHECKS_HERE = {
     check.__name__: check
     for check in (*settings.CHECKS, *capacity.CHECKS, *objective.CHECKS)
@@ -202,7 +229,34 @@ def test_a_trajectory_that_can_be_relayed_may_exceed_the_capacity(relay: str) ->
 
 
 def test_every_check_is_tested() -> None:
-    assert set(CHECKS_HERE) == {*REFUSED, "check_device"}
+    assert set(CHECKS_HERE) == {*REFUSED, *WARNED, "check_device"}
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "parts"), [(name, *case) for name, cases in WARNED.items() for case in cases]
+)
+def test_setting_that_works_otherwise_than_it_seems_is_warned_of(
+    name: str, overrides: list[str], parts: list[str]
+) -> None:
+    config = resolved(*overrides)
+    (finding,) = find(config)
+    assert list(CHECKS_HERE[name](config)) == [finding]
+    assert finding.is_warning
+    for part in parts:
+        assert part in finding.message
+
+
+@pytest.mark.parametrize("overrides", SILENT, ids=" ".join)
+def test_setting_that_works_as_it_seems_is_not_warned_of(overrides: list[str]) -> None:
+    assert list(find(resolved(*overrides))) == []
+
+
+def test_estimators_that_compare_sessions_are_there() -> None:
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+
+    from verl_tree.trainer.advantages import ESTIMATORS
+
+    assert set(objective.OVER_SESSIONS) <= {*ADV_ESTIMATOR_REGISTRY, *ESTIMATORS}
 
 
 def test_a_bad_option_hides_no_other_finding() -> None:

@@ -78,7 +78,7 @@ def test_a_processor_needs_no_other_setting() -> None:
         ("data.max_length=long", "this is no number; give one"),
         ("data.use_dynamic_bsz=7", "this is no switch"),
         ("engine=7", "this is no group of options"),
-        ("optim.lr=-1", "give a number of at least 0"),
+        ("optim.lr=-1", "give a finite number of at least 0"),
         ("trainer.save_freq=often", "after_each_epoch, or -1 for never"),
         ("data.min_reward=good", "give a number, or null"),
         ("data.tree_key=3", "give the name of a column"),

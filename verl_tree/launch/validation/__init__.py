@@ -3,11 +3,13 @@
 import contextlib
 import copy
 import io
+from collections.abc import Collection
 
 from omegaconf import DictConfig
 
 from verl_tree.launch.validation import (
     capacity,
+    choices,
     code,
     cpu_rollouts,
     flash_attn,
@@ -15,6 +17,7 @@ from verl_tree.launch.validation import (
     inputs,
     modes,
     objective,
+    objects,
     prompts,
     resume,
     router_replay,
@@ -28,7 +31,7 @@ from verl_tree.launch.validation.refusals import Finding, Findings, settle
 __all__ = ["CHECKS", "find", "find_before_the_queue", "find_by_verl", "validate"]
 
 CHECKS = (
-    *values.CHECKS,
+    *choices.CHECKS,
     *settings.CHECKS,
     *capacity.CHECKS,
     *objective.CHECKS,
@@ -43,17 +46,30 @@ CHECKS = (
     *images.CHECKS,
     *resume.CHECKS,
     *code.CHECKS,
+    *objects.CHECKS,
 )
 """All checks, in the order in which a user should hear of problems."""
 
 
 def find(config: DictConfig) -> Findings:
     """Yield everything that the checks find in a resolved configuration."""
-    wrong = list(values.find_wrong_values(config))
-    yield from wrong
-    # The other checks compute with these values.
-    for check in () if wrong else CHECKS:
-        yield from check(config)
+    keys = dict.fromkeys(each.key for each in values.find_wrong_values(config))
+    yield from values.find_wrong_values(config)
+    others = _with_other_values(config, keys) if keys else config
+    if others is not None:
+        # What would be said of a value that nobody gave is left out.
+        found = (finding for check in CHECKS for finding in check(others))
+        yield from (each for each in found if not any(key in each.message for key in keys))
+
+
+def _with_other_values(config: DictConfig, keys: Collection[str]) -> DictConfig | None:
+    """Return a translated copy without the wrong values, with which the other checks cannot compute."""
+    from verl_tree.launch.translation import translate
+
+    others = values.set_aside(config, keys)
+    if others is not None:
+        translate(others)
+    return others
 
 
 def find_before_the_queue(config: DictConfig) -> Findings:

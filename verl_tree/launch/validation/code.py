@@ -1,16 +1,16 @@
-"""Checks that the user's code exists: agent loops, tools, reward functions, data set classes.
+"""Checks that the user's agent loops and tools exist; `objects` has rewards and data sets.
 
 A user's module may need what only Ray's processes have, so it is read (`source`) and only the packages around it are
 imported. What is missing is only a warning where those processes may be on other machines or bring modules along.
 """
 
-from collections.abc import Callable
+import ast
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_tree.launch.validation.loop_entries import AGENT_FORMAT, LOOPS_KEY, ON_PATH, check_entry
+from verl_tree.launch.validation.loop_entries import AGENT_FORMAT, LOOPS_KEY, check_entry, way_to
 from verl_tree.launch.validation.refusals import (
     DATA_KEYS,
     ROLLOUT,
@@ -26,16 +26,15 @@ from verl_tree.launch.validation.refusals import (
 )
 from verl_tree.launch.validation.source import (
     NotInSourceError,
-    Source,
     did_you_mean,
     look_up,
     module_problem,
-    read_source,
     source_of,
 )
 
 DEFAULT_LOOP_KEY = f"{ROLLOUT}.agent.default_agent_loop"
 MANAGER_KEY = f"{ROLLOUT}.agent.agent_loop_manager_class"
+TOOL_KEYS = (f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.function_tool_path")
 TREE_MANAGER = "rollout_hooks.worker.TreeAgentLoopManager"
 LOOPS_FORMAT = "it must be a YAML list, each entry with `name` and `_target_` (docs/agent_loops.md)"
 
@@ -45,8 +44,8 @@ def check_manager(config: DictConfig) -> Findings:
     manager = value_of(config, MANAGER_KEY)
     if manager == TREE_MANAGER:
         return
-    if manager and (problem := module_problem(manager)):
-        yield refusal_here(config, MANAGER_KEY, f"{problem}; {ON_PATH}", brings_code=True)
+    if manager and (problem := _manager_problem(manager)):
+        yield refusal_here(config, MANAGER_KEY, problem, brings_code=True)
     lost = (
         f"the rows that it writes are trained as trees. Unless it is a subclass of {TREE_MANAGER}, calls are not "
         "recorded: branches that a loop does not return are lost, tree.drift has no effect, and nobody reports why "
@@ -56,6 +55,24 @@ def check_manager(config: DictConfig) -> Findings:
     if value_of(config, "reward.num_workers") == 0:
         fails = "verl's agent loop workers fail every session whose loop gives no reward; set 1 or more"
         yield Finding(f"reward.num_workers=0: {fails}", is_warning=True)
+
+
+def _manager_problem(manager: str) -> str | None:
+    """Return why a manager is no class, whose `create` verl calls, or None."""
+    from verl.utils.import_utils import load_class_from_fqn
+
+    if problem := module_problem(manager):
+        return f"{problem}; {way_to(manager)}"
+    module, name = manager.rpartition(".")[::2]
+    try:
+        source = source_of(module)
+        found = look_up(source, name)
+        # What is compiled may be imported: it is none of the user's.
+        is_other = not isinstance(load_class_from_fqn(manager), type) if source is None else False
+    except (NotInSourceError, AttributeError) as error:
+        return f"{error}; name a class"
+    is_function = found is not None and not isinstance(found.node, ast.ClassDef)
+    return "this is no class; name one" if is_other or is_function else None
 
 
 def check_agent_loops(config: DictConfig) -> Findings:
@@ -139,7 +156,8 @@ def _registered_loops(config: DictConfig) -> list[str] | None:
     if manager == TREE_MANAGER:
         # As its module does, which also imports vLLM: that takes 3 s.
         register_built_in()
-    elif manager and not module_problem(manager) and not issubclass(load_class_from_fqn(manager), AgentLoopManager):
+    elif manager and (_manager_problem(manager) or not issubclass(load_class_from_fqn(manager), AgentLoopManager)):
+        # `check_manager` refuses the first.
         return None
     return list(_agent_loop_registry)
 
@@ -166,9 +184,19 @@ def check_tool_format(config: DictConfig) -> Findings:
         yield Finding(f"{key}={value_of(config, key)}: {remedy}", is_warning=may_register)
 
 
+def check_tools(config: DictConfig) -> Findings:
+    """Warn of loops that call tools, where there are none."""
+    if any(value_of(config, key) for key in TOOL_KEYS):
+        return
+    for key, name in _loops_in_use(config):
+        if name in ("parallel_tools", "tool_agent") and name not in {each["name"] for each in _read_loops(config)[0]}:
+            message = f"it has no tools to call, so every session is one answer; name a file of them in {TOOL_KEYS[0]}"
+            yield Finding(f"{key}={value_of(config, key)}: {message}", is_warning=True)
+
+
 def check_tool_files(config: DictConfig) -> Findings:
     """Find files of tools that do not exist."""
-    for key in (f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.function_tool_path"):
+    for key in TOOL_KEYS:
         name = value_of(config, key)
         if name and _config_file(name) is None:
             yield refusal_here(config, key, missing(name, "file"))
@@ -178,7 +206,7 @@ def check_tool_classes(config: DictConfig) -> Findings:
     """Find classes of tools whose modules do not exist; `check_tool_files` names a missing file."""
     import yaml
 
-    key = f"{ROLLOUT}.multi_turn.tool_config_path"
+    key = TOOL_KEYS[0]
     form = "it must have `tools`, a YAML list of entries with `class_name`"
     path = _config_file(value_of(config, key)) if value_of(config, key) else None
     if path is None:
@@ -197,7 +225,7 @@ def check_tool_classes(config: DictConfig) -> Findings:
         if not isinstance(name, str):
             yield refusal(config, key, f"{form}; entry {number} lacks it")
         elif problem := module_problem(name):
-            yield refusal_here(config, key, f"class_name={name}: {problem}; {ON_PATH}", brings_code=True)
+            yield refusal_here(config, key, f"class_name={name}: {problem}; {way_to(name)}", brings_code=True)
 
 
 def _config_file(name: str) -> Path | None:
@@ -211,70 +239,11 @@ def _config_file(name: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def check_data_code(config: DictConfig) -> Findings:
-    """Find a data set class that does not exist."""
-    return _check_object(config, "data.custom_cls.path", "data.custom_cls.name")
-
-
-def check_reward_code(config: DictConfig) -> Findings:
-    """Find reward functions and managers that do not exist, and managers that nobody registered."""
-    yield from _check_object(config, "reward.custom_reward_function.path", "reward.custom_reward_function.name")
-    manager, module_key = config.reward.reward_manager, "reward.reward_manager.module.path"
-    if manager.source == "importlib":
-        if not value_of(config, module_key):
-            yield refusal(config, module_key, "source=importlib reads a class from it; give a file")
-        yield from _check_object(config, module_key, "reward.reward_manager.name")
-    # The default exists. Looking up another name takes an import that the driver does not need otherwise.
-    elif manager.source == "register" and manager.name != "naive":
-        from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
-
-        if manager.name not in REWARD_MANAGER:
-            known = ", ".join(sorted(REWARD_MANAGER))
-            remedy = f"no such reward manager; choose one of {known}, or import yours (source=importlib, module.path)"
-            yield refusal_here(config, "reward.reward_manager.name", remedy, brings_code=True)
-
-
-def _check_object(config: DictConfig, path_key: str, name_key: str) -> Findings:
-    """Check an object that verl loads from a file or a `pkg://` module (`load_extern_object`)."""
-    from verl.utils.import_utils import FILE_PATH_PREFIX, PKG_PATH_PREFIX
-
-    path, name = value_of(config, path_key), value_of(config, name_key)
-    if not path:
-        return
-    if not isinstance(path, str):
-        yield refusal(config, path_key, "give the path of a file, or pkg:// and a module")
-        return
-    if not name:
-        yield refusal(config, name_key, f"give the name of what shall be read from {path_key}={path}")
-    if path.startswith(PKG_PATH_PREFIX):
-        module = path.removeprefix(PKG_PATH_PREFIX).replace("/", ".")
-        if problem := module_problem(f"{module}.{name}"):
-            yield refusal_here(config, path_key, f"{problem}; {ON_PATH}", brings_code=True)
-        elif name:
-            yield from _check_name(config, name_key, lambda: source_of(module))
-        return
-    file = Path(path.removeprefix(FILE_PATH_PREFIX))
-    if not file.is_file():
-        # A relative path may exist in the working directory that Ray gives its processes.
-        yield refusal_here(config, path_key, missing(str(file), "file"), brings_code=not file.is_absolute())
-    elif name:
-        yield from _check_name(config, name_key, lambda: read_source(file))
-
-
-def _check_name(config: DictConfig, name_key: str, read: Callable[[], Source | None]) -> Findings:
-    """Find an object that its file does not have, or a file that is not valid Python."""
-    try:
-        look_up(read(), value_of(config, name_key))
-    except NotInSourceError as error:
-        yield refusal_here(config, name_key, str(error), brings_code=True)
-
-
 CHECKS: tuple[Check, ...] = (
     check_manager,
     check_agent_loops,
     check_tool_format,
+    check_tools,
     check_tool_files,
     check_tool_classes,
-    check_data_code,
-    check_reward_code,
 )

@@ -33,6 +33,12 @@ from verl_tree.launch.validation.refusals import (
 )
 from verl_tree.launch.validation.ulysses import team_keys, team_size
 
+WEIGHTS = (".safetensors", ".bin", ".index.json")
+"""How the names of files end that transformers loads weights from, or that name such files."""
+
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates", "tekken.json")
+"""Files that have chat templates, beside tokenizer_config.json; a tokenizer of Mistral's knows its own."""
+
 
 def check_data_files(config: DictConfig) -> Findings:
     """Find data files that do not exist. For a data set class of the user's a name may mean anything."""
@@ -73,6 +79,9 @@ def check_models(config: DictConfig) -> Findings:
             yield refusal(config, key, "verl takes no folder that ends in /; remove it")
         elif os.path.isdir(path):
             yield from _check_folder(config, key, Path(path), value_of(config, f"{model}.hf_config_path"))
+            if not any(name.endswith(WEIGHTS) for name in os.listdir(path)):
+                remedy = "the folder has no weights (*.safetensors or *.bin); give one that save_pretrained wrote"
+                yield refusal_here(config, key, remedy)
         else:
             yield from _check_hub_name(config, key, path)
 
@@ -116,6 +125,22 @@ def _check_folder(config: DictConfig, key: str, folder: Path, other_config: str 
         # Inputs of such a model may differ and yet have the same token ids.
         served = f"a policy of the type {' or '.join(IMAGE_TYPES)}"
         yield refusal(config, key, f"multimodal model ({', '.join(towers)}); give a text model, or {served}")
+
+
+def check_chat_template(config: DictConfig) -> Findings:
+    """Find a tokenizer without a chat template, which verl's agent loops ask for; of a folder only."""
+    model = MODELS[0]
+    key = f"{model}.tokenizer_path" if value_of(config, f"{model}.tokenizer_path") else f"{model}.path"
+    path = value_of(config, key)
+    if value_of(config, f"{model}.custom_chat_template") or not isinstance(path, str):
+        return
+    folder = Path(path)
+    file = folder / "tokenizer_config.json"
+    if not file.is_file() or any((folder / name).exists() for name in TEMPLATES):
+        return
+    if not json.loads(file.read_text()).get("chat_template"):
+        remedy = f"its tokenizer has no chat template; give {model}.custom_chat_template, or add chat_template.jinja"
+        yield refusal_here(config, key, remedy)
 
 
 def _check_recurrent(config: DictConfig, model_type: str) -> Findings:
@@ -169,4 +194,11 @@ def _cannot_write(folder: Path) -> str | None:
         return error.strerror
 
 
-CHECKS: tuple[Check, ...] = (check_data_files, check_text_rows, check_models, check_critic_type, check_folders)
+CHECKS: tuple[Check, ...] = (
+    check_data_files,
+    check_text_rows,
+    check_models,
+    check_critic_type,
+    check_chat_template,
+    check_folders,
+)

@@ -23,7 +23,6 @@ from verl_tree.launch.validation.source import (
 )
 
 LOOPS_KEY = f"{ROLLOUT}.agent.agent_loop_config_path"
-ON_PATH = "correct it, or add its folder to PYTHONPATH"
 BLACKBOX = "rollout_hooks.loops.blackbox.BlackboxAgentLoop"
 VERL_BASE = "verl.experimental.agent_loop.agent_loop.AgentLoopBase"
 AGENT_FORMAT = "name an async function as package.module:function"
@@ -48,7 +47,7 @@ def check_entry(config: DictConfig, entry: Mapping[str, Any]) -> Findings:
     """Find what an entry names that does not exist, and options that its class does not take."""
     target, loop = entry["_target_"], entry["name"]
     if lack := module_problem(target):
-        yield _refusal(config, f"_target_={target} of the loop {loop}: {lack}; {ON_PATH}")
+        yield _refusal(config, f"_target_={target} of the loop {loop}: {lack}; {way_to(target)}")
         return
     try:
         found = _find(target)
@@ -67,6 +66,13 @@ def check_entry(config: DictConfig, entry: Mapping[str, Any]) -> Findings:
     for hook in _hooks(_options(entry)):
         if lack := _hook_problem(hook):
             yield _refusal(config, f"_target_={hook['_target_']} in the loop {loop}: {lack}")
+
+
+def way_to(target: str) -> str:
+    """Return what to do about a module that cannot be found."""
+    if target.partition(".")[0] in ("verl", "verl_tree", "rollout_hooks"):
+        return "the installed release lacks it; correct it, or write it anew in a module of yours"
+    return "correct it, or add its folder to PYTHONPATH"
 
 
 def _refusal(config: DictConfig, problem: str) -> Finding:
@@ -109,7 +115,7 @@ def _agent_problem(agent: str) -> str | None:
     if not colon:
         module, name = split_target(agent)
     if lack := module_problem(f"{module}.{name}"):
-        return f"{lack}; {ON_PATH}"
+        return f"{lack}; {way_to(module)}"
     try:
         found = look_up(source_of(module), name) if name else None
     except NotInSourceError as error:
@@ -135,7 +141,7 @@ def _hook_problem(hook: Mapping[str, Any]) -> str | None:
     if "${" in target:
         return None
     if lack := module_problem(target):
-        return f"{lack}; {ON_PATH}"
+        return f"{lack}; {way_to(target)}"
     try:
         found = _find(target)
     except NotInSourceError as error:

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 from omegaconf import DictConfig
 
+from verl_tree.launch.environment import joins_running_cluster
 from verl_tree.launch.validation.refusals import (
     ACTOR,
     CORRECTION,
@@ -55,8 +56,21 @@ def check_rollout_ranks(config: DictConfig) -> Findings:
     size = rollout_ranks(config)
     for pool, num_ranks in rollout_pools(config).items():
         if size < 1 or num_ranks % size:
-            remedy = f"a replica takes {size} ranks, which must divide {pool}.nnodes x n_gpus_per_node={num_ranks}"
+            remedy = (
+                f"a replica takes {size} ranks, which must divide {pool}.nnodes x {pool}.n_gpus_per_node={num_ranks}"
+            )
             yield refusal(config, f"{ROLLOUT}.tensor_model_parallel_size", remedy)
+
+
+def check_ray_cpus(config: DictConfig) -> Findings:
+    """Find fewer CPUs than Ray must count: verl waits for ever for a placement that does not fit."""
+    key, given = "ray_kwargs.ray_init.num_cpus", value_of(config, "ray_kwargs.ray_init.num_cpus")
+    num_ranks = ranks_of(config, "trainer")
+    # Three of each rank, one of TransferQueue's controller and one of its storage are held for good.
+    least = 3 * num_ranks + 2
+    if given is not None and given < least and config.trainer.nnodes == 1 and not joins_running_cluster(config):
+        remedy = f"verl would wait for ever for {least}; give at least 5 and 3 for each of the {num_ranks} ranks "
+        yield refusal(config, key, f"{remedy}(trainer.nnodes x trainer.n_gpus_per_node): places, not cores")
 
 
 def check_separate_batches(config: DictConfig) -> Findings:
@@ -149,6 +163,7 @@ def check_staleness(config: DictConfig) -> Findings:
 CHECKS: tuple[Check, ...] = (
     check_mode,
     check_rollout_ranks,
+    check_ray_cpus,
     check_separate_batches,
     check_separate_gpus,
     check_checkpoint_engine,

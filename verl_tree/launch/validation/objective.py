@@ -7,6 +7,7 @@ from verl_tree.launch.validation.refusals import (
     CORRECTION,
     ROLLOUT,
     Check,
+    Finding,
     Findings,
     corrections,
     refusal,
@@ -28,6 +29,24 @@ def check_estimator(config: DictConfig) -> Findings:
     weight = "algorithm.gigpo.step_advantage_w"
     if config.algorithm.adv_estimator == "gigpo" and not isinstance(value_of(config, weight), int | float):
         yield refusal(config, weight, "give a number; 1.0 is the paper's, and 0.0 makes it tree_grpo")
+
+
+OVER_SESSIONS = (
+    *("tree_grpo", "grpo", "grpo_passk", "grpo_vectorized", "gdpo", "gpg", "opo", "rloo", "rloo_vectorized"),
+    *("reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline"),
+)
+"""Estimators that compare the sessions of a prompt, and nothing within one."""
+
+
+def check_group_size(config: DictConfig) -> Findings:
+    """Warn of groups of one session, where sessions are compared."""
+    key, estimator = f"{ROLLOUT}.n", config.algorithm.adv_estimator
+    if value_of(config, key) == 1 and estimator in OVER_SESSIONS:
+        message = (
+            f"{key}=1: algorithm.adv_estimator={estimator} compares the sessions of a prompt, and there is one; unless "
+            "that ends in several leaves with rewards of their own, there is nothing to compare with. Set 8, say"
+        )
+        yield Finding(message, is_warning=True)
 
 
 def check_session_weight(config: DictConfig) -> Findings:
@@ -94,4 +113,11 @@ def check_correction(config: DictConfig) -> Findings:
         yield refusal(config, key, remedy)
 
 
-CHECKS: tuple[Check, ...] = (check_estimator, check_session_weight, check_rows, check_distillation, check_correction)
+CHECKS: tuple[Check, ...] = (
+    check_estimator,
+    check_group_size,
+    check_session_weight,
+    check_rows,
+    check_distillation,
+    check_correction,
+)

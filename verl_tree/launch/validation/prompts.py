@@ -3,15 +3,19 @@
 verl fails on other rows once Ray and the engines have started, and names neither the file nor the row.
 """
 
+import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_tree.launch.validation.code import LOOPS_KEY, MANAGER_KEY, TREE_MANAGER
 from verl_tree.launch.validation.refusals import (
     DATA_KEYS,
+    ROLLOUT,
     Check,
+    Finding,
     Findings,
     data_files,
     is_parquet_here,
@@ -19,8 +23,8 @@ from verl_tree.launch.validation.refusals import (
     value_of,
 )
 
-NUM_ROWS_READ = 1000
-"""Rows of a file that are looked at; a file may have millions."""
+NUM_ROWS_READ, NUM_PROMPTS_MEASURED = 1000, 200
+"""Rows of a file that are looked at, and that are tokenised; a file may have millions."""
 
 MESSAGES = "a list of messages, each with `role` and `content`"
 
@@ -50,6 +54,83 @@ def check_prompts(config: DictConfig) -> Findings:
         for name in filter(is_parquet_here, data_files(config, key)):
             for problem in row_problems(name, column=column, named_by="data.prompt_key", takes_text=takes_text):
                 yield refusal(config, key, problem)
+
+
+def check_num_prompts(config: DictConfig) -> Findings:
+    """Find a batch that is larger than the data: verl then divides by the zero steps of an epoch."""
+    import pyarrow
+    import pyarrow.parquet
+
+    names = data_files(config, "data.train_files")
+    if value_of(config, "data.custom_cls.path") or not all(map(is_parquet_here, names)):
+        return
+    try:
+        num_rows = sum(pyarrow.parquet.read_metadata(name).num_rows for name in names)
+    except (pyarrow.ArrowException, OSError):
+        return  # `check_prompts` names the file
+    key, most = "data.train_batch_size", value_of(config, "data.train_max_samples")
+    is_cut = isinstance(most, int) and 0 < most < num_rows
+    if value_of(config, key) > (most if is_cut else num_rows) > 0:
+        of = f"data.train_max_samples={most} rows" if is_cut else f"{num_rows} rows"
+        yield refusal(config, key, f"data.train_files have {of}, fewer than one batch; lower it, or give more rows")
+
+
+def check_prompt_lens(config: DictConfig) -> Findings:
+    """Warn of prompts that are cut: agent loops keep the end of one that is too long, and train with it."""
+    limit, tokenizer = value_of(config, f"{ROLLOUT}.prompt_length"), _tokenizer_here(config)
+    if (
+        tokenizer is None
+        or value_of(config, "data.custom_cls.path")
+        or value_of(config, "data.filter_overlong_prompts")
+    ):
+        return
+    options: Any = OmegaConf.to_container(config.data.apply_chat_template_kwargs)
+    for name in filter(is_parquet_here, data_files(config, "data.train_files")):
+        lens = list(_prompt_lens(name, tokenizer, column=value_of(config, "data.prompt_key"), options=options))
+        num_longer = sum(each > limit for each in lens)
+        if num_longer:
+            message = (
+                f"data.max_prompt_length={limit}: {num_longer} of the first {len(lens)} prompts of {name} are longer, "
+                f"up to {max(lens)} tokens, and agent loops drop their beginning; raise it, or set "
+                "data.filter_overlong_prompts=true"
+            )
+            yield Finding(message, is_warning=True)
+
+
+def _tokenizer_here(config: DictConfig) -> Any:
+    """Return the tokenizer of the policy if that takes neither the network nor code of the model's."""
+    from transformers import AutoTokenizer
+
+    model = config.actor_rollout_ref.model
+    path = model.tokenizer_path or model.path
+    if model.trust_remote_code or not isinstance(path, str) or not os.path.isfile(f"{path}/tokenizer_config.json"):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, TypeError, ImportError):
+        return None  # the workers say what is wrong with it
+    tokenizer.chat_template = model.custom_chat_template or tokenizer.chat_template
+    return tokenizer if tokenizer.chat_template else None
+
+
+def _prompt_lens(name: str, tokenizer: Any, *, column: Any, options: dict[str, Any]) -> Iterator[int]:
+    """Yield the tokens of the first prompts of a file, without tools; what is no text is left out."""
+    import pyarrow
+    import pyarrow.parquet
+    from jinja2 import TemplateError
+
+    try:
+        with pyarrow.parquet.ParquetFile(name) as file:
+            batch = next(file.iter_batches(batch_size=NUM_PROMPTS_MEASURED, columns=[column]), None)
+    except (pyarrow.ArrowException, OSError, TypeError):
+        return  # `check_prompts` names the file
+    for messages in batch.column(0).to_pylist() if batch is not None and batch.num_columns else []:
+        if message_problem(messages) is None and all(isinstance(each["content"], str) for each in messages):
+            with contextlib.suppress(TemplateError, TypeError, ValueError):
+                rendered = tokenizer.apply_chat_template(
+                    messages, **options, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
+                yield len(rendered)
 
 
 def row_problems(name: str, *, column: Any, named_by: str, takes_text: bool = False) -> Iterator[str]:
@@ -84,4 +165,4 @@ def _short(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-CHECKS: tuple[Check, ...] = (check_prompts,)
+CHECKS: tuple[Check, ...] = (check_prompts, check_num_prompts, check_prompt_lens)

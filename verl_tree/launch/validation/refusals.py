@@ -30,6 +30,11 @@ class Finding:
     message: str
     is_warning: bool = False
 
+    @property
+    def key(self) -> str:
+        """What stands before the value: the key, in messages that have the form `key=value: remedy`."""
+        return self.message.partition("=")[0]
+
 
 Findings = Iterator[Finding]
 Check = Callable[[DictConfig], Findings]

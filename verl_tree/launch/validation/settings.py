@@ -16,6 +16,7 @@ from verl_tree.launch.validation.refusals import (
     REF,
     ROLLOUT,
     Check,
+    Finding,
     Findings,
     lacks_cuda,
     refusal,
@@ -85,11 +86,11 @@ def check_tree_options(config: DictConfig) -> Findings:
     from verl_tree.attention import BACKENDS
     from verl_tree.functional.expansion import SHARED_TOKEN_MODES
 
-    if wrong := list(check_tree_values(config)):
-        yield from wrong
-        return
+    wrong = list(check_tree_values(config))
+    yield from wrong
+    told = {each.key for each in wrong}
     for name, known in (("backend", ("auto", *BACKENDS)), ("shared_tokens", SHARED_TOKEN_MODES)):
-        if config.tree[name] not in known:
+        if f"tree.{name}" not in told and value_of(config, f"tree.{name}") not in known:
             yield refusal(config, f"tree.{name}", f"choose one of {', '.join(known)}")
 
 
@@ -148,6 +149,26 @@ def check_critic_adapters(config: DictConfig) -> Findings:
         yield refusal(config, only_adapters, "the value head is trained, too, and would be lost; set it to false")
 
 
+def check_last_mini_batch(config: DictConfig) -> Findings:
+    """Warn of a last update of a step that has fewer prompts than the others, and moves the weights as far."""
+    key = f"{ACTOR}.ppo_mini_batch_size"
+    size, num_prompts = value_of(config, key), config.data.train_batch_size
+    if size < num_prompts and num_prompts % size:
+        message = (
+            f"{key}={size}: does not divide data.train_batch_size={num_prompts}; the last of the "
+            f"{-(-num_prompts // size)} updates of a step has {num_prompts % size} prompts only"
+        )
+        yield Finding(message, is_warning=True)
+
+
+def check_rollout_engine(config: DictConfig) -> Findings:
+    """Warn of other engines than vLLM, which verl knows, and nobody has tried with trees."""
+    key = f"{ROLLOUT}.name"
+    if value_of(config, key) != "vllm" and not uses_cpu(config):
+        message = "verl starts it and calls are recorded in the same way, but only vllm was ever tried with verl_tree"
+        yield Finding(f"{key}={value_of(config, key)}: {message}", is_warning=True)
+
+
 def check_less_memory(config: DictConfig) -> Findings:
     """Find keys that save memory where they would be ignored or fail (`verl_tree.engine.fsdp.build`)."""
     for model in (MODELS[0], *(MODELS[1:] if uses_critic(config) else ())):
@@ -172,5 +193,7 @@ CHECKS: tuple[Check, ...] = (
     check_device,
     check_cpu_backend,
     check_critic_cut,
+    check_last_mini_batch,
+    check_rollout_engine,
     check_less_memory,
 )

@@ -1,28 +1,32 @@
-"""Checks of single values: their kind, their range, the names that verl knows.
+"""Checks of single values: their kind and their range.
 
 They come before all other checks, which compute with these values. verl takes many of them without a look: a run with
 `rollout.n=0` or `lr=.nan` starts and fails minutes later, or never.
 """
 
+import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from verl_tree.config import TreeConfig
-from verl_tree.launch.composition import verl_values
+from verl_tree.launch.composition import tree_values, verl_values
 from verl_tree.launch.validation.refusals import (
     ACTOR,
+    CORRECTION,
+    REF,
     ROLLOUT,
-    Check,
     Finding,
     Findings,
     refusal,
     uses_critic,
-    value_of,
+    uses_reference,
 )
+from verl_tree.launch.validation.ulysses import NAME as ULYSSES
 
 _ABSENT = object()
 """Stands for a key that the configuration lacks; those of other engines lack some of verl's."""
@@ -32,7 +36,7 @@ _ABSENT = object()
 class Range:
     """A check that a number is at least `least` (above it, if `is_open`) and at most `most`; a whole one if `is_whole`.
 
-    `applies` says for which configurations it holds. null is let through only with `or_null`.
+    `applies` says for which configurations it holds. null is let through only with `or_null`, and .inf with `or_inf`.
     """
 
     key: str
@@ -41,6 +45,7 @@ class Range:
     is_open: bool = False
     is_whole: bool = False
     or_null: bool = False
+    or_inf: bool = False
     applies: Callable[[DictConfig], bool] = lambda _: True
 
     def __call__(self, config: DictConfig) -> Findings:
@@ -54,14 +59,18 @@ class Range:
     def _holds(self, value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, int | float) or value > self.most:
             return False
+        if isinstance(value, float) and math.isinf(value) and not self.or_inf:
+            return False
         is_enough = value > self.least if self.is_open else value >= self.least
         return is_enough and (not self.is_whole or value % 1 == 0)
 
     def __str__(self) -> str:
         """Return the range in words, such as `a whole number of at least 1, or null`."""
-        bounds = f"{'above' if self.is_open else 'of at least'} {self.least:g}"
-        bounds += "" if math.isinf(self.most) else f" and at most {self.most:g}"
-        return f"a {'whole ' if self.is_whole else ''}number {bounds}{', or null' if self.or_null else ''}"
+        kind = "whole " if self.is_whole else "" if self.or_inf or not math.isinf(self.most) else "finite "
+        least = f"{'above' if self.is_open else 'of at least'} {self.least:g}"
+        bounds = [] if math.isinf(self.least) else [least]
+        bounds += [] if math.isinf(self.most) else [f"at most {self.most:g}"]
+        return f"a {kind}number {' and '.join(bounds)}".strip() + (", or null" if self.or_null else "")
 
 
 def ranges(parent: str, *names: str, **options: Any) -> tuple[Range, ...]:
@@ -75,10 +84,17 @@ SHARE: dict[str, Any] = {"least": 0, "most": 1}
 
 RANGES: tuple[Range, ...] = (
     *ranges("data", "train_batch_size", "max_prompt_length", "max_response_length", **COUNT),
+    # What numpy and torch take.
+    Range("data.seed", least=-(2**63), most=2**64 - 1, is_whole=True, or_null=True),
+    Range(f"{ROLLOUT}.seed", least=0, most=2**32 - 1, is_whole=True),
     *ranges(ROLLOUT, "n", "val_kwargs.n", "agent.num_workers", "prompt_length", "response_length", **COUNT),
-    *ranges(ROLLOUT, "max_model_len", **COUNT, or_null=True),
+    # A token of a prompt and one of its answer.
+    Range(f"{ROLLOUT}.max_model_len", least=2, is_whole=True, or_null=True),
     *ranges(ROLLOUT, "tensor_model_parallel_size", "data_parallel_size", "max_num_seqs", **COUNT),
     *ranges(ACTOR, "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", **COUNT),
+    *ranges(ACTOR, ULYSSES, f"fsdp_config.{ULYSSES}", **COUNT, or_null=True),
+    *ranges(REF, ULYSSES, f"fsdp_config.{ULYSSES}", **COUNT, or_null=True, applies=uses_reference),
+    *ranges("critic", f"fsdp.{ULYSSES}", **COUNT, or_null=True, applies=uses_critic),
     *ranges("critic", "ppo_mini_batch_size", "ppo_epochs", **COUNT, applies=uses_critic),
     *ranges("trainer", "nnodes", "n_gpus_per_node", "total_epochs", **COUNT),
     *ranges("trainer", "total_training_steps", **COUNT, or_null=True),
@@ -86,13 +102,26 @@ RANGES: tuple[Range, ...] = (
     # With 0 every token but one has the log-prob -inf. Validation may use it.
     *ranges(ROLLOUT, "temperature", least=0, is_open=True),
     *ranges(ROLLOUT, "val_kwargs.temperature", least=0),
+    *ranges(ROLLOUT, "top_k", "val_kwargs.top_k", least=-1, is_whole=True),
     *ranges(ROLLOUT, "top_p", "val_kwargs.top_p", "gpu_memory_utilization", **PROBABILITY),
-    *ranges(ACTOR, "optim.lr", "clip_ratio", "clip_ratio_low", "clip_ratio_high", least=0),
-    *ranges(ACTOR, "grad_clip", least=0, is_open=True),
-    *ranges("critic", "optim.lr", "cliprange_value", least=0, applies=uses_critic),
+    *ranges(ACTOR, "optim.lr", "optim.weight_decay", least=0),
+    *ranges(ACTOR, "clip_ratio", "clip_ratio_low", "clip_ratio_high", least=0, or_inf=True),
+    *ranges(ACTOR, "entropy_coeff", "kl_loss_coef", least=-math.inf),
+    *ranges(ACTOR, "grad_clip", least=0, is_open=True, or_inf=True),
+    *ranges("critic", "optim.lr", "optim.weight_decay", least=0, applies=uses_critic),
+    *ranges("critic", "cliprange_value", least=0, or_inf=True, applies=uses_critic),
     *ranges("algorithm", "gamma", "lam", **SHARE),
+    Range("algorithm.kl_ctrl.kl_coef", least=-math.inf),
+    # With 0 the agent gives every reward.
+    Range("reward.num_workers", least=0, is_whole=True),
+    Range("ray_kwargs.ray_init.num_cpus", **COUNT, or_null=True),
 )
 """Numbers outside of which a training run cannot work."""
+
+GROUPS = frozenset(each.key.partition(".")[0] for each in RANGES)
+
+TEXTS = (f"{CORRECTION}.rollout_is_threshold",)
+"""Numbers that may be a text as well: two of them, `0.5_2.0`."""
 
 PATH_ENDINGS = ("path", "_dir")
 
@@ -160,45 +189,38 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(each, f"{prefix}{key}.")
 
 
-def check_names(config: DictConfig) -> Findings:
-    """Look up names that verl looks up late: loss, logger, KL controller, how to resume."""
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-    from verl.utils.tracking import Tracking
-
-    known = {
-        f"{ACTOR}.policy_loss.loss_mode": sorted(POLICY_LOSS_REGISTRY),
-        "algorithm.kl_ctrl.type": ["fixed", "adaptive"],
-        "trainer.resume_mode": ["auto", "disable", "resume_path"],
-    }
-    for key, names in known.items():
-        if value_of(config, key) not in names:
-            yield refusal(config, key, f"choose one of {', '.join(names)}")
-    loggers = value_of(config, "trainer.logger")
-    for name in loggers if isinstance(loggers, ListConfig) else [loggers]:
-        if name not in Tracking.supported_backend and name != "tracking":
-            yield refusal(config, "trainer.logger", f"{name} is none of {', '.join(Tracking.supported_backend)}")
-
-
 def check_tree_values(config: DictConfig) -> Findings:
     """Build the tree options, which look at their values."""
     try:
         TreeConfig.from_mapping(config.tree)
     except ValueError as error:
-        yield Finding(str(error))
+        yield from map(Finding, str(error).splitlines())
 
 
 def find_wrong_values(config: DictConfig) -> Findings:
-    """Yield the values of a wrong kind; where there are none, the numbers out of their range."""
-    wrong = list(check_kinds(config))
+    """Yield the values of a wrong kind, and of the right kind the numbers out of their range."""
+    wrong = list(check_kinds(config, texts=TEXTS))
     yield from wrong
-    for check in () if wrong else RANGES:
-        yield from check(config)
+    keys = {each.key for each in wrong}
+    # `resolve` refuses values in the place of groups, below which nothing can be asked.
+    has_groups = all(isinstance(config.get(name), DictConfig) for name in config if name in GROUPS)
+    for check in RANGES if has_groups else ():
+        if check.key not in keys:
+            yield from check(config)
 
 
-def find_at_once(config: DictConfig) -> Findings:
-    """Yield the wrong values that are found without verl and torch, whose imports take seconds."""
-    yield from find_wrong_values(config)
-    yield from check_tree_values(config)
+def set_aside(config: DictConfig, keys: Collection[str]) -> DictConfig | None:
+    """Return a copy with verl's own values for some keys, and None if these do not go with the others.
 
-
-CHECKS: tuple[Check, ...] = (check_names,)
+    So the other checks can compute, and what is wrong besides is told at once.
+    """
+    defaults = {**dict(_leaves(verl_values(config))), **dict(_leaves({"tree": tree_values()}))}
+    copied = copy.deepcopy(config)
+    with open_dict(copied):
+        for key in keys:
+            OmegaConf.update(copied, key, defaults.get(key), merge=False, force_add=True)
+    try:
+        OmegaConf.resolve(copied)
+    except OmegaConfBaseException:
+        return None
+    return None if any(find_wrong_values(copied)) else copied
