@@ -24,6 +24,7 @@ from ray.util.state import list_actors
 from waiting_worker import AskingLoop, BackgroundWorker
 
 from verl_tree.config import WatchdogConfig
+from verl_tree.launch import actors, watchdog
 from verl_tree.launch.actors import log_tail
 from verl_tree.launch.termination import EXIT_STATUS, ending_on_term
 from verl_tree.launch.watchdog import RunFailedError, _ask, watch_run
@@ -162,8 +163,15 @@ def test_hang_ends_the_run_and_names_the_task(server: ray.actor.ActorHandle) -> 
     assert "the server wrote this to stdout" in message
 
 
-def test_a_hang_of_sessions_names_their_workers(server: ray.actor.ActorHandle) -> None:
-    """No task of a worker runs, only that of the trainer, which waits for rows. The third worker waits for nothing."""
+def test_a_hang_of_sessions_is_told_again_and_again_and_then_names_their_workers(
+    server: ray.actor.ActorHandle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No task of a worker runs, only that of the trainer, which waits for rows. The third worker waits for nothing.
+
+    The question which sessions are open is a task, too, and that of a worker that does not answer goes on.
+    """
+    monkeypatch.setattr(watchdog, "TELL_S", 1.0)
+    monkeypatch.setattr(actors, "ANSWER_S", 1.0)
     workers = [BackgroundWorker.options(name=f"agent_loop_worker_{each}_0").remote() for each in range(3)]
     given = [(2, False), (1, True), (0, False)]
     begun = [
@@ -182,6 +190,10 @@ def test_a_hang_of_sessions_names_their_workers(server: ray.actor.ActorHandle) -
         cause,
     ), cause
     assert f"pid {idle} " not in cause
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("generating: ")]
+    assert len(told) >= 2
+    pattern = r"generating: 2 open sessions, the oldest for \d+ s \(u_0 of loop asking\), 1 agent loop workers do not"
+    assert all(re.match(pattern, line) for line in told), told
     for text in ("the worker wrote this", "the server wrote this to stdout"):
         assert text in message
 

@@ -3,6 +3,7 @@
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from ray.util.state import get_log
 from ray.util.state.exception import RayStateApiException
 
 from rollout_hooks.capture.running import OpenSessions
+from verl_tree.launch.lines import GENERATING
 
 AGENT_LOOP_WORKER = "agent_loop_worker_"
 """With what verl begins the names of its agent loop workers."""
@@ -130,8 +132,8 @@ def _local_log(pid: int | None, *, suffix: str) -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def waiting_workers(actors: list[Actor]) -> list[tuple[Actor, str]]:
-    """Return the agent loop workers that wait for sessions, or do not answer, with a line each; the longest wait first.
+def ask_sessions(actors: list[Actor]) -> list[tuple[Actor, OpenSessions | str]]:
+    """Return for each agent loop worker the sessions that it waits for, or why it does not say.
 
     Of workers that are not `TreeAgentLoopWorker`s nothing is known.
     """
@@ -144,19 +146,42 @@ def waiting_workers(actors: list[Actor]) -> list[tuple[Actor, str]]:
                 worker = ray.get_actor(name, namespace=actor.ray_namespace)
                 asked.append((actor, worker.open_sessions.remote()))
     deadline = time.monotonic() + ANSWER_S
-    waits = []
+    answers: list[tuple[Actor, OpenSessions | str]] = []
     for actor, answer in asked:
         try:
-            sessions: OpenSessions = ray.get(answer, timeout=max(0.1, deadline - time.monotonic()))
+            answers.append((actor, ray.get(answer, timeout=max(0.1, deadline - time.monotonic()))))
         except GetTimeoutError:
-            waits.append((math.inf, actor, "does not answer: a call of its agents blocks the event loop"))
+            answers.append((actor, "does not answer: a call of its agents blocks the event loop"))
         except RayError as error:
-            waits.append((math.inf, actor, f"cannot answer: {error}"))
-        else:
-            if sessions.num:
-                waits.append((sessions.oldest_s, actor, _told(sessions)))
+            answers.append((actor, f"cannot answer: {error}"))
+    return answers
+
+
+def waiting_workers(actors: list[Actor]) -> list[tuple[Actor, str]]:
+    """Return the agent loop workers that wait or do not answer, with a line each; the longest wait comes first."""
+    waits = []
+    for actor, sessions in ask_sessions(actors):
+        if isinstance(sessions, str):
+            waits.append((math.inf, actor, sessions))
+        elif sessions.num:
+            waits.append((sessions.oldest_s, actor, _told(sessions)))
     waits.sort(key=lambda each: each[0], reverse=True)
     return [(actor, line) for _, actor, line in waits]
+
+
+def describe_generation(answers: Sequence[OpenSessions | str], *, since_s: float) -> str | None:
+    """Return one line about the open sessions of all workers; None if each has begun less than `since_s` ago."""
+    known = [each for each in answers if not isinstance(each, str)]
+    num_silent = len(answers) - len(known)
+    oldest = max(known, key=lambda each: each.oldest_s, default=OpenSessions(0))
+    if oldest.oldest_s < since_s and not num_silent:
+        return None
+    parts = [f"{sum(each.num for each in known)} open sessions"]
+    if oldest.num:
+        parts.append(f"the oldest for {oldest.oldest_s:.0f} s ({oldest.oldest})")
+    if num_silent:
+        parts.append(f"{num_silent} agent loop workers do not answer")
+    return GENERATING + ", ".join(parts)
 
 
 def _told(sessions: OpenSessions) -> str:

@@ -6,6 +6,7 @@ imported here that takes time: the first line is on the terminal before anything
 """
 
 import io
+import shutil
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import BinaryIO, Self, TextIO, cast
 from typing_extensions import override
 
 from verl_tree import __version__
-from verl_tree.launch.lines import TRAINING, LineFilter, find_milestone, for_people, without_colours
+from verl_tree.launch.lines import GENERATING, TRAINING, LineFilter, find_milestone, for_people, without_colours
 
 STILL_S = 30.0
 """So often a start says what it is still doing: an engine takes minutes to start, and silence looks like a hang."""
@@ -49,6 +50,7 @@ class Console:
         self._started_at = self._reached_at = time.monotonic()
         self._doing = ""
         self._ended = threading.Event()
+        self._is_in_place = False
 
     def __enter__(self) -> Self:
         """Take the place of the standard streams."""
@@ -66,6 +68,7 @@ class Console:
         """Give the streams back, close the log and say where it is."""
         self._ended.set()
         self._stack.close()
+        self._clear(self._terminal)
         if isinstance(error, SystemExit) and isinstance(error.code, str):
             for line in error.code.splitlines():
                 self.keep(line)
@@ -113,6 +116,21 @@ class Console:
                 waited = f"still {self._doing} ({now - self._reached_at:.0f} s)"
                 self._terminal.write(f"start {now - self._started_at:5.1f} s: {waited}\n")
                 self._terminal.flush()
+
+    def show(self, line: str, *, terminal: TextIO) -> None:
+        """Write a line to a terminal; one that is told again and again is replaced by the next."""
+        with self._lock:
+            self._clear(terminal)
+            self._is_in_place = line.startswith(GENERATING) and terminal.isatty()
+            # A line that wraps could not be replaced.
+            width = shutil.get_terminal_size().columns - 1
+            terminal.write(line[:width] if self._is_in_place else f"{line}\n")
+            terminal.flush()
+
+    def _clear(self, terminal: TextIO) -> None:
+        if self._is_in_place:
+            terminal.write("\r\x1b[K")
+        self._is_in_place = False
 
     def keep(self, line: str) -> None:
         """Write one line to the log, or keep it until there is one."""
@@ -168,8 +186,7 @@ class _Stream(io.TextIOBase):
         if milestone := find_milestone(plain):
             plain, is_shown = self._console.milestone(milestone[0], doing=milestone[1]), True
         if is_shown or not self._console.is_brief:  # the log may just have failed
-            self._terminal.write(f"{for_people(plain)}\n")
-            self._terminal.flush()
+            self._console.show(for_people(plain), terminal=self._terminal)
 
     def finish(self) -> None:
         """Take what this thread has not ended with a new line."""

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 DRIVER, TASK_RUNNER = "", "TreeTaskRunner"
 TRAINING = "training"
 """What begins when the start is over."""
+GENERATING = "generating: "
+"""How the line begins that says again and again which sessions are open."""
 QUIET = frozenset(
     {
         "?",  # a worker that is still importing

@@ -5,7 +5,7 @@ processes (children of a server actor, titled `VLLM::...`) are looked up on this
 training run: an actor's process died, an engine process is gone, or the set of running tasks did not change for
 `tree.watchdog.timeout_s`. The report of a hang asks the agent loop workers, too, which sessions are open: no task runs
 while they wait. It has the tails of the actors' logs. The death of an engine process on another machine is not seen;
-the timeout ends the training run then.
+the timeout ends the training run then. A generation that takes long is told every minute, with its open sessions.
 """
 
 import logging
@@ -28,7 +28,16 @@ from ray.util.state.exception import RayStateApiException
 from typing_extensions import override
 
 from verl_tree.config import WatchdogConfig
-from verl_tree.launch.actors import Actor, cluster_address, log_tail, node_ip, unwanted_deaths, waiting_workers
+from verl_tree.launch.actors import (
+    Actor,
+    ask_sessions,
+    cluster_address,
+    describe_generation,
+    log_tail,
+    node_ip,
+    unwanted_deaths,
+    waiting_workers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +48,10 @@ MAX_WORKERS = 2
 """Agent loop workers of a report; fewer than logs, so that the task behind them has one, too."""
 SESSIONS = "generate_sequences"
 """The method of agent loop workers that starts sessions; it returns at once, and no Ray task runs while they do."""
+ASKED = ".open_sessions"
+"""How the task ends by which this thread asks a worker; it is no progress."""
+TELL_S = 60.0
+"""So often a generation says how far it is, if it takes longer."""
 INTERRUPT = signal.SIGUSR1
 # The training run has this long to end by itself: the error of a task usually says more than the death of its process.
 GRACE_S = 5.0
@@ -108,7 +121,7 @@ class Watchdog:
         self.options = options
         self._engines: dict[int, EngineProcess] = {}
         self._running: frozenset[str] = frozenset()
-        self._changed_at = time.monotonic()
+        self._changed_at = self._told_at = time.monotonic()
 
     def look(self) -> Failure | None:
         """Look once, and return what is wrong, or None.
@@ -123,6 +136,10 @@ class Watchdog:
         if gone := self._gone_engine(actors):
             # An engine ends with the actor that owns its server, too. The first answer may be older than these deaths.
             return self._dead_actor(_ask(list_actors)) or gone
+        if time.monotonic() - self._told_at >= TELL_S:
+            self._told_at = time.monotonic()
+            if told := describe_generation([each for _, each in ask_sessions(actors)], since_s=TELL_S):
+                print(told, flush=True)
         return self._hang(actors)
 
     def _dead_actor(self, actors: list[Actor]) -> Failure | None:
@@ -144,7 +161,7 @@ class Watchdog:
 
     def _hang(self, actors: list[Actor]) -> Failure | None:
         now = time.monotonic()
-        tasks: list[Task] = _ask(list_tasks, state="RUNNING")
+        tasks: list[Task] = [each for each in _ask(list_tasks, state="RUNNING") if not each.name.endswith(ASKED)]
         running = frozenset(each.task_id for each in tasks)
         if running != self._running:
             self._running, self._changed_at = running, now

@@ -117,6 +117,36 @@ def test_a_start_that_takes_long_says_what_it_is_doing_until_it_trains(
     assert terminal.getvalue().removeprefix(shown) == f"log: {tmp_path}/run.log\n", "it is silent behind the start"
 
 
+class Terminal(io.StringIO):
+    """A terminal that people look at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_what_is_told_every_minute_is_one_line_on_a_terminal(
+    tmp_path: Path, is_watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere, and in the log, it is a line each time."""
+    monkeypatch.setenv("COLUMNS", "30")
+    terminal = Terminal() if is_watched else io.StringIO()
+    told = [f"generating: 8 open sessions, the oldest for {seconds} s" for seconds in (60, 120)]
+    with streams_on(terminal), Console() as console:
+        console.is_brief = True
+        console.record(tmp_path / "run.log")
+        for line in told:
+            print(line)
+        print(STEP, file=sys.stderr)
+        print(told[0])
+    clear = "\r\x1b[K"
+    in_place = f"{told[0][:29]}{clear}{told[1][:29]}{clear}{STEP}\n{told[0][:29]}{clear}"
+    lines = "".join(f"{line}\n" for line in (*told, STEP, told[0]))
+    shown = terminal.getvalue().split("\n", 1)[1].rsplit(f"log: {tmp_path}", 1)[0]
+    assert shown == (in_place if is_watched else lines)
+    assert (tmp_path / "run.log").read_text().splitlines()[1:] == [*told, STEP, told[0]]
+
+
 def test_lines_of_two_threads_do_not_mix(tmp_path: Path) -> None:
     terminal = io.StringIO()
     with streams_on(terminal), Console() as console:

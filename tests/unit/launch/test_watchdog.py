@@ -17,7 +17,9 @@ import ray
 from ray.core.generated.common_pb2 import ActorDeathCause
 from ray.util.state.common import ActorState, protobuf_message_to_dict
 
+from rollout_hooks.capture.running import OpenSessions
 from verl_tree.config import WatchdogConfig
+from verl_tree.launch.actors import describe_generation
 from verl_tree.launch.watchdog import INTERRUPT, Watchdog, _engine_processes, _is_running, watch_run
 
 
@@ -115,6 +117,18 @@ def test_every_death_that_nobody_asked_for_is_told(
     finding = Watchdog(WatchdogConfig())._dead_actor([actor("a", pid=7, **death)])
     assert finding is not None
     assert re.match(cause, finding.cause), finding.cause
+
+
+def test_a_generation_is_told_once_a_session_is_open_for_long() -> None:
+    first, second = OpenSessions(8, "u_0 of loop mine", 64.4), OpenSessions(4, "v_1 of loop mine", 59.0)
+    told = "generating: 12 open sessions, the oldest for 64 s (u_0 of loop mine)"
+    assert describe_generation([second, first, OpenSessions(0)], since_s=60.0) == told
+    assert describe_generation([second, OpenSessions(0)], since_s=60.0) is None
+    assert describe_generation([], since_s=60.0) is None
+    silent = "generating: 4 open sessions, the oldest for 59 s (v_1 of loop mine), 1 agent loop workers do not answer"
+    assert describe_generation(["does not answer", second], since_s=60.0) == silent
+    nothing = "generating: 0 open sessions, 1 agent loop workers do not answer"
+    assert describe_generation(["does not answer"], since_s=60.0) == nothing
 
 
 @pytest.mark.parametrize("engine", [FORKS], indirect=True, ids=["forks"])
