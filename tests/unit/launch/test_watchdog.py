@@ -119,6 +119,25 @@ def test_every_death_that_nobody_asked_for_is_told(
     assert re.match(cause, finding.cause), finding.cause
 
 
+def test_a_question_of_the_watchdog_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that does not answer has a new running task after each question."""
+    questions = iter("abc")
+
+    def ask(*_: object, **__: object) -> list[SimpleNamespace]:
+        names = {"t": "TaskRunnerV1.run", next(questions): "AgentLoopWorkerTQ.open_sessions"}
+        place = {"actor_id": "t", "node_id": "n", "worker_pid": 1, "creation_time_ms": 1, "start_time_ms": 1}
+        return [SimpleNamespace(task_id=each, name=name, **place) for each, name in names.items()]
+
+    monkeypatch.setattr("verl_tree.launch.watchdog._ask", ask)
+    monkeypatch.setattr(ray, "nodes", list)
+    watchdog = Watchdog(WatchdogConfig(timeout_s=60.0))
+    assert watchdog._hang([]) is None
+    watchdog._changed_at -= 61.0
+    hang = watchdog._hang([])
+    assert hang is not None
+    assert "waiting: TaskRunnerV1.run of pid 1 on node n for" in hang.cause
+
+
 def test_a_generation_is_told_once_a_session_is_open_for_long() -> None:
     first, second = OpenSessions(8, "u_0 of loop mine", 64.4), OpenSessions(4, "v_1 of loop mine", 59.0)
     told = "generating: 12 open sessions, the oldest for 64 s (u_0 of loop mine)"
