@@ -40,6 +40,18 @@ def outputs_and_gradients(attend, qkv, grad_out):
     return out, *torch.autograd.grad(out, qkv, grad_out)
 
 
+def worst_error(got, want, *, grad_out):
+    """Return the largest error of output and gradients, each relative to its norm.
+
+    Where every query sees one key, the gradients of queries and keys are zero: differences of two equal sums, and what
+    is left depends on the processor. Their error is relative to the gradient of the output.
+    """
+    assert all(torch.isfinite(one).all() for one in got)
+    unit = grad_out.double().norm()
+    norms = [other.norm() if other.norm() > 1e-9 * unit else unit for other in want]
+    return max(((one.double() - other).norm() / norm).item() for one, other, norm in zip(got, want, norms, strict=True))
+
+
 def ids_of(options):
     return "-".join(f"{name}{value}" for name, value in options.items())
 
