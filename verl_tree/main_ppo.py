@@ -3,7 +3,8 @@
     python -m verl_tree.main_ppo data.train_files=... actor_rollout_ref.model.path=... [any verl override]
 
 `python -m verl_tree.check` with the same arguments says whether they can work, and what will run where. `--cfg job`
-prints the configuration, `--help` the options. Modules that take seconds are imported later: the first line
+prints the configuration, `--help` the options. Modules that take seconds are imported later: the first line is on
+the terminal at once, and so is a wrong value.
 """
 
 import gc
@@ -63,9 +64,13 @@ def prepare(config: "DictConfig", *, console: Console) -> None:
     from verl_tree.launch.validation import find_by_verl, validate
     from verl_tree.launch.validation.refusals import settle
     from verl_tree.launch.validation.resume import find_leftovers
+    from verl_tree.launch.validation.values import check_tree_values, find_wrong_values
 
     resolve(config)
     console.is_brief = config.tree.console == "steps"
+    # Other checks import what takes seconds; then all that is wrong is told together.
+    for wrong in (*find_wrong_values(config), *check_tree_values(config)):
+        print(f"{wrong.message}; looking for what else is wrong", flush=True)
     variables = set_variables(config)
     for line in translate(config):
         print(line)

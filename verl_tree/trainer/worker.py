@@ -27,7 +27,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl_tree.cpu.platform import ensure_cpu_process_group
 from verl_tree.cpu.weight_socket import register_sender
 from verl_tree.engine import TreeEngine
-from verl_tree.engine.losses.row_losses import is_distillation_by_estimator, is_sum_over_rows
+from verl_tree.engine.losses.row_losses import is_sum_over_rows, needs_trained_tokens
 from verl_tree.engine.losses.session_weights import session_weighted_loss, weigh_sessions
 from verl_tree.engine.losses.untrained_rows import loss_of_any_rows
 from verl_tree.engine.rows.columns import read_row_lens
@@ -61,12 +61,12 @@ class TreeTrainingWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch["ONE_TO_ALL"])
     def set_loss_fn(self, loss_fn: LossFunction) -> None:
-        """Take verl's loss function, make distillation defined on all rows, and weigh sessions where configured.
+        """Take verl's loss function, make it defined on all rows, and weigh sessions where configured.
 
         Raises:
             ValueError: Sessions are to be weighed in a loss that is not known to be a sum over rows.
         """
-        if is_distillation_by_estimator(loss_fn):
+        if needs_trained_tokens(loss_fn):
             loss_fn = partial(loss_of_any_rows, loss_fn)
         if self._weighs_sessions:
             if not is_sum_over_rows(loss_fn):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_cases import Case, bypass_loss, make_loss
 from relay_cases import LossCase, flat_result, flat_rows, lay_out, relayed_result, verl_rows, worst_error
 from tree_cases import VOCAB_SIZE, tiny_model
 from typing_extensions import override
@@ -20,7 +21,7 @@ from verl.trainer.distillation import distillation_ppo_loss
 from verl.utils.metric import Metric
 from verl.workers.config import DistillationConfig, DistillationLossConfig
 
-from verl_tree.engine.losses.row_losses import is_sum_over_rows
+from verl_tree.engine.losses.row_losses import is_sum_over_rows, needs_trained_tokens
 from verl_tree.engine.losses.untrained_rows import loss_of_any_rows
 from verl_tree.testing.local_worker import batch_of_rows
 from verl_tree.testing.synthetic import random_forest
@@ -109,6 +110,28 @@ def test_a_rank_without_trained_rows_computes_no_loss(as_reward: bool) -> None:
     # Where a token is trained, it is verl's loss.
     assert loss_of_any_rows(case.function(), model_output=outputs, data=trained)[0].item() == want.item()
     assert is_sum_over_rows(partial(loss_of_any_rows, case.function()))
+
+
+@pytest.mark.parametrize(("loss_type", "rollout_is"), [("ppo_clip", None), ("reinforce", "token")])
+def test_a_rank_without_trained_rows_computes_no_bypass_loss(loss_type: str, rollout_is: str | None) -> None:
+    """Verl's `bypass_mode` refuses rows of padding, and the other ranks would wait."""
+    loss_function = make_loss(Case("bypass", actor={"policy_loss": bypass_loss(loss_type, rollout_is=rollout_is)}))
+    assert needs_trained_tokens(loss_function)
+    assert not needs_trained_tokens(make_loss(Case("vanilla")))
+    row = {name: torch.tensor([1]) for name in ("prompts", "responses")}
+    row |= {name: torch.tensor([-1.0]) for name in ("old_log_probs", "rollout_log_probs", "advantages")}
+    log_probs = torch.nested.as_nested_tensor([torch.tensor([-2.0, 0.0])], layout=torch.jagged)
+    names = []
+    for is_trained in (0, 1):
+        rows = [row | {"response_mask": torch.tensor([is_trained])}]
+        data = batch_of_rows(rows, max_token_len=9, global_batch_size=1, batch_num_tokens=1, dp_size=1)
+        if not is_trained:
+            with pytest.raises(ValueError, match="at least one valid token"):
+                loss_function(model_output={"log_probs": log_probs}, data=data)
+        loss, metrics = loss_of_any_rows(loss_function, model_output={"log_probs": log_probs}, data=data)
+        assert (loss.item() != 0.0) == bool(is_trained)
+        names.append(list(metrics))
+    assert names[0] == names[1] != []
 
 
 def test_another_teacher_is_noticed() -> None:

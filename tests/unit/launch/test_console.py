@@ -212,31 +212,34 @@ import io, json, runpy, sys
 HEAVY = {"torch", "verl", "ray", "vllm", "transformers"}
 
 class Terminal(io.StringIO):
-    first = None
+    first = at_wrong = None
 
     def write(self, text):
         if self.first is None:
             self.first = (text, sorted((HEAVY | {"hydra", "omegaconf"}) & set(sys.modules)))
+        if self.at_wrong is None and "tree.drift='heel' must be one of" in text:
+            self.at_wrong = sorted(HEAVY & set(sys.modules))
         return super().write(text)
 
 terminal, stdout = Terminal(), sys.stdout
 sys.stdout = sys.stderr = terminal
-sys.argv = ["main_ppo", "profile=auto", "tree.drift=heel"]
+sys.argv = ["main_ppo", "profile=auto", "tree.drift=heel", "data.train_files=/no/such.parquet"]
 try:
     runpy.run_module("verl_tree.main_ppo", run_name="__main__")
 except SystemExit as end:
     refusal = end.code
-print(json.dumps([*terminal.first, refusal, sorted(HEAVY & set(sys.modules))]), file=stdout, flush=True)
+print(json.dumps([*terminal.first, terminal.at_wrong, refusal]), file=stdout, flush=True)
 """
 
 
-def test_the_first_line_and_the_refusal_of_a_wrong_value_come_before_heavy_imports(tmp_path: Path) -> None:
+def test_the_first_line_and_a_wrong_value_come_before_heavy_imports_and_all_refusals_together(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r})\n{WATCHED}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    first, at_first, refusal, at_last = json.loads(done.stdout)
+    first, at_first, at_wrong, refusal = json.loads(done.stdout)
     assert first == "verl_tree 0.1.0: composing the configuration"
     assert at_first == []
     assert refusal.startswith("Refused; nothing was started.\n  tree.drift='heel' must be one of heal, fork")
-    assert at_last == []
+    assert at_wrong == []
+    assert "data.train_files=/no/such.parquet: no such file" in refusal

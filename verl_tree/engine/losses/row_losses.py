@@ -35,6 +35,15 @@ def is_distillation_by_estimator(loss_function: Callable[..., Any]) -> bool:
     return config is not None and config.distillation_loss.loss_mode in DISTILLATION_LOSSES_OVER_ROWS
 
 
+def needs_trained_tokens(loss_function: Callable[..., Any]) -> bool:
+    """Return whether a loss, as verl's workers hold it, fails on rows of which no token is trained."""
+    if is_distillation_by_estimator(loss_function):
+        return True
+    if not isinstance(loss_function, partial) or loss_function.func is not ppo_loss:
+        return False
+    return loss_function.keywords["config"].policy_loss.get("loss_mode") == "bypass_mode"
+
+
 def is_sum_over_rows(loss_function: Callable[..., Any] | None) -> bool:
     """Return whether a loss, as the workers hold it, is known to be a sum of one term per row."""
     if not isinstance(loss_function, partial):

@@ -1,7 +1,7 @@
 """verl's losses on rows of which no token is trained: the padding of a rank that has nothing else in a mini-batch.
 
 verl 0.9.1 takes the least and the greatest distillation loss of the trained tokens (`compute_distillation_loss_range`),
-which fails without any. Its other losses are 0 there.
+which fails without any. Its policy loss `bypass_mode` refuses such rows. Its other losses are 0 there.
 """
 
 from math import inf
