@@ -9,9 +9,9 @@ import pytest
 from input_cases import refusal, resolved, write_model, write_rows
 
 from recipes.demo.tokenizer import build_tokenizer
-from verl_tree.launch.validation import find, validate
+from verl_tree.launch.validation import find, find_before_the_queue, validate
 
-ACTOR = "actor_rollout_ref.actor"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model.path"
 LOOPS = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 
@@ -176,6 +176,20 @@ def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
         validate(resolved(f"{MODEL}={model}"))
     weights.unlink()
     assert f"{MODEL}={model}: the folder has no weights (*.safetensors or *.bin)" in refusal(f"{MODEL}={model}")
+
+
+def test_what_a_run_lacks_is_warned_of_where_it_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A laptop is asked about a run on GPUs."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    model, rows = write_model(tmp_path), write_rows(tmp_path / "rows.parquet", num_rows=1)
+    (model / "model.safetensors").unlink()
+    given = ["trainer.device=cuda", f"{MODEL}={model}", f"data.train_files={rows}", f"{ROLLOUT}.free_cache_engine=true"]
+    found = [
+        each
+        for each in find_before_the_queue(resolved(*given))
+        if "no weights" in each.message or "one batch" in each.message
+    ]
+    assert [each.is_warning for each in found] == [True, True]
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from verl_tree.launch.validation.refusals import (
     model_settings,
     refusal,
     refusal_here,
+    refusal_to_run,
     uses_cpu,
     uses_critic,
     uses_tree,
@@ -81,7 +82,7 @@ def check_models(config: DictConfig) -> Findings:
             yield from _check_folder(config, key, Path(path), value_of(config, f"{model}.hf_config_path"))
             if not any(name.endswith(WEIGHTS) for name in os.listdir(path)):
                 remedy = "the folder has no weights (*.safetensors or *.bin); give one that save_pretrained wrote"
-                yield refusal_here(config, key, remedy)
+                yield refusal_to_run(config, key, remedy)
         else:
             yield from _check_hub_name(config, key, path)
 

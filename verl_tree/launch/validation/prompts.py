@@ -20,6 +20,7 @@ from verl_tree.launch.validation.refusals import (
     data_files,
     is_parquet_here,
     refusal,
+    refusal_to_run,
     value_of,
 )
 
@@ -72,7 +73,8 @@ def check_num_prompts(config: DictConfig) -> Findings:
     is_cut = isinstance(most, int) and 0 < most < num_rows
     if value_of(config, key) > (most if is_cut else num_rows) > 0:
         of = f"data.train_max_samples={most} rows" if is_cut else f"{num_rows} rows"
-        yield refusal(config, key, f"data.train_files have {of}, fewer than one batch; lower it, or give more rows")
+        remedy = f"data.train_files have {of}, fewer than one batch; lower it, or give more rows"
+        yield refusal_to_run(config, key, remedy)
 
 
 def check_prompt_lens(config: DictConfig) -> Findings:

@@ -75,6 +75,17 @@ def refusal_here(config: DictConfig, key: str, remedy: str, *, brings_code: bool
     return refusal(config, key, remedy)
 
 
+def refusal_to_run(config: DictConfig, key: str, remedy: str) -> Finding:
+    """Return the finding that a training run on this machine lacks something.
+
+    It is a warning where others may have it, and where this machine is only asked, since it could not run the command.
+    """
+    if not lacks_cuda(config):
+        return refusal_here(config, key, remedy)
+    remedy = f"{remedy} (a warning only: this machine has no CUDA device)"
+    return Finding(f"{key}={value_of(config, key)}: {remedy}", is_warning=True)
+
+
 def value_of(config: DictConfig, key: str) -> Any:
     """Return the value of a dotted key, or None where there is none."""
     return OmegaConf.select(config, key)
