@@ -4,7 +4,8 @@
 #
 #   scripts/test.sh             scripts/test.sh --fast    (without the end-to-end tests)
 #   scripts/test.sh --stack verl-vllm      the tests that depend on versions, with verl's own: vLLM 0.24, torch 2.11
-#   scripts/test.sh --long      what the tests above leave out: more whole runs, more cases of the engines, extras that resolve
+#   scripts/test.sh --long      what the first leaves out: more whole runs, tutorials, more cases of the engines and kernels,
+#                               features drawn together, extras that resolve
 #   scripts/test.sh --faults    processes killed in every phase, full disks and memory, damaged checkpoints, a lost node: an hour
 #   scripts/test.sh --soak      300 steps with random kills, for two trainers
 #
@@ -50,19 +51,20 @@ if [[ $LANE == all || $LANE == fast ]]; then
   show "browser" browser
 fi
 
-# side_by_side JOBS...: runs pytest on each job, which may name several paths, in a process of its own; the job `style` is
-# style, types and import contracts. Ray keeps things of a cluster in a process (dashboard addresses, tokens) that must not
-# meet the next, and Triton's interpreter must be chosen before triton is imported. Most processes use one core, so two go
-# side by side. The slowest tests are named, for whoever looks for minutes to save.
+# side_by_side JOBS...: runs pytest on each job, which may name several paths, in a process of its own. The job `style` is
+# style, types and import contracts, and `tests.fuzz.NAME` with its options draws features together. Ray keeps things of a
+# cluster in a process (dashboard addresses, tokens) that must not meet the next, and Triton's interpreter must be chosen
+# before triton is imported. Most processes use one core, so two go side by side. The slowest tests are named, for whoever
+# looks for minutes to save.
 side_by_side() {
   printf '%s\0' "$@" | xargs -0 -n 1 -P 2 bash -c '
     status=0
     printf "%s ...\n" "$1"
-    if [[ $1 == style ]]; then
-      output=$(pre-commit run --all-files --show-diff-on-failure 2>&1) || status=$?
-    else
-      output=$(python -m pytest -q --durations=12 --durations-min=5 $1 2>&1) || status=$?
-    fi
+    case $1 in
+      style) output=$(pre-commit run --all-files --show-diff-on-failure 2>&1) || status=$? ;;
+      tests.fuzz.*) output=$(python -m $1 2>&1) || status=$? ;;
+      *) output=$(python -m pytest -q --durations=12 --durations-min=5 $1 2>&1) || status=$? ;;
+    esac
     printf "%s\n%s\n" "$1" "$output"
     ((status == 0)) || printf "FAILED: %s\n" "$1"
     exit "$status"' bash
@@ -74,7 +76,7 @@ every_test() {
   local file
   # Together, as their ranks are forked from one process; tests/support/rank_scripts.py.
   jobs+=("$(echo tests/e2e/test_{engines,moe_engines,hybrid_engines,image_engines,sft}.py)")
-  jobs+=(tests/e2e/test_{runs,watchdog,ray_job,tutorials,colocate_async,loops}.py)
+  jobs+=(tests/e2e/test_{runs,watchdog,ray_job,loops}.py)
   for file in tests/e2e/test_*.py; do
     [[ " ${jobs[*]} " == *" $file "* ]] || jobs+=("$file")
   done
@@ -84,7 +86,10 @@ every_test() {
 case $LANE in
   all) show "style, unit, contract, interpreter and end-to-end tests" every_test ;;
   fast) show "style, unit, contract and interpreter tests" side_by_side 'tests/unit tests/contracts' style tests/interp ;;
-  long) side_by_side tests/long/test_*.py '-m long tests/e2e' ;;
+  long)
+    side_by_side tests/long/test_*.py '-m long tests/e2e' '-m long tests/interp' \
+      'tests.fuzz.combinations --level api --count 100' 'tests.fuzz.combinations --level engine --ranks 2 --count 100'
+    ;;
   faults)
     # The kills are two chains of runs. A job is split at its spaces, so its -k has none.
     side_by_side \
@@ -95,5 +100,7 @@ case $LANE in
     ;;
   soak) python -m pytest -v tests/faults/test_soak.py --junitxml runs/soak.xml ;;
   stack)
-    show "tests that depend on versions" side_by_side 'tests/unit tests/contracts' tests/interp tests/e2e/test_engines.py ;;
+    show "tests that depend on versions" side_by_side 'tests/unit tests/contracts' tests/interp tests/e2e/test_engines.py \
+      '-m long tests/interp' '-m long tests/e2e/test_engines.py' tests/long/test_weight_reload.py
+    ;;
 esac

@@ -1,17 +1,57 @@
-"""The tutorials that need no training run, as printed, and how tutorials are followed."""
+"""The tutorials that need no training run, as printed, and how tutorials are followed.
+
+Of the first one, all but the run itself: the runs are in `tests/long`.
+"""
 
 import logging
 import re
 import runpy
 import shlex
+import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from followed_page import TUTORIALS, Block, follow, lines_missing, read_blocks
+from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
 from verl_tree import check
+from verl_tree.commands.__main__ import main
+
+
+def test_the_first_run_is_accepted_and_its_agent_branches(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    """The command of the run is composed and checked, and a session gives its three answers one thought."""
+    blocks = read_blocks(TUTORIALS / "01_first_agent.md")
+    for block in blocks:
+        if block.file_name is not None:
+            (tmp_path / block.file_name).write_text(block.text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("my_loops", "my_reward"):  # other tests have modules of these names
+        request.addfinalizer(partial(sys.modules.pop, name, None))
+    monkeypatch.setattr("verl.experimental.agent_loop.agent_loop._agent_loop_registry", dict(_agent_loop_registry))
+    runpy.run_path("make_inputs.py")
+
+    (command,) = [line for block in blocks for line in block.text.splitlines() if "-m verl_tree.main_ppo" in line]
+    is_valid, text = check.report(shlex.split(command.replace("$PWD", str(tmp_path)))[3:])
+    assert is_valid, text
+    assert "default think_and_answer" in text
+
+    (tmp_path / "answers.txt").write_text("think\n---\n12\n---\nab\n---\n1b\n")
+    shown = ["loops.yaml", "--row", "train.parquet:0", "--model", "model", "--answers", "answers.txt"]
+    assert main(["try-agent", *shown, "--config", "first_agent.yaml"]) == 0
+    out = capfd.readouterr().out
+    assert "4 calls, 3 rows to train" in out
+    # The share of digits: of 12, ab and 1b.
+    assert re.findall(r"leaf (\d): reward (\S+)", out) == [("0", "1"), ("1", "0"), ("2", "0.5")]
 
 
 def test_long_trees(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The first tutorial and the one that reads its trees, as printed.
 
-Two more are followed in `tests/long/test_later_tutorials.py`.
+Two more are followed in `test_later_tutorials.py`. The first one's command and agent are also checked in
+`tests/unit/test_tutorial_pages.py`, without a run.
 """
 
 from pathlib import Path
