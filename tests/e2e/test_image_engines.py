@@ -18,22 +18,35 @@ TOLERANCE = 1e-5
 NAMES = {1: ["one_pack"], 2: ["packs", "gradient_checkpointing", "lora", "relay", "gspo"]}
 """Cases by the number of ranks; docs/images.md has what all of them measured."""
 
+LONG = {"gradient_checkpointing", "gspo"}
+"""Cases that are left to `scripts/test.sh --long`."""
+
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    """Return what runs the cases of a number of ranks, once each."""
+def results(
+    selected: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], dict[str, Any]]:
+    """Return what runs the selected cases of a number of ranks, once each."""
     folder = tmp_path_factory.mktemp("image_engines")
 
     def run(num_ranks: int) -> dict[str, Any]:
         out = folder / f"{num_ranks}.json"
-        names = [*NAMES[num_ranks], *([FROZEN] if num_ranks == 1 else [])]
-        return run_script("image_engine_cases.py", *names, num_ranks=num_ranks, out=out)
+        # A frozen tower is a test of its own, on one rank.
+        names = {each.get("name", FROZEN) for each in selected if each.get("num_ranks", 1) == num_ranks}
+        return run_script("image_engine_cases.py", *sorted(names), num_ranks=num_ranks, out=out)
 
     return cache(run)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("num_ranks", "name"), [(ranks, name) for ranks, names in NAMES.items() for name in names])
+@pytest.mark.parametrize(
+    ("num_ranks", "name"),
+    [
+        pytest.param(ranks, name, marks=[pytest.mark.long] if name in LONG else [])
+        for ranks, names in NAMES.items()
+        for name in names
+    ],
+)
 def test_equals_verls_own_engine(
     results: Callable[[int], dict[str, Any]],
     num_ranks: int,

@@ -78,10 +78,11 @@ def save_model(folder: Path, *, family: str) -> None:
 
 
 def main() -> None:
-    """Run all cases, with teams of `--sp` ranks those of `token_mean` alone."""
+    """Run the cases that the command line names as "FAMILY CASE", or all."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sp", type=int, default=1, help="ranks that compute each tree together")
+    parser.add_argument("cases", nargs="*")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -90,12 +91,15 @@ def main() -> None:
     dist.broadcast_object_list(shared)
     root = Path(str(shared[0]))
     results = {}
-    for family, cases in CASES.items():
+    for family, all_cases in CASES.items():
+        cases = [case for case in all_cases if not arguments.cases or f"{family} {case.name}" in arguments.cases]
+        if not cases:
+            continue
         if rank == 0:
             save_model(root / family / "untied", family=family)
         dist.barrier()
         references: dict[str, dict[str, Any]] = {}
-        for case in cases if arguments.sp == 1 else cases[:1]:
+        for case in cases:
             case = dataclasses.replace(case, sp=arguments.sp)
             result = run_case(case, rank=rank, world_size=world_size, root=root / family, references=references)
             results[f"{family} {case.name}"] = result
