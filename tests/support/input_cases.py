@@ -14,6 +14,16 @@ from omegaconf import DictConfig, OmegaConf
 from verl_tree.launch.composition import compose_config
 from verl_tree.launch.validation import validate
 
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
+"""Those of the composed model, whose memory is computed."""
+
 FOLDER = tempfile.TemporaryDirectory()
 
 
@@ -35,7 +45,7 @@ def write_rows(path: Path, *columns: str, num_rows: int = 1024) -> Path:
 
 @functools.cache
 def _composed() -> DictConfig:
-    rows, model = write_rows(Path(FOLDER.name) / "rows.parquet"), write_model(Path(FOLDER.name) / "model")
+    rows, model = write_rows(Path(FOLDER.name) / "rows.parquet"), write_model(Path(FOLDER.name) / "model", **SIZES)
     files = [f"data.train_files={rows}", f"data.val_files={rows}"]
     models = [f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}"]
     config = compose_config(["profile=cpu", *files, *models, "actor_rollout_ref.rollout.n=4"])

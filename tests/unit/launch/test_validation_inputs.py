@@ -239,3 +239,9 @@ def test_prompts_that_are_cut_are_warned_of(tmp_path: Path) -> None:
     assert "data.filter_overlong_prompts=true" in finding.message
     for silent in (f"data.max_prompt_length={limit + 1}", "data.filter_overlong_prompts=true"):
         assert not list(find(resolved(*given, silent)))
+    loops = tmp_path / "loops.yaml"
+    for target, is_cut in (("memory.Memory", False), ("tree_search.TreeSearch", True), ("blackbox.Blackbox", False)):
+        loops.write_text(f"- name: mine\n  _target_: rollout_hooks.loops.{target}AgentLoop\n  agent: asyncio:sleep\n")
+        mine = [f"{LOOPS}={loops}", "actor_rollout_ref.rollout.agent.default_agent_loop=mine"]
+        found = [each.message for each in find(resolved(*given, *mine, f"data.max_prompt_length={limit}"))]
+        assert [message for message in found if "prompts of" in message] == [finding.message] * is_cut

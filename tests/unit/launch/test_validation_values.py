@@ -51,6 +51,7 @@ IMPOSSIBLE = [
     (f"{ROLLOUT}.top_k=-7", "a whole number of at least -1"),
     (f"{ROLLOUT}.val_kwargs.top_k=0.5", "a whole number of at least -1"),
     (f"{ROLLOUT}.max_model_len=1", "a whole number of at least 2, or null"),
+    (f"{ROLLOUT}.pipeline_model_parallel_size=0", "a whole number of at least 1"),
     (f"{ROLLOUT}.dtype=float7", "choose one of bfloat16"),
     (f"{ROLLOUT}.seed=-1", "at least 0 and at most"),
     ("data.seed=1180591620717411303424", "at most 1.84467e+19, or null"),

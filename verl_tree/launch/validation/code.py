@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_tree.launch.validation.loop_entries import AGENT_FORMAT, LOOPS_KEY, check_entry, way_to
+from verl_tree.launch.validation.loop_entries import AGENT_FORMAT, LOOPS_KEY, bases_of, check_entry, way_to
 from verl_tree.launch.validation.refusals import (
     DATA_KEYS,
     ROLLOUT,
@@ -35,6 +35,9 @@ from verl_tree.launch.validation.source import (
 DEFAULT_LOOP_KEY = f"{ROLLOUT}.agent.default_agent_loop"
 MANAGER_KEY = f"{ROLLOUT}.agent.agent_loop_manager_class"
 TOOL_KEYS = (f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.function_tool_path")
+CUTTING = ("single_turn_agent", "tool_agent", "parallel_tools", "subagents", "tree_search")
+CUTS, MEMORY = "rollout_hooks.loops.base.BranchingAgentLoop", "rollout_hooks.loops.memory.MemoryAgentLoop"
+"""Loops that cut a row's prompt, and the base class that does; `memory` writes a prompt anew."""
 TREE_MANAGER = "rollout_hooks.worker.TreeAgentLoopManager"
 LOOPS_FORMAT = "it must be a YAML list, each entry with `name` and `_target_` (docs/agent_loops.md)"
 
@@ -140,6 +143,16 @@ def _loops_in_use(config: DictConfig) -> list[tuple[str, Any]]:
                 has_unnamed = True
     default = [(DEFAULT_LOOP_KEY, value_of(config, DEFAULT_LOOP_KEY))] if has_unnamed else []
     return [*default, *named]
+
+
+def cuts_prompts(config: DictConfig) -> bool:
+    """Whether a loop in use is known to cut a row's prompt to `rollout.prompt_length` and to go on from it."""
+    targets = {entry["name"]: entry["_target_"] for entry in _read_loops(config)[0]}
+    for _, name in _loops_in_use(config):
+        bases = bases_of(targets[name]) if name in targets else ()
+        if name in CUTTING if name not in targets else CUTS in bases and MEMORY not in bases:
+            return True
+    return False
 
 
 def _registered_loops(config: DictConfig) -> list[str] | None:

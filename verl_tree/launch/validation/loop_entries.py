@@ -68,6 +68,18 @@ def check_entry(config: DictConfig, entry: Mapping[str, Any]) -> Findings:
             yield _refusal(config, f"_target_={hook['_target_']} in the loop {loop}: {lack}")
 
 
+def bases_of(target: str) -> tuple[str, ...]:
+    """Return the full names of a class and its bases; none if they cannot be told."""
+    if module_problem(target):
+        return ()
+    try:
+        found = _find(target)
+    except NotInSourceError:
+        return ()
+    taken = None if found is None else arguments_of(found)
+    return () if taken is None else taken.bases
+
+
 def way_to(target: str) -> str:
     """Return what to do about a module that cannot be found."""
     if target.partition(".")[0] in ("verl", "verl_tree", "rollout_hooks"):

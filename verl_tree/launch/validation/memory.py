@@ -31,6 +31,7 @@ from verl_tree.launch.validation.refusals import (
     value_of,
 )
 from verl_tree.launch.validation.ulysses import team_size
+from verl_tree.launch.validation.values import check_tree_values
 
 if TYPE_CHECKING:
     from verl_tree.functional.update_memory import ModelSize
@@ -74,6 +75,8 @@ def check_update_memory(config: DictConfig) -> Findings:
     key, size, memory_bytes = capacity_keys(config)[0], model_size(config), _memory_bytes(config)
     if size is None or memory_bytes is None or not isinstance(value_of(config, key), int):
         return
+    if any(check_tree_values(config)):
+        return  # it computes with them
     needs = foreseen(config, size)
     if needs.total <= memory_bytes:
         return
@@ -130,7 +133,7 @@ def foreseen(config: DictConfig, size: "ModelSize") -> Foreseen:
         return Foreseen(num_tokens, states // num_ranks, activations, rollout)
     environment = {**os.environ, **(value_of(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {})}
     engine_bytes = _bytes_of(value_of(config, f"{ROLLOUT}.dtype")) * size.num_parameters
-    with contextlib.suppress(ValueError):  # vLLM says so
+    with contextlib.suppress(ValueError, TypeError):  # vLLM says so
         engine_bytes += int(float(environment.get(KV_SPACE) or 0) * GIB)
     num_engines = sum(pool for pool in rollout_pools(config).values()) // rollout_ranks(config)
     return Foreseen(num_tokens, states, num_ranks * activations, num_engines * engine_bytes)
@@ -191,7 +194,7 @@ def _memory_bytes(config: DictConfig) -> int | None:
         return None
     if uses_cpu(config):
         return psutil.virtual_memory().total
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.device_count() else None
 
 
 def _gib(num_bytes: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_tree.launch.validation.code import LOOPS_KEY, MANAGER_KEY, TREE_MANAGER
+from verl_tree.launch.validation.code import LOOPS_KEY, MANAGER_KEY, TREE_MANAGER, cuts_prompts
 from verl_tree.launch.validation.refusals import (
     DATA_KEYS,
     ROLLOUT,
@@ -79,13 +79,11 @@ def check_num_prompts(config: DictConfig) -> Findings:
 
 def check_prompt_lens(config: DictConfig) -> Findings:
     """Warn of prompts that are cut: agent loops keep the end of one that is too long, and train with it."""
-    limit, tokenizer = value_of(config, f"{ROLLOUT}.prompt_length"), _tokenizer_here(config)
-    if (
-        tokenizer is None
-        or value_of(config, "data.custom_cls.path")
-        or value_of(config, "data.filter_overlong_prompts")
-    ):
+    is_other = any(value_of(config, f"data.{name}") for name in ("custom_cls.path", "filter_overlong_prompts"))
+    tokenizer = None if is_other or not cuts_prompts(config) else _tokenizer_here(config)
+    if tokenizer is None:
         return
+    limit = value_of(config, f"{ROLLOUT}.prompt_length")
     options: Any = OmegaConf.to_container(config.data.apply_chat_template_kwargs)
     for name in filter(is_parquet_here, data_files(config, "data.train_files")):
         lens = list(_prompt_lens(name, tokenizer, column=value_of(config, "data.prompt_key"), options=options))

@@ -18,6 +18,7 @@ from verl_tree.launch.composition import tree_values, verl_values
 from verl_tree.launch.validation.refusals import (
     ACTOR,
     CORRECTION,
+    MODELS,
     REF,
     ROLLOUT,
     Finding,
@@ -25,6 +26,7 @@ from verl_tree.launch.validation.refusals import (
     refusal,
     uses_critic,
     uses_reference,
+    value_of,
 )
 from verl_tree.launch.validation.ulysses import NAME as ULYSSES
 
@@ -78,6 +80,10 @@ def ranges(parent: str, *names: str, **options: Any) -> tuple[Range, ...]:
     return tuple(Range(f"{parent}.{name}", **options) for name in names)
 
 
+def _tiles(config: DictConfig) -> bool:
+    return bool(value_of(config, f"{MODELS[0]}.tiled_mlp.enabled"))
+
+
 COUNT: dict[str, Any] = {"least": 1, "is_whole": True}
 PROBABILITY: dict[str, Any] = {"least": 0, "most": 1, "is_open": True}
 SHARE: dict[str, Any] = {"least": 0, "most": 1}
@@ -91,6 +97,8 @@ RANGES: tuple[Range, ...] = (
     # A token of a prompt and one of its answer.
     Range(f"{ROLLOUT}.max_model_len", least=2, is_whole=True, or_null=True),
     *ranges(ROLLOUT, "tensor_model_parallel_size", "data_parallel_size", "max_num_seqs", **COUNT),
+    Range(f"{ROLLOUT}.pipeline_model_parallel_size", **COUNT),
+    *ranges(MODELS[0], "tiled_mlp.num_shards", **COUNT, applies=_tiles),
     *ranges(ACTOR, "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", **COUNT),
     *ranges(ACTOR, ULYSSES, f"fsdp_config.{ULYSSES}", **COUNT, or_null=True),
     *ranges(REF, ULYSSES, f"fsdp_config.{ULYSSES}", **COUNT, or_null=True, applies=uses_reference),
