@@ -22,6 +22,7 @@ from rollout_hooks.capture.outputs import CALL_STATES_FIELD, TreeAgentLoopOutput
 from rollout_hooks.capture.recorded import TokenPath
 from rollout_hooks.capture.session_images import cut_before_image
 from rollout_hooks.capture.session_tree import SessionTree
+from rollout_hooks.capture.token_arrays import common_prefix_len
 
 CALLS_FIELD = "recorded_calls"
 """Key in a row's `extra_fields`: which call sampled which of its tokens, as `sampled_by` returns it."""
@@ -64,8 +65,7 @@ def session_rows(tree: SessionTree, outputs: Sequence[AgentLoopOutput], *, limit
     own = [_own_row(tree if tree.calls else None, output, limits=limits) for output in outputs]
     own_keys = [_row_keys(tree, row) for row in own]
     leaves = tree.leaves()
-    own_trained = [np.array([0] * len(row.prompt_ids) + row.response_mask, dtype=bool) for row in own]
-    own_rows = list(zip(own_keys, own_trained, strict=True))
+    own_rows = list(zip(own, own_keys, strict=True))
     missing = [(path, _missing(path, own_rows, leaves, limits=limits)) for path in leaves]
     uncovered = [path for path, what in missing if what == "row"]
     names_its_leaves = any(isinstance(output, TreeAgentLoopOutput) for output in outputs)
@@ -109,7 +109,10 @@ def _own_row(tree: SessionTree | None, output: AgentLoopOutput, *, limits: RowLi
         prompt_len = len(output.prompt_ids)
         if log_probs is not None and len(log_probs) != len(mask):
             log_probs = None
-        given = None if log_probs is None else [None] * prompt_len + list(log_probs)
+        given = None
+        if log_probs is not None:
+            of_trained = (value if bit else None for value, bit in zip(log_probs, mask, strict=True))
+            given = [*[None] * prompt_len, *of_trained]
         path = _as_trained(tree.locate(_row_keys(tree, output), log_probs=given), prompt_len, mask)
         mask = path.is_generated[prompt_len:].astype(int).tolist()
         if log_probs is None:
@@ -194,24 +197,29 @@ def _covers(keys: np.ndarray, path: TokenPath, *, limits: RowLimits) -> bool:
 
 def _missing(
     path: TokenPath,
-    own_rows: Sequence[tuple[np.ndarray, np.ndarray]],
+    own_rows: Sequence[tuple[AgentLoopOutput, np.ndarray]],
     leaves: Sequence[TokenPath],
     *,
     limits: RowLimits,
 ) -> Literal["row", "end"] | None:
-    """Return what a recorded leaf lacks, given the keys of the loop's rows and what these train: a row, or its end.
+    """Return what a recorded leaf lacks, given the loop's rows and their keys: a row, or its end.
 
     A row that shows the leaf is its row, even if the loop trains less of it. But what it shows may be a copy that was
-    read: on a longer leaf, or where a loop went back behind sampled tokens and read the same.
+    read: in the row's prompt, on a longer leaf, or where a loop went back behind sampled tokens and read the same.
     """
     is_shown = is_end_trained = False
-    for keys, trained in own_rows:
+    for row, keys in own_rows:
         if not _covers(keys, path, limits=limits):
             continue
-        num_tokens = min(len(keys), min(path.prompt_len, limits.prompt_length) + limits.response_length)
-        sampled = np.flatnonzero(path.is_generated[:num_tokens])
+        num_shown = common_prefix_len(keys, path.keys)
+        sampled = np.flatnonzero(path.is_generated[:num_shown])
+        if not sampled.size:
+            continue  # all that was sampled lies beyond the limits
+        trained = np.array([0] * len(row.prompt_ids) + row.response_mask, dtype=bool)
         if trained[sampled].all():
             return None
+        if num_shown <= len(row.prompt_ids):
+            continue
         is_shown = True
         # A row that trains nothing is dropped and counted as such.
         is_end_trained |= bool(trained[sampled[-1]]) or not trained.any()

@@ -265,7 +265,8 @@ class SessionTree:
             if log_probs is not None and start < end:
                 base = self._log_prob_base[call]
                 given = np.frombuffer(self._log_probs)[base + start : base + end]
-                is_given = bool((given == log_probs[start:end]).all())
+                known = ~np.isnan(log_probs[start:end])
+                is_given = bool(known.any() and (given == log_probs[start:end])[known].all())
             return is_given, end, -start, -call
 
         for call in sorted((call for call in ends if call >= 0 and self._finished[call] < before), key=rank):

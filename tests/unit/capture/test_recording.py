@@ -221,6 +221,29 @@ def test_a_sample_that_the_loops_own_row_shows_as_text_is_a_row():
     assert rows.num_dropped == 0
 
 
+def test_a_leaf_beyond_the_limits_is_dropped_though_another_row_begins_like_it():
+    tree = SessionTree()
+    tree.complete(tree.begin([1, 2, 3, 4, 5, 6]), [7], log_probs=[-0.7])
+    tree.complete(tree.begin([1, 2, 3, 4]), [8, 9], log_probs=[-0.8, -0.9])
+    own = AgentLoopOutput(
+        prompt_ids=[1, 2, 3, 4], response_ids=[8, 9], response_mask=[1, 1], metrics=AgentLoopMetrics()
+    )
+    rows = session_rows(tree, [own], limits=RowLimits(2, 2, wants_log_probs=True))
+    assert ([row.response_ids for row in rows.outputs], rows.num_dropped) == ([[8, 9]], 1)
+
+
+@pytest.mark.parametrize("response", [[], [9]])
+def test_a_row_without_a_trained_token_does_not_stand_for_what_its_prompt_shows(response):
+    """The last call of the loop gave nothing; what it sampled before is in the prompt of the loop's row."""
+    tree = SessionTree()
+    tree.complete(tree.begin([1, 2]), [5, 6], log_probs=[-0.5, -0.6])
+    own = AgentLoopOutput(
+        prompt_ids=[1, 2, 5, 6, 3], response_ids=response, response_mask=[1] * len(response), metrics=AgentLoopMetrics()
+    )
+    rows = session_rows(tree, [own], limits=LIMITS)
+    assert ([row.response_ids for row in rows.outputs], rows.num_dropped) == ([[5, 6]], 1)
+
+
 def test_the_calls_of_a_row_are_looked_up_once_each(monkeypatch):
     """A session of many turns, each sampled twice, must not copy the list of its calls for each call of each leaf."""
     tree, prompt = SessionTree(), [1, 2]

@@ -268,6 +268,9 @@ def test_who_finished_first_decides_nothing(order):
     # Of equal samples, that with the log-probs that the path has.
     assert tree.locate([*PROMPT, 5]).calls == (0,)
     assert tree.locate([*PROMPT, 5], log_probs=[None, None, None, -3.0]).calls == (2,)
+    # A loop went back behind the last sampled token and read it as text: its log-prob is not known.
+    add(tree, PROMPT, [5, 8], [-8.0, -8.0])
+    assert tree.locate([*PROMPT, 5, 8], log_probs=[None, None, None, -8.0, None]).calls == (4,)
 
 
 def test_the_callers_array_may_change_afterwards():
