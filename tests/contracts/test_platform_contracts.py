@@ -8,7 +8,6 @@ import sys
 from importlib.metadata import distributions, version
 
 import pytest
-from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.util.state import get_log, list_actors, list_tasks
 from verl.plugin.platform import PlatformBase
 from verl.utils.config import omega_conf_to_dataclass
@@ -17,7 +16,6 @@ from verl.workers.config import FSDPEngineConfig
 from verl_tree.cpu.platform import PlatformCPU
 from verl_tree.launch.composition import compose_config
 from verl_tree.launch.environment import LEVEL_VARIABLE
-from verl_tree.launch.watchdog import DEATHS
 
 
 def test_versions_are_the_pinned_ones() -> None:
@@ -145,10 +143,7 @@ def test_the_variable_keeps_the_level_of_the_root_logger(variables: dict[str, st
     assert [int(each) for each in done.stdout.split()] == [level, level]
 
 
-def test_ray_knows_the_deaths_and_the_facts_of_the_watchdog() -> None:
-    assert set(DEATHS) | {"RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED"} == set(ActorDiedErrorContext.Reason.keys()) - {
-        "UNSPECIFIED"
-    }
+def test_ray_answers_the_questions_of_the_watchdog() -> None:
     for function in (list_actors, list_tasks):
         assert {"filters", "limit", "detail", "raise_on_missing_output"} <= set(inspect.signature(function).parameters)
     assert {"actor_id", "suffix", "tail"} <= set(inspect.signature(get_log).parameters)
