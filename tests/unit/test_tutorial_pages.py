@@ -37,7 +37,8 @@ def test_the_first_run_is_accepted_and_its_agent_branches(
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("my_loops", "my_reward"):  # other tests have modules of these names
         request.addfinalizer(partial(sys.modules.pop, name, None))
-    monkeypatch.setattr("verl.experimental.agent_loop.agent_loop._agent_loop_registry", dict(_agent_loop_registry))
+    before = dict(_agent_loop_registry)
+    request.addfinalizer(lambda: (_agent_loop_registry.clear(), _agent_loop_registry.update(before)))
     runpy.run_path("make_inputs.py")
 
     (command,) = [line for block in blocks for line in block.text.splitlines() if "-m verl_tree.main_ppo" in line]

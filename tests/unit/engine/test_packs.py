@@ -134,5 +134,5 @@ def test_caps_reach_the_packing() -> None:
     assert split(masks, max_loss_terms=4).counts.num_packs == 2
     with pytest.raises(ValueError, match=r"tree\.max_path_len"):
         split(masks, max_path_len=3)
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(ValueError, match="must be one of auto, heuristic, exact"):
         split(masks, packing="magic")
