@@ -12,12 +12,15 @@ from hydra.errors import HydraException
 
 GONE = {
     "actor_rollout_ref.rollout.multi_turn.interaction_config_path": (
-        "verl 0.9.1 has no interactions; write an agent loop that answers the model (docs/agent_loops.md)"
+        "it has no interactions; write an agent loop that answers the model (docs/agent_loops.md)"
     ),
+    "critic.model.fsdp_config": "it is critic.fsdp",
+    "reward_model.use_reward_loop": "there is no other way to reward; remove it",
+    "trainer.use_legacy_worker_impl": "there is one kind of workers; remove it",
     "actor_rollout_ref.actor.policy_loss.tau_pos": "it is actor_rollout_ref.actor.tau_pos",
     "actor_rollout_ref.actor.policy_loss.tau_neg": "it is actor_rollout_ref.actor.tau_neg",
 }
-"""Options of earlier releases of verl, and what there is instead."""
+"""Options and groups of earlier releases of verl, and what there is instead."""
 
 _LIKENESS = 0.8
 """How like a name must be to one that is there; `interaction_config_path` is to `tool_config_path` by 0.72."""
@@ -36,8 +39,9 @@ def misspelt_option(error: HydraException, values: Mapping[str, Any]) -> str | N
     if found is None or "is not in struct" not in str(error.__cause__):
         return None
     key = found["key"]
-    if key in GONE:
-        return f"{key}: no such option in verl 0.9.1: {GONE[key]}"
+    for gone, instead in GONE.items():
+        if f"{key}.".startswith(f"{gone}."):
+            return f"{key}: no such option in verl 0.9.1: {instead}"
     meant = _close_to(key.split("."), values)
     question = f"; did you mean {meant}?" if meant else "."
     return f"{key}: no such option{question} One that your own code reads is added with a plus: +{key}=VALUE"

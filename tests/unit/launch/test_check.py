@@ -158,6 +158,10 @@ def test_what_cannot_be_composed_is_a_finding(tmp_path: Path) -> None:
         (["trainer.nnodes=1}"], "nnodes=1}"),
         ([f"{ROLLOUT}.multi_turn.interaction_config_path=a"], "interaction_config_path: no such option in verl 0.9.1"),
         ([f"{ROLLOUT}.multi_turn.interactions_config_path=a"], "interactions_config_path: no such option. One that"),
+        (
+            ["critic.model.fsdp_config.param_offload=true"],
+            "param_offload: no such option in verl 0.9.1: it is critic.fsdp",
+        ),
         ([f"{ACTOR}.policy_loss.tau_pos=1"], f"no such option in verl 0.9.1: it is {ACTOR}.tau_pos"),
         (["--config-name=typo"], "typo"),
         ([f"{ACTOR}.strategy=${{oc.env:NO_SUCH_VARIABLE}}"], "NO_SUCH_VARIABLE"),
