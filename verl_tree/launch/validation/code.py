@@ -148,11 +148,14 @@ def _loops_in_use(config: DictConfig) -> list[tuple[str, Any]]:
 def cuts_prompts(config: DictConfig) -> bool:
     """Whether a loop in use is known to cut a row's prompt to `rollout.prompt_length` and to go on from it."""
     targets = {entry["name"]: entry["_target_"] for entry in _read_loops(config)[0]}
-    for _, name in _loops_in_use(config):
-        bases = bases_of(targets[name]) if name in targets else ()
-        if name in CUTTING if name not in targets else CUTS in bases and MEMORY not in bases:
-            return True
-    return False
+
+    def cuts(name: str) -> bool:
+        if name not in targets:
+            return name in CUTTING
+        bases = bases_of(targets[name])
+        return CUTS in bases and MEMORY not in bases
+
+    return any(cuts(name) for _, name in _loops_in_use(config))
 
 
 def _registered_loops(config: DictConfig) -> list[str] | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from omegaconf import DictConfig
 
+from verl_tree.families import ATTENTION_LAYERS
 from verl_tree.launch.environment import joins_running_cluster
 from verl_tree.launch.validation.capacity import capacity_keys, longest_trajectory, ranks_of_limit
 from verl_tree.launch.validation.modes import is_separate, rollout_pools, rollout_ranks
@@ -45,7 +46,6 @@ SIZES = {
     "vocabulary": "vocab_size",
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-ATTENTION = frozenset({"full_attention", "sliding_attention", "attention"})
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 
@@ -106,7 +106,7 @@ def model_size(config: DictConfig) -> "ModelSize | None":
     settings = text_settings(value_of(config, f"{MODELS[0]}.path"))
     sizes: dict[str, Any] = {name: settings.get(key) for name, key in SIZES.items()}
     is_dense = not any(settings.get(name) for name in EXPERTS)
-    if not is_dense or not ATTENTION.issuperset(settings.get("layer_types") or ()):
+    if not is_dense or not set(settings.get("layer_types") or ()) <= {*ATTENTION_LAYERS}:
         return None
     if not all(isinstance(each, int) and each > 0 for each in sizes.values()):
         return None
@@ -135,7 +135,7 @@ def foreseen(config: DictConfig, size: "ModelSize") -> Foreseen:
     engine_bytes = _bytes_of(value_of(config, f"{ROLLOUT}.dtype")) * size.num_parameters
     with contextlib.suppress(ValueError, TypeError):  # vLLM says so
         engine_bytes += int(float(environment.get(KV_SPACE) or 0) * GIB)
-    num_engines = sum(pool for pool in rollout_pools(config).values()) // rollout_ranks(config)
+    num_engines = sum(rollout_pools(config).values()) // rollout_ranks(config)
     return Foreseen(num_tokens, states, num_ranks * activations, num_engines * engine_bytes)
 
 
