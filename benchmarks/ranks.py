@@ -36,7 +36,7 @@ from verl_tree.cost.model import CostModel, WorkProfile
 from verl_tree.packing.counts import RankTimes
 from verl_tree.testing.local_worker import batch_of_rows, local_worker
 from verl_tree.testing.synthetic import star, unbalanced
-from verl_tree.trainer.batching import assign_rows
+from verl_tree.trainer.rows.batching import assign_rows
 from verl_tree.trainer.worker import TreeTrainingWorker
 from verl_tree.tree import TokenForest
 

@@ -37,10 +37,10 @@ from rollout_hooks.capture.outputs import make_row
 from verl_tree.cost.model import CostModel, WorkProfile
 from verl_tree.testing.synthetic import star, tool_fan_out, tree_search
 from verl_tree.trainer.advantages import SessionTrees
-from verl_tree.trainer.batching import RowAssignment, assign_rows
-from verl_tree.trainer.portion_metrics import MEANS, join_metrics
-from verl_tree.trainer.portions import Counts, Portion, PortionResult, join_untrained
-from verl_tree.trainer.step_rows import StepRows
+from verl_tree.trainer.portions.portion import Counts, Portion, PortionResult, join_untrained
+from verl_tree.trainer.portions.portion_metrics import MEANS, join_metrics
+from verl_tree.trainer.rows.batching import RowAssignment, assign_rows
+from verl_tree.trainer.rows.step_rows import StepRows
 
 # (ranks, leaves, flat tokens, mini-batches)
 CASES = (

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from verl.utils import tensordict_utils as tu
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
-from verl_tree.launch.composition import compose_config
+from verl_tree.launch.command.composition import compose_config
 from verl_tree.main_sft import ONE_RANK
 from verl_tree.records import StoredLeaf, StoredTree, write_trees
 from verl_tree.sft.trainer import TreeSFTTrainer

@@ -161,9 +161,9 @@ def _other_engine(command: Command) -> str | None:
 
 def _findings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return what is translated and what is refused."""
-    from verl_tree.launch.composition import compose_config
-    from verl_tree.launch.resolution import resolve
-    from verl_tree.launch.translation import translate
+    from verl_tree.launch.checks.translation import translate
+    from verl_tree.launch.command.composition import compose_config
+    from verl_tree.launch.command.resolution import resolve
 
     config = compose_config(arguments)
     resolve(config)
@@ -173,7 +173,7 @@ def _findings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _refused(config: DictConfig) -> Iterator[str]:
-    from verl_tree.launch.validation import CHECKS, code, find_by_verl, inputs, objects, prompts, settings, values
+    from verl_tree.launch.checks import CHECKS, code, find_by_verl, inputs, objects, prompts, settings, values
 
     # Data, models and code of the examples are not here, nor is a GPU.
     left_out = {*inputs.CHECKS, *prompts.CHECKS, *code.CHECKS, *objects.CHECKS, settings.check_device}

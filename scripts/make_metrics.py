@@ -1,4 +1,4 @@
-"""Makes docs/metrics.md from the table in `verl_tree.trainer.metric_table`.
+"""Makes docs/metrics.md from the table in `verl_tree.trainer.told.metric_table`.
 
     python scripts/make_metrics.py [--check]
 
@@ -9,14 +9,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from verl_tree.trainer.metric_table import CRITIC, MADE, METRICS, VALIDATION, Metric
+from verl_tree.trainer.told.metric_table import CRITIC, MADE, METRICS, VALIDATION, Metric
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 
 HEADER = f"""# Metrics
 
 What a run logs beside verl's own metrics, in the words of the [glossary](glossary.md). The tables are made from
-[`metric_table.py`](../verl_tree/trainer/metric_table.py) by `python scripts/make_metrics.py`. A metric
+[`metric_table.py`](../verl_tree/trainer/told/metric_table.py) by `python scripts/make_metrics.py`. A metric
 that does not apply is not logged. [Dashboards](dashboards.md) show the most important ones.
 
 Names marked ¹ are those of the actor's update; `{CRITIC}...` has the critic's. Names marked ² are those of training;
@@ -42,7 +42,7 @@ although the rows of each prompt do not, and is then relayed.
 MFU is work per second over the peak of the devices. verl (0.9.1) takes the work from the lengths of all flat rows. In
 a tree most of it is not done, so that number says how fast a flat run would have to be, and may exceed 1. Here it is
 logged as `perf/mfu/actor_flat_equivalent`, and `perf/mfu/actor` counts what was computed
-([`update_flops.py`](../verl_tree/trainer/update_flops.py)), in runs with `tree.enabled=false`, too:
+([`update_flops.py`](../verl_tree/trainer/told/update_flops.py)), in runs with `tree.enabled=false`, too:
 
     FLOPs = verl's estimate of the rows - verl's estimate of what each shares with the row before it in its pack
             - embedding and head at every token + head where it runs

@@ -1,4 +1,4 @@
-"""Sets what a training run sets in its processes (`verl_tree.launch.environment`).
+"""Sets what a training run sets in its processes (`verl_tree.launch.command.environment`).
 
 - The module of the CPU platform, named to verl, which chooses its platform for good when used. verl imports the module
   when it is imported itself, so tests without verl wait for nothing.

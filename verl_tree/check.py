@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from verl_tree.launch.console import announce
-from verl_tree.launch.endings import refusal_lines
+from verl_tree.launch.run.console import announce
+from verl_tree.launch.run.endings import refusal_lines
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -41,8 +41,8 @@ def report(arguments: Sequence[str]) -> tuple[bool, str]:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from verl_tree.launch.composition import compose_config
-    from verl_tree.launch.resolution import resolve
+    from verl_tree.launch.command.composition import compose_config
+    from verl_tree.launch.command.resolution import resolve
 
     try:
         config = compose_config(arguments)
@@ -53,11 +53,11 @@ def report(arguments: Sequence[str]) -> tuple[bool, str]:
 
 
 def _report_composed(config: "DictConfig") -> tuple[bool, str]:
-    from verl_tree.launch.environment import set_variables
-    from verl_tree.launch.plan import capacity_lines, layout_lines
-    from verl_tree.launch.translation import translate
-    from verl_tree.launch.validation import find_before_the_queue
-    from verl_tree.launch.validation.values import find_wrong_values
+    from verl_tree.launch.checks import find_before_the_queue
+    from verl_tree.launch.checks.translation import translate
+    from verl_tree.launch.checks.values import find_wrong_values
+    from verl_tree.launch.command.environment import set_variables
+    from verl_tree.launch.run.plan import capacity_lines, layout_lines
 
     # verl reads them when it is imported, which the checks do.
     set_variables(config)

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_tree.launch.console import Console, announce
-from verl_tree.launch.endings import ended_with_causes, interrupted_in_brief, ray_stopped, refused_in_brief
+from verl_tree.launch.run.console import Console, announce
+from verl_tree.launch.run.endings import ended_with_causes, interrupted_in_brief, ray_stopped, refused_in_brief
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -24,7 +24,7 @@ def main() -> None:
     try:
         with Console() as console, interrupted_in_brief("nothing was started."):
             announce("composing the configuration")
-            from verl_tree.launch.composition import CONFIG_NAME, run_command
+            from verl_tree.launch.command.composition import CONFIG_NAME, run_command
 
             def task(config: "DictConfig") -> None:
                 run(config, console=console)
@@ -37,14 +37,14 @@ def main() -> None:
 
 
 def run(config: "DictConfig", *, console: Console) -> None:
-    """Train with a configuration of `verl_tree.launch.composition.compose_config`, which is resolved in place.
+    """Train with a configuration of `verl_tree.launch.command.composition.compose_config`, which is resolved in place.
 
     What cannot work ends the process with the reasons, and what fails later with the cause. `console` has been entered.
     """
     console.reached("configuration composed", doing="checking it")
     with refused_in_brief():
         prepare(config, console=console)
-    from verl_tree.launch.resume import saying_how_to_resume
+    from verl_tree.launch.run.resume import saying_how_to_resume
 
     console.record(Path(config.trainer.default_local_dir, "logs", f"run_{time.strftime('%Y%m%d_%H%M%S')}.log"))
     console.reached("configuration checked", doing="starting Ray")
@@ -58,13 +58,13 @@ def prepare(config: "DictConfig", *, console: Console) -> None:
     Raises:
         ValueError: Settings cannot work.
     """
-    from verl_tree.launch.environment import set_ray_options, set_variables
-    from verl_tree.launch.resolution import resolve
-    from verl_tree.launch.translation import translate
-    from verl_tree.launch.validation import find_by_verl, validate
-    from verl_tree.launch.validation.refusals import settle
-    from verl_tree.launch.validation.resume import find_leftovers
-    from verl_tree.launch.validation.values import check_tree_values, find_wrong_values
+    from verl_tree.launch.checks import find_by_verl, validate
+    from verl_tree.launch.checks.refusals import settle
+    from verl_tree.launch.checks.resume import find_leftovers
+    from verl_tree.launch.checks.translation import translate
+    from verl_tree.launch.checks.values import check_tree_values, find_wrong_values
+    from verl_tree.launch.command.environment import set_ray_options, set_variables
+    from verl_tree.launch.command.resolution import resolve
 
     resolve(config)
     console.is_brief = config.tree.console == "steps"
@@ -83,8 +83,8 @@ def prepare(config: "DictConfig", *, console: Console) -> None:
 
 def bound_paths(config: "DictConfig") -> None:
     """Tell the engines of a resolved configuration how long a path can be; `tree.capacity=auto` holds memory for it."""
-    from verl_tree.launch.validation.capacity import longest_trajectory
-    from verl_tree.launch.validation.refusals import ENGINES, value_of
+    from verl_tree.launch.checks.capacity import longest_trajectory
+    from verl_tree.launch.checks.refusals import ENGINES, value_of
 
     if config.tree.capacity == "auto" and config.tree.max_path_len is None:
         longest, _ = longest_trajectory(config)
@@ -101,8 +101,8 @@ def train(config: "DictConfig") -> None:
     from verl.utils.device import auto_set_device
 
     from verl_tree.config import TreeConfig
-    from verl_tree.launch.termination import AfterRay, ending_on_term
-    from verl_tree.launch.watchdog import watch_run
+    from verl_tree.launch.run.termination import AfterRay, ending_on_term
+    from verl_tree.launch.run.watchdog import watch_run
     from verl_tree.trainer.task_runner import TreeTaskRunner
 
     auto_set_device(config)

@@ -9,8 +9,8 @@
 import os
 from typing import TYPE_CHECKING
 
-from verl_tree.launch.console import announce
-from verl_tree.launch.endings import refused_in_brief
+from verl_tree.launch.run.console import announce
+from verl_tree.launch.run.endings import refused_in_brief
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -30,7 +30,7 @@ def main() -> None:
     """Parse the command line and train."""
     if os.environ.get("RANK", "0") == "0":
         announce("composing the configuration")
-    from verl_tree.launch.composition import SFT_CONFIG_NAME, run_command
+    from verl_tree.launch.command.composition import SFT_CONFIG_NAME, run_command
 
     with refused_in_brief():
         run_command(run, config_name=SFT_CONFIG_NAME)
@@ -59,8 +59,8 @@ def prepare(config: "DictConfig") -> None:
     Raises:
         ValueError: Settings cannot work.
     """
-    from verl_tree.launch.environment import set_variables
-    from verl_tree.launch.resolution import resolve
+    from verl_tree.launch.command.environment import set_variables
+    from verl_tree.launch.command.resolution import resolve
     from verl_tree.sft.checks import validate
 
     resolve(config)

@@ -39,7 +39,7 @@ from worker_cases import InProcessWorker, run_sessions
 from rollout_hooks.capture.outputs import PromptFailed
 from rollout_hooks.capture.recording import ABORTED
 from rollout_hooks.worker import TreeAgentLoopManager, TreeAgentLoopWorker
-from verl_tree.launch.actors import AGENT_LOOP_WORKER
+from verl_tree.launch.run.actors import AGENT_LOOP_WORKER
 
 WORKER = AgentLoopWorkerTQ.__ray_metadata__.modified_class
 
@@ -414,7 +414,7 @@ def test_simple_timer_adds_up():
 
 
 def test_the_names_of_the_workers(monkeypatch):
-    """The watchdog finds the agent loop workers by the beginning of their names (`verl_tree.launch.actors`)."""
+    """The watchdog finds the agent loop workers by the beginning of their names (`verl_tree.launch.run.actors`)."""
     names = []
 
     class Recorded:

@@ -7,7 +7,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineManage
 from verl.single_controller.ray import RayWorkerGroup
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_tree.launch.composition import compose_config
+from verl_tree.launch.command.composition import compose_config
 
 
 def test_verl_finds_the_engine_that_the_profile_names() -> None:

@@ -1,4 +1,4 @@
-"""How Ray and verl print what the other processes write: what `verl_tree.launch.lines` reads."""
+"""How Ray and verl print what the other processes write: what `verl_tree.launch.run.lines` reads."""
 
 import asyncio
 import io
@@ -12,7 +12,7 @@ from scripted_llm import tokenizer
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.utils.logging_utils import configure_verl_logging
 
-from verl_tree.launch.lines import LineFilter, split_process, without_colours
+from verl_tree.launch.run.lines import LineFilter, split_process, without_colours
 
 
 @pytest.mark.parametrize("is_err", [False, True])

@@ -14,8 +14,8 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig
 
 from verl_tree.cpu.platform import PlatformCPU
-from verl_tree.launch.composition import compose_config
-from verl_tree.launch.environment import LEVEL_VARIABLE
+from verl_tree.launch.command.composition import compose_config
+from verl_tree.launch.command.environment import LEVEL_VARIABLE
 
 
 def test_versions_are_the_pinned_ones() -> None:

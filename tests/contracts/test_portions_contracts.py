@@ -12,10 +12,10 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from verl_tree.launch.composition import compose_config
+from verl_tree.launch.command.composition import compose_config
 from verl_tree.trainer.advantages import ESTIMATORS, Rows, announce_rows
-from verl_tree.trainer.beside_rows import GROUP_WISE, BesideRows
-from verl_tree.trainer.whitening import UNWHITENED
+from verl_tree.trainer.portions.beside_rows import GROUP_WISE, BesideRows
+from verl_tree.trainer.portions.whitening import UNWHITENED
 from verl_tree.tree.shape import ForestShape
 
 

@@ -55,7 +55,7 @@ def test_tags_that_are_written_later_are_added_and_outlive_a_checkpoint(tmp_path
 
 
 def test_values_that_rows_share_are_a_column_like_any_other() -> None:
-    """As `verl_tree.trainer.padding` writes the fields of equal rows that are no tensors."""
+    """As `verl_tree.trainer.rows.padding` writes the fields of equal rows that are no tensors."""
     value = {"calls": [(0, 1)]}
     rows = list_of_dict_to_tensordict([{"extra_fields": value} for _ in range(4)])
     shared = rows.empty()

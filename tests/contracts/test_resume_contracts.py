@@ -10,7 +10,7 @@ pytest.importorskip("verl")
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path, get_checkpoint_tracker_filename
 from verl.utils.tracking import FileLogger
 
-from verl_tree.trainer.checkpoints import TRACKER
+from verl_tree.trainer.starts.checkpoints import TRACKER
 
 
 def test_verl_starts_from_the_beginning_where_its_tracker_names_nothing(tmp_path: Path) -> None:

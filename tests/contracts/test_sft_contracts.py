@@ -24,7 +24,7 @@ from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import sft_loss
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
-from verl_tree.launch.composition import compose_config
+from verl_tree.launch.command.composition import compose_config
 
 
 def jagged(rows: list[list[float]]) -> torch.Tensor:

@@ -31,10 +31,10 @@ from verl.utils import seqlen_balancing
 from verl.utils import tensordict_utils as tu
 from verl.utils.skip import rollout_skip
 
-from verl_tree.launch.composition import compose_config
+from verl_tree.launch.command.composition import compose_config
 from verl_tree.trainer.modes import TREE_TRAINERS, TreePPOTrainerSeparateAsync, TreePPOTrainerSync
-from verl_tree.trainer.padding import shorten
-from verl_tree.trainer.resumable import DUMP_KEYS, ResumableTrainer
+from verl_tree.trainer.rows.padding import shorten
+from verl_tree.trainer.starts.resumable import DUMP_KEYS, ResumableTrainer
 from verl_tree.trainer.trainer import TreeTrainer
 
 STEP = (

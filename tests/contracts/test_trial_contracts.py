@@ -20,9 +20,9 @@ from vllm.entrypoints.openai.completion.protocol import (
 from worker_cases import InProcessWorker
 
 from rollout_hooks.trial.clients import ServedAnswers
-from verl_tree.launch.validation.arguments import arguments_of
-from verl_tree.launch.validation.loop_entries import GIVEN_BY_VERL, VERL_BASE
-from verl_tree.launch.validation.source import look_up, source_of, split_target
+from verl_tree.launch.checks.arguments import arguments_of
+from verl_tree.launch.checks.loop_entries import GIVEN_BY_VERL, VERL_BASE
+from verl_tree.launch.checks.source import look_up, source_of, split_target
 
 
 class Recorder:

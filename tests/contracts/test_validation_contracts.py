@@ -32,8 +32,8 @@ from verl.workers.config import CriticConfig, FSDPOptimizerConfig
 from verl.workers.config.optimizer import build_optimizer
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
-from verl_tree.launch.composition import has_flash_attn, verl_trainer_folder
-from verl_tree.launch.validation.choices import CONTENTS, DTYPES, LOAD_FORMATS
+from verl_tree.launch.checks.choices import CONTENTS, DTYPES, LOAD_FORMATS
+from verl_tree.launch.command.composition import has_flash_attn, verl_trainer_folder
 
 SOURCE = """
 from torch.utils.data import Dataset

@@ -1,8 +1,8 @@
-"""What Ray says about the death of an actor: all that `verl_tree.launch.actors` decides on."""
+"""What Ray says about the death of an actor: all that `verl_tree.launch.run.actors` decides on."""
 
 from ray.core.generated.common_pb2 import ActorDeathCause, ActorDiedErrorContext
 
-from verl_tree.launch.actors import NEVER_STARTED, OUT_OF_MEMORY, WANTED
+from verl_tree.launch.run.actors import NEVER_STARTED, OUT_OF_MEMORY, WANTED
 
 
 def test_rays_causes_of_a_death_are_these() -> None:

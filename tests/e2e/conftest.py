@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from verl_tree.launch.environment import RAY_METRICS_VARIABLE
+from verl_tree.launch.command.environment import RAY_METRICS_VARIABLE
 
 # For the clusters that a test starts itself; a run's own has it from the entry point.
 os.environ.setdefault(RAY_METRICS_VARIABLE, "0")

@@ -17,9 +17,9 @@ from test_replay import RowsTrainer
 from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from verl_tree.launch.composition import compose_config
-from verl_tree.trainer.padding import append_padding_rows, real_rows
-from verl_tree.trainer.step_rows import StepRows
+from verl_tree.launch.command.composition import compose_config
+from verl_tree.trainer.rows.padding import append_padding_rows, real_rows
+from verl_tree.trainer.rows.step_rows import StepRows
 
 pytestmark = pytest.mark.e2e
 

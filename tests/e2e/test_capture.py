@@ -27,7 +27,7 @@ from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG
 from rollout_hooks.capture.report import CaptureReport
 from rollout_hooks.loops.parallel_tools import ParallelToolsAgentLoop
 from rollout_hooks.worker import TreeAgentLoopManager
-from verl_tree.trainer.step_rows import StepRows, shapes_of_columns
+from verl_tree.trainer.rows.step_rows import StepRows, shapes_of_columns
 
 SUPPORT = str(pathlib.Path(__file__).parents[1] / "support")
 

@@ -24,12 +24,12 @@ from transfer_queue import KVBatchMeta
 from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig
 from verl.workers.utils.losses import ppo_loss
 
-from verl_tree.launch.composition import compose_config
+from verl_tree.launch.command.composition import compose_config
 from verl_tree.records import read_trees
 from verl_tree.testing.local_worker import local_worker
 from verl_tree.trainer.modes import TreePPOTrainerSync
-from verl_tree.trainer.padding import real_rows
-from verl_tree.trainer.step_tokens import fetch_trees
+from verl_tree.trainer.rows.padding import real_rows
+from verl_tree.trainer.rows.step_tokens import fetch_trees
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -20,12 +20,12 @@ from verl.trainer.ppo.core_algos import get_kl_controller
 from verl.trainer.ppo.utils import need_critic
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from verl_tree.launch.composition import compose_config
-from verl_tree.trainer.beside_rows import BesideRows
-from verl_tree.trainer.padding import append_padding_rows, real_rows
-from verl_tree.trainer.portions import PortionTrainer, announcement
-from verl_tree.trainer.step_rows import StepRows
-from verl_tree.trainer.whitening import UNWHITENED
+from verl_tree.launch.command.composition import compose_config
+from verl_tree.trainer.portions.beside_rows import BesideRows
+from verl_tree.trainer.portions.portion import PortionTrainer, announcement
+from verl_tree.trainer.portions.whitening import UNWHITENED
+from verl_tree.trainer.rows.padding import append_padding_rows, real_rows
+from verl_tree.trainer.rows.step_rows import StepRows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -30,16 +30,18 @@ from verl.utils.skip import SkipManager
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_tree.cost.model import CostModel
-from verl_tree.launch.composition import compose_config
-from verl_tree.trainer import advantages, replay
-from verl_tree.trainer.batching import MiniBatchPlan, group_rows, parse_row_key
-from verl_tree.trainer.log_prob_guard import LogProbGuard
+from verl_tree.launch.command.composition import compose_config
+from verl_tree.trainer import advantages
 from verl_tree.trainer.modes import TreePPOTrainerSync
-from verl_tree.trainer.padding import PADDING_LEN, real_rows
-from verl_tree.trainer.portions import PortionWorker
-from verl_tree.trainer.replay_buffer import TreeReplayBuffer, TreeReplayBufferAsync
-from verl_tree.trainer.step_rows import StepRows
-from verl_tree.trainer.update_metrics import step_metrics, take_tree_metrics
+from verl_tree.trainer.portions.portion import PortionWorker
+from verl_tree.trainer.row_keys import group_rows, parse_row_key
+from verl_tree.trainer.rows import replay
+from verl_tree.trainer.rows.batching import MiniBatchPlan
+from verl_tree.trainer.rows.padding import PADDING_LEN, real_rows
+from verl_tree.trainer.rows.replay_buffer import TreeReplayBuffer, TreeReplayBufferAsync
+from verl_tree.trainer.rows.step_rows import StepRows
+from verl_tree.trainer.told.log_prob_guard import LogProbGuard
+from verl_tree.trainer.told.update_metrics import step_metrics, take_tree_metrics
 
 pytestmark = pytest.mark.e2e
 

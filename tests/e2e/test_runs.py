@@ -19,9 +19,9 @@ from tiny_run import read_metrics, run_and_kill_engine, run_and_terminate
 
 from verl_tree.dashboards.panels import TOPICS
 from verl_tree.records import StoredTree, forests, read_trees
-from verl_tree.trainer.checkpoints import TRACKER, mark_complete
-from verl_tree.trainer.metric_table import KEYS
-from verl_tree.trainer.tree_folder import OWNER
+from verl_tree.trainer.starts.checkpoints import TRACKER, mark_complete
+from verl_tree.trainer.starts.tree_folder import OWNER
+from verl_tree.trainer.told.metric_table import KEYS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 

@@ -24,10 +24,10 @@ from ray.util.state import list_actors
 from waiting_worker import AskingLoop, BackgroundWorker
 
 from verl_tree.config import WatchdogConfig
-from verl_tree.launch import actors, watchdog
-from verl_tree.launch.actors import log_tail
-from verl_tree.launch.termination import EXIT_STATUS, ending_on_term
-from verl_tree.launch.watchdog import RunFailedError, _ask, watch_run
+from verl_tree.launch.run import actors, watchdog
+from verl_tree.launch.run.actors import log_tail
+from verl_tree.launch.run.termination import EXIT_STATUS, ending_on_term
+from verl_tree.launch.run.watchdog import RunFailedError, _ask, watch_run
 
 pytestmark = pytest.mark.e2e
 

@@ -31,7 +31,7 @@ import verl_tree.cpu.platform  # noqa: F401  (the CPU platform and the engines)
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.engine.losses.session_weights import weigh_sessions
 from verl_tree.testing.local_worker import batch_of_rows, local_worker
-from verl_tree.trainer.batching import MiniBatchPlan
+from verl_tree.trainer.rows.batching import MiniBatchPlan
 from verl_tree.trainer.worker import TreeTrainingWorker
 
 VOCABULARY = 61

@@ -11,8 +11,8 @@ import pyarrow.parquet
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from verl_tree.launch.composition import compose_config
-from verl_tree.launch.validation import validate
+from verl_tree.launch.checks import validate
+from verl_tree.launch.command.composition import compose_config
 
 SIZES = {
     "hidden_size": 16,

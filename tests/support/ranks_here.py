@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import ray
 
-from verl_tree.trainer.portions import Portion, PortionResult, run_portion
+from verl_tree.trainer.portions.portion import Portion, PortionResult, run_portion
 
 
 class RanksHere:

@@ -28,7 +28,7 @@ from verl.trainer.sft_trainer import SFTTrainer
 from verl.utils.dataset.dataset_utils import SFTTensorCollator
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
-from verl_tree.launch.composition import compose_config
+from verl_tree.launch.command.composition import compose_config
 from verl_tree.sft.checks import validate
 from verl_tree.sft.rows import PADDING
 from verl_tree.sft.trainer import TreeSFTTrainer

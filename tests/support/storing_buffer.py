@@ -13,7 +13,7 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from typing_extensions import override
 
-from verl_tree.trainer.replay_buffer import POLL_INTERVAL_S, TreeReplayBufferAsync
+from verl_tree.trainer.rows.replay_buffer import POLL_INTERVAL_S, TreeReplayBufferAsync
 
 
 class StoringBuffer(TreeReplayBufferAsync):

@@ -12,7 +12,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from verl_tree.config import TreeConfig, WatchdogConfig
 from verl_tree.engine_config import TreeFSDPEngineConfig
-from verl_tree.launch.composition import compose_config
+from verl_tree.launch.command.composition import compose_config
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Sequence
 
-from verl_tree.launch.composition import prepare_hydra
+from verl_tree.launch.command.composition import prepare_hydra
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,12 +1,12 @@
 """What an operator looks at: panels, by topic.
 
 Here stand the order of the panels and what they show of verl's own metrics. Which panel shows a metric of this project
-stands in the metric's row of `verl_tree.trainer.metric_table`.
+stands in the metric's row of `verl_tree.trainer.told.metric_table`.
 """
 
 from dataclasses import dataclass, replace
 
-from verl_tree.trainer.metric_table import METRICS
+from verl_tree.trainer.told.metric_table import METRICS
 
 NUM_COLUMNS = 4
 """Panels beside each other."""

@@ -8,10 +8,9 @@ from omegaconf import DictConfig
 
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.families import RECURRENT_TYPES
-from verl_tree.launch.composition import has_flash_attn
-from verl_tree.launch.validation.flash_attn import INSTALL, VERLS_DEFAULT
-from verl_tree.launch.validation.prompts import row_problems
-from verl_tree.launch.validation.refusals import (
+from verl_tree.launch.checks.flash_attn import INSTALL, VERLS_DEFAULT
+from verl_tree.launch.checks.prompts import row_problems
+from verl_tree.launch.checks.refusals import (
     DATA_KEYS,
     Check,
     Finding,
@@ -28,9 +27,10 @@ from verl_tree.launch.validation.refusals import (
     uses_tree,
     value_of,
 )
-from verl_tree.launch.validation.resume import check_checkpoints, check_chosen_checkpoint
-from verl_tree.launch.validation.settings import OFF, ON, Rule, check_cpu_backend, check_device, check_tree_options
-from verl_tree.launch.validation.values import COUNT, Range, check_kinds, ranges
+from verl_tree.launch.checks.resume import check_checkpoints, check_chosen_checkpoint
+from verl_tree.launch.checks.settings import OFF, ON, Rule, check_cpu_backend, check_device, check_tree_options
+from verl_tree.launch.checks.values import COUNT, Range, check_kinds, ranges
+from verl_tree.launch.command.composition import has_flash_attn
 from verl_tree.records import holds_trees
 
 ATTENTION = "model.override_config.attn_implementation"

@@ -22,7 +22,7 @@ from verl.trainer.sft_trainer import create_sft_dataset
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 
 from verl_tree.engine.rows.columns import gather
-from verl_tree.launch.validation.prompts import message_problem
+from verl_tree.launch.checks.prompts import message_problem
 from verl_tree.records import holds_trees, read_trees
 
 PADDING = -1

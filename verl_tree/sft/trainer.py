@@ -26,9 +26,9 @@ from verl_tree.engine import TreeEngine
 from verl_tree.engine.rows.columns import read_row_lens
 from verl_tree.sft.rows import TokenRows, read_rows
 from verl_tree.sft.sampler import TreeBatchSampler, TreePart, deal, find_trees, parts_of
-from verl_tree.trainer.checkpoints import folder_of, mark_complete, resume_from_complete, saving
-from verl_tree.trainer.metrics_file import keep_under_another_name, path_of
-from verl_tree.trainer.update_flops import UpdateFlops
+from verl_tree.trainer.starts.checkpoints import folder_of, mark_complete, resume_from_complete, saving
+from verl_tree.trainer.starts.metrics_file import keep_under_another_name, path_of
+from verl_tree.trainer.told.update_flops import UpdateFlops
 
 
 def train(config: DictConfig) -> None:

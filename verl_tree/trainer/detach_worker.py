@@ -15,7 +15,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.fsdp_utils import fsdp2_sharded_load_from_cpu, fsdp2_sharded_save_to_cpu
 
 from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
-from verl_tree.trainer.portions import PortionWorker
+from verl_tree.trainer.portions.portion import PortionWorker
 from verl_tree.trainer.worker import TreeTrainingWorker
 
 SavedModel = tuple[dict[str, tuple[Tensor, Any]], Any]

@@ -12,8 +12,8 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from verl_tree.trainer.beside_rows import BesideRows
 from verl_tree.trainer.detach_worker import TreeDetachActorWorker
+from verl_tree.trainer.portions.beside_rows import BesideRows
 from verl_tree.trainer.trainer import TreeTrainer
 
 

@@ -40,11 +40,23 @@ from rollout_hooks.worker import TreeAgentLoopManager
 from verl_tree.cost.model import CostModel
 from verl_tree.packing.counts import ForestCounts
 from verl_tree.records import StoredTree
-from verl_tree.trainer import advantages, replay
-from verl_tree.trainer.batching import MiniBatchPlan, assign_rows, number_sessions
-from verl_tree.trainer.chosen_rows import drop_all_but_longest
-from verl_tree.trainer.log_prob_guard import LogProbGuard
-from verl_tree.trainer.metrics import (
+from verl_tree.trainer import advantages
+from verl_tree.trainer.row_keys import number_sessions
+from verl_tree.trainer.rows import replay
+from verl_tree.trainer.rows.batching import MiniBatchPlan, assign_rows
+from verl_tree.trainer.rows.chosen_rows import drop_all_but_longest
+from verl_tree.trainer.rows.no_trajectory import NoTrajectoryError
+from verl_tree.trainer.rows.padding import append_padding_rows, fill_padding_rows, real_rows
+from verl_tree.trainer.rows.replay_buffer import TreeReplayBuffer, TreeReplayBufferAsync, WatchedBuffer
+from verl_tree.trainer.rows.row_check import check_step_rows
+from verl_tree.trainer.rows.staleness import staleness_metrics
+from verl_tree.trainer.rows.step_rows import StepRows
+from verl_tree.trainer.rows.step_tokens import fetch_calls, fetch_cells, fetch_trees, flat_counts
+from verl_tree.trainer.starts.restored import numbered_uid, take_over_restored
+from verl_tree.trainer.starts.resumable import ResumableTrainer
+from verl_tree.trainer.starts.tree_folder import take_over
+from verl_tree.trainer.told.log_prob_guard import LogProbGuard
+from verl_tree.trainer.told.metrics import (
     capture_metrics,
     describe_cut_prompts,
     describe_failures,
@@ -53,18 +65,8 @@ from verl_tree.trainer.metrics import (
     session_metrics,
     tokens_per_s,
 )
-from verl_tree.trainer.no_trajectory import NoTrajectoryError
-from verl_tree.trainer.padding import append_padding_rows, fill_padding_rows, real_rows
-from verl_tree.trainer.replay_buffer import TreeReplayBuffer, TreeReplayBufferAsync, WatchedBuffer
-from verl_tree.trainer.restored import numbered_uid, take_over_restored
-from verl_tree.trainer.resumable import ResumableTrainer
-from verl_tree.trainer.row_check import check_step_rows
-from verl_tree.trainer.staleness import staleness_metrics
-from verl_tree.trainer.step_rows import StepRows
-from verl_tree.trainer.step_tokens import fetch_calls, fetch_cells, fetch_trees, flat_counts
-from verl_tree.trainer.tree_folder import take_over
-from verl_tree.trainer.tree_log import TreeLog, When
-from verl_tree.trainer.update_metrics import as_numbers, step_metrics, take_tree_metrics
+from verl_tree.trainer.told.tree_log import TreeLog, When
+from verl_tree.trainer.told.update_metrics import as_numbers, step_metrics, take_tree_metrics
 from verl_tree.trainer.worker import TreeActorRolloutRefWorker, TreeTrainingWorker
 
 logger = logging.getLogger(__name__)

@@ -35,10 +35,10 @@ from verl_tree.engine.rows.micro_batch import LossFunction
 from verl_tree.engine.rows.positions import settle_positions, takes_components
 from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.packing.counts import ForestCounts, RankTimes
-from verl_tree.trainer.batching import MiniBatchPlan
-from verl_tree.trainer.portions import PortionWorker
-from verl_tree.trainer.update_flops import UpdateFlops
-from verl_tree.trainer.update_metrics import as_numbers
+from verl_tree.trainer.portions.portion import PortionWorker
+from verl_tree.trainer.rows.batching import MiniBatchPlan
+from verl_tree.trainer.told.update_flops import UpdateFlops
+from verl_tree.trainer.told.update_metrics import as_numbers
 
 
 class TreeTrainingWorker(TrainingWorker):

@@ -22,9 +22,9 @@ from worker_cases import InProcessWorker
 from rollout_hooks.capture.image_runs import IMAGES_FIELD, image_runs, tree_keys
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE, LEAF_SHAPE_TAG
 from verl_tree.records import forests, read_trees, write_trees
-from verl_tree.trainer import step_rows as step_rows_module
-from verl_tree.trainer.step_rows import StepRows, shapes_of_columns
-from verl_tree.trainer.step_tokens import trees_of
+from verl_tree.trainer.rows import step_rows as step_rows_module
+from verl_tree.trainer.rows.step_rows import StepRows, shapes_of_columns
+from verl_tree.trainer.rows.step_tokens import trees_of
 from verl_tree.tree import TokenForest
 
 IMAGE = 9

@@ -14,7 +14,7 @@ import pytest
 
 from verl_tree.dashboards import grafana
 from verl_tree.dashboards.panels import TOPICS
-from verl_tree.trainer.metric_table import KEYS, METRICS
+from verl_tree.trainer.told.metric_table import KEYS, METRICS
 
 PANELS = [panel for panels in TOPICS.values() for panel in panels]
 

@@ -12,7 +12,7 @@ from picture_sessions import two_sessions
 from verl_tree.engine.rows.columns import jagged
 from verl_tree.engine.rows.media import rows_with_images
 from verl_tree.engine.rows.positions import positions_of
-from verl_tree.trainer.step_rows import keys_of_columns
+from verl_tree.trainer.rows.step_rows import keys_of_columns
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.row_keys import row_keys

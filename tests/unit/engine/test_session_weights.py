@@ -29,7 +29,7 @@ from verl_tree.engine.losses.session_weights import SessionWeights, session_weig
 from verl_tree.engine.losses.untrained_rows import loss_of_any_rows
 from verl_tree.testing.local_worker import batch_of_rows, local_worker
 from verl_tree.testing.synthetic import random_forest
-from verl_tree.trainer.batching import MiniBatchPlan
+from verl_tree.trainer.rows.batching import MiniBatchPlan
 
 NORM = "seq-mean-token-sum-norm"
 AGGREGATIONS = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", NORM]

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl.trainer import main_ppo as ppo_trainer
 
-from verl_tree.launch.composition import (
+from verl_tree.launch.command.composition import (
     accept_verl_arguments,
     compose_config,
     cpu_threads,
@@ -174,7 +174,7 @@ def test_folders_are_found_as_verl_finds_them(tmp_path: Path, monkeypatch: pytes
 
 def test_composing_imports_neither_verl_nor_torch() -> None:
     program = (
-        "import sys; from verl_tree.launch.composition import compose_config; compose_config(['profile=cpu'])\n"
+        "import sys; from verl_tree.launch.command.composition import compose_config; compose_config(['profile=cpu'])\n"
         "assert not {'verl', 'torch', 'ray'} & set(sys.modules)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}

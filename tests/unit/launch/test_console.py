@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from verl_tree.launch import console as console_module
-from verl_tree.launch.console import Console
-from verl_tree.launch.endings import interrupted_in_brief
-from verl_tree.launch.lines import TRAINING
+from verl_tree.launch.run import console as console_module
+from verl_tree.launch.run.console import Console
+from verl_tree.launch.run.endings import interrupted_in_brief
+from verl_tree.launch.run.lines import TRAINING
 
 NOISE = "(WorkerDict pid=1) Qwen3ForCausalLM contains 64.77K parameters"
 STEP = "step 1/3: reward 0.50 (leaves), 0.60 (sessions)"

@@ -6,9 +6,9 @@ import pytest
 import ray
 from ray.exceptions import RayTaskError
 
-from verl_tree.launch.endings import ended_with_causes
-from verl_tree.launch.watchdog import RunFailedError
-from verl_tree.trainer.no_trajectory import NoTrajectoryError
+from verl_tree.launch.run.endings import ended_with_causes
+from verl_tree.launch.run.watchdog import RunFailedError
+from verl_tree.trainer.rows.no_trajectory import NoTrajectoryError
 
 CAUSES = "step 3 (train): 2 sessions failed\n  2 x KeyError: 'plan' (first: u_0)"
 

@@ -3,8 +3,8 @@
 import pytest
 from input_cases import resolved
 
-from verl_tree.launch.environment import ray_env_vars, set_ray_options
-from verl_tree.launch.validation.variables import check_secrets as variables_check
+from verl_tree.launch.checks.variables import check_secrets as variables_check
+from verl_tree.launch.command.environment import ray_env_vars, set_ray_options
 
 
 def test_processes_learn_the_plugin_and_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from omegaconf import DictConfig
 
 pytest.importorskip("verl")
 
-from verl_tree.launch.validation import code, inputs, objects, prompts, validate
-from verl_tree.launch.validation.prompts import message_problem
+from verl_tree.launch.checks import code, inputs, objects, prompts, validate
+from verl_tree.launch.checks.prompts import message_problem
 
 GOOD = [{"role": "user", "content": "a"}]
 CONTENT = st.one_of(

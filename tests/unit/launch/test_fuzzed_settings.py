@@ -13,11 +13,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 pytest.importorskip("verl")
 
-from verl_tree.launch.environment import ray_env_vars
-from verl_tree.launch.plan import capacity_lines, layout_lines
-from verl_tree.launch.resolution import resolve
-from verl_tree.launch.translation import translate
-from verl_tree.launch.validation import find_before_the_queue
+from verl_tree.launch.checks import find_before_the_queue
+from verl_tree.launch.checks.translation import translate
+from verl_tree.launch.command.environment import ray_env_vars
+from verl_tree.launch.command.resolution import resolve
+from verl_tree.launch.run.plan import capacity_lines, layout_lines
 
 ROLLOUT = "actor_rollout_ref.rollout"
 JUNK = [None, 0, -1, 1, 2, 7, 10**12, 10**400, 0.5, -0.5, 1e308, float("inf"), float("nan"), True, False]

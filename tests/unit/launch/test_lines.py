@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_tree.launch.lines import LineFilter, find_milestone, for_people, split_process, without_colours
+from verl_tree.launch.run.lines import LineFilter, find_milestone, for_people, split_process, without_colours
 
 LIBRARY = "/env/lib/python3.11/site-packages/verl/workers/engine/__init__.py"
 RUNNER, AGENTS, WORKER, SERVER = (
@@ -15,7 +15,7 @@ RUNNER, AGENTS, WORKER, SERVER = (
     [
         "start   2.1 s: configuration composed (2.0 s); checking it",
         "actor_rollout_ref.actor.strategy=fsdp2: runs as fsdp_tree: FSDP2 on trees",
-        "[2026-11-22 13:50:28,413][verl_tree.launch.validation][WARNING] - reward.num_workers=0: verl's agents fail",
+        "[2026-11-22 13:50:28,413][verl_tree.launch.checks][WARNING] - reward.num_workers=0: verl's agents fail",
         "(raylet) The node with node id 1234 has been marked dead",
         f"{RUNNER}step 1/10: reward 0.42 (leaves), 0.50 (sessions) | 4.0 leaves a session",
         f"{RUNNER}WARNING:2026-11-22 13:30:26,062:step 1 (train): 8 sessions failed",

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from verl_tree.launch.resume import resume_hint, saying_how_to_resume
-from verl_tree.trainer.checkpoints import TRACKER, mark_complete
+from verl_tree.launch.run.resume import resume_hint, saying_how_to_resume
+from verl_tree.trainer.starts.checkpoints import TRACKER, mark_complete
 
 
 def config_of(root: Path, *, mode: str = "auto", save_freq: int = 2) -> DictConfig:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from verl_tree.launch.termination import EXIT_STATUS, AfterRay, ending_on_term
-from verl_tree.trainer.checkpoints import END_REQUEST
+from verl_tree.launch.run.termination import EXIT_STATUS, AfterRay, ending_on_term
+from verl_tree.trainer.starts.checkpoints import END_REQUEST
 
 
 def config_of(root: Path, *, save_on_term: bool) -> DictConfig:

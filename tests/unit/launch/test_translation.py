@@ -8,9 +8,9 @@ import pytest
 from input_cases import resolved
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_tree.launch.translation import LEGACY_GROUPS, MOVED, translate
-from verl_tree.launch.validation import find
-from verl_tree.launch.validation.refusals import value_of
+from verl_tree.launch.checks import find
+from verl_tree.launch.checks.refusals import value_of
+from verl_tree.launch.checks.translation import LEGACY_GROUPS, MOVED, translate
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from input_cases import refusal, resolved
 
-from verl_tree.launch.validation import find, validate
+from verl_tree.launch.checks import find, validate
 
 AGENT = "actor_rollout_ref.rollout.agent"
 LOOPS = f"{AGENT}.agent_loop_config_path"
@@ -291,8 +291,8 @@ def test_every_loop_that_a_worker_knows_is_known_here_without_vllm(tmp_path: Pat
     (tmp_path / "loops.yaml").write_text("- name: mine\n  _target_: rollout_hooks.capture.async_llm.AsyncLLM\n")
     program = (
         "import json, sys, verl_tree.cpu.platform; from input_cases import resolved\n"
-        "from verl_tree.launch.validation import validate\n"
-        "from verl_tree.launch.validation.code import _registered_loops\n"
+        "from verl_tree.launch.checks import validate\n"
+        "from verl_tree.launch.checks.code import _registered_loops\n"
         f"of_verl = _registered_loops(resolved('{MANAGER}=null'))\n"
         f"validate(resolved('{DEFAULT}=parallel_tools', '{LOOPS}={tmp_path}/loops.yaml'))\n"
         "assert not {'vllm', 'rollout_hooks.worker'} & set(sys.modules)\n"

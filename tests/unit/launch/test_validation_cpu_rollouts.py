@@ -8,8 +8,8 @@ pytest.importorskip("verl")
 
 from input_cases import resolved, write_model
 
-from verl_tree.launch.validation import find
-from verl_tree.launch.validation.cpu_rollouts import check_linear_attention
+from verl_tree.launch.checks import find
+from verl_tree.launch.checks.cpu_rollouts import check_linear_attention
 
 NEXT = {
     "model_type": "qwen3_next",

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from input_cases import resolved
 
-from verl_tree.launch.composition import compose_config
-from verl_tree.launch.validation import find, flash_attn
-from verl_tree.launch.validation.refusals import Finding
+from verl_tree.launch.checks import find, flash_attn
+from verl_tree.launch.checks.refusals import Finding
+from verl_tree.launch.command.composition import compose_config
 
 KEY = "actor_rollout_ref.model.override_config.attn_implementation"
 FLAT = ("trainer.device=cuda", "tree.enabled=false", "actor_rollout_ref.actor.strategy=fsdp2")

@@ -10,9 +10,9 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from rollout_hooks.loops import BUILT_IN
 from verl_tree.families import IMAGE_TYPES
-from verl_tree.launch.validation import validate
-from verl_tree.launch.validation.images import FREEZE
-from verl_tree.launch.validation.loop_entries import LOOPS_KEY
+from verl_tree.launch.checks import validate
+from verl_tree.launch.checks.images import FREEZE
+from verl_tree.launch.checks.loop_entries import LOOPS_KEY
 
 ROOT = Path(__file__).parents[3]
 MODEL = "actor_rollout_ref.model.path"

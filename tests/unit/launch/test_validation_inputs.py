@@ -9,7 +9,7 @@ import pytest
 from input_cases import refusal, resolved, write_model, write_rows
 
 from recipes.demo.tokenizer import build_tokenizer
-from verl_tree.launch.validation import find, find_before_the_queue, validate
+from verl_tree.launch.checks import find, find_before_the_queue, validate
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model.path"

@@ -7,11 +7,11 @@ import pytest
 from input_cases import refusal, resolved
 from omegaconf import DictConfig
 
-from verl_tree.launch.validation import validate
-from verl_tree.launch.validation.arguments import arguments_of
-from verl_tree.launch.validation.code import check_agent_loops
-from verl_tree.launch.validation.refusals import Finding
-from verl_tree.launch.validation.source import look_up, source_of, split_target
+from verl_tree.launch.checks import validate
+from verl_tree.launch.checks.arguments import arguments_of
+from verl_tree.launch.checks.code import check_agent_loops
+from verl_tree.launch.checks.refusals import Finding
+from verl_tree.launch.checks.source import look_up, source_of, split_target
 
 AGENT = "actor_rollout_ref.rollout.agent"
 LOOPS = f"{AGENT}.agent_loop_config_path"

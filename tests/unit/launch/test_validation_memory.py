@@ -6,8 +6,8 @@ import psutil
 import pytest
 from input_cases import resolved, write_model
 
-from verl_tree.launch.validation import find
-from verl_tree.launch.validation.memory import GIB, check_update_memory, foreseen, model_size
+from verl_tree.launch.checks import find
+from verl_tree.launch.checks.memory import GIB, check_update_memory, foreseen, model_size
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 TINY = {

@@ -10,8 +10,8 @@ pytest.importorskip("verl")
 
 from input_cases import resolved
 
-from verl_tree.launch.validation import find, modes
-from verl_tree.launch.validation.refusals import Finding
+from verl_tree.launch.checks import find, modes
+from verl_tree.launch.checks.refusals import Finding
 
 ROLLOUT, CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 COLOCATE = ["trainer.v1.trainer_mode=colocate_async"]

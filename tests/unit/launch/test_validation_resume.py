@@ -14,11 +14,11 @@ from input_cases import refusal, resolved
 
 pytest.importorskip("verl")
 
-from verl_tree.launch.validation import resume
-from verl_tree.launch.validation.refusals import settle
-from verl_tree.launch.validation.resume import CHECKS, find_leftovers
-from verl_tree.trainer.checkpoints import TRACKER, mark_complete
-from verl_tree.trainer.tree_folder import take_over
+from verl_tree.launch.checks import resume
+from verl_tree.launch.checks.refusals import settle
+from verl_tree.launch.checks.resume import CHECKS, find_leftovers
+from verl_tree.trainer.starts.checkpoints import TRACKER, mark_complete
+from verl_tree.trainer.starts.tree_folder import take_over
 
 
 def save(root: Path, step: int, *, is_marked: bool = True) -> Path:

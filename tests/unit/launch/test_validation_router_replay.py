@@ -4,8 +4,8 @@ import pytest
 from input_cases import refusal, resolved
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_tree.launch.validation import validate
-from verl_tree.launch.validation.router_replay import MODE, RETURNED, check_router_replay
+from verl_tree.launch.checks import validate
+from verl_tree.launch.checks.router_replay import MODE, RETURNED, check_router_replay
 
 BYPASS = "algorithm.rollout_correction.bypass_mode=true"
 

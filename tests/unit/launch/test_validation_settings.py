@@ -4,10 +4,10 @@ import pytest
 from input_cases import resolved
 from omegaconf import DictConfig
 
-from verl_tree.launch.validation import CHECKS, capacity, find, objective, settings, validate
-from verl_tree.launch.validation.capacity import capacity_keys, longest_trajectory
-from verl_tree.launch.validation.refusals import Check, uses_critic, uses_reference
-from verl_tree.launch.validation.settings import RULES, Rule
+from verl_tree.launch.checks import CHECKS, capacity, find, objective, settings, validate
+from verl_tree.launch.checks.capacity import capacity_keys, longest_trajectory
+from verl_tree.launch.checks.refusals import Check, uses_critic, uses_reference
+from verl_tree.launch.checks.settings import RULES, Rule
 from verl_tree.main_ppo import bound_paths
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

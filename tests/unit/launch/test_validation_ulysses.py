@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from input_cases import refusal, resolved, write_model
 
-from verl_tree.launch.composition import compose_config
-from verl_tree.launch.validation import validate
-from verl_tree.launch.validation.ulysses import team_size
+from verl_tree.launch.checks import validate
+from verl_tree.launch.checks.ulysses import team_size
+from verl_tree.launch.command.composition import compose_config
 
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 NAME = "ulysses_sequence_parallel_size"

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from input_cases import refusal, resolved
 
-from verl_tree.launch.validation import find, validate
-from verl_tree.launch.validation.choices import CHOICES
-from verl_tree.launch.validation.values import RANGES, set_aside
+from verl_tree.launch.checks import find, validate
+from verl_tree.launch.checks.choices import CHOICES
+from verl_tree.launch.checks.values import RANGES, set_aside
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 

@@ -19,8 +19,8 @@ from ray.util.state.common import ActorState, protobuf_message_to_dict
 
 from rollout_hooks.capture.running import OpenSessions
 from verl_tree.config import WatchdogConfig
-from verl_tree.launch.actors import describe_generation
-from verl_tree.launch.watchdog import INTERRUPT, Watchdog, _engine_processes, _is_running, watch_run
+from verl_tree.launch.run.actors import describe_generation
+from verl_tree.launch.run.watchdog import INTERRUPT, Watchdog, _engine_processes, _is_running, watch_run
 
 
 def actor(
@@ -128,7 +128,7 @@ def test_a_question_of_the_watchdog_is_no_progress(monkeypatch: pytest.MonkeyPat
         place = {"actor_id": "t", "node_id": "n", "worker_pid": 1, "creation_time_ms": 1, "start_time_ms": 1}
         return [SimpleNamespace(task_id=each, name=name, **place) for each, name in names.items()]
 
-    monkeypatch.setattr("verl_tree.launch.watchdog._ask", ask)
+    monkeypatch.setattr("verl_tree.launch.run.watchdog._ask", ask)
     monkeypatch.setattr(ray, "nodes", list)
     watchdog = Watchdog(WatchdogConfig(timeout_s=60.0))
     assert watchdog._hang([]) is None
@@ -208,7 +208,7 @@ def test_an_engine_that_is_gone_is_the_cause_only_if_no_actor_died(
 
     watchdog = Watchdog(WatchdogConfig())
     watchdog._engines = found
-    monkeypatch.setattr("verl_tree.launch.watchdog._ask", ask)
+    monkeypatch.setattr("verl_tree.launch.run.watchdog._ask", ask)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "n"))
     finding = watchdog.look()
     assert finding is not None

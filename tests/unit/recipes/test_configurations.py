@@ -12,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from recipe_cases import RECIPES, ROOT
 
 from recipes.blackbox_openai_agent.session import MEMORY_VARIABLE
-from verl_tree.launch.composition import prepare_hydra
-from verl_tree.launch.validation import validate
+from verl_tree.launch.checks import validate
+from verl_tree.launch.command.composition import prepare_hydra
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from verl_tree.records import files, read_trees, write_trees
 from verl_tree.records.page import tree_page
 from verl_tree.records.page.content import page_content
 from verl_tree.records.trees import StoredTree
-from verl_tree.trainer.step_tokens import trees_of
+from verl_tree.trainer.rows.step_tokens import trees_of
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from input_cases import write_model, write_rows
 from omegaconf import DictConfig, OmegaConf
 
-from verl_tree.launch.composition import compose_config
+from verl_tree.launch.command.composition import compose_config
 from verl_tree.records import StoredLeaf, StoredTree, write_trees
 from verl_tree.sft.checks import validate
 

@@ -17,7 +17,7 @@ from process_groups import group_of_one
 from tiny_run import make_inputs
 from verl.workers.config import HFModelConfig
 
-from verl_tree.launch.composition import compose_config
+from verl_tree.launch.command.composition import compose_config
 from verl_tree.records import StoredLeaf, StoredTree, holds_trees, write_trees
 from verl_tree.records.trees import ImageRun
 from verl_tree.sft.rows import PADDING, TokenRow, TokenRows, read_rows

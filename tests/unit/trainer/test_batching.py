@@ -12,15 +12,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from verl_tree.cost.model import CostModel, WorkProfile
-from verl_tree.trainer.batching import (
-    MiniBatchPlan,
-    RowAssignment,
-    RowKey,
-    assign_rows,
-    group_rows,
-    number_sessions,
-    parse_row_key,
-)
+from verl_tree.trainer.row_keys import RowKey, group_rows, number_sessions, parse_row_key
+from verl_tree.trainer.rows.batching import MiniBatchPlan, RowAssignment, assign_rows
 from verl_tree.tree import TokenForest
 
 # One unit per tree token, so that expected times are counted by hand.

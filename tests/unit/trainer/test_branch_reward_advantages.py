@@ -12,7 +12,7 @@ from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
 from verl_tree.trainer.advantages import ESTIMATORS, announce_rows
-from verl_tree.trainer.calls import calls_of_row
+from verl_tree.trainer.rows.calls import calls_of_row
 
 
 def padded(rows, name):

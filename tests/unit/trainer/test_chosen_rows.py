@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("verl")
 
-from verl_tree.trainer.chosen_rows import longest_rows
+from verl_tree.trainer.rows.chosen_rows import longest_rows
 
 # Row keys are uid_session_leaf, in the order in which rows happen to arrive.
 ROW_LENS = {

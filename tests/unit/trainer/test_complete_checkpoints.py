@@ -11,7 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from verl_tree.trainer.checkpoints import (
+from verl_tree.trainer.starts.checkpoints import (
     MARKER,
     TRACKER,
     choose_start,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_tree.trainer.late_files import MAX_WAITING, LateFile, LateFiles
+from verl_tree.trainer.told.late_files import MAX_WAITING, LateFile, LateFiles
 
 
 def late(path: Path, write: Callable[[], object]) -> LateFile:

@@ -18,8 +18,8 @@ from input_cases import resolved
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
-from verl_tree.trainer.log_prob_guard import MAX_ROWS, METRIC, LogProbGuard
-from verl_tree.trainer.replay import REPLAYED_TAG
+from verl_tree.trainer.rows.replay import REPLAYED_TAG
+from verl_tree.trainer.told.log_prob_guard import MAX_ROWS, METRIC, LogProbGuard
 
 Row = dict[str, list[float]]
 

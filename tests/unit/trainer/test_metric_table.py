@@ -17,11 +17,11 @@ from verl_tree.cost.fit import MIN_MEASUREMENTS, CostFitter
 from verl_tree.cost.model import Work
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.records import CallRun
-from verl_tree.trainer.log_prob_guard import METRIC
-from verl_tree.trainer.metric_table import KEYS, MADE, METRICS
-from verl_tree.trainer.metrics import capture_metrics, session_metrics, tokens_per_s
-from verl_tree.trainer.replay_buffer import Dropped
-from verl_tree.trainer.staleness import staleness_metrics
+from verl_tree.trainer.rows.replay_buffer import Dropped
+from verl_tree.trainer.rows.staleness import staleness_metrics
+from verl_tree.trainer.told.log_prob_guard import METRIC
+from verl_tree.trainer.told.metric_table import KEYS, MADE, METRICS
+from verl_tree.trainer.told.metrics import capture_metrics, session_metrics, tokens_per_s
 
 ROOT = Path(__file__).parents[3]
 

@@ -10,7 +10,7 @@ pytest.importorskip("verl")
 from omegaconf import OmegaConf
 from verl.utils.tracking import FileLogger
 
-from verl_tree.trainer.metrics_file import EarlierMetrics, path_of
+from verl_tree.trainer.starts.metrics_file import EarlierMetrics, path_of
 
 
 def log(path: Path, steps: range, monkeypatch: pytest.MonkeyPatch, *, last_step: int) -> None:

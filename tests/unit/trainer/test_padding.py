@@ -13,7 +13,7 @@ from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import index_select_tensor_dict, list_of_dict_to_tensordict
 
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG
-from verl_tree.trainer.padding import append_padding_rows, fill_padding_rows, real_rows
+from verl_tree.trainer.rows.padding import append_padding_rows, fill_padding_rows, real_rows
 
 EXTRA = {"recorded_calls": [(0, "root", 2, 4, 1, 1)]}
 ROW = {

@@ -11,11 +11,11 @@ pytest.importorskip("verl")
 
 import torch
 
-from verl_tree.launch.composition import compose_config
+from verl_tree.launch.command.composition import compose_config
 from verl_tree.trainer.advantages import Rows, announce_rows
-from verl_tree.trainer.portion_metrics import join_metrics
-from verl_tree.trainer.portions import Counts, Moments, PortionResult, cut_rows, join_untrained
-from verl_tree.trainer.whitening import UNWHITENED, whitening
+from verl_tree.trainer.portions.portion import Counts, Moments, PortionResult, cut_rows, join_untrained
+from verl_tree.trainer.portions.portion_metrics import join_metrics
+from verl_tree.trainer.portions.whitening import UNWHITENED, whitening
 from verl_tree.tree.shape import ForestShape
 
 

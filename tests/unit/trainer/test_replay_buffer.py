@@ -11,8 +11,8 @@ import transfer_queue as tq
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
-from verl_tree.trainer.no_trajectory import NoTrajectoryError
-from verl_tree.trainer.replay_buffer import POLL_INTERVAL_S, Dropped, TreeReplayBuffer, TreeReplayBufferAsync
+from verl_tree.trainer.rows.no_trajectory import NoTrajectoryError
+from verl_tree.trainer.rows.replay_buffer import POLL_INTERVAL_S, Dropped, TreeReplayBuffer, TreeReplayBufferAsync
 
 
 def settings(**changed: Any) -> dict[str, Any]:

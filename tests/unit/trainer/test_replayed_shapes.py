@@ -17,9 +17,9 @@ from verl.utils.skip.rollout_skip import RolloutTqSkip
 from verl.utils.tensordict_utils import index_select_tensor_dict, list_of_dict_to_tensordict
 
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG, WrittenRow, leaf_shapes
-from verl_tree.trainer import step_rows as step_rows_module
-from verl_tree.trainer.replay import TreeRolloutSkip
-from verl_tree.trainer.step_rows import StepRows
+from verl_tree.trainer.rows import step_rows as step_rows_module
+from verl_tree.trainer.rows.replay import TreeRolloutSkip
+from verl_tree.trainer.rows.step_rows import StepRows
 
 # Two prompts of two sessions. In DFS order: a_0_1, a_1_0, a_0_0 and b_0_0, b_1_0.
 TOKENS = {"a_0_0": [1, 2, 9], "a_0_1": [1, 2, 3], "a_1_0": [1, 2, 3, 7], "b_0_0": [4, 5], "b_1_0": [4, 6]}

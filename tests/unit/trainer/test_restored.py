@@ -8,7 +8,7 @@ pytest.importorskip("verl")
 
 import transfer_queue as tq
 
-from verl_tree.trainer.restored import next_prompt_number, numbered_uid, take_over_restored, trained_rows
+from verl_tree.trainer.starts.restored import next_prompt_number, numbered_uid, take_over_restored, trained_rows
 
 UID = "8c0f7e64-6a4b-4b0e-9a44-d1d2f0a3b111"
 

@@ -20,9 +20,9 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from verl_tree.launch.composition import compose_config
-from verl_tree.trainer.checkpoints import END_REQUEST, MARKER, TRACKER
-from verl_tree.trainer.resumable import ResumableTrainer
+from verl_tree.launch.command.composition import compose_config
+from verl_tree.trainer.starts.checkpoints import END_REQUEST, MARKER, TRACKER
+from verl_tree.trainer.starts.resumable import ResumableTrainer
 
 MODEL = "actor/model.pt"
 CALLBACK = f"{__name__}.NotedSaves"

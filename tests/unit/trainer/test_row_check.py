@@ -16,7 +16,7 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG
-from verl_tree.trainer.row_check import FIELDS, LOG_PROBS, check_step_rows
+from verl_tree.trainer.rows.row_check import FIELDS, LOG_PROBS, check_step_rows
 
 TAG = {"seq_len": 3, "min_global_steps": 1, "max_global_steps": 1}
 KEYS = [f"{uid}_{session}_{leaf}" for uid in "abc" for session in range(2) for leaf in range(3)]

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("verl")
 
 from verl_tree.records import CallRun
-from verl_tree.trainer.staleness import staleness_metrics
+from verl_tree.trainer.rows.staleness import staleness_metrics
 
 
 def test_a_shared_call_counts_once_and_ends_are_told_from_beginnings() -> None:

@@ -15,9 +15,9 @@ from advantage_cases import DRAWN, DrawnTree, Leaf, estimate, rows_of
 from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
-from verl_tree.launch.composition import compose_config
+from verl_tree.launch.command.composition import compose_config
 from verl_tree.trainer.advantages import ESTIMATORS, Call, Rows, announce_rows, gigpo_advantages
-from verl_tree.trainer.calls import calls_of_row
+from verl_tree.trainer.rows.calls import calls_of_row
 from verl_tree.tree import TokenForest
 from verl_tree.tree.shape import ForestShape
 

@@ -26,12 +26,13 @@ from rollout_hooks.capture.session_tree import SessionTree
 from verl_tree.cost.model import Work, WorkProfile
 from verl_tree.records import CallRun, StoredTree
 from verl_tree.records.page.content import page_content
-from verl_tree.trainer import step_rows as step_rows_module
-from verl_tree.trainer import step_tokens
-from verl_tree.trainer.batching import MiniBatchPlan, RowAssignment, group_rows
-from verl_tree.trainer.calls import calls_of_row
-from verl_tree.trainer.step_rows import StepRows, shapes_of_columns
-from verl_tree.trainer.step_tokens import cells_of, fetch_calls, fetch_trees, flat_counts
+from verl_tree.trainer.row_keys import group_rows
+from verl_tree.trainer.rows import step_rows as step_rows_module
+from verl_tree.trainer.rows import step_tokens
+from verl_tree.trainer.rows.batching import MiniBatchPlan, RowAssignment
+from verl_tree.trainer.rows.calls import calls_of_row
+from verl_tree.trainer.rows.step_rows import StepRows, shapes_of_columns
+from verl_tree.trainer.rows.step_tokens import cells_of, fetch_calls, fetch_trees, flat_counts
 from verl_tree.tree import TokenForest
 
 TAG = {"min_global_steps": 3, "max_global_steps": 4}

@@ -19,14 +19,14 @@ from verl.utils.skip.base_skip import SKIP_REGISTRY
 
 from rollout_hooks.capture.report import CaptureReport, FailedSession
 from rollout_hooks.worker import TreeAgentLoopManager
-from verl_tree.launch.composition import compose_config
+from verl_tree.launch.command.composition import compose_config
 from verl_tree.records import read_trees
 from verl_tree.trainer.advantages import ESTIMATORS
 from verl_tree.trainer.detach_worker import TreeDetachActorWorker
 from verl_tree.trainer.modes import TREE_TRAINERS, TreePPOTrainerSync
-from verl_tree.trainer.no_trajectory import NoTrajectoryError
-from verl_tree.trainer.replay import TreeRolloutSkip
-from verl_tree.trainer.replay_buffer import (
+from verl_tree.trainer.rows.no_trajectory import NoTrajectoryError
+from verl_tree.trainer.rows.replay import TreeRolloutSkip
+from verl_tree.trainer.rows.replay_buffer import (
     POLL_INTERVAL_S,
     TreeReplayBuffer,
     TreeReplayBufferAsync,

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("verl")
 
 from rollout_hooks.capture.report import CaptureReport, FailedSession
-from verl_tree.trainer.metrics import (
+from verl_tree.trainer.told.metrics import (
     capture_metrics,
     describe_cut_prompts,
     describe_failures,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from verl_tree.trainer.tree_folder import OWNER, other_owner, take_over
+from verl_tree.trainer.starts.tree_folder import OWNER, other_owner, take_over
 
 NAMES = ["step_000001.parquet", "step_000002.parquet", "step_000003.parquet", "val_000002.parquet", "val_000003_0.html"]
 

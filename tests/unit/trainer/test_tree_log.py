@@ -12,7 +12,7 @@ pytest.importorskip("verl")
 from omegaconf import OmegaConf
 
 from verl_tree.records import StoredLeaf, StoredTree, read_trees
-from verl_tree.trainer.tree_log import NUM_SHOWN, TreeLog, When
+from verl_tree.trainer.told.tree_log import NUM_SHOWN, TreeLog, When
 
 
 def tree_of(uid: str) -> StoredTree:

@@ -25,7 +25,7 @@ from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.engine import TreeEngine
 from verl_tree.engine.rows.computed_paths import ComputedPaths
 from verl_tree.testing.local_worker import batch_of_rows, local_worker
-from verl_tree.trainer.update_flops import UpdateFlops
+from verl_tree.trainer.told.update_flops import UpdateFlops
 from verl_tree.trainer.worker import TreeTrainingWorker
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout

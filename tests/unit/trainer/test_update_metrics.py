@@ -12,7 +12,7 @@ from verl.utils.metric import reduce_metrics
 
 from verl_tree.packing import pack
 from verl_tree.packing.counts import ForestCounts, RankTimes
-from verl_tree.trainer.update_metrics import as_numbers, step_metrics, take_tree_metrics
+from verl_tree.trainer.told.update_metrics import as_numbers, step_metrics, take_tree_metrics
 from verl_tree.tree import TokenForest
 
 # A tree with much to share and a single row: the mean of their PORs is not that of both.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from verl_tree.trainer.advantages.steps import Call
-from verl_tree.trainer.batching import parse_row_key
+from verl_tree.trainer.row_keys import parse_row_key
 from verl_tree.tree.shape import ForestShape
 
 

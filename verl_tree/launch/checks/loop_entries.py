@@ -1,0 +1,165 @@
+"""Checks of what an entry of the file of agent loops names: its class, its options, a gateway agent, other hooks.
+
+The user's modules are read, not imported (`source`).
+"""
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl_tree.launch.checks.arguments import Arguments, arguments_of
+from verl_tree.launch.checks.refusals import ROLLOUT, Finding, Findings, refusal_here
+from verl_tree.launch.checks.source import (
+    Found,
+    NotInSourceError,
+    did_you_mean,
+    look_up,
+    module_problem,
+    source_of,
+    split_target,
+)
+
+LOOPS_KEY = f"{ROLLOUT}.agent.agent_loop_config_path"
+BLACKBOX = "rollout_hooks.loops.blackbox.BlackboxAgentLoop"
+VERL_BASE = "verl.experimental.agent_loop.agent_loop.AgentLoopBase"
+AGENT_FORMAT = "name an async function as package.module:function"
+
+GIVEN_BY_VERL = frozenset(
+    {
+        "data_config",
+        "dataset_cls",
+        "hf_model_type",
+        "name",
+        "processor",
+        "server_manager",
+        "tokenizer",
+        "tools",
+        "trainer_config",
+    }
+)
+"""The arguments that verl's worker (`AgentLoopWorker._run_agent_loop`) gives to a loop beside its options."""
+
+
+def check_entry(config: DictConfig, entry: Mapping[str, Any]) -> Findings:
+    """Find what an entry names that does not exist, and options that its class does not take."""
+    target, loop = entry["_target_"], entry["name"]
+    if lack := module_problem(target):
+        yield _refusal(config, f"_target_={target} of the loop {loop}: {lack}; {way_to(target)}")
+        return
+    try:
+        found = _find(target)
+    except NotInSourceError as error:
+        yield _refusal(config, f"_target_={target} of the loop {loop}: {error}")
+        found = None
+    taken = None if found is None else arguments_of(found)
+    if found is not None and taken is not None:
+        yield from _check_options(config, entry, name=found.node.name, taken=taken)
+        # A subclass may choose the agent itself.
+        if BLACKBOX in taken.bases and ("agent" in entry or taken.sets_up[0] == BLACKBOX):
+            agent = entry.get("agent")
+            problem = _agent_problem(agent) if isinstance(agent, str) else AGENT_FORMAT
+            if problem is not None:
+                yield _refusal(config, f"agent={agent} of the loop {loop}: {problem}")
+    for hook in _hooks(_options(entry)):
+        if lack := _hook_problem(hook):
+            yield _refusal(config, f"_target_={hook['_target_']} in the loop {loop}: {lack}")
+
+
+def bases_of(target: str) -> tuple[str, ...]:
+    """Return the full names of a class and its bases; none if they cannot be told."""
+    if module_problem(target):
+        return ()
+    try:
+        found = _find(target)
+    except NotInSourceError:
+        return ()
+    taken = None if found is None else arguments_of(found)
+    return () if taken is None else taken.bases
+
+
+def way_to(target: str) -> str:
+    """Return what to do about a module that cannot be found."""
+    if target.partition(".")[0] in ("verl", "verl_tree", "rollout_hooks"):
+        return "the installed release lacks it; correct it, or write it anew in a module of yours"
+    return "correct it, or add its folder to PYTHONPATH"
+
+
+def _refusal(config: DictConfig, problem: str) -> Finding:
+    return refusal_here(config, LOOPS_KEY, problem, brings_code=True)
+
+
+def _find(target: str) -> Found | None:
+    module, name = split_target(target)
+    return look_up(source_of(module), name) if name else None
+
+
+def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    # Names such as _target_ and _partial_ are Hydra's.
+    return {name: value for name, value in arguments.items() if not (name.startswith("_") and name.endswith("_"))}
+
+
+def _check_options(config: DictConfig, entry: Mapping[str, Any], *, name: str, taken: Arguments) -> Findings:
+    """Find options that the class `name` does not take, and a class that does not take what verl gives."""
+    known = sorted(taken.names - GIVEN_BY_VERL)
+    for option, value in _options(entry).items():
+        if option in taken.names | GIVEN_BY_VERL:
+            continue
+        lack = f"{option}={value!r} of the loop {entry['name']}: {name} has no such option"
+        meant = f"{did_you_mean(option, known) or '.'} It takes: {', '.join(known) or 'none'}"
+        if taken.refuses_others or not taken.takes_others:
+            yield _refusal(config, lack + meant)
+        else:
+            yield replace(_refusal(config, f"{lack}, and verl drops it{meant}"), is_warning=True)
+    missing = sorted(GIVEN_BY_VERL - taken.names)
+    if VERL_BASE in taken.bases and not taken.takes_others and missing:
+        remedy = f"{name}.__init__ does not take {', '.join(missing)}, which verl gives to every loop; add **kwargs"
+        yield _refusal(config, f"_target_={entry['_target_']} of the loop {entry['name']}: {remedy}")
+
+
+def _agent_problem(agent: str) -> str | None:
+    """Return why `BlackboxAgentLoop` cannot use an agent."""
+    if "${" in agent:
+        return None
+    module, colon, name = agent.partition(":")
+    if not colon:
+        module, name = split_target(agent)
+    if lack := module_problem(f"{module}.{name}"):
+        return f"{lack}; {way_to(module)}"
+    try:
+        found = look_up(source_of(module), name) if name else None
+    except NotInSourceError as error:
+        return str(error)
+    is_other = found is not None and not found.node.decorator_list and not isinstance(found.node, ast.AsyncFunctionDef)
+    return f"not an async function; {AGENT_FORMAT}" if is_other or not name else None
+
+
+def _hooks(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the objects inside an option that Hydra makes from a `_target_`."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _hooks(each)
+    elif isinstance(value, dict):
+        if isinstance(value.get("_target_"), str):
+            yield value
+        for each in value.values():
+            yield from _hooks(each)
+
+
+def _hook_problem(hook: Mapping[str, Any]) -> str | None:
+    target = hook["_target_"]
+    if "${" in target:
+        return None
+    if lack := module_problem(target):
+        return f"{lack}; {way_to(target)}"
+    try:
+        found = _find(target)
+    except NotInSourceError as error:
+        return str(error)
+    taken = None if found is None else arguments_of(found)
+    if taken is None or (taken.takes_others and not taken.refuses_others):
+        return None
+    unknown = [name for name in _options(hook) if name not in taken.names]
+    return f"it takes no {unknown[0]}{did_you_mean(unknown[0], taken.names)}" if unknown else None

@@ -1,0 +1,1 @@
+"""A command line: composed, resolved, and the environment that it asks for."""

@@ -1,0 +1,1 @@
+"""A run from outside: its console, its processes and how it ends."""
