@@ -61,14 +61,12 @@ def gib(num_bytes: float) -> str:
 
 
 def phases() -> Iterator[Mapping[str, str]]:
-    """Yield what holds the memory of each model, without levers and with tiles."""
+    """Yield what holds the memory of each model without levers."""
     for name, size in MODELS.items():
-        for lever in ("none", "tiles"):
-            memory = update_memory(size, NUM_TOKENS, state_bytes=STATES["none"], levers=LEVERS[lever])
-            row = {"model": name, "levers": lever, "weights, gradients": gib(memory.states)}
-            row |= {"Adam": gib(12 * size.num_parameters), "checkpoints": gib(memory.checkpoints)}
-            row |= {"MLP": gib(memory.mlp), "attention": gib(memory.attention), "head": gib(memory.head)}
-            yield row | {"peak": gib(memory.total), "with Adam": gib(memory.total + 12 * size.num_parameters)}
+        memory = update_memory(size, NUM_TOKENS, state_bytes=STATES["none"])
+        row = {"model": name, "weights, gradients": gib(memory.states), "Adam": gib(12 * size.num_parameters)}
+        row |= {"checkpoints": gib(memory.checkpoints), "MLP": gib(memory.mlp), "attention": gib(memory.attention)}
+        yield row | {"head": gib(memory.head), "peak without Adam": gib(memory.total)}
 
 
 def levers() -> Iterator[Mapping[str, str]]:
@@ -86,7 +84,7 @@ def relays() -> Iterator[Mapping[str, str]]:
         for on_host in (False, True):
             relay = Relay(NUM_TOKENS, on_host=on_host)
             row = {"model": name, "store": "host" if on_host else "device"}
-            for capacity in (8192, SECTION, 65_536):
+            for capacity in (SECTION, 65_536):
                 memory = update_memory(size, capacity, state_bytes=STATES["none"], levers=TILED, relay=relay)
                 row["keys and values"] = gib(memory.relayed)
                 row[f"C = {capacity:,}"] = gib(memory.total)

@@ -87,10 +87,17 @@ def _mib(num_bytes: int) -> str:
 
 
 def page_tables(measured: Measured) -> dict[str, str]:
-    """Return the tables of docs/memory.md: the first grid, and the longest prefixes of the second."""
-    longest = max(point["prefix_len"] for point in measured.points("group"))
-    groups = table(measured, "group", "ratio", "group_size", prefix_len=longest, is_checkpointed=True)
-    return {"overlap": markdown_table(table(measured, "overlap", "por")), "group": markdown_table(groups)}
+    """Return the tables of docs/measurements.md: the first grid, and the longest prefixes of the largest groups."""
+    largest = {name: max(point[name] for point in measured.points("group")) for name in ("prefix_len", "group_size")}
+    rows = {
+        "overlap": table(measured, "overlap", "por", is_checkpointed=True),
+        "group": table(measured, "group", "ratio", "group_size", is_checkpointed=True, **largest),
+    }
+    left_out = ("checkpointing", "flat saved", "flat/1.5", "tree saved")
+    for row in (*rows["overlap"], *rows["group"]):
+        for name in left_out:
+            del row[name]
+    return {grid: markdown_table(each) for grid, each in rows.items()}
 
 
 def shares(measured: Measured) -> dict[tuple[str, str], list[float]]:

@@ -93,7 +93,7 @@ def test_a_link_leads_to_a_file_of_the_site(site: dict[str, Page], folder: Path)
 
 def test_readmes_are_pages_and_their_links_lead_to_pages(site: dict[str, Page]) -> None:
     first = site["index.html"]
-    assert {"install.html", "exactness.html#speed", "recipes/memory_qa/index.html"} <= first.links
+    assert {"install.html", "measurements.html#speed", "recipes/memory_qa/index.html"} <= first.links
     assert "tree_page.png" in first.loaded
     recipe = site["recipes/memory_qa/index.html"]
     assert {"../arithmetic_tools/index.html", "../../benchmarks/data/memory_qa.jsonl"} <= recipe.links

@@ -118,7 +118,7 @@ def test_the_share_by_hand() -> None:
 
 def test_the_page_has_the_tables_of_the_data(tmp_path: Path) -> None:
     measured = report_memory.Measured(read_records(DATA))
-    page = (DATA.parents[2] / "memory.md").read_text()
+    page = (DATA.parents[2] / "measurements.md").read_text()
     for title, table in report_memory.page_tables(measured).items():
         assert f"\n\n{table}\n" in page, f"{title}: run benchmarks/report_memory.py"
     report_memory.draw(measured, out=tmp_path / "grids.png")
