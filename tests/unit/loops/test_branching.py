@@ -362,8 +362,8 @@ def test_rewards_that_do_not_fit_the_tree_fail_the_session_and_change_nothing(re
 
 
 def test_the_agent_of_the_documentation_runs_as_printed():
-    """docs/agent_loops.md: the first guess of both is wrong and of the right form, then one is right and one fails."""
-    text = (Path(__file__).parents[3] / "docs/agent_loops.md").read_text()
+    """docs/own_loop.md: the first guess of both is wrong and of the right form, then one is right and one fails."""
+    text = (Path(__file__).parents[3] / "docs/own_loop.md").read_text()
     (source,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "class TwoGuesses" in block]
     scope = {}
     exec(source, scope)
@@ -449,7 +449,7 @@ def test_observe_messages_uses_verls_template_code_and_stops_at_the_limit():
 
 
 def test_a_turn_that_was_cut_stays_open():
-    """docs/agent_loops.md: verl adds what follows a stop token, and no stop token."""
+    """docs/own_loop.md: verl adds what follows a stop token, and no stop token."""
 
     class Cut(BranchingAgentLoop):
         async def run_branches(self, root, **row):

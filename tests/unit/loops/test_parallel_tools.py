@@ -223,8 +223,8 @@ def test_tool_errors_that_end_a_branch_end_its_conclusion_only():
 
 
 def test_converse_is_all_that_a_plain_agent_needs():
-    """The agent of docs/agent_loops.md, as printed: two attempts from the prompt, of which one is right."""
-    text = (Path(__file__).parents[3] / "docs/agent_loops.md").read_text()
+    """The agent of docs/own_loop.md, as printed: two attempts from the prompt, of which one is right."""
+    text = (Path(__file__).parents[3] / "docs/own_loop.md").read_text()
     (source,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "class TwoAttempts" in block]
     scope = {}
     exec(source, scope)
