@@ -87,17 +87,12 @@ def _mib(num_bytes: int) -> str:
 
 
 def page_tables(measured: Measured) -> dict[str, str]:
-    """Return the tables of docs/measurements.md: the first grid, and the longest prefixes of the largest groups."""
-    largest = {name: max(point[name] for point in measured.points("group")) for name in ("prefix_len", "group_size")}
-    rows = {
-        "overlap": table(measured, "overlap", "por", is_checkpointed=True),
-        "group": table(measured, "group", "ratio", "group_size", is_checkpointed=True, **largest),
-    }
-    left_out = ("checkpointing", "flat saved", "flat/1.5", "tree saved")
-    for row in (*rows["overlap"], *rows["group"]):
-        for name in left_out:
+    """Return the tables of docs/measurements.md: the first grid, with gradient checkpointing."""
+    rows = table(measured, "overlap", "por", is_checkpointed=True)
+    for row in rows:
+        for name in ("checkpointing", "flat saved", "flat/1.5", "tree saved"):
             del row[name]
-    return {grid: markdown_table(each) for grid, each in rows.items()}
+    return {"overlap": markdown_table(rows)}
 
 
 def shares(measured: Measured) -> dict[tuple[str, str], list[float]]:

@@ -19,8 +19,8 @@ What a run logs beside verl's own metrics, in the words of the [glossary](glossa
 [`metric_table.py`](../verl_tree/trainer/told/metric_table.py) by `python scripts/make_metrics.py`. A metric
 that does not apply is not logged. [Dashboards](dashboards.md) show the most important ones.
 
-Names marked ¹ are those of the actor's update; `{CRITIC}...` has the critic's. Names marked ² are those of training;
-`{VALIDATION}...` has those of a validation.
+¹: of the actor's update, with `{CRITIC}...` for the critic's. ²: of training, with `{VALIDATION}...` for a
+validation's.
 
 How ranks, mini-batches and updates make the value of a step:
 
