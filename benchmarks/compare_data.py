@@ -60,13 +60,6 @@ def of_scoring(path: Path) -> Headlines:
         yield record["case"], record["score_faster"]
 
 
-def of_judge(path: Path) -> Headlines:
-    """Yield one by one / in one tree, and how well a judge orders leaves."""
-    found = json.loads(path.read_text())
-    yield "judge, times faster", found["cost"]["faster"]
-    yield "judge, pairs in order", found["agreement"]["pairs_in_order"]
-
-
 def of_fine_tuning(path: Path) -> Headlines:
     """Yield verl's engine / trees."""
     for record in read_records(path):
@@ -99,7 +92,6 @@ FILES: dict[str, tuple[str, Callable[[Path], Headlines]]] = {
     "prefix_grouper.jsonl": ("one prompt, repeated / shared", of_prompts),
     "memory_grids.jsonl": ("peak memory, tree / flat", of_memory),
     "scoring.jsonl": ("scoring, times faster", of_scoring),
-    "judged_leaves.json": ("leaves graded by a judge", of_judge),
     "sft.jsonl": ("fine-tuning, times faster", of_fine_tuning),
     "parity.json": ("parity, largest difference", of_parity),
     "rows.json": ("validation reward", of_rows),

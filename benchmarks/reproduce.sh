@@ -51,10 +51,7 @@ fine_tuning() { # Tree Training, SFT
 }
 
 scoring() { # Prefix Grouper, section 4.1
-  local folder
   [[ -e $DATA/scoring.jsonl ]] || python benchmarks/scoring.py --out "$DATA/scoring.jsonl"
-  folder=$(python -m recipes.tree_search_reasoning.prepare)
-  [[ -e $DATA/judged_leaves.json ]] || python benchmarks/judged_leaves.py --folder "$folder" --out "$DATA/judged_leaves.json"
 }
 
 packing() { # Tree Training, section 2.2
