@@ -64,6 +64,14 @@ def new_model(name: str, *, dtype: torch.dtype, device: torch.device, num_layers
     return model.train()
 
 
+def small_qwen3(hidden_size: int, *, layers: int, vocab_size: int) -> PreTrainedModel:
+    """Make a float32 Qwen3 with heads of 64 and random weights, as those of the published sizes are built."""
+    heads = {"heads": hidden_size // 64, "kv_heads": max(hidden_size // 128, 1), "head_dim": 64}
+    sizes = _sizes(hidden=hidden_size, layers=layers, intermediate=3 * hidden_size, vocab_size=vocab_size, **heads)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(Qwen3Config(**sizes), dtype=torch.float32).train()
+
+
 def peak_flops(device: torch.device, *, peak_tflops: float | None) -> float | None:
     """Return the FLOP/s that the device can do at most: as given, from the table, or None where neither knows."""
     if peak_tflops is not None:

@@ -122,7 +122,7 @@ def report(records: list[dict[str, Any]]) -> None:
 
 
 def engine_rows(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the table of what `update.py --engines --overlap` measured: verl's engine over the tree engine."""
+    """Return the table of what `update.py --overlap` measured: verl's engine over the tree engine."""
     return [
         {
             "POR": f"{case['potential_overlap_ratio']:.2f}",
@@ -139,7 +139,7 @@ def main() -> None:
     """Parse the command line, print and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, nargs="+", help="what por.py wrote")
-    parser.add_argument("--engines", type=Path, help="what update.py --engines --overlap wrote")
+    parser.add_argument("--engines", type=Path, help="what update.py --overlap wrote")
     parser.add_argument("--plot", type=Path, help="draw the figure into this file")
     options = parser.parse_args()
     records = [json.loads(line) for path in options.data for line in path.read_text().splitlines()]

@@ -35,7 +35,7 @@ Line = list[tuple[float, Speed]]
 
 
 def draw(points: Points, *, engine_cases: list[dict[str, Any]], out: Path) -> None:
-    """Draw all panels; `engine_cases` are those of `update.py --engines --overlap`."""
+    """Draw all panels; `engine_cases` are those of `update.py --overlap`."""
     drawn = {key: paths for key, paths in points.items() if key.trees == DRAWN}
     stored = {key: paths for key, paths in points.items() if key.trees != DRAWN}
     found = [(key.model, each.capacity) for key, paths in drawn.items() for each in paths.values() if each.capacity]

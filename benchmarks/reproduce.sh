@@ -31,7 +31,7 @@ figure8() { # Tree Training, figure 8 a to c
   $drawn --error-tokens 0 --models 7M --pors '' --repetitions 1 --stored docs/benchmarks/data/trees/*.parquet
   $por --flat-tokens 16384 --error-tokens 0 --models 7M --capacities 1.5 --repetitions 1 --pors 0.8,0.92 --out "$DATA/por_cpu_16k.jsonl"
   [[ -e $DATA/por_engines.json ]] ||
-    python benchmarks/update.py --engines --overlap 0.2 0.8 0.92 --branches 64 --branch-len 128 --layers 2 --vocab-size 1024 \
+    python benchmarks/update.py --overlap 0.2 0.8 0.92 --branches 64 --branch-len 128 --layers 2 --vocab-size 1024 \
       --repetitions 1 --threads 1 --out "$DATA/por_engines.json"
   python benchmarks/report_por.py "$DATA/por_cpu.jsonl" --engines "$DATA/por_engines.json" --plot "$OUT/por_cpu.png"
 }
