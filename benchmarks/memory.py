@@ -5,7 +5,7 @@
 
 The tables are computed by `verl_tree.functional.update_memory`, and its test compares it with real updates on a CPU.
 The sizes are those of the models' published configs. `--cost` measures on this CPU what tiles cost in time and save in
-bytes. What trees save beside flat rows is measured by `memory_grids.py`.
+bytes. What trees save beside flat rows `por.py --memory` measures.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """The models of por.py: random weights in the published sizes of Qwen3, and what an update of them costs.
 
 Sizes are those of `config.json` of Qwen/Qwen3-0.6B, -1.7B, -4B and -8B. For a CPU: `0.6B-layer` and `8B-layer`, one
-layer of these with a vocabulary of 1,024; `7M`, small enough for passes of thousands of tokens in seconds; `0.5M`; and
-`tiny`.
+layer of these with a vocabulary of 1,024; `7M`, small enough for passes of thousands of tokens in seconds; `0.5M`;
+`0.3M`, whose layers hold more than its logits, as those of large models do; and `tiny`.
 """
 
 from dataclasses import dataclass
@@ -44,6 +44,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "8B-layer": _sizes(hidden=4096, heads=32, kv_heads=8, intermediate=12_288, **_ONE_LAYER),
     "7M": _sizes(hidden=512, layers=2, heads=8, kv_heads=4, intermediate=1536, head_dim=64, vocab_size=1024),
     "0.5M": _sizes(hidden=128, layers=2, heads=4, kv_heads=2, intermediate=384, head_dim=32, vocab_size=512),
+    "0.3M": _sizes(hidden=64, layers=4, heads=4, kv_heads=2, intermediate=256, head_dim=16, vocab_size=256),
     "tiny": _sizes(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128, head_dim=16, vocab_size=512),
 }
 
