@@ -41,7 +41,7 @@ from typing import Any
 
 import torch
 from flat_attention import default_kernels
-from harness import keep_freed_memory, new_parser
+from harness import add_device_options, keep_freed_memory, new_parser
 from por_log import RunLog
 from por_models import SIZES
 from por_rows import SHAPES, shape_rows, stored_rows
@@ -80,8 +80,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = new_parser(__doc__)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--seconds", type=float, default=480, help="begin nothing that would end later")
+    add_device_options(parser, seconds=480.0)
     parser.add_argument("--models", default="1.7B,8B,0.6B,4B", help=f"comma-separated, of {', '.join(SIZES)}")
     parser.add_argument("--pors", default="0,0.2,0.4,0.6,0.8,0.92", help="of drawn trees; '' for none")
     parser.add_argument("--stored", nargs="*", default=[], help="files of stored trees")
@@ -105,7 +104,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on CUDA, else float32")
     parser.add_argument("--peak-tflops", type=float, help="of the device, for the MFU; known for some GPUs")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="on a CPU")
-    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs")
     if parser.parse_args().small:
         parser.set_defaults(**SMALL)
     options = parser.parse_args()

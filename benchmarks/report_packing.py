@@ -13,6 +13,7 @@ from statistics import mean
 from typing import Any
 
 import matplotlib
+from harness import print_table
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -189,12 +190,7 @@ def report(parts: dict[str, Any]) -> None:
     """Print checks and table of each part."""
     for name, part in parts.items():
         print(f"\n{name}")
-        table = TABLES[name](part["rows"])
-        columns = list(dict.fromkeys(column for row in table for column in row))
-        lines = [columns, *([str(row.get(column, "")) for column in columns] for row in table)]
-        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        for line in lines:
-            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+        print_table(TABLES[name](part["rows"]))
 
 
 def _summary(gaps: Sequence[float]) -> Row:

@@ -145,9 +145,8 @@ def report(records: list[dict[str, Any]]) -> None:
     }
     for title, rows in tables.items():
         if rows:
-            names = list(dict.fromkeys(name for row in rows for name in row))
             print(f"\n{title}")
-            print_table([{name: row.get(name, "-") for name in names} for row in rows])
+            print_table(rows)
     found = [(memory_share(each, flat_of(paths)), path) for paths in peaks.values() for path, each in paths.items()]
     for kind in dict.fromkeys(path for _, path in found if not path.startswith("flat")):
         shares = [share for share, path in found if path == kind]
