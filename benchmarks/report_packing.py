@@ -50,43 +50,6 @@ def optimum_table(rows: list[Row]) -> list[Row]:
     return table
 
 
-def best_bound(row: Row) -> int:
-    """Return the optimum where it is known, else the best lower bound: the solver's, ours, or that of `exact`."""
-    return max(row["lower_bound"], row["solver_bound"], row["tokens"]["exact"] or 0)
-
-
-def is_proven(row: Row) -> bool:
-    """Whether the optimum is known."""
-    known = [number for number in row["tokens"].values() if number is not None]
-    return min(row["solver_tokens"], *known) == best_bound(row)
-
-
-def ilp_table(rows: list[Row]) -> list[Row]:
-    """Return the gaps of every method to the optimum, or to the best bound, of the medium trees."""
-    kinds = {"all": rows, **{kind: [row for row in rows if row["kind"] == kind] for kind in _unique(rows, "kind")}}
-    table = []
-    for kind, part in kinds.items():
-        proven = [row for row in part if is_proven(row)]
-        by_solver = [row for row in part if row["solver_tokens"] == row["solver_bound"]]
-        by_exact = [row for row in part if row["tokens"]["exact"] is not None]
-        counts = {"trees": len(part), "proven": len(proven), "solver": len(by_solver), "exact's": len(by_exact)}
-        for method in part[0]["tokens"]:
-            if method != "exact":
-                gaps = [row["tokens"][method] / best_bound(row) - 1 for row in proven]
-                open_gaps = [row["tokens"][method] / best_bound(row) - 1 for row in part if not is_proven(row)]
-                most = {"open_mean": _percent(open_gaps, mean), "open_worst": _percent(open_gaps, max)}
-                table.append({"kind": kind, **counts, "method": method, **_summary(gaps), **most})
-        for name, bound in (("our bound", "lower_bound"), ("solver's bound", "solver_bound")):
-            gaps = [best_bound(row) / row[bound] - 1 for row in proven]
-            table.append({"kind": kind, **counts, "method": f"optimum over {name}", **_summary(gaps)})
-    both = [row for row in rows if row["solver_tokens"] == row["solver_bound"] and row["tokens"]["exact"] is not None]
-    agrees = all(row["tokens"]["exact"] == row["solver_tokens"] for row in both)
-    print(_check(f"exact and the solver agree on {len(both)} trees that both solve", agrees))
-    sound = all(row["lower_bound"] <= (row["tokens"]["exact"] or row["solver_tokens"]) for row in rows)
-    print(_check("the lower bound is below every optimum", sound))
-    return table
-
-
 def reuse(row: Row, *, method: str) -> float | None:
     """ERR / POR of a method (or of the lower bound, the most that can be reached); None where it gave up."""
     packed = row["lower_bound"] if method == BOUND else row["tokens"][method]
@@ -180,7 +143,6 @@ def draw(rows: list[Row], *, out: Path) -> None:
 
 TABLES: dict[str, Callable[[list[Row]], list[Row]]] = {
     "optimum": optimum_table,
-    "ilp": ilp_table,
     "capacity": capacity_table,
     "scale": list,
 }
