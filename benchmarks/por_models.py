@@ -65,12 +65,12 @@ def new_model(name: str, *, dtype: torch.dtype, device: torch.device, num_layers
     return model.train()
 
 
-def small_qwen3(hidden_size: int, *, layers: int, vocab_size: int) -> PreTrainedModel:
-    """Make a float32 Qwen3 with heads of 64 and random weights, as those of the published sizes are built."""
+def small_qwen3(hidden_size: int, *, layers: int, vocab_size: int, **more: Any) -> PreTrainedModel:
+    """Make a float32 Qwen3 with heads of 64 and random weights; `more` are settings of its configuration."""
     heads = {"heads": hidden_size // 64, "kv_heads": max(hidden_size // 128, 1), "head_dim": 64}
     sizes = _sizes(hidden=hidden_size, layers=layers, intermediate=3 * hidden_size, vocab_size=vocab_size, **heads)
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(Qwen3Config(**sizes), dtype=torch.float32).train()
+    return AutoModelForCausalLM.from_config(Qwen3Config(**(sizes | more)), dtype=torch.float32).train()
 
 
 def peak_flops(device: torch.device, *, peak_tflops: float | None) -> float | None:
