@@ -34,11 +34,24 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 BYTES_PER_MAXRSS = 1 if platform.system() == "Darwin" else 1024
 
 
-def new_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser that prints the module's docstring as it is written and knows `--out`."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
+def new_parser(description: str | None, *, needed_out: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser that prints the module's docstring as it is written and knows `--out`, which may be needed."""
+    parser = _parser(description)
+    help_text = needed_out or "write the results to this JSON file"
+    parser.add_argument("--out", type=Path, required=needed_out is not None, help=help_text)
     return parser
+
+
+def report_options(description: str | None) -> argparse.Namespace:
+    """Parse the command line of a report: the data, and where its figure goes."""
+    parser = _parser(description)
+    parser.add_argument("data", type=Path, help="what the benchmark wrote")
+    parser.add_argument("--plot", type=Path, help="draw the figure into this file")
+    return parser.parse_args()
+
+
+def _parser(description: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_device_options(parser: argparse.ArgumentParser, *, seconds: float) -> None:

@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = new_parser(__doc__)
+    parser = new_parser(__doc__, needed_out="file of JSON lines: results are written as they come")
     add_device_options(parser, seconds=480.0)
     parser.add_argument("--models", default="1.7B,8B,0.6B,4B", help=f"comma-separated, of {', '.join(SIZES)}")
     parser.add_argument("--pors", default="0,0.2,0.4,0.6,0.8,0.92", help="of drawn trees; '' for none")
@@ -107,8 +107,6 @@ def parse_options() -> argparse.Namespace:
     if parser.parse_args().small:
         parser.set_defaults(**SMALL)
     options = parser.parse_args()
-    if options.out is None:
-        parser.error("give --out FILE.jsonl: results are written as they come")
     options.models = options.models.split(",")
     if unknown := set(options.models) - set(SIZES):
         parser.error(f"no such model: {', '.join(sorted(unknown))}; choose from {', '.join(SIZES)}")

@@ -5,7 +5,6 @@
 ERR / POR is the share of the potential reuse that is left under a capacity: (flat - packed) / (flat - tree tokens).
 """
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from statistics import mean
 from typing import Any
 
 import matplotlib
-from harness import print_table
+from harness import print_table, report_options
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -174,10 +173,7 @@ def _unique(rows: list[Row], column: str) -> list[Any]:
 
 def main() -> None:
     """Parse the command line, print and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="what packing.py wrote")
-    parser.add_argument("--plot", type=Path, help="draw ERR / POR against the capacity here")
-    options = parser.parse_args()
+    options = report_options(__doc__)
     parts = json.loads(options.data.read_text())
     report(parts)
     if options.plot:
