@@ -4,7 +4,7 @@ Needs no verl. A random-weight Qwen3 computes forward and backward of one update
 number of leaves and of flat tokens at every POR (`verl_tree.testing.synthetic.overlap`); on trees as agents make them
 (`--shapes`); and on the rows of files of stored trees (`--stored`). Compared are the whole tree, packs and sections
 under a capacity of some longest paths, and flat rows (`por_paths.py` explains each). All recompute their layers in the
-backward pass (gradient checkpointing) and use the same log-prob code.
+backward pass (gradient checkpointing), or none (`--no-checkpointing`), and use the same log-prob code.
 
     python benchmarks/por.py --device cuda --out por.jsonl --seconds 480 [--models 1.7B,8B,0.6B,4B]
     python benchmarks/por.py --device cpu --out por.jsonl --seconds 600 --models 7M --flat-tokens 8192
@@ -62,6 +62,7 @@ SAME_WHEN_RESUMED = (
     "threads",
     "backend",
     "with_step",
+    "no_checkpointing",
 )
 
 
@@ -101,6 +102,7 @@ def parse_options() -> argparse.Namespace:
         "--flat-pors", help="where flat rows run (default on CUDA: at the first point; on a CPU: always)"
     )
     parser.add_argument("--with-step", action="store_true", help="with a step of the optimiser")
+    parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on CUDA, else float32")
     parser.add_argument("--peak-tflops", type=float, help="of the device, for the MFU; known for some GPUs")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="on a CPU")

@@ -172,7 +172,6 @@ class Benchmark:
             self._say(point, path_name, point.kind)
             self._attempt(point, [path_name], partial(measure, path_name))
             gc.collect()  # the profiler leaves cycles
-        _checkpoint(case.model, True)
 
     def _measure_errors(self, point: Point, left: list[str]) -> None:
         self._forget_model()
@@ -239,7 +238,7 @@ class Benchmark:
 
     def _new_model(self, name: str, *, dtype: torch.dtype, num_layers: int | None = None) -> PreTrainedModel:
         model = new_model(name, dtype=dtype, device=self._device, num_layers=num_layers)
-        _checkpoint(model, True)
+        _checkpoint(model, not self._options.no_checkpointing)
         return model
 
     def _forget_model(self) -> None:
