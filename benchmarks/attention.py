@@ -14,15 +14,15 @@ not run. `report_gpu.py` makes the table. Exit status 1 if a measurement failed.
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from contenders import CONTENDERS, WITH_SECTIONS, Call, RefusedError, Shape
-from harness import Times, append_record, attempt, environment, new_parser
+from harness import Times, add_device_options, new_parser, run_cases
 
 from verl_tree.attention import AttentionPlan
 from verl_tree.attention.blocks import BlockLists
@@ -54,38 +54,25 @@ def _small_star(**keywords: Any) -> list[np.ndarray]:
 def main() -> None:
     """Time the contender on the shapes and write the records."""
     options = _parse_options()
-    append_record({"kind": "environment", **environment(options)}, options.out)
-    started = time.monotonic()
-    num_failed = num_not_run = 0
-    for name, part in _measurements(options):
-        if time.monotonic() - started > options.seconds:
-            num_not_run += 1
-            continue
-        print(f"{time.monotonic() - started:6.1f} s {options.contender}: {name} {part}", flush=True)
-        record, error = attempt(lambda name=name, part=part: _measure(name, part, options=options))
-        if record is None:
-            record = {"error": error}
-            num_failed += 1
-        named = {"contender": f"{options.contender}{part}", "shape": name, "head_dim": options.head_dim}
-        append_record({"kind": "layer", **named, **record}, options.out)
-        if error is not None and options.device == "cuda":
-            torch.cuda.synchronize()  # raises if the context is broken: nothing more can be timed here
-    append_record({"kind": "end", "num_failed": num_failed, "num_not_run": num_not_run}, options.out)
-    print(f"{num_failed} failures; {num_not_run} measurements did not fit into the time", flush=True)
-    sys.exit(1 if num_failed else 0)
+    measurements = (
+        (
+            {"kind": "layer", "contender": options.contender + part, "shape": name, "head_dim": options.head_dim},
+            partial(_measure, name, part, options),
+        )
+        for name, part in _measurements(options)
+    )
+    run_cases(measurements, options)
 
 
 def _parse_options() -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--contender", required=True, choices=list(CONTENDERS))
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--seconds", type=float, default=60.0)
+    add_device_options(parser, seconds=60.0)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), help="query and key-value heads")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--compile", action="store_true", help="one small call")
-    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that the program runs")
     options = parser.parse_args()
     if options.small:
         options.heads, options.head_dim, options.repetitions = (2, 1), 64, 1
@@ -102,7 +89,7 @@ def _measurements(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
         yield from ((name, part) for name in options.shapes for part in (", section", ", its pack"))
 
 
-def _measure(name: str, part: str, *, options: argparse.Namespace) -> dict[str, Any]:
+def _measure(name: str, part: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return times, TFLOP/s and peak memory, or why the contender refuses."""
     rows = SHAPES[name]()
     if options.small or options.compile:

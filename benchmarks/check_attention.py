@@ -22,10 +22,9 @@ and triton or flash-attn-4 for the backends that are built on them. Exit status 
 
 import argparse
 import dataclasses
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ import torch
 from check_cases import Case, Layer, cases, plan_of
 from check_long import check_long
 from flash_rounding import mean_error, rounded_attention, worst_token_error
-from harness import append_record, attempt, environment, new_parser
+from harness import add_device_options, new_parser, run_cases
 from tree_calls import random_inputs, results_of, visible_pairs
 
 from verl_tree.attention import BACKENDS, AttentionPlan, ScoreOptions
@@ -53,41 +52,26 @@ LEAST_LIMIT = 1e-5
 def main() -> None:
     """Run the cases of the backends and write their records."""
     options = _parse_options()
-    started = time.monotonic()
-    append_record({"kind": "environment", **environment(options)}, options.out)
     wanted = cases(small=options.small)
     if options.compile is not None:
         wanted = _kernels_of(wanted, *options.compile)
-    num_failed = num_not_run = 0
-    for backend in options.backends:
-        for case in wanted:
-            if time.monotonic() - started > options.seconds:
-                num_not_run += 1
-                continue
-            # Before the case: a process that hangs or dies has said where.
-            print(f"{time.monotonic() - started:6.1f} s {backend}: {case}", flush=True)
-            case_started = time.monotonic()
-            result, error = attempt(lambda backend=backend, case=case: _check(backend, case, options=options))
-            record = result if error is None else {"error": error, "passed": False}
-            num_failed += not record.get("passed", True)
-            seconds = {"seconds": round(time.monotonic() - case_started, 3)}
-            append_record({"kind": "case", "backend": backend, **_named(case), **record, **seconds}, options.out)
-            if error is not None and options.device == "cuda":
-                torch.cuda.synchronize()  # raises if the context is broken: nothing more can be checked here
-    append_record({"kind": "end", "num_failed": num_failed, "num_not_run": num_not_run}, options.out)
-    print(f"{num_failed} failures; {num_not_run} cases did not fit into the time", flush=True)
-    sys.exit(1 if num_failed else 0)
+    run_cases(
+        (
+            ({"kind": "case", "backend": backend, **_named(case)}, partial(_check, backend, case, options=options))
+            for backend in options.backends
+            for case in wanted
+        ),
+        options,
+    )
 
 
 def _parse_options() -> argparse.Namespace:
     parser = new_parser(__doc__)
     fast = [name for name, backend in BACKENDS.items() if not backend.is_oracle]
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--seconds", type=float, default=150.0)
+    add_device_options(parser, seconds=150.0)
     parser.add_argument("--backends", nargs="+", default=fast, choices=[ORACLE, *BACKENDS])
     parser.add_argument("--oracles", type=Path, help="folder for what all backends are compared with")
     parser.add_argument("--compile", type=_share, metavar="I/N", help="only compile every Nth kernel, from I on")
-    parser.add_argument("--small", action="store_true", help="few and small cases, to see that the program runs")
     return parser.parse_args()
 
 

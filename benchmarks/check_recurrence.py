@@ -11,15 +11,13 @@ Every case is a line of JSON, written at once. Exit status 1 if one failed. On a
 """
 
 import argparse
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from harness import Times, append_record, attempt, environment, new_parser
+from harness import Times, add_device_options, new_parser, run_cases
 from recurrence import branches, deep, search
 
 from verl_tree.recurrence import fla
@@ -55,26 +53,10 @@ SHAPES: dict[str, Callable[[], list[np.ndarray]]] = {
 def main() -> None:
     """Check or time all cases and write their records."""
     parser = new_parser(__doc__)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--small", action="store_true", help="tiny heads, to see that the program runs")
+    add_device_options(parser, seconds=60.0)
     parser.add_argument("--time", action="store_true", help="time, and check nothing")
     options = parser.parse_args()
-    append_record({"kind": "environment", **environment(options)}, options.out)
-    started, num_failed, num_not_run = time.monotonic(), 0, 0
-    for named, run in _times(options) if options.time else _checks(options):
-        if time.monotonic() - started > options.seconds:
-            num_not_run += 1
-            continue
-        print(f"{time.monotonic() - started:6.1f} s {named}", flush=True)
-        result, error = attempt(run)
-        record = result if error is None else {"error": error, "passed": False}
-        num_failed += not record.get("passed", True)
-        append_record({**named, **record}, options.out)
-        if error is not None and options.device == "cuda":
-            torch.cuda.synchronize()  # raises if the context is broken
-    append_record({"kind": "end", "num_failed": num_failed, "num_not_run": num_not_run}, options.out)
-    sys.exit(1 if num_failed else 0)
+    run_cases(_times(options) if options.time else _checks(options), options)
 
 
 Case = tuple[dict[str, Any], Callable[[], dict[str, Any]]]

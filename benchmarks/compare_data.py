@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import print_table, read_records
-from por_speeds import Speed, fastest_flat, measured_points
+from por_speeds import Speed, fastest_flat, flat_of, measured_peaks, measured_points
 
 Headlines = Iterator[tuple[str, float]]
 
@@ -45,26 +45,15 @@ def of_prompts(path: Path) -> Headlines:
 
 def of_memory(path: Path) -> Headlines:
     """Yield the peak of whole trees over that of flat rows, with gradient checkpointing."""
-    peaks = {
-        (record["por"], record["path"]): record["peak_bytes"]
-        for record in read_records(path)
-        if record["kind"] == "memory" and record["grid"] == "overlap" and record["is_checkpointed"]
-    }
-    for por in dict.fromkeys(por for por, _ in peaks):
-        yield f"POR {por}", peaks[por, "tree"] / peaks[por, "flat"]
+    for (key, kind), paths in measured_peaks(read_records(path)).items():
+        if kind == "checkpointed memory":
+            yield f"{key.trees}, POR {key.por}", paths["tree"]["peak_bytes"] / flat_of(paths)["peak_bytes"]
 
 
 def of_scoring(path: Path) -> Headlines:
     """Yield one by one / `score`."""
     for record in read_records(path):
         yield record["case"], record["score_faster"]
-
-
-def of_judge(path: Path) -> Headlines:
-    """Yield one by one / in one tree, and how well a judge orders leaves."""
-    found = json.loads(path.read_text())
-    yield "judge, times faster", found["cost"]["faster"]
-    yield "judge, pairs in order", found["agreement"]["pairs_in_order"]
 
 
 def of_fine_tuning(path: Path) -> Headlines:
@@ -97,9 +86,8 @@ def of_packing(path: Path) -> Headlines:
 FILES: dict[str, tuple[str, Callable[[Path], Headlines]]] = {
     "por_cpu.jsonl": ("figure 8, share of the bound", of_figure_8),
     "prefix_grouper.jsonl": ("one prompt, repeated / shared", of_prompts),
-    "memory_grids.jsonl": ("peak memory, tree / flat", of_memory),
+    "por_memory.jsonl": ("peak memory, tree / flat", of_memory),
     "scoring.jsonl": ("scoring, times faster", of_scoring),
-    "judged_leaves.json": ("leaves graded by a judge", of_judge),
     "sft.jsonl": ("fine-tuning, times faster", of_fine_tuning),
     "parity.json": ("parity, largest difference", of_parity),
     "rows.json": ("validation reward", of_rows),

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from flat_attention import KERNELS
 from sections import longest_context
 
 from verl_tree.attention import BACKENDS, AttentionPlan, ScoreOptions, fa4
@@ -147,13 +148,8 @@ def aten_call(plan: AttentionPlan) -> Call:
         return torch.ops.aten._flash_attention_forward(*qkv, bounds, bounds, longest, longest, 0.0, True, False)[0]
 
     def loop(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
-        lens = bounds.diff().tolist()
-        outs = []
-        for rows in zip(*(each.split(lens) for each in (q_THD, k_THD, v_THD)), strict=True):
-            heads_first = [each.transpose(0, 1)[None] for each in rows]
-            out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
-            outs.append(out[0].transpose(0, 1))
-        return torch.cat(outs)
+        lens_S = tuple(bounds.diff().tolist())
+        return KERNELS["sdpa"](q_THD, k_THD, v_THD, lens_S, bounds, scale=q_THD.shape[-1] ** -0.5)
 
     return varlen if bounds.device.type == "cuda" else loop
 

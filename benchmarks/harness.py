@@ -17,12 +17,12 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -34,11 +34,31 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 BYTES_PER_MAXRSS = 1 if platform.system() == "Darwin" else 1024
 
 
-def new_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser that prints the module's docstring as it is written and knows `--out`."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
+def new_parser(description: str | None, *, needed_out: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser that prints the module's docstring as it is written and knows `--out`, which may be needed."""
+    parser = _parser(description)
+    help_text = needed_out or "write the results to this JSON file"
+    parser.add_argument("--out", type=Path, required=needed_out is not None, help=help_text)
     return parser
+
+
+def report_options(description: str | None) -> argparse.Namespace:
+    """Parse the command line of a report: the data, and where its figure goes."""
+    parser = _parser(description)
+    parser.add_argument("data", type=Path, help="what the benchmark wrote")
+    parser.add_argument("--plot", type=Path, help="draw the figure into this file")
+    return parser.parse_args()
+
+
+def _parser(description: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def add_device_options(parser: argparse.ArgumentParser, *, seconds: float) -> None:
+    """Add what `gpu_stages.py` gives to every program: where it runs, for how long, and whether with tiny sizes."""
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--seconds", type=float, default=seconds, help="begin nothing later")
+    parser.add_argument("--small", action="store_true", help="few and tiny cases, to see that the program runs")
 
 
 def environment(options: argparse.Namespace | None = None) -> dict[str, Any]:
@@ -105,9 +125,40 @@ def attempt(call: Callable[[], T]) -> tuple[T | None, str | None]:
     return None, f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
+def run_cases(
+    cases: Iterable[tuple[Mapping[str, Any], Callable[[], dict[str, Any]]]], options: argparse.Namespace
+) -> NoReturn:
+    """Run cases until `--seconds` are over, write a record of each at once, and exit: with 1 if one failed.
+
+    Args:
+        cases: What a record is found by, and the call that returns the rest of it. A case failed if it raises, or if
+            its record has `passed` and this is false.
+        options: The command line of `add_device_options`.
+    """
+    append_record({"kind": "environment", **environment(options)}, options.out)
+    started, num_failed, num_not_run = time.monotonic(), 0, 0
+    for named, run in cases:
+        case_started = time.monotonic()
+        if case_started - started > options.seconds:
+            num_not_run += 1
+            continue
+        # Before the case: a process that hangs or dies has said where.
+        print(f"{case_started - started:6.1f} s {', '.join(map(str, named.values()))}", flush=True)
+        result, error = attempt(run)
+        record = {"error": error, "passed": False} if result is None else result
+        num_failed += not record.get("passed", True)
+        append_record({**named, **record, "seconds": round(time.monotonic() - case_started, 3)}, options.out)
+        if error is not None and options.device == "cuda":
+            sys.modules["torch"].cuda.synchronize()  # raises if the context is broken: nothing more can run here
+    append_record({"kind": "end", "num_failed": num_failed, "num_not_run": num_not_run}, options.out)
+    print(f"{num_failed} failures; {num_not_run} cases did not fit into the time", flush=True)
+    sys.exit(1 if num_failed else 0)
+
+
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the rows under their names, columns aligned."""
-    lines = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+    """Print the rows under their names, columns aligned; a row may lack some."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, *([str(row.get(name, "")) for name in names] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))

@@ -1,24 +1,19 @@
 """The tables of docs/memory.md: what an update of Qwen3 takes on one GPU, computed from the models' sizes.
 
     python benchmarks/memory.py
-    python benchmarks/memory.py --cost docs/benchmarks/data/memory_cost.json
+    python benchmarks/memory.py --cost --out docs/benchmarks/data/memory_cost.json
 
 The tables are computed by `verl_tree.functional.update_memory`, and its test compares it with real updates on a CPU.
 The sizes are those of the models' published configs. `--cost` measures on this CPU what tiles cost in time and save in
-bytes. What trees save beside flat rows is measured by `memory_grids.py`.
+bytes. What trees save beside flat rows `por.py --memory` measures.
 """
 
-import argparse
-import json
-import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from statistics import median
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from harness import markdown_table
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from harness import environment, interleave, markdown_table, new_parser, print_table, write_json
+from por_models import small_qwen3
 
 from verl_tree.attention import AttentionPlan
 from verl_tree.attention.hf import ATTENTION_NAME, register
@@ -131,59 +126,35 @@ def tables() -> dict[str, str]:
     return made | {card: markdown_table([*longest(memory_gib)]) for card, memory_gib in CARDS.items()}
 
 
-def cost(num_tiles: int | None) -> tuple[float, int]:
-    """Return the median processor seconds and the peak bytes of an update of a small model with checkpoints."""
+def measure_cost() -> list[dict[str, Any]]:
+    """Measure updates of a small model with checkpoints, without tiles and with several numbers of them, in turn."""
+    torch.set_num_threads(1)
     register()
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=1024,
-    )
-    model = Qwen3ForCausalLM(config).train()
-    model.set_attn_implementation(ATTENTION_NAME)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    if num_tiles is not None:
-        tile_modules(model, num_tiles=num_tiles)
     layout = probe_layout(4096, max_path_len=1024)
     plan = AttentionPlan.from_layout(layout, backend="varlen")
 
-    def update() -> None:
-        tree_forward_log_probs(model, layout, plan=plan).log_probs_T.sum().backward()
+    def update(num_tiles: int | None) -> Callable[[], None]:
+        model = small_qwen3(256, layers=4, vocab_size=1024, intermediate_size=1024, tie_word_embeddings=False)
+        model.set_attn_implementation(ATTENTION_NAME)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if num_tiles is not None:
+            tile_modules(model, num_tiles=num_tiles)
+        return lambda: tree_forward_log_probs(model, layout, plan=plan).log_probs_T.sum().backward()
 
-    update()
-    times = []
-    for _ in range(NUM_REPEATS):
-        start = time.process_time()
-        update()
-        times.append(time.process_time() - start)
-    return median(times), peak_bytes(update, device=torch.device("cpu"))
-
-
-def measure_cost(out: Path) -> None:
-    """Measure updates without tiles and with several numbers of them, and write what came out."""
-    torch.set_num_threads(1)
-    records: list[dict[str, Any]] = []
-    for num_tiles in (None, 1, NUM_TILES, 64):
-        seconds, num_bytes = cost(num_tiles)
-        records.append({"num_tiles": num_tiles, "cpu_s": seconds, "peak_bytes": num_bytes})
-        first = records[0]
-        print(
-            f"{num_tiles} tiles: time x {seconds / first['cpu_s']:.3f}, bytes x {num_bytes / first['peak_bytes']:.3f}"
-        )
-    out.write_text(json.dumps({"torch": torch.__version__, "updates": records}, indent=1) + "\n")
+    updates = {str(num_tiles): update(num_tiles) for num_tiles in (None, 1, NUM_TILES, 64)}
+    times = interleave(updates, repetitions=NUM_REPEATS, num_warmups=1)
+    peaks = {name: peak_bytes(run, device=torch.device("cpu")) for name, run in updates.items()}
+    return [{"num_tiles": name, "cpu_s": times[name].median_cpu_s, "peak_bytes": peaks[name]} for name in updates]
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cost", type=Path, help="measure, and write the numbers to this file")
-    arguments = parser.parse_args()
-    if arguments.cost is not None:
-        measure_cost(arguments.cost)
+    parser = new_parser(__doc__)
+    parser.add_argument("--cost", action="store_true", help="measure tiles on this CPU")
+    options = parser.parse_args()
+    if options.cost:
+        updates = measure_cost()
+        print_table(updates)
+        write_json({"environment": environment(options), "updates": updates}, options.out)
     else:
         for title, table in tables().items():
             print(f"\n{title}\n\n{table}")

@@ -1,16 +1,15 @@
 """How near the packing methods come to the optimum, and how much of the overlap a capacity leaves.
 
-Four parts, each runnable alone; a table each, and JSON with every instance:
+Three parts, each runnable alone; a table each, and JSON with every instance:
 
 - optimum: small random forests, every method against all partitions, with and without a cap on loss terms;
-- ilp: trees of 20 to 40 leaves against HiGHS on the integer programme, which gives the optimum or a bound;
 - capacity: ERR / POR against C for agent shapes and for trees of a given POR, also as a plot;
 - scale: 10,000 leaves and 80 M flat tokens: times, peak memory, ERR / POR.
 
     python benchmarks/packing.py [PART ...] [--out packing.json] [--plot packing.png] [--jobs 2] ...
 
 Parts that the JSON already has and that are not run again are kept. `gap` is packed tokens over the optimum, or over
-the best lower bound where the optimum is not known, minus 1. Times are wall-clock seconds.
+the lower bound where the optimum is not known, minus 1. Times are wall-clock seconds.
 """
 
 import argparse
@@ -28,10 +27,9 @@ from harness import environment, new_parser, peak_bytes
 from report_packing import draw, report
 
 from verl_tree.packing import METHODS, Packing, pack
-from verl_tree.packing.problem import Caps, Items
 from verl_tree.testing.arrival_packing import arrival_first_fit
-from verl_tree.testing.packing_reference import brute_force, integer_programme
-from verl_tree.testing.synthetic import SHAPES, groups, overlap, random_forest, tree_search, unbalanced
+from verl_tree.testing.packing_reference import brute_force
+from verl_tree.testing.synthetic import SHAPES, groups, overlap, random_forest, tree_search
 from verl_tree.tree import TokenForest
 
 Row = dict[str, Any]
@@ -96,49 +94,6 @@ def optimum_instance(number: int, *, options: argparse.Namespace) -> Row:
         **caps,
         "optimum": brute_force(sequences, **caps),
         "lower_bound": found["auto"].lower_bound,
-        "tokens": tokens(found),
-    }
-
-
-def ilp_instance(number: int, *, options: argparse.Namespace) -> Row:
-    """One tree of 20 to 40 leaves, C of 1 to 2.5 longest paths: four kinds in turn."""
-    rng = np.random.default_rng([options.seed, number])
-    num_leaves = int(rng.integers(20, 41))
-    kinds: dict[str, Callable[[], list[np.ndarray]]] = {
-        "random": lambda: random_forest(
-            rng, num_leaves=num_leaves, mean_len=20, root_probability=0, prefix_probability=0.03, vocab_size=10_000
-        ),
-        "unbalanced": lambda: unbalanced(num_leaves, seed=rng),
-        "tree_search": lambda: tree_search(int(rng.integers(3, 6)), num_expansions=3, seed=rng),
-        "overlap": lambda: overlap(
-            float(rng.uniform(0.4, 0.9)), num_leaves=num_leaves, num_flat_tokens=1000 * num_leaves, seed=rng
-        ),
-    }
-    kind = list(kinds)[number % len(kinds)]
-    forest = TokenForest.from_sequences(kinds[kind]())
-    capacity = int(forest.sequence_lens.max() * rng.uniform(1, 2.5))
-    found = packings(forest, methods=EVERY_METHOD, exact_limit_s=options.exact_limit_s, capacity=capacity)
-    heuristic = found["heuristic"]
-    items = Items.from_forest(forest, terms=forest.sequence_lens - 1).without_prefixes()
-    start_s = time.perf_counter()
-    solved = integer_programme(
-        items,
-        caps=Caps(num_tokens=capacity),
-        known_tokens=heuristic.num_tokens,
-        time_limit_s=options.ilp_limit_s,
-    )
-    return {
-        "kind": kind,
-        "leaves": forest.num_leaves,
-        "nodes": forest.num_nodes,
-        "tree_tokens": forest.num_tokens,
-        "capacity": capacity,
-        "packs": len(heuristic.packs),
-        "lower_bound": heuristic.lower_bound,
-        "solver_tokens": solved.num_tokens,
-        "solver_bound": solved.lower_bound,
-        "solver_packs": solved.num_packs,
-        "solver_s": round(time.perf_counter() - start_s, 2),
         "tokens": tokens(found),
     }
 
@@ -208,7 +163,6 @@ def scale_instance(name: str, *, options: argparse.Namespace) -> list[Row]:
 
 PARTS: dict[str, Callable[..., Any]] = {
     "optimum": optimum_instance,
-    "ilp": ilp_instance,
     "capacity": capacity_instance,
     "scale": scale_instance,
 }
@@ -219,7 +173,6 @@ def run_part(part: str, *, options: argparse.Namespace) -> list[Row]:
     solve = PARTS[part]
     jobs: list[Any] = {
         "optimum": list(range(options.num_forests)),
-        "ilp": list(range(options.num_trees)),
         "capacity": [(shape, seed) for shape in [*SHAPES, *OVERLAPS] for seed in range(NUM_SEEDS)],
         "scale": list(LARGE),
     }[part]
@@ -248,14 +201,12 @@ def write(parts: dict[str, Any], *, out: Path) -> None:
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = new_parser(__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="optimum, ilp, capacity, scale (default: all)")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="optimum, capacity, scale (default: all)")
     parser.add_argument("--plot", type=Path, help="draw the part capacity here")
-    parser.add_argument("--jobs", type=int, default=1, help="processes; the solver's time limit is wall-clock")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-forests", type=int, default=1000, help="of the part optimum")
-    parser.add_argument("--num-trees", type=int, default=100, help="of the part ilp")
-    parser.add_argument("--ilp-limit-s", type=float, default=20, help="of HiGHS, for each tree")
-    parser.add_argument("--exact-limit-s", type=float, default=2, help="of the exact method in ilp and capacity")
+    parser.add_argument("--exact-limit-s", type=float, default=2, help="of the exact method in the part capacity")
     parser.add_argument("--scale-capacity", type=int, default=32_768, help="C of the part scale")
     options = parser.parse_args()
     options.parts = options.parts or list(PARTS)

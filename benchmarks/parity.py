@@ -55,13 +55,11 @@ RUNS = {
 
 def main() -> None:
     """Make the runs, measure the distances, and print the largest differences."""
-    parser = new_parser(__doc__)
+    parser = new_parser(__doc__, needed_out="folder for the files of metrics")
     parser.add_argument("--steps", type=int, default=12, help="steps of a run")
     parser.add_argument("--runs", type=int, help="most runs of this call")
     parser.add_argument("--work", type=Path, default=Path("runs/parity"), help="folder of the runs")
     options = parser.parse_args()
-    if options.out is None:
-        parser.error("--out is needed: the folder for the files of metrics")
     work = options.work.resolve()
     missing = [name for name in RUNS if options.steps not in read_metrics(work / name / "metrics.jsonl")]
     for name in missing[: options.runs]:

@@ -1,14 +1,15 @@
 """Measures the speed-up of training on trees over the overlap ratio (POR), the paper's figure 8, on one device.
 
 Needs no verl. A random-weight Qwen3 computes forward and backward of one update on the rows of a drawn tree: the same
-number of leaves and of flat tokens at every POR (`verl_tree.testing.synthetic.overlap`); and on the rows of files of
-stored trees (`--stored`). Compared are the whole tree, packs and sections under a capacity of some longest paths, and
-flat rows (`por_paths.py` explains each). All recompute their layers in the backward pass (gradient checkpointing) and
-use the same log-prob code.
+number of leaves and of flat tokens at every POR (`verl_tree.testing.synthetic.overlap`); on trees as agents make them
+(`--shapes`); and on the rows of files of stored trees (`--stored`). Compared are the whole tree, packs and sections
+under a capacity of some longest paths, and flat rows (`por_paths.py` explains each). All recompute their layers in the
+backward pass (gradient checkpointing), or none (`--no-checkpointing`), and use the same log-prob code.
 
     python benchmarks/por.py --device cuda --out por.jsonl --seconds 480 [--models 1.7B,8B,0.6B,4B]
     python benchmarks/por.py --device cpu --out por.jsonl --seconds 600 --models 7M --flat-tokens 8192
     python benchmarks/por.py --device cpu --out por.jsonl --models 7M --pors '' --stored trees/*.parquet
+    python benchmarks/por.py --device cpu --out memory.jsonl --models 0.3M --memory --flat-kernels same
     python benchmarks/report_por.py por.jsonl [--plot por.png]
 
 Every run is a line of JSON, written at once, so a benchmark that is killed keeps what it had. One that finds its file
@@ -20,6 +21,10 @@ other PORs, the capacities. The paths of a point take turns. A path that does no
 - A path warms up with its first model call.
 - `peak_bytes` is what a run allocates above `held_bytes`, which it finds: weights, and states of the optimiser. It is
   measured on CUDA only.
+- With `--memory` every path runs once, without and with gradient checkpointing, flat rows all in one call, and its peak
+  above weights and gradients is measured; on a CPU by torch's profiler, so temporary buffers inside operators count.
+  Such a record has also what is known of the peak: `expansion_bytes`, the scores of the (leaf, token) pairs and their
+  gradients, and `store_bytes`, a relay's keys and values with their float32 gradients.
 - `flops` is `por_models.model_flops` of what the path computes; `mfu` is that over the time and the device's peak.
 - Flat rows cost nearly the same at every POR: only their lengths differ, and so their FLOPs, by .3 % (8B) to 1.4 %
   (0.6B). So on CUDA they run at the first POR only (`--flat-pors`).
@@ -28,6 +33,7 @@ other PORs, the capacities. The paths of a point take turns. A path that does no
 """
 
 import argparse
+import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,15 +41,16 @@ from typing import Any
 
 import torch
 from flat_attention import default_kernels
-from harness import keep_freed_memory, new_parser
+from harness import add_device_options, keep_freed_memory, new_parser
 from por_log import RunLog
 from por_models import SIZES
-from por_rows import stored_rows
-from por_runs import Benchmark, Point
+from por_rows import SHAPES, shape_rows, stored_rows
+from por_runs import MEMORY_KINDS, Benchmark, Point
 
 from verl_tree.packing import METHODS
 
 HEADLINE_POR = 0.8
+SHAPE_VOCABULARY = 1024
 SMALL: dict[str, Any] = {"models": "tiny", "pors": "0,0.8", "capacities": "1.5", "repetitions": 1}
 SMALL |= {"leaves": 16, "flat_tokens": 1024, "micro_batch_tokens": 256}
 SAME_WHEN_RESUMED = (
@@ -55,6 +62,7 @@ SAME_WHEN_RESUMED = (
     "threads",
     "backend",
     "with_step",
+    "no_checkpointing",
 )
 
 
@@ -72,12 +80,13 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = new_parser(__doc__)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--seconds", type=float, default=480, help="begin nothing that would end later")
+    parser = new_parser(__doc__, needed_out="file of JSON lines: results are written as they come")
+    add_device_options(parser, seconds=480.0)
     parser.add_argument("--models", default="1.7B,8B,0.6B,4B", help=f"comma-separated, of {', '.join(SIZES)}")
     parser.add_argument("--pors", default="0,0.2,0.4,0.6,0.8,0.92", help="of drawn trees; '' for none")
     parser.add_argument("--stored", nargs="*", default=[], help="files of stored trees")
+    parser.add_argument("--shapes", nargs="*", default=[], choices=list(SHAPES), help="trees as agents make them")
+    parser.add_argument("--memory", action="store_true", help="measure peaks in place of times and errors")
     parser.add_argument("--capacities", default="4,2,1.5", help="of packs and sections, in longest paths; '' for none")
     parser.add_argument("--methods", default="heuristic", help=f"that make packs, of {', '.join(METHODS)}")
     parser.add_argument("--leaves", type=int, default=64)
@@ -93,15 +102,13 @@ def parse_options() -> argparse.Namespace:
         "--flat-pors", help="where flat rows run (default on CUDA: at the first point; on a CPU: always)"
     )
     parser.add_argument("--with-step", action="store_true", help="with a step of the optimiser")
+    parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on CUDA, else float32")
     parser.add_argument("--peak-tflops", type=float, help="of the device, for the MFU; known for some GPUs")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="on a CPU")
-    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs")
     if parser.parse_args().small:
         parser.set_defaults(**SMALL)
     options = parser.parse_args()
-    if options.out is None:
-        parser.error("give --out FILE.jsonl: results are written as they come")
     options.models = options.models.split(",")
     if unknown := set(options.models) - set(SIZES):
         parser.error(f"no such model: {', '.join(sorted(unknown))}; choose from {', '.join(SIZES)}")
@@ -130,14 +137,24 @@ def _headline(options: argparse.Namespace) -> float | None:
 def points(options: argparse.Namespace) -> Iterator[Point]:
     """Return all points, the most valuable first."""
     flat = tuple(f"flat/{kernel}" for kernel in options.flat_kernels)
+    limited = tuple(
+        f"{kind}/{each:g}"
+        for each in options.capacities
+        for kind in (*options.methods, "relay")
+        if kind == "relay" or each >= 1  # a pack has whole paths
+    )
+    if options.memory:
+        yield from _memory_points(options, ("tree", *flat, *limited))
+        return
     for path in map(Path, options.stored):
         por = round(stored_rows(path).forest().potential_overlap_ratio, 3)
         yield from (Point(model, por, ("tree", *flat), stored=path) for model in options.models)
+    for shape, model in itertools.product(options.shapes, options.models):
+        yield Point(model, _shape_por(shape), ("tree", *flat, *limited), shape=shape)
     headline = _headline(options)
     if headline is None:
         return
     others = sorted(set(options.pors) - {headline}, reverse=True)
-    limited = tuple(f"{kind}/{each:g}" for each in options.capacities for kind in (*options.methods, "relay"))
 
     def whole(model: str, por: float) -> Point:
         return Point(model, por, ("tree", *flat) if por in options.flat_pors else ("tree",))
@@ -149,6 +166,18 @@ def points(options: argparse.Namespace) -> Iterator[Point]:
     if limited:  # at POR 0 there is nothing that a capacity could part
         sharing = [por for por in (headline, *others) if por > 0]
         yield from (Point(model, por, limited) for por in sharing for model in options.models)
+
+
+def _memory_points(options: argparse.Namespace, paths: tuple[str, ...]) -> Iterator[Point]:
+    for model in options.models:
+        for por in options.pors:
+            yield from (Point(model, por, paths, kind=kind) for kind in MEMORY_KINDS)
+        for shape in options.shapes:
+            yield from (Point(model, _shape_por(shape), paths, kind=kind, shape=shape) for kind in MEMORY_KINDS)
+
+
+def _shape_por(shape: str) -> float:
+    return round(shape_rows(shape, vocab_size=SHAPE_VOCABULARY).forest().potential_overlap_ratio, 3)
 
 
 if __name__ == "__main__":

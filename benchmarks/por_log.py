@@ -38,7 +38,7 @@ class RunLog:
 
 def _check_same(before: dict[str, Any], now: dict[str, Any], *, same: tuple[str, ...], out: Path) -> None:
     for name in same:
-        if before[name] != now[name]:
+        if name in before and before[name] != now[name]:
             option = name.replace("_", "-")
             raise ValueError(f"{out} was measured with --{option} {before[name]}, not {now[name]}: give another --out")
 

@@ -1,8 +1,8 @@
 """The models of por.py: random weights in the published sizes of Qwen3, and what an update of them costs.
 
 Sizes are those of `config.json` of Qwen/Qwen3-0.6B, -1.7B, -4B and -8B. For a CPU: `0.6B-layer` and `8B-layer`, one
-layer of these with a vocabulary of 1,024; `7M`, small enough for passes of thousands of tokens in seconds; `0.5M`; and
-`tiny`.
+layer of these with a vocabulary of 1,024; `7M`, small enough for passes of thousands of tokens in seconds; `0.5M`;
+`0.3M`, whose layers hold more than its logits, as those of large models do; and `tiny`.
 """
 
 from dataclasses import dataclass
@@ -44,6 +44,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "8B-layer": _sizes(hidden=4096, heads=32, kv_heads=8, intermediate=12_288, **_ONE_LAYER),
     "7M": _sizes(hidden=512, layers=2, heads=8, kv_heads=4, intermediate=1536, head_dim=64, vocab_size=1024),
     "0.5M": _sizes(hidden=128, layers=2, heads=4, kv_heads=2, intermediate=384, head_dim=32, vocab_size=512),
+    "0.3M": _sizes(hidden=64, layers=4, heads=4, kv_heads=2, intermediate=256, head_dim=16, vocab_size=256),
     "tiny": _sizes(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128, head_dim=16, vocab_size=512),
 }
 
@@ -62,6 +63,14 @@ def new_model(name: str, *, dtype: torch.dtype, device: torch.device, num_layers
     with device:
         model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes), dtype=dtype)
     return model.train()
+
+
+def small_qwen3(hidden_size: int, *, layers: int, vocab_size: int, **more: Any) -> PreTrainedModel:
+    """Make a float32 Qwen3 with heads of 64 and random weights; `more` are settings of its configuration."""
+    heads = {"heads": hidden_size // 64, "kv_heads": max(hidden_size // 128, 1), "head_dim": 64}
+    sizes = _sizes(hidden=hidden_size, layers=layers, intermediate=3 * hidden_size, vocab_size=vocab_size, **heads)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(Qwen3Config(**(sizes | more)), dtype=torch.float32).train()
 
 
 def peak_flops(device: torch.device, *, peak_tflops: float | None) -> float | None:

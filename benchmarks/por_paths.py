@@ -88,6 +88,7 @@ class Case:
         num_flat_tokens = self.forest.num_flat_tokens
         generator = torch.Generator().manual_seed(0)
         self.coefficient_F = torch.randn(num_flat_tokens, generator=generator).to(model.device) / num_flat_tokens
+        self.store_bytes = 0  # of the relay that ran last
 
     def path(self, name: str) -> Path:
         """Plan a path.
@@ -209,6 +210,7 @@ class Case:
             run.first(number)
         for number in range(run.num_last):
             run.last(number, loss).backward()
+        self.store_bytes = run.store.num_bytes
         log_prob_F = torch.zeros_like(self.coefficient_F)
         log_prob_F[self._places(host.leaves)] = expand(run.scores_CT[0], layout).to(log_prob_F.dtype)
         return log_prob_F

@@ -19,30 +19,38 @@ from harness import Times
 from por_log import Clock, RunLog
 from por_models import TOO_LARGE_WITH_STEP, model_flops, new_model, peak_flops
 from por_paths import Case, Path, errors
-from por_rows import Rows, drawn_rows, stored_rows
+from por_rows import SHAPES, Rows, drawn_rows, shape_rows, stored_rows
 from transformers import PreTrainedModel
 
 from verl_tree.functional.memory import peak_bytes
 
 NUM_ERROR_LAYERS = 2
+SCORE_AND_GRADIENT_BYTES = 8
+
+MEMORY_KINDS = ("memory", "checkpointed memory")
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Paths whose times ("run") or errors are measured together, on a drawn tree or on those stored in a file."""
+    """Paths that are measured together, on a drawn tree of that POR, on a shape or on the trees stored in a file.
+
+    Attributes:
+        kind: What is measured: times ("run"), errors, or the peak of memory, without and with gradient checkpointing.
+    """
 
     model: str
     por: float
     paths: tuple[str, ...]
-    kind: Literal["run", "errors"] = "run"
+    kind: Literal["run", "errors", "memory", "checkpointed memory"] = "run"
     stored: pathlib.Path | None = None
+    shape: str = "drawn"
 
     @property
     def key(self) -> dict[str, Any]:
         """What a record of this point is found by."""
-        trees = "drawn" if self.stored is None else self.stored.stem
+        trees = self.shape if self.stored is None else self.stored.stem
         return {"kind": self.kind, "model": self.model, "trees": trees, "por": self.por}
 
 
@@ -65,6 +73,8 @@ class Benchmark:
             return
         if point.kind == "errors":
             self._measure_errors(point, list(left))
+        elif point.kind in MEMORY_KINDS:
+            self._measure_memory(point, list(left))
         else:
             self._measure_times(point, left)
 
@@ -72,7 +82,7 @@ class Benchmark:
         found = self._log.find(**point.key, path=path)
         if any("not_run" in record for record in found):
             return 0
-        if point.kind == "errors":
+        if point.kind != "run":
             return 0 if found else 1
         return self._options.repetitions - sum(record["repetition"] > 0 for record in found)
 
@@ -132,6 +142,37 @@ class Benchmark:
         )
         return True
 
+    def _measure_memory(self, point: Point, left: list[str]) -> None:
+        """Write the peak of each path above weights and gradients, and what of it is known: scores and a store."""
+        case = self._attempt(point, left, lambda: self._case(self._timed_model(point.model), point))
+        if case is None:
+            return
+        is_checkpointed = point.kind == MEMORY_KINDS[1]
+
+        def measure(path_name: str) -> bool:
+            path = case.path(path_name)
+            _checkpoint(case.model, is_checkpointed)
+            for parameter in case.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            case.store_bytes = 0
+            peak = peak_bytes(path.gradients, device=self._device)
+            self._write(
+                point,
+                path_name,
+                peak_bytes=peak,
+                expansion_bytes=SCORE_AND_GRADIENT_BYTES * case.forest.num_flat_tokens,
+                store_bytes=case.store_bytes,
+                num_calls=path.num_calls,
+                capacity=path.capacity,
+                num_tokens=path.counts.num_tokens,
+            )
+            return True
+
+        for path_name in left:
+            self._say(point, path_name, point.kind)
+            self._attempt(point, [path_name], partial(measure, path_name))
+            gc.collect()  # the profiler leaves cycles
+
     def _measure_errors(self, point: Point, left: list[str]) -> None:
         self._forget_model()
         num_flat_tokens = min(self._options.error_tokens, self._options.flat_tokens)
@@ -165,17 +206,17 @@ class Benchmark:
                 self._attempt(point, [path_name], partial(compare, path_name))
 
     def _case(self, model: PreTrainedModel, point: Point, *, num_flat_tokens: int | None = None) -> Case:
-        options = self._options
-        return Case(
-            model,
-            self._rows(point, num_flat_tokens=num_flat_tokens, vocab_size=model.config.vocab_size),
-            micro_batch_tokens=options.micro_batch_tokens,
-            backend=options.backend,
-        )
+        rows = self._rows(point, num_flat_tokens=num_flat_tokens, vocab_size=model.config.vocab_size)
+        micro_batch_tokens = self._options.micro_batch_tokens
+        if point.kind in MEMORY_KINDS:  # flat rows in one call, as the tree
+            micro_batch_tokens = sum(map(len, rows.sequences))
+        return Case(model, rows, micro_batch_tokens=micro_batch_tokens, backend=self._options.backend)
 
     def _rows(self, point: Point, *, num_flat_tokens: int | None, vocab_size: int) -> Rows:
         if point.stored is not None:
             return stored_rows(point.stored)
+        if point.shape in SHAPES:
+            return shape_rows(point.shape, vocab_size=vocab_size)
         options = self._options
         return drawn_rows(
             point.por,
@@ -197,7 +238,7 @@ class Benchmark:
 
     def _new_model(self, name: str, *, dtype: torch.dtype, num_layers: int | None = None) -> PreTrainedModel:
         model = new_model(name, dtype=dtype, device=self._device, num_layers=num_layers)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        _checkpoint(model, not self._options.no_checkpointing)
         return model
 
     def _forget_model(self) -> None:
@@ -235,3 +276,10 @@ class Benchmark:
 
     def _write(self, point: Point, path: str, **found: Any) -> None:
         self._log.write(**point.key, path=path, **found)
+
+
+def _checkpoint(model: PreTrainedModel, is_on: bool) -> None:
+    if is_on:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_disable()

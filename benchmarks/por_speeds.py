@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 DRAWN = "drawn"
+MIB = 2**20
+MEMORY_GOAL = 1.1
 
 
 class Key(NamedTuple):
@@ -105,3 +107,32 @@ def fastest_flat(points: Points, key: Key) -> tuple[Measured | None, float]:
         return None, key.por
     *_, other, measured = min(found, key=lambda each: each[:2])
     return measured, other
+
+
+Peaks = dict[tuple[Key, str], dict[str, dict[str, Any]]]
+"""The records of peaks by point and kind, then by path."""
+
+
+def measured_peaks(records: list[dict[str, Any]]) -> Peaks:
+    """Gather the peaks of every point; a path that did not run has none."""
+    peaks: Peaks = defaultdict(dict)
+    for record in records:
+        if record["kind"].endswith("memory") and "not_run" not in record:
+            key = Key(record["model"], record["trees"], record["por"])
+            peaks[key, record["kind"]][record["path"]] = record
+    return dict(peaks)
+
+
+def flat_of(paths: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the record of flat rows."""
+    return next(record for path, record in paths.items() if path.startswith("flat"))
+
+
+def memory_share(record: dict[str, Any], flat: dict[str, Any]) -> float:
+    """Return a peak, scores and store taken off, over what `flat` takes for the tokens of a call."""
+    own = record["peak_bytes"] - record["expansion_bytes"] - record["store_bytes"]
+    return own / _call_tokens(record) * _call_tokens(flat) / flat["peak_bytes"]
+
+
+def _call_tokens(record: dict[str, Any]) -> int:
+    return min(record["num_tokens"], record["capacity"] or record["num_tokens"])

@@ -5,7 +5,6 @@
 ERR / POR is the share of the potential reuse that is left under a capacity: (flat - packed) / (flat - tree tokens).
 """
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from statistics import mean
 from typing import Any
 
 import matplotlib
+from harness import print_table, report_options
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -46,43 +46,6 @@ def optimum_table(rows: list[Row]) -> list[Row]:
     print(_check("exact is the optimum", all(row["tokens"]["exact"] == row["optimum"] for row in rows)))
     print(_check("the lower bound is below the optimum", all(row["lower_bound"] <= row["optimum"] for row in rows)))
     print(_check("no method is below the optimum", all(min(row["tokens"].values()) >= row["optimum"] for row in rows)))
-    return table
-
-
-def best_bound(row: Row) -> int:
-    """Return the optimum where it is known, else the best lower bound: the solver's, ours, or that of `exact`."""
-    return max(row["lower_bound"], row["solver_bound"], row["tokens"]["exact"] or 0)
-
-
-def is_proven(row: Row) -> bool:
-    """Whether the optimum is known."""
-    known = [number for number in row["tokens"].values() if number is not None]
-    return min(row["solver_tokens"], *known) == best_bound(row)
-
-
-def ilp_table(rows: list[Row]) -> list[Row]:
-    """Return the gaps of every method to the optimum, or to the best bound, of the medium trees."""
-    kinds = {"all": rows, **{kind: [row for row in rows if row["kind"] == kind] for kind in _unique(rows, "kind")}}
-    table = []
-    for kind, part in kinds.items():
-        proven = [row for row in part if is_proven(row)]
-        by_solver = [row for row in part if row["solver_tokens"] == row["solver_bound"]]
-        by_exact = [row for row in part if row["tokens"]["exact"] is not None]
-        counts = {"trees": len(part), "proven": len(proven), "solver": len(by_solver), "exact's": len(by_exact)}
-        for method in part[0]["tokens"]:
-            if method != "exact":
-                gaps = [row["tokens"][method] / best_bound(row) - 1 for row in proven]
-                open_gaps = [row["tokens"][method] / best_bound(row) - 1 for row in part if not is_proven(row)]
-                most = {"open_mean": _percent(open_gaps, mean), "open_worst": _percent(open_gaps, max)}
-                table.append({"kind": kind, **counts, "method": method, **_summary(gaps), **most})
-        for name, bound in (("our bound", "lower_bound"), ("solver's bound", "solver_bound")):
-            gaps = [best_bound(row) / row[bound] - 1 for row in proven]
-            table.append({"kind": kind, **counts, "method": f"optimum over {name}", **_summary(gaps)})
-    both = [row for row in rows if row["solver_tokens"] == row["solver_bound"] and row["tokens"]["exact"] is not None]
-    agrees = all(row["tokens"]["exact"] == row["solver_tokens"] for row in both)
-    print(_check(f"exact and the solver agree on {len(both)} trees that both solve", agrees))
-    sound = all(row["lower_bound"] <= (row["tokens"]["exact"] or row["solver_tokens"]) for row in rows)
-    print(_check("the lower bound is below every optimum", sound))
     return table
 
 
@@ -179,7 +142,6 @@ def draw(rows: list[Row], *, out: Path) -> None:
 
 TABLES: dict[str, Callable[[list[Row]], list[Row]]] = {
     "optimum": optimum_table,
-    "ilp": ilp_table,
     "capacity": capacity_table,
     "scale": list,
 }
@@ -189,12 +151,7 @@ def report(parts: dict[str, Any]) -> None:
     """Print checks and table of each part."""
     for name, part in parts.items():
         print(f"\n{name}")
-        table = TABLES[name](part["rows"])
-        columns = list(dict.fromkeys(column for row in table for column in row))
-        lines = [columns, *([str(row.get(column, "")) for column in columns] for row in table)]
-        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        for line in lines:
-            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+        print_table(TABLES[name](part["rows"]))
 
 
 def _summary(gaps: Sequence[float]) -> Row:
@@ -216,10 +173,7 @@ def _unique(rows: list[Row], column: str) -> list[Any]:
 
 def main() -> None:
     """Parse the command line, print and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="what packing.py wrote")
-    parser.add_argument("--plot", type=Path, help="draw ERR / POR against the capacity here")
-    options = parser.parse_args()
+    options = report_options(__doc__)
     parts = json.loads(options.data.read_text())
     report(parts)
     if options.plot:

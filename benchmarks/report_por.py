@@ -5,6 +5,9 @@
 Seconds are medians: by the device's clock on CUDA, of the processor on a CPU, which other work on the machine changes
 less. A path is compared with the fastest flat one on the same rows. Where none ran there, it is compared with that of
 the nearest POR, marked ~. The bound is that by FLOPs: of flat rows over what the path computes with gradient.
+
+Memory is in MiB, and in brackets the share: the peak, scores and store taken off, over what flat rows take for as many
+tokens as a call has. The goal is 1.1. With a large vocabulary a chunk of logits is the peak, and the goal is missed.
 """
 
 import argparse
@@ -13,7 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from harness import print_table
-from por_speeds import Measured, Points, Speed, fastest_flat, measured_points
+from por_speeds import (
+    MEMORY_GOAL,
+    MIB,
+    Measured,
+    Peaks,
+    Points,
+    Speed,
+    fastest_flat,
+    flat_of,
+    measured_peaks,
+    measured_points,
+    memory_share,
+)
 
 GIB = 2**30
 
@@ -67,7 +82,7 @@ def limited_trees(points: Points) -> list[dict[str, Any]]:
         for path, measured in paths.items():
             if flat is None or measured.capacity is None:
                 continue
-            row = {"model": key.model, "POR": f"{key.por:g}", "path": path}
+            row = {"model": key.model, "trees": key.trees, "POR": f"{key.por:g}", "path": path}
             if measured.not_run:
                 rows.append(row | {"capacity": "-", "calls": "-", "ERR": "-", "s": measured.not_run})
                 continue
@@ -106,23 +121,41 @@ def error_rows(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def memory_rows(peaks: Peaks) -> list[dict[str, Any]]:
+    """Return the table of peaks."""
+    rows = []
+    for (key, kind), paths in peaks.items():
+        row = {"model": key.model, "trees": key.trees, "POR": f"{key.por:g}"}
+        row |= {"checkpointing": "yes" if kind.startswith("checkpointed") else "no"}
+        for path, record in paths.items():
+            share = memory_share(record, flat_of(paths))
+            row[path] = f"{record['peak_bytes'] / MIB:.1f} ({share:.2f})"
+        rows.append(row | {"store": f"{max(record['store_bytes'] for record in paths.values()) / MIB:.1f}"})
+    return rows
+
+
 def report(records: list[dict[str, Any]]) -> None:
     """Print the tables."""
-    points = measured_points(records)
+    points, peaks = measured_points(records), measured_peaks(records)
     tables = {
         "whole trees": whole_trees(points),
         "under a capacity": limited_trees(points),
         "errors": error_rows(records),
+        "memory": memory_rows(peaks),
     }
     for title, rows in tables.items():
         if rows:
-            names = list(dict.fromkeys(name for row in rows for name in row))
             print(f"\n{title}")
-            print_table([{name: row.get(name, "") for name in names} for row in rows])
+            print_table(rows)
+    found = [(memory_share(each, flat_of(paths)), path) for paths in peaks.values() for path, each in paths.items()]
+    for kind in dict.fromkeys(path for _, path in found if not path.startswith("flat")):
+        shares = [share for share, path in found if path == kind]
+        num_met = sum(share <= MEMORY_GOAL for share in shares)
+        print(f"memory of {kind}: at most {MEMORY_GOAL} at {num_met} of {len(shares)} points, worst {max(shares):.3f}")
 
 
 def engine_rows(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the table of what `update.py --engines --overlap` measured: verl's engine over the tree engine."""
+    """Return the table of what `update.py --overlap` measured: verl's engine over the tree engine."""
     return [
         {
             "POR": f"{case['potential_overlap_ratio']:.2f}",
@@ -139,7 +172,7 @@ def main() -> None:
     """Parse the command line, print and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, nargs="+", help="what por.py wrote")
-    parser.add_argument("--engines", type=Path, help="what update.py --engines --overlap wrote")
+    parser.add_argument("--engines", type=Path, help="what update.py --overlap wrote")
     parser.add_argument("--plot", type=Path, help="draw the figure into this file")
     options = parser.parse_args()
     records = [json.loads(line) for path in options.data for line in path.read_text().splitlines()]
@@ -150,9 +183,12 @@ def main() -> None:
         print_table(engine_rows(cases))
     if options.plot:
         # Imported here, as the tables are wanted on machines without matplotlib, too.
-        from report_por_figure import draw
+        from report_por_figure import draw, draw_memory
 
-        draw(measured_points(records), engine_cases=cases, out=options.plot)
+        if points := measured_points(records):
+            draw(points, engine_cases=cases, out=options.plot)
+        else:
+            draw_memory(measured_peaks(records), out=options.plot)
 
 
 if __name__ == "__main__":

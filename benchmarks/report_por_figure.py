@@ -1,7 +1,7 @@
 """The figure of what por.py measured: update time against overlap, as figure 8 of the Tree Training paper.
 
 Upper row: flat rows' time over that of a path, with the bound by FLOPs of the whole tree. Lower row: the quotient of
-the two. A panel for whole trees, one for each capacity, and one for stored trees.
+the two. A panel for whole trees, one for each capacity, and one for stored trees. Of memory: peaks against overlap.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from por_speeds import DRAWN, Measured, Points, Speed, fastest_flat
+from por_speeds import DRAWN, MIB, Measured, Peaks, Points, Speed, fastest_flat
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +26,7 @@ PATHS = {
     "deepest_first": ("#56B4E9", "v"),
     "dfs_first_fit": ("#F0E442", "<"),
     "single_path": ("#CC79A7", "s"),
+    "flat": ("#777777", "s"),
 }
 MODELS = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "D"), ("#CC79A7", "v")]
 BOUND: dict[str, Any] = {"color": "black", "linewidth": 0.8, "linestyle": ":", "label": "bound by FLOPs", "zorder": 3}
@@ -35,7 +36,7 @@ Line = list[tuple[float, Speed]]
 
 
 def draw(points: Points, *, engine_cases: list[dict[str, Any]], out: Path) -> None:
-    """Draw all panels; `engine_cases` are those of `update.py --engines --overlap`."""
+    """Draw all panels; `engine_cases` are those of `update.py --overlap`."""
     drawn = {key: paths for key, paths in points.items() if key.trees == DRAWN}
     stored = {key: paths for key, paths in points.items() if key.trees != DRAWN}
     found = [(key.model, each.capacity) for key, paths in drawn.items() for each in paths.values() if each.capacity]
@@ -151,3 +152,27 @@ def _draw_stored(pair: Pair, points: Points) -> None:
     below.set_ylim(0, 1.15)
     below.axhline(0.9, color="#999999", linewidth=0.8)
     above.grid(alpha=0.3, axis="y")
+
+
+def draw_memory(peaks: Peaks, *, out: Path) -> None:
+    """Draw the peaks of drawn trees over the POR, without and with gradient checkpointing."""
+    kinds = {"memory": "without gradient checkpointing", "checkpointed memory": "with gradient checkpointing"}
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True, layout="constrained")
+    for panel, (kind, title) in zip(panels, kinds.items(), strict=True):
+        points = {key.por: paths for (key, its_kind), paths in peaks.items() if (key.trees, its_kind) == (DRAWN, kind)}
+        for path in dict.fromkeys(path for paths in points.values() for path in paths):
+            line = [(por, paths[path]["peak_bytes"] / MIB) for por, paths in points.items() if path in paths]
+            color, marker = PATHS[path.partition("/")[0]]
+            panel.plot(*zip(*line, strict=True), color=color, marker=marker, markersize=4, label=path)
+            if path.startswith("flat"):
+                ideal = [(por, peak * (1 - por)) for por, peak in line]
+                panel.plot(*zip(*ideal, strict=True), ":", color="black", label="flat / compression", zorder=3)
+        panel.set_title(title, fontsize=10)
+        panel.set_xlabel("POR")
+        panel.set_yscale("log", base=2)
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("peak beyond weights and gradients, MiB")
+    panels[0].legend(frameon=False, fontsize=8)
+    figure.savefig(out, dpi=100)
+    plt.close(figure)

@@ -5,7 +5,6 @@
 Seconds are medians of the processor's. All quotients are of flat rows over the path: how many times more they take.
 """
 
-import argparse
 import itertools
 import statistics
 from collections import defaultdict
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import print_table, read_records
+from harness import print_table, read_records, report_options
 from por_models import model_flops, new_model
 from prefix_costs import repeated, shared
 from transformers import PreTrainedModel
@@ -164,10 +163,7 @@ def draw(records: Sequence[dict[str, Any]], *, out: Path) -> None:
 
 def main() -> None:
     """Parse the command line, print and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="what shared_prefix.py wrote")
-    parser.add_argument("--plot", type=Path, help="draw the figure into this file")
-    options = parser.parse_args()
+    options = report_options(__doc__)
     records = read_records(options.data)
     report(records)
     if options.plot:

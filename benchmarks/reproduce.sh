@@ -19,6 +19,8 @@ DATA=$OUT/benchmarks/data
 mkdir -p "$DATA"
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=$PWD WANDB_MODE=offline
 
+SHAPES=(star tau2 tree_search caterpillar tool_fan_out chain)
+
 # Each function is an experiment; its name is what the command line takes.
 
 figure8() { # Tree Training, figure 8 a to c
@@ -31,7 +33,7 @@ figure8() { # Tree Training, figure 8 a to c
   $drawn --error-tokens 0 --models 7M --pors '' --repetitions 1 --stored docs/benchmarks/data/trees/*.parquet
   $por --flat-tokens 16384 --error-tokens 0 --models 7M --capacities 1.5 --repetitions 1 --pors 0.8,0.92 --out "$DATA/por_cpu_16k.jsonl"
   [[ -e $DATA/por_engines.json ]] ||
-    python benchmarks/update.py --engines --overlap 0.2 0.8 0.92 --branches 64 --branch-len 128 --layers 2 --vocab-size 1024 \
+    python benchmarks/update.py --overlap 0.2 0.8 0.92 --branches 64 --branch-len 128 --layers 2 --vocab-size 1024 \
       --repetitions 1 --threads 1 --out "$DATA/por_engines.json"
   python benchmarks/report_por.py "$DATA/por_cpu.jsonl" --engines "$DATA/por_engines.json" --plot "$OUT/por_cpu.png"
 }
@@ -41,9 +43,17 @@ prompts() { # Prefix Grouper, figures 2 and 3
   python benchmarks/report_shared_prefix.py "$DATA/prefix_grouper.jsonl" --plot "$OUT/prefix_grouper.png"
 }
 
-memory() { # over both grids
-  python benchmarks/memory_grids.py --out "$DATA/memory_grids.jsonl"
-  python benchmarks/report_memory.py "$DATA/memory_grids.jsonl" --plot "$OUT/memory_grids.png"
+memory() { # over the overlap ratio and for agents' shapes
+  local por="python benchmarks/por.py --device cpu --threads 1 --seconds 1200 --memory --flat-tokens 8192 --flat-kernels same"
+  $por --models 0.3M --capacities 1.5 --out "$DATA/por_memory.jsonl"
+  $por --models 0.3M --pors '' --shapes "${SHAPES[@]}" --capacities 1,0.5,0.25 --out "$DATA/por_memory.jsonl"
+  python benchmarks/report_por.py "$DATA/por_memory.jsonl" --plot "$OUT/por_memory.png"
+}
+
+relay() { # time of sections for agents' shapes
+  python benchmarks/por.py --device cpu --threads 1 --seconds 1200 --error-tokens 0 --models 7M --pors '' --shapes "${SHAPES[@]}" \
+    --capacities 1,0.5,0.25 --flat-kernels sdpa --micro-batch-tokens 2048 --out "$DATA/por_shapes.jsonl"
+  python benchmarks/report_por.py "$DATA/por_shapes.jsonl"
 }
 
 fine_tuning() { # Tree Training, SFT
@@ -51,10 +61,7 @@ fine_tuning() { # Tree Training, SFT
 }
 
 scoring() { # Prefix Grouper, section 4.1
-  local folder
   [[ -e $DATA/scoring.jsonl ]] || python benchmarks/scoring.py --out "$DATA/scoring.jsonl"
-  folder=$(python -m recipes.tree_search_reasoning.prepare)
-  [[ -e $DATA/judged_leaves.json ]] || python benchmarks/judged_leaves.py --folder "$folder" --out "$DATA/judged_leaves.json"
 }
 
 packing() { # Tree Training, section 2.2
@@ -75,7 +82,7 @@ rows() { # all rows of a session against its longest
     --keys val-core/memory_qa/reward/mean@1,tree/session_reward/mean,tree/flat_tokens)
 }
 
-EXPERIMENTS=(figure8 prompts memory fine_tuning scoring packing parity rows)
+EXPERIMENTS=(figure8 prompts memory relay fine_tuning scoring packing parity rows)
 (($# == 0)) && set -- "${EXPERIMENTS[@]}"
 for name; do
   [[ " ${EXPERIMENTS[*]} " == *" $name "* ]] || fail "no experiment $name; there are ${EXPERIMENTS[*]}"

@@ -38,15 +38,13 @@ KEYS = (
 
 def main() -> None:
     """Run what is not there yet, then print the means over the seeds."""
-    parser = new_parser(__doc__)
+    parser = new_parser(__doc__, needed_out="folder for the files of metrics")
     parser.add_argument("--seeds", type=int, default=3, help="runs with either rows")
     parser.add_argument("--steps", type=int, default=12, help="steps of a run")
     parser.add_argument("--test-freq", type=int, default=2, help="steps from one validation to the next")
     parser.add_argument("--runs", type=int, help="most runs of this call")
     parser.add_argument("--work", type=Path, default=Path("runs/rows"), help="folder of the runs")
     options = parser.parse_args()
-    if options.out is None:
-        parser.error("--out is needed: the folder for the files of metrics")
     places = [(rows, seed) for seed in range(1, options.seeds + 1) for rows in ROWS]
     missing = [place for place in places if not _file(options.out, *place).exists()]
     for rows, seed in missing[: options.runs]:

@@ -14,9 +14,10 @@ from functools import partial
 
 import torch
 from harness import append_record, environment, interleave, new_parser, print_table
+from por_models import small_qwen3
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache, PreTrainedModel
 
 from verl_tree.functional import score
 from verl_tree.tree import TokenForest
@@ -31,22 +32,6 @@ CASES = {
     "rank: 256 + 16 passages of 256": (256, 16, 256),
 }
 """Tokens of the context, continuations, tokens of each."""
-
-
-def small_model() -> PreTrainedModel:
-    """Make the model, random, in float32."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        pad_token_id=0,
-    )
-    return Qwen3ForCausalLM(config).eval()
 
 
 def read(logits_PV: Tensor, continuation: Tensor, *, is_judge: bool) -> Tensor:
@@ -144,7 +129,8 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=list(CASES), help=f"of {list(CASES)}")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    model, rows = small_model(), []
+    model = small_qwen3(256, layers=4, vocab_size=VOCABULARY, tie_word_embeddings=False, pad_token_id=0).eval()
+    rows = []
     for name in options.cases:
         record = measure(name, model, repetitions=options.repetitions)
         append_record(record | {"environment": environment(options)}, options.out)

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from harness import append_record, environment, interleave, new_parser, print_table
 from omegaconf import OmegaConf
-from por_models import Counts, model_flops
+from por_models import Counts, model_flops, small_qwen3
 from tensordict import NonTensorData
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 from verl.utils import tensordict_utils as tu
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
@@ -62,21 +61,6 @@ def draw_trees(options: argparse.Namespace) -> list[StoredTree]:
         )
         trees.append(StoredTree(step=0, uid=str(number), leaves=leaves))
     return trees
-
-
-def make_model(options: argparse.Namespace) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=options.vocabulary,
-        hidden_size=options.hidden,
-        intermediate_size=3 * options.hidden,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 64,
-        num_key_value_heads=options.hidden // 128,
-        head_dim=64,
-        tie_word_embeddings=True,
-    )
-    return Qwen3ForCausalLM(config)
 
 
 class Side:
@@ -141,7 +125,8 @@ def flops_of(model: PreTrainedModel, trees: list[StoredTree], *, prompt_len: int
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Time the sides and return a record."""
-    trees, model = draw_trees(options), make_model(options)
+    trees = draw_trees(options)
+    model = small_qwen3(options.hidden, layers=options.layers, vocab_size=options.vocabulary)
     row_len = sum(options.lens)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

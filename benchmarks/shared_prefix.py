@@ -147,13 +147,11 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     """Parse the command line."""
-    parser = new_parser(__doc__)
+    parser = new_parser(__doc__, needed_out="file of JSON lines: results are written as they come")
     parser.add_argument("parts", nargs="*", default=["grid", "trees"], help="grid, trees (default: both)")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--small", action="store_true", help="a tiny grid, to see that it runs")
     options = parser.parse_args()
-    if options.out is None:
-        parser.error("give --out FILE.jsonl: results are written as they come")
     return options
 
 

@@ -1,8 +1,7 @@
 """Every shipped configuration, compiled ahead of time for its GPUs, without one.
 
 Products must be on the matrix units, run side by side, and overlap with the copies of the next tiles. Shared memory and
-registers must suffice. `benchmarks/machine_code.py` prints the numbers, also for windows and sinks alone. The largest
-head dim is the tightest; the others are left to `scripts/test.sh --long`.
+registers must suffice. The largest head dim is the tightest; the others are left to `scripts/test.sh --long`.
 """
 
 import pytest

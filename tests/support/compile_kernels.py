@@ -8,8 +8,6 @@ It is a program because TRITON_INTERPRET must not be set. Arguments are speciali
 that log when it compiles, but not when it finds the kernel in its cache: TRITON_CACHE_DIR must be an empty folder.
 """
 
-import importlib
-import importlib.util
 import io
 import json
 import re
@@ -21,13 +19,10 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from verl_tree.attention import triton_kernels, triton_key_kernels
 from verl_tree.attention.triton_configs import padded_dim
 
-MODULES = [
-    importlib.import_module(name)
-    for name in ("verl_tree.attention.triton_kernels", "verl_tree.attention.triton_key_kernels")
-    if importlib.util.find_spec(name)  # older revisions, which benchmarks/machine_code.py compiles, have one module
-]
+MODULES = (triton_kernels, triton_key_kernels)
 POINTERS = {
     **dict.fromkeys(("q", "k", "v", "out", "grad_out", "dq", "dk", "dv"), "input"),
     **dict.fromkeys(("subtree_end", "rows", "indices", "cuts", "positions"), "i32"),

@@ -2,10 +2,12 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import por
+import por_rows
 import por_speeds
 import pytest
 import report_por
@@ -19,6 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from tree_cases import relative_error, tiny_model
 
 from verl_tree.records import StoredLeaf, StoredTree, write_trees
+from verl_tree.testing.synthetic import star
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
 
@@ -170,6 +173,45 @@ def test_stored_trees_are_rows_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert {(each["trees"], each["por"]) for each in records} == {("agent", 0.286)}
     assert {each["path"]: each["num_tokens"] for each in records} == {"tree": 10, "flat/sdpa": 14}
     assert len(run(monkeypatch, tmp_path / "por.jsonl", *arguments)) == 1
+
+
+def test_peaks_of_trees_are_their_share_of_flat_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Four branches of 64 tokens on a prompt of 64: 512 flat tokens, 320 of the tree; a pack of 1.5 paths holds 192."""
+    shape = partial(star, 4, prompt_len=64, branch_len=64)
+    monkeypatch.setitem(por_rows.SHAPES, "star", shape)
+    arguments = ("--memory", "--models", "0.3M", "--pors", "", "--shapes", "star", "--flat-kernels", "same")
+    records = run(monkeypatch, tmp_path / "por.jsonl", *arguments)[1:]
+    peaks = por_speeds.measured_peaks(records)
+    assert [kind for _, kind in peaks] == ["memory", "checkpointed memory"]
+    for paths in peaks.values():
+        calls = {path: (each["num_tokens"], each["num_calls"], each["capacity"]) for path, each in paths.items()}
+        assert calls == {
+            "tree": (320, 1, None),
+            "flat/same": (512, 1, 512),
+            "heuristic/1.5": (384, 2, 192),
+            "relay/1.5": (320, 2, 192),
+        }
+        for path in ("tree", "heuristic/1.5", "relay/1.5"):
+            assert 0.9 < por_speeds.memory_share(paths[path], paths["flat/same"]) < por_speeds.MEMORY_GOAL
+        # Keys and values of the prompt: two heads of 16 in four layers, and a gradient each.
+        assert paths["relay/1.5"]["store_bytes"] == 64 * (2 * 2 * 16) * 4 * (4 + 4)
+    with_activations, without = (paths["tree"]["peak_bytes"] for paths in peaks.values())
+    assert without < with_activations / 2
+    assert len(run(monkeypatch, tmp_path / "por.jsonl", *arguments)) == 1
+
+
+def test_the_share_of_a_peak_by_hand(tmp_path: Path) -> None:
+    flat = {"peak_bytes": 1000, "num_tokens": 100, "capacity": 100, "store_bytes": 0}
+    # 40 of 100 tokens may have 400 bytes; 420 + 8 are there, 8 of them scores.
+    tree = {"peak_bytes": 428, "expansion_bytes": 8, "num_tokens": 40, "capacity": None, "store_bytes": 0}
+    assert por_speeds.memory_share(tree, flat) == pytest.approx(1.05)
+    relay = tree | {"peak_bytes": 328, "capacity": 20, "store_bytes": 100}
+    assert por_speeds.memory_share(relay, flat) == pytest.approx(1.1)
+    paths = {"tree": tree, "flat/same": flat | {"expansion_bytes": 0}}
+    peaks = {(por_speeds.Key("0.3M", "drawn", 0.6), kind): paths for kind in ("memory", "checkpointed memory")}
+    assert [row["checkpointing"] for row in report_por.memory_rows(peaks)] == ["no", "yes"]
+    report_por_figure.draw_memory(peaks, out=tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
 def record(potential_overlap_ratio: float, path: str, *, repetition: int, seconds: float, **more: float | str) -> dict:
