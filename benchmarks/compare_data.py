@@ -85,6 +85,7 @@ def of_packing(path: Path) -> Headlines:
 
 FILES: dict[str, tuple[str, Callable[[Path], Headlines]]] = {
     "por_cpu.jsonl": ("figure 8, share of the bound", of_figure_8),
+    "por_shapes.jsonl": ("agents' shapes, share of the bound", of_figure_8),
     "prefix_grouper.jsonl": ("one prompt, repeated / shared", of_prompts),
     "por_memory.jsonl": ("peak memory, tree / flat", of_memory),
     "scoring.jsonl": ("scoring, times faster", of_scoring),

@@ -50,10 +50,13 @@ memory() { # over the overlap ratio and for agents' shapes
   python benchmarks/report_por.py "$DATA/por_memory.jsonl" --plot "$OUT/por_memory.png"
 }
 
-relay() { # time of sections for agents' shapes
-  python benchmarks/por.py --device cpu --threads 1 --seconds 1200 --error-tokens 0 --models 7M --pors '' --shapes "${SHAPES[@]}" \
-    --capacities 1,0.5,0.25 --flat-kernels sdpa --micro-batch-tokens 2048 --out "$DATA/por_shapes.jsonl"
+relay() { # time of sections for agents' shapes, with gradient checkpointing and without
+  local por="python benchmarks/por.py --device cpu --threads 1 --seconds 1200 --error-tokens 0 --models 7M --capacities 1,0.5,0.25"
+  por+=" --flat-kernels sdpa --micro-batch-tokens 2048 --repetitions 1"
+  $por --pors '' --shapes "${SHAPES[@]}" --out "$DATA/por_shapes.jsonl"
+  $por --pors '' --shapes star caterpillar --no-checkpointing --out "$DATA/por_shapes_kept.jsonl"
   python benchmarks/report_por.py "$DATA/por_shapes.jsonl"
+  python benchmarks/report_por.py "$DATA/por_shapes_kept.jsonl"
 }
 
 fine_tuning() { # Tree Training, SFT

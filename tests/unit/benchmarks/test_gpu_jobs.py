@@ -1,18 +1,20 @@
 """The first run on a GPU loses nothing: jobs that die, fail or hang are recorded, and the next ones run."""
 
+import argparse
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import gpu_stages
 import jobs
 import pytest
 from contenders import CONTENDERS
 from gpu_stages import BUDGET_S, STAGES, Machine
-from harness import append_record, read_records
+from harness import append_record, read_records, run_cases
 from jobs import Job, run_jobs
 
 WRITE = "import json, sys; out = open({out!r}, 'a'); out.write(json.dumps({{'case': 1}}) + '\\n'); out.flush(); "
@@ -114,6 +116,31 @@ def test_a_line_that_was_not_ended_is_left_out(tmp_path):
         file.write('{"case": 2, "err')
     assert read_records(path) == [{"case": 1}]
     assert read_records(tmp_path / "absent.jsonl") == []
+
+
+def raises() -> dict[str, Any]:
+    raise ValueError("no kernel")
+
+
+def test_cases_that_fail_or_raise_are_recorded_and_the_next_ones_run(tmp_path):
+    options = argparse.Namespace(seconds=60.0, device="cpu", out=tmp_path / "cases.jsonl")
+    cases = {"fails": lambda: {"passed": False}, "raises": raises, "works": lambda: {"passed": True}, "timed": dict}
+    with pytest.raises(SystemExit) as ended:
+        run_cases([({"case": name}, run) for name, run in cases.items()], options)
+    assert ended.value.code == 1
+    _, *records, end = read_records(options.out)
+    assert [(each["case"], each.get("passed")) for each in records] == [
+        ("fails", False),
+        ("raises", False),
+        ("works", True),
+        ("timed", None),
+    ]
+    assert records[1]["error"] == "ValueError: no kernel"
+    assert end == {"kind": "end", "num_failed": 2, "num_not_run": 0}
+    with pytest.raises(SystemExit) as ended:
+        run_cases([({"case": "late"}, raises)], argparse.Namespace(seconds=-1.0, device="cpu", out=options.out))
+    assert ended.value.code == 0
+    assert read_records(options.out)[-1] == {"kind": "end", "num_failed": 0, "num_not_run": 1}
 
 
 def test_a_runner_that_is_ended_leaves_the_records_and_no_job(tmp_path):
