@@ -24,13 +24,8 @@ from verl_tree.launch.checks.refusals import (
     refusal_here,
     value_of,
 )
-from verl_tree.launch.checks.source import (
-    NotInSourceError,
-    did_you_mean,
-    look_up,
-    module_problem,
-    source_of,
-)
+from verl_tree.launch.checks.source import NotInSourceError, look_up, module_problem, source_of
+from verl_tree.launch.command.misspelt import did_you_mean
 
 DEFAULT_LOOP_KEY = f"{ROLLOUT}.agent.default_agent_loop"
 MANAGER_KEY = f"{ROLLOUT}.agent.agent_loop_manager_class"

@@ -15,12 +15,12 @@ from verl_tree.launch.checks.refusals import ROLLOUT, Finding, Findings, refusal
 from verl_tree.launch.checks.source import (
     Found,
     NotInSourceError,
-    did_you_mean,
     look_up,
     module_problem,
     source_of,
     split_target,
 )
+from verl_tree.launch.command.misspelt import did_you_mean
 
 LOOPS_KEY = f"{ROLLOUT}.agent.agent_loop_config_path"
 BLACKBOX = "rollout_hooks.loops.blackbox.BlackboxAgentLoop"

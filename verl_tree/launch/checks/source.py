@@ -8,9 +8,10 @@ import ast
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
+
+from verl_tree.launch.command.misspelt import did_you_mean
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -158,12 +159,6 @@ def _look_behind(
         return look_up(source_of(module), ".".join([original, *inner]), num_imports=num_imports + 1)
     except NotInSourceError:
         return None
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question that ends a sentence; empty if nothing is close."""
-    close = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _is_named(node: ast.stmt, name: str) -> bool:
