@@ -48,6 +48,25 @@ class Found:
         return f"{self.source.module}.{self.node.name}"
 
 
+def find_target(target: str) -> Found | None:
+    """Return the class or function `package.module.Name`; None if that cannot be told.
+
+    Raises:
+        NotInSourceError: There is no such module, or the module has no such name.
+    """
+    if problem := module_problem(target):
+        raise NotInSourceError(f"{problem}; {way_to(target)}")
+    module, name = split_target(target)
+    return look_up(source_of(module), name) if name else None
+
+
+def way_to(target: str) -> str:
+    """Return what to do about a module that cannot be found."""
+    if target.partition(".")[0] in ("verl", "verl_tree", "rollout_hooks"):
+        return "the installed release lacks it; correct it, or write it anew in a module of yours"
+    return "correct it, or add its folder to PYTHONPATH"
+
+
 def module_problem(target: str) -> str | None:
     """Return why the module of `package.module.Class` cannot be found; its packages are imported, it is not."""
     parts = target.split(".")
