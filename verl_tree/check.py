@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from verl_tree.launch.run.console import announce
-from verl_tree.launch.run.endings import refusal_lines
+from verl_tree.launch.run.ending import refusal_lines, refusals
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -38,16 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def report(arguments: Sequence[str]) -> tuple[bool, str]:
     """Return whether the command would be accepted, and the text that says why, or what it would do."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
     from verl_tree.launch.command.composition import compose_config
     from verl_tree.launch.command.resolution import resolve
 
     try:
         config = compose_config(arguments)
         resolve(config)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except refusals() as error:
         return False, "\n".join(["Refused", *(f"  {line}" for line in refusal_lines(error))])
     return _report_composed(config)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_tree.launch.run.console import Console, announce
-from verl_tree.launch.run.endings import ended_with_causes, interrupted_in_brief, ray_stopped, refused_in_brief
+from verl_tree.launch.run.ending import AfterRay, ended_in_brief, refused_in_brief
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -22,15 +22,14 @@ if TYPE_CHECKING:
 def main() -> None:
     """Parse the command line and train."""
     try:
-        with Console() as console, interrupted_in_brief("nothing was started."):
+        with Console() as console, refused_in_brief(or_interrupted=True):
             announce("composing the configuration")
             from verl_tree.launch.command.composition import CONFIG_NAME, run_command
 
             def task(config: "DictConfig") -> None:
                 run(config, console=console)
 
-            with refused_in_brief():
-                run_command(task, config_name=CONFIG_NAME)
+            run_command(task, config_name=CONFIG_NAME)
     finally:
         # Else Python looks through all that was imported before it ends, seconds after the last line.
         gc.freeze()
@@ -44,12 +43,9 @@ def run(config: "DictConfig", *, console: Console) -> None:
     console.reached("configuration composed", doing="checking it")
     with refused_in_brief():
         prepare(config, console=console)
-    from verl_tree.launch.run.resume import saying_how_to_resume
-
     console.record(Path(config.trainer.default_local_dir, "logs", f"run_{time.strftime('%Y%m%d_%H%M%S')}.log"))
     console.reached("configuration checked", doing="starting Ray")
-    with saying_how_to_resume(config):
-        train(config)
+    train(config)
 
 
 def prepare(config: "DictConfig", *, console: Console) -> None:
@@ -100,16 +96,11 @@ def train(config: "DictConfig") -> None:
     from verl.trainer.main_ppo import run_ppo
     from verl.utils.device import auto_set_device
 
-    from verl_tree.config import TreeConfig
-    from verl_tree.launch.run.termination import AfterRay, ending_on_term
-    from verl_tree.launch.run.watchdog import watch_run
     from verl_tree.trainer.task_runner import TreeTaskRunner
 
     auto_set_device(config)
-    watched = watch_run(TreeConfig.from_mapping(config.tree).watchdog)
-    interrupted = interrupted_in_brief("its processes are stopped.")
-    with ended_with_causes(), ray_stopped(), interrupted, ending_on_term(config) as end_on_term, watched:
-        run_ppo(config, task_runner_class=AfterRay(TreeTaskRunner, end_on_term))
+    with ended_in_brief(config) as set_handler:
+        run_ppo(config, task_runner_class=AfterRay(TreeTaskRunner, set_handler))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from verl_tree.launch.run.console import announce
-from verl_tree.launch.run.endings import refused_in_brief
+from verl_tree.launch.run.ending import refused_in_brief
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

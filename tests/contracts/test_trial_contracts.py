@@ -22,7 +22,7 @@ from worker_cases import InProcessWorker
 from rollout_hooks.trial.clients import ServedAnswers
 from verl_tree.launch.checks.arguments import arguments_of
 from verl_tree.launch.checks.loop_entries import GIVEN_BY_VERL, VERL_BASE
-from verl_tree.launch.checks.source import look_up, source_of, split_target
+from verl_tree.launch.checks.source import find_target
 
 
 class Recorder:
@@ -57,8 +57,7 @@ def test_verl_gives_every_loop_the_same_arguments_and_returns_its_rows(monkeypat
 
 def test_the_base_class_of_loops_takes_them_and_drops_others() -> None:
     assert f"{AgentLoopBase.__module__}.{AgentLoopBase.__name__}" == VERL_BASE
-    module, name = split_target(VERL_BASE)
-    found = look_up(source_of(module), name)
+    found = find_target(VERL_BASE)
     assert found is not None
     taken = arguments_of(found)
     assert taken is not None

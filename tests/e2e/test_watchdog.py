@@ -26,7 +26,7 @@ from waiting_worker import AskingLoop, BackgroundWorker
 from verl_tree.config import WatchdogConfig
 from verl_tree.launch.run import actors, watchdog
 from verl_tree.launch.run.actors import log_tail
-from verl_tree.launch.run.termination import EXIT_STATUS, ending_on_term
+from verl_tree.launch.run.ending import TERMINATED, ended_in_brief
 from verl_tree.launch.run.watchdog import RunFailedError, _ask, watch_run
 
 pytestmark = pytest.mark.e2e
@@ -212,18 +212,23 @@ def test_a_log_that_is_not_on_this_machine_is_asked_for(server: ray.actor.ActorH
         time.sleep(1.0)
 
 
-def test_sigterm_ends_the_wait_for_ray(server: ray.actor.ActorHandle, tmp_path: Path) -> None:
+def test_sigterm_ends_the_wait_for_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Under the handler that `ray.init` sets, the process would abort."""
-    options = {"trainer": {"default_local_dir": str(tmp_path)}, "tree": {"save_on_term": False}}
+    trainer = {"default_local_dir": str(tmp_path), "resume_mode": "auto", "save_freq": 1}
+    config = OmegaConf.create({"trainer": trainer, "tree": {"save_on_term": False, "watchdog": {"poll_s": 0.5}}})
+    server = Server.remote()
+    ray.get(server.pid.remote())
 
     def run() -> None:
-        with ending_on_term(OmegaConf.create(options)), watch_run(WatchdogConfig(poll_s=0.5)):
+        with ended_in_brief(config):
             threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
             ray.get(server.wait.remote())
 
     with pytest.raises(SystemExit) as ended:
         run()
-    assert ended.value.code == EXIT_STATUS
+    assert ended.value.code == TERMINATED
+    assert not ray.is_initialized()
+    assert "To resume: " in capsys.readouterr().err
 
 
 def test_progress_is_no_hang(server: ray.actor.ActorHandle) -> None:

@@ -6,10 +6,11 @@ A command's module has `main(arguments)`, which returns what `sys.exit` takes. I
 called, so none waits for what another one needs, or asks for its packages.
 """
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
+
+from verl_tree.launch.command.misspelt import did_you_mean
 
 COMMANDS = {
     "check": ("verl_tree.check", "every finding about a training command, before it queues for GPUs"),
@@ -31,11 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         print(_help())
         return None
     if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        sys.exit(
-            f"verl-tree {name}: no such command; {f'did you mean {close[0]}? ' if close else ''}There are "
-            f"{', '.join(COMMANDS)}"
-        )
+        meant = did_you_mean(name, COMMANDS) or ";"
+        sys.exit(f"verl-tree {name}: no such command{meant} There are {', '.join(COMMANDS)}")
     module, _ = COMMANDS[name]
     try:
         return importlib.import_module(module).main(others)

@@ -1,7 +1,7 @@
 """What an operator looks at: panels, by topic.
 
 Here stand the order of the panels and what they show of verl's own metrics. Which panel shows a metric of this project
-stands in the metric's row of `verl_tree.trainer.told.metric_table`.
+stands in the metric's row of verl_tree/trainer/told/metric_table.csv.
 """
 
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The driver's streams during a training run: what goes to the terminal, to the log, and when; how a run ends."""
+"""The driver's streams during a training run: what goes to the terminal, to the log, and when."""
 
 import io
 import json
@@ -15,7 +15,6 @@ import pytest
 
 from verl_tree.launch.run import console as console_module
 from verl_tree.launch.run.console import Console
-from verl_tree.launch.run.endings import interrupted_in_brief
 from verl_tree.launch.run.lines import TRAINING
 
 NOISE = "(WorkerDict pid=1) Qwen3ForCausalLM contains 64.77K parameters"
@@ -195,15 +194,6 @@ def test_a_stream_that_outlives_the_console_still_prints(tmp_path: Path) -> None
         kept = sys.stderr
     kept.write(f"{NOISE}\n")
     assert terminal.getvalue().endswith(f"{NOISE}\n")
-
-
-def test_an_interrupt_is_one_line_and_130(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended, interrupted_in_brief("go on tomorrow"):
-        raise KeyboardInterrupt
-    assert ended.value.code == 130
-    assert capsys.readouterr().err == "Interrupted; go on tomorrow\n"
-    with pytest.raises(RuntimeError, match="of a step"), interrupted_in_brief("go on tomorrow"):
-        raise RuntimeError("of a step")
 
 
 WATCHED = """

@@ -11,7 +11,7 @@ from verl_tree.launch.checks import validate
 from verl_tree.launch.checks.arguments import arguments_of
 from verl_tree.launch.checks.code import check_agent_loops
 from verl_tree.launch.checks.refusals import Finding
-from verl_tree.launch.checks.source import look_up, source_of, split_target
+from verl_tree.launch.checks.source import find_target
 
 AGENT = "actor_rollout_ref.rollout.agent"
 LOOPS = f"{AGENT}.agent_loop_config_path"
@@ -227,8 +227,7 @@ def test_every_built_in_loop_is_understood() -> None:
     of_ours = [target for target in targets if target.startswith("rollout_hooks.")]
     assert len(of_ours) >= 6
     for target in of_ours:
-        module, name = split_target(target)
-        found = look_up(source_of(module), name)
+        found = find_target(target)
         taken = None if found is None else arguments_of(found)
         assert taken is not None, target
         assert taken.refuses_others, target

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_tree.launch.checks.loop_entries import AGENT_FORMAT, LOOPS_KEY, bases_of, check_entry, way_to
+from verl_tree.launch.checks.loop_entries import AGENT_FORMAT, LOOPS_KEY, bases_of, check_entry
 from verl_tree.launch.checks.refusals import (
     DATA_KEYS,
     ROLLOUT,
@@ -24,13 +24,8 @@ from verl_tree.launch.checks.refusals import (
     refusal_here,
     value_of,
 )
-from verl_tree.launch.checks.source import (
-    NotInSourceError,
-    did_you_mean,
-    look_up,
-    module_problem,
-    source_of,
-)
+from verl_tree.launch.checks.source import NotInSourceError, look_up, module_problem, source_of, way_to
+from verl_tree.launch.command.misspelt import did_you_mean
 
 DEFAULT_LOOP_KEY = f"{ROLLOUT}.agent.default_agent_loop"
 MANAGER_KEY = f"{ROLLOUT}.agent.agent_loop_manager_class"

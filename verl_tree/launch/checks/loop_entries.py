@@ -12,15 +12,8 @@ from omegaconf import DictConfig
 
 from verl_tree.launch.checks.arguments import Arguments, arguments_of
 from verl_tree.launch.checks.refusals import ROLLOUT, Finding, Findings, refusal_here
-from verl_tree.launch.checks.source import (
-    Found,
-    NotInSourceError,
-    did_you_mean,
-    look_up,
-    module_problem,
-    source_of,
-    split_target,
-)
+from verl_tree.launch.checks.source import NotInSourceError, find_target, split_target
+from verl_tree.launch.command.misspelt import did_you_mean
 
 LOOPS_KEY = f"{ROLLOUT}.agent.agent_loop_config_path"
 BLACKBOX = "rollout_hooks.loops.blackbox.BlackboxAgentLoop"
@@ -46,11 +39,8 @@ GIVEN_BY_VERL = frozenset(
 def check_entry(config: DictConfig, entry: Mapping[str, Any]) -> Findings:
     """Find what an entry names that does not exist, and options that its class does not take."""
     target, loop = entry["_target_"], entry["name"]
-    if lack := module_problem(target):
-        yield _refusal(config, f"_target_={target} of the loop {loop}: {lack}; {way_to(target)}")
-        return
     try:
-        found = _find(target)
+        found = find_target(target)
     except NotInSourceError as error:
         yield _refusal(config, f"_target_={target} of the loop {loop}: {error}")
         found = None
@@ -70,30 +60,16 @@ def check_entry(config: DictConfig, entry: Mapping[str, Any]) -> Findings:
 
 def bases_of(target: str) -> tuple[str, ...]:
     """Return the full names of a class and its bases; none if they cannot be told."""
-    if module_problem(target):
-        return ()
     try:
-        found = _find(target)
+        found = find_target(target)
     except NotInSourceError:
         return ()
     taken = None if found is None else arguments_of(found)
     return () if taken is None else taken.bases
 
 
-def way_to(target: str) -> str:
-    """Return what to do about a module that cannot be found."""
-    if target.partition(".")[0] in ("verl", "verl_tree", "rollout_hooks"):
-        return "the installed release lacks it; correct it, or write it anew in a module of yours"
-    return "correct it, or add its folder to PYTHONPATH"
-
-
 def _refusal(config: DictConfig, problem: str) -> Finding:
     return refusal_here(config, LOOPS_KEY, problem, brings_code=True)
-
-
-def _find(target: str) -> Found | None:
-    module, name = split_target(target)
-    return look_up(source_of(module), name) if name else None
 
 
 def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,13 +99,10 @@ def _agent_problem(agent: str) -> str | None:
     """Return why `BlackboxAgentLoop` cannot use an agent."""
     if "${" in agent:
         return None
-    module, colon, name = agent.partition(":")
-    if not colon:
-        module, name = split_target(agent)
-    if lack := module_problem(f"{module}.{name}"):
-        return f"{lack}; {way_to(module)}"
+    target = agent.replace(":", ".", 1)
+    _, name = split_target(target)
     try:
-        found = look_up(source_of(module), name) if name else None
+        found = find_target(target) if name else None
     except NotInSourceError as error:
         return str(error)
     is_other = found is not None and not found.node.decorator_list and not isinstance(found.node, ast.AsyncFunctionDef)
@@ -152,10 +125,8 @@ def _hook_problem(hook: Mapping[str, Any]) -> str | None:
     target = hook["_target_"]
     if "${" in target:
         return None
-    if lack := module_problem(target):
-        return f"{lack}; {way_to(target)}"
     try:
-        found = _find(target)
+        found = find_target(target)
     except NotInSourceError as error:
         return str(error)
     taken = None if found is None else arguments_of(found)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_tree.launch.checks.loop_entries import way_to
 from verl_tree.launch.checks.refusals import Check, Findings, missing, refusal, refusal_here, value_of
 from verl_tree.launch.checks.source import (
     NotInSourceError,
@@ -14,6 +13,7 @@ from verl_tree.launch.checks.source import (
     module_problem,
     read_source,
     source_of,
+    way_to,
 )
 
 

@@ -8,9 +8,10 @@ import ast
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
+
+from verl_tree.launch.command.misspelt import did_you_mean
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -45,6 +46,25 @@ class Found:
     def full_name(self) -> str:
         """Its name with that of its module; a nested class has its own name only."""
         return f"{self.source.module}.{self.node.name}"
+
+
+def find_target(target: str) -> Found | None:
+    """Return the class or function `package.module.Name`; None if that cannot be told.
+
+    Raises:
+        NotInSourceError: There is no such module, or the module has no such name.
+    """
+    if problem := module_problem(target):
+        raise NotInSourceError(f"{problem}; {way_to(target)}")
+    module, name = split_target(target)
+    return look_up(source_of(module), name) if name else None
+
+
+def way_to(target: str) -> str:
+    """Return what to do about a module that cannot be found."""
+    if target.partition(".")[0] in ("verl", "verl_tree", "rollout_hooks"):
+        return "the installed release lacks it; correct it, or write it anew in a module of yours"
+    return "correct it, or add its folder to PYTHONPATH"
 
 
 def module_problem(target: str) -> str | None:
@@ -158,12 +178,6 @@ def _look_behind(
         return look_up(source_of(module), ".".join([original, *inner]), num_imports=num_imports + 1)
     except NotInSourceError:
         return None
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question that ends a sentence; empty if nothing is close."""
-    close = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _is_named(node: ast.stmt, name: str) -> bool:

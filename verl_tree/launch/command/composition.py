@@ -200,16 +200,10 @@ def run_command(run: Callable[[DictConfig], None], *, config_name: str) -> None:
     require_fsdp_in(sys.argv[1:])
     prepare_hydra()
     sys.argv[1:] = accept_verl_arguments(sys.argv[1:])
-    given = os.environ.get(FULL_ERROR)
-
-    def restore() -> None:
-        if given is None:
-            os.environ.pop(FULL_ERROR, None)
-        else:
-            os.environ[FULL_ERROR] = given
+    given = os.environ.get(FULL_ERROR, "0")
 
     def task(config: DictConfig) -> None:
-        restore()
+        os.environ[FULL_ERROR] = given
         run(config)
 
     # Else Hydra prints its errors itself and ends the process.
@@ -218,7 +212,7 @@ def run_command(run: Callable[[DictConfig], None], *, config_name: str) -> None:
         with _misspelt_refused(config_name):
             hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name=config_name, version_base=None)(task)()
     finally:
-        restore()
+        os.environ[FULL_ERROR] = given
 
 
 @contextmanager

@@ -1,14 +1,15 @@
-"""A misspelt option of a command line: what Hydra says of it, in our words and with what was meant.
+"""Misspelt names, and what was meant; of a misspelt option of a command line what Hydra says of it, in our words.
 
 Hydra's own advice is to add the option with a `+`. A misspelt one is then accepted, and read by nobody.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hydra.errors import HydraException
+if TYPE_CHECKING:
+    from hydra.errors import HydraException
 
 GONE = {
     "actor_rollout_ref.rollout.multi_turn.interaction_config_path": (
@@ -28,7 +29,13 @@ _LIKENESS = 0.8
 _REFUSED = re.compile(r"Could not override '(?P<key>[^']+)'")
 
 
-def misspelt_option(error: HydraException, values: Mapping[str, Any]) -> str | None:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question that ends a sentence; empty if nothing is close."""
+    close = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def misspelt_option(error: "HydraException", values: Mapping[str, Any]) -> str | None:
     """Return the refusal of an option that is not there, or None if the error is another one.
 
     Args:

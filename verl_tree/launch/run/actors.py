@@ -52,6 +52,18 @@ class Actor(Protocol):
     death_cause: dict[str, Any] | None
 
 
+class Task(Protocol):
+    """The fields that are read of `ray.util.state.common.TaskState`."""
+
+    task_id: str
+    name: str
+    actor_id: str | None
+    node_id: str | None
+    worker_pid: int | None
+    creation_time_ms: int | None
+    start_time_ms: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class Death:
     """The death of an actor that nobody asked for.
@@ -188,3 +200,14 @@ def _told(sessions: OpenSessions) -> str:
     places = ", ".join(f"{place} ({num})" for place, num in sessions.places.most_common(MAX_PLACES))
     where = f"; tasks wait in your code at {places}" if places else ""
     return f"{sessions.num} open sessions, the oldest, {sessions.oldest}, for {sessions.oldest_s:.0f} s{where}"
+
+
+def running_for(task: Task) -> str:
+    """Return what a task is, where it runs and for how long."""
+    started_s = (task.start_time_ms or task.creation_time_ms or time.time() * 1000) / 1000
+    return f"{task.name} of {place_of(task.worker_pid, task.node_id)} for {time.time() - started_s:.0f} s"
+
+
+def place_of(pid: int | None, node_id: str | None) -> str:
+    """Return where a process is."""
+    return f"pid {pid} on node {node_ip(node_id)}"

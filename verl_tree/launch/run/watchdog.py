@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from textwrap import indent
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import ray
@@ -30,11 +30,13 @@ from typing_extensions import override
 from verl_tree.config import WatchdogConfig
 from verl_tree.launch.run.actors import (
     Actor,
+    Task,
     ask_sessions,
     cluster_address,
     describe_generation,
     log_tail,
-    node_ip,
+    place_of,
+    running_for,
     unwanted_deaths,
     waiting_workers,
 )
@@ -59,18 +61,6 @@ LOST_S = 60.0
 """So long after an actor became unavailable, Ray should know whether its node has died; it takes about half of this."""
 INTERRUPT_S = 0.5
 """An interrupted training run waits this long for the thread."""
-
-
-class Task(Protocol):
-    """The fields that are read of `ray.util.state.common.TaskState`."""
-
-    task_id: str
-    name: str
-    actor_id: str | None
-    node_id: str | None
-    worker_pid: int | None
-    creation_time_ms: int | None
-    start_time_ms: int | None
 
 
 class RunFailedError(RuntimeError):
@@ -169,10 +159,10 @@ class Watchdog:
             return None
         tasks.sort(key=lambda each: each.start_time_ms or 0, reverse=True)
         waiting = waiting_workers(actors)
-        told = [f"{each.class_name}.{SESSIONS} of {_place(each.pid, each.node_id)}: {line}" for each, line in waiting]
+        told = [f"{each.class_name}.{SESSIONS} of {place_of(each.pid, each.node_id)}: {line}" for each, line in waiting]
         if len(told) > MAX_WORKERS:
             told[MAX_WORKERS:] = [f"{len(told) - MAX_WORKERS} more of these workers"]
-        told += [_running_for(each) for each in tasks]
+        told += [running_for(each) for each in tasks]
         cause = (
             f"no Ray task has started or ended for {self.options.timeout_s:g} s (tree.watchdog.timeout_s); "
             f"waiting: {'; '.join(told) or 'none'}"
@@ -188,7 +178,7 @@ class Watchdog:
         for actor in failure.actors[:MAX_LOGS]:
             for suffix in ("out", "err"):
                 tail = log_tail(actor, suffix=suffix, num_lines=num_lines)
-                title = f"{actor.class_name} ({_place(actor.pid, actor.node_id)})"
+                title = f"{actor.class_name} ({place_of(actor.pid, actor.node_id)})"
                 # Indented, no line of it is taken for one that this process prints (`lines`).
                 parts.append(f"--- last {num_lines} lines of std{suffix} of {title}\n{indent(tail, '  ')}")
         return RunFailedError(failure.cause, logs="\n".join(parts))
@@ -221,15 +211,6 @@ def _is_running(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _running_for(task: Task) -> str:
-    started_s = (task.start_time_ms or task.creation_time_ms or time.time() * 1000) / 1000
-    return f"{task.name} of {_place(task.worker_pid, task.node_id)} for {time.time() - started_s:.0f} s"
-
-
-def _place(pid: int | None, node_id: str | None) -> str:
-    return f"pid {pid} on node {node_ip(node_id)}"
 
 
 class _Watch(threading.Thread):

@@ -1,4 +1,4 @@
-"""The error of a step in which every session failed; `launch.run.endings` ends the run with its message."""
+"""The error of a step in which every session failed; `launch.run.ending` ends the run with its message."""
 
 
 class NoTrajectoryError(RuntimeError):
