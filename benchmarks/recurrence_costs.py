@@ -20,6 +20,7 @@ from verl_tree.recurrence.chunks import TreeChunks
 from verl_tree.recurrence.stand_ins import CHUNK_SIZE
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.plan import AttentionPlan
 
 NUM_FOLDS = 8
 MIN_TOKENS, MAX_TOKENS = 256, 4096
@@ -52,7 +53,7 @@ def _num_tokens(rows: Sequences) -> int:
 def measured(rows: Sequences, model: torch.nn.Module, *, repetitions: int) -> dict[str, float]:
     """Time a pack, the least of some repetitions, and count what it computes."""
     layout = TreeLayout.from_forest(TokenForest.from_sequences(rows))
-    chunks = TreeChunks.from_subtree_end(layout.subtree_end_T.numpy(), size=CHUNK_SIZE)
+    chunks = TreeChunks.of_plan(AttentionPlan.from_layout(layout), size=CHUNK_SIZE)
     times = Times()
     for _ in range(repetitions):
         with times.measure():

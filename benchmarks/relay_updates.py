@@ -21,7 +21,6 @@ from verl.workers.utils.losses import ppo_loss
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.attention.hf import ATTENTION_NAME
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.cost.model import CostModel
 from verl_tree.engine.rows.micro_batch import MicroBatchRows
 from verl_tree.engine.rows.packs import TreeMicroBatch, lay_out_relayed, lay_out_tree
@@ -32,6 +31,7 @@ from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import RelayRun
 from verl_tree.testing.local_worker import batch_of_rows
 from verl_tree.tree.nodes import IntArray
+from verl_tree.tree.plan import AttentionPlan
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ import torch
 
 from verl_tree.attention import dense, fa4, triton_backend, varlen
 from verl_tree.attention.options import ScoreOptions
-from verl_tree.attention.plan import AttentionPlan
+from verl_tree.tree.plan import AttentionPlan
 
 __all__ = [
     "BACKENDS",

@@ -18,8 +18,8 @@ import torch
 
 from verl_tree.attention.dense import dense_attention
 from verl_tree.attention.options import ScoreOptions
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.tree.first_run import reasons_of_first_run
+from verl_tree.tree.plan import AttentionPlan
 
 TREES = (
     (260, ((70, ()), (90, ((45, ()), (33, ()))), (60, ()))),

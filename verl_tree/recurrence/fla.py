@@ -24,6 +24,7 @@ from verl_tree.recurrence.chunks import TreeChunks
 from verl_tree.recurrence.delta_rule import tree_gated_delta_rule
 from verl_tree.recurrence.levels import TreeLevels, VarlenKernel, rule_by_levels
 from verl_tree.tree.first_run import reasons_of_first_run
+from verl_tree.tree.plan import AttentionPlan
 
 logger = logging.getLogger(__name__)
 
@@ -89,20 +90,15 @@ def serves(
     v_THV: Tensor,
     *,
     beta_TH: Tensor,
-    levels: Callable[[int], TreeLevels],
-    is_relayed: bool = False,
+    plan: AttentionPlan,
 ) -> bool:
-    """Return whether flash-linear-attention can serve, and on CUDA log once for each reason why it does or does not.
-
-    `levels` makes those of the pack for a chunk size. It is called on CUDA only. `is_relayed`: states come from other
-    calls, or go to them.
-    """
+    """Return whether flash-linear-attention can serve, and on CUDA log once for each reason why it does or does not."""
     if q_THK.device.type != "cuda":
         return False
-    if is_relayed:
+    if plan.context is not None:
         reasons = ["other calls read states in the middle of nodes, and it returns those after nodes only"]
     else:
-        reasons = not_supported_reasons(q_THK, k_THK, v_THV, beta_TH=beta_TH, levels=levels)
+        reasons = not_supported_reasons(q_THK, k_THK, v_THV, beta_TH=beta_TH, plan=plan)
     why = "; ".join(reasons)
     if why not in _logged:
         _logged.add(why)
@@ -114,7 +110,7 @@ def serves(
 
 
 def not_supported_reasons(
-    q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, *, beta_TH: Tensor, levels: Callable[[int], TreeLevels]
+    q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, *, beta_TH: Tensor, plan: AttentionPlan
 ) -> list[str]:
     """Return why flash-linear-attention cannot serve; empty if it can. The first call of a kind tests it."""
     reasons = installation_reasons()
@@ -124,7 +120,7 @@ def not_supported_reasons(
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         found = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         return [f"dtype {found} is none of bfloat16, float16 throughout"]
-    if levels(CHUNK_SIZE).num_nodes * CHUNK_SIZE > len(q_THK):
+    if len(plan.runs.start_R) * CHUNK_SIZE > len(q_THK):
         return [f"packs like this one, with fewer than {CHUNK_SIZE} tokens per node, would keep many states"]
     variant = DeltaRuleVariant(q_THK.device, q_THK.dtype, q_THK.shape[1], q_THK.shape[2], v_THV.shape[2])
     return reasons_of_first_run("flash-linear-attention", variant, partial(self_test, fla_gated_delta_rule, variant))
@@ -156,8 +152,8 @@ def errors_and_limits(
     The error of a token is the norm of its difference to float64, relative to its norm or to the root mean square norm
     of all tokens, whichever is larger. The worst token counts, so that one wrong state shows.
     """
-    levels = TreeLevels.from_subtree_end(subtree_end_T, chunk_size=CHUNK_SIZE, device=variant.device)
-    chunks = TreeChunks.from_subtree_end(subtree_end_T, size=CHUNK_SIZE, device=variant.device)
+    plan = AttentionPlan.from_subtree_end(subtree_end_T, device=variant.device)
+    levels, chunks = TreeLevels.of_plan(plan, chunk_size=CHUNK_SIZE), TreeChunks.of_plan(plan, size=CHUNK_SIZE)
     inputs, grad_out_THV = inputs_of(variant, num_tokens=len(subtree_end_T))
     of_torch = partial(tree_gated_delta_rule, chunks=chunks)
     # The current device of a new thread is the first one.

@@ -28,7 +28,7 @@ from verl_tree.tree.transfer import to_device
 
 
 class RelayContext:
-    """What one call sees of the store; it travels with the call's `AttentionPlan` (`verl_tree.attention.plan.Context`).
+    """What one call sees of the store; it travels with the call's `AttentionPlan` (`verl_tree.tree.plan.Context`).
 
     With `writes`, the call stores the keys and values of its own spine tokens, and the states after its cut tokens. It
     then must run without gradient.

@@ -21,7 +21,7 @@ from verl_tree.relay.store import ContextStore
 
 
 class StateRelay:
-    """What one call does with one kind of state of one layer (`verl_tree.recurrence.states.States`)."""
+    """What one call does with one kind of state of one layer (`verl_tree.tree.plan.States`)."""
 
     def __init__(
         self,

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 
 from verl_tree.attention import tree_attention
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.context import RelayContext
 from verl_tree.relay.store import ContextStore
+from verl_tree.tree.plan import AttentionPlan
 
 NUM_CONTEXT, NUM_TOKENS, NUM_HEADS, HEAD_DIM = 1000, 8, 2, 16
 COPY_BYTES = 2 * NUM_CONTEXT * NUM_HEADS * HEAD_DIM * 8  # keys and values of the context in float64
