@@ -122,7 +122,7 @@ def _check(backend: str, variant: fla.DeltaRuleVariant, forest: Callable[[], lis
     # With other chunks, so that torch is not compared with itself.
     other = TreeChunks.of_plan(AttentionPlan.from_subtree_end(subtree_end_T, device=variant.device), size=32)
     rule = partial(_on_torch, chunks=other) if backend == "torch" else fla.fla_gated_delta_rule
-    errors = fla.errors_and_limits(rule, variant, subtree_end_T)
+    errors = fla.compare(rule, variant, subtree_end_T)
     return {
         "tokens": len(subtree_end_T),
         "errors": {name: error for name, (error, _) in errors.items()},

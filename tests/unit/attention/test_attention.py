@@ -198,7 +198,7 @@ def test_options_out_of_range_are_refused(options, message):
 
 
 def test_the_choice_is_logged_once_with_the_reasons_of_the_faster_backends(caplog, monkeypatch):
-    monkeypatch.setattr("verl_tree.attention._logged_choices", set())
+    monkeypatch.setattr("verl_tree.tree.kernel_test._told", set())
     *qkv, _ = random_qkv(3, num_groups=1, dtype=torch.float32)
     with caplog.at_level("INFO"):
         for _ in range(2):

@@ -18,7 +18,7 @@ from verl_tree.functional import tree_log_probs
 from verl_tree.recurrence import fla, stand_ins
 from verl_tree.recurrence.delta_rule import tree_gated_delta_rule
 from verl_tree.recurrence.levels import TreeLevels, rule_by_levels
-from verl_tree.tree import first_run
+from verl_tree.tree import kernel_test
 
 CPU_VARIANT = fla.DeltaRuleVariant(torch.device("cpu"), torch.float32, num_heads=2, key_dim=8, value_dim=6)
 by_segments = partial(rule_by_levels, varlen_gated_delta_rule, normalizes=True)
@@ -26,8 +26,8 @@ by_segments = partial(rule_by_levels, varlen_gated_delta_rule, normalizes=True)
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered(monkeypatch):
-    monkeypatch.setattr(first_run, "_results", {})
-    monkeypatch.setattr(fla, "_logged", set())
+    monkeypatch.setattr(kernel_test, "_results", {})
+    monkeypatch.setattr(kernel_test, "_told", set())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # a torch without CUDA raises
 
 
