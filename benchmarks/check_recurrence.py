@@ -27,6 +27,7 @@ from verl_tree.recurrence.levels import TreeLevels
 from verl_tree.testing.synthetic import random_forest, star, tree_search
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.plan import AttentionPlan
 
 REPETITIONS = 5
 
@@ -101,9 +102,9 @@ def _check(backend: str, variant: fla.DeltaRuleVariant, forest: Callable[[], lis
         return {"refused": reasons}
     subtree_end_T = _subtree_end(forest(), is_flat=False)
     # With other chunks, so that torch is not compared with itself.
-    other = TreeChunks.from_subtree_end(subtree_end_T, size=32, device=variant.device)
+    other = TreeChunks.of_plan(AttentionPlan.from_subtree_end(subtree_end_T, device=variant.device), size=32)
     rule = partial(_on_torch, chunks=other) if backend == "torch" else fla.fla_gated_delta_rule
-    errors = fla.errors_and_limits(rule, variant, subtree_end_T)
+    errors = fla.compare(rule, variant, subtree_end_T)
     return {
         "tokens": len(subtree_end_T),
         "errors": {name: error for name, (error, _) in errors.items()},
@@ -133,12 +134,12 @@ def _time(
     if reasons:
         return {"refused": reasons}
     subtree_end_T, is_cuda = _subtree_end(shape(), is_flat=is_flat), variant.device.type == "cuda"
-    levels = TreeLevels.from_subtree_end(subtree_end_T, chunk_size=fla.CHUNK_SIZE, device=variant.device)
+    plan = AttentionPlan.from_subtree_end(subtree_end_T, device=variant.device)
+    levels = TreeLevels.of_plan(plan, chunk_size=fla.CHUNK_SIZE)
     if backend == "fla":
         rule = partial(fla.fla_gated_delta_rule, levels=levels)
     else:
-        chunks = TreeChunks.from_subtree_end(subtree_end_T, size=fla.CHUNK_SIZE, device=variant.device)
-        rule = partial(tree_gated_delta_rule, chunks=chunks)
+        rule = partial(tree_gated_delta_rule, chunks=TreeChunks.of_plan(plan, size=fla.CHUNK_SIZE))
     inputs, grad_out_THV = fla.inputs_of(variant, num_tokens=len(subtree_end_T))
     leaves = [each.requires_grad_() for each in inputs]
     forward, backward = Times(), Times()

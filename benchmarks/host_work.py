@@ -15,11 +15,11 @@ import numpy as np
 from harness import environment, interleave, new_parser, print_table, write_json
 
 from verl_tree.attention.blocks import BlockLists
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.triton_configs import HOPPER_CONFIGS
 from verl_tree.testing.synthetic import overlap, star, tree_search
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.plan import AttentionPlan
 
 SHAPES: dict[str, Callable[[], list[np.ndarray]]] = {
     "POR .92 of 131k flat": lambda: overlap(0.92, num_leaves=64, num_flat_tokens=131_072, depth=4),

@@ -21,6 +21,7 @@ from verl_tree.recurrence.chunks import TreeChunks
 from verl_tree.recurrence.stand_ins import CHUNK_SIZE
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.plan import AttentionPlan
 
 VOCABULARY = 4096
 
@@ -122,7 +123,7 @@ def measure(name: str, model: PreTrainedModel, *, repetitions: int) -> dict[str,
     """Time one case."""
     sequences = CASES[name](np.random.default_rng(0))
     forest = TokenForest.from_sequences(sequences)
-    chunks = TreeChunks.from_subtree_end(TreeLayout.from_forest(forest).subtree_end_T.numpy(), size=CHUNK_SIZE)
+    chunks = TreeChunks.of_plan(AttentionPlan.from_layout(TreeLayout.from_forest(forest)), size=CHUNK_SIZE)
     sums: dict[str, float] = {}
 
     def run(path: str, function: Callable[[PreTrainedModel, Sequences], float]) -> None:

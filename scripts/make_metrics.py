@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEADER = f"""# Metrics
 
 What a run logs beside verl's own metrics, in the words of the [glossary](glossary.md). The tables are made from
-[`metric_table.py`](../verl_tree/trainer/told/metric_table.py) by `python scripts/make_metrics.py`. A metric
+[`metric_table.csv`](../verl_tree/trainer/told/metric_table.csv) by `python scripts/make_metrics.py`. A metric
 that does not apply is not logged. [Dashboards](dashboards.md) show the most important ones.
 
 ¹: of the actor's update, with `{CRITIC}...` for the critic's. ²: of training, with `{VALIDATION}...` for a

@@ -16,6 +16,7 @@ from triton.runtime.autotuner import Autotuner
 from verl_tree.attention import AttentionPlan
 from verl_tree.functional import tree_log_probs
 from verl_tree.recurrence import fla, stand_ins
+from verl_tree.recurrence.levels import TreeLevels
 
 HEADS, DIM = 2, 16
 
@@ -64,7 +65,7 @@ def inputs_of(num_tokens):
 
 def by_levels(inputs, layout):
     q, k, v, g, beta = inputs
-    levels = AttentionPlan.from_layout(layout).levels(fla.CHUNK_SIZE)
+    levels = TreeLevels.of_plan(AttentionPlan.from_layout(layout), chunk_size=fla.CHUNK_SIZE)
     return fla.fla_gated_delta_rule(q, k, v, g_TH=g, beta_TH=beta, levels=levels)
 
 

@@ -9,6 +9,8 @@ import torch
 
 from verl_tree.attention import AttentionPlan
 
+CPU_BACKENDS = ["varlen", "dense"]
+
 
 def random_qkv(num_tokens, *, num_groups, num_kv_heads=2, head_dim=16, seed=0, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)

@@ -23,7 +23,7 @@ from flash_attn.cute import interface
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from verl_tree.attention import fa4, self_test
-from verl_tree.attention.plan import AttentionPlan
+from verl_tree.tree.plan import AttentionPlan
 
 
 @dataclass(frozen=True, slots=True)

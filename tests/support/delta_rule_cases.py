@@ -5,6 +5,7 @@ from itertools import pairwise
 import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
+from verl_tree.attention import AttentionPlan
 from verl_tree.recurrence.chunks import TreeChunks
 from verl_tree.recurrence.delta_rule import tree_gated_delta_rule
 
@@ -26,7 +27,7 @@ def inputs_of(num_tokens, *, dtype=torch.float64):
 
 def on_tree(inputs, layout, *, size):
     q, k, v, g, beta = inputs
-    chunks = TreeChunks.from_subtree_end(layout.subtree_end_T.numpy(), size=size)
+    chunks = TreeChunks.of_plan(AttentionPlan.from_layout(layout), size=size)
     return tree_gated_delta_rule(q, k, v, g_TH=g, beta_TH=beta, chunks=chunks)
 
 

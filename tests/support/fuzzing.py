@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import settings
 
 
-def fuzzed(num_examples: int) -> settings:
+def fuzzed(num_examples: int = 100) -> settings:
     """Return the settings of a test that takes so many examples, unless the profile `fuzz` (tests/conftest.py) does."""
     if settings.get_current_profile_name() == "fuzz":
         return settings(deadline=None)

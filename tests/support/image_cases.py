@@ -19,13 +19,13 @@ from transformers import (
 from tree_cases import gradients, relative_error
 
 from verl_tree.attention.hf import ATTENTION_NAME, for_text, register
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.functional import expand
 from verl_tree.functional.images import Image, PackImages, RowsWithImages
 from verl_tree.functional.relayed import call_scores
 from verl_tree.relay.calls import RelayCall
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.row_keys import row_keys
 from verl_tree.tree.rows import ranges
 

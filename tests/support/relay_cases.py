@@ -25,7 +25,6 @@ from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.attention.hf import ATTENTION_NAME
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.cost.model import CostModel
 from verl_tree.engine.losses.row_losses import is_sum_over_rows
 from verl_tree.engine.losses.session_weights import session_weighted_loss
@@ -39,6 +38,7 @@ from verl_tree.relay.run import Mode, RelayRun
 from verl_tree.testing.local_worker import batch_of_rows
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.nodes import IntArray
+from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.rows import trained_tokens
 
 CPU = torch.device("cpu")

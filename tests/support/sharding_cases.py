@@ -1,6 +1,6 @@
 """Trees whose tokens lie on several ranks, in float64; one process per rank.
 
-`tests/unit/attention/test_sharding.py` starts it. Every rank has the whole model, and gradients are averaged over the
+`tests/unit/tree/test_sharding.py` starts it. Every rank has the whole model, and gradients are averaged over the
 ranks, as FSDP does. The other side is transformers' own attention on one sequence after another, or for gpt-oss, whose
 experts and norms compute in float32, the same tree on one rank. Rank 0 writes the worst relative error of every case.
 """
@@ -32,9 +32,9 @@ from tree_cases import DEEP, flat_scores, layout_of, tiny_model
 from typing_extensions import override
 
 from verl_tree.attention.hf import ATTENTION_NAME
-from verl_tree.attention.plan import AttentionPlan
-from verl_tree.attention.sharding import SequenceShard
 from verl_tree.functional.logprobs import tree_forward_log_probs
+from verl_tree.tree.plan import AttentionPlan
+from verl_tree.tree.sharding import SequenceShard
 
 ACTOR = {"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coeff": 0.2}
 VANILLA, KL_COV, VALUE = LossCase(options=ACTOR), LossCase("kl_cov"), LossCase("value")
@@ -139,7 +139,7 @@ def run_scores(shard_of: Callable[[int], SequenceShard], *, temperature: float |
 
 
 def run_example(team: dist.ProcessGroup) -> dict[str, Any]:
-    """Show where the five tokens and four heads of the example in `verl_tree.attention.sharding` lie."""
+    """Show where the five tokens and four heads of the example in `verl_tree.tree.sharding` lie."""
     shard, rank = SequenceShard(5, team), dist.get_rank()
     # Token and head as a number of two digits; tokens count from 1, so 0 is padding.
     every = 10 * torch.arange(1, 6)[:, None] + torch.arange(4)

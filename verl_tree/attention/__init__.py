@@ -15,7 +15,8 @@ import torch
 
 from verl_tree.attention import dense, fa4, triton_backend, varlen
 from verl_tree.attention.options import ScoreOptions
-from verl_tree.attention.plan import AttentionPlan
+from verl_tree.tree.kernel_test import tell_once
+from verl_tree.tree.plan import AttentionPlan
 
 __all__ = [
     "BACKENDS",
@@ -57,8 +58,6 @@ BACKENDS: dict[str, AttentionBackend] = {
 MAX_ORACLE_TOKENS = 4096
 """Tokens, context included, up to which `"auto"` takes the oracle on a GPU. The oracle's time grows with their square:
 a training run on larger forests would look healthy and take many times as long."""
-
-_logged_choices: set[tuple[str, ...]] = set()
 
 
 def tree_attention(
@@ -165,15 +164,12 @@ def _first_without_reasons(
 
 
 def _log_once(asked: str, chosen: str, *, refusals: list[str], options: ScoreOptions) -> None:
-    key = (asked, chosen, *options.names())
-    if key in _logged_choices:
-        return
-    _logged_choices.add(key)
     wanted = f" for layers with {' and '.join(options.names())}" if options.names() else ""
     why = f"; faster ones refused: {', '.join(refusals)}" if refusals else ""
     # An oracle is slow, so a user who did not ask for it by name is warned.
     level = logging.WARNING if asked == "auto" and BACKENDS[chosen].is_oracle else logging.INFO
-    logger.log(level, "tree attention backend%s: %s (asked for: %s)%s", wanted, chosen, asked, why)
+    key, message = (asked, chosen, *options.names()), "tree attention backend%s: %s (asked for: %s)%s"
+    tell_once(logger, level, key, message, wanted, chosen, asked, why)
 
 
 def _check_shapes(q_QHD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, plan: AttentionPlan) -> None:

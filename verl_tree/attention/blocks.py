@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple, Self
 import numpy as np
 import torch
 
-from verl_tree.attention.plan import AttentionPlan
+from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.transfer import to_device
 
 CHUNK_TILES = 1 << 22

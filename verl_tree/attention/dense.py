@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from verl_tree.attention.options import ScoreOptions
-from verl_tree.attention.plan import AttentionPlan
+from verl_tree.tree.plan import AttentionPlan
 
 QUERY_BLOCK_LEN = 512
 

@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from verl_tree.attention.blocks import BlockLists
 from verl_tree.attention.options import ScoreOptions
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.refusals import HALF_DTYPES, dtype_reasons
 from verl_tree.attention.self_test import KernelVariant, self_test_reasons
+from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.transfer import to_device
 
 TESTED_COMBINATIONS = (

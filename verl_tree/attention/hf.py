@@ -4,7 +4,7 @@ transformers hands every unknown keyword of `model(...)` to the attention functi
 checkpointing. So the plan of a pack travels as `model(..., tree_plan=plan)` and nothing is patched. Each layer hands
 its own sliding window, softcap and sinks. If the plan has a context, the model computes the queries only, and each
 layer takes the keys and values before them from the context. If several ranks compute the queries together, attention
-runs on all queries of some heads (`verl_tree.attention.sharding`), and the context is that of these heads.
+runs on all queries of some heads (`verl_tree.tree.sharding`), and the context is that of these heads.
 
 A silently lost mask would be the worst bug. So a layer raises if it has no plan, a mask of its own, or a feature that
 no backend serves.
@@ -22,9 +22,9 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from verl_tree.attention import tree_attention
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.families import ATTENTION_LAYERS, MIXERS, RECURRENT_LAYERS, RECURRENT_TYPES, REFUSED
 from verl_tree.recurrence.bind import RecurrentLayers, num_bound_mixers, unbound_mixers
+from verl_tree.tree.plan import AttentionPlan
 
 ATTENTION_NAME = "tree_attention"
 

@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from verl_tree.attention.plan import AttentionPlan
+from verl_tree.tree.plan import AttentionPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

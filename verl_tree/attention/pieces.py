@@ -27,7 +27,8 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
-from verl_tree.attention.plan import AttentionPlan, Runs
+from verl_tree.tree.plan import AttentionPlan
+from verl_tree.tree.runs import Runs
 from verl_tree.tree.transfer import to_device
 
 MAX_WINDOW_KEYS = 1 << 17

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from verl_tree.attention.blocks import BlockLists, BlockRows
-from verl_tree.attention.plan import AttentionPlan
+from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.transfer import to_device
 
 FULL_TILE, PARTIAL_TILE = 2, 3

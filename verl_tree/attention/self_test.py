@@ -1,7 +1,6 @@
 """Self-tests: a kernel is used on a GPU only after it has agreed with the dense backend there.
 
-Kernels are compiled on the machine that runs them, by compilers that change, and a wrong mask would go unnoticed in
-training. So the first inputs of a kind run a tiny forest forward and backward, once as a whole and once with a context.
+The first inputs of a kind run a tiny forest forward and backward, once as a whole and once with a context.
 Then they run a wide forest several times in a row: it starts more programs than a GPU runs at once, so programs of one
 launch, and launches, overlap as they do in training. A kernel that disagrees is refused from then on, its errors are
 logged, and `"auto"` takes the next backend.
@@ -15,11 +14,12 @@ from functools import partial
 from typing import Self
 
 import torch
+from torch import Tensor
 
 from verl_tree.attention.dense import dense_attention
 from verl_tree.attention.options import ScoreOptions
-from verl_tree.attention.plan import AttentionPlan
-from verl_tree.tree.first_run import reasons_of_first_run
+from verl_tree.tree.kernel_test import Results, disagreements, errors_and_limits, reasons_of_first_run, results
+from verl_tree.tree.plan import AttentionPlan
 
 TREES = (
     (260, ((70, ()), (90, ((45, ()), (33, ()))), (60, ()))),
@@ -76,8 +76,8 @@ class KernelVariant:
     @classmethod
     def of(
         cls,
-        q_QHD: torch.Tensor,
-        k_THD: torch.Tensor,
+        q_QHD: Tensor,
+        k_THD: Tensor,
         *,
         is_windowed: bool = False,
         is_capped: bool = False,
@@ -90,20 +90,19 @@ class KernelVariant:
         return cls(q_QHD.device, q_QHD.dtype, *sizes, is_windowed, is_capped, has_sinks)
 
 
-def self_test_reasons(backend: str, attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> list[str]:
+def self_test_reasons(backend: str, attend: Callable[..., Tensor], kernel: KernelVariant) -> list[str]:
     """Return why the kernel must not be used; empty if its self-test, run on the first call, finds no fault."""
     return reasons_of_first_run(f"attention backend {backend}", kernel, partial(_every_test, attend, kernel))
 
 
-def _every_test(attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> list[str]:
+def _every_test(attend: Callable[..., Tensor], kernel: KernelVariant) -> list[str]:
     return self_test(attend, kernel) or wide_self_test(attend, kernel)
 
 
-def self_test(attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> list[str]:
+def self_test(attend: Callable[..., Tensor], kernel: KernelVariant) -> list[str]:
     """Return how a kernel's output and gradients on `TREES` disagree with the dense backend's; empty if they agree.
 
-    The error of a token is the norm of its difference to float64, relative to its norm or to the root mean square norm
-    of all tokens, whichever is larger. The worst token counts, so that one wrong pair shows.
+    A row is a head of a token; the gradient of the sinks, (Hq,), is one row.
     """
     inputs, options = _inputs(TREES, kernel, num_heads=kernel.num_heads, num_kv_heads=kernel.num_kv_heads)
     reasons = []
@@ -113,13 +112,13 @@ def self_test(attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> lis
             plan = _plan(TREES, kernel, num_context=num_context)
             q_QHD, k_THD, v_THD, grad_out_QHD, *sinks = inputs
             inputs_of_plan = [q_QHD[num_context:], k_THD, v_THD, grad_out_QHD[num_context:], *sinks]
-            got = _output_and_gradients(attend, inputs_of_plan, plan, options=options)
+            got = _results(attend, inputs_of_plan, plan, options=options)
             where = f"self-test behind a context of {num_context} tokens" if num_context else "self-test"
             reasons += _disagreements([got], inputs_of_plan, plan, options=options, where=where)
     return reasons
 
 
-def wide_self_test(attend: Callable[..., torch.Tensor], kernel: KernelVariant) -> list[str]:
+def wide_self_test(attend: Callable[..., Tensor], kernel: KernelVariant) -> list[str]:
     """Return the first disagreements on `WIDE_TREES`, run `WIDE_REPEATS` times in a row, as `self_test` does.
 
     A model with one key-value head is tested with one, because other kernels serve it: with few query heads that is
@@ -130,7 +129,7 @@ def wide_self_test(attend: Callable[..., torch.Tensor], kernel: KernelVariant) -
     inputs, options = _inputs(WIDE_TREES, kernel, num_heads=num_kv_heads * num_groups, num_kv_heads=num_kv_heads)
     with torch.cuda.device_of(inputs[0]):
         plan = _plan(WIDE_TREES, kernel)
-        repeats = [_output_and_gradients(attend, inputs, plan, options=options) for _ in range(WIDE_REPEATS)]
+        repeats = [_results(attend, inputs, plan, options=options) for _ in range(WIDE_REPEATS)]
         for head in range(num_kv_heads):
             of_head = partial(_of_kv_head, head=head, num_kv_heads=num_kv_heads)
             got = [{name: of_head(result) for name, result in repeat.items()} for repeat in repeats]
@@ -141,7 +140,7 @@ def wide_self_test(attend: Callable[..., torch.Tensor], kernel: KernelVariant) -
     return []
 
 
-def _of_kv_head(x: torch.Tensor, *, head: int, num_kv_heads: int) -> torch.Tensor:
+def _of_kv_head(x: Tensor, *, head: int, num_kv_heads: int) -> Tensor:
     """Return what belongs to one key-value head, of (T, heads, D) or of (heads,)."""
     return x.chunk(num_kv_heads, dim=min(1, x.ndim - 1))[head]
 
@@ -153,7 +152,7 @@ def _plan(trees: tuple, kernel: KernelVariant, *, num_context: int = 0) -> Atten
 
 def _inputs(
     trees: tuple, kernel: KernelVariant, *, num_heads: int, num_kv_heads: int
-) -> tuple[list[torch.Tensor], ScoreOptions]:
+) -> tuple[list[Tensor], ScoreOptions]:
     """Draw q, k, v, the gradient of the output and, if any, sinks; and make the options of the kernel."""
     num_tokens = len(subtree_ends(trees))
     generator = torch.Generator().manual_seed(0)
@@ -173,24 +172,13 @@ def _inputs(
 
 
 def _disagreements(
-    repeats: list[dict[str, torch.Tensor]],
-    inputs: list[torch.Tensor],
-    plan: AttentionPlan,
-    *,
-    options: ScoreOptions,
-    where: str,
+    repeats: list[Results], inputs: list[Tensor], plan: AttentionPlan, *, options: ScoreOptions, where: str
 ) -> list[str]:
     """Return which results of which repeats are too far from the dense backend's, the first one of each kind."""
-    want = _output_and_gradients(dense_attention, [each.double() for each in inputs], plan, options=options)
-    plain = _output_and_gradients(dense_attention, inputs, plan, options=options)
-    reasons = []
-    for name in want:
-        limit = max(LIMITS[name] * _worst_token(plain[name], want[name]), LEAST_LIMIT)
-        errors = [_worst_token(got[name], want[name]) for got in repeats]
-        wrong = [error for error in errors if not error <= limit]
-        if wrong:
-            reasons.append(f"{where}: worst relative error of {name} is {wrong[0]:.1e}, the limit {limit:.1e}")
-    return reasons
+    want = _results(dense_attention, [each.double() for each in inputs], plan, options=options)
+    plain = _results(dense_attention, inputs, plan, options=options)
+    errors = errors_and_limits(repeats, want=want, plain=plain, limits=LIMITS, least=LEAST_LIMIT)
+    return disagreements(errors, where=where)
 
 
 def subtree_ends(trees: tuple, *, start: int = 0) -> list[int]:
@@ -203,22 +191,13 @@ def subtree_ends(trees: tuple, *, start: int = 0) -> list[int]:
     return ends
 
 
-def _output_and_gradients(
-    attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], plan: AttentionPlan, *, options: ScoreOptions
-) -> dict[str, torch.Tensor]:
+def _results(
+    attend: Callable[..., Tensor], inputs: list[Tensor], plan: AttentionPlan, *, options: ScoreOptions
+) -> Results:
     """Return output and gradients. The inputs are q, k, v, the gradient of the output and, if any, sinks."""
-    *qkv, grad_out_QHD = inputs[:4]
-    leaves = [each.clone().requires_grad_() for each in (*qkv, *inputs[4:])]
-    if inputs[4:]:
-        options = replace(options, sinks_H=leaves[3])
-    out_QHD = attend(*leaves[:3], plan, options=options)
-    gradients = torch.autograd.grad(out_QHD, leaves, grad_out_QHD)
-    names = ("output", "dq", "dk", "dv", "dsinks")[: 1 + len(leaves)]
-    return dict(zip(names, (out_QHD.detach(), *gradients), strict=True))
 
+    def function(q_QHD: Tensor, k_THD: Tensor, v_THD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
+        return attend(q_QHD, k_THD, v_THD, plan, options=replace(options, sinks_H=sinks_H))
 
-def _worst_token(got_THD: torch.Tensor, want_THD: torch.Tensor) -> float:
-    """Return the largest relative error of a token. The gradient of the sinks, (Hq,), counts as one token."""
-    norm_TH = want_THD.norm(dim=-1)
-    scale_TH = norm_TH.clamp(min=norm_TH.square().mean().sqrt().item())
-    return ((got_THD.double() - want_THD).norm(dim=-1) / scale_TH).max().item()
+    leaves = [*inputs[:3], *inputs[4:]]
+    return results(function, leaves, inputs[3], names=("q", "k", "v", "sinks")[: len(leaves)])

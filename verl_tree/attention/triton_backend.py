@@ -14,12 +14,12 @@ import torch
 
 from verl_tree.attention.blocks import BlockLists
 from verl_tree.attention.options import ScoreOptions
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.refusals import HALF_DTYPES, dtype_reasons, gpu_reasons, value_dim_reasons
 from verl_tree.attention.row_cuts import KeyRows
 from verl_tree.attention.self_test import KernelVariant, self_test_reasons
 from verl_tree.attention.triton_configs import choose_configs, num_processors
 from verl_tree.attention.triton_ops import MAX_HEAD_DIM, OpInputs, tree_attention_triton
+from verl_tree.tree.plan import AttentionPlan
 
 DTYPES = (*HALF_DTYPES, torch.float32)
 

@@ -21,11 +21,11 @@ from torch.autograd.function import once_differentiable
 
 from verl_tree.attention.options import ScoreOptions
 from verl_tree.attention.pieces import VarlenCall
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.refusals import HALF_DTYPES, dtype_reasons, gpu_reasons, value_dim_reasons
 from verl_tree.attention.self_test import KernelVariant, self_test_reasons
 from verl_tree.attention.sinks import absorb_sinks, sink_gradient
 from verl_tree.attention.varlen_providers import PROVIDERS, VarlenProvider
+from verl_tree.tree.plan import AttentionPlan
 
 CPU_DTYPES = (torch.float64, torch.float32, *HALF_DTYPES)
 MAX_GPU_HEAD_DIM = 256

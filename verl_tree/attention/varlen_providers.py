@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from verl_tree.attention.pieces import VarlenCall, mask_calls, window_calls
-from verl_tree.attention.plan import AttentionPlan
+from verl_tree.tree.plan import AttentionPlan
 
 FA3_COMPUTE_CAPABILITY = (9, 0)
 FA3_MAX_DETERMINISTIC_HEAD_DIM = 192

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from verl.workers.config import EngineConfig
 
-from verl_tree.attention.plan import AttentionPlan
-from verl_tree.attention.sharding import SequenceShard
 from verl_tree.config import TreeConfig
 from verl_tree.engine.heads import Head
 from verl_tree.engine.routes.router_replay import RouterReplay
@@ -26,6 +24,8 @@ from verl_tree.functional.images import PackImages, reads_images
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import NumCalls
 from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.plan import AttentionPlan
+from verl_tree.tree.sharding import SequenceShard
 
 
 class ModelCalls(ABC):

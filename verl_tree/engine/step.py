@@ -24,7 +24,6 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.config import TreeConfig
 from verl_tree.cost.fit import CostFitter
 from verl_tree.cost.model import CostModel
@@ -45,6 +44,7 @@ from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import Mode, NumCalls, RelayRun, watched
 from verl_tree.tree.nodes import IntArray
+from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.row_keys import prompt_numbers, row_keys, value_numbers
 from verl_tree.tree.rows import trained_tokens
 

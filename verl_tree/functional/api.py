@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl_tree.attention.hf import tree_attention_implementation
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.functional.expansion import expand
 from verl_tree.functional.logprobs import TreeLogProbs, tree_forward_log_probs
 from verl_tree.functional.relayed import relayed_log_probs
 from verl_tree.packing import pack
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.plan import AttentionPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,7 +25,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl_tree.attention.hf import no_mask
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.families import LOGIT_TRANSFORMS
 from verl_tree.functional.images import CallImages, distinct_images
 from verl_tree.functional.scorer import (
@@ -35,6 +34,7 @@ from verl_tree.functional.scorer import (
     transforms_logits,
 )
 from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.transfer import to_device
 
 

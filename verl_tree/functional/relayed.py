@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from verl_tree.attention.hf import no_mask, tree_attention_implementation
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.functional.images import PackImages
 from verl_tree.functional.logprobs import TreeLogProbs, forward_scores
 from verl_tree.functional.scorer import ScoredPairs
@@ -35,6 +34,7 @@ from verl_tree.relay.cut import MIN_SECTION_COST, Cut, cut
 from verl_tree.relay.run import RELAYED, RelayRun, call_plan, watched
 from verl_tree.relay.store import ContextStore
 from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.transfer import to_device
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from verl_tree.attention.sharding import SequenceShard
 from verl_tree.families import LOGIT_TRANSFORMS
+from verl_tree.tree.sharding import SequenceShard
 
 _MIN_AUTO_CHUNK_SIZE = 1024
 _MAX_AUTO_CHUNK_LOGITS = 2**25  # 128 MiB in float32

@@ -18,16 +18,15 @@ cut tokens.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from verl_tree.recurrence.chunks import parents
-from verl_tree.recurrence.states import States
-from verl_tree.tree.context import roots_below_context
-from verl_tree.tree.nodes import IntArray
+from verl_tree.tree.plan import AttentionPlan, States
+from verl_tree.tree.runs import Runs
 from verl_tree.tree.transfer import to_device
 
 
@@ -46,24 +45,15 @@ class ConvSeams:
     left_LU: Tensor | None = None
 
     @classmethod
-    def from_subtree_end(
-        cls,
-        subtree_end_T: np.ndarray,
-        *,
-        width: int,
-        device: torch.device | str = "cpu",
-        num_context: int = 0,
-        cut_places: IntArray | None = None,
-    ) -> "ConvSeams":
-        """Find the seams of a forest in depth-first preorder for a convolution of so many tokens.
+    def of_plan(cls, plan: AttentionPlan, *, width: int) -> Self:
+        """Return the seams behind the context for a convolution of so many tokens, found once for all layers."""
+        return plan.once(("seams", width), lambda plan: cls._find(plan, width=width))
 
-        Its first `num_context` tokens are context. `cut_places` (L,) are the cut tokens, ascending and counted behind
-        the context.
-        """
-        num_tokens = len(subtree_end_T) - num_context
-        parent, num_entered = _parents_among_inputs(subtree_end_T, width=width, num_context=num_context)
-        first = len(parent) - 1 - num_tokens  # what lies before it are the inputs of the context
-        token_T = np.arange(first, first + num_tokens)
+    @classmethod
+    def _find(cls, plan: AttentionPlan, *, width: int) -> Self:
+        parent = _parents_among_inputs(plan.runs, width=width)
+        first = len(parent) - 1 - plan.num_queries  # what lies before it are the inputs of the context
+        token_T = np.arange(first, first + plan.num_queries)
         columns = [token_T]
         for _ in range(width - 1):
             columns.insert(0, parent[columns[0]])
@@ -72,28 +62,28 @@ class ConvSeams:
         in_pack_TW[in_pack_TW < first] = -1
         seam_S = np.flatnonzero((ancestor_TW != in_pack_TW).any(axis=1))
         arrays = [seam_S, ancestor_TW[seam_S]]
-        if cut_places is not None and len(cut_places):
-            arrays.append(ancestor_TW[cut_places, 1:])
-        seam_S, ancestor_SW, *left = to_device([torch.from_numpy(each) for each in arrays], device)
-        return cls(seam_S, ancestor_SW, num_entered=num_entered, left_LU=left[0] if left else None)
+        if len(plan.cut_places):
+            arrays.append(ancestor_TW[plan.cut_places, 1:])
+        on_device = to_device([torch.from_numpy(each) for each in arrays], plan.subtree_end_T.device)
+        seam_S, ancestor_SW, *left = on_device
+        return cls(seam_S, ancestor_SW, num_entered=len(plan.runs.entered_E), left_LU=left[0] if left else None)
 
 
-def _parents_among_inputs(subtree_end_T: np.ndarray, *, width: int, num_context: int) -> tuple[np.ndarray, int]:
-    """Return what each input follows, and the number of states, E.
+def _parents_among_inputs(runs: Runs, *, width: int) -> np.ndarray:
+    """Return what each input follows.
 
     The inputs are those of the states, W - 1 each, and then those of the tokens behind the context. One more at the end
     is the parent of -1.
     """
-    roots, root_parents = roots_below_context(subtree_end_T, num_context=num_context)
-    entered = np.unique(root_parents[root_parents >= 0])
-    num_before = len(entered) * (width - 1)
+    num_before = len(runs.entered_E) * (width - 1)
     before = np.arange(num_before) - 1
     before[:: max(width - 1, 1)] = -1
-    own = parents(subtree_end_T[num_context:] - num_context)
-    own[own >= 0] += num_before
-    last_input = (np.searchsorted(entered, root_parents) + 1) * (width - 1) - 1
-    own[roots - num_context] = np.where(root_parents >= 0, last_input, -1)
-    return np.concatenate([before, own, [-1]]), len(entered)
+    start_N, last_N, parent_N = runs.behind_context()
+    own = num_before - 1 + np.arange(len(runs.subtree_end_T) - runs.num_context)
+    # Above a run is a run of the call, a state of the context, of which the last input counts, or nothing.
+    of_state_N = np.where(parent_N == -1, -1, (-1 - parent_N) * (width - 1) - 1)
+    own[start_N] = np.where(parent_N >= 0, num_before + last_N[np.maximum(parent_N, 0)], of_state_N)
+    return np.concatenate([before, own, [-1]])
 
 
 def tree_causal_conv(

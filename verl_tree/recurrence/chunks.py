@@ -28,15 +28,15 @@ context, L cut tokens.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl_tree.tree.context import roots_below_context
-from verl_tree.tree.nodes import IntArray
+from verl_tree.tree.plan import AttentionPlan
+from verl_tree.tree.runs import Runs
 from verl_tree.tree.transfer import to_device
 
 
@@ -68,24 +68,14 @@ class TreeChunks:
     left_L: Tensor | None = None
 
     @classmethod
-    def from_subtree_end(
-        cls,
-        subtree_end_T: np.ndarray,
-        *,
-        size: int,
-        device: torch.device | str = "cpu",
-        num_context: int = 0,
-        cut_places: IntArray | None = None,
-    ) -> "TreeChunks":
-        """Cut a forest in depth-first preorder into chunks of at most `size` tokens.
+    def of_plan(cls, plan: AttentionPlan, *, size: int) -> Self:
+        """Return the tokens behind the context in chunks of at most `size`, cut once for all layers."""
+        return plan.once(("chunks", size), lambda plan: cls._cut(plan, size=size))
 
-        Its first `num_context` tokens are context, which is not cut. `cut_places` (L,) are the cut tokens, ascending
-        and counted behind the context.
-        """
-        cut_places = np.empty(0, dtype=np.int64) if cut_places is None else cut_places
-        root_entry, num_entered = _root_entries(subtree_end_T, num_context=num_context)
-        subtree_end_T = subtree_end_T[num_context:] - num_context
-        tokens, entry_token = _cut(subtree_end_T, size=size, root_entry=root_entry)
+    @classmethod
+    def _cut(cls, plan: AttentionPlan, *, size: int) -> Self:
+        subtree_end_T = plan.runs.subtree_end_T[plan.num_context :] - plan.num_context
+        tokens, entry_token = _cut(plan.runs, size=size)
         first = np.array([each[0] for each in tokens])
         chunk_T = np.empty(len(subtree_end_T), dtype=np.int64)
         for chunk, each in enumerate(tokens):
@@ -109,20 +99,20 @@ class TreeChunks:
         steps = np.arange(step[-1] + 2)
         chunk_bounds = np.searchsorted(step, steps)
         is_entered = entry_token >= 0
-        read_tokens = np.concatenate([entry_token[is_entered], cut_places])
+        read_tokens = np.concatenate([entry_token[is_entered], plan.cut_places])
         read_slot_R, read_of_token = np.unique(slot_T[read_tokens], return_inverse=True)
         read_bounds = np.searchsorted(read_slot_R, chunk_bounds * size)
-        entry_M = _FIRST_ENTRY - entry_token
+        entry_M = -2 - entry_token  # of those that states of the context enter, see `Runs.behind_context`
         num_entries = np.count_nonzero(is_entered)
         entry_M[is_entered] = read_of_token[:num_entries] - read_bounds[step[is_entered] - 1]
         arrays = (token_MC, before_MCC, slot_T, read_slot_R, entry_M, read_of_token[num_entries:])
-        *on_device, left_L = to_device([torch.from_numpy(array) for array in arrays], device)
+        *on_device, left_L = to_device([torch.from_numpy(array) for array in arrays], plan.subtree_end_T.device)
         return cls(
             *on_device,
             chunk_bounds=tuple(chunk_bounds.tolist()),
             read_bounds=tuple(read_bounds.tolist()),
-            num_entered=num_entered,
-            left_L=left_L if len(cut_places) else None,
+            num_entered=len(plan.runs.entered_E),
+            left_L=left_L if len(plan.cut_places) else None,
         )
 
     @property
@@ -131,48 +121,12 @@ class TreeChunks:
         return len(self.chunk_bounds) - 1
 
 
-def parents(subtree_end_T: np.ndarray) -> np.ndarray:
-    """Return the token before each token on its path, (T,) int64, -1 at roots."""
-    start_N, last_N, parent_N = find_runs(subtree_end_T)
-    parent_T = np.arange(len(subtree_end_T)) - 1
-    parent_T[start_N] = np.where(parent_N >= 0, last_N[parent_N], -1)
-    return parent_T
-
-
-def find_runs(subtree_end_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Find the runs, maximal stretches with one `subtree_end`: first and last token, and parent or -1; (N,) each."""
-    start_N = np.concatenate([[0], np.flatnonzero(np.diff(subtree_end_T)) + 1])
-    last_N = np.append(start_N[1:], len(subtree_end_T)) - 1
-    parents: list[int] = []
-    path: list[int] = []
-    ends = subtree_end_T[start_N].tolist()
-    for run, start in enumerate(start_N.tolist()):
-        while path and ends[path[-1]] <= start:
-            path.pop()
-        parents.append(path[-1] if path else -1)
-        path.append(run)
-    return start_N, last_N, np.array(parents, dtype=np.int64)
-
-
-_FIRST_ENTRY = -2
-"""In place of the token before a root: -2 for the first state of the context, -3 for the second; -1 for none."""
-
-
-def _root_entries(subtree_end_T: np.ndarray, *, num_context: int) -> tuple[dict[int, int], int]:
-    """Return what stands for the token before each root behind the context, and the number of states, E."""
-    roots, parents = roots_below_context(subtree_end_T, num_context=num_context)
-    entered = np.unique(parents[parents >= 0])
-    entries = np.where(parents >= 0, _FIRST_ENTRY - np.searchsorted(entered, parents), -1)
-    return dict(zip((roots - num_context).tolist(), entries.tolist(), strict=True)), len(entered)
-
-
-def _cut(subtree_end_T: np.ndarray, *, size: int, root_entry: Mapping[int, int]) -> tuple[list[np.ndarray], np.ndarray]:
+def _cut(runs: Runs, *, size: int) -> tuple[list[np.ndarray], np.ndarray]:
     """Return the tokens of each chunk, ascending, and the tokens that the chunks are entered after.
 
-    `root_entry` is what stands for the token before each root.
+    In place of the token before a root is the number that stands for it in `Runs.behind_context`.
     """
-    starts, lasts, parent_N = (each.tolist() for each in find_runs(subtree_end_T))
-    parent_N = [root_entry[start] if parent < 0 else parent for start, parent in zip(starts, parent_N, strict=True)]
+    starts, lasts, parents = (each.tolist() for each in runs.behind_context())
     chunks: list[np.ndarray] = []
     entry_tokens: list[int] = []
 
@@ -201,7 +155,7 @@ def _cut(subtree_end_T: np.ndarray, *, size: int, root_entry: Mapping[int, int])
             close(opened, at - 1)
             end, at = at, max(start, at - size)
             opened = np.arange(at, end)
-        open_below[parent_N[run]].append(opened)
+        open_below[parents[run]].append(opened)
     for entry, parts in open_below.items():  # of the roots
         for tokens in _fill(parts, size=size):
             close(tokens, entry)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from verl_tree.recurrence.chunks import TreeChunks
-from verl_tree.recurrence.states import States
+from verl_tree.tree.plan import States
 
 L2_NORM_EPS = 1e-6
 """Of transformers' and flash-linear-attention's kernels."""

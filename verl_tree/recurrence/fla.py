@@ -23,7 +23,15 @@ from torch import Tensor
 from verl_tree.recurrence.chunks import TreeChunks
 from verl_tree.recurrence.delta_rule import tree_gated_delta_rule
 from verl_tree.recurrence.levels import TreeLevels, VarlenKernel, rule_by_levels
-from verl_tree.tree.first_run import reasons_of_first_run
+from verl_tree.tree.kernel_test import (
+    Results,
+    disagreements,
+    errors_and_limits,
+    reasons_of_first_run,
+    results,
+    tell_once,
+)
+from verl_tree.tree.plan import AttentionPlan
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +50,6 @@ token, less than a chunk, a chunk, one token more, and several chunks."""
 
 LIMIT = 4.0
 """Allowed error, as a multiple of torch's in the same dtype. In Triton's interpreter float16 has up to 1.4 times."""
-
-_logged: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,32 +95,26 @@ def serves(
     v_THV: Tensor,
     *,
     beta_TH: Tensor,
-    levels: Callable[[int], TreeLevels],
-    is_relayed: bool = False,
+    plan: AttentionPlan,
 ) -> bool:
-    """Return whether flash-linear-attention can serve, and on CUDA log once for each reason why it does or does not.
-
-    `levels` makes those of the pack for a chunk size. It is called on CUDA only. `is_relayed`: states come from other
-    calls, or go to them.
-    """
+    """Return whether flash-linear-attention can serve, and on CUDA log once for each reason why it does or does not."""
     if q_THK.device.type != "cuda":
         return False
-    if is_relayed:
+    if plan.context is not None:
         reasons = ["other calls read states in the middle of nodes, and it returns those after nodes only"]
     else:
-        reasons = not_supported_reasons(q_THK, k_THK, v_THV, beta_TH=beta_TH, levels=levels)
+        reasons = not_supported_reasons(q_THK, k_THK, v_THV, beta_TH=beta_TH, plan=plan)
     why = "; ".join(reasons)
-    if why not in _logged:
-        _logged.add(why)
-        if why:
-            logger.warning("recurrent layers: torch, as flash-linear-attention does not serve: %s", why)
-        else:
-            logger.info("recurrent layers: flash-linear-attention, level by level")
+    if why:
+        torch_serves = "recurrent layers: torch, as flash-linear-attention does not serve: %s"
+        tell_once(logger, logging.WARNING, why, torch_serves, why)
+    else:
+        tell_once(logger, logging.INFO, why, "recurrent layers: flash-linear-attention, level by level")
     return not reasons
 
 
 def not_supported_reasons(
-    q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, *, beta_TH: Tensor, levels: Callable[[int], TreeLevels]
+    q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, *, beta_TH: Tensor, plan: AttentionPlan
 ) -> list[str]:
     """Return why flash-linear-attention cannot serve; empty if it can. The first call of a kind tests it."""
     reasons = installation_reasons()
@@ -124,7 +124,7 @@ def not_supported_reasons(
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         found = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         return [f"dtype {found} is none of bfloat16, float16 throughout"]
-    if levels(CHUNK_SIZE).num_nodes * CHUNK_SIZE > len(q_THK):
+    if len(plan.runs.start_R) * CHUNK_SIZE > len(q_THK):
         return [f"packs like this one, with fewer than {CHUNK_SIZE} tokens per node, would keep many states"]
     variant = DeltaRuleVariant(q_THK.device, q_THK.dtype, q_THK.shape[1], q_THK.shape[2], v_THV.shape[2])
     return reasons_of_first_run("flash-linear-attention", variant, partial(self_test, fla_gated_delta_rule, variant))
@@ -140,32 +140,33 @@ def installation_reasons() -> list[str]:
 
 def self_test(rule: Callable[..., Tensor], variant: DeltaRuleVariant) -> list[str]:
     """Return how a rule by levels and its gradients disagree with torch's; empty if they agree."""
-    errors = errors_and_limits(rule, variant, np.repeat(RUN_ENDS, RUN_LENS))
-    return [
-        f"self-test: worst relative error of {name} is {error:.1e}, the limit {limit:.1e}"
-        for name, (error, limit) in errors.items()
-        if not error <= limit
-    ]
+    return disagreements(compare(rule, variant, np.repeat(RUN_ENDS, RUN_LENS)), where="self-test")
 
 
-def errors_and_limits(
+def compare(
     rule: Callable[..., Tensor], variant: DeltaRuleVariant, subtree_end_T: np.ndarray
 ) -> dict[str, tuple[float, float]]:
     """Return the error of a rule by levels, and the allowed one, for its output and each gradient on a forest.
 
-    The error of a token is the norm of its difference to float64, relative to its norm or to the root mean square norm
-    of all tokens, whichever is larger. The worst token counts, so that one wrong state shows.
+    A row is all heads of a token.
     """
-    levels = TreeLevels.from_subtree_end(subtree_end_T, chunk_size=CHUNK_SIZE, device=variant.device)
-    chunks = TreeChunks.from_subtree_end(subtree_end_T, size=CHUNK_SIZE, device=variant.device)
+    plan = AttentionPlan.from_subtree_end(subtree_end_T, device=variant.device)
+    levels, chunks = TreeLevels.of_plan(plan, chunk_size=CHUNK_SIZE), TreeChunks.of_plan(plan, size=CHUNK_SIZE)
     inputs, grad_out_THV = inputs_of(variant, num_tokens=len(subtree_end_T))
     of_torch = partial(tree_gated_delta_rule, chunks=chunks)
+
+    def run(rule: Callable[..., Tensor], inputs: list[Tensor]) -> Results:
+        def function(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+            return rule(q, k, v, g_TH=g, beta_TH=beta)
+
+        found = results(function, inputs, grad_out_THV, names=("q", "k", "v", "g", "beta"))
+        return {name: each.flatten(1) for name, each in found.items()}
+
     # The current device of a new thread is the first one.
     with torch.cuda.device_of(grad_out_THV):
-        want = _results(of_torch, [each.double() for each in inputs], grad_out_THV)
-        plain = _results(of_torch, inputs, grad_out_THV)
-        got = _results(partial(rule, levels=levels), inputs, grad_out_THV)
-    return {name: (_worst_token(got[name], want[name]), LIMIT * _worst_token(plain[name], want[name])) for name in want}
+        want, plain = run(of_torch, [each.double() for each in inputs]), run(of_torch, inputs)
+        got = run(partial(rule, levels=levels), inputs)
+        return errors_and_limits([got], want=want, plain=plain, limits=dict.fromkeys(want, LIMIT))
 
 
 def inputs_of(variant: DeltaRuleVariant, *, num_tokens: int) -> tuple[list[Tensor], Tensor]:
@@ -181,19 +182,3 @@ def inputs_of(variant: DeltaRuleVariant, *, num_tokens: int) -> tuple[list[Tenso
     g_TH = -draw().exp() * 0.3
     g_TH[::17] = -20.0
     return [q, k, v, g_TH.to(variant.device), beta], grad_out_THV
-
-
-def _results(rule: Callable[..., Tensor], inputs: list[Tensor], grad_out_THV: Tensor) -> dict[str, Tensor]:
-    leaves = [each.clone().requires_grad_() for each in inputs]
-    q, k, v, g, beta = leaves
-    out_THV = rule(q, k, v, g_TH=g, beta_TH=beta)
-    gradients = torch.autograd.grad(out_THV, leaves, grad_out_THV.to(out_THV.dtype))
-    return dict(zip(("output", "dq", "dk", "dv", "dg", "dbeta"), (out_THV.detach(), *gradients), strict=True))
-
-
-def _worst_token(got: Tensor, want: Tensor) -> float:
-    """Return the largest relative error of a token, over all its heads."""
-    got, want = got.double().flatten(1), want.flatten(1)
-    norm_T = want.norm(dim=-1)
-    scale_T = norm_T.clamp(min=norm_T.square().mean().sqrt().item())
-    return ((got - want).norm(dim=-1) / scale_T).max().item()

@@ -5,7 +5,6 @@ Projections, norms and parameters are those of the mixer, so adapters and FSDP2 
 Legend: T tokens of a pack, E model dim, D channels of the convolution, G groups of J heads, N state dim, P head dim.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -14,26 +13,23 @@ from torch.nn import functional as F
 from verl_tree.recurrence.causal_conv import ConvSeams, tree_causal_conv
 from verl_tree.recurrence.chunks import TreeChunks
 from verl_tree.recurrence.ssd import tree_ssd
-from verl_tree.recurrence.states import States
-
-Seams = Callable[[int], ConvSeams]
-"""The seams of a pack for a convolution of so many tokens."""
+from verl_tree.tree.plan import AttentionPlan, States
 
 
-def short_conv(mixer: Any, hidden_TE: Tensor, *, seams: Seams, inputs: States | None = None) -> Tensor:
+def short_conv(mixer: Any, hidden_TE: Tensor, *, plan: AttentionPlan, inputs: States | None = None) -> Tensor:
     """Compute LFM2's gated short convolution, (T, E) (`Lfm2ShortConv` of transformers 5.10).
 
     `inputs` are the convolution's that cross calls.
     """
     b_ET, c_ET, x_ET = mixer.in_proj(hidden_TE).T.chunk(3)
-    return mixer.out_proj((c_ET * _convolve(mixer.conv, b_ET * x_ET, seams=seams, inputs=inputs)).T)
+    return mixer.out_proj((c_ET * _convolve(mixer.conv, b_ET * x_ET, plan=plan, inputs=inputs)).T)
 
 
 def mamba2(
     mixer: Any,
     hidden_TE: Tensor,
     *,
-    seams: Seams,
+    plan: AttentionPlan,
     chunks: TreeChunks,
     inputs: States | None = None,
     states: States | None = None,
@@ -46,7 +42,7 @@ def mamba2(
     gate, x_b_c, dt_TH = mixer.in_proj(hidden_TE).split(
         [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads], dim=-1
     )
-    x_b_c = mixer.act(_convolve(mixer.conv1d, x_b_c.T, seams=seams, inputs=inputs).T)
+    x_b_c = mixer.act(_convolve(mixer.conv1d, x_b_c.T, plan=plan, inputs=inputs).T)
     x, b, c = x_b_c.split([mixer.intermediate_size, num_groups * state_dim, num_groups * state_dim], dim=-1)
     x_TGJP = x.unflatten(-1, (num_groups, -1, mixer.head_dim)).float()
     dt_TH = F.softplus(dt_TH + mixer.dt_bias).clamp(*mixer.time_step_limit)
@@ -57,5 +53,6 @@ def mamba2(
     return mixer.out_proj(mixer.norm(y_TGJP.flatten(1), gate).to(hidden_TE.dtype))
 
 
-def _convolve(conv: Any, x_DT: Tensor, *, seams: Seams, inputs: States | None) -> Tensor:
-    return tree_causal_conv(x_DT, conv.weight.squeeze(1), conv.bias, seams=seams(conv.weight.shape[-1]), states=inputs)
+def _convolve(conv: Any, x_DT: Tensor, *, plan: AttentionPlan, inputs: States | None) -> Tensor:
+    seams = ConvSeams.of_plan(plan, width=conv.weight.shape[-1])
+    return tree_causal_conv(x_DT, conv.weight.squeeze(1), conv.bias, seams=seams, states=inputs)

@@ -17,12 +17,13 @@ Legend: T tokens of a pack, N nodes of a call, M chunks of a call, L leaves, H h
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl_tree.recurrence.chunks import find_runs
+from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.transfer import to_device
 
 VarlenKernel = Callable[..., tuple[Tensor, Tensor | None]]
@@ -70,11 +71,13 @@ class TreeLevels:
     num_nodes: int
 
     @classmethod
-    def from_subtree_end(
-        cls, subtree_end_T: np.ndarray, *, chunk_size: int, device: torch.device | str = "cpu"
-    ) -> "TreeLevels":
-        """Order the nodes of a forest in depth-first preorder, for a kernel with chunks of `chunk_size` tokens."""
-        start, last, parent = find_runs(subtree_end_T)
+    def of_plan(cls, plan: AttentionPlan, *, chunk_size: int) -> Self:
+        """Return the calls for a kernel with chunks of `chunk_size` tokens, ordered once for all layers."""
+        return plan.once(("levels", chunk_size), lambda plan: cls._order(plan, chunk_size=chunk_size))
+
+    @classmethod
+    def _order(cls, plan: AttentionPlan, *, chunk_size: int) -> Self:
+        start, last, parent = plan.runs.behind_context()
         level = np.zeros(len(start), dtype=np.int64)
         for node in np.flatnonzero(parent >= 0):  # a parent comes before its children
             level[node] = level[parent[node]] + 1
@@ -98,7 +101,7 @@ class TreeLevels:
             segments = _segments(last[nodes] - start[nodes] + 1, chunk_size=chunk_size)
             arrays += [*segments, state[parent[starting]], state[parent[below]]]
             lens.append(int(segments[0][-1]))
-        token_T, place_T, *of_calls = to_device([torch.from_numpy(each) for each in arrays], device)
+        token_T, place_T, *of_calls = to_device([torch.from_numpy(each) for each in arrays], plan.subtree_end_T.device)
         *inner, last_call = (LevelCall(num, *of_calls[4 * each : 4 * each + 4]) for each, num in enumerate(lens))
         return cls(
             token_T,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from verl_tree.recurrence.chunks import TreeChunks
-from verl_tree.recurrence.states import States
+from verl_tree.tree.plan import States
 
 
 def tree_ssd(

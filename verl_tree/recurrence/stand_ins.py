@@ -10,9 +10,9 @@ The plan of a call comes with the keyword `tree_plan` of the decoder layer, whic
 comes where a forward does not hand it on to the mixer, and in the layer's recomputation under gradient checkpointing.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,51 +26,13 @@ from verl_tree.recurrence.chunks import TreeChunks
 from verl_tree.recurrence.delta_rule import tree_gated_delta_rule
 from verl_tree.recurrence.inline_mixers import mamba2, short_conv
 from verl_tree.recurrence.levels import TreeLevels
-from verl_tree.recurrence.states import States
+from verl_tree.tree.plan import AttentionPlan, States
 
 RULE, CONV, FORWARD = "chunk_gated_delta_rule", "causal_conv1d_fn", "forward"
 """Attributes of instances that are replaced."""
 
 CHUNK_SIZE = 64
 """Tokens of a chunk, as in transformers' and flash-linear-attention's kernels."""
-
-
-class Context(Protocol):
-    """What other calls keep for this one, and this one for others."""
-
-    def states(self, key: Hashable) -> States:
-        """Return the states of a layer that cross calls, of the kind that `key` stands for."""
-        ...
-
-
-class Plan(Protocol):
-    """What recurrent layers read of the plan of a pack."""
-
-    @property
-    def runs(self) -> object:
-        """One object for all copies of a plan, which says which pack it is of."""
-        ...
-
-    @property
-    def context(self) -> Context | None:
-        """Where a relayed call takes its states from."""
-        ...
-
-    def chunks(self, size: int) -> TreeChunks:
-        """Return the pack in chunks of at most `size` tokens."""
-        ...
-
-    def levels(self, chunk_size: int) -> TreeLevels:
-        """Return the calls of a kernel with chunks of `chunk_size` tokens, which computes the pack by levels."""
-        ...
-
-    def once(self, key: Hashable, make: Callable[[Any], Any]) -> Any:
-        """Return `make(self)`, made on the first call for `key`."""
-        ...
-
-    def seams(self, width: int) -> ConvSeams:
-        """Return the seams of a convolution of `width` tokens."""
-        ...
 
 
 def mixing_of(module: torch.nn.Module) -> Mixing | None:
@@ -106,7 +68,7 @@ class StandIn:
         self.module = module
         self.layer = layer
         self.ran_on: list[object] = []
-        self._plan: Plan | None = None
+        self._plan: AttentionPlan | None = None
 
     def replacements(self) -> list[tuple[torch.nn.Module, str, Callable[..., Any]]]:
         """Return the attributes of instances that are replaced: module, name, and what stands in."""
@@ -121,10 +83,20 @@ class StandIn:
     def _read_plan(self, _layer: torch.nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
         self._plan = kwargs.get("tree_plan")
 
-    def _current(self) -> Plan:
+    def _current(self) -> AttentionPlan:
         if self._plan is None:
             raise ValueError(
                 f"{self.name} got no tree_plan, so it would run across branches: call model(..., tree_plan=plan)"
+            )
+        if self._plan.num_context and self._plan.context is None:
+            raise ValueError(
+                f"{self.name} got a plan of {self._plan.num_context} context tokens without their states: give what "
+                "keeps them (context=...)"
+            )
+        if self._plan.shard.num_ranks > 1:
+            raise ValueError(
+                f"{self.name} got a plan of {self._plan.shard.num_ranks} ranks, each of which has only some tokens of "
+                "a path: set ulysses_sequence_parallel_size=1 for models with recurrent layers"
             )
         return self._plan
 
@@ -150,7 +122,7 @@ class StandIn:
             raise ValueError(f"{self.name} got seq_idx: the sequences of a pack are its plan")
         if activation not in (None, "silu", "swish"):
             raise ValueError(f"{self.name} has a convolution with activation {activation}: trees serve silu")
-        seams = self._current().seams(weight.shape[-1])
+        seams = ConvSeams.of_plan(self._current(), width=weight.shape[-1])
         y_DT = tree_causal_conv(x[0], weight, bias, seams=seams, states=self._states(kept_as))
         return (y_DT if activation is None else F.silu(y_DT)).unsqueeze(0)
 
@@ -175,14 +147,13 @@ class StandIn:
                 "row; pass use_cache=False and no past_key_values"
             )
         inputs, states = (query[0], key[0], value[0]), self._states(RULE)
-        serves = partial(fla.serves, *inputs, beta_TH=beta[0], is_relayed=states is not None)
         kind = (query.dtype, query.shape, value.shape)
         rule: Callable[..., Tensor]
         # Found once, because gradient checkpointing must compute the same again.
-        if plan.once(("delta rule", *kind), lambda plan: serves(levels=plan.levels)):
-            rule = partial(fla.fla_gated_delta_rule, levels=plan.levels(fla.CHUNK_SIZE))
+        if plan.once(("delta rule", *kind), lambda plan: fla.serves(*inputs, beta_TH=beta[0], plan=plan)):
+            rule = partial(fla.fla_gated_delta_rule, levels=TreeLevels.of_plan(plan, chunk_size=fla.CHUNK_SIZE))
         else:
-            rule = partial(tree_gated_delta_rule, chunks=plan.chunks(CHUNK_SIZE), states=states)
+            rule = partial(tree_gated_delta_rule, chunks=TreeChunks.of_plan(plan, size=CHUNK_SIZE), states=states)
         out_THV = rule(*inputs, g_TH=g[0], beta_TH=beta[0], normalizes=use_qk_l2norm_in_kernel)
         self.ran_on.append(plan.runs)
         self._plan = None  # of this call only
@@ -242,13 +213,13 @@ class InlineStandIn(StandIn):
                 "one row; pass use_cache=False, no past_key_values and no attention_mask"
             )
         if mixing_of(self.module) == "short_conv":
-            y_TE = short_conv(self.module, hidden_states[0], seams=plan.seams, inputs=self._states(CONV))
+            y_TE = short_conv(self.module, hidden_states[0], plan=plan, inputs=self._states(CONV))
         else:
             y_TE = mamba2(
                 self.module,
                 hidden_states[0],
-                seams=plan.seams,
-                chunks=plan.chunks(CHUNK_SIZE),
+                plan=plan,
+                chunks=TreeChunks.of_plan(plan, size=CHUNK_SIZE),
                 inputs=self._states(CONV),
                 states=self._states(RULE),
             )

@@ -28,7 +28,7 @@ from verl_tree.tree.transfer import to_device
 
 
 class RelayContext:
-    """What one call sees of the store; it travels with the call's `AttentionPlan` (`verl_tree.attention.plan.Context`).
+    """What one call sees of the store; it travels with the call's `AttentionPlan` (`verl_tree.tree.plan.Context`).
 
     With `writes`, the call stores the keys and values of its own spine tokens, and the states after its cut tokens. It
     then must run without gradient.
@@ -58,7 +58,7 @@ class RelayContext:
         if self._writes:
             assert not torch.is_grad_enabled(), "a section's context must not change before its backward pass"
             own = (key_QHD[self._own_places], value_QHD[self._own_places])
-            self._store.write(layer, self._own_rows, own)
+            self._store.put(layer, self._own_rows, own)
         return _Relay.apply(key_QHD, value_QHD, self, layer)
 
     def states(self, key: Hashable) -> StateRelay:
@@ -104,18 +104,20 @@ class RelayContext:
         """Do the forward half of `extend`."""
         if self._num_context == 0:
             return key_QHD.view_as(key_QHD), value_QHD.view_as(value_QHD)
-        key_KHD, value_KHD = self._store.keys_values(layer)
+        key_KHD, value_KHD = self._store.get(layer)
         rows = self._context_rows
         return torch.cat((_take(key_KHD, rows), key_QHD)), torch.cat((_take(value_KHD, rows), value_QHD))
 
     def hand_up(self, layer: torch.nn.Module, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor]:
         """Do the backward half: from gradients of (P + Q, H, D) keys and values to those of the call's own."""
         above = (grad_key[: self._num_context], grad_value[: self._num_context])
-        sums = self._store.hand_up(layer, above, context_rows=self._context_rows, own_rows=self._own_rows)
+        # No row is both in the context and the call's own.
+        sums = self._store.add(layer, self._context_rows, above)
         # Autograd may share the incoming tensors, so the sums go into copies.
         own_key, own_value = grad_key[self._num_context :].clone(), grad_value[self._num_context :].clone()
-        for gradient, total in ((own_key, sums[0]), (own_value, sums[1])):
-            gradient[self._own_places] = (gradient[self._own_places] + total).to(gradient.dtype)
+        for gradient, total in zip((own_key, own_value), sums, strict=True):
+            summed = gradient[self._own_places] + total[self._own_rows]
+            gradient[self._own_places] = summed.to(gradient.dtype)
         return own_key, own_value
 
 

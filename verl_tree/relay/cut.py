@@ -15,8 +15,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from verl_tree.tree.context import roots_below_context
 from verl_tree.tree.nodes import IntArray
+from verl_tree.tree.runs import Runs
 
 SPINE_COST = 1 / 3
 """What a spine token costs: a forward alone, in tokens that go forward and backward."""
@@ -57,8 +57,8 @@ class Section:
     @property
     def entered(self) -> IntArray:
         """(E,) int64, ascending: the tokens of the context, counted in it, that have a child in the section."""
-        _, parents = roots_below_context(self.subtree_end, num_context=self.num_context)
-        return np.unique(parents[parents >= 0])
+        runs = Runs.from_subtree_end(self.subtree_end, num_context=self.num_context)
+        return runs.end_R[runs.entered_E] - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_tree.attention.plan import AttentionPlan
-from verl_tree.attention.sharding import SequenceShard
 from verl_tree.relay.calls import RelayCall, RelayCalls
 from verl_tree.relay.context import RelayContext
 from verl_tree.relay.repeatable import Repetition
 from verl_tree.relay.store import ContextStore
 from verl_tree.tree.nodes import IntArray
+from verl_tree.tree.plan import AttentionPlan
+from verl_tree.tree.sharding import SequenceShard
 from verl_tree.tree.transfer import to_device
 
 Compute = Callable[[RelayCall, AttentionPlan], Tensor]

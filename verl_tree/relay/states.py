@@ -21,7 +21,7 @@ from verl_tree.relay.store import ContextStore
 
 
 class StateRelay:
-    """What one call does with one kind of state of one layer (`verl_tree.recurrence.states.States`)."""
+    """What one call does with one kind of state of one layer (`verl_tree.tree.plan.States`)."""
 
     def __init__(
         self,
@@ -52,20 +52,21 @@ class StateRelay:
         """
         if self._writes:
             assert not torch.is_grad_enabled(), "what a call is entered with must not change before its backward pass"
-            self._store.write_states(self._key, self._cut_rows, states)
+            self._store.put(self._key, self._cut_rows, (states,))
         return _Left.apply(out, states, self)
 
     def entered(self) -> Tensor:
         """Return the states that the call is entered with, without a graph."""
-        return self._store.states(self._key)[self._entered_rows]
+        return self._store.get(self._key)[0][self._entered_rows]
 
     def hand_up(self, gradients: Tensor) -> None:
         """Add the gradients of the states that the call was entered with."""
-        self._store.add_state_gradients(self._key, self._entered_rows, gradients)
+        self._store.add(self._key, self._entered_rows, (gradients,))
 
     def handed_up(self) -> Tensor | None:
         """Return the gradients of the states that the call was left with; None if no call has added any."""
-        return self._store.state_gradients(self._key, self._cut_rows)
+        sums = self._store.added(self._key)
+        return None if sums is None else sums[0][self._cut_rows]
 
 
 class _Entered(torch.autograd.Function):

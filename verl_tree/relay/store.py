@@ -67,7 +67,8 @@ class DeviceBuffer:
 class ContextStore:
     """The buffers of all layers for a spine of `num_rows` tokens, of which `num_cut_tokens` are cut tokens.
 
-    Attention layers are keys of their own. A recurrent layer takes a key for each thing that it keeps.
+    An attention layer is itself the key of its keys and values. A recurrent layer has a key of another type for each
+    kind of its states.
     """
 
     # Neither a dataclass nor a dict: FSDP copies and casts what it finds in those among a module's arguments.
@@ -90,72 +91,42 @@ class ContextStore:
         return store
 
     def layers(self) -> dict[Hashable, Kept]:
-        """Return what every layer keeps, on its device: keys and values, (K, H, D) each, or states (X, ...)."""
-        return {key: buffer.fetch() for key, buffer in self._kept.items()}
+        """Return what every layer keeps, as `get` does."""
+        return {key: self.get(key) for key in self._kept}
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers, wherever they are."""
         return sum(buffer.num_bytes for kind in (self._kept, self._gradients) for buffer in kind.values())
 
-    def keys_values(self, layer: torch.nn.Module) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a layer on its device, (K, H, D) each; not to be changed."""
-        key_KHD, value_KHD = self._kept[layer].fetch()
-        return key_KHD, value_KHD
+    def put(self, key: Hashable, rows: slice, given: Kept) -> None:
+        """Store tensors (n, ...) in some rows."""
+        if key not in self._kept:
+            self._kept[key] = self._make(key, given)
+        self._kept[key].put(rows, given)
 
-    def write(self, layer: torch.nn.Module, rows: slice, keys_values: tuple[Tensor, Tensor]) -> None:
-        """Store keys and values, (n, H, D) each, in some rows of a layer."""
-        if layer not in self._kept:
-            self._kept[layer] = self._make(keys_values, num_rows=self.num_rows)
-        self._kept[layer].put(rows, keys_values)
+    def get(self, key: Hashable) -> Kept:
+        """Return what is kept on the layer's device, (K, H, D) or (X, ...) each; not to be changed."""
+        return self._kept[key].fetch()
 
-    def hand_up(
-        self,
-        layer: torch.nn.Module,
-        gradients: tuple[Tensor, Tensor],
-        *,
-        context_rows: Tensor | slice,
-        own_rows: slice,
-    ) -> tuple[Tensor, Tensor]:
-        """Add the gradients of a call's context, (P, H, D) each; return the sums for its own spine tokens, (n, H, D).
-
-        No row is both in the context and the call's own.
-        """
-        if layer not in self._gradients:
-            self._gradients[layer] = self._make(gradients, num_rows=self.num_rows, of_gradients=True)
-        buffer = self._gradients[layer]
-        sums = buffer.fetch()
-        own = (sums[0][own_rows], sums[1][own_rows])
+    def add(self, key: Hashable, rows: Tensor | slice, gradients: Kept) -> Kept:
+        """Add the gradients (n, ...) of some rows, and return the sums of all rows; not to be changed."""
+        if key not in self._gradients:
+            self._gradients[key] = self._make(key, gradients, of_gradients=True)
+        sums = self._gradients[key].fetch()
         if len(gradients[0]):
             for total, gradient in zip(sums, gradients, strict=True):
-                _add(total, context_rows, gradient)
-            buffer.put_back(sums)
-        return own
+                _add(total, rows, gradient)
+            self._gradients[key].put_back(sums)
+        return sums
 
-    def states(self, key: Hashable) -> Tensor:
-        """Return the states of a recurrent layer on its device, (X, ...); not to be changed."""
-        return self._kept[key].fetch()[0]
+    def added(self, key: Hashable) -> Kept | None:
+        """Return the sums of the gradients of all rows, not to be changed; None if nothing was added."""
+        return self._gradients[key].fetch() if key in self._gradients else None
 
-    def write_states(self, key: Hashable, rows: slice, states: Tensor) -> None:
-        """Store states (n, ...) in some rows."""
-        if key not in self._kept:
-            self._kept[key] = self._make((states,), num_rows=self._num_cut_tokens)
-        self._kept[key].put(rows, (states,))
-
-    def add_state_gradients(self, key: Hashable, rows: Tensor | slice, gradients: Tensor) -> None:
-        """Add the gradients (n, ...) of some states."""
-        if key not in self._gradients:
-            self._gradients[key] = self._make((gradients,), num_rows=self._num_cut_tokens, of_gradients=True)
-        (sums,) = self._gradients[key].fetch()
-        _add(sums, rows, gradients)
-        self._gradients[key].put_back((sums,))
-
-    def state_gradients(self, key: Hashable, rows: slice) -> Tensor | None:
-        """Return the sums of the gradients of some states, (n, ...); None if nothing was added."""
-        return self._gradients[key].fetch()[0][rows] if key in self._gradients else None
-
-    def _make(self, like: Kept, *, num_rows: int, of_gradients: bool = False) -> Buffer:
+    def _make(self, key: Hashable, like: Kept, *, of_gradients: bool = False) -> Buffer:
         """Make a buffer of zeros for tensors whose rows are like these. Gradients are added in float32 at least."""
+        num_rows = self.num_rows if isinstance(key, torch.nn.Module) else self._num_cut_tokens
         shapes = [(num_rows, *each.shape[1:]) for each in like]
         dtypes = [torch.promote_types(each.dtype, torch.float32) if of_gradients else each.dtype for each in like]
         device = like[0].device

@@ -1,6 +1,8 @@
-"""Attention under the tree mask: the backends against a full softmax and against each other, and what they refuse."""
+"""Attention under the tree mask: options of layers, the choice of a backend, and what is refused.
 
-import itertools
+That every backend computes the softmax of the tree is in test_backends.py.
+"""
+
 import subprocess
 import sys
 from functools import partial
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import (
-    ids_of,
+    CPU_BACKENDS,
     leaves_for,
     naive_attention,
     outputs_and_gradients,
@@ -26,38 +28,12 @@ from verl_tree.attention import (
     choose_backend,
     tree_attention,
     triton_backend,
-    varlen_providers,
 )
 from verl_tree.attention.pieces import cut_mask
 from verl_tree.attention.triton_configs import padded_dim
 from verl_tree.attention.varlen import varlen_attention
 
-CPU_BACKENDS = ["varlen", "dense"]
 PLAIN = ScoreOptions(scale=0.25)
-
-
-@pytest.mark.parametrize("num_groups", [1, 3])
-@pytest.mark.parametrize("query_block_len", [512, 7])
-def test_dense_is_a_softmax_over_the_tokens_of_the_path(num_groups, query_block_len, monkeypatch):
-    monkeypatch.setattr("verl_tree.attention.dense.QUERY_BLOCK_LEN", query_block_len)
-    rng = np.random.default_rng(5)
-    for sequences in (DEEP, random_sequences(rng, num_sequences=12, mean_len=6)):
-        layout = layout_of(sequences)
-        *qkv, grad_out = random_qkv(layout.num_tokens, num_groups=num_groups)
-        want = outputs_and_gradients(partial(naive_attention, visible_QT=layout.materialize()), qkv, grad_out)
-        attend = partial(tree_attention, subtree_end=layout.subtree_end_T, backend="dense")
-        got = outputs_and_gradients(attend, qkv, grad_out)
-        for got_one, want_one in zip(got, want, strict=True):
-            assert relative_error(got_one, want_one) < 1e-13
-
-
-OPTIONS = [
-    {"window": 2},
-    {"window": 4},
-    {"softcap": 0.7},
-    {"sinks": True},
-    {"window": 3, "softcap": 1.5, "sinks": True},
-]
 
 
 def naive_options(layout, *, window=None, softcap=None, **_sinks):
@@ -70,35 +46,6 @@ def attend_with(layout, backend, *, window=None, softcap=None, sinks=False):
         return tree_attention(q, k, v, layout.subtree_end_T, backend=backend, **options)
 
     return attend
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=ids_of)
-@pytest.mark.parametrize("num_groups", [1, 3])
-@pytest.mark.parametrize("query_block_len", [512, 7])
-def test_dense_serves_windows_softcap_and_sinks(options, num_groups, query_block_len, monkeypatch):
-    monkeypatch.setattr("verl_tree.attention.dense.QUERY_BLOCK_LEN", query_block_len)
-    rng = np.random.default_rng(6)
-    for sequences in (DEEP, random_sequences(rng, num_sequences=12, mean_len=6)):
-        layout = layout_of(sequences)
-        *qkv, grad_out = random_qkv(layout.num_tokens, num_groups=num_groups)
-        leaves = leaves_for(options, qkv)
-        want = outputs_and_gradients(naive_options(layout, **options), leaves, grad_out)
-        got = outputs_and_gradients(attend_with(layout, "dense", **options), leaves, grad_out)
-        assert worst_error(got, want, grad_out=grad_out) < 1e-12
-
-
-@pytest.mark.parametrize("options", [{"sinks": True}, {"window": 5}, {"window": 9, "sinks": True}], ids=ids_of)
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("num_groups", [1, 4])
-def test_varlen_serves_windows_and_sinks(options, seed, num_groups, monkeypatch):
-    monkeypatch.setattr(varlen_providers, "MAX_CPU_WINDOW_QUERIES", 6)
-    rng = np.random.default_rng(seed)
-    layout = layout_of(random_sequences(rng, num_sequences=int(rng.integers(1, 30)), mean_len=8))
-    *qkv, grad_out = random_qkv(layout.num_tokens, num_groups=num_groups, seed=seed)
-    leaves = leaves_for(options, qkv)
-    want = outputs_and_gradients(naive_options(layout, **options), leaves, grad_out)
-    got = outputs_and_gradients(attend_with(layout, "varlen", **options), leaves, grad_out)
-    assert worst_error(got, want, grad_out=grad_out) < 1e-12
 
 
 def test_gradients_of_sinks_keep_their_dtype_in_bfloat16():
@@ -198,7 +145,7 @@ def test_options_out_of_range_are_refused(options, message):
 
 
 def test_the_choice_is_logged_once_with_the_reasons_of_the_faster_backends(caplog, monkeypatch):
-    monkeypatch.setattr("verl_tree.attention._logged_choices", set())
+    monkeypatch.setattr("verl_tree.tree.kernel_test._told", set())
     *qkv, _ = random_qkv(3, num_groups=1, dtype=torch.float32)
     with caplog.at_level("INFO"):
         for _ in range(2):
@@ -212,25 +159,6 @@ def test_the_choice_is_logged_once_with_the_reasons_of_the_faster_backends(caplo
     assert "backend for layers with window and softcap: dense" in capped.message
     assert "a sliding window of 2 tokens, shorter" in capped.message
     assert "varlen: scores softcapped" in capped.message
-
-
-def assert_varlen_equals_dense(sequences, *, num_groups, seed):
-    attention_plan = AttentionPlan.from_layout(layout_of(sequences))
-    *qkv, grad_out = random_qkv(attention_plan.num_tokens, num_groups=num_groups, seed=seed)
-    want, got = (
-        outputs_and_gradients(partial(tree_attention, subtree_end=attention_plan, backend=name), qkv, grad_out)
-        for name in ("dense", "varlen")
-    )
-    assert worst_error(got, want, grad_out=grad_out) < 1e-12
-    return attention_plan
-
-
-@pytest.mark.parametrize("num_groups", [1, 2, 4, 7])
-@pytest.mark.parametrize("seed", range(12))
-def test_varlen_equals_dense_on_random_forests(num_groups, seed):
-    rng = np.random.default_rng(seed)
-    sequences = random_sequences(rng, num_sequences=int(rng.integers(1, 40)), mean_len=int(rng.integers(1, 12)))
-    assert_varlen_equals_dense(sequences, num_groups=num_groups, seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +175,13 @@ def test_varlen_equals_dense_on_random_forests(num_groups, seed):
     ids=["branches", "extensions", "roots", "comb", "chain", "one token"],
 )
 def test_varlen_equals_dense_on_shapes(num_groups, sequences):
-    assert_varlen_equals_dense(sequences, num_groups=num_groups, seed=1)
+    plan = AttentionPlan.from_layout(layout_of(sequences))
+    *qkv, grad_out = random_qkv(plan.num_tokens, num_groups=num_groups, seed=1)
+    want, got = (
+        outputs_and_gradients(partial(tree_attention, subtree_end=plan, backend=name), qkv, grad_out)
+        for name in ("dense", "varlen")
+    )
+    assert worst_error(got, want, grad_out=grad_out) < 1e-12
 
 
 def test_varlen_in_bfloat16_errs_no_more_than_flat_attention_does():
@@ -274,56 +208,6 @@ def test_varlen_in_bfloat16_errs_no_more_than_flat_attention_does():
     for want_one, flat_one, got_one in zip(want, flat, got, strict=True):
         assert got_one.dtype == torch.bfloat16
         assert 0 < relative_error(got_one.double(), want_one) <= 1.5 * relative_error(flat_one, want_one)
-
-
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_other_branches_change_nothing_bit_for_bit(backend):
-    layout = layout_of(random_sequences(np.random.default_rng(3), num_sequences=30, mean_len=8))
-    attention_plan = AttentionPlan.from_layout(layout, backend=backend)
-    visible_TT = layout.materialize()
-    *qkv, _ = random_qkv(layout.num_tokens, num_groups=2)
-    before = tree_attention(*qkv, attention_plan)
-    changed = int(visible_TT.sum(0).argmax())  # the token that most others see, and not a root's whole tree
-    for token in (changed, layout.num_tokens // 2, layout.num_tokens - 1):
-        moved = [x.detach().clone() for x in qkv]
-        for x in moved:
-            x[token] += 3.0
-        after = tree_attention(*moved, attention_plan)
-        sees = visible_TT[:, token]
-        assert torch.equal(before[~sees], after[~sees])
-        assert not torch.equal(before[sees], after[sees])
-
-
-def test_gradients_of_one_path_reach_no_other_token():
-    layout = layout_of(random_sequences(np.random.default_rng(4), num_sequences=30, mean_len=8))
-    visible_TT = layout.materialize()
-    for backend in CPU_BACKENDS:
-        *qkv, grad_out = random_qkv(layout.num_tokens, num_groups=2)
-        token = layout.num_tokens - 1
-        out = tree_attention(*qkv, layout.subtree_end_T, backend=backend)[token]
-        grad_q, grad_k, grad_v = torch.autograd.grad(out, qkv, grad_out[token])
-        unseen = ~visible_TT[token]
-        assert unseen.any()
-        assert grad_v[~unseen].abs().min() > 0
-        assert grad_k[unseen].abs().max() == 0
-        assert grad_v[unseen].abs().max() == 0
-        assert grad_q[:token].abs().max() == 0
-
-
-def test_every_pair_is_in_exactly_one_piece():
-    """The pieces of a plan, written out, are the mask; so no pair is lost or counted twice."""
-    for seed in range(20):
-        layout = layout_of(random_sequences(np.random.default_rng(seed), num_sequences=25, mean_len=7))
-        attention_plan = AttentionPlan.from_layout(layout)
-        count_TT = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.int64)
-        triangles, *rectangles = cut_mask(attention_plan.runs)
-        for piece in itertools.chain(triangles, *rectangles):
-            query_L, (key_K,) = torch.arange(*piece.queries)[:, None], [torch.arange(*keys) for keys in piece.keys]
-            count_TT[query_L, key_K] += (key_K <= query_L).long() if piece in triangles else 1
-        assert torch.equal(count_TT, layout.materialize().long())
-        assert attention_plan.num_visible_pairs == int(count_TT.sum())
-        self_queries = [range(*piece.queries) for piece in triangles]
-        assert [query for queries in self_queries for query in queries] == list(range(layout.num_tokens))
 
 
 def test_plan_of_the_drawn_forest():

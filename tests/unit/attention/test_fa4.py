@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from verl_tree.attention import fa4, self_test
 from verl_tree.attention.dense import dense_attention
 from verl_tree.attention.options import ScoreOptions
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.attention.varlen import varlen_attention
-from verl_tree.tree import first_run
+from verl_tree.tree import kernel_test
+from verl_tree.tree.plan import AttentionPlan
 
 PLAN = AttentionPlan.from_subtree_end(torch.tensor(self_test.subtree_ends(self_test.TREES), dtype=torch.int32))
 VARIANT = self_test.KernelVariant(torch.device("cpu"), torch.bfloat16, 64, 4, 2)
@@ -30,7 +30,7 @@ PLAIN = ScoreOptions(scale=1.0)
 
 @pytest.fixture(autouse=True)
 def no_self_test_has_run(monkeypatch):
-    monkeypatch.setattr(first_run, "_results", {})
+    monkeypatch.setattr(kernel_test, "_results", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # a torch without CUDA raises
 
 

@@ -6,7 +6,8 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from fuzzing import fuzzed
+from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_tree.cost.balance import MIN_GAIN, GroupPart, balance
@@ -14,8 +15,6 @@ from verl_tree.cost.model import CostModel, WorkProfile
 from verl_tree.tree import TokenForest
 from verl_tree.tree.shape import ForestShape
 
-# The same draws in every run, and no time limit per draw: the machine may be busy.
-seeded = settings(derandomize=True, deadline=None)
 # One unit per tree token, so that expected loads are counted by hand.
 TOKENS = replace(CostModel.prior(), s_per_pair=0.0)
 
@@ -230,7 +229,7 @@ def test_the_time_of_planning_is_about_linear_in_the_ranks():
 LEAVES = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 9)), min_size=1, max_size=12)
 
 
-@settings(seeded, max_examples=200)
+@fuzzed(200)
 @given(
     groups=st.lists(LEAVES, min_size=1, max_size=8),
     num_ranks=st.integers(1, 6),

@@ -7,18 +7,15 @@ from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from forest_cases import DEEP, forests
+from fuzzing import fuzzed
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from verl_tree.cost.fit import MIN_MEASUREMENTS, CostFitter
 from verl_tree.cost.model import CostModel, Work, WorkProfile, runs_faster_flat
 from verl_tree.tree import TokenForest
 
-# The same draws in every run, and no time limit per draw: the machine may be busy.
-seeded = settings(derandomize=True, deadline=None)
-SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7), min_size=1, max_size=12)
-# Five nodes deep; strict prefixes 2 and 5, duplicates 0 and 4, one token in 5, a second root in 6.
-DEEP = [[0, 1, 1, 0, 1], [0, 1, 1, 0, 0], [0, 1], [0, 1, 1, 1], [0, 1, 1, 0, 1], [0], [1, 0]]
 # The example of TokenForest: order 2 0 3 1 4, lens 2 4 4 3 1, lcp 0 2 4 2 0.
 SMALL = [[1, 2, 3, 4], [1, 2, 5], [1, 2], [1, 2, 3, 4], [7]]
 # Seconds of a mid-sized model; the parts of a pack of 8000 tokens: 80, 40, 20, 10 and 10 ms. A spine of 4000 tokens and
@@ -119,8 +116,7 @@ def test_trained_tokens_are_counted_where_the_run_is():
     assert alone == [0, 2, 3, 2, 0]  # the trajectories 2 0 3 1 4
 
 
-@seeded
-@given(sequences=SEQUENCES, data=st.data())
+@forests(data=st.data())
 @example(sequences=DEEP, data=None)
 def test_every_range_counts_what_its_trie_counts(sequences, data):
     forest = TokenForest.from_sequences(sequences)
@@ -146,9 +142,7 @@ def test_every_range_counts_what_its_trie_counts(sequences, data):
             assert profile.lcp[start] == lost - forest.num_tokens
 
 
-@seeded
-@given(sequences=SEQUENCES)
-@example(sequences=DEEP)
+@forests()
 def test_flat_work_is_that_of_the_trajectories_one_by_one(sequences):
     profile = profile_of(sequences)
     alone = [profile.range_work(rank, rank + 1) for rank in range(len(sequences))]
@@ -251,7 +245,7 @@ def test_one_slow_first_pack_does_not_bend_the_fit():
     assert prediction_errors(model, works).max() < 1e-6
 
 
-@seeded
+@fuzzed()
 @given(seed=st.integers(0, 10_000), num_works=st.integers(MIN_MEASUREMENTS, 30))
 def test_coefficients_are_never_negative(seed, num_works):
     """Times that have nothing to do with the work: plain least squares goes negative here."""
@@ -269,7 +263,7 @@ def test_packs_of_one_shape_are_still_predicted():
     assert model.s_per_scored == 0
 
 
-@seeded
+@fuzzed()
 @given(seed=st.integers(0, 10_000), num_works=st.integers(MIN_MEASUREMENTS, 30), noise=st.sampled_from([0.05, 0.2]))
 def test_packs_that_are_nearly_alike_do_not_seem_free_to_cut(seed, num_works, noise):
     """Sizes that differ by less than the noise do not tell tokens from packs: half a pack still costs about half."""
@@ -356,7 +350,7 @@ def test_a_spine_in_proportion_to_the_tokens_costs_a_third_of_them():
     assert astuple(model) == pytest.approx(astuple(THIRDS), rel=1e-4)
 
 
-@seeded
+@fuzzed()
 @given(seed=st.integers(0, 10_000), num_works=st.integers(MIN_MEASUREMENTS, 30), noise=st.sampled_from([0.05, 0.2]))
 def test_relayed_trees_that_are_nearly_alike_do_not_make_packs_free(seed, num_works, noise):
     """Spine and context in proportion to the tokens: a pack of the same tokens costs a little less, not nothing."""

@@ -25,7 +25,6 @@ from replay_cases import (
 from tree_cases import VOCAB_SIZE, flat_scores, gradients, relative_error
 
 from verl_tree.attention.hf import ATTENTION_NAME
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.config import TREE_STRATEGY, TreeConfig
 from verl_tree.cost.model import CostModel
 from verl_tree.engine.routes.route_conflicts import RouteForks, route_numbers
@@ -37,6 +36,7 @@ from verl_tree.testing.local_worker import local_worker
 from verl_tree.testing.synthetic import random_forest
 from verl_tree.trainer.worker import TreeTrainingWorker
 from verl_tree.tree import TokenForest
+from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.row_keys import row_keys
 
 TOLERANCE = 1e-5

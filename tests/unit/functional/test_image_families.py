@@ -25,13 +25,13 @@ from peft import LoraConfig, inject_adapter_in_model
 from tree_cases import gradients, relative_error
 
 from verl_tree.attention.hf import ATTENTION_NAME, for_text
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.functional import expand
 from verl_tree.functional.relayed import call_scores
 from verl_tree.relay.calls import RelayCall, RelayCalls
 from verl_tree.relay.cut import cut
 from verl_tree.relay.run import RelayRun
 from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.plan import AttentionPlan
 
 NUM_FORESTS = 24
 LOG_PROBS, GRADIENTS = 1e-10, 1e-9

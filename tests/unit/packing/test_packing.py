@@ -8,7 +8,9 @@ from itertools import chain, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from forest_cases import DEEP, forests
+from fuzzing import fuzzed
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tree_cases import union_num_tokens
 
@@ -19,11 +21,6 @@ from verl_tree.packing.improve import _windows
 from verl_tree.packing.problem import Caps, Items
 from verl_tree.testing.arrival_packing import RangeMin, arrival_first_fit
 from verl_tree.tree import TokenForest
-
-# The same draws in every run, and no time limit per draw: the machine may be busy.
-seeded = settings(derandomize=True, deadline=None)
-SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7), min_size=1, max_size=12)
-DEEP = [[0, 1, 1, 0, 1], [0, 1, 1, 0, 0], [0, 1], [0, 1, 1, 1], [0, 1, 1, 0, 1], [0], [1, 0]]
 
 
 def union_of_paths(sequences):
@@ -71,8 +68,7 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize("method", PACKINGS)
-@seeded
-@given(sequences=SEQUENCES, spare=st.integers(0, 12), spare_terms=st.none() | st.integers(0, 12))
+@forests(spare=st.integers(0, 12), spare_terms=st.none() | st.integers(0, 12))
 @example(sequences=DEEP, spare=0, spare_terms=None)
 @example(sequences=DEEP, spare=3, spare_terms=2)
 @example(sequences=[[1]], spare=0, spare_terms=None)
@@ -97,8 +93,7 @@ def test_packs_are_a_partition_within_the_caps(method, sequences, spare, spare_t
     assert packing.num_capacity_tokens == capacity * len(packing.packs)
 
 
-@seeded
-@given(sequences=SEQUENCES, spare=st.integers(0, 12))
+@forests(spare=st.integers(0, 12))
 def test_first_fit_opens_no_pack_too_early(sequences, spare):
     forest = TokenForest.from_sequences(sequences)
     capacity = max(map(len, sequences)) + spare
@@ -107,8 +102,7 @@ def test_first_fit_opens_no_pack_too_early(sequences, spare):
         assert union_of_paths([sequences[leaf] for leaf in [*here, following[0]]]) > capacity
 
 
-@seeded
-@given(sequences=SEQUENCES, spare=st.integers(0, 8), seed=st.integers(0, 100))
+@forests(spare=st.integers(0, 8), seed=st.integers(0, 100))
 def test_the_order_of_the_input_does_not_change_the_optimum(sequences, spare, seed):
     capacity = max(map(len, sequences)) + spare
     shuffled = [sequences[i] for i in np.random.default_rng(seed).permutation(len(sequences))]
@@ -119,8 +113,7 @@ def test_the_order_of_the_input_does_not_change_the_optimum(sequences, spare, se
     assert len(totals) == 1
 
 
-@seeded
-@given(sequences=SEQUENCES, spare=st.integers(0, 8))
+@forests(spare=st.integers(0, 8))
 def test_more_capacity_never_costs_the_optimum_tokens_and_at_last_reuses_all(sequences, spare):
     forest = TokenForest.from_sequences(sequences)
     capacities = [max(map(len, sequences)) + spare, 2 * max(map(len, sequences)) + spare, forest.num_flat_tokens]
@@ -233,7 +226,7 @@ def test_lower_bound_by_hand():
     assert least_visits(items, caps=Caps(num_tokens=100, num_terms=8))[0] == 4
 
 
-@seeded
+@fuzzed()
 @given(values=st.lists(st.integers(0, 9), min_size=1, max_size=20), data=st.data())
 def test_range_minimum(values, data):
     start = data.draw(st.integers(0, len(values) - 1))

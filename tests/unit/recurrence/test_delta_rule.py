@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 from tree_cases import DEEP, layout_of, random_sequences, relative_error
 
+from verl_tree.attention import AttentionPlan
 from verl_tree.recurrence.causal_conv import ConvSeams, tree_causal_conv
 
 
@@ -50,7 +51,7 @@ def test_no_branch_sees_another_bit_for_bit():
     inputs = [each.detach() for each in inputs_of(layout.num_tokens, dtype=torch.float32)]
     convolved = torch.randn(6, layout.num_tokens, generator=torch.Generator().manual_seed(2))
     weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
-    seams = ConvSeams.from_subtree_end(layout.subtree_end_T.numpy(), width=4)
+    seams = ConvSeams.of_plan(AttentionPlan.from_layout(layout), width=4)
     before = on_tree(inputs, layout, size=16), tree_causal_conv(convolved, weight, None, seams=seams)
     is_on_path = layout.materialize()
     for token in range(0, layout.num_tokens, 7):
@@ -76,7 +77,7 @@ def test_convolution_equals_that_of_each_path(width, has_bias):
         for shape in ((6, layout.num_tokens), (6, width), (6,))
     )
     bias_or_none = bias if has_bias else None
-    seams = ConvSeams.from_subtree_end(layout.subtree_end_T.numpy(), width=width)
+    seams = ConvSeams.of_plan(AttentionPlan.from_layout(layout), width=width)
     got = tree_causal_conv(x, weight, bias_or_none, seams=seams)
     want = torch.zeros_like(got)
     for path in layout.tree_index_F.split(np.diff(layout.leaf_offsets).tolist()):

@@ -13,11 +13,12 @@ from hybrid_cases import Float64Throughout, flat_scores, gradients_of_packs, hyb
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tree_cases import DEEP, gradients, random_sequences, relative_error
 
+from verl_tree.attention import AttentionPlan
 from verl_tree.functional import tree_log_probs
 from verl_tree.recurrence import fla, stand_ins
 from verl_tree.recurrence.delta_rule import tree_gated_delta_rule
 from verl_tree.recurrence.levels import TreeLevels, rule_by_levels
-from verl_tree.tree import first_run
+from verl_tree.tree import kernel_test
 
 CPU_VARIANT = fla.DeltaRuleVariant(torch.device("cpu"), torch.float32, num_heads=2, key_dim=8, value_dim=6)
 by_segments = partial(rule_by_levels, varlen_gated_delta_rule, normalizes=True)
@@ -25,8 +26,8 @@ by_segments = partial(rule_by_levels, varlen_gated_delta_rule, normalizes=True)
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered(monkeypatch):
-    monkeypatch.setattr(first_run, "_results", {})
-    monkeypatch.setattr(fla, "_logged", set())
+    monkeypatch.setattr(kernel_test, "_results", {})
+    monkeypatch.setattr(kernel_test, "_told", set())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # a torch without CUDA raises
 
 
@@ -40,11 +41,11 @@ def on_gpu(monkeypatch):
         fla.installation_reasons.cache_clear()
         monkeypatch.setattr(fla, "self_test", lambda _rule, variant: tested.append(variant) or list(faults))
         ends = [sum(node_lens), *np.cumsum(node_lens)[1:].tolist()]
-        levels = partial(TreeLevels.from_subtree_end, np.repeat(ends, node_lens))
+        plan = AttentionPlan.from_subtree_end(np.repeat(ends, node_lens))
         with FakeTensorMode():
             q, k, v = (torch.empty(sum(node_lens), 4, 16, dtype=dtype, device="cuda") for _ in range(3))
             beta = torch.empty(sum(node_lens), 4, dtype=dtype, device="cuda")
-        return fla.serves(q, k, v, beta_TH=beta, levels=lambda size: levels(chunk_size=size)), tested
+        return fla.serves(q, k, v, beta_TH=beta, plan=plan), tested
 
     return serves
 
@@ -78,7 +79,7 @@ def test_elsewhere_torch_serves_and_the_log_says_why_once(on_gpu, caplog, option
 
 def test_on_a_cpu_torch_serves_and_nothing_is_asked(caplog):
     q = torch.zeros(3, 2, 8)
-    assert not fla.serves(q, q, q, beta_TH=q[..., 0], levels=lambda _: pytest.fail("levels were made"))
+    assert not fla.serves(q, q, q, beta_TH=q[..., 0], plan=AttentionPlan.from_subtree_end(np.full(3, 3)))
     assert not caplog.records
 
 
@@ -87,7 +88,8 @@ def test_self_test_passes_a_right_kernel():
 
 
 def test_its_forest_has_nodes_around_a_chunk_on_several_levels():
-    levels = TreeLevels.from_subtree_end(np.repeat(fla.RUN_ENDS, fla.RUN_LENS), chunk_size=64)
+    plan = AttentionPlan.from_subtree_end(np.repeat(fla.RUN_ENDS, fla.RUN_LENS))
+    levels = TreeLevels.of_plan(plan, chunk_size=64)
     assert [len(call.cu_seqlens_N) - 1 for call in levels.inner] == [2, 2]
     assert levels.num_root_leaves == 1
     assert {1, 64, 65} <= set(fla.RUN_LENS)

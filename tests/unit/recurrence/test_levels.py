@@ -15,7 +15,7 @@ SUBTREE_END = np.array([9, 9, 7, 7, 7, 6, 7, 9, 9, 10])
 
 
 def test_the_example():
-    levels = TreeLevels.from_subtree_end(SUBTREE_END, chunk_size=2)
+    levels = TreeLevels.of_plan(AttentionPlan.from_subtree_end(SUBTREE_END), chunk_size=2)
     assert levels.token_T.tolist() == [0, 1, 2, 3, 4, 9, 7, 8, 5, 6]
     assert levels.place_T.tolist() == [0, 1, 2, 3, 4, 8, 9, 6, 7, 5]
     assert (levels.num_nodes, levels.num_root_leaves) == (6, 1)
@@ -31,7 +31,7 @@ def test_the_example():
 
 
 def test_trees_of_one_node_are_one_call():
-    levels = TreeLevels.from_subtree_end(np.array([2, 2, 3, 5, 5]), chunk_size=64)
+    levels = TreeLevels.of_plan(AttentionPlan.from_subtree_end(np.array([2, 2, 3, 5, 5])), chunk_size=64)
     assert levels.inner == ()
     assert levels.leaves.cu_seqlens_N.tolist() == [0, 2, 3, 5]
     assert levels.num_root_leaves == 3
@@ -39,7 +39,7 @@ def test_trees_of_one_node_are_one_call():
 
 def by_levels(inputs, layout):
     q, k, v, g, beta = inputs
-    levels = AttentionPlan.from_layout(layout).levels(64)
+    levels = TreeLevels.of_plan(AttentionPlan.from_layout(layout), chunk_size=64)
     return rule_by_levels(varlen_gated_delta_rule, q, k, v, g_TH=g, beta_TH=beta, levels=levels, normalizes=True)
 
 

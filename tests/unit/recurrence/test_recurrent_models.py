@@ -18,9 +18,9 @@ from tree_cases import DEEP, gradients, layout_of, relative_error
 
 from verl_tree.attention import AttentionPlan
 from verl_tree.attention.hf import check_model, tree_attention_implementation
-from verl_tree.attention.sharding import SequenceShard
 from verl_tree.functional import tree_log_probs
 from verl_tree.recurrence.bind import RecurrentLayers, num_bound_mixers
+from verl_tree.tree.sharding import SequenceShard
 
 
 def assert_equals_flat(model, sequences, **options):
@@ -125,14 +125,16 @@ def test_a_layer_that_ran_on_another_pack_is_named():
 
 def test_what_recurrent_layers_do_not_serve_is_refused():
     model = hybrid("qwen3_5")
-    with pytest.raises(ValueError, match="a plan of 2 context tokens without their states"):
-        AttentionPlan.from_subtree_end(np.array([3, 3, 3]), num_context=2).chunks(64)
     with tree_attention_implementation(model, max_path_len=3):
         shard = SequenceShard(3)
         shard.num_ranks = 2
         plan = AttentionPlan.from_layout(layout_of([[1, 2], [1, 3]]), shard=shard)
-        with pytest.raises(ValueError, match="set ulysses_sequence_parallel_size=1"):
-            plan.chunks(64)
+        with pytest.raises(
+            ValueError, match=r"linear_attn got a plan of 2 ranks.* set ulysses_sequence_parallel_size=1"
+        ):
+            call(model, plan=plan)
+        with pytest.raises(ValueError, match="linear_attn got a plan of 1 context tokens without their states"):
+            call(model, plan=AttentionPlan.from_subtree_end(np.full(4, 4), num_context=1))
         with pytest.raises(ValueError, match="pass use_cache=False"):
             call(model, plan=plan_of_three(), past_key_values=DynamicCache(config=model.config))
     with pytest.raises(ValueError, match=r"do not follow the tree \(model.layers.0.linear_attn is the first\)"):

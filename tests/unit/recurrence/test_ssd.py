@@ -5,6 +5,7 @@ import torch
 from path_cases import assert_equals_each_path, on_forests_and_chunk_sizes
 from tree_cases import layout_of, random_sequences, relative_error
 
+from verl_tree.attention import AttentionPlan
 from verl_tree.recurrence.chunks import TreeChunks
 from verl_tree.recurrence.ssd import tree_ssd
 
@@ -26,7 +27,7 @@ def inputs_of(num_tokens, *, dtype=torch.float64):
 
 def on_tree(inputs, layout, *, size):
     c, b, x, g = inputs
-    return tree_ssd(c, b, x, g_TGJ=g, chunks=TreeChunks.from_subtree_end(layout.subtree_end_T.numpy(), size=size))
+    return tree_ssd(c, b, x, g_TGJ=g, chunks=TreeChunks.of_plan(AttentionPlan.from_layout(layout), size=size))
 
 
 def by_path(inputs, layout):

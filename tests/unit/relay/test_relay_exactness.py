@@ -171,19 +171,19 @@ def test_another_objective_for_shared_tokens_is_that_of_one_pack(name, shared_to
 @pytest.mark.parametrize("name", ["vanilla", "value", "kl_cov"])
 def test_gradients_that_are_not_handed_up_are_missed(name, monkeypatch):
     """Guards all tests here: without the gradients of the spine's keys and values, the result is another one."""
-    hand_up, dropped = ContextStore.hand_up, []
+    add, dropped = ContextStore.add, []
 
-    def forget(store, layer, gradients, **rows):
-        own = hand_up(store, layer, gradients, **rows)
-        dropped.append(max(float(each.abs().max()) if len(each) else 0.0 for each in own))
-        return tuple(torch.zeros_like(each) for each in own)
+    def forget(store, layer, rows, gradients):
+        sums = add(store, layer, rows, gradients)
+        dropped.append(max(float(each.abs().max()) for each in sums))
+        return tuple(torch.zeros_like(each) for each in sums)
 
     case = LossCase(name)
     for seed in range(4):
         model, data, scores = flat_side(case, seed=seed)
         want = flat_result(model, data, scores, case, rows=lay_out(data, capacity=2, mode="rows").rows)
         with monkeypatch.context() as patch:
-            patch.setattr(ContextStore, "hand_up", forget)
+            patch.setattr(ContextStore, "add", forget)
             dropped.clear()
             got = relayed_result(model, data, case, capacity=7)
         assert max(dropped) > 1e-4

@@ -23,9 +23,9 @@ from relay_cases import (
 )
 from tree_cases import DEEP, VOCAB_SIZE, random_sequences, tiny_model
 
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.relay.run import RelayRun
 from verl_tree.testing.synthetic import random_forest
+from verl_tree.tree.plan import AttentionPlan
 
 KINDS = ("log_probs", "entropy")
 CASE = LossCase("vanilla", "seq-mean-token-mean", {"entropy_coeff": 0.2, "use_kl_loss": True, "kl_loss_coef": 0.3})

@@ -1,5 +1,6 @@
 """Attention with a context saves for its backward pass what it was given, not the context: that is in the store."""
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -11,10 +12,10 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 
 from verl_tree.attention import tree_attention
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.context import RelayContext
 from verl_tree.relay.store import ContextStore
+from verl_tree.tree.plan import AttentionPlan
 
 NUM_CONTEXT, NUM_TOKENS, NUM_HEADS, HEAD_DIM = 1000, 8, 2, 16
 COPY_BYTES = 2 * NUM_CONTEXT * NUM_HEADS * HEAD_DIM * 8  # keys and values of the context in float64
@@ -29,24 +30,14 @@ class Layer:
         def draw(num_rows: int) -> Tensor:
             return torch.randn(num_rows, NUM_HEADS, HEAD_DIM, generator=generator, dtype=torch.float64)
 
-        call = RelayCall(
-            token_Q=NUM_CONTEXT + np.arange(NUM_TOKENS),
-            subtree_end=np.full(NUM_CONTEXT + NUM_TOKENS, NUM_CONTEXT + NUM_TOKENS),
-            context_rows_P=np.arange(NUM_CONTEXT),
-            spine_places=np.arange(0),
-            spine_rows=slice(0, 0),
-            entered_rows_E=np.arange(0),
-            cut_places=np.arange(0),
-            cut_rows=slice(0, 0),
-            scored_K=np.arange(0),
-            scorer_K=np.arange(0),
-            leaf_groups=(),
-        )
+        alone = RelayCall.of_pack(np.full(NUM_TOKENS, NUM_TOKENS), scorer_T=np.full(NUM_TOKENS, -1))
+        call = dataclasses.replace(alone, context_rows_P=np.arange(NUM_CONTEXT))
         self.module = torch.nn.Identity()
         self.store = ContextStore(NUM_CONTEXT, on_host=on_host)
-        self.store.write(self.module, slice(0, NUM_CONTEXT), (draw(NUM_CONTEXT), draw(NUM_CONTEXT)))
+        self.store.put(self.module, slice(0, NUM_CONTEXT), (draw(NUM_CONTEXT), draw(NUM_CONTEXT)))
         self.context = RelayContext(self.store, call, writes=False, device=torch.device("cpu"))
-        self.plan = AttentionPlan.from_subtree_end(call.subtree_end, num_context=NUM_CONTEXT)
+        every = NUM_CONTEXT + NUM_TOKENS
+        self.plan = AttentionPlan.from_subtree_end(np.full(every, every), num_context=NUM_CONTEXT)
         self.query, self.key, self.value = (draw(NUM_TOKENS).requires_grad_() for _ in range(3))
 
     def attend(self, *, saves_own: bool) -> Tensor:
@@ -58,9 +49,7 @@ class Layer:
     def gradients(self, out: Tensor) -> list[Tensor]:
         """Return those of queries, keys and values, and what was handed up for the context."""
         own = torch.autograd.grad(out.square().sum(), (self.query, self.key, self.value))
-        nothing = torch.zeros(0, NUM_HEADS, HEAD_DIM)
-        every = slice(0, NUM_CONTEXT)
-        return [*own, *self.store.hand_up(self.module, (nothing, nothing), context_rows=slice(0, 0), own_rows=every)]
+        return [*own, *self.store.added(self.module)]
 
 
 def kept_bytes(compute: Callable[[], Tensor]) -> tuple[int, Tensor]:

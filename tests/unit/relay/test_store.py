@@ -148,10 +148,8 @@ def test_bfloat16_gradients_are_added_in_float32(rows, on_host):
     store = ContextStore(1, on_host=on_host)
     for gradient in (256.0, 1.0, 1.0):
         given = numbers(gradient, dtype=torch.bfloat16)
-        sums = store.hand_up(LAYER, (given, -given), context_rows=rows, own_rows=slice(0, 0))
-        assert [len(each) for each in sums] == [0, 0]
-    none = torch.zeros(0, 1, 1, dtype=torch.bfloat16)
-    key, value = store.hand_up(LAYER, (none, none), context_rows=slice(0, 0), own_rows=slice(0, 1))
+        store.add(LAYER, rows, (given, -given))
+    key, value = store.added(LAYER)
     assert key.dtype == value.dtype == torch.float32
     assert (key.item(), value.item()) == (258, -258)
     in_bfloat16 = (
@@ -165,10 +163,8 @@ def test_the_own_gradient_is_added_before_it_is_rounded():
     store = ContextStore(5)
     fill(store, dtype=torch.bfloat16)
     first = drawn_calls().sections[0]
-    above = [torch.full((1, 1, 1), 257.0)] * 2
-    zeros = torch.zeros(1, 1, 1, dtype=torch.bfloat16)
-    store.hand_up(LAYER, (zeros, zeros), context_rows=slice(0, 1), own_rows=slice(0, 0))
-    store.hand_up(LAYER, (above[0], above[1]), context_rows=slice(0, 1), own_rows=slice(0, 0))
+    above = numbers(257, dtype=torch.float32)
+    store.add(LAYER, slice(0, 1), (above, above))
     key, value = (numbers(1, 2, 3, 4, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
     torch.stack(context_of(store, first).extend(LAYER, key, value)).sum().backward()
     assert key.grad.dtype == torch.bfloat16
@@ -183,8 +179,8 @@ def test_the_store_counts_its_bytes(on_host, dtype, gradient_bytes):
     assert store.num_bytes == 0
     for layer in (torch.nn.Identity(), torch.nn.Identity()):
         keys_values = (torch.zeros(5, 2, 3, dtype=dtype), torch.zeros(5, 2, 3, dtype=dtype))
-        store.write(layer, slice(0, 5), keys_values)
-        store.hand_up(layer, keys_values, context_rows=slice(0, 5), own_rows=slice(0, 0))
+        store.put(layer, slice(0, 5), keys_values)
+        store.add(layer, slice(0, 5), keys_values)
     assert store.num_bytes == 120 * dtype.itemsize + 120 * gradient_bytes
 
 
@@ -198,7 +194,7 @@ def test_recomputation_hands_down_the_same_and_hands_up_once(on_host, use_reentr
     """
     store = ContextStore(5, on_host=on_host)
     fill(store)
-    store.hand_up(LAYER, (numbers(5), numbers(6)), context_rows=slice(4, 5), own_rows=slice(0, 0))
+    store.add(LAYER, slice(4, 5), (numbers(5), numbers(6)))
     context = context_of(store, drawn_calls().sections[1])
     num_runs = 0
 
@@ -214,8 +210,7 @@ def test_recomputation_hands_down_the_same_and_hands_up_once(on_host, use_reentr
     out.sum().backward()
     assert num_runs == (1 if use_reentrant is None else 2)
     assert x.grad.flatten().tolist() == [12, 24, 36, 48 + 28]
-    none = numbers()
-    key, value = store.hand_up(LAYER, (none, none), context_rows=slice(0, 0), own_rows=slice(0, 5))
+    key, value = store.added(LAYER)
     assert key.flatten().tolist() == [20, 21, 22, 23, 5]
     assert value.flatten().tolist() == [10, 11, 12, 13, 6]
 
@@ -224,7 +219,7 @@ def test_incoming_gradients_are_not_changed():
     """Autograd hands the gradient of a sum to keys and values as one tensor."""
     store = ContextStore(5)
     fill(store)
-    store.hand_up(LAYER, (numbers(5), numbers(6)), context_rows=slice(0, 1), own_rows=slice(0, 0))
+    store.add(LAYER, slice(0, 1), (numbers(5), numbers(6)))
     key, value = (numbers(1, 2, 3, 4).requires_grad_() for _ in range(2))
     given = numbers(1, 1, 1, 1)
     torch.autograd.backward(context_of(store, drawn_calls().sections[0]).extend(LAYER, key, value), [given, given])

@@ -6,18 +6,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from forest_cases import DEEP, forests
 from hypothesis import strategies as st
 from tree_cases import union_num_tokens
 
 from verl_tree.tree import NodeTable, TokenForest
 from verl_tree.tree.layout import TreeLayout
 
-# The same draws in every run, and no time limit per draw: the machine may be busy.
-seeded = settings(derandomize=True, deadline=None)
-SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7), min_size=1, max_size=12)
-# Five nodes deep, with strict prefixes, duplicates, a one-token trajectory and a second root.
-DEEP = [[0, 1, 1, 0, 1], [0, 1, 1, 0, 0], [0, 1], [0, 1, 1, 1], [0, 1, 1, 0, 1], [0], [1, 0]]
 TENSORS = ["token_ids_T", "position_T", "parent_T", "subtree_end_T", "tree_index_F"]
 HOST_ARRAYS = ["leaf_offsets", "leaves"]
 
@@ -94,19 +89,13 @@ def test_dtypes():
     assert {name for name, dtype in dtypes.items() if dtype == np.int64} == set(HOST_ARRAYS)
 
 
-@seeded
-@given(sequences=SEQUENCES)
-@example(sequences=DEEP)
-@example(sequences=[[3]])
-@example(sequences=[[3], [3]])
-@example(sequences=[[3, 1], [3]])
+@forests()
 def test_equals_naive_twin(sequences):
     forest = TokenForest.from_sequences(sequences)
     check_against_naive(sequences, forest, TreeLayout.from_forest(forest))
 
 
-@seeded
-@given(sequences=SEQUENCES, data=st.data())
+@forests(data=st.data())
 def test_some_leaves_equal_naive_twin(sequences, data):
     """Nodes that only the missing leaves cut are whole in a pack without them."""
     forest = TokenForest.from_sequences(sequences)
@@ -124,15 +113,6 @@ def test_a_node_is_whole_without_the_leaf_that_cut_it():
     layout = TreeLayout.from_forest(forest, [1])
     assert layout.token_ids_T.tolist() == [1, 2, 4]
     assert layout.num_nodes == 1
-
-
-@seeded
-@given(sequences=SEQUENCES)
-@example(sequences=DEEP)
-def test_mask_rule_equals_the_ancestor_mask(sequences):
-    layout = TreeLayout.from_forest(TokenForest.from_sequences(sequences))
-    query, key = torch.arange(layout.num_tokens)[:, None], torch.arange(layout.num_tokens)
-    assert torch.equal((key <= query) & (query < layout.subtree_end_T), layout.materialize())
 
 
 @pytest.mark.parametrize("seed", range(5))

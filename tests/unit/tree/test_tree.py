@@ -6,18 +6,12 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from forest_cases import DEEP, forests
+from hypothesis import example
 from hypothesis import strategies as st
 from tree_cases import union_num_tokens
 
 from verl_tree.tree import TokenForest
-
-# The same draws in every run, and no time limit per draw: the machine may be busy.
-seeded = settings(derandomize=True, deadline=None)
-# Two token ids and short lengths: most draws branch several times and hold strict prefixes and duplicates.
-SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7), min_size=1, max_size=12)
-# Five nodes deep; strict prefixes 2 and 5, duplicates 0 and 4, one token in 5, a second root in 6.
-DEEP = [[0, 1, 1, 0, 1], [0, 1, 1, 0, 0], [0, 1], [0, 1, 1, 1], [0, 1, 1, 0, 1], [0], [1, 0]]
 
 
 def leaves_of_prefixes(sequences, keys):
@@ -114,18 +108,12 @@ def test_deep_example_is_deep():
     assert (forest.lcp == forest.sequence_lens[forest.order]).sum() == 1  # the duplicate
 
 
-@seeded
-@given(sequences=SEQUENCES)
-@example(sequences=DEEP)
-@example(sequences=[[3]])
-@example(sequences=[[3], [3], [3]])
-@example(sequences=[[3, 1], [3]])
+@forests()
 def test_equals_naive_twin(sequences):
     check_against_naive(sequences, [None] * len(sequences))
 
 
-@seeded
-@given(sequences=SEQUENCES, data=st.data())
+@forests(data=st.data())
 @example(sequences=DEEP, data=None)
 def test_equals_naive_twin_with_merge_keys(sequences, data):
     if data is None:
@@ -155,8 +143,7 @@ def test_different_merge_keys_share_nothing():
     assert forest.num_roots == 2
 
 
-@seeded
-@given(sequences=SEQUENCES, data=st.data())
+@forests(data=st.data())
 def test_order_of_input_does_not_matter(sequences, data):
     permutation = data.draw(st.permutations(range(len(sequences))))
     forest = TokenForest.from_sequences(sequences)
@@ -167,8 +154,7 @@ def test_order_of_input_does_not_matter(sequences, data):
         assert permuted.sequence(permuted.order[rank]).tolist() == expected
 
 
-@seeded
-@given(sequences=SEQUENCES, data=st.data())
+@forests(data=st.data())
 @example(sequences=DEEP, data=None)
 def test_the_tokens_of_leaves_are_the_union_of_their_paths(sequences, data):
     forest = TokenForest.from_sequences(sequences)

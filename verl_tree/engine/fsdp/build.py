@@ -92,7 +92,7 @@ class BuildForTrees(BuildOnAnyDevice):
             self._check_images()
         hf_config._attn_implementation = for_text(hf_config, ATTENTION_NAME)
         # verl's patches for Ulysses exchange heads inside flash attention, or cut the inputs of vision models. A plan
-        # knows how its tokens lie on the ranks (`verl_tree.attention.sharding`).
+        # knows how its tokens lie on the ranks (`verl_tree.tree.sharding`).
         with as_verl_expects(self, ulysses_sequence_parallel_size=1):
             model = cast("PreTrainedModel", super()._build_module())
         # verl reads `tiled_mlp` nowhere in its FSDP engine.

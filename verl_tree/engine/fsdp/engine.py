@@ -22,7 +22,6 @@ from typing_extensions import override
 from verl.utils.device import get_device_name
 
 from verl_tree.attention.hf import check_model
-from verl_tree.attention.plan import AttentionPlan
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.engine.fsdp.build import BuildForTrees
 from verl_tree.engine.heads import HEADS
@@ -33,6 +32,7 @@ from verl_tree.functional.images import PackImages
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import RELAYED, NumCalls
 from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.plan import AttentionPlan
 
 
 class FSDPTreeEngine(TreeEngine, BuildForTrees):

@@ -26,8 +26,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from verl_tree.attention.plan import AttentionPlan
-from verl_tree.attention.sharding import SequenceShard
 from verl_tree.engine.routes.route_conflicts import RouteForks, first_known
 from verl_tree.engine.rows.columns import jagged
 from verl_tree.engine.rows.packs import TreeMicroBatch
@@ -35,6 +33,8 @@ from verl_tree.packing.counts import ForestCounts
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import Compute
 from verl_tree.tree.nodes import IntArray
+from verl_tree.tree.plan import AttentionPlan
+from verl_tree.tree.sharding import SequenceShard
 from verl_tree.tree.transfer import to_device
 
 ROUTES = "routed_experts"

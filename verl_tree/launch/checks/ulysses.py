@@ -49,7 +49,7 @@ def check_team_sizes(config: DictConfig) -> Findings:
 
 def check_heads(config: DictConfig) -> Findings:
     """Find models whose heads a team cannot share. A model that is not on this machine is not looked into."""
-    from verl_tree.attention.sharding import why_not_dealt
+    from verl_tree.tree.sharding import why_not_dealt
 
     key, size = team_keys(config)[0], team_size(config)
     for model in MODELS if uses_critic(config) else MODELS[:1]:

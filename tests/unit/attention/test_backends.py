@@ -1,4 +1,8 @@
-"""Queries behind a context: a section of a forest against a full softmax under the whole forest's mask."""
+"""What every backend computes: a section of a forest against a full softmax under the whole forest's mask.
+
+A section is any stretch of tokens behind the root path of its first one, its context. The whole forest is a section,
+too, behind a context of no tokens.
+"""
 
 import itertools
 from contextlib import nullcontext
@@ -7,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import (
+    CPU_BACKENDS,
     Section,
     ids_of,
     leaves_for,
@@ -22,7 +27,6 @@ from verl_tree.attention import AttentionPlan, tree_attention, varlen_providers
 from verl_tree.attention.hf import ATTENTION_NAME
 from verl_tree.attention.pieces import cut_mask
 
-CPU_BACKENDS = ["varlen", "dense"]
 # DEEP's paths are up to 9 tokens long.
 OPTIONS = [{}, {"window": 2}, {"window": 6}, {"sinks": True}, {"window": 4, "sinks": True}]
 DENSE_ONLY = [{"softcap": 0.7}, {"window": 3, "softcap": 1.5, "sinks": True}]
@@ -46,11 +50,14 @@ def assert_section_is_exact(section, forest_inputs, *, backend, window=None, sof
     assert worst_error(got, want, grad_out=grad_out) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("backend", "options"),
-    [*itertools.product(CPU_BACKENDS, OPTIONS), *(("dense", options) for options in DENSE_ONLY)],
-    ids=lambda value: value if isinstance(value, str) else ids_of(value) or "plain",
-)
+CASES = [*itertools.product(CPU_BACKENDS, OPTIONS), *(("dense", options) for options in DENSE_ONLY)]
+
+
+def case_id(value):
+    return value if isinstance(value, str) else ids_of(value) or "plain"
+
+
+@pytest.mark.parametrize(("backend", "options"), CASES, ids=case_id)
 def test_every_section_of_a_forest_is_exact(backend, options, monkeypatch):
     monkeypatch.setattr(varlen_providers, "MAX_CPU_WINDOW_QUERIES", 3)
     monkeypatch.setattr("verl_tree.attention.dense.QUERY_BLOCK_LEN", 4)
@@ -66,17 +73,22 @@ def test_every_section_of_a_forest_is_exact(backend, options, monkeypatch):
     assert inside_nodes > 5
 
 
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-@pytest.mark.parametrize("seed", range(10))
-def test_sections_of_random_forests_are_exact(backend, seed):
-    rng = np.random.default_rng(seed)
-    layout = layout_of(random_sequences(rng, num_sequences=25, mean_len=int(rng.integers(2, 30))))
-    inputs = random_qkv(layout.num_tokens, num_groups=int(rng.choice([1, 3])), seed=seed)
-    for _ in range(4):
+@pytest.mark.parametrize(("backend", "options"), CASES, ids=case_id)
+@pytest.mark.parametrize("num_groups", [1, 2, 4, 7])
+def test_random_forests_and_their_sections_are_exact(backend, options, num_groups, monkeypatch):
+    """In one block of queries, and in blocks of a few."""
+    rng = np.random.default_rng(num_groups)
+    for mean_len in (2, 5, 11, 30):
+        if mean_len > 2:
+            monkeypatch.setattr(varlen_providers, "MAX_CPU_WINDOW_QUERIES", 6)
+            monkeypatch.setattr("verl_tree.attention.dense.QUERY_BLOCK_LEN", 7)
+        layout = layout_of(random_sequences(rng, num_sequences=int(rng.integers(1, 40)), mean_len=mean_len))
+        inputs = random_qkv(layout.num_tokens, num_groups=num_groups, seed=mean_len)
         start, end = sorted(rng.choice(layout.num_tokens + 1, 2, replace=False).tolist())
-        window = int(rng.integers(1, 40)) if rng.random() < 0.5 else None
-        section = Section.of_layout(layout, start=start, end=end, window=window)
-        assert_section_is_exact(section, inputs, backend=backend, window=window, sinks=bool(rng.integers(2)))
+        window = options.get("window") and options["window"] + int(rng.integers(20))
+        for bounds in ((0, layout.num_tokens), (start, end)):
+            section = Section.of_layout(layout, start=bounds[0], end=bounds[1], window=window)
+            assert_section_is_exact(section, inputs, backend=backend, **(options | {"window": window}))
 
 
 def test_what_a_plan_with_a_context_says():
@@ -95,11 +107,13 @@ def test_what_a_plan_with_a_context_says():
     assert rectangles == [[((0, 4), ((0, 3),))], [((0, 1), ((3, 4),))]]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(20))
 def test_every_pair_of_a_section_is_in_exactly_one_piece(seed):
+    """The pieces of a plan, written out, are the mask; so no pair is lost or counted twice."""
     rng = np.random.default_rng(seed)
     layout = layout_of(random_sequences(rng, num_sequences=25, mean_len=7))
     start, end = sorted(rng.choice(layout.num_tokens + 1, 2, replace=False).tolist())
+    start = 0 if seed % 3 == 0 else start
     section = Section.of_layout(layout, start=start, end=end)
     plan = section.plan()
     count_QT = torch.zeros(section.visible_QT.shape, dtype=torch.int64)
@@ -108,31 +122,37 @@ def test_every_pair_of_a_section_is_in_exactly_one_piece(seed):
         query_L, (key_K,) = torch.arange(*piece.queries)[:, None], [torch.arange(*keys) for keys in piece.keys]
         count_QT[query_L, key_K] += (key_K <= query_L + section.num_context).long() if piece in triangles else 1
     assert torch.equal(count_QT, section.visible_QT.long())
+    assert [query for piece in triangles for query in range(*piece.queries)] == list(range(plan.num_queries))
     assert plan.num_visible_pairs == int(section.visible_QT.sum())
     assert plan.position_T.tolist() == layout.position_T[section.token_T].tolist()
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_keys_that_a_query_does_not_see_change_nothing_bit_for_bit(backend):
+@pytest.mark.parametrize("has_context", [False, True])
+def test_what_a_query_does_not_see_changes_nothing_bit_for_bit(backend, has_context):
     layout = layout_of(random_sequences(np.random.default_rng(3), num_sequences=30, mean_len=8))
-    start = int(layout.position_T.argmax()) - 3  # on the longest path
+    start = int(layout.position_T.argmax()) - 3 if has_context else 0  # on the longest path
     section = Section.of_layout(layout, start=start, end=layout.num_tokens)
     plan = section.plan(backend=backend)
-    assert section.num_context > 10
+    num_context = section.num_context
+    assert (num_context > 10) == has_context
     q, k, v, grad_out = section.inputs(*random_qkv(layout.num_tokens, num_groups=2))
     before = tree_attention(q, k, v, plan)
-    for token in (0, section.num_context - 1, section.num_context, plan.num_tokens // 2, plan.num_tokens - 1):
-        moved_k, moved_v = (x.detach().clone() for x in (k, v))
-        moved_k[token] += 3.0
-        moved_v[token] += 3.0
-        after = tree_attention(q, moved_k, moved_v, plan)
+    most_seen = num_context + int(section.visible_QT[:, num_context:].sum(0).argmax())
+    for token in {0, max(num_context - 1, 0), num_context, most_seen, plan.num_tokens // 2, plan.num_tokens - 1}:
+        moved = [x.detach().clone() for x in (q, k, v)]
+        for x in moved[1:] if token < num_context else moved:
+            x[token - num_context if x is moved[0] else token] += 3.0
+        after = tree_attention(*moved, plan)
         sees = section.visible_QT[:, token]
         assert torch.equal(before[~sees], after[~sees])
         assert not torch.equal(before[sees], after[sees])
-        # Backward, a query that does not see the token gives it no gradient.
-        unseen = tree_attention(q, k, v, plan)[~sees]
-        for gradient in torch.autograd.grad(unseen, (k, v), grad_out[~sees]):
-            assert gradient[token].abs().max() == 0
+        # Backward, a query that does not see the token gives it no gradient, and one that does, some.
+        for rows, is_zero in ((~sees, True), (sees, False)):
+            of_rows = torch.autograd.grad(tree_attention(q, k, v, plan)[rows], (q, k, v), grad_out[rows])
+            assert of_rows[0][~rows].abs().sum() == 0
+            assert (of_rows[2][token].abs().max() == 0) == is_zero
+            assert not is_zero or of_rows[1][token].abs().max() == 0  # where keys are alone, theirs is always zero
 
 
 def test_a_context_out_of_place_is_refused():

@@ -10,8 +10,8 @@ pytest.importorskip("verl")
 from rank_scripts import run_script
 from sharding_cases import CASES
 
-from verl_tree.attention.plan import AttentionPlan
-from verl_tree.attention.sharding import SequenceShard, why_not_dealt
+from verl_tree.tree.plan import AttentionPlan
+from verl_tree.tree.sharding import SequenceShard, why_not_dealt
 
 TOLERANCE = 1e-10
 
