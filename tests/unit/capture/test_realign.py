@@ -199,6 +199,18 @@ def test_a_healed_row_is_cut_to_the_limits():
     assert rows.num_truncated == 1
 
 
+@pytest.mark.parametrize("trains", [1, 0])
+def test_a_healed_row_that_was_cut_until_it_trains_nothing_stands_for_no_sample(trains):
+    """Healed, its prompt has one token more, which the response gets; the one that the loop trains is cut off."""
+    tree = recorded((P, [A, B]))
+    tree.complete(tree.begin(tree.realign([*P, AB])), [D], log_probs=[-7.0])
+    rows = session_rows(tree, [output([*P, AB], [D], [trains])], limits=RowLimits(4, 1, wants_log_probs=True))
+    # A loop that trains nothing of its row wants none of it.
+    expected = [(P, [A], [1])] if trains else []
+    assert [(row.prompt_ids, row.response_ids, row.response_mask) for row in rows.outputs] == expected
+    assert rows.num_dropped == 1
+
+
 def test_without_healing_the_drifted_row_trains_only_what_was_sampled_there():
     tree, own = drifted_session(max_replaced=0)
     rows = session_rows(tree, [own], limits=RowLimits(8, 8, wants_log_probs=True))
