@@ -6,7 +6,7 @@ import pytest
 from fuzz_drivers import DRIVERS
 
 SEEDS = {
-    "tokens": [*range(30), 296, 488],
+    "tokens": [*range(30), 296, 488, 51455, 301502],
     "branch": [*range(40), 14, 56, 1606],
     "chat": range(25),
     "llm": range(30),
