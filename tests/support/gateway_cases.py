@@ -139,12 +139,9 @@ def with_gateway(test=None, /, **limits):
         return partial(with_gateway, **limits)
 
     @wraps(test)
-    def run(**kwargs):
-        async def body():
-            async with served(**limits) as server:
-                await test(server, **kwargs)
-
-        asyncio.run(body())
+    async def run(**kwargs):
+        async with served(**limits) as server:
+            await test(server, **kwargs)
 
     signature = inspect.signature(test)
     # What pytest has to give.

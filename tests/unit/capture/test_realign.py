@@ -392,26 +392,22 @@ class Samples:
 
 
 @pytest.mark.parametrize(("max_replaced", "seed"), [(64, 0), (0, 1)])
-def test_a_thousand_turns_lose_no_sampled_token_and_train_no_other(max_replaced, seed):
+async def test_a_thousand_turns_lose_no_sampled_token_and_train_no_other(max_replaced, seed):
     agent = Agent(random.Random(seed), max_replaced=max_replaced)
     tree, samples = agent.client.tree, Samples()
-
-    async def run():
-        num_turns = 0
-        async for _ in agent.run(1000):
-            num_turns += 1
-            prompt, token_ids, _ = agent.engine.log[-1]
-            if token_ids[-1] != FAILS:
-                path = tree.locate(prompt + token_ids)
-                assert path.is_generated[len(prompt) :].all()
-            if num_turns % 250 == 0:
-                samples.add(agent.engine.log)
-                on_leaves = set()
-                for leaf in tree.leaves():
-                    on_leaves |= samples.check(leaf.token_ids.tolist(), leaf.is_generated, leaf.log_probs.tolist())
-                assert on_leaves == samples.log_probs.keys()
-
-    asyncio.run(run())
+    num_turns = 0
+    async for _ in agent.run(1000):
+        num_turns += 1
+        prompt, token_ids, _ = agent.engine.log[-1]
+        if token_ids[-1] != FAILS:
+            path = tree.locate(prompt + token_ids)
+            assert path.is_generated[len(prompt) :].all()
+        if num_turns % 250 == 0:
+            samples.add(agent.engine.log)
+            on_leaves = set()
+            for leaf in tree.leaves():
+                on_leaves |= samples.check(leaf.token_ids.tolist(), leaf.is_generated, leaf.log_probs.tolist())
+            assert on_leaves == samples.log_probs.keys()
     given, token_ids = agent.last
     own = output(given[:8], given[8:] + token_ids, [1] * (len(given) - 8 + len(token_ids)))
     rows = session_rows(tree, [own], limits=RowLimits(4096, 4096, wants_log_probs=True))

@@ -1,6 +1,5 @@
 """What a session remembers of texts it has compared changes nothing: against the pure function, on the same trie."""
 
-import asyncio
 import random
 
 import pytest
@@ -126,16 +125,12 @@ def test_random_histories_heal_as_without_memory(seed, max_replaced):
 
 
 @pytest.mark.parametrize("seed", [3, 4])
-def test_a_thousand_turns_heal_as_without_memory(seed):
+async def test_a_thousand_turns_heal_as_without_memory(seed):
     agent = Agent(random.Random(seed), max_replaced=64)
     checked = checked_tree(decode=agent.client.tree._decode)
     agent.client.tree = checked
-
-    async def run():
-        async for _ in agent.run(1000):
-            pass
-
-    asyncio.run(run())
+    async for _ in agent.run(1000):
+        pass
     assert checked.num_spliced > 1000
     assert checked.comparisons.hits > 20
 

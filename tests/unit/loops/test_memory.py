@@ -255,15 +255,13 @@ def test_embeddings_find_what_has_no_word_in_common():
         stored("a", embed=lambda _: np.zeros(2))
 
 
-def test_concurrent_writes_are_numbered_in_the_order_of_the_calls():
+async def test_concurrent_writes_are_numbered_in_the_order_of_the_calls():
     """The first embedding takes longest: without a queue it would be written last."""
 
     def embed(texts):
         time.sleep(0.02 if texts[0] == "0" else 0.0)
         return np.ones((1, 2))
 
-    async def write():
-        store = MemoryStore(embed=embed)
-        return await asyncio.gather(*(store.write(str(number)) for number in range(5)))
-
-    assert [(note.number, note.text) for note in asyncio.run(write())] == [(i + 1, str(i)) for i in range(5)]
+    store = MemoryStore(embed=embed)
+    notes = await asyncio.gather(*(store.write(str(number)) for number in range(5)))
+    assert [(note.number, note.text) for note in notes] == [(i + 1, str(i)) for i in range(5)]
