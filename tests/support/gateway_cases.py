@@ -116,6 +116,10 @@ class Served:
         url = self.address.base_url if session_id is None else self.address.session_url(session_id)
         return self.openai.with_options(base_url=url, **kwargs)
 
+    async def ask(self, text: str = "q", *, session: str = "s", **more):
+        """Return the answer of the client of a session to one question, a completion or a stream."""
+        return await self.client(session).chat.completions.create(model="policy", messages=user(text), **more)
+
     async def post(self, body, *, path: str = "/chat/completions", session: str = "s"):
         """Post an object, or bytes, to a path of a session; return status and answer."""
         content = body if isinstance(body, bytes) else json.dumps({"model": "policy", **body}).encode()

@@ -48,7 +48,7 @@ ENGINES = {"client": client_engine, "streaming": StreamingEngine}
 async def test_chat_completion(server, kind):
     engine = ENGINES[kind](lambda _: "hello")
     server.open("s", engine)
-    answer = await server.client("s").chat.completions.create(model="policy", messages=user("q"))
+    answer = await server.ask()
     ChatCompletion.model_validate(answer.model_dump())
     (choice,) = answer.choices
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == ("hello", None, "stop")
@@ -63,9 +63,7 @@ async def test_chat_completion(server, kind):
 async def test_chat_completion_streams_what_the_engine_streams(server, kind, num_pieces):
     engine = ENGINES[kind](lambda _: "hello")
     server.open("s", engine)
-    stream = await server.client("s").chat.completions.create(
-        model="policy", messages=user("q"), stream=True, stream_options={"include_usage": True}
-    )
+    stream = await server.ask(stream=True, stream_options={"include_usage": True})
     chunks = [ChatCompletionChunk.model_validate(chunk.model_dump()) async for chunk in stream]
     assert chunks[0].choices[0].delta.role == "assistant"
     pieces = [chunk.choices[0].delta.content for chunk in chunks[1:-2]]
@@ -176,9 +174,8 @@ async def test_what_was_sampled_stays_though_the_tokenizer_would_cut_it_otherwis
 @with_gateway
 async def test_text_that_looks_like_a_call_is_text_where_no_tools_were_given(server):
     server.open("s", client_engine(lambda _: TURN))
-    create = server.client("s").chat.completions.create
     for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-        (choice,) = (await create(model="policy", messages=user("q"), **more)).choices
+        (choice,) = (await server.ask(**more)).choices
         assert (choice.message.content, choice.message.tool_calls) == (TURN, None)
 
 
@@ -262,9 +259,7 @@ async def test_parallel_requests_of_one_session_become_leaves_of_one_tree(server
 @with_gateway
 async def test_n_choices_are_n_calls_with_seeds_of_their_own(server):
     engine = server.scripted()
-    answer = await server.client("s").chat.completions.create(
-        model="policy", messages=user("q"), n=3, seed=5, temperature=0.5, top_p=0.9, stop=["Z"], max_tokens=7
-    )
+    answer = await server.ask(n=3, seed=5, temperature=0.5, top_p=0.9, stop=["Z"], max_tokens=7)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len(engine.tree.leaves()) == 3
     expected = {"temperature": 0.5, "top_p": 0.9, "stop": ["Z"], "max_tokens": 7, "logprobs": True}
@@ -275,9 +270,7 @@ async def test_n_choices_are_n_calls_with_seeds_of_their_own(server):
 async def test_sampling_of_the_session_is_the_default_and_wins_where_it_is_fixed(server):
     engine = client_engine(lambda _: "x")
     server.open("s", engine, sampling={**SAMPLING, "top_k": 9}, fixed=["temperature"], response_len=20)
-    await server.client("s").chat.completions.create(
-        model="policy", messages=user("q"), temperature=0.0, top_p=0.5, max_completion_tokens=50
-    )
+    await server.ask(temperature=0.0, top_p=0.5, max_completion_tokens=50)
     assert engine.scripted.sampling_params == [
         {"temperature": 1.0, "top_p": 0.5, "top_k": 9, "logprobs": True, "max_tokens": 20}
     ]
@@ -289,15 +282,14 @@ async def test_sampling_of_the_session_is_the_default_and_wins_where_it_is_fixed
 async def test_stop_string_ends_the_text_and_length_is_a_reason(server):
     engine = StreamingEngine(lambda _: "one STOP two")
     server.open("s", engine)
-    create = server.client("s").chat.completions.create
     for stream in (False, True):
-        answer = await create(model="policy", messages=user("q"), stop="STOP", stream=stream)
+        answer = await server.ask(stop="STOP", stream=stream)
         if stream:
             text = "".join([chunk.choices[0].delta.content or "" async for chunk in answer])
         else:
             text = answer.choices[0].message.content
         assert text == "one "
-    (choice,) = (await create(model="policy", messages=user("q"), max_tokens=5)).choices
+    (choice,) = (await server.ask(max_tokens=5)).choices
     assert (choice.message.content, choice.finish_reason) == ("one S", "length")
     response = await server.client("s").responses.create(model="policy", input="q", max_output_tokens=5)
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -307,15 +299,12 @@ async def test_stop_string_ends_the_text_and_length_is_a_reason(server):
 async def test_log_probs_are_the_engines(server):
     engine = client_engine(lambda _: "ab")
     server.open("s", engine, sampling={"logprobs": False})
-    create = server.client("s").chat.completions.create
-    (choice,) = (await create(model="policy", messages=user("q"), logprobs=True)).choices
+    (choice,) = (await server.ask(logprobs=True)).choices
     (leaf,) = engine.tree.leaves()
     assert [each.token for each in choice.logprobs.content] == ["a", "b", END]
     assert [each.logprob for each in choice.logprobs.content] == leaf.log_probs[leaf.is_generated].tolist()
     server.open("t", StreamingEngine(lambda _: "ab"))
-    stream = await server.client("t").chat.completions.create(
-        model="policy", messages=user("q"), logprobs=True, stream=True
-    )
+    stream = await server.ask(session="t", logprobs=True, stream=True)
     pieces = [chunk.choices[0].logprobs async for chunk in stream]
     assert [each.token for piece in pieces if piece for each in piece.content] == ["a", "b", END]
 

@@ -1,6 +1,7 @@
 """Turns of a prescribed form: what the gateway asks of vLLM, and that it admits what the parsers read and no more."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import pickle
@@ -238,7 +239,7 @@ async def test_forms_that_cannot_be_kept_to_are_refused_before_any_call(server):
     assert param == "tool_choice"
     assert not engine.tree.calls
     # A session that takes no constraint serves what needs none.
-    await server.client("pure").chat.completions.create(model="policy", messages=user("q"), tools=TOOLS)
+    await server.ask(session="pure", tools=TOOLS)
     assert engine.scripted.prompts == ["<|im_start|>system\ndouble <|im_end|>\n" + PROMPT]
 
 
@@ -261,48 +262,35 @@ async def test_a_prescribed_form_is_warned_of_once(server, caplog):
     _warn_of_masks.cache_clear()
     server.scripted()
     for _ in range(2):
-        create = server.client("s").chat.completions.create
-        await create(model="policy", messages=user("q"), tools=TOOLS, parallel_tool_calls=False)
+        await server.ask(tools=TOOLS, parallel_tool_calls=False)
     warnings = [record.getMessage() for record in caplog.records if "prescribes the form" in record.getMessage()]
     assert len(warnings) == 1
     assert "(parallel_tool_calls)" in warnings[0]
     assert "rollout_is=token" in warnings[0]
 
 
-async def forces(*, base_url, api_key, model, row):
-    """Asks for JSON; its reward is 1 where that is taken."""
+async def dares(*, base_url, api_key, model, row):
+    """Ask for JSON, and end its own turn in a text; the reward has one for each that is taken."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        create = client.chat.completions.create
-        try:
-            await create(model=model, messages=row["raw_prompt"], response_format={"type": "json_object"})
-        except openai.BadRequestError:
-            await create(model=model, messages=row["raw_prompt"])
-            return 0.0
-    return 1.0
+        num_taken = 0
+        for more in ({"response_format": {"type": "json_object"}}, {"messages": user(END)}, {}):
+            with contextlib.suppress(openai.BadRequestError):
+                await client.chat.completions.create(**{"model": model, "messages": row["raw_prompt"], **more})
+                num_taken += 1
+    return float(num_taken)
 
 
-@pytest.mark.parametrize(("settings", "reward"), [({}, 1.0), ({"constrained_decoding": False}, 0.0)])
-def test_the_loop_blackbox_takes_forms_unless_it_is_told_not_to(settings, reward):
+@pytest.mark.parametrize(
+    ("settings", "prompts"),
+    [
+        ({}, ["q", END, "q"]),
+        ({"constrained_decoding": False}, [END, "q"]),
+        ({"special_tokens": False}, ["q", "q"]),
+    ],
+)
+def test_the_loop_blackbox_takes_forms_and_special_tokens_unless_it_is_told_not_to(settings, prompts):
     client = RecordingClient(ScriptedClient(lambda _: "{}"), tree=SessionTree(decode=tokenizer().decode))
-    loop = functools.partial(BlackboxAgentLoop, agent=f"{__name__}:forces", **settings)
-    (output,) = run_loop(loop, client, SAMPLING)
-    assert output.reward_score == reward
-
-
-async def forges(*, base_url, api_key, model, row):
-    """End its turn itself; the reward is 1 where that is taken."""
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        try:
-            await client.chat.completions.create(model=model, messages=user(END))
-        except openai.BadRequestError:
-            await client.chat.completions.create(model=model, messages=row["raw_prompt"])
-            return 0.0
-    return 1.0
-
-
-@pytest.mark.parametrize(("settings", "reward"), [({}, 1.0), ({"special_tokens": False}, 0.0)])
-def test_the_loop_blackbox_takes_special_tokens_unless_it_is_told_not_to(settings, reward):
-    client = RecordingClient(ScriptedClient(lambda _: "x"), tree=SessionTree(decode=tokenizer().decode))
-    loop = functools.partial(BlackboxAgentLoop, agent=f"{__name__}:forges", **settings)
-    (output,) = run_loop(loop, client, SAMPLING)
-    assert output.reward_score == reward
+    loop = functools.partial(BlackboxAgentLoop, agent=f"{__name__}:dares", **settings)
+    outputs = run_loop(loop, client, SAMPLING)
+    assert {output.reward_score for output in outputs} == {float(len(prompts))}
+    assert client._client.prompts == [PROMPT.replace("q", text) for text in prompts]

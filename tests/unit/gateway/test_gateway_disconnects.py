@@ -27,7 +27,7 @@ async def test_a_client_that_goes_away_loses_text_but_no_token(server, api):
         break
     await stream.close()
     assert len(session.running) == 1
-    await server.client("s").chat.completions.create(model="policy", messages=user("again"))
+    await server.ask("again")
     await server.gateway.close_session("s")
     assert not session.running
     assert [call.status for call in engine.tree.calls] == [CallStatus.COMPLETED] * 2
@@ -64,7 +64,7 @@ async def test_clients_that_go_away_before_their_request_is_whole_are_a_line_eac
             writer.close()
             while session.num_waiting_bytes:
                 await asyncio.sleep(0.005)
-        await server.client("s").chat.completions.create(model="policy", messages=user("q"))
+        await server.ask()
     assert len(engine.tree.calls) == 1
     assert capfd.readouterr().err == ""
     assert [record.levelname for record in caplog.records] == ["INFO"] * 3

@@ -5,17 +5,18 @@ import asyncio
 import httpx
 import openai
 import pytest
-from gateway_cases import PROMPT, SAMPLING, chat_format, client_engine, encode, tool_reply, user, with_gateway
+from gateway_cases import PROMPT, SAMPLING, TOOLS, chat_format, client_engine, encode, tool_reply, user, with_gateway
 from jinja2 import TemplateError
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.capture.session_tree import CallStatus
 from rollout_hooks.gateway import Gateway, GatewayLimits, SessionSettings
+from rollout_hooks.gateway.limits import MAX_STOP_LEN
 
 pytestmark = pytest.mark.timeout(60)
 
 
-UNSUPPORTED = [
+REFUSED_CHAT = [
     ("audio", {"voice": "x"}, "audio"),
     ("top_logprobs", 3, "top_logprobs"),
     ("response_format", {"type": "grammar", "grammar": "x"}, "response_format"),
@@ -32,33 +33,59 @@ UNSUPPORTED = [
     ("max_tokens", 0, "max_tokens"),
     ("messages", [], "messages"),
     ("messages", [{"role": "user", "content": [{"type": "input_audio"}]}], "messages.0.content.str"),
+    # A worker of vLLM seeds a generator with it, and ends with it if it has more than 64 bits.
+    *[("seed", seed, "seed") for seed in (10**40, -(10**40), 2**63)],
+    *[
+        ("stop", stop, "stop")
+        for stop in ("", [""], ["a"] * 5, "a" * (MAX_STOP_LEN + 1), ["a", "a" * (MAX_STOP_LEN + 1)])
+    ],
 ]
-
-
-@pytest.mark.parametrize(("name", "value", "param"), UNSUPPORTED)
-@with_gateway
-async def test_what_cannot_be_served_is_refused_by_name(server, name, value, param):
-    engine = server.scripted()
-    status, answer = await server.post({"messages": user("q"), name: value})
-    assert (status, answer["error"]["param"], len(engine.tree.calls)) == (400, param, 0)
-    assert param.split(".")[0] in answer["error"]["message"]
+REFUSED_RESPONSES = [
+    # What is not kept.
+    ("previous_response_id", "r"),
+    ("include", ["message.output_text.logprobs"]),
+    ("truncation", "auto"),
+    ("reasoning", {"effort": "low"}),
+    ("input", [{"type": "reasoning"}]),
+    # What an answer could not repeat.
+    ("metadata", {"a": float("nan")}),
+    ("metadata", {"a": float("-inf")}),
+    ("metadata", {"a": "x" * 513}),
+    ("metadata", {str(i): "x" for i in range(17)}),
+    ("tool_choice", {"type": "function", "name": "double", "x": float("nan")}),
+    ("text", {"format": {"type": "json_schema", "schema": {"maximum": float("nan")}}}),
+    ("max_output_tokens", 10**30),
+]
+UNREADABLE_PARAMETERS = [
+    {"properties": [1]},
+    {"properties": "x"},
+    {"properties": 1},
+    {"required": 1},
+    {"required": [[]]},
+    {"properties": {"x": {"default": float("nan")}}},
+    {"properties": {"x": {"maximum": float("inf")}}},
+]
+UNREADABLE = [{"name": "double", "parameters": parameters} for parameters in UNREADABLE_PARAMETERS]
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("path", "name", "value", "param"),
     [
-        {"previous_response_id": "r"},
-        {"include": ["message.output_text.logprobs"]},
-        {"truncation": "auto"},
-        {"reasoning": {"effort": "low"}},
-        {"input": [{"type": "reasoning"}]},
+        *[("/chat/completions", *case) for case in REFUSED_CHAT],
+        *[("/chat/completions", "tools", [{"type": "function", "function": each}], "tools") for each in UNREADABLE],
+        *[("/responses", name, value, name) for name, value in REFUSED_RESPONSES],
+        *[("/responses", "tools", [{"type": "function", **each}], "tools") for each in UNREADABLE],
     ],
 )
 @with_gateway
-async def test_responses_refuse_what_they_do_not_keep(server, more):
-    server.scripted()
-    with pytest.raises(openai.BadRequestError, match=next(iter(more))):
-        await server.client("s").responses.create(**{"model": "policy", "input": "q", **more})
+async def test_what_cannot_be_served_is_refused_by_name_before_any_token(server, path, name, value, param):
+    engine = server.scripted()
+    has_tools = {"input": "q", "tools": [{"type": "function", **TOOLS[0]["function"]}]}
+    asked = {"messages": user("q")} if path == "/chat/completions" else has_tools
+    status, answer = await server.post({**asked, name: value}, path=path)
+    assert (status, len(engine.tree.calls)) == (400, 0)
+    assert answer["error"]["param"].startswith(param)
+    assert param.split(".")[0] in answer["error"]["message"]
 
 
 @with_gateway
@@ -77,14 +104,13 @@ async def test_a_refusal_names_field_value_and_remedy(server):
 
 
 @with_gateway
-async def test_parameters_without_an_effect_and_nulls_are_taken(server):
+async def test_parameters_without_an_effect_and_nulls_and_a_few_stop_strings_are_taken(server):
     server.scripted()
-    await server.client("s").chat.completions.create(
-        model="policy",
-        messages=user("q"),
+    await server.ask(
         user="me",
         metadata={"a": "b"},
         store=False,
+        stop=["a" * MAX_STOP_LEN] * 4,
         extra_body={"audio": None, "tools": [], "service_tier": "auto"},
     )
 
@@ -202,9 +228,7 @@ async def test_messages_that_the_template_refuses_and_odd_schemas(server):
     parameters = {"type": "object", "properties": {"x": {"anyOf": [{"type": "integer"}]}, "y": True}}
     for each in (parameters, {"type": "object", "properties": None, "required": ["z"]}, {}):
         tool = {"type": "function", "function": {"name": "double", "parameters": each}}
-        (choice,) = (
-            await server.client("s").chat.completions.create(model="policy", messages=user("q"), tools=[tool])
-        ).choices
+        (choice,) = (await server.ask(tools=[tool])).choices
         assert len(choice.message.tool_calls) == 2
 
 
