@@ -1,14 +1,13 @@
 """The cursor API: what each step does to the tokens, how branches run side by side, and what becomes a leaf."""
 
 import asyncio
-import functools
 import math
 import random
 import re
 from pathlib import Path
 
 import pytest
-from scripted_llm import END, ScriptedClient, log_prob, make_loop, run_loop, tokenizer
+from scripted_llm import END, ScriptedClient, log_prob, run_loop, tokenizer
 from scripted_llm import row as dataset_row
 from typing_extensions import override
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
@@ -21,9 +20,6 @@ from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.rows import RowLimits, session_rows
 from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.loops.base import BranchingAgentLoop, BranchSession
-from rollout_hooks.loops.blackbox import BlackboxAgentLoop
-from rollout_hooks.loops.memory import MemoryAgentLoop
-from rollout_hooks.loops.tree_search import TreeSearchAgentLoop
 
 SAMPLING = {"temperature": 1.0, "logprobs": True}
 
@@ -215,9 +211,6 @@ def test_misuse_is_refused_with_the_remedy():
     rewound.rewind(0)
     with pytest.raises(ValueError, match="observe a prompt before"):
         asyncio.run(rewound.generate())
-    for value in (0, "5"):
-        with pytest.raises(ValueError, match=f"call_timeout_s={value!r}: must be a number"):
-            run_explore(lambda _: "x", functools.partial(Explore, call_timeout_s=value))
 
 
 def test_missing_log_probs_are_refused():
@@ -358,25 +351,6 @@ def test_a_hook_that_is_not_async_is_named():
 
     with pytest.raises(SessionFailed, match=r"Plain\.reward_leaves gave .*: it must be `async def`"):
         run_explore(lambda _: "x", Plain)
-
-
-def test_an_entry_of_the_loops_file_makes_a_loop():
-    """The whole entry, its name included, is handed on by verl."""
-    make_loop(functools.partial(Explore, name="explore", call_timeout_s=5), ScriptedClient(lambda _: "x"))
-
-
-@pytest.mark.parametrize(
-    ("loop_class", "option", "meant"),
-    [
-        (Explore, "call_timeout", "did you mean call_timeout_s[?] It takes: call_timeout_s$"),
-        (MemoryAgentLoop, "max_note", "did you mean max_notes[?]"),
-        (TreeSearchAgentLoop, "num_tree", "did you mean num_trees[?] .*tool_errors"),
-        (BlackboxAgentLoop, "agents", "did you mean agent[?]"),
-    ],
-)
-def test_a_misspelt_option_is_refused(loop_class, option, meant):
-    with pytest.raises(ValueError, match=f"{option}=5: {loop_class.__name__} has no such option; {meant}"):
-        make_loop(functools.partial(loop_class, **{option: 5}), ScriptedClient(lambda _: "x"))
 
 
 def test_session_that_fails_carries_its_cause_and_the_rewarded_leaves():

@@ -11,7 +11,6 @@ from loop_cases import ASSISTANT, advantages, call, prompt, response, rewards, r
 from scripted_llm import END, tokenizer
 from scripted_llm import row as dataset_row
 from typing_extensions import override
-from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
 from rollout_hooks.capture.outputs import SessionFailed
 from rollout_hooks.loops.memory import MemoryAgentLoop
@@ -47,10 +46,6 @@ def reply(text):
 
 def user(text):
     return f"<|im_start|>user\n{text}{END}\n"
-
-
-def test_registered_with_verl():
-    assert _agent_loop_registry["memory"]["_target_"] == "rollout_hooks.loops.memory.MemoryAgentLoop"
 
 
 def test_the_tree_its_masks_rewards_and_advantages():
@@ -185,21 +180,6 @@ def test_tool_errors_are_told_or_end_the_branch():
 def test_length_of_a_turn():
     _, client = run(MemoryAgentLoop, lambda _: "abcdef", row=ROW, options={"max_turn_len": 3})
     assert client._client.sampling_params[0]["max_tokens"] == 3
-
-
-@pytest.mark.parametrize(
-    ("options", "rollout", "message"),
-    [
-        ({"max_notes": -1}, {}, "max_notes=-1"),
-        ({"max_found": 0}, {}, "max_found=0"),
-        ({"tool_errors": "hide"}, {}, "tool_errors='hide'"),
-        ({"max_turn_len": 0}, {}, "max_turn_len=0"),
-        ({}, {"multi_turn__max_assistant_turns": None}, "max_assistant_turns=null"),
-    ],
-)
-def test_options_are_checked(options, rollout, message):
-    with pytest.raises(ValueError, match=message):
-        run(MemoryAgentLoop, reply, row=ROW, options=options, **rollout)
 
 
 def stored(*texts, embed=None):
