@@ -7,6 +7,7 @@ from typing import Any
 from byte_tokens import byte_level_tokenizer
 from fuzz_engine import Engine
 
+from rollout_hooks.capture.call_kinds import CallKind
 from rollout_hooks.capture.recorded import CallStatus
 from rollout_hooks.capture.report import CaptureReport
 from rollout_hooks.capture.rows import RowLimits, SessionRows, images_of_row, session_rows
@@ -36,6 +37,7 @@ def check(
         rows=len(rows.outputs),
         trained=len(trained),
         healed=sum(call.num_splices > 0 for call in tree.calls),
+        drifted=tree.count_kinds()[CallKind.DRIFT],
         dropped=rows.num_dropped,
         truncated=rows.num_truncated,
     )
