@@ -11,7 +11,6 @@ import asyncio
 import copy
 import logging
 import time
-from functools import partial
 from typing import Any, cast
 
 import ray
@@ -20,19 +19,15 @@ import transfer_queue as tq
 from verl.experimental.agent_loop import agent_loop
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
-from verl.utils.tokenizer import get_processor_token_id
 
 from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.image_runs import IMAGES_FIELD, image_runs, thumbnail, tree_keys
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG, WrittenRow, leaf_shapes
 from rollout_hooks.capture.outputs import PromptFailed, SessionFailed, TreeAgentLoopOutput, is_reward, row_reward
-from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS
-from rollout_hooks.capture.recording import RecordingClient
+from rollout_hooks.capture.recording import recording_client
 from rollout_hooks.capture.report import CaptureReport, FailedSession
 from rollout_hooks.capture.rows import RowLimits, images_of_row, session_rows
 from rollout_hooks.capture.running import RUNNING, OpenSessions, PromptProgress, Session, keep_for_the_report
-from rollout_hooks.capture.session_images import SessionImages
-from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.capture.tracebacks import raised_at, user_traceback, waiting_places
 from rollout_hooks.loops import register_built_in
 
@@ -120,7 +115,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
             uid=kwargs["uid"],
             session_id=int(kwargs["session_id"]),
             partition="val" if trajectory["validate"] else "train",
-            client=RecordingClient(self.llm_client, tree=self._new_tree()),
+            client=recording_client(self),
             wants_log_probs=bool(sampling_params.get("logprobs")),
             agent_name=agent_name,
         )
@@ -212,17 +207,6 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
             partition_id="train",
             tags=[{LEAF_SHAPE_TAG: shape.tobytes()} for shape in shapes],
         )
-
-    def _new_tree(self) -> SessionTree:
-        # Only our trainer has the group `tree`, with checked values; capture works under other trainers, too.
-        options = self.config.get("tree") or {}
-        heals = options.get("drift", "heal") == "heal"
-        max_replaced = options.get("drift_max_tokens", MAX_REPLACED_TOKENS) if heals else 0
-        # Cleaned-up spaces would make different texts equal.
-        decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
-        image_token, video_token = (get_processor_token_id(self.processor, name) for name in ("image", "video"))
-        images = SessionImages(image_token=image_token, video_token=video_token)
-        return SessionTree(decode=decode, max_replaced=max_replaced, images=images)
 
     def _tell_drift(self, session: Session) -> None:
         """Log one example of drift in the life of this worker."""

@@ -4,12 +4,16 @@
   when it is imported itself, so tests without verl wait for nothing.
 - The level of the root logger, which vLLM 0.24 would raise to ERROR: tests read warnings.
 
+A test that is a coroutine runs in an event loop of its own.
+
 Tests with random input (`tests/support/fuzzing.py`) take 1,000 new inputs where asked for.
 
 The garbage collector's threshold is that of `tests/support/sitecustomize.py`, for the reason given there.
 """
 
+import asyncio
 import gc
+import inspect
 import os
 from pathlib import Path
 
@@ -20,6 +24,16 @@ gc.set_threshold(20_000)
 settings.register_profile("fuzz", max_examples=1000, deadline=None)
 os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_tree.cpu.platform")
 os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "WARNING")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a coroutine, which pytest itself would skip."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(scope="module")

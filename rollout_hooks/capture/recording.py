@@ -7,13 +7,18 @@ the model sampled (`realign`), unless the tree heals nothing.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from typing_extensions import override
+from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+from verl.utils.tokenizer import get_processor_token_id
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.capture.errors import describe_error, is_of_dead_server
+from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS
+from rollout_hooks.capture.session_images import SessionImages
 from rollout_hooks.capture.session_tree import SessionTree
 
 ABORTED = ("aborted", "abort")
@@ -23,6 +28,20 @@ ABORTED = ("aborted", "abort")
 def stable_request_id(row: Mapping[str, Any]) -> str:
     """Return the request id of a session under `rollout.full_determinism`; it is the same in every training run."""
     return f"det-{int(row.get('priority', 0))}-{row.get('session_id', 0)}"
+
+
+def recording_client(worker: AgentLoopWorker) -> "RecordingClient":
+    """Return the LLM client of a worker, to record the calls of a new session of its model, under its configuration."""
+    # Only our trainer has the group `tree`, with checked values; capture works under other trainers, too.
+    options = worker.config.get("tree") or {}
+    heals = options.get("drift", "heal") == "heal"
+    max_replaced = options.get("drift_max_tokens", MAX_REPLACED_TOKENS) if heals else 0
+    # Cleaned-up spaces would make different texts equal.
+    decode = partial(worker.tokenizer.decode, clean_up_tokenization_spaces=False)
+    image_token, video_token = (get_processor_token_id(worker.processor, name) for name in ("image", "video"))
+    images = SessionImages(image_token=image_token, video_token=video_token)
+    tree = SessionTree(decode=decode, max_replaced=max_replaced, images=images)
+    return RecordingClient(worker.llm_client, tree=tree)
 
 
 class RecordingClient(LLMServerClient):

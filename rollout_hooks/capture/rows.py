@@ -65,7 +65,9 @@ def session_rows(tree: SessionTree, outputs: Sequence[AgentLoopOutput], *, limit
     own = [_own_row(tree if tree.calls else None, output, limits=limits) for output in outputs]
     own_keys = [_row_keys(tree, row) for row in own]
     leaves = tree.leaves()
-    own_rows = list(zip(own, own_keys, strict=True))
+    # A row that trains nothing stands for leaves only if the loop has masked it, not if the limits have cut it short.
+    stands = [any(row.response_mask) or _is_masked(output) for row, output in zip(own, outputs, strict=True)]
+    own_rows = list(compress(zip(own, own_keys, strict=True), stands))
     missing = [(path, _missing(path, own_rows, leaves, limits=limits)) for path in leaves]
     uncovered = [path for path, what in missing if what == "row"]
     names_its_leaves = any(isinstance(output, TreeAgentLoopOutput) for output in outputs)
@@ -86,6 +88,10 @@ def session_rows(tree: SessionTree, outputs: Sequence[AgentLoopOutput], *, limit
         num_dropped=len(uncovered) + sum(what == "end" for _, what in missing) + len(own) - len(rows),
         num_truncated=sum(_is_cut(*each, leaves, limits=limits) for each in zip(rows, keys, strict=True)),
     )
+
+
+def _is_masked(output: AgentLoopOutput) -> bool:
+    return bool(output.response_mask) and not any(output.response_mask)
 
 
 def _row_keys(tree: SessionTree, row: AgentLoopOutput) -> np.ndarray:

@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any, cast
@@ -211,11 +211,16 @@ def refuse_unknown_options(loop_class: type[AgentLoopBase], arguments: Mapping[s
     for name, value in arguments.items():
         if name not in _GIVEN_BY_VERL:
             options = _loop_options(loop_class)
-            close = get_close_matches(name, options, n=1)
-            meant = f"did you mean {close[0]}? " if close else ""
+            meant = did_you_mean(name, options)
             raise ValueError(
                 f"{name}={value!r}: {loop_class.__name__} has no such option; {meant}It takes: {', '.join(options)}"
             )
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return a question that names the likeliest of some names, for a message, or nothing if none is like `name`."""
+    close = get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]}? " if close else ""
 
 
 def _loop_options(loop_class: type[AgentLoopBase]) -> list[str]:

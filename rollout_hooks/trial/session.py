@@ -3,8 +3,6 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from textwrap import indent
 from typing import Any, cast
@@ -17,17 +15,16 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker, _agent_loop_registry
 from verl.trainer.ppo.utils import create_rl_dataset
-from verl.utils.tokenizer import get_processor_token_id
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput
-from rollout_hooks.capture.recording import RecordingClient
+from rollout_hooks.capture.recording import recording_client
 from rollout_hooks.capture.rows import CALLS_FIELD, RowLimits, session_rows
-from rollout_hooks.capture.session_images import SessionImages
 from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.capture.tracebacks import user_traceback
 from rollout_hooks.loops import register_built_in
+from rollout_hooks.loops.base import did_you_mean
 from rollout_hooks.trial.deadline import deadline
 from rollout_hooks.trial.tree_text import TextPath, draw, num_nodes_and_tokens
 
@@ -160,8 +157,7 @@ def choose_loop(names: Sequence[str], *, asked: str | None, row: Mapping[str, An
     if name is None:
         raise ValueError(f"the file has {len(names)} loops: choose one by --agent {' | '.join(names)}")
     if name not in _agent_loop_registry:
-        close = get_close_matches(name, _agent_loop_registry, n=1)
-        meant = f"did you mean {close[0]}? " if close else ""
+        meant = did_you_mean(name, _agent_loop_registry)
         raise ValueError(f"no agent loop {name}; {meant}choose one of {', '.join(sorted(_agent_loop_registry))}")
     return name
 
@@ -179,11 +175,8 @@ def run_session(
 
     If it takes longer than `timeout_s`, its calls and the place where it waits are printed, and the process ends.
     """
-    image_token, video_token = (get_processor_token_id(worker.processor, name) for name in ("image", "video"))
-    images = SessionImages(image_token=image_token, video_token=video_token)
-    decode = partial(worker.tokenizer.decode, clean_up_tokenization_spaces=False)
-    recorder = RecordingClient(client, tree=SessionTree(decode=decode, images=images))
-    worker.llm_client = recorder
+    worker.llm_client = client
+    worker.llm_client = recorder = recording_client(worker)
     rollout = config.actor_rollout_ref.rollout
     limits = RowLimits(rollout.prompt_length, rollout.response_length, wants_log_probs=True)
     sampling = {

@@ -1,9 +1,11 @@
 """A gateway on loopback in front of scripted engines, for the tests of `rollout_hooks.gateway`."""
 
 import asyncio
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial, wraps
 
 import httpx
 from openai import AsyncOpenAI
@@ -31,11 +33,6 @@ TOOLS = [
 
 PROMPT = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
 TURN = "go " + call_text(3) + call_text(4)
-
-
-def run(test):
-    """Run an async test body; gateways need a running loop."""
-    return asyncio.run(test())
 
 
 def tool_reply(prompt: str) -> str:
@@ -96,7 +93,10 @@ class Served:
     def __init__(self, gateway: Gateway, address) -> None:
         self.gateway, self.address = gateway, address
         # One connection pool for all clients: making one takes longer than most tests.
-        self.openai = AsyncOpenAI(base_url=address.base_url, api_key=address.api_key, max_retries=0)
+        self.http = httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=1000))
+        self.openai = AsyncOpenAI(
+            base_url=address.base_url, api_key=address.api_key, max_retries=0, http_client=self.http
+        )
 
     def open(self, session_id: str, engine, *, sampling: Mapping = SAMPLING, fixed=(), form=None, **settings):
         return self.gateway.open_session(
@@ -106,9 +106,26 @@ class Served:
             settings=SessionSettings(sampling=sampling, fixed=frozenset(fixed), **settings),
         )
 
+    def scripted(self, reply=lambda _: "x", **kwargs) -> ClientEngine:
+        """Open the session `s` on verl's client, scripted, and return its engine."""
+        engine = client_engine(reply, **kwargs)
+        self.open("s", engine)
+        return engine
+
     def client(self, session_id: str | None = None, **kwargs) -> AsyncOpenAI:
         url = self.address.base_url if session_id is None else self.address.session_url(session_id)
         return self.openai.with_options(base_url=url, **kwargs)
+
+    async def ask(self, text: str = "q", *, session: str = "s", **more):
+        """Return the answer of the client of a session to one question, a completion or a stream."""
+        return await self.client(session).chat.completions.create(model="policy", messages=user(text), **more)
+
+    async def post(self, body, *, path: str = "/chat/completions", session: str = "s"):
+        """Post an object, or bytes, to a path of a session; return status and answer."""
+        content = body if isinstance(body, bytes) else json.dumps({"model": "policy", **body}).encode()
+        headers = {"Authorization": f"Bearer {self.address.api_key}"}
+        response = await self.http.post(self.address.session_url(session) + path, content=content, headers=headers)
+        return response.status_code, response.json()
 
 
 @asynccontextmanager
@@ -120,18 +137,20 @@ async def served(**limits):
             yield server
 
 
-@asynccontextmanager
-async def post_to(server: Served, session: str = "s"):
-    """Yield a function that posts an object, or bytes, to a path of a session; it returns status and answer."""
-    headers = {"Authorization": f"Bearer {server.address.api_key}"}
-    async with httpx.AsyncClient(headers=headers, timeout=30) as client:
+def with_gateway(test=None, /, **limits):
+    """Make a test of a coroutine whose first argument is a running gateway, a `Served`; `limits` are the gateway's."""
+    if test is None:
+        return partial(with_gateway, **limits)
 
-        async def post(body, *, path="/chat/completions"):
-            content = body if isinstance(body, bytes) else json.dumps({"model": "policy", **body}).encode()
-            response = await client.post(server.address.session_url(session) + path, content=content)
-            return response.status_code, response.json()
+    @wraps(test)
+    async def run(**kwargs):
+        async with served(**limits) as server:
+            await test(server, **kwargs)
 
-        yield post
+    signature = inspect.signature(test)
+    # What pytest has to give.
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])
+    return run
 
 
 def head(server: Served, *, length: int, more: str = "") -> bytes:

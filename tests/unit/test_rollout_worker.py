@@ -22,7 +22,7 @@ from worker_cases import InProcessWorker, prompt_of, run_sessions
 
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE, LEAF_SHAPE_TAG
 from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput, row_reward
-from rollout_hooks.capture.recording import RecordingClient
+from rollout_hooks.capture.recording import recording_client
 from rollout_hooks.capture.report import CaptureReport, FailedSession
 from rollout_hooks.capture.running import OpenSessions, Session
 from rollout_hooks.capture.session_tree import SessionTree
@@ -249,11 +249,12 @@ def test_the_worker_that_runs_sessions_is_a_copy():
 def test_the_option_decides_whether_drift_is_healed_and_one_example_is_logged(drift, num_splices, caplog):
     worker = InProcessWorker(lambda _: "a")
     # Spaces before a full stop are text, whatever the tokenizer's clean-up would make of them.
-    assert worker._new_tree()._decode(tokenizer().encode("a .", add_special_tokens=False)) == "a ."
+    assert recording_client(worker).tree._decode(tokenizer().encode("a .", add_special_tokens=False)) == "a ."
     if drift is not None:
         with open_dict(worker.config):
             worker.config.tree = {"drift": drift}
-    tree = worker._new_tree()
+    client = recording_client(worker)
+    tree = client.tree
     # Two spellings of one text: the end token, and its characters.
     end = tokenizer().encode("<|im_end|>", add_special_tokens=False)
     letters = [tokenizer().convert_tokens_to_ids(character) for character in "<|im_end|>"]
@@ -261,7 +262,6 @@ def test_the_option_decides_whether_drift_is_healed_and_one_example_is_logged(dr
     realignment = tree.realign([5, *end, 6])
     tree.begin(realignment)
     assert len(realignment.splices) == num_splices
-    client = RecordingClient(worker.llm_client, tree=tree)
     session = Session("u", 0, "train", client, wants_log_probs=False, agent_name="x")
     for _ in range(2):
         worker._tell_drift(session)

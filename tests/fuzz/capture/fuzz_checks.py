@@ -7,6 +7,7 @@ from typing import Any
 from byte_tokens import byte_level_tokenizer
 from fuzz_engine import Engine
 
+from rollout_hooks.capture.call_kinds import CallKind
 from rollout_hooks.capture.recorded import CallStatus
 from rollout_hooks.capture.report import CaptureReport
 from rollout_hooks.capture.rows import RowLimits, SessionRows, images_of_row, session_rows
@@ -36,6 +37,7 @@ def check(
         rows=len(rows.outputs),
         trained=len(trained),
         healed=sum(call.num_splices > 0 for call in tree.calls),
+        drifted=tree.count_kinds()[CallKind.DRIFT],
         dropped=rows.num_dropped,
         truncated=rows.num_truncated,
     )
@@ -139,10 +141,14 @@ def _check_lost(
 ) -> None:
     """Assert that every token that a caller got is trained at its place, or a leaf is told to be dropped or cut."""
     lost: list[list[int]] = []
+    first_ends = _first_ends(engine)
     for served in engine.served:
         hashes = _places(served.path)[len(served.sent) :]
-        missing = [place for place, at in enumerate(hashes, len(served.sent)) if at not in trained]
-        missing = [place for place in missing if not _was_left(engine, rows, served, place)]
+        missing = [
+            place
+            for place, at in enumerate(hashes, len(served.sent))
+            if at not in trained and not _was_left(engine, rows, served, place, ended=first_ends[at])
+        ]
         if not missing:
             continue
         if not names_leaves:
@@ -155,8 +161,11 @@ def _check_lost(
     assert num_told >= least, f"{len(paths)} paths lost, {num_told} told"
 
 
-def _was_left(engine: Engine, rows: SessionRows, served: Any, place: int) -> bool:
-    """Return whether a loop left the token: its row reads it and goes on, or ends within the output of the call."""
+def _was_left(engine: Engine, rows: SessionRows, served: Any, place: int, *, ended: int) -> bool:
+    """Return whether a loop left a token that a call had first sampled there when it `ended`.
+
+    Its row reads the token and goes on, or ends within the output of the call.
+    """
     for row in rows.outputs:
         tokens, mask = row.prompt_ids + row.response_ids, [0] * len(row.prompt_ids) + row.response_mask
         if OWN not in row.extra_fields:
@@ -166,7 +175,7 @@ def _was_left(engine: Engine, rows: SessionRows, served: Any, place: int) -> boo
         if tokens[: place + 1] == served.path[: place + 1]:
             last = max(at for at, is_trained in enumerate(mask) if is_trained)
             call, _ = engine.call_of(row.response_logprobs[last - len(row.prompt_ids)])
-            if last > place and served.ended < engine.served[call].begun:
+            if last > place and ended < engine.served[call].begun:
                 return True
     return False
 

@@ -114,7 +114,7 @@ class TextAgent:
         return Past(tokens, len(tokens), [])
 
 
-async def tokens(seed: str, *, schedule: int = 0) -> tuple[Counter, list[tuple]]:
+async def tokens(seed: str, *, schedule: int = 0, num_rounds: int | None = None) -> tuple[Counter, list[tuple]]:
     """Run a token loop on `RecordingClient`; half of the sessions wait for each round of calls, so that they repeat."""
     rng = random.Random(seed)
     waits = rng.random() < 0.5
@@ -132,7 +132,7 @@ async def tokens(seed: str, *, schedule: int = 0) -> tuple[Counter, list[tuple]]
             await client.generate("r", prompt_ids=list(past.given), sampling_params={})
         agent_keeps.append((number, past))
 
-    for _ in range(rng.randint(2, 8)):
+    for _ in range(num_rounds or rng.randint(2, 8)):
         agent_keeps: list[tuple[int, Past]] = []
         running += [asyncio.create_task(ask(agent.prompt())) for _ in range(rng.choice([1, 1, 2, 3]))]
         if not waits:
@@ -152,7 +152,7 @@ async def tokens(seed: str, *, schedule: int = 0) -> tuple[Counter, list[tuple]]
     check_text(engine, texts)
     counts = check(engine, client.tree, outputs, limits=limits, names_leaves=False)
     if not schedule and waits:
-        _, other = await tokens(seed, schedule=1)
+        _, other = await tokens(seed, schedule=1, num_rounds=num_rounds)
         assert fingerprint(client.tree, outputs, limits=limits) == other, "rows depend on which call ended first"
     return counts, fingerprint(client.tree, outputs, limits=limits)
 

@@ -107,47 +107,35 @@ def test_n_samples_are_n_calls(kind):
     assert [leaf.log_probs[-1] for leaf in llm.tree.leaves()] == [-1.2, -2.0]
 
 
-def test_a_call_has_ended_when_its_last_output_arrives():
+async def test_a_call_has_ended_when_its_last_output_arrives():
     """So the next call may be made from within the loop and goes on from it."""
     llm = RecordingAsyncLLM(ScriptedEngine([7, 8]))
-
-    async def two_turns():
-        async for output in llm.generate([1], SamplingParams(), "r"):
-            if output.finished:
-                await collect(llm, [1, 7, 8, 3], SamplingParams())
-
-    asyncio.run(two_turns())
+    async for output in llm.generate([1], SamplingParams(), "r"):
+        if output.finished:
+            await collect(llm, [1, 7, 8, 3], SamplingParams())
     assert [call.kind for call in llm.tree.calls] == [CallKind.ROOT, CallKind.CONTINUATION]
 
 
-def test_a_prompt_that_has_drifted_is_healed_on_its_way():
+async def test_a_prompt_that_has_drifted_is_healed_on_its_way():
     """Token 9 reads like the tokens 7 and 8, which the model sampled."""
     text = {1: "Q", 7: "a", 8: "b", 9: "ab", 3: "u"}
     engine = ScriptedEngine([7, 8])
     tree = SessionTree(decode=lambda token_ids: "".join(text[token] for token in token_ids))
     llm = RecordingAsyncLLM(engine, new_tree=lambda: tree)
-
-    async def two_turns():
-        await collect(llm, [1], SamplingParams())
-        await collect(llm, {"prompt_token_ids": [1, 9, 3]}, SamplingParams())
-
-    asyncio.run(two_turns())
+    await collect(llm, [1], SamplingParams())
+    await collect(llm, {"prompt_token_ids": [1, 9, 3]}, SamplingParams())
     assert engine.prompts[1]["prompt_token_ids"] == [1, 7, 8, 3]
     (leaf,) = llm.tree.leaves()
     assert (leaf.token_ids.tolist(), leaf.source.tolist()) == ([1, 7, 8, 3, 7, 8], [-1, 0, 0, -1, 1, 1])
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
-def test_a_call_that_is_left_early_keeps_its_tokens(kind):
+async def test_a_call_that_is_left_early_keeps_its_tokens(kind):
     engine = ScriptedEngine([7, 8, 9, 10])
     llm = RecordingAsyncLLM(engine)
-
-    async def leave():
-        async with aclosing(llm.generate([1], SamplingParams(output_kind=kind), "r")) as outputs:
-            async for _ in outputs:
-                break
-
-    asyncio.run(leave())
+    async with aclosing(llm.generate([1], SamplingParams(output_kind=kind), "r")) as outputs:
+        async for _ in outputs:
+            break
     assert engine.was_closed
     (call,) = llm.tree.calls
     assert (call.status, call.num_output, call.stop_reason) == (CallStatus.ABORTED, 2, "cancelled")
@@ -189,16 +177,12 @@ def test_an_engines_abort_is_an_aborted_call():
     assert [(call.status, call.num_output) for call in llm.tree.calls] == [(CallStatus.ABORTED, 2)]
 
 
-def test_sessions_have_trees_of_their_own():
+async def test_sessions_have_trees_of_their_own():
     llm = RecordingAsyncLLM(ScriptedEngine([7]))
     one, other = llm.session("a"), llm.session("b")
     assert llm.session("a") is one
     assert one.engine is other.engine
-
-    async def both():
-        await asyncio.gather(collect(one, [1], SamplingParams()), collect(other, [2], SamplingParams()))
-
-    asyncio.run(both())
+    await asyncio.gather(collect(one, [1], SamplingParams()), collect(other, [2], SamplingParams()))
     assert [session.tree.leaves()[0].token_ids.tolist() for session in (one, other)] == [[1, 7], [2, 7]]
     assert not llm.tree.calls
     llm.close_session("a")

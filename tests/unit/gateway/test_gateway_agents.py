@@ -8,7 +8,7 @@ import copy
 
 import openai
 import pytest
-from gateway_cases import SAMPLING, StreamingEngine, chat_format, client_engine, run, served
+from gateway_cases import SAMPLING, StreamingEngine, chat_format, client_engine, with_gateway
 from scripted_llm import END, tokenizer
 
 from rollout_hooks.capture.call_kinds import CallKind
@@ -150,90 +150,74 @@ AGENTS = [langgraph, agents_sdk_chat, agents_sdk_responses, agents_sdk_previous_
 
 @pytest.mark.parametrize("engine_kind", [client_engine, StreamingEngine])
 @pytest.mark.parametrize("agent", AGENTS)
-def test_a_conversation_is_one_leaf_with_every_sampled_token(agent, engine_kind):
+@with_gateway
+async def test_a_conversation_is_one_leaf_with_every_sampled_token(server, agent, engine_kind):
     """Two sessions beside each other, four turns each."""
-
-    async def body():
-        async with served() as server:
-            engines = {name: engine_kind(reply) for name in "ab"}
-            for name, engine in engines.items():
-                server.open(name, engine)
-            answers = await asyncio.gather(*(agent(Wire(server.client(name))) for name in engines))
-            assert answers == ["second answer"] * 2
-            return list(engines.values())
-
-    for engine in run(body):
+    engines = {name: engine_kind(reply) for name in "ab"}
+    for name, engine in engines.items():
+        server.open(name, engine)
+    answers = await asyncio.gather(*(agent(Wire(server.client(name))) for name in engines))
+    assert answers == ["second answer"] * 2
+    for engine in engines.values():
         assert [call.kind for call in engine.tree.calls] == [CallKind.ROOT, *[CallKind.CONTINUATION] * 3]
         (leaf,) = engine.tree.leaves()
         assert tokenizer().decode(leaf.token_ids[leaf.is_generated].tolist()) == END.join([*TURNS, ""])
 
 
-def test_a_response_goes_on_from_any_that_was_kept():
+@with_gateway
+async def test_a_response_goes_on_from_any_that_was_kept(server):
     """Two continuations of one response are two leaves; new instructions replace the old ones, as with OpenAI."""
-
-    async def body():
-        async with served() as server:
-            engine = client_engine(reply)
-            server.open("s", engine)
-            server.open("t", engine)
-            wire = Wire(server.client("s"))
-            results = iter(("5", "9", "6", "8"))
-            first = await wire.post("/responses", responses_body("question"))
-            again = {"previous_response_id": first["id"]}
-            for instructions in ("You are helpful", "You are brief"):
-                more = {**again, "instructions": instructions, "store": False}
-                last = await wire.post("/responses", responses_body(outputs_of(first, results), **more))
-            assert [call.kind for call in engine.tree.calls[1:]] == [CallKind.CONTINUATION, CallKind.REWRITE]
-            prompt = engine.scripted.prompts[2]
-            assert "You are brief" in prompt
-            assert "You are helpful" not in prompt
-            assert FIRST in prompt
-            assert (first["store"], last["store"]) == (True, False)
-            for session, response in (("s", last), ("t", first)):
-                gone = responses_body("q", previous_response_id=response["id"])
-                with pytest.raises(openai.BadRequestError, match="send its items in `input`") as raised:
-                    await Wire(server.client(session)).post("/responses", gone)
-                assert (raised.value.param, raised.value.code) == (
-                    "previous_response_id",
-                    "previous_response_not_found",
-                )
-            assert len(engine.tree.calls) == 3
-
-    run(body)
+    engine = server.scripted(reply)
+    server.open("t", engine)
+    wire = Wire(server.client("s"))
+    results = iter(("5", "9", "6", "8"))
+    first = await wire.post("/responses", responses_body("question"))
+    again = {"previous_response_id": first["id"]}
+    for instructions in ("You are helpful", "You are brief"):
+        more = {**again, "instructions": instructions, "store": False}
+        last = await wire.post("/responses", responses_body(outputs_of(first, results), **more))
+    assert [call.kind for call in engine.tree.calls[1:]] == [CallKind.CONTINUATION, CallKind.REWRITE]
+    prompt = engine.scripted.prompts[2]
+    assert "You are brief" in prompt
+    assert "You are helpful" not in prompt
+    assert FIRST in prompt
+    assert (first["store"], last["store"]) == (True, False)
+    for session, response in (("s", last), ("t", first)):
+        gone = responses_body("q", previous_response_id=response["id"])
+        with pytest.raises(openai.BadRequestError, match="send its items in `input`") as raised:
+            await Wire(server.client(session)).post("/responses", gone)
+        assert (raised.value.param, raised.value.code) == (
+            "previous_response_id",
+            "previous_response_not_found",
+        )
+    assert len(engine.tree.calls) == 3
 
 
-def test_calls_that_a_client_adds_to_a_kept_response_do_not_change_it():
-    async def body():
-        async with served() as server:
-            engine = client_engine(reply)
-            settings = SessionSettings(sampling=SAMPLING)
-            server.gateway.open_session("s", engine, chat_format=chat_format(), settings=settings)
-            wire = Wire(server.client("s"))
-            first = await wire.post("/responses", responses_body("question"))
-            more = {"previous_response_id": first["id"]}
-            call = {"type": "function_call", "call_id": "mine", "name": "double", "arguments": '{"x": 77}'}
-            await wire.post("/responses", responses_body([call, *outputs_of(first, iter("59"))], **more))
-            await wire.post("/responses", responses_body(outputs_of(first, iter("59")), **more))
-            assert "77" in engine.scripted.prompts[1]
-            assert "77" not in engine.scripted.prompts[2]
-            assert FIRST in engine.scripted.prompts[2]
-
-    run(body)
+@with_gateway
+async def test_calls_that_a_client_adds_to_a_kept_response_do_not_change_it(server):
+    engine = client_engine(reply)
+    settings = SessionSettings(sampling=SAMPLING)
+    server.gateway.open_session("s", engine, chat_format=chat_format(), settings=settings)
+    wire = Wire(server.client("s"))
+    first = await wire.post("/responses", responses_body("question"))
+    more = {"previous_response_id": first["id"]}
+    call = {"type": "function_call", "call_id": "mine", "name": "double", "arguments": '{"x": 77}'}
+    await wire.post("/responses", responses_body([call, *outputs_of(first, iter("59"))], **more))
+    await wire.post("/responses", responses_body(outputs_of(first, iter("59")), **more))
+    assert "77" in engine.scripted.prompts[1]
+    assert "77" not in engine.scripted.prompts[2]
+    assert FIRST in engine.scripted.prompts[2]
 
 
-def test_reasoning_that_is_never_given_may_be_asked_for_and_models_are_found_by_name():
+@with_gateway
+async def test_reasoning_that_is_never_given_may_be_asked_for_and_models_are_found_by_name(server):
     """`include=["reasoning.encrypted_content"]` is what stateless agents send; `models.retrieve` is their check."""
-
-    async def body():
-        async with served() as server:
-            server.open("s", client_engine(lambda _: "x"))
-            client = server.client("s")
-            answer = await client.responses.create(
-                model="policy", input="q", store=False, include=["reasoning.encrypted_content"]
-            )
-            assert answer.output_text == "x"
-            assert (await client.models.retrieve("policy")).id == "policy"
-            with pytest.raises(openai.NotFoundError, match="ask for 'policy'"):
-                await client.models.retrieve("org/gpt")
-
-    run(body)
+    server.scripted()
+    client = server.client("s")
+    answer = await client.responses.create(
+        model="policy", input="q", store=False, include=["reasoning.encrypted_content"]
+    )
+    assert answer.output_text == "x"
+    assert (await client.models.retrieve("policy")).id == "policy"
+    with pytest.raises(openai.NotFoundError, match="ask for 'policy'"):
+        await client.models.retrieve("org/gpt")

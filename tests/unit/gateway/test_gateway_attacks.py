@@ -9,24 +9,13 @@ import time
 
 import openai
 import pytest
-from gateway_cases import (
-    PROMPT,
-    TOOLS,
-    chat_format,
-    client_engine,
-    connect,
-    head,
-    post_to,
-    run,
-    served,
-    user,
-)
+from gateway_cases import PROMPT, TOOLS, chat_format, client_engine, connect, head, served, user, with_gateway
 from scripted_llm import END, call_text, tokenizer
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.gateway.chat_api import ChatAnswer
 from rollout_hooks.gateway.chat_format import TextStream
-from rollout_hooks.gateway.limits import MAX_ERROR_LEN, MAX_STOP_LEN
+from rollout_hooks.gateway.limits import MAX_ERROR_LEN
 from rollout_hooks.gateway.requests import ChatBody
 
 pytestmark = pytest.mark.timeout(60)
@@ -43,32 +32,28 @@ async def longest_pause(work):
     return longest, task.result()
 
 
-def test_bodies_that_end_after_the_session_was_closed_make_no_call():
-    async def body():
-        async with served() as server:
-            engine = client_engine(lambda _: "x")
-            server.open("s", engine)
-            raw = json.dumps({"model": "policy", "messages": user("q")}).encode()
-            pipes = [await connect(server) for _ in range(20)]
-            for _, writer in pipes:
-                writer.write(head(server, length=len(raw), more="Connection: close\r\n") + raw[:-1])
-            async with post_to(server) as post:
-                assert (await post({"messages": user("q")}))[0] == 200
-            await server.gateway.close_session("s")
-            # The name, opened again, is another session.
-            other = client_engine(lambda _: "x")
-            server.open("s", other)
-            for _, writer in pipes:
-                writer.write(raw[-1:])
-            answers = [await reader.read() for reader, _ in pipes]
-            assert [answer.split()[1] for answer in answers] == [b"404"] * 20
-            assert all(b"session_not_found" in answer for answer in answers)
-            assert (len(engine.tree.calls), len(other.tree.calls)) == (1, 0)
-
-    run(body)
+@with_gateway
+async def test_bodies_that_end_after_the_session_was_closed_make_no_call(server):
+    engine = server.scripted()
+    raw = json.dumps({"model": "policy", "messages": user("q")}).encode()
+    pipes = [await connect(server) for _ in range(20)]
+    for _, writer in pipes:
+        writer.write(head(server, length=len(raw), more="Connection: close\r\n") + raw[:-1])
+    assert (await server.post({"messages": user("q")}))[0] == 200
+    await server.gateway.close_session("s")
+    # The name, opened again, is another session.
+    other = client_engine(lambda _: "x")
+    server.open("s", other)
+    for _, writer in pipes:
+        writer.write(raw[-1:])
+    answers = [await reader.read() for reader, _ in pipes]
+    assert [answer.split()[1] for answer in answers] == [b"404"] * 20
+    assert all(b"session_not_found" in answer for answer in answers)
+    assert (len(engine.tree.calls), len(other.tree.calls)) == (1, 0)
 
 
-def test_calls_are_recorded_in_the_order_of_their_requests_though_some_prompts_take_long():
+@with_gateway
+async def test_calls_are_recorded_in_the_order_of_their_requests_though_some_prompts_take_long(server):
     render = chat_format()._render
     goes_on = threading.Event()
 
@@ -77,83 +62,71 @@ def test_calls_are_recorded_in_the_order_of_their_requests_though_some_prompts_t
             assert goes_on.wait(30)
         return render(messages, **kwargs)
 
-    async def body():
-        async with served() as server:
-            engine, other = client_engine(lambda _: "x"), client_engine(lambda _: "x")
-            server.open("s", engine, form=chat_format(render=slow_first))
-            server.open("t", other)
-            create = server.client("s").chat.completions.create
-            asked, body_len = [], 0
-            for i in range(4):
-                asked.append(asyncio.create_task(create(model="policy", messages=user(f"q{i}"))))
-                # The next request is sent when the body of this one has come.
-                while server.gateway._num_waiting_bytes < max(1, (i + 1) * body_len):
-                    await asyncio.sleep(0.005)
-                body_len = body_len or server.gateway._num_waiting_bytes
-            await server.client("t").chat.completions.create(model="policy", messages=user("q"))
-            assert (len(engine.tree.calls), len(other.tree.calls)) == (0, 1)
-            goes_on.set()
-            await asyncio.gather(*asked)
-            assert engine.scripted.prompts == [PROMPT.replace("q", f"q{i}") for i in range(4)]
-
-    run(body)
+    engine, other = client_engine(lambda _: "x"), client_engine(lambda _: "x")
+    server.open("s", engine, form=chat_format(render=slow_first))
+    server.open("t", other)
+    asked, body_len = [], 0
+    for i in range(4):
+        asked.append(asyncio.create_task(server.ask(f"q{i}")))
+        # The next request is sent when the body of this one has come.
+        while server.gateway._num_waiting_bytes < max(1, (i + 1) * body_len):
+            await asyncio.sleep(0.005)
+        body_len = body_len or server.gateway._num_waiting_bytes
+    await server.ask(session="t")
+    assert (len(engine.tree.calls), len(other.tree.calls)) == (0, 1)
+    goes_on.set()
+    await asyncio.gather(*asked)
+    assert engine.scripted.prompts == [PROMPT.replace("q", f"q{i}") for i in range(4)]
 
 
-def test_a_prompt_that_takes_long_stops_nobody():
+@with_gateway
+async def test_a_prompt_that_takes_long_stops_nobody(server):
     def slow(_, **__):
         time.sleep(1.5)
         return [5]
 
-    async def body():
-        async with served() as server:
-            server.open("s", client_engine(lambda _: "x"), form=chat_format(render=slow))
-            async with post_to(server) as post:
-                pause, (status, _) = await longest_pause(post({"messages": user("q")}))
-            assert status == 200
-            assert pause < 1
-
-    run(body)
+    server.open("s", client_engine(lambda _: "x"), form=chat_format(render=slow))
+    pause, (status, _) = await longest_pause(server.post({"messages": user("q")}))
+    assert status == 200
+    assert pause < 1
 
 
 def test_what_the_process_held_before_is_left_out_of_collections_while_a_gateway_serves():
     """A full collection of all that vLLM and verl are made of would stop the event loop for half a second."""
 
-    async def body():
-        num_before = len(gc.get_objects())
-        assert gc.get_freeze_count() == 0
+    async def serve():
         async with served():
-            assert gc.get_freeze_count() > 0.9 * num_before
-        assert gc.get_freeze_count() == 0
+            return gc.get_freeze_count()
 
-    run(body)
+    num_before = len(gc.get_objects())
+    assert gc.get_freeze_count() == 0
+    assert asyncio.run(serve()) > 0.9 * num_before
+    assert gc.get_freeze_count() == 0
 
 
-def test_log_probs_of_many_choices_are_written_one_choice_at_a_time(monkeypatch):
+@with_gateway
+async def test_log_probs_of_many_choices_are_written_one_choice_at_a_time(server, monkeypatch):
     """And each token's text is looked up once for a choice. Together they would stop the other requests for seconds."""
-
-    async def body():
-        async with served() as server:
-            session = server.open("s", client_engine(lambda _: "abc" * 100))
-            asked = ChatBody(model="policy", messages=user("q"), n=10, logprobs=True)
-            calls = session.start(session.prepare(asked.turn_request()))
-            await asyncio.gather(*(call.task for call in calls))
-            decoded = []
-            decode = session.chat_format.decode
-            monkeypatch.setattr(session.chat_format, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))
-            answer = asyncio.ensure_future(ChatAnswer(session, asked, calls).whole())
-            num_pauses = 0
-            while not answer.done():
-                await asyncio.sleep(0)
-                num_pauses += 1
-            assert num_pauses >= 10
-            assert decoded.count(1) == 10 * len({*"abc", END})
-            (content,) = {json.dumps(choice["logprobs"]["content"]) for choice in answer.result()["choices"]}
-            assert [each["token"] for each in json.loads(content)] == [*"abc" * 100, END]
-
-    run(body)
+    session = server.open("s", client_engine(lambda _: "abc" * 100))
+    asked = ChatBody(model="policy", messages=user("q"), n=10, logprobs=True)
+    calls = session.start(session.prepare(asked.turn_request()))
+    await asyncio.gather(*(call.task for call in calls))
+    decoded = []
+    decode = session.chat_format.decode
+    monkeypatch.setattr(session.chat_format, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))
+    answer = asyncio.ensure_future(ChatAnswer(session, asked, calls).whole())
+    num_pauses = 0
+    while not answer.done():
+        await asyncio.sleep(0)
+        num_pauses += 1
+    assert num_pauses >= 10
+    assert decoded.count(1) == 10 * len({*"abc", END})
+    (content,) = {json.dumps(choice["logprobs"]["content"]) for choice in answer.result()["choices"]}
+    assert [each["token"] for each in json.loads(content)] == [*"abc" * 100, END]
 
 
-def test_texts_are_measured_before_they_are_tokenised():
+@with_gateway(max_text_len=200_000)
+async def test_texts_are_measured_before_they_are_tokenised(server):
     """The longest token of this tokenizer is `<|vision_start|>`, of 16 characters."""
     rendered = []
 
@@ -161,30 +134,24 @@ def test_texts_are_measured_before_they_are_tokenised():
         rendered.append(messages)
         return [5]
 
-    async def body():
-        async with served(max_text_len=200_000) as server:
-            form = chat_format(render=render)
-            server.open("s", client_engine(lambda _: "x"), form=form, context_len=5000)
-            server.open("t", client_engine(lambda _: "x"), form=form)
-            async with post_to(server) as post, post_to(server, "t") as post_without_context:
-                status, answer = await post({"messages": user("x" * (16 * 5000 + 1))})
-                assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-                assert "context of 5000 tokens, which have at most 16 characters" in answer["error"]["message"]
-                function = {"name": "f", "description": "x" * 16 * 5000}
-                status, answer = await post(
-                    {"messages": user("q"), "tools": [{"type": "function", "function": function}]}
-                )
-                assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-                assert (await post_without_context({"messages": user("x" * 200_001)}))[0] == 413
-                assert not rendered
-                assert (await post({"messages": user("x" * 16 * 4990)}))[0] == 200
-                assert (await post_without_context({"messages": user("x" * 100_000)}))[0] == 200
-                assert len(rendered) == 2
-
-    run(body)
+    form = chat_format(render=render)
+    server.open("s", client_engine(lambda _: "x"), form=form, context_len=5000)
+    server.open("t", client_engine(lambda _: "x"), form=form)
+    status, answer = await server.post({"messages": user("x" * (16 * 5000 + 1))})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert "context of 5000 tokens, which have at most 16 characters" in answer["error"]["message"]
+    function = {"name": "f", "description": "x" * 16 * 5000}
+    status, answer = await server.post({"messages": user("q"), "tools": [{"type": "function", "function": function}]})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert (await server.post({"messages": user("x" * 200_001)}, session="t"))[0] == 413
+    assert not rendered
+    assert (await server.post({"messages": user("x" * 16 * 4990)}))[0] == 200
+    assert (await server.post({"messages": user("x" * 100_000)}, session="t"))[0] == 200
+    assert len(rendered) == 2
 
 
-def test_turns_in_the_models_own_words_are_measured_as_such():
+@with_gateway(max_text_len=200_000)
+async def test_turns_in_the_models_own_words_are_measured_as_such(server):
     """They are as long as what was sampled, though the client sends the calls only."""
     rendered = []
 
@@ -194,19 +161,14 @@ def test_turns_in_the_models_own_words_are_measured_as_such():
 
     sampled = "<tool_call>" + "z" * 50_000 + "</tool_call>" + call_text(3)
 
-    async def body():
-        async with served(max_text_len=200_000) as server:
-            server.open("s", client_engine(lambda _: sampled), form=chat_format(render=render))
-            async with post_to(server) as post:
-                _, answer = await post({"messages": user("q"), "tools": TOOLS})
-                calls = answer["choices"][0]["message"]["tool_calls"]
-                turn = {"role": "assistant", "content": "", "tool_calls": calls}
-                for num_turns, expected in ((3, 200), (4, 413)):
-                    status, _ = await post({"messages": [*user("q"), *[turn] * num_turns], "tools": TOOLS})
-                    assert status == expected
-            assert [sum("z" * 50_000 in each["content"] for each in messages) for messages in rendered] == [0, 3]
-
-    run(body)
+    server.open("s", client_engine(lambda _: sampled), form=chat_format(render=render))
+    _, answer = await server.post({"messages": user("q"), "tools": TOOLS})
+    calls = answer["choices"][0]["message"]["tool_calls"]
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    for num_turns, expected in ((3, 200), (4, 413)):
+        status, _ = await server.post({"messages": [*user("q"), *[turn] * num_turns], "tools": TOOLS})
+        assert status == expected
+    assert [sum("z" * 50_000 in each["content"] for each in messages) for messages in rendered] == [0, 3]
 
 
 def nested(depth):
@@ -228,48 +190,24 @@ TOO_MUCH = {
 
 
 @pytest.mark.parametrize("kind", TOO_MUCH)
-def test_errors_are_short_and_quick(kind):
-    async def body():
-        async with served() as server:
-            engine = client_engine(lambda _: "x")
-            server.open("s", engine)
-            async with post_to(server) as post:
-                used_s = time.process_time()
-                status, answer = await post(TOO_MUCH[kind])
-                assert time.process_time() - used_s < 2
-            assert status in (400, 404, 413)
-            assert len(json.dumps(answer)) < MAX_ERROR_LEN + 500
-            assert not engine.tree.calls
-
-    run(body)
+@with_gateway
+async def test_errors_are_short_and_quick(server, kind):
+    engine = server.scripted()
+    used_s = time.process_time()
+    status, answer = await server.post(TOO_MUCH[kind])
+    assert time.process_time() - used_s < 2
+    assert status in (400, 404, 413)
+    assert len(json.dumps(answer)) < MAX_ERROR_LEN + 500
+    assert not engine.tree.calls
 
 
-def test_an_error_names_ten_problems_and_counts_the_rest():
-    async def body():
-        async with served() as server:
-            server.open("s", client_engine(lambda _: "x"))
-            async with post_to(server) as post:
-                _, answer = await post({"messages": user("q"), **{f"x{i}": i for i in range(15)}})
-            parts = answer["error"]["message"].split("; ")
-            assert [part.split("=")[0] for part in parts[:10]] == [f"unsupported parameter x{i}" for i in range(10)]
-            assert parts[10:] == ["and 5 more"]
-
-    run(body)
-
-
-@pytest.mark.parametrize("stop", ["", [""], ["a"] * 5, "a" * (MAX_STOP_LEN + 1), ["a", "a" * (MAX_STOP_LEN + 1)]])
-def test_stop_strings_are_few_and_short_and_not_empty(stop):
-    async def body():
-        async with served() as server:
-            engine = client_engine(lambda _: "x")
-            server.open("s", engine)
-            async with post_to(server) as post:
-                status, answer = await post({"messages": user("q"), "stop": stop})
-                assert (status, answer["error"]["param"].split(".")[0]) == (400, "stop")
-                assert not engine.tree.calls
-                assert (await post({"messages": user("q"), "stop": ["a" * MAX_STOP_LEN] * 4}))[0] == 200
-
-    run(body)
+@with_gateway
+async def test_an_error_names_ten_problems_and_counts_the_rest(server):
+    server.scripted()
+    _, answer = await server.post({"messages": user("q"), **{f"x{i}": i for i in range(15)}})
+    parts = answer["error"]["message"].split("; ")
+    assert [part.split("=")[0] for part in parts[:10]] == [f"unsupported parameter x{i}" for i in range(10)]
+    assert parts[10:] == ["and 5 more"]
 
 
 class Characters:
@@ -364,100 +302,18 @@ def test_tokens_that_end_within_a_character_are_not_decoded_again_and_again():
     assert decoder.num_decoded < 20_000
 
 
-BAD_PARAMETERS = [
-    {"properties": [1]},
-    {"properties": "x"},
-    {"properties": 1},
-    {"required": 1},
-    {"required": [[]]},
-    {"properties": {"x": {"default": float("nan")}}},
-    {"properties": {"x": {"maximum": float("inf")}}},
-]
-
-
-@pytest.mark.parametrize("api", ["/chat/completions", "/responses"])
-@pytest.mark.parametrize("parameters", BAD_PARAMETERS)
-def test_parameters_of_tools_that_cannot_be_read_are_refused_before_any_token(parameters, api):
-    function = {"name": "double", "parameters": parameters}
-    tool = (
-        {"type": "function", "function": function} if api == "/chat/completions" else {"type": "function", **function}
-    )
-    text = {"messages": user("q")} if api == "/chat/completions" else {"input": "q"}
-
-    async def body():
-        async with served() as server:
-            engine = client_engine(lambda _: '<tool_call>{"name": "double", "arguments": {"x": 3}}</tool_call>')
-            server.open("s", engine)
-            async with post_to(server) as post:
-                status, answer = await post({**text, "tools": [tool]}, path=api)
-            assert (status, answer["error"]["param"].split(".")[0]) == (400, "tools")
-            assert not engine.tree.calls
-
-    run(body)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"metadata": {"a": float("nan")}},
-        {"metadata": {"a": float("-inf")}},
-        {"metadata": {"a": "x" * 513}},
-        {"metadata": {str(i): "x" for i in range(17)}},
-        {
-            "tool_choice": {"type": "function", "name": "double", "x": float("nan")},
-            "tools": [{"type": "function", **TOOLS[0]["function"]}],
-        },
-        {"text": {"format": {"type": "json_schema", "schema": {"maximum": float("nan")}}}},
-        {"max_output_tokens": 10**30},
-    ],
-)
-def test_what_an_answer_could_not_repeat_is_refused_before_any_token(more):
-    async def body():
-        async with served() as server:
-            engine = client_engine(lambda _: "x")
-            server.open("s", engine)
-            async with post_to(server) as post:
-                status, answer = await post({"input": "q", **more}, path="/responses")
-            assert (status, answer["error"]["param"].split(".")[0]) == (400, next(iter(more)))
-            assert not engine.tree.calls
-
-    run(body)
-
-
-@pytest.mark.parametrize("seed", [10**40, -(10**40), 2**63])
-def test_seeds_are_integers_that_the_engine_can_hold(seed):
-    """A worker of vLLM seeds a generator with it, and ends with it if it has more than 64 bits."""
-
-    async def body():
-        async with served() as server:
-            engine = client_engine(lambda _: "x")
-            server.open("s", engine)
-            async with post_to(server) as post:
-                status, answer = await post({"messages": user("q"), "seed": seed})
-            assert (status, answer["error"]["param"], len(engine.tree.calls)) == (400, "seed", 0)
-
-    run(body)
-
-
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probs_that_are_no_json_are_written_as_vllm_writes_them(stream):
+@with_gateway
+async def test_log_probs_that_are_no_json_are_written_as_vllm_writes_them(server, stream):
     ids = tokenizer().encode("ab" + END, add_special_tokens=False)
     output = TokenOutput(token_ids=ids, log_probs=[float("-inf"), float("nan"), -0.5], stop_reason="completed")
 
-    async def body():
-        async with served() as server:
-            server.open("s", client_engine(lambda _: output))
-            client = server.client("s")
-            answer = await client.chat.completions.create(
-                model="policy", messages=user("q"), logprobs=True, stream=stream
-            )
-            parts = [chunk async for chunk in answer] if stream else [answer]
-            given = [
-                each.logprob for part in parts if (log_probs := part.choices[0].logprobs) for each in log_probs.content
-            ]
-            assert given == [-9999.0, -9999.0, -0.5]
-
-    run(body)
+    server.open("s", client_engine(lambda _: output))
+    client = server.client("s")
+    answer = await client.chat.completions.create(model="policy", messages=user("q"), logprobs=True, stream=stream)
+    parts = [chunk async for chunk in answer] if stream else [answer]
+    given = [each.logprob for part in parts if (log_probs := part.choices[0].logprobs) for each in log_probs.content]
+    assert given == [-9999.0, -9999.0, -0.5]
 
 
 ODD_CALLS = {
@@ -472,48 +328,39 @@ ODD_CALLS = {
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
 @pytest.mark.parametrize("kind", ODD_CALLS)
-def test_odd_calls_of_the_model_are_answered_and_can_be_sent_back(kind, api):
-    async def body():
-        async with served() as server:
-            engine = client_engine(lambda _: f"<tool_call>{ODD_CALLS[kind]}</tool_call>")
-            server.open("s", engine)
-            async with post_to(server) as post:
-                if api == "chat":
-                    asked = {"messages": user("q"), "tools": TOOLS}
-                    status, answer = await post(asked)
-                    assert status == 200
-                    asked["messages"].append(answer["choices"][0]["message"] | {"refusal": None})
-                    asked["messages"][-1].pop("refusal")
-                    status, _ = await post(asked)
-                else:
-                    asked = {"input": "q", "tools": [{"type": "function", **TOOLS[0]["function"]}]}
-                    status, answer = await post(asked, path="/responses")
-                    assert status == 200
-                    status, _ = await post({**asked, "previous_response_id": answer["id"]}, path="/responses")
-                assert status == 200
-            assert len(engine.tree.calls) == 2
-
-    run(body)
+@with_gateway
+async def test_odd_calls_of_the_model_are_answered_and_can_be_sent_back(server, kind, api):
+    engine = server.scripted(lambda _: f"<tool_call>{ODD_CALLS[kind]}</tool_call>")
+    if api == "chat":
+        asked = {"messages": user("q"), "tools": TOOLS}
+        status, answer = await server.post(asked)
+        assert status == 200
+        asked["messages"].append(answer["choices"][0]["message"] | {"refusal": None})
+        asked["messages"][-1].pop("refusal")
+        status, _ = await server.post(asked)
+    else:
+        asked = {"input": "q", "tools": [{"type": "function", **TOOLS[0]["function"]}]}
+        status, answer = await server.post(asked, path="/responses")
+        assert status == 200
+        status, _ = await server.post({**asked, "previous_response_id": answer["id"]}, path="/responses")
+    assert status == 200
+    assert len(engine.tree.calls) == 2
 
 
 @pytest.mark.parametrize(
     "arguments", ["[" * 100_000, nested(900), '{"x":' + "9" * 5000 + "}", '{"x": "\\ud800"}', '{"\\udfff": 1}']
 )
-def test_odd_arguments_from_a_client_are_text(arguments):
-    async def body():
-        async with served() as server:
-            engine = client_engine(lambda _: "x")
-            server.open("s", engine)
-            call = {"id": "c", "type": "function", "function": {"name": "double", "arguments": arguments}}
-            messages = [*user("q"), {"role": "assistant", "tool_calls": [call]}]
-            async with post_to(server) as post:
-                assert (await post({"messages": messages}))[0] == 200
-            assert json.dumps(arguments) in engine.scripted.prompts[0]
-
-    run(body)
+@with_gateway
+async def test_odd_arguments_from_a_client_are_text(server, arguments):
+    engine = server.scripted()
+    call = {"id": "c", "type": "function", "function": {"name": "double", "arguments": arguments}}
+    messages = [*user("q"), {"role": "assistant", "tool_calls": [call]}]
+    assert (await server.post({"messages": messages}))[0] == 200
+    assert json.dumps(arguments) in engine.scripted.prompts[0]
 
 
-def test_a_fault_of_the_gateway_is_not_tried_again(monkeypatch):
+@with_gateway
+async def test_a_fault_of_the_gateway_is_not_tried_again(server, monkeypatch):
     """The clients of OpenAI repeat a 500, and each time would sample a leaf."""
     num_asked = 0
 
@@ -522,12 +369,8 @@ def test_a_fault_of_the_gateway_is_not_tried_again(monkeypatch):
         num_asked += 1
         raise KeyError("bug")
 
-    async def body():
-        async with served() as server:
-            monkeypatch.setattr(server.open("s", client_engine(lambda _: "x")), "start", broken)
-            with pytest.raises(openai.InternalServerError, match="KeyError: 'bug'") as raised:
-                await server.client("s", max_retries=2).chat.completions.create(model="policy", messages=user("q"))
-            assert raised.value.code == "gateway_error"
-
-    run(body)
+    monkeypatch.setattr(server.open("s", client_engine(lambda _: "x")), "start", broken)
+    with pytest.raises(openai.InternalServerError, match="KeyError: 'bug'") as raised:
+        await server.client("s", max_retries=2).chat.completions.create(model="policy", messages=user("q"))
+    assert raised.value.code == "gateway_error"
     assert num_asked == 1

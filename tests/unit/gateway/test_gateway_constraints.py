@@ -1,13 +1,14 @@
 """Turns of a prescribed form: what the gateway asks of vLLM, and that it admits what the parsers read and no more."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import pickle
 
 import openai
 import pytest
-from gateway_cases import PROMPT, SAMPLING, TOOLS, chat_format, client_engine, encode, run, served, user
+from gateway_cases import PROMPT, SAMPLING, TOOLS, chat_format, client_engine, encode, served, user, with_gateway
 from scripted_llm import END, ScriptedClient, call_text, run_loop, tokenizer
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
@@ -63,8 +64,7 @@ def admits(form, text):
 async def form_of(body, *, api="chat"):
     """Return the form that a request comes to, as the engine's client gets it."""
     async with served() as server:
-        engine = client_engine(lambda _: DOUBLE)
-        server.open("s", engine)
+        engine = server.scripted(lambda _: DOUBLE)
         client = server.client("s")
         if api == "chat":
             await client.chat.completions.create(model="policy", messages=user("q"), **body)
@@ -187,64 +187,60 @@ def test_the_forms_of_calls_are_those_that_verls_parsers_read(name, text):
     assert (call.name, json.loads(call.arguments)) == ("add", {"a": 2, "b": 3})
 
 
-def test_forms_that_cannot_be_kept_to_are_refused_before_any_call():
-    async def body():
-        async with served() as server:
-            engine = client_engine(lambda _: "x")
-            server.open("s", engine)
-            server.open("pure", engine, constrained_decoding=False)
-            parser = ToolParser.get_tool_parser("glm", tokenizer())
-            server.gateway.open_session(
-                "glm",
-                engine,
-                chat_format=chat_format(tool_parser=parser),
-                settings=SessionSettings(sampling=SAMPLING),
-            )
+@with_gateway
+async def test_forms_that_cannot_be_kept_to_are_refused_before_any_call(server):
+    engine = server.scripted()
+    server.open("pure", engine, constrained_decoding=False)
+    parser = ToolParser.get_tool_parser("glm", tokenizer())
+    server.gateway.open_session(
+        "glm",
+        engine,
+        chat_format=chat_format(tool_parser=parser),
+        settings=SessionSettings(sampling=SAMPLING),
+    )
 
-            async def refusal(session, **more):
-                with pytest.raises(openai.BadRequestError) as raised:
-                    await server.client(session).chat.completions.create(model="policy", messages=user("q"), **more)
-                return raised.value.param, raised.value.message
+    async def refusal(session, **more):
+        with pytest.raises(openai.BadRequestError) as raised:
+            await server.client(session).chat.completions.create(model="policy", messages=user("q"), **more)
+        return raised.value.param, raised.value.message
 
-            param, message = await refusal("glm", tools=TOOLS, tool_choice="required")
-            assert param == "tool_choice"
-            assert "hermes, qwen3_coder" in message
-            param, message = await refusal("pure", tools=TOOLS, tool_choice="required")
-            assert param == "tool_choice"
-            assert "constrained_decoding=true" in message
-            param, _ = await refusal("pure", response_format={"type": "json_object"})
-            assert param == "response_format"
-            bad = {"type": "json_schema", "json_schema": {"name": "o", "schema": {"type": "no such type"}}}
-            param, message = await refusal("s", response_format=bad)
-            assert param == "response_format"
-            assert "no such type" in message
-            assert ".cc:" not in message
-            param, message = await refusal("s", response_format=bad, tools=TOOLS)
-            assert param == "response_format"
-            assert "no such type" in message
-            broken = {"type": "function", "function": {"name": "break", "parameters": {"type": "no such type"}}}
-            param, message = await refusal("s", tools=[*TOOLS, broken], tool_choice="required")
-            assert param == "tools"
-            assert "parameters of 'break'" in message
-            param, _ = await refusal("pure", tools=TOOLS, parallel_tool_calls=False)
-            assert param == "parallel_tool_calls"
-            text = {"format": {"type": "json_object"}}
-            with pytest.raises(openai.BadRequestError) as raised:
-                await server.client("pure").responses.create(model="policy", input="q", text=text)
-            assert raised.value.param == "text.format"
-            halve = {"type": "function", "function": {"name": "halve"}}
-            param, message = await refusal("s", tools=TOOLS, tool_choice=halve)
-            assert param == "tool_choice"
-            assert "halve" in message
-            assert "double" in message
-            param, _ = await refusal("s", tool_choice="required")
-            assert param == "tool_choice"
-            assert not engine.tree.calls
-            # A session that takes no constraint serves what needs none.
-            await server.client("pure").chat.completions.create(model="policy", messages=user("q"), tools=TOOLS)
-            assert engine.scripted.prompts == ["<|im_start|>system\ndouble <|im_end|>\n" + PROMPT]
-
-    run(body)
+    param, message = await refusal("glm", tools=TOOLS, tool_choice="required")
+    assert param == "tool_choice"
+    assert "hermes, qwen3_coder" in message
+    param, message = await refusal("pure", tools=TOOLS, tool_choice="required")
+    assert param == "tool_choice"
+    assert "constrained_decoding=true" in message
+    param, _ = await refusal("pure", response_format={"type": "json_object"})
+    assert param == "response_format"
+    bad = {"type": "json_schema", "json_schema": {"name": "o", "schema": {"type": "no such type"}}}
+    param, message = await refusal("s", response_format=bad)
+    assert param == "response_format"
+    assert "no such type" in message
+    assert ".cc:" not in message
+    param, message = await refusal("s", response_format=bad, tools=TOOLS)
+    assert param == "response_format"
+    assert "no such type" in message
+    broken = {"type": "function", "function": {"name": "break", "parameters": {"type": "no such type"}}}
+    param, message = await refusal("s", tools=[*TOOLS, broken], tool_choice="required")
+    assert param == "tools"
+    assert "parameters of 'break'" in message
+    param, _ = await refusal("pure", tools=TOOLS, parallel_tool_calls=False)
+    assert param == "parallel_tool_calls"
+    text = {"format": {"type": "json_object"}}
+    with pytest.raises(openai.BadRequestError) as raised:
+        await server.client("pure").responses.create(model="policy", input="q", text=text)
+    assert raised.value.param == "text.format"
+    halve = {"type": "function", "function": {"name": "halve"}}
+    param, message = await refusal("s", tools=TOOLS, tool_choice=halve)
+    assert param == "tool_choice"
+    assert "halve" in message
+    assert "double" in message
+    param, _ = await refusal("s", tool_choice="required")
+    assert param == "tool_choice"
+    assert not engine.tree.calls
+    # A session that takes no constraint serves what needs none.
+    await server.ask(session="pure", tools=TOOLS)
+    assert engine.scripted.prompts == ["<|im_start|>system\ndouble <|im_end|>\n" + PROMPT]
 
 
 def test_calls_with_and_without_a_form_are_made_in_the_order_of_their_requests():
@@ -261,56 +257,40 @@ def test_calls_with_and_without_a_form_are_made_in_the_order_of_their_requests()
     assert [prompt[PROMPT.index("q")] for prompt in prompts] == list("0112223333")
 
 
-def test_a_prescribed_form_is_warned_of_once(caplog):
-    async def body():
-        async with served() as server:
-            server.open("s", client_engine(lambda _: "x"))
-            for _ in range(2):
-                create = server.client("s").chat.completions.create
-                await create(model="policy", messages=user("q"), tools=TOOLS, parallel_tool_calls=False)
-
+@with_gateway
+async def test_a_prescribed_form_is_warned_of_once(server, caplog):
     _warn_of_masks.cache_clear()
-    run(body)
+    server.scripted()
+    for _ in range(2):
+        await server.ask(tools=TOOLS, parallel_tool_calls=False)
     warnings = [record.getMessage() for record in caplog.records if "prescribes the form" in record.getMessage()]
     assert len(warnings) == 1
     assert "(parallel_tool_calls)" in warnings[0]
     assert "rollout_is=token" in warnings[0]
 
 
-async def forces(*, base_url, api_key, model, row):
-    """Asks for JSON; its reward is 1 where that is taken."""
+async def dares(*, base_url, api_key, model, row):
+    """Ask for JSON, and end its own turn in a text; the reward has one for each that is taken."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        create = client.chat.completions.create
-        try:
-            await create(model=model, messages=row["raw_prompt"], response_format={"type": "json_object"})
-        except openai.BadRequestError:
-            await create(model=model, messages=row["raw_prompt"])
-            return 0.0
-    return 1.0
+        num_taken = 0
+        for more in ({"response_format": {"type": "json_object"}}, {"messages": user(END)}, {}):
+            with contextlib.suppress(openai.BadRequestError):
+                await client.chat.completions.create(**{"model": model, "messages": row["raw_prompt"], **more})
+                num_taken += 1
+    return float(num_taken)
 
 
-@pytest.mark.parametrize(("settings", "reward"), [({}, 1.0), ({"constrained_decoding": False}, 0.0)])
-def test_the_loop_blackbox_takes_forms_unless_it_is_told_not_to(settings, reward):
+@pytest.mark.parametrize(
+    ("settings", "prompts"),
+    [
+        ({}, ["q", END, "q"]),
+        ({"constrained_decoding": False}, [END, "q"]),
+        ({"special_tokens": False}, ["q", "q"]),
+    ],
+)
+def test_the_loop_blackbox_takes_forms_and_special_tokens_unless_it_is_told_not_to(settings, prompts):
     client = RecordingClient(ScriptedClient(lambda _: "{}"), tree=SessionTree(decode=tokenizer().decode))
-    loop = functools.partial(BlackboxAgentLoop, agent=f"{__name__}:forces", **settings)
-    (output,) = run_loop(loop, client, SAMPLING)
-    assert output.reward_score == reward
-
-
-async def forges(*, base_url, api_key, model, row):
-    """End its turn itself; the reward is 1 where that is taken."""
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        try:
-            await client.chat.completions.create(model=model, messages=user(END))
-        except openai.BadRequestError:
-            await client.chat.completions.create(model=model, messages=row["raw_prompt"])
-            return 0.0
-    return 1.0
-
-
-@pytest.mark.parametrize(("settings", "reward"), [({}, 1.0), ({"special_tokens": False}, 0.0)])
-def test_the_loop_blackbox_takes_special_tokens_unless_it_is_told_not_to(settings, reward):
-    client = RecordingClient(ScriptedClient(lambda _: "x"), tree=SessionTree(decode=tokenizer().decode))
-    loop = functools.partial(BlackboxAgentLoop, agent=f"{__name__}:forges", **settings)
-    (output,) = run_loop(loop, client, SAMPLING)
-    assert output.reward_score == reward
+    loop = functools.partial(BlackboxAgentLoop, agent=f"{__name__}:dares", **settings)
+    outputs = run_loop(loop, client, SAMPLING)
+    assert {output.reward_score for output in outputs} == {float(len(prompts))}
+    assert client._client.prompts == [PROMPT.replace("q", text) for text in prompts]

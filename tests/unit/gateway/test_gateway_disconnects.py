@@ -5,18 +5,7 @@ import random
 
 import openai
 import pytest
-from gateway_cases import (
-    TOOLS,
-    StreamingEngine,
-    client_engine,
-    connect,
-    head,
-    run,
-    served,
-    text_of,
-    tool_reply,
-    user,
-)
+from gateway_cases import TOOLS, StreamingEngine, client_engine, connect, head, text_of, tool_reply, user, with_gateway
 from scripted_llm import END
 
 from rollout_hooks.capture.session_tree import CallStatus
@@ -25,71 +14,58 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
-def test_a_client_that_goes_away_loses_text_but_no_token(api):
-    async def body():
-        async with served() as server:
-            engine = StreamingEngine(lambda _: "a long answer", delay_s=0.005)
-            session = server.open("s", engine)
-            client = server.client("s")
-            if api == "chat":
-                stream = await client.chat.completions.create(model="policy", messages=user("q"), stream=True)
-            else:
-                stream = await client.responses.create(model="policy", input="q", stream=True)
-            async for _ in stream:
-                break
-            await stream.close()
-            assert len(session.running) == 1
-            await server.client("s").chat.completions.create(model="policy", messages=user("again"))
-            await server.gateway.close_session("s")
-            assert not session.running
-            assert [call.status for call in engine.tree.calls] == [CallStatus.COMPLETED] * 2
-            assert (
-                sorted(text_of(leaf).split("assistant\n")[1] for leaf in engine.tree.leaves())
-                == ["a long answer" + END] * 2
-            )
-
-    run(body)
+@with_gateway
+async def test_a_client_that_goes_away_loses_text_but_no_token(server, api):
+    engine = StreamingEngine(lambda _: "a long answer", delay_s=0.005)
+    session = server.open("s", engine)
+    client = server.client("s")
+    if api == "chat":
+        stream = await client.chat.completions.create(model="policy", messages=user("q"), stream=True)
+    else:
+        stream = await client.responses.create(model="policy", input="q", stream=True)
+    async for _ in stream:
+        break
+    await stream.close()
+    assert len(session.running) == 1
+    await server.ask("again")
+    await server.gateway.close_session("s")
+    assert not session.running
+    assert [call.status for call in engine.tree.calls] == [CallStatus.COMPLETED] * 2
+    assert sorted(text_of(leaf).split("assistant\n")[1] for leaf in engine.tree.leaves()) == ["a long answer" + END] * 2
 
 
-def test_closing_a_session_refuses_requests_and_cancels_what_does_not_end():
-    async def body():
-        async with served() as server:
-            engine = client_engine(lambda _: "x", delay=lambda _: 30.0)
-            server.open("s", engine)
-            client = server.client("s")
-            asked = asyncio.create_task(client.chat.completions.create(model="policy", messages=user("q")))
-            while not server.gateway.num_calls:
-                await asyncio.sleep(0.01)
-            await server.gateway.close_session("s", timeout_s=0.05)
-            with pytest.raises(openai.InternalServerError, match="session was closed") as raised:
-                await asked
-            assert raised.value.status_code == 503
-            assert (engine.tree.calls[0].status, engine.tree.calls[0].cause) == (CallStatus.FAILED, "cancelled")
-            with pytest.raises(openai.NotFoundError):
-                await client.chat.completions.create(model="policy", messages=user("q"))
-            await server.gateway.close_session("s")
-
-    run(body)
+@with_gateway
+async def test_closing_a_session_refuses_requests_and_cancels_what_does_not_end(server):
+    engine = server.scripted(lambda _: "x", delay=lambda _: 30.0)
+    client = server.client("s")
+    asked = asyncio.create_task(client.chat.completions.create(model="policy", messages=user("q")))
+    while not server.gateway.num_calls:
+        await asyncio.sleep(0.01)
+    await server.gateway.close_session("s", timeout_s=0.05)
+    with pytest.raises(openai.InternalServerError, match="session was closed") as raised:
+        await asked
+    assert raised.value.status_code == 503
+    assert (engine.tree.calls[0].status, engine.tree.calls[0].cause) == (CallStatus.FAILED, "cancelled")
+    with pytest.raises(openai.NotFoundError):
+        await client.chat.completions.create(model="policy", messages=user("q"))
+    await server.gateway.close_session("s")
 
 
-def test_clients_that_go_away_before_their_request_is_whole_are_a_line_each_in_the_log(caplog, capfd):
-    async def body():
-        async with served() as server:
-            engine = client_engine(lambda _: "x")
-            session = server.open("s", engine)
-            for _ in range(3):
-                _, writer = await connect(server)
-                writer.write(head(server, length=100) + b"{")
-                while not session.num_waiting_bytes:
-                    await asyncio.sleep(0.005)
-                writer.close()
-                while session.num_waiting_bytes:
-                    await asyncio.sleep(0.005)
-            await server.client("s").chat.completions.create(model="policy", messages=user("q"))
-            assert len(engine.tree.calls) == 1
-
+@with_gateway
+async def test_clients_that_go_away_before_their_request_is_whole_are_a_line_each_in_the_log(server, caplog, capfd):
+    engine = client_engine(lambda _: "x")
+    session = server.open("s", engine)
     with caplog.at_level("INFO", logger="rollout_hooks.gateway"):
-        run(body)
+        for _ in range(3):
+            _, writer = await connect(server)
+            writer.write(head(server, length=100) + b"{")
+            while not session.num_waiting_bytes:
+                await asyncio.sleep(0.005)
+            writer.close()
+            while session.num_waiting_bytes:
+                await asyncio.sleep(0.005)
+        await server.ask()
+    assert len(engine.tree.calls) == 1
     assert capfd.readouterr().err == ""
     assert [record.levelname for record in caplog.records] == ["INFO"] * 3
     assert {record.getMessage() for record in caplog.records} == {
@@ -121,7 +97,8 @@ async def agent(client, number, rng, *, goes_away):
     await beside
 
 
-def test_64_sessions_lose_no_token_to_clients_that_go_away_nor_to_errors():
+@with_gateway
+async def test_64_sessions_lose_no_token_to_clients_that_go_away_nor_to_errors(server):
     """The engines' own logs hold every sampled token; the trees must hold each of them once."""
     rng = random.Random(3)
     fails = random.Random(4)
@@ -131,21 +108,16 @@ def test_64_sessions_lose_no_token_to_clients_that_go_away_nor_to_errors():
             return RuntimeError("injected")
         return tool_reply(prompt) if "session" in prompt else "an answer of some length"
 
-    async def body():
-        async with served() as server:
-            engines = [StreamingEngine(reply, delay_s=0.002) for _ in range(64)]
-            sessions = [server.open(f"s{i}", engine) for i, engine in enumerate(engines)]
-            clients = [server.client(f"s{i}", max_retries=8) for i in range(64)]
-            results = await asyncio.gather(
-                *(agent(client, i, rng, goes_away=i % 10 == 0) for i, client in enumerate(clients)),
-                return_exceptions=True,
-            )
-            assert results == [None] * 64
-            for session in sessions:
-                await server.gateway.close_session(session.session_id)
-            return engines
-
-    engines = run(body)
+    engines = [StreamingEngine(reply, delay_s=0.002) for _ in range(64)]
+    sessions = [server.open(f"s{i}", engine) for i, engine in enumerate(engines)]
+    clients = [server.client(f"s{i}", max_retries=8) for i in range(64)]
+    results = await asyncio.gather(
+        *(agent(client, i, rng, goes_away=i % 10 == 0) for i, client in enumerate(clients)),
+        return_exceptions=True,
+    )
+    assert results == [None] * 64
+    for session in sessions:
+        await server.gateway.close_session(session.session_id)
     num_failed = 0
     for engine in engines:
         calls = engine.tree.calls

@@ -6,7 +6,7 @@ import warnings
 
 import openai
 import pytest
-from gateway_cases import SAMPLING, chat_format, client_engine, run, served, text_of
+from gateway_cases import SAMPLING, chat_format, client_engine, text_of, with_gateway
 from picture_cases import picture, processor, shown
 from PIL import Image
 from scripted_llm import END, ScriptedClient, run_loop, tokenizer
@@ -54,19 +54,15 @@ def colours(images):
     return [image.getpixel((0, 0)) for image in images]
 
 
-def test_a_conversation_with_images_is_one_leaf_and_another_image_a_fork():
-    async def body():
-        async with served() as server:
-            engine = open_session(server, lambda text: "blue" if text.count("<|vision_start|>") > 1 else "red")
-            create = server.client("s").chat.completions.create
-            first = [user("what is ", RED, "?")]
-            answer = (await create(model="policy", messages=first)).choices[0].message.content
-            second = [*first, {"role": "assistant", "content": answer}, user(BLUE)]
-            await create(model="policy", messages=second)
-            await create(model="policy", messages=[user("what is ", BLUE, "?")])
-            return engine
-
-    engine = run(body)
+@with_gateway
+async def test_a_conversation_with_images_is_one_leaf_and_another_image_a_fork(server):
+    engine = open_session(server, lambda text: "blue" if text.count("<|vision_start|>") > 1 else "red")
+    create = server.client("s").chat.completions.create
+    first = [user("what is ", RED, "?")]
+    answer = (await create(model="policy", messages=first)).choices[0].message.content
+    second = [*first, {"role": "assistant", "content": answer}, user(BLUE)]
+    await create(model="policy", messages=second)
+    await create(model="policy", messages=[user("what is ", BLUE, "?")])
     prompt = f"<|im_start|>user\nwhat is {shown()}?{END}\n{ASSISTANT}"
     more = f"\n<|im_start|>user\n{shown()}{END}\n{ASSISTANT}"
     assert engine.scripted.prompts == [prompt, prompt + "red" + END + more, prompt]
@@ -80,21 +76,17 @@ def test_a_conversation_with_images_is_one_leaf_and_another_image_a_fork():
     assert [colours(row.multi_modal_data["images"]) for row in rows] == [[red, blue], [blue]]
 
 
-def test_responses_take_images_of_users_and_of_tools_and_go_on_from_them():
-    async def body():
-        async with served() as server:
-            engine = open_session(server, lambda _: "fine")
-            create = server.client("s").responses.create
-            part = {"type": "input_image", "image_url": url_of(RED, "JPEG")}
-            items = [{"role": "user", "content": [{"type": "input_text", "text": "see "}, part]}]
-            first = await create(model="policy", input=items)
-            call = {"type": "function_call", "call_id": "c", "name": "double", "arguments": "{}"}
-            result = {"type": "input_image", "image_url": url_of(BLUE)}
-            output = {"type": "function_call_output", "call_id": "c", "output": [result]}
-            await create(model="policy", input=[call, output], previous_response_id=first.id)
-            return engine
-
-    engine = run(body)
+@with_gateway
+async def test_responses_take_images_of_users_and_of_tools_and_go_on_from_them(server):
+    engine = open_session(server, lambda _: "fine")
+    create = server.client("s").responses.create
+    part = {"type": "input_image", "image_url": url_of(RED, "JPEG")}
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "see "}, part]}]
+    first = await create(model="policy", input=items)
+    call = {"type": "function_call", "call_id": "c", "name": "double", "arguments": "{}"}
+    result = {"type": "input_image", "image_url": url_of(BLUE)}
+    output = {"type": "function_call_output", "call_id": "c", "output": [result]}
+    await create(model="policy", input=[call, output], previous_response_id=first.id)
     assert f"see {shown()}" in engine.scripted.prompts[0]
     assert engine.scripted.prompts[1].endswith(f"[{shown()}]{END}\n{ASSISTANT}")
     ((first,), second) = engine.scripted.images
@@ -102,16 +94,12 @@ def test_responses_take_images_of_users_and_of_tools_and_go_on_from_them():
     assert colours(second)[1] == BLUE.getpixel((0, 0))
 
 
-def test_transparent_images_are_shown_on_white():
+@with_gateway
+async def test_transparent_images_are_shown_on_white(server):
+    engine = open_session(server, lambda _: "x")
     clear = Image.new("RGBA", (16, 8), (255, 0, 0, 0))
-
-    async def body():
-        async with served() as server:
-            engine = open_session(server, lambda _: "x")
-            await server.client("s").chat.completions.create(model="policy", messages=[user(clear)])
-            return engine
-
-    ((image,),) = run(body).scripted.images
+    await server.client("s").chat.completions.create(model="policy", messages=[user(clear)])
+    ((image,),) = engine.scripted.images
     assert (image.mode, image.getpixel((0, 0))) == ("RGB", (255, 255, 255))
 
 
@@ -132,46 +120,43 @@ HEAD, _, FILE = PNG.partition(",")
     ],
     ids=["remote", "local", "gif", "no base64", "no image", "half an image", "large"],
 )
-def test_what_is_no_image_to_be_read_is_refused_by_name(url, reason):
-    async def body():
-        async with served(max_pixels=4096) as server:
-            engine = open_session(server, lambda _: "x")
-            message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
-            with pytest.raises(openai.BadRequestError) as raised:
-                await server.client("s").chat.completions.create(model="policy", messages=[message])
-            assert not engine.tree.calls
-            return raised.value
-
+@with_gateway(max_pixels=4096)
+async def test_what_is_no_image_to_be_read_is_refused_by_name(server, url, reason):
+    engine = open_session(server, lambda _: "x")
+    message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        error = run(body)
-    assert (error.status_code, error.param, error.code) == (400, "messages", "invalid_image")
-    assert reason in error.message
-    assert len(error.message) < 300
+        status, answer = await server.post({"messages": [message]})
+    error = answer["error"]
+    assert (status, error["param"], error["code"]) == (400, "messages", "invalid_image")
+    assert reason in error["message"]
+    assert len(error["message"]) < 300
+    assert not engine.tree.calls
 
 
-def test_images_are_counted_and_go_to_models_that_read_them_from_those_who_may_show_them():
-    async def body():
-        async with served(max_images=1) as server:
-            open_session(server, lambda _: "x")
-            server.open("text", client_engine(lambda _: "x"))
-            refused = []
-            system = {**user(RED), "role": "system"}
-            low = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": PNG, "detail": "low"}}]}
-            spelt = user("what is <|image_pad|>?")
-            asked = [("s", user(RED, BLUE)), ("s", system), ("s", low), ("s", spelt), ("text", user(RED))]
-            for name, message in asked:
-                with pytest.raises(openai.BadRequestError) as raised:
-                    await server.client(name).chat.completions.create(model="policy", messages=[message])
-                refused.append(raised.value.message)
-            return refused
+SYSTEM = {**user(RED), "role": "system"}
+LOW = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": PNG, "detail": "low"}}]}
 
-    many, system, low, spelt, text = run(body)
-    assert "show 2 images, and 1 are the most" in many
-    assert "the role system shows an image" in system
-    assert "detail='low'" in low
-    assert "tokens of 1 images and 0 images" in spelt
-    assert "this model reads text" in text
+
+@pytest.mark.parametrize(
+    ("session", "message", "reason"),
+    [
+        ("s", user(RED, BLUE), "show 2 images, and 1 are the most"),
+        ("s", SYSTEM, "the role system shows an image"),
+        ("s", LOW, "detail='low'"),
+        ("s", user("what is <|image_pad|>?"), "tokens of 1 images and 0 images"),
+        ("text", user(RED), "this model reads text"),
+    ],
+)
+@with_gateway(max_images=1)
+async def test_images_are_counted_and_go_to_models_that_read_them_from_those_who_may_show_them(
+    server, session, message, reason
+):
+    open_session(server, lambda _: "x")
+    server.open("text", client_engine(lambda _: "x"))
+    status, answer = await server.post({"messages": [message]}, session=session)
+    assert status == 400
+    assert reason in answer["error"]["message"]
 
 
 async def two_looks(*, base_url, api_key, model, row):

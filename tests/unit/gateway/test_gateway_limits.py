@@ -12,7 +12,7 @@ import tracemalloc
 
 import httpx
 import pytest
-from gateway_cases import PROMPT, chat_format, client_engine, connect, head, post_to, run, served, user
+from gateway_cases import PROMPT, chat_format, client_engine, connect, head, user, with_gateway
 from PIL import Image
 from uvicorn.protocols.http import h11_impl
 
@@ -42,100 +42,78 @@ def test_kept_responses_are_the_histories_and_share_what_is_equal():
     assert num_new < 200 * 4 < sum(map(len, whole.values()))
 
 
-def test_a_chain_of_responses_takes_memory_for_its_messages_only():
-    async def body():
-        async with served() as server:
-            engine = client_engine(lambda _: "x")
-            session = server.open("s", engine)
-            async with post_to(server) as post:
-                more = {}
-                for i in range(12):
-                    _, answer = await post({"input": f"q{i}", **more}, path="/responses")
-                    more = {"previous_response_id": answer["id"]}
-            assert [len(each.added) for each in session.kept._kept.values()] == [2] * 12
-            text = "".join(f"<|im_start|>user\nq{i}<|im_end|>\n<|im_start|>assistant\nx<|im_end|>\n" for i in range(11))
-            assert engine.scripted.prompts[-1] == text + PROMPT.replace("q", "q11")
-
-    run(body)
+@with_gateway
+async def test_a_chain_of_responses_takes_memory_for_its_messages_only(server):
+    engine = client_engine(lambda _: "x")
+    session = server.open("s", engine)
+    more = {}
+    for i in range(12):
+        _, answer = await server.post({"input": f"q{i}", **more}, path="/responses")
+        more = {"previous_response_id": answer["id"]}
+    assert [len(each.added) for each in session.kept._kept.values()] == [2] * 12
+    text = "".join(f"<|im_start|>user\nq{i}<|im_end|>\n<|im_start|>assistant\nx<|im_end|>\n" for i in range(11))
+    assert engine.scripted.prompts[-1] == text + PROMPT.replace("q", "q11")
 
 
-def test_a_session_makes_so_many_calls_and_no_more():
-    async def body():
-        async with served(max_session_calls=3) as server:
-            engine = client_engine(lambda _: "x")
-            server.open("s", engine)
-            async with post_to(server) as post:
-                assert (await post({"messages": user("q"), "n": 2}))[0] == 200
-                status, answer = await post({"messages": user("q"), "n": 2})
-                assert (status, answer["error"]["code"]) == (400, "session_calls_exhausted")
-                assert (await post({"messages": user("q")}))[0] == 200
-            assert len(engine.tree.calls) == 3
-
-    run(body)
+@with_gateway(max_session_calls=3)
+async def test_a_session_makes_so_many_calls_and_no_more(server):
+    engine = server.scripted()
+    assert (await server.post({"messages": user("q"), "n": 2}))[0] == 200
+    status, answer = await server.post({"messages": user("q"), "n": 2})
+    assert (status, answer["error"]["code"]) == (400, "session_calls_exhausted")
+    assert (await server.post({"messages": user("q")}))[0] == 200
+    assert len(engine.tree.calls) == 3
 
 
-def test_bodies_that_wait_have_a_limit_together():
+@with_gateway(max_waiting_bytes=5000)
+async def test_bodies_that_wait_have_a_limit_together(server):
     """One of 3,000 bytes waits for its end: another does not fit beside it, and does when it is gone."""
     raw = json.dumps({"model": "policy", "messages": user("q" * 3000)}).encode()
 
-    async def body():
-        async with served(max_waiting_bytes=5000) as server:
-            server.open("s", client_engine(lambda _: "x"))
-            _, writer = await connect(server)
-            writer.write(head(server, length=len(raw)) + raw[:-1])
-            async with post_to(server) as post:
-                while server.gateway._num_waiting_bytes < len(raw) - 1:
-                    await asyncio.sleep(0.01)
-                status, answer = await post(raw)
-                assert (status, answer["error"]["code"]) == (429, "too_many_bytes")
-                assert server.gateway._num_waiting_bytes == len(raw) - 1
-                writer.close()
-                while server.gateway._num_waiting_bytes:
-                    await asyncio.sleep(0.01)
-                assert (await post(raw))[0] == 200
-
-    run(body)
+    server.scripted()
+    _, writer = await connect(server)
+    writer.write(head(server, length=len(raw)) + raw[:-1])
+    while server.gateway._num_waiting_bytes < len(raw) - 1:
+        await asyncio.sleep(0.01)
+    status, answer = await server.post(raw)
+    assert (status, answer["error"]["code"]) == (429, "too_many_bytes")
+    assert server.gateway._num_waiting_bytes == len(raw) - 1
+    writer.close()
+    while server.gateway._num_waiting_bytes:
+        await asyncio.sleep(0.01)
+    assert (await server.post(raw))[0] == 200
 
 
-def test_the_bodies_of_one_session_that_wait_have_a_share_of_the_limit():
+@with_gateway(max_waiting_bytes=8 * 4000, max_body_bytes=3500)
+async def test_the_bodies_of_one_session_that_wait_have_a_share_of_the_limit(server):
     """Two of 3,000 bytes have no room in a share of 4,000; another session's do, though its bodies go on waiting."""
     raw = json.dumps({"model": "policy", "messages": user("q" * 3000)}).encode()
 
-    async def body():
-        async with served(max_waiting_bytes=8 * 4000, max_body_bytes=3500) as server:
-            for name in ("s", "t"):
-                server.open(name, client_engine(lambda _: "x"))
-            pipes = [await connect(server) for _ in range(12)]
-            for _, writer in pipes:
-                writer.write(head(server, length=len(raw)) + raw[:-1])
-            late = [await asyncio.wait_for(reader.readuntil(b"}}"), 10) for reader, _ in pipes[1:]]
-            assert all(b"429" in each and b"too_many_bytes" in each for each in late)
-            async with post_to(server, "t") as post:
-                assert (await post(raw))[0] == 200
-            pipes[0][1].write(raw[-1:])
-            assert b" 200 " in await asyncio.wait_for(pipes[0][0].readline(), 10)
-            async with post_to(server) as post:
-                assert (await post(raw))[0] == 200
-            for _, writer in pipes:
-                writer.close()
-
-    run(body)
+    for name in ("s", "t"):
+        server.open(name, client_engine(lambda _: "x"))
+    pipes = [await connect(server) for _ in range(12)]
+    for _, writer in pipes:
+        writer.write(head(server, length=len(raw)) + raw[:-1])
+    late = [await asyncio.wait_for(reader.readuntil(b"}}"), 10) for reader, _ in pipes[1:]]
+    assert all(b"429" in each and b"too_many_bytes" in each for each in late)
+    assert (await server.post(raw, session="t"))[0] == 200
+    pipes[0][1].write(raw[-1:])
+    assert b" 200 " in await asyncio.wait_for(pipes[0][0].readline(), 10)
+    assert (await server.post(raw))[0] == 200
+    for _, writer in pipes:
+        writer.close()
 
 
-def test_bodies_that_do_not_come_are_not_waited_for():
-    async def body():
-        async with served(body_s=1) as server:
-            engine = client_engine(lambda _: "x")
-            server.open("s", engine)
-            reader, writer = await connect(server)
-            writer.write(head(server, length=100) + b"{")
-            answer = await asyncio.wait_for(reader.readuntil(b"}}"), 10)
-            assert answer.split()[1] == b"408"
-            assert b"request_timeout" in answer
-            assert not engine.tree.calls
-            writer.close()
-
-    run(body)
+@with_gateway(body_s=1)
+async def test_bodies_that_do_not_come_are_not_waited_for(server):
+    engine = server.scripted()
+    reader, writer = await connect(server)
+    writer.write(head(server, length=100) + b"{")
+    answer = await asyncio.wait_for(reader.readuntil(b"}}"), 10)
+    assert answer.split()[1] == b"408"
+    assert b"request_timeout" in answer
+    assert not engine.tree.calls
+    writer.close()
 
 
 async def seconds_until_closed(server, send):
@@ -160,7 +138,8 @@ async def seconds_until_closed(server, send):
 REFUSED = b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
 
 
-def test_connections_without_a_request_are_dropped():
+@with_gateway(idle_s=1)
+async def test_connections_without_a_request_are_dropped(server):
     """Silent ones, heads that never end, and the bodies of refused requests, byte by byte, without a key."""
     slow = {
         "silent": lambda _: b"",
@@ -168,38 +147,30 @@ def test_connections_without_a_request_are_dropped():
         "refused body": lambda i: REFUSED if i == 0 else b"x",
     }
 
-    async def body():
-        async with served(idle_s=1) as server:
-            took = await asyncio.gather(*(seconds_until_closed(server, send) for send in slow.values()))
-            assert all(0.9 < each < 10 for each, _ in took), dict(zip(slow, took, strict=True))
-            assert b" 401 " in took[-1][1]
-
-    run(body)
+    took = await asyncio.gather(*(seconds_until_closed(server, send) for send in slow.values()))
+    assert all(0.9 < each < 10 for each, _ in took), dict(zip(slow, took, strict=True))
+    assert b" 401 " in took[-1][1]
 
 
 @pytest.mark.parametrize(
     "first", [b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", REFUSED]
 )
-def test_a_connection_without_the_key_has_one_answer(first):
+@with_gateway(idle_s=1)
+async def test_a_connection_without_the_key_has_one_answer(server, first):
     """Not one for each of the requests behind it, though the last one has the key."""
-
-    async def body():
-        async with served(idle_s=1) as server:
-            last = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n\r\n"
-            last %= server.address.api_key.encode()
-            reader, writer = await connect(server)
-            writer.write(first + b"x" * 100_000 * (first is REFUSED) + first * 1000 + last)
-            answer = await asyncio.wait_for(reader.read(), 10)
-            assert answer.count(b"HTTP/1.1") == 1
-            assert answer.split()[1] in (b"401", b"404")
-            writer.close()
-            reader, writer = await connect(server)
-            writer.write(last * 3 + first)
-            answer = await asyncio.wait_for(reader.read(), 10)
-            assert (answer.count(b"HTTP/1.1 200"), answer.count(b"HTTP/1.1")) == (3, 4)
-            writer.close()
-
-    run(body)
+    last = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n\r\n"
+    last %= server.address.api_key.encode()
+    reader, writer = await connect(server)
+    writer.write(first + b"x" * 100_000 * (first is REFUSED) + first * 1000 + last)
+    answer = await asyncio.wait_for(reader.read(), 10)
+    assert answer.count(b"HTTP/1.1") == 1
+    assert answer.split()[1] in (b"401", b"404")
+    writer.close()
+    reader, writer = await connect(server)
+    writer.write(last * 3 + first)
+    answer = await asyncio.wait_for(reader.read(), 10)
+    assert (answer.count(b"HTTP/1.1 200"), answer.count(b"HTTP/1.1")) == (3, 4)
+    writer.close()
 
 
 async def open_with_small_buffer(server):
@@ -212,120 +183,101 @@ async def open_with_small_buffer(server):
     return await asyncio.open_connection(sock=client, limit=2**16)
 
 
-def test_a_client_that_does_not_read_is_dropped_and_a_slow_one_is_not():
+@with_gateway(body_s=2, idle_s=30)
+async def test_a_client_that_does_not_read_is_dropped_and_a_slow_one_is_not(server):
     """The answers have their tools, three times each: they are larger than what the system takes for a client."""
     tools = [{"type": "function", "name": "f", "description": "x" * 1_000_000}]
     raw = json.dumps({"model": "policy", "input": "q", "tools": tools, "stream": True}).encode()
 
-    async def body():
-        async with served(body_s=2, idle_s=30) as server:
-            server.open("s", client_engine(lambda _: "x"))
-            request = head(server, length=len(raw)).replace(b"chat/completions", b"responses") + raw
-            last = request.replace(b"Host: x", b"Connection: close\r\nHost: x", 1)
-            (deaf, _), (slow, _) = pipes = [await open_with_small_buffer(server) for _ in range(2)]
-            for _, writer in pipes:
-                writer.write(request * 2 + last)
-            begin, num_bytes = time.monotonic(), 0
-            while part := await asyncio.wait_for(slow.read(2**17), 10):
-                num_bytes += len(part)
-                await asyncio.sleep(len(part) / 2e6)
-            assert time.monotonic() - begin > 3
-            assert num_bytes > 9_000_000
-            with pytest.raises(ConnectionError):
-                await asyncio.wait_for(deaf.read(), 10)
-            for _, writer in pipes:
-                writer.close()
-
-    run(body)
+    server.scripted()
+    request = head(server, length=len(raw)).replace(b"chat/completions", b"responses") + raw
+    last = request.replace(b"Host: x", b"Connection: close\r\nHost: x", 1)
+    (deaf, _), (slow, _) = pipes = [await open_with_small_buffer(server) for _ in range(2)]
+    for _, writer in pipes:
+        writer.write(request * 2 + last)
+    begin, num_bytes = time.monotonic(), 0
+    while part := await asyncio.wait_for(slow.read(2**17), 10):
+        num_bytes += len(part)
+        await asyncio.sleep(len(part) / 2e6)
+    assert time.monotonic() - begin > 3
+    assert num_bytes > 9_000_000
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(deaf.read(), 10)
+    for _, writer in pipes:
+        writer.close()
 
 
-def test_bodies_of_refused_requests_are_not_kept():
+@with_gateway
+async def test_bodies_of_refused_requests_are_not_kept(server):
     body_bytes = 100_000
     raw = REFUSED + b"x" * body_bytes
     kept = tracemalloc.Filter(True, h11_impl.__file__)
 
-    async def body():
-        async with served() as server:
-            pipes = [await connect(server) for _ in range(20)]
-            tracemalloc.start()
-            for reader, writer in pipes:
-                writer.write(raw)
-                assert (await reader.readuntil(b"}}")).split()[1] == b"401"
-            traces = tracemalloc.take_snapshot().filter_traces([kept]).statistics("filename")
-            tracemalloc.stop()
-            assert sum(each.size for each in traces) < body_bytes
-            for _, writer in pipes:
-                writer.close()
-
-    run(body)
+    pipes = [await connect(server) for _ in range(20)]
+    tracemalloc.start()
+    for reader, writer in pipes:
+        writer.write(raw)
+        assert (await reader.readuntil(b"}}")).split()[1] == b"401"
+    traces = tracemalloc.take_snapshot().filter_traces([kept]).statistics("filename")
+    tracemalloc.stop()
+    assert sum(each.size for each in traces) < body_bytes
+    for _, writer in pipes:
+        writer.close()
 
 
-def test_a_call_that_takes_long_and_a_stream_of_requests_keep_their_connection():
-    async def body():
-        async with served(idle_s=1) as server:
-            engine = client_engine(lambda _: "x", delay=lambda prompt: 1.5 if "slow" in prompt else 0)
-            server.open("s", engine)
-            async with post_to(server) as post:
-                for text in ("q", "slow", "q"):
-                    assert (await post({"messages": user(text)}))[0] == 200
-            assert len(engine.tree.calls) == 3
-
-    run(body)
+@with_gateway(idle_s=1)
+async def test_a_call_that_takes_long_and_a_stream_of_requests_keep_their_connection(server):
+    engine = server.scripted(lambda _: "x", delay=lambda prompt: 1.5 if "slow" in prompt else 0)
+    for text in ("q", "slow", "q"):
+        assert (await server.post({"messages": user(text)}))[0] == 200
+    assert len(engine.tree.calls) == 3
 
 
 @pytest.mark.parametrize("line", [b"X: " + b"x" * 1000 + b"\r\n", b"x" * 1000])
-def test_endless_heads_are_cut_off(line):
-    async def body():
-        async with served() as server:
-            reader, writer = await connect(server)
-            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n")
-            num_bytes = 0
-            while not reader.at_eof() and num_bytes < 10**6:
-                writer.write(line)
-                num_bytes += len(line)
-                await asyncio.sleep(0.001)
-                if reader._buffer:
-                    break
-            assert num_bytes < 4 * MAX_HEAD_BYTES
-            assert (await reader.read(100)).split()[1] == b"400"
-            writer.close()
-
-    run(body)
+@with_gateway
+async def test_endless_heads_are_cut_off(server, line):
+    reader, writer = await connect(server)
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n")
+    num_bytes = 0
+    while not reader.at_eof() and num_bytes < 10**6:
+        writer.write(line)
+        num_bytes += len(line)
+        await asyncio.sleep(0.001)
+        if reader._buffer:
+            break
+    assert num_bytes < 4 * MAX_HEAD_BYTES
+    assert (await reader.read(100)).split()[1] == b"400"
+    writer.close()
 
 
-def test_connections_are_limited_and_those_that_are_open_go_on():
-    async def body():
-        async with served(max_connections=3) as server:
-            server.open("s", client_engine(lambda _: "x"))
-            async with post_to(server) as post:
-                assert (await post({"messages": user("q")}))[0] == 200
-                others = [await connect(server) for _ in range(2)]
-                late, _ = await connect(server)
-                with contextlib.suppress(ConnectionError):
-                    assert await asyncio.wait_for(late.read(), 10) == b""
-                assert (await post({"messages": user("q")}))[0] == 200
-            for _, writer in others:
-                writer.close()
-            await asyncio.sleep(0.1)
-            async with post_to(server) as post:
-                assert (await post({"messages": user("q")}))[0] == 200
-
-    run(body)
+@with_gateway(max_connections=3)
+async def test_connections_are_limited_and_those_that_are_open_go_on(server):
+    server.scripted()
+    assert (await server.post({"messages": user("q")}))[0] == 200
+    others = [await connect(server) for _ in range(2)]
+    late, _ = await connect(server)
+    with contextlib.suppress(ConnectionError):
+        assert await asyncio.wait_for(late.read(), 10) == b""
+    assert (await server.post({"messages": user("q")}))[0] == 200
+    for _, writer in others:
+        writer.close()
+    await asyncio.sleep(0.1)
+    reader, writer = await connect(server)
+    writer.write(REFUSED)
+    assert b" 401 " in await asyncio.wait_for(reader.readline(), 10)
+    writer.close()
 
 
-def test_upgrades_and_heads_that_are_no_http_write_no_log(caplog, capfd):
-    async def body():
-        async with served() as server:
-            for raw in (
-                b"\x16\x03\x01\r\n\r\n",
-                b"GET / HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
-            ):
-                reader, writer = await connect(server)
-                writer.write(raw)
-                assert (await reader.read(1000)).split()[1] in (b"400", b"404")
-                writer.close()
-
-    run(body)
+@with_gateway
+async def test_upgrades_and_heads_that_are_no_http_write_no_log(server, caplog, capfd):
+    for raw in (
+        b"\x16\x03\x01\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
+    ):
+        reader, writer = await connect(server)
+        writer.write(raw)
+        assert (await reader.read(1000)).split()[1] in (b"400", b"404")
+        writer.close()
     assert not caplog.records
     assert capfd.readouterr().err == ""
 
@@ -337,17 +289,13 @@ def image_url(*, width, height):
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def test_images_have_a_limit_together():
-    async def body():
-        async with served(max_total_pixels=250) as server:
-            server.open("s", client_engine(lambda _: "x"), form=chat_format(render=lambda *_, **__: [5]))
-            async with post_to(server) as post:
-                content = [image_url(width=10, height=10)] * 3
-                status, answer = await post({"messages": [{"role": "user", "content": content}]})
-            assert status == 400
-            assert "300 pixels together, and 250 are the most" in answer["error"]["message"]
-
-    run(body)
+@with_gateway(max_total_pixels=250)
+async def test_images_have_a_limit_together(server):
+    server.open("s", client_engine(lambda _: "x"), form=chat_format(render=lambda *_, **__: [5]))
+    content = [image_url(width=10, height=10)] * 3
+    status, answer = await server.post({"messages": [{"role": "user", "content": content}]})
+    assert status == 400
+    assert "300 pixels together, and 250 are the most" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -396,21 +344,16 @@ TOO_LARGE = {
 
 
 @pytest.mark.parametrize("what", TOO_LARGE)
-def test_forms_that_would_take_long_to_compile_are_refused(what):
-    async def body():
-        async with served() as server:
-            engine = client_engine(lambda _: "x")
-            server.open("s", engine)
-            form = {"type": "json_schema", "json_schema": {"name": "o", "schema": TOO_LARGE[what]}}
-            tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": TOO_LARGE[what]}}}}
-            forced = {"tools": [tool], "tool_choice": "required"}
-            async with post_to(server) as post:
-                for param, more in (("response_format", {"response_format": form}), ("tools", forced)):
-                    status, answer = await post({"messages": user("q"), **more})
-                    assert (status, answer["error"]["param"]) == (400, param)
-                    assert what in answer["error"]["message"]
-                assert not engine.tree.calls
-                # The functions of a model that is free prescribe nothing.
-                assert (await post({"messages": user("q"), "tools": [tool]}))[0] == 200
-
-    run(body)
+@with_gateway
+async def test_forms_that_would_take_long_to_compile_are_refused(server, what):
+    engine = server.scripted()
+    form = {"type": "json_schema", "json_schema": {"name": "o", "schema": TOO_LARGE[what]}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": TOO_LARGE[what]}}}}
+    forced = {"tools": [tool], "tool_choice": "required"}
+    for param, more in (("response_format", {"response_format": form}), ("tools", forced)):
+        status, answer = await server.post({"messages": user("q"), **more})
+        assert (status, answer["error"]["param"]) == (400, param)
+        assert what in answer["error"]["message"]
+    assert not engine.tree.calls
+    # The functions of a model that is free prescribe nothing.
+    assert (await server.post({"messages": user("q"), "tools": [tool]}))[0] == 200

@@ -191,7 +191,3 @@ def test_an_entry_of_the_loop_configuration_makes_the_loop():
 
     (first, last) = run_loop(make, client, SAMPLING, row=row(returns=0.5))
     assert (text(first), last.leaf_reward) == ("beside" + END, 0.5)
-
-
-def test_loop_is_registered():
-    assert _agent_loop_registry["blackbox"] == {"_target_": "rollout_hooks.loops.blackbox.BlackboxAgentLoop"}

@@ -28,34 +28,30 @@ def test_rewards_lie_on_the_last_token_of_their_turn():
     assert "node_rewards" not in rows["u_0_0"]
 
 
-def test_forks_inherit_what_was_given_before_and_rewind_drops_what_lies_behind():
-    async def run():
-        running = session("ab", "cd", "ef", "gh")
-        root = running.root
-        await root.generate()
-        (before,) = root.fork()
+async def test_forks_inherit_what_was_given_before_and_rewind_drops_what_lies_behind():
+    running = session("ab", "cd", "ef", "gh")
+    root = running.root
+    await root.generate()
+    (before,) = root.fork()
+    root.add_reward(1.0)
+    middle = root.position
+    await root.generate()
+    root.add_reward(0.25)
+    root.add_reward(0.5)  # they add up
+    (kept,) = root.fork()
+    kept.finish(0.0)
+    root.rewind(middle + 1)  # inside the turn cd: its reward was for the whole of it
+    (inside,) = root.fork()
+    await inside.generate()
+    inside.finish(0.0)
+    root.rewind(middle)
+    (after,) = root.fork()
+    await before.generate()
+    before.finish(0.0)
+    after.finish(0.0)
+    root.restart(encode("R"))
+    with pytest.raises(ValueError, match="no token that the model sampled"):
         root.add_reward(1.0)
-        middle = root.position
-        await root.generate()
-        root.add_reward(0.25)
-        root.add_reward(0.5)  # they add up
-        (kept,) = root.fork()
-        kept.finish(0.0)
-        root.rewind(middle + 1)  # inside the turn cd: its reward was for the whole of it
-        (inside,) = root.fork()
-        await inside.generate()
-        inside.finish(0.0)
-        root.rewind(middle)
-        (after,) = root.fork()
-        await before.generate()
-        before.finish(0.0)
-        after.finish(0.0)
-        root.restart(encode("R"))
-        with pytest.raises(ValueError, match="no token that the model sampled"):
-            root.add_reward(1.0)
-        return running
-
-    running = asyncio.run(run())
     assert scores(running) == {
         "abgh": [0, 0, 0, 0],
         "abcd": [0, 1, 0, 0.75],
@@ -64,18 +60,15 @@ def test_forks_inherit_what_was_given_before_and_rewind_drops_what_lies_behind()
     }
 
 
-def test_a_reward_on_the_cursor_goes_to_the_model_not_to_what_it_read():
-    async def run():
-        running = session("ab")
-        await running.root.generate()
-        running.root.observe(encode("TT"))
-        running.root.add_reward(1.0)
-        running.root.rewind(running.root.position - 1)  # behind it
-        running.root.finish(0.5)
-        return running
-
+async def test_a_reward_on_the_cursor_goes_to_the_model_not_to_what_it_read():
+    running = session("ab")
+    await running.root.generate()
+    running.root.observe(encode("TT"))
+    running.root.add_reward(1.0)
+    running.root.rewind(running.root.position - 1)  # behind it
+    running.root.finish(0.5)
     # The leaf's own reward lies on the last token, as verl's score does.
-    assert scores(asyncio.run(run())) == {"abT": [0, 1, 0.5]}
+    assert scores(running) == {"abT": [0, 1, 0.5]}
 
 
 def test_rewards_do_not_depend_on_which_branch_is_faster():
@@ -125,40 +118,31 @@ def test_misuse_is_refused_with_the_remedy():
         )
 
 
-def test_a_reward_behind_a_cut_moves_to_the_last_trained_token_that_is_left():
-    async def run():
-        running = session("ab", "cd")
-        root = running.root
-        await root.generate()
-        root.observe(encode("T"))
-        await root.generate()
-        root.add_reward(1.0)
-        root.finish(0.0)
-        return running
-
-    running = asyncio.run(run())
+async def test_a_reward_behind_a_cut_moves_to_the_last_trained_token_that_is_left():
+    running = session("ab", "cd")
+    root = running.root
+    await root.generate()
+    root.observe(encode("T"))
+    await root.generate()
+    root.add_reward(1.0)
+    root.finish(0.0)
     (output,) = running.outputs()
     cut = {"response_ids": output.response_ids[:3], "response_mask": output.response_mask[:3], "reward_score": 0.0}
     assert output.model_copy(update=cut).as_dict()["rm_scores"].tolist() == [0, 1, 0]
 
 
-def test_a_reward_moves_with_its_token_where_drift_is_healed():
+async def test_a_reward_moves_with_its_token_where_drift_is_healed():
     """The agent sends `END` back as its letters; what was sent, and is trained, is the one token that was sampled."""
-
-    async def run():
-        running = session("a" + END, "b", "c")
-        root = running.root
-        start = root.position
-        await root.generate()
-        root.rewind(start)
-        root.observe(encode("a") + [tokenizer().convert_tokens_to_ids(letter) for letter in END] + encode("T"))
-        await root.generate()
-        root.add_reward(1.0)
-        await root.generate()
-        root.finish(0.5)
-        return running
-
-    running = asyncio.run(run())
+    running = session("a" + END, "b", "c")
+    root = running.root
+    start = root.position
+    await root.generate()
+    root.rewind(start)
+    root.observe(encode("a") + [tokenizer().convert_tokens_to_ids(letter) for letter in END] + encode("T"))
+    await root.generate()
+    root.add_reward(1.0)
+    await root.generate()
+    root.finish(0.5)
     assert len(running.outputs()[0].response_ids) == 1 + len(END) + 3
     assert scores(running) == {"a" + END + "Tbc": [0, 0, 0, 1, 0.5]}
 
@@ -177,37 +161,29 @@ class Observing(BranchingAgentLoop):
         root.finish(0.0)
 
 
-def test_a_reward_outlives_the_stop_token_that_a_template_takes_away():
+async def test_a_reward_outlives_the_stop_token_that_a_template_takes_away():
     """GLM's stop token <|observation|> is the first token of the tool's message, so verl's builder takes it away."""
     glm = copy.deepcopy(tokenizer())
     glm.add_tokens([OBSERVATION, "<|user|>"], special_tokens=True)
     stop = glm.convert_tokens_to_ids(OBSERVATION)
     answer = TokenOutput(token_ids=[*encode("xy"), stop], log_probs=[-1.0] * 3, stop_reason="completed")
-
-    async def run():
-        loop = make_loop(Observing, ScriptedClient(lambda _: answer))
-        loop.continuous_token_builder = GLMContinuousTokenBuilder(glm)
-        return await loop.run(dict(SAMPLING), **dataset_row())
-
-    (output,) = asyncio.run(run())
+    loop = make_loop(Observing, ScriptedClient(lambda _: answer))
+    loop.continuous_token_builder = GLMContinuousTokenBuilder(glm)
+    (output,) = await loop.run(dict(SAMPLING), **dataset_row())
     assert (output.response_ids[:2], stop in output.response_ids) == (encode("xy"), False)
     assert output.response_mask[:3] == [1, 1, 0]
     assert output.as_dict()["rm_scores"].nonzero().tolist() == [[1]]
 
 
 @pytest.mark.parametrize(("to", "expected"), [(2, [1, 0, 0, 0]), (1, [0, 1, 0])])
-def test_rewards_that_are_kept_move_to_a_sampled_token(to, expected):
+async def test_rewards_that_are_kept_move_to_a_sampled_token(to, expected):
     """Behind Q a, or behind Q: nothing sampled is left there, so the next turn has it."""
-
-    async def run():
-        running = session("abcd", "ef")
-        root = running.root
-        await root.generate()
-        root.add_reward(1.0)
-        root.rewind(to, keep_rewards=True)
-        root.observe(encode("T"))
-        await root.generate()
-        root.finish(0.0)
-        return running
-
-    assert list(scores(asyncio.run(run())).values()) == [expected]
+    running = session("abcd", "ef")
+    root = running.root
+    await root.generate()
+    root.add_reward(1.0)
+    root.rewind(to, keep_rewards=True)
+    root.observe(encode("T"))
+    await root.generate()
+    root.finish(0.0)
+    assert list(scores(running).values()) == [expected]

@@ -5,7 +5,6 @@ import pytest
 from loop_cases import ASSISTANT, advantages, call, prompt, response, rewards, run, slow_tool, trained
 from scripted_llm import END, tokenizer
 from typing_extensions import override
-from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
 from rollout_hooks.capture.call_kinds import CallKind
 from rollout_hooks.capture.outputs import SessionFailed
@@ -53,10 +52,6 @@ def len_of(text):
 
 FIRST_TURN = CALLS[0] + END + result(2)
 BUDGET = len_of(HEAD + ASSISTANT + FIRST_TURN) + 60
-
-
-def test_registered_with_verl():
-    assert _agent_loop_registry["compaction"]["_target_"] == "rollout_hooks.loops.compaction.CompactionAgentLoop"
 
 
 def test_the_tree_its_masks_rewards_and_advantages():
@@ -133,17 +128,3 @@ def test_a_failed_summary_or_slow_tool_fails_the_branch_and_rewarded_leaves_stay
     with pytest.raises(SessionFailed, match="tool 'slow' took longer") as raised:
         run(Rewarded, slow, options=options, more_tools=[slow_tool()])
     assert rewards(raised.value.outputs) == [0.5]
-
-
-@pytest.mark.parametrize(
-    ("options", "rollout", "message"),
-    [
-        ({"max_context_len": 0}, {}, "max_context_len=0"),
-        ({"max_context_len": 2048}, {}, "below rollout.prompt_length"),
-        ({"max_summary_len": 0}, {}, "max_summary_len=0"),
-        ({}, {"multi_turn__max_assistant_turns": None}, "max_assistant_turns=null"),
-    ],
-)
-def test_options_are_checked(options, rollout, message):
-    with pytest.raises(ValueError, match=message):
-        run(CompactionAgentLoop, reply, options=options, **rollout)

@@ -11,7 +11,6 @@ from loop_cases import ASSISTANT, advantages, call, prompt, response, rewards, r
 from scripted_llm import END, tokenizer
 from scripted_llm import row as dataset_row
 from typing_extensions import override
-from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
 from rollout_hooks.capture.outputs import SessionFailed
 from rollout_hooks.loops.memory import MemoryAgentLoop
@@ -47,10 +46,6 @@ def reply(text):
 
 def user(text):
     return f"<|im_start|>user\n{text}{END}\n"
-
-
-def test_registered_with_verl():
-    assert _agent_loop_registry["memory"]["_target_"] == "rollout_hooks.loops.memory.MemoryAgentLoop"
 
 
 def test_the_tree_its_masks_rewards_and_advantages():
@@ -187,21 +182,6 @@ def test_length_of_a_turn():
     assert client._client.sampling_params[0]["max_tokens"] == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "rollout", "message"),
-    [
-        ({"max_notes": -1}, {}, "max_notes=-1"),
-        ({"max_found": 0}, {}, "max_found=0"),
-        ({"tool_errors": "hide"}, {}, "tool_errors='hide'"),
-        ({"max_turn_len": 0}, {}, "max_turn_len=0"),
-        ({}, {"multi_turn__max_assistant_turns": None}, "max_assistant_turns=null"),
-    ],
-)
-def test_options_are_checked(options, rollout, message):
-    with pytest.raises(ValueError, match=message):
-        run(MemoryAgentLoop, reply, row=ROW, options=options, **rollout)
-
-
 def stored(*texts, embed=None):
     async def fill():
         store = MemoryStore(embed=embed)
@@ -255,15 +235,13 @@ def test_embeddings_find_what_has_no_word_in_common():
         stored("a", embed=lambda _: np.zeros(2))
 
 
-def test_concurrent_writes_are_numbered_in_the_order_of_the_calls():
+async def test_concurrent_writes_are_numbered_in_the_order_of_the_calls():
     """The first embedding takes longest: without a queue it would be written last."""
 
     def embed(texts):
         time.sleep(0.02 if texts[0] == "0" else 0.0)
         return np.ones((1, 2))
 
-    async def write():
-        store = MemoryStore(embed=embed)
-        return await asyncio.gather(*(store.write(str(number)) for number in range(5)))
-
-    assert [(note.number, note.text) for note in asyncio.run(write())] == [(i + 1, str(i)) for i in range(5)]
+    store = MemoryStore(embed=embed)
+    notes = await asyncio.gather(*(store.write(str(number)) for number in range(5)))
+    assert [(note.number, note.text) for note in notes] == [(i + 1, str(i)) for i in range(5)]

@@ -4,26 +4,15 @@ import re
 from pathlib import Path
 
 import pytest
-from loop_cases import run as run_with
-from loop_cases import slow_tool
-from scripted_llm import END, ScriptedClient, call_text, run_loop, tokenizer
+from loop_cases import decode, slow_tool
+from loop_cases import run as run_loop
+from scripted_llm import END, call_text, tokenizer
 from scripted_llm import row as dataset_row
 from typing_extensions import override
-from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
 from rollout_hooks.capture.call_kinds import CallKind
 from rollout_hooks.capture.outputs import SessionFailed
-from rollout_hooks.capture.recording import RecordingClient
-from rollout_hooks.capture.rows import RowLimits, session_rows
-from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.loops.parallel_tools import ParallelToolsAgentLoop
-
-SAMPLING = {"temperature": 1.0, "logprobs": True}
-LIMITS = RowLimits(512, 512, wants_log_probs=True)
-
-
-def decode(token_ids):
-    return tokenizer().decode(list(token_ids))
 
 
 def results(*values):
@@ -55,18 +44,8 @@ def reply(prompt):
     return call_text(3) + call_text(4)
 
 
-def run(reply=reply, loop_class=Rewarded, delay=None, row=None, **rollout):
-    client = RecordingClient(ScriptedClient(reply, delay), tree=SessionTree(decode=decode))
-    settings = {"prompt_length": 512, "response_length": 512, **rollout}
-    outputs = run_loop(loop_class, client, SAMPLING, row=row, **settings)
-    return outputs, client
-
-
-def test_registered_with_verl():
-    assert (
-        _agent_loop_registry["parallel_tools"]["_target_"]
-        == "rollout_hooks.loops.parallel_tools.ParallelToolsAgentLoop"
-    )
+def run(reply=reply, loop_class=Rewarded, **settings):
+    return run_loop(loop_class, reply, **settings)
 
 
 def test_every_call_has_a_branch_that_sees_only_its_own_result():
@@ -83,10 +62,6 @@ def test_every_call_has_a_branch_that_sees_only_its_own_result():
         assert trained == turn + decode(output.response_ids).split("assistant\n")[-1]
         assert output.num_turns == 4
     assert client.tree.count_kinds() == {CallKind.ROOT: 1, CallKind.CONTINUATION: 1, CallKind.FORK: 2}
-    rows = session_rows(client.tree, outputs, limits=LIMITS)
-    assert [row.response_mask for row in rows.outputs] == [output.response_mask for output in outputs]
-    assert [row.response_logprobs for row in rows.outputs] == [output.response_logprobs for output in outputs]
-    assert rows.num_dropped == 0
 
 
 def test_conclusions_run_beside_the_main_branch_and_the_order_of_rows_is_that_of_the_calls():
@@ -207,7 +182,7 @@ def test_a_slow_call_ends_its_conclusion_and_the_main_branch_is_told():
             return "one is late"
         return "it is 6" if "[6]" in prompt else call_text(3) + call_text(1, "slow")
 
-    outputs, client = run_with(Rewarded, slow, options={"call_timeout_s": 0.5}, more_tools=[slow_tool()])
+    outputs, client = run(slow, options={"call_timeout_s": 0.5}, more_tools=[slow_tool()])
     assert [output.leaf_reward for output in outputs] == [1.0, 11.0]
     assert "[Error: tool 'slow' took longer than call_timeout_s=0.5]" in decode(outputs[-1].response_ids)
     assert len(client.tree.calls) == 3
@@ -217,7 +192,7 @@ def test_tool_errors_that_end_a_branch_end_its_conclusion_only():
     def broken(prompt):
         return "sorry" if "out of order" in prompt else call_text(1, "broken") + call_text(1, "nope")
 
-    outputs, _ = run_with(ParallelToolsAgentLoop, broken, options={"tool_errors": "end"})
+    outputs, _ = run(broken, ParallelToolsAgentLoop, options={"tool_errors": "end"})
     assert ["Unknown function" in decode(output.response_ids) for output in outputs] == [True, True]
     assert ["out of order" in decode(output.response_ids) for output in outputs] == [False, True]
 
@@ -230,8 +205,8 @@ def test_converse_is_all_that_a_plain_agent_needs():
     exec(source, scope)
     answers = iter(["six", "five"])
     fields = dataset_row(reward_model={"ground_truth": "six"})
-    outputs, _ = run_with(
-        scope["TwoAttempts"], lambda prompt: next(answers) if "[6]" in prompt else call_text(3), row=fields
+    outputs, _ = run(
+        lambda prompt: next(answers) if "[6]" in prompt else call_text(3), scope["TwoAttempts"], row=fields
     )
     said = [call_text(3) + END + results(6) + answer + END for answer in ("six", "five")]
     # Which of them asks first behind its call is chance.

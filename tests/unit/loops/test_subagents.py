@@ -7,7 +7,6 @@ import pytest
 from loop_cases import ASSISTANT, advantages, call, prompt, response, rewards, run, slow_tool, trained
 from scripted_llm import END
 from typing_extensions import override
-from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
 from rollout_hooks.capture.outputs import SessionFailed
 from rollout_hooks.loops.subagents import SubagentsAgentLoop
@@ -47,10 +46,6 @@ def reply(text):
     if "system\nC" in text:
         return "8" if "[8]" in text else call("double", x=4)
     return "14" if "[6]" in text and "[8]" in text else TWO
-
-
-def test_registered_with_verl():
-    assert _agent_loop_registry["subagents"]["_target_"] == "rollout_hooks.loops.subagents.SubagentsAgentLoop"
 
 
 def test_the_tree_its_masks_rewards_and_advantages():
@@ -160,13 +155,6 @@ def test_error_in_a_hook_of_a_child_fails_the_session_with_its_cause():
 
     with pytest.raises(SessionFailed, match="KeyError: 'three'"):
         run(Buggy, reply, options=OPTIONS)
-
-
-@pytest.mark.parametrize("options", [{"max_depth": 0}, {"max_children": 0}])
-def test_options_are_checked(options):
-    ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=f"{name}={value}"):
-        run(SubagentsAgentLoop, reply, options=options)
 
 
 def test_own_tools_may_not_be_hidden_by_configured_ones():

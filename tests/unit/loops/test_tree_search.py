@@ -7,7 +7,6 @@ import pytest
 from loop_cases import ASSISTANT, advantages, call, response, rewards, run, slow_tool, trained
 from scripted_llm import END, tokenizer
 from scripted_llm import row as dataset_row
-from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.capture.outputs import SessionFailed
@@ -41,10 +40,6 @@ def sampler(*answers):
 
 
 TURN = call("double", x=1) + END
-
-
-def test_registered_with_verl():
-    assert _agent_loop_registry["tree_search"]["_target_"] == "rollout_hooks.loops.tree_search.TreeSearchAgentLoop"
 
 
 def test_random_places_the_tree_its_masks_rewards_and_advantages():
@@ -230,12 +225,3 @@ def test_the_reward_is_verls_for_every_leaf_unless_overridden():
     row = dataset_row(data_source="openai/gsm8k", reward_model={"ground_truth": "7"})
     outputs, _ = run(TreeSearchAgentLoop, lambda _: next(answers), row=row)
     assert rewards(outputs) == [1.0, 0.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("num_trees", 0), ("num_expansions", 0), ("num_samples", 0), ("num_rounds", -1), ("select", "best")],
-)
-def test_options_are_checked(name, value):
-    with pytest.raises(ValueError, match=f"{name}={value!r}"):
-        run(TreeSearchAgentLoop, lambda _: "1", options={name: value})
