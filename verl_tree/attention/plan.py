@@ -243,7 +243,7 @@ class AttentionPlan:
         """Return the queries in chunks of at most `size` tokens, as recurrent layers compute them.
 
         Raises:
-            ValueError: The plan has a context whose states are not kept, or several ranks compute it.
+            ValueError: The plan has a context whose states are not kept.
         """
         self._check_serves_recurrence()
         return self.once(
@@ -281,11 +281,8 @@ class AttentionPlan:
                 f"a recurrent layer got a plan of {self.num_context} context tokens without their states: give what "
                 "keeps them (context=...)"
             )
-        if self.shard.num_ranks > 1:
-            raise ValueError(
-                f"a recurrent layer got a plan of {self.shard.num_ranks} ranks, each of which has only some tokens of "
-                "a path: set ulysses_sequence_parallel_size=1 for models with recurrent layers"
-            )
+        # A rank of several has only some tokens of a path, so an engine refuses these layers (`verl_tree.clashes`).
+        assert self.shard.num_ranks == 1, self.shard.num_ranks
 
     def once(self, key: Hashable, make: Callable[[Self], T]) -> T:
         """Return `make(self)`, made on the first call for `key` and shared by all layers and their recomputation.
