@@ -7,9 +7,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
-from verl_tree.families import RECURRENT_TYPES
 from verl_tree.launch.checks import features
 from verl_tree.launch.checks.choices import NO_QAT, OFF, ON, Choice
+from verl_tree.launch.checks.inputs import check_models
 from verl_tree.launch.checks.prompts import row_problems
 from verl_tree.launch.checks.refusals import (
     DATA_KEYS,
@@ -21,7 +21,6 @@ from verl_tree.launch.checks.refusals import (
     has_scheme,
     is_parquet_here,
     missing,
-    model_settings,
     refusal,
     settle,
     uses_flat,
@@ -116,19 +115,6 @@ def check_files(config: DictConfig) -> Findings:
                     yield refusal(config, key, problem)
 
 
-def check_model(config: DictConfig) -> Findings:
-    """Find a model that does not exist or that takes more than text."""
-    path = config.model.path
-    if not isinstance(path, str) or not path:
-        yield refusal(config, "model.path", "give the folder of a model, or its name on the hub (owner/model)")
-    elif not has_scheme(path) and not os.path.isdir(path) and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
-        yield refusal(config, "model.path", f"{missing(path, 'folder')}, or a name on the hub (owner/model)")
-    settings = model_settings(path)
-    towers = [name for name in settings if name in ("vision_config", "audio_config")]
-    if towers and settings.get("model_type") not in RECURRENT_TYPES:
-        yield refusal(config, "model.path", f"multimodal model ({', '.join(towers)}); give a text model")
-
-
 def check_start(config: DictConfig) -> Findings:
     """Find checkpoints that no run can go on from; verl reads `resume_from_path` in the mode `auto`, too."""
     if config.trainer.resume_from_path is None:
@@ -145,7 +131,7 @@ CHECKS: tuple[Check, ...] = (
     check_longest_row,
     check_validation,
     check_files,
-    check_model,
+    check_models,
     check_attention,
     check_start,
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig
 
 from verl_tree.families import IMAGE_TYPES, RECURRENT_TYPES
-from verl_tree.launch.checks.features import reads_images
+from verl_tree.launch.checks.features import models_of, reads_images
 from verl_tree.launch.checks.refusals import (
     DATA_KEYS,
     MODELS,
@@ -23,10 +23,10 @@ from verl_tree.launch.checks.refusals import (
     data_files,
     has_scheme,
     missing,
+    model_settings,
     refusal,
     refusal_here,
     refusal_to_run,
-    uses_critic,
     value_of,
 )
 
@@ -65,7 +65,7 @@ def check_text_rows(config: DictConfig) -> Findings:
 
 def check_models(config: DictConfig) -> Findings:
     """Find models that do not exist or that take more than text."""
-    for model in MODELS if uses_critic(config) else MODELS[:1]:
+    for model in models_of(config):
         key = f"{model}.path"
         path = value_of(config, key)
         if not isinstance(path, str) or not path:
@@ -75,28 +75,25 @@ def check_models(config: DictConfig) -> Findings:
         elif path.endswith("/"):
             yield refusal(config, key, "verl takes no folder that ends in /; remove it")
         elif os.path.isdir(path):
-            yield from _check_folder(config, key, Path(path), value_of(config, f"{model}.hf_config_path"))
+            if not os.path.isfile(f"{path}/config.json") and not value_of(config, f"{model}.hf_config_path"):
+                yield refusal_here(config, key, "the folder has no config.json; give one that save_pretrained wrote")
             if not any(name.endswith(WEIGHTS) for name in os.listdir(path)):
                 remedy = "the folder has no weights (*.safetensors or *.bin); give one that save_pretrained wrote"
                 yield refusal_to_run(config, key, remedy)
+            yield from _check_towers(config, key)
         else:
             yield from _check_hub_name(config, key, path)
+            yield from _check_towers(config, key)
 
 
-def _check_folder(config: DictConfig, key: str, folder: Path, other_config: str | None) -> Findings:
-    path = folder / "config.json"
-    if not path.is_file():
-        if not other_config:
-            yield refusal_here(config, key, "the folder has no config.json; give one that save_pretrained wrote")
-        return
-    model = json.loads(path.read_text())
-    towers = [name for name in model if name in ("vision_config", "audio_config")]
+def _check_towers(config: DictConfig, key: str) -> Findings:
+    """Find a model that takes more than text: its inputs may differ and yet have the same token ids."""
+    settings, is_policy = model_settings(value_of(config, key)), key == f"{MODELS[0]}.path"
+    towers = [name for name in settings if name in ("vision_config", "audio_config")]
     # Every published checkpoint of Qwen3.5 has a vision tower. Rows with images are refused by themselves.
-    served = (*RECURRENT_TYPES, *(IMAGE_TYPES if key == f"{MODELS[0]}.path" else ()))
-    if towers and model.get("model_type") not in served:
-        # Inputs of such a model may differ and yet have the same token ids.
-        others = f"a policy of the type {' or '.join(IMAGE_TYPES)}"
-        yield refusal(config, key, f"multimodal model ({', '.join(towers)}); give a text model, or {others}")
+    if towers and settings.get("model_type") not in (*RECURRENT_TYPES, *(IMAGE_TYPES if is_policy else ())):
+        others = "" if key == "model.path" else f", or a policy of the type {' or '.join(IMAGE_TYPES)}"
+        yield refusal(config, key, f"multimodal model ({', '.join(towers)}); give a text model{others}")
 
 
 def check_chat_template(config: DictConfig) -> Findings:
