@@ -4,9 +4,9 @@ A family that calls transformers' attention interface in all its layers needs no
 see a token's own path only, and `verl_tree.attention.hf.check_model` finds that out. Here is what cannot be found out.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Mixing = Literal["delta_rule", "delta_rule_three_convs", "short_conv", "mamba2"]
 """How a recurrent layer computes, which says what stands in for it (`verl_tree.recurrence.stand_ins`)."""
@@ -76,3 +76,22 @@ LOGIT_TRANSFORMS = {
     "lm_head_multiplier": 1.0,
 }
 """Config keys of families that change the logits behind their head, with the value that changes nothing."""
+
+
+def has_recurrent_layers(settings: Mapping[str, Any]) -> bool:
+    """Whether a model has some, by what its config.json says; some Granite-4 have attention only."""
+    layer_types = (dict(settings) | (settings.get("text_config") or {})).get("layer_types")
+    is_recurrent = settings.get("model_type") in RECURRENT_TYPES
+    return is_recurrent and not set(RECURRENT_LAYERS).isdisjoint(layer_types or RECURRENT_LAYERS)
+
+
+def has_token_classifier(settings: Mapping[str, Any]) -> bool:
+    """Whether transformers or the model's own code has a token classifier, which a critic is; True if unknown."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    )
+
+    unserved = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.keys()
+    has_own = "AutoModelForTokenClassification" in (settings.get("auto_map") or {})
+    return has_own or settings.get("model_type") not in unserved

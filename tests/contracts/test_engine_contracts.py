@@ -133,7 +133,7 @@ def test_what_verl_does_for_ulysses_and_the_tree_engine_goes_round(
 
 
 def test_the_keys_that_make_teams() -> None:
-    """As `verl_tree.launch.checks.ulysses` reads them: the actor's old key counts, the critic's does not."""
+    """As `verl_tree.launch.checks.capacity` reads them: the actor's old key counts, the critic's does not."""
     common = {"strategy": "fsdp2", "rollout_n": 1, "use_dynamic_bsz": True}
     actor = FSDPActorConfig(fsdp_config=FSDPEngineConfig(), ulysses_sequence_parallel_size=2, **common)
     critic = FSDPCriticConfig(fsdp=FSDPEngineConfig(), ulysses_sequence_parallel_size=2, **common)

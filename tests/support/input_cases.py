@@ -70,3 +70,22 @@ def refusal(*overrides: str) -> str:
     with pytest.raises(ValueError, match="=") as error:
         validate(resolved(*overrides))
     return str(error.value)
+
+
+@functools.cache
+def _composed_sft() -> DictConfig:
+    rows = write_rows(Path(FOLDER.name) / "sft.parquet", "messages")
+    model = write_model(Path(FOLDER.name) / "model", **SIZES)
+    config = compose_config(
+        ["trainer.device=cpu", f"data.train_files={rows}", f"model.path={model}"], default_name="tree_sft"
+    )
+    OmegaConf.set_struct(config, False)
+    return config
+
+
+def resolved_sft(*overrides: str) -> DictConfig:
+    """Return a valid configuration of fine-tuning with values replaced."""
+    config = OmegaConf.merge(_composed_sft(), OmegaConf.from_dotlist(list(overrides)))
+    assert isinstance(config, DictConfig)
+    OmegaConf.resolve(config)
+    return config

@@ -16,6 +16,8 @@ import torch
 from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedModel
 
+from verl_tree import clashes
+
 Checkpoint = Callable[..., Any]
 
 
@@ -29,10 +31,9 @@ def offload_checkpoints(model: PreTrainedModel, *, moved: AbstractContextManager
         ValueError: The model does not use gradient checkpointing.
     """
     if not model.is_gradient_checkpointing:
-        raise ValueError(
-            "model.enable_activation_offload=true moves what gradient checkpointing keeps, which is off: set "
-            "model.enable_gradient_checkpointing=true"
-        )
+        switches = {clashes.OFFLOAD: "model.enable_activation_offload=true"}
+        switches[clashes.NO_CHECKPOINTS] = "model.enable_gradient_checkpointing=false"
+        clashes.refuse({clashes.TREES: type(model).__name__, **switches})
     moved = save_on_cpu(pin_memory=torch.cuda.is_available()) if moved is None else moved
     name = "_gradient_checkpointing_func"
     for module in model.modules():

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from verl_tree import clashes
 from verl_tree.relay.repeatable import Repetition
 
 Forward = Callable[[Tensor], Tensor]
@@ -47,10 +48,7 @@ def tile_modules(model: PreTrainedModel, *, num_tiles: int) -> None:
     layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
     mlps = [child for layer in layers for child in layer.children() if type(child).__name__.endswith("MLP")]
     if not mlps:
-        raise ValueError(
-            f"{type(model).__name__} has no MLP in its layers, and experts are not tiled: set "
-            "model.tiled_mlp.enabled=false"
-        )
+        clashes.refuse({clashes.TILES: f"tiled_mlp.num_shards={num_tiles}", clashes.NO_MLP: type(model).__name__})
     norms = [each for each in model.modules() if type(each).__name__.endswith("Norm")]
     for module in (*mlps, *norms):
         module.forward = _tiled(module, module.forward, num_tiles=num_tiles)

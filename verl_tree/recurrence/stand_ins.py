@@ -93,11 +93,8 @@ class StandIn:
                 f"{self.name} got a plan of {self._plan.num_context} context tokens without their states: give what "
                 "keeps them (context=...)"
             )
-        if self._plan.shard.num_ranks > 1:
-            raise ValueError(
-                f"{self.name} got a plan of {self._plan.shard.num_ranks} ranks, each of which has only some tokens of "
-                "a path: set ulysses_sequence_parallel_size=1 for models with recurrent layers"
-            )
+        # A rank of several has only some tokens of a path, so an engine refuses these layers (`verl_tree.clashes`).
+        assert self._plan.shard.num_ranks == 1, self._plan.shard.num_ranks
         return self._plan
 
     def _states(self, function: str) -> States | None:

@@ -7,8 +7,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
-from verl_tree.families import RECURRENT_TYPES
-from verl_tree.launch.checks.flash_attn import INSTALL, VERLS_DEFAULT
+from verl_tree.launch.checks import features
+from verl_tree.launch.checks.choices import NO_QAT, OFF, ON, Choice
+from verl_tree.launch.checks.inputs import check_models
 from verl_tree.launch.checks.prompts import row_problems
 from verl_tree.launch.checks.refusals import (
     DATA_KEYS,
@@ -20,44 +21,27 @@ from verl_tree.launch.checks.refusals import (
     has_scheme,
     is_parquet_here,
     missing,
-    model_settings,
     refusal,
     settle,
-    uses_cpu,
+    uses_flat,
     uses_tree,
     value_of,
 )
 from verl_tree.launch.checks.resume import check_checkpoints, check_chosen_checkpoint
-from verl_tree.launch.checks.settings import OFF, ON, Rule, check_cpu_backend, check_device, check_tree_options
+from verl_tree.launch.checks.settings import check_attention, check_device, check_tree_options
 from verl_tree.launch.checks.values import COUNT, Range, check_kinds, ranges
-from verl_tree.launch.command.composition import has_flash_attn
 from verl_tree.records import holds_trees
 
-ATTENTION = "model.override_config.attn_implementation"
-
-
-def _uses_flat(config: DictConfig) -> bool:
-    return not uses_tree(config)
-
-
-RULES: tuple[Rule, ...] = (
-    Rule("engine.strategy", (TREE_STRATEGY,), "tree.enabled=true trains on trees", uses_tree),
-    Rule("engine.strategy", (FLAT_STRATEGY, "fsdp"), "tree.enabled=false trains with verl's FSDP", _uses_flat),
-    Rule("engine.ulysses_sequence_parallel_size", (1,), "in fine-tuning one rank computes a tree"),
-    Rule("engine.qat.enable", OFF, "quantisation-aware training is not supported"),
-    Rule("model.mtp.enable", OFF, "heads for several tokens are not supported"),
-    Rule("model.use_fused_kernels", OFF, "the tree engine has kernels of its own", uses_tree),
-    Rule("model.tiled_mlp.enabled", OFF, "only tree.enabled=true reads it", _uses_flat),
-    Rule("data.pad_mode", ("no_padding",), "a step has rows of any length, which are not padded"),
-    Rule("data.truncation", ("error", "right"), "a tree shares its beginning, so rows are cut at their end"),
-    Rule("data.use_dynamic_bsz", ON, "a step has any number of rows, so micro-batches are cut by tokens"),
-    Rule("data.balance_dp_token", OFF, "ranks are balanced by predicted time anyway"),
-    Rule("data.num_workers", (0,), "rows are in memory, so no process reads them"),
-    Rule("tree.session_weight", ("leaf",), "rows of fine-tuning have no sessions"),
-    Rule("tree.rows", ("all",), "rows of fine-tuning have no sessions"),
-    Rule("tree.sharing", ("full",), "rows of fine-tuning have no prompts apart from their responses"),
-    Rule("tree.save_on_term", (False,), "fine-tuning ends at once on SIGTERM"),
-    Rule("tree.shared_tokens", ("sum",), "tree.enabled=false knows only the sum", _uses_flat),
+RULES: tuple[Choice, ...] = (
+    Choice("engine.strategy", (TREE_STRATEGY,), uses_tree, reason="tree.enabled=true trains on trees"),
+    Choice("engine.strategy", (FLAT_STRATEGY, "fsdp"), uses_flat, reason="tree.enabled=false trains with verl's FSDP"),
+    Choice("engine.qat.enable", OFF, reason=NO_QAT),
+    Choice("model.mtp.enable", OFF, reason="heads for several tokens are not supported"),
+    Choice("data.pad_mode", ("no_padding",), reason="a step has rows of any length, which are not padded"),
+    Choice("data.truncation", ("error", "right"), reason="a tree shares its beginning, so rows are cut at their end"),
+    Choice("data.use_dynamic_bsz", ON, reason="a step has any number of rows, so micro-batches are cut by tokens"),
+    Choice("data.balance_dp_token", OFF, reason="ranks are balanced by predicted time anyway"),
+    Choice("data.num_workers", (0,), reason="rows are in memory, so no process reads them"),
 )
 """Keys that must have a certain value."""
 
@@ -94,7 +78,7 @@ def check_longest_row(config: DictConfig) -> Findings:
     """Find rows that may not fit into a pass, where a row may not be cut into sections."""
     capacity: Any = config.tree.capacity if uses_tree(config) else None
     capacity = config.data.max_token_len_per_gpu if capacity is None else capacity
-    holds_rows = _uses_flat(config) or config.tree.relay == "never"
+    holds_rows = uses_flat(config) or config.tree.relay == "never"
     if holds_rows and isinstance(capacity, int) and config.data.max_length > capacity:
         remedy = f"a pass holds {capacity} tokens, and no row is cut; lower it, or raise data.max_token_len_per_gpu"
         yield refusal(config, "data.max_length", f"{remedy} or tree.capacity")
@@ -131,26 +115,6 @@ def check_files(config: DictConfig) -> Findings:
                     yield refusal(config, key, problem)
 
 
-def check_model(config: DictConfig) -> Findings:
-    """Find a model that does not exist or that takes more than text."""
-    path = config.model.path
-    if not isinstance(path, str) or not path:
-        yield refusal(config, "model.path", "give the folder of a model, or its name on the hub (owner/model)")
-    elif not has_scheme(path) and not os.path.isdir(path) and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
-        yield refusal(config, "model.path", f"{missing(path, 'folder')}, or a name on the hub (owner/model)")
-    settings = model_settings(path)
-    towers = [name for name in settings if name in ("vision_config", "audio_config")]
-    if towers and settings.get("model_type") not in RECURRENT_TYPES:
-        yield refusal(config, "model.path", f"multimodal model ({', '.join(towers)}); give a text model")
-
-
-def check_flat_attention(config: DictConfig) -> Findings:
-    """Find attention of verl's own engine that is not installed."""
-    attention = value_of(config, ATTENTION) or VERLS_DEFAULT
-    if not (uses_tree(config) or uses_cpu(config)) and attention == VERLS_DEFAULT and not has_flash_attn():
-        yield refusal(config, ATTENTION, f"flash-attn is not installed; {INSTALL}, or set sdpa")
-
-
 def check_start(config: DictConfig) -> Findings:
     """Find checkpoints that no run can go on from; verl reads `resume_from_path` in the mode `auto`, too."""
     if config.trainer.resume_from_path is None:
@@ -160,15 +124,15 @@ def check_start(config: DictConfig) -> Findings:
 
 CHECKS: tuple[Check, ...] = (
     check_tree_options,
+    *features.CHECKS,
     *RULES,
     check_device,
-    check_cpu_backend,
     check_numbers,
     check_longest_row,
     check_validation,
     check_files,
-    check_model,
-    check_flat_attention,
+    check_models,
+    check_attention,
     check_start,
 )
 """All checks, in the order in which a user should hear of problems."""

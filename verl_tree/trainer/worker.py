@@ -24,6 +24,7 @@ from verl.utils.py_functional import append_to_dict
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+from verl_tree import clashes
 from verl_tree.cpu.platform import ensure_cpu_process_group
 from verl_tree.cpu.weight_socket import register_sender
 from verl_tree.engine import TreeEngine
@@ -70,10 +71,7 @@ class TreeTrainingWorker(TrainingWorker):
             loss_fn = partial(loss_of_any_rows, loss_fn)
         if self._weighs_sessions:
             if not is_sum_over_rows(loss_fn):
-                raise ValueError(
-                    f"tree.session_weight=session weighs rows, and {loss_fn} is not known to be a sum over rows; set "
-                    "tree.session_weight=leaf"
-                )
+                clashes.refuse({clashes.SESSION: clashes.SESSION, clashes.OTHER_LOSS: f"loss={loss_fn}"})
             loss_fn = partial(session_weighted_loss, loss_fn)
         super().set_loss_fn(loss_fn)
 

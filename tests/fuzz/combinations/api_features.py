@@ -63,6 +63,7 @@ KINDS = {
 }
 
 CLASHES: Clashes = {
+    # What a backend says that it does not serve, among the reasons of all backends.
     ("backend=varlen", "softcaps"): "softcap",
     ("backend=varlen", "latent attention"): "value head dim",
     # torch itself: "Checkpointing is not compatible with .grad()".

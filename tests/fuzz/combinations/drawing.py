@@ -10,8 +10,8 @@ import numpy as np
 Settings = dict[str, Any]
 """The value of every feature, by name."""
 
-Clashes = Mapping[tuple[str, str], str]
-"""Two facts that do not go together: words of the ValueError that refuses them, or "" if something else than the level
+Clashes = Mapping[tuple[str, ...], str]
+"""Facts that do not go together: words of the ValueError that refuses them, or "" if something else than the level
 under test refuses them, so that they are not drawn."""
 
 KEPT_CLASHES = 0.15
@@ -52,6 +52,7 @@ class Space:
     features: Sequence[Feature]
     kinds: Mapping[str, Sequence[str]]  # what a fact "name=value" is as well
     clashes: Clashes
+    always: Sequence[str] = ()  # facts of every draw
 
     def draw(self, seed: int, fixed: Mapping[str, Any] | None = None) -> Settings:
         """Draw the settings of a seed. Each feature has random numbers of its own, so a new one changes no other."""
@@ -77,15 +78,15 @@ class Space:
 
     def facts(self, settings: Settings) -> set[str]:
         """Return what holds: NAME=VALUE of every feature, NAME of those that are switched on, and their kinds."""
-        found: set[str] = set()
+        found: set[str] = set(self.always)
         for feature in self.features:
             if feature.name in settings:
                 fact = f"{feature.name}={settings[feature.name]}"
                 found |= {fact, *self.kinds.get(fact, ())} | ({feature.name} if feature.is_on(settings) else set())
         return found
 
-    def clashes_of(self, settings: Settings) -> list[tuple[str, str]]:
-        """Return the pairs of facts of some settings that clash."""
+    def clashes_of(self, settings: Settings) -> list[tuple[str, ...]]:
+        """Return the sets of facts of some settings that clash."""
         facts = self.facts(settings)
         return [pair for pair in self.clashes if facts.issuperset(pair)]
 

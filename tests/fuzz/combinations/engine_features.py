@@ -1,4 +1,6 @@
-"""What can be drawn of a training worker on the tree engine, and what does not go together."""
+"""What can be drawn of a training worker on the tree engine; `verl_tree.clashes` says what does not go together."""
+
+from verl_tree import clashes
 
 from .drawing import Clashes, Feature, Settings, Space
 
@@ -55,11 +57,7 @@ FEATURES = (
     Feature("relay", relays, 0.5),
     Feature("gate", ("auto", "always", "never"), 0.3),
     Feature("relay_store", ("device", "host"), 0.3),
-    Feature(
-        "packing",
-        ("auto", "heuristic", "exact", "single_path", "deepest_first", "dfs_first_fit", "arrival_first_fit"),
-        0.3,
-    ),
+    Feature("packing", ("auto", "heuristic", "exact"), 0.3),
     Feature("max_loss_terms", (None, 30, 50), 0.2),
     Feature("logits_chunk_size", (1024, 1, 3, 16), 0.3),
     Feature("sharing", ("full", "prompt"), 0.12),
@@ -86,26 +84,33 @@ FEATURES = (
     ),
 )
 
-KINDS = (
-    {f"model={name}": ("recurrent", "no classifier") for name in RECURRENT if name != "qwen3_next"}
-    | {f"model={name}": ("images",) for name in IMAGES}
-    | {f"model={name}": ("experts only",) for name in ("Qwen3-MoE", "gpt-oss")}
-    | {"model=qwen3_next": ("recurrent", "experts only")}
-    | {"model=qwen3_5_moe_text": ("recurrent", "no classifier", "experts only")}
-    | {f"loss={name}": ("couples rows",) for name in (*BYPASS, "unknown")}
-)
+KINDS: dict[str, tuple[str, ...]] = {
+    "ulysses=2": (clashes.ULYSSES,),
+    "sharing=prompt": (clashes.PROMPT,),
+    "shared_tokens=mean": (clashes.MEAN,),
+    "shared_tokens=once": (clashes.MEAN,),
+    "session_weight=session": (clashes.SESSION,),
+    "capacity=auto": (clashes.AUTO,),
+    "tiles=1": (clashes.TILES,),
+    "tiles=3": (clashes.TILES,),
+    "loss=critic": (clashes.CRITIC,),
+    "loss=sft": (clashes.SFT,),
+    **{f"loss={name}": (clashes.OTHER_LOSS,) for name in (*BYPASS, "unknown")},
+    **{f"model={name}": (clashes.IMAGES,) for name in IMAGES},
+    **{f"model={name}": (clashes.RECURRENT, clashes.NO_CLASSIFIER) for name in RECURRENT},
+    **{f"model={name}": (clashes.NO_MLP,) for name in ("Qwen3-MoE", "gpt-oss")},
+    "model=qwen3_next": (clashes.RECURRENT, clashes.NO_MLP),
+    "model=qwen3_5_moe_text": (clashes.RECURRENT, clashes.NO_CLASSIFIER, clashes.NO_MLP),
+}
+"""What is drawn, as features of `verl_tree.clashes`."""
 
+ALWAYS = (clashes.TREES, clashes.TRANSFORMERS)
+NAMES = {*ALWAYS, *(name for names in KINDS.values() for name in names)}
 CLASHES: Clashes = {
-    ("ulysses", "images"): "is computed by one rank alone",
-    ("ulysses", "recurrent"): "has recurrent layers",
-    ("loss=critic", "images"): "no critic reads images",
-    # transformers has no such class.
-    ("loss=critic", "no classifier"): "Unrecognized configuration class",
-    ("session_weight", "couples rows"): "not known to be a sum over rows",
-    ("tiles", "experts only"): "has no MLP in its layers",
-    # Refused at the launch, not by the engine.
-    ("session_weight", "loss=sft"): "",
-    ("sharing", "images"): "",
+    # That a run fine-tunes is known, and refused, at the launch.
+    (each.feature, *each.others): "" if clashes.SFT in each.others else each.why
+    for each in clashes.CLASHES
+    if NAMES.issuperset((each.feature, *each.others))
 }
 
-SPACE = Space(FEATURES, KINDS, CLASHES)
+SPACE = Space(FEATURES, KINDS, CLASHES, always=ALWAYS)

@@ -97,7 +97,7 @@ def test_models_with_sections_of_rope_take_components() -> None:
 
 
 def test_outputs_without_a_tree_path_are_refused() -> None:
-    with pytest.raises(ValueError, match="calculate_sum_pi_squared=True is not computed by fsdp_tree"):
+    with pytest.raises(ValueError, match="calculate_sum_pi_squared=True: with fsdp_tree, a tree does not give it"):
         check_rows(rows(calculate_sum_pi_squared=True))
 
 

@@ -179,5 +179,8 @@ def test_a_critic_is_refused_by_name_when_it_is_built(
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)  # what verl's workers read
     model.save_pretrained(tmp_path)
-    with group_of_one(), pytest.raises(ValueError, match=rf"critic\.model\.path={tmp_path}: no critic reads images"):
+    with (
+        group_of_one(),
+        pytest.raises(ValueError, match="there is no critic that reads images"),
+    ):
         local_worker(str(tmp_path), strategy=TREE_STRATEGY, max_token_len=64, is_critic=True)

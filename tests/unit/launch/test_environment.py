@@ -3,7 +3,7 @@
 import pytest
 from input_cases import resolved
 
-from verl_tree.launch.checks.variables import check_secrets as variables_check
+from verl_tree.launch.checks.settings import check_secrets as variables_check
 from verl_tree.launch.command.environment import ray_env_vars, set_ray_options
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from input_cases import resolved
 
-from verl_tree.launch.checks import find, flash_attn
+from verl_tree.launch.checks import find
 from verl_tree.launch.checks.refusals import Finding
+from verl_tree.launch.checks.settings import check_attention
 from verl_tree.launch.command.composition import compose_config
 
 KEY = "actor_rollout_ref.model.override_config.attn_implementation"
 FLAT = ("trainer.device=cuda", "tree.enabled=false", "actor_rollout_ref.actor.strategy=fsdp2")
-TEAM = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def findings(*overrides: str) -> list[Finding]:
     config = resolved(*overrides)
-    found = [finding for check in flash_attn.CHECKS for finding in check(config)]
+    found = list(check_attention(config))
     assert set(found) <= set(find(config))
     return found
 
@@ -68,14 +68,6 @@ def test_a_critic_without_flash_attn_is_refused() -> None:
 
 def test_other_machines_may_have_it() -> None:
     assert all(each.is_warning for each in findings(*FLAT, "critic.enable=true", "trainer.nnodes=2"))
-
-
-@pytest.mark.usefixtures("installed")
-def test_ulysses_needs_flash_attention() -> None:
-    (finding,) = findings(*FLAT, f"{TEAM}=2", "trainer.n_gpus_per_node=2")
-    assert not finding.is_warning
-    assert finding.message.startswith(f"{TEAM}=2: verl's own engine needs {KEY}=flash_attention_2 for it, not sdpa")
-    assert findings(*FLAT, f"{TEAM}=2", "trainer.n_gpus_per_node=2", f"{KEY}=flash_attention_2") == []
 
 
 def test_trees_and_cpus_need_none() -> None:

@@ -81,7 +81,7 @@ def test_hybrids_are_served_on_text_rows_by_one_rank(tmp_path: Path) -> None:
     model = f"{MODEL}={write_model(tmp_path, model_type='qwen3_5', vision_config={})}"
     validate(resolved(model))
     team = ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2"]
-    assert "ulysses_sequence_parallel_size=2: qwen3_5 has recurrent layers" in refusal(model, *team)
+    assert "(qwen3_5), one rank computes recurrent layers alone" in refusal(model, *team)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_one_rank_computes_models_with_a_recurrent_layer(
     """Some Granite-4 have the class of hybrids, but attention only."""
     team = ["tree.relay=never", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2"]
     model = write_model(tmp_path, model_type=model_type, layer_types=["mamba", "attention"])
-    assert f"ulysses_sequence_parallel_size=2: {model_type} has recurrent layers" in refusal(f"{MODEL}={model}", *team)
+    assert f"({model_type}), one rank computes recurrent layers alone; set 1" in refusal(f"{MODEL}={model}", *team)
     validate(resolved(f"{MODEL}={write_model(tmp_path, model_type=model_type, layer_types=['attention'])}", *team))
     record_property(f"{title} | Ulysses", "refused")
 
@@ -156,7 +156,8 @@ def test_a_critic_without_a_token_classifier_is_refused_by_name(model_type: str,
     model = f"critic.model.path={write_model(tmp_path, model_type=model_type)}"
     for flat in ([], ["tree.enabled=false"]):
         message = refusal(model, "critic.enable=true", *flat)
-        assert f"transformers has no token classifier for {model_type}, which a critic is; give a model of" in message
+        assert f"critic.enable=True: with {model} ({model_type}) and " in message
+        assert "has no token classifier for its type; give a model of another type" in message
     validate(resolved(model))
     own = {"AutoModelForTokenClassification": "code.Critic"}
     write_model(tmp_path, model_type=model_type, auto_map=own)

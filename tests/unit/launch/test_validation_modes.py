@@ -59,9 +59,6 @@ def test_settings_that_work(overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["trainer.v1.trainer_mode=async"], ["trainer_mode=async", "sync, colocate_async, separate_async"]),
-        (["actor_rollout_ref.hybrid_engine=false"], ["hybrid_engine=False", "separate_async", "true"]),
-        ([*COLOCATE, "actor_rollout_ref.hybrid_engine=false"], ["hybrid_engine=False", "separate_async"]),
         (
             [*SEPARATE, "data.train_batch_size=4"],
             ["data.train_batch_size=4", "parameter_sync_step=2 x", "ppo_mini_batch_size=4"],
@@ -69,11 +66,6 @@ def test_settings_that_work(overrides: list[str]) -> None:
         ([*SEPARATE, f"{ROLLOUT}.nnodes=0"], [f"{ROLLOUT}.nnodes=0", "at least 1"]),
         ([*SEPARATE, f"{ROLLOUT}.n_gpus_per_node=0"], ["n_gpus_per_node=0", "at least 1"]),
         ([*SEPARATE, "ray_kwargs.ray_init.num_gpus=1"], ["num_gpus=1", "needs 1 and the rollout 1 more"]),
-        (
-            [*SEPARATE, "reward.reward_model.enable=true"],
-            ["reward_model.enable_resource_pool=False", "set it to true"],
-        ),
-        ([*SEPARATE, f"{ENGINE}.backend=naive"], ["backend=naive", "nccl"]),
         ([*SEPARATE, f"{ENGINE}.custom_backend_module=no_such_module"], ["=no_such_module", "imported"]),
         ([*SEPARATE, f"{ENGINE}.custom_backend_module=no.such.module"], ["=no.such.module", "imported"]),
         (

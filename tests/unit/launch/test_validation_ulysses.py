@@ -6,7 +6,7 @@ import pytest
 from input_cases import refusal, resolved, write_model
 
 from verl_tree.launch.checks import validate
-from verl_tree.launch.checks.ulysses import team_size
+from verl_tree.launch.checks.capacity import team_size
 from verl_tree.launch.command.composition import compose_config
 
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
@@ -38,7 +38,6 @@ def test_the_reference_follows_the_actor_and_the_critic_its_own_key() -> None:
         ([f"{ACTOR}.fsdp_config.{NAME}=8"], [f"{ACTOR}.fsdp_config.{NAME}=8", "divisor of the 4 ranks"]),
         ([REFERENCE, f"{ACTOR}.{NAME}=2", f"{REF}.{NAME}=4"], [f"{REF}.{NAME}=4", f"must equal {ACTOR}.{NAME}=2"]),
         ([CRITIC, f"{ACTOR}.{NAME}=2"], [f"critic.fsdp.{NAME}=1", f"must equal {ACTOR}.{NAME}=2"]),
-        ([f"{ACTOR}.{NAME}=2", "tree.enabled=false"], [f"{ACTOR}.{NAME}=2", "CUDA", "tree.enabled=true"]),
     ],
 )
 def test_what_cannot_work_is_refused(overrides: list[str], parts: list[str]) -> None:

@@ -1,37 +1,13 @@
 """What a command for fine-tuning is refused for, before anything starts."""
 
-import functools
-import tempfile
 from pathlib import Path
 
 import pytest
+from input_cases import resolved_sft as resolved
 from input_cases import write_model, write_rows
-from omegaconf import DictConfig, OmegaConf
 
-from verl_tree.launch.command.composition import compose_config
 from verl_tree.records import StoredLeaf, StoredTree, write_trees
 from verl_tree.sft.checks import validate
-
-FOLDER = tempfile.TemporaryDirectory()
-
-
-@functools.cache
-def _composed() -> DictConfig:
-    rows = write_rows(Path(FOLDER.name) / "rows.parquet", "messages")
-    model = write_model(Path(FOLDER.name) / "model")
-    config = compose_config(
-        ["trainer.device=cpu", f"data.train_files={rows}", f"model.path={model}"], default_name="tree_sft"
-    )
-    OmegaConf.set_struct(config, False)
-    return config
-
-
-def resolved(*overrides: str) -> DictConfig:
-    """Return a valid configuration with values replaced. To save time, Hydra composes it only once."""
-    config = OmegaConf.merge(_composed(), OmegaConf.from_dotlist(list(overrides)))
-    assert isinstance(config, DictConfig)
-    OmegaConf.resolve(config)
-    return config
 
 
 def refusal(*overrides: str) -> str:
@@ -63,16 +39,10 @@ def test_a_processor_needs_no_other_setting() -> None:
         ("data.use_dynamic_bsz=false", "set it to true"),
         ("data.balance_dp_token=true", "set it to false"),
         ("data.num_workers=8", "set it to 0"),
-        ("engine.ulysses_sequence_parallel_size=2", "set it to 1"),
         ("engine.strategy=fsdp2", "set it to fsdp_tree"),
         ("engine.qat.enable=true", "set it to false"),
-        ("model.use_fused_kernels=true", "set it to false"),
         ("model.mtp.enable=true", "set it to false"),
-        ("tree.session_weight=session", "set it to leaf"),
-        ("tree.rows=longest", "set it to all"),
-        ("tree.sharing=prompt", "set it to full"),
         ("tree.shared_tokens=max", "choose one of"),
-        ("tree.backend=triton", "set auto, varlen or dense"),
         ("data.train_batch_size=0", "give a whole number of at least 1"),
         ("data.min_shared=half", "give a whole number of at least 1"),
         ("data.max_length=long", "this is no number; give one"),

@@ -14,7 +14,9 @@ from typing_extensions import override
 from verl.utils.device import get_device_name
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
+from verl_tree import clashes
 from verl_tree.attention.hf import ATTENTION_NAME, check_model, for_text, register
+from verl_tree.families import has_recurrent_layers, has_token_classifier
 from verl_tree.functional.images import reads_images, vision_tower
 from verl_tree.functional.offload import offload_checkpoints
 from verl_tree.functional.tiles import tile_modules
@@ -86,10 +88,9 @@ class BuildForTrees(BuildOnAnyDevice):
 
     @override
     def _build_module(self) -> torch.nn.Module:
+        clashes.refuse(self._features())
         register()
         hf_config = self.model_config.hf_config
-        if reads_images(hf_config):
-            self._check_images()
         hf_config._attn_implementation = for_text(hf_config, ATTENTION_NAME)
         # verl's patches for Ulysses exchange heads inside flash attention, or cut the inputs of vision models. A plan
         # knows how its tokens lie on the ranks (`verl_tree.tree.sharding`).
@@ -101,7 +102,9 @@ class BuildForTrees(BuildOnAnyDevice):
             tile_modules(model, num_tiles=tiled["num_shards"])
         if self.model_config.enable_activation_offload:
             offload_checkpoints(model)
-        self._bind_recurrent_layers(model)
+        layers = RecurrentLayers(model)
+        if len(layers):
+            layers.bind()  # they follow the trees of the model's calls for its life
         check_model(model, max_path_len=1)
         if self.engine_config.freeze_vision_tower and reads_images(hf_config):
             vision_tower(model).requires_grad_(False)
@@ -113,27 +116,22 @@ class BuildForTrees(BuildOnAnyDevice):
         with as_verl_expects(self.model_config, enable_activation_offload=False):
             return super()._build_fsdp_module(module)
 
-    def _check_images(self) -> None:
-        model_type = self.model_config.hf_config.model_type
-        if self.model_config.model_type == "value_model":
-            raise ValueError(
-                f"critic.model.path={self.model_config.path}: no critic reads images ({model_type}); set "
-                "critic.enable=false, and an estimator other than gae"
-            )
-        if self.ulysses_sequence_parallel_size > 1:
-            raise ValueError(
-                f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}: a model with images "
-                f"({model_type}) is computed by one rank alone; set 1"
-            )
-
-    def _bind_recurrent_layers(self, model: PreTrainedModel) -> None:
-        """Let recurrent layers, if the model has any, follow the trees of its calls for its life."""
-        layers = RecurrentLayers(model)
-        if not len(layers):
-            return
-        if self.ulysses_sequence_parallel_size > 1:
-            raise ValueError(
-                f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}: {type(model).__name__} has "
-                "recurrent layers, which need all tokens of a path on one rank; set 1"
-            )
-        layers.bind()
+    def _features(self) -> dict[str, str]:
+        """Return the features of `verl_tree.clashes` that this engine uses, each with its setting."""
+        model, tree, hf_config = self.model_config, self.engine_config.tree, self.model_config.hf_config
+        is_critic, settings = model.model_type == "value_model", hf_config.to_dict()
+        size = self.ulysses_sequence_parallel_size
+        path = f"{'critic' if is_critic else 'actor_rollout_ref'}.model.path={model.path}"
+        used = {
+            clashes.TREES: "tree.enabled=true",
+            clashes.PROMPT: tree.sharing == "prompt" and clashes.PROMPT,
+            clashes.MEAN: tree.shared_tokens != "sum" and f"tree.shared_tokens={tree.shared_tokens}",
+            clashes.AUTO: tree.capacity == "auto" and clashes.AUTO,
+            clashes.ULYSSES: size > 1 and f"ulysses_sequence_parallel_size={size}",
+            clashes.IMAGES: reads_images(hf_config) and path,
+            clashes.RECURRENT: has_recurrent_layers(settings) and path,
+            clashes.CRITIC: is_critic and path,
+            clashes.NO_CLASSIFIER: not has_token_classifier(settings) and path,
+            clashes.TRANSFORMERS: "tree.enabled=true",
+        }
+        return {name: setting for name, setting in used.items() if isinstance(setting, str)}

@@ -13,18 +13,9 @@ from typing import Any
 from verl.trainer.distillation import distillation_ppo_loss
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 
+from verl_tree.clashes import DISTILLATION_LOSSES_OVER_ROWS, POLICY_LOSSES_OVER_ROWS
 from verl_tree.engine.losses.session_weights import session_weighted_loss
 from verl_tree.engine.losses.untrained_rows import loss_of_any_rows
-
-POLICY_LOSSES_OVER_ROWS = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cispo", "dro")
-"""Names in `actor.policy_loss.loss_mode`.
-
-`clip_cov` and `kl_cov` rank the tokens of all rows, `geo_mean` takes the mean of its rows, and `bypass_mode` may
-normalise over them.
-"""
-
-DISTILLATION_LOSSES_OVER_ROWS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-"""Names in `distillation.distillation_loss.loss_mode`: estimators of the KL divergence from one sampled token."""
 
 
 def is_distillation_by_estimator(loss_function: Callable[..., Any]) -> bool:

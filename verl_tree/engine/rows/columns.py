@@ -10,11 +10,16 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.model import extract_multi_modal_inputs
 
+from verl_tree import clashes
 from verl_tree.config import TREE_STRATEGY
 from verl_tree.engine.rows.positions import positions_of
 from verl_tree.families import IMAGE_TYPES
 
-_OUTPUTS_WITHOUT_A_TREE_PATH = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
+_OUTPUTS_WITHOUT_A_TREE_PATH = {
+    "calculate_sum_pi_squared": clashes.SUM_PI,
+    "distillation_use_topk": clashes.TOP_K,
+    "distillation_only": clashes.TOP_K,
+}
 
 
 def jagged(column: Any) -> tuple[Tensor, Tensor]:
@@ -43,9 +48,9 @@ def check_rows(data: TensorDict, *, with_images: bool = False) -> None:
             f"position_ids are not 0, 1, 2, ... in every row and component: {TREE_STRATEGY} places a token by its "
             "depth in the tree; train models with other position schemes (M-RoPE) with tree.enabled=false"
         )
-    for key in _OUTPUTS_WITHOUT_A_TREE_PATH:
+    for key, feature in _OUTPUTS_WITHOUT_A_TREE_PATH.items():
         if tu.get(data, key, False):
-            raise ValueError(f"{key}=True is not computed by {TREE_STRATEGY}: set tree.enabled=false")
+            clashes.refuse({clashes.TREES: TREE_STRATEGY, feature: f"{key}=True"})
 
 
 def read_row_lens(rows: TensorDict, *, mask: str, group: dist.ProcessGroup | None) -> list[int]:

@@ -1,33 +1,72 @@
-"""Checks of how many tokens a pass may hold, of the longest trajectory, and of the memory."""
+"""Checks of a pass: how many tokens it may hold, the longest trajectory, and the ranks that compute it together."""
 
 from omegaconf import DictConfig
 
 from verl_tree.launch.checks.refusals import (
     ACTOR,
+    MODELS,
     REF,
     ROLLOUT,
     Check,
     Findings,
+    ranks_of,
     refusal,
-    uses_cpu,
+    text_settings,
     uses_critic,
     uses_reference,
     uses_tree,
     value_of,
 )
-from verl_tree.launch.checks.ulysses import team_size
+
+ULYSSES = "ulysses_sequence_parallel_size"
 
 
-def check_memory(config: DictConfig) -> Findings:
-    """Find a memory limit that nothing reads, and a missing one where there is no device to ask."""
-    if not uses_tree(config):
-        return
-    if config.tree.capacity != "auto":
-        if config.tree.memory_gib is not None:
-            yield refusal(config, "tree.memory_gib", "only tree.capacity=auto reads it; set that, or null")
-    elif config.tree.memory_gib is None and uses_cpu(config):
-        remedy = "tree.capacity=auto needs it with trainer.device=cpu; give the GiB that one rank may use"
-        yield refusal(config, "tree.memory_gib", remedy)
+def team_keys(config: DictConfig) -> list[str]:
+    """Return the key that says for each role in use how many ranks are in a team; the actor's comes first.
+
+    verl reads a role's own key, which it calls deprecated, where it is above 1; that of the critic not at all.
+    """
+    roles = [ACTOR, REF] if uses_reference(config) else [ACTOR]
+    keys = [
+        f"{role}.{ULYSSES}" if _of(config, f"{role}.{ULYSSES}") > 1 else f"{role}.fsdp_config.{ULYSSES}"
+        for role in roles
+    ]
+    return [*keys, f"critic.fsdp.{ULYSSES}"] if uses_critic(config) else keys
+
+
+def team_size(config: DictConfig) -> int:
+    """Return how many ranks compute every model call together."""
+    return _of(config, team_keys(config)[0])
+
+
+def check_team_sizes(config: DictConfig) -> Findings:
+    """Find sizes that differ between roles, and one that does not divide the ranks."""
+    first, *others = team_keys(config)
+    size, num_ranks = team_size(config), ranks_of(config, "trainer")
+    if size < 1 or num_ranks % size:
+        yield refusal(config, first, f"give a divisor of the {num_ranks} ranks (trainer.nnodes x n_gpus_per_node)")
+    for key in others:
+        if _of(config, key) != size:
+            yield refusal(config, key, f"must equal {first}={size}, because rows are dealt to the actor's ranks")
+
+
+def check_heads(config: DictConfig) -> Findings:
+    """Find models whose heads a team cannot share. A model that is not on this machine is not looked into."""
+    from verl_tree.tree.sharding import why_not_dealt
+
+    key, size = team_keys(config)[0], team_size(config)
+    for model in MODELS if uses_critic(config) else MODELS[:1]:
+        settings = text_settings(value_of(config, f"{model}.path"))
+        num_heads = settings.get("num_attention_heads")
+        num_kv_heads = settings.get("num_key_value_heads") or num_heads
+        if size > 1 and num_heads and num_kv_heads:
+            reason = why_not_dealt(num_heads, num_kv_heads, num_ranks=size)
+            if reason:
+                yield refusal(config, key, f"{model}.path={value_of(config, f'{model}.path')}: {reason}")
+
+
+def _of(config: DictConfig, key: str) -> int:
+    return value_of(config, key) or 1
 
 
 def capacity_keys(config: DictConfig) -> list[str]:
@@ -79,4 +118,4 @@ def check_capacity(config: DictConfig) -> Findings:
             yield refusal(config, key, f"less{per_rank} than the longest possible {what}")
 
 
-CHECKS: tuple[Check, ...] = (check_memory, check_capacity)
+CHECKS: tuple[Check, ...] = (check_capacity, check_team_sizes, check_heads)

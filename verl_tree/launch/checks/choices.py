@@ -1,9 +1,10 @@
-"""Checks of values that are names: a table of what verl and vLLM know, and what they read of an optimiser.
+"""Checks of values that must be one of some: a table of what verl, vLLM and trees know, then optimisers.
 
-They look most of them up late: in the workers, once the engines have started, or after the first rollout.
+verl and vLLM look most of them up late: in the workers, once the engines have started, or after the first rollout.
 """
 
-from collections.abc import Callable, Collection
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from verl_tree.launch.checks.refusals import (
     ACTOR,
     CORRECTION,
+    ENGINES,
     ROLLOUT,
     Check,
     Finding,
@@ -31,41 +33,70 @@ def _is_vllm(config: DictConfig) -> bool:
     return value_of(config, f"{ROLLOUT}.name") == "vllm"
 
 
+def _distils(config: DictConfig) -> bool:
+    return value_of(config, "distillation.enabled") is True
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A check that a value, and of a list every value, is one of those that `names` returns.
+    """A check that a value, and of a list every value, is one of some.
 
-    It is a warning if code of the user's may bring others along, `is_open`.
+    Attributes:
+        key: Of the value.
+        known: The values, or what returns them.
+        applies: For which configurations it holds.
+        is_open: Code of the user's may bring others along, so it is a warning.
+        more: What else the remedy says.
+        reason: Why there is no choice: another value cannot work, and neither can none.
     """
 
     key: str
-    names: Callable[[], Collection[str | None]]
+    known: Sequence[Any] | Callable[[], Sequence[Any]]
     applies: Callable[[DictConfig], bool] = lambda _: True
     is_open: bool = False
+    more: str = ""
+    reason: str = ""
 
     def __call__(self, config: DictConfig) -> Findings:
-        """Yield a finding for each value that is none of the names."""
-        value = OmegaConf.select(config, self.key, default=_ABSENT)
+        """Yield a finding for each value that is none of those."""
+        value = OmegaConf.select(config, self.key, default=None if self.reason else _ABSENT)
         if value is _ABSENT or not self.applies(config):
             return
-        names = self.names()
+        known = self.known() if callable(self.known) else self.known
+        names = [each if isinstance(each, str) else json.dumps(each) for each in known]
+        remedy = (
+            f"{self.reason}; set it to {names[0]}" if self.reason else f"choose one of {', '.join(names)}{self.more}"
+        )
+        remedy += " (a warning only: your code may register it)" if self.is_open else ""
         for each in value if isinstance(value, ListConfig) else [value]:
-            if each not in names:
+            if each not in known:
                 of_list = f"{each} is none of these; " if isinstance(value, ListConfig) else ""
-                remedy = f"{of_list}choose one of {', '.join('null' if name is None else name for name in names)}"
-                remedy += " (a warning only: your code may register it)" if self.is_open else ""
-                yield Finding(f"{self.key}={value}: {remedy}", is_warning=self.is_open)
+                yield Finding(f"{self.key}={value}: {of_list}{remedy}", is_warning=self.is_open)
 
 
-def choices(parents: Collection[str], name: str, known: Collection[str | None], **options: Any) -> tuple[Choice, ...]:
+def choices(parents: Sequence[str], name: str, known: Sequence[Any], **options: Any) -> tuple[Choice, ...]:
     """Return the same choice for a key below several parents."""
-    return tuple(Choice(f"{parent}.{name}", lambda: known, **options) for parent in parents)
+    return tuple(Choice(f"{parent}.{name}", known, **options) for parent in parents)
 
 
 def _policy_losses() -> list[str]:
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
     return sorted(POLICY_LOSS_REGISTRY)
+
+
+def _estimators() -> list[str]:
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+
+    from verl_tree.trainer.advantages import ESTIMATORS
+
+    return [*ESTIMATORS, *sorted(ADV_ESTIMATOR_REGISTRY.keys() - ESTIMATORS.keys())]
+
+
+def _distillation_losses() -> list[str]:
+    from verl.trainer.distillation.losses import DISTILLATION_SETTINGS_REGISTRY
+
+    return list(DISTILLATION_SETTINGS_REGISTRY)
 
 
 def _loggers() -> list[str]:
@@ -81,6 +112,7 @@ def _devices() -> list[str]:
     return list(dict.fromkeys(["cuda", "cpu", *(each().device_name for each in platforms if each is not None)]))
 
 
+ON, OFF = (True,), (False, None)
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 DTYPES = ("bfloat16", "float16", "float32", "half", "float", "auto")
 """What vLLM takes as `--dtype`."""
@@ -90,7 +122,19 @@ LOAD_FORMATS = (
 )
 """What vLLM takes as `--load-format`; it has no table of them that is read without its import."""
 
+MODES = ("sync", "colocate_async", "separate_async")
+ACTOR_ONLY = "only the actor replays routes; the others route by themselves"
+NO_QAT = "quantisation-aware training is not supported"
+
 CHOICES: tuple[Choice, ...] = (
+    Choice("trainer.use_v1", ON, reason="trees need verl's V1 trainer; the legacy trainer is not supported"),
+    *choices(["trainer"], "v1.trainer_mode", MODES),
+    *choices(["reward"], "reward_manager.source", ("register", "importlib"), more=": verl's own, and yours"),
+    *choices([ACTOR], "fsdp_config.router_replay.mode", ("disabled", "R2", "R3", None)),
+    *choices(ENGINES[1:], "router_replay.mode", ("disabled", None), reason=ACTOR_ONLY),
+    *choices((ACTOR, *ENGINES), "qat.enable", OFF, reason=NO_QAT),
+    Choice("algorithm.adv_estimator", _estimators, more=", or register yours in a module of VERL_USE_EXTERNAL_MODULES"),
+    Choice("distillation.distillation_loss.loss_mode", _distillation_losses, _distils),
     Choice(f"{ACTOR}.policy_loss.loss_mode", _policy_losses),
     Choice("trainer.logger", _loggers),
     Choice("trainer.device", _devices),
@@ -104,7 +148,7 @@ CHOICES: tuple[Choice, ...] = (
     *choices([ROLLOUT], "dtype", DTYPES, applies=_is_vllm),
     *choices([ROLLOUT], "load_format", LOAD_FORMATS, applies=_is_vllm, is_open=True),
 )
-"""Names that verl and vLLM look up late."""
+"""Keys that must have a certain value, or one of some."""
 
 
 def check_optimizers(config: DictConfig) -> Findings:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig
 
-from verl_tree.families import IMAGE_TYPES, RECURRENT_LAYERS, RECURRENT_TYPES
-from verl_tree.launch.checks.images import reads_images
+from verl_tree.families import IMAGE_TYPES, RECURRENT_TYPES
+from verl_tree.launch.checks.features import models_of, reads_images
 from verl_tree.launch.checks.refusals import (
     DATA_KEYS,
     MODELS,
@@ -27,12 +27,8 @@ from verl_tree.launch.checks.refusals import (
     refusal,
     refusal_here,
     refusal_to_run,
-    uses_cpu,
-    uses_critic,
-    uses_tree,
     value_of,
 )
-from verl_tree.launch.checks.ulysses import team_keys, team_size
 
 WEIGHTS = (".safetensors", ".bin", ".index.json")
 """How the names of files end that transformers loads weights from, or that name such files."""
@@ -69,7 +65,7 @@ def check_text_rows(config: DictConfig) -> Findings:
 
 def check_models(config: DictConfig) -> Findings:
     """Find models that do not exist or that take more than text."""
-    for model in MODELS if uses_critic(config) else MODELS[:1]:
+    for model in models_of(config):
         key = f"{model}.path"
         path = value_of(config, key)
         if not isinstance(path, str) or not path:
@@ -79,53 +75,25 @@ def check_models(config: DictConfig) -> Findings:
         elif path.endswith("/"):
             yield refusal(config, key, "verl takes no folder that ends in /; remove it")
         elif os.path.isdir(path):
-            yield from _check_folder(config, key, Path(path), value_of(config, f"{model}.hf_config_path"))
+            if not os.path.isfile(f"{path}/config.json") and not value_of(config, f"{model}.hf_config_path"):
+                yield refusal_here(config, key, "the folder has no config.json; give one that save_pretrained wrote")
             if not any(name.endswith(WEIGHTS) for name in os.listdir(path)):
                 remedy = "the folder has no weights (*.safetensors or *.bin); give one that save_pretrained wrote"
                 yield refusal_to_run(config, key, remedy)
+            yield from _check_towers(config, key)
         else:
             yield from _check_hub_name(config, key, path)
+            yield from _check_towers(config, key)
 
 
-def check_critic_type(config: DictConfig) -> Findings:
-    """Find a critic of a type for which transformers has no token classifier, which a critic is.
-
-    On CUDA verl's own engine makes another one of such a model. A model that is not on this machine is not looked into.
-    """
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    )
-
-    if not uses_critic(config) or not (uses_tree(config) or uses_cpu(config)):
-        return
-    key = f"{MODELS[1]}.path"
-    model = model_settings(value_of(config, key))
-    model_type = model.get("model_type")
-    has_own = "AutoModelForTokenClassification" in model.get("auto_map", {})
-    unserved = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.keys()
-    if model_type in unserved and not has_own:
-        lacks = f"transformers has no token classifier for {model_type}, which a critic is"
-        yield refusal(config, key, f"{lacks}; give a model of another type, or set critic.enable=false without gae")
-
-
-def _check_folder(config: DictConfig, key: str, folder: Path, other_config: str | None) -> Findings:
-    path = folder / "config.json"
-    if not path.is_file():
-        if not other_config:
-            yield refusal_here(config, key, "the folder has no config.json; give one that save_pretrained wrote")
-        return
-    model = json.loads(path.read_text())
-    towers = [name for name in model if name in ("vision_config", "audio_config")]
-    if model.get("model_type") in RECURRENT_TYPES:
-        # Every published checkpoint of Qwen3.5 has a vision tower. Rows with images are refused by themselves. Some
-        # Granite-4 have attention only.
-        if not set(RECURRENT_LAYERS).isdisjoint(model.get("layer_types") or RECURRENT_LAYERS):
-            yield from _check_recurrent(config, model["model_type"])
-    elif towers and (model["model_type"] not in IMAGE_TYPES or key != f"{MODELS[0]}.path"):
-        # Inputs of such a model may differ and yet have the same token ids.
-        served = f"a policy of the type {' or '.join(IMAGE_TYPES)}"
-        yield refusal(config, key, f"multimodal model ({', '.join(towers)}); give a text model, or {served}")
+def _check_towers(config: DictConfig, key: str) -> Findings:
+    """Find a model that takes more than text: its inputs may differ and yet have the same token ids."""
+    settings, is_policy = model_settings(value_of(config, key)), key == f"{MODELS[0]}.path"
+    towers = [name for name in settings if name in ("vision_config", "audio_config")]
+    # Every published checkpoint of Qwen3.5 has a vision tower. Rows with images are refused by themselves.
+    if towers and settings.get("model_type") not in (*RECURRENT_TYPES, *(IMAGE_TYPES if is_policy else ())):
+        others = "" if key == "model.path" else f", or a policy of the type {' or '.join(IMAGE_TYPES)}"
+        yield refusal(config, key, f"multimodal model ({', '.join(towers)}); give a text model{others}")
 
 
 def check_chat_template(config: DictConfig) -> Findings:
@@ -142,14 +110,6 @@ def check_chat_template(config: DictConfig) -> Findings:
     if not json.loads(file.read_text()).get("chat_template"):
         remedy = f"its tokenizer has no chat template; give {model}.custom_chat_template, or add chat_template.jinja"
         yield refusal_here(config, key, remedy)
-
-
-def _check_recurrent(config: DictConfig, model_type: str) -> Findings:
-    """Find what recurrent layers do not serve."""
-    if uses_tree(config) and team_size(config) > 1:
-        yield refusal(
-            config, team_keys(config)[0], f"{model_type} has recurrent layers, which one rank computes; set 1"
-        )
 
 
 def _check_hub_name(config: DictConfig, key: str, name: str) -> Findings:
@@ -199,7 +159,6 @@ CHECKS: tuple[Check, ...] = (
     check_data_files,
     check_text_rows,
     check_models,
-    check_critic_type,
     check_chat_template,
     check_folders,
 )

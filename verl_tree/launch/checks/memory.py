@@ -14,7 +14,7 @@ import psutil
 from omegaconf import DictConfig
 
 from verl_tree.families import ATTENTION_LAYERS
-from verl_tree.launch.checks.capacity import capacity_keys, longest_trajectory, ranks_of_limit
+from verl_tree.launch.checks.capacity import capacity_keys, longest_trajectory, ranks_of_limit, team_size
 from verl_tree.launch.checks.modes import is_separate, rollout_pools, rollout_ranks
 from verl_tree.launch.checks.refusals import (
     ACTOR,
@@ -30,7 +30,6 @@ from verl_tree.launch.checks.refusals import (
     uses_tree,
     value_of,
 )
-from verl_tree.launch.checks.ulysses import team_size
 from verl_tree.launch.checks.values import check_tree_values
 from verl_tree.launch.command.environment import joins_running_cluster
 

@@ -20,7 +20,6 @@ from verl_tree.launch.checks.refusals import (
 )
 from verl_tree.launch.command.environment import joins_running_cluster
 
-MODES = ("sync", "colocate_async", "separate_async")
 _MODE, _HYBRID = "trainer.v1.trainer_mode", "actor_rollout_ref.hybrid_engine"
 _SAMPLER = "trainer.v1.sampler"
 
@@ -28,15 +27,6 @@ _SAMPLER = "trainer.v1.sampler"
 def is_separate(config: DictConfig) -> bool:
     """Whether the rollout has GPUs of its own."""
     return value_of(config, _MODE) == "separate_async"
-
-
-def check_mode(config: DictConfig) -> Findings:
-    """Find a mode that verl does not have, and one that needs the rollout on the training GPUs."""
-    if value_of(config, _MODE) not in MODES:
-        yield refusal(config, _MODE, f"set one of {', '.join(MODES)}")
-    elif not value_of(config, _HYBRID) and not is_separate(config):
-        remedy = f"only {_MODE}=separate_async knows a rollout on other GPUs alone; set it to true"
-        yield refusal(config, _HYBRID, remedy)
 
 
 def rollout_ranks(config: DictConfig) -> int:
@@ -99,24 +89,15 @@ def check_separate_gpus(config: DictConfig) -> Findings:
     if has_gpus and given is not None and given < num_trainer + num_rollout:
         remedy = f"the trainer needs {num_trainer} and the rollout {num_rollout} more; Ray would wait for ever"
         yield refusal(config, "ray_kwargs.ray_init.num_gpus", remedy)
-    if value_of(config, "reward.reward_model.enable") and not value_of(
-        config, "reward.reward_model.enable_resource_pool"
-    ):
-        remedy = f"{_MODE}=separate_async never pauses to make room for a reward model; set it to true"
-        yield refusal(config, "reward.reward_model.enable_resource_pool", remedy)
 
 
 def check_checkpoint_engine(config: DictConfig) -> Findings:
-    """Find a checkpoint engine that cannot send weights to other GPUs, or that is not there."""
+    """Find a checkpoint engine that is not there."""
     key = f"{ROLLOUT}.checkpoint_engine.backend"
     backend, module = value_of(config, key), value_of(config, f"{ROLLOUT}.checkpoint_engine.custom_backend_module")
-    if not is_separate(config):
+    if not is_separate(config) or backend == "naive":
         return
-    if backend == "naive":
-        yield refusal(
-            config, key, f"it stays on the training GPUs; {_MODE}=separate_async needs nccl or another of verl's"
-        )
-    elif module is not None:
+    if module is not None:
         if not _exists(module):
             remedy = "no such module; give one that can be imported and registers the backend"
             yield refusal_here(config, f"{ROLLOUT}.checkpoint_engine.custom_backend_module", remedy, brings_code=True)
@@ -161,7 +142,6 @@ def check_staleness(config: DictConfig) -> Findings:
 
 
 CHECKS: tuple[Check, ...] = (
-    check_mode,
     check_rollout_ranks,
     check_ray_cpus,
     check_separate_batches,

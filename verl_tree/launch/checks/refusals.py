@@ -67,8 +67,8 @@ def refusal_here(config: DictConfig, key: str, remedy: str, *, brings_code: bool
 
     `brings_code` says that it is a module, which Ray's runtime environment may bring along.
     """
-    # verl reads the data, the model and the loops in Ray processes that it pins to no node.
-    other_machines = config.trainer.nnodes > 1 or joins_running_cluster(config)
+    # verl reads the data, the model and the loops in Ray processes that it pins to no node. Fine-tuning has no Ray.
+    other_machines = "ray_kwargs" in config and (config.trainer.nnodes > 1 or joins_running_cluster(config))
     if other_machines or (brings_code and _has_own_modules(config)):
         remedy = f"{remedy} (a warning only: the training run's processes may see other files than this one)"
         return Finding(f"{key}={value_of(config, key)}: {remedy}", is_warning=True)
@@ -101,6 +101,11 @@ def uses_tree(config: DictConfig) -> bool:
     return config.tree.enabled is True
 
 
+def uses_flat(config: DictConfig) -> bool:
+    """Whether verl's own engine does."""
+    return not uses_tree(config)
+
+
 def uses_cpu(config: DictConfig) -> bool:
     """Whether everything runs on the CPU."""
     return config.trainer.device == "cpu"
@@ -115,8 +120,8 @@ def lacks_cuda(config: DictConfig) -> bool:
 
 def uses_critic(config: DictConfig) -> bool:
     """Whether there is a critic, as `verl.trainer.ppo.utils.need_critic` (0.9.1) decides."""
-    enabled = config.critic.enable
-    return config.algorithm.adv_estimator == "gae" if enabled is None else bool(enabled)
+    enabled = value_of(config, "critic.enable")
+    return value_of(config, "algorithm.adv_estimator") == "gae" if enabled is None else bool(enabled)
 
 
 def corrections(config: DictConfig) -> list[str]:
@@ -191,6 +196,6 @@ def missing(path: str, kind: str) -> str:
 
 
 def _has_own_modules(config: DictConfig) -> bool:
-    runtime_env = config.ray_kwargs.ray_init.get("runtime_env") or {}
+    runtime_env = value_of(config, "ray_kwargs.ray_init.runtime_env") or {}
     bringers = ("working_dir", "py_modules", "pip", "uv", "conda", "container", "image_uri", "py_executable")
     return "PYTHONPATH" in (runtime_env.get("env_vars") or {}) or any(runtime_env.get(each) for each in bringers)

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 from omegaconf import DictConfig
 
-from verl_tree.launch.checks.refusals import Check, Finding, Findings, has_scheme, refusal, refusal_here, value_of
+from verl_tree.launch.checks.refusals import Check, Finding, Findings, has_scheme, refusal_here, value_of
 from verl_tree.trainer.starts.checkpoints import choose_start, folder_of, list_checkpoints, look_at
 from verl_tree.trainer.starts.tree_folder import other_owner
 
@@ -16,11 +16,6 @@ PATH_KEY = "trainer.resume_from_path"
 ENDING_S = 5.0
 """Ray's processes end by themselves in this time, most of them at once."""
 SHARED_MEMORY = Path("/dev/shm")
-
-
-def _refusal(config: DictConfig, key: str, remedy: str) -> Finding:
-    # Fine-tuning has no Ray, so its processes see what this one sees.
-    return refusal_here(config, key, remedy) if "ray_kwargs" in config else refusal(config, key, remedy)
 
 
 def check_checkpoints(config: DictConfig) -> Findings:
@@ -31,7 +26,7 @@ def check_checkpoints(config: DictConfig) -> Findings:
     try:
         start = choose_start(folder_of(config))
     except ValueError as error:
-        yield _refusal(config, "trainer.default_local_dir", str(error))
+        yield refusal_here(config, "trainer.default_local_dir", str(error))
         return
     for line in start.skipped:
         yield Finding(line, is_warning=True)
@@ -50,19 +45,19 @@ def check_chosen_checkpoint(config: DictConfig) -> Findings:
         return
     name = value_of(config, PATH_KEY)
     if not isinstance(name, str):
-        yield _refusal(config, PATH_KEY, "trainer.resume_mode=resume_path needs the folder of a checkpoint")
+        yield refusal_here(config, PATH_KEY, "trainer.resume_mode=resume_path needs the folder of a checkpoint")
         return
     if has_scheme(name):
         return
     folder = Path(name).absolute()
     step = folder.name.removeprefix("global_step_")
     if name.endswith("/") or step == folder.name or not step.isdecimal():
-        yield _refusal(config, PATH_KEY, "give a folder global_step_N, without a / at its end")
+        yield refusal_here(config, PATH_KEY, "give a folder global_step_N, without a / at its end")
     elif not folder.is_dir():
         there = ", ".join(each.folder.name for each in list_checkpoints(folder.parent)) or "none"
-        yield _refusal(config, PATH_KEY, f"no such folder; checkpoints in {folder.parent}: {there}")
+        yield refusal_here(config, PATH_KEY, f"no such folder; checkpoints in {folder.parent}: {there}")
     elif (fault := look_at(folder, among_marked=False).fault) is not None:
-        yield _refusal(config, PATH_KEY, f"{fault}; give a checkpoint that is whole")
+        yield refusal_here(config, PATH_KEY, f"{fault}; give a checkpoint that is whole")
 
 
 def check_owner_of_trees(config: DictConfig) -> Findings:
@@ -73,7 +68,7 @@ def check_owner_of_trees(config: DictConfig) -> Findings:
     owner = other_owner(Path(folder), config=config)
     if owner is not None:
         names = ", ".join(f"{key} {value}" for key, value in owner.items())
-        yield _refusal(config, "tree.dump_dir", f"another run writes there ({names}); give a folder of its own")
+        yield refusal_here(config, "tree.dump_dir", f"another run writes there ({names}); give a folder of its own")
 
 
 def find_leftovers() -> Findings:

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
-from verl_tree.launch.checks.capacity import longest_trajectory
+from verl_tree.launch.checks.capacity import ULYSSES, longest_trajectory, team_size
 from verl_tree.launch.checks.refusals import (
     ACTOR,
     CORRECTION,
@@ -27,8 +27,6 @@ from verl_tree.launch.checks.refusals import (
     uses_tree,
     value_of,
 )
-from verl_tree.launch.checks.ulysses import NAME as ULYSSES
-from verl_tree.launch.checks.ulysses import team_size
 from verl_tree.launch.checks.values import find_wrong_values
 
 Lines = Iterator[str]

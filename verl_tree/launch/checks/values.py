@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_tree.config import TreeConfig
+from verl_tree.launch.checks.capacity import ULYSSES
 from verl_tree.launch.checks.refusals import (
     ACTOR,
     CORRECTION,
@@ -27,7 +28,6 @@ from verl_tree.launch.checks.refusals import (
     uses_reference,
     value_of,
 )
-from verl_tree.launch.checks.ulysses import NAME as ULYSSES
 from verl_tree.launch.command.composition import tree_values, verl_values
 
 _ABSENT = object()

@@ -2,7 +2,7 @@
 
 from omegaconf import DictConfig
 
-from verl_tree.launch.checks.capacity import capacity_keys, longest_trajectory, ranks_of_limit
+from verl_tree.launch.checks.capacity import capacity_keys, longest_trajectory, ranks_of_limit, team_size
 from verl_tree.launch.checks.modes import is_separate, rollout_pools, rollout_ranks
 from verl_tree.launch.checks.refusals import (
     CORRECTION,
@@ -13,7 +13,6 @@ from verl_tree.launch.checks.refusals import (
     uses_tree,
     value_of,
 )
-from verl_tree.launch.checks.ulysses import team_size
 
 RELAY = {
     "auto": "a larger tree is relayed or cut into packs, whichever should be faster",
