@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers import (
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
@@ -63,24 +62,6 @@ def draw_what_starts_constant(model):
                 parameter.normal_(mean=1.0 if "linear_attn.norm" in name else 0.0, std=0.2)
             if name.endswith("A_log"):
                 parameter.uniform_(-3.0, 0.0)
-
-
-class Float64Throughout(TorchFunctionMode):
-    """Compute in float64 what a model of float64 parameters computes in float32: norms, decays, routers.
-
-    Rounding to float32 would make errors of 1e-8 out of those of float64.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        def wider(value):
-            return torch.float64 if value is torch.float32 else value
-
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.float:
-            return args[0].double()
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            args, kwargs = tuple(map(wider, args)), {name: wider(value) for name, value in kwargs.items()}
-        return func(*args, **kwargs)
 
 
 def recurrence_by_token(query, key, value, g, beta, **_options):

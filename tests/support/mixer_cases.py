@@ -1,9 +1,10 @@
-"""Tiny models whose recurrent layers are other than Qwen's, and Mamba-2 token by token as an oracle."""
+"""Tiny models whose recurrent layers are other than Qwen's, and any on trees beside flat sequences, token by token."""
 
 from contextlib import contextmanager
 
 import torch
-from hybrid_cases import draw_what_starts_constant
+from float64_mode import Float64
+from hybrid_cases import FAMILIES, draw_what_starts_constant, flat_scores, hybrid, loss_of
 from torch.nn import functional as F
 from transformers import (
     GraniteMoeHybridConfig,
@@ -15,7 +16,9 @@ from transformers import (
     OlmoHybridConfig,
     OlmoHybridForCausalLM,
 )
-from tree_cases import TINY_SETTINGS
+from tree_cases import TINY_SETTINGS, gradients, relative_error
+
+from verl_tree.functional import tree_log_probs
 
 DELTA_RULE = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -119,3 +122,41 @@ def mamba_oracle(model):
     finally:
         for mixer in mixers:
             del mixer.forward
+
+
+def make(name):
+    return hybrid(name) if name in FAMILIES else other_hybrid(name)
+
+
+def flat_side(model, sequences):
+    """Return the log-probs and entropies of flat sequences, and the gradients."""
+    with Float64(), mamba_oracle(model):
+        want = flat_scores(model, sequences)
+        return want, gradients(model, loss_of(*want))
+
+
+def errors(model, sequences, *, flat=None, **options):
+    """Return the worst relative errors of log-probs and entropies, and of gradients, and the scores of the tree.
+
+    `flat` is what `flat_side` has returned, if it was of another model.
+    """
+    want, want_gradients = flat or flat_side(model, sequences)
+    with Float64():
+        scores = tree_log_probs(model, sequences, calculate_entropy=True, **options)
+        got = (scores.log_probs, scores.entropy)
+        got_gradients = gradients(model, loss_of(*got))
+    assert got_gradients.keys() == want_gradients.keys()
+    recurrent = [value for name, value in want_gradients.items() if any(each in name for each in MIXER_NAMES)]
+    assert min(value.abs().max() for value in recurrent) > 1e-3
+    of_scores = [relative_error(*each) for pair in zip(got, want, strict=True) for each in zip(*pair, strict=True)]
+    of_gradients = [relative_error(got_gradients[name], value) for name, value in want_gradients.items()]
+    return max(of_scores), max(of_gradients), scores
+
+
+def assert_equals_flat(model, forests, **options):
+    """Compare on several forests; return the worst errors and the flat tokens that the trees have saved."""
+    found = [errors(model, sequences, **options) for sequences in forests]
+    of_scores, of_gradients = (max(each[at] for each in found) for at in (0, 1))
+    assert of_scores <= 1e-10
+    assert of_gradients <= 1e-9
+    return of_scores, of_gradients, sum(each.num_flat_tokens - each.num_tree_tokens for *_, each in found)

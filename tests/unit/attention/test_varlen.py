@@ -8,14 +8,16 @@ import dataclasses
 import importlib.metadata
 import itertools
 import sys
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from attention_cases import draw_section, worst_error
-from hypothesis import given, settings
+from attention_cases import draw_section, leaves_for, outputs_and_gradients, random_qkv, worst_error
+from fuzzing import fuzzed
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tree_cases import layout_of, random_sequences
@@ -95,42 +97,19 @@ def loop_backward(grad_out, q, k, v, out, lse, call, *, scale):
 LOOP = VarlenProvider("loop", lambda *_: [], few_calls, loop_forward, loop_backward)
 
 
-def random_inputs(plan, *, num_groups=2, head_dim=8, dtype=torch.float64, seed=0):
-    """q, k, v, sinks and the gradient of the output."""
-    generator = torch.Generator().manual_seed(seed)
-    heads = 2 * num_groups
-    shapes = [
-        (plan.num_queries, heads),
-        (plan.num_tokens, 2),
-        (plan.num_tokens, 2),
-        (heads,),
-        (plan.num_queries, heads),
-    ]
-    q, k, v, sinks, grad_out = (
-        torch.randn(*shape, *((head_dim,) if len(shape) > 1 else ()), generator=generator, dtype=torch.float64).to(
-            dtype
-        )
-        for shape in shapes
-    )
-    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), sinks.requires_grad_(), grad_out
-
-
-def outputs_and_gradients(attend, plan, inputs, *, with_sinks, window=None):
-    *leaves, sinks, grad_out = inputs
-    out = attend(*leaves, plan, options=ScoreOptions(0.3, window=window, sinks_H=sinks if with_sinks else None))
-    return out.detach(), *torch.autograd.grad(out, [*leaves, sinks] if with_sinks else leaves, grad_out)
-
-
 def assert_equals_dense(provider, plan, *, num_groups, with_sinks, window=None, seed=0):
-    inputs = random_inputs(plan, num_groups=num_groups, seed=seed)
-    case = {"with_sinks": with_sinks, "window": window}
-    want = outputs_and_gradients(dense_attention, plan, inputs, **case)
+    *qkv, grad_out = random_qkv(plan.num_tokens, num_groups=num_groups, head_dim=8, seed=seed)
+    leaves = leaves_for({"sinks": with_sinks}, [qkv[0][plan.num_context :].detach().requires_grad_(), *qkv[1:]])
+    grad_out = grad_out[plan.num_context :]
 
-    def attend(*args, options):
-        return merged_attention(*args, options=options, provider=provider)
+    def run(attend):
+        def function(q, k, v, sinks_H=None):
+            return attend(q, k, v, plan, options=ScoreOptions(0.3, window=window, sinks_H=sinks_H))
 
-    got = outputs_and_gradients(attend, plan, inputs, **case)
-    assert worst_error(got, want, grad_out=inputs[-1]) < 1e-12
+        return outputs_and_gradients(function, leaves, grad_out)
+
+    got, want = run(partial(merged_attention, provider=provider)), run(dense_attention)
+    assert worst_error(got, want, grad_out=grad_out) < 1e-12
 
 
 def random_plan(seed):
@@ -141,13 +120,13 @@ def random_plan(seed):
     return AttentionPlan.from_layout(layout) if seed % 3 else draw_section(rng, layout).plan()
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@fuzzed(40)
 @given(seed=st.integers(0, 10**6), num_groups=st.sampled_from([1, 2, 7]), with_sinks=st.booleans())
 def test_calls_equal_dense_on_random_forests(seed, num_groups, with_sinks):
     assert_equals_dense(LOOP, random_plan(seed), num_groups=num_groups, with_sinks=with_sinks, seed=seed)
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@fuzzed(40)
 @given(seed=st.integers(0, 10**6))
 def test_calls_cover_every_visible_pair_once(seed):
     """And no call has a token twice among its queries or keys: gradients are added by index."""
@@ -166,7 +145,7 @@ def test_calls_cover_every_visible_pair_once(seed):
     assert torch.equal(count_TT, mask_TT.long())
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@fuzzed(60)
 @given(
     seed=st.integers(0, 10**6),
     window=st.integers(2, 30),
@@ -281,11 +260,8 @@ def test_a_wrong_log_sum_exp_is_found():
 @pytest.mark.parametrize("is_windowed", [False, True])
 @pytest.mark.parametrize("num_groups", [1, 4])
 def test_the_self_test_accepts_bfloat16_calls(num_groups, is_windowed):
-    def attend(*args, options):
-        return merged_attention(*args, options=options, provider=LOOP)
-
     variant = KernelVariant(torch.device("cpu"), torch.bfloat16, 64, 2 * num_groups, 2, is_windowed)
-    assert self_test(attend, variant) == []
+    assert self_test(partial(merged_attention, provider=LOOP), variant) == []
 
 
 def test_the_self_test_finds_a_window_off_by_one():

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from model_cases import MODELS
 from peft import LoraConfig, get_peft_model
 from process_groups import group_of_one
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,9 +46,7 @@ def tree(model, sequences, **options):
 
 
 def assert_scores_equal(got, want):
-    for got_kind, want_kind in zip(got, want, strict=True):
-        for got_one, want_one in zip(got_kind, want_kind, strict=True):
-            torch.testing.assert_close(got_one, want_one, rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def assert_gradients_equal(got, want):
@@ -108,13 +105,6 @@ def test_drawn_forests_equal_one_pack_and_the_flat_path(seed):
 def test_a_chain_of_nine_times_the_capacity():
     model = tiny_model()
     assert_equal(model, tree(model, [CHAIN], capacity=8), flat(model, [CHAIN]))
-
-
-@pytest.mark.parametrize("capacity", [3, 7])
-def test_a_sliding_window_reaches_into_the_context(capacity):
-    """The window has 4 tokens, of paths of up to 9."""
-    model = MODELS["qwen2 window"]()
-    assert_equal(model, tree(model, DEEP, capacity=capacity), flat(model, DEEP))
 
 
 def test_tied_embeddings():

@@ -56,8 +56,7 @@ def test_all_tokens_of_continuations(capacity):
     model = tiny_model()
     got = score(model, CONTEXT, CONTINUATIONS, temperature=0.7, capacity=capacity)
     want = [flat_scores_of(model, CONTEXT, each, temperature=0.7) for each in CONTINUATIONS]
-    for one, other in zip(got.log_probs, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(got.log_probs, want, rtol=TOLERANCE, atol=TOLERANCE)
     torch.testing.assert_close(got.sums, torch.stack([each.sum() for each in want]), rtol=TOLERANCE, atol=TOLERANCE)
     torch.testing.assert_close(got.means, torch.stack([each.mean() for each in want]), rtol=TOLERANCE, atol=TOLERANCE)
     assert model.config._attn_implementation == "sdpa"
@@ -68,10 +67,8 @@ def test_all_tokens_of_continuations(capacity):
 def test_last_tokens_and_labels(capacity):
     model = tiny_model("llama")
     got = score(model, CONTEXT, CONTINUATIONS, last=2, capacity=capacity)
-    for one, continuation in zip(got.log_probs, CONTINUATIONS, strict=True):
-        torch.testing.assert_close(
-            one, flat_scores_of(model, CONTEXT, continuation)[-2:], rtol=TOLERANCE, atol=TOLERANCE
-        )
+    want = [flat_scores_of(model, CONTEXT, each)[-2:] for each in CONTINUATIONS]
+    torch.testing.assert_close(got.log_probs, want, rtol=TOLERANCE, atol=TOLERANCE)
     got = score(model, CONTEXT, [*CONTINUATIONS, []], labels=[60, 0, 5], capacity=capacity)
     for one, continuation in zip(got.log_probs, [*CONTINUATIONS, []], strict=True):
         after = flat_log_probs(model, [*CONTEXT, *continuation])[-1]
@@ -91,11 +88,8 @@ def test_drawn_batches(family, seed):
     capacity = [None, 5, 11][seed % 3]
     found = score_batch(model, batch, capacity=capacity)
     for (context, continuations), scores in zip(batch, found, strict=True):
-        assert len(scores.log_probs) == len(continuations)
-        for one, continuation in zip(scores.log_probs, continuations, strict=True):
-            torch.testing.assert_close(
-                one, flat_scores_of(model, context, continuation.tolist()), rtol=TOLERANCE, atol=TOLERANCE
-            )
+        want = [flat_scores_of(model, context, each.tolist()) for each in continuations]
+        torch.testing.assert_close(scores.log_probs, want, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
@@ -105,8 +99,8 @@ def test_states_of_recurrent_layers_cross_the_sections(name):
     with Float64():
         got = score(model, CONTEXT, CONTINUATIONS, capacity=3)
         want = tree_log_probs(model, [[*CONTEXT, *each] for each in CONTINUATIONS])
-    for one, whole in zip(got.log_probs, want.log_probs, strict=True):
-        torch.testing.assert_close(one, whole[len(CONTEXT) - 1 :], rtol=TOLERANCE, atol=TOLERANCE)
+    of_continuations = [whole[len(CONTEXT) - 1 :] for whole in want.log_probs]
+    torch.testing.assert_close(got.log_probs, of_continuations, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_nothing_is_computed_that_nobody_reads():

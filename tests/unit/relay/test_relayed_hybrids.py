@@ -12,11 +12,11 @@ import torch
 pytest.importorskip("verl")
 
 from float64_mode import Float64
-from hybrid_cases import chain_of_one_token_nodes, flat_scores, hybrid, loss_of, oracle
+from hybrid_cases import chain_of_one_token_nodes, hybrid, oracle
+from mixer_cases import assert_equals_flat
 from relay_cases import LossCase, flat_result, flat_rows, lay_out, relay_run, relayed_result, verl_rows, worst_error
-from tree_cases import DEEP, VOCAB_SIZE, gradients, relative_error
+from tree_cases import DEEP, VOCAB_SIZE
 
-from verl_tree.functional import tree_log_probs
 from verl_tree.recurrence import stand_ins
 from verl_tree.recurrence.bind import RecurrentLayers
 from verl_tree.relay.states import StateRelay
@@ -28,29 +28,16 @@ def _chunks_of_a_few_tokens(monkeypatch):
     monkeypatch.setattr(stand_ins, "CHUNK_SIZE", 5)
 
 
-def assert_sections_equal_flat(model, sequences, *, capacities):
-    with Float64():
-        want = flat_scores(model, sequences)
-        want_gradients = gradients(model, loss_of(*want))
-        for capacity in capacities:
-            scores = tree_log_probs(model, sequences, calculate_entropy=True, capacity=capacity)
-            for got_all, want_all in zip((scores.log_probs, scores.entropy), want, strict=True):
-                for got_one, want_one in zip(got_all, want_all, strict=True):
-                    torch.testing.assert_close(got_one, want_one, rtol=1e-10, atol=1e-10)
-            got_gradients = gradients(model, loss_of(scores.log_probs, scores.entropy))
-            assert got_gradients.keys() == want_gradients.keys()
-            for name, want_one in want_gradients.items():
-                assert relative_error(got_gradients[name], want_one) < 1e-9, (name, capacity)
-
-
 def test_sections_of_a_chain_of_one_token_nodes():
     """A section is entered after many tokens of its context."""
-    assert_sections_equal_flat(hybrid("qwen3_5"), chain_of_one_token_nodes(16), capacities=[3, 12])
+    for capacity in (3, 12):
+        assert_equals_flat(hybrid("qwen3_5"), [chain_of_one_token_nodes(16)], capacity=capacity)
 
 
 def test_a_convolution_wider_than_a_section():
     model = hybrid("qwen3_next", linear_conv_kernel_dim=6)
-    assert_sections_equal_flat(model, [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 9], [4]], capacities=[2, 3])
+    for capacity in (2, 3):
+        assert_equals_flat(model, [[[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 9], [4]]], capacity=capacity)
 
 
 @pytest.mark.parametrize("trained", ["in_proj_b", "A_log", "conv1d", "in_proj_qkv"])
@@ -59,7 +46,7 @@ def test_one_trained_parameter_of_the_first_layer(trained):
     model = hybrid("qwen3_5")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(f"layers.0.linear_attn.{trained}" in name)
-    assert_sections_equal_flat(model, DEEP, capacities=[6])
+    assert_equals_flat(model, [DEEP], capacity=6)
 
 
 @cache
