@@ -9,7 +9,7 @@ A letter is a token, and T is a tool's token::
 
 import asyncio
 
-from scripted_llm import ScriptedClient, tokenizer
+from scripted_llm import ScriptedClient, decode, encode
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.capture.recording import RecordingClient
@@ -19,14 +19,6 @@ from rollout_hooks.loops.base import BranchSession
 
 SAMPLING = {"temperature": 1.0, "logprobs": True}
 LIMITS = RowLimits(prompt_length=8, response_length=100, wants_log_probs=True)
-
-
-def encode(text):
-    return tokenizer().encode(text, add_special_tokens=False)
-
-
-def decode(token_ids):
-    return tokenizer().decode(list(token_ids))
 
 
 def says(text):

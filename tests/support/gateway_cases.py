@@ -9,7 +9,7 @@ from functools import partial, wraps
 
 import httpx
 from openai import AsyncOpenAI
-from scripted_llm import END, ScriptedClient, call_text, tokenizer
+from scripted_llm import END, ScriptedClient, call_text, encode, tokenizer
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
@@ -38,10 +38,6 @@ TURN = "go " + call_text(3) + call_text(4)
 def tool_reply(prompt: str) -> str:
     """Return two tool calls, or an answer if the prompt has their results."""
     return "6 and 8" if "[6]" in prompt else TURN
-
-
-def encode(text: str) -> list[int]:
-    return tokenizer().encode(text, add_special_tokens=False)
 
 
 def chat_format(**kwargs) -> ChatFormat:

@@ -5,7 +5,7 @@ import functools
 import json
 
 import numpy as np
-from scripted_llm import ScriptedClient, make_loop, tokenizer
+from scripted_llm import END, ScriptedClient, decode, make_loop
 from scripted_llm import row as dataset_row
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import OpenAIFunctionToolSchema
@@ -19,10 +19,6 @@ from verl_tree.trainer.advantages import leaf_advantages
 
 SAMPLING = {"temperature": 1.0, "logprobs": True}
 ASSISTANT = "<|im_start|>assistant\n"
-
-
-def decode(token_ids):
-    return tokenizer().decode(list(token_ids))
 
 
 def call(name, **arguments):
@@ -66,6 +62,10 @@ def run(loop_class, reply, /, *, row=None, options=None, delay=None, more_tools=
     assert [row.response_mask for row in rows] == [output.response_mask for output in outputs]
     assert [row.response_logprobs for row in rows] == [output.response_logprobs for output in outputs]
     return outputs, client
+
+
+def user(text):
+    return f"<|im_start|>user\n{text}{END}\n"
 
 
 def prompt(output):

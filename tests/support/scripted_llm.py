@@ -7,7 +7,7 @@ verl picks its Qwen builder for it. Agent loops are made as verl's worker makes 
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import hydra
 from omegaconf import DictConfig
@@ -64,6 +64,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
+
+
+def encode(text: str) -> list[int]:
+    return tokenizer().encode(text, add_special_tokens=False)
+
+
+def decode(token_ids: Iterable[int]) -> str:
+    return tokenizer().decode(list(token_ids))
 
 
 @functools.cache

@@ -110,20 +110,21 @@ def test_log_probs_are_in_the_row_if_and_only_if_sampling_asked_for_them():
         capture(ToolAgentLoop, tool_reply, limits=limits, sampling={"logprobs": False})
 
 
+def row_of(prompt_ids, response_ids, mask=None, **fields):
+    mask = [1] * len(response_ids) if mask is None else mask
+    return AgentLoopOutput(
+        prompt_ids=prompt_ids, response_ids=response_ids, response_mask=mask, metrics=AgentLoopMetrics(), **fields
+    )
+
+
 class LoopBase(AgentLoopBase):
-    """Loops that do what users' loops do; `prompt` and `output` save words."""
+    """Loops that do what users' loops do; both methods save words."""
 
     async def ask(self, prompt_ids, sampling_params):
         return await self.server_manager.generate("r", prompt_ids=prompt_ids, sampling_params=sampling_params)
 
     def encode(self, text):
         return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def output(self, prompt_ids, response_ids, mask=None, **fields):
-        mask = [1] * len(response_ids) if mask is None else mask
-        return AgentLoopOutput(
-            prompt_ids=prompt_ids, response_ids=response_ids, response_mask=mask, metrics=AgentLoopMetrics(), **fields
-        )
 
 
 class BestOfThree(LoopBase):
@@ -134,7 +135,7 @@ class BestOfThree(LoopBase):
         prompt = self.encode("Q")
         answers = await asyncio.gather(*(self.ask(prompt, sampling_params) for _ in range(3)))
         best = max((answer.token_ids for answer in answers), key=len)
-        return self.output(prompt, best)
+        return row_of(prompt, best)
 
 
 def test_samples_that_a_loop_throws_away_become_leaves_before_its_own_output():
@@ -164,7 +165,7 @@ class Summarising(LoopBase):
         first = await self.ask(self.encode("Q: question"), sampling_params)
         summary = self.encode("Q: summary " + self.tokenizer.decode(first.token_ids) + "go on:")
         second = await self.ask(summary, sampling_params)
-        return self.output(summary[:3], summary[3:] + second.token_ids)
+        return row_of(summary[:3], summary[3:] + second.token_ids)
 
 
 def test_rewritten_copy_is_not_trained_and_the_original_is():
@@ -189,8 +190,7 @@ def test_leaves_without_a_trained_token_are_dropped_and_counted():
     tree.complete(tree.begin(range(1, 11)), [50], log_probs=[-1.0])
     rows = session_rows(tree, [], limits=RowLimits(4, 6, wants_log_probs=True))  # the generated token is cut off
     assert (rows.outputs, rows.num_dropped, rows.num_truncated) == ([], 1, 0)
-    empty = AgentLoopOutput(prompt_ids=[1], response_ids=[], response_mask=[], metrics=AgentLoopMetrics())
-    rows = session_rows(SessionTree(), [empty], limits=LIMITS)
+    rows = session_rows(SessionTree(), [row_of([1], [])], limits=LIMITS)
     assert (rows.outputs, rows.num_dropped) == ([], 1)
 
 
@@ -210,10 +210,7 @@ def test_a_sample_that_the_loops_own_row_shows_as_text_is_a_row():
     tree = SessionTree()
     tree.complete(tree.begin([1, 2, 5, 6, 3]), [4], log_probs=[-0.4])
     tree.complete(tree.begin([1, 2]), [5, 6], log_probs=[-0.5, -0.6])
-    own = AgentLoopOutput(
-        prompt_ids=[1, 2], response_ids=[5, 6, 3, 4], response_mask=[0, 0, 0, 1], metrics=AgentLoopMetrics()
-    )
-    rows = session_rows(tree, [own], limits=LIMITS)
+    rows = session_rows(tree, [row_of([1, 2], [5, 6, 3, 4], [0, 0, 0, 1])], limits=LIMITS)
     assert [(row.response_ids, row.response_mask) for row in rows.outputs] == [
         ([5, 6], [1, 1]),
         ([5, 6, 3, 4], [0, 0, 0, 1]),
@@ -225,10 +222,7 @@ def test_a_leaf_beyond_the_limits_is_dropped_though_another_row_begins_like_it()
     tree = SessionTree()
     tree.complete(tree.begin([1, 2, 3, 4, 5, 6]), [7], log_probs=[-0.7])
     tree.complete(tree.begin([1, 2, 3, 4]), [8, 9], log_probs=[-0.8, -0.9])
-    own = AgentLoopOutput(
-        prompt_ids=[1, 2, 3, 4], response_ids=[8, 9], response_mask=[1, 1], metrics=AgentLoopMetrics()
-    )
-    rows = session_rows(tree, [own], limits=RowLimits(2, 2, wants_log_probs=True))
+    rows = session_rows(tree, [row_of([1, 2, 3, 4], [8, 9])], limits=RowLimits(2, 2, wants_log_probs=True))
     assert ([row.response_ids for row in rows.outputs], rows.num_dropped) == ([[8, 9]], 1)
 
 
@@ -237,10 +231,7 @@ def test_a_row_without_a_trained_token_does_not_stand_for_what_its_prompt_shows(
     """The last call of the loop gave nothing; what it sampled before is in the prompt of the loop's row."""
     tree = SessionTree()
     tree.complete(tree.begin([1, 2]), [5, 6], log_probs=[-0.5, -0.6])
-    own = AgentLoopOutput(
-        prompt_ids=[1, 2, 5, 6, 3], response_ids=response, response_mask=[1] * len(response), metrics=AgentLoopMetrics()
-    )
-    rows = session_rows(tree, [own], limits=LIMITS)
+    rows = session_rows(tree, [row_of([1, 2, 5, 6, 3], response)], limits=LIMITS)
     assert ([row.response_ids for row in rows.outputs], rows.num_dropped) == ([[5, 6]], 1)
 
 
@@ -267,8 +258,8 @@ class TwoOutputs(LoopBase):
         second = await self.ask(prompt + first.token_ids + self.encode("more"), sampling_params)
         end = len(first.token_ids)
         return [
-            self.output(prompt, first.token_ids, reward_score=0.25),
-            self.output(
+            row_of(prompt, first.token_ids, reward_score=0.25),
+            row_of(
                 prompt,
                 first.token_ids + self.encode("more") + second.token_ids,
                 [1] * end + [0] * 4 + [1] * len(second.token_ids),
@@ -286,9 +277,7 @@ def test_multi_output_loops_keep_their_outputs_in_their_order_and_their_rewards(
 
 
 def test_outputs_without_any_recorded_call_are_left_alone():
-    output = AgentLoopOutput(
-        prompt_ids=[1], response_ids=[2, 3], response_mask=[1, 1], metrics=AgentLoopMetrics(), num_turns=2
-    )
+    output = row_of([1], [2, 3], num_turns=2)
     rows = session_rows(SessionTree(), [output], limits=RowLimits(8, 8, wants_log_probs=False))
     assert (rows.outputs[0].response_mask, rows.outputs[0].num_turns) == ([1, 1], 2)
     assert isinstance(rows.outputs[0], TreeAgentLoopOutput)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from scripted_llm import END, ScriptedClient, log_prob, run_loop, tokenizer
+from scripted_llm import END, ScriptedClient, decode, encode, log_prob, run_loop
 from scripted_llm import row as dataset_row
 from typing_extensions import override
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
@@ -22,14 +22,6 @@ from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.loops.base import BranchingAgentLoop, BranchSession
 
 SAMPLING = {"temperature": 1.0, "logprobs": True}
-
-
-def encode(text):
-    return tokenizer().encode(text, add_special_tokens=False)
-
-
-def decode(token_ids):
-    return tokenizer().decode(token_ids)
 
 
 def session(reply, *, prompt="Q", response_length=100, **kwargs):

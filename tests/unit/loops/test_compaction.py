@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from loop_cases import ASSISTANT, advantages, call, prompt, response, rewards, run, slow_tool, trained
-from scripted_llm import END, tokenizer
+from loop_cases import ASSISTANT, advantages, call, prompt, response, rewards, run, slow_tool, trained, user
+from scripted_llm import END, encode
 from typing_extensions import override
 
 from rollout_hooks.capture.call_kinds import CallKind
@@ -38,20 +38,12 @@ def reply(text):
     return CALLS[1] if "[2]" in text else CALLS[0]
 
 
-def user(text):
-    return f"<|im_start|>user\n{text}{END}\n"
-
-
 def result(text):
     return f"\n{user(f'[{text}]')}{ASSISTANT}"
 
 
-def len_of(text):
-    return len(tokenizer().encode(text, add_special_tokens=False))
-
-
 FIRST_TURN = CALLS[0] + END + result(2)
-BUDGET = len_of(HEAD + ASSISTANT + FIRST_TURN) + 60
+BUDGET = len(encode(HEAD + ASSISTANT + FIRST_TURN)) + 60
 
 
 def test_the_tree_its_masks_rewards_and_advantages():
@@ -79,7 +71,7 @@ def test_the_tree_its_masks_rewards_and_advantages():
     np.testing.assert_allclose(advantages(outputs), np.array([-1, 1]) / np.sqrt(2), rtol=1e-12)
     kinds = [recorded.kind for recorded in client.tree.calls]
     assert kinds == [CallKind.ROOT, *[CallKind.CONTINUATION] * 2, CallKind.REWRITE, CallKind.CONTINUATION]
-    assert client.tree.calls[3].num_shared == len_of(HEAD) + 1
+    assert client.tree.calls[3].num_shared == len(encode(HEAD)) + 1
 
 
 def test_without_need_nothing_is_summarised():
@@ -108,7 +100,7 @@ def test_length_of_a_summary():
 
 
 def test_no_room_for_a_summary_ends_the_session_at_its_last_turn():
-    length = len_of(FIRST_TURN + CALLS[1] + END) + 20
+    length = len(encode(FIRST_TURN + CALLS[1] + END)) + 20
     outputs, _ = run(CompactionAgentLoop, reply, options={**OPTIONS, "max_context_len": BUDGET}, response_length=length)
     assert [trained(output) for output in outputs] == [[CALLS[0] + END, CALLS[1] + END]]
 

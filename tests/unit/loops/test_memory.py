@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_cases import ASSISTANT, advantages, call, prompt, response, rewards, run, slow_tool, trained
-from scripted_llm import END, tokenizer
+from loop_cases import ASSISTANT, advantages, call, prompt, response, rewards, run, slow_tool, trained, user
+from scripted_llm import END, encode
 from scripted_llm import row as dataset_row
 from typing_extensions import override
 
@@ -44,10 +44,6 @@ def reply(text):
     return SECOND if "1. alpha is 7" in text else FIRST
 
 
-def user(text):
-    return f"<|im_start|>user\n{text}{END}\n"
-
-
 def test_the_tree_its_masks_rewards_and_advantages():
     """Two notes, then the answer.
 
@@ -73,11 +69,7 @@ def test_the_tree_its_masks_rewards_and_advantages():
     np.testing.assert_allclose(advantages(outputs), expected, rtol=1e-12)
     num_shared = [recorded.num_shared for recorded in client.tree.calls]
     # The second prompt parts from the first behind "<|im_start|>", the third from the second behind "alpha is 7".
-    assert num_shared == [0, len_of(SHARED) + 1, len_of(SHARED + user("Notes:\n1. alpha is 7")) - 2]
-
-
-def len_of(text):
-    return len(tokenizer().encode(text, add_special_tokens=False))
+    assert num_shared == [0, len(encode(SHARED)) + 1, len(encode(SHARED + user("Notes:\n1. alpha is 7"))) - 2]
 
 
 def test_input_of_the_environment_keeps_a_session_going_and_is_read_by_its_turn_only():
@@ -141,7 +133,7 @@ def test_a_context_beyond_prompt_length_uses_up_the_response_and_may_leave_no_ro
     def writing(text):
         return call("memory_write", text="y" * 60) if "[Kept" not in text else "done"
 
-    limits = {"prompt_length": len_of(SHARED + ASSISTANT), "response_length": 400}
+    limits = {"prompt_length": len(encode(SHARED + ASSISTANT)), "response_length": 400}
     outputs, _ = run(MemoryAgentLoop, writing, row=ROW, options={"max_notes": 0}, **limits)
     assert len(outputs[1].prompt_ids) == limits["prompt_length"]
     assert trained(outputs[1]) == ["done" + END]

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from loop_cases import ASSISTANT, advantages, call, prompt, response, rewards, run, slow_tool, trained
+from loop_cases import ASSISTANT, advantages, call, prompt, response, rewards, run, slow_tool, trained, user
 from scripted_llm import END
 from typing_extensions import override
 
@@ -25,10 +25,6 @@ class Rewarded(SubagentsAgentLoop):
     @override
     async def final_reward(self, *, row, answer):
         return float(answer == "14")
-
-
-def user(text):
-    return f"<|im_start|>user\n{text}{END}\n"
 
 
 def child_head(task, tools="double broken "):

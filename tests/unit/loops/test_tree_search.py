@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from loop_cases import ASSISTANT, advantages, call, response, rewards, run, slow_tool, trained
-from scripted_llm import END, tokenizer
+from scripted_llm import END, encode
 from scripted_llm import row as dataset_row
 from verl.workers.rollout.replica import TokenOutput
 
@@ -23,10 +23,6 @@ class Rewarded(TreeSearchAgentLoop):
 
 def result(text):
     return f"\n<|im_start|>user\n[{text}]{END}\n{ASSISTANT}"
-
-
-def encode(text):
-    return tokenizer().encode(text, add_special_tokens=False)
 
 
 def sampler(*answers):
