@@ -89,7 +89,9 @@ CLASHES = (
         "the memory is measured without images",
         "give a number of tokens, image tokens among them",
     ),
-    Clash("tree.memory_gib", (TREES, "tree.capacity!=auto"), "no memory is measured", "set auto there, or null here"),
+    Clash(
+        "tree.memory_gib", (TREES, "tree.capacity!=auto"), "only tree.capacity=auto reads it", "set that, or null here"
+    ),
     Clash(
         "no tree.memory_gib",
         (TREES, AUTO, CPU),
@@ -110,7 +112,12 @@ CLASHES = (
         "transformers builds the critic, and has no token classifier for its type",
         f"give a model of another type, or {NO_CRITIC}",
     ),
-    Clash("critic.model.lora_rank", (FLAT, GPU), "verl fails to build it", "set it to 0, or tree.enabled=true"),
+    Clash(
+        "critic.model.lora_rank",
+        (FLAT, GPU),
+        "verl's own engine cannot build such a critic",
+        "set it to 0, or tree.enabled=true",
+    ),
     Clash(
         "critic.checkpoint.save_lora_only",
         ("critic.model.lora_rank",),
@@ -121,7 +128,7 @@ CLASHES = (
     Clash(
         TOWER,
         (TREES, "actor_rollout_ref.model.lora_rank"),
-        "the tower is frozen anyway",
+        "LoRA freezes the tower itself",
         "keep adapters out of it by actor_rollout_ref.model.exclude_modules, and set false",
     ),
     Clash(TILES, (FLAT,), "verl's FSDP engine ignores it", "set it to false"),
@@ -135,8 +142,10 @@ CLASHES = (
     ),
     Clash("model.use_fused_kernels", (TREES, SFT), "the engine has kernels of its own", "set it to false"),
     Clash(f"{REPLAY}=R2,R3", (FLAT,), "verl's FSDP engine ignores it", "set disabled or tree.enabled=true"),
-    Clash(f"{REPLAY}=R3", (CPU,), "vLLM returns no routes", "set R2, which needs none of it"),
-    Clash(f"{REPLAY}=R2", (BYPASS,), "the pass that records the routes is left out", "set it to false, or R3 here"),
+    Clash(f"{REPLAY}=R3", (CPU,), "vLLM's CPU engine returns no routes", "set R2, which needs none of it"),
+    Clash(
+        f"{REPLAY}=R2", (BYPASS,), "the pass that records the routes is left out", "set bypass_mode=false, or R3 here"
+    ),
     Clash(RETURNED, (f"{REPLAY}!=R3",), "nothing reads the routes of the rollout", "set it to false"),
     Clash(f"no {RETURNED}", (f"{REPLAY}=R3", GPU), "there are no routes to replay", "set it to true"),
     Clash(
@@ -174,13 +183,13 @@ CLASHES = (
     Clash(
         "rollout.dtype!=bfloat16",
         (CPU, LINEAR),
-        "vLLM computes in bfloat16 only",
+        "vLLM's CPU engine computes linear attention in bfloat16 only",
         "set it to bfloat16, training stays in float32",
     ),
     Clash(
         OTHER_HEADS,
         (CPU,),
-        "vLLM has kernels for heads of 64 and 128",
+        "vLLM's CPU engine has kernels for heads of 64 and 128",
         "train such a model on GPUs",
     ),
     Clash(

@@ -145,8 +145,6 @@ def test_defaults_have_no_clash_and_words_that_go_together_pass(folder: Path) ->
     assert check_clashes in CHECKS
     assert not list(find(resolved()))
     assert not list(check_clashes(resolved_sft()))
-    validate(resolved("tree.sharing=prompt"))
-    validate(resolved("tree.session_weight=session", f"{LOSS}=gspo"))
     validate(resolved("tree.capacity=auto", "tree.memory_gib=4"))
     validate(resolved(f"{ROLLOUT}.dtype=bfloat16", f"{MODEL}.path={folder}/LINEAR"))
     routes = [f"{REPLAY}=R3", f"{RETURNED}=true", GPU]

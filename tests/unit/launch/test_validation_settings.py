@@ -14,7 +14,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 def test_defaults_are_valid() -> None:
     assert list(find(resolved())) == []
-    validate(resolved("tree.enabled=false"))
+    validate(resolved("tree.enabled=false", "tree.capacity=auto"))
     validate(resolved("algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=true"))
     validate(resolved("tree.sharing=prompt"))
     validate(resolved("tree.session_weight=session", f"{ACTOR}.policy_loss.loss_mode=gspo"))
@@ -182,11 +182,6 @@ def test_estimators_and_verls_own_engine_distil() -> None:
     for mode in ("k1", "k2", "k3", "abs", "mse", "kl", "low_var_kl"):
         validate(resolved("distillation.enabled=true", f"{MODE}={mode}"))
     validate(resolved(*TOP_K, "tree.enabled=false"))
-
-
-def test_a_capacity_by_memory_is_valid() -> None:
-    validate(resolved("tree.capacity=auto", "tree.memory_gib=4"))
-    validate(resolved("tree.enabled=false", "tree.capacity=auto"))
 
 
 def test_capacity_of_the_roles_in_use() -> None:
