@@ -8,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import loop_cases
 import pytest
 import scripted_llm
 from loop_cases import advantages, rewards, run
@@ -144,8 +143,7 @@ def test_without_its_notes_the_solver_does_not_know() -> None:
 def recipe_tokenizer(monkeypatch: pytest.MonkeyPatch) -> PreTrainedTokenizerFast:
     """Make the recipe's tokenizer, also that of the scripted LLM."""
     tokenizer = build_tokenizer(PHRASES)
-    for module in (scripted_llm, loop_cases):
-        monkeypatch.setattr(module, "tokenizer", lambda: tokenizer)
+    monkeypatch.setattr(scripted_llm, "tokenizer", lambda: tokenizer)
     return tokenizer
 
 
