@@ -60,7 +60,11 @@ def draw_option_case(index):
 @pytest.mark.parametrize("index", range(NUM_CASES))
 def test_options_equal_dense_in_float64(index, run_triton):
     case = draw_option_case(index)
-    assert worst_error(run_triton(case), run(dense_attention, case, dtype=torch.float64), case) < TOLERANCE
+    want = run(dense_attention, case, dtype=torch.float64)
+    # The gradient of a sink may be a small sum of large terms, whose rounding differs from processor to processor.
+    plain = worst_error(run(dense_attention, case), want, case)
+    assert worst_error(run_triton(case), want, case) < max(TOLERANCE, 4 * plain)
+    assert plain < TOLERANCE, "or a wrong kernel would pass"
 
 
 def test_the_cases_reach_every_kind_of_tile_and_option():
