@@ -16,10 +16,10 @@ os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_tree.cpu.platform")
 
 import ray
 import transfer_queue as tq
-from engine_cases import save_model
 from other_rows import KEYS, write_uni_agent_rows, write_verl_rows
 from ranks_here import RanksHere
 from scripted_llm import tokenizer
+from tiny_models import tiny_model
 from transfer_queue import KVBatchMeta
 from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig
 from verl.workers.utils.losses import ppo_loss
@@ -50,7 +50,7 @@ ADVANTAGES = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Start Ray and TransferQueue, make a process group of this process alone, and save a model."""
     folder = tmp_path_factory.mktemp("other_rows")
-    save_model(folder, tied=True)
+    tiny_model(size="engine", tie_word_embeddings=True).save_pretrained(folder)
     env = {"VERL_USE_EXTERNAL_MODULES": "verl_tree.cpu.platform", "TRANSFER_QUEUE_ENABLE": "1"}
     ray.init(address="local", num_cpus=4, include_dashboard=False, runtime_env={"env_vars": env})
     variables = pytest.MonkeyPatch()  # what verl's workers read

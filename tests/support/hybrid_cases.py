@@ -1,86 +1,18 @@
-"""Tiny hybrids of every supported family, and the recurrence token by token as their oracle."""
+"""The gated delta rule and Mamba-2 token by token, as oracles of hybrids, and scores of flat sequences."""
 
 import itertools
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
-from transformers import (
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
-from tree_cases import DEEP, TINY_SETTINGS, VOCAB_SIZE
+from tiny_models import VOCAB_SIZE
+from torch.nn import functional as F
+from tree_cases import DEEP
 
 from verl_tree.functional import tree_log_probs
 
-SETTINGS: dict[str, Any] = TINY_SETTINGS | {
-    "pad_token_id": 0,
-    "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-    "linear_conv_kernel_dim": 4,
-}
-
-EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-}
-
-FAMILIES = {
-    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, EXPERTS),
-    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, {}),
-    "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, EXPERTS),
-}
-
-
-def hybrid(family, *, seed=0, **settings):
-    """Make a random float64 model in eval mode: two recurrent layers around one of full attention."""
-    config_class, model_class, options = FAMILIES[family]
-    torch.manual_seed(seed)
-    model = model_class(config_class(**(SETTINGS | options | settings))).double().eval()
-    if options:
-        model.set_experts_implementation("eager")  # grouped products do not exist for float64
-    draw_what_starts_constant(model)
-    return model
-
-
-def draw_what_starts_constant(model):
-    """Draw norms and the parameters of decays, so that all gradients matter and states live for some ten tokens."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("norm.weight", "dt_bias")):
-                parameter.normal_(mean=1.0 if "linear_attn.norm" in name else 0.0, std=0.2)
-            if name.endswith("A_log"):
-                parameter.uniform_(-3.0, 0.0)
-
-
-class Float64Throughout(TorchFunctionMode):
-    """Compute in float64 what a model of float64 parameters computes in float32: norms, decays, routers.
-
-    Rounding to float32 would make errors of 1e-8 out of those of float64.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        def wider(value):
-            return torch.float64 if value is torch.float32 else value
-
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.float:
-            return args[0].double()
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            args, kwargs = tuple(map(wider, args)), {name: wider(value) for name, value in kwargs.items()}
-        return func(*args, **kwargs)
+MIXER_NAMES = ("linear_attn", ".conv.", "mamba")
+"""What parameters of recurrent layers are called."""
 
 
 def recurrence_by_token(query, key, value, g, beta, **_options):
@@ -110,6 +42,45 @@ def oracle(model):
     finally:
         for mixer, rule in zip(mixers, before, strict=True):
             mixer.chunk_gated_delta_rule = rule
+
+
+def mamba_by_token(mixer, hidden_states, **_options):
+    """Compute the layer one token after another, (B, T, E); each head has its own copies of `b` and `c`."""
+    batch, num_tokens, _ = hidden_states.shape
+    inner = mixer.num_heads * mixer.head_dim
+    projected = mixer.in_proj(hidden_states)
+    gate, dt = projected[..., :inner], projected[..., -mixer.num_heads :]
+    width = mixer.conv_kernel_size
+    padded = F.pad(projected[..., inner : -mixer.num_heads], (0, 0, width - 1, 0))
+    convolved = sum(padded[:, at : at + num_tokens] * mixer.conv1d.weight[:, 0, at] for at in range(width))
+    convolved = F.silu(convolved + mixer.conv1d.bias)
+    x = convolved[..., :inner].reshape(batch, num_tokens, mixer.num_heads, mixer.head_dim)
+    b, c = (
+        each.reshape(batch, num_tokens, mixer.n_groups, -1).repeat_interleave(mixer.num_heads // mixer.n_groups, 2)
+        for each in convolved[..., inner:].chunk(2, dim=-1)
+    )
+    dt = (1 + (dt + mixer.dt_bias).exp()).log()
+    state = x.new_zeros(batch, mixer.num_heads, mixer.head_dim, mixer.ssm_state_size)
+    outs = []
+    for t in range(num_tokens):
+        kept = (-mixer.A_log.exp() * dt[:, t]).exp()[..., None, None]
+        state = state * kept + torch.einsum("bh,bhp,bhn->bhpn", dt[:, t], x[:, t], b[:, t])
+        outs.append(torch.einsum("bhpn,bhn->bhp", state, c[:, t]) + mixer.D[:, None] * x[:, t])
+    out = torch.stack(outs, dim=1).flatten(2)
+    return mixer.out_proj(mixer.norm(out, gate))
+
+
+@contextmanager
+def mamba_oracle(model):
+    """Let the Mamba-2 layers of a flat model run token by token."""
+    mixers = [module for module in model.modules() if type(module).__name__ == "GraniteMoeHybridMambaLayer"]
+    for mixer in mixers:
+        mixer.forward = lambda *args, mixer=mixer, **kwargs: mamba_by_token(mixer, *args, **kwargs)
+    try:
+        yield
+    finally:
+        for mixer in mixers:
+            del mixer.forward
 
 
 def flat_scores(model, sequences):

@@ -2,11 +2,11 @@
 
 from .drawing import Clashes, Feature, Settings, Space
 
-MIXTURES = ("Qwen3-MoE", "gpt-oss", "qwen3_next", "qwen3_5_moe_text")
+MIXTURES = ("qwen3 moe", "gpt-oss", "qwen3_next", "qwen3_5_moe_text")
 """Families whose routers the flat side can be told routes for."""
 RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe", "granitemoehybrid")
 IMAGES = ("qwen2_5_vl", "qwen3_vl")
-MODELS = (*("qwen3",) * 5, "qwen3 tied", "Qwen3-MoE", *MIXTURES, *RECURRENT[1:], *IMAGES)
+MODELS = (*("qwen3",) * 5, "qwen3 tied", "qwen3 moe", *MIXTURES, *RECURRENT[1:], *IMAGES)
 
 POLICY_LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cispo", "dro")
 BYPASS = ("bypass ppo_clip", "bypass reinforce")
@@ -89,7 +89,7 @@ FEATURES = (
 KINDS = (
     {f"model={name}": ("recurrent", "no classifier") for name in RECURRENT if name != "qwen3_next"}
     | {f"model={name}": ("images",) for name in IMAGES}
-    | {f"model={name}": ("experts only",) for name in ("Qwen3-MoE", "gpt-oss")}
+    | {f"model={name}": ("experts only",) for name in ("qwen3 moe", "gpt-oss")}
     | {"model=qwen3_next": ("recurrent", "experts only")}
     | {"model=qwen3_5_moe_text": ("recurrent", "no classifier", "experts only")}
     | {f"loss={name}": ("couples rows",) for name in (*BYPASS, "unknown")}

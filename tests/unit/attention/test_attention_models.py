@@ -6,10 +6,9 @@ its softmax in float32 whatever the model's dtype, which sets the tolerance; all
 
 import pytest
 import torch
-from model_cases import LONGEST, MODELS, build, flat_logits, loss_of, tree_logits
+from model_cases import flat_logits, loss_of, tree_logits
+from tiny_models import ATTENTION, tiny_model
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
 )
@@ -33,10 +32,10 @@ def assert_equal(model, got, want):
 
 
 @pytest.mark.parametrize("backend", ["varlen", "dense", "auto"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ATTENTION)
 def test_a_tree_gives_the_logits_and_gradients_of_flat_sequences(name, backend):
-    model = MODELS[name]()
-    check_model(model, max_path_len=LONGEST)
+    model = tiny_model(name)
+    check_model(model, max_path_len=max(map(len, DEEP)))
     if backend == "varlen" and name in VARLEN_REFUSES:
         with pytest.raises(ValueError, match=f"'varlen' cannot serve this input: varlen: .*{VARLEN_REFUSES[name]}"):
             tree_logits(model, DEEP, backend=backend)
@@ -46,7 +45,7 @@ def test_a_tree_gives_the_logits_and_gradients_of_flat_sequences(name, backend):
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
 def test_tree_log_probs_equals_flat(name):
-    model = MODELS[name]()
+    model = tiny_model(name)
     for capacity in (None, 12):
         got = tree_log_probs(model, DEEP, capacity=capacity).log_probs
         want = [
@@ -59,7 +58,7 @@ def test_tree_log_probs_equals_flat(name):
 @pytest.mark.parametrize("off", [-1, 1])
 def test_a_window_off_by_one_is_found(off):
     """Guards the tolerance."""
-    model = MODELS["gemma2"]()
+    model = tiny_model("gemma2")
     want = flat_logits(model, DEEP)
     for layer in model.model.layers:
         if layer.self_attn.sliding_window is not None:
@@ -91,6 +90,6 @@ def test_the_remedies_for_attention_dropout_serve_gpt2():
 
 
 def test_bidirectional_attention_is_refused():
-    model = build(Gemma2Config, Gemma2ForCausalLM, use_bidirectional_attention=True)
+    model = tiny_model("gemma2", use_bidirectional_attention=True)
     with pytest.raises(ValueError, match="Gemma2ForCausalLM has use_bidirectional_attention=True"):
         check_model(model, max_path_len=3)

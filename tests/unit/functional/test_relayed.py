@@ -13,12 +13,12 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from model_cases import MODELS
 from peft import LoraConfig, get_peft_model
 from process_groups import group_of_one
+from tiny_models import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from tree_cases import DEEP, flat_scores, gradients, layout_of, random_sequences, relative_error, tiny_model
+from tree_cases import DEEP, flat_scores, gradients, layout_of, random_sequences, relative_error
 
 from verl_tree.functional import tree_log_probs
 
@@ -113,7 +113,7 @@ def test_a_chain_of_nine_times_the_capacity():
 @pytest.mark.parametrize("capacity", [3, 7])
 def test_a_sliding_window_reaches_into_the_context(capacity):
     """The window has 4 tokens, of paths of up to 9."""
-    model = MODELS["qwen2 window"]()
+    model = tiny_model("qwen2 window")
     assert_equal(model, tree(model, DEEP, capacity=capacity), flat(model, DEEP))
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from image_cases import FAMILY_NAMES
 from input_cases import refusal, resolved, write_model, write_rows
+from tiny_models import TITLES
 from verl.utils.config import omega_conf_to_dataclass
 
 from rollout_hooks.loops import BUILT_IN
@@ -94,7 +94,7 @@ def test_what_images_do_not_go_with_is_refused(
         assert message.lower().startswith(override.lower())
         assert remedy in message
         if column:
-            record_property(f"{FAMILY_NAMES[model_type]} | {column}", "refused")
+            record_property(f"{TITLES[model_type]} | {column}", "refused")
 
 
 def test_critics_with_a_vision_tower_are_refused(tmp_path: Path) -> None:

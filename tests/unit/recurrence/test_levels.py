@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from delta_rule_cases import inputs_of, on_tree, varlen_gated_delta_rule
-from hybrid_cases import Float64Throughout, chain_of_one_token_nodes
+from float64_mode import Float64
+from hybrid_cases import chain_of_one_token_nodes
 from tree_cases import DEEP, layout_of, random_sequences, relative_error
 
 from verl_tree.attention import AttentionPlan
@@ -60,7 +61,7 @@ FORESTS = {
 def test_levels_equal_the_chunks_of_the_tree(name):
     layout = layout_of(FORESTS[name])
     inputs = inputs_of(layout.num_tokens)
-    with Float64Throughout():
+    with Float64():
         got, want = by_levels(inputs, layout), on_tree(inputs, layout, size=16)
         assert relative_error(got, want) < 1e-10
         weight = torch.randn(got.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

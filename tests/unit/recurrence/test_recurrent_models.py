@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from hybrid_cases import Float64Throughout, flat_scores, gradients_of_packs, hybrid, loss_of
+from float64_mode import Float64
+from hybrid_cases import flat_scores, gradients_of_packs, loss_of
 from peft import LoraConfig, get_peft_model
+from tiny_models import tiny_model
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
@@ -24,7 +26,7 @@ from verl_tree.recurrence.bind import RecurrentLayers, num_bound_mixers
 
 
 def assert_equals_flat(model, sequences, **options):
-    with Float64Throughout():
+    with Float64():
         want = flat_scores(model, sequences)
         want_gradients = gradients(model, loss_of(*want))
         scores = tree_log_probs(model, sequences, calculate_entropy=True, **options)
@@ -43,18 +45,20 @@ def assert_equals_flat(model, sequences, **options):
 
 def test_a_node_that_is_longer_than_a_chunk():
     prompt = (np.arange(150) * 11 % 61).tolist()
-    assert_equals_flat(hybrid("qwen3_5"), [[*prompt, 1, 2, 3], [*prompt, 4], prompt[:70], [*prompt[:70], 9, 9]])
+    assert_equals_flat(
+        tiny_model("qwen3_5_text"), [[*prompt, 1, 2, 3], [*prompt, 4], prompt[:70], [*prompt[:70], 9, 9]]
+    )
 
 
 @pytest.mark.parametrize("packing", ["heuristic", "single_path"])
 def test_several_packs(packing):
-    assert_equals_flat(hybrid("qwen3_next"), DEEP, capacity=11, packing=packing)
+    assert_equals_flat(tiny_model("qwen3_next"), DEEP, capacity=11, packing=packing)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_recomputes_with_the_plan_of_its_pack(use_reentrant):
     """Several packs, so that a layer that kept the last plan would recompute the first one wrongly."""
-    model = hybrid("qwen3_5").train()
+    model = tiny_model("qwen3_5_text").train()
     want = gradients_of_packs(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
@@ -67,12 +71,12 @@ def test_gradient_checkpointing_recomputes_with_the_plan_of_its_pack(use_reentra
 def test_lora():
     projections = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "up_proj"]
     lora = LoraConfig(r=3, lora_alpha=6, target_modules=projections, init_lora_weights=False)
-    model = get_peft_model(hybrid("qwen3_5"), lora).double()
+    model = get_peft_model(tiny_model("qwen3_5_text"), lora).double()
     assert_equals_flat(model, DEEP)
 
 
 def test_layers_are_restored_also_on_error():
-    model = hybrid("qwen3_next")
+    model = tiny_model("qwen3_next")
     mixer = model.model.layers[0].linear_attn
     before = vars(mixer).copy()
     with pytest.raises(ValueError, match="token id 99"):
@@ -92,7 +96,7 @@ def plan_of_three():
 
 
 def test_a_layer_without_the_plan_is_refused():
-    model = hybrid("qwen3_5", layer_types=["linear_attention"] * 3)
+    model = tiny_model("qwen3_5_text", layer_types=["linear_attention"] * 3)
     RecurrentLayers(model).bind()
     with pytest.raises(ValueError, match=r"model.layers.0.linear_attn got no tree_plan"):
         call(model, plan=None)
@@ -102,14 +106,14 @@ def test_a_layer_without_the_plan_is_refused():
 
 
 def test_a_layer_that_does_not_run_is_named():
-    model = hybrid("qwen3_5")
+    model = tiny_model("qwen3_5_text")
     model.model.layers[2].linear_attn.forward = lambda hidden_states, **_: hidden_states
     with pytest.raises(RuntimeError, match=r"model.layers.2.linear_attn ran 0 times in one forward pass"):
         tree_log_probs(model, DEEP)
 
 
 def test_a_layer_that_ran_on_another_pack_is_named():
-    model = hybrid("qwen3_5")
+    model = tiny_model("qwen3_5_text")
     other = plan_of_three()
 
     def swap(_layer, args, kwargs):
@@ -124,7 +128,7 @@ def test_a_layer_that_ran_on_another_pack_is_named():
 
 
 def test_what_recurrent_layers_do_not_serve_is_refused():
-    model = hybrid("qwen3_5")
+    model = tiny_model("qwen3_5_text")
     with pytest.raises(ValueError, match="a plan of 2 context tokens without their states"):
         AttentionPlan.from_subtree_end(np.array([3, 3, 3]), num_context=2).chunks(64)
     with tree_attention_implementation(model, max_path_len=3):
