@@ -75,8 +75,11 @@ every_test() {
   local jobs=('tests/unit tests/contracts' style tests/interp)
   local file
   # Together, as their ranks are forked from one process; tests/support/rank_scripts.py.
-  jobs+=("$(echo tests/e2e/test_{engines,moe_engines,hybrid_engines,image_engines,sft}.py)")
+  jobs+=("$(echo tests/e2e/test_{engines,sft}.py)")
   jobs+=(tests/e2e/test_{runs,watchdog,ray_job,loops}.py)
+  # On one cluster; tests/e2e/conftest.py.
+  jobs+=("$(echo tests/e2e/test_{portions,replay,other_rows,capture}.py)")
+  jobs+=("$(echo tests/e2e/test_{entry,wheel}.py)")
   for file in tests/e2e/test_*.py; do
     [[ " ${jobs[*]} " == *" $file "* ]] || jobs+=("$file")
   done
@@ -100,7 +103,8 @@ case $LANE in
     ;;
   soak) python -m pytest -v tests/faults/test_soak.py --junitxml runs/soak.xml ;;
   stack)
-    show "tests that depend on versions" side_by_side 'tests/unit tests/contracts' tests/interp tests/e2e/test_engines.py \
-      '-m long tests/interp' '-m long tests/e2e/test_engines.py' tests/long/test_weight_reload.py
+    show "tests that depend on versions" side_by_side 'tests/unit tests/contracts' tests/interp \
+      'tests/e2e/test_engines.py -k engine[qwen3-' '-m long tests/e2e/test_engines.py -k engine[qwen3-' \
+      '-m long tests/interp' tests/long/test_weight_reload.py
     ;;
 esac

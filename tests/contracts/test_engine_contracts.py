@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_cases import save_model
 from peft import LoraConfig, PeftModelForCausalLM, TaskType
 from process_groups import group_of_one
 from tensordict import NonTensorData, TensorDict
+from tiny_models import tiny_model
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForTokenClassification
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     if torch.cuda.is_available():
         pytest.skip("builds engines on the CPU platform")
     folder = tmp_path_factory.mktemp("engine")
-    save_model(folder, tied=True)
+    tiny_model(size="engine", tie_word_embeddings=True).save_pretrained(folder)
     with group_of_one():
         yield folder
 

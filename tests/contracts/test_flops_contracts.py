@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_model
 
 pytest.importorskip("verl")
 
-from engine_cases import save_model
 from process_groups import group_of_one
 from transformers import CONFIG_MAPPING, AutoConfig
 from verl.utils import tensordict_utils as tu
@@ -66,7 +66,7 @@ class FixedCounter(FlopsCounter):
 def test_an_update_reports_the_estimate_of_its_global_token_num_over_the_promise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_model(tmp_path, tied=False)
+    tiny_model(size="engine").save_pretrained(tmp_path)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     with group_of_one():

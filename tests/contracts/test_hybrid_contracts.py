@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 from float64_mode import Float64
-from hybrid_cases import FAMILIES, hybrid
-from hybrid_engine_cases import make_model
-from mixer_cases import other_hybrid
+from tiny_models import DELTA_RULE, tiny_model
 from transformers import Qwen3_5ForConditionalGeneration
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from tree_cases import DEEP, flat_scores, layout_of
@@ -31,7 +29,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
         (Qwen3_5ForConditionalGeneration, verls.forward_with_normal_backend),
     ):
         monkeypatch.setattr(owner, "forward", forward)
-    return make_model("qwen3_5").eval()
+    return tiny_model("qwen3_5", size="engine")
 
 
 def called(module: torch.nn.Module, function: Callable[[], Any]) -> list[dict[str, Any]]:
@@ -82,9 +80,9 @@ def test_log_probs_are_those_of_transformers_own_forward(model: Any, monkeypatch
         torch.testing.assert_close(got_one, want_one, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DELTA_RULE)
 def test_mixers_call_the_two_functions_of_the_instance_by_these_arguments(family: str) -> None:
-    model = hybrid(family)
+    model = tiny_model(family)
     mixer = model.model.layers[0].linear_attn
     assert type(mixer).__name__ in MIXERS
     assert model.config.model_type in RECURRENT_TYPES
@@ -129,11 +127,11 @@ def test_mixers_call_the_two_functions_of_the_instance_by_these_arguments(family
 )
 def test_other_mixers_compute_one_path_as_their_own_forwards_do(name: str, settings: dict[str, Any]) -> None:
     """Settings that the published models do not have change what transformers computes, and what trees do."""
-    model = other_hybrid(name, **settings)
+    model = tiny_model(name, **settings)
     path = [(each * 11) % 61 for each in range(40)]
     with Float64():
         want, _ = flat_scores(model, path)
         (got,) = tree_log_probs(model, [path]).log_probs
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
-        others, _ = flat_scores(other_hybrid(name), path)
+        others, _ = flat_scores(tiny_model(name), path)
     assert not settings or (others - want).abs().max() > 1e-3

@@ -5,22 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_models import IMAGES, tiny_model
 
 pytest.importorskip("verl")
 
-from image_cases import (
-    FAMILIES,
-    PATCH,
-    Row,
-    all_in_float64,
-    branching_rows,
-    errors,
-    flat_inputs,
-    in_float64,
-    pack_of,
-    tree_scores,
-    vision_model,
-)
+from float64_mode import Float64
+from image_cases import PATCH, Row, branching_rows, errors, flat_inputs, in_float64, pack_of, tree_scores
 from transformers import BatchFeature
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen2_vl import modeling_qwen2_vl
@@ -32,7 +22,7 @@ from verl.models.transformers.monkey_patch import apply_monkey_patch
 _MODULES = (modeling_qwen2_5_vl, modeling_qwen2_vl, modeling_qwen3_vl, modeling_qwen3_vl_moe)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=IMAGES)
 def patched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
     """Return a float64 model with verl's forwards, which verl sets on classes; they are put back."""
     for module in _MODULES:
@@ -40,8 +30,8 @@ def patched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             for name in ("forward", "fast_pos_embed_interpolate"):
                 if name in vars(cls):
                     monkeypatch.setattr(cls, name, vars(cls)[name])
-    with all_in_float64():
-        model = vision_model(request.param).double()
+    with Float64():
+        model = tiny_model(request.param)
         apply_monkey_patch(model, use_remove_padding=False)
         yield model
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_cases import save_model
 from process_groups import group_of_one
+from tiny_models import tiny_model
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from verl.models.transformers.tiled_mlp import TiledMLP, _mlp_forward_fn
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     if torch.cuda.is_available():
         pytest.skip("builds engines on the CPU platform")
     folder = tmp_path_factory.mktemp("memory")
-    save_model(folder, tied=False)
+    tiny_model(size="engine").save_pretrained(folder)
     with group_of_one():
         yield folder
 

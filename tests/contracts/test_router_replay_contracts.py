@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tiny_models import tiny_model
 
 pytest.importorskip("verl")
 
-from model_cases import MODELS, qwen3_moe
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.padding_utils import build_padding_routed_experts
@@ -55,14 +55,14 @@ def test_workers_say_which_pass_replays(is_on, flag):
 
 
 def test_transformers_names_the_routers():
-    recorder = qwen3_moe().can_record_outputs["router_logits"]
+    recorder = tiny_model("qwen3 moe").can_record_outputs["router_logits"]
     assert recorder.target_class.__name__ == "Qwen3MoeTopKRouter"
-    assert "router_logits" not in MODELS["qwen3"]().can_record_outputs
+    assert "router_logits" not in tiny_model("qwen3").can_record_outputs
 
 
 def test_transformers_adds_the_auxiliary_loss_to_its_own_loss_only():
     """Verl's FSDP engine gives no labels and reads logits only, so it trains without an auxiliary loss."""
-    model = qwen3_moe()
+    model = tiny_model("qwen3 moe")
     token_ids = torch.tensor([[3, 4, 5]])
     out = model(input_ids=token_ids, output_router_logits=True)
     assert out.loss is None

@@ -5,7 +5,6 @@ verl's tool loop with verl's reward worker. One session of the third prompt fail
 """
 
 import itertools
-import os
 import pathlib
 import time
 import uuid
@@ -15,7 +14,7 @@ import pytest
 import ray
 import transfer_queue as tq
 import yaml
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 from scripted_llm import END, ScriptedClient, call_text, config, tokenizer
 from transfer_queue import KVBatchMeta
 from transformers import Qwen3Config
@@ -28,8 +27,6 @@ from rollout_hooks.capture.report import CaptureReport
 from rollout_hooks.loops.parallel_tools import ParallelToolsAgentLoop
 from rollout_hooks.worker import TreeAgentLoopManager
 from verl_tree.trainer.rows.step_rows import StepRows, shapes_of_columns
-
-SUPPORT = str(pathlib.Path(__file__).parents[1] / "support")
 
 pytestmark = pytest.mark.e2e
 N = 3
@@ -117,18 +114,8 @@ def settings(tmp_path):
         result.reward.custom_reward_function.name = "reward_by_verl"
         result.transfer_queue.enable = True
         result.transfer_queue.backend.SimpleStorage.num_data_storage_units = 1
+    OmegaConf.resolve(result)  # actors know no resolvers of ours, which Hydra has where another file composed with them
     return result
-
-
-@pytest.fixture
-def cluster():
-    here = str(pathlib.Path(__file__).parent)
-    python_path = os.pathsep.join([SUPPORT, here, str(pathlib.Path(here).parents[1])])
-    ray.init(
-        address="local", num_cpus=6, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": python_path}}
-    )
-    yield
-    ray.shutdown()
 
 
 def submit(manager, prompts, partition):
@@ -168,9 +155,8 @@ def texts(values):
     return [tokenizer().decode(ids.tolist()) for ids in values]
 
 
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("queue")
 def test_capture_through_verls_manager_worker_and_queue(settings):
-    tq.init(settings.transfer_queue)
     reward_worker = ray.remote(RewardLoopWorker).remote(settings)
     manager = TreeAgentLoopManager.create(
         config=settings, llm_client=ScriptedClient(Reply()), reward_loop_worker_handles=[reward_worker]

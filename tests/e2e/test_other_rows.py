@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from process_groups import group_of_one
+from tiny_models import tiny_model
 
 pytest.importorskip("verl")
 os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_tree.cpu.platform")
 
-import ray
 import transfer_queue as tq
-from engine_cases import save_model
 from other_rows import KEYS, write_uni_agent_rows, write_verl_rows
 from ranks_here import RanksHere
 from scripted_llm import tokenizer
@@ -31,7 +30,7 @@ from verl_tree.trainer.modes import TreePPOTrainerSync
 from verl_tree.trainer.rows.padding import real_rows
 from verl_tree.trainer.rows.step_tokens import fetch_trees
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("queue")]
 
 WRITERS = {"uni_agent": write_uni_agent_rows, "verl": partial(write_verl_rows, tokenizer=tokenizer())}
 # Advantages of the leaves a0, a0, a1, a1, b0, b0, b1; a1 is masked. verl's worker gives all leaves of b0 the last
@@ -48,33 +47,21 @@ ADVANTAGES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Start Ray and TransferQueue, make a process group of this process alone, and save a model."""
+    """Save a model, and make this process a group of its own."""
     folder = tmp_path_factory.mktemp("other_rows")
-    save_model(folder, tied=True)
-    env = {"VERL_USE_EXTERNAL_MODULES": "verl_tree.cpu.platform", "TRANSFER_QUEUE_ENABLE": "1"}
-    ray.init(address="local", num_cpus=4, include_dashboard=False, runtime_env={"env_vars": env})
-    variables = pytest.MonkeyPatch()  # what verl's workers read
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
-        variables.setenv(name, value)
-    try:
-        with group_of_one():
-            tq.init()
-            yield folder
-            tq.close()
-    finally:
-        variables.undo()
-        ray.shutdown()
+    tiny_model(size="engine", tie_word_embeddings=True).save_pretrained(folder)
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with pytest.MonkeyPatch.context() as patch, group_of_one():
+        for name, value in variables.items():  # what verl's workers read
+            patch.setenv(name, value)
+        yield folder
 
 
 @pytest.fixture(params=WRITERS)
-def writer(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Write the rows, and clear what is left of them."""
-    request.getfixturevalue("folder")  # starts TransferQueue
+def writer(request: pytest.FixtureRequest) -> str:
+    """Write the rows."""
     WRITERS[request.param]()
-    yield request.param
-    left = tq.kv_list(partition_id="train").get("train", {})
-    if left:
-        tq.kv_clear(keys=list(left), partition_id="train")
+    return request.param
 
 
 class OneWorker(RanksHere):

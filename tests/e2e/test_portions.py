@@ -1,7 +1,6 @@
 """verl's methods on portions of the rows give what they give on all rows: columns, fields and metrics (real queue)."""
 
 import os
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 pytest.importorskip("verl")
 os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_tree.cpu.platform")
 
-import ray
 import transfer_queue as tq
 from ranks_here import RanksHere
 from test_replay import RowsTrainer
@@ -27,23 +25,10 @@ from verl_tree.trainer.portions.whitening import UNWHITENED
 from verl_tree.trainer.rows.padding import append_padding_rows, real_rows
 from verl_tree.trainer.rows.step_rows import StepRows
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("queue")]
 
 SESSIONS = {"a": (2, 1, 3), "b": (1, 1), "c": (4,), "d": (1, 2), "e": (2, 2, 1)}
 """Leaves of the sessions of each prompt."""
-
-
-@pytest.fixture(scope="module")
-def queue() -> Iterator[None]:
-    """Start Ray and TransferQueue."""
-    env = {"VERL_USE_EXTERNAL_MODULES": "verl_tree.cpu.platform", "TRANSFER_QUEUE_ENABLE": "1"}
-    ray.init(address="local", num_cpus=4, include_dashboard=False, runtime_env={"env_vars": env})
-    try:
-        tq.init()
-        yield
-        tq.close()
-    finally:
-        ray.shutdown()
 
 
 def draw_row(key: str, rng: np.random.Generator) -> dict[str, Any]:
@@ -77,7 +62,7 @@ def draw_row(key: str, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def store_rows() -> KVBatchMeta:
-    """Store drawn rows in another order than that of their keys, and padding rows between them."""
+    """Store drawn rows in another order than that of their keys."""
     rng = np.random.default_rng(4)
     keys = [
         f"{uid}_{session}_{leaf}"
@@ -97,7 +82,13 @@ def store_rows() -> KVBatchMeta:
         }
         for row, versions in zip(rows, rng.integers(0, 3, size=(len(rows), 2)), strict=True)
     ]
-    tq.kv_batch_put(keys=keys, partition_id="train", fields=list_of_dict_to_tensordict(rows), tags=tags)
+    return put(dict(zip(keys, rows, strict=True)), tags)
+
+
+def put(rows: dict[str, dict[str, Any]], tags: list[dict[str, int]]) -> KVBatchMeta:
+    """Store rows by their keys, and padding rows between them."""
+    keys = list(rows)
+    tq.kv_batch_put(keys=keys, partition_id="train", fields=list_of_dict_to_tensordict(list(rows.values())), tags=tags)
     batch = KVBatchMeta(keys=keys, tags=tags, partition_id="train", fields=None, extra_info={})
     batch = append_padding_rows(batch, num_rows=3, eos_token_id=7)
     batch.reorder(np.random.default_rng(5).permutation(len(batch)).tolist())
@@ -177,7 +168,6 @@ CASES = {
 }
 
 
-@pytest.mark.usefixtures("queue")
 @pytest.mark.parametrize("num_ranks", [1, 4, 40])
 @pytest.mark.parametrize("case", CASES)
 def test_portions_give_what_all_rows_give(case: str, num_ranks: int) -> None:
@@ -234,7 +224,6 @@ MODES = {
 }
 
 
-@pytest.mark.usefixtures("queue")
 @pytest.mark.parametrize("num_ranks", [1, 4, 40])
 @pytest.mark.parametrize("mode", MODES)
 def test_log_probs_and_values_are_moved_beside_the_rows(mode: str, num_ranks: int) -> None:
@@ -258,7 +247,6 @@ def test_log_probs_and_values_are_moved_beside_the_rows(mode: str, num_ranks: in
     assert_same(got, expected, rel=1e-5)
 
 
-@pytest.mark.usefixtures("queue")
 def test_bypassed_log_probs_are_those_of_the_rollout() -> None:
     batch = store_rows()
     trainer = trainer_of("algorithm.rollout_correction.bypass_mode=true", num_ranks=3)
@@ -269,7 +257,6 @@ def test_bypassed_log_probs_are_those_of_the_rollout() -> None:
     assert metrics == {}
 
 
-@pytest.mark.usefixtures("queue")
 @pytest.mark.parametrize(
     ("estimator", "missing"),
     [
@@ -285,3 +272,41 @@ def test_verl_lacks_columns_of_these_estimators(estimator: str, missing: str) ->
     trainer = PortionTrainer(trainer_of(*overrides, num_ranks=1).config, kl_coef=0.0)
     with pytest.raises((TypeError, KeyError, AssertionError), match=missing):
         trainer._compute_advantage(batch, {})
+
+
+# session 0:  5 6 ─┬─ 1 1        r = 1      prompt 5 6; 8 is a tool's token
+#                  └─ 1 8 2 3    r = 0      1: 2 leaves, mean 1/2; group: 3 leaves, mean 2/3
+# session 1:  5 6 4              r = 1
+ROWS = {"u_0_1": ([1, 8, 2, 3], 0.0), "u_1_0": ([4], 1.0), "u_0_0": ([1, 1], 1.0)}
+BY_HAND = {
+    "treerl": {
+        "u_0_0": [-1 / 6 / 2**0.5, 5 / 12],
+        "u_0_1": [-1 / 6 / 2**0.5, 0.0, -7 / 12, -7 / 12],
+        "u_1_0": [1 / 3],
+    },
+    "treepo": {"u_0_0": [-1 / 6, 2 / 5], "u_0_1": [-1 / 6, 0.0, -3 / 5, -3 / 5], "u_1_0": [1 / 3]},
+    # the rows say nothing of calls: from the prompt 1 1, 1 and 4 with 1, 0 and 1; 2 3 is alone in its state
+    "gigpo": {"u_0_0": [7 / 12, 7 / 12], "u_0_1": [-17 / 12, 0.0, -3 / 4, -3 / 4], "u_1_0": [7 / 12]},
+    "tree_grpo_intra": {"u_0_0": [3 / 4, 3 / 4], "u_0_1": [-5 / 4, 0.0, -5 / 4, -5 / 4], "u_1_0": [1 / 4]},
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_estimators_get_the_keys_tokens_and_response_lengths_of_their_rows(name: str) -> None:
+    trainer = trainer_of(f"algorithm.adv_estimator={name}", "algorithm.norm_adv_by_std_in_grpo=false", num_ranks=2)
+    rows, tags = {}, []
+    for key, (response, reward) in ROWS.items():
+        row = draw_row(key, np.random.default_rng(0))
+        tokens, scores = torch.tensor(response), torch.zeros(len(response))
+        scores[-1] = reward
+        mask = (tokens != 8).long()
+        row |= dict.fromkeys(("rollout_log_probs", "old_log_probs", "ref_log_prob", "rm_scores"), scores)
+        row |= {"prompts": torch.tensor([5, 6]), "responses": tokens, "response_mask": mask, "loss_mask": mask}
+        rows[key] = row | {"input_ids": torch.tensor([5, 6, *response])}
+        tags.append({"prompt_len": 2, "response_len": len(response), "seq_len": 2 + len(response)})
+    batch = put(rows, tags)
+    trainer._step_rows = StepRows.fetch(real_rows(batch))
+    written = trainer._compute_advantage(batch, {})
+    assert written.keys == batch.keys
+    for key, values in zip(batch.keys, columns_of(batch, "advantages")["advantages"], strict=True):
+        assert values == pytest.approx(BY_HAND[name].get(key, [0.0]), rel=1e-6), key

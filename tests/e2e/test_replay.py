@@ -5,7 +5,6 @@ cut them.
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ from verl_tree.trainer.rows.step_rows import StepRows
 from verl_tree.trainer.told.log_prob_guard import LogProbGuard
 from verl_tree.trainer.told.update_metrics import step_metrics, take_tree_metrics
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("queue")]
 
 NUM_RANKS = 2
 GROUPS_PER_MINI_BATCH = 2
@@ -113,25 +112,13 @@ class RowsTrainer(TreePPOTrainerSync):
         return Tokenizer()
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[RayWorkerGroup]:
-    """Start Ray, TransferQueue and one echo worker per rank."""
-    env = {
-        "VERL_USE_EXTERNAL_MODULES": "verl_tree.cpu.platform",
-        "TRANSFER_QUEUE_ENABLE": "1",
-        "PYTHONPATH": str(Path(__file__).parent),  # the echo workers import this file
-    }
-    ray.init(address="local", num_cpus=8, num_gpus=NUM_RANKS, include_dashboard=False, runtime_env={"env_vars": env})
-    try:
-        tq.init()
-        group = RayWorkerGroup(
-            resource_pool=RayResourcePool([NUM_RANKS], use_gpu=True, max_colocate_count=1),
-            ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(EchoWorker)),
-        )
-        yield group
-        tq.close()
-    finally:
-        ray.shutdown()
+@pytest.fixture(scope="session")
+def workers(_queue_of_all: None) -> RayWorkerGroup:
+    """Start one echo worker per rank."""
+    return RayWorkerGroup(
+        resource_pool=RayResourcePool([NUM_RANKS], use_gpu=True, max_colocate_count=1),
+        ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(EchoWorker)),
+    )
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import torch
 import triton.language as tl
 from delta_rule_cases import on_tree
 from fla.ops.common import chunk_delta_h
-from hybrid_cases import chain_of_one_token_nodes, hybrid, loss_of
+from hybrid_cases import chain_of_one_token_nodes, loss_of
+from tiny_models import tiny_model
 from tree_cases import DEEP, gradients, layout_of, random_sequences, relative_error
 from triton.runtime.autotuner import Autotuner
 
@@ -120,7 +121,7 @@ def test_what_is_kept_for_a_backward_pass_goes_by_nodes():
 
 
 def test_a_model_by_levels_equals_the_same_model_in_torch(monkeypatch):
-    model = hybrid("qwen3_5", linear_key_head_dim=16, linear_value_head_dim=16).float()
+    model = tiny_model("qwen3_5_text", linear_key_head_dim=16, linear_value_head_dim=16).float()
 
     def trained():
         scores = tree_log_probs(model, DEEP[:4], calculate_entropy=True)

@@ -8,7 +8,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl  # noqa: F401  (the interpreter looks for it among a kernel's globals)
-from model_cases import MODELS, flat_logits, loss_of, tree_logits
+from model_cases import flat_logits, loss_of, tree_logits
+from tiny_models import tiny_model
 from tree_cases import DEEP, gradients, relative_error
 from triton_cases import TOLERANCE, Case, draw_inputs, draw_plan, run, worst_error
 
@@ -150,7 +151,7 @@ def test_the_op_with_options_is_registered_in_full():
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
 def test_a_model_gives_the_logits_and_gradients_of_flat_sequences(name):
     """In float32 against transformers' eager attention in float64: at most three times the error of `dense`."""
-    model = MODELS[name]()
+    model = tiny_model(name)
     want = flat_logits(model, DEEP)
     wanted = gradients(model, loss_of(want))
     model.float()

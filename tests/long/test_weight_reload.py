@@ -9,45 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+from tiny_models import tiny_model
+from transformers import PreTrainedModel
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 PROMPTS = [np.random.default_rng(length).integers(2, 64, length).tolist() for length in (5, 70)]
 
 
-def draw_model(seed: int) -> Qwen3NextForCausalLM:
-    """Make a Qwen3-Next of one recurrent layer and one with attention, in the sizes that vLLM's kernels take."""
-    torch.manual_seed(seed)
-    config = Qwen3NextConfig(
-        vocab_size=64,
-        hidden_size=128,
-        num_hidden_layers=2,
-        layer_types=["linear_attention", "full_attention"],
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-        max_position_embeddings=256,
-        eos_token_id=0,
-        pad_token_id=1,
-        bos_token_id=None,
-    )
-    model = Qwen3NextForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(std=0.15)  # log-probs of two draws are 1.9 nats apart
-    return model
+def draw_model(seed: int) -> PreTrainedModel:
+    """Make a model of one recurrent layer and one with attention; log-probs of two draws are nats apart."""
+    return tiny_model("qwen3_next", size="vllm", seed=seed, vocab_size=64, initializer_range=0.15)
 
 
 @torch.no_grad()
-def trainer_log_probs(model: Qwen3NextForCausalLM) -> np.ndarray:
+def trainer_log_probs(model: PreTrainedModel) -> np.ndarray:
     """Return the log-probs of all prompt tokens but the first, in float32."""
     rows = [model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1) for prompt in PROMPTS]
     columns = [torch.tensor(prompt[1:])[:, None] for prompt in PROMPTS]
@@ -81,7 +57,7 @@ class Engine:
         given = [each for output in outputs for each in (output.prompt_logprobs or [])[1:] if each is not None]
         return np.array([next(iter(each.values())).logprob for each in given])
 
-    def update(self, model: Qwen3NextForCausalLM) -> None:
+    def update(self, model: PreTrainedModel) -> None:
         """Send float32 weights under the names that they have in memory, as verl's trainer does."""
         from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 

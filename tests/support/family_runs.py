@@ -6,28 +6,18 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from hybrid_cases import draw_what_starts_constant
 from replayed_runs import Metrics
+from tiny_models import tiny_model
 from tiny_run import make_inputs
-from transformers import (
-    AutoConfig,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+from transformers import AutoConfig
 
 NUM_STEPS = 3
 IMAGES_FOLDER = Path(sys.prefix) / "images"
 """Where scripts/setup.sh puts torchvision, which no other test is to import (requirements/images.lock)."""
-
-_SHARED = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-_TOKENS = {"max_position_embeddings": 256, "eos_token_id": 0, "pad_token_id": 1, "bos_token_id": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,54 +39,12 @@ class Family:
     marks: tuple[pytest.MarkDecorator, ...] = ()
 
 
-def make_mixture(folder: Path) -> None:
-    """Put a Qwen3-MoE in the place of the tiny Qwen3, with its vocabulary and its heads."""
+def make_text(folder: Path, *, family: str) -> None:
+    """Put a family's model in the place of the tiny Qwen3, with its vocabulary."""
     make_inputs(folder)
-    config = Qwen3MoeConfig(
-        **_taken_over(folder, *_SHARED, "num_hidden_layers"),
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        norm_topk_prob=True,
-        **_TOKENS,
-    )
-    torch.manual_seed(3)
-    _replace(folder, Qwen3MoeForCausalLM(config))
-
-
-def make_hybrid(folder: Path) -> None:
-    """Put a Qwen3-Next in the place of the tiny Qwen3, in the sizes that vLLM's CPU kernels take."""
-    make_inputs(folder)
-    config = Qwen3NextConfig(
-        **_taken_over(folder, *_SHARED),
-        num_hidden_layers=2,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=1,
-        linear_num_value_heads=2,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        initializer_range=0.1,
-        shared_expert_intermediate_size=32,
-        **_TOKENS,
-    )
-    torch.manual_seed(3)
-    model = Qwen3NextForCausalLM(config)
-    draw_what_starts_constant(model)
-    _replace(folder, model)
-
-
-def _taken_over(folder: Path, *names: str) -> dict[str, int]:
-    """Return settings of the tiny Qwen3."""
-    dense = AutoConfig.from_pretrained(folder / "model").to_dict()
-    return {name: dense[name] for name in names}
-
-
-def _replace(folder: Path, model: PreTrainedModel) -> None:
+    vocab_size = AutoConfig.from_pretrained(folder / "model").vocab_size
     (folder / "model" / "model.safetensors").unlink()
-    model.save_pretrained(folder / "model")
+    tiny_model(family, size="vllm", seed=3, vocab_size=vocab_size).save_pretrained(folder / "model")
 
 
 def make_vision(folder: Path) -> None:
@@ -108,9 +56,13 @@ def make_vision(folder: Path) -> None:
 FAMILIES = {
     # Router replay changes nothing where a step has one update, for the weights are the same. So routes that were
     # recorded for other tokens, or got lost on their way through the rows, would be seen.
-    "Qwen3-MoE": Family(make_mixture, of_trees=("actor_rollout_ref.actor.fsdp_config.router_replay.mode=R2",)),
+    "Qwen3-MoE": Family(
+        partial(make_text, family="qwen3 moe"), of_trees=("actor_rollout_ref.actor.fsdp_config.router_replay.mode=R2",)
+    ),
     # The engine samples with a recurrent state in bfloat16, and gets float32 weights after each step.
-    "Qwen3-Next": Family(make_hybrid, ("actor_rollout_ref.rollout.dtype=bfloat16", "tree.relay=never")),
+    "Qwen3-Next": Family(
+        partial(make_text, family="qwen3_next"), ("actor_rollout_ref.rollout.dtype=bfloat16", "tree.relay=never")
+    ),
     # A group's sessions share the prompt with its image; other groups have other images behind the same token ids.
     "Qwen3-VL": Family(
         make_vision,

@@ -1,67 +1,19 @@
-"""Tiny hybrids of every supported family, and the recurrence token by token as their oracle."""
+"""The gated delta rule and Mamba-2 token by token, as oracles of hybrids, and scores of flat sequences."""
 
 import itertools
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
-from tree_cases import DEEP, TINY_SETTINGS, VOCAB_SIZE
+from float64_mode import Float64
+from tiny_models import VOCAB_SIZE
+from torch.nn import functional as F
+from tree_cases import DEEP, gradients, relative_error
 
 from verl_tree.functional import tree_log_probs
 
-SETTINGS: dict[str, Any] = TINY_SETTINGS | {
-    "pad_token_id": 0,
-    "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-    "linear_conv_kernel_dim": 4,
-}
-
-EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-}
-
-FAMILIES = {
-    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, EXPERTS),
-    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, {}),
-    "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, EXPERTS),
-}
-
-
-def hybrid(family, *, seed=0, **settings):
-    """Make a random float64 model in eval mode: two recurrent layers around one of full attention."""
-    config_class, model_class, options = FAMILIES[family]
-    torch.manual_seed(seed)
-    model = model_class(config_class(**(SETTINGS | options | settings))).double().eval()
-    if options:
-        model.set_experts_implementation("eager")  # grouped products do not exist for float64
-    draw_what_starts_constant(model)
-    return model
-
-
-def draw_what_starts_constant(model):
-    """Draw norms and the parameters of decays, so that all gradients matter and states live for some ten tokens."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("norm.weight", "dt_bias")):
-                parameter.normal_(mean=1.0 if "linear_attn.norm" in name else 0.0, std=0.2)
-            if name.endswith("A_log"):
-                parameter.uniform_(-3.0, 0.0)
+MIXER_NAMES = ("linear_attn", ".conv.", "mamba")
+"""What parameters of recurrent layers are called."""
 
 
 def recurrence_by_token(query, key, value, g, beta, **_options):
@@ -91,6 +43,45 @@ def oracle(model):
     finally:
         for mixer, rule in zip(mixers, before, strict=True):
             mixer.chunk_gated_delta_rule = rule
+
+
+def mamba_by_token(mixer, hidden_states, **_options):
+    """Compute the layer one token after another, (B, T, E); each head has its own copies of `b` and `c`."""
+    batch, num_tokens, _ = hidden_states.shape
+    inner = mixer.num_heads * mixer.head_dim
+    projected = mixer.in_proj(hidden_states)
+    gate, dt = projected[..., :inner], projected[..., -mixer.num_heads :]
+    width = mixer.conv_kernel_size
+    padded = F.pad(projected[..., inner : -mixer.num_heads], (0, 0, width - 1, 0))
+    convolved = sum(padded[:, at : at + num_tokens] * mixer.conv1d.weight[:, 0, at] for at in range(width))
+    convolved = F.silu(convolved + mixer.conv1d.bias)
+    x = convolved[..., :inner].reshape(batch, num_tokens, mixer.num_heads, mixer.head_dim)
+    b, c = (
+        each.reshape(batch, num_tokens, mixer.n_groups, -1).repeat_interleave(mixer.num_heads // mixer.n_groups, 2)
+        for each in convolved[..., inner:].chunk(2, dim=-1)
+    )
+    dt = (1 + (dt + mixer.dt_bias).exp()).log()
+    state = x.new_zeros(batch, mixer.num_heads, mixer.head_dim, mixer.ssm_state_size)
+    outs = []
+    for t in range(num_tokens):
+        kept = (-mixer.A_log.exp() * dt[:, t]).exp()[..., None, None]
+        state = state * kept + torch.einsum("bh,bhp,bhn->bhpn", dt[:, t], x[:, t], b[:, t])
+        outs.append(torch.einsum("bhpn,bhn->bhp", state, c[:, t]) + mixer.D[:, None] * x[:, t])
+    out = torch.stack(outs, dim=1).flatten(2)
+    return mixer.out_proj(mixer.norm(out, gate))
+
+
+@contextmanager
+def mamba_oracle(model):
+    """Let the Mamba-2 layers of a flat model run token by token."""
+    mixers = [module for module in model.modules() if type(module).__name__ == "GraniteMoeHybridMambaLayer"]
+    for mixer in mixers:
+        mixer.forward = lambda *args, mixer=mixer, **kwargs: mamba_by_token(mixer, *args, **kwargs)
+    try:
+        yield
+    finally:
+        for mixer in mixers:
+            del mixer.forward
 
 
 def flat_scores(model, sequences):
@@ -130,3 +121,37 @@ def chain_of_one_token_nodes(length):
     """Make a path whose every token has another leaf of one token beside it."""
     path = (np.arange(length) * 7 % VOCAB_SIZE).tolist()
     return [path] + [[*path[: at + 1], (path[at + 1] + 1) % VOCAB_SIZE] for at in range(length - 1)]
+
+
+def flat_side(model, sequences):
+    """Return the log-probs and entropies of flat sequences, and the gradients."""
+    with Float64(), mamba_oracle(model):
+        want = flat_scores(model, sequences)
+        return want, gradients(model, loss_of(*want))
+
+
+def errors(model, sequences, *, flat=None, **options):
+    """Return the worst relative errors of log-probs and entropies, and of gradients, and the scores of the tree.
+
+    `flat` is what `flat_side` has returned, if it was of another model.
+    """
+    want, want_gradients = flat or flat_side(model, sequences)
+    with Float64():
+        scores = tree_log_probs(model, sequences, calculate_entropy=True, **options)
+        got = (scores.log_probs, scores.entropy)
+        got_gradients = gradients(model, loss_of(*got))
+    assert got_gradients.keys() == want_gradients.keys()
+    recurrent = [value for name, value in want_gradients.items() if any(each in name for each in MIXER_NAMES)]
+    assert min(value.abs().max() for value in recurrent) > 1e-3
+    of_scores = [relative_error(*each) for pair in zip(got, want, strict=True) for each in zip(*pair, strict=True)]
+    of_gradients = [relative_error(got_gradients[name], value) for name, value in want_gradients.items()]
+    return max(of_scores), max(of_gradients), scores
+
+
+def assert_equals_flat(model, forests, **options):
+    """Compare on several forests; return the worst errors and the flat tokens that the trees have saved."""
+    found = [errors(model, sequences, **options) for sequences in forests]
+    of_scores, of_gradients = (max(each[at] for each in found) for at in (0, 1))
+    assert of_scores <= 1e-10
+    assert of_gradients <= 1e-9
+    return of_scores, of_gradients, sum(each.num_flat_tokens - each.num_tree_tokens for *_, each in found)

@@ -1,24 +1,17 @@
-"""Tiny vision-language models, and rows of text and images that share prefixes, for the tests of images on trees."""
+"""Rows of text and images that share prefixes, for the tests of images on trees."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    PreTrainedModel,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
+from tiny_models import END, IMAGE, START
+from transformers import PreTrainedModel
 from tree_cases import gradients, relative_error
 
-from verl_tree.attention.hf import ATTENTION_NAME, for_text, register
+from verl_tree.attention.hf import ATTENTION_NAME, for_text
 from verl_tree.functional import expand
 from verl_tree.functional.images import Image, PackImages, RowsWithImages
 from verl_tree.functional.relayed import call_scores
@@ -29,85 +22,8 @@ from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.row_keys import row_keys
 from verl_tree.tree.rows import ranges
 
-FAMILY_NAMES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL"}
-FAMILIES = tuple(FAMILY_NAMES)
-VOCABULARY, IMAGE, VIDEO, START, END = 64, 60, 61, 62, 63
 PATCH = 3 * 2 * 4 * 4
 """Numbers of a patch: channels, frames, height, width."""
-
-_TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "eos_token_id": 0,
-    "bos_token_id": None,
-}
-_VISION = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "in_channels": 3,
-    "patch_size": 4,
-    "temporal_patch_size": 2,
-    "spatial_merge_size": 2,
-    "out_hidden_size": 32,
-}
-_TOKENS = {
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "vision_start_token_id": START,
-    "vision_end_token_id": END,
-    "tie_word_embeddings": False,
-}
-
-
-def vision_model(family: str) -> PreTrainedModel:
-    """Make a random float32 model in evaluation mode; that of Qwen3-VL has DeepStack behind both vision blocks."""
-    register()
-    torch.manual_seed(5)
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    if family == "qwen2_5_vl":
-        text = _TEXT | {"rope_parameters": rope | {"mrope_section": [1, 1, 2]}}
-        vision = _VISION | {"window_size": 16, "fullatt_block_indexes": [1]}
-        config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_TOKENS)
-        model = Qwen2_5_VLForConditionalGeneration(config)
-    else:
-        interleaved = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
-        text = _TEXT | {"head_dim": 8, "rope_parameters": rope | interleaved}
-        vision = _VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
-        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **_TOKENS))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # Larger than the default initialisation: attention matters, and positions and pixels change probabilities.
-            if parameter.dim() > 1:
-                parameter.mul_(4.0)
-            elif "bias" in name:
-                parameter.normal_(std=0.3)
-    return model.eval()
-
-
-@contextmanager
-def all_in_float64() -> Iterator[None]:
-    """Let `Tensor.float` and `Tensor.to(torch.float32)` return float64: norms and rotations compute in float32."""
-    to_float, to = torch.Tensor.float, torch.Tensor.to
-    torch.Tensor.float = torch.Tensor.double
-
-    def widened(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        args = tuple(torch.float64 if each is torch.float32 else each for each in args)
-        return to(self, *args, **{k: torch.float64 if each is torch.float32 else each for k, each in kwargs.items()})
-
-    torch.Tensor.to = widened
-    try:
-        yield
-    finally:
-        torch.Tensor.float, torch.Tensor.to = to_float, to
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
-"""Process groups of one rank, for code that asks torch.distributed, and free ports."""
+"""Process groups of one rank, for code that asks torch.distributed, of all ranks of a script, and free ports."""
 
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 
@@ -15,6 +18,15 @@ def group_of_one() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def join_ranks() -> Path:
+    """Join the ranks of a script (`rank_scripts.py`); return an empty folder that all share."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(shared)
+    return Path(str(shared[0]))
 
 
 def free_port() -> int:

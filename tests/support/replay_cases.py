@@ -1,13 +1,12 @@
 """Router replay on the tree engine beside an oracle: each row by itself, with experts set by hand in each router.
 
-`tests/e2e/test_moe_engines.py` starts it with two ranks, which compute each tree together; rank 0 writes the errors.
+`tests/e2e/test_engines.py` starts it with two ranks, which compute each tree together; rank 0 writes the errors.
 
 Legend: N layers, k experts of a token.
 """
 
 import argparse
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from moe_cases import EXPERTS, SETTINGS
+from process_groups import join_ranks
 from tensordict import TensorDict
+from tiny_models import tiny_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 from verl.utils import tensordict_utils as tu
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform and the engines)
@@ -128,18 +128,10 @@ def oracle(folder: str, routes: Sequence[Tensor]) -> tuple[list[Tensor], list[Te
 
 def save_mixtures(folder: Path) -> tuple[str, str]:
     """Save two random Qwen3-MoEs of one shape, of three layers whose first has no experts; return their folders."""
-    config = Qwen3MoeConfig(**SETTINGS | {"num_hidden_layers": NUM_LAYERS}, **EXPERTS, mlp_only_layers=[0])
-    saved = []
     for seed, name in enumerate(("before", "after")):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.mul_(4.0)
+        model = tiny_model("qwen3 moe", size="engine", seed=seed, num_hidden_layers=NUM_LAYERS)
         model.save_pretrained(folder / name)
-        saved.append(str(folder / name))
-    return saved[0], saved[1]
+    return str(folder / "before"), str(folder / "after")
 
 
 def gradients_of(worker: TreeTrainingWorker, data: TensorDict) -> dict[str, Tensor]:
@@ -171,11 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(shared)
-    root = Path(str(shared[0]))
+    root = join_ranks()
     if dist.get_rank() == 0:
         save_mixtures(root)
     dist.barrier()

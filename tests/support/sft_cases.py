@@ -10,7 +10,6 @@ import json
 import os
 import random
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from typing import Any
 import pandas as pd
 import torch
 import torch.distributed as dist
-from engine_cases import full
+from beside_verl import full
 from omegaconf import DictConfig, OmegaConf
+from process_groups import join_ranks
 from tiny_run import make_inputs
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoModelForCausalLM
@@ -224,11 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(shared)
-    root = Path(shared[0])
+    root = join_ranks()
     if dist.get_rank() == 0:
         make_inputs(root)
         rows = [{"messages": messages} for messages in conversations()]

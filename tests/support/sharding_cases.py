@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from model_cases import MODELS
 from relay_cases import (
     LossCase,
     Result,
@@ -27,8 +26,9 @@ from relay_cases import (
     verl_rows,
     worst_error,
 )
+from tiny_models import tiny_model
 from transformers import PreTrainedModel
-from tree_cases import DEEP, flat_scores, layout_of, tiny_model
+from tree_cases import DEEP, flat_scores, layout_of
 from typing_extensions import override
 
 from verl_tree.attention.hf import ATTENTION_NAME
@@ -77,7 +77,7 @@ def make_model(name: str) -> PreTrainedModel:
         model = tiny_model().train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
-    return MODELS[name]()
+    return tiny_model(name)
 
 
 def averaged(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from pretend_device import DEVICE, HostEvents, held, to_pretended
 from relay_cases import CPU, LossCase, flat_rows, lay_out, verl_rows
+from tiny_models import tiny_model
 from torch import Tensor
-from tree_cases import random_sequences, tiny_model
+from tree_cases import random_sequences
 from verl.utils import tensordict_utils as tu
 
 from verl_tree.attention import BACKENDS, AttentionBackend, AttentionPlan, fa4

@@ -13,9 +13,9 @@ from typing import Any
 
 import pandas as pd
 import psutil
-import torch
+from tiny_models import tiny_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,?!"
 TEMPLATE = (
@@ -34,22 +34,7 @@ def make_inputs(folder: Path) -> None:
         tokenizer_object=raw, eos_token="<end>", pad_token="<pad>", unk_token="<unk>", chat_template=TEMPLATE
     )
     tokenizer.save_pretrained(folder / "model")
-    torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_id=0,
-        pad_token_id=1,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    tiny_model(size="vllm", seed=3, vocab_size=len(vocabulary)).save_pretrained(folder / "model")
     rows = [
         {
             "prompt": [{"role": "user", "content": f"task {number} of this run?"}],

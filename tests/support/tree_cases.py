@@ -1,22 +1,11 @@
-"""Shared forests and tiny models of the tests of attention, log-probs and expansion."""
+"""Forests of the tests of attention, log-probs and expansion, and their scores."""
 
 import numpy as np
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3ForTokenClassification,
-)
+from tiny_models import VOCAB_SIZE
 
-from verl_tree.attention.hf import register
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
-
-VOCAB_SIZE = 61
 
 # A tree five nodes deep, and a second root. 1 is a strict prefix of 0, 5 duplicates 0, 6 has one token.
 DEEP = [
@@ -63,47 +52,6 @@ def random_sequences(
 
 def layout_of(sequences: list) -> TreeLayout:
     return TreeLayout.from_forest(TokenForest.from_sequences([np.asarray(sequence) for sequence in sequences]))
-
-
-TINY_SETTINGS = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": VOCAB_SIZE,
-    "initializer_range": 0.3,
-    "max_position_embeddings": 512,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
-"""Of a causal LM with two layers and grouped-query attention."""
-
-
-def tiny_model(family: str = "qwen3", *, seed: int = 0, **overrides: object) -> torch.nn.Module:
-    """Make a random two-layer model in eval mode that computes in float64 throughout: a causal LM, or a critic.
-
-    transformers' RMSNorm always computes in float32, so torch's replaces it: the same formula in float64.
-    """
-    register()
-    torch.manual_seed(seed)
-    config_class, model_class = {
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen3 critic": (Qwen3Config, Qwen3ForTokenClassification),
-    }[family]
-    model = model_class(config_class(**(TINY_SETTINGS | overrides))).double().eval()
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child).__name__.endswith("RMSNorm"):
-                norm = torch.nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon, dtype=torch.float64)
-                norm.weight.data.uniform_(0.5, 1.5)
-                setattr(parent, name, norm)
-    return model
 
 
 def flat_scores(

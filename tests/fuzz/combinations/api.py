@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from float64_mode import Float64
 from hybrid_cases import chain_of_one_token_nodes
+from tiny_models import VOCAB_SIZE
 from torch import Tensor
-from tree_cases import VOCAB_SIZE, flat_scores
+from tree_cases import flat_scores
 
 from verl_tree.functional import score, score_batch, tree_log_probs
 from verl_tree.functional.offload import offload_checkpoints

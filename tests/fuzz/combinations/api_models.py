@@ -1,17 +1,10 @@
 """Tiny float64 models of every family that `tree_log_probs` serves, most of them from `tests/support`."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import hybrid_cases
 import torch
-import transformers as tf
-from image_cases import vision_model
-from mixer_cases import OTHERS, other_hybrid
-from model_cases import MODELS, WINDOW, build
 from peft import LoraConfig, get_peft_model
-from tree_cases import VOCAB_SIZE
+from tiny_models import ATTENTION, IMAGES, RECURRENT, VOCAB_SIZE, WINDOW, tiny_model
 
 from .drawing import Settings
 
@@ -21,27 +14,21 @@ ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_g
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
 NO_DROPOUT = {"residual_dropout": 0.0, "embedding_dropout": 0.0}
 
-MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "seed_oss": (tf.SeedOssConfig, tf.SeedOssForCausalLM, {"attention_dropout": 0.0, "residual_dropout": 0.0}),
-    "starcoder2": (tf.Starcoder2Config, tf.Starcoder2ForCausalLM, NO_DROPOUT | {"sliding_window": WINDOW}),
-    "mixtral": (tf.MixtralConfig, tf.MixtralForCausalLM, {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "gpt2": (tf.GPT2Config, tf.GPT2LMHeadModel, GPT2 | {"resid_pdrop": 0.0}),
-    "olmo2": (tf.Olmo2Config, tf.Olmo2ForCausalLM, {}),
-    "phi3": (tf.Phi3Config, tf.Phi3ForCausalLM, {}),
-    "cohere2": (tf.Cohere2Config, tf.Cohere2ForCausalLM, {"sliding_window": WINDOW}),
-    "granite": (tf.GraniteConfig, tf.GraniteForCausalLM, {"attention_multiplier": 0.3, "logits_scaling": 2.0}),
-    "smollm3": (tf.SmolLM3Config, tf.SmolLM3ForCausalLM, {"no_rope_layers": [1, 0]}),
-    "deepseek_v3": (tf.DeepseekV3Config, tf.DeepseekV3ForCausalLM, LATENT | ROUTED | {"first_k_dense_replace": 1}),
+MORE: dict[str, dict[str, Any]] = {
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "starcoder2": NO_DROPOUT | {"sliding_window": WINDOW},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": GPT2 | {"resid_pdrop": 0.0},
+    "olmo2": {},
+    "phi3": {},
+    "cohere2": {"sliding_window": WINDOW},
+    "granite": {"attention_multiplier": 0.3, "logits_scaling": 2.0},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "deepseek_v3": LATENT | ROUTED | {"first_k_dense_replace": 1},
 }
-"""Configuration, class and settings of the families that are tested here alone."""
+"""Settings of the families that are tested here alone."""
 
-FAMILIES: dict[str, Callable[..., Any]] = (
-    dict(MODELS)
-    | {name: partial(hybrid_cases.hybrid, name) for name in hybrid_cases.FAMILIES}
-    | {name: partial(other_hybrid, name) for name in OTHERS}
-    | {name: partial(build, *MORE[name][:2], **MORE[name][2]) for name in MORE}
-    | {f"{name} text": partial(vision_model, name) for name in ("qwen2_5_vl", "qwen3_vl")}
-)
+FAMILIES = (*ATTENTION, *RECURRENT, *MORE, *(f"{name} text" for name in IMAGES))
 
 DROPOUTS = {
     "seed_oss": "residual_dropout",
@@ -58,14 +45,10 @@ ATTENTION_LORA = {"gpt2": ["c_attn"], "phi3": ["qkv_proj"], "deepseek_v3": ["q_b
 def make_model(settings: Settings) -> Any:
     """Make the model of a draw; two calls make equal ones."""
     family, dropout = settings["family"], settings["dropout"]
+    options = dict(MORE.get(family, {}))
     if dropout in ("functional", "module"):
-        config_class, model_class, options = MORE[family]
-        model: Any = build(config_class, model_class, **options | {DROPOUTS[family]: 0.2})
-    else:
-        model = FAMILIES[family]()
-    model = model.double()
-    if family in ("mixtral", "deepseek_v3"):
-        model.set_experts_implementation("eager")
+        options[DROPOUTS[family]] = 0.2
+    model: Any = tiny_model(family.removesuffix(" text"), **options)
     if dropout == "attention":
         for module in model.modules():
             if "attention_dropout" in vars(module):

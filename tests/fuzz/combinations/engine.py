@@ -10,16 +10,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import hybrid_engine_cases
-import moe_cases
 import numpy as np
 import torch
 import torch.distributed as dist
-from engine_cases import Case, bypass_loss, make_loss, save_model, take_steps, train_planned
-from image_cases import vision_model
+from beside_verl import infer, take_steps, train_planned
+from engine_cases import Case, bypass_loss, make_loss
 from tensordict import TensorDict
+from tiny_models import tiny_model
 from torch import Tensor
-from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPOptimizerConfig
 from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.utils.losses import sft_loss
@@ -28,7 +26,7 @@ from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.testing.local_worker import local_worker
 
 from .drawing import Settings
-from .engine_features import BYPASS, IMAGES, RECURRENT
+from .engine_features import BYPASS, RECURRENT
 from .engine_routes import FlatRoutes, draw_routes
 from .engine_rows import ALL_TOKENS, draw_batch
 from .outcome import Comparison, Outcome, judged, refused
@@ -164,14 +162,10 @@ def model_folder(name: str) -> str:
     """Save a tiny random model, once for all ranks."""
     folder = _root() / name.replace(" ", "_")
     if dist.get_rank() == 0:
-        if name in ("qwen3", "qwen3 tied"):
-            save_model(folder, tied=name == "qwen3 tied")
-        elif name in moe_cases.CONFIGS:
-            moe_cases.save_model(folder, family=name)
-        elif name in IMAGES:
-            vision_model(name).save_pretrained(folder)
-        else:
-            hybrid_engine_cases.make_model(name).save_pretrained(folder)
+        settings = {"mlp_only_layers": []} if name == "qwen3 moe" else {}
+        tied = name.endswith(" tied")
+        model = tiny_model(name.removesuffix(" tied"), size="engine", seed=5, tie_word_embeddings=tied, **settings)
+        model.save_pretrained(folder)
     dist.barrier()
     return str(folder)
 
@@ -242,17 +236,6 @@ def _of_team(column: Any) -> list[Tensor]:
     dist.all_gather_object(ranks, None if column is None else [*column.unbind()])
     mine = ranks[dist.get_rank()]
     return ranks[0] if mine is None else mine
-
-
-def infer(worker: Any, batch: TensorDict) -> dict[str, Any]:
-    """Compute scores without an update; only the first rank of a team has them."""
-    batch = batch.clone()
-    tu.assign_non_tensor(batch, compute_loss=False, calculate_entropy=True)
-    outputs = worker.infer_batch(batch)
-    if not worker.engine.is_mp_src_rank_with_outputs():
-        return {}
-    names = ("log_probs", "entropy", "values", "routed_experts")
-    return {name: outputs.get(name) for name in names if outputs.get(name, None) is not None}
 
 
 def read_scores(column: Any, batch: TensorDict) -> list[Tensor]:

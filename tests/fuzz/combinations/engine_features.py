@@ -4,11 +4,11 @@ from verl_tree import clashes
 
 from .drawing import Clashes, Feature, Settings, Space
 
-MIXTURES = ("Qwen3-MoE", "gpt-oss", "qwen3_next", "qwen3_5_moe_text")
+MIXTURES = ("qwen3 moe", "gpt-oss", "qwen3_next", "qwen3_5_moe_text")
 """Families whose routers the flat side can be told routes for."""
 RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe", "granitemoehybrid")
 IMAGES = ("qwen2_5_vl", "qwen3_vl")
-MODELS = (*("qwen3",) * 5, "qwen3 tied", "Qwen3-MoE", *MIXTURES, *RECURRENT[1:], *IMAGES)
+MODELS = (*("qwen3",) * 5, "qwen3 tied", "qwen3 moe", *MIXTURES, *RECURRENT[1:], *IMAGES)
 
 POLICY_LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cispo", "dro")
 BYPASS = ("bypass ppo_clip", "bypass reinforce")
@@ -98,7 +98,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     **{f"loss={name}": (clashes.OTHER_LOSS,) for name in (*BYPASS, "unknown")},
     **{f"model={name}": (clashes.IMAGES,) for name in IMAGES},
     **{f"model={name}": (clashes.RECURRENT, clashes.NO_CLASSIFIER) for name in RECURRENT},
-    **{f"model={name}": (clashes.NO_MLP,) for name in ("Qwen3-MoE", "gpt-oss")},
+    **{f"model={name}": (clashes.NO_MLP,) for name in ("qwen3 moe", "gpt-oss")},
     "model=qwen3_next": (clashes.RECURRENT, clashes.NO_MLP),
     "model=qwen3_5_moe_text": (clashes.RECURRENT, clashes.NO_CLASSIFIER, clashes.NO_MLP),
 }

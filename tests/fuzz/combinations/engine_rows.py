@@ -3,11 +3,10 @@
 from functools import cache
 from typing import Any
 
-import image_engine_cases
 import torch
 import torch.distributed as dist
-from engine_cases import Case, make_batch, of_teams, sessions_of
-from image_cases import vision_model
+from engine_batches import make_batch, of_teams, sessions_of
+from engine_cases import Case
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
@@ -28,6 +27,7 @@ def draw_batch(settings: Settings, *, seed: int, step: int, sp: int) -> TensorDi
     rank, world_size = dist.get_rank(), dist.get_world_size()
     case = Case(
         "drawn",
+        family=settings["model"].removesuffix(" tied"),
         actor={"entropy_coeff": settings["entropy"]},
         rows=settings["rows"],
         capacity=ALL_TOKENS,
@@ -38,8 +38,7 @@ def draw_batch(settings: Settings, *, seed: int, step: int, sp: int) -> TensorDi
     if settings["model"] in IMAGES:
         # Of its ranks the first has images in most rows, all others in two: verl's own Qwen2.5-VL fails without any.
         as_rank = rank if seed % 2 else 2 + 2 * (10 * seed + step) + rank
-        model = _vision(settings["model"])
-        batch = image_engine_cases.make_batch(case, model, rank=as_rank, world_size=world_size)
+        batch = make_batch(case, step=step, rank=as_rank * case.sp, world_size=world_size)
         tu.assign_non_tensor(batch, calculate_entropy=settings["entropy"] != 0.0)
         batch["ref_log_prob"] = batch["old_log_probs"] * 0.9
     else:
@@ -60,11 +59,6 @@ def _for_sft(batch: TensorDict) -> TensorDict:
     batch = batch.exclude("response_mask", "old_log_probs", "ref_log_prob", "advantages", "values", "returns")
     batch["loss_mask"] = torch.nested.as_nested_tensor(masks, layout=torch.jagged)
     return batch
-
-
-@cache
-def _vision(family: str) -> Any:
-    return vision_model(family)
 
 
 @cache

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from model_cases import MODELS, build
+from tiny_models import tiny_model
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
 )
@@ -19,7 +17,7 @@ def test_a_softcap_is_refused_by_varlen():
     with pytest.raises(
         ValueError, match=r"'varlen' cannot serve this input: varlen: .*softcapped at 2\.0 are not served"
     ):
-        tree_log_probs(MODELS["gemma2"](), DEEP, backend="varlen")
+        tree_log_probs(tiny_model("gemma2"), DEEP, backend="varlen")
 
 
 def test_the_remedies_for_attention_dropout_serve_gpt2():
@@ -44,6 +42,6 @@ def test_the_remedies_for_attention_dropout_serve_gpt2():
 
 
 def test_bidirectional_attention_is_refused():
-    model = build(Gemma2Config, Gemma2ForCausalLM, use_bidirectional_attention=True)
+    model = tiny_model("gemma2", use_bidirectional_attention=True)
     with pytest.raises(ValueError, match="Gemma2ForCausalLM has use_bidirectional_attention=True"):
         check_model(model, max_path_len=3)

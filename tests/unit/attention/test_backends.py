@@ -20,7 +20,7 @@ from attention_cases import (
     random_qkv,
     worst_error,
 )
-from model_cases import MODELS
+from tiny_models import tiny_model
 from tree_cases import DEEP, layout_of, random_sequences, relative_error
 
 from verl_tree.attention import AttentionPlan, tree_attention, varlen_providers
@@ -193,7 +193,7 @@ class Relayed:
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt-oss"])
 def test_layers_of_transformers_take_the_context_from_the_plan(name):
-    model = MODELS[name]()
+    model = tiny_model(name)
     model.set_attn_implementation(ATTENTION_NAME)
     layout = layout_of(DEEP)
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from attention_cases import random_qkv
-from model_cases import build, tree_logits
+from model_cases import tree_logits
+from tiny_models import tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import Qwen3Config, Qwen3ForCausalLM
 from tree_cases import DEEP
 
 from verl_tree.attention import (
@@ -97,7 +97,7 @@ def test_inputs_have_the_dtype_of_autocast_but_never_lose_float64():
 
 def test_a_model_with_float32_parameters_under_autocast_reaches_the_fast_kernel(monkeypatch):
     """Its norms and rotary embeddings make queries and keys float32, its projections values bfloat16."""
-    model = build(Qwen3Config, Qwen3ForCausalLM).float()
+    model = tiny_model(size="engine")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = tree_logits(model, DEEP, backend="varlen")
         monkeypatch.setattr("verl_tree.attention.hf._autocast", lambda x: x)

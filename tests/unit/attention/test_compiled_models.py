@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from tree_cases import DEEP, gradients, tiny_model
+from tiny_models import tiny_model
+from tree_cases import DEEP, gradients
 
 from verl_tree.functional import tree_log_probs
 

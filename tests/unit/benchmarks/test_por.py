@@ -17,8 +17,9 @@ from por_log import Clock
 from por_models import SIZES, Counts, model_flops, new_model
 from por_paths import Case, NotApplicableError
 from por_rows import drawn_rows
+from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, Qwen3Config
-from tree_cases import relative_error, tiny_model
+from tree_cases import relative_error
 
 from verl_tree.records import StoredLeaf, StoredTree, write_trees
 from verl_tree.testing.synthetic import star

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from beside_verl import full
 from process_groups import group_of_one
+from tiny_models import tiny_model
 
 pytest.importorskip("verl")
 
-from engine_cases import full
-from hybrid_cases import hybrid
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, Qwen3Config
 from verl.trainer.config import CheckpointConfig
@@ -119,7 +119,7 @@ def full_pack(name: str, *, capacity: int) -> TreeLayout:
 @pytest.mark.usefixtures("folder")
 def test_probes_of_recurrent_models_have_many_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The states that a kernel keeps by nodes are in the memory of a probe."""
-    hybrid("qwen3_5").float().save_pretrained(tmp_path)
+    tiny_model("qwen3_5_text").float().save_pretrained(tmp_path)
     engine = build(tmp_path, relay="never", memory_gib=0.05, max_path_len=400)
     layouts, probe = [], engine.probe
 

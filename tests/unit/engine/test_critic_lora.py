@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from beside_verl import full
 from process_groups import group_of_one
+from tiny_models import tiny_model
 
 pytest.importorskip("verl")
 
-from engine_cases import full, save_model
 from transformers.modeling_utils import load_state_dict
 from verl.model_merger.base_model_merger import ModelMergerConfig
 from verl.model_merger.fsdp_model_merger import FSDPModelMerger
@@ -32,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     if torch.cuda.is_available():
         pytest.skip("builds engines on the CPU platform")
     folder = tmp_path_factory.mktemp("critic")
-    save_model(folder, tied=False)
+    tiny_model(size="engine").save_pretrained(folder)
     with group_of_one():
         yield folder
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from engine_cases import Case, bypass_loss, make_loss
 from relay_cases import LossCase, flat_result, flat_rows, lay_out, relayed_result, verl_rows, worst_error
-from tree_cases import VOCAB_SIZE, tiny_model
+from tiny_models import VOCAB_SIZE, tiny_model
 from typing_extensions import override
 from verl.trainer.distillation import distillation_ppo_loss
 from verl.utils.metric import Metric

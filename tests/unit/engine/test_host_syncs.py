@@ -10,7 +10,8 @@ from pretend_device import DEVICE, HostEvents, held, to_pretended
 from process_groups import group_of_one
 from relay_cases import CPU, WeightedLoss
 from sync_cases import Update, pretend
-from tree_cases import DEEP, layout_of, tiny_model
+from tiny_models import tiny_model
+from tree_cases import DEEP, layout_of
 
 from verl_tree.attention import AttentionPlan
 from verl_tree.attention.blocks import BlockLists

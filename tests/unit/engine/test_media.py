@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_models import IMAGE, tiny_model
 
 pytest.importorskip("verl")
 
-from image_cases import IMAGE, Row, branching_rows, draw_image, positions_of, vision_model
+from image_cases import Row, branching_rows, draw_image, positions_of
 from process_groups import group_of_one
 from tensordict import TensorDict
 from transformers import PreTrainedModel, Qwen3Config
@@ -30,7 +31,7 @@ from verl_tree.tree.row_keys import row_keys
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    return vision_model("qwen3_vl")
+    return tiny_model("qwen3_vl", size="engine")
 
 
 def inputs_of(row: Row, **others: Any) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 import torch
+from tiny_models import VOCAB_SIZE, tiny_model
 
 pytest.importorskip("verl")
 
 from float64_mode import Float64
-from model_cases import qwen3_moe
 from process_groups import group_of_one
 from replay_cases import (
     PROMPTS,
@@ -22,7 +22,7 @@ from replay_cases import (
     routed,
     save_mixtures,
 )
-from tree_cases import VOCAB_SIZE, flat_scores, gradients, relative_error
+from tree_cases import flat_scores, gradients, relative_error
 
 from verl_tree.attention.hf import ATTENTION_NAME
 from verl_tree.config import TREE_STRATEGY, TreeConfig
@@ -166,7 +166,7 @@ def test_random_forests_with_random_conflicts_are_exact_in_float64(seed: int) ->
     trained = [np.arange(len(row)) > 0 for row in rows]
     trained = [each & (rng.random(len(each)) < 1 / 3) for each in trained]
     trained[0][1:] = True  # A forest has a row that is read
-    model = qwen3_moe()
+    model = tiny_model("qwen3 moe")
     replay = RouterReplay(model)
     column = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
     input_ids = torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from tiny_models import TINY_SETTINGS, tiny_model
 
 pytest.importorskip("verl")
 
 from float64_mode import Float64
-from model_cases import MODELS, qwen3_moe
 from process_groups import group_of_one
 from replay_cases import (
     NUM_TOKENS,
@@ -23,7 +23,7 @@ from replay_cases import (
     save_mixtures,
 )
 from transformers import AutoModelForCausalLM, ExaoneMoeConfig
-from tree_cases import TINY_SETTINGS, flat_scores, gradients, layout_of, relative_error
+from tree_cases import flat_scores, gradients, layout_of, relative_error
 from verl.utils import tensordict_utils as tu
 
 from verl_tree.config import TREE_STRATEGY
@@ -175,12 +175,12 @@ def test_rows_without_routes_are_refused(mixtures: tuple[str, str]) -> None:
 
 
 def test_routers_are_found_by_what_transformers_declares():
-    model = qwen3_moe()
+    model = tiny_model("qwen3 moe")
     assert routers_of(model) == {1: model.model.layers[1].mlp.gate}
-    model = MODELS["gpt-oss"]()
+    model = tiny_model("gpt-oss")
     assert routers_of(model) == {0: model.model.layers[0].mlp.router, 1: model.model.layers[1].mlp.router}
     with pytest.raises(ValueError, match="Qwen3ForCausalLM has no routers that transformers names"):
-        routers_of(MODELS["qwen3"]())
+        routers_of(tiny_model("qwen3"))
 
 
 def test_routers_with_groups_of_experts_are_refused_by_name():
@@ -195,7 +195,7 @@ def test_routers_with_groups_of_experts_are_refused_by_name():
 
 def test_routers_for_one_expert_are_refused_by_name():
     """Zeros would say both expert 0 and that the route is not known."""
-    model = qwen3_moe()
+    model = tiny_model("qwen3 moe")
     model.model.layers[1].mlp.gate.top_k = 1
     RouterReplay(model)
     with pytest.raises(ValueError, match=r"a router of Qwen3MoeForCausalLM calls torch\.topk 1 times, at last for 1"):
@@ -220,7 +220,7 @@ def test_the_reference_under_an_adapter_routes_as_ever(mixtures: tuple[str, str]
 
 def test_gpt_oss_takes_routes_too(record_property: Callable[[str, object], None]) -> None:
     """Its scores are a softmax over the chosen logits, which have a bias. In float64, against rows with a hook."""
-    model = MODELS["gpt-oss"]()
+    model = tiny_model("gpt-oss")
     rows = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
     by_row = [row[:, 1:] % 4 for row in drawn_routes(seed=4)]  # two layers of four experts; some get one expert twice
     by_row = [torch.where(row[..., :1] == row[..., 1:], torch.tensor([1, 3]).short(), row) for row in by_row]

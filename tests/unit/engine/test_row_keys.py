@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from tree_cases import gradients, random_sequences, relative_error, tiny_model
+from tiny_models import tiny_model
+from tree_cases import gradients, random_sequences, relative_error
 
 from verl_tree.attention import AttentionPlan
 from verl_tree.attention.hf import ATTENTION_NAME

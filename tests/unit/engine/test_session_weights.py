@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 from process_groups import group_of_one
+from tiny_models import VOCAB_SIZE, tiny_model
 
 pytest.importorskip("verl")
 
-from engine_cases import Case, make_loss, save_model
+from engine_cases import Case, make_loss
 from relay_cases import LossCase, Result, WeightedLoss, flat_rows, relayed_result, verl_rows, worst_error
 from tensordict import TensorDict
 from torch import Tensor
-from tree_cases import VOCAB_SIZE, tiny_model
 from verl.trainer.distillation import distillation_ppo_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
@@ -378,7 +378,7 @@ def test_a_worker_weighs_the_sessions_of_each_mini_batch(
         pytest.skip("builds engines on the CPU platform")
     for name, value in (("WORLD_SIZE", "1"), ("RANK", "0"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "0")):
         monkeypatch.setenv(name, value)
-    save_model(tmp_path, tied=True)
+    tiny_model(size="engine", tie_word_embeddings=True).save_pretrained(tmp_path)
     worker = local_worker(
         str(tmp_path),
         strategy=strategy,

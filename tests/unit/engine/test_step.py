@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 from process_groups import group_of_one
+from tiny_models import tiny_model
 
 pytest.importorskip("verl")
 
 from relay_cases import LossCase, Result, flat_result, flat_rows, verl_rows, worst_error
 from torch import Tensor
 from transformers import PreTrainedModel
-from tree_cases import DEEP, random_sequences, tiny_model
+from tree_cases import DEEP, random_sequences
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import EngineConfig
 

@@ -4,7 +4,8 @@ import math
 from pathlib import Path
 
 import torch
-from tree_cases import flat_scores, gradients, relative_error, tiny_model
+from tiny_models import tiny_model
+from tree_cases import flat_scores, gradients, relative_error
 
 from verl_tree.tree import TokenForest
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from float64_mode import Float64
-from model_cases import MODELS, tree_logits
+from model_cases import tree_logits
 from peft import LoraConfig, get_peft_model
-from tree_cases import VOCAB_SIZE, flat_scores, gradients, layout_of, relative_error
+from tiny_models import VOCAB_SIZE, tiny_model
+from tree_cases import flat_scores, gradients, layout_of, relative_error
 
 from verl_tree.functional import tree_log_probs
 from verl_tree.testing.synthetic import random_forest
@@ -73,7 +74,7 @@ def test_log_probs_and_gradients_are_those_of_the_rows(
     family: str, record_property: Callable[[str, object], None]
 ) -> None:
     backends = ["dense"] if family == "Gemma 2" else ["dense", "varlen"]  # varlen serves no softcap
-    model = MODELS[FAMILIES[family]]()
+    model = tiny_model(FAMILIES[family])
     for start, backend in enumerate(backends):
         log_probs, of_gradients = assert_exact(model, range(start, NUM_FORESTS, len(backends)), backend=backend)
         record_property(f"{family} | log-probs", log_probs)
@@ -83,17 +84,17 @@ def test_log_probs_and_gradients_are_those_of_the_rows(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_relayed_trees_have_the_same_gradients(family: str, record_property: Callable[[str, object], None]) -> None:
-    _, of_gradients = assert_exact(MODELS[FAMILIES[family]](), range(4), capacity=5)
+    _, of_gradients = assert_exact(tiny_model(FAMILIES[family]), range(4), capacity=5)
     record_property(f"{family} | relay", of_gradients)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_checkpointing_and_lora(family: str, record_property: Callable[[str, object], None]) -> None:
-    model = MODELS[FAMILIES[family]]().train()
+    model = tiny_model(FAMILIES[family]).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _, of_gradients = assert_exact(model, range(4))
     record_property(f"{family} | checkpointing", of_gradients)
-    model = MODELS[FAMILIES[family]]()
+    model = tiny_model(FAMILIES[family])
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).double()
     _, of_gradients = assert_exact(adapted, range(4))
     record_property(f"{family} | LoRA", of_gradients)
@@ -105,7 +106,7 @@ def test_another_token_changes_no_other_path(family: str) -> None:
 
     Not bit for bit: an expert gets another number of tokens, and products of other shapes may round differently.
     """
-    model = MODELS[FAMILIES[family]]()
+    model = tiny_model(FAMILIES[family])
     trunk, branches = [5, 6, 7], [[8, 9, 10, 11], [12, 13, 14], [15, 16, 17, 18, 19]]
     for token in range(20, 60, 4):
         changed = [branches[0], [branches[1][0], token, token + 1], branches[2]]

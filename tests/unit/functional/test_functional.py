@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tiny_models import tiny_model
 from transformers import (
     MambaConfig,
     MambaForCausalLM,
@@ -12,7 +13,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
-from tree_cases import DEEP, flat_scores, gradients, layout_of, random_sequences, relative_error, tiny_model
+from tree_cases import DEEP, flat_scores, gradients, layout_of, random_sequences, relative_error
 
 from verl_tree.functional import expand, scale_gradient, shared_token_weights, tree_log_probs
 from verl_tree.functional.expansion import SHARED_TOKEN_MODES

@@ -10,18 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_cases import (
-    FAMILIES,
-    FAMILY_NAMES,
-    all_in_float64,
-    flat_scores,
-    in_float64,
-    pack_of,
-    random_rows,
-    signed_loss,
-    vision_model,
-)
+from float64_mode import Float64
+from image_cases import flat_scores, in_float64, pack_of, random_rows, signed_loss
 from peft import LoraConfig, inject_adapter_in_model
+from tiny_models import IMAGES, TITLES, tiny_model
 from tree_cases import gradients, relative_error
 
 from verl_tree.attention.hf import ATTENTION_NAME, for_text
@@ -38,10 +30,10 @@ LOG_PROBS, GRADIENTS = 1e-10, 1e-9
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=IMAGES)
 def family(request: pytest.FixtureRequest) -> Iterator[str]:
     """Compute in float64, all through."""
-    with all_in_float64():
+    with Float64():
         yield request.param
 
 
@@ -105,25 +97,25 @@ def test_log_probs_and_gradients_are_those_of_the_rows(
     family: str, backend: str, record_property: Callable[[str, object], None]
 ) -> None:
     start = ("dense", "varlen").index(backend)
-    log_probs, of_gradients = assert_exact(vision_model(family).double(), range(start, NUM_FORESTS, 2), backend=backend)
-    record_property(f"{FAMILY_NAMES[family]} | log-probs", log_probs)
-    record_property(f"{FAMILY_NAMES[family]} | gradients", of_gradients)
-    record_property(f"{FAMILY_NAMES[family]} | backends", backend)
+    log_probs, of_gradients = assert_exact(tiny_model(family), range(start, NUM_FORESTS, 2), backend=backend)
+    record_property(f"{TITLES[family]} | log-probs", log_probs)
+    record_property(f"{TITLES[family]} | gradients", of_gradients)
+    record_property(f"{TITLES[family]} | backends", backend)
 
 
 def test_relayed_trees_have_the_same_gradients(family: str, record_property: Callable[[str, object], None]) -> None:
     """Sections of five tokens cut through images."""
-    _, of_gradients = assert_exact(vision_model(family).double(), range(4), capacity=5)
-    record_property(f"{FAMILY_NAMES[family]} | relay", of_gradients)
+    _, of_gradients = assert_exact(tiny_model(family), range(4), capacity=5)
+    record_property(f"{TITLES[family]} | relay", of_gradients)
 
 
 def test_gradient_checkpointing_and_lora(family: str, record_property: Callable[[str, object], None]) -> None:
-    model = vision_model(family).double().train()
+    model = tiny_model(family).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _, of_gradients = assert_exact(model, range(4))
-    record_property(f"{FAMILY_NAMES[family]} | checkpointing", of_gradients)
-    model = vision_model(family)
+    record_property(f"{TITLES[family]} | checkpointing", of_gradients)
+    model = tiny_model(family)
     inject_adapter_in_model(LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False), model)
     assert any("visual" in name and p.requires_grad for name, p in model.named_parameters())
     _, of_gradients = assert_exact(model.double(), range(4))
-    record_property(f"{FAMILY_NAMES[family]} | LoRA", of_gradients)
+    record_property(f"{TITLES[family]} | LoRA", of_gradients)

@@ -3,22 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from image_cases import (
-    FAMILIES,
-    IMAGE,
-    VIDEO,
-    VOCABULARY,
-    Row,
-    all_in_float64,
-    branching_rows,
-    errors,
-    in_float64,
-    pack_of,
-    rows_with_images,
-    split,
-    tree_scores,
-    vision_model,
-)
+from float64_mode import Float64
+from image_cases import Row, branching_rows, errors, in_float64, pack_of, rows_with_images, split, tree_scores
+from tiny_models import IMAGE, IMAGES, VIDEO, tiny_model
 
 from verl_tree.attention import AttentionPlan
 from verl_tree.attention.hf import ATTENTION_NAME, check_model
@@ -29,11 +16,11 @@ from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=IMAGES)
 def model(request):
     """Return a model in float64, all through."""
-    with all_in_float64():
-        yield vision_model(request.param).double()
+    with Float64():
+        yield tiny_model(request.param)
 
 
 def test_trees_with_images_equal_flat_rows(model):
@@ -63,7 +50,7 @@ def image(*, value, height=2, width=4, dtype=torch.float32):
 
 def numbers_of(rows):
     """Return the numbers of each row."""
-    with_images, offsets = rows_with_images(vision_model("qwen3_vl"), rows)
+    with_images, offsets = rows_with_images(tiny_model("qwen3_vl"), rows)
     return [each.tolist() for each in split(with_images.number_F, offsets)]
 
 
@@ -107,7 +94,7 @@ def test_rows_that_do_not_hold_their_images_are_refused(row, message):
 
 def test_positions_that_disagree_are_refused():
     rows = [Row((5, 6, 7)), Row((5, 6, 8))]
-    with_images, _ = rows_with_images(vision_model("qwen3_vl"), rows)
+    with_images, _ = rows_with_images(tiny_model("qwen3_vl"), rows)
     layout = TreeLayout.from_forest(TokenForest.from_sequences([row.ids for row in rows]))
     position_CF = torch.tensor([[0, 1, 2, 0, 1, 2]]).repeat(4, 1)
     with_images.of_pack(layout, torch.arange(6), position_CF=position_CF)
@@ -154,7 +141,7 @@ def test_only_the_families_that_are_tested_read_images(model):
     assert reads_images(model.config)
     assert not reads_images(model.config.get_text_config())
     check_model(model, max_path_len=100)
-    assert model.config.get_text_config().vocab_size == VOCABULARY
+    assert model.config.get_text_config().vocab_size == 64
 
 
 def test_the_tower_on_tree_attention_is_refused(model):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tiny_models import VOCAB_SIZE, tiny_model
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -15,7 +16,7 @@ from transformers import (
     GraniteForCausalLM,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from tree_cases import DEEP, VOCAB_SIZE, flat_scores, gradients, layout_of, random_sequences, relative_error, tiny_model
+from tree_cases import DEEP, flat_scores, gradients, layout_of, random_sequences, relative_error
 
 from verl_tree.attention import AttentionPlan
 from verl_tree.attention.hf import ATTENTION_NAME, check_model, register

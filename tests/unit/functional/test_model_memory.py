@@ -4,12 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import MODELS, build
+from tiny_models import ATTENTION, tiny_model
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
     Qwen3_5TextConfig,
     Qwen3Config,
 )
@@ -172,9 +170,8 @@ def test_bytes_of_a_relay(options: dict[str, bool], expected: int) -> None:
 
 def deepseek() -> torch.nn.Module:
     """Make a DeepSeek-V3, whose latent attention has keys of 10 numbers and values of 12."""
-    return build(
-        DeepseekV3Config,
-        DeepseekV3ForCausalLM,
+    return tiny_model(
+        "deepseek_v3",
         kv_lora_rank=8,
         q_lora_rank=8,
         head_dim=4,
@@ -186,9 +183,9 @@ def deepseek() -> torch.nn.Module:
     )
 
 
-@pytest.mark.parametrize("family", [*MODELS, "deepseek"])
+@pytest.mark.parametrize("family", [*ATTENTION, "deepseek"])
 def test_the_size_of_keys_and_values_is_what_layers_hand_to_attention(family: str) -> None:
-    model: Any = deepseek() if family == "deepseek" else MODELS[family]()
+    model: Any = deepseek() if family == "deepseek" else tiny_model(family)
     dims: list[int] = []
 
     def attend(module, query, key, value, mask, **options):

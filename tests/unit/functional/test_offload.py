@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from tree_cases import DEEP, gradients, tiny_model
+from tree_cases import DEEP, gradients
 
 from verl_tree.functional import tree_log_probs
 from verl_tree.functional.offload import offload_checkpoints

@@ -14,8 +14,9 @@ from collections import defaultdict
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from torch import Tensor, nn
-from tree_cases import DEEP, flat_scores, layout_of, tiny_model
+from tree_cases import DEEP, flat_scores, layout_of
 
 from verl_tree.functional import tree_log_probs
 

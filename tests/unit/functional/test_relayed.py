@@ -15,9 +15,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from process_groups import group_of_one
+from tiny_models import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from tree_cases import DEEP, flat_scores, gradients, layout_of, random_sequences, relative_error, tiny_model
+from tree_cases import DEEP, flat_scores, gradients, layout_of, random_sequences, relative_error
 
 from verl_tree.functional import tree_log_probs
 

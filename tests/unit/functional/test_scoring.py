@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 from float64_mode import Float64
-from hybrid_cases import hybrid
-from model_cases import MODELS
-from tree_cases import VOCAB_SIZE, random_sequences, tiny_model
+from tiny_models import VOCAB_SIZE, tiny_model
+from tree_cases import random_sequences
 
 from verl_tree.functional import score, score_batch, tree_log_probs
 
@@ -80,7 +79,7 @@ def test_last_tokens_and_labels(capacity):
 def test_drawn_batches(family, seed):
     """Contexts share tokens with each other, and are continuations of each other."""
     rng = np.random.default_rng(seed)
-    model = MODELS[family]()
+    model = tiny_model(family)
     batch = []
     for context in random_sequences(rng, num_sequences=4, mean_len=6):
         rest = random_sequences(rng, num_sequences=int(rng.integers(0, 5)), mean_len=3)
@@ -92,10 +91,10 @@ def test_drawn_batches(family, seed):
         torch.testing.assert_close(scores.log_probs, want, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
 def test_states_of_recurrent_layers_cross_the_sections(name):
     """In one call a hybrid gives the log-probs of `tree_log_probs`, which other tests compare with flat sequences."""
-    model = hybrid(name)
+    model = tiny_model(name)
     with Float64():
         got = score(model, CONTEXT, CONTINUATIONS, capacity=3)
         want = tree_log_probs(model, [[*CONTEXT, *each] for each in CONTINUATIONS])

@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 import torch
-from model_cases import MODELS
 from peft import LoraConfig, get_peft_model
+from tiny_models import ATTENTION, TINY_SETTINGS, tiny_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from tree_cases import DEEP, TINY_SETTINGS, gradients, layout_of, relative_error, tiny_model
+from tree_cases import DEEP, gradients, layout_of, relative_error
 
 from verl_tree.attention import AttentionPlan
 from verl_tree.attention.hf import ATTENTION_NAME, register
@@ -65,9 +65,9 @@ def test_relayed_forests(capacity):
     assert_same(result_of(model, capacity=capacity), want)
 
 
-@pytest.mark.parametrize("family", [name for name in MODELS if "gpt-oss" not in name])
+@pytest.mark.parametrize("family", [name for name in ATTENTION if "gpt-oss" not in name])
 def test_families(family):
-    model = MODELS[family]()
+    model = tiny_model(family)
     want = result_of(model)
     tile_modules(model, num_tiles=4)
     # The norms of Gemma sum the gradients of their weights in float32, also in a float64 model.
@@ -183,7 +183,7 @@ def test_tiles_bound_what_an_mlp_takes():
 def test_what_cannot_be_tiled_is_refused():
     with pytest.raises(ValueError, match=r"num_shards=0"):
         tile_modules(tiny_model(), num_tiles=0)
-    experts = MODELS["gpt-oss"]()
+    experts = tiny_model("gpt-oss")
     tile_modules(experts, num_tiles=2)
     with pytest.raises(ValueError, match="not a tensor"):
         loss_of(experts)

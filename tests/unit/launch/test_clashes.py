@@ -5,10 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import moe_cases
 import pytest
 from input_cases import resolved, resolved_sft, write_model
-from transformers import AutoModelForCausalLM
+from tiny_models import tiny_model
 
 from verl_tree import clashes
 from verl_tree.clashes import CLASHES, Clash, refuse
@@ -120,7 +119,7 @@ def test_it_takes_all_features_of_a_clash() -> None:
 
 
 def test_layers_without_an_mlp_are_refused_when_they_are_to_be_tiled() -> None:
-    model = AutoModelForCausalLM.from_config(moe_cases.CONFIGS["Qwen3-MoE"])
+    model = tiny_model("qwen3 moe")
     with pytest.raises(ValueError, match=r"num_shards=2: with Qwen3MoeForCausalLM, there is nothing to cut"):
         tile_modules(model, num_tiles=2)
 

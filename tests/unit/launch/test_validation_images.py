@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from image_cases import FAMILY_NAMES
 from input_cases import refusal, resolved, write_model, write_rows
+from tiny_models import TITLES
 from verl.utils.config import omega_conf_to_dataclass
 
 from rollout_hooks.loops import BUILT_IN
@@ -66,7 +66,7 @@ def test_what_the_page_of_models_says_is_refused_is_so_of_every_type(
     for model_type in IMAGE_TYPES:
         message = refusal(image_model(tmp_path, model_type), override, "trainer.n_gpus_per_node=2")
         assert message.lower().startswith(override.lower())
-        record_property(f"{FAMILY_NAMES[model_type]} | {column}", "refused")
+        record_property(f"{TITLES[model_type]} | {column}", "refused")
 
 
 def test_images_go_with_what_saves_memory(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tree_cases import tiny_model
+from tiny_models import tiny_model
 
 from verl_tree.records import (
     FORMAT_VERSION,

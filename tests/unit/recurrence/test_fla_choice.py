@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from delta_rule_cases import varlen_gated_delta_rule
-from hybrid_cases import gradients_of_packs, hybrid, loss_of
-from mixer_cases import assert_equals_flat
+from hybrid_cases import assert_equals_flat, gradients_of_packs, loss_of
+from tiny_models import tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tree_cases import DEEP, random_sequences
 
@@ -141,7 +141,7 @@ def by_levels(monkeypatch):
 
 @pytest.mark.usefixtures("by_levels")
 def test_a_model_by_levels_equals_the_flat_path():
-    model = hybrid("qwen3_5")
+    model = tiny_model("qwen3_5_text")
     sequences = random_sequences(np.random.default_rng(2), num_sequences=9, mean_len=12)
     assert_equals_flat(model, [sequences])
 
@@ -153,7 +153,7 @@ def test_a_pack_is_computed_again_by_the_backend_of_its_forward(monkeypatch):
     monkeypatch.setattr(
         stand_ins, "tree_gated_delta_rule", lambda *_, **__: used.append("torch") or tree_gated_delta_rule(*_, **__)
     )
-    model = hybrid("qwen3_5").train()
+    model = tiny_model("qwen3_5_text").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     scores = tree_log_probs(model, DEEP, calculate_entropy=True)
     loss_of(scores.log_probs, scores.entropy).backward()
@@ -164,7 +164,7 @@ def test_a_pack_is_computed_again_by_the_backend_of_its_forward(monkeypatch):
 @pytest.mark.usefixtures("by_levels")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_by_levels(use_reentrant):
-    model = hybrid("qwen3_5").train()
+    model = tiny_model("qwen3_5_text").train()
     want = gradients_of_packs(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     model.enable_input_require_grads()

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from hybrid_cases import gradients_of_packs, hybrid
+from hybrid_cases import gradients_of_packs
+from tiny_models import tiny_model
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
@@ -25,7 +26,7 @@ from verl_tree.tree.sharding import SequenceShard
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_recomputes_with_the_plan_of_its_pack(use_reentrant):
     """Several packs, so that a layer that kept the last plan would recompute the first one wrongly."""
-    model = hybrid("qwen3_5").train()
+    model = tiny_model("qwen3_5_text").train()
     want = gradients_of_packs(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
@@ -43,7 +44,7 @@ def plan_of_three():
 
 
 def test_a_layer_without_the_plan_is_refused():
-    model = hybrid("qwen3_5", layer_types=["linear_attention"] * 3)
+    model = tiny_model("qwen3_5_text", layer_types=["linear_attention"] * 3)
     RecurrentLayers(model).bind()
     with pytest.raises(ValueError, match=r"model.layers.0.linear_attn got no tree_plan"):
         call(model, plan=None)
@@ -53,7 +54,7 @@ def test_a_layer_without_the_plan_is_refused():
 
 
 def test_a_layer_that_ran_on_another_pack_is_named():
-    model = hybrid("qwen3_5")
+    model = tiny_model("qwen3_5_text")
     other = plan_of_three()
 
     def swap(_layer, args, kwargs):
@@ -68,7 +69,7 @@ def test_a_layer_that_ran_on_another_pack_is_named():
 
 
 def test_what_recurrent_layers_do_not_serve_is_refused():
-    model = hybrid("qwen3_5")
+    model = tiny_model("qwen3_5_text")
     with tree_attention_implementation(model, max_path_len=3):
         shard = SequenceShard(3)
         shard.num_ranks = 2

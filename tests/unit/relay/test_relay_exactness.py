@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_models import VOCAB_SIZE, tiny_model
 
 pytest.importorskip("verl")
 
 from relay_cases import LossCase, flat_result, flat_rows, lay_out, relayed_result, verl_rows, worst_error
-from tree_cases import VOCAB_SIZE, tiny_model
 
 from verl_tree.engine.losses.row_losses import is_sum_over_rows
 from verl_tree.relay.store import ContextStore

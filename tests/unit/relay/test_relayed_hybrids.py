@@ -8,14 +8,14 @@ from functools import cache
 
 import pytest
 import torch
+from tiny_models import VOCAB_SIZE, tiny_model
 
 pytest.importorskip("verl")
 
 from float64_mode import Float64
-from hybrid_cases import chain_of_one_token_nodes, hybrid, oracle
-from mixer_cases import assert_equals_flat
+from hybrid_cases import assert_equals_flat, chain_of_one_token_nodes, oracle
 from relay_cases import LossCase, flat_result, flat_rows, lay_out, relay_run, relayed_result, verl_rows, worst_error
-from tree_cases import DEEP, VOCAB_SIZE
+from tree_cases import DEEP
 
 from verl_tree.recurrence import stand_ins
 from verl_tree.recurrence.bind import RecurrentLayers
@@ -31,11 +31,11 @@ def _chunks_of_a_few_tokens(monkeypatch):
 def test_sections_of_a_chain_of_one_token_nodes():
     """A section is entered after many tokens of its context."""
     for capacity in (3, 12):
-        assert_equals_flat(hybrid("qwen3_5"), [chain_of_one_token_nodes(16)], capacity=capacity)
+        assert_equals_flat(tiny_model("qwen3_5_text"), [chain_of_one_token_nodes(16)], capacity=capacity)
 
 
 def test_a_convolution_wider_than_a_section():
-    model = hybrid("qwen3_next", linear_conv_kernel_dim=6)
+    model = tiny_model("qwen3_next", linear_conv_kernel_dim=6)
     for capacity in (2, 3):
         assert_equals_flat(model, [[[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 9], [4]]], capacity=capacity)
 
@@ -43,7 +43,7 @@ def test_a_convolution_wider_than_a_section():
 @pytest.mark.parametrize("trained", ["in_proj_b", "A_log", "conv1d", "in_proj_qkv"])
 def test_one_trained_parameter_of_the_first_layer(trained):
     """Nothing before it has a gradient, so the states are differentiable through this parameter alone."""
-    model = hybrid("qwen3_5")
+    model = tiny_model("qwen3_5_text")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(f"layers.0.linear_attn.{trained}" in name)
     assert_equals_flat(model, [DEEP], capacity=6)
@@ -78,7 +78,7 @@ def result_of_flat_rows(model, case, *, seed):
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_losses_of_rows_and_losses_that_couple_them(name, options):
     """Spine first and joint, with the store on the device and the host, with both kinds of gradient checkpointing."""
-    model, case = hybrid("qwen3_5"), LossCase(name)
+    model, case = tiny_model("qwen3_5_text"), LossCase(name)
     options = dict(options)
     use_reentrant = options.pop("recomputes", None)
     with Float64():
@@ -96,7 +96,7 @@ def test_losses_of_rows_and_losses_that_couple_them(name, options):
 @pytest.mark.parametrize("direction", ["down", "up"])
 def test_states_that_are_not_handed_on_are_missed(function, direction, monkeypatch):
     """Guards the tests above: without the states of one kind, or their gradients, the result is another one."""
-    model, case = hybrid("qwen3_5"), LossCase("vanilla")
+    model, case = tiny_model("qwen3_5_text"), LossCase("vanilla")
     name = {"down": "entered", "up": "handed_up"}[direction]
     relayed, lost = getattr(StateRelay, name), []
 
@@ -119,7 +119,7 @@ def test_states_that_are_not_handed_on_are_missed(function, direction, monkeypat
 @pytest.mark.parametrize(("mode", "capacity"), [("forward", 8), ("rows", 4)])
 def test_a_token_changes_no_score_outside_its_subtree_bit_for_bit(mode, capacity):
     """The layout and the cut stay, the token is another one; in float32."""
-    model = hybrid("qwen3_5").float()
+    model = tiny_model("qwen3_5_text").float()
     data = verl_rows(forest(2), flat_rows(model, forest(2)), LossCase("vanilla"), seed=0)
     micro = lay_out(data, capacity=capacity, mode=mode)
     layout, every_T = micro.layout, torch.arange(micro.layout.num_tokens)

@@ -2,30 +2,13 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from model_cases import build
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    MiniMaxM2Config,
-    MiniMaxM2ForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PhimoeConfig,
-    PhimoeForCausalLM,
-    SeedOssConfig,
-    SeedOssForCausalLM,
-    Starcoder2Config,
-    Starcoder2ForCausalLM,
-)
-from tree_cases import DEEP, VOCAB_SIZE, relative_error, tiny_model
+from tiny_models import VOCAB_SIZE, tiny_model
+from tree_cases import DEEP, relative_error
 
 from verl_tree.functional import tree_log_probs
 from verl_tree.functional.tiles import tile_modules
@@ -46,33 +29,30 @@ QUIET_OPT = {"dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.0}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.1}
 
 RANDOM = {
-    "Seed-OSS": (SeedOssConfig, SeedOssForCausalLM, {"attention_dropout": 0.0}, r"residual_dropout=0\.1 draws"),
-    "Starcoder2": (Starcoder2Config, Starcoder2ForCausalLM, {"residual_dropout": 0.2}, r"residual_dropout=0\.2 draws"),
+    "Seed-OSS": ("seed_oss", {"attention_dropout": 0.0}, r"residual_dropout=0\.1 draws"),
+    "Starcoder2": ("starcoder2", {"residual_dropout": 0.2}, r"residual_dropout=0\.2 draws"),
     "Starcoder2, embeddings": (
-        Starcoder2Config,
-        Starcoder2ForCausalLM,
+        "starcoder2",
         {"embedding_dropout": 0.2},
         r"model\.embedding_dropout=0\.2 draws",
     ),
-    "Mixtral": (MixtralConfig, MixtralForCausalLM, MIXTRAL, r"mlp\.jitter_noise=0\.1 draws"),
-    "MiniMax-M2": (MiniMaxM2Config, MiniMaxM2ForCausalLM, MIXTRAL, r"mlp\.jitter_noise=0\.1 draws"),
+    "Mixtral": ("mixtral", MIXTRAL, r"mlp\.jitter_noise=0\.1 draws"),
+    "MiniMax-M2": ("minimax_m2", MIXTRAL, r"mlp\.jitter_noise=0\.1 draws"),
     "PhiMoE, input": (
-        PhimoeConfig,
-        PhimoeForCausalLM,
+        "phimoe",
         {"num_local_experts": 4, "router_jitter_noise": 0.0, "input_jitter_noise": 0.1},
         r"input_jitter_noise=0\.1 draws",
     ),
     "PhiMoE": (
-        PhimoeConfig,
-        PhimoeForCausalLM,
+        "phimoe",
         {"num_local_experts": 4, "router_jitter_noise": 0.0},
         "PhimoeForCausalLM draws random numbers in training mode",
     ),
-    "GPT-2": (GPT2Config, GPT2LMHeadModel, GPT2 | {"attn_pdrop": 0.0}, r"attn\.resid_dropout drops out 0\.1 of its"),
-    "OPT": (OPTConfig, OPTForCausalLM, OPT | QUIET_OPT | {"dropout": 0.1}, r"dropout=0\.1 draws"),
-    "OPT, layers": (OPTConfig, OPTForCausalLM, OPT | QUIET_OPT | {"layerdrop": 0.1}, r"layerdrop=0\.1 draws"),
+    "GPT-2": ("gpt2", GPT2 | {"attn_pdrop": 0.0}, r"attn\.resid_dropout drops out 0\.1 of its"),
+    "OPT": ("opt", OPT | QUIET_OPT | {"dropout": 0.1}, r"dropout=0\.1 draws"),
+    "OPT, layers": ("opt", OPT | QUIET_OPT | {"layerdrop": 0.1}, r"layerdrop=0\.1 draws"),
 }
-"""Config, model, settings, and what is said of it."""
+"""Type of the model, settings, and what is said of it."""
 
 
 class RandomGate(torch.nn.Module):
@@ -82,19 +62,11 @@ class RandomGate(torch.nn.Module):
         return hidden * torch.rand_like(hidden) if self.training else hidden
 
 
-def tiny(config_class: Any, model_class: Any, settings: dict[str, Any]) -> Any:
-    """Make a tiny model in training mode. Experts run one by one: grouped products do not exist for float64."""
-    model = build(config_class, model_class, **settings).train()
-    if "num_local_experts" in settings:
-        model.set_experts_implementation("eager")
-    return model
-
-
 @pytest.mark.parametrize("family", RANDOM)
 def test_a_random_model_is_refused_by_name_where_tokens_run_twice(family: str) -> None:
     """In the forward pass if it is in training mode there, else in the backward pass; nowhere if nothing runs twice."""
-    *makers, settings, said = RANDOM[family]
-    model = tiny(*makers, settings)
+    model_type, settings, said = RANDOM[family]
+    model = tiny_model(model_type, **settings).train()
     remedy = rf"{said}.*a relayed tree computes tokens twice.*tree\.relay=never.*packing=\"auto\""
     with pytest.raises(ValueError, match=remedy):
         tree_log_probs(model, DEEP, capacity=7)
@@ -118,7 +90,7 @@ def test_lora_dropout_is_refused_and_a_model_that_draws_nothing_is_not() -> None
 
 def test_draws_that_decide_nothing_are_not_refused() -> None:
     """OPT compares a number that it draws with a layerdrop of 0. Its gradients are those without a capacity."""
-    model = tiny(OPTConfig, OPTForCausalLM, OPT | QUIET_OPT)
+    model = tiny_model("opt", **OPT | QUIET_OPT).train()
     parameters = list(model.parameters())
     before = torch.get_rng_state()
     one, several = (
@@ -131,7 +103,7 @@ def test_draws_that_decide_nothing_are_not_refused() -> None:
 
 def test_a_tiled_module_refuses_what_draws() -> None:
     """Seed-OSS drops out in its MLP by a function; noise of any other origin is found while it runs."""
-    seed_oss = tiny(SeedOssConfig, SeedOssForCausalLM, {"attention_dropout": 0.0})
+    seed_oss = tiny_model("seed_oss", attention_dropout=0.0).train()
     tile_modules(seed_oss, num_tiles=2)
     with pytest.raises(ValueError, match=r"residual_dropout=0\.1 draws at random, and a tiled module runs twice"):
         tree_log_probs(seed_oss, DEEP)

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tiny_models import VOCAB_SIZE, tiny_model
 
 pytest.importorskip("verl")
 
-from model_cases import MODELS
 from peft import LoraConfig, get_peft_model
 from relay_cases import (
     CPU,
@@ -21,7 +21,7 @@ from relay_cases import (
     verl_rows,
     worst_error,
 )
-from tree_cases import DEEP, VOCAB_SIZE, random_sequences, tiny_model
+from tree_cases import DEEP, random_sequences
 
 from verl_tree.relay.run import RelayRun
 from verl_tree.testing.synthetic import random_forest
@@ -197,7 +197,7 @@ def test_bfloat16_is_as_exact_as_flat_rows():
 )
 def test_windows_softcaps_and_sinks(name, attention, tolerance):
     """DEEP's paths of up to nine tokens pass windows of four, so a context is cut by the window too."""
-    assert compare(MODELS[name](), DEEP, capacities=(2, 5, 11), attention=attention) < tolerance
+    assert compare(tiny_model(name), DEEP, capacities=(2, 5, 11), attention=attention) < tolerance
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["v_proj"], ["k_proj", "down_proj"], ["lm_head"]])

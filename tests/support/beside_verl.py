@@ -1,0 +1,297 @@
+"""An engine of trees beside verl's own on the same rows; one process per rank.
+
+`tests/e2e/test_engines.py` starts it. Both sides are real `TrainingWorker`s with verl's real losses, in fp32 on the
+CPU, and take the same SGD steps, one unless the case says more. Rank 0 writes the differences of every case. Those of
+outputs are relative to the largest value of the flat side, those of gradients and parameters to the tensor. Query and
+key gradients are zero but for rounding where every query sees one key; these are relative to the global norm.
+
+With `--sp` so many ranks compute each tree together. verl's own engine cannot do that on a CPU, so on its side each of
+these ranks computes the same rows: the mean over the ranks is the same. It gets all rows of a rank in one micro-batch,
+because its forward of Qwen2.5-VL fails on one without images.
+
+Recurrences run in chunks of 64 tokens on both sides. In their case `token_mean` a second flat side, with chunks of 8
+tokens, says how far apart two right answers in float32 are (`flat_gradient`).
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from engine_batches import make_batch, of_teams, sessions_of
+from engine_cases import CASES, RECURRENT, Case, make_loss
+from process_groups import join_ranks
+from tensordict import TensorDict
+from tiny_models import tiny_model
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import FSDPOptimizerConfig
+
+import verl_tree.cpu.platform  # noqa: F401  (the CPU platform and the engines)
+from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
+from verl_tree.recurrence.bind import num_bound_mixers
+from verl_tree.testing.local_worker import local_worker
+from verl_tree.trainer.rows.batching import MiniBatchPlan
+from verl_tree.trainer.worker import TreeTrainingWorker
+
+ENGINES = {"fsdp2": (FLAT_STRATEGY, TREE_STRATEGY)}
+"""Strategies of verl's own engine and of ours."""
+
+SAVES_MEMORY = ("enable_gradient_checkpointing", "tiled_mlp", "enable_activation_offload")
+ALL_ROWS = 4096
+"""A capacity that no case exceeds."""
+SHORT_CONVS = ("lfm2", "lfm2_moe")
+"""Recurrent families that compute nothing in chunks."""
+
+
+def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorker:
+    """Make a worker on the tree engine or verl's own."""
+    torch.manual_seed(7)  # value heads and LoRA adapters start at random
+    worker = local_worker(
+        str(folder),
+        strategy=strategy,
+        max_token_len=case.capacity,
+        is_critic=case.is_critic,
+        model_options=case.model,
+        tree_options=case.tree,
+        sequence_parallel_size=case.sp,
+        freeze_vision_tower=case.frozen_tower,
+        # SGD shows the gradient; Adam's first step shows only its sign. The huge clip rescales nothing.
+        optimizer=FSDPOptimizerConfig(
+            lr=case.lr, optimizer="SGD", clip_grad=1e9, override_optimizer_config={}, total_training_steps=10
+        ),
+    )
+    worker.set_loss_fn(make_loss(case))
+    return worker
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a sharded tensor."""
+    return tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+
+
+def infer(worker: TreeTrainingWorker, batch: TensorDict) -> dict[str, Any]:
+    """Compute scores without an update; only the first rank of a team has them."""
+    batch = batch.clone()
+    tu.assign_non_tensor(batch, compute_loss=False, calculate_entropy=True)
+    outputs = worker.infer_batch(batch)
+    if not worker.engine.is_mp_src_rank_with_outputs():
+        return {}
+    names = ("log_probs", "entropy", "values", "routed_experts")
+    return {name: outputs.get(name) for name in names if outputs.get(name, None) is not None}
+
+
+def parameters(worker: TreeTrainingWorker) -> dict[str, torch.Tensor]:
+    """Copy the whole parameters."""
+    return {name: full(p.detach()).clone() for name, p in worker.engine.module.named_parameters()}
+
+
+def train_planned(worker: TreeTrainingWorker, batches: list[TensorDict], *, sp: int, weighs: bool) -> dict[str, Any]:
+    """Let the worker take a step on each batch, as mini-batches of one plan; `weighs` says whether it has sessions."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, [session for batch in batches for session in sessions_of(batch)])
+    plan = MiniBatchPlan(
+        rows=(tuple(map(len, batches)),) * (len(ranks) // sp),
+        num_rows=tuple(tu.get(batch, "global_batch_size") for batch in batches),
+        sessions=tuple(map(tuple, ranks[::sp])) if weighs else None,
+    )
+    data = tu.concat_tensordict([batch.exclude("global_batch_size", "global_token_num") for batch in batches])
+    for key, value in plan.to_extra_info().items():
+        tu.assign_non_tensor_data(data, key, value)
+    before = parameters(worker)
+    trained = worker.train_mini_batch(data)
+    metrics = [None if trained is None else tu.get(trained, "metrics")]
+    dist.broadcast_object_list(metrics)  # the first rank collects, the others of its team do not
+    clipped = min(np.mean(metrics[0][f"actor/pg_clipfrac{kind}"]) for kind in ("", "_lower"))
+    steps = {name: metrics[0][name] for name in ("loss", "grad_norm")}
+    return {"clipped": clipped, "before": before, "after": parameters(worker), **steps}
+
+
+def take_steps(worker: TreeTrainingWorker, batches: list[TensorDict]) -> dict[str, Any]:
+    """Through the worker's engine, take gradients on the first batch, and a step on each batch."""
+    engine = worker.engine
+    result: dict[str, Any] = {"loss": [], "grad_norm": [], "before": parameters(worker)}
+    for step, batch in enumerate(batches):
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            output = engine.forward_backward_batch(batch.clone(), worker.loss_fn, forward_only=False)
+            loss = torch.tensor(float(np.sum(output["loss"])))
+            dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+            result["loss"].append(loss.item())
+            if step == 0:
+                clipped = [output["metrics"].get(f"actor/pg_clipfrac{kind}") for kind in ("", "_lower")]
+                result["clipped"] = min(np.mean(each.values) if each is not None else 0.0 for each in clipped)
+                named = engine.module.named_parameters()
+                result["gradients"] = {name: full(p.grad).clone() for name, p in named if p.grad is not None}
+            result["grad_norm"].append(engine.optimizer_step())
+    return result | {"after": parameters(worker)}
+
+
+def compare(flat: dict[str, Any], tree: dict[str, Any], batch: TensorDict) -> dict[str, float]:
+    """Return relative differences, and values that show that the case is not empty; `batch` is the first one."""
+    errors = dict(_differences_of_scores(flat, tree, batch))
+    norm = float(flat["grad_norm"][0])
+    gradients = flat.get("gradients", {})  # a worker keeps none
+    assert gradients.keys() == tree.get("gradients", {}).keys()
+    for name, gradient in gradients.items():
+        own_norm = gradient.norm().item()
+        distance = (gradient - tree["gradients"][name]).norm().item() / (own_norm if own_norm > 1e-5 * norm else norm)
+        errors["gradient"] = max(errors.get("gradient", 0.0), distance)
+    errors["tower_gradients"] = sum("visual" in name for name in gradients)
+    errors["step"] = max(
+        (flat["after"][name] - tree["after"][name]).abs().max().item() / flat["after"][name].abs().max().item()
+        for name in flat["after"]
+    )
+    errors["moved"] = max((flat["after"][name] - flat["before"][name]).abs().max().item() for name in flat["after"])
+    errors["gradient_norm"] = norm
+    steps = [[np.array(side[name]) for side in (flat, tree)] for name in ("grad_norm", "loss")]
+    (flat_norms, tree_norms), (flat_losses, tree_losses) = steps
+    errors["grad_norm"] = float((abs(flat_norms - tree_norms) / flat_norms).max())
+    errors["loss_difference"] = float(abs(flat_losses - tree_losses).max())
+    errors["loss"] = float(abs(flat_losses).max())
+    errors["clipped"] = float(flat["clipped"])
+    return errors
+
+
+def _differences_of_scores(
+    flat: dict[str, Any], tree: dict[str, Any], batch: TensorDict
+) -> Iterator[tuple[str, float]]:
+    lens = batch["input_ids"].offsets().diff()
+    for name in ("log_probs", "entropy", "values"):
+        if name not in flat or name not in tree:
+            continue
+        worst, largest = 0.0, 1e-30
+        for row in range(len(batch)):
+            mask = batch["response_mask"][row].bool()
+            end = int(lens[row]) - 1  # scores stand one position before their token
+            here, there = (side[name][row][end - len(mask) : end][mask] for side in (flat, tree))
+            if len(here):
+                worst = max(worst, (here - there).abs().max().item())
+                largest = max(largest, here.abs().max().item())
+        yield name, worst / largest
+
+
+def reference_of(case: Case) -> Case:
+    """Return what verl's own engine computes of a case; cases with the same reference share it.
+
+    Trees, what saves memory, the length of micro-batches and teams change no number of verl's.
+    """
+    return dataclasses.replace(
+        case,
+        name="reference",
+        runs=(),
+        long=(),
+        model={name: value for name, value in case.model.items() if name not in SAVES_MEMORY},
+        tree={name: value for name, value in case.tree.items() if name == "session_weight"},
+        capacity=ALL_ROWS,
+        same_objective=True,
+        is_known_loss=True,
+    )
+
+
+class Comparison:
+    """The comparisons of some ranks; verl's sides are kept for other cases."""
+
+    def __init__(self, root: Path, *, engine: str = "fsdp2") -> None:
+        self.root = root
+        self.flat, self.tree = ENGINES[engine]
+        self.references: dict[str, dict[str, Any]] = {}
+
+    def errors_of(self, case: Case) -> dict[str, float]:
+        """Run one case on all ranks; return the worst rank's distances."""
+        reference = reference_of(case)
+        has_chunks = case.family in RECURRENT and case.family not in SHORT_CONVS
+        if repr(reference) not in self.references:
+            self.references[repr(reference)], _ = self.side(reference, chunk_size=64 if has_chunks else None)
+        flat = self.references[repr(reference)]
+        tree, worker = self.side(case)
+        distances = compare(flat, tree, tree["batch"])
+        if has_chunks and case.name == "token_mean":
+            other, _ = self.side(reference, chunk_size=8)
+            distances["flat_gradient"] = compare(flat, other, tree["batch"])["gradient"]
+        assert worker.get_dispatch_collect() == dispatch_of(dist.get_rank(), sp=case.sp)
+        counts = worker.engine.tree_counts.metrics()
+        errors: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, distances)
+        # Only the first rank of a team returns outputs, and the first rank of all is one.
+        worst = {name: max(each[name] for each in errors if name in each) for name in errors[0]}
+        return worst | {"por": counts["tree/por"], "sections": counts.get("tree/sections", 0)}
+
+    def side(self, case: Case, *, chunk_size: int | None = None) -> tuple[dict[str, Any], TreeTrainingWorker]:
+        """Take the steps of one side of a case, verl's if it is a reference; return what they give and the worker."""
+        is_flat = case.name == "reference"
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        batches = [make_batch(case, step=step, rank=rank, world_size=world_size) for step in range(case.num_steps)]
+        sp = 1 if is_flat else case.sp
+        mine = [of_teams(batch, sp=sp) for batch in batches]
+        strategy = self.flat if is_flat else self.tree
+        worker = make_worker(dataclasses.replace(case, sp=sp), strategy=strategy, folder=self.folder_of(case))
+        model = worker.engine.module
+        if is_flat and case.frozen_tower:  # verl's own engine does not read the key
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("visual" not in name)
+        if chunk_size is not None:
+            set_chunk_size(model, chunk_size)
+        elif case.family in RECURRENT and not is_flat:
+            assert num_bound_mixers(model) == 2
+        weighs = case.tree.get("session_weight") == "session"
+        scores = infer(worker, mine[0])
+        steps = train_planned(worker, mine, sp=sp, weighs=weighs) if case.planned else take_steps(worker, mine)
+        return scores | steps | {"batch": batches[0]}, worker
+
+    def folder_of(self, case: Case) -> Path:
+        """Save the model of a case, once for all ranks."""
+        folder = self.root / case.family.replace(" ", "_") / ("tied" if case.tied else "untied")
+        if dist.get_rank() == 0 and not folder.exists():
+            model = tiny_model(case.family, size="engine", seed=5, tie_word_embeddings=case.tied)
+            model.save_pretrained(folder)
+        dist.barrier()
+        return folder
+
+
+def dispatch_of(rank: int, *, sp: int) -> dict[str, Any]:
+    """Return how the driver sees a rank: all ranks of a team get the same rows, and the first hands back results."""
+    return {"dispatch_dp_rank": {"train": rank // sp}, "collect_dp_rank": {"train": rank % sp == 0}}
+
+
+def set_chunk_size(model: torch.nn.Module, chunk_size: int) -> None:
+    """Let the recurrent layers of a flat model run in chunks of another size."""
+    names = {"chunk_gated_delta_rule", "chunk_size"}
+    mixers = [module for module in model.modules() if names & vars(module).keys()]
+    assert len(mixers) == 2
+    for mixer in mixers:
+        if "chunk_size" in vars(mixer):  # Mamba-2
+            mixer.chunk_size = chunk_size
+            continue
+        assert mixer.chunk_gated_delta_rule.__name__ == "torch_chunk_gated_delta_rule"
+        mixer.chunk_gated_delta_rule = partial(torch_chunk_gated_delta_rule, chunk_size=chunk_size)
+
+
+def main() -> None:
+    """Run the cases that the command line names as "FAMILY CASE", or all of so many ranks."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sp", type=int, default=1, help="ranks that compute each tree together")
+    parser.add_argument("--engine", choices=ENGINES, default="fsdp2")
+    parser.add_argument("cases", nargs="*")
+    arguments = parser.parse_args()
+    comparison = Comparison(join_ranks(), engine=arguments.engine)
+    ranks = (dist.get_world_size(), arguments.sp)
+    results: dict[str, dict[str, float]] = {}
+    for case in CASES:
+        if case.key in arguments.cases or (not arguments.cases and ranks in case.runs + case.long):
+            results[case.key] = comparison.errors_of(dataclasses.replace(case, sp=arguments.sp))
+            if dist.get_rank() == 0:
+                print(case.key, {name: f"{value:.3g}" for name, value in results[case.key].items()}, flush=True)
+    if dist.get_rank() == 0:
+        arguments.out.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
