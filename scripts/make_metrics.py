@@ -38,10 +38,9 @@ although the rows of each prompt do not, and is then relayed.
 
 ## MFU
 
-MFU is work per second over the peak of the devices. verl (0.9.1) takes the work from the lengths of all flat rows. In a
-tree most of it is not done, so that number says how fast a flat run would have to be, and may exceed 1: it is logged as
-`perf/mfu/actor_flat_equivalent`. `perf/mfu/actor` counts what was computed
-([`update_flops.py`](../verl_tree/trainer/told/update_flops.py)), in runs with `tree.enabled=false`, too:
+verl (0.9.1) takes the work from the lengths of all flat rows: `perf/mfu/actor_flat_equivalent`. `perf/mfu/actor` counts
+what was computed ([`update_flops.py`](../verl_tree/trainer/told/update_flops.py)), in runs with `tree.enabled=false`,
+too:
 
     FLOPs = verl's estimate of the rows - verl's estimate of what each shares with the row before it in its pack
             - embedding and head at every token + head where it runs
