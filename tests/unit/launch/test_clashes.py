@@ -119,7 +119,7 @@ def test_it_takes_all_features_of_a_clash() -> None:
 
 
 def test_layers_without_an_mlp_are_refused_when_they_are_to_be_tiled() -> None:
-    model = tiny_model("qwen3 moe")
+    model = tiny_model("qwen3 moe", mlp_only_layers=[])
     with pytest.raises(ValueError, match=r"num_shards=2: with Qwen3MoeForCausalLM, there is nothing to cut"):
         tile_modules(model, num_tiles=2)
 

@@ -20,7 +20,6 @@ from verl_tree.attention import AttentionPlan
 from verl_tree.attention.hf import check_model, tree_attention_implementation
 from verl_tree.functional import tree_log_probs
 from verl_tree.recurrence.bind import RecurrentLayers, num_bound_mixers
-from verl_tree.tree.sharding import SequenceShard
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -71,13 +70,6 @@ def test_a_layer_that_ran_on_another_pack_is_named():
 def test_what_recurrent_layers_do_not_serve_is_refused():
     model = tiny_model("qwen3_5_text")
     with tree_attention_implementation(model, max_path_len=3):
-        shard = SequenceShard(3)
-        shard.num_ranks = 2
-        plan = AttentionPlan.from_layout(layout_of([[1, 2], [1, 3]]), shard=shard)
-        with pytest.raises(
-            ValueError, match=r"linear_attn got a plan of 2 ranks.* set ulysses_sequence_parallel_size=1"
-        ):
-            call(model, plan=plan)
         with pytest.raises(ValueError, match="linear_attn got a plan of 1 context tokens without their states"):
             call(model, plan=AttentionPlan.from_subtree_end(np.full(4, 4), num_context=1))
         with pytest.raises(ValueError, match="pass use_cache=False"):
