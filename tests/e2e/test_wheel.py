@@ -62,9 +62,9 @@ def test_the_wheel_has_the_packages_and_their_files(wheel: Path) -> None:
     modules = {file for top in ("verl_tree", "rollout_hooks") for file in (ROOT / top).rglob("*.py")}
     configs = {ROOT / "verl_tree" / file.relative_to(ROOT) for file in (ROOT / "configs").rglob("*.*")}
     page = set((ROOT / "verl_tree" / "records" / "page").glob("*.*"))
-    metrics = ROOT / "verl_tree" / "trainer" / "told" / "metric_table.csv"
+    tables = set((ROOT / "verl_tree").rglob("*.csv"))
     typed = {ROOT / top / "py.typed" for top in ("verl_tree", "rollout_hooks")}
-    files = {file for file in modules | configs | page | typed | {metrics} if "__pycache__" not in file.parts}
+    files = {file for file in modules | configs | page | typed | tables if "__pycache__" not in file.parts}
     assert {file.suffix for file in files} >= {".py", ".yaml", ".html", ".css", ".js", ".csv"}
     assert names == {str(file.relative_to(ROOT)) for file in files}
 

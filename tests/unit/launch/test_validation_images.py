@@ -34,29 +34,11 @@ def test_models_and_rows_with_images_are_accepted(model_type: str, tmp_path: Pat
     validate(resolved(model, f"data.train_files={images}", f"data.val_files={images}"))
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen3_vl_moe", "gemma3"])
-def test_other_families_are_refused_by_name(model_type: str, tmp_path: Path) -> None:
-    message = refusal(image_model(tmp_path, model_type))
-    assert "(vision_config); give a text model, or a policy of the type qwen2_5_vl or qwen3_vl" in message
-
-
-@pytest.mark.parametrize("column", ["videos", "audios"])
-def test_videos_and_sounds_are_refused(column: str, tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "rows.parquet", column)
-    message = refusal(image_model(tmp_path), f"data.train_files={rows}")
-    assert message.startswith(f"data.{column[:-1]}_key={column}: {rows}")
-
-
 def test_a_frozen_tower_reaches_the_engine() -> None:
     config = resolved(f"{FREEZE}=true")
     validate(config)
     assert omega_conf_to_dataclass(config.actor_rollout_ref.actor.fsdp_config).freeze_vision_tower
     assert not omega_conf_to_dataclass(config.actor_rollout_ref.ref.fsdp_config).freeze_vision_tower
-
-
-def test_images_of_a_text_model_are_refused(tmp_path: Path) -> None:
-    images = write_rows(tmp_path / "images.parquet", "images")
-    assert refusal(f"data.train_files={images}").startswith(f"data.image_key=images: {images}")
 
 
 @pytest.mark.parametrize(("column", "override"), [("Ulysses", f"{SIZE}=2"), ("critic", "critic.enable=true")])
@@ -67,19 +49,6 @@ def test_what_the_page_of_models_says_is_refused_is_so_of_every_type(
         message = refusal(image_model(tmp_path, model_type), override, "trainer.n_gpus_per_node=2")
         assert message.lower().startswith(override.lower())
         record_property(f"{TITLES[model_type]} | {column}", "refused")
-
-
-def test_images_go_with_what_saves_memory(tmp_path: Path) -> None:
-    """The fuzz of combinations shows that they are exact."""
-    model = "actor_rollout_ref.model"
-    validate(
-        resolved(image_model(tmp_path), f"{model}.tiled_mlp.enabled=true", f"{model}.enable_activation_offload=true")
-    )
-
-
-def test_critics_with_a_vision_tower_are_refused(tmp_path: Path) -> None:
-    folder = image_model(tmp_path).partition("=")[2]
-    assert "multimodal model" in refusal("critic.enable=true", f"critic.model.path={folder}")
 
 
 @pytest.mark.parametrize("loop", ["tool_agent", *BUILT_IN])

@@ -1,13 +1,17 @@
 """What an entry of the file of agent loops names is checked before Ray starts, by reading the user's files."""
 
 import functools
+import importlib
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from input_cases import refusal, resolved
 from omegaconf import DictConfig
 
-from verl_tree.launch.checks import validate
 from verl_tree.launch.checks.arguments import arguments_of
 from verl_tree.launch.checks.code import check_agent_loops
 from verl_tree.launch.checks.refusals import Finding
@@ -188,11 +192,6 @@ def test_the_agent_of_a_gateway_loop_must_be_an_async_function(loops: Path) -> N
     assert line.endswith("agent=None of the loop mine: name an async function as package.module:function")
 
 
-def test_the_built_in_gateway_loop_has_no_agent() -> None:
-    message = refusal(f"{AGENT}.default_agent_loop=blackbox")
-    assert f"it has no agent; name an async function as package.module:function in an entry of {LOOPS}" in message
-
-
 def test_hooks_inside_options_are_checked(loops: Path) -> None:
     memory = "_target_: rollout_hooks.loops.memory.MemoryAgentLoop"
     accept(loops, memory, "embed: {_target_: planners.load, device: cuda}")
@@ -233,15 +232,29 @@ def test_every_built_in_loop_is_understood() -> None:
         assert taken.refuses_others, target
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("reward.custom_reward_function.path", "reward.custom_reward_function.name"),
-        ("data.custom_cls.path", "data.custom_cls.name"),
-    ],
-)
-def test_a_function_or_class_that_its_file_does_not_have_is_refused(loops: Path, path: str, name: str) -> None:
-    for given in (f"{loops.parent}/planners.py", "pkg://planners"):
-        validate(resolved(f"{path}={given}", f"{name}=not_async"))
-        message = refusal(f"{path}={given}", f"{name}=not_asinc")
-        assert message == f"{name}=not_asinc: {loops.parent}/planners.py has no not_asinc; did you mean not_async?"
+def test_every_loop_that_a_worker_knows_is_known_here_without_vllm(tmp_path: Path) -> None:
+    """The workers of verl's own manager know only verl's loops.
+
+    The workers need vLLM; imported by the driver it costs seconds, and memory for the whole training run.
+    """
+    from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
+
+    importlib.import_module("rollout_hooks.worker")  # registers its loops
+    ours = {name for name, entry in _agent_loop_registry.items() if entry["_target_"].startswith("rollout_hooks.")}
+    assert len(ours) >= 6
+    (tmp_path / "loops.yaml").write_text("- name: mine\n  _target_: rollout_hooks.capture.async_llm.AsyncLLM\n")
+    program = (
+        "import json, sys, verl_tree.cpu.platform; from input_cases import resolved\n"
+        "from verl_tree.launch.checks import validate\n"
+        "from verl_tree.launch.checks.code import _registered_loops\n"
+        f"of_verl = _registered_loops(resolved('{AGENT}.agent_loop_manager_class=null'))\n"
+        f"validate(resolved('{AGENT}.default_agent_loop=parallel_tools', '{LOOPS}={tmp_path}/loops.yaml'))\n"
+        "assert not {'vllm', 'rollout_hooks.worker'} & set(sys.modules)\n"
+        "print(json.dumps([list(of_verl), list(_registered_loops(resolved()))]))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    of_verl, of_ours = map(set, json.loads(done.stdout.splitlines()[-1]))
+    assert "single_turn_agent" in of_verl & of_ours
+    assert (ours & of_verl, ours & of_ours) == (set(), ours)

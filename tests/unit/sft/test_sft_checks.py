@@ -31,54 +31,6 @@ def test_a_processor_needs_no_other_setting() -> None:
     assert (flat.engine.use_torch_compile, flat.model.use_remove_padding) == (True, True)
 
 
-@pytest.mark.parametrize(
-    ("setting", "remedy"),
-    [
-        ("data.pad_mode=right", "set it to no_padding"),
-        ("data.truncation=left", "set it to error"),
-        ("data.use_dynamic_bsz=false", "set it to true"),
-        ("data.balance_dp_token=true", "set it to false"),
-        ("data.num_workers=8", "set it to 0"),
-        ("engine.strategy=fsdp2", "set it to fsdp_tree"),
-        ("engine.qat.enable=true", "set it to false"),
-        ("model.mtp.enable=true", "set it to false"),
-        ("tree.shared_tokens=max", "choose one of"),
-        ("data.train_batch_size=0", "give a whole number of at least 1"),
-        ("data.min_shared=half", "give a whole number of at least 1"),
-        ("data.max_length=long", "this is no number; give one"),
-        ("data.use_dynamic_bsz=7", "this is no switch"),
-        ("engine=7", "this is no group of options"),
-        ("optim.lr=-1", "give a finite number of at least 0"),
-        ("trainer.save_freq=often", "after_each_epoch, or -1 for never"),
-        ("data.min_reward=good", "give a number, or null"),
-        ("data.tree_key=3", "give the name of a column"),
-        ("trainer.test_freq=5", "there are no data.val_files"),
-        ("trainer.save_freq=0", "set -1 for never"),
-        ("data.train_files=nothing.parquet", "no such file in "),
-        ("model.path=/no/model", "no such folder: /no/model"),
-    ],
-)
-def test_a_setting_that_cannot_work_is_refused(setting: str, remedy: str) -> None:
-    message = refusal(setting)
-    assert message.startswith(setting.replace("false", "False").replace("true", "True"))
-    assert remedy in message
-
-
-def test_a_setting_of_trees_is_refused_without_trees() -> None:
-    assert "set it to sum" in refusal("tree.enabled=false", "tree.shared_tokens=once")
-    assert "set it to fsdp2" in refusal("tree.enabled=false", "engine.strategy=fsdp_tree")
-
-
-def test_rows_that_may_not_fit_into_a_pass_are_refused() -> None:
-    long = "data.max_length=9000"
-    validate(resolved(long))
-    validate(resolved(long, "tree.relay=never", "tree.capacity=9000"))
-    for options in (["tree.enabled=false"], ["tree.relay=never"]):
-        assert refusal(long, *options).startswith("data.max_length=9000: a pass holds 8192 tokens")
-    assert "a pass holds 100 tokens" in refusal("tree.relay=never", "tree.capacity=100")
-    validate(resolved(long, "tree.enabled=false", "data.max_token_len_per_gpu=9000"))
-
-
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert refusal("trainer.device=cuda").startswith("trainer.device=cuda: torch sees no CUDA device")

@@ -121,7 +121,7 @@ def _other_attention(config: DictConfig) -> Iterator[str]:
 
 
 def _other_losses(config: DictConfig) -> Iterator[str]:
-    yield from settings_of(f"{clashes.LOSS}!={','.join(clashes.POLICY_LOSSES_OVER_ROWS)}", config)
+    yield from settings_of(f"{ACTOR}.policy_loss.loss_mode!={','.join(clashes.POLICY_LOSSES_OVER_ROWS)}", config)
     if value_of(config, "distillation.enabled"):
         yield from settings_of(f"{DISTILLATION}!={','.join(clashes.DISTILLATION_LOSSES_OVER_ROWS)}", config)
 
@@ -159,9 +159,7 @@ WORDS: dict[str, Feature] = {
     clashes.OTHER_HEADS: _other_heads,
     clashes.CRITIC: lambda config: iter([f"critic.enable={config.critic.enable}"] if uses_critic(config) else []),
     clashes.NO_CLASSIFIER: _of_types(lambda model: not has_token_classifier(model), models=CRITICS),
-    clashes.TRANSFORMERS: lambda config: (
-        s for name in (clashes.TREES, clashes.CPU) for s in settings_of(name, config)
-    ),
+    clashes.TRANSFORMERS: _trees_or_cpu,
     clashes.NO_CHECKPOINTS: _no_checkpoints,
     clashes.ULYSSES: _ulysses,
     clashes.OTHER_ATTENTION: _other_attention,
