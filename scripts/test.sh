@@ -52,7 +52,7 @@ if [[ $LANE == all || $LANE == fast ]]; then
 fi
 
 # side_by_side JOBS...: runs pytest on each job, which may name several paths, in a process of its own. The job `style` is
-# style, types and import contracts, and `tests.fuzz.NAME` with its options draws features together. Ray keeps things of a
+# style, types and import contracts; `tests.fuzz.NAME` and `tests/fuzz/NAME` draw features or agents together. Ray keeps things of a
 # cluster in a process (dashboard addresses, tokens) that must not meet the next, and Triton's interpreter must be chosen
 # before triton is imported. Most processes use one core, so two go side by side. The slowest tests are named, for whoever
 # looks for minutes to save.
@@ -63,6 +63,7 @@ side_by_side() {
     case $1 in
       style) output=$(pre-commit run --all-files --show-diff-on-failure 2>&1) || status=$? ;;
       tests.fuzz.*) output=$(python -m $1 2>&1) || status=$? ;;
+      tests/fuzz/*) output=$(python $1 2>&1) || status=$? ;;
       *) output=$(python -m pytest -q --durations=12 --durations-min=5 $1 2>&1) || status=$? ;;
     esac
     printf "%s\n%s\n" "$1" "$output"
@@ -90,8 +91,9 @@ case $LANE in
   all) show "style, unit, contract, interpreter and end-to-end tests" every_test ;;
   fast) show "style, unit, contract and interpreter tests" side_by_side 'tests/unit tests/contracts' style tests/interp ;;
   long)
-    side_by_side tests/long/test_*.py '-m long tests/e2e' '-m long tests/interp' \
-      'tests.fuzz.combinations --level api --count 100' 'tests.fuzz.combinations --level engine --ranks 2 --count 100'
+    side_by_side tests/long/test_*.py '-m long tests/unit' '-m long tests/e2e' '-m long tests/interp' \
+      'tests.fuzz.combinations --level api --count 100' 'tests.fuzz.combinations --level engine --ranks 2 --count 100' \
+      'tests/fuzz/capture --count 500'
     ;;
   faults)
     # The kills are two chains of runs. A job is split at its spaces, so its -k has none.
@@ -105,6 +107,6 @@ case $LANE in
   stack)
     show "tests that depend on versions" side_by_side 'tests/unit tests/contracts' tests/interp \
       'tests/e2e/test_engines.py -k engine[qwen3-' '-m long tests/e2e/test_engines.py -k engine[qwen3-' \
-      '-m long tests/interp' tests/long/test_weight_reload.py
+      '-m long tests/unit' '-m long tests/interp' tests/long/test_weight_reload.py
     ;;
 esac

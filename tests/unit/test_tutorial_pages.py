@@ -55,6 +55,7 @@ def test_the_first_run_is_accepted_and_its_agent_branches(
     assert re.findall(r"leaf (\d): reward (\S+)", out) == [("0", "1"), ("1", "0"), ("2", "0.5")]
 
 
+@pytest.mark.long
 def test_long_trees(tmp_path: Path) -> None:
     """The relayed update has the same gradient and takes a part of the memory."""
     (printed,) = follow(TUTORIALS / "03_long_trees.md", tmp_path)

@@ -420,6 +420,7 @@ def compiled(tmp_path_factory):
 
 
 @pytest.mark.skipif(not FA4_FOLDER.is_dir(), reason=f"{FA4_FOLDER} is missing: run scripts/setup.sh")
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("variant", COMPILED)
 def test_kernels_compile_for_hopper(variant, compiled):
