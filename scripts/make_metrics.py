@@ -5,13 +5,11 @@
 `--check` changes nothing and fails if the page is out of date.
 """
 
-import argparse
-import sys
-from pathlib import Path
+from made_pages import ROOT, write_or_check
 
 from verl_tree.trainer.told.metric_table import CRITIC, MADE, METRICS, VALIDATION, Metric
 
-PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
+PAGE = ROOT / "docs" / "metrics.md"
 
 HEADER = f"""# Metrics
 
@@ -75,15 +73,5 @@ def _row(metric: Metric) -> str:
     return f"| {names} | {metric.unit} | {metric.made} | {meaning} | {metric.advice} |\n"
 
 
-def main() -> None:
-    """Write the page, or check it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if the page is out of date")
-    if not parser.parse_args().check:
-        PAGE.write_text(page(), encoding="utf-8")
-    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page():
-        sys.exit("docs/metrics.md is out of date: run python scripts/make_metrics.py")
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check(PAGE, page, by="make_metrics.py", description=__doc__)

@@ -8,7 +8,6 @@ largest of all tests, or a word. What passed tests have shown replaces what they
 results the table is made from `DATA` alone. `--check` changes nothing and fails if the page is out of date.
 """
 
-import argparse
 import csv
 import sys
 from collections.abc import Iterable
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).parents[1]
+from made_pages import ROOT, new_parser, require_current, with_part
+
 PAGE, DATA = ROOT / "docs" / "models.md", ROOT / "docs" / "benchmarks" / "data" / "models.csv"
-START, END = "<!-- made by scripts/make_models.py: start -->\n", "<!-- made by scripts/make_models.py: end -->"
 COLUMNS = (
     "log-probs",
     "gradients",
@@ -93,21 +92,18 @@ def table(rows: Iterable[Shown]) -> str:
 
 def page(rows: Iterable[Shown]) -> str:
     """Return the page with this table."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    return f"{before}{START}\n{table(rows)}\n{END}{rest.partition(END)[2]}"
+    return with_part(PAGE, table(rows), by="make_models.py")
 
 
 def main() -> None:
     """Write the page and the data, or check them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("results", type=Path, nargs="*", help="JUnit files of pytest")
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if the page is out of date")
     arguments = parser.parse_args()
     with DATA.open(newline="", encoding="utf-8") as file:
         rows = [Shown(**row) for row in csv.DictReader(file)]
     if arguments.check:
-        if PAGE.read_text(encoding="utf-8") != page(rows):
-            sys.exit(f"{PAGE.relative_to(ROOT)} is out of date: run python scripts/make_models.py")
+        require_current(PAGE, page(rows), by="make_models.py")
         return
     for results in arguments.results:
         new = shown_by(results)

@@ -5,13 +5,11 @@
 Each option is documented once, by the comment above it. `--check` changes nothing and fails if the page is out of date.
 """
 
-import argparse
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from made_pages import ROOT, write_or_check
+
 PAGE = ROOT / "docs" / "options.md"
 SOURCES = {"configs/tree/default.yaml": "tree.", "configs/tree_ppo.yaml": "", "configs/tree_sft.yaml": ""}
 NOT_OF_A_GROUP = (
@@ -63,15 +61,5 @@ def page() -> str:
     return HEADER + "\n".join(rows) + "\n"
 
 
-def main() -> None:
-    """Write the page, or check it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if the page is out of date")
-    if not parser.parse_args().check:
-        PAGE.write_text(page(), encoding="utf-8")
-    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page():
-        sys.exit(f"{PAGE.relative_to(ROOT)} is out of date: run python scripts/make_options.py")
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check(PAGE, page, by="make_options.py", description=__doc__)
