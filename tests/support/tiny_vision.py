@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.image import imsave
+from tiny_models import SIZES
 from tiny_run import CHARACTERS
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -67,18 +68,8 @@ def make_model(folder: Path) -> None:
     vocabulary = tokenizer.get_vocab()
     image, video, start, end = (vocabulary[name] for name in MEDIA)
     text = {
+        **SIZES["vllm"],
         "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": True,
-        "eos_token_id": 0,
-        "pad_token_id": 1,
-        "bos_token_id": None,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,

@@ -4,11 +4,11 @@ from omegaconf import DictConfig
 
 from verl_tree.launch.checks.refusals import (
     ACTOR,
-    MODELS,
     REF,
     ROLLOUT,
     Check,
     Findings,
+    models_of,
     ranks_of,
     refusal,
     text_settings,
@@ -55,7 +55,7 @@ def check_heads(config: DictConfig) -> Findings:
     from verl_tree.tree.sharding import why_not_dealt
 
     key, size = team_keys(config)[0], team_size(config)
-    for model in MODELS if uses_critic(config) else MODELS[:1]:
+    for model in models_of(config):
         settings = text_settings(value_of(config, f"{model}.path"))
         num_heads = settings.get("num_attention_heads")
         num_kv_heads = settings.get("num_key_value_heads") or num_heads

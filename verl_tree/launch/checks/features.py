@@ -21,7 +21,9 @@ from verl_tree.launch.checks.refusals import (
     Finding,
     Findings,
     corrections,
+    fine_tunes,
     model_settings,
+    models_of,
     text_settings,
     uses_critic,
     value_of,
@@ -41,11 +43,6 @@ LINEAR = "linear_conv_kernel_dim"
 HEAD_DIMS = {"linear_key_head_dim": (64, 128), "linear_value_head_dim": (64, 128)}
 OFF = (None, False, 0)
 _ABSENT = object()
-
-
-def models_of(config: DictConfig) -> tuple[str, ...]:
-    """Return the groups of the models in use; that of the policy comes first."""
-    return ("model",) if _tunes(config) else MODELS if uses_critic(config) else MODELS[:1]
 
 
 def reads_images(config: DictConfig) -> bool:
@@ -77,10 +74,6 @@ def _keys(key: str, config: DictConfig) -> list[str]:
     return [f"{GROUPS.get(group, group)}.{rest}"] if group != "critic" or uses_critic(config) else []
 
 
-def _tunes(config: DictConfig) -> bool:
-    return "actor_rollout_ref" not in config
-
-
 def _of_types(is_one: Callable[[dict[str, Any]], bool], *, models: slice = POLICY_ONLY) -> Feature:
     """Return the feature that the config.json of a model in use holds something. One that is not here is not asked."""
 
@@ -108,7 +101,7 @@ def _no_checkpoints(config: DictConfig) -> Iterator[str]:
 
 
 def _ulysses(config: DictConfig) -> Iterator[str]:
-    if _tunes(config):
+    if fine_tunes(config):
         yield from settings_of("engine.ulysses_sequence_parallel_size!=1", config)
     elif team_size(config) > 1:
         yield f"{team_keys(config)[0]}={team_size(config)}"
@@ -152,7 +145,7 @@ def _trees_or_cpu(config: DictConfig) -> Iterator[str]:
 _images = _of_types(lambda model: model.get("model_type") in IMAGE_TYPES)
 
 WORDS: dict[str, Feature] = {
-    clashes.SFT: lambda config: iter([clashes.SFT] if _tunes(config) else []),
+    clashes.SFT: lambda config: iter([clashes.SFT] if fine_tunes(config) else []),
     clashes.IMAGES: _images,
     clashes.RECURRENT: _of_types(has_recurrent_layers, models=ALL),
     clashes.LINEAR: _of_types(lambda model: LINEAR in model | model.get("text_config", {})),

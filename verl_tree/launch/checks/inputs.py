@@ -13,7 +13,7 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig
 
 from verl_tree.families import IMAGE_TYPES, RECURRENT_TYPES
-from verl_tree.launch.checks.features import models_of, reads_images
+from verl_tree.launch.checks.features import reads_images
 from verl_tree.launch.checks.refusals import (
     DATA_KEYS,
     MODELS,
@@ -24,6 +24,7 @@ from verl_tree.launch.checks.refusals import (
     has_scheme,
     missing,
     model_settings,
+    models_of,
     refusal,
     refusal_here,
     refusal_to_run,

@@ -124,6 +124,16 @@ def uses_critic(config: DictConfig) -> bool:
     return value_of(config, "algorithm.adv_estimator") == "gae" if enabled is None else bool(enabled)
 
 
+def fine_tunes(config: DictConfig) -> bool:
+    """Whether it is the configuration of fine-tuning (`verl_tree.main_sft`)."""
+    return "actor_rollout_ref" not in config
+
+
+def models_of(config: DictConfig) -> tuple[str, ...]:
+    """Return the groups of the models in use; that of the policy comes first."""
+    return ("model",) if fine_tunes(config) else MODELS if uses_critic(config) else MODELS[:1]
+
+
 def corrections(config: DictConfig) -> list[str]:
     """Return which parts of the correction for old rows are asked for."""
     return [name for name in ("rollout_is", "rollout_rs", "bypass_mode") if value_of(config, f"{CORRECTION}.{name}")]

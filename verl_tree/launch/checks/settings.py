@@ -3,7 +3,7 @@
 from omegaconf import DictConfig
 
 from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
-from verl_tree.launch.checks.features import VERLS_ATTENTION, models_of
+from verl_tree.launch.checks.features import VERLS_ATTENTION
 from verl_tree.launch.checks.refusals import (
     ACTOR,
     REF,
@@ -12,6 +12,7 @@ from verl_tree.launch.checks.refusals import (
     Finding,
     Findings,
     lacks_cuda,
+    models_of,
     refusal,
     refusal_here,
     uses_cpu,
