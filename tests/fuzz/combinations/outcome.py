@@ -37,6 +37,11 @@ class Comparison:
     num_gradients: int = 0
     num_vacuous: int = 0
 
+    @property
+    def worst(self) -> float:
+        """The largest distance; what is not a number is infinite."""
+        return max((error if error == error else float("inf") for error in self.errors.values()), default=0.0)
+
     def scores(self, name: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
         """Compare the scores of rows, relative to the largest of them."""
         assert [each.shape for each in got] == [each.shape for each in want], f"shapes of {name}"
