@@ -44,8 +44,9 @@ CHECKS = (
 
 def find(config: DictConfig) -> Findings:
     """Yield everything that the checks find in a resolved configuration."""
-    keys = dict.fromkeys(each.key for each in values.find_wrong_values(config))
-    yield from values.find_wrong_values(config)
+    wrong = list(values.find_wrong_values(config))
+    yield from wrong
+    keys = dict.fromkeys(each.key for each in wrong)
     others = _with_other_values(config, keys) if keys else config
     if others is not None:
         # What would be said of a value that nobody gave is left out.
