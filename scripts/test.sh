@@ -13,9 +13,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-VENV=.venv
+VENV=.venv NUM_TOGETHER=2
 case $* in
-  '') LANE=all NUM_STEPS=2 ;;
+  '') LANE=all NUM_STEPS=2 NUM_TOGETHER=3 ;;
   --fast) LANE=fast NUM_STEPS=2 ;;
   '--stack verl-vllm') LANE=stack NUM_STEPS=1 VENV=.venv-verl-vllm ;;
   --long | --faults | --soak) LANE=${1#--} ;;
@@ -52,12 +52,12 @@ if [[ $LANE == all || $LANE == fast ]]; then
 fi
 
 # side_by_side JOBS...: runs pytest on each job, which may name several paths, in a process of its own. The job `style` is
-# style, types and import contracts; `tests.fuzz.NAME` and `tests/fuzz/NAME` draw features or agents together. Ray keeps things of a
-# cluster in a process (dashboard addresses, tokens) that must not meet the next, and Triton's interpreter must be chosen
-# before triton is imported. Most processes use one core, so two go side by side. The slowest tests are named, for whoever
-# looks for minutes to save.
+# style, types and import contracts; `tests.fuzz.NAME` and `tests/fuzz/NAME` draw features or agents together. Ray keeps
+# things of a cluster in a process (dashboard addresses, tokens) that must not meet the next, and Triton's interpreter must
+# be chosen before triton is imported. Most processes use one core, so two go side by side; in the default lane three,
+# since one of these waits most of the time. The slowest tests are named, for whoever looks for minutes to save.
 side_by_side() {
-  printf '%s\0' "$@" | xargs -0 -n 1 -P 2 bash -c '
+  printf '%s\0' "$@" | xargs -0 -n 1 -P "$NUM_TOGETHER" bash -c '
     status=0
     printf "%s ...\n" "$1"
     case $1 in
@@ -77,7 +77,7 @@ every_test() {
   local file
   # Together, as their ranks are forked from one process; tests/support/rank_scripts.py.
   jobs+=("$(echo tests/e2e/test_{engines,sft}.py)")
-  jobs+=(tests/e2e/test_{runs,watchdog,ray_job,loops}.py)
+  jobs+=(tests/e2e/test_{runs,watchdog,ray_job}.py)
   # On one cluster; tests/e2e/conftest.py.
   jobs+=("$(echo tests/e2e/test_{portions,replay,other_rows,capture}.py)")
   jobs+=("$(echo tests/e2e/test_{entry,wheel}.py)")

@@ -318,7 +318,7 @@ def test_a_right_kernel_passes_the_wide_forest():
 @pytest.mark.parametrize(
     ("kernel", "wrong"),
     [
-        ({}, ["output", "dq", "dk", "dv"]),
+        pytest.param({}, ["output", "dq", "dk", "dv"], marks=pytest.mark.long),
         ({"in_repeat": 2}, ["output", "dq", "dk", "dv"]),
         ({"result": "dq"}, ["dq"]),
     ],
