@@ -72,7 +72,7 @@ side_by_side() {
 }
 
 every_test() {
-  # Those that find most faults first, then the longest, so that both places end at the same time.
+  # Those that find most faults first, then the longest, so that all places end at the same time.
   local jobs=('tests/unit tests/contracts' style tests/interp)
   local file
   # Together, as their ranks are forked from one process; tests/support/rank_scripts.py.
