@@ -25,7 +25,9 @@ OTHERS = ("olmo_hybrid", "lfm2", "lfm2_moe", "granitemoehybrid")
 FAMILIES = (*DELTA_RULE, *OTHERS)
 
 
-@pytest.mark.parametrize("seeds", [range(0, 24, 4), pytest.param(range(24), marks=pytest.mark.long)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "seeds", [range(0, 24, 4), pytest.param(range(24), marks=pytest.mark.long)], ids=["some", "all"]
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_random_forests_equal_the_flat_path(name, seeds, monkeypatch, record_property):
     monkeypatch.setattr(stand_ins, "CHUNK_SIZE", 8)  # nodes of up to some thirty tokens
