@@ -117,8 +117,10 @@ def full_pack(name: str, *, capacity: int) -> TreeLayout:
 
 
 @pytest.mark.usefixtures("folder")
-def test_probes_of_recurrent_models_have_many_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The states that a kernel keeps by nodes are in the memory of a probe."""
+def test_probes_of_recurrent_models_have_many_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The states that a kernel keeps by nodes are in the memory of a probe. Without relay nothing is kept free for it."""
     tiny_model("qwen3_5_text").float().save_pretrained(tmp_path)
     engine = build(tmp_path, relay="never", memory_gib=0.05, max_path_len=400)
     layouts, probe = [], engine.probe
@@ -132,6 +134,7 @@ def test_probes_of_recurrent_models_have_many_nodes(tmp_path: Path, monkeypatch:
         assert choose_capacity(engine, forward_only=False, longest_row=1) > 520
     assert {layout.num_tokens / layout.num_nodes for layout in layouts} == {65}
     assert layouts[-1].num_tokens > layouts[0].num_tokens == 520
+    assert "less 0 GiB for relayed keys and values" in capsys.readouterr().out
 
 
 def test_a_choice_leaves_no_trace(folder: Path) -> None:
