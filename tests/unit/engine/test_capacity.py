@@ -120,7 +120,7 @@ def full_pack(name: str, *, capacity: int) -> TreeLayout:
 def test_probes_of_recurrent_models_have_many_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The states that a kernel keeps by nodes are in the memory of a probe. Without relay nothing is kept free for it."""
+    """The states that a kernel keeps by nodes are in a probe's memory. Without relay nothing is kept free for it."""
     tiny_model("qwen3_5_text").float().save_pretrained(tmp_path)
     engine = build(tmp_path, relay="never", memory_gib=0.05, max_path_len=400)
     layouts, probe = [], engine.probe
