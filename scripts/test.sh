@@ -24,6 +24,8 @@ esac
 
 if [[ $LANE == stack ]]; then
   scripts/setup.sh --stack verl-vllm
+elif [[ $LANE == long ]]; then
+  scripts/setup.sh --extra smollm
 else
   scripts/setup.sh
 fi

@@ -3,6 +3,7 @@
 #
 # RECIPE is a folder in recipes/ with configs/RECIPE.yaml, loops.yaml and prepare.py; overrides are Hydra's.
 #   MODEL=path/to/Qwen3   a Hugging Face model of yours instead of the small one
+#   MODEL=smollm          SmolLM2-135M-Instruct, after scripts/setup.sh --extra smollm
 #   DATA=folder           rows of yours, for a recipe whose prepare.py takes --data
 #   RUN=runs/other        where logs and metrics go, runs/RECIPE by default
 set -euo pipefail

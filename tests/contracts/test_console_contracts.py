@@ -11,6 +11,7 @@ from ray._private.worker import print_to_stdstream
 from scripted_llm import tokenizer
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.utils.logging_utils import configure_verl_logging
+from verl.utils.tokenizer.continuous_token_wiring import infer_continuous_token_model_family
 
 from verl_tree.launch.run.lines import LineFilter, split_process, without_colours
 
@@ -68,4 +69,14 @@ def test_a_tool_call_that_cannot_be_read_is_one_line_for_the_log(
     asyncio.run(parser.extract_tool_calls(tokenizer().encode(text)))
     (line,) = (verls_line.format(record) for record in caplog.records)
     assert line.startswith("ERROR:")
+    assert not LineFilter().shows(line)
+
+
+def test_a_model_type_that_verl_has_no_rules_for_is_a_line_for_the_log(
+    verls_line: logging.Formatter, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("verl").addHandler(caplog.handler)
+    infer_continuous_token_model_family(hf_model_type="llama")
+    (line,) = (verls_line.format(record) for record in caplog.records)
+    assert line.startswith("WARNING:")
     assert not LineFilter().shows(line)

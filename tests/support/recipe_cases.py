@@ -26,6 +26,7 @@ RECIPES = (
     "gsm8k",
     "memory_qa",
     "multi_turn_thinking",
+    "sums",
     "tree_search_reasoning",
 )
 TASK = Task(

@@ -42,10 +42,11 @@ def composed(recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *overri
 def test_a_recipe_imports_the_demo_and_no_other_recipe(folder_name: str) -> None:
     files = (ROOT / "recipes" / folder_name).glob("*.py")
     imported = {name for file in files for name in re.findall(r"(?:from|import) recipes\.(\w+)", file.read_text())}
-    assert imported - {folder_name} == {"demo"} - {folder_name}
+    # The demo makes the pretrained model for whoever asks for it.
+    assert imported - {folder_name} == ({"smollm"} if folder_name == "demo" else {"demo"})
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "sums"])  # which has no loop of its own
 def test_no_loop_is_registered_under_the_name_of_its_entry(recipe: str) -> None:
     """Else verl's decorator replaces the entry, and its options are lost (docs/agent_loops.md)."""
     folder = ROOT / "recipes" / recipe

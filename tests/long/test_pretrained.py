@@ -1,0 +1,36 @@
+"""The recipe `sums` as its user starts it: the pretrained model is made, answers, and takes two steps."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_run import read_metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+ROOT = Path(__file__).parents[2]
+
+
+def test_sums(tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    options = ("trainer.total_training_steps=2", "trainer.test_freq=2")
+    done = subprocess.run(
+        [ROOT / "recipes" / "sums" / "run.sh", *options],
+        env={**os.environ, "PATH": path, "RUN": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert (tmp_path / "metrics.png").exists()
+    steps = read_metrics(tmp_path / "metrics.jsonl")
+    assert set(steps) == {0, 1, 2}
+    validation = {key: value for key, value in steps[0].items() if key.startswith("val-core/")}
+    assert validation.keys() == steps[2].keys() & validation.keys()
+    assert max(validation.values()) > 0.3, validation  # it knows one-digit sums
+    for step in (1, 2):
+        assert steps[step]["tree/por"] > 0.3
+        assert steps[step]["actor/grad_norm"] > 0
+        assert steps[step]["training/rollout_probs_diff_max"] < 1e-4
