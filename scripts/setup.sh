@@ -60,10 +60,7 @@ install_folder() {
 # The folder keeps its lock, which says whether it is up to date; it comes last, so that half a folder has none.
 install_extra() {
   local folder=$VENV/$EXTRA lock=requirements/$EXTRA.lock
-  if ! cmp -s "$lock" "$folder/setup.lock"; then
-    install_folder "$folder" "$lock"
-    cp "$lock" "$folder/setup.lock"
-  fi
+  cmp -s "$lock" "$folder/setup.lock" || { install_folder "$folder" "$lock" && cp "$lock" "$folder/setup.lock"; }
 }
 
 # pip would do it on one core. Packages also ship templates that are no Python, so an error says nothing. Nobody imports
