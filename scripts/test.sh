@@ -13,9 +13,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-VENV=.venv NUM_TOGETHER=2
+VENV=.venv
 case $* in
-  '') LANE=all NUM_STEPS=2 NUM_TOGETHER=3 ;;
+  '') LANE=all NUM_STEPS=2 ;;
   --fast) LANE=fast NUM_STEPS=2 ;;
   '--stack verl-vllm') LANE=stack NUM_STEPS=1 VENV=.venv-verl-vllm ;;
   --long | --faults | --soak) LANE=${1#--} ;;
@@ -56,10 +56,10 @@ fi
 # side_by_side JOBS...: runs pytest on each job, which may name several paths, in a process of its own. The job `style` is
 # style, types and import contracts; `tests.fuzz.NAME` and `tests/fuzz/NAME` draw features or agents together. Ray keeps
 # things of a cluster in a process (dashboard addresses, tokens) that must not meet the next, and Triton's interpreter must
-# be chosen before triton is imported. Most processes use one core, so two go side by side; in the default lane three,
-# since one of these waits most of the time. The slowest tests are named, for whoever looks for minutes to save.
+# be chosen before triton is imported. Most processes use one core, so two go side by side. The slowest tests are named,
+# for whoever looks for minutes to save.
 side_by_side() {
-  printf '%s\0' "$@" | xargs -0 -n 1 -P "$NUM_TOGETHER" bash -c '
+  printf '%s\0' "$@" | xargs -0 -n 1 -P 2 bash -c '
     status=0
     printf "%s ...\n" "$1"
     case $1 in
@@ -74,7 +74,7 @@ side_by_side() {
 }
 
 every_test() {
-  # Those that find most faults first, then the longest, so that all places end at the same time.
+  # Those that find most faults first, then the longest, so that both places end at the same time.
   local jobs=('tests/unit tests/contracts' style tests/interp)
   local file
   # Together, as their ranks are forked from one process; tests/support/rank_scripts.py.

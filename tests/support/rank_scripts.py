@@ -86,6 +86,7 @@ def _run(script: str, options: Sequence[str], rank: int, num_ranks: int, port: i
         os.environ[name] = str(num_ranks)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     sys.argv = [script, *options]
+    faulthandler.enable()  # a crash in native code says where
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     gc.freeze()  # The collector need not look through what is shared.
     runpy.run_path(script, run_name="__main__")
