@@ -334,7 +334,7 @@ class TreeTrainer(ResumableTrainer):
         # The rollout got the current weights after the step before.
         metrics = staleness_metrics(fetch_calls(rows), version=self.global_steps - 1)
         if isinstance(self.replay_buffer, TreeReplayBufferAsync):
-            metrics.update(self.replay_buffer.drain_dropped().metrics())
+            metrics.update(self.replay_buffer.drain_dropped())
         return metrics
 
     @contextmanager

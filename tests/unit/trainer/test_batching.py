@@ -109,13 +109,6 @@ def test_a_group_is_cut_for_ranks_that_would_idle() -> None:
     assert (result.num_cut_groups, result.num_lost_tokens, imbalance(result)) == (1, 0, 1)
 
 
-def test_fewer_groups_than_a_mini_batch_is_one_optimiser_step() -> None:
-    profiles = [duplicates(2, 2), duplicates(1, 1)]
-    result = assign_rows([[0, 1], [2]], profiles=profiles, model=TOKENS, num_ranks=2, groups_per_mini_batch=8)
-    assert len(result.plan.num_rows) == 1
-    assert result.plan.num_rows == (3,)
-
-
 def test_shuffle_draws_other_mini_batches_and_repeats_with_its_seed() -> None:
     groups = [[row] for row in range(20)]
     ordered, first, again, second = (

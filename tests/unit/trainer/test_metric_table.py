@@ -17,7 +17,7 @@ from verl_tree.cost.fit import MIN_MEASUREMENTS, CostFitter
 from verl_tree.cost.model import Work
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.records import CallRun
-from verl_tree.trainer.rows.replay_buffer import Dropped
+from verl_tree.trainer.rows.replay_buffer import dropped_metrics
 from verl_tree.trainer.rows.staleness import staleness_metrics
 from verl_tree.trainer.told.log_prob_guard import METRIC
 from verl_tree.trainer.told.metric_table import KEYS, MADE, METRICS
@@ -45,7 +45,7 @@ def of_functions() -> set[str]:
     fitter.fit()
     call = CallRun(call=0, start=0, end=1, kind="root", min_global_steps=1, max_global_steps=1)
     names = set(session_metrics(["a_0_0"], rewards=np.ones(1)))
-    names |= set(staleness_metrics({"a_0_0": [call]}, version=1)) | set(Dropped().metrics())
+    names |= set(staleness_metrics({"a_0_0": [call]}, version=1)) | set(dropped_metrics(set(), {}))
     names |= set(tokens_per_s({"tree/tokens": 1.0, "tree/flat_tokens": 1.0}, update_s=1.0))
     for prefix in ("tree", "val-aux/tree"):
         names |= set(capture_metrics(CaptureReport(), prefix=prefix))

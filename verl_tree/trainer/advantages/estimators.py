@@ -6,6 +6,7 @@ verl's GRPO where every session has one leaf.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,55 +22,35 @@ Estimator = Callable[..., tuple[Tensor, Tensor]]
 
 
 def _on_leaves(
-    rewards_R: np.ndarray, *, advantages: Callable[..., np.ndarray], rows: Rows, width: int, normalize_by_std: bool
+    token_rewards: Tensor, rows: Rows, options: Mapping[str, Any], *, advantages: Callable[..., np.ndarray]
 ) -> np.ndarray:
-    """Give all tokens of a leaf its advantage: (R, width)."""
-    values_R = advantages(rewards_R, groups=rows.groups, sessions=rows.sessions, normalize_by_std=normalize_by_std)
-    return np.broadcast_to(values_R[:, None], (len(values_R), width))
+    """Give all tokens of a leaf its advantage."""
+    rewards_R = token_rewards.sum(dim=-1).double().numpy()
+    normalizes = options.get("norm_adv_by_std_in_grpo", True)
+    values_R = advantages(rewards_R, groups=rows.groups, sessions=rows.sessions, normalize_by_std=normalizes)
+    return np.broadcast_to(values_R[:, None], token_rewards.shape)
 
 
 def _on_nodes(
-    rewards_R: np.ndarray, *, advantages: Callable[..., np.ndarray], rows: Rows, width: int, normalize_by_std: bool
+    token_rewards: Tensor, rows: Rows, options: Mapping[str, Any], *, advantages: Callable[..., np.ndarray]
 ) -> np.ndarray:
-    """Give every token the advantage of its node: (R, width)."""
+    """Give every token the advantage of its node."""
     trees = SessionTrees.from_shape(
         rows.shape,
-        rewards=rewards_R,
+        rewards=token_rewards.sum(dim=-1).double().numpy(),
         groups=rows.groups,
         sessions=rows.sessions,
         weigh_sessions=rows.weigh_sessions,
     )
-    values_N = advantages(trees, normalize_by_std=normalize_by_std)
-    return trees.on_responses(values_N, response_lens=rows.response_lens, width=width)
+    values_N = advantages(trees, normalize_by_std=options.get("norm_adv_by_std_in_grpo", True))
+    return trees.on_responses(values_N, response_lens=rows.response_lens, width=token_rewards.shape[1])
 
 
-def _estimator(name: str, on_tokens: Callable[..., np.ndarray], advantages: Callable[..., np.ndarray]) -> Estimator:
-    """Return the estimator that verl calls; outside `announce_rows` it raises a ValueError."""
-
-    def estimate(
-        token_level_rewards: Tensor, response_mask: Tensor, *, config: Mapping[str, Any] | None = None, **_unused: Any
-    ) -> tuple[Tensor, Tensor]:
-        values = on_tokens(
-            token_level_rewards.sum(dim=-1).double().numpy(),
-            advantages=advantages,
-            rows=announced_rows(name, num_rows=len(token_level_rewards)),
-            width=response_mask.shape[1],
-            normalize_by_std=True if config is None else config.get("norm_adv_by_std_in_grpo", True),
-        )
-        per_token = torch.tensor(values, dtype=token_level_rewards.dtype) * response_mask
-        return per_token, per_token
-
-    return estimate
-
-
-def _gigpo(
-    token_level_rewards: Tensor, response_mask: Tensor, *, config: Mapping[str, Any] | None = None, **_unused: Any
-) -> tuple[Tensor, Tensor]:
-    """Estimate as `_estimator`'s do; it also reads `algorithm.gamma` and `algorithm.gigpo.step_advantage_w`."""
-    rows, options = announced_rows("gigpo", num_rows=len(token_level_rewards)), {} if config is None else config
+def _on_steps(token_rewards: Tensor, rows: Rows, options: Mapping[str, Any]) -> np.ndarray:
+    """Give every token the advantages of its leaf and step; `gamma` and `gigpo.step_advantage_w` are read, too."""
     assert rows.calls is not None, "the trainer announces calls to gigpo"
-    values = gigpo_advantages(
-        token_level_rewards.double().numpy(),
+    return gigpo_advantages(
+        token_rewards.double().numpy(),
         shape=rows.shape,
         response_lens=rows.response_lens,
         calls=rows.calls,
@@ -79,16 +60,28 @@ def _gigpo(
         step_weight=options.get("gigpo", {}).get("step_advantage_w", 1.0),
         normalize_by_std=options.get("norm_adv_by_std_in_grpo", True),
     )
-    per_token = torch.tensor(values, dtype=token_level_rewards.dtype) * response_mask
-    return per_token, per_token
+
+
+def _estimator(name: str, on_tokens: Callable[[Tensor, Rows, Mapping[str, Any]], np.ndarray]) -> Estimator:
+    """Return the estimator that verl calls; outside `announce_rows` it raises a ValueError."""
+
+    def estimate(
+        token_level_rewards: Tensor, response_mask: Tensor, *, config: Mapping[str, Any] | None = None, **_unused: Any
+    ) -> tuple[Tensor, Tensor]:
+        rows = announced_rows(name, num_rows=len(token_level_rewards))
+        values = on_tokens(token_level_rewards, rows, {} if config is None else config)
+        per_token = torch.tensor(values, dtype=token_level_rewards.dtype) * response_mask
+        return per_token, per_token
+
+    return estimate
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "tree_grpo": _estimator("tree_grpo", _on_leaves, leaf_advantages),
-    "tree_grpo_intra": _estimator("tree_grpo_intra", _on_leaves, intra_tree_advantages),
-    "treerl": _estimator("treerl", _on_nodes, treerl_advantages),
-    "treepo": _estimator("treepo", _on_nodes, treepo_advantages),
-    "gigpo": _gigpo,
+    "tree_grpo": _estimator("tree_grpo", partial(_on_leaves, advantages=leaf_advantages)),
+    "tree_grpo_intra": _estimator("tree_grpo_intra", partial(_on_leaves, advantages=intra_tree_advantages)),
+    "treerl": _estimator("treerl", partial(_on_nodes, advantages=treerl_advantages)),
+    "treepo": _estimator("treepo", partial(_on_nodes, advantages=treepo_advantages)),
+    "gigpo": _estimator("gigpo", _on_steps),
 }
 """By the value of `algorithm.adv_estimator`. Of what verl passes besides rewards and mask, they read only `config`, the
 `algorithm` options. Advantages and returns are the same tensor, as in verl's outcome estimators."""

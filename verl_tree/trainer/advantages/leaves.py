@@ -58,20 +58,27 @@ def leaf_advantages(
     rewards_R = one_per_leaf(rewards, groups=groups, sessions=sessions)
     if len(rewards_R) == 0:
         return rewards_R
-    group = dense_ids(groups)
-    weight = leaf_weights(groups, sessions)
+    group_R = dense_ids(groups)
+    relative_R, mean_G, std_G = compare_in_groups(rewards_R, group_R=group_R, weight_R=leaf_weights(groups, sessions))
+    deviation_R = relative_R - mean_G[group_R]
+    return deviation_R / (std_G[group_R] + epsilon) if normalize_by_std else deviation_R
 
-    # Relative to the group's first reward, equal rewards cancel exactly and epsilon does not magnify rounding.
-    first_leaf = np.unique(group, return_index=True)[1]
-    relative = rewards_R - rewards_R[first_leaf][group]
-    deviation = relative - np.bincount(group, weight * relative)[group]
 
-    is_alone = np.bincount(group) == 1
-    sum_of_squared_weights = np.where(is_alone, 0.0, np.bincount(group, weight**2))
-    variance = np.bincount(group, weight * deviation**2) / (1.0 - sum_of_squared_weights)
-    std = np.where(is_alone, 1.0, np.sqrt(variance))
-    deviation = np.where(is_alone[group], rewards_R, deviation)
-    return deviation / (std[group] + epsilon) if normalize_by_std else deviation
+def compare_in_groups(
+    rewards_R: np.ndarray, *, group_R: np.ndarray, weight_R: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the rewards relative to one of their group (R,), and of these each group's mean and unbiased std (G,).
+
+    Relative to the group's first reward, equal rewards cancel exactly and epsilon does not magnify rounding. A leaf
+    that is alone in its group is compared with 0, as in verl's GRPO, and not with itself; its standard deviation is 1.
+    """
+    is_alone_G = np.bincount(group_R) == 1
+    first_leaf_G = np.unique(group_R, return_index=True)[1]
+    relative_R = rewards_R - np.where(is_alone_G, 0.0, rewards_R[first_leaf_G])[group_R]
+    mean_G = np.where(is_alone_G, 0.0, np.bincount(group_R, weight_R * relative_R))
+    squares_G = np.bincount(group_R, weight_R * (relative_R - mean_G[group_R]) ** 2)
+    unbiased_G = np.where(is_alone_G, 1.0, 1.0 - np.bincount(group_R, weight_R**2))
+    return relative_R, mean_G, np.where(is_alone_G, 1.0, np.sqrt(squares_G / unbiased_G))
 
 
 def intra_tree_advantages(

@@ -22,7 +22,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from verl_tree.trainer.advantages.leaves import EPSILON, dense_ids, leaf_weights, one_per_leaf
+from verl_tree.trainer.advantages.leaves import EPSILON, compare_in_groups, dense_ids, leaf_weights, one_per_leaf
 from verl_tree.tree import TokenForest
 from verl_tree.tree.nodes import IntArray
 from verl_tree.tree.shape import ForestShape
@@ -81,17 +81,8 @@ class SessionTrees:
         nodes = shape.nodes
         group_R = dense_ids(groups)
         num_leaves_G = np.bincount(group_R)
-        first_leaf_G = np.unique(group_R, return_index=True)[1]
-        is_alone_G = num_leaves_G == 1
-        # Relative to the group's first reward, equal rewards cancel exactly. A leaf that is alone in its group is
-        # compared with 0, as in verl's GRPO, and not with itself.
-        relative_R = rewards_R - np.where(is_alone_G, 0.0, rewards_R[first_leaf_G])[group_R]
         weight_R = leaf_weights(groups, sessions) if weigh_sessions else 1.0 / num_leaves_G[group_R]
-        value_G = np.where(is_alone_G, 0.0, np.bincount(group_R, weight_R * relative_R))
-        squares_G = np.bincount(group_R, weight_R * (relative_R - value_G[group_R]) ** 2)
-        unbiased_G = np.where(is_alone_G, 1.0, 1.0 - np.bincount(group_R, weight_R**2))
-        std_G = np.where(is_alone_G, 1.0, np.sqrt(squares_G / unbiased_G))
-
+        relative_R, value_G, std_G = compare_in_groups(rewards_R, group_R=group_R, weight_R=weight_R)
         # Sums over first_leaf..last_leaf. The zero at the end is for a last_leaf of R.
         bounds = np.stack([nodes.first_leaf, nodes.last_leaf], axis=1).ravel()
         sum_N = np.add.reduceat(np.append(relative_R[shape.order], 0.0), bounds)[::2]

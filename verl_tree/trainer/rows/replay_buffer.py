@@ -7,7 +7,6 @@ first would change from run to run. Our uids sort in the order in which the prom
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
 from typing import Any, Self
 
 from omegaconf import OmegaConf
@@ -15,55 +14,23 @@ from transfer_queue import KVBatchMeta
 from typing_extensions import override
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
-from verl_tree.trainer.row_keys import parse_row_key
+from verl_tree.trainer.row_keys import RowKey, parse_row_key
 from verl_tree.trainer.rows.no_trajectory import NoTrajectoryError
 
 POLL_INTERVAL_S = 0.05
 """Seconds between two looks for ended prompts; with verl's 2 s a generation phase takes up to 2 s longer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """What was evicted because it was too old; `sum(dropped, Dropped())` adds."""
-
-    num_groups: int = 0
-    num_sessions: int = 0
-    num_leaves: int = 0
-    num_flat_tokens: int = 0
-    max_leaf_len: int = 0  # tokens of the longest leaf; the maximum when added
-
-    def __add__(self, other: Self) -> Self:
-        return type(self)(
-            num_groups=self.num_groups + other.num_groups,
-            num_sessions=self.num_sessions + other.num_sessions,
-            num_leaves=self.num_leaves + other.num_leaves,
-            num_flat_tokens=self.num_flat_tokens + other.num_flat_tokens,
-            max_leaf_len=max(self.max_leaf_len, other.max_leaf_len),
-        )
-
-    @classmethod
-    def of_groups(cls, uids: Set[str], *, tags: Mapping[str, Mapping[str, Any]]) -> Self:
-        """Count the groups of `uids`, given the tags of all rows by row key."""
-        lens = {parse_row_key(key): tag["seq_len"] for key, tag in tags.items()}
-        lens = {key: length for key, length in lens.items() if key.uid in uids}
-        return cls(
-            num_groups=len(uids),
-            num_sessions=len({(key.uid, key.session) for key in lens}),
-            num_leaves=len(lens),
-            num_flat_tokens=sum(lens.values()),
-            max_leaf_len=max(lens.values(), default=0),
-        )
-
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics `tree/async/dropped_...`."""
-        values = {
-            "groups": self.num_groups,
-            "sessions": self.num_sessions,
-            "leaves": self.num_leaves,
-            "flat_tokens": self.num_flat_tokens,
-            "leaf_len/max": self.max_leaf_len,
-        }
-        return {f"tree/async/dropped_{name}": float(value) for name, value in values.items()}
+def dropped_metrics(uids: Set[str], lens: Mapping[RowKey, int]) -> dict[str, float]:
+    """Return `tree/async/dropped_...` of the groups of `uids`, given the tokens of each of their rows."""
+    values = {
+        "groups": len(uids),
+        "sessions": len({key[:2] for key in lens}),
+        "leaves": len(lens),
+        "flat_tokens": sum(lens.values()),
+        "leaf_len/max": max(lens.values(), default=0),
+    }
+    return {f"tree/async/dropped_{name}": float(value) for name, value in values.items()}
 
 
 class TreeReplayBuffer(ReplayBuffer):
@@ -118,7 +85,7 @@ class TreeReplayBufferAsync(ReplayBufferAsync, TreeReplayBuffer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._dropped = Dropped()
+        self._dropped: tuple[set[str], dict[RowKey, int]] = (set(), {})
 
     @override
     def _evict_terminal_groups(
@@ -127,15 +94,17 @@ class TreeReplayBufferAsync(ReplayBufferAsync, TreeReplayBuffer):
         partition_id: str,
         eviction_reasons: tuple[set[str], set[str], set[str], Counter],
     ) -> tuple[set[str], int, int, dict]:
-        stale_uids = eviction_reasons[0]
-        if stale_uids:
-            self._dropped += Dropped.of_groups(stale_uids, tags=self.partitions[partition_id])
+        uids, lens = self._dropped
+        if stale_uids := eviction_reasons[0]:
+            uids |= stale_uids
+            rows = ((parse_row_key(key), tag["seq_len"]) for key, tag in self.partitions[partition_id].items())
+            lens |= {key: num_tokens for key, num_tokens in rows if key.uid in stale_uids}
         return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
 
-    def drain_dropped(self) -> Dropped:
-        """Return what was dropped since the last call."""
-        dropped, self._dropped = self._dropped, Dropped()
-        return dropped
+    def drain_dropped(self) -> dict[str, float]:
+        """Return the metrics of what was dropped as too old since the last call."""
+        dropped, self._dropped = self._dropped, (set(), {})
+        return dropped_metrics(*dropped)
 
 
 class WatchedBuffer:
