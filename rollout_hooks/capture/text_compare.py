@@ -13,8 +13,6 @@ from rollout_hooks.capture.token_trie import Node, Point, TokenTrie
 
 Decode = Callable[[list[int]], str]
 """Token ids to text. More tokens never give a shorter text, but for an incomplete character at the end."""
-Compare = Callable[[bytes, bytes, bytes], tuple[int, int] | None]
-"""`fewest_equal` with its options bound."""
 
 CONTEXT_LEN = 8
 """Tokens decoded before (and after) the ones that are compared: more than a character has bytes."""

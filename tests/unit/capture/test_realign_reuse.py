@@ -1,4 +1,4 @@
-"""What a session remembers of texts it has compared changes nothing: against the pure function, on the same trie."""
+"""What a session remembers of earlier prompts changes nothing: against a healer without memory, on the same trie."""
 
 import random
 
@@ -6,8 +6,7 @@ import fuzz_drivers
 import pytest
 from test_realign import TEXT, P, decode
 
-from rollout_hooks.capture import realign
-from rollout_hooks.capture.realign import heal
+from rollout_hooks.capture.realign import Healer
 from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.capture.token_arrays import token_array
 
@@ -16,7 +15,7 @@ AB, BC, ABC, CD, UV = 100, 101, 102, 103, 104
 
 
 class CheckedTree(SessionTree):
-    """Heals each prompt as the pure function does too, and asserts that both are equal."""
+    """Heals each prompt as a new healer does too, and asserts that both are equal."""
 
     def __init__(self, *, decode, max_replaced):
         super().__init__(decode=decode, max_replaced=max_replaced)
@@ -25,7 +24,7 @@ class CheckedTree(SessionTree):
 
     def realign(self, token_ids):
         healed = super().realign(token_ids)
-        naive = heal(self._trie, token_array(token_ids), decode=self._decode, max_tokens=self.max_replaced)
+        naive = Healer(self._trie, decode=self._decode, max_tokens=self.max_replaced).heal(token_array(token_ids))
         assert healed.token_ids.tolist() == naive.token_ids.tolist()
         assert healed.splices == naive.splices
         self.num_spliced += len(healed.splices)
@@ -143,8 +142,8 @@ async def test_long_sessions_heal_as_without_memory(seed, monkeypatch):
 def test_a_place_of_drift_is_looked_for_a_few_times_however_often_it_is_sent(num_branches, monkeypatch):
     """Branches take turns; each of their turns drifts once and comes back in all of its later prompts."""
     tree, looked = SessionTree(decode=decode), []
-    find = realign._find_splice
-    monkeypatch.setattr(realign, "_find_splice", lambda *args, **kwargs: looked.append(1) or find(*args, **kwargs))
+    find = Healer._find_splice
+    monkeypatch.setattr(Healer, "_find_splice", lambda *args, **kwargs: looked.append(1) or find(*args, **kwargs))
     given = [[*P, U + branch] for branch in range(num_branches)]
     for turn in range(60):
         for prompt in given:
@@ -160,8 +159,8 @@ def test_long_random_histories_heal_as_without_memory(seed, monkeypatch):
     """Long turns, so that steps are taken over: agents that take turns, go back, change a turn; calls that overlap."""
     rng = random.Random(seed)
     tree, running, taken_over = checked_tree(max_replaced=(2, 4, 64)[seed % 3]), [], []
-    known = realign.Healer._known
-    monkeypatch.setattr(realign.Healer, "_known", lambda *args: taken_over.extend(steps := known(*args)) or steps)
+    known = Healer._known
+    monkeypatch.setattr(Healer, "_known", lambda *args: taken_over.extend(steps := known(*args)) or steps)
     histories = [["kl"]]
 
     def encode(text):
