@@ -2,10 +2,12 @@
 
 verl 0.9.1 tells Prometheus where its rollout servers and Ray's exporters are
 (`actor_rollout_ref.rollout.prometheus.enable`, verl/workers/rollout/utils.py). The trainer's own metrics are not among
-them; `verl_tree.dashboards.panels` is for those.
+them; `verl_tree.dashboards.panels` is for those. The panels stand in `grafana_panels.csv` beside this file.
 """
 
+import csv
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 _NUM_COLUMNS, _GRID_WIDTH, _PANEL_HEIGHT = 3, 24, 8
@@ -14,7 +16,7 @@ _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 @dataclass(frozen=True, slots=True)
 class PrometheusPanel:
-    """A plot over time.
+    """A plot over time: the rows of the file that have its title.
 
     Attributes:
         title: What stands above it.
@@ -27,61 +29,18 @@ class PrometheusPanel:
     queries: dict[str, str]
 
 
-def _rate(metric: str) -> str:
-    return f"sum(rate({metric}[$__rate_interval]))"
+def _read() -> dict[str, tuple[PrometheusPanel, ...]]:
+    topics: dict[str, dict[str, PrometheusPanel]] = {}
+    text = files("verl_tree.dashboards").joinpath("grafana_panels.csv").read_text(encoding="utf-8")
+    for row in csv.DictReader(text.splitlines(), strict=True):
+        panel = PrometheusPanel(row["title"], row["unit"], {})
+        panel = topics.setdefault(row["topic"], {}).setdefault(panel.title, panel)
+        panel.queries[row["legend"]] = row["query"]
+    return {topic: tuple(panels.values()) for topic, panels in topics.items()}
 
 
-def _quantiles(metric: str) -> dict[str, str]:
-    buckets = f"sum by (le) (rate({metric}_bucket[$__rate_interval]))"
-    return {f"{share:.0%}": f"histogram_quantile({share}, {buckets})" for share in (0.5, 0.99)}
-
-
-TOPICS: dict[str, tuple[PrometheusPanel, ...]] = {
-    "Rollout: vLLM": (
-        PrometheusPanel(
-            "Calls",
-            "short",
-            {"running": "sum(vllm:num_requests_running)", "waiting": "sum(vllm:num_requests_waiting)"},
-        ),
-        PrometheusPanel(
-            "Tokens per second",
-            "short",
-            {"sampled": _rate("vllm:generation_tokens_total"), "prompts": _rate("vllm:prompt_tokens_total")},
-        ),
-        PrometheusPanel("KV cache in use", "percentunit", {"{{instance}}": "vllm:kv_cache_usage_perc"}),
-        PrometheusPanel(
-            "Prompt tokens found in the prefix cache",
-            "percentunit",
-            {"share": f"{_rate('vllm:prefix_cache_hits_total')} / {_rate('vllm:prefix_cache_queries_total')}"},
-        ),
-        PrometheusPanel("Preemptions per second", "short", {"all servers": _rate("vllm:num_preemptions_total")}),
-        PrometheusPanel("Duration of a call", "s", _quantiles("vllm:e2e_request_latency_seconds")),
-        PrometheusPanel("Time to the first token", "s", _quantiles("vllm:time_to_first_token_seconds")),
-        PrometheusPanel("Wait in the queue", "s", _quantiles("vllm:request_queue_time_seconds")),
-    ),
-    "Machines: Ray": (
-        PrometheusPanel("GPU in use", "percent", {"{{instance}} {{GpuIndex}}": "ray_node_gpus_utilization"}),
-        PrometheusPanel("GPU memory", "bytes", {"{{instance}} {{GpuIndex}}": "ray_node_gram_used * 1024 * 1024"}),
-        PrometheusPanel("CPU in use", "percent", {"{{instance}}": "ray_node_cpu_utilization"}),
-        PrometheusPanel(
-            "Memory in use", "percentunit", {"{{instance}}": "ray_node_mem_used_host / ray_node_mem_total_host"}
-        ),
-        PrometheusPanel("Object store", "bytes", {"{{Location}}": "sum by (Location) (ray_object_store_memory)"}),
-        PrometheusPanel("Disk in use", "bytes", {"{{instance}}": "ray_node_disk_usage"}),
-        PrometheusPanel("Actors", "short", {"{{State}}": 'sum by (State) (ray_actors{Source="gcs"})'}),
-        PrometheusPanel(
-            "Processes killed for memory",
-            "short",
-            {"{{Name}}": "sum by (Name) (ray_memory_manager_worker_eviction_total)"},
-        ),
-        PrometheusPanel(
-            "Processes that failed",
-            "short",
-            {"{{Type}}": "sum by (Type) (ray_node_manager_unexpected_worker_failure_total)"},
-        ),
-    ),
-}
-"""All panels by topic, each a row of Grafana."""
+TOPICS = _read()
+"""All panels by topic, each a row of Grafana, in the order of the file."""
 
 
 def grafana_dashboard() -> dict[str, Any]:

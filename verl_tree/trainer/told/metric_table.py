@@ -32,7 +32,7 @@ class Metric:
         made: How ranks, mini-batches, epochs and updates make the value of a step: a key of `MADE`.
         meaning: What the values say.
         advice: What to do about them; may be empty.
-        panel: Title of the panel of the dashboards that shows `names` (verl_tree/dashboards/panels.py); may be empty.
+        panel: Title of the panel of the dashboards that shows `names` (verl_tree/dashboards/panels.csv); may be empty.
     """
 
     names: tuple[str, ...]
