@@ -1,18 +1,42 @@
-"""Buffers of the store in host memory: what a layer keeps, or its gradients, visits the device while the layer runs.
+"""Buffers of the store: on the device, or in host memory, from where they visit the device while their layer runs.
 
-On CUDA the memory is pinned and all copies run on one stream, in the order in which they were asked for. So a copy to
+On CUDA host memory is pinned and all copies run on one stream, in the order in which they were asked for. So a copy to
 the device sees every earlier copy to the host. While a layer computes, the buffer that comes next is fetched: the one
 above on the way up through the layers, the one below on the way down. On a CPU the same copies are made one by one.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 Kept = tuple[Tensor, ...]
 """Keys and values of one layer, its states or the inputs of its convolution, or the gradients of these."""
+
+
+class Buffer:
+    """Tensors of one layer with as many rows, on its device: keys and values, states, or gradients of these."""
+
+    def __init__(self, tensors: Kept) -> None:
+        self.tensors = tensors
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(each.nbytes for each in self.tensors)
+
+    def fetch(self) -> Kept:
+        """Return them on the layer's device. After a change in place, `put_back` stores it."""
+        return self.tensors
+
+    def put(self, rows: slice, given: Kept) -> None:
+        """Store some rows of each tensor."""
+        for tensor, each in zip(self.tensors, given, strict=True):
+            tensor[rows] = each
+
+    def put_back(self, fetched: Kept) -> None:
+        """Store what `fetch` returned and the caller changed: here it returned the tensors themselves."""
 
 
 class _Fetched(NamedTuple):
@@ -67,9 +91,9 @@ class HostCopies:
     def _start(self, buffer: "HostBuffer") -> _Fetched:
         """Start to copy a buffer to its device."""
         if self._stream is None:
-            return _Fetched(tuple(home.to(buffer.device, copy=True) for home in buffer.home), None)
+            return _Fetched(tuple(home.to(buffer.device, copy=True) for home in buffer.tensors), None)
         with torch.cuda.stream(self._stream):
-            tensors = tuple(home.to(buffer.device, non_blocking=True) for home in buffer.home)
+            tensors = tuple(home.to(buffer.device, non_blocking=True) for home in buffer.tensors)
             done = torch.cuda.Event()
             done.record(self._stream)
         return _Fetched(tensors, done)
@@ -86,39 +110,24 @@ class HostCopies:
         return following if 0 <= following <= last else None
 
 
-class HostBuffer:
-    """Tensors of one layer in host memory, with as many rows."""
+class HostBuffer(Buffer):
+    """A buffer in host memory, which hands out copies on the layer's device."""
 
-    def __init__(
-        self,
-        shapes: Sequence[tuple[int, ...]],
-        *,
-        dtypes: Sequence[torch.dtype],
-        device: torch.device,
-        copies: HostCopies,
-    ) -> None:
-        pinned = device.type == "cuda"
-        self.home: Kept = tuple(
-            torch.zeros(shape, dtype=dtype, pin_memory=pinned) for shape, dtype in zip(shapes, dtypes, strict=True)
-        )
+    def __init__(self, tensors: Kept, *, device: torch.device, copies: HostCopies) -> None:
+        super().__init__(tensors)
         self.device = device
         self._copies = copies
         self._place = copies.add(self)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(each.nbytes for each in self.home)
-
+    @override
     def fetch(self) -> Kept:
-        """Return copies of the tensors on the layer's device."""
         return self._copies.fetch(self._place)
 
+    @override
     def put(self, rows: slice, given: Kept) -> None:
-        """Store some rows of each tensor."""
-        for home, each in zip(self.home, given, strict=True):
+        for home, each in zip(self.tensors, given, strict=True):
             self._copies.to_host(home[rows], each)
 
+    @override
     def put_back(self, fetched: Kept) -> None:
-        """Store copies that `fetch` returned and the caller changed."""
         self.put(slice(None), fetched)

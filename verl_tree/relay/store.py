@@ -11,57 +11,12 @@ Legend: K tokens of the spine, X cut tokens, P tokens of a call's context, H key
 """
 
 from collections.abc import Hashable, Mapping
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from verl_tree.relay.host import HostBuffer, HostCopies, Kept
-
-
-class Buffer(Protocol):
-    """Tensors of one layer with as many rows: keys and values, states, or gradients of these."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        ...
-
-    def fetch(self) -> Kept:
-        """Return them on the layer's device. After a change in place, `put_back` stores it."""
-        ...
-
-    def put(self, rows: slice, given: Kept) -> None:
-        """Store some rows of each tensor."""
-        ...
-
-    def put_back(self, fetched: Kept) -> None:
-        """Store what `fetch` returned and the caller changed."""
-        ...
-
-
-class DeviceBuffer:
-    """A buffer on the layer's device: it hands out its own tensors."""
-
-    def __init__(self, tensors: Kept) -> None:
-        self._tensors = tensors
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(each.nbytes for each in self._tensors)
-
-    def fetch(self) -> Kept:
-        """Return the tensors themselves."""
-        return self._tensors
-
-    def put(self, rows: slice, given: Kept) -> None:
-        """Store some rows of each tensor."""
-        for tensor, each in zip(self._tensors, given, strict=True):
-            tensor[rows] = each
-
-    def put_back(self, fetched: Kept) -> None:
-        """Do nothing, because the change in place is the change of the buffer."""
+from verl_tree.relay.host import Buffer, HostBuffer, HostCopies, Kept
 
 
 class ContextStore:
@@ -87,7 +42,7 @@ class ContextStore:
         """Return a store on the device that holds what `layers` returned, and no gradients yet."""
         store = cls(num_rows, num_cut_tokens=num_cut_tokens)
         for key, tensors in kept.items():
-            store._kept[key] = DeviceBuffer(tensors)
+            store._kept[key] = Buffer(tensors)
         return store
 
     def layers(self) -> dict[Hashable, Kept]:
@@ -127,14 +82,20 @@ class ContextStore:
     def _make(self, key: Hashable, like: Kept, *, of_gradients: bool = False) -> Buffer:
         """Make a buffer of zeros for tensors whose rows are like these. Gradients are added in float32 at least."""
         num_rows = self.num_rows if isinstance(key, torch.nn.Module) else self._num_cut_tokens
-        shapes = [(num_rows, *each.shape[1:]) for each in like]
-        dtypes = [torch.promote_types(each.dtype, torch.float32) if of_gradients else each.dtype for each in like]
-        device = like[0].device
-        if self._on_host:
-            return HostBuffer(shapes, dtypes=dtypes, device=device, copies=self._copies[of_gradients])
-        return DeviceBuffer(
-            tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True))
+        device = torch.device("cpu") if self._on_host else like[0].device
+        pinned = self._on_host and like[0].device.type == "cuda"
+        zeros = tuple(
+            torch.zeros(
+                (num_rows, *each.shape[1:]),
+                dtype=torch.promote_types(each.dtype, torch.float32) if of_gradients else each.dtype,
+                device=device,
+                pin_memory=pinned,
+            )
+            for each in like
         )
+        if not self._on_host:
+            return Buffer(zeros)
+        return HostBuffer(zeros, device=like[0].device, copies=self._copies[of_gradients])
 
 
 def _add(total: Tensor, rows: Tensor | slice, gradient: Tensor) -> None:

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from verl_tree.relay.calls import RelayCalls
 from verl_tree.relay.context import RelayContext
 from verl_tree.relay.cut import cut
-from verl_tree.relay.host import HostBuffer, HostCopies
-from verl_tree.relay.store import ContextStore, DeviceBuffer
+from verl_tree.relay.host import Buffer, HostBuffer, HostCopies
+from verl_tree.relay.store import ContextStore
 
 CPU = torch.device("cpu")
 LAYER = torch.nn.Identity()
@@ -47,10 +47,8 @@ def numbers(*values, dtype=torch.float64):
 
 
 def buffer(*, on_host, num_rows=3):
-    if on_host:
-        shapes, dtypes = [(num_rows, 1, 1), (num_rows, 1, 2)], [torch.float64, torch.float32]
-        return HostBuffer(shapes, dtypes=dtypes, device=CPU, copies=HostCopies())
-    return DeviceBuffer((torch.zeros(num_rows, 1, 1, dtype=torch.float64), torch.zeros(num_rows, 1, 2)))
+    tensors = (torch.zeros(num_rows, 1, 1, dtype=torch.float64), torch.zeros(num_rows, 1, 2))
+    return HostBuffer(tensors, device=CPU, copies=HostCopies()) if on_host else Buffer(tensors)
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -81,7 +79,7 @@ def test_the_next_layer_is_fetched_on_the_way_up_and_down():
     """The way turns at the first and the last layer; a layer that is fetched twice does not turn it."""
     copies = HostCopies()
     for _ in range(4):
-        HostBuffer([(1, 1, 1)] * 2, dtypes=[torch.float32] * 2, device=CPU, copies=copies)
+        HostBuffer((torch.zeros(1, 1, 1),) * 2, device=CPU, copies=copies)
     up, down = [0, 1, 2, 3], [3, 2, 1, 0]
     assert [copies._place_after(place) for place in up] == [1, 2, 3, 2]
     assert [copies._place_after(place) for place in down] == [2, 1, 0, 1]
@@ -90,7 +88,7 @@ def test_the_next_layer_is_fetched_on_the_way_up_and_down():
 
 def test_one_layer_has_no_next():
     copies = HostCopies()
-    HostBuffer([(1, 1, 1)] * 2, dtypes=[torch.float32] * 2, device=CPU, copies=copies)
+    HostBuffer((torch.zeros(1, 1, 1),) * 2, device=CPU, copies=copies)
     assert [copies._place_after(0), copies._place_after(0)] == [None, None]
 
 
