@@ -18,8 +18,13 @@ if [[ ! -x recipes/$RECIPE/run.sh ]]; then
   exit 2
 fi
 
-if [[ ${MODEL:-} == smollm || ($RECIPE == sums && -z ${MODEL:-}) ]]; then
+if [[ $RECIPE == sums ]]; then
+  MODEL=${MODEL:-smollm}
+fi
+if [[ ${MODEL:-} == smollm ]]; then
   scripts/setup.sh --extra smollm
+  MODEL=$(.venv/bin/python -m recipes.smollm.prepare)
+  export MODEL
 else
   scripts/setup.sh
 fi

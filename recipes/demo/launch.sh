@@ -13,6 +13,9 @@ shift
 RUN=${RUN:-runs/$RECIPE}
 mkdir -p "$RUN"
 RUN=$(cd "$RUN" && pwd)
+if [[ ${MODEL:-} == smollm ]]; then
+  MODEL=$(python -m recipes.smollm.prepare)
+fi
 # One thread: the models are small, and a second thread beside other work makes their warm start several times slower.
 FOLDER=$(OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} python -m "recipes.$RECIPE.prepare" ${MODEL:+--model "$MODEL"} ${DATA:+--data "$DATA"})
 export VERL_FILE_LOGGER_PATH=$RUN/metrics.jsonl TENSORBOARD_DIR=$RUN/tensorboard

@@ -2,7 +2,6 @@
 
     python -m recipes.NAME.prepare                  with the small model, warm-started in a minute or two
     python -m recipes.NAME.prepare --model PATH     with a Hugging Face model folder of yours
-    python -m recipes.NAME.prepare --model smollm   with the pretrained model of recipes/smollm
 
 prints the folder; progress goes to stderr. The folder is named by a hash of the settings, the path of your model and
 the code that it is made with, so a second call only prints it, and a change makes a new folder.
@@ -116,38 +115,23 @@ def write_rows(
 
 
 def run_command_line(
-    prepare: Callable[..., Path],
-    *,
-    settings: Settings,
-    folders: Mapping[str, str] | None = None,
-    default_model: str | None = None,
+    prepare: Callable[..., Path], *, settings: Settings, folders: Mapping[str, str] | None = None
 ) -> None:
     """Run `prepare(cache_dir, settings=..., model=...)` with the arguments of the command line; print the folder.
 
     `folders` are more arguments of `prepare`, each an option of its name that takes a folder: name to help.
-    `default_model` is that of a recipe whose task the small model does not learn.
     """
     folders = folders or {}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache-dir", type=Path, default=Path(".cache"), help="where prepared folders are kept")
-    parser.add_argument(
-        "--model",
-        default=default_model,
-        help="Hugging Face model folder to train instead of a new small model, or smollm: SmolLM2-135M-Instruct",
-    )
+    parser.add_argument("--model", type=Path, help="Hugging Face model folder to train instead of a new small model")
     for name, text in folders.items():
         parser.add_argument(f"--{name}", type=Path, help=text)
     arguments = parser.parse_args()
-    model, given = arguments.model, {name: vars(arguments)[name] for name in folders}
-    if model is not None:
+    if arguments.model is not None:
         settings = replace(settings, warm_start=None)
     try:
-        if model == "smollm":
-            from recipes.smollm.prepare import prepare as prepare_smollm  # which is built on this module
-
-            model = prepare_smollm(arguments.cache_dir)
-        elif model is not None:
-            model = Path(model)
-        print(prepare(arguments.cache_dir, settings=settings, model=model, **given))
+        given = {name: vars(arguments)[name] for name in folders}
+        print(prepare(arguments.cache_dir, settings=settings, model=arguments.model, **given))
     except ValueError as error:
         sys.exit(str(error))

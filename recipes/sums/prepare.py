@@ -1,7 +1,4 @@
-"""Prepare a run: rows of reasoning-gym's `chain_sum` from easy to hard, and a pretrained model.
-
-Without `--model` it is SmolLM2-135M-Instruct (`recipes.smollm`).
-"""
+"""Prepare a run: rows of reasoning-gym's `chain_sum` from easy to hard, and a pretrained model."""
 
 from pathlib import Path
 
@@ -13,12 +10,14 @@ SETTINGS = Settings(warm_start=None, num_train_tasks=128, num_validation_tasks=3
 _CODE = tuple(Path(__file__).with_name(f"{name}.py") for name in ("prepare", "tasks"))
 
 
-def prepare(cache_dir: Path, *, settings: Settings, model: Path) -> Path:
+def prepare(cache_dir: Path, *, settings: Settings, model: Path | None) -> Path:
     """Return the prepared folder, made unless it is there; see `prepare_once`.
 
     Raises:
-        ValueError: As `prepare_once` does.
+        ValueError: No model is given, or `prepare_once` refuses it.
     """
+    if model is None:
+        raise ValueError("--model: the task needs a pretrained model; give the folder recipes.smollm.prepare prints")
 
     def build(folder: Path, _: Path) -> None:
         # Imported here, so that a second call, which makes nothing, takes no time.
@@ -37,4 +36,4 @@ def prepare(cache_dir: Path, *, settings: Settings, model: Path) -> Path:
 
 
 if __name__ == "__main__":
-    run_command_line(prepare, settings=SETTINGS, default_model="smollm")
+    run_command_line(prepare, settings=SETTINGS)

@@ -104,6 +104,8 @@ def test_prompts_that_are_cut_are_warned_of(tmp_path: Path) -> None:
     assert finding.message.startswith(f"data.max_prompt_length={limit}: 200 of the first 200 prompts of {rows} are")
     assert f"up to {limit + 1} tokens" in finding.message
     assert "data.filter_overlong_prompts=true" in finding.message
+    own = f"actor_rollout_ref.rollout.prompt_length={limit}"
+    assert [each.message.split(": ")[0] for each in find(resolved(*given, own))] == [own]
     for silent in (f"data.max_prompt_length={limit + 1}", "data.filter_overlong_prompts=true"):
         assert not list(find(resolved(*given, silent)))
     loops = tmp_path / "loops.yaml"

@@ -42,8 +42,7 @@ def composed(recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *overri
 def test_a_recipe_imports_the_demo_and_no_other_recipe(folder_name: str) -> None:
     files = (ROOT / "recipes" / folder_name).glob("*.py")
     imported = {name for file in files for name in re.findall(r"(?:from|import) recipes\.(\w+)", file.read_text())}
-    # The demo makes the pretrained model for whoever asks for it.
-    assert imported - {folder_name} == ({"smollm"} if folder_name == "demo" else {"demo"})
+    assert imported - {folder_name} == {"demo"} - {folder_name}
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "sums"])  # which has no loop of its own

@@ -50,3 +50,8 @@ def test_splits_are_prepared_once_and_share_no_row(tmp_path: Path) -> None:
     assert (len(train), len(validation)) == (3 * 20, 3 * 6)
     assert {row["split"] for row in train["extra_info"]} == {"train"}
     assert prepare(tmp_path / "cache", settings=settings, model=model) == folder
+
+
+def test_without_a_model_the_answer_is_where_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^--model: .* give the folder recipes\.smollm\.prepare prints$"):
+        prepare(tmp_path, settings=Settings(warm_start=None), model=None)

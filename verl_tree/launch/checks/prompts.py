@@ -83,14 +83,16 @@ def check_prompt_lens(config: DictConfig) -> Findings:
     tokenizer = None if is_other or not cuts_prompts(config) else _tokenizer_here(config)
     if tokenizer is None:
         return
-    limit = value_of(config, f"{ROLLOUT}.prompt_length")
+    limit, key = value_of(config, f"{ROLLOUT}.prompt_length"), "data.max_prompt_length"
+    if limit != value_of(config, key):
+        key = f"{ROLLOUT}.prompt_length"
     options: Any = OmegaConf.to_container(config.data.apply_chat_template_kwargs)
     for name in filter(is_parquet_here, data_files(config, "data.train_files")):
         lens = list(_prompt_lens(name, tokenizer, column=value_of(config, "data.prompt_key"), options=options))
         num_longer = sum(each > limit for each in lens)
         if num_longer:
             message = (
-                f"data.max_prompt_length={limit}: {num_longer} of the first {len(lens)} prompts of {name} are longer, "
+                f"{key}={limit}: {num_longer} of the first {len(lens)} prompts of {name} are longer, "
                 f"up to {max(lens)} tokens, and agent loops drop their beginning; raise it, or set "
                 "data.filter_overlong_prompts=true"
             )
