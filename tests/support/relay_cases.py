@@ -6,8 +6,8 @@ side makes the model calls that a tree engine makes, from the same parts.
 Legend: T tree tokens, C kinds of scores.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from tiny_models import VOCAB_SIZE
 from torch import Tensor
 from transformers import PreTrainedModel
-from tree_cases import flat_scores
+from tree_cases import flat_scores, run_all
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig
 from verl.workers.config.actor import PolicyLossConfig
@@ -226,10 +227,7 @@ def relayed_result(
     )
     torch.manual_seed(seed)  # clip_cov draws
     model.zero_grad()
-    for number in range(run.num_first):
-        run.first(number)
-    for number in range(run.num_last):
-        run.last(number, loss).backward()
+    run_all(run, loss)
     return Result(sum(losses), _gradients(model), all_metrics)
 
 
@@ -256,6 +254,30 @@ def relay_run(
     calls = micro.calls(scores_own_tokens=kinds == ("values",), max_loss_terms=max_loss_terms)
     model.set_attn_implementation(ATTENTION_NAME)
     return RelayRun(calls, compute, mode=mode, device=CPU, store_on_host=on_host, team=team, backend=backend)
+
+
+def assert_a_token_changes_its_subtree_only(
+    model: PreTrainedModel, micro: TreeMicroBatch, *, mode: Mode, tokens: Iterable[int]
+) -> None:
+    """Put another token in the place of each: no score outside its subtree changes a bit, and all inside change.
+
+    The layout and the cut stay. Gradients flow with a loss that reads everything.
+    """
+    layout = micro.layout
+    micro = replace(micro, wanted_T=torch.ones(layout.num_tokens, dtype=torch.bool))
+
+    def scores(changed: TreeLayout) -> Tensor:
+        run = relay_run(model, micro, kinds=("log_probs", "entropy"), mode=mode, layout=changed)
+        return run_all(run, lambda scores_CT, _leaves: scores_CT.square().sum())
+
+    before_CT, every_T = scores(layout), torch.arange(layout.num_tokens)
+    for token in tokens:
+        ids_T = layout.token_ids_T.clone()
+        ids_T[token] = (ids_T[token] + 1) % VOCAB_SIZE
+        after_CT = scores(replace(layout, token_ids_T=ids_T))
+        is_below_T = (every_T >= token) & (every_T < layout.subtree_end_T[token])
+        assert torch.equal(before_CT[:, ~is_below_T], after_CT[:, ~is_below_T])
+        assert (before_CT[0] != after_CT[0])[is_below_T & (layout.parent_T >= 0)].all()
 
 
 def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:

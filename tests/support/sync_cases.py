@@ -10,7 +10,7 @@ from pretend_device import DEVICE, HostEvents, held, to_pretended
 from relay_cases import CPU, LossCase, flat_rows, lay_out, verl_rows
 from tiny_models import tiny_model
 from torch import Tensor
-from tree_cases import random_sequences
+from tree_cases import random_sequences, run_all
 from verl.utils import tensordict_utils as tu
 
 from verl_tree.attention import BACKENDS, AttentionBackend, AttentionPlan, fa4
@@ -142,9 +142,6 @@ class Update:
             device=self.device,
             backend=backend,
         )
-        for number in range(run.num_first):
-            run.first(number)
-        for number in range(run.num_last):
-            run.last(number, loss).backward()
+        scores_CT = run_all(run, loss)
         if forward_only:
-            losses.of_forward(rows, run.scores_CT)
+            losses.of_forward(rows, scores_CT)

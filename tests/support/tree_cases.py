@@ -4,6 +4,9 @@ import numpy as np
 import torch
 from tiny_models import VOCAB_SIZE
 
+from verl_tree.packing import pack
+from verl_tree.packing.counts import ForestCounts
+from verl_tree.relay.run import Loss, RelayRun
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
 
@@ -80,3 +83,29 @@ def union_num_tokens(forest, leaves):
     """Count the tree tokens of some leaves, which are distinct and in DFS order: the union of their root paths."""
     lens = forest.sequence_lens[np.asarray(leaves, dtype=np.int64)]
     return int(lens.sum() - forest.subset_lcp(leaves).sum())
+
+
+def counts_of(sequences, *, capacity=10):
+    """Count a forest and the packing made of it."""
+    forest = TokenForest.from_sequences(sequences)
+    packing = pack(forest, capacity=capacity)
+    return ForestCounts(
+        num_flat_tokens=forest.num_flat_tokens,
+        num_tree_tokens=forest.num_tokens,
+        num_packed_tokens=packing.num_tokens,
+        num_nodes=forest.num_nodes,
+        num_leaves=forest.num_leaves,
+        num_packs=len(packing.packs),
+        num_lower_bound_tokens=packing.lower_bound,
+        num_capacity_tokens=packing.num_capacity_tokens or 0,
+        depth=forest.depth,
+    )
+
+
+def run_all(run: RelayRun, loss: Loss) -> torch.Tensor:
+    """Make all calls, with the backward of each; return the scores (C, T)."""
+    for number in range(run.num_first):
+        run.first(number)
+    for number in range(run.num_last):
+        run.last(number, loss).backward()
+    return run.scores_CT

@@ -74,20 +74,11 @@ class KernelVariant:
     has_sinks: bool = False
 
     @classmethod
-    def of(
-        cls,
-        q_QHD: Tensor,
-        k_THD: Tensor,
-        *,
-        is_windowed: bool = False,
-        is_capped: bool = False,
-        has_sinks: bool = False,
-    ) -> Self:
+    def of(cls, q_QHD: Tensor, k_THD: Tensor, **options: bool) -> Self:
         """Return the variant for these inputs. Two key-value heads are enough, as only the ratio of heads matters."""
         num_kv_heads = min(k_THD.shape[1], 2)
         num_heads = num_kv_heads * (q_QHD.shape[1] // k_THD.shape[1])
-        sizes = (q_QHD.shape[2], num_heads, num_kv_heads)
-        return cls(q_QHD.device, q_QHD.dtype, *sizes, is_windowed, is_capped, has_sinks)
+        return cls(q_QHD.device, q_QHD.dtype, q_QHD.shape[2], num_heads, num_kv_heads, **options)
 
 
 def self_test_reasons(backend: str, attend: Callable[..., Tensor], kernel: KernelVariant) -> list[str]:

@@ -54,7 +54,6 @@ def tree_forward_log_probs(
     wanted_T: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     calculate_entropy: bool = False,
-    entropy_requires_grad: bool = True,
     chunk_size: int | None = None,
 ) -> TreeLogProbs:
     """Run a causal LM on one pack and score the wanted tokens.
@@ -73,7 +72,6 @@ def tree_forward_log_probs(
         plan=plan,
         temperature=temperature,
         calculate_entropy=calculate_entropy,
-        entropy_requires_grad=entropy_requires_grad,
         chunk_size=chunk_size,
     )
     (token_K,) = to_device((token_K,), scores_CK.device)
@@ -102,7 +100,6 @@ def forward_scores(
     images: CallImages | None = None,
     temperature: float | Tensor = 1.0,
     calculate_entropy: bool = False,
-    entropy_requires_grad: bool = True,
     chunk_size: int | None = None,
 ) -> Tensor:
     """Run a causal LM on the queries of a plan and score the pairs, (C, K): log-probs and, if asked for, entropy.
@@ -121,7 +118,6 @@ def forward_scores(
             positions stand in for `position_Q`. None for every other model.
         temperature: Divides the logits; a number, or (Q,) by the position whose logits it divides, on either device.
         calculate_entropy: Also compute the entropy.
-        entropy_requires_grad: Whether gradients flow through the entropy.
         chunk_size: Positions projected at a time. None: at least 1,024, more while their logits stay below 2**25
             numbers. Several chunks are recomputed in the backward pass. A single one is kept, as nothing would be
             saved.
@@ -153,7 +149,6 @@ def forward_scores(
         num_tokens=shard.local_len,
         temperature_P=temperatures[0][position_P] if temperatures else temperature,
         calculate_entropy=calculate_entropy,
-        entropy_requires_grad=entropy_requires_grad,
         chunk_size=chunk_size,
     )
     inputs = {

@@ -75,7 +75,6 @@ class Scorer:
     num_tokens: int
     temperature_P: float | Tensor
     calculate_entropy: bool
-    entropy_requires_grad: bool
     chunk_size: int
 
     def score(self, rows_1RX: Tensor, *, project: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -130,6 +129,5 @@ class Scorer:
         log_probs_K = log_probs_PV[row_K, label_K]
         if not self.calculate_entropy:
             return log_probs_K.unsqueeze(0)
-        with torch.set_grad_enabled(self.entropy_requires_grad and torch.is_grad_enabled()):
-            entropy_P = -(log_probs_PV.exp() * log_probs_PV).sum(-1)
+        entropy_P = -(log_probs_PV.exp() * log_probs_PV).sum(-1)
         return torch.stack((log_probs_K, entropy_P[row_K]))

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Self
 
-from verl_tree.packing.problem import Packing
-from verl_tree.tree import TokenForest
-
 
 @dataclass(frozen=True, slots=True)
 class ForestCounts:
@@ -35,22 +32,6 @@ class ForestCounts:
     num_routed_tokens: int = 0  # Tree tokens whose experts the rows say
     num_route_conflicts: int = 0  # Those of which the rows disagree
     max_store_bytes: int = 0  # Keys, values and gradients that one store held; the maximum when added
-
-    @classmethod
-    def from_packing(cls, packing: Packing, *, forest: TokenForest) -> Self:
-        """Count a forest and the packing made of it."""
-        assert packing.num_flat_tokens == forest.num_flat_tokens, "a packing of another forest"
-        return cls(
-            num_flat_tokens=forest.num_flat_tokens,
-            num_tree_tokens=forest.num_tokens,
-            num_packed_tokens=packing.num_tokens,
-            num_nodes=forest.num_nodes,
-            num_leaves=forest.num_leaves,
-            num_packs=len(packing.packs),
-            num_lower_bound_tokens=packing.lower_bound,
-            num_capacity_tokens=packing.num_capacity_tokens or 0,
-            depth=forest.depth,
-        )
 
     def __add__(self, other: Self) -> Self:
         sums = [mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)]

@@ -14,13 +14,12 @@ from float64_mode import Float64
 from image_cases import flat_scores, in_float64, pack_of, random_rows, signed_loss
 from peft import LoraConfig, inject_adapter_in_model
 from tiny_models import IMAGES, TITLES, tiny_model
-from tree_cases import gradients, relative_error
+from tree_cases import gradients, relative_error, run_all
 
 from verl_tree.attention.hf import ATTENTION_NAME, for_text
 from verl_tree.functional import expand
-from verl_tree.functional.relayed import call_scores
-from verl_tree.relay.calls import RelayCall, RelayCalls
-from verl_tree.relay.cut import cut
+from verl_tree.functional.relayed import call_scores, forest_calls
+from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import RelayRun
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.plan import AttentionPlan
@@ -49,27 +48,15 @@ def tree_gradients(
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Return scores of the rows and gradients of their loss, from a tree in sections of so many tokens."""
     model.set_attn_implementation(for_text(model.config, ATTENTION_NAME))
-    ends, parent_T = layout.subtree_end_T.numpy(), layout.parent_T.numpy()
-    sections = cut(ends, layout.position_T.numpy(), capacity=capacity, section_cost=1.0)
-    assert sections.num_sections > 1 or layout.num_tokens <= capacity
-    calls = RelayCalls.of_cut(
-        sections,
-        spine_cut=sections.spine_cut(capacity),
-        scorer_T=parent_T,
-        wanted_T=parent_T >= 0,
-        tree_index_F=layout.tree_index_F.numpy(),
-        leaf_offsets=layout.leaf_offsets,
-    )
+    calls = forest_calls(layout, capacity=capacity)
+    assert len(calls.sections) > 1 or layout.num_tokens <= capacity
 
     def compute(call: RelayCall, plan: AttentionPlan) -> torch.Tensor:
         return call_scores(model, call, layout, plan=plan, images=images, calculate_entropy=True)
 
     run = RelayRun(calls, compute, mode="joint", device=CPU, backend=backend)
     model.zero_grad()
-    for number in range(run.num_first):
-        run.first(number)
-    for number in range(run.num_last):
-        run.last(number, lambda scores_CT, _leaves: signed_loss(by_row(scores_CT, layout))).backward()
+    run_all(run, lambda scores_CT, _leaves: signed_loss(by_row(scores_CT, layout)))
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return by_row(run.scores_CT, layout), found
 

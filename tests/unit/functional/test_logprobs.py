@@ -108,15 +108,6 @@ def test_temperature_by_position():
         torch.testing.assert_close(got["log_probs"][sequence], want, rtol=1e-10, atol=1e-10)
 
 
-def test_entropy_without_gradient():
-    model = tiny_model()
-    _, with_gradient, _ = tree_scores(model, DEEP, calculate_entropy=True)
-    _, without, _ = tree_scores(model, DEEP, calculate_entropy=True, entropy_requires_grad=False)
-    assert torch.equal(with_gradient.entropy_T, without.entropy_T)
-    assert max(gradient.abs().max() for gradient in gradients(model, with_gradient.entropy_T.sum()).values()) > 0
-    assert max(gradient.abs().max() for gradient in gradients(model, without.entropy_T.sum()).values()) == 0
-
-
 def test_the_first_token_of_every_branch_is_scored():
     """The bug this catches: one label per position scores one child of a branch point and forgets its siblings."""
     model, sequences = tiny_model(), [[4, 5, token] for token in (9, 3, 30, 8)]

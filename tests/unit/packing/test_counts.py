@@ -3,15 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from tree_cases import counts_of
 
-from verl_tree.packing import pack
 from verl_tree.packing.counts import ForestCounts, RankTimes
-from verl_tree.tree import TokenForest
-
-
-def counts_of(sequences, *, capacity):
-    forest = TokenForest.from_sequences(sequences)
-    return ForestCounts.from_packing(pack(forest, capacity=capacity), forest=forest)
 
 
 def test_by_hand():
@@ -122,9 +116,3 @@ def test_nothing_counted():
     assert metrics["rollout/compression"] == 1.0
     assert "rollout/gap" not in metrics
     assert "rollout/fill" not in metrics
-
-
-def test_a_packing_of_another_forest_is_a_bug():
-    forest, other = TokenForest.from_sequences([[1]]), TokenForest.from_sequences([[1, 2]])
-    with pytest.raises(AssertionError, match="another forest"):
-        ForestCounts.from_packing(pack(other), forest=forest)

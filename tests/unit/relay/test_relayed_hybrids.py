@@ -3,7 +3,6 @@
 `test_recurrent_families.py` has random forests of every family.
 """
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,7 +13,16 @@ pytest.importorskip("verl")
 
 from float64_mode import Float64
 from hybrid_cases import assert_equals_flat, chain_of_one_token_nodes, oracle
-from relay_cases import LossCase, flat_result, flat_rows, lay_out, relay_run, relayed_result, verl_rows, worst_error
+from relay_cases import (
+    LossCase,
+    assert_a_token_changes_its_subtree_only,
+    flat_result,
+    flat_rows,
+    lay_out,
+    relayed_result,
+    verl_rows,
+    worst_error,
+)
 from tree_cases import DEEP
 
 from verl_tree.recurrence import stand_ins
@@ -118,27 +126,10 @@ def test_states_that_are_not_handed_on_are_missed(function, direction, monkeypat
 
 @pytest.mark.parametrize(("mode", "capacity"), [("forward", 8), ("rows", 4)])
 def test_a_token_changes_no_score_outside_its_subtree_bit_for_bit(mode, capacity):
-    """The layout and the cut stay, the token is another one; in float32."""
+    """In float32."""
     model = tiny_model("qwen3_5_text").float()
     data = verl_rows(forest(2), flat_rows(model, forest(2)), LossCase("vanilla"), seed=0)
     micro = lay_out(data, capacity=capacity, mode=mode)
-    layout, every_T = micro.layout, torch.arange(micro.layout.num_tokens)
-    micro = replace(micro, wanted_T=torch.ones(layout.num_tokens, dtype=torch.bool))
-
-    def scores(changed_layout):
-        with RecurrentLayers(model).bound():
-            run = relay_run(model, micro, kinds=("log_probs", "entropy"), mode=mode, layout=changed_layout)
-            for number in range(run.num_first):
-                run.first(number)
-            for number in range(run.num_last):
-                run.last(number, lambda scores_CT, _leaves: scores_CT.square().sum()).backward()
-        return run.scores_CT
-
-    before_CT, has_score_T = scores(layout), layout.parent_T >= 0
-    for token in range(0, layout.num_tokens, 5):
-        ids_T = layout.token_ids_T.clone()
-        ids_T[token] = (ids_T[token] + 1) % VOCAB_SIZE
-        after_CT = scores(replace(layout, token_ids_T=ids_T))
-        is_below_T = (every_T >= token) & (every_T < layout.subtree_end_T[token])
-        assert torch.equal(before_CT[:, ~is_below_T], after_CT[:, ~is_below_T])
-        assert (before_CT[0] != after_CT[0])[is_below_T & has_score_T].all()
+    with RecurrentLayers(model).bound():
+        tokens = range(0, micro.layout.num_tokens, 5)
+        assert_a_token_changes_its_subtree_only(model, micro, mode=mode, tokens=tokens)

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from relay_cases import (
     CPU,
     LossCase,
+    assert_a_token_changes_its_subtree_only,
     flat_result,
     flat_rows,
     lay_out,
@@ -21,7 +22,7 @@ from relay_cases import (
     verl_rows,
     worst_error,
 )
-from tree_cases import DEEP, random_sequences
+from tree_cases import DEEP, random_sequences, run_all
 
 from verl_tree.relay.run import RelayRun
 from verl_tree.testing.synthetic import random_forest
@@ -46,40 +47,16 @@ def compare(model, sequences, *, capacities, attention="sdpa"):
     return max(worst_error(relayed_result(model, data, CASE, capacity=capacity), want) for capacity in capacities)
 
 
-def scores_of(run, loss):
-    for number in range(run.num_first):
-        run.first(number)
-    for number in range(run.num_last):
-        run.last(number, loss).backward()
-    return run.scores_CT
-
-
 @pytest.mark.parametrize("mode", ["forward", "rows", "joint"])
 @pytest.mark.parametrize("capacity", [3, 8])
 def test_a_token_changes_no_score_outside_its_subtree_bit_for_bit(mode, capacity):
-    """The layout and the cut stay, the token is another one; gradients flow with a loss that reads everything."""
     model = tiny_model()
     sequences = random_forest(7, num_leaves=8, mean_len=2, vocab_size=VOCAB_SIZE)
     data, _ = rows_of(model, sequences)
     micro = lay_out(data, capacity=capacity, mode=mode)
-    layout = micro.layout
-    micro = replace(micro, wanted_T=torch.ones(layout.num_tokens, dtype=torch.bool))
-
-    def scores(changed_layout):
-        run = relay_run(model, micro, kinds=KINDS, mode=mode, layout=changed_layout)
-        return scores_of(run, lambda scores_CT, _leaves: scores_CT.square().sum())
-
-    before_CT, ends = scores(layout), layout.subtree_end_T.tolist()
-    every_T = torch.arange(layout.num_tokens)
-    spine = micro.cut.spine.tolist()
-    for token in {spine[1], spine[-1], spine[len(spine) // 2], layout.num_tokens // 2, layout.num_tokens - 1}:
-        ids_T = layout.token_ids_T.clone()
-        ids_T[token] = (ids_T[token] + 1) % VOCAB_SIZE
-        after_CT = scores(replace(layout, token_ids_T=ids_T))
-        is_below_T = (every_T >= token) & (every_T < ends[token])
-        assert torch.equal(before_CT[:, ~is_below_T], after_CT[:, ~is_below_T])
-        has_score_T = layout.parent_T >= 0
-        assert (before_CT[0] != after_CT[0])[is_below_T & has_score_T].all()
+    spine, last = micro.cut.spine.tolist(), micro.layout.num_tokens - 1
+    tokens = {spine[1], spine[-1], spine[len(spine) // 2], micro.layout.num_tokens // 2, last}
+    assert_a_token_changes_its_subtree_only(model, micro, mode=mode, tokens=tokens)
 
 
 def test_a_loss_of_one_row_reaches_no_token_of_another():
@@ -95,7 +72,7 @@ def test_a_loss_of_one_row_reaches_no_token_of_another():
         def loss(scores_CT, leaves, leaf=leaf, path=path):
             return scores_CT[:, path].sum() if leaf in leaves else scores_CT.sum() * 0
 
-        scores_of(relay_run(model, micro, kinds=KINDS, mode="rows"), loss)
+        run_all(relay_run(model, micro, kinds=KINDS, mode="rows"), loss)
         own = set(micro.layout.token_ids_T[path[:-1]].tolist())  # the last token of a row scores nothing
         reached = model.get_input_embeddings().weight.grad.abs().amax(dim=1).nonzero().flatten().tolist()
         assert set(reached) <= own
@@ -165,7 +142,7 @@ def bfloat16_errors(seed, *, capacities):
 
         micro = replace(micro, wanted_T=torch.ones(micro.layout.num_tokens, dtype=torch.bool))
         return summed_in_float32(
-            rounded, [lambda: scores_of(relay_run(rounded, micro, kinds=KINDS[:1], mode="rows"), loss)]
+            rounded, [lambda: run_all(relay_run(rounded, micro, kinds=KINDS[:1], mode="rows"), loss)]
         )
 
     want = flat(exact)

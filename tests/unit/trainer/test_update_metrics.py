@@ -2,27 +2,20 @@
 
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 pytest.importorskip("verl")
 
+from tree_cases import counts_of
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 from verl.utils.metric import reduce_metrics
 
-from verl_tree.packing import pack
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.trainer.told.update_metrics import as_numbers, step_metrics, take_tree_metrics
-from verl_tree.tree import TokenForest
 
 # A tree with much to share and a single row: the mean of their PORs is not that of both.
 SHARED = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7]]
 ALONE = [[9, 8, 7, 6, 5, 4, 3, 2]]
-
-
-def counts_of(rows: list[list[int]]) -> ForestCounts:
-    forest = TokenForest.from_sequences([np.array(row) for row in rows])
-    return ForestCounts.from_packing(pack(forest, capacity=10), forest=forest)
 
 
 def reported(counts: ForestCounts, times: RankTimes, *, role: str, **others: float) -> dict[str, Any]:
