@@ -22,12 +22,13 @@ Legend: T tokens, R blocks of one direction (rows), C blocks of the other (colum
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 
 from verl_tree.tree.plan import AttentionPlan
+from verl_tree.tree.runs import Runs
 from verl_tree.tree.transfer import to_device
 
 CHUNK_TILES = 1 << 22
@@ -66,81 +67,58 @@ class BlockRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # no slots, for the cached properties
 class BlockLists:
-    """Visible tiles of one pack, each `query_block` queries by `key_block` keys; each direction is found when asked."""
+    """Visible tiles of one pack, each `query_block` queries by `key_block` keys, on `device`.
 
+    Each direction is found when asked, in O(T^2 / (query_block * key_block)) integer comparisons on the host. The last
+    tile may reach past T. Such a tile is never full.
+    """
+
+    runs: Runs
     query_block: int
     key_block: int
-    _find: Callable[[Literal["by_query", "by_key"]], BlockRows]
+    window: int | None
+    device: torch.device
+
+    @classmethod
+    def of_plan(
+        cls, plan: AttentionPlan, *, query_block: int, key_block: int, window: int | None = None, on_host: bool = False
+    ) -> Self:
+        """Return the lists of a pack, found once per pair of sizes and window.
+
+        They are on the plan's device, or on the host for what is made of them before it goes to the device.
+
+        Raises:
+            ValueError: A block size is not positive.
+        """
+        if query_block < 1 or key_block < 1:
+            raise ValueError(f"query_block={query_block}, key_block={key_block}: blocks need at least one token")
+        device = torch.device("cpu") if on_host else plan.subtree_end_T.device
+        wanted = (query_block, key_block, window, device)
+        return plan.once(("block lists", *wanted), lambda plan: cls(plan.runs, *wanted))
 
     @cached_property
     def by_query(self) -> BlockRows:
         """Key blocks of every query block, for the forward pass and the gradient of the queries."""
-        return self._find("by_query")
+        return self._find(by_query=True)
 
     @cached_property
     def by_key(self) -> BlockRows:
         """Query blocks of every key block, for the gradients of keys and values."""
-        return self._find("by_key")
+        return self._find(by_query=False)
 
-    @classmethod
-    def of_plan(cls, plan: AttentionPlan, *, query_block: int, key_block: int, window: int | None = None) -> Self:
-        """Return the lists of a pack on the plan's device. They are found once per pair of sizes and window."""
-
-        def move(plan: AttentionPlan) -> Self:
-            lists = cls.on_host(plan, query_block=query_block, key_block=key_block, window=window)
-            return lists.to(plan.subtree_end_T.device)
-
-        return plan.once(("block lists", query_block, key_block, window), move)
-
-    @classmethod
-    def on_host(cls, plan: AttentionPlan, *, query_block: int, key_block: int, window: int | None = None) -> Self:
-        """Return the lists of a pack on the host, for what is made of them before it goes to the device."""
-
-        def find(plan: AttentionPlan) -> Self:
-            runs = plan.runs
-            sizes = {"query_block": query_block, "key_block": key_block}
-            mask = {"window": window, "position_T": runs.position_T, "num_context": runs.num_context}
-            return cls.from_subtree_end(runs.subtree_end_T, **sizes, **mask)
-
-        return plan.once(("block lists on the host", query_block, key_block, window), find)
-
-    @classmethod
-    def from_subtree_end(
-        cls,
-        subtree_end_T: np.ndarray,
-        *,
-        query_block: int,
-        key_block: int,
-        window: int | None = None,
-        position_T: np.ndarray | None = None,
-        num_context: int = 0,
-    ) -> Self:
-        """Find the visible tiles in O(T^2 / (query_block * key_block)) integer comparisons, on the host.
-
-        `subtree_end_T`, `position_T` and `num_context` are those of `Runs`; positions are read only with a window. The
-        last tile may reach past T. Such a tile is never full.
-
-        Raises:
-            ValueError: A block size is not positive, or there is a window and no positions.
-        """
-        if query_block < 1 or key_block < 1:
-            raise ValueError(f"query_block={query_block}, key_block={key_block}: blocks need at least one token")
-        if window is None:
-            position_T = np.zeros(len(subtree_end_T), dtype=np.int32)
-        elif position_T is None:
-            raise ValueError(f"window={window} is measured in positions: give position_T, or None for no window")
-        num_tokens = len(subtree_end_T)
+    def _find(self, *, by_query: bool) -> BlockRows:
+        query_block, key_block, window = self.query_block, self.key_block, self.window
+        num_tokens, num_context = len(self.runs.subtree_end_T), self.runs.num_context
         num_query_blocks, num_key_blocks = -(-(num_tokens - num_context) // query_block), -(-num_tokens // key_block)
         first_query = num_context + np.arange(num_query_blocks, dtype=np.int32) * query_block
         first_key = np.arange(num_key_blocks, dtype=np.int32) * key_block
         last_query, last_key = first_query + query_block - 1, first_key + key_block - 1
         ends = np.zeros((num_key_blocks, key_block), dtype=np.int32)  # keys past T end at 0: visible to no query
-        ends.flat[:num_tokens] = subtree_end_T
+        ends.flat[:num_tokens] = self.runs.subtree_end_T
         largest, smallest = ends.max(1), ends.min(1)
-        least_of_query, most_of_query = _extremes(
-            position_T[num_context:], num_blocks=num_query_blocks, size=query_block
-        )
-        least_of_key, most_of_key = _extremes(position_T, num_blocks=num_key_blocks, size=key_block)
+        position_T = self.runs.position_T
+        least_of_query, most_of_query = _extremes(position_T[num_context:], num_query_blocks, size=query_block)
+        least_of_key, most_of_key = _extremes(position_T, num_key_blocks, size=key_block)
 
         def classify(query: _Index, key: _Index) -> tuple[np.ndarray, np.ndarray]:
             visible = (first_key[key] <= last_query[query]) & (first_query[query] < largest[key])
@@ -150,32 +128,22 @@ class BlockLists:
                 full &= most_of_query[query] - least_of_key[key] < window
             return visible, full
 
-        def find(direction: Literal["by_query", "by_key"]) -> BlockRows:
-            every = (None, slice(None))
-            if direction == "by_query":
-                return _find_rows(
-                    lambda rows: classify((rows, None), every), num_rows=num_query_blocks, num_columns=num_key_blocks
-                )
-            return _find_rows(
-                lambda rows: classify(every, (rows, None)), num_rows=num_key_blocks, num_columns=num_query_blocks
-            )
-
-        return cls(query_block, key_block, find)
-
-    def to(self, device: torch.device | str) -> Self:
-        """Return the lists with their tensors on `device`."""
-        rows = {"by_query": lambda: self.by_query, "by_key": lambda: self.by_key}
-        return type(self)(self.query_block, self.key_block, lambda direction: rows[direction]().to(device))
+        every = (None, slice(None))
+        if by_query:
+            rows = _find_rows(lambda rows: classify((rows, None), every), num_query_blocks, num_key_blocks)
+        else:
+            rows = _find_rows(lambda rows: classify(every, (rows, None)), num_key_blocks, num_query_blocks)
+        return rows.to(self.device)
 
 
-def _extremes(position_T: np.ndarray, *, num_blocks: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+def _extremes(position_T: np.ndarray, num_blocks: int, *, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the smallest and largest position in each block. The last token stands for all places past T."""
     blocks = np.pad(position_T, (0, num_blocks * size - len(position_T)), mode="edge").reshape(num_blocks, size)
     return blocks.min(1), blocks.max(1)
 
 
 def _find_rows(
-    classify: Callable[[slice], tuple[np.ndarray, np.ndarray]], *, num_rows: int, num_columns: int
+    classify: Callable[[slice], tuple[np.ndarray, np.ndarray]], num_rows: int, num_columns: int
 ) -> BlockRows:
     """Find the lists of all rows. `classify(rows)` gives (rows, columns) booleans of the visible and the full tiles."""
     num_full_R, num_visible_R = np.empty(num_rows, dtype=np.int64), np.empty(num_rows, dtype=np.int64)

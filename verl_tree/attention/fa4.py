@@ -60,7 +60,7 @@ class BlockTables(NamedTuple):
         query_block, key_block = BLOCK_LENS[head_dim]
 
         def find(plan: AttentionPlan) -> BlockTables:
-            lists = BlockLists.on_host(plan, query_block=query_block, key_block=key_block)
+            lists = BlockLists.of_plan(plan, query_block=query_block, key_block=key_block, on_host=True)
             tables = to_device((*lists.by_query.tables(), *lists.by_key.tables()), plan.subtree_end_T.device)
             return cls(tables[:4], tables[4:])
 

@@ -75,7 +75,8 @@ class KeyRows(NamedTuple):
         """Return the rows of a pack on the plan's device. They are found once per pack and set of arguments."""
 
         def find(plan: AttentionPlan) -> Self:
-            rows = BlockLists.on_host(plan, query_block=query_block, key_block=key_block, window=window).by_key
+            sizes = {"query_block": query_block, "key_block": key_block}
+            rows = BlockLists.of_plan(plan, **sizes, window=window, on_host=True).by_key
             heads = {"num_groups": num_groups, "num_kv_heads": num_kv_heads}
             bound = choose_bound(rows, query_block=query_block, num_processors=num_processors, **heads)
             return cls.from_rows(rows, bound=bound).to(plan.subtree_end_T.device)

@@ -25,7 +25,7 @@ def lists_of(rows: BlockRows) -> dict[int, tuple[list[int], list[int]]]:
 
 
 def test_the_drawn_forest():
-    lists = BlockLists.from_subtree_end(DRAWN, query_block=2, key_block=2)
+    lists = BlockLists.of_plan(AttentionPlan.from_subtree_end(DRAWN), query_block=2, key_block=2)
     assert lists_of(lists.by_query) == {0: ([], [0]), 1: ([0], [1]), 2: ([0], [1, 2])}
     assert lists_of(lists.by_key) == {0: ([1, 2], [0]), 1: ([], [1, 2]), 2: ([], [2])}
     assert lists.by_query.rows_R4.dtype == lists.by_query.indices.dtype == torch.int32
@@ -33,7 +33,7 @@ def test_the_drawn_forest():
 
 
 def test_the_tables_of_the_drawn_forest():
-    lists = BlockLists.from_subtree_end(DRAWN, query_block=2, key_block=2)
+    lists = BlockLists.of_plan(AttentionPlan.from_subtree_end(DRAWN), query_block=2, key_block=2)
     num_partial, partial, num_full, full = lists.by_query.tables()
     assert num_partial.tolist() == [[[1, 1, 2]]]
     assert partial.tolist() == [[[[0, 0], [1, 0], [1, 2]]]]
@@ -49,13 +49,13 @@ def test_the_tables_of_the_drawn_forest():
 
 def test_the_drawn_forest_behind_a_context():
     """a0 is context. The blocks of queries are a1 a2 | b0 b1 | c0, those of keys a0 a1 | a2 b0 | b1 c0."""
-    lists = BlockLists.from_subtree_end(DRAWN, query_block=2, key_block=2, num_context=1)
+    lists = BlockLists.of_plan(AttentionPlan.from_subtree_end(DRAWN, num_context=1), query_block=2, key_block=2)
     assert lists_of(lists.by_query) == {0: ([0], [1]), 1: ([0, 1], [2]), 2: ([], [0, 1, 2])}
     assert lists_of(lists.by_key) == {0: ([0, 1], [2]), 1: ([1], [0, 2]), 2: ([], [1, 2])}
 
 
 def test_tables_without_a_full_tile_are_one_wide():
-    lists = BlockLists.from_subtree_end(np.array([1]), query_block=128, key_block=128)
+    lists = BlockLists.of_plan(AttentionPlan.from_subtree_end(np.array([1])), query_block=128, key_block=128)
     num_partial, partial, num_full, full = lists.by_query.tables()
     assert (num_partial.tolist(), num_full.tolist()) == ([[[1]]], [[[0]]])
     assert partial.shape == full.shape == (1, 1, 1, 1)
@@ -75,8 +75,8 @@ def assert_equals_block_mask(
 
     lens = (len(subtree_end_T) - num_context, len(subtree_end_T))
     want = create_block_mask(tree_mask, None, None, *lens, device="cpu", BLOCK_SIZE=(query_block, key_block))
-    sizes = {"query_block": query_block, "key_block": key_block}
-    lists = BlockLists.from_subtree_end(subtree_end_T.numpy(), **sizes, num_context=num_context)
+    plan = AttentionPlan.from_subtree_end(subtree_end_T, num_context=num_context)
+    lists = BlockLists.of_plan(plan, query_block=query_block, key_block=key_block)
     num_partial, partial, num_full, full = lists.by_query.tables()
     assert used(num_partial, partial) == used(want.kv_num_blocks, want.kv_indices)
     assert used(num_full, full) == used(want.full_kv_num_blocks, want.full_kv_indices)
@@ -148,11 +148,6 @@ def test_the_tiles_of_a_window_on_a_chain_are_those_of_create_block_mask(window,
     assert used(num_full, full) == used(want.full_kv_num_blocks, want.full_kv_indices)
 
 
-def test_a_window_takes_positions():
-    with pytest.raises(ValueError, match="window=3 is measured in positions: give position_T"):
-        BlockLists.from_subtree_end(DRAWN, query_block=2, key_block=2, window=3)
-
-
 def test_the_drawn_forest_in_a_window():
     """Positions 0 1 2 3 4 3: b1 and c0 see two tokens before them at most; a0 a1 is out of reach."""
     lists = BlockLists.of_plan(AttentionPlan.from_subtree_end(DRAWN), query_block=2, key_block=2, window=2)
@@ -162,7 +157,7 @@ def test_the_drawn_forest_in_a_window():
 
 def test_the_longest_lists_come_first():
     layout = layout_of(random_sequences(np.random.default_rng(2), num_sequences=30, mean_len=20))
-    lists = BlockLists.from_subtree_end(layout.subtree_end_T.numpy(), query_block=16, key_block=8)
+    lists = BlockLists.of_plan(AttentionPlan.from_layout(layout), query_block=16, key_block=8)
     for rows in (lists.by_query, lists.by_key):
         lengths = (rows.rows_R4[:, 3] - rows.rows_R4[:, 1]).tolist()
         assert lengths == sorted(lengths, reverse=True)
@@ -195,7 +190,8 @@ def test_planning_reads_nothing_back_from_the_device():
 def test_a_long_pack_needs_no_square_memory():
     """131,072 tokens: the lists of a chain, whose every block sees all before it; T x T booleans would be 16 GiB."""
     num_tokens, block = 131_072, 128
-    lists = BlockLists.from_subtree_end(np.full(num_tokens, num_tokens), query_block=block, key_block=block)
+    plan = AttentionPlan.from_subtree_end(np.full(num_tokens, num_tokens))
+    lists = BlockLists.of_plan(plan, query_block=block, key_block=block)
     num_blocks = num_tokens // block
     assert len(lists.by_query.indices) == num_blocks * (num_blocks + 1) // 2
     assert lists_of(lists.by_query)[700] == (list(range(700)), [700])

@@ -105,7 +105,7 @@ def test_the_number_of_parts_is_bounded(num_kv_heads):
     """However long the rows are."""
     for tokens in (1_000, 30_000):
         ends = np.full(tokens, tokens)
-        rows = BlockLists.from_subtree_end(ends, query_block=64, key_block=128).by_key
+        rows = BlockLists.of_plan(AttentionPlan.from_subtree_end(ends), query_block=64, key_block=128).by_key
         sizes = {"query_block": 64, "num_groups": 4, "num_kv_heads": num_kv_heads, "num_processors": 20}
         num_slots = KeyRows.from_rows(rows, bound=choose_bound(rows, **sizes)).num_slots
         assert num_slots * num_kv_heads <= 2 * MAX_SHARES * 20
