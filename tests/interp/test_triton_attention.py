@@ -3,6 +3,7 @@
 Memory is poisoned (see conftest.py) and every case runs twice: each element is written, and by a fixed order of sums.
 """
 
+import copy
 import dataclasses
 from functools import partial
 
@@ -109,7 +110,9 @@ def shifted(plan, by):
     """Return the plan with every `subtree_end` moved; a token's own position stays inside."""
     own = torch.arange(plan.num_tokens, dtype=torch.int32)
     ends = (plan.subtree_end_T + by).clamp(max=plan.num_tokens)
-    return dataclasses.replace(plan, subtree_end_T=torch.maximum(ends, own + 1))
+    moved = copy.copy(plan)
+    moved.subtree_end_T = torch.maximum(ends, own + 1)
+    return moved
 
 
 @triton.jit

@@ -9,7 +9,6 @@ a call is entered with, L that it is left with.
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
@@ -69,20 +68,6 @@ class Context(Protocol):
         ...
 
 
-class _Shared:
-    """What all copies of a plan share: the runs, the context, the shard, and what `AttentionPlan.once` made of them."""
-
-    # FSDP copies the dataclasses and dicts among a module's arguments, layer by layer, with all they hold. This class
-    # is neither, so FSDP passes it on as it is.
-
-    def __init__(self, runs: Runs, context: Context | None, shard: SequenceShard) -> None:
-        self.runs = runs
-        self.context = context
-        self.shard = shard
-        self.made: dict[Hashable, Any] = {}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
     """The attention structure of one pack, built once on the host and used by every layer and backend.
 
@@ -94,16 +79,27 @@ class AttentionPlan:
         num_visible_pairs: (query, key) pairs that the mask lets through, not counting any window. No token of the
             context is a query. Each pair costs `4 * Hq * D` FLOPs in the forward pass and `10 * Hq * D` in the
             backward pass.
+        num_context: P: the first tokens, which are keys only.
+        num_queries: Q: the tokens behind the context.
         backend: Name of the backend the layers use, or `"auto"`.
+        runs: The runs of the pack, on the host.
+        context: Where layers of transformers take the keys and values of the context from.
+        shard: How the queries lie on the ranks that compute them together.
     """
 
-    subtree_end_T: torch.Tensor
-    position_T: torch.Tensor
-    num_tokens: int
-    max_path_len: int
-    num_visible_pairs: int
-    backend: str
-    _shared: _Shared = field(repr=False)
+    # Not a dataclass: FSDP copies those among a module's arguments, layer by layer, with all they hold.
+
+    def __init__(
+        self, runs: Runs, *, backend: str, device: torch.device | str, context: Context | None, shard: SequenceShard
+    ) -> None:
+        self.runs, self.backend, self.context, self.shard = runs, backend, context, shard
+        on_host = (torch.from_numpy(runs.subtree_end_T), torch.from_numpy(runs.position_T))
+        self.subtree_end_T, self.position_T = to_device(on_host, device)
+        self.num_tokens, self.num_context = len(runs.subtree_end_T), runs.num_context
+        self.num_queries = self.num_tokens - self.num_context
+        self.max_path_len = int(runs.position_T.max()) + 1
+        self.num_visible_pairs = int((runs.position_T[self.num_context :].astype(np.int64) + 1).sum())
+        self._made: dict[Hashable, Any] = {}
 
     @classmethod
     def from_layout(cls, layout: TreeLayout, *, backend: str = "auto", shard: SequenceShard | None = None) -> Self:
@@ -137,57 +133,21 @@ class AttentionPlan:
             subtree_end_T = subtree_end_T.detach().cpu().numpy()
         device = "cpu" if device is None else device
         runs = Runs.from_subtree_end(np.asarray(subtree_end_T, dtype=np.int64), num_context=num_context)
-        num_tokens = len(runs.subtree_end_T)
-        shard = SequenceShard(num_tokens - num_context) if shard is None else shard
-        assert shard.num_tokens == num_tokens - num_context, (shard.num_tokens, num_tokens, num_context)
-        on_host = (torch.from_numpy(runs.subtree_end_T), torch.from_numpy(runs.position_T))
-        subtree_end_on_device_T, position_T = to_device(on_host, device)
-        return cls(
-            subtree_end_T=subtree_end_on_device_T,
-            position_T=position_T,
-            num_tokens=num_tokens,
-            max_path_len=int(runs.position_T.max()) + 1,
-            num_visible_pairs=int((runs.position_T[num_context:].astype(np.int64) + 1).sum()),
-            backend=backend,
-            _shared=_Shared(runs, context, shard),
-        )
-
-    @property
-    def runs(self) -> Runs:
-        """The runs of the pack, on the host; one object for all copies of a plan."""
-        return self._shared.runs
-
-    @property
-    def num_context(self) -> int:
-        """P: the first tokens, which are keys only."""
-        return self.runs.num_context
-
-    @property
-    def num_queries(self) -> int:
-        """Q: the tokens behind the context."""
-        return self.num_tokens - self.num_context
-
-    @property
-    def context(self) -> Context | None:
-        """Where layers of transformers take the keys and values of the context from."""
-        return self._shared.context
+        num_queries = len(runs.subtree_end_T) - num_context
+        shard = SequenceShard(num_queries) if shard is None else shard
+        assert shard.num_tokens == num_queries, (shard.num_tokens, num_queries)
+        return cls(runs, backend=backend, device=device, context=context, shard=shard)
 
     @property
     def cut_places(self) -> np.ndarray:
         """The queries after which recurrent layers keep states for other calls, (L,) int64, ascending."""
         return np.empty(0, dtype=np.int64) if self.context is None else self.context.cut_places
 
-    @property
-    def shard(self) -> SequenceShard:
-        """How the queries lie on the ranks that compute them together."""
-        return self._shared.shard
-
     def once(self, key: Hashable, make: Callable[[Self], T]) -> T:
         """Return `make(self)`, made on the first call for `key` and shared by all layers and their recomputation.
 
         Backends keep here what they precompute for a pack. The key names the backend and holds all it depends on.
         """
-        made = self._shared.made
-        if key not in made:
-            made[key] = make(self)
-        return made[key]
+        if key not in self._made:
+            self._made[key] = make(self)
+        return self._made[key]
