@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from built_engines import build_engine, saved
 from peft import LoraConfig, PeftModelForCausalLM, TaskType
-from process_groups import group_of_one
 from tensordict import NonTensorData, TensorDict
 from tiny_models import tiny_model
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForTokenClassification
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
-from verl.trainer.config import CheckpointConfig
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
@@ -21,8 +20,6 @@ from verl.workers.config import (
     FSDPActorConfig,
     FSDPCriticConfig,
     FSDPEngineConfig,
-    FSDPOptimizerConfig,
-    HFModelConfig,
 )
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
@@ -32,8 +29,6 @@ from verl.workers.utils.padding import no_padding_2_padding, response_from_neste
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.engine import CPUEngineWithLMHead, FSDPTreeEngine
-from verl_tree.engine_config import TreeFSDPEngineConfig
-from verl_tree.testing.local_worker import FP32
 from verl_tree.trainer.worker import TreeTrainingWorker
 
 
@@ -73,35 +68,13 @@ def test_overridden_and_called_methods_keep_their_signatures(owner: type, name: 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Save a tiny model, and make a process group of this process alone."""
-    if torch.cuda.is_available():
-        pytest.skip("builds engines on the CPU platform")
-    folder = tmp_path_factory.mktemp("engine")
-    tiny_model(size="engine", tie_word_embeddings=True).save_pretrained(folder)
-    with group_of_one():
+    with saved(tiny_model(size="engine", tie_word_embeddings=True), tmp_path_factory.mktemp("engine")) as folder:
         yield folder
 
 
 def build(engine_class: type[FSDPEngine], folder: Path, **options: object) -> FSDPEngine:
-    is_tree = engine_class is FSDPTreeEngine
-    engine = engine_class(
-        HFModelConfig(
-            path=str(folder),
-            load_tokenizer=False,
-            use_remove_padding=is_tree,
-            override_config={"attn_implementation": "sdpa"},
-        ),
-        TreeFSDPEngineConfig(
-            strategy=TREE_STRATEGY if is_tree else FLAT_STRATEGY,
-            mixed_precision=FP32,
-            use_torch_compile=False,
-            use_dynamic_bsz=True,
-            **options,
-        ),
-        FSDPOptimizerConfig(lr=1e-3, total_training_steps=10),
-        CheckpointConfig(),
-    )
-    engine.initialize()
-    return engine
+    model = {"use_remove_padding": engine_class is FSDPTreeEngine}
+    return build_engine(engine_class, folder, model=model, use_dynamic_bsz=True, **options)
 
 
 def test_a_tree_engine_is_an_fsdp2_engine(folder: Path) -> None:

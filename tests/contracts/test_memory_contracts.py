@@ -6,20 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from process_groups import group_of_one
+from built_engines import build_engine, saved
 from tiny_models import tiny_model
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from verl.models.transformers.tiled_mlp import TiledMLP, _mlp_forward_fn
-from verl.trainer.config import CheckpointConfig
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config import HFModelConfig
 from verl.workers.engine import FSDPEngineWithLMHead
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
-from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.engine import CPUEngineWithLMHead, FSDPTreeEngine
-from verl_tree.engine_config import TreeFSDPEngineConfig
-from verl_tree.testing.local_worker import FP32
 
 TILED = {"enabled": True, "num_shards": 2}
 
@@ -27,26 +23,12 @@ TILED = {"enabled": True, "num_shards": 2}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Save a tiny model, and make a process group of this process alone."""
-    if torch.cuda.is_available():
-        pytest.skip("builds engines on the CPU platform")
-    folder = tmp_path_factory.mktemp("memory")
-    tiny_model(size="engine").save_pretrained(folder)
-    with group_of_one():
+    with saved(tiny_model(size="engine"), tmp_path_factory.mktemp("memory")) as folder:
         yield folder
 
 
 def build(folder: Path, *, trees: bool, **model: object) -> FSDPEngineWithLMHead:
-    options = HFModelConfig(
-        path=str(folder), load_tokenizer=False, override_config={"attn_implementation": "sdpa"}, **model
-    )
-    shared = {"mixed_precision": FP32, "use_torch_compile": False}
-    if trees:
-        kind, config = FSDPTreeEngine, TreeFSDPEngineConfig(strategy=TREE_STRATEGY, **shared)
-    else:
-        kind, config = CPUEngineWithLMHead, FSDPEngineConfig(strategy=FLAT_STRATEGY, **shared)
-    engine = kind(options, config, FSDPOptimizerConfig(lr=1e-3, total_training_steps=10), CheckpointConfig())
-    engine.initialize()
-    return engine
+    return build_engine(FSDPTreeEngine if trees else CPUEngineWithLMHead, folder, model=model)
 
 
 def test_the_keys_are_off_unless_said(folder: Path) -> None:

@@ -8,24 +8,19 @@ import numpy as np
 import pytest
 import torch
 from beside_verl import full
-from process_groups import group_of_one
 from tiny_models import tiny_model
 
 pytest.importorskip("verl")
 
+from built_engines import build_engine, saved
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, Qwen3Config
-from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
-from verl_tree.config import TREE_STRATEGY
 from verl_tree.engine import FSDPTreeEngine
 from verl_tree.engine.costs.capacity import choose_capacity
-from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.functional.memory import GIB, KeysAndValues, peak_bytes, probe_layout
-from verl_tree.testing.local_worker import FP32
 from verl_tree.testing.synthetic import caterpillar, groups, star
 from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
@@ -44,9 +39,6 @@ FORESTS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Save a small model, and make a process group of this process alone."""
-    if torch.cuda.is_available():
-        pytest.skip("builds engines on the CPU platform")
-    folder = tmp_path_factory.mktemp("capacity")
     torch.manual_seed(3)
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
@@ -57,30 +49,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         num_key_value_heads=2,
         head_dim=8,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    with group_of_one():
+    with saved(AutoModelForCausalLM.from_config(config), tmp_path_factory.mktemp("capacity")) as folder:
         yield folder
 
 
 def build(folder: Path, *, checkpointing: bool = False, **tree: object) -> FSDPTreeEngine:
-    engine = FSDPTreeEngine(
-        HFModelConfig(
-            path=str(folder),
-            load_tokenizer=False,
-            override_config={"attn_implementation": "sdpa"},
-            enable_gradient_checkpointing=checkpointing,
-        ),
-        TreeFSDPEngineConfig(
-            strategy=TREE_STRATEGY,
-            mixed_precision=FP32,
-            use_torch_compile=False,
-            tree={"capacity": "auto", "logits_chunk_size": CHUNK_SIZE, **tree},
-        ),
-        FSDPOptimizerConfig(lr=1e-3, total_training_steps=10),
-        CheckpointConfig(),
-    )
-    engine.initialize()
-    return engine
+    model = {"enable_gradient_checkpointing": checkpointing}
+    tree = {"capacity": "auto", "logits_chunk_size": CHUNK_SIZE, **tree}
+    return build_engine(FSDPTreeEngine, folder, model=model, tree=tree)
 
 
 @pytest.mark.parametrize(("checkpointing", "forward_only"), [(False, False), (True, False), (False, True)])

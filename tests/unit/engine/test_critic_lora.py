@@ -7,22 +7,17 @@ from typing import Any
 import pytest
 import torch
 from beside_verl import full
-from process_groups import group_of_one
 from tiny_models import tiny_model
 
 pytest.importorskip("verl")
 
+from built_engines import build_engine, saved
 from transformers.modeling_utils import load_state_dict
 from verl.model_merger.base_model_merger import ModelMergerConfig
 from verl.model_merger.fsdp_model_merger import FSDPModelMerger
-from verl.trainer.config import CheckpointConfig
-from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
-from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.engine import CPUEngineWithValueHead, FSDPTreeEngine
-from verl_tree.engine_config import TreeFSDPEngineConfig
-from verl_tree.testing.local_worker import FP32
 
 NAMED, ALL = ["q_proj", "v_proj"], "all-linear"
 
@@ -30,37 +25,14 @@ NAMED, ALL = ["q_proj", "v_proj"], "all-linear"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Save a small model without a value head, and make a process group of this process alone."""
-    if torch.cuda.is_available():
-        pytest.skip("builds engines on the CPU platform")
-    folder = tmp_path_factory.mktemp("critic")
-    tiny_model(size="engine").save_pretrained(folder)
-    with group_of_one():
+    with saved(tiny_model(size="engine"), tmp_path_factory.mktemp("critic")) as folder:
         yield folder
 
 
 def build(folder: Path, *, engine: type = FSDPTreeEngine, **model: Any) -> Any:
     """Build a critic with random adapters and head."""
-    built = engine(
-        model_config=HFModelConfig(
-            path=str(folder),
-            load_tokenizer=False,
-            model_type="value_model",
-            override_config={"attn_implementation": "sdpa"},
-            lora_rank=4,
-            lora_alpha=8,
-            **model,
-        ),
-        engine_config=TreeFSDPEngineConfig(
-            strategy=TREE_STRATEGY if engine is FSDPTreeEngine else FLAT_STRATEGY,
-            mixed_precision=FP32,
-            model_dtype="fp32",
-            use_torch_compile=False,
-        ),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=10),
-        checkpoint_config=CheckpointConfig(),
-    )
-    built.initialize()
-    return built
+    model |= {"model_type": "value_model", "lora_rank": 4, "lora_alpha": 8}
+    return build_engine(engine, folder, model=model, model_dtype="fp32")
 
 
 def parameters(engine: Any) -> dict[str, torch.Tensor]:
