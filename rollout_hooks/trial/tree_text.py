@@ -11,9 +11,10 @@ r"""The rows of a session as a tree of text.
 A node is a run of tokens of one origin that belong to the same leaves.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,48 +55,45 @@ class TextPath:
         return cls(np.asarray(token_ids), origins, end, rewards)
 
 
-def draw(
-    paths: Sequence[TextPath], *, decode: Callable[[list[int]], str], kinds: Mapping[int, str], indent: str = ""
-) -> list[str]:
+def draw(paths: Sequence[TextPath], *, decode: Callable[[list[int]], str], kinds: Mapping[int, str]) -> list[str]:
     """Return the lines of a tree. `kinds` has the kind of each call."""
-    return [line for group in _groups(paths, 0) for line in _draw_from(group, 0, decode, kinds, indent)]
+    lines = []
+    for node in _nodes(paths):
+        lines.append(node.head + _describe(node, decode, kinds))
+        lines += [f"{node.indent}{path.end}" for path in node.paths if len(path.token_ids) == node.stop]
+    return lines
 
 
 def num_nodes_and_tokens(paths: Sequence[TextPath]) -> tuple[int, int]:
     """Return how many nodes the tree of these paths has, and how many tokens."""
-    num_nodes = num_tokens = 0
-    waiting = [(group, 0) for group in _groups(paths, 0)]
+    lens = [node.stop - node.start for node in _nodes(paths)]
+    return len(lens), sum(lens)
+
+
+class _Node(NamedTuple):
+    """The tokens `start` to `stop` of some paths, and what stands before its first line and the others."""
+
+    paths: list[TextPath]
+    start: int
+    stop: int
+    head: str
+    indent: str
+
+
+def _nodes(paths: Sequence[TextPath]) -> Iterator[_Node]:
+    """Yield the nodes of a tree in the order in which they are drawn."""
+    waiting = [(group, 0, "", "") for group in reversed(_groups(paths, 0))]
     while waiting:
-        group, start = waiting.pop()
+        group, start, head, indent = waiting.pop()
         stop = _stop(group, start)
-        num_nodes, num_tokens = num_nodes + 1, num_tokens + stop - start
-        longer = [path for path in group if len(path.token_ids) > stop]
-        waiting += [(each, stop) for each in _groups(longer, stop)]
-    return num_nodes, num_tokens
-
-
-def _draw_from(
-    paths: Sequence[TextPath],
-    start: int,
-    decode: Callable[[list[int]], str],
-    kinds: Mapping[int, str],
-    indent: str,
-) -> list[str]:
-    """Draw the node of these paths at `start`, and what is below it."""
-    lines = []
-    while True:
-        stop = _stop(paths, start)
-        lines.append(indent + _describe(paths[0], start, stop, decode, kinds))
-        lines += [f"{indent}{path.end}" for path in paths if len(path.token_ids) == stop]
-        groups = _groups([path for path in paths if len(path.token_ids) > stop], stop)
-        if len(groups) != 1:
-            break
-        paths, start = groups[0], stop
-    for number, group in enumerate(groups, start=1):
-        first, other = ("└─ ", "   ") if number == len(groups) else ("├─ ", "│  ")
-        drawn = _draw_from(group, stop, decode, kinds, indent + other)
-        lines += [indent + first + drawn[0].removeprefix(indent + other), *drawn[1:]]
-    return lines
+        yield _Node(group, start, stop, head, indent)
+        below = _groups([path for path in group if len(path.token_ids) > stop], stop)
+        if len(below) == 1:
+            waiting.append((below[0], stop, indent, indent))
+            continue
+        for each in reversed(below):
+            first, other = ("└─ ", "   ") if each is below[-1] else ("├─ ", "│  ")
+            waiting.append((each, stop, indent + first, indent + other))
 
 
 def _groups(paths: Sequence[TextPath], position: int) -> list[list[TextPath]]:
@@ -119,9 +117,8 @@ def _stop(paths: Sequence[TextPath], start: int) -> int:
     return stop
 
 
-def _describe(
-    path: TextPath, start: int, stop: int, decode: Callable[[list[int]], str], kinds: Mapping[int, str]
-) -> str:
+def _describe(node: _Node, decode: Callable[[list[int]], str], kinds: Mapping[int, str]) -> str:
+    path, start, stop = node.paths[0], node.start, node.stop
     origin = int(path.origins[start])
     names = {PROMPT: "prompt", ENVIRONMENT: "environment"}
     name = names.get(origin) or f"call {origin} ({kinds[origin]})"
