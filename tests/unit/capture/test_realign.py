@@ -125,26 +125,6 @@ def test_prompts_of_running_calls_and_failed_ones_heal_nothing():
     assert tree.realign([*P, AB, T]).splices == ()
 
 
-def test_a_known_splice_is_found_again_where_it_still_holds():
-    decoded = []
-
-    def counting(token_ids):
-        decoded.append(list(token_ids))
-        return decode(token_ids)
-
-    tree = SessionTree(decode=counting)
-    tree.complete(tree.begin(P), [A, B, C, *[D] * 80])
-    given = [*P, AB, C, *[D] * 80]  # longer than what is compared
-    first = tree.realign(given)
-    num_decoded = len(decoded)
-    assert num_decoded > 0
-    again = tree.realign([*given, T, U])
-    assert len(decoded) == num_decoded
-    assert again.splices == first.splices == ((3, 4, 3, 5),)
-    assert tree.realign([*P, AB, C, E]).splices == ()  # the same tokens, but another end
-    assert len(decoded) > num_decoded
-
-
 def test_values_and_positions_follow_the_splices():
     realignment = Realignment(np.arange(9), (Splice(2, 3, 2, 4), Splice(5, 8, 6, 7)))
     given = np.array([0, 0, 1, 1, 0, 0, 1, 0, 1, 1])  # a, b, [x], c, d, [y, y, y], e, f

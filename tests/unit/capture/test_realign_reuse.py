@@ -42,6 +42,16 @@ def checked_tree(*calls, decode=decode, max_replaced=64):
     return tree
 
 
+def encode(text, rng, *, share=1.0):
+    """Write a text in tokens, of which this share is drawn among those that fit; the others are letters."""
+    token_ids = []
+    while text:
+        fitting = [token for token, each in TEXT.items() if text.startswith(each)]
+        token_ids.append(rng.choice(fitting) if rng.random() < share else fitting[0])
+        text = text[len(TEXT[token_ids[-1]]) :]
+    return token_ids
+
+
 def test_a_prompt_takes_over_what_it_shares_and_nothing_that_has_changed():
     tail = [T, U, V] * 27  # longer than what decides a splice
     tree = checked_tree((P, [A, B, C]), ([*P, A, B, C, *tail], [C, D, A]), ([*P, A, B, C, *tail, C, D, A, *tail], [B]))
@@ -52,6 +62,7 @@ def test_a_prompt_takes_over_what_it_shares_and_nothing_that_has_changed():
     assert tree.comparisons.hits == 1  # the second place; the first is taken over whole
     assert len(tree.realign([*P, AB, C, *tail, C, D, B]).splices) == 1  # parts from the last prompt behind one of them
     assert tree.comparisons.hits == 2
+    assert tree.realign([*P, AB, D]).splices == ()  # begins alike, and has another end
 
 
 def test_a_path_recorded_since_is_followed():
@@ -93,14 +104,6 @@ def test_random_histories_heal_as_without_memory(seed, max_replaced):
     vocabulary = [token for token, text in TEXT.items() if set(text) <= set("abcde")]
     tree, running, texts = checked_tree(max_replaced=max_replaced), [], ["kl"]
 
-    def encode(text):
-        token_ids = []
-        while text:
-            fitting = [token for token in vocabulary if text.startswith(TEXT[token])]
-            token_ids.append(rng.choice(fitting) if fitting else ord(text[0]) - ord("a"))
-            text = text[len(TEXT[token_ids[-1]]) :]
-        return token_ids
-
     for _ in range(120):
         if running and rng.random() < 0.6:
             call, text = running.pop(rng.randrange(len(running)))
@@ -115,10 +118,10 @@ def test_random_histories_heal_as_without_memory(seed, max_replaced):
         if rng.random() < 0.3:
             text = text[: rng.randint(2, len(text))]
         text += "".join(rng.choices("abcde", k=rng.randint(0, 14)))
-        given = encode(text)
+        given = encode(text, rng)
         prompt = tree.realign(given)
         tree.realign(given)  # the same again, and what begins with it, before the trie has changed
-        tree.realign(given + encode("abc"))
+        tree.realign(given + encode("abc", rng))
         if rng.random() < 0.5:
             running.append((tree.begin(prompt if rng.random() < 0.8 else given), text))
     assert tree.num_spliced > 30
@@ -163,21 +166,13 @@ def test_long_random_histories_heal_as_without_memory(seed, monkeypatch):
     monkeypatch.setattr(Healer, "_known", lambda *args: taken_over.extend(steps := known(*args)) or steps)
     histories = [["kl"]]
 
-    def encode(text):
-        token_ids = []
-        while text:
-            fitting = [token for token in TEXT if text.startswith(TEXT[token])]
-            token_ids.append(rng.choice(fitting) if rng.random() < 0.3 else fitting[0])
-            text = text[len(TEXT[token_ids[-1]]) :]
-        return token_ids
-
     for _ in range(300):
         if running and rng.random() < 0.7:
             call, history = running.pop(rng.randrange(len(running)))
             if rng.random() < 0.05:
                 tree.fail(call, "gone")
                 continue
-            output = encode("".join(rng.choices("abcde", k=rng.randint(1, 40))))
+            output = encode("".join(rng.choices("abcde", k=rng.randint(1, 40))), rng, share=0.3)
             tree.complete(call, output)
             histories.append([*history, decode(output)])
             continue
@@ -193,7 +188,7 @@ def test_long_random_histories_heal_as_without_memory(seed, monkeypatch):
         given = []
         for text in history:
             rng.seed(text)
-            given += encode(text)
+            given += encode(text, rng, share=0.3)
         rng.setstate(state)
         prompt = tree.realign(given)
         if rng.random() < 0.8:
