@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import torch
-from scripted_llm import END, ScriptedClient, call_text, config, log_prob, run_loop, tokenizer
+from scripted_llm import END, ScriptedClient, call_text, log_prob, run_loop, tokenizer
 from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
@@ -329,8 +329,3 @@ def test_failed_aborted_and_cancelled_calls_keep_their_reason():
         (CallStatus.FAILED, "cancelled"),
     ]
     assert len(client.tree.leaves()) == 1
-
-
-def test_scripted_config_is_verls_own():
-    assert config(response_length=9).actor_rollout_ref.rollout.response_length == 9
-    assert config().actor_rollout_ref.rollout.calculate_log_probs is True

@@ -16,8 +16,6 @@ from gateway_cases import (
     user,
     with_gateway,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 from scripted_llm import CHAT_TEMPLATE, END, SPECIAL, call_text, config, tokenizer
@@ -32,7 +30,6 @@ from rollout_hooks.capture.call_kinds import CallKind
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.gateway import ChatFormat, ClientEngine, SessionSettings
-from rollout_hooks.gateway.chat_format import TextStream
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -316,30 +313,3 @@ async def test_session_by_header_and_models(server):
     await client.chat.completions.create(model="policy", messages=user("q"))
     assert [model.id async for model in client.models.list()] == ["policy"]
     assert [model.id async for model in server.client("s").models.list()] == ["policy"]
-
-
-class Bytes:
-    """A tokenizer whose tokens are bytes, so that characters come in parts; 256 is a special token."""
-
-    def decode(self, token_ids):
-        return bytes(token for token in token_ids if token < 256).decode("utf-8", errors="replace")
-
-    def ends_itself(self, token_ids):
-        return bool(token_ids) and token_ids[-1] == 256
-
-
-@settings(derandomize=True, deadline=None)
-@given(st.text(alphabet="ab\u00e9\u20ac\U0001f600", max_size=20), st.data())
-def test_streamed_text_is_the_whole_text_up_to_the_first_stop(text, data):
-    stop = data.draw(st.lists(st.text(alphabet="ab\u00e9", min_size=1, max_size=3), max_size=2))
-    token_ids = [*text.encode(), 256]
-    stream = TextStream(Bytes(), stop=stop)
-    pieces = []
-    while token_ids:
-        size = data.draw(st.integers(1, len(token_ids)))
-        pieces.append(stream.push(token_ids[:size]))
-        token_ids = token_ids[size:]
-        assert "\ufffd" not in pieces[-1]
-    pieces.append(stream.finish())
-    ends = [at for at in map(text.find, stop) if at >= 0]
-    assert "".join(pieces) == stream.text == text[: min(ends, default=len(text))]

@@ -66,44 +66,39 @@ class Wire:
         return await self.client.post(path, body=body, cast_to=dict)
 
 
-async def langgraph(wire):
-    """`create_agent(ChatOpenAI(...), tools)`: three turns, then a second question with the whole history."""
+async def chat(wire, *, sent_back, result):
+    """Have three turns, then a second question with the whole history."""
     messages = [{"content": "You are helpful", "role": "system"}, {"content": "question", "role": "user"}]
     results = iter(("5", "9", "10"))
     for number in range(len(TURNS)):
         body = {"model": "policy", "stream": False, "messages": messages, "tools": nested_tools()}
         answer = await wire.post("/chat/completions", body)
         message = answer["choices"][0]["message"]
-        calls = [
-            {"type": "function", "id": call["id"], "function": call["function"]}
-            for call in message.get("tool_calls", [])
-        ]
-        messages.append(
-            {"role": "assistant", "content": message["content"], **({"tool_calls": calls} if calls else {})}
-        )
-        messages += [{"content": next(results), "role": "tool", "tool_call_id": call["id"]} for call in calls]
+        messages.append(sent_back(message))
+        for call in message.get("tool_calls", []):
+            messages.append({"content": result(next(results)), "role": "tool", "tool_call_id": call["id"]})
         if number == 2:
             messages.append({"content": "second question", "role": "user"})
     return message["content"]
 
 
+async def langgraph(wire):
+    """`create_agent(ChatOpenAI(...), tools)`."""
+
+    def sent_back(message):
+        return {name: message[name] for name in ("role", "content", "tool_calls") if name in message}
+
+    return await chat(wire, sent_back=sent_back, result=str)
+
+
 async def agents_sdk_chat(wire):
     """`OpenAIChatCompletionsModel` with an MCP server: results of MCP tools are lists of text parts."""
-    messages = [{"content": "You are helpful", "role": "system"}, {"role": "user", "content": "question"}]
-    results = iter(("5", "9", "10"))
-    for number in range(len(TURNS)):
-        answer = await wire.post(
-            "/chat/completions", {"model": "policy", "messages": messages, "tools": nested_tools()}
-        )
-        message = answer["choices"][0]["message"]
+
+    def sent_back(message):
         message.pop("refusal")
-        messages.append(message)
-        for call in message.get("tool_calls", []):
-            content = [{"type": "text", "text": next(results)}]
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
-        if number == 2:
-            messages.append({"role": "user", "content": "second question"})
-    return message["content"]
+        return message
+
+    return await chat(wire, sent_back=sent_back, result=lambda text: [{"type": "text", "text": text}])
 
 
 def responses_body(items, **more):

@@ -263,9 +263,11 @@ class Bytes:
         return False
 
 
-def streamed(decoder, pushes):
-    stream = TextStream(decoder)
-    return "".join([stream.push(tokens) for tokens in pushes]) + stream.finish()
+def streamed(decoder, pushes, *, stop=()):
+    stream = TextStream(decoder, stop=stop)
+    text = "".join([stream.push(tokens) for tokens in pushes]) + stream.finish()
+    assert text == stream.text
+    return text
 
 
 def cut(raw, rng, *, longest):
@@ -277,14 +279,19 @@ def cut(raw, rng, *, longest):
 
 
 @pytest.mark.parametrize("longest", [1, 2, 3, 7])
-def test_streams_of_any_bytes_are_their_text(longest):
+def test_streams_of_any_bytes_are_their_text_up_to_the_first_stop(longest):
     """Characters of 1 to 4 bytes and broken ones, in tokens that end anywhere, some of which come together."""
-    rng = random.Random(longest)
+    rng, num_stopped = random.Random(longest), 0
     for _ in range(300):
         pieces = rng.choices(["a", "\u00e9", "\u4f60", "\U0001f600", b"\xe2", b"\x82", b" \xf0\x9f", b"\xff"], k=60)
         raw = b"".join(each.encode() if isinstance(each, str) else each for each in pieces)
         tokens = list(cut(raw, rng, longest=longest))
-        assert streamed(Bytes(), cut(tokens, rng, longest=4)) == raw.decode(errors="replace")
+        text = raw.decode(errors="replace")
+        stop = ["".join(rng.choices("a\u00e9\u4f60", k=k)) for k in (2, 3) if rng.random() < 0.5]
+        end = min((at for at in map(text.find, stop) if at >= 0), default=len(text))
+        assert streamed(Bytes(), cut(tokens, rng, longest=4), stop=stop) == text[:end]
+        num_stopped += end < len(text)
+    assert 20 < num_stopped < 280
 
 
 def test_characters_in_bytes_of_their_own_are_streamed():

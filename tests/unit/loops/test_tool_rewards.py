@@ -74,8 +74,8 @@ def test_a_row_has_the_rewards_of_the_calls_whose_results_it_read(tool_rewards):
     ]
 
 
-def test_expansions_of_a_tree_search_have_the_rewards_of_the_calls_before_their_place():
-    answers = iter("012")
+def test_expansions_of_a_tree_search_have_and_are_scored_with_the_rewards_of_the_calls_before_their_place():
+    answers, seen = iter("012"), []
 
     def reply(prompt):
         return next(answers) if "<0.5>" in prompt else call("graded", x=0.5)
@@ -83,10 +83,11 @@ def test_expansions_of_a_tree_search_have_the_rewards_of_the_calls_before_their_
     class Scored(TreeSearchAgentLoop):
         @override
         async def leaf_reward(self, *, row, answer):
+            seen.append(row["extra_info"]["tool_rewards"])
             return 0.0
 
     outputs = run_graded(Scored, reply, options={"tool_rewards": "add"})
-    assert reported(outputs) == [[0.5]] * 3
+    assert reported(outputs) == seen == [[0.5]] * 3
     turn_len = len(encode(call("graded", x=0.5))) + 1
     assert on_turns(outputs) == [[(turn_len, 0.5)]] * 3
 
@@ -126,22 +127,6 @@ def test_a_child_has_the_rewards_of_its_own_calls():
 
     outputs = run_graded(SubagentsAgentLoop, reply, row=dataset_row("root"))
     assert reported(outputs) == [[0.25], [0.5, 0.0]]
-
-
-def test_leaves_of_a_tree_search_are_scored_with_the_rewards_of_their_tools():
-    seen = []
-
-    class Scored(TreeSearchAgentLoop):
-        @override
-        async def leaf_reward(self, *, row, answer):
-            seen.append(row["extra_info"]["tool_rewards"])
-            return 0.0
-
-    def reply(prompt):
-        return "done" if "<0.5>" in prompt else call("graded", x=0.5)
-
-    run_graded(Scored, reply, options={"num_rounds": 0})
-    assert seen == [[0.5]]
 
 
 def test_a_turn_with_a_failing_call_keeps_the_rewards_of_the_others():

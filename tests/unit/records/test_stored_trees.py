@@ -227,16 +227,14 @@ def test_a_file_of_version_1_has_calls_without_versions(tmp_path: Path, monkeypa
     assert read.leaves[0].calls == (CallRun(0, "root", 0, 2), CallRun(1, "fork", 2, 3))
 
 
-def test_another_parquet_file_is_refused(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"a": [1]}), tmp_path / "t.parquet")
+def test_another_file_is_refused_with_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"a": [1]}), path)
     with pytest.raises(ValueError, match=r"no stored trees: give a file that tree\.dump_dir"):
-        read_trees(tmp_path / "t.parquet")
-
-
-def test_a_file_that_is_no_parquet_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "t.parquet").write_text("{}")
+        read_trees(path)
+    path.write_text("{}")
     with pytest.raises(ValueError, match=r"t\.parquet is no parquet file: give one that tree\.dump_dir"):
-        read_trees(tmp_path / "t.parquet")
+        read_trees(path)
 
 
 def test_a_group_that_is_not_in_the_file_is_refused_with_those_that_are(tree: StoredTree, tmp_path: Path) -> None:
