@@ -51,7 +51,8 @@ def prepare(cache_dir: Path, *, packages: Path = PACKAGES) -> Path:
         _convert(file, folder, packages=packages)
         (folder / "SOURCE.txt").write_text(SOURCE)
 
-    return build_once((cache_dir / "smollm").resolve() / digest[:12], build=build)
+    made_with = hashlib.sha256(digest.encode() + Path(__file__).read_bytes()).hexdigest()
+    return build_once((cache_dir / "smollm").resolve() / made_with[:12], build=build)
 
 
 def _convert(file: Path, folder: Path, *, packages: Path) -> None:
@@ -59,8 +60,12 @@ def _convert(file: Path, folder: Path, *, packages: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    for made_by, options in ((AutoTokenizer, {}), (AutoModelForCausalLM, {"dtype": torch.float32})):
-        made = made_by.from_pretrained(file.parent, gguf_file=file.name, **options)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    # transformers 5.10 takes the first token of a turn for the last one, and no token for padding.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)
+    for made in (model, tokenizer):
         made.save_pretrained(folder)
 
 

@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 from tiny_run import read_metrics
+from transformers import AutoTokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
+
+
+def test_an_answer_ends_where_the_models_turn_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "recipes.smollm.prepare", "--cache-dir", str(tmp_path)]
+    made = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    tokenizer = AutoTokenizer.from_pretrained(made.stdout.strip())
+    turn = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    assert tokenizer.apply_chat_template(turn, tokenize=False).endswith(f"a{tokenizer.eos_token}\n")
+    assert tokenizer.pad_token == tokenizer.eos_token
 
 
 def test_sums(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class SessionTrees:
         rewards: ArrayLike,
         groups: Sequence[Hashable],
         sessions: Sequence[Hashable],
-        weigh_sessions: bool = False,
+        weigh_sessions: bool,
     ) -> Self:
         """Build the trees from the shape of any forest of the trajectories; see `from_leaves`."""
         rewards_R = one_per_leaf(rewards, order=shape.order.tolist(), groups=groups, sessions=sessions)
