@@ -24,11 +24,18 @@ class Renderer:
     Args:
         tokenizer: With the chat template of the small model.
         schemas: Of the tools that a prompt shows.
+        model_type: Of the model; verl has rules for some.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, schemas: Iterable[OpenAIFunctionToolSchema]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        schemas: Iterable[OpenAIFunctionToolSchema],
+        *,
+        model_type: str = Qwen3Config.model_type,
+    ) -> None:
         self._tokenizer = tokenizer
-        self._builder = create_continuous_token_builder(tokenizer, hf_model_type=Qwen3Config.model_type)
+        self._builder = create_continuous_token_builder(tokenizer, hf_model_type=model_type)
         self._tools = [schema.model_dump(exclude_unset=True, exclude_none=True) for schema in schemas]
 
     def read(self, messages: Sequence[Message]) -> Leaf:

@@ -8,15 +8,15 @@ sessions of a task succeed; all leaves of a session have its reward, 1 or 0.
 
 import argparse
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from recipes.demo.leaves import Leaf, Renderer
+from recipes.demo.leaves import Leaf, Message, Renderer
 from recipes.demo.settings import Settings
-from recipes.demo.solver import MIXED, Solver, trace_leaves
+from recipes.demo.solver import MIXED, Solver, Turn, trace_leaves
 from recipes.demo.tasks import Task, make_memory, make_tasks, score_answer
 from recipes.demo.tools import make_tools
 from verl_tree.records import StoredLeaf, StoredTree, write_trees
@@ -42,14 +42,21 @@ def stored_leaf(leaf: Leaf, *, session: int, number: int, prompt_len: int, rewar
 
 def solve_tree(task: Task, *, uid: str, solver: Solver, renderer: Renderer, num_sessions: int) -> StoredTree:
     """Let the solver take a task several times and return the tree of its sessions."""
-    prompt_len = len(renderer.read(task.messages).token_ids)
+    sessions = [solver.solve(task) for _ in range(num_sessions)]
+    return stored_tree(task.messages, sessions, answer=task.answer, uid=uid, renderer=renderer)
+
+
+def stored_tree(
+    messages: Sequence[Message], sessions: Iterable[Sequence[Turn]], *, answer: str, uid: str, renderer: Renderer
+) -> StoredTree:
+    """Return the tree of some sessions that start with `messages`; a session's turns end with its answer."""
+    prompt_len = len(renderer.read(messages).token_ids)
     leaves: list[StoredLeaf] = []
-    for session in range(num_sessions):
-        turns = solver.solve(task)
-        reward = score_answer(turns[-1].text, answer=task.answer)
+    for session, turns in enumerate(sessions):
+        reward = score_answer(turns[-1].text, answer=answer)
         leaves += [
             stored_leaf(leaf, session=session, number=number, prompt_len=prompt_len, reward=reward)
-            for number, leaf in enumerate(trace_leaves(task, turns, renderer))
+            for number, leaf in enumerate(trace_leaves(messages, turns, renderer))
         ]
     return StoredTree(step=0, uid=uid, leaves=tuple(leaves))
 

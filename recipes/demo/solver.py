@@ -65,7 +65,7 @@ class Solver:
 
     def demonstrate(self, task: Task, renderer: Renderer) -> list[Leaf]:
         """Return what is to be learnt from one session: its main leaf and some of its branches."""
-        *branches, main = trace_leaves(task, self.solve(task), renderer)
+        *branches, main = trace_leaves(task.messages, self.solve(task), renderer)
         return [main, *(branch for branch in branches if self._is_right(BRANCH_FRACTION))]
 
     def solve(self, task: Task) -> list[Turn]:
@@ -122,12 +122,11 @@ class Solver:
         return self.rng.random() < probability
 
 
-def trace_leaves(task: Task, turns: Sequence[Turn], renderer: Renderer) -> list[Leaf]:
-    """Return the leaves of a session in order of appearance: one per branch and, last, the main one.
+def trace_leaves(messages: Sequence[Message], turns: Sequence[Turn], renderer: Renderer) -> list[Leaf]:
+    """Return the leaves of a session that starts with `messages`: one per branch and, last, the main one.
 
     A token that several leaves share is trained in the main leaf only.
     """
-    messages = task.messages
     main = renderer.read(messages)
     branches = []
     for turn in turns:

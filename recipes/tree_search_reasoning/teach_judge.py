@@ -65,7 +65,7 @@ def lessons(task: Task, solver: Solver, renderer: Renderer, tokenizer: PreTraine
     stated = turns[-1].text.removeprefix("<answer>").removesuffix("</answer>").split()
     if solver.rng.random() < CUT_FRACTION:
         turns, stated = turns[:-1], []
-    context = trace_leaves(task, turns, renderer)[-1]
+    context = trace_leaves(task.messages, turns, renderer)[-1]
 
     def lesson(place: int, number: str, label: str) -> Leaf:
         text = PLACES[place].format(number) + label

@@ -29,7 +29,7 @@ def test_the_judge_learns_to_tell_right_answers_from_wrong_ones(tmp_path: Path) 
     grades: dict[float, list[float]] = {0.0: [], 1.0: []}
     for task in make_tasks(60, memory=memory, seed=settings.validation_seed):
         turns = solver.solve(task)
-        text = tokenizer.decode(trace_leaves(task, turns, renderer)[-1].token_ids)
+        text = tokenizer.decode(trace_leaves(task.messages, turns, renderer)[-1].token_ids)
         grades[score_answer(turns[-1].text, answer=task.answer)] += judge.grade([text], reference=task.answer)
     wrong, right_ones = (torch.tensor(grades[verdict]) for verdict in (0.0, 1.0))
     assert min(len(wrong), len(right_ones)) > 10

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 RECIPES = (
     "arithmetic_tools",
     "blackbox_openai_agent",
+    "calculator",
     "gsm8k",
     "memory_qa",
     "multi_turn_thinking",

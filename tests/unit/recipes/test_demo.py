@@ -230,7 +230,7 @@ def test_leaves_are_what_the_chat_template_renders(tools: Tools) -> None:
     schemas = [tool.tool_schema for tool in tools]
     shown = [schema.model_dump(exclude_unset=True, exclude_none=True) for schema in schemas]
     turns = solve(tools, SKILLED)
-    leaves = trace_leaves(TASK, turns, Renderer(tokenizer, schemas))
+    leaves = trace_leaves(TASK.messages, turns, Renderer(tokenizer, schemas))
 
     def rendered(messages: list[dict[str, str]]) -> str:
         return tokenizer.apply_chat_template(messages, tools=shown, tokenize=False).removesuffix("\n")
@@ -272,7 +272,7 @@ def test_a_demonstration_is_the_main_leaf_and_a_quarter_of_the_branches(tools: T
     renderer = Renderer(build_tokenizer(), [tool.tool_schema for tool in tools])
     solver = Solver(calculator=calculator, lookup=lookup, habits=SKILLED)
     shown = [solver.demonstrate(TASK, renderer) for _ in range(200)]
-    *_, main = trace_leaves(TASK, solver.solve(TASK), renderer)
+    *_, main = trace_leaves(TASK.messages, solver.solve(TASK), renderer)
     assert all(first == main for first, *_ in shown)
     assert 65 <= sum(len(leaves) - 1 for leaves in shown) <= 135  # 100 of 400, plus or minus four standard deviations
 
@@ -280,7 +280,9 @@ def test_a_demonstration_is_the_main_leaf_and_a_quarter_of_the_branches(tools: T
 def test_loss_on_trees_is_the_loss_on_rows(tools: Tools) -> None:
     tokenizer = build_tokenizer()
     renderer = Renderer(tokenizer, [tool.tool_schema for tool in tools])
-    leaves = [leaf for seed in range(4) for leaf in trace_leaves(TASK, solve(tools, MIXED, seed=seed), renderer)]
+    leaves = [
+        leaf for seed in range(4) for leaf in trace_leaves(TASK.messages, solve(tools, MIXED, seed=seed), renderer)
+    ]
     model = make_model(tokenizer, settings=TINY, seed=1).double()
     gradients = []
     for compute_loss in (flat_loss, tree_loss):

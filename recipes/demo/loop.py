@@ -1,4 +1,4 @@
-"""The demo's agent loop: `parallel_tools` with the rewards of this task.
+"""The agent loop `parallel_tools` with rewards: of the final answer, and of what branches conclude.
 
 The session's final leaf earns the verifier's reward. A branch that concluded its tool call rightly earns the same
 reward, any other branch 0. Conclusions are easy: with a reward of their own, branches would lift the group's baseline
@@ -16,7 +16,7 @@ from rollout_hooks.capture.outputs import TreeAgentLoopOutput
 from rollout_hooks.loops.parallel_tools import ParallelToolsAgentLoop
 
 
-class ArithmeticToolsLoop(ParallelToolsAgentLoop):
+class RewardedToolsLoop(ParallelToolsAgentLoop):
     """`parallel_tools` with rewards; the dataset row brings the right answer as ``reward_model.ground_truth``."""
 
     # The branch of a single call would see what the main branch sees, yet should conclude instead of going on.
