@@ -6,7 +6,6 @@ tools.yaml                          verl's tool config
 model/                              the fine-tuned model
 """
 
-import random
 import re
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ from recipes.demo.settings import Settings
 SETTINGS = Settings(warm_start=None, num_train_tasks=256, num_validation_tasks=16)
 """Numbers of tasks of each level."""
 NUM_SOLVED = 48
-"""Solved tasks of each level that is trained: few, so that the format is learnt and the choices are not."""
+"""Solved tasks of each level: few, so that the format is learnt and the choices are not."""
 FINE_TUNING = (
     "data.train_batch_size=24",
     "optim.lr=5e-5",
@@ -76,7 +75,6 @@ def write_rows(folder: Path, *, settings: Settings) -> None:
             }
             for index, task in enumerate(tasks)
         ]
-        random.Random(seed).shuffle(rows)
         pd.DataFrame(rows).to_parquet(folder / f"{split}.parquet")
     tool = {"class_name": f"{Calculator.__module__}.{Calculator.__qualname__}", "config": {"type": "native"}}
     (folder / "tools.yaml").write_text(yaml.safe_dump({"tools": [tool]}))
@@ -86,17 +84,18 @@ def write_solved(folder: Path, model: Path, *, settings: Settings) -> None:
     """Write a tree of each solved task, in the tokens of a model."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from recipes.calculator.tasks import TRAINED, make_tasks, solve
+    from recipes.calculator.tasks import FINE_TUNED, make_tasks, solve
     from recipes.demo.leaves import Renderer
     from recipes.demo.solved_trees import stored_tree
     from recipes.demo.tools import Calculator
     from verl_tree.records import write_trees
 
-    say(f"trees of {NUM_SOLVED} solved tasks of each of {len(TRAINED)} levels")
+    say(f"trees of {NUM_SOLVED} solved tasks of each of {len(FINE_TUNED)} levels")
     calculator = Calculator({"type": "native"})
     model_type = AutoConfig.from_pretrained(model).model_type
     renderer = Renderer(AutoTokenizer.from_pretrained(model), [calculator.tool_schema], model_type=model_type)
-    tasks = [task for level in TRAINED for task in make_tasks(NUM_SOLVED, level=level, seed=settings.warm_start_seed)]
+    seed = settings.warm_start_seed
+    tasks = [task for level in FINE_TUNED for task in make_tasks(NUM_SOLVED, level=level, seed=seed)]
     write_trees(
         folder / "solved.parquet",
         [

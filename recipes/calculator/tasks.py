@@ -23,8 +23,9 @@ LEVELS = {
     "products_3_digits": ("products", 2, 3),
 }
 """reasoning-gym's name, numbers of a task and digits of a number."""
-TRAINED = ("sums_2_digits", "products_2_digits")
-"""Levels that are trained; the others are only asked in validations."""
+FINE_TUNED = ("sums_2_digits", "products_2_digits")
+TRAINED = ("sums_2_digits",)
+"""Levels of the solved trees, after which all products are right, and of reinforcement. Validations ask every level."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
@@ -30,6 +31,7 @@ from matplotlib.ticker import MaxNLocator
 
 from verl_tree.commands.metrics_file import Metrics, Series, read_metrics, series
 from verl_tree.commands.workspace_picture import draw_workspace
+from verl_tree.trainer.told.metrics import validation_keys
 
 MAX_COLUMNS = 4
 """Panels beside each other, of chosen keys."""
@@ -41,13 +43,6 @@ UPDATE_S = "timing_s/update_actor"
 MFU = ("perf/mfu/actor", "perf/mfu/actor_flat_equivalent")
 
 
-def validation_key(metrics: Metrics) -> str | None:
-    """Return the key of the mean validation reward, such as ``val-core/arithmetic_tools/reward/mean@1``, or None."""
-    keys = {key for data in metrics.values() for key in data}
-    found = sorted(key for key in keys if key.startswith("val-core/") and "/mean@" in key)
-    return found[0] if found else None
-
-
 def draw(runs: dict[str, Metrics], *, out: Path) -> None:
     """Draw training runs, by name, into the picture `out`: the first solid, the others dashed."""
     figure, panels = plt.subplots(1, 4, figsize=(17, 3.8), layout="constrained")
@@ -55,9 +50,10 @@ def draw(runs: dict[str, Metrics], *, out: Path) -> None:
     for number, (name, metrics) in enumerate(runs.items()):
         style = "-" if number == 0 else "--"
         label = f" ({name})" if len(runs) > 1 else ""
-        key = validation_key(metrics)
-        if key is not None:
-            _line(reward_axes, series(metrics, key=key), label=f"validation{label}", style=style, marker="o")
+        validations = validation_keys(chain.from_iterable(metrics.values()))
+        for source, key in validations.items():
+            of = f" of {source}" if len(validations) > 1 else ""
+            _line(reward_axes, series(metrics, key=key), label=f"validation{of}{label}", style=style, marker="o")
         _line(reward_axes, series(metrics, key=SESSION_REWARD), label=f"training sessions{label}", style=style)
         for sharing_key, (title, width) in SHARING.items():
             points = series(metrics, key=sharing_key)
@@ -75,7 +71,7 @@ def draw(runs: dict[str, Metrics], *, out: Path) -> None:
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
         if axes.lines:
-            axes.legend(frameon=False)
+            axes.legend(fontsize="small", framealpha=0.7, edgecolor="none")
     figure.savefig(out, dpi=130)
     plt.close(figure)
 
@@ -127,11 +123,9 @@ def series_of_runs(runs: Sequence[Metrics], *, key: str) -> tuple[list[int], lis
 
 def summary(metrics: Metrics) -> str:
     """Return a few lines with the first and last values of what the picture shows."""
-    keys = [validation_key(metrics), SESSION_REWARD, *SHARING, "tree/compression", UPDATE_S, *MFU]
+    validations = validation_keys(chain.from_iterable(metrics.values())).values()
     lines = []
-    for key in keys:
-        if key is None:
-            continue
+    for key in (*validations, SESSION_REWARD, *SHARING, "tree/compression", UPDATE_S, *MFU):
         steps, values = series(metrics, key=key)
         if steps:
             lines.append(f"  {key}: {values[0]:.3g} at step {steps[0]}, {values[-1]:.3g} at step {steps[-1]}")

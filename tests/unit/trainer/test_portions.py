@@ -10,9 +10,12 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
+from omegaconf import OmegaConf
+from typing_extensions import override
 
 from verl_tree.launch.command.composition import compose_config
 from verl_tree.trainer.advantages import Rows, announce_rows
+from verl_tree.trainer.portions.beside_rows import BesideRows
 from verl_tree.trainer.portions.portion import Counts, Moments, PortionResult, cut_rows, join_untrained
 from verl_tree.trainer.portions.portion_metrics import join_metrics
 from verl_tree.trainer.portions.whitening import UNWHITENED, whitening
@@ -122,3 +125,30 @@ def test_gae_keeps_advantages_that_are_small_beside_the_values() -> None:
 def test_one_token_is_not_whitened() -> None:
     with pytest.raises(ValueError, match="1 trained tokens"):
         whitening(count=1, mean=0.5, squares=0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "in_portions"),
+    [
+        ({"adv_estimator": "tree_grpo"}, True),
+        ({"adv_estimator": "unknown"}, False),
+        ({"adv_estimator": "tree_grpo", "use_pf_ppo": True}, False),
+        ({"rollout_correction": {"rollout_rs": "token"}}, False),
+        ({"rollout_correction": {"rollout_rs": "token", "bypass_mode": True}}, True),
+        ({"rollout_correction": {"rollout_is_batch_normalize": True}}, False),
+        ({"rollout_correction": {"rollout_is": "token", "rollout_is_threshold": 2.0}}, True),
+        ({"rollout_correction": {"rollout_is": "token", "rollout_is_threshold": "0.5_2"}}, False),
+        ({"rollout_correction": {"rollout_is": None, "rollout_is_threshold": "0.5_2"}}, True),
+    ],
+)
+def test_what_depends_on_all_prompts_is_not_estimated_in_portions(options: dict, in_portions: bool) -> None:
+    class Trainer(BesideRows):
+        @override
+        def on_sample_end(self) -> None: ...
+
+        @override
+        def on_step_end(self) -> None: ...
+
+    trainer = object.__new__(Trainer)
+    trainer.config = OmegaConf.create({"algorithm": {"adv_estimator": "tree_grpo", **options}})
+    assert trainer._estimates_in_portions is in_portions

@@ -147,7 +147,9 @@ def test_a_step_says_what_failed_how_old_it_was_and_how_fast_the_update_ran() ->
 
 def test_a_validation_before_training_in_one_line() -> None:
     scores = {"val-core/b/reward/mean@1": 0.25, "val-core/a/reward/mean@1": 0.516, "val-aux/a/reward/best@4": 1.0}
-    assert describe_validation(scores, step=0) == "step 0: validation 0.52"
+    assert describe_validation(scores, step=0) == "step 0: validation 0.52 a, 0.25 b"
+    best = {"val-core/openai/gsm8k/acc/best@4/mean": 0.75, "val-core/openai/gsm8k/acc/mean@4": 0.5}
+    assert describe_validation(best, step=0) == "step 0: validation 0.50"
     assert describe_validation({}, step=4) == "step 4: validated"
 
 

@@ -5,7 +5,7 @@ not the sessions of the trained rows (`tree/sessions`).
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from textwrap import indent
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from rollout_hooks.capture.report import CaptureReport, FailedSession
 from verl_tree.trainer.row_keys import parse_row_key
 
+_SCORES = "val-core/"
 _MAX_CAUSES_SHOWN = 5
 
 
@@ -132,9 +133,16 @@ def describe_validation(metrics: Mapping[str, float], *, step: int) -> str:
     return f"step {step}: {', '.join(_validation(metrics)) or 'validated'}"
 
 
+def validation_keys(names: Iterable[str]) -> dict[str, str]:
+    """Return verl's key of the mean validation reward of each data source, `val-core/SOURCE/reward/mean@1` for one."""
+    found = sorted(name for name in set(names) if name.startswith(_SCORES) and "/mean@" in name)
+    return {name.removeprefix(_SCORES).rsplit("/", 2)[0]: name for name in found}
+
+
 def _validation(metrics: Mapping[str, float]) -> list[str]:
-    values = [value for name, value in sorted(metrics.items()) if name.startswith("val-core/")]
-    return [f"validation {value:.2f}" for value in values[:1]]
+    keys = validation_keys(metrics)
+    shown = [f"{metrics[key]:.2f}{f' {source}' if len(keys) > 1 else ''}" for source, key in keys.items()]
+    return [f"validation {', '.join(shown)}"] if shown else []
 
 
 def tokens_per_s(metrics: Mapping[str, float], *, update_s: float) -> dict[str, float]:
