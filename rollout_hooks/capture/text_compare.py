@@ -92,8 +92,12 @@ def fewest_equal(
         is_told = bool(behind) or not text.endswith(INCOMPLETE)
         # Tokens without text do not count.
         if text == other != unread and is_told:
-            compared = before + theirs[: num_theirs + CONTEXT_LEN]
-            if decode(before + ours[:num_ours] + behind) == decode(compared):
+            compared = decode(before + theirs[: num_theirs + CONTEXT_LEN])
+            if decode(before + ours[:num_ours] + behind) == compared:
+                # More bytes of a character that stays incomplete read no longer.
+                is_part = text.endswith(INCOMPLETE)
+                while is_part and num_ours < len(ours) and decode(before + ours[: num_ours + 1] + behind) == compared:
+                    num_ours += 1
                 return num_ours, num_theirs
         # Lengthen the shorter text; an incomplete character does not count yet.
         lead = len(text.rstrip(INCOMPLETE)) - len(other.rstrip(INCOMPLETE))

@@ -1,11 +1,22 @@
-"""Real tokens: a byte-level tokenizer in which a text has many encodings, and texts as a model samples them."""
+"""Byte-level tokens, in which a text has many encodings, and texts as a model samples them.
+
+There are two tokenizers: a small one that is made here, and, within `real_tokens`, that of a pretrained model.
+"""
 
 import functools
 import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from scripted_llm import CHAT_TEMPLATE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+REAL = Path(sys.prefix) / "smollm" / "tokenizer"
+"""SmolLM2's, 49,152 tokens; `scripts/setup.sh --extra smollm` makes the folder, and scripts/test.sh calls it."""
+_using = ["small"]  # of all threads
 
 WORDS = [
     "the",
@@ -25,8 +36,30 @@ WORDS = [
 ]
 
 
-@functools.cache
+@contextmanager
+def real_tokens(is_real: bool = True) -> Iterator[None]:
+    """Let `byte_level_tokenizer` be that of a pretrained model while active."""
+    _using.append("real" if is_real else "small")
+    try:
+        yield
+    finally:
+        _using.pop()
+
+
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the tokenizer of now."""
+    return _real_tokenizer() if _using[-1] == "real" else _small_tokenizer()
+
+
+@functools.cache
+def _real_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = AutoTokenizer.from_pretrained(REAL)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+@functools.cache
+def _small_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE trained on a few lines: text has many encodings, and tokens are parts of characters."""
     tokens = Tokenizer(models.BPE())
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

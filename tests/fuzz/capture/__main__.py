@@ -6,7 +6,6 @@ Prints a line every 1,000 sessions, and each seed that breaks a rule, with the r
 """
 
 import argparse
-import asyncio
 import logging
 import os
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_tree.cpu.platform")
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
-from fuzz_drivers import DRIVERS  # behind what its modules are found by
+from fuzz_drivers import DRIVERS, run_session  # behind what its modules are found by
 
 
 def main() -> int:
@@ -34,7 +33,7 @@ def main() -> int:
         for number in range(arguments.count):
             seed = arguments.first + number
             try:
-                totals += asyncio.run(DRIVERS[name](f"{name}-{seed}"))
+                totals += run_session(name, seed)
             except Exception as error:  # noqa: BLE001  # whatever the product raises is what is looked for
                 num_broken += 1
                 place = traceback.extract_tb(error.__traceback__)[-1]

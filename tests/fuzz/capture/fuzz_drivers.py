@@ -11,10 +11,11 @@ from functools import cache
 from typing import Any
 
 import httpx
-from byte_tokens import byte_level_tokenizer, encode
+from byte_tokens import byte_level_tokenizer, encode, real_tokens
 from fuzz_checks import OWN, check, check_text, decode, fingerprint
 from fuzz_engine import ANSWERS, END, Engine, EngineLLM, Served, words
 from gateway_cases import TOOLS
+from transformers import PreTrainedTokenizerFast
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
@@ -215,11 +216,14 @@ async def branch(seed: str) -> Counter:
     return check(engine, client.tree, outputs, limits=RowLimits(1000, limit, True), names_leaves=bool(outputs))
 
 
-@cache
 def chat_format() -> ChatFormat:
-    render = create_continuous_token_builder(byte_level_tokenizer(), hf_model_type="qwen3").build_initial_tokens
-    parser = ToolParser.get_tool_parser("hermes", byte_level_tokenizer())
-    return ChatFormat(byte_level_tokenizer(), render=render, tool_parser=parser)
+    return _chat_format(byte_level_tokenizer())
+
+
+@cache
+def _chat_format(tokenizer: PreTrainedTokenizerFast) -> ChatFormat:
+    render = create_continuous_token_builder(tokenizer, hf_model_type="qwen3").build_initial_tokens
+    return ChatFormat(tokenizer, render=render, tool_parser=ToolParser.get_tool_parser("hermes", tokenizer))
 
 
 class LoggedFormat:
@@ -452,3 +456,9 @@ async def _tokens(seed: str) -> Counter:
 
 
 DRIVERS = {"tokens": _tokens, "branch": branch, "chat": chat, "llm": llm}
+
+
+def run_session(driver: str, number: int) -> Counter:
+    """Run and check one session; one of seven has the tokens of a pretrained model."""
+    with real_tokens(number % 7 == 4):
+        return asyncio.run(DRIVERS[driver](f"{driver}-{number}"))

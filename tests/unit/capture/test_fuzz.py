@@ -1,10 +1,8 @@
 """A few sessions of `python tests/fuzz/capture`, which runs as many as asked for, and those that once broke."""
 
-import asyncio
-
 import fuzz_drivers
 import pytest
-from fuzz_drivers import DRIVERS
+from fuzz_drivers import DRIVERS, run_session
 
 from rollout_hooks.capture.session_tree import SessionTree
 
@@ -19,7 +17,7 @@ SEEDS = {
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_rows_of_random_sessions_are_what_the_engine_served(driver):
     for seed in SEEDS[driver]:
-        counts = asyncio.run(DRIVERS[driver](f"{driver}-{seed}"))
+        counts = run_session(driver, seed)
         assert counts["calls"] > 0
 
 
