@@ -53,6 +53,7 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
 
 @functools.cache
 def _real_tokenizer() -> PreTrainedTokenizerFast:
+    assert REAL.exists(), f"{REAL} is missing; run scripts/setup.sh --extra smollm"
     tokenizer = AutoTokenizer.from_pretrained(REAL)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

@@ -1,5 +1,6 @@
 """What becomes a row: conversations, stored trees, and what is refused."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from byte_tokens import REAL
 from fuzzing import fuzzed, outcome
 from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from process_groups import group_of_one
 from tiny_run import make_inputs
+from transformers import LlamaConfig
 from verl.workers.config import HFModelConfig
 
 from verl_tree.launch.command.composition import compose_config
@@ -81,6 +84,21 @@ def test_conversations_train_what_the_assistant_says(folder: Path, model_config:
     assert decoded == ["u:aba:cd", "u:aba:cdu:aba:cd"]
     assert rows[0].is_trained.tolist() == [False] * 6 + [True] * 2
     assert rows[0].tree == rows[1].tree is not None
+
+
+def test_conversations_in_the_tokens_and_the_template_of_a_pretrained_model(tmp_path: Path) -> None:
+    shutil.copytree(REAL, tmp_path / "model")
+    sizes = {"vocab_size": 49152, "hidden_size": 8, "num_attention_heads": 1}
+    LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "model")
+    talk = [{"role": "system", "content": "s"}, TALK[0], {"role": "assistant", "content": "café 漢 12"}]
+    pd.DataFrame({"messages": [talk, talk + TALK]}).to_parquet(tmp_path / "talks.parquet")
+    model_config = HFModelConfig(path=str(tmp_path / "model"), use_remove_padding=False)
+    rows = read_rows(str(tmp_path / "talks.parquet"), data_of(), model_config=model_config, max_samples=-1).rows
+    for row, messages in zip(rows, (talk, talk + TALK), strict=True):
+        text = model_config.tokenizer.apply_chat_template(messages, tokenize=False)
+        assert model_config.tokenizer.decode(row.token_ids) == text
+        said = "".join(f"{each['content']}<|im_end|>\n" for each in messages if each["role"] == "assistant")
+        assert model_config.tokenizer.decode(row.token_ids[row.is_trained]) == said
 
 
 def test_leaves_of_a_reward_are_trained_where_the_model_sampled(folder: Path, model_config: HFModelConfig) -> None:
