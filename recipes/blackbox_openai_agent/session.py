@@ -1,7 +1,7 @@
 """One training session: the agent on a row of the data, and its rewards. This is what the loop `blackbox` runs.
 
 The last turn earns the verifier's reward. A conclusion that states its tool's value earns the same reward, any other
-conclusion 0: see the loop of `arithmetic_tools` on why conclusions have no reward of their own.
+conclusion 0: `recipes/demo/loop.py` says why conclusions have no reward of their own.
 """
 
 import functools
