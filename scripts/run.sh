@@ -2,7 +2,7 @@
 # From a fresh clone to a small agent that learns: the environment, then a recipe.
 #
 #   scripts/run.sh                          arithmetic_tools, on trees
-#   scripts/run.sh sums                     a pretrained model (93 MB more to load) on a public task; calculator: an agent
+#   scripts/run.sh sums                     a pretrained model (93 MB more to load) on a public task; calculator and textworld: agents
 #   scripts/run.sh tree.enabled=false       the same with verl's own engine; any Hydra override works
 #   MODEL=smollm scripts/run.sh             that pretrained model in another recipe; a path is a model of yours
 set -euo pipefail
@@ -19,8 +19,12 @@ if [[ ! -x recipes/$RECIPE/run.sh ]]; then
 fi
 
 case $RECIPE in
-  sums | calculator) MODEL=${MODEL:-smollm} ;;
+  sums | calculator | textworld) MODEL=${MODEL:-smollm} ;;
 esac
+if [[ $RECIPE == textworld ]]; then
+  scripts/setup.sh --extra textworld
+  export PYTHONPATH=$PWD/.venv/textworld${PYTHONPATH:+:$PYTHONPATH}
+fi
 if [[ ${MODEL:-} == smollm ]]; then
   scripts/setup.sh --extra smollm
   MODEL=$(.venv/bin/python -m recipes.smollm.prepare)

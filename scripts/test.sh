@@ -27,6 +27,9 @@ if [[ $LANE == stack ]]; then
 else
   scripts/setup.sh --extra smollm
 fi
+if [[ $LANE == long ]]; then
+  scripts/setup.sh --extra textworld
+fi
 source scripts/steps.sh
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 WANDB_MODE=offline
 PATH=$PWD/$VENV/bin:$PATH

@@ -6,12 +6,9 @@ tools.yaml                          verl's tool config
 model/                              the fine-tuned model
 """
 
-import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+from recipes.demo.fine_tuning import TREES, fine_tune
 from recipes.demo.prepare import prepare_once, run_command_line, say
 from recipes.demo.settings import Settings
 
@@ -19,18 +16,6 @@ SETTINGS = Settings(warm_start=None, num_train_tasks=256, num_validation_tasks=1
 """Numbers of tasks of each level."""
 NUM_SOLVED = 48
 """Solved tasks of each level: few, so that the format is learnt and the choices are not."""
-FINE_TUNING = (
-    "data.train_batch_size=24",
-    "optim.lr=5e-5",
-    "optim.lr_scheduler_type=cosine",
-    "optim.min_lr_ratio=0.1",
-    "trainer.total_epochs=1",
-    "trainer.save_freq=after_each_epoch",
-    "checkpoint.save_contents=[hf_model]",
-    "hydra.run.dir=.",
-    "hydra.output_subdir=null",
-)
-_STEP = re.compile(r"step:(\d+) .*train/loss:([\d.e-]+)")
 _CODE = tuple(Path(__file__).with_name(f"{name}.py") for name in ("prepare", "tasks", "system_prompt"))
 
 
@@ -46,7 +31,7 @@ def prepare(cache_dir: Path, *, settings: Settings, model: Path | None) -> Path:
     def build(folder: Path, _: Path) -> None:
         write_rows(folder, settings=settings)
         write_solved(folder, model, settings=settings)
-        _fine_tune(folder, model)
+        fine_tune(folder, model, batch_size=24)
 
     return prepare_once(cache_dir / "calculator", settings=settings, model=model, code=_CODE, build=build)
 
@@ -97,7 +82,7 @@ def write_solved(folder: Path, model: Path, *, settings: Settings) -> None:
     seed = settings.warm_start_seed
     tasks = [task for level in FINE_TUNED for task in make_tasks(NUM_SOLVED, level=level, seed=seed)]
     write_trees(
-        folder / "solved.parquet",
+        folder / TREES,
         [
             stored_tree(
                 task.messages,
@@ -109,27 +94,6 @@ def write_solved(folder: Path, model: Path, *, settings: Settings) -> None:
             for number, task in enumerate(tasks)
         ],
     )
-
-
-def _fine_tune(folder: Path, model: Path) -> None:
-    say("fine-tuning on the trees (once; kept for later runs)")
-    given = (f"data.train_files={folder}/solved.parquet", f"model.path={model.resolve()}")
-    checkpoints = folder / "checkpoints"
-    command = [sys.executable, "-m", "verl_tree.main_sft", *given, f"trainer.default_local_dir={checkpoints}"]
-    with subprocess.Popen(
-        [*command, *FINE_TUNING], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as training:
-        assert training.stdout is not None
-        lines = []
-        for line in training.stdout:
-            lines.append(line)
-            if found := _STEP.search(line):
-                say(f"  step {found[1]}: loss {float(found[2]):.3f}")
-    if training.returncode:
-        raise ValueError(f"the fine-tuning ended with {training.returncode}:\n{''.join(lines[-40:])}")
-    (saved,) = checkpoints.glob("global_step_*/huggingface")
-    saved.rename(folder / "model")
-    shutil.rmtree(checkpoints)
 
 
 if __name__ == "__main__":

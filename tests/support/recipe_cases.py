@@ -28,6 +28,7 @@ RECIPES = (
     "memory_qa",
     "multi_turn_thinking",
     "sums",
+    "textworld",
     "tree_search_reasoning",
 )
 TASK = Task(

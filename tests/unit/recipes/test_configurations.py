@@ -64,6 +64,7 @@ def test_no_loop_is_registered_under_the_name_of_its_entry(recipe: str) -> None:
         ("gsm8k", "lines", "treepo", 2, 48),
         ("memory_qa", "memory_qa", "tree_grpo", 8, 48),
         ("multi_turn_thinking", "rendered_tools", "tree_grpo", 8, 224),
+        ("textworld", "textworld", "tree_grpo", 8, 512),
         ("tree_search_reasoning", "tree_grpo", "tree_grpo_intra", 4, 192),
     ],
 )

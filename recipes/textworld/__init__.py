@@ -1,0 +1,1 @@
+"""A pretrained model plays text games whose history is rewritten when it grows."""
