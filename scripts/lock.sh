@@ -7,8 +7,7 @@
 #   requirements/docs.lock        the extra docs alone; no package of requirements/cpu.lock has another version
 #
 # These are resolved for Python 3.11; Python 3.12 takes the same versions (tests/long/test_dependencies.py). The versions of
-# the others are chosen by hand: requirements/cpu.lock, fa4.lock, images.lock, smollm.lock and
-# textworld.lock.
+# the others are chosen by hand: requirements/cpu.lock, fa4.lock, images.lock, smollm.lock, textworld.lock.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

