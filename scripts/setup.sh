@@ -62,7 +62,7 @@ install_folder() {
 # read the tokenizer (tests/support/byte_tokens.py).
 install_extra() {
   local folder=$VENV/$EXTRA lock=requirements/$EXTRA.lock
-  cmp -s "$lock" "$folder/setup.lock" || { install_folder "$folder" "$lock" && cp "$lock" "$folder/setup.lock"; }
+  cmp -s "$lock" "$folder/setup.lock" || { install_folder "$folder" "$lock" && cp "$lock" "$folder/setup.lock"; } || return
   [[ $EXTRA != smollm || -d $folder/tokenizer ]] ||
     "$VENV/bin/python" -m recipes.smollm.prepare --tokenizer "$folder/tokenizer"
 }
