@@ -7,6 +7,7 @@ PYTHONPATH.
 """
 
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ SYSTEM_PROMPT = (
     "You play a text game. Reply with one of the commands that you are told you can give, and with nothing else. "
     "Do what the task says, step by step, until it is done."
 )
+_LOCK = threading.Lock()  # games of several threads share the package's parser, which keeps a state
 _IDLE = re.compile(r"examine |inventory$|look$")
 _END = re.compile(r"\n\s*(?:\*\*\*|>).*", re.DOTALL)
 
@@ -57,14 +59,16 @@ class Play:
     def __init__(self, path: Path) -> None:
         textworld = _package()
         wanted = textworld.EnvInfos(admissible_commands=True, description=True, objective=True, won=True)
-        self._game = textworld.start(str(path), wanted)
-        state = self._game.reset()
+        with _LOCK:
+            self._game = textworld.start(str(path), wanted)
+            state = self._game.reset()
         self.task = str(state.objective).strip()
         self.seen, self.is_won = _shown(state.description, state.admissible_commands), False
 
     def give(self, command: str) -> None:
         """Give a command; the game says itself what is wrong with one."""
-        state, _, _ = self._game.step(command)
+        with _LOCK:
+            state, _, _ = self._game.step(command)
         self.seen, self.is_won = _shown(state.feedback, state.admissible_commands), bool(state.won)
 
     def close(self) -> None:

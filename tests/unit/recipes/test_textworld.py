@@ -5,6 +5,7 @@ The games are left to `scripts/test.sh --long`, as the package is compiled (`scr
 
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -104,3 +105,17 @@ def test_solved_games_are_leaves_as_sessions_have_them(game: tuple[Path, list[st
         for leaf in leaves
     ]
     assert [text.split(END_OF_TURN)[:-1] for text in trained] == [commands[:NUM_KEPT], commands[NUM_KEPT:]]
+
+
+@pytest.mark.long
+def test_sessions_play_at_the_same_time(game: tuple[Path, list[str]]) -> None:
+    path, commands = game
+
+    def win(_: int) -> bool:
+        with Play(path) as play:
+            for command in commands:
+                play.give(command)
+            return play.is_won
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(win, range(32)))
