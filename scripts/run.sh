@@ -24,7 +24,6 @@ case $RECIPE in
 esac
 if [[ $RECIPE == textworld ]]; then
   scripts/setup.sh --extra textworld
-  export PYTHONPATH=$PWD/.venv/textworld${PYTHONPATH:+:$PYTHONPATH}
 fi
 if [[ ${MODEL:-} == smollm ]]; then
   scripts/setup.sh --extra smollm

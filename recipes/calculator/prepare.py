@@ -23,12 +23,11 @@ def prepare(cache_dir: Path, *, settings: Settings, model: Path | None) -> Path:
     """Return the prepared folder, made unless it is there; see `prepare_once`.
 
     Raises:
-        ValueError: No model is given, or `prepare_once` refuses it.
+        ValueError: `prepare_once` refuses the model, or there is none.
     """
-    if model is None:
-        raise ValueError("--model: the task needs a pretrained model; give the folder recipes.smollm.prepare prints")
 
     def build(folder: Path, _: Path) -> None:
+        assert model is not None, "prepare_once refuses it"
         write_rows(folder, settings=settings)
         write_solved(folder, model, settings=settings)
         fine_tune(folder, model, batch_size=24)
@@ -40,15 +39,11 @@ def write_rows(folder: Path, *, settings: Settings) -> None:
     """Write the rows of both splits and verl's tool config."""
     # Imported here, so that a second call, which makes nothing, takes no time.
     import pandas as pd
-    import yaml
 
     from recipes.calculator.tasks import LEVELS, TRAINED, make_tasks
-    from recipes.demo.tools import Calculator
+    from recipes.demo.tools import Calculator, write_tools
 
-    for split, num_tasks, seed in (
-        ("train", settings.num_train_tasks, settings.train_seed),
-        ("validation", settings.num_validation_tasks, settings.validation_seed),
-    ):
+    for split, num_tasks, seed in settings.splits:
         levels = TRAINED if split == "train" else LEVELS
         tasks = [task for level in levels for task in make_tasks(num_tasks, level=level, seed=seed)]
         rows = [
@@ -61,14 +56,11 @@ def write_rows(folder: Path, *, settings: Settings) -> None:
             for index, task in enumerate(tasks)
         ]
         pd.DataFrame(rows).to_parquet(folder / f"{split}.parquet")
-    tool = {"class_name": f"{Calculator.__module__}.{Calculator.__qualname__}", "config": {"type": "native"}}
-    (folder / "tools.yaml").write_text(yaml.safe_dump({"tools": [tool]}))
+    write_tools(folder, [Calculator({"type": "native"})])
 
 
 def write_solved(folder: Path, model: Path, *, settings: Settings) -> None:
     """Write a tree of each solved task, in the tokens of a model."""
-    from transformers import AutoConfig, AutoTokenizer
-
     from recipes.calculator.tasks import FINE_TUNED, make_tasks, solve
     from recipes.demo.leaves import Renderer
     from recipes.demo.solved_trees import stored_tree
@@ -77,8 +69,7 @@ def write_solved(folder: Path, model: Path, *, settings: Settings) -> None:
 
     say(f"trees of {NUM_SOLVED} solved tasks of each of {len(FINE_TUNED)} levels")
     calculator = Calculator({"type": "native"})
-    model_type = AutoConfig.from_pretrained(model).model_type
-    renderer = Renderer(AutoTokenizer.from_pretrained(model), [calculator.tool_schema], model_type=model_type)
+    renderer = Renderer.of_model(model, [calculator.tool_schema])
     seed = settings.warm_start_seed
     tasks = [task for level in FINE_TUNED for task in make_tasks(NUM_SOLVED, level=level, seed=seed)]
     write_trees(

@@ -1,4 +1,4 @@
-"""The system prompt: what an agent's prompt has, about 600 tokens, as the chat template of the model knows no tools."""
+"""The system prompt: what an agent's prompt has, about 670 tokens, as the chat template of the model knows no tools."""
 
 import json
 

@@ -4,7 +4,6 @@ import random
 from functools import partial
 from pathlib import Path
 
-import yaml
 from transformers import PreTrainedTokenizerFast
 
 from recipes.demo.leaves import Leaf, Renderer
@@ -12,7 +11,7 @@ from recipes.demo.prepare import say, write_rows
 from recipes.demo.settings import Settings
 from recipes.demo.solver import MIXED, SKILLED, Solver
 from recipes.demo.tasks import DATA_SOURCE, make_memory, make_tasks
-from recipes.demo.tools import make_tools, write_memory
+from recipes.demo.tools import make_tools, write_memory, write_tools
 from recipes.demo.warm_start import Loss, flat_loss, save_taught_model
 
 
@@ -35,11 +34,7 @@ def write_sums(folder: Path, *, final_folder: Path, settings: Settings, system_p
         make_tasks=partial(make_tasks, memory=memory),
         chat=lambda task: task.chat(system_prompt),
     )
-    tools = [
-        {"class_name": f"{type(tool).__module__}.{type(tool).__qualname__}", "config": tool.config}
-        for tool in make_tools(final_folder / "memory.sqlite")
-    ]
-    (folder / "tools.yaml").write_text(yaml.safe_dump({"tools": tools}))
+    write_tools(folder, make_tools(final_folder / "memory.sqlite"))
     return memory
 
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
-from transformers import PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
 from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
@@ -37,6 +39,12 @@ class Renderer:
         self._tokenizer = tokenizer
         self._builder = create_continuous_token_builder(tokenizer, hf_model_type=model_type)
         self._tools = [schema.model_dump(exclude_unset=True, exclude_none=True) for schema in schemas]
+
+    @classmethod
+    def of_model(cls, model: Path, schemas: Iterable[OpenAIFunctionToolSchema]) -> Self:
+        """Return the renderer of a Hugging Face model folder."""
+        model_type = AutoConfig.from_pretrained(model).model_type
+        return cls(AutoTokenizer.from_pretrained(model), schemas, model_type=model_type)
 
     def read(self, messages: Sequence[Message]) -> Leaf:
         """Return a prompt."""

@@ -49,7 +49,8 @@ def prepare_once(
     if model is not None and not (model / "config.json").exists():
         raise ValueError(f"model={model}: it has no config.json; give a Hugging Face model folder")
     if model is None and settings.warm_start is None:
-        raise ValueError("warm_start=None: without a model folder of your own a warm start has to make the model")
+        remedy = "give the folder recipes.smollm.prepare prints"
+        raise ValueError(f"--model: none is given, and warm_start=None makes none; {remedy}")
     described = {"settings": asdict(settings), "model": None if model is None else str(model.resolve())}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     for path in (*sorted(Path(__file__).parent.glob("*.py")), *code):
@@ -98,10 +99,7 @@ def write_rows(
     """
     import pandas as pd
 
-    for split, num_tasks, seed in (
-        ("train", settings.num_train_tasks, settings.train_seed),
-        ("validation", settings.num_validation_tasks, settings.validation_seed),
-    ):
+    for split, num_tasks, seed in settings.splits:
         rows = [
             {
                 "data_source": data_source,

@@ -61,6 +61,14 @@ class Settings:
         return self.train_seed + self.seed_step
 
     @property
+    def splits(self) -> tuple[tuple[str, int, int], ...]:
+        """Name, number of tasks and seed of each split."""
+        return (
+            ("train", self.num_train_tasks, self.train_seed),
+            ("validation", self.num_validation_tasks, self.validation_seed),
+        )
+
+    @property
     def warm_start_seed(self) -> int:
         """First seed of the warm start's tasks."""
         return self.train_seed + 2 * self.seed_step

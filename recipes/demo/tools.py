@@ -10,11 +10,12 @@ import contextlib
 import io
 import operator
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import yaml
 from typing_extensions import override
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -141,6 +142,14 @@ class LookupMemory(OneArgumentTool):
 def make_tools(database: Path) -> tuple[Calculator, LookupMemory]:
     """Return both tools; the lookup reads `database`."""
     return Calculator({"type": "native"}), LookupMemory({"type": "native", "database": str(database)})
+
+
+def write_tools(folder: Path, tools: Iterable[BaseTool]) -> None:
+    """Write ``tools.yaml``, verl's tool config."""
+    entries = [
+        {"class_name": f"{type(tool).__module__}.{type(tool).__qualname__}", "config": tool.config} for tool in tools
+    ]
+    (folder / "tools.yaml").write_text(yaml.safe_dump({"tools": entries}))
 
 
 def _evaluate(node: ast.expr) -> int:

@@ -44,7 +44,7 @@ def prepare(cache_dir: Path, *, packages: Path = PACKAGES) -> Path:
             room = f"{NEEDED_BYTES / 1e9:.1f} GB are needed and {free_bytes / 1e9:.1f} GB are free"
             raise ValueError(f"--cache-dir={cache_dir}: {room}; give a folder on another disk")
         say(SOURCE.replace("\n", "\n  ").rstrip())
-        write_tokenizer(folder, packages=packages)
+        _write_tokenizer(file, folder)
         _write_model(file, folder)
         (folder / "SOURCE.txt").write_text(SOURCE)
 
@@ -52,10 +52,8 @@ def prepare(cache_dir: Path, *, packages: Path = PACKAGES) -> Path:
     return build_once((cache_dir / "smollm").resolve() / made_with[:12], build=build)
 
 
-def write_tokenizer(folder: Path, *, packages: Path = PACKAGES) -> None:
-    """Write the tokenizer with its chat template; arguments and errors as of `prepare`."""
-    file = _checked_file(packages)
-    sys.path.append(str(packages))  # before transformers looks for the package gguf
+def _write_tokenizer(file: Path, folder: Path) -> None:
+    sys.path.append(str(file.parents[1]))  # before transformers looks for the package gguf
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -90,6 +88,6 @@ if __name__ == "__main__":
         if arguments.tokenizer is None:
             print(prepare(arguments.cache_dir))
         else:
-            write_tokenizer(arguments.tokenizer)
+            _write_tokenizer(_checked_file(PACKAGES), arguments.tokenizer)
     except ValueError as error:
         sys.exit(str(error))

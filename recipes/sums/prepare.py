@@ -14,21 +14,17 @@ def prepare(cache_dir: Path, *, settings: Settings, model: Path | None) -> Path:
     """Return the prepared folder, made unless it is there; see `prepare_once`.
 
     Raises:
-        ValueError: No model is given, or `prepare_once` refuses it.
+        ValueError: `prepare_once` refuses the model, or there is none.
     """
-    if model is None:
-        raise ValueError("--model: the task needs a pretrained model; give the folder recipes.smollm.prepare prints")
 
     def build(folder: Path, _: Path) -> None:
+        assert model is not None, "prepare_once refuses it"
         # Imported here, so that a second call, which makes nothing, takes no time.
         import pandas as pd
 
         from recipes.sums.tasks import make_rows
 
-        for split, num_rows, seed in (
-            ("train", settings.num_train_tasks, settings.train_seed),
-            ("validation", settings.num_validation_tasks, settings.validation_seed),
-        ):
+        for split, num_rows, seed in settings.splits:
             pd.DataFrame(make_rows(num_rows, seed=seed, split=split)).to_parquet(folder / f"{split}.parquet")
         (folder / "model").symlink_to(model.resolve(), target_is_directory=True)
 

@@ -2,11 +2,11 @@
 
     First of all, you could, like, make an attempt to take a trip south. And then, lift the passkey from the floor ...
 
-The package and what it needs are in `.venv/textworld` (`scripts/setup.sh --extra textworld`), which must be on
-PYTHONPATH.
+`scripts/setup.sh --extra textworld` installs the package, and what it needs, into a folder beside the others.
 """
 
 import re
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
+PACKAGES = Path(sys.prefix) / "textworld"
 NUM_ROOMS, NUM_OBJECTS, NUM_COMMANDS = 3, 4, 4
 """Of a game; the last one is how many commands its task takes."""
 NUM_KEPT = 3
@@ -104,9 +105,10 @@ def _shown(text: str, commands: Sequence[str]) -> str:
 
 
 def _package() -> ModuleType | Any:
+    if str(PACKAGES) not in sys.path:
+        sys.path.append(str(PACKAGES))
     try:
         import textworld
     except ImportError as error:
-        remedy = "run scripts/setup.sh --extra textworld, and put .venv/textworld on PYTHONPATH, as run.sh does"
-        raise ValueError(f"the package textworld is not installed; {remedy}") from error
+        raise ValueError(f"{PACKAGES}: textworld is not there; run scripts/setup.sh --extra textworld") from error
     return textworld

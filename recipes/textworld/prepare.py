@@ -26,12 +26,11 @@ def prepare(cache_dir: Path, *, settings: Settings, model: Path | None) -> Path:
     """Return the prepared folder, made unless it is there; see `prepare_once`.
 
     Raises:
-        ValueError: No model is given, the package textworld is missing, or `prepare_once` refuses the model.
+        ValueError: `prepare_once` refuses the model, or there is none; or the package textworld is missing.
     """
-    if model is None:
-        raise ValueError("--model: the task needs a pretrained model; give the folder recipes.smollm.prepare prints")
 
     def build(folder: Path, final_folder: Path) -> None:
+        assert model is not None, "prepare_once refuses it"
         say("games (a second each)")
         (folder / "games").mkdir()
         write_rows(folder, final_folder=final_folder, settings=settings)
@@ -48,14 +47,11 @@ def write_rows(folder: Path, *, final_folder: Path, settings: Settings) -> None:
 
     from recipes.textworld.games import Play, chat, make_game
 
-    for split, num_games, seed in (
-        ("train", settings.num_train_tasks, settings.train_seed),
-        ("validation", settings.num_validation_tasks, settings.validation_seed),
-    ):
+    for split, num_games, seed in settings.splits:
         rows = []
         for index in range(num_games):
             name = f"games/{split}_{index}.z8"
-            make_game(folder / name, seed=(seed + index) % 2**31)
+            make_game(folder / name, seed=seed + index)
             with Play(folder / name) as play:
                 prompt = chat(play.task, [], seen=play.seen)
             row = {"data_source": "textworld", "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": ""}}
@@ -65,19 +61,16 @@ def write_rows(folder: Path, *, final_folder: Path, settings: Settings) -> None:
 
 def write_solved(folder: Path, model: Path, *, settings: Settings) -> None:
     """Write a tree of each solved game, in the tokens of a model."""
-    from transformers import AutoConfig, AutoTokenizer
-
     from recipes.demo.leaves import Renderer
     from recipes.demo.solved_trees import stored_leaf
     from recipes.textworld.games import make_game
     from verl_tree.records import StoredTree, write_trees
 
-    model_type = AutoConfig.from_pretrained(model).model_type
-    renderer = Renderer(AutoTokenizer.from_pretrained(model), [], model_type=model_type)
+    renderer = Renderer.of_model(model, [])
     trees = []
     for index in range(NUM_SOLVED):
         game = folder / "games" / f"solved_{index}.z8"
-        commands = make_game(game, seed=(settings.warm_start_seed + index) % 2**31)
+        commands = make_game(game, seed=settings.warm_start_seed + index)
         leaves = solved_leaves(game, commands, renderer=renderer)
         stored = [
             stored_leaf(leaf, session=0, number=number, prompt_len=leaf.trained.index(1), reward=1.0)

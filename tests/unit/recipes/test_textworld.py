@@ -23,13 +23,10 @@ from recipes.textworld.games import NUM_COMMANDS, NUM_KEPT, Play, Step, _shown, 
 from recipes.textworld.loop import TextWorldLoop
 from recipes.textworld.prepare import SETTINGS, prepare, solved_leaves
 
-PACKAGES = Path(sys.prefix) / "textworld"
-
 
 @pytest.fixture
-def game(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[str]]:
+def game(tmp_path: Path) -> tuple[Path, list[str]]:
     """Make a game; return it with the commands that solve it."""
-    monkeypatch.syspath_prepend(PACKAGES)
     return tmp_path / "game.z8", make_game(tmp_path / "game.z8", seed=1)
 
 
