@@ -12,6 +12,7 @@ import torch
 from parity import small_steps, worst_difference
 from recipe_runs import read_metrics, write_metrics
 from rows import summary
+from steps import time_of
 
 VALIDATION, SESSION_REWARD = "val-core/memory_qa/reward/mean@1", "tree/session_reward/mean"
 UPDATE_S = "timing_s/update_actor"
@@ -53,6 +54,28 @@ def test_small_steps_are_found_in_what_flat_moved() -> None:
     flat = torch.tensor([-1.0, 0.95, 0.5, -0.125])
     tree = flat + torch.tensor([0.0, 1.0, -1.0, 2.0])  # squares 0, 1, 1, 4: the last two steps are small
     assert small_steps(tree, flat_W=flat, first_W=first) == {"weights": 0.5, "squared_distance": pytest.approx(5 / 6)}
+
+
+def test_a_repeated_step_has_the_generation_of_the_run_that_generated() -> None:
+    def step(gen: float, log_probs: float, update: float) -> dict[str, float]:
+        times = {"gen": gen, "old_log_prob": log_probs, "update_actor": update, "step": gen + log_probs + update + 1}
+        mfu = {"perf/mfu/actor": 0.25, "perf/mfu/actor_flat_equivalent": 1.0}
+        tokens = {"tree/tokens": 100, "tree/flat_tokens": 500, "actor/perf/max_memory_allocated_gb": 2.0}
+        return {**{f"timing_s/{part}": value for part, value in times.items()}, **mfu, **tokens}
+
+    generated = {1: step(10, 1, 4), 2: step(20, 3, 8)}
+    line = time_of({1: step(0.5, 9, 30), 2: step(0.5, 11, 40)}, name="flat", generated=generated)
+    assert line == {
+        "run": "flat",
+        "generation (s)": 15.0,
+        "log-probs (s)": 10.0,
+        "update (s)": 35.0,
+        "step (s)": 61.0,
+        "peak of the update (GB)": 2.0,
+        "flat tokens": 500,
+        "compression": 5.0,
+        "bound": 4.0,
+    }
 
 
 def test_the_summary_counts_what_was_trained_until_each_validation() -> None:

@@ -1,22 +1,27 @@
 """The recipe calculator: tasks, their solver, the system prompt, and the trees that the model is fine-tuned on."""
 
+import asyncio
 import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from input_cases import write_model
+from verl.experimental.agent_loop.tool_parser import ToolParser
 
 from recipes.calculator.prepare import NUM_SOLVED, SETTINGS, prepare, write_rows, write_solved
 from recipes.calculator.system_prompt import SYSTEM_PROMPT
 from recipes.calculator.tasks import LEVELS, TRAINED, Task, make_tasks, solve
+from recipes.calculator.tool_calls import fate, sampled_turns
 from recipes.demo.settings import Settings
+from recipes.demo.solver import write_call
 from recipes.demo.tasks import score_answer, score_conclusion
 from recipes.demo.tokenizer import build_tokenizer
 from recipes.demo.tools import Calculator
 from verl_tree.records import read_trees
 
 CALCULATOR = Calculator({"type": "native"})
+ASKED = write_call("calculator", {"expression": "1 + 2"})
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -67,6 +72,29 @@ def test_solved_tasks_are_trees_of_right_sessions(tmp_path: Path) -> None:
     assert last.count("<tool_call>") == 3
     assert "<answer>" in last
     assert SYSTEM_PROMPT in tokenizer.decode(trees[0].leaves[0].token_ids)
+    # The leaves of a sum share their first turn.
+    assert [len(list(sampled_turns(tree))) for tree in trees] == [5] * NUM_SOLVED + [2] * NUM_SOLVED
+
+
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        ("<answer>3</answer>", "none"),
+        (ASKED, "answered"),
+        (f"{ASKED}\n{ASKED}", "answered"),
+        (ASKED.replace("}}", "}"), "malformed"),
+        (ASKED.replace("</tool_call>", ""), "malformed"),
+        (f"{ASKED}\n<tool_call>", "malformed"),
+        (ASKED.replace("+", "/"), "refused"),
+        (ASKED.replace("calculator", "lookup"), "refused"),
+        (f"{ASKED}\n{ASKED.replace('expression', 'key')}", "refused"),
+        ('<tool_call>{"name": "calculator", "arguments": "1 + 2"}</tool_call>', "refused"),
+    ],
+)
+def test_calls_are_malformed_or_refused_or_answered(turn: str, expected: str) -> None:
+    tokenizer = build_tokenizer()
+    parser = ToolParser.get_tool_parser("hermes", tokenizer)
+    assert asyncio.run(fate(tokenizer.encode(turn), parser=parser, calculator=CALCULATOR)) == expected
 
 
 def test_without_a_model_the_answer_is_where_to_get_one(tmp_path: Path) -> None:
