@@ -7,7 +7,8 @@ reads the JSON lines that verl's logger ``file`` writes: ``{"step": 3, "data": {
     verl-tree plot a1.jsonl --baseline a2.jsonl b.jsonl --names a,a,b --keys actor/loss,actor/grad_norm
 
 draws a panel for each key. Runs of one name, such as three seeds, are one line, their mean, in a band from the least to
-the greatest. An axis is logarithmic where the values are positive and 100 times apart.
+the greatest. An axis is logarithmic where the values are positive and 100 times apart. With `--over timing_s/step` or
+`--over tree/tokens`, values stand over what was spent until then, the mean of the runs, in place of over steps.
 
     verl-tree plot runs/arithmetic_tools/metrics.jsonl --workspace
 
@@ -76,12 +77,15 @@ def draw(runs: dict[str, Metrics], *, out: Path) -> None:
     plt.close(figure)
 
 
-def draw_keys(runs: Sequence[tuple[str, Metrics]], *, keys: Sequence[str], out: Path) -> None:
+def draw_keys(runs: Sequence[tuple[str, Metrics]], *, keys: Sequence[str], out: Path, over: str | None = None) -> None:
     """Draw a panel for each key into the picture `out`, with a line for each name of runs.
 
     Raises:
-        ValueError: No run logged a key.
+        ValueError: No run logged a key, or one of the runs not `over`.
     """
+    for name, metrics in runs:
+        if over is not None and not series(metrics, key=over)[0]:
+            raise ValueError(f"--over {over}: the run {name!r} did not log it; name a key of the metrics file")
     num_columns = min(len(keys), MAX_COLUMNS)
     num_rows = math.ceil(len(keys) / num_columns)
     size = (4.3 * num_columns, 3.4 * num_rows)
@@ -92,33 +96,46 @@ def draw_keys(runs: Sequence[tuple[str, Metrics]], *, keys: Sequence[str], out: 
     for key, axes in zip(keys, panels.flat, strict=False):
         drawn: list[float] = []
         for number, name in enumerate(names):
-            steps, values = series_of_runs([metrics for each, metrics in runs if each == name], key=key)
-            if not steps:
+            named = [metrics for each, metrics in runs if each == name]
+            places, values = series_of_runs(named, key=key, over=over)
+            if not places:
                 continue
             # The first line is wide, so that one on top of it leaves it in sight.
             style, width = ("-", 3.5) if number == 0 else ("--", 1.5)
-            (line,) = axes.plot(steps, [fmean(each) for each in values], style, linewidth=width, label=name)
+            (line,) = axes.plot(places, [fmean(each) for each in values], style, linewidth=width, label=name)
             if max(map(len, values)) > 1:
                 axes.fill_between(
-                    steps, list(map(min, values)), list(map(max, values)), color=line.get_color(), alpha=0.2
+                    places, list(map(min, values)), list(map(max, values)), color=line.get_color(), alpha=0.2
                 )
             drawn += [value for each in values for value in each]
         if not drawn:
             raise ValueError(f"no run logged {key!r}; name a key of the metrics file")
         if min(drawn) > 0 and max(drawn) >= 100 * min(drawn):
             axes.set_yscale("log")
-        axes.set(title=key, xlabel="step")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set(title=key, xlabel=over or "step")
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
     figure.savefig(out, dpi=130)
     plt.close(figure)
 
 
-def series_of_runs(runs: Sequence[Metrics], *, key: str) -> tuple[list[int], list[list[float]]]:
-    """Return the steps at which all of the runs logged `key`, and the values of the runs at each."""
+def series_of_runs(
+    runs: Sequence[Metrics], *, key: str, over: str | None = None
+) -> tuple[list[float], list[list[float]]]:
+    """Return the steps at which all of the runs logged `key`, and the values of the runs at each.
+
+    With `over`, the sum of that metric until each step, a mean over the runs, in place of the step.
+    """
     steps = sorted(set.intersection(*(set(series(metrics, key=key)[0]) for metrics in runs)))
-    return steps, [[metrics[step][key] for metrics in runs] for step in steps]
+    values = [[metrics[step][key] for metrics in runs] for step in steps]
+    if over is None:
+        return list(steps), values
+    spent = [
+        fmean(sum(data.get(over, 0.0) for each, data in metrics.items() if each <= step) for metrics in runs)
+        for step in steps
+    ]
+    return spent, values
 
 
 def summary(metrics: Metrics) -> str:
@@ -149,6 +166,7 @@ def main(arguments: Sequence[str]) -> None:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--keys", type=_words, help="metrics to draw, one panel each, divided by commas")
     shown.add_argument("--workspace", action="store_true", help="draw the panels of the dashboards")
+    parser.add_argument("--over", metavar="KEY", help="with --keys: over the sum of this metric, not over steps")
     parser.add_argument("--out", type=Path, help="default: the metrics file with the ending .png")
     options = parser.parse_args(arguments)
     paths = [options.metrics, *options.baseline]
@@ -157,13 +175,15 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(f"--names gives {len(names)} names to {len(paths)} runs: give one to each")
     if options.workspace and options.baseline:
         sys.exit("--workspace draws one run: leave --baseline out, or choose --keys")
+    if options.over and not options.keys:
+        sys.exit(f"--over {options.over}: choose --keys")
     missing = [str(path) for path in paths if not path.exists()]
     if missing:
         sys.exit(f"{', '.join(missing)}: no such file; give what verl's logger `file` wrote")
     runs = [(name, read_metrics(path)) for name, path in zip(names, paths, strict=True)]
     out = options.out or options.metrics.with_suffix(".png")
     if options.keys:
-        draw_keys(runs, keys=options.keys, out=out)
+        draw_keys(runs, keys=options.keys, out=out, over=options.over)
     elif options.workspace:
         draw_workspace(runs[0][1], out=out)
     else:

@@ -109,6 +109,24 @@ def test_runs_of_one_name_are_drawn_as_one_line(tmp_path: Path, capsys: pytest.C
         plot(runs[0], "--keys", "actor/lose", "--out", out)
 
 
+def test_values_stand_over_what_was_spent_until_then(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from verl_tree.commands.plot import series_of_runs
+
+    runs = [
+        {0: {"val": 0.25}, 1: {"tokens": 10.0}, 2: {"tokens": 20.0, "val": 0.5}},
+        {0: {"val": 0.75}, 1: {"tokens": 30.0}, 2: {"tokens": 40.0, "val": 1.0}},
+    ]
+    assert series_of_runs(runs, key="val", over="tokens") == ([0.0, 50.0], [[0.25, 0.75], [0.5, 1.0]])
+    file, out = run_file(tmp_path / "run.jsonl", {1: 0.5, 2: 1.0}), tmp_path / "picture.png"
+    plot(file, "--keys", "actor/loss", "--over", "actor/loss", "--out", out)
+    assert out.stat().st_size > 0
+    with pytest.raises(ValueError, match=r"--over time: the run .* did not log it"):
+        plot(file, "--keys", "actor/loss", "--over", "time", "--out", out)
+    with pytest.raises(SystemExit, match="--over tokens: choose --keys"):
+        plot(file, "--over", "tokens")
+
+
 def test_a_line_has_the_steps_that_all_its_runs_logged() -> None:
     pytest.importorskip("matplotlib")
     from verl_tree.commands.plot import series_of_runs
