@@ -39,11 +39,12 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--recipe", default="calculator")
     parser.add_argument("--steps", type=int, default=2, help="steps of a run")
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="these, `tree` first")
+    parser.add_argument("--runs", default=",".join(RUNS), help="these, divided by commas; `tree` first")
     parser.add_argument("--work", type=Path, help="folder of the runs, runs/steps_RECIPE by default")
     options, overrides = parser.parse_known_args()
     work = (options.work or Path(f"runs/steps_{options.recipe}")).resolve()
-    for name in options.runs:
+    names = options.runs.split(",")
+    for name in names:
         if options.steps not in read_metrics(work / name / "metrics.jsonl"):
             train(
                 options.recipe,
@@ -53,7 +54,7 @@ def main() -> None:
                 folder=work / name,
                 timeout_s=7200.0,
             )
-    runs = {name: read_metrics(work / name / "metrics.jsonl") for name in options.runs}
+    runs = {name: read_metrics(work / name / "metrics.jsonl") for name in names}
     times = [time_of(metrics, name=name, generated=runs["tree"]) for name, metrics in runs.items()]
     print_table([{name: str(value) for name, value in line.items()} for line in times])
     differences = [

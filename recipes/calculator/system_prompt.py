@@ -29,8 +29,8 @@ numbers, +, - and *, and has at most two numbers.
 2. Of a sum of four numbers make two halves with two numbers each, and call the tool for both in one turn, the first
 half first. A minus in front of the third number belongs to the second half: the halves of 54 - 13 - 87 + 22 are 54 - 13
 and -87 + 22. A plus in front of the third number is left out.
-3. When you have seen the results of both halves, call the tool once more with the sum of the results. If the second
-result is negative, subtract it: for 41 and -65 the expression is 41 - 65.
+3. When you have seen the results of both halves, call the tool once more with the sum of the results, in their order
+and as they came: for 41 and -65 the expression is 41 + -65.
 4. When you have seen the result of only one of several calls, do not go on. Reply with "Partial result: " and the
 value.
 5. When you know the value of the whole, reply with <answer></answer> around it and nothing else.

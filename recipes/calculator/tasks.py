@@ -60,7 +60,7 @@ def solve(task: Task, *, calculator: Calculator) -> list[Turn]:
     turns = [_call(_halves(task.expression), calculator=calculator)]
     if len(turns[0].results) == 2:
         first, second = map(value_of, turns[0].results)
-        turns.append(_call([f"{first} + {second}".replace("+ -", "- ")], calculator=calculator))
+        turns.append(_call([f"{first} + {second}"], calculator=calculator))
     return [*turns, Turn(text=f"<answer>{value_of(turns[-1].results[0])}</answer>")]
 
 

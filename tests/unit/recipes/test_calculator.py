@@ -40,7 +40,7 @@ def test_what_is_asked_of_a_sum() -> None:
     turns = solve(Task("sums_2_digits", "54 - 13 - 87 + 22", "-24"), calculator=CALCULATOR)
     assert turns[0].results == ("54 - 13 = 41", "-87 + 22 = -65")
     assert turns[0].conclusions == ("Partial result: 41", "Partial result: -65")
-    assert turns[1].results == ("41 - 65 = -24",)
+    assert turns[1].results == ("41 + -65 = -24",)
     assert turns[2].text == "<answer>-24</answer>"
 
 

@@ -102,11 +102,13 @@ def tree_strategy(enabled: bool) -> str:
     return TREE_STRATEGY if enabled else FLAT_STRATEGY
 
 
-def cpu_threads(num_processes: int) -> str:
-    """Return the threads for each of `num_processes` equal processes, as text for an environment variable."""
-    # Each process leaves one core to Ray, the loops and vLLM's scheduler. On two cores, threads that waited for a busy
-    # core made an update six times slower.
-    return str(max(1, len(os.sched_getaffinity(0)) // num_processes - 1))
+def cpu_threads(num_processes: int, num_spared: int = 1) -> str:
+    """Return the threads for each of `num_processes` equal processes, as text for an environment variable.
+
+    Each process leaves `num_spared` cores to Ray, the loops and vLLM's scheduler.
+    """
+    # On two cores, threads that waited for a busy core made an update of a small model six times slower.
+    return str(max(1, len(os.sched_getaffinity(0)) // num_processes - num_spared))
 
 
 def verl_trainer_folder() -> Path:
