@@ -29,7 +29,7 @@ PARTS = {
     "step (s)": "timing_s/step",
     "peak of the update (GB)": "actor/perf/max_memory_allocated_gb",
 }
-COMPARED = ("actor/loss", "actor/grad_norm", "actor/entropy", "actor/ppo_kl")
+COMPARED = ("actor/loss", "actor/grad_norm", "actor/entropy")
 GENERATION = "timing_s/gen"
 MFU = "perf/mfu/actor"
 
