@@ -15,7 +15,7 @@ from recipes.demo.settings import Settings
 SETTINGS = Settings(warm_start=None, num_train_tasks=256, num_validation_tasks=16)
 """Numbers of tasks of each level."""
 NUM_SOLVED = 128
-"""Solved tasks of each level: few, so that the format is learnt and most sums still fail."""
+"""Solved tasks of each level. After 80 or fewer, reinforcement taught it to call once (docs/log.md)."""
 _CODE = tuple(Path(__file__).with_name(f"{name}.py") for name in ("prepare", "tasks", "system_prompt"))
 
 
@@ -61,17 +61,17 @@ def write_rows(folder: Path, *, settings: Settings) -> None:
 
 def write_solved(folder: Path, model: Path, *, settings: Settings) -> None:
     """Write a tree of each solved task, in the tokens of a model."""
-    from recipes.calculator.tasks import FINE_TUNED, make_tasks, solve
+    from recipes.calculator.tasks import TRAINED, make_tasks, solve
     from recipes.demo.leaves import Renderer
     from recipes.demo.solved_trees import stored_tree
     from recipes.demo.tools import Calculator
     from verl_tree.records import write_trees
 
-    say(f"trees of {NUM_SOLVED} solved tasks of each of {len(FINE_TUNED)} levels")
+    say(f"trees of {NUM_SOLVED} solved tasks of each of {len(TRAINED)} levels")
     calculator = Calculator({"type": "native"})
     renderer = Renderer.of_model(model, [calculator.tool_schema])
     seed = settings.warm_start_seed
-    tasks = [task for level in FINE_TUNED for task in make_tasks(NUM_SOLVED, level=level, seed=seed)]
+    tasks = [task for level in TRAINED for task in make_tasks(NUM_SOLVED, level=level, seed=seed)]
     write_trees(
         folder / TREES,
         [
