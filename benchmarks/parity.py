@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from harness import environment, new_parser, print_table, write_json
 from omegaconf import OmegaConf
-from recipe_runs import Metrics, read_metrics, seeds, train, write_metrics
+from recipe_runs import Metrics, read_metrics, replayed, seeds, train, write_metrics
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -81,20 +81,15 @@ def main() -> None:
 
 def settings(options: argparse.Namespace, work: Path) -> tuple[str, ...]:
     """Return the overrides that all runs have in common."""
-    steps = ",".join(map(str, range(1, options.steps + 1)))
     return (
         *seeds(1),
-        f"trainer.total_training_steps={options.steps}",
+        *replayed(options.steps, work / "rollouts"),
         "trainer.test_freq=4",
         f"{ROLLOUT}.val_kwargs.do_sample=false",
         f"{ROLLOUT}.val_kwargs.temperature=0",
         f"{ACTOR}.use_kl_loss=true",
         f"{ACTOR}.kl_loss_coef=0.01",
         f"{ACTOR}.entropy_coeff=0.001",
-        "skip.rollout_tq.enable=true",
-        "skip.rollout_tq.action=cache",
-        f"skip.rollout_tq.steps=[{steps}]",
-        f"skip.rollout_tq.dump_dir={work}/rollouts",
         "trainer.save_freq=1",
         f"{ACTOR}.checkpoint.save_contents=[hf_model]",
     )

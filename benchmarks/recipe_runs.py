@@ -48,6 +48,17 @@ def seeds(number: int) -> tuple[str, ...]:
     return tuple(f"{key}={number}" for key in keys)
 
 
+def replayed(num_steps: int, rollouts: Path) -> tuple[str, ...]:
+    """Return the overrides with which a run stores the rollouts of its steps in a folder, or repeats what is there."""
+    return (
+        f"trainer.total_training_steps={num_steps}",
+        "skip.rollout_tq.enable=true",
+        "skip.rollout_tq.action=cache",
+        f"skip.rollout_tq.steps=[{','.join(map(str, range(1, num_steps + 1)))}]",
+        f"skip.rollout_tq.dump_dir={rollouts}",
+    )
+
+
 def read_metrics(path: Path) -> Metrics:
     """Return what verl's logger `file` wrote, by step; steps logged in several lines are merged."""
     metrics: Metrics = {}

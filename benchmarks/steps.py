@@ -19,10 +19,11 @@ from typing import Any
 from harness import environment, new_parser, print_table, write_json
 from parity import RUNS as ENGINES
 from parity import worst_difference
-from recipe_runs import Metrics, read_metrics, seeds, train
+from recipe_runs import Metrics, read_metrics, replayed, seeds, train
 
 RUNS = {**ENGINES, "prompt": ("tree.sharing=prompt",), "again": ENGINES["tree"]}
-"""The overrides of each run; all are those of the tree engine, but `flat`."""
+"""The overrides of each run."""
+WITHOUT_VALIDATION = ("trainer.val_before_train=false", "trainer.test_freq=-1")
 PARTS = {
     "log-probs (s)": "timing_s/old_log_prob",
     "update (s)": "timing_s/update_actor",
@@ -44,26 +45,22 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     work = (options.work or Path(f"runs/steps_{options.recipe}")).resolve()
     names = options.runs.split(",")
+    if names[0] != "tree" or not set(names) <= set(RUNS):
+        parser.error(f"--runs {options.runs}: give tree, which generates, and then some of {', '.join(RUNS)}")
+    common = (*seeds(1), *replayed(options.steps, work / "rollouts"), *WITHOUT_VALIDATION, *overrides)
     for name in names:
         if options.steps not in read_metrics(work / name / "metrics.jsonl"):
-            train(
-                options.recipe,
-                *settings(options.steps, work),
-                *overrides,
-                *RUNS[name],
-                folder=work / name,
-                timeout_s=7200.0,
-            )
+            train(options.recipe, *common, *RUNS[name], folder=work / name, timeout_s=7200.0)
     runs = {name: read_metrics(work / name / "metrics.jsonl") for name in names}
     times = [time_of(metrics, name=name, generated=runs["tree"]) for name, metrics in runs.items()]
-    print_table([{name: str(value) for name, value in line.items()} for line in times])
+    print_table(times)
     differences = [
         {"run": name, **worst_difference({"tree": runs[name], "flat": runs["flat"]}, key=key)}
         for name in runs
         if name != "flat" and "flat" in runs
         for key in COMPARED
     ]
-    print_table([{name: str(value) for name, value in line.items()} for line in differences])
+    print_table(differences)
     tokens = ("tree/tokens", "tree/flat_tokens", "tree/por")
     keys = (*tokens, GENERATION, *PARTS.values(), MFU, f"{MFU}_flat_equivalent", *COMPARED)
     steps = {
@@ -72,20 +69,6 @@ def main() -> None:
     }
     record = {"environment": environment(options), "overrides": overrides, "times": times, "differences": differences}
     write_json({**record, "steps": steps}, options.out)
-
-
-def settings(num_steps: int, work: Path) -> tuple[str, ...]:
-    """Return the overrides that all runs have in common."""
-    return (
-        *seeds(1),
-        f"trainer.total_training_steps={num_steps}",
-        "trainer.val_before_train=false",
-        "trainer.test_freq=-1",
-        "skip.rollout_tq.enable=true",
-        "skip.rollout_tq.action=cache",
-        f"skip.rollout_tq.steps=[{','.join(map(str, range(1, num_steps + 1)))}]",
-        f"skip.rollout_tq.dump_dir={work}/rollouts",
-    )
 
 
 def time_of(metrics: Metrics, *, name: str, generated: Metrics) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from verl.experimental.agent_loop.tool_parser import ToolParser
 from recipes.calculator.prepare import NUM_SOLVED, SETTINGS, prepare, write_rows, write_solved
 from recipes.calculator.system_prompt import SYSTEM_PROMPT
 from recipes.calculator.tasks import LEVELS, TRAINED, Task, make_tasks, solve
-from recipes.calculator.tool_calls import fate, sampled_turns
+from recipes.calculator.tool_calls import COUNTED, count, fate, sampled_turns
 from recipes.demo.settings import Settings
 from recipes.demo.solver import write_call
 from recipes.demo.tasks import score_answer, score_conclusion
@@ -74,6 +74,16 @@ def test_solved_tasks_are_trees_of_right_sessions(tmp_path: Path) -> None:
     assert SYSTEM_PROMPT in tokenizer.decode(trees[0].leaves[0].token_ids)
     # The leaves of a sum share their first turn.
     assert [len(list(sampled_turns(tree))) for tree in trees] == [5] * NUM_SOLVED + [2] * NUM_SOLVED
+    parser = ToolParser.get_tool_parser("hermes", tokenizer)
+    counted = asyncio.run(count(trees[0], parser=parser, calculator=CALCULATOR))
+    assert {name: counted[name] for name in COUNTED} == {
+        "sessions": 1,
+        "right": 1,
+        "turns": 5,
+        "calling": 2,
+        "malformed": 0,
+        "refused": 0,
+    }
 
 
 @pytest.mark.parametrize(
