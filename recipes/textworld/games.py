@@ -15,8 +15,10 @@ from types import ModuleType
 from typing import Any, Self
 
 PACKAGES = Path(sys.prefix) / "textworld"
-NUM_ROOMS, NUM_OBJECTS, NUM_COMMANDS = 3, 4, 4
-"""Of a game; the last one is how many commands its task takes."""
+LEVELS = {"three_rooms": (3, 4, 4), "five_rooms": (5, 6, 6)}
+"""Rooms and objects of a game, and how many commands its task takes."""
+TRAINED = "three_rooms"
+"""The level of the solved games and of reinforcement. Validations ask every level."""
 NUM_KEPT = 3
 """Commands after which the history is rewritten."""
 SYSTEM_PROMPT = (
@@ -36,12 +38,13 @@ class Step:
     command: str
 
 
-def make_game(path: Path, *, seed: int) -> list[str]:
-    """Write a game, a function of the seed, to a file ``*.z8``; return the commands that solve it."""
+def make_game(path: Path, *, seed: int, level: str = TRAINED) -> list[str]:
+    """Write a game, a function of seed and level, to a file ``*.z8``; return the commands that solve it."""
     textworld = _package()
     options = textworld.GameOptions()
-    options.nb_rooms, options.nb_objects, options.seeds = NUM_ROOMS, NUM_OBJECTS, seed
-    options.quest_length = options.chaining.min_depth = options.chaining.max_depth = NUM_COMMANDS
+    options.nb_rooms, options.nb_objects, num_commands = LEVELS[level]
+    options.quest_length = options.chaining.min_depth = options.chaining.max_depth = num_commands
+    options.seeds = seed
     options.path, options.force_recompile = str(path), True
     game = textworld.generator.make_game(options)
     textworld.generator.compile_game(game, options)

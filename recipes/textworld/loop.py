@@ -9,27 +9,25 @@ from typing import Any
 
 from typing_extensions import override
 
-from recipes.textworld.games import NUM_COMMANDS, NUM_KEPT, Play, Step, chat
+from recipes.textworld.games import NUM_KEPT, Play, Step, chat
 from rollout_hooks.loops.base import Branch, BranchingAgentLoop
 
 
 class TextWorldLoop(BranchingAgentLoop):
-    """Plays the game at ``extra_info.game`` of a row.
+    """Plays the game at ``extra_info.game`` of a row, with at most ``extra_info.max_commands``.
 
     Args:
-        max_commands: After so many the session ends.
         max_command_len: Tokens of a command.
     """
 
-    def __init__(
-        self, *args: Any, max_commands: int = 2 * NUM_COMMANDS, max_command_len: int = 24, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, max_command_len: int = 24, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.max_commands, self.max_command_len = max_commands, max_command_len
+        self.max_command_len = max_command_len
 
     @override
     async def run_branches(self, root: Branch, **row: Any) -> None:
-        with await asyncio.to_thread(Play, Path(row["extra_info"]["game"])) as play:
+        path, max_commands = Path(row["extra_info"]["game"]), row["extra_info"]["max_commands"]
+        with await asyncio.to_thread(Play, path) as play:
             steps: list[Step] = []
             while True:
                 output = await root.generate({"max_tokens": self.max_command_len})
@@ -38,7 +36,7 @@ class TextWorldLoop(BranchingAgentLoop):
                 command = self.tokenizer.decode(output.token_ids, skip_special_tokens=True).strip()
                 steps.append(Step(play.seen, command))
                 await asyncio.to_thread(play.give, command)
-                if play.is_won or len(steps) == self.max_commands or not await self._go_on(root, play, steps):
+                if play.is_won or len(steps) == max_commands or not await self._go_on(root, play, steps):
                     return root.finish(float(play.is_won))
 
     async def _go_on(self, root: Branch, play: Play, steps: list[Step]) -> bool:

@@ -6,6 +6,7 @@ solved.parquet                      the trees
 model/                              the fine-tuned model
 """
 
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from recipes.demo.leaves import Leaf, Renderer
 
 SETTINGS = Settings(warm_start=None, num_train_tasks=48, num_validation_tasks=16)
+"""Numbers of games of each level."""
 NUM_SOLVED = 24
 """Solved games, which are others than those of the rows."""
 _CODE = tuple(Path(__file__).with_name(f"{name}.py") for name in ("prepare", "games"))
@@ -45,17 +47,19 @@ def write_rows(folder: Path, *, final_folder: Path, settings: Settings) -> None:
     # Imported here, so that a second call, which makes nothing, takes no time.
     import pandas as pd
 
-    from recipes.textworld.games import Play, chat, make_game
+    from recipes.textworld.games import LEVELS, TRAINED, Play, chat, make_game
 
     for split, num_games, seed in settings.splits:
+        levels = (TRAINED,) if split == "train" else LEVELS
         rows = []
-        for index in range(num_games):
+        for index, (level, number) in enumerate(product(levels, range(num_games))):
             name = f"games/{split}_{index}.z8"
-            make_game(folder / name, seed=seed + index)
+            commands = make_game(folder / name, seed=seed + number, level=level)
             with Play(folder / name) as play:
                 prompt = chat(play.task, [], seen=play.seen)
-            row = {"data_source": "textworld", "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": ""}}
-            rows.append({**row, "extra_info": {"split": split, "index": index, "game": str(final_folder / name)}})
+            row = {"data_source": level, "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": ""}}
+            told = {"game": str(final_folder / name), "max_commands": 2 * len(commands)}
+            rows.append({**row, "extra_info": {"split": split, "index": index, **told}})
         pd.DataFrame(rows).to_parquet(folder / f"{split}.parquet")
 
 

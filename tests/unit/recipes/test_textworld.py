@@ -19,9 +19,12 @@ from scripted_llm import row as dataset_row
 from recipes.demo.leaves import Renderer
 from recipes.demo.settings import Settings
 from recipes.demo.tokenizer import END_OF_TURN, build_tokenizer
-from recipes.textworld.games import NUM_COMMANDS, NUM_KEPT, Play, Step, _shown, chat, make_game
+from recipes.textworld.games import LEVELS, NUM_KEPT, TRAINED, Play, Step, _shown, chat, make_game
 from recipes.textworld.loop import TextWorldLoop
 from recipes.textworld.prepare import SETTINGS, prepare, solved_leaves
+
+*_, NUM_COMMANDS = LEVELS[TRAINED]
+MAX_COMMANDS = 7
 
 
 @pytest.fixture
@@ -33,7 +36,8 @@ def game(tmp_path: Path) -> tuple[Path, list[str]]:
 def played(path: Path, commands: Iterable[str]) -> tuple[list, Any]:
     """Let a session give these commands; return its rows and what was asked."""
     with Play(path) as play:
-        row = dataset_row(raw_prompt=chat(play.task, [], seen=play.seen), extra_info={"game": str(path)})
+        game = {"game": str(path), "max_commands": MAX_COMMANDS}
+        row = dataset_row(raw_prompt=chat(play.task, [], seen=play.seen), extra_info=game)
     given = iter(commands)
     options = {"max_command_len": 80}
     return run(TextWorldLoop, lambda _: next(given), row=row, options=options, prompt_length=2048, response_length=2048)
@@ -89,7 +93,7 @@ def test_a_session_that_does_the_task_is_rewarded_and_has_a_leaf_for_each_contex
 def test_a_session_that_does_nothing_ends_without_a_reward(game: tuple[Path, list[str]]) -> None:
     outputs, client = played(game[0], repeat("fly away"))
     assert rewards(outputs) == [None, None, 0.0]
-    assert len(client.tree.calls) == 2 * NUM_COMMANDS
+    assert len(client.tree.calls) == MAX_COMMANDS
 
 
 @pytest.mark.long
