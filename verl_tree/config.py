@@ -140,6 +140,7 @@ class TreeConfig:
     logits_chunk_size: int = _integer(1024, minimum=1, remedy="the default is 1024")
     drift: str = _choice("heal", "fork", remedy="'heal' sends the tokens that the model sampled, 'fork' the prompt's")
     drift_max_tokens: int = _integer(64, minimum=1, remedy="to heal nothing set tree.drift=fork")
+    abandoned: str = _choice("drop", "keep", remedy="'drop' trains no answer that the agent did not read to its end")
     dump_dir: str | None = _text(None, "a folder; null stores no trees")
     show_every: int = _integer(50, minimum=0, remedy="0 shows no trees, the default is 50")
     log_prob_tolerance: float | None = _tolerance(0.5)

@@ -7,7 +7,8 @@
     session.tree.leaves()
 
 The outputs are vLLM's own `RequestOutput`s. The end of a call is recorded before the caller gets the output that says
-so. A call that is left early (closed, cancelled, failed) keeps the tokens that had arrived.
+so. A call that is left early keeps the tokens that had arrived. If it was cancelled or failed, its caller got no answer
+and it is abandoned (`LeftOut`). A caller that closed it has read what it wanted.
 """
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.realign import Realignment
+from rollout_hooks.capture.recorded import LeftOut
 from rollout_hooks.capture.session_tree import SessionTree
 
 if TYPE_CHECKING:
@@ -76,20 +78,24 @@ class RecordingAsyncLLM:
             tokens_prompt["prompt_token_ids"] = healed.token_ids.tolist()
         calls = [_RecordedSample(self.tree, healed, sampling_params) for _ in range(sampling_params.n)]
         outputs = self.engine.generate(tokens_prompt, sampling_params, request_id, **engine_kwargs)
-        cause = "cancelled"
+        cause, is_abandoned = "cancelled", True
         try:
             async with aclosing(outputs):
                 async for output in outputs:
                     for completion in output.outputs:
                         calls[completion.index].add(completion)
                     yield output
+            is_abandoned = False
+        except GeneratorExit:
+            is_abandoned = False
+            raise
         except Exception as error:
             cause = describe_error(error)
             raise
         finally:
             with ExitStack() as leaving:  # each of them, even if the tokens of one cannot be recorded
                 for call in reversed(calls):
-                    leaving.callback(call.leave, cause)
+                    leaving.callback(call.leave, cause, is_abandoned=is_abandoned)
 
 
 class _RecordedSample:
@@ -117,8 +123,10 @@ class _RecordedSample:
         if completion.finish_reason is not None:
             self._end(stop_reason=completion.finish_reason, is_aborted=completion.finish_reason == "abort")
 
-    def leave(self, cause: str) -> None:
+    def leave(self, cause: str, *, is_abandoned: bool) -> None:
         """Record that no more tokens will come; those that have come were sampled, so they stay."""
+        if is_abandoned:
+            self._tree.leave_out(self._call, LeftOut.ABANDONED)
         if self._has_ended:
             return
         if self._token_ids:

@@ -27,6 +27,13 @@ class CallStatus(StrEnum):
     FAILED = "failed"
 
 
+class LeftOut(StrEnum):
+    """Why what a call sampled is trained only where the agent went on from it."""
+
+    ABANDONED = "abandoned"  # the agent went away before it had read the answer
+    DROPPED = "dropped"  # the agent said so
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
     """One call to the LLM."""
@@ -40,6 +47,7 @@ class RecordedCall:
     status: CallStatus = CallStatus.RUNNING
     stop_reason: str | None = None  # the server's word for how it ended
     cause: str | None = None  # why it failed or was aborted
+    left_out: LeftOut | None = None
     min_global_steps: int | None = None  # first and last version of the weights that generated it
     max_global_steps: int | None = None
 

@@ -40,7 +40,8 @@ def recording_client(worker: AgentLoopWorker) -> "RecordingClient":
     decode = partial(worker.tokenizer.decode, clean_up_tokenization_spaces=False)
     image_token, video_token = (get_processor_token_id(worker.processor, name) for name in ("image", "video"))
     images = SessionImages(image_token=image_token, video_token=video_token)
-    tree = SessionTree(decode=decode, max_replaced=max_replaced, images=images)
+    keeps_abandoned = options.get("abandoned") == "keep"
+    tree = SessionTree(decode=decode, max_replaced=max_replaced, images=images, keeps_abandoned=keeps_abandoned)
     return RecordingClient(worker.llm_client, tree=tree)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 
 from rollout_hooks.capture.call_kinds import CallKind
-from rollout_hooks.capture.recorded import CallStatus
+from rollout_hooks.capture.recorded import CallStatus, LeftOut
 from rollout_hooks.capture.session_tree import SessionTree
 
 
@@ -25,7 +25,8 @@ class CaptureReport:
     """Sums over sessions; add them with `+`.
 
     `num_dropped_leaves` counts trajectories that gave no row: they have no trained token within the length limits, a
-    branching loop did not finish them or shows their end as text that was read, or they have images or other media.
+    branching loop did not finish them or shows their end as text that was read, the agent dropped them, or they have
+    images or other media.
     """
 
     num_sessions: int = 0  # sessions that ended, failed ones included
@@ -39,6 +40,7 @@ class CaptureReport:
     num_failed_calls: int = 0
     num_aborted_calls: int = 0  # calls that the server gave up
     num_dropped_leaves: int = 0
+    num_abandoned_leaves: int = 0  # of answers that the agent did not read to the end, and did not go on from
     num_truncated_leaves: int = 0  # rows cut to `rollout.response_length`
     cut_prompts: tuple[int, ...] = ()  # lengths of prompts whose beginning was cut to `rollout.prompt_length`
     failed_sessions: tuple[FailedSession, ...] = ()
@@ -62,4 +64,5 @@ class CaptureReport:
             num_realigned=sum(call.num_splices > 0 for call in tree.calls),
             num_failed_calls=statuses.count(CallStatus.FAILED),
             num_aborted_calls=statuses.count(CallStatus.ABORTED),
+            num_abandoned_leaves=sum(reason is LeftOut.ABANDONED for _, reason in tree.left_out_leaves()),
         )

@@ -5,6 +5,9 @@ that very place. Drift that was healed in a call is healed in the outputs too. R
 become rows before them: they are what a loop forked off, dropped or rewrote. Their prompt is all that comes before the
 first generated token. A row shows the images of its own path.
 
+Leaves that are left out make no row. The last row of the session tells of them (`LEFT_OUT_FIELD`), so that they are
+shown where the tree is.
+
 The response is cut at `rollout.response_length`, as in verl. A rewritten history may be longer than
 `rollout.prompt_length`. Its tokens beyond that limit are kept as untrained tokens of the response, because the output
 must be trained under the context in which it was sampled. A cut inside an image leaves the image out.
@@ -13,19 +16,22 @@ must be trained under the context in which it was sampled. A cut inside an image
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 from rollout_hooks.capture.outputs import CALL_STATES_FIELD, TreeAgentLoopOutput, make_row, weight_versions
-from rollout_hooks.capture.recorded import TokenPath
+from rollout_hooks.capture.recorded import LeftOut, TokenPath
 from rollout_hooks.capture.session_images import cut_before_image
 from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.capture.token_arrays import common_prefix_len
 
 CALLS_FIELD = "recorded_calls"
 """Key in a row's `extra_fields`: which call sampled which of its tokens, as `sampled_by` returns it."""
+
+LEFT_OUT_FIELD = "left_out_leaves"
+"""Key in the `extra_fields` of a session's last row: a `LeftOutLeaf` for each leaf that made no row."""
 
 _PROCESSOR_FIELDS = ("mm_processor_kwargs", "mm_processor_output")
 
@@ -37,6 +43,15 @@ class RowLimits:
     prompt_length: int
     response_length: int
     wants_log_probs: bool
+
+
+class LeftOutLeaf(NamedTuple):
+    """A leaf that made no row: why (a value of `LeftOut`), the length of its prompt, its tokens, who sampled them."""
+
+    reason: str
+    prompt_len: int
+    token_ids: list[int]
+    sampled_by: "list[SampledBy]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +71,8 @@ def session_rows(tree: SessionTree, outputs: Sequence[AgentLoopOutput], *, limit
 
     If an output is a `TreeAgentLoopOutput`, the loop has named its leaves itself, and other recorded paths are dropped.
     They are dropped, too, if an output has `routed_experts`. A row in which the model has sampled the token of an image
-    or a video is dropped: nothing tells what it shows.
+    or a video is dropped: nothing tells what it shows. An output whose mask is 0 everywhere is a leaf that the loop
+    leaves out.
 
     Raises:
         ValueError: Log-probs are wanted and there is none for a trained token, or an output has other images than its
@@ -83,9 +99,18 @@ def session_rows(tree: SessionTree, outputs: Sequence[AgentLoopOutput], *, limit
     _share_fields(rows)
     for row in rows:
         _check_log_probs(row, limits=limits)
+    left_out = tree.left_out_leaves()
+    masked = [keys for output, keys in zip(outputs, own_keys, strict=True) if _is_masked(output)]
+    if rows and (left_out or masked):
+        shown = left_out + [(tree.locate(keys), LeftOut.DROPPED) for keys in masked]
+        rows[-1].extra_fields[LEFT_OUT_FIELD] = [
+            LeftOutLeaf(reason.value, path.prompt_len, path.token_ids.tolist(), sampled_by(tree, path))
+            for path, reason in shown
+        ]
+    num_without_row = len(uncovered) + sum(what == "end" for _, what in missing)
     return SessionRows(
         outputs=rows,
-        num_dropped=len(uncovered) + sum(what == "end" for _, what in missing) + len(own) - len(rows),
+        num_dropped=num_without_row + len(own) - len(rows) + sum(reason is LeftOut.DROPPED for _, reason in left_out),
         num_truncated=sum(_is_cut(*each, leaves, limits=limits) for each in zip(rows, keys, strict=True)),
     )
 

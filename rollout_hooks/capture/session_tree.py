@@ -7,6 +7,9 @@
     P ── A ──┬── t ── B        leaf of the calls (0, 1):  P A t B
              └── u ── C        leaf of the calls (0, 2):  P A u C
 
+A call whose answer nobody read, or that the agent dropped, is *left out*: it ends no leaf. Where the agent went on from
+its answer all the same, this is a part of the longer leaf.
+
 A token is *generated* on a path if an earlier, finished call sampled it there, after exactly the same tokens. So A is
 trained on both leaves, with its rollout log-prob. A changed copy of A is only text that the model read. A copy that
 reads the same in other tokens can be healed before the call is sent (`realign`).
@@ -17,7 +20,7 @@ Where prompts show images, the tokens of the tree are keys: see `session_images`
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import replace
 from itertools import islice
 
@@ -25,7 +28,7 @@ import numpy as np
 
 from rollout_hooks.capture.call_kinds import CallKind, classify
 from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS, Healer, Realignment
-from rollout_hooks.capture.recorded import CallStatus, DriftExample, RecordedCall, TokenPath
+from rollout_hooks.capture.recorded import CallStatus, DriftExample, LeftOut, RecordedCall, TokenPath
 from rollout_hooks.capture.session_images import SessionImages
 from rollout_hooks.capture.text_compare import Decode
 from rollout_hooks.capture.token_arrays import token_array
@@ -43,7 +46,8 @@ class SessionTree:
     Call `begin` when a call is sent, and `complete` or `fail` when it ends. Concurrent calls are then indexed, and
     their leaves ordered, as the loop sent them. Without `decode` (token ids to text) no drift is reported or healed.
     `max_replaced` is the most tokens that one splice of `realign` replaces; 0 heals nothing. `images` makes the
-    keys of prompts that show some; these stand for their tokens everywhere here.
+    keys of prompts that show some; these stand for their tokens everywhere here. With `keeps_abandoned` answers that
+    nobody read are not left out.
     """
 
     def __init__(
@@ -52,8 +56,10 @@ class SessionTree:
         decode: Decode | None = None,
         max_replaced: int = MAX_REPLACED_TOKENS,
         images: SessionImages | None = None,
+        keeps_abandoned: bool = False,
     ) -> None:
         self.images = images or SessionImages()
+        self._keeps_abandoned = keeps_abandoned
         self._decode = None if decode is None else self.images.decoder(decode)
         self._trie = TokenTrie()
         self._healer: Healer | None = None
@@ -181,15 +187,24 @@ class SessionTree:
         self._calls[call] = replace(self._calls[call], status=CallStatus.FAILED, cause=cause)
         self._trie.remove(call)
 
+    def leave_out(self, call: int, reason: LeftOut) -> None:
+        """Record that a call, which may still run, ends no leaf."""
+        if reason is not LeftOut.ABANDONED or not self._keeps_abandoned:
+            self._calls[call] = replace(self._calls[call], left_out=reason)
+
     def leaves(self) -> list[TokenPath]:
         """Return the paths of completed calls, without those that go on: a longer path trains all that they train.
 
         They are sorted by their `calls`: where two leaves part, the one whose next call was sent first comes first.
-        Equal paths of different calls are different samples, so all of them are leaves.
+        Equal paths of different calls are different samples, so all of them are leaves. Calls that are left out are
+        neither leaves nor longer paths.
         """
-        finished = np.asarray(self._finished, dtype=np.int64)
-        leaves = [self._path_of(call, finished) for call in self._num_outputs if self._is_leaf(call, finished)]
-        return sorted(leaves, key=lambda path: path.calls)
+        return self._leaves([call for call in self._num_outputs if self._calls[call].left_out is None])
+
+    def left_out_leaves(self) -> list[tuple[TokenPath, LeftOut]]:
+        """Return the paths of completed calls that are left out and from which nobody went on, and why."""
+        leaves = [(path, self._calls[path.source[-1]].left_out) for path in self._leaves(list(self._num_outputs))]
+        return [(path, reason) for path, reason in leaves if reason is not None]
 
     def locate(
         self, token_ids: Sequence[int] | np.ndarray, *, log_probs: Sequence[float | None] | None = None
@@ -215,13 +230,19 @@ class SessionTree:
         self._num_events += 1
         return self._num_events
 
-    def _is_leaf(self, call: int, finished: np.ndarray) -> bool:
+    def _leaves(self, calls: Collection[int]) -> list[TokenPath]:
+        finished = np.asarray(self._finished, dtype=np.int64)
+        among = frozenset(calls)
+        leaves = [self._path_of(call, finished) for call in calls if self._is_leaf(call, finished, among=among)]
+        return sorted(leaves, key=lambda path: path.calls)
+
+    def _is_leaf(self, call: int, finished: np.ndarray, *, among: Set[int]) -> bool:
         point = self._trie.end_of(call)
         longer = (
             other
             for node in self._trie.nodes_behind(point)
             for end, other in reversed(node.ends)
-            if other in self._num_outputs and end > point.position
+            if other in among and end > point.position
         )
         return not any(self._trains_all(other, call, point, finished) for other in islice(longer, _MAX_LONGER))
 
@@ -249,8 +270,9 @@ class SessionTree:
     def _name(self, source: np.ndarray, point: Point, *, before: int, log_probs: np.ndarray | None = None) -> None:
         """Choose among calls that sampled the same tokens, in `source` (N,), the first tokens up to a point.
 
-        The call counts whose output goes on farthest; of several the longest, then the one that was sent first. So who
-        finished first does not matter. Calls that finished after the event `before` do not count.
+        The call counts whose output goes on farthest; of several the longest, then the one that was sent first; calls
+        that are left out come last. So who finished first does not matter. Calls that finished after the event
+        `before` do not count.
         """
         ends = self._trie.repeats_to(point)
         if not ends:
@@ -259,7 +281,7 @@ class SessionTree:
         for call, end in zip(calls.tolist(), (len(source) - first).tolist(), strict=True):
             ends[call] = max(end, ends.get(call, 0))
 
-        def rank(call: int) -> tuple[bool, int, int, int]:
+        def rank(call: int) -> tuple[bool, bool, int, int, int]:
             start, end = self._calls[call].num_prompt, min(ends[call], len(source))
             is_given = False
             if log_probs is not None and start < end:
@@ -267,7 +289,7 @@ class SessionTree:
                 given = np.frombuffer(self._log_probs)[base + start : base + end]
                 known = ~np.isnan(log_probs[start:end])
                 is_given = bool(known.any() and (given == log_probs[start:end])[known].all())
-            return is_given, end, -start, -call
+            return is_given, self._calls[call].left_out is None, end, -start, -call
 
         for call in sorted((call for call in ends if call >= 0 and self._finished[call] < before), key=rank):
             source[self._calls[call].num_prompt : ends[call]] = call

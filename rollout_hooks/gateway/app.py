@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 Body = TypeVar("Body", ChatBody, ResponsesBody)
 
+RETRY_HEADER = "x-stainless-retry-count"
+"""Of the clients of OpenAI and Anthropic: how often they have sent this request before."""
+_SETTLE_S = 0.01
 _SESSION_ID = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 
 
@@ -86,6 +89,8 @@ class Gateway:
             return
         # Requests whose bodies still come have found the session already.
         session.close()
+        # Clients that went away just now are noticed.
+        await asyncio.sleep(_SETTLE_S)
         tasks = [call.task for call in session.running]
         if not tasks:
             return
@@ -141,7 +146,12 @@ class Gateway:
             loop = asyncio.get_running_loop()
             body, turn = await loop.run_in_executor(self._threads, self._prepare, session, raw, body_class)
             self._check_room(len(turn.params))
-            return session, body, session.start(turn)
+            calls = session.start(turn, body=raw, is_retry=request.headers.get(RETRY_HEADER, "0") != "0")
+            request.state.calls = calls  # for `server`
+            if getattr(request.state, "is_lost", False):
+                for call in calls:
+                    call.abandon()
+            return session, body, calls
 
     def _prepare(self, session: GatewaySession, raw: bytes, body_class: type[Body]) -> tuple[Body, PreparedTurn]:
         body = _read(raw, body_class, max_values=self.limits.max_json_values)

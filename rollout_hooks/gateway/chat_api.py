@@ -36,6 +36,8 @@ class ChatAnswer:
         """Return the completion once all its choices are complete."""
         turns = [await self.session.whole_turn(call) for call in self.calls]
         self.session.calls_of_response[self._id] = tuple(turn.call for turn in turns)
+        for index, turn in enumerate(turns):
+            self.session.calls_of_response[f"{self._id}/{index}"] = (turn.call,)
         choices: list[dict[str, Any]] = []
         for index, turn in enumerate(turns):
             log_probs = self._log_probs(turn.token_ids, turn.log_probs)

@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import uvicorn
 from typing_extensions import override
@@ -36,8 +37,51 @@ class Address:
         return f"{self.url}/sessions/{session_id}/v1"
 
 
+class _JoinedWrites:
+    """A transport that sends at once what is written in one turn of the event loop.
+
+    Clients close a stream after its last event. Were the end of the body sent behind that, they might not have read it.
+    A connection that is closed with something unread is reset, which is the sign of an answer that was not read.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._parts: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+
+    def write_eof(self) -> None:
+        self._flush()
+        self._transport.write_eof()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether all that was written has been sent, and no reset has come back from a client that left before."""
+        error = self._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        return not self._parts and not error
+
+    def _flush(self) -> None:
+        if self._parts and not self._transport.is_closing():
+            parts, self._parts = self._parts, []
+            self._transport.write(b"".join(parts))
+
+
 class _Protocol(H11Protocol):
-    """HTTP/1.1 that drops connections which would cost something without a key, or without end.
+    """HTTP/1.1 that abandons the calls of clients that go away, and drops some connections.
+
+    The calls of a request (`request.state.calls`) are abandoned if its connection ends before the answer is sent, or is
+    reset: then the client has not read all that was sent. Connections are dropped which would cost something without a
+    key, or without end:
 
     - Those above `limit_concurrency`.
     - Those whose next head takes too long. uvicorn's own time limit, `timeout_keep_alive`, is for connections that are
@@ -54,7 +98,8 @@ class _Protocol(H11Protocol):
 
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # uvicorn's own type
-        super().connection_made(transport)
+        self._joined = _JoinedWrites(transport, self.loop)
+        super().connection_made(cast(asyncio.Transport, self._joined))
         # The protocol is then told whenever something waits to be sent, and when nothing does any more.
         transport.set_write_buffer_limits(0)
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
@@ -82,6 +127,8 @@ class _Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         _cancel(self._write_timer)
         self._stop_timer()
+        if self.cycle is not None and not (exc is None and self.cycle.response_complete and self._joined.has_arrived):
+            self._abandon()
         super().connection_lost(exc)
 
     @override
@@ -101,7 +148,14 @@ class _Protocol(H11Protocol):
         if num_waiting < num_before:
             self._write_timer = self.loop.call_later(self.body_s, self._expect_reader, num_waiting)
         else:
+            self._abandon()
             self.transport.abort()
+
+    def _abandon(self) -> None:
+        state = self.cycle.scope.setdefault("state", {})
+        state["is_lost"] = True
+        for call in state.get("calls", ()):
+            call.abandon()
 
     def _set_timer(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import logging
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from typing import Any
 
 from PIL import Image
@@ -111,6 +113,8 @@ class GatewaySession:
         self.calls_of_response: dict[str, tuple[int, ...]] = {}
         self._is_closed = False
         self._num_started = 0
+        # The calls of each request that no retry has replaced, by its body.
+        self._asked: defaultdict[bytes, list[list[RunningCall]]] = defaultdict(list)
         # Content and whole text of each turn with tool calls, by the JSON of its calls.
         self._raw_turns: dict[str, tuple[str, str]] = {}
 
@@ -136,8 +140,11 @@ class GatewaySession:
         ]
         return PreparedTurn(request, prompt_ids, message_images(messages), params)
 
-    def start(self, turn: PreparedTurn) -> list[RunningCall]:
+    def start(self, turn: PreparedTurn, *, body: bytes = b"", is_retry: bool = False) -> list[RunningCall]:
         """Start the calls of a request, one for each choice.
+
+        With `is_retry` it replaces an earlier request with the same body, whose calls are abandoned: one that got no
+        answer. If the only one got its answer, that was lost behind a proxy. Of several nobody knows which it was.
 
         Raises:
             ApiError: 404, if the session was closed since the request came; 400, if it has made all of its calls.
@@ -157,12 +164,22 @@ class GatewaySession:
                 turn.request,
                 max_tokens=each.get("max_tokens"),
                 num_prompt=len(turn.prompt_ids),
+                tree=self.engine.tree,
             )
             for each in turn.params
         ]
         for call in calls:
             self.running.add(call)
             call.task.add_done_callback(lambda _, call=call: self.running.discard(call))
+        earlier = self._asked[sha256(body).digest()]
+        if is_retry and earlier:
+            unanswered = [each for each in earlier if all(call.gave_no_answer for call in each)]
+            if unanswered or len(earlier) == 1:
+                replaced = (unanswered or earlier)[0]
+                earlier.remove(replaced)
+                for call in replaced:
+                    call.abandon()
+        earlier.append(calls)
         return calls
 
     def close(self) -> None:

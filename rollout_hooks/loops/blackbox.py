@@ -25,6 +25,7 @@ from verl.utils.tokenizer import get_processor_token_id
 
 from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput, is_reward
+from rollout_hooks.capture.recorded import LeftOut
 from rollout_hooks.capture.recording import RecordingClient, stable_request_id
 from rollout_hooks.capture.rows import CALLS_FIELD, RowLimits, session_rows
 from rollout_hooks.capture.session_tree import SessionTree
@@ -42,6 +43,7 @@ from rollout_hooks.loops.base import refuse_unknown_options
 
 Agent = Callable[..., Awaitable[float | Mapping[str, Any] | None]]
 
+DROP = "drop"
 MODEL = "policy"
 """The model name that agents send to the gateway."""
 
@@ -55,7 +57,7 @@ class BlackboxAgentLoop(AgentLoopBase):
     - a number: the reward of every leaf of the session;
     - None: verl's reward function scores the last leaf, and the others get a copy;
     - a mapping: `reward` as above, `leaf_rewards` with rewards of single leaves by the id of the response that ends the
-      leaf, and anything else, which becomes verl's `reward_extra_info`.
+      leaf (`DROP`: it is left out), and anything else, which becomes verl's `reward_extra_info`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -90,7 +92,7 @@ class BlackboxAgentLoop(AgentLoopBase):
         """Run one session (verl's entry point). Return the leaves in the order of their calls; the last call's is last.
 
         Raises:
-            SessionFailed: If the agent raised, ran out of time or made no call that gave a token.
+            SessionFailed: If the agent raised, ran out of time, or nothing that the model answered is to be trained.
             ValueError: If the worker does not record, or the agent returned no valid reward.
         """
         client = self.server_manager
@@ -151,14 +153,21 @@ class BlackboxAgentLoop(AgentLoopBase):
     def _outputs(
         self, tree: SessionTree, session: GatewaySession, result: Any, *, wants_log_probs: bool
     ) -> list[TreeAgentLoopOutput]:
+        reward, leaf_rewards, extra_info = _read_result(result)
+        dropped = {response_id: None for response_id, value in leaf_rewards.items() if value == DROP}
+        ends = [int(path.source[-1]) for path in tree.leaves()]
+        for call in _rewards_of_calls(session, dropped, last_calls=ends):
+            tree.leave_out(call, LeftOut.DROPPED)
         limits = RowLimits(self.rollout_config.prompt_length, self.rollout_config.response_length, wants_log_probs)
         # No loop made outputs here, so every row is made from the record.
         outputs = cast("list[TreeAgentLoopOutput]", session_rows(tree, [], limits=limits).outputs)
         if not outputs:
-            raise SessionFailed("the agent made no call that gave a token to train")
+            raise SessionFailed(
+                "no answer to train: the agent made no call that gave a token, read no answer to its end or dropped all"
+            )
         last_calls = [_last_call(output) for output in outputs]
-        reward, leaf_rewards, extra_info = _read_result(result)
-        of_call = _rewards_of_calls(session, leaf_rewards, last_calls=last_calls)
+        kept = {response_id: value for response_id, value in leaf_rewards.items() if response_id not in dropped}
+        of_call = _rewards_of_calls(session, kept, last_calls=last_calls)
         for output, call in zip(outputs, last_calls, strict=True):
             output.leaf_reward = output.reward_score = of_call.get(call, reward)
             if extra_info:
@@ -178,7 +187,7 @@ def _load_agent(path: str | None) -> Agent:
     return agent
 
 
-def _read_result(result: Any) -> tuple[float | None, Mapping[str, float], dict[str, Any]]:
+def _read_result(result: Any) -> tuple[float | None, Mapping[str, Any], dict[str, Any]]:
     """Return the reward, the rewards by response id, and what is reported with them."""
     if result is None or isinstance(result, Real):
         return _reward(result), {}, {}
@@ -205,7 +214,7 @@ def _reward(value: Any) -> float | None:
 
 
 def _rewards_of_calls(
-    session: GatewaySession, leaf_rewards: Mapping[str, float], *, last_calls: Sequence[int]
+    session: GatewaySession, leaf_rewards: Mapping[str, float | None], *, last_calls: Sequence[int]
 ) -> dict[int, float | None]:
     """Return `leaf_rewards` by the index of the call that ends the leaf."""
     rewards: dict[int, float | None] = {}

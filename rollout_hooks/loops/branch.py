@@ -106,6 +106,7 @@ class Branch:
         index: Place in the order of creation; the root is 0.
         lineage: The path from the root: the fork numbers of the ancestors and of this branch. Empty for the root.
         failure: Why this branch cannot go on (its last call failed, or `fail`), or None.
+        is_trained: Whether the leaf makes a row; see `finish`.
         reward: What `finish` or `reward_leaves` gave; rewards of `add_reward` are not in it.
         metrics: Seconds spent in this branch, by the names of verl's `AgentLoopMetrics`.
     """
@@ -120,6 +121,7 @@ class Branch:
         self.failure: str | None = None
         self.reward: float | None = None
         self.is_finished = False
+        self.is_trained = True
         self.metrics: dict[str, float] = {}
         self._reward_extra_info: dict[str, Any] | None = None
         session.branches.append(self)
@@ -284,23 +286,30 @@ class Branch:
         self._check_open("fail")
         self.failure = reason
 
-    def finish(self, reward: float | None = None, *, extra_info: Mapping[str, Any] | None = None) -> None:
+    def finish(
+        self, reward: float | None = None, *, extra_info: Mapping[str, Any] | None = None, trained: bool = True
+    ) -> None:
         """Make this branch a leaf: a row of the session.
 
         Args:
             reward: The leaf's own reward. None leaves it to verl: its reward function scores the last leaf of the
                 session, and leaves before it get a copy of that score. Rewards of `add_reward` are added to either.
             extra_info: Reported with the reward, as verl's `reward_extra_info`.
+            trained: False leaves the branch out, such as a candidate that was not chosen: it is shown and counted, but
+                makes no row. A branch that is never finished is counted only.
 
         Raises:
             ValueError: If the branch is finished, the reward is not finite, or the branch has failed and no reward is
-                given. A broken trajectory is trained only with an explicit reward.
+                given. A broken trajectory is trained only with an explicit reward. If the branch is not trained and a
+                reward is given.
         """
         if self.is_finished:
             raise ValueError(f"finish on branch {self.index}: it is finished already")
-        self.reward = self.checked_reward(reward)
+        if not trained and reward is not None:
+            raise ValueError(f"finish({reward}, trained=False) on branch {self.index}: what is left out has no reward")
+        self.reward = self.checked_reward(reward) if trained else None
         self._reward_extra_info = None if extra_info is None else dict(extra_info)
-        self.is_finished = True
+        self.is_finished, self.is_trained = True, trained
 
     def checked_reward(self, reward: float | None) -> float | None:
         """Return a reward as a float, or raise ValueError as `finish` does."""
@@ -317,7 +326,7 @@ class Branch:
         images = [image for _, stop, image in tokens.images if stop <= end]
         return make_row(
             tokens.token_ids[:end],
-            tokens.mask[:end],
+            tokens.mask[:end] if self.is_trained else [0] * end,
             tokens.log_probs[:end] if self._session.wants_log_probs else None,
             prompt_len=tokens.prompt_len,
             response_length=self._session.response_length,

@@ -64,17 +64,18 @@ class TriedSession:
         return lines
 
     def _paths(self) -> list[TextPath]:
-        """Return the rows to be drawn; without any, the recorded leaves."""
-        if self.rows:
-            return [_path_of_row(row, number) for number, row in enumerate(self.rows)]
-        return [
+        """Return the rows to be drawn, without any the recorded leaves; then those that are left out."""
+        drawn = [_path_of_row(row, number) for number, row in enumerate(self.rows)]
+        others = [] if drawn else [(path, "not trained") for path in self.tree.leaves()]
+        others += [(path, f"not trained: {reason}") for path, reason in self.tree.left_out_leaves()]
+        return drawn + [
             TextPath.of_stretches(
                 path.token_ids.tolist(),
                 [(call, position, position + 1) for position, call in enumerate(path.source.tolist()) if call >= 0],
                 prompt_len=path.prompt_len,
-                end="not trained",
+                end=end,
             )
-            for path in self.tree.leaves()
+            for path, end in others
         ]
 
 
@@ -234,6 +235,8 @@ def _path_of_row(row: AgentLoopOutput, number: int) -> TextPath:
     own = row.leaf_reward if isinstance(row, TreeAgentLoopOutput) else row.reward_score
     reward = "reward of verl's reward function, which a trial does not run" if own is None else f"reward {own:g}"
     nodes = row.node_rewards if isinstance(row, TreeAgentLoopOutput) else ()
+    if not any(row.response_mask):
+        reward = "not trained"
     return TextPath.of_stretches(
         [*row.prompt_ids, *row.response_ids],
         [(call, start, stop) for call, _, start, stop, *_ in row.extra_fields.get(CALLS_FIELD, ())],

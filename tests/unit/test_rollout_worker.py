@@ -22,6 +22,7 @@ from worker_cases import InProcessWorker, prompt_of, run_sessions
 
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE, LEAF_SHAPE_TAG
 from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput, row_reward
+from rollout_hooks.capture.recorded import LeftOut
 from rollout_hooks.capture.recording import recording_client
 from rollout_hooks.capture.report import CaptureReport, FailedSession
 from rollout_hooks.capture.running import OpenSessions, Session
@@ -267,6 +268,19 @@ def test_the_option_decides_whether_drift_is_healed_and_one_example_is_logged(dr
         worker._tell_drift(session)
     (record,) = [record for record in caplog.records if "<|im_end|>" in record.getMessage()]
     assert ("the recorded ones were sent" in record.getMessage()) is bool(num_splices)
+
+
+@pytest.mark.parametrize(("abandoned", "num_leaves"), [(None, 0), ("drop", 0), ("keep", 1)])
+def test_the_option_decides_whether_answers_that_nobody_read_are_leaves(abandoned, num_leaves):
+    worker = InProcessWorker(lambda _: "a")
+    if abandoned is not None:
+        with open_dict(worker.config):
+            worker.config.tree = {"abandoned": abandoned}
+    tree = recording_client(worker).tree
+    tree.complete(tree.begin([5]), [6])
+    tree.leave_out(0, LeftOut.ABANDONED)
+    assert len(tree.leaves()) == num_leaves
+    assert CaptureReport.of_calls(tree).num_abandoned_leaves == 1 - num_leaves
 
 
 def test_reports_add_up_and_travel():

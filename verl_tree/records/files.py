@@ -99,6 +99,7 @@ def write_trees(path: str | os.PathLike[str], trees: Iterable[StoredTree]) -> No
 
 
 def _to_batch(tree: StoredTree, *, index: int) -> pa.RecordBatch:
+    tree = tree.shown()
     forest = tree.forest()
     num_nodes, parents = forest.num_nodes, forest.node_parent.tolist()
     spans = [slice(*bounds) for bounds in zip(forest.node_start.tolist(), forest.node_end.tolist(), strict=True)]

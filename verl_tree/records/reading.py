@@ -109,12 +109,12 @@ def _tree(nodes: list[tuple[Any, ...]]) -> StoredTree:
     # Nodes that show different images may begin with the same token below one parent. In a file without images the
     # places of tokens say what ids do not.
     starts = {(parent, int(ids[0])) for parent, ids in zip(parents, token_ids, strict=True)}
-    known = (
-        TokenForest.from_sequences([place_paths[row] for row in sorted(found)]) if len(starts) < len(nodes) else None
-    )
+    kept = [row for row in sorted(found) if not found[row].is_left_out]
+    known = TokenForest.from_sequences([place_paths[row] for row in kept]) if len(starts) < len(nodes) else None
     thumbnails = {run["number"]: run["thumbnail"] for each in images for run in each if run["thumbnail"] is not None}
-    rows = tuple(found[row] for row in sorted(found))
-    return StoredTree(steps[0], uids[0], rows, known_forest=known, thumbnails=thumbnails)
+    rows = tuple(found[row] for row in kept)
+    left_out = tuple(found[row] for row in sorted(found) if found[row].is_left_out)
+    return StoredTree(steps[0], uids[0], rows, known_forest=known, thumbnails=thumbnails, left_out=left_out)
 
 
 def _leaf(

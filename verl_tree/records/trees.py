@@ -8,6 +8,8 @@ import numpy as np
 
 from verl_tree.tree import TokenForest
 
+LEFT_OUT = "left_out"
+"""Key in the `reward_extra_info` of a leaf that made no row: `abandoned` (nobody read the answer) or `dropped`."""
 _OPTIONAL = ("token_rewards", "token_advantages")
 
 
@@ -108,6 +110,12 @@ class StoredLeaf:
         value = trained[0] if trained.size else np.float32(0)
         return float(value) if (self.token_advantages == np.where(is_trained, value, 0)).all() else None
 
+    @property
+    def is_left_out(self) -> bool:
+        """Whether it made no row; see `StoredTree.left_out`."""
+        is_told = LEFT_OUT in (self.reward_extra_info or {})
+        return is_told and self.token_rewards is None and not self.is_trained.any()
+
     def keys(self) -> np.ndarray:
         """Return what tells its tokens from those of others, (L,) int64: ids, and numbers of images in their place."""
         keys = self.token_ids.astype(np.int64)
@@ -145,6 +153,9 @@ class StoredTree:
 
     `known_forest` is their forest, if the caller has it already, or if a file of an older version does not tell where
     rows with images part. What its tokens are does not matter.
+
+    `left_out` are leaves that made no row: nothing of them is trained, they have no reward, and `reward_extra_info` has
+    the reason (`LEFT_OUT`). Files and pages show them; they are not in `leaves` and not in the forest.
     """
 
     step: int
@@ -152,12 +163,19 @@ class StoredTree:
     leaves: tuple[StoredLeaf, ...]
     known_forest: InitVar[TokenForest | None] = None
     thumbnails: Mapping[int, bytes] = field(default_factory=dict)
+    left_out: tuple[StoredLeaf, ...] = ()
     _forest: TokenForest | None = field(init=False, repr=False)
 
     def __post_init__(self, known_forest: TokenForest | None) -> None:
         if not self.leaves:
             raise ValueError(f"the tree {self.uid!r} has no leaves: leave it out")
         object.__setattr__(self, "_forest", known_forest)
+
+    def shown(self) -> "StoredTree":
+        """Return the tree with those that are left out behind its leaves."""
+        if not self.left_out:
+            return self
+        return StoredTree(self.step, self.uid, self.leaves + self.left_out, thumbnails=self.thumbnails)
 
     def forest(self) -> TokenForest:
         """Return the forest of the leaves in their order; it is built once."""

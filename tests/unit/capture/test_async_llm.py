@@ -12,6 +12,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from rollout_hooks.capture.async_llm import RecordingAsyncLLM
 from rollout_hooks.capture.call_kinds import CallKind
+from rollout_hooks.capture.recorded import LeftOut
 from rollout_hooks.capture.session_tree import CallStatus, SessionTree
 
 KINDS = list(RequestOutputKind)
@@ -33,7 +34,7 @@ class ScriptedEngine:
     def __init__(self, *outputs, fails_after=None, finish_reason="stop"):
         self.outputs, self.fails_after, self.finish_reason = outputs, fails_after, finish_reason
         self.prompts, self.params, self.kwargs = [], [], []
-        self.was_closed = False
+        self.was_closed, self.num_given = False, 0
 
     async def generate(self, prompt, sampling_params, request_id, **kwargs):
         self.prompts.append(prompt)
@@ -50,6 +51,7 @@ class ScriptedEngine:
                     kind = sampling_params.output_kind
                     if end - 2 >= len(token_ids) or (kind is RequestOutputKind.FINAL_ONLY and not is_last):
                         continue
+                    self.num_given += 1
                     start = end - 2 if kind is RequestOutputKind.DELTA else 0
                     yield self.output(request_id, index, start, token_ids[start:end], is_last, prompt)
                 num_chunks += 1
@@ -130,7 +132,7 @@ async def test_a_prompt_that_has_drifted_is_healed_on_its_way():
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
-async def test_a_call_that_is_left_early_keeps_its_tokens(kind):
+async def test_a_call_that_is_closed_early_keeps_its_tokens(kind):
     engine = ScriptedEngine([7, 8, 9, 10])
     llm = RecordingAsyncLLM(engine)
     async with aclosing(llm.generate([1], SamplingParams(output_kind=kind), "r")) as outputs:
@@ -143,6 +145,18 @@ async def test_a_call_that_is_left_early_keeps_its_tokens(kind):
     assert (leaf.token_ids.tolist(), leaf.log_probs.tolist()) == ([1, 7, 8], [0.0, -1.0, -1.1])
 
 
+async def test_a_call_that_is_cancelled_gave_its_caller_no_answer():
+    llm = RecordingAsyncLLM(ScriptedEngine([7, 8, 9, 10]))
+    asked = asyncio.create_task(collect(llm, [1], SamplingParams()))
+    while not llm.engine.num_given:
+        await asyncio.sleep(0)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    assert [(call.status, call.num_output) for call in llm.tree.calls] == [(CallStatus.ABORTED, 2)]
+    assert llm.tree.leaves() == []
+    assert [reason for _, reason in llm.tree.left_out_leaves()] == [LeftOut.ABANDONED]
+
+
 def test_failures_are_recorded_with_their_cause_and_raised():
     for fails_after, status, num_output in ((0, CallStatus.FAILED, 0), (1, CallStatus.ABORTED, 2)):
         llm = RecordingAsyncLLM(ScriptedEngine([7, 8, 9], fails_after=fails_after))
@@ -151,6 +165,8 @@ def test_failures_are_recorded_with_their_cause_and_raised():
         (call,) = llm.tree.calls
         assert (call.status, call.num_output) == (status, num_output)
         assert "RuntimeError: engine is dead" in (call.cause, call.stop_reason)
+        assert llm.tree.leaves() == []
+        assert [reason for _, reason in llm.tree.left_out_leaves()] == [LeftOut.ABANDONED] * (num_output > 0)
 
 
 @pytest.mark.parametrize("is_left", [False, True])

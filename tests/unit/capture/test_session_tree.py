@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rollout_hooks.capture.call_kinds import CallKind
+from rollout_hooks.capture.recorded import LeftOut
 from rollout_hooks.capture.session_tree import CallStatus, SessionTree
 
 # A toy vocabulary in which different tokens may read the same: 0-25 are letters, 100 reads "ab", 101 reads "bc".
@@ -212,6 +213,33 @@ def test_a_failed_call_leaves_its_cause_and_no_path():
     assert (tree.calls[call].status, tree.calls[call].cause) == (CallStatus.FAILED, "RuntimeError: server gone")
     assert leaf_tokens(tree) == [[*PROMPT, A]]
     assert add(tree, [*PROMPT, A, 20], [B]).kind is CallKind.CONTINUATION  # the retry is what the call was
+
+
+def test_a_call_that_is_left_out_ends_no_leaf_but_the_calls_before_it_stay():
+    tree = SessionTree()
+    add(tree, PROMPT, [A])
+    tree.leave_out(add(tree, [*PROMPT, A, 20], [B]).index, LeftOut.ABANDONED)
+    tree.leave_out(add(tree, PROMPT, [C]).index, LeftOut.DROPPED)
+    running = tree.begin([*PROMPT, C, 20])
+    tree.leave_out(running, LeftOut.ABANDONED)
+    tree.fail(running, "gone")
+    assert leaf_tokens(tree) == [[*PROMPT, A]]
+    assert [(path.token_ids.tolist(), reason) for path, reason in tree.left_out_leaves()] == [
+        ([*PROMPT, A, 20, B], LeftOut.ABANDONED),
+        ([*PROMPT, C], LeftOut.DROPPED),
+    ]
+    add(tree, [*PROMPT, A, 20, B, 21], [X])  # whoever goes on from an answer has seen it
+    assert [(path.token_ids.tolist(), trained_tokens(path)) for path in tree.leaves()] == [
+        ([*PROMPT, A, 20, B, 21, X], [A, B, X])
+    ]
+    assert [reason for _, reason in tree.left_out_leaves()] == [LeftOut.DROPPED]
+
+
+def test_abandoned_calls_are_leaves_where_they_are_kept_and_dropped_ones_are_not():
+    tree = SessionTree(keeps_abandoned=True)
+    for reason in LeftOut:
+        tree.leave_out(add(tree, PROMPT, [A if reason is LeftOut.ABANDONED else B]).index, reason)
+    assert leaf_tokens(tree) == [[*PROMPT, A]]
 
 
 def test_an_aborted_call_keeps_its_tokens_and_an_empty_one_makes_no_path():

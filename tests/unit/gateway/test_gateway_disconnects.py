@@ -1,21 +1,27 @@
-"""Clients that go away and engines that fail: every sampled token is captured once."""
+"""Clients that go away and engines that fail: every token is recorded once, and what nobody read ends no leaf."""
 
 import asyncio
+import contextlib
+import json
 import random
+import re
+import socket
 
+import httpx
 import openai
 import pytest
 from gateway_cases import TOOLS, StreamingEngine, client_engine, connect, head, text_of, tool_reply, user, with_gateway
 from scripted_llm import END
 
-from rollout_hooks.capture.session_tree import CallStatus
+from rollout_hooks.capture.recorded import CallStatus, LeftOut
+from rollout_hooks.gateway.app import RETRY_HEADER
 
 pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
 @with_gateway
-async def test_a_client_that_goes_away_loses_text_but_no_token(server, api):
+async def test_the_answer_of_a_client_that_goes_away_is_recorded_and_left_out(server, api):
     engine = StreamingEngine(lambda _: "a long answer", delay_s=0.005)
     session = server.open("s", engine)
     client = server.client("s")
@@ -31,7 +37,123 @@ async def test_a_client_that_goes_away_loses_text_but_no_token(server, api):
     await server.gateway.close_session("s")
     assert not session.running
     assert [call.status for call in engine.tree.calls] == [CallStatus.COMPLETED] * 2
-    assert sorted(text_of(leaf).split("assistant\n")[1] for leaf in engine.tree.leaves()) == ["a long answer" + END] * 2
+    (leaf,), ((unread, reason),) = engine.tree.leaves(), engine.tree.left_out_leaves()
+    assert [text_of(each).split("assistant\n")[1] for each in (leaf, unread)] == ["a long answer" + END] * 2
+    assert (leaf.calls, unread.calls, reason) == ((1,), (0,), LeftOut.ABANDONED)
+
+
+@with_gateway
+async def test_a_client_that_times_out_and_asks_again_leaves_one_leaf(server):
+    """The first two answers come after the client's patience."""
+    delays = iter([0.3, 0.3, 0.0])
+    engine = server.scripted(lambda _: "x", delay=lambda _: next(delays))
+    client = server.client("s", timeout=0.1, max_retries=2)
+    answer = await client.chat.completions.create(model="policy", messages=user("q"))
+    assert answer.choices[0].message.content == "x"
+    await server.gateway.close_session("s")
+    assert [call.status for call in engine.tree.calls] == [CallStatus.COMPLETED] * 3
+    assert [leaf.calls for leaf in engine.tree.leaves()] == [(2,)]
+    assert [(path.calls, reason) for path, reason in engine.tree.left_out_leaves()] == [
+        ((0,), LeftOut.ABANDONED),
+        ((1,), LeftOut.ABANDONED),
+    ]
+
+
+@with_gateway
+async def test_samples_of_one_prompt_that_were_all_read_are_all_leaves(server):
+    engine = server.scripted(lambda _: "x", delay=lambda _: 0.01)
+    await asyncio.gather(server.ask(), server.ask())
+    await server.ask()
+    await server.gateway.close_session("s")
+    assert len(engine.tree.leaves()) == 3
+    assert engine.tree.left_out_leaves() == []
+
+
+@pytest.mark.parametrize(
+    ("num_before", "num_retries", "leaves"),
+    [(1, 1, [1]), (1, 2, [2]), (2, 1, [0, 1, 2])],
+    ids=["one", "twice", "which"],
+)
+@with_gateway
+async def test_a_retry_replaces_a_request_whose_answer_was_lost_behind_us(server, num_before, num_retries, leaves):
+    """A proxy may read an answer that its client no longer waits for; of two such requests nobody knows which."""
+    engine = server.scripted()
+    for retry in [0] * num_before + list(range(1, num_retries + 1)):
+        await server.ask(extra_headers={RETRY_HEADER: str(retry)})
+    await server.gateway.close_session("s")
+    assert [leaf.calls for leaf in engine.tree.leaves()] == [(call,) for call in leaves]
+
+
+@with_gateway
+async def test_a_retry_after_an_error_replaces_the_call_that_failed(server):
+    replies = iter(["x", RuntimeError("injected"), "x"])
+    engine = server.scripted(lambda _: next(replies))
+    await server.ask()
+    client = server.client("s", max_retries=1)
+    await client.chat.completions.create(model="policy", messages=user("q"))
+    await server.gateway.close_session("s")
+    assert [leaf.calls for leaf in engine.tree.leaves()] == [(0,), (2,)]
+
+
+@with_gateway
+async def test_an_agent_that_goes_on_from_what_it_left_has_seen_it(server):
+    engine = StreamingEngine(lambda prompt: "more" if "go on" in prompt else "an answer", delay_s=0.002)
+    session = server.open("s", engine)
+    stream = await server.ask(stream=True)
+    async for _ in stream:
+        break
+    await stream.close()
+    while session.running:
+        await asyncio.sleep(0.005)
+    messages = [*user("q"), {"role": "assistant", "content": "an answer"}, *user("go on")]
+    await server.client("s").chat.completions.create(model="policy", messages=messages)
+    await server.gateway.close_session("s")
+    assert [leaf.calls for leaf in engine.tree.leaves()] == [(0, 1)]
+    assert engine.tree.left_out_leaves() == []
+
+
+def is_whole(answer, *, stream):
+    headers, _, text = answer.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", headers)
+    return text.endswith(b"\r\n0\r\n\r\n") if stream else length is not None and len(text) == int(length[1])
+
+
+async def leave(server, session_id, *, num_bytes, delay_s, stream):
+    """Ask on a socket, leave after some bytes of the answer or some time; return whether it was whole."""
+    loop, url = asyncio.get_running_loop(), httpx.URL(server.address.url)
+    body = json.dumps({"model": "policy", "messages": user("q"), "stream": stream}).encode()
+    answer = b""
+    with socket.socket() as client:  # what asyncio's streams have not handed over, they have read all the same
+        client.setblocking(False)
+        await loop.sock_connect(client, (url.host, url.port))
+        await loop.sock_sendall(client, head(server, length=len(body), session=session_id) + body)
+        end_s = loop.time() + delay_s
+        while loop.time() < end_s and len(answer) < num_bytes and not is_whole(answer, stream=stream):
+            with contextlib.suppress(BlockingIOError):  # `sock_recv` may lose what it has read when it is cancelled
+                answer += client.recv(num_bytes - len(answer))
+            await asyncio.sleep(0.002)
+    return is_whole(answer, stream=stream)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@with_gateway
+async def test_rows_are_the_answers_that_were_read_whole(server, stream):
+    """180 clients leave before, while and after the answer comes; some of them read all of it."""
+    rng = random.Random(5)
+    engines, clients = [], []
+    for number in range(180):
+        is_slow = number % 2
+        engine = StreamingEngine(lambda _: "an answer of some length", delay_s=0.004 * is_slow)
+        engines.append(engine)
+        server.open(f"s{number}", engine)
+        num_bytes, delay_s = rng.choice([1 << 20, rng.randrange(1, 9000)]), rng.choice([20.0, rng.uniform(0.0, 0.6)])
+        clients.append(leave(server, f"s{number}", num_bytes=num_bytes, delay_s=delay_s, stream=stream))
+    were_whole = await asyncio.gather(*clients)
+    for number in range(180):
+        await server.gateway.close_session(f"s{number}")
+    assert [len(engine.tree.leaves()) for engine in engines] == [int(each) for each in were_whole]
+    assert 30 < sum(were_whole) < 170
+    assert sum(len(engine.tree.left_out_leaves()) for engine in engines) > 10
 
 
 @with_gateway
@@ -126,8 +248,9 @@ async def test_64_sessions_lose_no_token_to_clients_that_go_away_nor_to_errors(s
         completed = [call for call in calls if call.status is CallStatus.COMPLETED]
         assert len(completed) == len(engine.log) >= 4
         num_found = 0
+        leaves = engine.tree.leaves() + [path for path, _ in engine.tree.left_out_leaves()]
         for call, (prompt, sampled) in zip(completed, engine.log, strict=True):
-            (path,) = [leaf for leaf in engine.tree.leaves() if call.index in leaf.calls][:1]
+            (path,) = [leaf for leaf in leaves if call.index in leaf.calls][:1]
             positions = (path.source == call.index).nonzero()[0]
             assert path.token_ids[positions].tolist() == sampled
             assert path.token_ids[: positions[0]].tolist() == prompt

@@ -12,7 +12,7 @@ from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
 from rollout_hooks.capture.outputs import SessionFailed
 from rollout_hooks.capture.recording import RecordingClient
-from rollout_hooks.capture.rows import RowLimits, session_rows
+from rollout_hooks.capture.rows import CALLS_FIELD, LEFT_OUT_FIELD, RowLimits, session_rows
 from rollout_hooks.capture.session_tree import CallStatus, SessionTree
 from rollout_hooks.loops.blackbox import BlackboxAgentLoop
 
@@ -89,13 +89,14 @@ def reply(prompt):
     return "6 and 6" if "[6]" in prompt else TURN
 
 
-def capture(returns=None, *, loop=None, sampling=SAMPLING, script=reply, delay=None):
-    """Run the loop and make the rows as the worker does; return the rows and the tree."""
-    client = RecordingClient(ScriptedClient(script, delay), tree=SessionTree(decode=tokenizer().decode))
+def capture(returns=None, *, loop=None, sampling=SAMPLING, script=reply, delay=None, num_dropped=0, **options):
+    """Run the loop and make the rows as the worker does; return the rows and the tree, which has these options."""
+    tree = SessionTree(decode=tokenizer().decode, **options)
+    client = RecordingClient(ScriptedClient(script, delay), tree=tree)
     client.scripted = client._client
     outputs = run_loop(loop or loop_class(), client, sampling, row=row(returns=returns, scripted=client.scripted))
     rows = session_rows(client.tree, outputs, limits=LIMITS)
-    assert rows.num_dropped == 0
+    assert rows.num_dropped == num_dropped
     return rows.outputs, client
 
 
@@ -126,6 +127,33 @@ def test_rewards_of_single_leaves_and_what_is_reported_with_them():
     assert [each.as_dict()["extra_fields"]["reward_extra_info"] for each in rows] == [{"acc": 0.0}] * 2
     with pytest.raises(ValueError, match="no leaf of the session ends with that response"):
         capture({"leaf_rewards": {"first": 1.0}})
+
+
+def test_an_answer_that_the_agent_drops_makes_no_row():
+    rows, _ = capture({"reward": 1.0, "leaf_rewards": {"aside": "drop"}}, num_dropped=1)
+    assert [(text(each), each.leaf_reward) for each in rows] == [(TURN + END + "6 and 6" + END, 1.0)]
+    ((reason, _, token_ids, ((call, *_),)),) = rows[-1].extra_fields[LEFT_OUT_FIELD]
+    assert (reason, call, tokenizer().decode(token_ids)[-16:]) == ("dropped", 1, "beside" + END)
+    # What led to a dropped answer was not dropped.
+    rows, _ = capture({"reward": 1.0, "leaf_rewards": {"final": "drop"}}, num_dropped=1)
+    assert [text(each) for each in rows] == [TURN + END, "beside" + END]
+    with pytest.raises(ValueError, match="no leaf of the session ends with that response"):
+        capture({"leaf_rewards": {"first": "drop"}})
+
+
+async def chooser(*, base_url, api_key, model, row):
+    """Ask for three candidates and drop those that the row names."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        answer = await client.chat.completions.create(model=model, messages=row["raw_prompt"], n=3)
+    dropped = {f"{answer.id}/{choice.index}": "drop" for choice in answer.choices if choice.index in row["returns"]}
+    return {"reward": 1.0, "leaf_rewards": dropped}
+
+
+def test_a_candidate_among_several_is_chosen():
+    rows, _ = capture((0, 2), loop=loop_class("chooser"), num_dropped=2)
+    assert [output.extra_fields[CALLS_FIELD][-1][0] for output in rows] == [1]
+    with pytest.raises(SessionFailed, match="or dropped all"):
+        capture((0, 1, 2), loop=loop_class("chooser"))
 
 
 def test_calls_that_sampled_the_same_are_leaves_with_rewards_of_their_own():
@@ -160,11 +188,13 @@ def test_an_agent_that_fails_fails_its_session():
 
 
 def test_calls_of_clients_that_went_away_are_waited_for():
-    rows, client = capture(loop=loop_class("quitter"), delay=lambda _: 0.6)
+    rows, client = capture(loop=loop_class("quitter"), delay=lambda _: 0.6, keeps_abandoned=True)
     assert [text(each) for each in rows] == [TURN + END]
     assert [call.status for call in client.tree.calls] == [CallStatus.COMPLETED]
     with pytest.raises(SessionFailed, match="no call that gave a token"):
-        capture(loop=loop_class("quitter", drain_s=0.05), delay=lambda _: 0.6)
+        capture(loop=loop_class("quitter", drain_s=0.05), delay=lambda _: 0.6, keeps_abandoned=True)
+    with pytest.raises(SessionFailed, match="read no answer to its end"):
+        capture(loop=loop_class("quitter"), delay=lambda _: 0.6)
 
 
 def test_fixed_sampling_and_unusable_settings():

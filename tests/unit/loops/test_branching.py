@@ -17,7 +17,7 @@ from rollout_hooks.capture.call_kinds import CallKind
 from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput
 from rollout_hooks.capture.recording import RecordingClient
-from rollout_hooks.capture.rows import RowLimits, session_rows
+from rollout_hooks.capture.rows import LEFT_OUT_FIELD, RowLimits, session_rows
 from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.loops.base import BranchingAgentLoop, BranchSession
 
@@ -276,6 +276,28 @@ def test_loop_returns_leaves_in_order_of_forking_and_the_root_last():
     rows = session_rows(tree, outputs, limits=RowLimits(256, 256, wants_log_probs=True))
     assert [row.response_mask for row in rows.outputs] == [output.response_mask for output in outputs]
     assert (rows.num_dropped, rows.num_truncated) == (0, 0)
+
+
+class Choose(Explore):
+    """Takes the second attempt."""
+
+    async def attempt(self, branch, number):
+        await super().attempt(branch.fork()[0] if number else branch, number)
+        if number:
+            branch.finish(trained=False)
+
+
+def test_a_branch_that_is_not_trained_is_shown_and_makes_no_row():
+    outputs, tree = run_explore(lambda _: "x", Choose)
+    rows = session_rows(tree, outputs, limits=RowLimits(256, 256, wants_log_probs=True))
+    x = "x" + END
+    assert [decode(row.response_ids) for row in rows.outputs] == [x + "0" + x, x + "1" + x, x + "main" + x]
+    ((reason, prompt_len, token_ids, calls),) = rows.outputs[-1].extra_fields[LEFT_OUT_FIELD]
+    assert (reason, decode(token_ids[prompt_len:]), [call for call, *_ in calls]) == ("dropped", x, [0])
+    assert rows.num_dropped == 1
+    root = session(lambda _: "a").root
+    with pytest.raises(ValueError, match=r"finish\(1\.0, trained=False\) on branch 0: what is left out has no reward"):
+        root.finish(1.0, trained=False)
 
 
 class Compared(Explore):

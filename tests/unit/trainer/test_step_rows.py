@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.rows import RowLimits, session_rows
 from rollout_hooks.capture.session_tree import SessionTree
 from verl_tree.cost.model import Work, WorkProfile
-from verl_tree.records import CallRun, StoredTree
+from verl_tree.records import CallRun, StoredTree, read_trees, write_trees
 from verl_tree.records.page.content import page_content
 from verl_tree.trainer.row_keys import group_rows
 from verl_tree.trainer.rows import step_rows as step_rows_module
@@ -107,6 +108,22 @@ def test_what_becomes_known_later_is_found_for_the_row_it_belongs_to() -> None:
     assert trees[0].leaves[0].is_trained.tolist() == [False, False, True, False, False]
     assert [leaf.token_rewards.sum() for tree in trees for leaf in tree.leaves] == [3.0, 2.0, 1.0]
     assert [len(leaf.token_advantages) for tree in trees for leaf in tree.leaves] == [3, 2, 1]
+
+
+def test_leaves_that_made_no_row_are_stored_and_shown_and_not_counted(tmp_path: Path) -> None:
+    left_out = [("abandoned", 2, [1, 2, 3, 9], [(1, "fork", 3, 4, None, None)])]
+    rows = ROWS | {"a_0_1": ROWS["a_0_1"] | {"extra_fields": {"left_out_leaves": left_out}}}
+    trees = trees_of(rows, step=9)
+    write_trees(tmp_path / "trees.parquet", trees)
+    for tree in (trees[0], read_trees(tmp_path / "trees.parquet")[0]):
+        assert [(leaf.session, leaf.leaf) for leaf in tree.leaves] == [(0, 0), (0, 1), (1, 0)]
+        assert tree.forest().num_tokens == 7  # 1 2, then 8, 3 and behind it 6 7 and 4
+        (leaf,) = tree.left_out
+        assert (leaf.session, leaf.leaf, leaf.token_ids.tolist(), leaf.prompt_len) == (0, 2, [1, 2, 3, 9], 2)
+        assert (leaf.reward, leaf.is_trained.any(), leaf.calls) == (None, False, (CallRun(1, "fork", 3, 4),))
+        page = page_content(tree, tokenizer=None)
+        assert page["leaves"][-1]["info"] == {"left_out": "abandoned"}
+        assert (page["num_tree_tokens"], sum(node["num_tokens"] for node in page["nodes"])) == (7, 8)
 
 
 def test_a_profile_counts_the_trained_tokens_at_the_end_of_the_rows() -> None:

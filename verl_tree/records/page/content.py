@@ -37,6 +37,7 @@ def page_content(tree: StoredTree, *, tokenizer: Tokenizer | None) -> dict[str, 
     Nodes are in display order, and a node's parent is an index into that order. `is_training` is whether the tree has
     advantages; those of a validation have none, and nothing of them is trained.
     """
+    counted, tree = tree.forest(), tree.shown()
     forest = tree.forest()
     placed = _place(forest)
     position = {each.node: index for index, each in enumerate(placed)}
@@ -55,14 +56,14 @@ def page_content(tree: StoredTree, *, tokenizer: Tokenizer | None) -> dict[str, 
     return {
         "uid": tree.uid,
         "step": tree.step,
-        "num_flat_tokens": forest.num_flat_tokens,
-        "num_tree_tokens": forest.num_tokens,
+        "num_flat_tokens": counted.num_flat_tokens,
+        "num_tree_tokens": counted.num_tokens,
         "num_sessions": len({leaf.session for leaf in tree.leaves}),
-        "por": forest.potential_overlap_ratio,
+        "por": counted.potential_overlap_ratio,
         "is_training": any(leaf.token_advantages is not None for leaf in tree.leaves),
         "reward_range": [min(rewards), max(rewards)] if rewards else None,
         "advantage_range": [-max(advantages), max(advantages)] if advantages else None,
-        "overlap": overlap_histogram(forest),
+        "overlap": overlap_histogram(counted),
         "leaves": leaves,
         "images": [_data_url(tree.thumbnails.get(number)) for number in images],
         "nodes": nodes,

@@ -9,8 +9,9 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
 from rollout_hooks.capture.image_runs import IMAGES_FIELD, THUMBNAILS_FIELD
+from rollout_hooks.capture.rows import CALLS_FIELD, LEFT_OUT_FIELD
 from verl_tree.packing.counts import ForestCounts
-from verl_tree.records import CallRun, ImageRun, StoredLeaf, StoredTree
+from verl_tree.records import LEFT_OUT, CallRun, ImageRun, StoredLeaf, StoredTree
 from verl_tree.trainer.advantages import Call
 from verl_tree.trainer.row_keys import group_rows, parse_row_key
 from verl_tree.trainer.rows.batching import RowAssignment
@@ -125,8 +126,27 @@ def trees_of(
             # Rows that show different images share no node behind them, although their token ids may be equal.
             known_forest=TokenForest.from_sequences([row_keys[row] for row in group]),
             thumbnails={number: file for row in group for number, file in thumbnails[row].items()},
+            left_out=tuple(leaf for row in group for leaf in _left_out(keys[row], extras[row])),
         )
         for group in group_rows(keys)
+    ]
+
+
+def _left_out(key: str, extra: Mapping[str, Any]) -> list[StoredLeaf]:
+    """Return the leaves that made no row, numbered on from the last row of their session, which tells of them."""
+    place = parse_row_key(key)
+    return [
+        StoredLeaf(
+            session=place.session,
+            leaf=place.leaf + number,
+            token_ids=np.asarray(token_ids),
+            prompt_len=prompt_len,
+            is_trained=np.zeros(len(token_ids), dtype=bool),
+            log_probs=np.full(len(token_ids), np.nan),
+            reward_extra_info={LEFT_OUT: reason},
+            calls=recorded_calls({CALLS_FIELD: sampled_by}),
+        )
+        for number, (reason, prompt_len, token_ids, sampled_by) in enumerate(extra.get(LEFT_OUT_FIELD, ()), 1)
     ]
 
 
