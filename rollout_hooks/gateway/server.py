@@ -18,6 +18,7 @@ from rollout_hooks.gateway.limits import MAX_HEAD_BYTES
 
 _STARTED_POLL_S = 0.005
 _GRACE_S = 5
+_MAX_JOINED_BYTES = 2**14
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Address:
 
 
 class _JoinedWrites:
-    """A transport that sends at once what is written in one turn of the event loop.
+    """A transport that sends together what is written in one turn of the event loop, if it is little.
 
     Clients close a stream after its last event. Were the end of the body sent behind that, they might not have read it.
     A connection that is closed with something unread is reset, which is the sign of an answer that was not read.
@@ -46,15 +47,17 @@ class _JoinedWrites:
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
-        self._parts: list[bytes] = []
+        self._waiting = bytearray()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        if not self._parts:
+        if not self._waiting:
             self._loop.call_soon(self._flush)
-        self._parts.append(data)
+        self._waiting += data
+        if len(self._waiting) > _MAX_JOINED_BYTES:  # so that whoever writes much has to wait for the reader
+            self._flush()
 
     def write_eof(self) -> None:
         self._flush()
@@ -68,12 +71,12 @@ class _JoinedWrites:
     def has_arrived(self) -> bool:
         """Whether all that was written has been sent, and no reset has come back from a client that left before."""
         error = self._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        return not self._parts and not error
+        return not self._waiting and not error
 
     def _flush(self) -> None:
-        if self._parts and not self._transport.is_closing():
-            parts, self._parts = self._parts, []
-            self._transport.write(b"".join(parts))
+        if self._waiting and not self._transport.is_closing():
+            waiting, self._waiting = self._waiting, bytearray()
+            self._transport.write(waiting)
 
 
 class _Protocol(H11Protocol):

@@ -141,7 +141,7 @@ def with_gateway(test=None, /, **limits):
     @wraps(test)
     async def run(**kwargs):
         async with served(**limits) as server:
-            await test(server, **kwargs)
+            return await test(server, **kwargs)
 
     signature = inspect.signature(test)
     # What pytest has to give.

@@ -371,7 +371,7 @@ async def test_a_fault_of_the_gateway_is_not_tried_again(server, monkeypatch):
     """The clients of OpenAI repeat a 500, and each time would sample a leaf."""
     num_asked = 0
 
-    def broken(*_):
+    def broken(*_, **__):
         nonlocal num_asked
         num_asked += 1
         raise KeyError("bug")

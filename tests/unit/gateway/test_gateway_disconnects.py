@@ -10,6 +10,7 @@ import socket
 import httpx
 import openai
 import pytest
+import uvloop
 from gateway_cases import TOOLS, StreamingEngine, client_engine, connect, head, text_of, tool_reply, user, with_gateway
 from scripted_llm import END
 
@@ -135,14 +136,13 @@ async def leave(server, session_id, *, num_bytes, delay_s, stream):
     return is_whole(answer, stream=stream)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @with_gateway
-async def test_rows_are_the_answers_that_were_read_whole(server, stream):
-    """180 clients leave before, while and after the answer comes; some of them read all of it."""
+async def leave_and_count(server):
+    """Let 180 clients leave before, while and after the answer comes; return whether it was whole, and the engines."""
     rng = random.Random(5)
     engines, clients = [], []
     for number in range(180):
-        is_slow = number % 2
+        stream, is_slow = number % 2 == 1, number % 3 == 0
         engine = StreamingEngine(lambda _: "an answer of some length", delay_s=0.004 * is_slow)
         engines.append(engine)
         server.open(f"s{number}", engine)
@@ -151,6 +151,13 @@ async def test_rows_are_the_answers_that_were_read_whole(server, stream):
     were_whole = await asyncio.gather(*clients)
     for number in range(180):
         await server.gateway.close_session(f"s{number}")
+    return were_whole, engines
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "as_in_ray"])
+def test_rows_are_the_answers_that_were_read_whole(make_loop):
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        were_whole, engines = runner.run(leave_and_count())
     assert [len(engine.tree.leaves()) for engine in engines] == [int(each) for each in were_whole]
     assert 30 < sum(were_whole) < 170
     assert sum(len(engine.tree.left_out_leaves()) for engine in engines) > 10
