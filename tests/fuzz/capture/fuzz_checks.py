@@ -36,6 +36,7 @@ def check(
         calls=len(engine.served),
         rows=len(rows.outputs),
         trained=len(trained),
+        abandoned=CaptureReport.of_calls(tree).num_abandoned_leaves,
         healed=sum(call.num_splices > 0 for call in tree.calls),
         drifted=tree.count_kinds()[CallKind.DRIFT],
         dropped=rows.num_dropped,
@@ -100,6 +101,9 @@ def _check_row(engine: Engine, row: Any, first_ends: dict[int, int], *, limits: 
         assert tokens[:end] == engine.served[call].path[:end], "another context than the engine was sent"
     hashes = _places(tokens)
     _check_names(engine, row, caller)
+    is_cut = len(row.response_ids) == limits.response_length
+    if OWN not in row.extra_fields and not is_cut:
+        assert not engine.served[list(ends)[-1]].is_abandoned, "a leaf that nobody read"
     if OWN not in row.extra_fields:
         _check_mask(engine, tokens, set(caller), [first_ends.get(each) for each in hashes])
     elif row.extra_fields[OWN]:
@@ -139,10 +143,13 @@ def _check_names(engine: Engine, row: Any, caller: dict[int, int]) -> None:
 def _check_lost(
     engine: Engine, rows: SessionRows, trained: set[int], *, limits: RowLimits, names_leaves: bool, has_own: bool
 ) -> None:
-    """Assert that every token that a caller got is trained at its place, or a leaf is told to be dropped or cut."""
+    """Assert that every token that a caller got is trained at its place, or a leaf is told to be dropped or cut.
+
+    What was abandoned need not be trained.
+    """
     lost: list[list[int]] = []
     first_ends = _first_ends(engine)
-    for served in engine.served:
+    for served in (served for served in engine.served if not served.is_abandoned):
         hashes = _places(served.path)[len(served.sent) :]
         missing = [
             place

@@ -37,6 +37,7 @@ class Served:
     ended: int | None = None
     end: str = "running"
     num_got: int = 0
+    is_abandoned: bool = False  # its caller got an error, or was cancelled while it waited
 
     @property
     def path(self) -> list[int]:
@@ -145,6 +146,7 @@ class EngineLLM:
         # A request fails or is aborted whole.
         end, seen = calls[0][2], [0] * len(calls)
         chunk = 1 + calls[0][1]
+        is_abandoned = True
         try:
             for to in range(chunk, max(len(served.output) for served, _, _ in calls) + 2 * chunk, chunk):
                 for _ in range(calls[0][1]):
@@ -161,6 +163,11 @@ class EngineLLM:
                         self._engine.end(served, end if end == "aborted" else "completed", seen[index])
                     reason = {"aborted": "abort"}.get(end, "stop") if is_last else None
                     yield self._output(request_id, sent, index, served, slice(first, seen[index]), reason)
+            is_abandoned = False
+        except GeneratorExit:
+            is_abandoned = False
+            raise
         finally:
             for (served, _, _), num_got in zip(calls, seen, strict=True):
+                served.is_abandoned = is_abandoned
                 self._engine.end(served, "aborted" if num_got else "failed", num_got)
