@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("verl")
 
+import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
@@ -124,6 +125,29 @@ def test_replaced_prompts_that_all_fail_end_the_run(queue: dict[str, dict[str, A
     else:
         with pytest.raises(NoTrajectoryError, match=r"^all sessions of 4 prompts in a row failed$"):
             buffer.sample(global_steps=1, partition_id="train", batch_size=2)
+
+
+def test_a_filtered_group_is_one_whose_leaves_all_earned_the_same(
+    queue: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leaves of one session may differ where the results of all sessions are equal."""
+    rewards = {"a_0_0": 1.0, "a_0_1": 1.0, "a_1_0": 1.0, "b_0_0": 0.0, "b_0_1": 1.0, "b_1_0": 1.0}
+    others = iter("cdef")
+
+    def refill(num_prompts: int) -> None:
+        for uid in itertools.islice(others, num_prompts):
+            queue.update({uid: prompt(step=1), f"{uid}_0_0": row(3)})
+
+    def scores(*, keys: list[str], **_: Any) -> dict[str, Any]:
+        return {"rm_scores": [torch.tensor([0.0, rewards.get(key, 0.0)]) for key in keys]}
+
+    monkeypatch.setattr(tq, "kv_batch_get", scores)
+    queue |= {"a": prompt(step=1), "b": prompt(step=1)} | {key: row(3) for key in rewards}
+    of_filter = {"filter_groups_metric": "reward", "refill_fn": refill, "train_batch_size": 2, "gen_batch_size": 1}
+    buffer = TreeReplayBuffer(**settings(trainer_mode="sync", poll_interval=0.01, **of_filter))
+    batch, metrics = buffer.sample(global_steps=1, partition_id="train", batch_size=2)
+    assert sorted(batch.keys) == ["b_0_0", "b_0_1", "b_1_0", "c_0_0"]
+    assert metrics["training/filter_groups/evicted_samples"] == 1
 
 
 @pytest.mark.parametrize(
