@@ -1,8 +1,8 @@
-"""An OpenAI-compatible HTTP gateway that captures agents which know nothing of verl; docs/gateway.md shows its use.
+"""A gateway for agents that know nothing of verl, with OpenAI's and Anthropic's protocols (docs/gateway.md).
 
-A request passes `app` (routes, token, limits), `requests` (what the body asks for), `session` (its calls),
-`chat_format` (messages to tokens and back) and `engine` (verl's client or vLLM's AsyncLLM). `chat_api` and
-`responses_api` write the answer. `limits` has all limits.
+A request passes `app` (routes, token, limits), `requests` or `messages_body` (what the body asks for), `session` (its
+calls), `chat_format` (messages to tokens and back) and `engine` (verl's client or vLLM's AsyncLLM). `chat_api`,
+`responses_api` and `messages_api` write the answer. `limits` has all limits.
 """
 
 from rollout_hooks.gateway.app import Gateway

@@ -2,6 +2,8 @@
 
     POST /sessions/{id}/v1/chat/completions     or  /v1/chat/completions  with the header X-Session-Id
     POST /sessions/{id}/v1/responses            or  /v1/responses         with the header X-Session-Id
+    POST /sessions/{id}/v1/messages             or  /v1/messages          with the header X-Session-Id
+    POST .../messages/count_tokens              the tokens of such a request; no call is made
     GET  /sessions/{id}/v1/models[/{model}]     or  /v1/models[/{model}]
 
 Checked in this order: token (401), session (404), calls in flight (429), size of the body (413), the body (400). The
@@ -12,9 +14,10 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
@@ -30,14 +33,18 @@ from rollout_hooks.gateway.engine import SessionEngine
 from rollout_hooks.gateway.errors import ApiError, invalid_request
 from rollout_hooks.gateway.images import has_unread_images, read_images
 from rollout_hooks.gateway.limits import NUM_THREADS, GatewayLimits
+from rollout_hooks.gateway.messages_api import MessagesAnswer
+from rollout_hooks.gateway.messages_body import WITHOUT_EFFECT, CountBody, MessagesBody
 from rollout_hooks.gateway.requests import ChatBody, ResponsesBody
 from rollout_hooks.gateway.responses_api import ResponsesAnswer
 from rollout_hooks.gateway.running_call import RunningCall
-from rollout_hooks.gateway.session import GatewaySession, PreparedTurn, SessionSettings
+from rollout_hooks.gateway.session import GatewaySession, SessionSettings
+from rollout_hooks.gateway.turn import TurnRequest
 
 logger = logging.getLogger(__name__)
 
-Body = TypeVar("Body", ChatBody, ResponsesBody)
+Body = TypeVar("Body", ChatBody, ResponsesBody, MessagesBody, CountBody)
+Prepared = TypeVar("Prepared")
 
 RETRY_HEADER = "x-stainless-retry-count"
 """Of the clients of OpenAI and Anthropic: how often they have sent this request before."""
@@ -46,9 +53,10 @@ _SESSION_ID = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 
 
 class Gateway:
-    """An OpenAI-compatible server in front of token engines, one engine per session. `app` is the ASGI application.
+    """A server that speaks OpenAI's and Anthropic's protocols in front of token engines, one engine per session.
 
-    Requests must ask for `model` by that name and carry `api_key` as the bearer token; by default it is random.
+    `app` is the ASGI application. Requests must ask for `model` by that name and carry `api_key` as the bearer token or
+    as `x-api-key`; by default it is random.
     """
 
     def __init__(
@@ -109,6 +117,8 @@ class Gateway:
         router = APIRouter()
         router.add_api_route("/chat/completions", self._chat_completions, methods=["POST"])
         router.add_api_route("/responses", self._responses, methods=["POST"])
+        router.add_api_route("/messages", self._messages, methods=["POST"])
+        router.add_api_route("/messages/count_tokens", self._count_tokens, methods=["POST"])
         router.add_api_route("/models", self._models, methods=["GET"])
         router.add_api_route("/models/{model:path}", self._model, methods=["GET"])
         app.include_router(router, prefix="/v1")
@@ -137,14 +147,17 @@ class Gateway:
         session, body, (call,) = await self._start(request, ResponsesBody)
         return await _respond(ResponsesAnswer(session, body, call), stream=body.stream)
 
+    async def _messages(self, request: Request) -> Response:
+        session, body, (call,) = await self._start(request, MessagesBody)
+        return await _respond(MessagesAnswer(session, body, call), stream=body.stream)
+
+    async def _count_tokens(self, request: Request) -> Response:
+        async with self._prepared(request, CountBody, GatewaySession.render) as (_, _, (_, prompt_ids), _):
+            return JSONResponse({"input_tokens": len(prompt_ids)})
+
     async def _start(self, request: Request, body_class: type[Body]) -> tuple[GatewaySession, Body, list[RunningCall]]:
         """Start the calls of a request, or raise one of the refusals listed in the module docstring."""
-        self._authorise(request)
-        session = self._session_of(request)
-        self._check_room(1)
-        async with self._body(request, session) as raw, session.order:
-            loop = asyncio.get_running_loop()
-            body, turn = await loop.run_in_executor(self._threads, self._prepare, session, raw, body_class)
+        async with self._prepared(request, body_class, GatewaySession.prepare) as (session, body, turn, raw):
             self._check_room(len(turn.params))
             calls = session.start(turn, body=raw, is_retry=request.headers.get(RETRY_HEADER, "0") != "0")
             request.state.calls = calls  # for `server`
@@ -153,17 +166,33 @@ class Gateway:
                     call.abandon()
             return session, body, calls
 
-    def _prepare(self, session: GatewaySession, raw: bytes, body_class: type[Body]) -> tuple[Body, PreparedTurn]:
+    @asynccontextmanager
+    async def _prepared(
+        self, request: Request, body_class: type[Body], prepare: Callable[[GatewaySession, TurnRequest], Prepared]
+    ) -> AsyncIterator[tuple[GatewaySession, Body, Prepared, bytes]]:
+        """Read and prepare a request. The session prepares no other one as long as the context is open."""
+        self._authorise(request)
+        session = self._session_of(request)
+        self._check_room(1)
+        async with self._body(request, session) as raw, session.order:
+            loop = asyncio.get_running_loop()
+            body, wanted = await loop.run_in_executor(self._threads, self._wanted, session, raw, body_class)
+            yield session, body, await loop.run_in_executor(self._threads, prepare, session, wanted), raw
+
+    def _wanted(self, session: GatewaySession, raw: bytes, body_class: type[Body]) -> tuple[Body, TurnRequest]:
         body = _read(raw, body_class, max_values=self.limits.max_json_values)
         self._check_model(body.model)
-        if isinstance(body, ChatBody):
-            wanted = body.turn_request()
-        else:
+        if isinstance(body, ResponsesBody):
             previous = body.previous_response_id
             wanted = body.turn_request([] if previous is None else session.kept.until(previous))
+        else:
+            wanted = body.turn_request()
+        if isinstance(body, CountBody):
+            for name in body.without_effect():
+                _tell_without_effect(name)
         if has_unread_images(wanted.messages):
             wanted = read_images(wanted, limits=self.limits)
-        return body, session.prepare(wanted)
+        return body, wanted
 
     def _check_model(self, name: str) -> None:
         if name != self.model:
@@ -172,8 +201,10 @@ class Gateway:
 
     def _authorise(self, request: Request) -> None:
         given = request.headers.get("authorization", "")
+        if "x-api-key" in request.headers:
+            given = f"Bearer {request.headers['x-api-key']}"
         if not secrets.compare_digest(given.encode(), f"Bearer {self.api_key}".encode()):
-            raise ApiError(401, "give the gateway's key as a bearer token", code="invalid_api_key")
+            raise ApiError(401, "give the gateway's key as a bearer token or x-api-key", code="invalid_api_key")
         request.state.has_key = True  # for `server`
 
     def _session_of(self, request: Request) -> GatewaySession:
@@ -243,18 +274,26 @@ def _read(raw: bytes, body_class: type[Body], *, max_values: int) -> Body:
         raise invalid_request(error) from error
 
 
+@cache
+def _tell_without_effect(name: str) -> None:
+    # Once in a process for each parameter.
+    logger.warning("agents send %s, which has no effect: %s (docs/gateway.md)", name, WITHOUT_EFFECT[name])
+
+
 async def _error_response(request: Request, error: Exception) -> Response:
+    headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         message = f"{request.method} {request.url.path}: {error.detail}"
         error = ApiError(error.status_code, message, code="no_such_route")
     elif not isinstance(error, ApiError):
         # A fault of the gateway; uvicorn logs it with its traceback. Asked again, OpenAI's clients would sample again.
-        error = ApiError(500, describe_error(error), code="gateway_error")
-        return JSONResponse(error.body(), status_code=error.status, headers={"x-should-retry": "false"})
-    return JSONResponse(error.body(), status_code=error.status)
+        error, headers = ApiError(500, describe_error(error), code="gateway_error"), {"x-should-retry": "false"}
+    is_anthropic = request.url.path.endswith(("/messages", "/messages/count_tokens"))
+    body = error.anthropic_body() if is_anthropic else error.body()
+    return JSONResponse(body, status_code=error.status, headers=headers)
 
 
-async def _respond(answer: ChatAnswer | ResponsesAnswer, *, stream: bool) -> Response:
+async def _respond(answer: ChatAnswer | ResponsesAnswer | MessagesAnswer, *, stream: bool) -> Response:
     """Return an answer whole, or as server-sent events."""
     if not stream:
         return JSONResponse(await answer.whole())

@@ -1,4 +1,4 @@
-"""Refusals and failures of the gateway: a status and OpenAI's error JSON."""
+"""Refusals and failures of the gateway: a status, and the error JSON of OpenAI or of Anthropic."""
 
 import reprlib
 from typing import Any
@@ -7,6 +7,15 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rollout_hooks.gateway.limits import MAX_ERROR_LEN, MAX_ERRORS, MAX_SHOWN_LEN
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -22,6 +31,11 @@ class ApiError(Exception):
         """Return OpenAI's error JSON."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """Return Anthropic's error JSON."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
 
 
 def refused(message: str, *, param: str | None) -> ApiError:
@@ -55,6 +69,7 @@ _REMEDIES = {
     "reasoning_effort": _THINKING,
     "service_tier": 'there is one; use "auto" or leave it out',
     "store": "completions are not kept; leave it out",
+    "top_k": _SAMPLING,
     "top_logprobs": "the engine gives the log-prob of the sampled token only; set logprobs=true and leave this out",
     "truncation": "no prompt is cut; send a shorter one",
 }

@@ -1,4 +1,4 @@
-"""What the bodies of the two APIs share: text, functions, and the form of an answer."""
+"""What the bodies of the APIs share: text, functions, and the form of an answer."""
 
 from typing import Annotated, Any, Literal
 
@@ -101,14 +101,15 @@ def _readable(parameters: JsonObject) -> JsonObject:
     return parameters
 
 
+Parameters = Annotated[JsonObject, AfterValidator(_readable)]
+
+
 class Function(Body):
     """A function that the model may call."""
 
     name: str
     description: str = ""
-    parameters: Annotated[JsonObject, AfterValidator(_readable)] = Field(
-        default_factory=lambda: {"type": "object", "properties": {}}
-    )
+    parameters: Parameters = Field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False
 
     def as_tool(self) -> dict[str, Any]:
@@ -161,8 +162,33 @@ Metadata = Annotated[
 ]
 
 
+def call_rules(
+    tools: list[dict[str, Any]], *, choice: Any, may_call: bool, must_call: bool, named: str | None, single: bool
+) -> dict[str, Any]:
+    """Return the fields of a `TurnRequest` that say whether, which and how many tools may be called.
+
+    `choice` is the parameter as the client gave it, `named` the one function that it forces.
+
+    Raises:
+        ApiError: 400, if the request forces a tool that is not in `tools`.
+    """
+    names = tuple(tool["function"]["name"] for tool in tools)
+    if (must_call and not names) or (named is not None and named not in names):
+        raise refused(
+            f"tool_choice={choice!r}, but `tools` has {', '.join(names) or 'nothing'}: add the function, or leave "
+            "tool_choice out",
+            param="tool_choice",
+        )
+    return {
+        "tools": tools,
+        "parses_tools": bool(tools) and may_call,
+        "forced_tools": (named,) if named is not None else names if must_call else (),
+        "single_call": named is not None or single,
+    }
+
+
 class SharedBody(Body):
-    """The parameters that both APIs have."""
+    """The parameters that both of OpenAI's APIs have."""
 
     model: str
     temperature: float | None = Field(None, ge=0, le=2)
@@ -183,22 +209,12 @@ class SharedBody(Body):
         return {name: value for name, value in wanted.items() if value is not None}
 
     def call_rules(self, tools: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the fields of a `TurnRequest` that say whether, which and how many tools may be called.
-
-        Raises:
-            ApiError: 400, if the request forces a tool that is not in `tools`.
-        """
-        names = tuple(tool["function"]["name"] for tool in tools)
-        named = _named_function(self.tool_choice)
-        if (self.tool_choice == "required" and not names) or (named is not None and named not in names):
-            raise refused(
-                f"tool_choice={self.tool_choice!r}, but `tools` has {', '.join(names) or 'nothing'}: add the function, "
-                "or leave tool_choice out",
-                param="tool_choice",
-            )
-        return {
-            "tools": tools,
-            "parses_tools": bool(tools) and self.tool_choice != "none",
-            "forced_tools": (named,) if named is not None else names if self.tool_choice == "required" else (),
-            "single_call": named is not None or not self.parallel_tool_calls,
-        }
+        """Return what `call_rules` makes of `tool_choice` and `parallel_tool_calls`."""
+        return call_rules(
+            tools,
+            choice=self.tool_choice,
+            may_call=self.tool_choice != "none",
+            must_call=self.tool_choice == "required",
+            named=_named_function(self.tool_choice),
+            single=not self.parallel_tool_calls,
+        )

@@ -118,12 +118,12 @@ class GatewaySession:
         # Content and whole text of each turn with tool calls, by the JSON of its calls.
         self._raw_turns: dict[str, tuple[str, str]] = {}
 
-    def prepare(self, request: TurnRequest) -> PreparedTurn:
-        """Render the prompt of a request. It may take seconds: run it in a thread, and `start` in the event loop.
+    def render(self, request: TurnRequest) -> tuple[list[Message], list[int]]:
+        """Return the messages of a request, with turns in the model's own words, and the tokens of its prompt.
 
         Raises:
-            ApiError: 400, if the prompt is too long or cannot be rendered, tools have no parser, or the form cannot be
-                kept to; 404, if the session is closed.
+            ApiError: 400, if the text is too long or cannot be rendered, or tools have no parser; 404, if the session
+                is closed.
         """
         self._check_open()
         if request.parses_tools and self.chat_format.tool_parser is None:
@@ -132,7 +132,15 @@ class GatewaySession:
             self._check_special_tokens(request)
         messages = [self._as_written(message) for message in request.messages]
         self._check_text_len(messages, request.tools)
-        prompt_ids = self.chat_format.prompt_ids(messages, request.tools)
+        return messages, self.chat_format.prompt_ids(messages, request.tools)
+
+    def prepare(self, request: TurnRequest) -> PreparedTurn:
+        """Render the prompt of a request. It may take seconds: run it in a thread, and `start` in the event loop.
+
+        Raises:
+            ApiError: As `render` does; 400, if the prompt is too long or the form cannot be kept to.
+        """
+        messages, prompt_ids = self.render(request)
         form = self._form(request)
         params = [
             {**self.settings.sampling_params(request, num_prompt=len(prompt_ids), choice=choice), **form}

@@ -1,4 +1,4 @@
-"""The agent loop `blackbox`: trains any async function that talks to an OpenAI-compatible server (docs/gateway.md).
+"""The agent loop `blackbox`: trains any async function that talks to the gateway (docs/gateway.md).
 
     async def agent(*, base_url: str, api_key: str, model: str, row: dict) -> float | Mapping | None: ...
 

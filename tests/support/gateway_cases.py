@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from functools import partial, wraps
 
 import httpx
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from scripted_llm import END, ScriptedClient, call_text, encode, tokenizer
 from verl.experimental.agent_loop.tool_parser import ToolParser
@@ -111,6 +112,12 @@ class Served:
     def client(self, session_id: str | None = None, **kwargs) -> AsyncOpenAI:
         url = self.address.base_url if session_id is None else self.address.session_url(session_id)
         return self.openai.with_options(base_url=url, **kwargs)
+
+    def anthropic(self, session_id: str = "s", **kwargs) -> AsyncAnthropic:
+        """Make Anthropic's client of a session; it adds /v1 itself."""
+        url = self.address.session_url(session_id).removesuffix("/v1")
+        options = {"api_key": self.address.api_key, "max_retries": 0, **kwargs}
+        return AsyncAnthropic(base_url=url, **options)
 
     async def ask(self, text: str = "q", *, session: str = "s", **more):
         """Return the answer of the client of a session to one question, a completion or a stream."""
