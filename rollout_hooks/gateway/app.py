@@ -34,7 +34,8 @@ from rollout_hooks.gateway.errors import ApiError, invalid_request
 from rollout_hooks.gateway.images import has_unread_images, read_images
 from rollout_hooks.gateway.limits import NUM_THREADS, GatewayLimits
 from rollout_hooks.gateway.messages_api import MessagesAnswer
-from rollout_hooks.gateway.messages_body import WITHOUT_EFFECT, CountBody, MessagesBody
+from rollout_hooks.gateway.messages_body import CountBody, MessagesBody
+from rollout_hooks.gateway.request_parts import WITHOUT_EFFECT
 from rollout_hooks.gateway.requests import ChatBody, ResponsesBody
 from rollout_hooks.gateway.responses_api import ResponsesAnswer
 from rollout_hooks.gateway.running_call import RunningCall
@@ -187,9 +188,8 @@ class Gateway:
             wanted = body.turn_request([] if previous is None else session.kept.until(previous))
         else:
             wanted = body.turn_request()
-        if isinstance(body, CountBody):
-            for name in body.without_effect():
-                _tell_without_effect(name)
+        for name in body.without_effect():
+            _tell_without_effect(name)
         if has_unread_images(wanted.messages):
             wanted = read_images(wanted, limits=self.limits)
         return body, wanted

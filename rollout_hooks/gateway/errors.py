@@ -52,7 +52,6 @@ class EngineFailure(ApiError):
 
 
 _SAMPLING = "the policy is trained as it samples; leave it out"
-_THINKING = "how a model thinks is set for the training run, by the arguments of its chat template; leave it out"
 
 # What to do instead, by the first name of the parameter.
 _REMEDIES = {
@@ -65,8 +64,6 @@ _REMEDIES = {
     "messages": "send text, or images in data URLs",
     "modalities": "the model reads and writes text; leave it out",
     "presence_penalty": _SAMPLING,
-    "reasoning": _THINKING,
-    "reasoning_effort": _THINKING,
     "service_tier": 'there is one; use "auto" or leave it out',
     "store": "completions are not kept; leave it out",
     "top_k": _SAMPLING,

@@ -1,7 +1,7 @@
 """The bodies of `POST /v1/messages` and `/v1/messages/count_tokens`, Anthropic's protocol.
 
 As with OpenAI's, any other parameter is refused by its name. What changes nothing of what is sampled is accepted: marks
-of a cache (`cache_control`), since the engine has one of its own, and the parameters of `WITHOUT_EFFECT`.
+of a cache (`cache_control`), since the engine has one of its own, and `request_parts.WITHOUT_EFFECT`.
 """
 
 import json
@@ -15,14 +15,6 @@ from rollout_hooks.gateway.errors import refused
 from rollout_hooks.gateway.limits import MAX_MESSAGES, MAX_PARTS, MAX_STOP_LEN, MAX_STOPS, MAX_TOKENS, MAX_TOOLS
 from rollout_hooks.gateway.request_parts import Body, Function, JsonObject, Parameters, call_rules
 from rollout_hooks.gateway.turn import Message, ToolCall, TurnRequest
-
-WITHOUT_EFFECT = {
-    "context_management": "no context is edited but by the agent",
-    "output_config.effort": "how a model thinks is set for the training run, by the arguments of its chat template",
-    "speed": "there is one",
-    "thinking.type": "how a model thinks is set for the training run; its thinking comes in blocks of its own",
-}
-"""Parameters that are accepted and said in the log once, and why they change nothing."""
 
 OPENED, UNOPENED = "opened", "unopened"
 """Signatures of thinking blocks: whether the turn has the tag that begins the thinking, or the prompt has it."""
@@ -132,16 +124,6 @@ class CountBody(Body):
     def wants_thinking(self) -> bool:
         """Whether the thinking comes in blocks of its own, and not as the beginning of the text."""
         return self.thinking is not None and self.thinking.type != "disabled"
-
-    def without_effect(self) -> list[str]:
-        """Return the parameters of `WITHOUT_EFFECT` that are given."""
-        given = {
-            "context_management": self.context_management,
-            "output_config.effort": self.output_config.effort,
-            "speed": self.speed,
-            "thinking.type": self.thinking,
-        }
-        return [name for name, value in given.items() if value is not None]
 
     def turn_request(self, **more: Any) -> TurnRequest:
         """Return the turn that the request asks for; see `ChatBody`."""

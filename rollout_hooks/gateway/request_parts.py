@@ -1,5 +1,6 @@
 """What the bodies of the APIs share: text, functions, and the form of an answer."""
 
+from functools import reduce
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -14,11 +15,27 @@ from rollout_hooks.gateway.limits import (
     MAX_PARTS,
 )
 
+_THINKING = "how a model thinks is set for the training run, by the arguments of its chat template"
+WITHOUT_EFFECT = {
+    "context_management": "no context is edited but by the agent",
+    "output_config.effort": _THINKING,
+    "reasoning": _THINKING,
+    "reasoning_effort": _THINKING,
+    "server_tools": "tools that OpenAI's servers run are not offered to the model",
+    "speed": "there is one",
+    "thinking": _THINKING,
+}
+"""What agents may ask for although it changes nothing of what is sampled, and why it does not. The log says it once."""
+
 
 class Body(BaseModel):
     """A JSON object of a request. Unknown fields are refused; null and empty lists count as not given."""
 
     model_config = ConfigDict(extra="forbid")
+
+    def without_effect(self) -> list[str]:
+        """Return the names of `WITHOUT_EFFECT` that are given."""
+        return [name for name in WITHOUT_EFFECT if reduce(_field, name.split("."), self) is not None]
 
     @model_validator(mode="before")
     @classmethod
@@ -28,6 +45,10 @@ class Body(BaseModel):
         if len(values) > MAX_FIELDS:
             raise ValueError(f"{len(values)} fields, and {MAX_FIELDS} are the most")
         return {name: value for name, value in values.items() if value is not None and value != []}
+
+
+def _field(body: Any, name: str) -> Any:
+    return getattr(body, name, None)
 
 
 class _TextPart(Body):

@@ -1,14 +1,16 @@
 """The bodies of `POST /v1/chat/completions` and `POST /v1/responses`: what is accepted, and what it asks for.
 
 Any other parameter is refused by its name; none is ignored silently. As with OpenAI, `user`, `metadata`,
-`safety_identifier`, `prompt_cache_key` and `service_tier` are accepted without effect on the turn. So is `strict` of a
-function: arguments follow their schema wherever `constraints` prescribes a form, and only there.
+`safety_identifier`, `prompt_cache_key`, `service_tier` and `client_metadata` are accepted without effect on the turn.
+So is what `request_parts.WITHOUT_EFFECT` has, and `strict` of a function: arguments follow their schema wherever
+`constraints` prescribes a form, and only there.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from rollout_hooks.gateway.limits import (
     MAX_MESSAGES,
@@ -83,6 +85,7 @@ class ChatBody(SharedBody):
     n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED)
     logprobs: bool = False
+    reasoning_effort: str | None = None
     stream_options: _StreamOptions = _StreamOptions()
     response_format: Annotated[PlainFormat | _SchemaFormat, Field(discriminator="type")] | None = None
     store: Literal[False] = False
@@ -130,6 +133,54 @@ def _chat_message(message: _ChatMessage) -> Message:
 class _FlatTool(Function):
     type: Literal["function"]
 
+    def as_tools(self) -> list[dict[str, Any]]:
+        return [self.as_tool()]
+
+
+class _Namespace(Body):
+    """Functions whose names have that of the namespace before them, where the model reads and writes them."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str = ""
+    tools: list[_FlatTool] = Field(default_factory=list, max_length=MAX_TOOLS, fail_fast=True)
+
+    def as_tools(self) -> list[dict[str, Any]]:
+        named = [tool.model_copy(update={"name": _in_namespace(self.name, tool.name)}) for tool in self.tools]
+        return [tool.as_tool() for tool in named]
+
+
+class _CustomTool(Body):
+    """A tool that takes a text: for the model a function with the argument `input`."""
+
+    type: Literal["custom"]
+    name: str
+    description: str = ""
+    format: dict[str, Any] | None = None  # a grammar that OpenAI's models keep to
+
+    def as_tools(self) -> list[dict[str, Any]]:
+        grammar = (self.format or {}).get("definition")
+        description = self.description if grammar is None else f"{self.description}\n\n`input` has the form:\n{grammar}"
+        parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+        return [Function(name=self.name, description=description, parameters=parameters).as_tool()]
+
+
+class _ServerTool(Body):
+    """A tool that OpenAI's servers run. The model is not told of it."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["web_search", "web_search_preview"]
+
+    def as_tools(self) -> list[dict[str, Any]]:
+        return []
+
+
+_AnyTool = Annotated[_FlatTool | _Namespace | _CustomTool | _ServerTool, Field(discriminator="type")]
+
+
+def _in_namespace(namespace: str | None, name: str) -> str:
+    return name if namespace is None else f"{namespace}.{name}"
+
 
 class _Item(Body):
     id: str | None = None
@@ -146,24 +197,39 @@ class _CallItem(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
+
+    def as_call(self) -> ToolCall:
+        return ToolCall(self.call_id, _in_namespace(self.namespace, self.name), self.arguments)
+
+
+class _CustomCallItem(_Item):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+
+    def as_call(self) -> ToolCall:
+        return ToolCall(self.call_id, self.name, json.dumps({"input": self.input}))
 
 
 class _OutputItem(_Item):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Content
 
 
 def _item_type(value: Any) -> str | None:
     kind = value.get("type", "message") if isinstance(value, dict) else None
-    return kind if isinstance(kind, str) else None
+    return ("output" if kind.endswith("_output") else kind) if isinstance(kind, str) else None
 
 
 Item = Annotated[
     Annotated[_MessageItem, Tag("message")]
     | Annotated[_CallItem, Tag("function_call")]
-    | Annotated[_OutputItem, Tag("function_call_output")],
+    | Annotated[_CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[_OutputItem, Tag("output")],
     Discriminator(_item_type),
 ]
 
@@ -187,7 +253,9 @@ class ResponsesBody(SharedBody):
 
     input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
-    tools: list[_FlatTool] = Field(default_factory=list, max_length=MAX_TOOLS, fail_fast=True)
+    tools: list[_AnyTool] = Field(default_factory=list, max_length=MAX_TOOLS, fail_fast=True)
+    reasoning: dict[str, Any] | None = None
+    client_metadata: dict[str, str] | None = None
     max_output_tokens: _AnswerLen | None = None
     text: _TextOptions | None = None
     truncation: Literal["disabled"] = "disabled"
@@ -196,6 +264,27 @@ class ResponsesBody(SharedBody):
     previous_response_id: str | None = None
     # No reasoning items are given, so there is nothing to encrypt.
     include: list[Literal["reasoning.encrypted_content"]] = Field(default_factory=list, max_length=1, fail_fast=True)
+
+    @property
+    def server_tools(self) -> list[str] | None:
+        """The kinds of tools that OpenAI's servers would run, None without any; see `WITHOUT_EFFECT`."""
+        return [tool.type for tool in self.tools if isinstance(tool, _ServerTool)] or None
+
+    def item_of(self, call: ToolCall) -> dict[str, Any]:
+        """Return what a call is among the items of a response: its type, its name and what it is given."""
+        if any(isinstance(tool, _CustomTool) and tool.name == call.name for tool in self.tools):
+            given = call.as_message_part()["function"]["arguments"]
+            text = given.get("input") if isinstance(given, dict) else given
+            return {
+                "type": "custom_tool_call",
+                "name": call.name,
+                "input": text if isinstance(text, str) else call.arguments,
+            }
+        for tool in self.tools:
+            name = call.name.removeprefix(f"{tool.name}.") if isinstance(tool, _Namespace) else call.name
+            if isinstance(tool, _Namespace) and any(each.name == name for each in tool.tools) and name != call.name:
+                return {"type": "function_call", "namespace": tool.name, "name": name, "arguments": call.arguments}
+        return {"type": "function_call", "name": call.name, "arguments": call.arguments}
 
     def turn_request(self, history: Sequence[Message] = ()) -> TurnRequest:
         """Return the turn that the request asks for, after the messages up to the previous response; see `ChatBody`.
@@ -210,14 +299,14 @@ class ResponsesBody(SharedBody):
             _add_item(messages, item)
         return TurnRequest(
             messages=messages,
-            **self.call_rules([tool.as_tool() for tool in self.tools]),
+            **self.call_rules([each for tool in self.tools for each in tool.as_tools()]),
             text_schema=self.text and self.text.format and self.text.format.schema_of_text(),
             text_param="text.format",
             sampling=self.sampling(max_tokens=self.max_output_tokens),
         )
 
 
-def _add_item(messages: list[Message], item: _MessageItem | _CallItem | _OutputItem) -> None:
+def _add_item(messages: list[Message], item: _MessageItem | _CallItem | _CustomCallItem | _OutputItem) -> None:
     """Append an item. The text and the calls of one turn of the model are several items, but one message."""
     if isinstance(item, _MessageItem):
         role = "system" if item.role == "developer" else item.role
@@ -228,6 +317,6 @@ def _add_item(messages: list[Message], item: _MessageItem | _CallItem | _OutputI
     else:
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        call = ToolCall(item.call_id, item.name, item.arguments).as_message_part()
+        call = item.as_call().as_message_part()
         # A new list, since the session may keep this message.
         messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", []), call]

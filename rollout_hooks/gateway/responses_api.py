@@ -16,6 +16,12 @@ from rollout_hooks.gateway.turn import ModelTurn, ToolCall
 
 Event = dict[str, Any]
 
+_GIVEN = {
+    "function_call": ("arguments", "function_call_arguments"),
+    "custom_tool_call": ("input", "custom_tool_call_input"),
+}
+"""Of each kind of call: the field with what it is given, and the name of the events that bring it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ResponsesAnswer:
@@ -58,7 +64,7 @@ class ResponsesAnswer:
 
     def _last_events(self, turn: ModelTurn, *, is_open: bool) -> Iterator[Event]:
         for index, item in enumerate(self._items(turn)):
-            if item["type"] == "function_call":
+            if item["type"] != "message":
                 yield from self._call_events(index, item)
             else:
                 yield from [] if is_open else self._open_message()
@@ -122,7 +128,7 @@ class ResponsesAnswer:
         status = "incomplete" if turn.finish_reason == "length" else "completed"
         message = self._message_item([_text_part(turn.content)], status=status)
         has_message = bool(turn.content) or not turn.tool_calls
-        return ([message] if has_message else []) + [_call_item(call) for call in turn.tool_calls]
+        return ([message] if has_message else []) + [self._call_item(call) for call in turn.tool_calls]
 
     def _message_item(self, content: list[dict[str, Any]], *, status: str) -> dict[str, Any]:
         return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
@@ -143,14 +149,18 @@ class ResponsesAnswer:
 
     def _call_events(self, index: int, item: dict[str, Any]) -> list[Event]:
         place = {"output_index": index, "item_id": item["id"]}
-        arguments = item["arguments"]
-        started = {**item, "arguments": "", "status": "in_progress"}
+        given, kind = _GIVEN[item["type"]]
+        started = {**item, given: "", "status": "in_progress"}
+        done = {given: item[given], **({"name": item["name"]} if given == "arguments" else {})}
         return [
             self._event("response.output_item.added", output_index=index, item=started),
-            self._event("response.function_call_arguments.delta", **place, delta=arguments),
-            self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=arguments),
+            self._event(f"response.{kind}.delta", **place, delta=item[given]),
+            self._event(f"response.{kind}.done", **place, **done),
             self._event("response.output_item.done", output_index=index, item=item),
         ]
+
+    def _call_item(self, call: ToolCall) -> dict[str, Any]:
+        return {"id": f"fc_{call.id}", "call_id": call.id, "status": "completed", **self.body.item_of(call)}
 
     def _text_event(self, kind: str, **fields: Any) -> Event:
         return self._event(kind, item_id=self._message_id, output_index=0, content_index=0, **fields)
@@ -161,14 +171,3 @@ class ResponsesAnswer:
 
 def _text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _call_item(call: ToolCall) -> dict[str, Any]:
-    return {
-        "id": f"fc_{call.id}",
-        "type": "function_call",
-        "call_id": call.id,
-        "name": call.name,
-        "arguments": call.arguments,
-        "status": "completed",
-    }

@@ -13,6 +13,7 @@ from scripted_llm import END, tokenizer
 
 from rollout_hooks.capture.call_kinds import CallKind
 from rollout_hooks.gateway import SessionSettings
+from rollout_hooks.gateway.app import _tell_without_effect
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -202,6 +203,75 @@ async def test_calls_that_a_client_adds_to_a_kept_response_do_not_change_it(serv
     assert "77" in engine.scripted.prompts[1]
     assert "77" not in engine.scripted.prompts[2]
     assert FIRST in engine.scripted.prompts[2]
+
+
+CODEX = {
+    "model": "policy",
+    "tools": [
+        {"type": "function", "name": "exec_command", "parameters": DOUBLE["parameters"], "strict": False},
+        {
+            "type": "namespace",
+            "name": "agents",
+            "description": "Sub-agents.",
+            "tools": [{"type": "function", **DOUBLE}],
+        },
+        {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: X"}},
+        {"type": "web_search", "external_web_access": True},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "01a21a09",
+    "extra_body": {"client_metadata": {"turn_id": "01a21a0a", "session_id": "01a21a09"}},
+}
+CODEX_TURN = "".join(
+    f'<tool_call>{{"name":  "{name}","arguments":{arguments}}}</tool_call>'
+    for name, arguments in (
+        ("exec_command", '{"x": 1}'),
+        ("agents.double", '{"x": 2}'),
+        ("patch", '{"input": "*** Begin"}'),
+    )
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@with_gateway
+async def test_tools_in_namespaces_and_tools_of_text_as_codex_has_them(server, stream, caplog):
+    """Codex 0.169.0, shortened, with a custom tool, which it has for models that it knows."""
+    _tell_without_effect.cache_clear()
+    engine = server.scripted(lambda prompt: "done" if "go on" in prompt else CODEX_TURN)
+    client = server.client("s")
+    items = [
+        {"type": "message", "id": "msg_1", "role": "developer", "content": [{"type": "input_text", "text": "help"}]}
+    ]
+    if stream:
+        events = [event async for event in await client.responses.create(**CODEX, input=items, stream=True)]
+        first, inputs = events[-1].response, [event for event in events if "custom_tool_call_input" in event.type]
+        assert [event.type.rsplit(".", 1)[1] for event in inputs] == ["delta", "done"]
+        assert inputs[0].delta == inputs[1].input == "*** Begin"
+    else:
+        first = await client.responses.create(**CODEX, input=items)
+    calls = [item.to_dict() for item in first.output]
+    assert [(item["type"], item.get("namespace"), item["name"]) for item in calls] == [
+        ("function_call", None, "exec_command"),
+        ("function_call", "agents", "double"),
+        ("custom_tool_call", None, "patch"),
+    ]
+    assert calls[2]["input"] == "*** Begin"
+    items += calls
+    items += [
+        {"type": f"{call['type']}_output", "id": "fco_1", "call_id": call["call_id"], "output": "go on"}
+        for call in calls
+    ]
+    last = await client.responses.create(**CODEX, input=items)
+    assert last.output_text == "done"
+    (leaf,) = engine.tree.leaves()
+    assert leaf.calls == (0, 1)
+    assert "exec_command agents.double patch " in engine.scripted.prompts[0]
+    said = {record.getMessage().split()[2] for record in caplog.records if "no effect" in record.getMessage()}
+    assert said == {"reasoning,", "server_tools,"}
 
 
 @with_gateway

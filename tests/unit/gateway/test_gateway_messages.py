@@ -213,7 +213,7 @@ async def test_what_changes_nothing_is_accepted_and_said_once(server, caplog):
     assert [message.split()[2] for message in said] == [
         "context_management,",
         "output_config.effort,",
-        "thinking.type,",
+        "thinking,",
     ]
 
 

@@ -25,7 +25,7 @@ REFUSED_CHAT = [
     ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, "tool_choice"),
     ("parallel_tool_calls", "no way", "parallel_tool_calls"),
     ("store", True, "store"),
-    ("reasoning_effort", "low", "reasoning_effort"),
+    ("reasoning_effort", 3, "reasoning_effort"),
     ("logit_bias", {"5": 1}, "logit_bias"),
     ("frequency_penalty", 0.5, "frequency_penalty"),
     ("n", 0, "n"),
@@ -45,8 +45,13 @@ REFUSED_RESPONSES = [
     ("previous_response_id", "r"),
     ("include", ["message.output_text.logprobs"]),
     ("truncation", "auto"),
-    ("reasoning", {"effort": "low"}),
+    ("reasoning", "low"),
     ("input", [{"type": "reasoning"}]),
+    ("input", [{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": {}}]),
+    ("tools", [{"type": "file_search"}]),
+    ("tools", [{"type": "namespace", "name": "n", "tools": [{"type": "web_search"}]}]),
+    ("tools", [{"type": "custom"}]),
+    ("client_metadata", {"a": 1}),
     # What an answer could not repeat.
     ("metadata", {"a": float("nan")}),
     ("metadata", {"a": float("-inf")}),
@@ -90,13 +95,11 @@ async def test_what_cannot_be_served_is_refused_by_name_before_any_token(server,
 
 @with_gateway
 async def test_a_refusal_names_field_value_and_remedy(server):
-    """As LangChain (`top_logprobs=2`) and the Agents SDK (`Reasoning(effort="low")`) send them."""
+    """As LangChain sends `top_logprobs=2`."""
     server.scripted()
     client = server.client("s")
     with pytest.raises(openai.BadRequestError, match=r"top_logprobs=2: .*sampled token only; .*leave this out"):
         await client.chat.completions.create(model="policy", messages=user("q"), logprobs=True, top_logprobs=2)
-    with pytest.raises(openai.BadRequestError, match=r"reasoning={'effort': 'low'}: .*chat template; leave it"):
-        await client.responses.create(model="policy", input="q", reasoning={"effort": "low"})
     with pytest.raises(openai.BadRequestError, match=r"tool_choice='some': use \"auto\", \"none\""):
         await client.responses.create(model="policy", input="q", tool_choice="some")
     with pytest.raises(openai.BadRequestError, match=r"best_of='a{50,59}\.\.\.: leave it out"):
