@@ -77,7 +77,7 @@ function drawLeaves() {
     show.title = "Show only the path of this leaf";
     show.addEventListener("click", () => { byId("leaf").value = leaf.name; update(); byId(`node-${leaf.node}`).scrollIntoView(); });
     const info = Object.entries(leaf.info).map(([name, value]) => `${name}: ${value}`).join(", ");
-    const advantage = leaf.advantage === null && data.advantage_range !== null ? "varies" : measure("", leaf.advantage, data.advantage_range);
+    const advantage = leaf.advantage === null && data.advantage_range !== null && leaf.num_trained ? "varies" : measure("", leaf.advantage, data.advantage_range);
     byId("leaves").append(line([show, number(leaf.num_tokens), number(leaf.num_trained),
       measure("", leaf.reward, data.reward_range), advantage, hasInfo ? { wide: info || "–" } : ""], "td"));
     byId("leaf").append(element("option", "", leaf.name));
@@ -180,7 +180,7 @@ function drawNode(node, index) {
   node.passages.forEach((passage, place) => made.append(drawPassage(passage, node.rows.length, `${index}/${place}`)));
   for (const row of node.ends) {
     const leaf = data.leaves[row];
-    made.append(element("div", "end", `■ leaf ${leaf.name} ends: reward ${measured(leaf.reward)}, advantage ${leaf.advantage === null && data.advantage_range !== null ? "varies" : measured(leaf.advantage)}`));
+    made.append(element("div", "end", `■ leaf ${leaf.name} ends: reward ${measured(leaf.reward)}, advantage ${leaf.advantage === null && data.advantage_range !== null && leaf.num_trained ? "varies" : measured(leaf.advantage)}`));
   }
   return made;
 }
