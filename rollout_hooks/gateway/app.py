@@ -161,10 +161,10 @@ class Gateway:
         async with self._prepared(request, body_class, GatewaySession.prepare) as (session, body, turn, raw):
             self._check_room(len(turn.params))
             calls = session.start(turn, body=raw, is_retry=request.headers.get(RETRY_HEADER, "0") != "0")
-            request.state.calls = calls  # for `server`
+            request.state.fates = [call.fate for call in calls]  # for `server`
             if getattr(request.state, "is_lost", False):
                 for call in calls:
-                    call.abandon()
+                    call.fate.abandon()
             return session, body, calls
 
     @asynccontextmanager

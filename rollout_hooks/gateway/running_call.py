@@ -15,6 +15,33 @@ from rollout_hooks.gateway.errors import EngineFailure
 from rollout_hooks.gateway.turn import TurnRequest
 
 
+class CallFate:
+    """What became of the answer of a call. It is small, so a session keeps that of each of its calls.
+
+    Attributes:
+        index: The call's index in the tree, known with its first chunk.
+        is_abandoned: Whether nobody reads the answer to its end.
+        has_failed: Whether there is none.
+    """
+
+    def __init__(self, tree: SessionTree) -> None:
+        self._tree = tree
+        self.index: int | None = None
+        self.is_abandoned = self.has_failed = False
+
+    def begin(self, index: int) -> None:
+        """Take the call's index in the tree."""
+        self.index = index
+        if self.is_abandoned:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Note that nobody reads the answer to its end."""
+        self.is_abandoned = True
+        if self.index is not None:
+            self._tree.leave_out(self.index, LeftOut.ABANDONED)
+
+
 class RunningCall:
     """One call to the engine, as a task that runs to its end even if nobody listens.
 
@@ -34,10 +61,8 @@ class RunningCall:
         self.request = request
         self.max_tokens = max_tokens
         self.num_prompt = num_prompt
-        self.is_abandoned = False
+        self.fate = CallFate(tree)
         self._chunks = chunks
-        self._tree = tree
-        self._index: int | None = None  # in the tree, known with the first chunk
         self._queue: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
         self.task = asyncio.create_task(self._run())
         self.task.add_done_callback(self._ended)
@@ -54,26 +79,12 @@ class RunningCall:
         if error is not None:
             raise EngineFailure(describe_error(error)) from error
 
-    @property
-    def gave_no_answer(self) -> bool:
-        """Whether the call is abandoned or has failed."""
-        has_failed = self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
-        return self.is_abandoned or has_failed
-
-    def abandon(self) -> None:
-        """Note that nobody reads the answer to its end."""
-        self.is_abandoned = True
-        if self._index is not None:
-            self._tree.leave_out(self._index, LeftOut.ABANDONED)
-
     async def _run(self) -> None:
         async for chunk in self._chunks:
-            self._index = chunk.call
-            if self.is_abandoned:
-                self.abandon()
+            self.fate.begin(chunk.call)
             self._queue.put_nowait(chunk)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        if not task.cancelled():
-            task.exception()  # the tree has the cause; asyncio would warn of an exception that nobody reads
+        # The tree has the cause; asyncio would warn of an exception that nobody reads.
+        self.fate.has_failed = task.cancelled() or task.exception() is not None
         self._queue.put_nowait(None)

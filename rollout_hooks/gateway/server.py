@@ -82,7 +82,7 @@ class _JoinedWrites:
 class _Protocol(H11Protocol):
     """HTTP/1.1 that abandons the calls of clients that go away, and drops some connections.
 
-    The calls of a request (`request.state.calls`) are abandoned if its connection ends before the answer is sent, or is
+    The calls of a request (`request.state.fates`) are abandoned if its connection ends before the answer is sent, or is
     reset: then the client has not read all that was sent. Connections are dropped which would cost something without a
     key, or without end:
 
@@ -157,8 +157,8 @@ class _Protocol(H11Protocol):
     def _abandon(self) -> None:
         state = self.cycle.scope.setdefault("state", {})
         state["is_lost"] = True
-        for call in state.get("calls", ()):
-            call.abandon()
+        for fate in state.get("fates", ()):
+            fate.abandon()
 
     def _set_timer(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:

@@ -20,7 +20,7 @@ from rollout_hooks.gateway.errors import ApiError, refused
 from rollout_hooks.gateway.json_values import num_characters, strings
 from rollout_hooks.gateway.kept import KeptResponses
 from rollout_hooks.gateway.limits import SURE_TEXT_LEN, GatewayLimits
-from rollout_hooks.gateway.running_call import RunningCall
+from rollout_hooks.gateway.running_call import CallFate, RunningCall
 from rollout_hooks.gateway.turn import Message, ModelTurn, ToolCall, TurnRequest
 
 logger = logging.getLogger(__name__)
@@ -113,8 +113,8 @@ class GatewaySession:
         self.calls_of_response: dict[str, tuple[int, ...]] = {}
         self._is_closed = False
         self._num_started = 0
-        # The calls of each request that no retry has replaced, by its body.
-        self._asked: defaultdict[bytes, list[list[RunningCall]]] = defaultdict(list)
+        # The fates of the calls of each request that no retry has replaced, by its body.
+        self._asked: defaultdict[bytes, list[list[CallFate]]] = defaultdict(list)
         # Content and whole text of each turn with tool calls, by the JSON of its calls.
         self._raw_turns: dict[str, tuple[str, str]] = {}
 
@@ -181,13 +181,13 @@ class GatewaySession:
             call.task.add_done_callback(lambda _, call=call: self.running.discard(call))
         earlier = self._asked[sha256(body).digest()]
         if is_retry and earlier:
-            unanswered = [each for each in earlier if all(call.gave_no_answer for call in each)]
+            unanswered = [each for each in earlier if all(fate.is_abandoned or fate.has_failed for fate in each)]
             if unanswered or len(earlier) == 1:
                 replaced = (unanswered or earlier)[0]
                 earlier.remove(replaced)
-                for call in replaced:
-                    call.abandon()
-        earlier.append(calls)
+                for fate in replaced:
+                    fate.abandon()
+        earlier.append([call.fate for call in calls])
         return calls
 
     def close(self) -> None:
