@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
+from rollout_hooks.gateway.errors import refused
 from rollout_hooks.gateway.limits import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -297,9 +298,12 @@ class ResponsesBody(SharedBody):
         items = [_MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         for item in items:
             _add_item(messages, item)
+        tools = [each for tool in self.tools for each in tool.as_tools()]
+        if len(tools) > MAX_TOOLS:
+            raise refused(f"tools: {len(tools)} with those of namespaces, and {MAX_TOOLS} are the most", param="tools")
         return TurnRequest(
             messages=messages,
-            **self.call_rules([each for tool in self.tools for each in tool.as_tools()]),
+            **self.call_rules(tools),
             text_schema=self.text and self.text.format and self.text.format.schema_of_text(),
             text_param="text.format",
             sampling=self.sampling(max_tokens=self.max_output_tokens),

@@ -51,6 +51,7 @@ REFUSED_RESPONSES = [
     ("tools", [{"type": "file_search"}]),
     ("tools", [{"type": "namespace", "name": "n", "tools": [{"type": "web_search"}]}]),
     ("tools", [{"type": "custom"}]),
+    ("tools", [{"type": "namespace", "name": n, "tools": [{"type": "function", "name": "f"}] * 65} for n in "ab"]),
     ("client_metadata", {"a": 1}),
     # What an answer could not repeat.
     ("metadata", {"a": float("nan")}),
