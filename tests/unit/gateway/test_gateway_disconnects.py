@@ -43,12 +43,27 @@ async def test_the_answer_of_a_client_that_goes_away_is_recorded_and_left_out(se
     assert (leaf.calls, unread.calls, reason) == ((1,), (0,), LeftOut.ABANDONED)
 
 
+class SlowTwice(StreamingEngine):
+    """Its first two calls go on once the third has begun."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: "x")
+        self.third = asyncio.Event()
+
+    async def stream(self, prompt_ids, *, sampling_params):
+        is_slow = len(self.tree.calls) < 2
+        async for chunk in super().stream(prompt_ids, sampling_params=sampling_params):
+            if is_slow:
+                await self.third.wait()
+            self.third.set()
+            yield chunk
+
+
 @with_gateway
 async def test_a_client_that_times_out_and_asks_again_leaves_one_leaf(server):
-    """The first two answers come after the client's patience."""
-    delays = iter([0.3, 0.3, 0.0])
-    engine = server.scripted(lambda _: "x", delay=lambda _: next(delays))
-    client = server.client("s", timeout=0.1, max_retries=2)
+    engine = SlowTwice()
+    server.open("s", engine)
+    client = server.client("s", timeout=0.6, max_retries=2)
     answer = await client.chat.completions.create(model="policy", messages=user("q"))
     assert answer.choices[0].message.content == "x"
     await server.gateway.close_session("s")
