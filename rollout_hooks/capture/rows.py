@@ -101,6 +101,8 @@ def session_rows(tree: SessionTree, outputs: Sequence[AgentLoopOutput], *, limit
         _check_log_probs(row, limits=limits)
     left_out = tree.left_out_leaves()
     masked = [keys for output, keys in zip(outputs, own_keys, strict=True) if _is_masked(output)]
+    for row in rows:  # of a loop that made its outputs here
+        row.extra_fields.pop(LEFT_OUT_FIELD, None)
     if rows and (left_out or masked):
         shown = left_out + [(tree.locate(keys), LeftOut.DROPPED) for keys in masked]
         rows[-1].extra_fields[LEFT_OUT_FIELD] = [

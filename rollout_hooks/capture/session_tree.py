@@ -20,7 +20,7 @@ Where prompts show images, the tokens of the tree are keys: see `session_images`
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -199,12 +199,13 @@ class SessionTree:
         Equal paths of different calls are different samples, so all of them are leaves. Calls that are left out are
         neither leaves nor longer paths.
         """
-        return self._leaves([call for call in self._num_outputs if self._calls[call].left_out is None])
+        kept = frozenset(call for call in self._num_outputs if self._calls[call].left_out is None)
+        return self._leaves(kept, among=kept)
 
     def left_out_leaves(self) -> list[tuple[TokenPath, LeftOut]]:
         """Return the paths of completed calls that are left out and from which nobody went on, and why."""
-        leaves = [(path, self._calls[path.source[-1]].left_out) for path in self._leaves(list(self._num_outputs))]
-        return [(path, reason) for path, reason in leaves if reason is not None]
+        reasons = {call: reason for call in self._num_outputs if (reason := self._calls[call].left_out) is not None}
+        return [(path, reasons[int(path.source[-1])]) for path in self._leaves(reasons, among=self._num_outputs)]
 
     def locate(
         self, token_ids: Sequence[int] | np.ndarray, *, log_probs: Sequence[float | None] | None = None
@@ -230,13 +231,13 @@ class SessionTree:
         self._num_events += 1
         return self._num_events
 
-    def _leaves(self, calls: Collection[int]) -> list[TokenPath]:
+    def _leaves(self, calls: Iterable[int], *, among: Container[int]) -> list[TokenPath]:
+        """Return the paths of those of some calls from which none `among` others goes on, sorted by their `calls`."""
         finished = np.asarray(self._finished, dtype=np.int64)
-        among = frozenset(calls)
         leaves = [self._path_of(call, finished) for call in calls if self._is_leaf(call, finished, among=among)]
         return sorted(leaves, key=lambda path: path.calls)
 
-    def _is_leaf(self, call: int, finished: np.ndarray, *, among: Set[int]) -> bool:
+    def _is_leaf(self, call: int, finished: np.ndarray, *, among: Container[int]) -> bool:
         point = self._trie.end_of(call)
         longer = (
             other

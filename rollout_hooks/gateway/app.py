@@ -177,10 +177,16 @@ class Gateway:
         self._check_room(1)
         async with self._body(request, session) as raw, session.order:
             loop = asyncio.get_running_loop()
-            body, wanted = await loop.run_in_executor(self._threads, self._wanted, session, raw, body_class)
-            yield session, body, await loop.run_in_executor(self._threads, prepare, session, wanted), raw
+            body, prepared = await loop.run_in_executor(self._threads, self._prepare, session, raw, body_class, prepare)
+            yield session, body, prepared, raw
 
-    def _wanted(self, session: GatewaySession, raw: bytes, body_class: type[Body]) -> tuple[Body, TurnRequest]:
+    def _prepare(
+        self,
+        session: GatewaySession,
+        raw: bytes,
+        body_class: type[Body],
+        prepare: Callable[[GatewaySession, TurnRequest], Prepared],
+    ) -> tuple[Body, Prepared]:
         body = _read(raw, body_class, max_values=self.limits.max_json_values)
         self._check_model(body.model)
         if isinstance(body, ResponsesBody):
@@ -192,7 +198,7 @@ class Gateway:
             _tell_without_effect(name)
         if has_unread_images(wanted.messages):
             wanted = read_images(wanted, limits=self.limits)
-        return body, wanted
+        return body, prepare(session, wanted)
 
     def _check_model(self, name: str) -> None:
         if name != self.model:

@@ -13,7 +13,16 @@ from typing_extensions import override
 
 from rollout_hooks.gateway.errors import refused
 from rollout_hooks.gateway.limits import MAX_MESSAGES, MAX_PARTS, MAX_STOP_LEN, MAX_STOPS, MAX_TOKENS, MAX_TOOLS
-from rollout_hooks.gateway.request_parts import Body, Function, JsonObject, Parameters, call_rules
+from rollout_hooks.gateway.request_parts import (
+    Body,
+    Function,
+    ImagePart,
+    JsonObject,
+    Parameters,
+    TextPart,
+    call_rules,
+    content_of,
+)
 from rollout_hooks.gateway.turn import Message, ToolCall, TurnRequest
 
 OPENED, UNOPENED = "opened", "unopened"
@@ -24,9 +33,8 @@ class _Block(Body):
     cache_control: Any = None
 
 
-class _Text(_Block):
+class _Text(_Block, TextPart):
     type: Literal["text"]
-    text: str
 
 
 class _Source(Body):
@@ -35,9 +43,14 @@ class _Source(Body):
     data: str
 
 
-class _Image(_Block):
+class _Image(_Block, ImagePart):
     type: Literal["image"]
     source: _Source
+
+    @property
+    @override
+    def url(self) -> str:
+        return f"data:{self.source.media_type};base64,{self.source.data}"
 
 
 class _Thinking(Body):
@@ -127,7 +140,7 @@ class CountBody(Body):
 
     def turn_request(self, **more: Any) -> TurnRequest:
         """Return the turn that the request asks for; see `ChatBody`."""
-        system = self.system if isinstance(self.system, str) else "".join(block.text for block in self.system)
+        system = content_of(self.system, role="system")
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
         for message in self.messages:
             messages += _as_read(message)
@@ -185,16 +198,16 @@ def _as_read(message: _Message) -> Iterator[Message]:
         for block in message.content:
             if isinstance(block, _ToolResult):
                 if shown:
-                    yield {"role": message.role, "content": _content(shown)}
+                    yield {"role": message.role, "content": content_of(shown, role=message.role)}
                 shown = []
-                content = block.content if isinstance(block.content, str) else _content(block.content)
+                content = content_of(block.content, role="tool")
                 yield {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
             elif isinstance(block, _Text) or (isinstance(block, _Image) and message.role == "user"):
                 shown.append(block)
             else:
                 raise _misplaced(block, message)
         if shown:
-            yield {"role": message.role, "content": _content(shown)}
+            yield {"role": message.role, "content": content_of(shown, role=message.role)}
 
 
 def _as_written(blocks: "list[_Text | _Image | _Thinking | _ToolUse | _ToolResult]") -> Message:
@@ -208,17 +221,6 @@ def _as_written(blocks: "list[_Text | _Image | _Thinking | _ToolUse | _ToolResul
         else:
             raise _misplaced(block, _Message(role="assistant"))
     return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
-
-
-def _content(blocks: "list[_Text | _Image]") -> str | list[dict[str, Any]]:
-    if all(isinstance(block, _Text) for block in blocks):
-        return "".join(block.text for block in blocks if isinstance(block, _Text))
-    return [
-        {"type": "text", "text": block.text}
-        if isinstance(block, _Text)
-        else {"type": "image", "image": f"data:{block.source.media_type};base64,{block.source.data}"}
-        for block in blocks
-    ]
 
 
 def _misplaced(block: Body, message: _Message) -> Exception:

@@ -1,9 +1,11 @@
 """What the bodies of the APIs share: text, functions, and the form of an answer."""
 
+from collections.abc import Sequence
 from functools import reduce
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from typing_extensions import override
 
 from rollout_hooks.gateway.errors import refused
 from rollout_hooks.gateway.json_values import is_finite
@@ -51,9 +53,23 @@ def _field(body: Any, name: str) -> Any:
     return getattr(body, name, None)
 
 
-class _TextPart(Body):
-    type: Literal["text", "input_text", "output_text"]
+class TextPart(Body):
+    """A part of a message that is text."""
+
     text: str
+
+
+class ImagePart(Body):
+    """A part of a message that is an image, with the URL of its data."""
+
+    @property
+    def url(self) -> str:
+        """Return the URL."""
+        raise NotImplementedError
+
+
+class _TextPart(TextPart):
+    type: Literal["text", "input_text", "output_text"]
 
 
 class _ImageUrl(Body):
@@ -61,21 +77,23 @@ class _ImageUrl(Body):
     detail: Literal["auto"] = "auto"
 
 
-class _ChatImage(Body):
+class _ChatImage(ImagePart):
     type: Literal["image_url"]
     image_url: _ImageUrl
 
     @property
+    @override
     def url(self) -> str:
         return self.image_url.url
 
 
-class _ResponsesImage(Body):
+class _ResponsesImage(ImagePart):
     type: Literal["input_image"]
     image_url: str
     detail: Literal["auto"] = "auto"
 
     @property
+    @override
     def url(self) -> str:
         return self.image_url
 
@@ -84,7 +102,7 @@ _Part = Annotated[_TextPart | _ChatImage | _ResponsesImage, Field(discriminator=
 Content = str | Annotated[list[_Part], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
-def content_of(content: Content, *, role: str) -> str | list[dict[str, Any]]:
+def content_of(content: str | Sequence[TextPart | ImagePart], *, role: str) -> str | list[dict[str, Any]]:
     """Return the content of a message as chat templates read it: its text, or blocks of text and of URLs of images.
 
     Raises:
@@ -92,13 +110,13 @@ def content_of(content: Content, *, role: str) -> str | list[dict[str, Any]]:
     """
     if isinstance(content, str):
         return content
-    texts = [part.text for part in content if isinstance(part, _TextPart)]
+    texts = [part.text for part in content if isinstance(part, TextPart)]
     if len(texts) == len(content):
         return "".join(texts)
     if role not in ("user", "tool"):
         raise refused(f"a message of the role {role} shows an image: only users and tools may", param="messages")
     return [
-        {"type": "text", "text": part.text} if isinstance(part, _TextPart) else {"type": "image", "image": part.url}
+        {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image", "image": part.url}
         for part in content
     ]
 

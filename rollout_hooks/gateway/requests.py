@@ -150,6 +150,12 @@ class _Namespace(Body):
         named = [tool.model_copy(update={"name": _in_namespace(self.name, tool.name)}) for tool in self.tools]
         return [tool.as_tool() for tool in named]
 
+    def item_of(self, call: ToolCall) -> dict[str, Any] | None:
+        """Return a call of one of its functions as an item of a response, without ids."""
+        name = next((each.name for each in self.tools if _in_namespace(self.name, each.name) == call.name), None)
+        named = {"type": "function_call", "namespace": self.name, "name": name, "arguments": call.arguments}
+        return None if name is None else named
+
 
 class _CustomTool(Body):
     """A tool that takes a text: for the model a function with the argument `input`."""
@@ -164,6 +170,18 @@ class _CustomTool(Body):
         description = self.description if grammar is None else f"{self.description}\n\n`input` has the form:\n{grammar}"
         parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
         return [Function(name=self.name, description=description, parameters=parameters).as_tool()]
+
+    def item_of(self, call: ToolCall) -> dict[str, Any] | None:
+        """Return a call of it as an item of a response, without ids."""
+        if call.name != self.name:
+            return None
+        given = call.as_message_part()["function"]["arguments"]
+        text = given.get("input") if isinstance(given, dict) else given
+        return {
+            "type": "custom_tool_call",
+            "name": call.name,
+            "input": text if isinstance(text, str) else call.arguments,
+        }
 
 
 class _ServerTool(Body):
@@ -273,19 +291,9 @@ class ResponsesBody(SharedBody):
 
     def item_of(self, call: ToolCall) -> dict[str, Any]:
         """Return what a call is among the items of a response: its type, its name and what it is given."""
-        if any(isinstance(tool, _CustomTool) and tool.name == call.name for tool in self.tools):
-            given = call.as_message_part()["function"]["arguments"]
-            text = given.get("input") if isinstance(given, dict) else given
-            return {
-                "type": "custom_tool_call",
-                "name": call.name,
-                "input": text if isinstance(text, str) else call.arguments,
-            }
-        for tool in self.tools:
-            name = call.name.removeprefix(f"{tool.name}.") if isinstance(tool, _Namespace) else call.name
-            if isinstance(tool, _Namespace) and any(each.name == name for each in tool.tools) and name != call.name:
-                return {"type": "function_call", "namespace": tool.name, "name": name, "arguments": call.arguments}
-        return {"type": "function_call", "name": call.name, "arguments": call.arguments}
+        items = (tool.item_of(call) for tool in self.tools if isinstance(tool, _Namespace | _CustomTool))
+        plain = {"type": "function_call", "name": call.name, "arguments": call.arguments}
+        return next((item for item in items if item is not None), plain)
 
     def turn_request(self, history: Sequence[Message] = ()) -> TurnRequest:
         """Return the turn that the request asks for, after the messages up to the previous response; see `ChatBody`.

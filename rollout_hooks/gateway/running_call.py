@@ -81,7 +81,8 @@ class RunningCall:
 
     async def _run(self) -> None:
         async for chunk in self._chunks:
-            self.fate.begin(chunk.call)
+            if self.fate.index is None:
+                self.fate.begin(chunk.call)
             self._queue.put_nowait(chunk)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:

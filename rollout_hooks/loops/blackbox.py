@@ -155,9 +155,10 @@ class BlackboxAgentLoop(AgentLoopBase):
     ) -> list[TreeAgentLoopOutput]:
         reward, leaf_rewards, extra_info = _read_result(result)
         dropped = {response_id: None for response_id, value in leaf_rewards.items() if value == DROP}
-        ends = [int(path.source[-1]) for path in tree.leaves()]
-        for call in _rewards_of_calls(session, dropped, last_calls=ends):
-            tree.leave_out(call, LeftOut.DROPPED)
+        if dropped:
+            ends = [int(path.source[-1]) for path in tree.leaves()]
+            for call in _rewards_of_calls(session, dropped, last_calls=ends):
+                tree.leave_out(call, LeftOut.DROPPED)
         limits = RowLimits(self.rollout_config.prompt_length, self.rollout_config.response_length, wants_log_probs)
         # No loop made outputs here, so every row is made from the record.
         outputs = cast("list[TreeAgentLoopOutput]", session_rows(tree, [], limits=limits).outputs)

@@ -134,9 +134,11 @@ def test_an_answer_that_the_agent_drops_makes_no_row():
     assert [(text(each), each.leaf_reward) for each in rows] == [(TURN + END + "6 and 6" + END, 1.0)]
     ((reason, _, token_ids, ((call, *_),)),) = rows[-1].extra_fields[LEFT_OUT_FIELD]
     assert (reason, call, tokenizer().decode(token_ids)[-16:]) == ("dropped", 1, "beside" + END)
+    assert all(LEFT_OUT_FIELD not in row.extra_fields for row in rows[:-1])
     # What led to a dropped answer was not dropped.
     rows, _ = capture({"reward": 1.0, "leaf_rewards": {"final": "drop"}}, num_dropped=1)
     assert [text(each) for each in rows] == [TURN + END, "beside" + END]
+    assert [LEFT_OUT_FIELD in row.extra_fields for row in rows] == [False, True]
     with pytest.raises(ValueError, match="no leaf of the session ends with that response"):
         capture({"leaf_rewards": {"first": "drop"}})
 
