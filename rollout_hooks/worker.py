@@ -115,7 +115,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
             uid=kwargs["uid"],
             session_id=int(kwargs["session_id"]),
             partition="val" if trajectory["validate"] else "train",
-            client=recording_client(self),
+            client=recording_client(self, prompt=kwargs["uid"]),
             wants_log_probs=bool(sampling_params.get("logprobs")),
             agent_name=agent_name,
         )

@@ -50,6 +50,7 @@ class RecordedCall:
     left_out: LeftOut | None = None
     min_global_steps: int | None = None  # first and last version of the weights that generated it
     max_global_steps: int | None = None
+    num_cached: int | None = None  # tokens of its prompt in the server's prefix cache; None: the server does not say
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.capture.errors import describe_error, is_of_dead_server
+from rollout_hooks.capture.prompt_router import routed_id
 from rollout_hooks.capture.realign import MAX_REPLACED_TOKENS
 from rollout_hooks.capture.session_images import SessionImages
 from rollout_hooks.capture.session_tree import SessionTree
@@ -30,8 +31,11 @@ def stable_request_id(row: Mapping[str, Any]) -> str:
     return f"det-{int(row.get('priority', 0))}-{row.get('session_id', 0)}"
 
 
-def recording_client(worker: AgentLoopWorker) -> "RecordingClient":
-    """Return the LLM client of a worker, to record the calls of a new session of its model, under its configuration."""
+def recording_client(worker: AgentLoopWorker, *, prompt: str | None = None) -> "RecordingClient":
+    """Return the LLM client of a worker, to record the calls of a new session of its model, under its configuration.
+
+    `prompt` is the uid of the session's prompt, for the router.
+    """
     # Only our trainer has the group `tree`, with checked values; capture works under other trainers, too.
     options = worker.config.get("tree") or {}
     heals = options.get("drift", "heal") == "heal"
@@ -42,20 +46,25 @@ def recording_client(worker: AgentLoopWorker) -> "RecordingClient":
     images = SessionImages(image_token=image_token, video_token=video_token)
     keeps_abandoned = options.get("abandoned") == "keep"
     tree = SessionTree(decode=decode, max_replaced=max_replaced, images=images, keeps_abandoned=keeps_abandoned)
-    return RecordingClient(worker.llm_client, tree=tree)
+    # vLLM gets the request ids under `full_determinism`, so they stay as they are.
+    is_routed = not worker.config.actor_rollout_ref.rollout.get("full_determinism", False)
+    return RecordingClient(worker.llm_client, tree=tree, prompt=prompt if is_routed else None)
 
 
 class RecordingClient(LLMServerClient):
     """An LLM client that records the calls of one session into `tree`; `client` does them.
+
+    `prompt` goes to the router with every call (`routed_id`).
 
     Attributes:
         tree: What was recorded.
         dead_server: The error of the last call whose server had died, else None; a loop may hide it.
     """
 
-    def __init__(self, client: LLMServerClient, *, tree: SessionTree) -> None:
+    def __init__(self, client: LLMServerClient, *, tree: SessionTree, prompt: str | None = None) -> None:
         super().__init__(config=client.config)
         self._client = client
+        self._prompt = prompt
         self.tree = tree
         self.dead_server: str | None = None
 
@@ -76,6 +85,8 @@ class RecordingClient(LLMServerClient):
         if prompt.splices:
             prompt_ids = images.ids_of(prompt.token_ids).tolist()
         call = self.tree.begin(prompt)
+        if self._prompt is not None:
+            request_id = routed_id(request_id, self._prompt)
         with self._recorded_failure(call):
             output = await self._client.generate(
                 request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
@@ -88,6 +99,7 @@ class RecordingClient(LLMServerClient):
             stop_reason=output.stop_reason,
             min_global_steps=output.extra_fields.get("min_global_steps"),
             max_global_steps=output.extra_fields.get("max_global_steps"),
+            num_cached=output.extra_fields.get("num_cached_tokens"),
         )
         return output
 

@@ -40,6 +40,8 @@ class CaptureReport:
     num_failed_calls: int = 0
     num_aborted_calls: int = 0  # calls that the server gave up
     num_dropped_leaves: int = 0
+    num_prompt_tokens: int = 0  # of the calls whose server says how many of them its prefix cache had
+    num_cached_tokens: int = 0
     num_abandoned_leaves: int = 0  # of answers that the agent did not read to the end, and did not go on from
     num_truncated_leaves: int = 0  # rows cut to `rollout.response_length`
     cut_prompts: tuple[int, ...] = ()  # lengths of prompts whose beginning was cut to `rollout.prompt_length`
@@ -55,6 +57,7 @@ class CaptureReport:
         """Count the recorded calls of one session."""
         kinds = tree.count_kinds()
         statuses = [call.status for call in tree.calls]
+        cached = [(call.num_prompt, call.num_cached) for call in tree.calls if call.num_cached is not None]
         return cls(
             num_calls=len(tree.calls),
             num_continuations=kinds[CallKind.CONTINUATION],
@@ -64,5 +67,7 @@ class CaptureReport:
             num_realigned=sum(call.num_splices > 0 for call in tree.calls),
             num_failed_calls=statuses.count(CallStatus.FAILED),
             num_aborted_calls=statuses.count(CallStatus.ABORTED),
+            num_prompt_tokens=sum(length for length, _ in cached),
+            num_cached_tokens=sum(hits for _, hits in cached),
             num_abandoned_leaves=sum(reason is LeftOut.ABANDONED for _, reason in tree.left_out_leaves()),
         )

@@ -145,12 +145,14 @@ class SessionTree:
         stop_reason: str | None = None,
         min_global_steps: int | None = None,
         max_global_steps: int | None = None,
+        num_cached: int | None = None,
     ) -> None:
         """Record what a call generated.
 
         `output_ids` includes the stop token and may be empty. `log_probs` has one value per token. If `is_aborted`, the
         server gave the call up; the tokens generated until then count. `stop_reason` is the server's word for how it
         ended. `min_global_steps` and `max_global_steps` are the first and last version of the weights that were used.
+        `num_cached` counts the tokens of the prompt that were in the server's prefix cache.
 
         Raises:
             ValueError: The number of log-probs is not the number of tokens, or one of these is no token or number. The
@@ -170,6 +172,7 @@ class SessionTree:
             cause=f"aborted after {len(output)} tokens" if is_aborted else None,
             min_global_steps=min_global_steps,
             max_global_steps=max_global_steps,
+            num_cached=num_cached,
         )
         if not len(output):
             # A call that generated nothing adds no path; the path that it would have continued stays a leaf.

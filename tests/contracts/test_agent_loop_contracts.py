@@ -32,8 +32,10 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from verl.utils.profiler import simple_timer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder, MergeResult
+from verl.workers.rollout import router
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.router import GlobalRequestLoadBalancer, get_router_handle
 from worker_cases import InProcessWorker, run_sessions
 
 from rollout_hooks.capture.outputs import PromptFailed
@@ -178,6 +180,23 @@ def test_request_id_reaches_vllm_only_under_full_determinism():
             asyncio.run(LLMServerClient.generate(client, "r", prompt_ids=[1], sampling_params={}))
         assert (client.request_ids == ["r", "r"]) is full_determinism
         assert len(set(client.request_ids)) == (1 if full_determinism else 2)
+
+
+def test_a_router_is_a_class_of_a_file():
+    """router.PromptRouter: its base's accounts, and which class verl makes of rollout.router_config_path."""
+    balancer = GlobalRequestLoadBalancer({"a": 1})
+    assert balancer.acquire_server("r") == ("a", 1)
+    assert (balancer._inflight_requests, dict(balancer._request_id_to_server)) == ({"a": 1}, {"r": "a"})
+    assert balancer.require_acquire_fields() == balancer.require_release_fields() == []
+    assert list(inspect.signature(get_router_handle).parameters)[:2] == ["servers", "router_config_path"]
+    assert "ray_cls.remote(servers, yaml_config)" in inspect.getsource(router._create_plugin_extension)
+    assert config().actor_rollout_ref.rollout.router_config_path is None
+
+
+def test_servers_say_what_their_prefix_cache_had():
+    """recording.RecordingClient: `tree/prefix_cache_hit_rate`."""
+    source = inspect.getsource(importlib.import_module("verl.workers.rollout.vllm_rollout.vllm_async_server"))
+    assert 'extra_fields["num_cached_tokens"]' in source
 
 
 def test_agent_loop_output_fields():

@@ -29,6 +29,7 @@ from rollout_hooks.capture.running import OpenSessions, Session
 from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.loops.base import BranchingAgentLoop
 from rollout_hooks.worker import MAX_TRACEBACKS, TreeAgentLoopManager, TreeAgentLoopWorkerBase
+from verl_tree.trainer.told.metrics import capture_metrics
 
 
 def test_prompt_fails_only_with_its_last_session_and_every_cause_is_kept():
@@ -281,6 +282,31 @@ def test_the_option_decides_whether_answers_that_nobody_read_are_leaves(abandone
     tree.leave_out(0, LeftOut.ABANDONED)
     assert len(tree.leaves()) == num_leaves
     assert CaptureReport.of_calls(tree).num_abandoned_leaves == 1 - num_leaves
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_the_router_hears_whose_prompt_a_call_is(is_deterministic):
+    """Under `full_determinism` vLLM gets the id, which must be the same in every training run; a uid is not."""
+    worker = InProcessWorker(lambda _: RuntimeError("seen"))
+    worker.config.actor_rollout_ref.rollout.full_determinism = is_deterministic
+    run_sessions(worker, num_sessions=2)
+    found = worker.llm_client.request_ids
+    assert [each.partition("@prompt:")[2] for each in found] == ["" if is_deterministic else "u"] * 2
+
+
+def test_what_servers_had_in_their_prefix_caches_is_counted():
+    cached = iter([0, 7, None])
+    worker = InProcessWorker(
+        lambda _: TokenOutput(token_ids=[5], stop_reason="completed", extra_fields={"num_cached_tokens": next(cached)})
+    )
+    client = recording_client(worker)
+    for length in (8, 9, 10):
+        asyncio.run(client.generate("r", prompt_ids=[1] * length, sampling_params={}))
+    report = CaptureReport.of_calls(client.tree)
+    # A server that says nothing is not one whose cache is empty.
+    assert (report.num_prompt_tokens, report.num_cached_tokens) == (17, 7)
+    assert capture_metrics(report)["tree/prefix_cache_hit_rate"] == 7 / 17
+    assert "tree/prefix_cache_hit_rate" not in capture_metrics(CaptureReport(num_sessions=1))
 
 
 def test_reports_add_up_and_travel():

@@ -60,6 +60,8 @@ WEIGHTS = {
 MEMORY = "_target_: rollout_hooks.loops.memory.MemoryAgentLoop"
 TARGETS = ("my_loops.MyLoop", "my_loops.MyLoop.Nested", "my_package.loops.MyLoop", "my_folder.loops.MyLoop")
 MISSING = ("my_lops.MyLoop", "my_package.sub.MyLoop", "my_folder.sub.MyLoop", "my_broken.loops.MyLoop", "MyLoop")
+ROUTER = "router_class: rollout_hooks.capture.prompt_router.PromptRouter"
+ROUTERS = {"fine": "max_ratio: 2\nmax_lead: 0", "below": "max_ratio: .5\nmax_lead: 8", "lacks": "max_ratio: 2"}
 TEXTS = {
     "a_file": "",
     "no_template/tokenizer_config.json": "{}",
@@ -87,6 +89,8 @@ TEXTS = {
     "loops/words.yaml": "- mine\n",
     "loops/no_yaml.yaml": "- name: [\n",
     **{f"loops/{target}.yaml": f"- name: mine\n  _target_: {target}\n" for target in (*TARGETS, *MISSING)},
+    "routers/theirs.yaml": "router_class: thier_router.Router",
+    **{f"routers/{name}.yaml": f"{ROUTER}\n{rest}" for name, rest in ROUTERS.items()},
     "tools/good.yaml": "tools: [class_name: json.JSONDecoder]",
     "tools/no_tools.yaml": "- class_name: json.JSONDecoder",
     "tools/no_yaml.yaml": "tools: [",

@@ -48,7 +48,7 @@ def of_functions() -> set[str]:
     names |= set(staleness_metrics({"a_0_0": [call]}, version=1)) | set(dropped_metrics(set(), {}))
     names |= set(tokens_per_s({"tree/tokens": 1.0, "tree/flat_tokens": 1.0}, update_s=1.0))
     for prefix in ("tree", "val-aux/tree"):
-        names |= set(capture_metrics(CaptureReport(), prefix=prefix))
+        names |= set(capture_metrics(CaptureReport(num_prompt_tokens=1), prefix=prefix))
     for prefix in ("tree", "critic/tree"):
         names |= set(ForestCounts(*[1] * len(fields(ForestCounts))).metrics(prefix=prefix))
         names |= set(RankTimes(*[1.0] * len(fields(RankTimes))).metrics(prefix=prefix))

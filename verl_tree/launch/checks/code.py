@@ -33,6 +33,8 @@ TOOL_KEYS = (f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.fu
 CUTTING = ("single_turn_agent", "tool_agent", "parallel_tools", "subagents", "tree_search")
 CUTS, MEMORY = "rollout_hooks.loops.base.BranchingAgentLoop", "rollout_hooks.loops.memory.MemoryAgentLoop"
 """Loops that cut a row's prompt, and the base class that does; `memory` writes a prompt anew."""
+ROUTER_KEY = f"{ROLLOUT}.router_config_path"
+TREE_ROUTER = "rollout_hooks.capture.prompt_router.PromptRouter"
 TREE_MANAGER = "rollout_hooks.worker.TreeAgentLoopManager"
 LOOPS_FORMAT = "it must be a YAML list, each entry with `name` and `_target_` (docs/agent_loops.md)"
 
@@ -42,7 +44,7 @@ def check_manager(config: DictConfig) -> Findings:
     manager = value_of(config, MANAGER_KEY)
     if manager == TREE_MANAGER:
         return
-    if manager and (problem := _manager_problem(manager)):
+    if manager and (problem := _class_problem(manager)):
         yield refusal_here(config, MANAGER_KEY, problem, brings_code=True)
     lost = (
         f"the rows that it writes are trained as trees. Unless it is a subclass of {TREE_MANAGER}, calls are not "
@@ -55,22 +57,57 @@ def check_manager(config: DictConfig) -> Findings:
         yield Finding(f"reward.num_workers=0: {fails}", is_warning=True)
 
 
-def _manager_problem(manager: str) -> str | None:
-    """Return why a manager is no class, whose `create` verl calls, or None."""
+def _class_problem(path: str) -> str | None:
+    """Return why a path names no class, or None."""
     from verl.utils.import_utils import load_class_from_fqn
 
-    if problem := module_problem(manager):
-        return f"{problem}; {way_to(manager)}"
-    module, name = manager.rpartition(".")[::2]
+    if problem := module_problem(path):
+        return f"{problem}; {way_to(path)}"
+    module, name = path.rpartition(".")[::2]
     try:
         source = source_of(module)
         found = look_up(source, name)
         # What is compiled may be imported: it is none of the user's.
-        is_other = not isinstance(load_class_from_fqn(manager), type) if source is None else False
+        is_other = not isinstance(load_class_from_fqn(path), type) if source is None else False
     except (NotInSourceError, AttributeError) as error:
         return f"{error}; name a class"
     is_function = found is not None and not isinstance(found.node, ast.ClassDef)
     return "this is no class; name one" if is_other or is_function else None
+
+
+def check_router(config: DictConfig) -> Findings:
+    """Find a router's file or class that does not exist, and what ours cannot take, before servers start."""
+    import yaml
+
+    name = value_of(config, ROUTER_KEY)
+    if not name:
+        return
+    path = _config_file(name)
+    if path is None:
+        yield refusal_here(config, ROUTER_KEY, missing(name, "file"))
+        return
+    try:
+        settings = yaml.safe_load(path.read_text())
+        router = settings["router_class"]
+        if problem := _class_problem(router):
+            yield refusal_here(config, ROUTER_KEY, f"router_class={router}: {problem}", brings_code=True)
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError):
+        yield refusal(config, ROUTER_KEY, "it must be YAML with `router_class`, the path of a class")
+        return
+    if router == TREE_ROUTER:
+        yield from _check_prompt_router(config, settings)
+
+
+def _check_prompt_router(config: DictConfig, settings: dict[str, Any]) -> Findings:
+    from rollout_hooks.capture.prompt_router import PromptRouter
+
+    try:
+        PromptRouter({}, settings)
+    except ValueError as error:
+        yield refusal(config, ROUTER_KEY, str(error))
+    if value_of(config, f"{ROLLOUT}.full_determinism"):
+        lost = f"it chooses by how busy servers are, which {ROLLOUT}.full_determinism=True excludes; set null"
+        yield refusal(config, ROUTER_KEY, lost)
 
 
 def check_agent_loops(config: DictConfig) -> Findings:
@@ -167,7 +204,7 @@ def _registered_loops(config: DictConfig) -> list[str] | None:
     if manager == TREE_MANAGER:
         # As its module does, which also imports vLLM: that takes 3 s.
         register_built_in()
-    elif manager and (_manager_problem(manager) or not issubclass(load_class_from_fqn(manager), AgentLoopManager)):
+    elif manager and (_class_problem(manager) or not issubclass(load_class_from_fqn(manager), AgentLoopManager)):
         # `check_manager` refuses the first.
         return None
     return list(_agent_loop_registry)
@@ -252,6 +289,7 @@ def _config_file(name: str) -> Path | None:
 
 CHECKS: tuple[Check, ...] = (
     check_manager,
+    check_router,
     check_agent_loops,
     check_tool_format,
     check_tools,

@@ -28,6 +28,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
+from verl_tree import configs
 from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.launch.command.misspelt import misspelt_option
 
@@ -102,6 +103,11 @@ def tree_strategy(enabled: bool) -> str:
     return TREE_STRATEGY if enabled else FLAT_STRATEGY
 
 
+def prompt_router(is_deterministic: bool) -> str | None:
+    """Return the file of our router, or None where request ids alone must choose the server."""
+    return None if is_deterministic else str(Path(configs.__file__).with_name("prompt_router.yaml"))
+
+
 def cpu_threads(num_processes: int, num_spared: int = 1) -> str:
     """Return the threads for each of `num_processes` equal processes, as text for an environment variable.
 
@@ -156,6 +162,7 @@ def prepare_hydra() -> None:
     OmegaConf.register_new_resolver("tree_in_separate_async", in_separate_async, replace=True)
     OmegaConf.register_new_resolver("tree_logical_cpus", logical_cpus, replace=True)
     OmegaConf.register_new_resolver("tree_on_cpu", on_cpu, replace=True)
+    OmegaConf.register_new_resolver("tree_prompt_router", prompt_router, replace=True)
     OmegaConf.register_new_resolver("tree_strategy", tree_strategy, replace=True)
 
 

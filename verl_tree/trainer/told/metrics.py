@@ -63,7 +63,10 @@ def capture_metrics(report: CaptureReport, *, prefix: str = "tree") -> dict[str,
         "failed_sessions": len(report.failed_sessions),
         "failed_prompts": len(report.failed_prompts),
     }
-    return {f"{prefix}/{name}": float(count) for name, count in counts.items()}
+    found = {f"{prefix}/{name}": float(count) for name, count in counts.items()}
+    if report.num_prompt_tokens:
+        found[f"{prefix}/prefix_cache_hit_rate"] = report.num_cached_tokens / report.num_prompt_tokens
+    return found
 
 
 def describe_failures(report: CaptureReport) -> str | None:
