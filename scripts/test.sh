@@ -29,6 +29,7 @@ else
 fi
 if [[ $LANE == long ]]; then
   scripts/setup.sh --extra textworld
+  scripts/setup.sh --extra coding_agent
 fi
 source scripts/steps.sh
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 WANDB_MODE=offline

@@ -24,6 +24,7 @@ RECIPES = (
     "arithmetic_tools",
     "blackbox_openai_agent",
     "calculator",
+    "coding_agent",
     "gsm8k",
     "memory_qa",
     "multi_turn_thinking",
@@ -76,7 +77,9 @@ def loop_of(recipe: str, name: str) -> dict[str, Any]:
     return entry
 
 
-def play(entry: dict[str, Any], reply: Any, *, tools: Any = (), **rollout: Any) -> tuple[list, ScriptedClient]:
+def play(
+    entry: dict[str, Any], reply: Any, *, tools: Any = (), extra_info: Any = None, **rollout: Any
+) -> tuple[list, ScriptedClient]:
     """Make the loop of a configuration entry as verl's worker does, and run it on `TASK`."""
 
     def make(**kwargs: Any) -> Any:
@@ -89,7 +92,10 @@ def play(entry: dict[str, Any], reply: Any, *, tools: Any = (), **rollout: Any) 
 
     client = ScriptedClient(reply)
     row = dataset_row(
-        raw_prompt=TASK.messages, data_source="arithmetic_tools", reward_model={"ground_truth": TASK.answer}
+        raw_prompt=TASK.messages,
+        data_source="arithmetic_tools",
+        reward_model={"ground_truth": TASK.answer},
+        extra_info=extra_info,
     )
     limits = {"prompt_length": 1024, "response_length": 1024, "multi_turn__max_assistant_turns": 4, **rollout}
     recording = RecordingClient(client, tree=SessionTree(decode=tokenizer().decode))

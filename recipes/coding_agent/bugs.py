@@ -1,0 +1,87 @@
+"""Modules with a bug in one line, and the check that shows it.
+
+def total(x, y):
+\"\"\"Return the sum of x and y.\"\"\"
+return x - y
+"""
+
+import random
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+MODULE, CHECK = "solve.py", "check.py"
+LEVELS = {"one_function": 1, "three_functions": 3}
+"""Functions of a module, one of which has the bug."""
+TRAINED = "one_function"
+"""The level of the solved tasks and of reinforcement. Validations ask every level."""
+TASK = f"A line of {MODULE} does not do what its docstring says. Repair it, so that `python {CHECK}` prints ok."
+_KINDS = {
+    "total": ("the sum of {a} and {b}", "{a} + {b}"),
+    "difference": ("{a} minus {b}", "{a} - {b}"),
+    "product": ("the product of {a} and {b}", "{a} * {b}"),
+    "ratio": ("{a} divided by {b}", "{a} / {b}"),
+    "rest": ("what is left of {a} divided by {b}", "{a} % {b}"),
+    "power": ("{a} to the power of {b}", "{a} ** {b}"),
+    "larger": ("the larger of {a} and {b}", "max({a}, {b})"),
+    "smaller": ("the smaller of {a} and {b}", "min({a}, {b})"),
+}
+_NAMES = ("x", "y"), ("a", "b"), ("left", "right"), ("first", "second"), ("m", "n"), ("p", "q")
+_ARGUMENTS = (7, 3), (2, 5)  # no two expressions agree on the first pair
+_CHECK_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """A module with a bug.
+
+    Attributes:
+        module: Its text.
+        check: A program that prints ok if the module has no bug, and else what is wrong.
+        line: Number of the wrong line, from 1.
+        repaired: What should stand there, without the indent.
+    """
+
+    module: str
+    check: str
+    line: int
+    repaired: str
+
+    def write(self, folder: Path) -> None:
+        """Write the module and its check into a folder."""
+        (folder / MODULE).write_text(self.module)
+        (folder / CHECK).write_text(self.check)
+
+
+def make_bug(*, seed: int, level: str = TRAINED) -> Bug:
+    """Return a module, a function of seed and level."""
+    rng = random.Random(f"{level} {seed}")
+    kinds = rng.sample(sorted(_KINDS), LEVELS[level])
+    broken = rng.randrange(len(kinds))
+    wrong_kind = rng.choice([kind for kind in sorted(_KINDS) if kind != kinds[broken]])
+    lines: list[str] = []
+    checks = [f"import {Path(MODULE).stem}"]
+    for number, kind in enumerate(kinds):
+        a, b = rng.choice(_NAMES)
+        told, right = (text.format(a=a, b=b) for text in _KINDS[kind])
+        returned = _KINDS[wrong_kind][1].format(a=a, b=b) if number == broken else right
+        lines += [f"def {kind}({a}, {b}):", f'    """Return {told}."""', f"    return {returned}", ""]
+        if number == broken:
+            line, repaired = len(lines) - 1, f"return {right}"
+        for values in _ARGUMENTS:
+            call, wanted = f"{Path(MODULE).stem}.{kind}{values}", eval(right, {a: values[0], b: values[1]})
+            checks.append(f'assert {call} == {wanted}, f"{call} is {{{call}}}, not {wanted}"')
+    return Bug("\n".join(lines), "\n".join([*checks, 'print("ok")', ""]), line, repaired)
+
+
+def is_repaired(folder: Path, check: str, *, environment: Mapping[str, str]) -> bool:
+    """Whether the module in a folder passes the check, which is not the file there: an agent may have changed that."""
+    command = ["python", "-c", check]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=dict(environment), capture_output=True, text=True, timeout=_CHECK_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0 and done.stdout == "ok\n"
