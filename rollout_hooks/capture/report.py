@@ -31,6 +31,7 @@ class CaptureReport:
 
     num_sessions: int = 0  # sessions that ended, failed ones included
     num_leaves: int = 0  # rows written
+    num_sampled_tokens: int = 0  # each once for the call that sampled it, whether it is trained or not
     num_calls: int = 0  # the first call of a session is none of the four kinds that follow (`CallKind`)
     num_continuations: int = 0
     num_forks: int = 0
@@ -59,6 +60,7 @@ class CaptureReport:
         statuses = [call.status for call in tree.calls]
         cached = [(call.num_prompt, call.num_cached) for call in tree.calls if call.num_cached is not None]
         return cls(
+            num_sampled_tokens=sum(call.num_output for call in tree.calls),
             num_calls=len(tree.calls),
             num_continuations=kinds[CallKind.CONTINUATION],
             num_forks=kinds[CallKind.FORK],

@@ -7,12 +7,7 @@
 
 M trees (`num_trees`) begin with one chain each: turns and tool results until an answer. In each of L rounds
 (`num_rounds`), N places (`num_expansions`) of every tree are expanded by T new chains (`num_samples`), which become
-part of the tree. That gives M (1 + L N T) leaves.
-
-- `select="random"`: places are random turns behind at least one tool result (in a tree without one: its first turn).
-  With T = 1 this is the search of Tree-GRPO (arXiv 2509.21240, M, N and L as there).
-- `select="entropy"`: places are the generated tokens that the model was least certain of. The token is sampled again,
-  with what follows it. This is the search of TreeRL (arXiv 2506.11902, M, N, L and T as there).
+part of the tree. That gives M (1 + L N T) leaves. Which places these are is said by a policy (`select`, see `places`).
 
 All chains of a session use its request id, so they go to one server and find their prefix in its cache.
 """
@@ -20,8 +15,7 @@ All chains of a session use its request id, so they go to one server and find th
 import asyncio
 import inspect
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,29 +26,9 @@ from verl.utils.reward_score import default_compute_score
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.loops.base import Branch, check_at_least
+from rollout_hooks.loops.places import POLICIES, Choose, Place, SearchTree, Turn
 from rollout_hooks.loops.tool_turns import ToolTurnsLoop
 from rollout_hooks.loops.turns import Step
-
-SELECTIONS = ("random", "entropy")
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A place to expand: a step, and the position on its path from which all tokens are sampled anew."""
-
-    step: Step
-    position: int
-
-
-@dataclass(slots=True)
-class _Tree:
-    """The places of one tree that may be expanded."""
-
-    first: Step | None = None  # The first turn of its first chain
-    # All turns behind a tool result, in the order in which their chains were started; each context once.
-    later: list[Step] = field(default_factory=list)
-    # (uncertainty, place) of every generated token that has not been chosen yet.
-    tokens: list[tuple[float, _Place]] = field(default_factory=list)
 
 
 @register("tree_search")
@@ -73,19 +47,22 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
         num_expansions: int = 2,
         num_rounds: int = 1,
         num_samples: int = 1,
-        select: str = "random",
+        select: str | Choose = "random",
         seed: int = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         check_at_least(1, num_trees=num_trees, num_expansions=num_expansions, num_samples=num_samples)
         check_at_least(0, num_rounds=num_rounds)
-        if select not in SELECTIONS:
-            raise ValueError(f"select={select!r}: must be one of {SELECTIONS}")
+        choose = POLICIES.get(select) if isinstance(select, str) else select
+        if not callable(choose):
+            raise ValueError(
+                f"select={select!r}: must be one of {', '.join(POLICIES)}, or a function (`_target_` with `_partial_`)"
+            )
         self.num_trees, self.num_expansions = num_trees, num_expansions
         self.num_rounds, self.num_samples = num_rounds, num_samples
-        self.select, self.seed = select, seed
-        if select == "entropy":
+        self.select, self.seed, self._choose = select, seed, choose
+        if select != "random":
             self.turn_sampling["logprobs"] = True
         self._score = get_custom_reward_fn(self.config) or default_compute_score
 
@@ -118,7 +95,9 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
         top = output.extra_fields.get("top_log_probs")
         if top is None:
             if output.log_probs is None or len(output.log_probs) != len(output.token_ids):
-                raise ValueError("select='entropy': the LLM server returned no log-prob for some tokens; use 'random'")
+                raise ValueError(
+                    f"select={self.select!r}: the LLM server returned no log-prob for some tokens; use 'random'"
+                )
             return -np.asarray(output.log_probs, dtype=np.float64)
         return np.array([-np.sum(np.exp(log_probs) * log_probs) for log_probs in map(np.asarray, top)])
 
@@ -126,24 +105,33 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
     async def run_branches(self, root: Branch, **row: Any) -> None:
         # The root branch stays at the prompt and is no leaf.
         rng = random.Random(f"{self.seed}/{row['session_id']}/{root.token_ids}")
-        trees = [_Tree() for _ in range(self.num_trees)]
-        chains = list(zip(trees, root.fork(self.num_trees), strict=True))
+        trees = [SearchTree(self.uncertainty) for _ in range(self.num_trees)]
+        await self._grow_all(zip(trees, root.fork(self.num_trees), [None] * self.num_trees, strict=True), row=row)
+        for _ in range(self.num_rounds):
+            chains = [
+                (tree, branch, place)
+                for tree, place in self._places(trees, rng)
+                for branch in place.turn.step.end.fork(self.num_samples)
+            ]
+            await self._grow_all(chains, row=row)
+
+    async def _grow_all(
+        self, chains: Iterable[tuple[SearchTree, Branch, Place | None]], *, row: dict[str, Any]
+    ) -> None:
+        """Run chains to their ends and make them part of their trees."""
         # A task group: no chain outlives the session, and an error in a hook ends the session with its cause.
         async with asyncio.TaskGroup() as tasks:
-            first = [tasks.create_task(self._grow(branch, None, row=row)) for _, branch in chains]
-        for (tree, _), task in zip(chains, first, strict=True):
-            self._add(tree, task.result())
-        for _ in range(self.num_rounds):
-            grown = []
-            async with asyncio.TaskGroup() as tasks:
-                for tree in trees:
-                    for place in self._choose(tree, rng):
-                        for branch in place.step.end.fork(self.num_samples):
-                            grown.append((tree, tasks.create_task(self._grow(branch, place, row=row))))
-            for tree, task in grown:
-                self._add(tree, task.result())
+            grown = [(*chain, tasks.create_task(self._grow(*chain[1:], row=row))) for chain in chains]
+        for tree, branch, place, task in grown:
+            # The first step of a chain begins at the prompt or in the turn of the expanded place.
+            parent = place.turn.parent if place else None
+            for step in task.result():
+                parent = Turn(step, parent)
+                tree.turns.append(parent)
+            if parent is not None and branch.is_finished:
+                tree.leaves.append((parent, branch.reward))
 
-    async def _grow(self, branch: Branch, place: _Place | None, *, row: dict[str, Any]) -> list[Step]:
+    async def _grow(self, branch: Branch, place: Place | None, *, row: dict[str, Any]) -> list[Step]:
         """Run one chain to its answer and reward it; return its steps."""
         steps: list[Step] = []
         tools = self.row_tools(row)
@@ -151,7 +139,7 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
             answer = await self.converse(branch, list(row["raw_prompt"]), tools=tools, row=row, steps=steps)
         else:
             branch.rewind(place.position)
-            step = place.step
+            step = place.turn.step
             answer = await self.converse(
                 branch, step.messages, tools=tools, row=row, number=step.number, start=step.turn.start, steps=steps
             )
@@ -160,25 +148,17 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
             branch.finish(await self.leaf_reward(row={**row, "extra_info": extra_info}, answer=answer))
         return steps
 
-    def _add(self, tree: _Tree, steps: Sequence[Step]) -> None:
-        """Make the steps of a chain part of a tree."""
-        tree.first = tree.first or next(iter(steps), None)
-        # The first step of a chain begins at the prompt or at the expanded place. The tree has both already.
-        tree.later += steps[1:]
-        if self.select == "entropy":
-            for step in steps:
-                values = self.uncertainty(step.turn.output)
-                start = step.end.position - len(values)
-                tree.tokens += [(float(value), _Place(step, start + i)) for i, value in enumerate(values)]
-
-    def _choose(self, tree: _Tree, rng: random.Random) -> list[_Place]:
-        """Return the places of a tree that this round expands; none if its first chain failed in its first turn."""
-        if tree.first is None:
-            return []
-        if self.select == "entropy":
-            tree.tokens.sort(key=lambda token: -token[0])  # stable: of equally uncertain ones the earlier one
-            chosen, tree.tokens = tree.tokens[: self.num_expansions], tree.tokens[self.num_expansions :]
-            return [place for _, place in chosen]
-        steps = tree.later or [tree.first]
-        draw = rng.sample(steps, self.num_expansions) if len(steps) >= self.num_expansions else None
-        return [_Place(step, step.turn.start) for step in draw or rng.choices(steps, k=self.num_expansions)]
+    def _places(self, trees: Sequence[SearchTree], rng: random.Random) -> list[tuple[SearchTree, Place]]:
+        """Return the places that this round expands; none in a tree whose first chain failed in its first turn."""
+        grown = [tree for tree in trees if tree.turns]
+        budget = self.num_expansions * len(grown)
+        places = self._choose(grown, budget, rng=rng) if grown else []
+        if len(places) > budget:
+            raise ValueError(
+                f"select={self.select!r} chose {len(places)} places: num_expansions={self.num_expansions} in "
+                f"{len(grown)} trees allow {budget}"
+            )
+        tree_of = {turn: tree for tree in grown for turn in tree.turns}
+        for place in places:
+            tree_of[place.turn].expanded.add(place)
+        return [(tree_of[place.turn], place) for place in places]

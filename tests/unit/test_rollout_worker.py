@@ -319,7 +319,12 @@ def test_reports_add_up_and_travel():
     tree.complete(tree.begin([1, 2, 8]), [4])  # fork
     report = CaptureReport.of_calls(tree)
     assert report == CaptureReport(
-        num_calls=6, num_continuations=2, num_forks=3, num_failed_calls=1, num_aborted_calls=1
+        num_sampled_tokens=4,
+        num_calls=6,
+        num_continuations=2,
+        num_forks=3,
+        num_failed_calls=1,
+        num_aborted_calls=1,
     )
     failed = FailedSession("u", 0, "gone", 1)
     total = report + CaptureReport(num_sessions=2, failed_sessions=(failed,)) + CaptureReport(num_sessions=1)

@@ -72,7 +72,8 @@ def texts(outputs):
     return [response(output) for output in outputs]
 
 
-def test_the_same_seed_makes_the_same_choices():
+@pytest.mark.parametrize("select", ["random", "trace"])
+def test_the_same_seed_makes_the_same_choices(select):
     """Chains of four turns have three places; what is drawn depends on the seed, the prompt and the session."""
 
     def reply(text):
@@ -80,7 +81,8 @@ def test_the_same_seed_makes_the_same_choices():
 
     def chosen(seed, question="q", session_id=0):
         row = dataset_row(question, session_id=session_id)
-        _, client = run(Rewarded, reply, options={"seed": seed, "num_expansions": 1, "num_rounds": 3}, row=row)
+        options = {"select": select, "seed": seed, "num_expansions": 1, "num_rounds": 3}
+        _, client = run(Rewarded, reply, options=options, row=row)
         first = client._client.prompts[0]
         return [prompt[len(first) :].count("[2]") for prompt in client._client.prompts]
 

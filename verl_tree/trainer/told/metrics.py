@@ -49,6 +49,7 @@ def capture_metrics(report: CaptureReport, *, prefix: str = "tree") -> dict[str,
     """Return what the agent loops did since the last report; all 0 if stored rollouts were replayed."""
     counts = {
         "sessions_ended": report.num_sessions,
+        "sampled_tokens": report.num_sampled_tokens,
         "calls": report.num_calls,
         "continuations": report.num_continuations,
         "forks": report.num_forks,
