@@ -25,6 +25,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Send
+from typing_extensions import override
 
 from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.gateway.chat_api import ChatAnswer
@@ -308,14 +310,30 @@ async def _respond(answer: ChatAnswer | ResponsesAnswer | MessagesAnswer, *, str
     # gets an ordinary error response.
     first = await anext(events)
 
-    async def lines() -> AsyncIterator[str]:
-        yield answer.line(first)
+    async def parts() -> AsyncIterator[tuple[str, bool]]:
+        yield answer.line(first), True
         try:
             async for event in events:
-                yield answer.line(event)
+                yield answer.line(event), not answer.is_last(event)
         except ApiError as error:
-            yield answer.line(answer.failed(error))
-            return
-        yield answer.end
+            yield answer.line(answer.failed(error)), False
 
-    return StreamingResponse(lines(), media_type="text/event-stream")
+    return _EventStream(parts())
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events, from their texts and whether more come.
+
+    Clients leave as soon as they have the last event, so the end of the body must not be sent behind it. It is sent
+    with it, even if the reader is slow, where both are one message of the application.
+    """
+
+    def __init__(self, parts: AsyncIterator[tuple[str, bool]]) -> None:
+        super().__init__((), media_type="text/event-stream")
+        self._parts = parts
+
+    @override
+    async def stream_response(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for text, has_more in self._parts:
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": has_more})

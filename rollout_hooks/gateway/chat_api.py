@@ -17,6 +17,9 @@ from rollout_hooks.gateway.turn import ModelTurn
 
 Event = dict[str, Any]
 
+_DONE: Event = {}
+"""What ends a stream that did not fail."""
+
 _LEAST_LOG_PROB = -9999.0
 """What vLLM's server writes for the log-prob of what cannot be sampled; JSON has no -inf and no NaN."""
 
@@ -28,7 +31,6 @@ class ChatAnswer:
     session: GatewaySession
     body: ChatBody
     calls: Sequence[RunningCall]
-    end: str = "data: [DONE]\n\n"
     _id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
     _created: int = field(default_factory=lambda: int(time.time()))
 
@@ -59,13 +61,19 @@ class ChatAnswer:
             if isinstance(part, ModelTurn):
                 for chunk in self._last_chunks(part):
                     yield chunk
+                yield _DONE
             elif part.text or (self.body.logprobs and part.token_ids):
                 yield self._chunk({"content": part.text}, log_probs=self._log_probs(part.token_ids, part.log_probs))
 
     @staticmethod
     def line(event: Event) -> str:
         """Return a chunk as a server-sent event."""
-        return f"data: {json.dumps(event)}\n\n"
+        return f"data: {json.dumps(event) if event else '[DONE]'}\n\n"
+
+    @staticmethod
+    def is_last(event: Event) -> bool:
+        """Say whether the stream ends with an event."""
+        return event == _DONE
 
     @staticmethod
     def failed(error: ApiError) -> Event:

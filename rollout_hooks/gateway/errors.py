@@ -43,6 +43,16 @@ def refused(message: str, *, param: str | None) -> ApiError:
     return ApiError(400, message, code="unsupported_or_invalid_parameter", param=param)
 
 
+def context_exceeded(text: str, *, context_len: int) -> ApiError:
+    """Return the 400 for a text that leaves no room to answer.
+
+    Agents end, or shorten their history, where they know such a refusal: some by its code, which Anthropic's form has
+    not, others by the words of OpenAI and Anthropic, which are here. Unknown, it is asked again for minutes.
+    """
+    message = f"prompt is too long: {text}, and this model's maximum context length is {context_len} tokens"
+    return ApiError(400, message, code="context_length_exceeded")
+
+
 class EngineFailure(ApiError):
     """A call that the engine failed (500) or gave up (503). The session's tree records both."""
 

@@ -25,7 +25,6 @@ class MessagesAnswer:
     session: GatewaySession
     body: MessagesBody
     call: RunningCall
-    end: str = ""
     _id: str = field(default_factory=lambda: f"msg_{uuid4().hex}")
 
     async def whole(self) -> dict[str, Any]:
@@ -53,6 +52,11 @@ class MessagesAnswer:
     def line(event: Event) -> str:
         """Return an event as a server-sent event."""
         return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
+
+    @staticmethod
+    def is_last(event: Event) -> bool:
+        """Say whether the stream ends with an event."""
+        return event["type"] == "message_stop"
 
     @staticmethod
     def failed(error: ApiError) -> Event:

@@ -22,6 +22,7 @@ from rollout_hooks.gateway.request_parts import (
     TextPart,
     call_rules,
     content_of,
+    thinking_text,
 )
 from rollout_hooks.gateway.turn import Message, ToolCall, TurnRequest
 
@@ -61,7 +62,7 @@ class _Thinking(Body):
     @property
     def text(self) -> str:
         """What the model wrote."""
-        return f"{'' if self.signature == UNOPENED else '<think>'}{self.thinking}</think>"
+        return thinking_text(self.thinking).removeprefix("<think>" if self.signature == UNOPENED else "")
 
 
 class _ToolUse(_Block):

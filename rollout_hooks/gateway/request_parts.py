@@ -72,9 +72,13 @@ class _TextPart(TextPart):
     type: Literal["text", "input_text", "output_text"]
 
 
+# An image is shown as large as it is, within the limits of the model's processor.
+_Detail = Literal["auto", "high", "original"]
+
+
 class _ImageUrl(Body):
     url: str
-    detail: Literal["auto"] = "auto"
+    detail: _Detail = "auto"
 
 
 class _ChatImage(ImagePart):
@@ -90,7 +94,7 @@ class _ChatImage(ImagePart):
 class _ResponsesImage(ImagePart):
     type: Literal["input_image"]
     image_url: str
-    detail: Literal["auto"] = "auto"
+    detail: _Detail = "auto"
 
     @property
     @override
@@ -119,6 +123,11 @@ def content_of(content: str | Sequence[TextPart | ImagePart], *, role: str) -> s
         {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image", "image": part.url}
         for part in content
     ]
+
+
+def thinking_text(thinking: str) -> str:
+    """Return what a model wrote whose thinking a client or an API has taken out of its turn."""
+    return f"<think>{thinking}</think>"
 
 
 def _finite(value: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from rollout_hooks.gateway.request_parts import (
     PlainFormat,
     SharedBody,
     content_of,
+    thinking_text,
 )
 from rollout_hooks.gateway.turn import Message, ToolCall, TurnRequest
 
@@ -53,6 +54,7 @@ class _ToolCall(Body):
 class _ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = ""
+    reasoning_content: str | None = None  # of clients that cut a turn at `</think>`, such as litellm
     name: str | None = None
     tool_calls: list[_ToolCall] = Field(default_factory=list, max_length=MAX_PARTS, fail_fast=True)
     tool_call_id: str | None = None
@@ -119,6 +121,10 @@ def _chat_message(message: _ChatMessage) -> Message:
         "role": "system" if message.role == "developer" else message.role,
         "content": content_of(message.content, role=message.role),
     }
+    if message.reasoning_content is not None:
+        if message.role != "assistant":
+            raise refused(f"a message of the role {message.role} has reasoning_content: leave it out", param="messages")
+        result["content"] = thinking_text(message.reasoning_content) + result["content"]
     if message.name is not None:
         result["name"] = message.name
     if message.tool_call_id is not None:

@@ -30,7 +30,6 @@ class ResponsesAnswer:
     session: GatewaySession
     body: ResponsesBody
     call: RunningCall
-    end: str = ""
     _id: str = field(default_factory=lambda: f"resp_{uuid4().hex}")
     _message_id: str = field(default_factory=lambda: f"msg_{uuid4().hex}")
     _created: int = field(default_factory=lambda: int(time.time()))
@@ -61,6 +60,11 @@ class ResponsesAnswer:
     def line(event: Event) -> str:
         """Return an event as a server-sent event."""
         return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
+
+    @staticmethod
+    def is_last(event: Event) -> bool:
+        """Say whether the stream ends with an event."""
+        return event["type"] in ("response.completed", "response.incomplete")
 
     def _last_events(self, turn: ModelTurn, *, is_open: bool) -> Iterator[Event]:
         for index, item in enumerate(self._items(turn)):

@@ -19,6 +19,7 @@ from rollout_hooks.gateway.limits import MAX_HEAD_BYTES
 _STARTED_POLL_S = 0.005
 _GRACE_S = 5
 _MAX_JOINED_BYTES = 2**14
+_HELD_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class _JoinedWrites:
             self._loop.call_soon(self._flush)
         self._waiting += data
         if len(self._waiting) > _MAX_JOINED_BYTES:  # so that whoever writes much has to wait for the reader
-            self._flush()
+            self._send(len(self._waiting) - _HELD_BYTES)  # without these, a last event is none
 
     def write_eof(self) -> None:
         self._flush()
@@ -74,9 +75,12 @@ class _JoinedWrites:
         return not self._waiting and not error
 
     def _flush(self) -> None:
-        if self._waiting and not self._transport.is_closing():
-            waiting, self._waiting = self._waiting, bytearray()
-            self._transport.write(waiting)
+        self._send(len(self._waiting))
+
+    def _send(self, num_bytes: int) -> None:
+        if num_bytes and not self._transport.is_closing():
+            sent, self._waiting = self._waiting[:num_bytes], self._waiting[num_bytes:]
+            self._transport.write(sent)
 
 
 class _Protocol(H11Protocol):

@@ -1,7 +1,6 @@
 """One session of the gateway: how a request becomes calls, the calls that run, and what they gave."""
 
 import asyncio
-import json
 import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from rollout_hooks.capture.session_images import message_images
 from rollout_hooks.gateway.chat_format import ChatFormat, TextStream
 from rollout_hooks.gateway.constraints import prescribes, structured_outputs
 from rollout_hooks.gateway.engine import SessionEngine
-from rollout_hooks.gateway.errors import ApiError, refused
+from rollout_hooks.gateway.errors import ApiError, context_exceeded, refused
 from rollout_hooks.gateway.json_values import num_characters, strings
 from rollout_hooks.gateway.kept import KeptResponses
 from rollout_hooks.gateway.limits import SURE_TEXT_LEN, GatewayLimits
@@ -65,11 +64,7 @@ class SessionSettings:
         limits = [params.get("max_tokens"), self.response_len]
         if self.context_len is not None:
             if num_prompt >= self.context_len:
-                raise ApiError(
-                    400,
-                    f"the prompt has {num_prompt} tokens and leaves no room in a context of {self.context_len}",
-                    code="context_length_exceeded",
-                )
+                raise context_exceeded(f"it has {num_prompt} tokens", context_len=self.context_len)
             limits.append(self.context_len - num_prompt)
         given = [limit for limit in limits if limit is not None]
         return {**params, "max_tokens": min(given)} if given else params
@@ -115,8 +110,8 @@ class GatewaySession:
         self._num_started = 0
         # The fates of the calls of each request that no retry has replaced, by its body.
         self._asked: defaultdict[bytes, list[list[CallFate]]] = defaultdict(list)
-        # Content and whole text of each turn with tool calls, by the JSON of its calls.
-        self._raw_turns: dict[str, tuple[str, str]] = {}
+        # Content, calls and whole text of each turn with tool calls, by the ids of its calls.
+        self._raw_turns: dict[tuple[str, ...], tuple[str, list[Message], str]] = {}
 
     def render(self, request: TurnRequest) -> tuple[list[Message], list[int]]:
         """Return the messages of a request, with turns in the model's own words, and the tokens of its prompt.
@@ -268,12 +263,8 @@ class GatewaySession:
         text_len = num_characters([*messages, *tools])
         context_len, longest = self.settings.context_len, self.chat_format.longest_token
         if context_len is not None and text_len > max(SURE_TEXT_LEN, context_len * longest):
-            raise ApiError(
-                400,
-                f"the request has {text_len} characters of text and leaves no room in a context of {context_len} "
-                f"tokens, which have at most {longest} characters each",
-                code="context_length_exceeded",
-            )
+            text = f"it has {text_len} characters of text, and a token at most {longest}"
+            raise context_exceeded(text, context_len=context_len)
         if text_len > self.limits.max_text_len:
             limit = self.limits.max_text_len
             message = f"the request has {text_len} characters of text, and {limit} are the most"
@@ -298,15 +289,19 @@ class GatewaySession:
         if not calls:
             return text, ()
         raw = self.chat_format.decode(self.chat_format.without_stop_token(token_ids))
-        self._raw_turns[json.dumps([call.as_message_part() for call in calls])] = (content, raw)
+        parts = [call.as_message_part() for call in calls]
+        self._raw_turns[tuple(call.id for call in calls)] = (content, parts, raw)
         return content, calls
 
     def _as_written(self, message: Message) -> Message:
         """Return a turn with tool calls in the model's own words, if the client sent it back unchanged."""
         if not self.chat_format.keeps_raw_calls or not message.get("tool_calls"):
             return message
-        content, raw = self._raw_turns.get(json.dumps(message["tool_calls"]), (None, ""))
-        return {"role": "assistant", "content": raw} if content == message["content"] else message
+        calls = message["tool_calls"]
+        content, parts, raw = self._raw_turns.get(tuple(call["id"] for call in calls), (None, [], ""))
+        # As values, not as JSON: agents of JavaScript write 60.0 as 60.
+        is_unchanged = content == message["content"] and parts == calls
+        return {"role": "assistant", "content": raw} if is_unchanged else message
 
 
 @cache

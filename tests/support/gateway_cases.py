@@ -156,10 +156,10 @@ def with_gateway(test=None, /, **limits):
     return run
 
 
-def head(server: Served, *, length: int, session: str = "s", more: str = "") -> bytes:
+def head(server: Served, *, length: int, session: str = "s", path: str = "chat/completions", more: str = "") -> bytes:
     """Return the head of a request to a session whose body has `length` bytes."""
     key = f"Authorization: Bearer {server.address.api_key}\r\nContent-Length: {length}\r\n"
-    return f"POST /sessions/{session}/v1/chat/completions HTTP/1.1\r\nHost: x\r\n{key}{more}\r\n".encode()
+    return f"POST /sessions/{session}/v1/{path} HTTP/1.1\r\nHost: x\r\n{key}{more}\r\n".encode()
 
 
 async def connect(server: Served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

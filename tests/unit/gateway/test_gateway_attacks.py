@@ -139,7 +139,7 @@ async def test_texts_are_measured_before_they_are_tokenised(server):
     server.open("t", client_engine(lambda _: "x"), form=form)
     status, answer = await server.post({"messages": user("x" * (16 * 5000 + 1))})
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-    assert "context of 5000 tokens, which have at most 16 characters" in answer["error"]["message"]
+    assert "a token at most 16, and this model's maximum context length is 5000 tokens" in answer["error"]["message"]
     function = {"name": "f", "description": "x" * 16 * 5000}
     status, answer = await server.post({"messages": user("q"), "tools": [{"type": "function", "function": function}]})
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")

@@ -178,6 +178,63 @@ def test_rows_are_the_answers_that_were_read_whole(make_loop):
     assert sum(len(engine.tree.left_out_leaves()) for engine in engines) > 10
 
 
+def read_last_event(address, request, *, last):
+    """Ask on a socket, and close it as soon as the last event of the answer is there, as Codex does."""
+    with socket.create_connection(address, timeout=30) as client:
+        client.sendall(request)
+        answer = b""
+        while not (last in answer and b"\n\n" in answer.split(last, 1)[1]):
+            received = client.recv(1 << 16)
+            assert received
+            answer += received
+
+
+class Ends:
+    """Keeps what the application sends together with the end of each answer."""
+
+    def __init__(self, app, *, kept):
+        self.app, self.kept = app, kept
+
+    async def __call__(self, scope, receive, send):
+        async def sent(message):
+            if message["type"] == "http.response.body" and not message["more_body"]:
+                self.kept.append(message["body"])
+            await send(message)
+
+        await self.app(scope, receive, sent)
+
+
+@pytest.mark.parametrize(
+    ("path", "last", "more"),
+    [
+        ("chat/completions", b"data: [DONE]", {"messages": user("q")}),
+        ("messages", b"event: message_stop", {"messages": user("q"), "max_tokens": 50}),
+        ("responses", b"event: response.completed", {"input": "q"}),
+    ],
+)
+@with_gateway
+async def test_who_closes_at_the_last_event_has_read_the_answer(server, path, last, more):
+    """The events of Responses repeat the tools, so that they are long; the end of the body comes with the last one."""
+    schema = {"properties": {"x": {"description": "long " * 5000}}}
+    tool = {
+        "chat/completions": {"type": "function", "function": {"name": "f", "parameters": schema}},
+        "messages": {"name": "f", "input_schema": schema},
+        "responses": {"type": "function", "name": "f", "parameters": schema},
+    }[path]
+    body = json.dumps({"model": "policy", "stream": True, "tools": [tool], **more}).encode()
+    url, trees, ends = httpx.URL(server.address.url), [], []
+    server.gateway.app.add_middleware(Ends, kept=ends)
+    for number in range(12):
+        engine = client_engine(lambda _: "x")
+        server.open(f"s{number}", engine)
+        trees.append(engine.tree)
+        request = head(server, length=len(body), session=f"s{number}", path=path) + body
+        await asyncio.to_thread(read_last_event, (url.host, url.port), request, last=last)
+        await server.gateway.close_session(f"s{number}")
+    assert [[call.left_out for call in tree.calls] for tree in trees] == [[None]] * 12
+    assert [end.startswith(last) for end in ends] == [True] * 12  # also where the writer waits for a slow reader
+
+
 @with_gateway
 async def test_closing_a_session_refuses_requests_and_cancels_what_does_not_end(server):
     engine = server.scripted(lambda _: "x", delay=lambda _: 30.0)

@@ -80,11 +80,11 @@ async def test_a_conversation_with_images_is_one_leaf_and_another_image_a_fork(s
 async def test_responses_take_images_of_users_and_of_tools_and_go_on_from_them(server):
     engine = open_session(server, lambda _: "fine")
     create = server.client("s").responses.create
-    part = {"type": "input_image", "image_url": url_of(RED, "JPEG")}
+    part = {"type": "input_image", "image_url": url_of(RED, "JPEG"), "detail": "original"}
     items = [{"role": "user", "content": [{"type": "input_text", "text": "see "}, part]}]
     first = await create(model="policy", input=items)
     call = {"type": "function_call", "call_id": "c", "name": "double", "arguments": "{}"}
-    result = {"type": "input_image", "image_url": url_of(BLUE)}
+    result = {"type": "input_image", "image_url": url_of(BLUE), "detail": "high"}  # as Codex's view_image has it
     output = {"type": "function_call_output", "call_id": "c", "output": [result]}
     await create(model="policy", input=[call, output], previous_response_id=first.id)
     assert f"see {shown()}" in engine.scripted.prompts[0]
