@@ -66,7 +66,9 @@ def _weights() -> Any:
     def holds(value: Any) -> bool:
         return isinstance(value, Mapping) and all(is_role(name) and is_weight(value[name]) for name in value)
 
-    return _option(None, "finite numbers of at least 0 by role, as {planner: 0.5}; null weighs no roles", holds)
+    return _option(
+        None, "finite numbers of at least 0 by role, as {planner: 0.5} with the space; null weighs no roles", holds
+    )
 
 
 def _text(default: str | None, must_be: str) -> Any:

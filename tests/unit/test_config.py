@@ -44,6 +44,7 @@ from verl_tree.launch.command.composition import compose_config
             for value in (
                 *({"p": weight} for weight in (-1, float("nan"), float("inf"), "1", True, None)),
                 *({name: 1} for name in ("", "two words", "a" * 65, 3)),
+                {"planner:0.5": None},  # what Hydra reads where the space behind the colon is missing
                 *([1.0], "planner", 2, False),
             )
         ],
