@@ -26,6 +26,7 @@ from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG, WrittenRow, leaf_s
 from rollout_hooks.capture.outputs import PromptFailed, SessionFailed, TreeAgentLoopOutput, is_reward, row_reward
 from rollout_hooks.capture.recording import recording_client
 from rollout_hooks.capture.report import CaptureReport, FailedSession
+from rollout_hooks.capture.roles import ROLE
 from rollout_hooks.capture.rows import RowLimits, images_of_row, session_rows
 from rollout_hooks.capture.running import RUNNING, OpenSessions, PromptProgress, Session, keep_for_the_report
 from rollout_hooks.capture.tracebacks import raised_at, user_traceback, waiting_places
@@ -167,6 +168,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
         self._check_rewards(rows.outputs)
         await super()._agent_loop_postprocess(rows.outputs, validate, **kwargs)
         session.rows = rows
+        await self._put_roles(session, rows.outputs)
         if not validate:
             written = self._prompts[session.uid].rows
             for leaf, row in enumerate(rows.outputs):
@@ -197,6 +199,16 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
             pairs = zip(runs, images_of_row(output), strict=True)
             output.image_thumbnails = {number: thumbnail(image) for (_, _, number), image in pairs}
         return inputs
+
+    async def _put_roles(self, session: Session, rows: list[AgentLoopOutput]) -> None:
+        """Tag the rows of a session that have a role with it, before anyone hears that the session has ended."""
+        roles = {leaf: row.extra_fields[ROLE] for leaf, row in enumerate(rows) if row.extra_fields.get(ROLE)}
+        if roles:
+            await tq.async_kv_batch_put(
+                keys=[f"{session.uid}_{session.session_id}_{leaf}" for leaf in roles],
+                partition_id=session.partition,
+                tags=[{ROLE: role} for role in roles.values()],
+            )
 
     async def _put_leaf_shapes(self, uid: str, progress: PromptProgress) -> None:
         """Tag the rows of a prompt whose sessions have all ended with their shapes."""

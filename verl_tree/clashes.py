@@ -47,7 +47,7 @@ class Clash:
 
 TREES, CPU = "tree.enabled", "trainer.device=cpu"
 PROMPT, MEAN = "tree.sharing=prompt", "tree.shared_tokens!=sum"
-AUTO, SESSION = "tree.capacity=auto", "tree.session_weight=session"
+AUTO, SESSION, ROLES = "tree.capacity=auto", "tree.session_weight=session", "tree.role_weight"
 TILES, OFFLOAD = "model.tiled_mlp.enabled", "model.enable_activation_offload"
 SUM_PI = "actor.calculate_sum_pi_squared"
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from rollout_hooks.capture.roles import is_role
 from verl_tree.configs import FLAT_STRATEGY as FLAT_STRATEGY
 from verl_tree.configs import TREE_STRATEGY as TREE_STRATEGY
 
@@ -54,6 +55,20 @@ def _capacity() -> Any:
 
     remedy = "'auto' takes what fits into the memory, null each role's own *_max_token_len_per_gpu"
     return _option(None, f"an integer of at least 2, 'auto' or null; {remedy}", holds)
+
+
+def _weights() -> Any:
+    """Declare the option `role_weight`: numbers by role, or None."""
+
+    def is_weight(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+    def holds(value: Any) -> bool:
+        return isinstance(value, Mapping) and all(is_role(name) and is_weight(value[name]) for name in value)
+
+    return _option(
+        None, "finite numbers of at least 0 by role, as {planner: 0.5} with the space; null weighs no roles", holds
+    )
 
 
 def _text(default: str | None, must_be: str) -> Any:
@@ -137,6 +152,7 @@ class TreeConfig:
     route_conflicts: str = _choice("first", "fork", remedy="'fork' computes each row under its own experts")
     rows: str = _choice("all", "longest", remedy="'longest' trains one row of each session")
     session_weight: str = _choice("leaf", "session", remedy="'leaf' is verl's objective, every row the same weight")
+    role_weight: Mapping[str, float] | None = _weights()
     logits_chunk_size: int = _integer(1024, minimum=1, remedy="the default is 1024")
     drift: str = _choice("heal", "fork", remedy="'heal' sends the tokens that the model sampled, 'fork' the prompt's")
     drift_max_tokens: int = _integer(64, minimum=1, remedy="to heal nothing set tree.drift=fork")
@@ -156,6 +172,8 @@ class TreeConfig:
         except ValueError as error:
             problems.append(str(error))
         _require_none(problems)
+        if self.role_weight is not None:
+            object.__setattr__(self, "role_weight", {name: float(self.role_weight[name]) for name in self.role_weight})
 
     @classmethod
     def from_mapping(cls, values: "Mapping[str, Any] | TreeConfig") -> "TreeConfig":

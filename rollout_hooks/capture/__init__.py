@@ -5,7 +5,7 @@
 `token_trie`, `token_arrays`    the recorded paths, each token stored once
 `call_kinds`                    how a call's prompt relates to what was recorded before it
 `realign`, `text_compare`       healing of drift
-`rows`, `outputs`               the rows of a session; one leaf as a row with its own reward
+`rows`, `outputs`, `roles`      the rows of a session; one leaf as a row with its own reward; what a leaf was for
 `report`, `errors`              counts of what was captured and what was lost; causes in one line
 `tracebacks`                    where in the user's code an error came from
 """

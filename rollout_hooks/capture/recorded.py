@@ -48,6 +48,7 @@ class RecordedCall:
     stop_reason: str | None = None  # the server's word for how it ended
     cause: str | None = None  # why it failed or was aborted
     left_out: LeftOut | None = None
+    role: str | None = None  # of the leaf that it ends, if any
     min_global_steps: int | None = None  # first and last version of the weights that generated it
     max_global_steps: int | None = None
     num_cached: int | None = None  # tokens of its prompt in the server's prefix cache; None: the server does not say

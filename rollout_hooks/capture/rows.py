@@ -23,6 +23,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 from rollout_hooks.capture.outputs import CALL_STATES_FIELD, TreeAgentLoopOutput, make_row, weight_versions
 from rollout_hooks.capture.recorded import LeftOut, TokenPath
+from rollout_hooks.capture.roles import ROLE, role_in
 from rollout_hooks.capture.session_images import cut_before_image
 from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.capture.token_arrays import common_prefix_len
@@ -52,6 +53,7 @@ class LeftOutLeaf(NamedTuple):
     prompt_len: int
     token_ids: list[int]
     sampled_by: "list[SampledBy]"
+    role: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,10 @@ def session_rows(tree: SessionTree, outputs: Sequence[AgentLoopOutput], *, limit
     leaves out.
 
     Raises:
-        ValueError: Log-probs are wanted and there is none for a trained token, or an output has other images than its
-            tokens show.
+        ValueError: Log-probs are wanted and there is none for a trained token, an output has other images than its
+            tokens show, or a role that is none (`roles`).
     """
+    roles = [role_in(output.extra_fields, of=f"output {number}") for number, output in enumerate(outputs)]
     own = [_own_row(tree if tree.calls else None, output, limits=limits) for output in outputs]
     own_keys = [_row_keys(tree, row) for row in own]
     leaves = tree.leaves()
@@ -100,14 +103,15 @@ def session_rows(tree: SessionTree, outputs: Sequence[AgentLoopOutput], *, limit
     for row in rows:
         _check_log_probs(row, limits=limits)
     left_out = tree.left_out_leaves()
-    masked = [keys for output, keys in zip(outputs, own_keys, strict=True) if _is_masked(output)]
+    masked = [(keys, role) for output, keys, role in zip(outputs, own_keys, roles, strict=True) if _is_masked(output)]
     for row in rows:  # of a loop that made its outputs here
         row.extra_fields.pop(LEFT_OUT_FIELD, None)
     if rows and (left_out or masked):
-        shown = left_out + [(tree.locate(keys), LeftOut.DROPPED) for keys in masked]
+        shown = [(path, reason, tree.call(int(path.source[-1])).role) for path, reason in left_out]
+        shown += [(tree.locate(keys), LeftOut.DROPPED, role) for keys, role in masked]
         rows[-1].extra_fields[LEFT_OUT_FIELD] = [
-            LeftOutLeaf(reason.value, path.prompt_len, path.token_ids.tolist(), sampled_by(tree, path))
-            for path, reason in shown
+            LeftOutLeaf(reason.value, path.prompt_len, path.token_ids.tolist(), sampled_by(tree, path), role)
+            for path, reason, role in shown
         ]
     num_without_row = len(uncovered) + sum(what == "end" for _, what in missing)
     return SessionRows(
@@ -204,6 +208,7 @@ def _captured_row(tree: SessionTree, path: TokenPath, *, limits: RowLimits) -> T
     prompt_len = min(path.prompt_len, limits.prompt_length)
     num_tokens = cut_before_image(path.keys, prompt_len + limits.response_length)
     images = tree.images.images_of(path.keys[:num_tokens])
+    role = tree.call(int(path.source[-1])).role
     return make_row(
         path.token_ids[:num_tokens].tolist(),
         path.is_generated[:num_tokens].astype(int).tolist(),
@@ -211,7 +216,10 @@ def _captured_row(tree: SessionTree, path: TokenPath, *, limits: RowLimits) -> T
         prompt_len=prompt_len,
         response_length=limits.response_length,
         versions=_versions(tree, path),
-        extra_fields={CALLS_FIELD: sampled_by(tree, path, num_tokens=num_tokens)},
+        extra_fields={
+            CALLS_FIELD: sampled_by(tree, path, num_tokens=num_tokens),
+            **({} if role is None else {ROLE: role}),
+        },
         multi_modal_data={"images": images} if images else {},
     )
 

@@ -195,6 +195,10 @@ class SessionTree:
         if reason is not LeftOut.ABANDONED or not self._keeps_abandoned:
             self._calls[call] = replace(self._calls[call], left_out=reason)
 
+    def set_role(self, call: int, role: str) -> None:
+        """Name the role of the leaf that a call ends; where the agent goes on from it, the next call's counts."""
+        self._calls[call] = replace(self._calls[call], role=role)
+
     def leaves(self) -> list[TokenPath]:
         """Return the paths of completed calls, without those that go on: a longer path trains all that they train.
 

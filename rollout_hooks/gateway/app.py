@@ -29,10 +29,11 @@ from starlette.types import Send
 from typing_extensions import override
 
 from rollout_hooks.capture.errors import describe_error
+from rollout_hooks.capture.roles import checked_role
 from rollout_hooks.gateway.chat_api import ChatAnswer
 from rollout_hooks.gateway.chat_format import ChatFormat
 from rollout_hooks.gateway.engine import SessionEngine
-from rollout_hooks.gateway.errors import ApiError, invalid_request
+from rollout_hooks.gateway.errors import ApiError, invalid_request, refused
 from rollout_hooks.gateway.images import has_unread_images, read_images
 from rollout_hooks.gateway.limits import NUM_THREADS, GatewayLimits
 from rollout_hooks.gateway.messages_api import MessagesAnswer
@@ -51,6 +52,8 @@ Prepared = TypeVar("Prepared")
 
 RETRY_HEADER = "x-stainless-retry-count"
 """Of the clients of OpenAI and Anthropic: how often they have sent this request before."""
+ROLE_HEADER = "x-leaf-role"
+"""The role of the leaf that a call ends (docs/advantages.md)."""
 _SETTLE_S = 0.01
 _SESSION_ID = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 
@@ -162,7 +165,8 @@ class Gateway:
         """Start the calls of a request, or raise one of the refusals listed in the module docstring."""
         async with self._prepared(request, body_class, GatewaySession.prepare) as (session, body, turn, raw):
             self._check_room(len(turn.params))
-            calls = session.start(turn, body=raw, is_retry=request.headers.get(RETRY_HEADER, "0") != "0")
+            is_retry = request.headers.get(RETRY_HEADER, "0") != "0"
+            calls = session.start(turn, body=raw, is_retry=is_retry, role=_role(request))
             request.state.fates = [call.fate for call in calls]  # for `server`
             if getattr(request.state, "is_lost", False):
                 for call in calls:
@@ -270,6 +274,13 @@ class Gateway:
             if num_waiting > limit:
                 message = f"bodies {whose}of {limit} bytes wait already; try again"
                 raise ApiError(429, message, code="too_many_bytes")
+
+
+def _role(request: Request) -> str | None:
+    try:
+        return checked_role(request.headers.get(ROLE_HEADER), of=f"the header {ROLE_HEADER}")
+    except ValueError as error:
+        raise refused(str(error), param=ROLE_HEADER) from error
 
 
 def _read(raw: bytes, body_class: type[Body], *, max_values: int) -> Body:

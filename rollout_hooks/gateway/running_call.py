@@ -46,7 +46,7 @@ class RunningCall:
     """One call to the engine, as a task that runs to its end even if nobody listens.
 
     `max_tokens` is the limit of the call, None if the engine decides. `num_prompt` counts the tokens of its prompt.
-    `tree` is where the engine records it.
+    `tree` is where the engine records it, with the `role` of the leaf that it may end.
     """
 
     def __init__(
@@ -57,11 +57,13 @@ class RunningCall:
         max_tokens: int | None,
         num_prompt: int,
         tree: SessionTree,
+        role: str | None = None,
     ) -> None:
         self.request = request
         self.max_tokens = max_tokens
         self.num_prompt = num_prompt
         self.fate = CallFate(tree)
+        self._tree, self._role = tree, role
         self._chunks = chunks
         self._queue: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
         self.task = asyncio.create_task(self._run())
@@ -83,6 +85,8 @@ class RunningCall:
         async for chunk in self._chunks:
             if self.fate.index is None:
                 self.fate.begin(chunk.call)
+                if self._role is not None:
+                    self._tree.set_role(chunk.call, self._role)
             self._queue.put_nowait(chunk)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:

@@ -30,6 +30,7 @@ from verl.workers.rollout.replica import TokenOutput
 from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.outputs import CALL_STATES_FIELD, TreeAgentLoopOutput, is_reward, make_row
 from rollout_hooks.capture.recording import ABORTED
+from rollout_hooks.capture.roles import ROLE, checked_role
 from rollout_hooks.loops.branch_tokens import BranchTokens
 
 
@@ -108,6 +109,7 @@ class Branch:
         failure: Why this branch cannot go on (its last call failed, or `fail`), or None.
         is_trained: Whether the leaf makes a row; see `finish`.
         reward: What `finish` or `reward_leaves` gave; rewards of `add_reward` are not in it.
+        role: What the leaf is for; see `finish`.
         metrics: Seconds spent in this branch, by the names of verl's `AgentLoopMetrics`.
     """
 
@@ -120,6 +122,7 @@ class Branch:
         self._num_calls = 0
         self.failure: str | None = None
         self.reward: float | None = None
+        self.role: str | None = None
         self.is_finished = False
         self.is_trained = True
         self.metrics: dict[str, float] = {}
@@ -287,7 +290,12 @@ class Branch:
         self.failure = reason
 
     def finish(
-        self, reward: float | None = None, *, extra_info: Mapping[str, Any] | None = None, trained: bool = True
+        self,
+        reward: float | None = None,
+        *,
+        extra_info: Mapping[str, Any] | None = None,
+        trained: bool = True,
+        role: str | None = None,
     ) -> None:
         """Make this branch a leaf: a row of the session.
 
@@ -297,16 +305,19 @@ class Branch:
             extra_info: Reported with the reward, as verl's `reward_extra_info`.
             trained: False leaves the branch out, such as a candidate that was not chosen: it is shown and counted, but
                 makes no row. A branch that is never finished is counted only.
+            role: What the leaf is for, such as `planner`: up to 64 letters, digits and _ - . / . Leaves of one prompt
+                and role are compared with each other alone (docs/advantages.md). None: it has none.
 
         Raises:
             ValueError: If the branch is finished, the reward is not finite, or the branch has failed and no reward is
                 given. A broken trajectory is trained only with an explicit reward. If the branch is not trained and a
-                reward is given.
+                reward is given. If the role has another form.
         """
         if self.is_finished:
             raise ValueError(f"finish on branch {self.index}: it is finished already")
         if not trained and reward is not None:
             raise ValueError(f"finish({reward}, trained=False) on branch {self.index}: what is left out has no reward")
+        self.role = checked_role(role, of=f"branch {self.index}")
         self.reward = self.checked_reward(reward) if trained else None
         self._reward_extra_info = None if extra_info is None else dict(extra_info)
         self.is_finished, self.is_trained = True, trained
@@ -336,6 +347,7 @@ class Branch:
                 "tool_rewards": list(self.tool_rewards),
                 "reward_extra_info": self._reward_extra_info or {},
                 CALL_STATES_FIELD: list(tokens.states),
+                **({} if self.role is None else {ROLE: self.role}),
             },
             metrics=AgentLoopMetrics.model_validate(self.metrics),
             # verl runs its reward function only on a last output without `reward_score`.

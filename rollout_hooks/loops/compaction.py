@@ -89,9 +89,10 @@ class CompactionAgentLoop(ToolTurnsLoop):
             summary = self.text_of(output.token_ids)
             num_summaries += 1
             (leaf,) = root.fork()
-            leaf.finish(await self.summary_reward(row=row, summary=summary, number=num_summaries))
+            reward = await self.summary_reward(row=row, summary=summary, number=num_summaries)
+            leaf.finish(reward, role=self.role("summary"))
             messages = [*row["raw_prompt"], {"role": "user", "content": self.preface + summary}]
             images = await self.prompt_images(messages)
             prompt_ids = await self.prompt_tokens(messages, tools=schemas, images=images)
             root.restart(prompt_ids, images=images, keep_tool_rewards=True)
-        root.finish(await self.final_reward(row=row, answer=turn.text))
+        root.finish(await self.final_reward(row=row, answer=turn.text), role=self.role("answer"))

@@ -97,7 +97,7 @@ class MemoryAgentLoop(ToolTurnsLoop):
                 break
             given = await self.turn_input(row=row, number=number + 1)
             if self.is_last_turn(number) or not (last.calls or given):
-                root.finish(await self.final_reward(row=row, answer=last.text))
+                root.finish(await self.final_reward(row=row, answer=last.text), role=self.role("answer"))
                 break
             answer = self.assistant_message(last, messages, row)
             results = await self.run_calls(root, last, tools=tools, history=[*messages, answer], row=row)
@@ -105,7 +105,7 @@ class MemoryAgentLoop(ToolTurnsLoop):
                 break
             last_turn = [answer, *results]
             (leaf,) = root.fork()
-            leaf.finish(await self.turn_reward(row=row, turn=last, number=number))
+            leaf.finish(await self.turn_reward(row=row, turn=last, number=number), role=self.role("turn"))
         store.close()
 
     async def _restart(

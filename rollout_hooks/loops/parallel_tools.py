@@ -56,7 +56,7 @@ class ParallelToolsAgentLoop(ToolTurnsLoop):
             messages, tools = list(row["raw_prompt"]), self.row_tools(row)
             answer = await self.converse(root, messages, tools=tools, row=row, run_calls=run_calls)
             if answer is not None:
-                root.finish(await self.final_reward(row=row, answer=answer))
+                root.finish(await self.final_reward(row=row, answer=answer), role=self.role("answer"))
 
     async def _run_and_conclude(
         self,
@@ -101,4 +101,4 @@ class ParallelToolsAgentLoop(ToolTurnsLoop):
         if turn is None:
             return
         reward = await self.branch_reward(row=row, call=call, result=result.response, conclusion=turn.text)
-        branch.finish(reward)
+        branch.finish(reward, role=self.role("tool"))

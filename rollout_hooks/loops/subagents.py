@@ -78,7 +78,7 @@ class SubagentsAgentLoop(ToolTurnsLoop):
             session = _Session(row, tasks)
             answer = await self.converse(root, list(row["raw_prompt"]), tools=self._tools(root, session, 0), row=row)
         if answer is not None:
-            root.finish(await self.final_reward(row=row, answer=answer))
+            root.finish(await self.final_reward(row=row, answer=answer), role=self.role("answer"))
 
     def _tools(self, branch: Branch, session: _Session, depth: int) -> dict[str, Any]:
         tools = self.row_tools(session.row)
@@ -107,5 +107,6 @@ class SubagentsAgentLoop(ToolTurnsLoop):
         answer = await self.converse(child, messages, tools=tools, row=session.row)
         if answer is None:
             return f"The subagent failed: {child.failure}"
-        child.finish(await self.child_reward(row=session.row, task=task, answer=answer, depth=depth))
+        reward = await self.child_reward(row=session.row, task=task, answer=answer, depth=depth)
+        child.finish(reward, role=self.role("subagent"))
         return answer

@@ -62,9 +62,13 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
         tool_errors: str = "tell",
         tool_rewards: str = "report",
         max_turn_len: int | None = None,
+        leaf_roles: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        if not isinstance(leaf_roles, bool):
+            raise ValueError(f"leaf_roles={leaf_roles!r}: must be true or false")
+        self.leaf_roles = leaf_roles
         if tool_errors not in TOOL_ERRORS:
             raise ValueError(f"tool_errors={tool_errors!r}: must be one of {TOOL_ERRORS}")
         if tool_rewards not in TOOL_REWARDS:
@@ -82,6 +86,10 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
                 f"rollout.multi_turn.max_assistant_turns=null: {self.endless_because}; set the number of turns after "
                 "which a session ends"
             )
+
+    def role(self, name: str) -> str | None:
+        """Return the role of a leaf if the loop names roles (`leaf_roles`); override it for other names."""
+        return name if self.leaf_roles else None
 
     async def final_reward(self, *, row: dict[str, Any], answer: str) -> float | None:
         """Return the reward of the session's final leaf, if the loop has one; override it. `answer` is its text."""

@@ -145,7 +145,8 @@ class TreeSearchAgentLoop(ToolTurnsLoop):
             )
         if answer is not None:
             extra_info = {**(row.get("extra_info") or {}), "tool_rewards": list(branch.tool_rewards)}
-            branch.finish(await self.leaf_reward(row={**row, "extra_info": extra_info}, answer=answer))
+            reward = await self.leaf_reward(row={**row, "extra_info": extra_info}, answer=answer)
+            branch.finish(reward, role=self.role("answer"))
         return steps
 
     def _places(self, trees: Sequence[SearchTree], rng: random.Random) -> list[tuple[SearchTree, Place]]:

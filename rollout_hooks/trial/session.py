@@ -20,6 +20,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput
 from rollout_hooks.capture.recording import recording_client
+from rollout_hooks.capture.roles import ROLE
 from rollout_hooks.capture.rows import CALLS_FIELD, RowLimits, session_rows
 from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.capture.tracebacks import user_traceback
@@ -237,10 +238,11 @@ def _path_of_row(row: AgentLoopOutput, number: int) -> TextPath:
     nodes = row.node_rewards if isinstance(row, TreeAgentLoopOutput) else ()
     if not any(row.response_mask):
         reward = "not trained"
+    role = row.extra_fields.get(ROLE)
     return TextPath.of_stretches(
         [*row.prompt_ids, *row.response_ids],
         [(call, start, stop) for call, _, start, stop, *_ in row.extra_fields.get(CALLS_FIELD, ())],
         prompt_len=prompt_len,
-        end=f"leaf {number}: {reward}",
+        end=f"leaf {number}{'' if role is None else f' ({role})'}: {reward}",
         rewards=tuple((prompt_len + position, value) for position, value in nodes),
     )

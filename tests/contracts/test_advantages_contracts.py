@@ -19,6 +19,21 @@ def test_the_registry_is_a_dict_of_names() -> None:
     assert "tree_grpo" not in [member.value for member in core_algos.AdvantageEstimator]
 
 
+@pytest.mark.parametrize("name", ["rloo", "rloo_vectorized", "opo", "gpg", "grpo_vectorized", "grpo_passk"])
+def test_verls_estimators_take_any_strings_for_prompts(name: str) -> None:
+    """`portions.by_role` puts a prompt and a role there. Those that we leave to verl are the ones it treats by name."""
+    arguments = {
+        "token_level_rewards": torch.tensor([[1.0], [0.0], [3.0], [1.0]]),
+        "response_mask": torch.ones(4, 1),
+        "config": AlgoConfig(norm_adv_by_std_in_grpo=False),
+    }
+    estimator = core_algos.get_adv_estimator_fn(name)
+    uids, others = ["u|p", "u|", "u|p", "u|"], ["b", "a", "b", "a"]
+    one, two = (estimator(**arguments, index=np.array(index, dtype=object))[0] for index in (uids, others))
+    assert torch.equal(one, two)
+    assert one.any()
+
+
 def test_rows_are_padded_behind_the_response() -> None:
     """Column t of an advantage is response token t; the padding is cut off when it is stored."""
     padded = torch.tensor([[1.0, 2, 0], [3, 4, 5]])

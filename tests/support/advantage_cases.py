@@ -201,6 +201,7 @@ def estimate(
     width: int | None = None,
     weigh_sessions: bool = False,
     options: Mapping[str, Any] | None = None,
+    roles: Mapping[str, str] | None = None,
 ) -> dict[str, list[float]]:
     """Run an estimator as the trainer does, on padded rows; return the advantages of each row's response tokens."""
     lens = [len(leaf.response) for leaf in leaves]
@@ -217,6 +218,7 @@ def estimate(
         response_lens=lens,
         weigh_sessions=weigh_sessions,
         calls=[leaf.calls for leaf in leaves],
+        roles=roles or {},
     )
     config = {"norm_adv_by_std_in_grpo": normalize_by_std, **(options or {})}
     with announce_rows(rows):

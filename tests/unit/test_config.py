@@ -36,6 +36,18 @@ from verl_tree.launch.command.composition import compose_config
         ({"shared_tokens": None}, ["tree.shared_tokens=None", "sum"]),
         ({"rows": "last"}, ["tree.rows='last'", "all, longest"]),
         ({"session_weight": "prompt"}, ["tree.session_weight='prompt'", "leaf, session"]),
+        *[
+            (
+                {"role_weight": value},
+                [f"tree.role_weight={value!r} must be", "of at least 0 by role", "null"],
+            )
+            for value in (
+                *({"p": weight} for weight in (-1, float("nan"), float("inf"), "1", True, None)),
+                *({name: 1} for name in ("", "two words", "a" * 65, 3)),
+                {"planner:0.5": None},  # what Hydra reads where the space behind the colon is missing
+                *([1.0], "planner", 2, False),
+            )
+        ],
         ({"logits_chunk_size": 0}, ["tree.logits_chunk_size=0", "1024"]),
         ({"drift": "off"}, ["tree.drift='off'", "heal, fork"]),
         ({"drift_max_tokens": 0}, ["tree.drift_max_tokens=0", "tree.drift=fork"]),
@@ -66,6 +78,13 @@ def test_options_pass_through_and_take_defaults() -> None:
     assert TreeConfig.from_mapping(options) is options
     assert TreeConfig.from_mapping({}) == TreeConfig()
     assert TreeConfig.from_mapping({"watchdog": {"poll_s": 1}}).watchdog == WatchdogConfig(poll_s=1)
+
+
+def test_roles_weigh_what_the_command_says() -> None:
+    config = compose_config(["profile=cpu", "tree.role_weight={planner: .5, worker/a.b-c_2: 0}"])
+    assert TreeConfig.from_mapping(config.tree).role_weight == {"planner": 0.5, "worker/a.b-c_2": 0.0}
+    engine = omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine
+    assert engine.tree.role_weight == {"planner": 0.5, "worker/a.b-c_2": 0.0}
 
 
 def test_yaml_defaults_are_the_dataclass_defaults() -> None:

@@ -202,6 +202,37 @@ def test_the_last_session_of_a_prompt_tags_the_rows_of_all(validate, monkeypatch
         assert np.isnan([first[6], second[6]]).all()
 
 
+class TwoRoles(BranchingAgentLoop):
+    """One leaf with a role and one without."""
+
+    async def run_branches(self, root, **_):
+        (side,) = root.fork()
+        await side.generate()
+        side.finish(0.5, role="side")
+        await root.generate()
+        root.finish(1.0)
+
+
+@pytest.mark.parametrize("validate", [False, True])
+def test_rows_with_a_role_are_tagged_with_it_when_their_session_ends(validate, monkeypatch):
+    puts = []
+
+    async def put(**arguments):
+        puts.append(arguments)
+
+    monkeypatch.setattr(tq, "async_kv_batch_put", put)
+    monkeypatch.setitem(_agent_loop_registry, "two_roles", {"_target_": f"{__name__}.TwoRoles"})
+    worker = InProcessWorker(lambda _: "fine", num_sessions=2)
+    assert run_sessions(worker, num_sessions=2, validate=validate, agent_name="two_roles") == [None] * 2
+    named = [put for put in puts if "leaf_role" in put["tags"][0]]
+    partition = "val" if validate else "train"
+    assert sorted(put["keys"] for put in named) == [["u_0_0"], ["u_1_0"]]
+    assert [(put["partition_id"], put["tags"]) for put in named] == [(partition, [{"leaf_role": "side"}])] * 2
+    for put in named:
+        before = [each for each in puts[: puts.index(put)] if "fields" in each]
+        assert any(put["keys"][0] in each["keys"] for each in before), "the row is written first"
+
+
 def test_the_reward_of_a_row_is_the_sum_of_its_scores():
     row = TreeAgentLoopOutput(
         prompt_ids=[1], response_ids=[2, 3, 4], response_mask=[1, 0, 1], metrics=AgentLoopMetrics(), num_turns=2

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl_tree.records.trees import StoredLeaf, StoredTree, end_nodes
+from verl_tree.records.trees import ROLE, StoredLeaf, StoredTree, end_nodes
 
 FORMAT_VERSION = 3
 """Version of the files that are written. Lower versions can be read, too: in 1, calls have no versions of weights; in 1
@@ -159,6 +159,8 @@ def root_path(node: int, *, parents: Sequence[int]) -> list[int]:
 def _leaf_columns(leaf: StoredLeaf) -> dict[str, Any]:
     """Return a leaf's own columns; it has per-token lists only where one number is not enough."""
     info = leaf.reward_extra_info
+    if leaf.role is not None:
+        info = {**(info or {}), ROLE: leaf.role}
     is_reward_last = leaf.token_rewards is None or not leaf.token_rewards[:-1].any()
     is_constant = leaf.token_advantages is None or leaf.advantage is not None
     return {

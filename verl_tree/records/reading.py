@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from verl_tree.records.file_checks import check_table
 from verl_tree.records.files import FORMAT_VERSION, LEAF, VERSION_KEY, root_path
-from verl_tree.records.trees import CallRun, ImageRun, StoredLeaf, StoredTree
+from verl_tree.records.trees import ROLE, CallRun, ImageRun, StoredLeaf, StoredTree
 from verl_tree.tree import TokenForest
 
 _NUM_UIDS_NAMED = 8
@@ -135,6 +135,7 @@ def _leaf(
     info = None if columns["reward_extra_info"] is None else json.loads(columns["reward_extra_info"])
     if not isinstance(info, dict | None):
         raise ValueError(f"row {columns['row']} has a reward_extra_info that is no JSON object")
+    role = info.pop(ROLE) if info is not None and isinstance(info.get(ROLE), str) else None
     return StoredLeaf(
         session=columns["session"],
         leaf=columns["leaf"],
@@ -149,6 +150,7 @@ def _leaf(
         max_global_steps=columns["max_global_steps"],
         calls=tuple(CallRun(**run) for run in columns["calls"]),
         images=images,
+        role=role,
     )
 
 

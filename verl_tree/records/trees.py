@@ -10,6 +10,8 @@ from verl_tree.tree import TokenForest
 
 LEFT_OUT = "left_out"
 """Key in the `reward_extra_info` of a leaf that made no row: `abandoned` (nobody read the answer) or `dropped`."""
+ROLE = "leaf_role"
+"""Key in the `reward_extra_info` that files have of a leaf with a role; `StoredLeaf.role` once it is read."""
 _OPTIONAL = ("token_rewards", "token_advantages")
 
 
@@ -58,6 +60,7 @@ class StoredLeaf:
         min_global_steps, max_global_steps: First and last version of the weights, None if unknown.
         calls: The parts that LLM calls sampled, ascending; empty if not recorded.
         images: Its images, ascending.
+        role: What it was for (docs/advantages.md); None if it has no role.
     """
 
     session: int
@@ -73,6 +76,7 @@ class StoredLeaf:
     max_global_steps: int | None = None
     calls: tuple[CallRun, ...] = ()
     images: tuple[ImageRun, ...] = ()
+    role: str | None = None
 
     def __post_init__(self) -> None:
         ids = np.asarray(self.token_ids)

@@ -18,7 +18,7 @@ What differs from `PPOTrainer` (verl 0.9.1), each through an overridden method:
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import ClassVar, cast
@@ -77,6 +77,7 @@ class TreeTrainer(ResumableTrainer):
 
     actor_worker: ClassVar[type[ActorRolloutRefWorker]] = TreeActorRolloutRefWorker
     """The class of the workers of policy and reference model."""
+    _has_told_roles = False
 
     def __init__(self, config: DictConfig) -> None:
         advantages.register()
@@ -167,9 +168,14 @@ class TreeTrainer(ResumableTrainer):
             cut_groups=self.config.tree.shared_tokens == "sum",
         )
         self._mini_batch_plan = assignment.plan
-        if self._weighs_sessions:
-            sessions = number_sessions(rows.keys)
-            self._mini_batch_plan = assignment.plan.with_sessions(sessions, row_order=assignment.row_order)
+        role_weight = self.config.tree.role_weight
+        if self._weighs_sessions or role_weight:
+            sessions = number_sessions(rows.keys) if self._weighs_sessions else range(len(rows.keys))
+            role_weights = rows.role_weights(role_weight) if role_weight else None
+            self._tell_unknown_roles(role_weight or {}, known=rows.roles.values())
+            self._mini_batch_plan = assignment.plan.with_sessions(
+                sessions, row_order=assignment.row_order, role_weights=role_weights
+            )
         metrics["tree/cut_groups"] = float(assignment.num_cut_groups)
         metrics["tree/cut_tokens"] = float(assignment.num_lost_tokens)
         if not self.config.tree.enabled:
@@ -187,6 +193,14 @@ class TreeTrainer(ResumableTrainer):
     def _weighs_sessions(self) -> bool:
         """Whether every session weighs the same in the loss."""
         return self.config.tree.session_weight == "session"
+
+    def _tell_unknown_roles(self, by_role: Mapping[str, float], *, known: Collection[str]) -> None:
+        """Log once, in the first step, which roles of `tree.role_weight` no leaf has: they may be misspelt."""
+        unknown = sorted(by_role.keys() - set(known))
+        if unknown and not self._has_told_roles:
+            named = f"the roles {', '.join(sorted(set(known)))}" if known else "no role"
+            logger.warning("tree.role_weight names %s, which no leaf has so far; leaves have %s", unknown, named)
+        self._has_told_roles = True
 
     def _num_ranks(self) -> int:
         """Return the data-parallel size of the actor, which the critic shares."""
@@ -206,7 +220,7 @@ class TreeTrainer(ResumableTrainer):
         rows = self._step_rows.select(trained.keys)
         self._step_rows = StepRows()
         metrics.update(step_metrics(self._updates))
-        metrics.update(session_metrics(rows.keys, rewards=rows.rewards))
+        metrics.update(session_metrics(rows.keys, rewards=rows.rewards, roles=rows.roles))
         metrics.update(self._failure_metrics(num_groups=len(rows.groups)))
         metrics.update(self._async_metrics(rows))
         metrics.update(tokens_per_s(metrics, update_s=timing_raw.get("update_actor", 0.0)))

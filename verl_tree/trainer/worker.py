@@ -56,22 +56,26 @@ class TreeTrainingWorker(TrainingWorker):
         self._flops = UpdateFlops(self.flops_counter, is_critic=config.model_type == "value_model")
 
     @property
-    def _weighs_sessions(self) -> bool:
+    def _weighs(self) -> list[str]:
+        """What weighs rows in the loss: settings of `verl_tree.clashes`."""
         config = self.engine_config
-        return isinstance(config, TreeFSDPEngineConfig) and config.tree.session_weight == "session"
+        if not isinstance(config, TreeFSDPEngineConfig):
+            return []
+        used = {clashes.SESSION: config.tree.session_weight == "session", clashes.ROLES: bool(config.tree.role_weight)}
+        return [setting for setting, is_used in used.items() if is_used]
 
     @register(dispatch_mode=Dispatch["ONE_TO_ALL"])
     def set_loss_fn(self, loss_fn: LossFunction) -> None:
-        """Take verl's loss function, make it defined on all rows, and weigh sessions where configured.
+        """Take verl's loss function, make it defined on all rows, and weigh rows where configured.
 
         Raises:
-            ValueError: Sessions are to be weighed in a loss that is not known to be a sum over rows.
+            ValueError: Rows are to be weighed in a loss that is not known to be a sum over rows.
         """
         if needs_trained_tokens(loss_fn):
             loss_fn = partial(loss_of_any_rows, loss_fn)
-        if self._weighs_sessions:
+        if self._weighs:
             if not is_sum_over_rows(loss_fn):
-                clashes.refuse({clashes.SESSION: clashes.SESSION, clashes.OTHER_LOSS: f"loss={loss_fn}"})
+                clashes.refuse({name: name for name in self._weighs} | {clashes.OTHER_LOSS: f"loss={loss_fn}"})
             loss_fn = partial(session_weighted_loss, loss_fn)
         super().set_loss_fn(loss_fn)
 
@@ -93,7 +97,7 @@ class TreeTrainingWorker(TrainingWorker):
         seed = tu.pop(data, key="seed", default=42)
         shuffle = tu.pop(data, key="dataloader_kwargs", default={}).get("shuffle", False)
         rows = plan.rows[self.engine.get_data_parallel_rank()]
-        assert (plan.sessions is not None) == self._weighs_sessions, "trainer and workers have the same tree options"
+        assert (plan.sessions is not None) == bool(self._weighs), "trainer and workers have the same tree options"
         if sum(rows) != len(data):
             raise ValueError(
                 f"rank {self.engine.get_data_parallel_rank()} got {len(data)} rows and the plan gives it {sum(rows)}: "
@@ -118,8 +122,9 @@ class TreeTrainingWorker(TrainingWorker):
                     disable_auto_offload=True,
                 )
                 if plan.sessions is not None:
-                    sessions = plan.sessions[self.engine.get_data_parallel_rank()][starts[index] : starts[index + 1]]
-                    weigh_sessions(mini_batch, sessions, group=group)
+                    rank, span = self.engine.get_data_parallel_rank(), slice(starts[index], starts[index + 1])
+                    role_weights = None if plan.role_weights is None else plan.role_weights[rank][span]
+                    weigh_sessions(mini_batch, plan.sessions[rank][span], group=group, role_weights=role_weights)
                 with torch.profiler.record_function(f"mini_batch{step}"):
                     outputs.append(self.train_batch(mini_batch))
                 self.profiler.step()

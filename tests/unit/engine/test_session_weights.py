@@ -43,10 +43,10 @@ def _group() -> Iterator[None]:
         yield
 
 
-def weighed(data: TensorDict, sessions: Sequence[int]) -> TensorDict:
-    """Weigh the sessions of a mini-batch of one rank."""
+def weighed(data: TensorDict, sessions: Sequence[int], roles: Sequence[float] | None = None) -> TensorDict:
+    """Weigh the sessions, and the roles, of a mini-batch of one rank."""
     data = data.copy()
-    weigh_sessions(data, sessions, group=None)
+    weigh_sessions(data, sessions, group=None, role_weights=roles)
     return data
 
 
@@ -345,6 +345,89 @@ def test_sessions_of_one_leaf_are_verls_rows_bit_for_bit(models: dict[str, Any],
         assert of_both[0] == of_both[1]
 
 
+ROLE_WEIGHTS = [1.0, 0.5, 0.5, 2.0, 0.0, 1.0, 0.25, 1.0, 0.0]
+
+
+def times_advantages(data: TensorDict, weights: Sequence[float]) -> TensorDict:
+    """Return the rows with their advantages multiplied."""
+    data = data.copy()
+    parts = [row * weight for row, weight in zip(data["advantages"].unbind(dim=0), weights, strict=True)]
+    data["advantages"] = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+    return data
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("weighs_sessions", [False, True])
+def test_a_role_weighs_as_if_its_advantages_were_multiplied(
+    models: dict[str, Any], weighs_sessions: bool, mode: str
+) -> None:
+    """Beside verl's flat loss, and with sessions weighed beside that loss: loss, gradients, flat and relayed."""
+    options = {"loss_scale_factor": 16} if mode == NORM else {}
+    model, data, outputs = flat_side(models, LossCase("vanilla", mode, options))
+    num_tokens = int(data["loss_mask"].values().sum())
+    tu.assign_non_tensor(data, global_batch_size=NUM_LEAVES, batch_num_tokens=num_tokens)
+    sessions = UNEVEN if weighs_sessions else range(NUM_LEAVES)
+    by_hand = times_advantages(data, ROLE_WEIGHTS)
+    if weighs_sessions:
+        want = row_by_row(by_hand, outputs, LossCase("vanilla", mode, options), UNEVEN)
+    else:
+        want, _ = LossCase("vanilla", mode, options).function()(model_output=outputs, data=by_hand)
+    case, data = WeightedLoss("vanilla", mode, options), weighed(data, sessions, ROLE_WEIGHTS)
+    loss, metrics = case.function()(model_output=outputs, data=data)
+    expected = differentiated(model, want)
+    assert worst_error(differentiated(model, loss), expected) < 1e-10
+    assert metrics["actor/pg_loss"].aggregate() == pytest.approx(expected.loss, rel=1e-6)
+    assert worst_error(relayed_result(model, data, case, capacity=7, max_loss_terms=7), expected) < 1e-10
+
+
+def test_the_drawn_tree_with_roles_by_hand() -> None:
+    """The leaf c weighs half: b b 3/4, c -6/8, d 1/4; over 6 tokens, or 2 sessions, the first of two leaves."""
+    data, outputs = fork()
+    roles = [1.0, 0.5, 1.0]
+    token_mean, seq_mean = WeightedLoss("vanilla", "token-mean"), WeightedLoss("vanilla", "seq-mean-token-sum")
+    tu.assign_non_tensor(data, global_batch_size=3)
+    loss, _ = token_mean.function()(model_output=outputs, data=weighed(data, [0, 1, 2], roles))
+    assert loss.item() == pytest.approx(-(3 / 4 - 6 / 8 + 1 / 4) / 6, abs=1e-7)
+    loss, _ = seq_mean.function()(model_output=outputs, data=weighed(data, SESSIONS, roles))
+    assert loss.item() == pytest.approx(-(3 / 8 - 6 / 16 + 1 / 4) / 2, abs=1e-7)
+
+
+def test_kl_entropy_and_values_are_weighed_by_role_too(models: dict[str, Any]) -> None:
+    """Row by row: verl's whole loss of a row, times what its role weighs, over the denominators of all rows."""
+    for name in ("vanilla", "value"):
+        options = {} if name == "value" else KL_AND_ENTROPY
+        case = LossCase(name, "seq-mean-token-mean", options)
+        model, data, outputs = flat_side(models, case)
+        tu.assign_non_tensor(data, global_batch_size=NUM_LEAVES)
+        want = torch.zeros((), dtype=torch.float64)
+        for row, weight in enumerate(ROLE_WEIGHTS):
+            if data["response_mask"].unbind(dim=0)[row].any():
+                own = {
+                    kind: torch.nested.as_nested_tensor([values.unbind()[row]], layout=torch.jagged)
+                    for kind, values in outputs.items()
+                }
+                alone = tu.index_select_tensor_dict(data, [row])
+                want = want + weight * case.function()(model_output=own, data=alone, dp_group=None)[0]
+        loss, _ = WeightedLoss(name, "seq-mean-token-mean", options).function()(
+            model_output=outputs, data=weighed(data, range(NUM_LEAVES), ROLE_WEIGHTS)
+        )
+        assert worst_error(differentiated(model, loss), differentiated(model, want)) < 1e-10
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_roles_that_all_weigh_1_are_verls_rows_bit_for_bit(models: dict[str, Any], mode: str) -> None:
+    options = {"loss_scale_factor": 16, **KL_AND_ENTROPY}
+    model, data, outputs = flat_side(models, LossCase())
+    num_tokens = int(data["loss_mask"].values().sum())
+    tu.assign_non_tensor(data, global_batch_size=NUM_LEAVES, batch_num_tokens=num_tokens)
+    plain, _ = LossCase("vanilla", mode, options).function()(model_output=outputs, data=data)
+    alone = weighed(data, range(NUM_LEAVES), [1.0] * NUM_LEAVES)
+    loss, _ = WeightedLoss("vanilla", mode, options).function()(model_output=outputs, data=alone)
+    assert loss.item() == plain.item()
+    got, want = differentiated(model, loss).gradients, differentiated(model, plain).gradients
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
 def test_means_of_metrics_count_every_trained_token_once(models: dict[str, Any]) -> None:
     _, data, outputs = flat_side(models, LossCase())
     plain = LossCase("vanilla", "token-mean", KL_AND_ENTROPY).function()(model_output=outputs, data=data)[1]
@@ -369,9 +452,23 @@ def test_the_engines_denominators_stay_as_they_are() -> None:
     assert (data["global_batch_size"], data["batch_num_tokens"]) == (3, 6)
 
 
+BY_SESSION, BY_ROLE = {"session_weight": "session"}, {"role_weight": {"c": 0.5, "d": 0.25}}
+
+
 @pytest.mark.parametrize("strategy", [TREE_STRATEGY, FLAT_STRATEGY])
-def test_a_worker_weighs_the_sessions_of_each_mini_batch(
-    tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "losses"),
+    [
+        # -(3/8 - 6/8 + 1/4) / 2, and -(3/4 + 1/4) / 2
+        (BY_SESSION, [1 / 16, -1 / 2]),
+        # c at half and d at a quarter: -(3/4 - 6/8 + 1/16) / 3, and -(3/4 + 1/16) / 2
+        (BY_ROLE, [-1 / 48, -13 / 32]),
+        # -(3/8 - 6/16 + 1/16) / 2, and as before
+        (BY_SESSION | BY_ROLE, [-1 / 32, -13 / 32]),
+    ],
+)
+def test_a_worker_weighs_the_rows_of_each_mini_batch(
+    tmp_path: Path, strategy: str, options: dict[str, Any], losses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two mini-batches of the drawn tree, on policy, so that the losses above come out of the update."""
     if torch.cuda.is_available():
@@ -383,11 +480,12 @@ def test_a_worker_weighs_the_sessions_of_each_mini_batch(
         str(tmp_path),
         strategy=strategy,
         max_token_len=64,
-        tree_options={"session_weight": "session"},
+        tree_options=options,
         optimizer=FSDPOptimizerConfig(lr=0.0, optimizer="SGD", override_optimizer_config={}, total_training_steps=10),
     )
     coupled = make_loss(Case("coupled", actor={"policy_loss": {"loss_mode": "clip_cov"}}))
-    with pytest.raises(ValueError, match=r"tree.session_weight=session.*tree.session_weight=leaf"):
+    remedies = {"session_weight": "tree.session_weight=leaf", "role_weight": "tree.role_weight=null"}
+    with pytest.raises(ValueError, match=".*\n.*".join(f"or set {remedies[name]}" for name in options)):
         worker.set_loss_fn(coupled)
     worker.set_loss_fn(Distillation("k3").function())
     assert worker.loss_fn.args[0].func is loss_of_any_rows
@@ -402,10 +500,14 @@ def test_a_worker_weighs_the_sessions_of_each_mini_batch(
     responses = data["responses"].unbind(dim=0)
     old = [row[len(row) - 1 - len(response) : -1] for row, response in zip(log_probs, responses, strict=True)]
     data["old_log_probs"] = torch.nested.as_nested_tensor([row.float() for row in old], layout=torch.jagged)
-    plan = MiniBatchPlan(rows=((3, 3),), num_rows=(3, 2)).with_sessions([0, 0, 1, 0, 1], row_order=range(6))
+    plan = MiniBatchPlan(rows=((3, 3),), num_rows=(3, 2)).with_sessions(
+        [0, 0, 1, 0, 1] if "session_weight" in options else range(5),
+        row_order=range(6),
+        role_weights=[1.0, 0.5, 0.25, 1.0, 0.25] if "role_weight" in options else None,
+    )
+    assert MiniBatchPlan.from_batch(plan.to_extra_info()) == plan
     for key, value in plan.to_extra_info().items():
         tu.assign_non_tensor_data(data, key, value)
     metrics = tu.get(worker.train_mini_batch(data), "metrics")
-    # -(-1/8) / 2, and -(3/4 + 1/4) / 2
-    assert metrics["actor/pg_loss"] == pytest.approx([1 / 16, -1 / 2], abs=1e-6)
-    assert metrics["loss"] == pytest.approx([1 / 16, -1 / 2], abs=1e-6)
+    assert metrics["actor/pg_loss"] == pytest.approx(losses, abs=1e-6)
+    assert metrics["loss"] == pytest.approx(losses, abs=1e-6)

@@ -11,9 +11,32 @@ from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.capture.session_tree import CallStatus
 from rollout_hooks.gateway import Gateway, GatewayLimits, SessionSettings
+from rollout_hooks.gateway.app import ROLE_HEADER
 from rollout_hooks.gateway.limits import MAX_STOP_LEN
 
 pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize("role", ["", "two words", "n\u00e4me", "a" * 65, "a;b"])
+@with_gateway
+async def test_a_role_of_another_form_is_refused(server, role):
+    engine = server.scripted()
+    for path, body in {
+        "/chat/completions": {"messages": user("q")},
+        "/responses": {"input": "q"},
+        "/messages": {"messages": user("q"), "max_tokens": 9},
+    }.items():
+        answer = await server.http.post(
+            server.address.session_url("s") + path,
+            json={"model": "policy", **body},
+            headers={"authorization": f"Bearer {server.address.api_key}", ROLE_HEADER: role.encode("latin-1")},
+        )
+        error = answer.json()["error"]
+        assert answer.status_code == 400
+        assert f"role={role!r} of the header {ROLE_HEADER}: give 1 to 64 letters" in error["message"]
+        assert "/messages" in path or error["param"] == ROLE_HEADER
+    assert engine.tree.calls == ()
+    assert (await server.ask()).choices[0].message.content == "x"
 
 
 REFUSED_CHAT = [

@@ -39,9 +39,11 @@ EXAMPLES = (
     ("tree.shared_tokens=once", FLAT),
     ("tree.shared_tokens=mean", "tree.sharing=prompt"),
     (f"{LOSS}=clip_cov", "tree.session_weight=session"),
+    (f"{LOSS}=clip_cov", "tree.role_weight={p: 1}"),
     ("algorithm.adv_estimator=treerl", "tree.rows=longest"),
     ("tree.session_weight=session", "tree.rows=longest"),
     ("tree.session_weight=session",),
+    ("tree.role_weight={p: 1}",),
     ("tree.rows=longest",),
     ("tree.save_on_term=true",),
     (AUTO, POLICY["IMAGES"], "tree.memory_gib=4"),
@@ -102,7 +104,8 @@ def test_a_clash_is_refused_with_value_key_and_remedy(clash: Clash, example: tup
     config = (resolved_sft if clashes.SFT in clash.others else resolved)(*overrides)
     others = [next(settings_of(name, config)) for name in clash.others]
     key, _, value = overrides[0].partition("=")
-    setting = f"{key}={ {'true': 'True', 'false': 'False', 'null': 'None'}.get(value, value) }"
+    shown = {"true": "True", "false": "False", "null": "None", "{p: 1}": "{'p': 1}"}
+    setting = f"{key}={shown.get(value, value)}"
     messages = [each.message for each in check_clashes(config)]
     (message,) = [each for each in messages if each.endswith(f"{clash.why}; {clash.remedy}")]
     assert message.startswith(setting)

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import anthropic
 import hydra
 import openai
 import pytest
@@ -12,8 +13,10 @@ from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
 from rollout_hooks.capture.outputs import SessionFailed
 from rollout_hooks.capture.recording import RecordingClient
+from rollout_hooks.capture.roles import ROLE
 from rollout_hooks.capture.rows import CALLS_FIELD, LEFT_OUT_FIELD, RowLimits, session_rows
 from rollout_hooks.capture.session_tree import CallStatus, SessionTree
+from rollout_hooks.gateway.app import ROLE_HEADER
 from rollout_hooks.loops.blackbox import BlackboxAgentLoop
 
 pytestmark = pytest.mark.timeout(60)
@@ -132,7 +135,7 @@ def test_rewards_of_single_leaves_and_what_is_reported_with_them():
 def test_an_answer_that_the_agent_drops_makes_no_row():
     rows, _ = capture({"reward": 1.0, "leaf_rewards": {"aside": "drop"}}, num_dropped=1)
     assert [(text(each), each.leaf_reward) for each in rows] == [(TURN + END + "6 and 6" + END, 1.0)]
-    ((reason, _, token_ids, ((call, *_),)),) = rows[-1].extra_fields[LEFT_OUT_FIELD]
+    ((reason, _, token_ids, ((call, *_),), _),) = rows[-1].extra_fields[LEFT_OUT_FIELD]
     assert (reason, call, tokenizer().decode(token_ids)[-16:]) == ("dropped", 1, "beside" + END)
     assert all(LEFT_OUT_FIELD not in row.extra_fields for row in rows[:-1])
     # What led to a dropped answer was not dropped.
@@ -149,6 +152,33 @@ async def chooser(*, base_url, api_key, model, row):
         answer = await client.chat.completions.create(model=model, messages=row["raw_prompt"], n=3)
     dropped = {f"{answer.id}/{choice.index}": "drop" for choice in answer.choices if choice.index in row["returns"]}
     return {"reward": 1.0, "leaf_rewards": dropped}
+
+
+async def asks_with_roles(*, base_url, api_key, model, row):
+    """Asks over all protocols; what a planner began, a call without a role ends."""
+    del row
+    roles = [{"default_headers": {ROLE_HEADER: name}} for name in ("aside/1", "planner")]
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        aside, planner = (client.with_options(**options) for options in roles)
+        await aside.chat.completions.create(model=model, messages=user("aside"), n=2)
+        first = await planner.responses.create(model=model, input="q")
+        await client.responses.create(model=model, input="on", previous_response_id=first.id)
+        await planner.responses.create(model=model, input="other")
+    url = base_url.removesuffix("/v1")
+    async with anthropic.AsyncAnthropic(base_url=url, api_key=api_key, max_retries=0) as client:
+        headers = {ROLE_HEADER: "critic"}
+        ask = client.messages.create
+        await ask(model=model, max_tokens=9, messages=user("aside, please"), extra_headers=headers)
+        dropped = await ask(model=model, max_tokens=9, messages=user("aside, too"), extra_headers=headers)
+    return {"reward": 1.0, "leaf_rewards": {dropped.id: "drop"}}
+
+
+def test_a_header_names_the_role_of_the_leaf_that_a_call_ends():
+    rows, _ = capture(loop=loop_class("asks_with_roles"), num_dropped=1)
+    # The first two sampled the same; the third began as a planner's, and its last call has no header.
+    assert [row.extra_fields.get(ROLE) for row in rows] == ["aside/1", "aside/1", None, "planner", "critic"]
+    assert ROLE not in rows[2].extra_fields
+    assert [leaf.role for leaf in rows[-1].extra_fields[LEFT_OUT_FIELD]] == ["critic"]
 
 
 def test_a_candidate_among_several_is_chosen():

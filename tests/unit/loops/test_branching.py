@@ -17,6 +17,7 @@ from rollout_hooks.capture.call_kinds import CallKind
 from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput
 from rollout_hooks.capture.recording import RecordingClient
+from rollout_hooks.capture.roles import ROLE
 from rollout_hooks.capture.rows import LEFT_OUT_FIELD, RowLimits, session_rows
 from rollout_hooks.capture.session_tree import SessionTree
 from rollout_hooks.loops.base import BranchingAgentLoop, BranchSession
@@ -284,7 +285,7 @@ class Choose(Explore):
     async def attempt(self, branch, number):
         await super().attempt(branch.fork()[0] if number else branch, number)
         if number:
-            branch.finish(trained=False)
+            branch.finish(trained=False, role="candidate")
 
 
 def test_a_branch_that_is_not_trained_is_shown_and_makes_no_row():
@@ -292,12 +293,53 @@ def test_a_branch_that_is_not_trained_is_shown_and_makes_no_row():
     rows = session_rows(tree, outputs, limits=RowLimits(256, 256, wants_log_probs=True))
     x = "x" + END
     assert [decode(row.response_ids) for row in rows.outputs] == [x + "0" + x, x + "1" + x, x + "main" + x]
-    ((reason, prompt_len, token_ids, calls),) = rows.outputs[-1].extra_fields[LEFT_OUT_FIELD]
+    ((reason, prompt_len, token_ids, calls, role),) = rows.outputs[-1].extra_fields[LEFT_OUT_FIELD]
     assert (reason, decode(token_ids[prompt_len:]), [call for call, *_ in calls]) == ("dropped", x, [0])
+    assert role == "candidate"
     assert rows.num_dropped == 1
     root = session(lambda _: "a").root
     with pytest.raises(ValueError, match=r"finish\(1\.0, trained=False\) on branch 0: what is left out has no reward"):
         root.finish(1.0, trained=False)
+
+
+class WithRoles(Explore):
+    """Its attempts have roles, the main leaf has none."""
+
+    async def attempt(self, branch, number):
+        branch.observe(self.tokenizer.encode(str(number), add_special_tokens=False))
+        await branch.generate()
+        branch.finish(1.0, role=f"attempt/{number}")
+
+    async def reward_leaves(self, leaves, *, row):
+        del row
+        assert [leaf.role for leaf in leaves] == ["attempt/0", "attempt/1", None]
+        return [leaf.reward for leaf in leaves]
+
+
+def test_a_leaf_may_have_a_role():
+    outputs, tree = run_explore(lambda _: "x", WithRoles)
+    rows = session_rows(tree, outputs, limits=RowLimits(256, 256, wants_log_probs=True)).outputs
+    assert [row.extra_fields.get(ROLE) for row in rows] == ["attempt/0", "attempt/1", None]
+    assert ROLE not in rows[-1].extra_fields
+    assert [row.as_dict()["extra_fields"].get(ROLE) for row in rows] == ["attempt/0", "attempt/1", None]
+
+
+@pytest.mark.parametrize("role", ["", "two words", "näme", "a" * 65, "a|b", "a\n", 3, True, ["a"]])
+def test_a_role_of_another_form_is_refused(role):
+    message = f"role={re.escape(repr(role))} of branch 0: give 1 to 64 letters, digits and _ - "
+    with pytest.raises(ValueError, match=message):
+        session(lambda _: "a").root.finish(1.0, role=role)
+    outputs, tree = run_explore(lambda _: "x")
+    outputs[1].extra_fields[ROLE] = role  # as any loop may
+    with pytest.raises(ValueError, match="of output 1: give 1 to 64 letters"):
+        session_rows(tree, outputs, limits=RowLimits(256, 256, wants_log_probs=True))
+
+
+@pytest.mark.parametrize("role", ["a", "Tool-2/sub_agent.x", "a" * 64])
+def test_what_a_role_may_look_like(role):
+    branch = session(lambda _: "a").root
+    branch.finish(1.0, role=role)
+    assert branch.as_output().extra_fields[ROLE] == role
 
 
 class Compared(Explore):

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from rollout_hooks.capture.call_kinds import CallKind
 from rollout_hooks.capture.outputs import SessionFailed
+from rollout_hooks.capture.roles import ROLE
 from rollout_hooks.loops.compaction import CompactionAgentLoop
 
 OPTIONS = {"request": "Sum up.", "preface": "So far: "}
@@ -120,3 +121,13 @@ def test_a_failed_summary_or_slow_tool_fails_the_branch_and_rewarded_leaves_stay
     with pytest.raises(SessionFailed, match="tool 'slow' took longer") as raised:
         run(Rewarded, slow, options=options, more_tools=[slow_tool()])
     assert rewards(raised.value.outputs) == [0.5]
+
+
+def test_leaves_have_roles_if_the_loop_is_told_to_name_them():
+    (*others, last), _ = run(Rewarded, reply, options={**OPTIONS, "max_context_len": BUDGET, "leaf_roles": True})
+    assert others
+    assert {output.extra_fields[ROLE] for output in others} == {"summary"}
+    assert last.extra_fields[ROLE] == "answer"
+    outputs, _ = run(Rewarded, reply, options={**OPTIONS, "max_context_len": BUDGET})
+    assert len(outputs) == 1 + len(others)
+    assert all(ROLE not in output.extra_fields for output in outputs)

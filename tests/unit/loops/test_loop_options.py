@@ -49,6 +49,7 @@ def test_loops_are_registered_with_verl(name):
             {"tool_rewards": "train"},
             r"='train': must be one of \('report', 'add'\)",
         ),
+        (ParallelToolsAgentLoop, {"leaf_roles": "yes"}, "leaf_roles='yes': must be true or false"),
         (SubagentsAgentLoop, {"max_children": 0}, "max_children=0"),
         (SubagentsAgentLoop, {"max_depth": 0}, "max_depth=0"),
         (TreeSearchAgentLoop, {"num_trees": 0}, "num_trees=0"),

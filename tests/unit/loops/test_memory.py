@@ -13,6 +13,7 @@ from scripted_llm import row as dataset_row
 from typing_extensions import override
 
 from rollout_hooks.capture.outputs import SessionFailed
+from rollout_hooks.capture.roles import ROLE
 from rollout_hooks.loops.memory import MemoryAgentLoop
 from rollout_hooks.loops.memory_store import MemoryStore, Note
 
@@ -237,3 +238,13 @@ async def test_concurrent_writes_are_numbered_in_the_order_of_the_calls():
     store = MemoryStore(embed=embed)
     notes = await asyncio.gather(*(store.write(str(number)) for number in range(5)))
     assert [(note.number, note.text) for note in notes] == [(i + 1, str(i)) for i in range(5)]
+
+
+def test_leaves_have_roles_if_the_loop_is_told_to_name_them():
+    (*others, last), _ = run(Rewarded, reply, row=ROW, options={"leaf_roles": True})
+    assert others
+    assert {output.extra_fields[ROLE] for output in others} == {"turn"}
+    assert last.extra_fields[ROLE] == "answer"
+    outputs, _ = run(Rewarded, reply, row=ROW)
+    assert len(outputs) == 1 + len(others)
+    assert all(ROLE not in output.extra_fields for output in outputs)

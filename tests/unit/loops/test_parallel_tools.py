@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from rollout_hooks.capture.call_kinds import CallKind
 from rollout_hooks.capture.outputs import SessionFailed
+from rollout_hooks.capture.roles import ROLE
 from rollout_hooks.loops.parallel_tools import ParallelToolsAgentLoop
 
 
@@ -212,3 +213,13 @@ def test_converse_is_all_that_a_plain_agent_needs():
     # Which of them asks first behind its call is chance.
     of_leaf = {decode(output.response_ids): output.leaf_reward for output in outputs}
     assert of_leaf == dict(zip(said, (1.0, 0.0), strict=True))
+
+
+def test_leaves_have_roles_if_the_loop_is_told_to_name_them():
+    (*others, last), _ = run(options={"leaf_roles": True})
+    assert others
+    assert {output.extra_fields[ROLE] for output in others} == {"tool"}
+    assert last.extra_fields[ROLE] == "answer"
+    outputs, _ = run()
+    assert len(outputs) == 1 + len(others)
+    assert all(ROLE not in output.extra_fields for output in outputs)

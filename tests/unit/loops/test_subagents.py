@@ -9,6 +9,7 @@ from scripted_llm import END
 from typing_extensions import override
 
 from rollout_hooks.capture.outputs import SessionFailed
+from rollout_hooks.capture.roles import ROLE
 from rollout_hooks.loops.subagents import SubagentsAgentLoop
 
 OPTIONS = {"child_system_prompt": "C"}
@@ -160,3 +161,13 @@ def test_own_tools_may_not_be_hidden_by_configured_ones():
     Clash.own_schemas[0].function.name = "double"
     with pytest.raises(ValueError, match=r"tools named \['double'\]"):
         run(Clash, reply)
+
+
+def test_leaves_have_roles_if_the_loop_is_told_to_name_them():
+    (*others, last), _ = run(Rewarded, reply, options={**OPTIONS, "leaf_roles": True})
+    assert others
+    assert {output.extra_fields[ROLE] for output in others} == {"subagent"}
+    assert last.extra_fields[ROLE] == "answer"
+    outputs, _ = run(Rewarded, reply, options={**OPTIONS})
+    assert len(outputs) == 1 + len(others)
+    assert all(ROLE not in output.extra_fields for output in outputs)

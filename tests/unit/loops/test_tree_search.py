@@ -10,6 +10,7 @@ from scripted_llm import row as dataset_row
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_hooks.capture.outputs import SessionFailed
+from rollout_hooks.capture.roles import ROLE
 from rollout_hooks.loops.tree_search import TreeSearchAgentLoop
 
 
@@ -223,3 +224,13 @@ def test_the_reward_is_verls_for_every_leaf_unless_overridden():
     row = dataset_row(data_source="openai/gsm8k", reward_model={"ground_truth": "7"})
     outputs, _ = run(TreeSearchAgentLoop, lambda _: next(answers), row=row)
     assert rewards(outputs) == [1.0, 0.0, 1.0]
+
+
+def test_leaves_have_roles_if_the_loop_is_told_to_name_them():
+    (*others, last), _ = run(Rewarded, sampler("0", "1", "2"), options={"leaf_roles": True})
+    assert others
+    assert {output.extra_fields[ROLE] for output in others} == {"answer"}
+    assert last.extra_fields[ROLE] == "answer"
+    outputs, _ = run(Rewarded, sampler("0", "1", "2"))
+    assert len(outputs) == 1 + len(others)
+    assert all(ROLE not in output.extra_fields for output in outputs)

@@ -295,7 +295,9 @@ class Document(HTMLParser):
         self._stack.append((tag, attributes.get("id")))
         self.scripts += tag == "script"
         if tag == "li":
-            self.nodes.append({"hidden": "hidden" in attributes, "class": attributes["class"], "text": ""})
+            border = re.search(r"border-left-color: ([^;]+)", attributes.get("style", ""))
+            node = {"hidden": "hidden" in attributes, "class": attributes["class"], "text": ""}
+            self.nodes.append(node | {"border": border and border[1]})
         if tag == "mark":
             self.marks.append("")
 
@@ -330,6 +332,30 @@ def test_a_browser_shows_the_tree(tree: StoredTree, words: Words, browse) -> Non
         assert fact in document.text["facts"]
     assert "acc: 0" in document.text["leaves"]
     assert document.text["not-trained"] == "model, not trained"
+
+
+def test_a_browser_shows_one_colour_for_each_role(tree: StoredTree, words: Words, browse) -> None:
+    """Session 0 has a planner and a worker; the node that both go on from has no role's colour."""
+    roles = ("worker", "planner", None)
+    leaves = tuple(replace(leaf, role=role) for leaf, role in zip(tree.leaves, roles, strict=True))
+    page = tree_page(StoredTree(step=10, uid="u-1", leaves=leaves), words)
+    document = browse(page, "#colour=role")
+    assert document.text["roles"] == "plannerworker"
+    assert document.text["colour"] == "advantagerewardrole"
+    assert "0_0worker53" in document.text["leaves"].replace(" ", "")
+    for node, expected in ((3, "worker ■ leaf 0_0 ends"), (4, "planner ■ leaf 0_1 ends"), (1, "■ leaf 1_0 ends")):
+        assert expected in document.nodes[node]["text"]
+    # In the order of their names: the first is blue, the second orange.
+    transparent, planner, worker = "transparent", "rgb(0, 114, 178)", "rgb(213, 94, 0)"
+    assert [node["border"] for node in document.nodes] == [transparent, transparent, transparent, worker, planner]
+    assert browse(page, "#colour=reward").nodes[3]["border"] != worker
+
+
+def test_a_page_without_roles_names_none(tree: StoredTree, words: Words, browse) -> None:
+    document = browse(tree_page(tree, words), "#colour=role")
+    assert "roles" not in document.text
+    assert document.text["colour"] == "advantagereward"
+    assert "role" not in document.text["leaves"]
 
 
 def test_a_browser_shows_the_reward_of_a_turn(tree: StoredTree, words: Words, browse) -> None:

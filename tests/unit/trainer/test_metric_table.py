@@ -44,7 +44,7 @@ def of_functions() -> set[str]:
         fitter.add(Work(num_tokens=number + 1, num_visible_pairs=number + 1, num_packs=1), seconds=number + 1.0)
     fitter.fit()
     call = CallRun(call=0, start=0, end=1, kind="root", min_global_steps=1, max_global_steps=1)
-    names = set(session_metrics(["a_0_0"], rewards=np.ones(1)))
+    names = set(session_metrics(["a_0_0"], rewards=np.ones(1), roles={"a_0_0": "ROLE"}))
     names |= set(staleness_metrics({"a_0_0": [call]}, version=1)) | set(dropped_metrics(set(), {}))
     names |= set(tokens_per_s({"tree/tokens": 1.0, "tree/flat_tokens": 1.0}, update_s=1.0))
     for prefix in ("tree", "val-aux/tree"):

@@ -150,6 +150,54 @@ def test_a_filtered_group_is_one_whose_leaves_all_earned_the_same(
     assert metrics["training/filter_groups/evicted_samples"] == 1
 
 
+# By prompt, role and leaf: what it earned. The roles of a and b agree in themselves, those of d have one leaf each.
+BY_ROLE = {
+    "a": {"p": [1.0, 1.0], "w": [0.0, 0.0]},
+    "b": {"p": [1.0, 1.0], "w": [0.5], None: [2.0, 2.0]},
+    "c": {"p": [1.0, 1.0], "w": [0.0, 0.5]},
+    "d": {"p": [1.0], "w": [0.0]},
+    "e": {None: [1.0, 1.0]},
+    "f": {None: [1.0, 0.0]},
+}
+
+
+@pytest.mark.parametrize("buffer_class", [TreeReplayBuffer, TreeReplayBufferAsync])
+@pytest.mark.parametrize("metric", ["reward", "acc"])
+def test_a_prompt_with_roles_is_filtered_if_no_role_has_leaves_that_differ(
+    queue: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    metric: str,
+    buffer_class: type[TreeReplayBuffer],
+) -> None:
+    values: dict[str, float] = {}
+    for uid, roles in BY_ROLE.items():
+        queue[uid] = prompt(step=1)
+        for role, earned in roles.items():
+            for value in earned:
+                key = f"{uid}_0_{sum(each.startswith(uid) for each in values)}"
+                values[key] = value
+                queue[key] = row(3) | ({} if role is None else {"leaf_role": role})
+    asked: list[list[str]] = []
+
+    def columns(*, keys: list[str], **_: Any) -> dict[str, Any]:
+        asked.append(list(keys))
+        return {
+            "rm_scores": [torch.tensor([0.0, values[key]]) for key in keys],
+            "extra_fields": [{"reward_extra_info": {"acc": values[key]}} for key in keys],
+        }
+
+    monkeypatch.setattr(tq, "kv_batch_get", columns)
+    buffer = buffer_class(**settings(filter_groups_metric=metric, refill_fn=lambda _: None))
+    buffer._sync_metadata_from_transfer_queue()
+    filtered, counts = buffer._dapo_filtered_keys("train")
+    assert filtered == {"a", "b", "e"}
+    assert counts == {1.0: 3}
+    num_asked = len(asked)
+    assert buffer._dapo_filtered_keys("train") == (filtered, counts)
+    assert len(asked) == num_asked, "prompts that have ended are classified once"
+    assert buffer._dapo_filtered_keys("val") == (set(), {})
+
+
 @pytest.mark.parametrize(
     ("verls", "ours"), [(ReplayBuffer, TreeReplayBuffer), (ReplayBufferAsync, TreeReplayBufferAsync)]
 )

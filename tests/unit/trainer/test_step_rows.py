@@ -126,6 +126,66 @@ def test_leaves_that_made_no_row_are_stored_and_shown_and_not_counted(tmp_path: 
         assert (page["num_tree_tokens"], sum(node["num_tokens"] for node in page["nodes"])) == (7, 8)
 
 
+def test_roles_are_read_from_tags_and_stored_and_shown(tmp_path: Path) -> None:
+    """The way of a role from the tag of a row to the page of its tree, for rows and for a leaf that made none."""
+    left_out = [("dropped", 2, [1, 2, 3, 9], [(1, "fork", 3, 4, None, None)], "worker")]
+    info = {"reward_extra_info": {"acc": 1}}
+    rows = ROWS | {
+        "a_0_1": ROWS["a_0_1"] | {"extra_fields": info},
+        "a_1_0": ROWS["a_1_0"] | {"extra_fields": {"left_out_leaves": left_out}},
+    }
+    roles = {"a_0_1": "worker", "a_1_0": "planner"}
+    tags = [TAG | ({"leaf_role": roles[key]} if key in roles else {}) for key in rows]
+    trees = step_tokens.trees_of(list(rows), tags=tags, columns=columns_of(rows), step=9)
+    write_trees(tmp_path / "trees.parquet", trees)
+    again = read_trees(tmp_path / "trees.parquet")
+    for first, second in (trees, again):
+        assert [(leaf.session, leaf.leaf, leaf.role) for leaf in first.leaves + first.left_out] == [
+            (0, 0, None),
+            (0, 1, "worker"),
+            (1, 0, "planner"),
+            (1, 1, "worker"),
+        ]
+        assert [leaf.reward_extra_info or {} for leaf in first.leaves] == [{}, {"acc": 1}, {}]
+        assert first.left_out[0].reward_extra_info == {"left_out": "dropped"}
+        assert [leaf.role for leaf in second.leaves] == [None]
+        page = page_content(first, tokenizer=None)
+        assert page["roles"] == ["planner", "worker"]
+        assert [leaf["role"] for leaf in page["leaves"]] == [None, "worker", "planner", "worker"]
+        assert page["leaves"][1]["info"] == {"acc": "1"}
+        assert page_content(second, tokenizer=None)["roles"] == []
+
+
+def batch_of(tags: dict[str, dict[str, Any]]) -> KVBatchMeta:
+    return KVBatchMeta(keys=list(tags), tags=list(tags.values()), partition_id="train", fields=None, extra_info={})
+
+
+def shaped(**tags: Any) -> dict[str, Any]:
+    """Return the tags of a row that is alone in its group."""
+    shapes = leaf_shapes([WrittenRow.of([1, 2, 3], response_mask=[1], reward=0.5)])
+    return {LEAF_SHAPE_TAG: shapes[0].tobytes(), **tags}
+
+
+def test_the_rows_of_a_step_know_their_roles() -> None:
+    tags = {"a_0_0": shaped(leaf_role="p"), "b_0_0": shaped(), "c_0_0": shaped(leaf_role="w")}
+    rows = StepRows.fetch(batch_of(tags))
+    assert rows.roles == {"a_0_0": "p", "c_0_0": "w"}
+    assert rows.take([1, 2]).roles == {"c_0_0": "w"}
+    assert rows.select(["b_0_0"]).roles == {}
+    assert (rows.take([0]) | rows.take([2, 1])).roles == rows.roles
+    told = rows.announcement(weigh_sessions=False)
+    assert told.groups == ["a|p", "b|", "c|w"]
+    assert told.lone() == [0, 2]
+    assert rows.take([1]).announcement(weigh_sessions=False).groups == ["b"]
+    assert rows.role_weights({"p": 0.5, "q": 3}) == [0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("role", ["", "two words", 3, "a" * 65])
+def test_a_row_with_a_malformed_role_is_refused_with_its_key(role: Any) -> None:
+    with pytest.raises(ValueError, match="of row b_0_0: give 1 to 64 letters, digits and _ - "):
+        StepRows.fetch(batch_of({"a_0_0": shaped(), "b_0_0": shaped(leaf_role=role)}))
+
+
 def test_a_profile_counts_the_trained_tokens_at_the_end_of_the_rows() -> None:
     (profile, _) = step_rows(ROWS).profiles()
     # 8; 3 and 7; the 3 of session 1 is the one of session 0.

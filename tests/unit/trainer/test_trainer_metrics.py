@@ -39,6 +39,27 @@ def test_session_metrics_by_hand() -> None:
     }
 
 
+def test_metrics_of_roles_by_hand() -> None:
+    keys = ["a_0_0", "a_0_1", "a_0_2", "a_1_0", "a_1_1", "b_0_0"]
+    rewards = np.array([1.0, 0.0, 0.5, 1.0, 0.25, 1.0])
+    roles = {"a_0_0": "p", "a_0_1": "w/1", "a_0_2": "w/1", "a_1_0": "p", "b_0_0": "p"}
+    metrics = session_metrics(keys, rewards=rewards, roles=roles)
+    plain = session_metrics(keys, rewards=rewards)
+    assert {name: value for name, value in metrics.items() if name.startswith("tree/role_")} == {
+        "tree/role_reward/p": 1.0,
+        "tree/role_leaves/p": 3.0,
+        "tree/role_alone/p": 1 / 3,  # that of b
+        "tree/role_reward/w/1": 0.25,
+        "tree/role_leaves/w/1": 2.0,
+        "tree/role_alone/w/1": 0.0,
+    }
+    # Of a: p, w/1, and the leaf without a role; of b: p. Without roles: a and b.
+    assert metrics["tree/equal_reward_groups"] == 3 / 4
+    assert plain["tree/equal_reward_groups"] == 1 / 2
+    same = plain.keys() - {"tree/equal_reward_groups"}
+    assert {name: metrics[name] for name in same} == {name: plain[name] for name in same}
+
+
 def test_the_last_leaf_is_the_highest_number_not_the_last_text() -> None:
     keys = [f"a_0_{leaf}" for leaf in range(11)]
     assert session_metrics(keys, rewards=np.arange(11.0))["tree/session_reward/mean"] == 10.0

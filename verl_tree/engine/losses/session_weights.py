@@ -1,4 +1,4 @@
-"""One weight per session in verl's losses (`tree.session_weight=session`), however many leaves it ended in.
+"""Weights of rows in verl's losses: of sessions (`tree.session_weight=session`), and of roles (`tree.role_weight`).
 
 A row of session s weighs v = 1 / leaves(s), where leaves(s) counts the rows of s in the mini-batch with sampled tokens.
 verl's denominators count the same way: `global_batch_size` becomes the number of sessions, `batch_num_tokens` the sum
@@ -7,6 +7,9 @@ of v n over the rows, n being a row's sampled tokens (docs/advantages.md).
     seq-mean-*   sum(v L) / sessions          L: the row's own aggregate of its tokens' losses l
     token-mean   sum(v sum(l)) / sum(v n)
     token-sum    sum(v sum(l))
+
+With `tree.session_weight=leaf` each row counts as a session here. A row of a role weighs w v, w being what the role
+weighs, which is in no denominator: its policy loss is what verl's would be with w times the advantages.
 
 Sampled tokens are those of verl's `loss_mask`. The loss reads those of `response_mask`, which are fewer where rollout
 correction rejects some. A session does with rejected tokens and rows what verl does: they add nothing to the loss and
@@ -67,16 +70,24 @@ class SessionWeights:
         )
 
 
-def weigh_sessions(mini_batch: TensorDict, sessions: Sequence[int], *, group: dist.ProcessGroup | None) -> None:
+def weigh_sessions(
+    mini_batch: TensorDict,
+    sessions: Sequence[int],
+    *,
+    group: dist.ProcessGroup | None,
+    role_weights: Sequence[float] | None = None,
+) -> None:
     """Add what `session_weighted_loss` reads to a rank's rows of a mini-batch; all ranks of the group call it together.
 
-    `sessions` has a number for the session of each row; see `SessionWeights.of_ranks`.
+    `sessions` has a number for the session of each row; see `SessionWeights.of_ranks`. `role_weights` has what the role
+    of each weighs; None weighs no roles.
     """
     num_sampled, num_trained = (
         [int(mask.sum()) for mask in mini_batch[name].unbind(dim=0)] for name in ("loss_mask", "response_mask")
     )
     weights = SessionWeights.of_ranks(gather((list(sessions), num_sampled), group=group))
-    mini_batch[SESSION_WEIGHT] = torch.from_numpy(weights.ranks[dist.get_rank(group)])
+    weight_B = weights.ranks[dist.get_rank(group)] * (1.0 if role_weights is None else np.asarray(role_weights))
+    mini_batch[SESSION_WEIGHT] = torch.from_numpy(weight_B)
     mini_batch[NUM_TRAINED] = torch.tensor(num_trained)
     denominators = {NUM_SESSIONS: weights.num_sessions, NUM_WEIGHTED_TOKENS: weights.num_weighted_tokens}
     tu.assign_non_tensor(mini_batch, **denominators)

@@ -24,7 +24,7 @@ from verl_tree.tree.rows import ranges
 from verl_tree.tree.transfer import to_device
 
 SESSION_WEIGHT, NUM_TRAINED = "session_weight", "num_trained_tokens"
-"""Columns of a mini-batch whose sessions are weighed (`losses/session_weights.py`): one number per row."""
+"""Columns of a mini-batch whose rows are weighed (`losses/session_weights.py`): one number per row."""
 
 _READ_ON_HOST = ("prompts", "responses", SESSION_WEIGHT, NUM_TRAINED)
 """Columns that losses read on the host, of the first two the lengths only, row by row. On the device each of them would

@@ -101,6 +101,8 @@ def _step_lines(config: DictConfig) -> list[str]:
         num_updates = config.trainer.v1.separate_async.parameter_sync_step
         lines.append(f"weight sync: every {num_updates} updates (parameter_sync_step)")
     loss = f"{actor.policy_loss.loss_mode}, {actor.loss_agg_mode}, session_weight={config.tree.session_weight}"
+    if config.tree.role_weight:
+        loss += f", role_weight={config.tree.role_weight}"
     corrected = [f"{name}={value_of(config, f'{CORRECTION}.{name}')}" for name in corrections(config)]
     return [*lines, ", ".join([f"objective: advantages {algorithm.adv_estimator}, loss {loss}", *corrected])]
 

@@ -34,6 +34,27 @@ function colourOf(value, range) {
   return colour(high > low ? (2 * (value - low)) / (high - low) - 1 : 0);
 }
 
+// The colours of roles: of Okabe and Ito, told apart with every common colour vision, and any hues beyond those.
+const ROLES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#8c8c8c"];
+function colourOfRole(role) {
+  const place = data.roles.indexOf(role);
+  return place < 0 ? "transparent" : ROLES[place] ?? `hsl(${(place * 137) % 360} 60% 45%)`;
+}
+
+function roleMark(role) {
+  const made = element("span", "role");
+  const swatch = element("i", "swatch");
+  swatch.style.background = colourOfRole(role);
+  made.append(swatch, role ?? "–");
+  return made;
+}
+
+// The colour of a node by the role of its leaves, if they have one.
+function colourOfRoles(rows) {
+  const roles = new Set(rows.map((row) => data.leaves[row].role));
+  return roles.size === 1 ? colourOfRole(...roles) : "transparent";
+}
+
 function measure(label, value, range) {
   const made = element("span", "measure");
   const swatch = element("i", "swatch");
@@ -58,6 +79,11 @@ function drawHeader() {
   }
 }
 
+function drawRoles() {
+  if (data.roles.length) byId("colour").append(element("option", "", "role"));
+  byId("roles").append(...data.roles.map(roleMark));
+}
+
 function line(cells, tag) {
   const made = element("tr");
   for (const cell of cells) {
@@ -70,7 +96,8 @@ function line(cells, tag) {
 
 function drawLeaves() {
   const hasInfo = data.leaves.some((leaf) => Object.keys(leaf.info).length);
-  byId("leaves").append(line(["session_leaf", "tokens", trained, "reward", "advantage", hasInfo ? { wide: "reward info" } : ""], "th"));
+  const hasRoles = data.roles.length > 0;
+  byId("leaves").append(line(["session_leaf", ...(hasRoles ? ["role"] : []), "tokens", trained, "reward", "advantage", hasInfo ? { wide: "reward info" } : ""], "th"));
   data.leaves.forEach((leaf, row) => {
     const show = element("button", "", leaf.name);
     show.type = "button";
@@ -78,7 +105,7 @@ function drawLeaves() {
     show.addEventListener("click", () => { byId("leaf").value = leaf.name; update(); byId(`node-${leaf.node}`).scrollIntoView(); });
     const info = Object.entries(leaf.info).map(([name, value]) => `${name}: ${value}`).join(", ");
     const advantage = leaf.advantage === null && data.advantage_range !== null && leaf.num_trained ? "varies" : measure("", leaf.advantage, data.advantage_range);
-    byId("leaves").append(line([show, number(leaf.num_tokens), number(leaf.num_trained),
+    byId("leaves").append(line([show, ...(hasRoles ? [roleMark(leaf.role)] : []), number(leaf.num_tokens), number(leaf.num_trained),
       measure("", leaf.reward, data.reward_range), advantage, hasInfo ? { wide: info || "–" } : ""], "td"));
     byId("leaf").append(element("option", "", leaf.name));
   });
@@ -180,7 +207,10 @@ function drawNode(node, index) {
   node.passages.forEach((passage, place) => made.append(drawPassage(passage, node.rows.length, `${index}/${place}`)));
   for (const row of node.ends) {
     const leaf = data.leaves[row];
-    made.append(element("div", "end", `■ leaf ${leaf.name} ends: reward ${measured(leaf.reward)}, advantage ${leaf.advantage === null && data.advantage_range !== null && leaf.num_trained ? "varies" : measured(leaf.advantage)}`));
+    const end = element("div", "end");
+    if (leaf.role !== null) end.append(roleMark(leaf.role), " ");
+    made.append(end);
+    end.append(`■ leaf ${leaf.name} ends: reward ${measured(leaf.reward)}, advantage ${leaf.advantage === null && data.advantage_range !== null && leaf.num_trained ? "varies" : measured(leaf.advantage)}`);
   }
   return made;
 }
@@ -210,7 +240,7 @@ function update() {
     const block = blocks[index];
     block.hidden = !isShown[index];
     block.classList.toggle("context", query !== "" && !isHit[index]);
-    block.style.borderLeftColor = colourOf(node[by], range);
+    block.style.borderLeftColor = by === "role" ? colourOfRoles(node.rows) : colourOf(node[by], range);
     const toggle = block.querySelector(".toggle");
     if (toggle) {
       toggle.textContent = collapsed.has(index) ? "▸" : "▾";
@@ -221,6 +251,7 @@ function update() {
       if (isShown[index]) fillText(box, node.passages[place].text, `${index}/${place}`);
     });
   });
+  byId("scale").hidden = by === "role";
   byId("measure").textContent = by;
   byId("low").textContent = range ? measured(range[0]) : "–";
   byId("high").textContent = range ? measured(range[1]) : "–";
@@ -243,6 +274,7 @@ function collapseAll() {
 }
 
 drawHeader();
+drawRoles();
 drawLeaves();
 drawOverlap();
 const blocks = data.nodes.map(drawNode);

@@ -69,7 +69,7 @@ def _estimator(name: str, on_tokens: Callable[[Tensor, Rows, Mapping[str, Any]],
         token_level_rewards: Tensor, response_mask: Tensor, *, config: Mapping[str, Any] | None = None, **_unused: Any
     ) -> tuple[Tensor, Tensor]:
         rows = announced_rows(name, num_rows=len(token_level_rewards))
-        values = on_tokens(token_level_rewards, rows, {} if config is None else config)
+        values = on_tokens(rows.without_lone(token_level_rewards), rows, {} if config is None else config)
         per_token = torch.tensor(values, dtype=token_level_rewards.dtype) * response_mask
         return per_token, per_token
 

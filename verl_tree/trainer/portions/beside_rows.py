@@ -27,6 +27,7 @@ from verl.trainer.ppo.metric_utils import compute_throughout_metrics, compute_ti
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_tree.trainer.advantages import ESTIMATORS
+from verl_tree.trainer.portions import by_role
 from verl_tree.trainer.portions.portion import Method, Portion, PortionResult, announcement, join_untrained
 from verl_tree.trainer.portions.portion_metrics import join_metrics
 from verl_tree.trainer.portions.whitening import UNWHITENED, unwhitened, whitening
@@ -73,15 +74,16 @@ class BesideRows(PPOTrainer):
     @override
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
         rows = self._step_rows.select(batch.keys)
+        method = by_role.compute_advantage if rows.roles else PPOTrainer._compute_advantage
         if not self._estimates_in_portions:
             with announcement(rows, self.config):
-                return super()._compute_advantage(batch, metrics)
+                return method(self, batch, metrics)
         units = join_untrained(group_rows(batch.keys), num_trained=rows.shapes["num_trained"].tolist())
         in_reward = self.config.algorithm.use_kl_in_reward
         kl_coef = self.kl_ctrl_in_reward.value if in_reward else 0.0
         whitens = self.config.algorithm.adv_estimator in UNWHITENED
         results = self._run(
-            PPOTrainer._compute_advantage,
+            method,
             batch,
             config=self._unwhitened_config if whitens else None,
             units=units,

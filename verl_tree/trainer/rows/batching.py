@@ -16,12 +16,14 @@ Rank 0 has nothing in mini-batch 1 and gets the padding row p. verl's dispatch c
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from verl_tree.cost.balance import Balance, GroupPart, balance
 from verl_tree.cost.model import CostModel, WorkProfile
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +32,40 @@ class MiniBatchPlan:
 
     A rank's rows of mini-batch m are the next `rows[dp_rank][m]` rows of its data: at least one, padding included. All
     ranks have the same total. All ranks together have `num_rows[m]` without padding, verl's `global_batch_size`.
-    `sessions`, where the loss weighs sessions, has a number for the session of each row of a rank, -1 for padding.
+    Where the loss weighs rows, `sessions` has a number for each row of a rank, that of its session (-1 for padding) or,
+    if sessions do not weigh the same, of the row; `role_weights` what its role weighs, if roles are weighed.
     """
 
     rows: tuple[tuple[int, ...], ...]
     num_rows: tuple[int, ...]
     sessions: tuple[tuple[int, ...], ...] | None = None
+    role_weights: tuple[tuple[float, ...], ...] | None = None
 
-    def with_sessions(self, sessions: Sequence[int], *, row_order: Sequence[int]) -> Self:
-        """Add the sessions of rows that are dispatched in `row_order`; see `RowAssignment`."""
-        ordered = [sessions[row] if row < len(sessions) else -1 for row in row_order]
+    def with_sessions(
+        self, sessions: Sequence[int], *, row_order: Sequence[int], role_weights: Sequence[float] | None = None
+    ) -> Self:
+        """Add what weighs rows that are dispatched in `row_order`; see `RowAssignment`."""
+        weighed = replace(self, sessions=self._dealt(sessions, row_order=row_order, of_padding=-1))
+        if role_weights is None:
+            return weighed
+        return replace(weighed, role_weights=self._dealt(role_weights, row_order=row_order, of_padding=1.0))
+
+    def _dealt(
+        self, values: Sequence[Number], *, row_order: Sequence[int], of_padding: Number
+    ) -> tuple[tuple[Number, ...], ...]:
+        """Return one value per row for each rank."""
+        ordered = [values[row] if row < len(values) else of_padding for row in row_order]
         num_rank_rows = sum(self.rows[0])
         starts = range(0, len(ordered), num_rank_rows)
-        return replace(self, sessions=tuple(tuple(ordered[start : start + num_rank_rows]) for start in starts))
+        return tuple(tuple(ordered[start : start + num_rank_rows]) for start in starts)
 
     def to_extra_info(self) -> dict[str, Any]:
         """Return the keys to put into `KVBatchMeta.extra_info`."""
         # verl unpacks these with `assign_non_tensor_data`, which leaves nested tuples as they are; `assign_non_tensor`
         # would make one item per row of them.
-        sessions = {} if self.sessions is None else {"mini_batch_sessions": self.sessions}
-        return {"mini_batch_rows": self.rows, "mini_batch_num_rows": self.num_rows, **sessions}
+        weighed = {"mini_batch_sessions": self.sessions, "mini_batch_role_weights": self.role_weights}
+        known = {name: values for name, values in weighed.items() if values is not None}
+        return {"mini_batch_rows": self.rows, "mini_batch_num_rows": self.num_rows, **known}
 
     @classmethod
     def from_batch(cls, data: Mapping[str, Any]) -> Self:
@@ -66,7 +82,11 @@ class MiniBatchPlan:
         return cls(
             rows=tuple(tuple(rank_rows) for rank_rows in data["mini_batch_rows"]),
             num_rows=tuple(data["mini_batch_num_rows"]),
-            sessions=tuple(map(tuple, data["mini_batch_sessions"])) if "mini_batch_sessions" in data else None,
+            **{
+                name: tuple(map(tuple, data[f"mini_batch_{name}"]))
+                for name in ("sessions", "role_weights")
+                if f"mini_batch_{name}" in data
+            },
         )
 
 

@@ -17,6 +17,7 @@ from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
 from verl.utils import tensordict_utils as tu
 
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG
+from rollout_hooks.capture.roles import ROLE
 
 PADDING_PROMPT_LEN = 1
 PADDING_RESPONSE_LEN = 1
@@ -54,7 +55,7 @@ def append_padding_rows(batch: KVBatchMeta, *, num_rows: int, eos_token_id: int)
 
 
 def shorten(row: dict[str, Any], tag: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Cut verl's padding row to `PADDING_LEN` tokens; its response has one token already, and its shape is nobody's."""
+    """Cut verl's padding row to `PADDING_LEN` tokens, its response has one already; it has no shape and no role."""
     short = dict(row)
     short["prompts"] = row["prompts"][:PADDING_PROMPT_LEN]
     short["position_ids"] = row["position_ids"][..., :PADDING_LEN]
@@ -62,7 +63,7 @@ def shorten(row: dict[str, Any], tag: dict[str, Any]) -> tuple[dict[str, Any], d
         if isinstance(row.get(name), torch.Tensor):
             short[name] = row[name][:PADDING_LEN]
     lens = {"prompt_len": PADDING_PROMPT_LEN, "response_len": PADDING_RESPONSE_LEN, "seq_len": PADDING_LEN}
-    return short, {name: value for name, value in tag.items() if name != LEAF_SHAPE_TAG} | lens
+    return short, {name: value for name, value in tag.items() if name not in (LEAF_SHAPE_TAG, ROLE)} | lens
 
 
 def _repeat(row: Mapping[str, Any], *, num_rows: int) -> TensorDict:

@@ -4,8 +4,9 @@ verl sorts the ended prompts by their step only, and they come from a set: which
 first would change from run to run. Our uids sort in the order in which the prompts were drawn.
 """
 
+import copy
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Set
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ from transfer_queue import KVBatchMeta
 from typing_extensions import override
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
+from rollout_hooks.capture.roles import ROLE
 from verl_tree.trainer.row_keys import RowKey, parse_row_key
 from verl_tree.trainer.rows.no_trajectory import NoTrajectoryError
 
@@ -66,6 +68,42 @@ class TreeReplayBuffer(ReplayBuffer):
         if not {parse_row_key(key).uid for key in rows} & set(uids):
             raise NoTrajectoryError(f"all sessions of {len(uids)} prompts failed")
         return selected
+
+    @override
+    def _dapo_filtered_keys(self, partition_id: str) -> tuple[set[str], Counter]:
+        """Filter prompts as verl does, but compare only rows of one role in those that have rows with a role.
+
+        Such a prompt is filtered if rows were compared and none of them differ.
+        """
+        cache = self._dapo_classification_cache[partition_id]
+        new = self.finished_keys[partition_id] - cache.keys()
+        filtered = super()._dapo_filtered_keys(partition_id)
+        if partition_id == "val" or self.filter_groups_metric is None:
+            return filtered
+        rows: dict[str | None, dict[str, dict[str, dict]]] = defaultdict(lambda: defaultdict(dict))
+        for key, tag in self.partitions[partition_id].items():
+            if (uid := parse_row_key(key).uid) in new:
+                rows[tag.get(ROLE)][uid][key] = tag
+        values: dict[str, list[float | None]] = {uid: [] for role in rows.keys() - {None} for uid in rows[role]}
+        for prompts in rows.values():
+            compared = {uid: each for uid, each in prompts.items() if uid in values and len(each) > 1}
+            for uid, value in self._equal_values(compared, partition_id).items():
+                values[uid].append(value)
+        for uid, of_roles in values.items():
+            cache[uid] = of_roles[0] if of_roles and None not in of_roles else None
+        kept = {uid: value for uid, value in cache.items() if value is not None}
+        return set(kept), Counter(kept.values())
+
+    def _equal_values(self, prompts: dict[str, dict[str, dict]], partition_id: str) -> dict[str, float | None]:
+        """Return what all of some rows of each prompt earned, as verl finds it; None where they differ."""
+        found: dict[str, float | None] = {}
+        if prompts:
+            alone = copy.copy(self)
+            alone.partitions = {partition_id: {key: tag for rows in prompts.values() for key, tag in rows.items()}}
+            alone.finished_keys = {partition_id: set(prompts)}
+            alone._dapo_classification_cache = {partition_id: found}
+            super(TreeReplayBuffer, alone)._dapo_filtered_keys(partition_id)
+        return found
 
     @override
     def _evict_terminal_groups(

@@ -20,6 +20,7 @@ from transfer_queue import KVBatchMeta
 
 from rollout_hooks.capture.image_runs import IMAGES_FIELD, tree_keys
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE, LEAF_SHAPE_TAG, MAX_REWARD, WrittenRow, leaf_shapes
+from rollout_hooks.capture.roles import role_in
 from verl_tree.cost.model import WorkProfile
 from verl_tree.trainer.advantages import Rows
 from verl_tree.trainer.row_keys import group_rows
@@ -35,6 +36,7 @@ class StepRows:
     keys: list[str] = field(default_factory=list)
     shapes: np.ndarray = field(default_factory=lambda: np.zeros(0, LEAF_SHAPE))  # (R,) LEAF_SHAPE
     partition_id: str = "train"
+    roles: dict[str, str] = field(default_factory=dict)  # by key; rows without a role are not in it
 
     @classmethod
     def fetch(cls, batch: KVBatchMeta) -> Self:
@@ -44,12 +46,14 @@ class StepRows:
         if not keys:
             return cls(partition_id=partition_id)
         shapes = _tagged_shapes(batch.tags)
-        rows = None if shapes is None else cls(keys, shapes, partition_id)
+        named = ((key, role_in(tag, of=f"row {key}")) for key, tag in zip(keys, batch.tags, strict=True))
+        roles = {key: role for key, role in named if role is not None}
+        rows = None if shapes is None else cls(keys, shapes, partition_id, roles)
         if rows is None or not rows._is_complete():
             _tell_missing_shapes()
             columns = fetch(keys, ("input_ids", "response_mask", "extra_fields"), partition_id=partition_id)
             _refuse_unknown_images(keys, columns, partition_id=partition_id)
-            rows = cls(keys, shapes_of_columns(keys, columns), partition_id)
+            rows = cls(keys, shapes_of_columns(keys, columns), partition_id, roles)
         if np.isnan(rows.rewards).any():
             columns = fetch(keys, ("rm_scores",), partition_id=partition_id)
             assert "rm_scores" in columns, "row_check refuses rows without rewards"
@@ -69,10 +73,13 @@ class StepRows:
 
     def take(self, rows: Sequence[int]) -> Self:
         """Return the rows at these places, in their order."""
-        return type(self)([self.keys[row] for row in rows], self.shapes[list(rows)], self.partition_id)
+        keys = [self.keys[row] for row in rows]
+        roles = {key: self.roles[key] for key in keys if key in self.roles}
+        return type(self)(keys, self.shapes[list(rows)], self.partition_id, roles)
 
     def __or__(self, other: Self) -> Self:
-        return type(self)(self.keys + other.keys, np.concatenate([self.shapes, other.shapes]), other.partition_id)
+        shapes = np.concatenate([self.shapes, other.shapes])
+        return type(self)(self.keys + other.keys, shapes, other.partition_id, self.roles | other.roles)
 
     @cached_property
     def groups(self) -> list[list[int]]:
@@ -89,10 +96,14 @@ class StepRows:
         """(R,) float64 reward of each row: the sum of its token rewards."""
         return self.shapes["reward"]
 
+    def role_weights(self, by_role: Mapping[str, float]) -> list[float]:
+        """Return what the role of each row weighs (`tree.role_weight`), (R,); 1 where it is not named."""
+        return [float(by_role.get(self.roles.get(key, ""), 1.0)) for key in self.keys]
+
     def announcement(self, *, weigh_sessions: bool) -> Rows:
         """Return what estimators are told."""
         shape, response_lens = _forest_shape(self.shapes, groups=self.groups), self.shapes["response_len"].tolist()
-        return Rows(self.keys, shape, response_lens, weigh_sessions)
+        return Rows(self.keys, shape, response_lens, weigh_sessions, roles=self.roles)
 
     def profiles(self, *, sharing: str = "full") -> list[WorkProfile]:
         """Return the work of each group; rows that no loss reads cost nothing, because tree engines leave them out.

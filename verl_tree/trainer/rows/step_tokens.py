@@ -9,7 +9,8 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
 from rollout_hooks.capture.image_runs import IMAGES_FIELD, THUMBNAILS_FIELD
-from rollout_hooks.capture.rows import CALLS_FIELD, LEFT_OUT_FIELD
+from rollout_hooks.capture.roles import ROLE
+from rollout_hooks.capture.rows import CALLS_FIELD, LEFT_OUT_FIELD, LeftOutLeaf
 from verl_tree.packing.counts import ForestCounts
 from verl_tree.records import LEFT_OUT, CallRun, ImageRun, StoredLeaf, StoredTree
 from verl_tree.trainer.advantages import Call
@@ -139,14 +140,15 @@ def _left_out(key: str, extra: Mapping[str, Any]) -> list[StoredLeaf]:
         StoredLeaf(
             session=place.session,
             leaf=place.leaf + number,
-            token_ids=np.asarray(token_ids),
-            prompt_len=prompt_len,
-            is_trained=np.zeros(len(token_ids), dtype=bool),
-            log_probs=np.full(len(token_ids), np.nan),
-            reward_extra_info={LEFT_OUT: reason},
-            calls=recorded_calls({CALLS_FIELD: sampled_by}),
+            token_ids=np.asarray(each.token_ids),
+            prompt_len=each.prompt_len,
+            is_trained=np.zeros(len(each.token_ids), dtype=bool),
+            log_probs=np.full(len(each.token_ids), np.nan),
+            reward_extra_info={LEFT_OUT: each.reason},
+            calls=recorded_calls({CALLS_FIELD: each.sampled_by}),
+            role=each.role,
         )
-        for number, (reason, prompt_len, token_ids, sampled_by) in enumerate(extra.get(LEFT_OUT_FIELD, ()), 1)
+        for number, each in enumerate((LeftOutLeaf(*values) for values in extra.get(LEFT_OUT_FIELD, ())), 1)
     ]
 
 
@@ -180,6 +182,7 @@ def _leaf(
         max_global_steps=tag.get("max_global_steps"),
         calls=calls,
         images=tuple(ImageRun(*run) for run in extra.get(IMAGES_FIELD, ())),
+        role=tag.get(ROLE),
     )
 
 

@@ -4,7 +4,7 @@ What capture saw is a flow: it counts the sessions that ended since the last rep
 not the sessions of the trained rows (`tree/sessions`).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from textwrap import indent
 
@@ -17,19 +17,22 @@ _SCORES = "val-core/"
 _MAX_CAUSES_SHOWN = 5
 
 
-def session_metrics(keys: Sequence[str], *, rewards: np.ndarray) -> dict[str, float]:
-    """Return metrics over sessions, from R row keys without padding rows and their rewards (R,).
+def session_metrics(
+    keys: Sequence[str], *, rewards: np.ndarray, roles: Mapping[str, str] | None = None
+) -> dict[str, float]:
+    """Return metrics over sessions, from R row keys without padding rows, their rewards (R,), and the roles of keys.
 
     `tree/session_reward/...` is over the sessions' last leaves: the loop's own final outputs, which validation scores.
     In `tree/leaf_reward/mean` every session has the same weight, as in `tree_grpo`. A group counts in
-    `tree/equal_reward_groups` if its leaves, of all of its sessions, have one reward.
+    `tree/equal_reward_groups` if its leaves, of all of its sessions, have one reward; the leaves of a role are a group.
     """
+    roles = roles or {}
     leaf_rewards: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
-    group_rewards: dict[str, set[float]] = defaultdict(set)
+    group_rewards: dict[tuple[str, str | None], set[float]] = defaultdict(set)
     for key, reward in zip(keys, rewards.tolist(), strict=True):
         row = parse_row_key(key)
         leaf_rewards[row.uid, row.session].append((row.leaf, reward))
-        group_rewards[row.uid].add(reward)
+        group_rewards[row.uid, roles.get(key)].add(reward)
     final = [max(leaves)[1] for leaves in leaf_rewards.values()]
     means = [np.mean([reward for _, reward in leaves]) for leaves in leaf_rewards.values()]
     return {
@@ -42,7 +45,26 @@ def session_metrics(keys: Sequence[str], *, rewards: np.ndarray) -> dict[str, fl
         "tree/leaf_reward/max": float(np.max(rewards)),
         "tree/leaf_reward/min": float(np.min(rewards)),
         "tree/equal_reward_groups": float(np.mean([len(found) == 1 for found in group_rewards.values()])),
-    }
+    } | _role_metrics(keys, rewards=rewards, roles=roles)
+
+
+def _role_metrics(keys: Sequence[str], *, rewards: np.ndarray, roles: Mapping[str, str]) -> dict[str, float]:
+    """Return the metrics of each role; the table has them under the name ROLE."""
+    leaves: dict[str, dict[tuple[str, int], list[float]]] = defaultdict(lambda: defaultdict(list))
+    of_prompt: dict[tuple[str, str], int] = Counter()
+    for key, reward in zip(keys, rewards.tolist(), strict=True):
+        if key in roles:
+            row = parse_row_key(key)
+            leaves[roles[key]][row.uid, row.session].append(reward)
+            of_prompt[row.uid, roles[key]] += 1
+    metrics: dict[str, float] = {}
+    for role, sessions in sorted(leaves.items()):
+        num_leaves = sum(map(len, sessions.values()))
+        num_lone = sum(num == 1 for (_, named), num in of_prompt.items() if named == role)
+        metrics[f"tree/role_reward/{role}"] = float(np.mean([np.mean(each) for each in sessions.values()]))
+        metrics[f"tree/role_leaves/{role}"] = float(num_leaves)
+        metrics[f"tree/role_alone/{role}"] = num_lone / num_leaves
+    return metrics
 
 
 def capture_metrics(report: CaptureReport, *, prefix: str = "tree") -> dict[str, float]:
