@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_tree.launch.checks.arguments import Arguments, arguments_of
+from verl_tree.launch.checks.arguments import Arguments, arguments_of, with_bases
 from verl_tree.launch.checks.refusals import ROLLOUT, Finding, Findings, refusal_here
 from verl_tree.launch.checks.source import NotInSourceError, find_target, split_target
 from verl_tree.launch.command.misspelt import did_you_mean
@@ -66,6 +66,45 @@ def bases_of(target: str) -> tuple[str, ...]:
         return ()
     taken = None if found is None else arguments_of(found)
     return () if taken is None else taken.bases
+
+
+def rewinds(target: str) -> bool:
+    """Whether a loop is known to go back to places behind which tools have acted."""
+    calls = (node for each in _classes(target) for node in ast.walk(each) if isinstance(node, ast.Call))
+    # With `keep_rewards` only tokens are replaced.
+    return any(
+        isinstance(call.func, ast.Attribute)
+        and call.func.attr == "rewind"
+        and all(word.arg != "keep_rewards" for word in call.keywords)
+        for call in calls
+    )
+
+
+def needs_fork(target: str) -> bool:
+    """Whether a class of a tool is known to keep a state and not to fork it, as `loops.tool_environments` has it."""
+    classes = _classes(target)
+    methods = {each.name for node in classes[:-1] for each in node.body if isinstance(each, ast.AsyncFunctionDef)}
+    is_tool = bool(classes) and classes[-1].name == "BaseTool"
+    says_otherwise = any(
+        isinstance(name, ast.Name) and name.id == "keeps_state"
+        for node in classes
+        for each in node.body
+        if isinstance(each, ast.Assign | ast.AnnAssign)
+        for name in (each.targets if isinstance(each, ast.Assign) else [each.target])
+    )
+    return (
+        is_tool and not says_otherwise and not methods >= {"snapshot", "fork"} and bool(methods & {"create", "release"})
+    )
+
+
+def _classes(target: str) -> list[ast.ClassDef]:
+    """Return a class and its bases; none if they cannot be told."""
+    try:
+        found = find_target(target)
+    except NotInSourceError:
+        return []
+    bases = None if found is None or not isinstance(found.node, ast.ClassDef) else with_bases(found)
+    return [each.node for each in bases or [] if isinstance(each.node, ast.ClassDef)]
 
 
 def _refusal(config: DictConfig, problem: str) -> Finding:
