@@ -36,13 +36,13 @@ def folder(path: Path, num_files: int) -> FolderEnvironment:
 
 
 def cases(path: Path) -> Iterator[tuple[str, int, Callable[[], AdaptedEnvironment]]]:
-    for num_files, num_forks in ((10, 1000), (100, 1000), (1000, 50)):
+    for num_files, num_forks in ((10, 1000), (100, 300), (1000, 30)):
         yield f"folder, {num_files} files", num_forks, lambda n=num_files: folder(path, n)
-    yield "process of 100 MB", 1000, lambda: ProcessEnvironment(Numbers)
+    yield "process of 100 MB", 300, lambda: ProcessEnvironment(Numbers)
     if PACKAGES.exists():
         make_game(path / "game.z8", seed=1)
         game = lambda: CopiedEnvironment(Play(path / "game.z8"), copy=Play.copy, free=Play.close)  # noqa: E731
-        yield "game", 200, game
+        yield "game", 100, game
 
 
 def cpu_seconds() -> float:

@@ -48,6 +48,7 @@ class RecordedCall:
     stop_reason: str | None = None  # the server's word for how it ended
     cause: str | None = None  # why it failed or was aborted
     left_out: LeftOut | None = None
+    state: str | None = None  # the agent's key of the environment's state that it was sampled from
     min_global_steps: int | None = None  # first and last version of the weights that generated it
     max_global_steps: int | None = None
 

@@ -204,6 +204,9 @@ def _captured_row(tree: SessionTree, path: TokenPath, *, limits: RowLimits) -> T
     prompt_len = min(path.prompt_len, limits.prompt_length)
     num_tokens = cut_before_image(path.keys, prompt_len + limits.response_length)
     images = tree.images.images_of(path.keys[:num_tokens])
+    sampled = sampled_by(tree, path, num_tokens=num_tokens)
+    states = [(start, tree.call(call).state) for call, _, start, *_ in sampled]
+    has_states = any(state is not None for _, state in states)
     return make_row(
         path.token_ids[:num_tokens].tolist(),
         path.is_generated[:num_tokens].astype(int).tolist(),
@@ -211,7 +214,7 @@ def _captured_row(tree: SessionTree, path: TokenPath, *, limits: RowLimits) -> T
         prompt_len=prompt_len,
         response_length=limits.response_length,
         versions=_versions(tree, path),
-        extra_fields={CALLS_FIELD: sampled_by(tree, path, num_tokens=num_tokens)},
+        extra_fields={CALLS_FIELD: sampled, **({CALL_STATES_FIELD: states} if has_states else {})},
         multi_modal_data={"images": images} if images else {},
     )
 

@@ -192,6 +192,10 @@ class SessionTree:
         if reason is not LeftOut.ABANDONED or not self._keeps_abandoned:
             self._calls[call] = replace(self._calls[call], left_out=reason)
 
+    def note_state(self, call: int, state: str) -> None:
+        """Record the key of the environment's state that a call is sampled from."""
+        self._calls[call] = replace(self._calls[call], state=state)
+
     def leaves(self) -> list[TokenPath]:
         """Return the paths of completed calls, without those that go on: a longer path trains all that they train.
 

@@ -21,7 +21,8 @@ class FolderEnvironment(AdaptedEnvironment[Path]):
 
     Args:
         source: The folder to begin with, which is not touched.
-        max_bytes: Most bytes of this folder with all its snapshots and forks; shared blocks count each time.
+        max_bytes: Most bytes of this folder with all its snapshots and forks, as each was when it was copied. Blocks
+            that the file system shares count each time.
         root: Where the copies lie. By default in the folder for temporary files.
 
     Raises:

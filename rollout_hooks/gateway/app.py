@@ -49,6 +49,8 @@ Prepared = TypeVar("Prepared")
 
 RETRY_HEADER = "x-stainless-retry-count"
 """Of the clients of OpenAI and Anthropic: how often they have sent this request before."""
+STATE_HEADER = "x-environment-state"
+"""The agent's key of the state that its environment is in: for an agent what `Branch.generate(state=)` is for a loop."""
 _SETTLE_S = 0.01
 _SESSION_ID = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 
@@ -160,7 +162,8 @@ class Gateway:
         """Start the calls of a request, or raise one of the refusals listed in the module docstring."""
         async with self._prepared(request, body_class, GatewaySession.prepare) as (session, body, turn, raw):
             self._check_room(len(turn.params))
-            calls = session.start(turn, body=raw, is_retry=request.headers.get(RETRY_HEADER, "0") != "0")
+            is_retry = request.headers.get(RETRY_HEADER, "0") != "0"
+            calls = session.start(turn, body=raw, is_retry=is_retry, state=request.headers.get(STATE_HEADER))
             request.state.fates = [call.fate for call in calls]  # for `server`
             if getattr(request.state, "is_lost", False):
                 for call in calls:

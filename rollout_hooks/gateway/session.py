@@ -148,8 +148,10 @@ class GatewaySession:
         ]
         return PreparedTurn(request, prompt_ids, message_images(messages), params)
 
-    def start(self, turn: PreparedTurn, *, body: bytes = b"", is_retry: bool = False) -> list[RunningCall]:
-        """Start the calls of a request, one for each choice.
+    def start(
+        self, turn: PreparedTurn, *, body: bytes = b"", is_retry: bool = False, state: str | None = None
+    ) -> list[RunningCall]:
+        """Start the calls of a request, one for each choice, from a state of the agent's environment if it names one.
 
         With `is_retry` it replaces an earlier request with the same body, whose calls are abandoned: one that got no
         answer. If the only one got its answer, that was lost behind a proxy. Of several nobody knows which it was.
@@ -173,6 +175,7 @@ class GatewaySession:
                 max_tokens=each.get("max_tokens"),
                 num_prompt=len(turn.prompt_ids),
                 tree=self.engine.tree,
+                state=state,
             )
             for each in turn.params
         ]

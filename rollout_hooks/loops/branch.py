@@ -125,6 +125,8 @@ class Branch:
         self._actor: Branch = parent._actor if parent and shares_environment else self
         if self._actor is self:
             states = parent._actor._environments.copy() if parent else session.environments.new_branch()
+            if parent and parent._actor is not parent:
+                states.restart()  # their positions are those of another branch
             self._environments = states
         self.index = len(session.branches)
         self.lineage: tuple[int, ...] = (*parent.lineage, parent._num_forks) if parent else ()

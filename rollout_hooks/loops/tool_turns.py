@@ -5,6 +5,7 @@ Tools (function tools, stateful tools, MCP tools), tool parser and truncation of
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -22,6 +23,8 @@ from rollout_hooks.loops.base import Branch, BranchingAgentLoop, check_at_least
 from rollout_hooks.loops.branch_environments import OpenEnvironment
 from rollout_hooks.loops.tool_environments import ForkingTool, ToolInstance, ToolOfBranch, needs_fork
 from rollout_hooks.loops.turns import Step, ToolResult, ToolTurn, tool_schemas
+
+logger = logging.getLogger(__name__)
 
 TOOL_ERRORS = ("tell", "end")
 TOOL_REWARDS = ("report", "add")
@@ -191,6 +194,7 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
                 return ToolResult(ToolResponse(text=f"Error: {reason}"), failure=reason)
         if errors:  # verl told them to the model as errors of the tool
             reason = f"the environment of tool {call.name!r}: {describe_error(errors[0])}"
+            logger.warning("a branch ends, and is no leaf: %s", reason)
             return ToolResult(ToolResponse(text=f"Error: {reason}"), failure=reason)
         if response.video:
             raise ValueError(f"tool {call.name!r} returned a video: branching agent loops take text and images only")

@@ -288,6 +288,20 @@ def test_a_branch_goes_back_to_what_was_kept_and_no_farther():
     steer(steps)
 
 
+def test_a_branch_that_shares_acts_in_the_other_and_its_own_forks_do_not():
+    async def steps(root):
+        await act(root, "a")
+        (child,) = root.fork(shares_environment=True)
+        child.restart(encode("task"))
+        await act(child, "b")
+        child.rewind(1)  # of its tokens alone
+        (fork,) = child.fork()
+        await act(fork, "c")
+        assert [await look(each) for each in (root, child, fork)] == ["ab", "ab", "abc"]
+
+    steer(steps)
+
+
 def test_a_loop_without_an_environment_says_what_to_override():
     class Bare(BranchingAgentLoop):
         async def run_branches(self, root, **_):
