@@ -50,7 +50,7 @@ Prepared = TypeVar("Prepared")
 RETRY_HEADER = "x-stainless-retry-count"
 """Of the clients of OpenAI and Anthropic: how often they have sent this request before."""
 STATE_HEADER = "x-environment-state"
-"""The agent's key of the state that its environment is in: for an agent what `Branch.generate(state=)` is for a loop."""
+"""The agent's key of the state that its environment is in; loops say it by `Branch.generate(state=)`."""
 _SETTLE_S = 0.01
 _SESSION_ID = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 

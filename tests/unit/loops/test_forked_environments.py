@@ -290,6 +290,7 @@ def test_a_branch_goes_back_to_what_was_kept_and_no_farther():
 
 def test_a_branch_that_shares_acts_in_the_other_and_its_own_forks_do_not():
     async def steps(root):
+        await root.generate()
         await act(root, "a")
         (child,) = root.fork(shares_environment=True)
         child.restart(encode("task"))
