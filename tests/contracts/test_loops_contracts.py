@@ -60,7 +60,7 @@ def test_a_tool_that_is_cancelled_is_not_taken_for_one_that_fails():
 
 
 def test_a_tool_with_instances_is_made_called_and_released_for_every_call():
-    """tool_environments: `ToolOfBranch`, no BaseTool, stands in `_active_tools` and hands on what `execute` is given."""
+    """tool_environments: `ToolOfBranch`, no BaseTool, is in `_active_tools` and hands on what `execute` is given."""
     calls = []
 
     class Tool:
