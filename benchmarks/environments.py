@@ -17,7 +17,7 @@ from typing import Any
 from harness import environment, new_parser, print_table, write_json
 
 from recipes.textworld.games import PACKAGES, Play, make_game
-from rollout_hooks.environments import AdaptedEnvironment, CopiedEnvironment, FolderEnvironment, ProcessEnvironment
+from rollout_hooks.environments import CopiedEnvironment, FolderEnvironment, ProcessEnvironment
 
 
 class Numbers:
@@ -35,7 +35,7 @@ def folder(path: Path, num_files: int) -> FolderEnvironment:
     return FolderEnvironment(path / str(num_files))
 
 
-def cases(path: Path) -> Iterator[tuple[str, int, Callable[[], AdaptedEnvironment]]]:
+def cases(path: Path) -> Iterator[tuple[str, int, Callable[[], CopiedEnvironment]]]:
     for num_files, num_forks in ((10, 1000), (100, 300), (1000, 30)):
         yield f"folder, {num_files} files", num_forks, lambda n=num_files: folder(path, n)
     yield "process of 100 MB", 300, lambda: ProcessEnvironment(Numbers)
@@ -51,7 +51,7 @@ def cpu_seconds() -> float:
     return spent.user + spent.system + spent.children_user + spent.children_system
 
 
-async def measure(make: Callable[[], AdaptedEnvironment], num_forks: int) -> dict[str, Any]:
+async def measure(make: Callable[[], CopiedEnvironment], num_forks: int) -> dict[str, Any]:
     first = make()
     snapshot = await first.snapshot()
     started, cpu_started = time.perf_counter(), cpu_seconds()

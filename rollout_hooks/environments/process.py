@@ -7,23 +7,20 @@ so it outlives no worker.
 """
 
 import asyncio
-import contextlib
 import os
-import pickle
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
-from typing_extensions import override
-
-from rollout_hooks.environments.base import AdaptedEnvironment
+from rollout_hooks.environments.base import CopiedEnvironment
 
 _FORK = None
 
@@ -36,21 +33,28 @@ class ServedObject:
     process: int
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def ask(self, request: Any) -> Any:
-        """Return what the process answers, or raise what was raised there."""
+    def ask(self, request: Any, *, then: Callable[[Any], Any] = lambda answer: answer) -> Any:
+        """Return what the process answers, or raise what was raised there; `then` is called before the next request."""
         with self.lock:
-            return self._ask(request)
+            try:
+                self.connection.send(request)
+                is_error, answer = self.connection.recv()
+            except (EOFError, OSError) as error:
+                raise ValueError(f"the process of the environment has ended: {error!r}") from error
+            if is_error:
+                raise answer
+            return then(answer)
 
     def fork(self) -> "ServedObject":
         """Return the object in another process."""
-        with self.lock:
-            # Until it is asked again, the process waits for none of its children: the number is that of this one.
-            process = os.pidfd_open(self._ask(_FORK))
-            return ServedObject(Connection(recv_handle(self.connection)), process)
+        # Until it is asked again, a process waits for none of its children: the number is that of this one.
+        return self.ask(
+            _FORK, then=lambda pid: ServedObject(Connection(recv_handle(self.connection)), os.pidfd_open(pid))
+        )
 
     def kill(self) -> None:
         """End the process, also in a call that never returns."""
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.process, signal.SIGKILL)
 
     def close(self) -> None:
@@ -59,19 +63,8 @@ class ServedObject:
         os.close(self.process)
         self.connection.close()
 
-    def _ask(self, request: Any) -> Any:
-        data = pickle.dumps(request)
-        try:
-            self.connection.send_bytes(data)
-            is_error, answer = self.connection.recv()
-        except (EOFError, OSError) as error:
-            raise ValueError(f"the process of the environment has ended: {error!r}") from error
-        if is_error:
-            raise answer
-        return answer
 
-
-class ProcessEnvironment(AdaptedEnvironment[ServedObject]):
+class ProcessEnvironment(CopiedEnvironment[ServedObject]):
     """An object in a process of its own; `await call("step", 3)` calls a method of it.
 
     The object must have no threads, as a fork has none of them. Forks draw the same random numbers.
@@ -93,77 +86,52 @@ class ProcessEnvironment(AdaptedEnvironment[ServedObject]):
                 env={**os.environ, **paths},
                 start_new_session=True,  # Ctrl-C is the worker's
             )
-        super().__init__(ServedObject(Connection(ours.detach()), os.pidfd_open(server.pid)))
+        state = ServedObject(Connection(ours.detach()), os.pidfd_open(server.pid))
         threading.Thread(target=server.wait, daemon=True).start()  # so that it leaves no zombie
-        try:
-            self.state.ask((make, args))
-        except BaseException:
-            self.state.close()
-            raise
+        super().__init__(state, copy=ServedObject.fork, free=ServedObject.close)
+        state.ask((make, args))
 
     async def call(self, method: str, *args: Any) -> Any:
         """Return what a method of the object returns, or raise what it raises. Calls wait for each other.
 
         A call that is no longer waited for ends the process: what it has changed is not known.
         """
-        state = self.state
-        asking = asyncio.ensure_future(asyncio.to_thread(state.ask, (method, args)))
+        asking = asyncio.ensure_future(asyncio.to_thread(self.state.ask, (method, args)))
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:
-            state.kill()
+            self.state.kill()
             await asyncio.gather(asking, return_exceptions=True)
             raise
 
-    @override
-    def copy_state(self, state: ServedObject) -> ServedObject:
-        return state.fork()
-
-    @override
-    def free_state(self, state: ServedObject) -> None:
-        state.close()
-
 
 def serve(descriptor: int) -> None:
-    """Serve an object on a socket until it ends; a fork returns here, too, with a socket of its own."""
+    """Serve an object on a socket until it ends. A fork goes on here, too, with a socket of its own."""
     connection, target, children = Connection(descriptor), None, []
-    # Whoever asks is gone: EOFError where nothing was said, OSError where it was.
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            request = connection.recv_bytes()
-            ours = None
-            try:
-                asked = pickle.loads(request)
-                if asked is _FORK:
-                    children = [child for child in children if os.waitpid(child, os.WNOHANG)[0] == 0]
-                    ours, theirs = socket.socketpair()
-                    answer = os.fork()
-                    if answer == 0:
-                        connection.close()
-                        ours.close()
-                        connection, children = Connection(theirs.detach()), []
-                        continue
-                    theirs.close()
-                    children.append(answer)
-                elif target is None:
-                    make, args = asked
-                    target, answer = make(*args), None
-                else:
-                    method, args = asked
-                    answer = getattr(target, method)(*args)
-                data = pickle.dumps((False, answer))
-            except Exception as error:  # noqa: BLE001  # it is raised where the call was made
-                data = _pickled_error(error)
-            connection.send_bytes(data)
-            if ours is not None:
+    while True:
+        try:
+            request = connection.recv()
+        except (EOFError, OSError):  # whoever asked is gone
+            os._exit(0)
+        if request is _FORK:
+            children = [child for child in children if os.waitpid(child, os.WNOHANG)[0] == 0]
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                child = os.fork()
+                if child == 0:
+                    connection.close()
+                    connection, children = Connection(theirs.detach()), []
+                    continue
+                children.append(child)
+                connection.send((False, child))
                 send_handle(connection, ours.fileno(), None)
-                ours.close()
-    os._exit(0)
-
-
-def _pickled_error(error: Exception) -> bytes:
-    try:
-        pickle.loads(data := pickle.dumps((True, error)))
-    except Exception:  # noqa: BLE001  # whatever such a class does
-        return pickle.dumps((True, RuntimeError(repr(error))))
-    return data
+            continue
+        named, args = request
+        try:
+            if target is None:
+                target, answer = named(*args), (False, None)
+            else:
+                answer = (False, getattr(target, named)(*args))
+        except Exception as error:  # noqa: BLE001  # it is raised where the call was made
+            answer = (True, error)
+        connection.send(answer)

@@ -17,6 +17,7 @@ alone decide what that prompt shares with the other paths:
 """
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
@@ -31,8 +32,10 @@ from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.outputs import CALL_STATES_FIELD, TreeAgentLoopOutput, is_reward, make_row
 from rollout_hooks.capture.recording import ABORTED
 from rollout_hooks.environments import Environment
-from rollout_hooks.loops.branch_environments import SessionEnvironments
+from rollout_hooks.loops.branch_environments import BranchEnvironments, SessionEnvironments
 from rollout_hooks.loops.branch_tokens import BranchTokens
+
+logger = logging.getLogger(__name__)
 
 
 class BranchSession:
@@ -121,13 +124,14 @@ class Branch:
         self, session: BranchSession, parent: "Branch | None" = None, *, shares_environment: bool = False
     ) -> None:
         self._session = session
-        # The branch in whose environment this one acts
+        # The branch in whose environment this one acts.
         self._actor: Branch = parent._actor if parent and shares_environment else self
         if self._actor is self:
-            states = parent._actor._environments.copy() if parent else session.environments.new_branch()
+            self._environments = (
+                parent._actor._environments.copy() if parent else BranchEnvironments(session.environments)
+            )
             if parent and parent._actor is not parent:
-                states.restart()  # their positions are those of another branch
-            self._environments = states
+                self._environments.move(0)  # the positions are those of another branch
         self.index = len(session.branches)
         self.lineage: tuple[int, ...] = (*parent.lineage, parent._num_forks) if parent else ()
         self._num_forks = 0
@@ -232,10 +236,15 @@ class Branch:
         `reward_leaves`. `name` is that of a tool which is an environment itself.
 
         Raises:
-            ValueError: The loop opens none, the session may hold no more snapshots, or the environment cannot be had.
+            ValueError: There is none, or it cannot be had, e.g. as the session has all its snapshots. The branch fails.
         """
-        actor = self._actor
-        return await actor._environments.act(name, position=actor.position)
+        act = self._actor._environments.act(name, position=self._actor.position)
+        (found,) = await asyncio.gather(act, return_exceptions=True)
+        if isinstance(found, BaseException):
+            self.failure = f"its environment: {describe_error(found)}"
+            logger.warning("a branch ends: %s", self.failure)
+            raise ValueError(f"branch {self.index} has failed: {self.failure}") from found
+        return found
 
     def is_alone_with(self, tool: str) -> bool:
         """Note that the branch calls a tool, and return whether all that did act in its environment."""
@@ -294,7 +303,7 @@ class Branch:
         self._check_open("restart")
         kept = [(-1, value) for value in self.tool_rewards] if keep_tool_rewards else []  # -1: before every token
         if self._actor is self:
-            self._environments.restart()
+            self._environments.move(0)
         self._tokens.cut(0)
         self._tokens.tool_rewards = kept
         self.observe(prompt_ids, images=images)

@@ -4,14 +4,14 @@
     states      s0 │         s1       │        s2
                    └ first act        └ second act
 
-A state is snapshotted only where another branch holds it, at the moment in which one goes on from it: what is forked
-costs a snapshot, and a session without forks costs none.
+A state is snapshotted where a branch goes on from it that another one holds, too. So a session without forks has no
+snapshots.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rollout_hooks.environments import Environment
 
@@ -27,65 +27,53 @@ class _State:
     environment: Environment | None = None  # One that had this state; None before it is opened
     is_current: bool = True  # Whether it has it still
     snapshot: str | None = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class SessionEnvironments:
-    """The environments of a session, by name. They are opened when they are first needed.
+    """The environments of a session, opened when they are first needed.
 
     Args:
-        openers: What opens each.
+        openers: What opens each, by name.
         max_snapshots: Most snapshots of a session; None means no limit.
     """
 
     def __init__(self, openers: Mapping[str, OpenEnvironment], *, max_snapshots: int | None = None) -> None:
         self.openers = dict(openers)
         self.max_snapshots = max_snapshots
-        self._first: dict[str, _State] = {}
-        self._branches: list[BranchEnvironments] = []
-        self._environments: list[Environment] = []
-        self._snapshots: list[tuple[Environment, str]] = []
+        self.first: dict[str, _State] = {}
+        self.branches: list[BranchEnvironments] = []
+        self.lock = asyncio.Lock()  # Branches act one after the other
+        self._kept: list[tuple[Environment, str | None]] = []  # Snapshots; and environments, which have no id
 
-    def new_branch(self) -> "BranchEnvironments":
-        """Return the states of a branch that has not acted."""
-        branch = BranchEnvironments(self)
-        self._branches.append(branch)
-        return branch
+    async def go_on(self, name: str, state: _State, *, is_held: bool) -> Environment:
+        """Return an environment in a state, which it then leaves. A state that others hold is kept for them."""
+        if state.environment is None:
+            state.environment = await self.openers[name]()
+            self._kept.append((state.environment, None))
+        environment = state.environment
+        if not state.is_current:
+            assert state.snapshot is not None, "`rewind` refuses such a state"
+            environment = await environment.fork(state.snapshot)
+            self._kept.append((environment, None))
+        elif is_held:
+            num_snapshots = sum(snapshot is not None for _, snapshot in self._kept)
+            if self.max_snapshots is not None and num_snapshots >= self.max_snapshots:
+                raise ValueError(
+                    f"max_snapshots={self.max_snapshots}: the session holds as many snapshots of its environments; "
+                    "raise the option of the loop, or fork less"
+                )
+            state.snapshot = await environment.snapshot()
+            self._kept.append((environment, state.snapshot))
+        state.is_current = False
+        return environment
 
     async def close(self) -> None:
         """Free all snapshots and environments. What cannot be freed is told in the log."""
-        releases = [environment.release(name) for environment, name in self._snapshots]
-        releases += [environment.release() for environment in self._environments]
-        self._snapshots, self._environments = [], []
+        kept, self._kept = self._kept, []
+        releases = [environment.release(*([] if name is None else [name])) for environment, name in reversed(kept)]
         for error in await asyncio.gather(*releases, return_exceptions=True):
             if isinstance(error, BaseException):
                 logger.warning("an environment or a snapshot of it was not released: %r", error)
-
-    def _first_of(self, name: str) -> _State:
-        return self._first.setdefault(name, _State())
-
-    def _is_held(self, name: str, state: _State, *, beside: "BranchEnvironments") -> bool:
-        return any(each is not beside and state in each.states(name) for each in self._branches)
-
-    async def _open(self, name: str) -> Environment:
-        environment = await self.openers[name]()
-        self._environments.append(environment)
-        return environment
-
-    async def _snapshot(self, environment: Environment) -> str:
-        if self.max_snapshots is not None and len(self._snapshots) >= self.max_snapshots:
-            raise ValueError(
-                f"max_snapshots={self.max_snapshots}: the session holds as many snapshots of its environments; raise "
-                "the option of the loop, or fork less"
-            )
-        snapshot = await environment.snapshot()
-        self._snapshots.append((environment, snapshot))
-        return snapshot
-
-    async def _fork(self, environment: Environment, snapshot: str) -> Environment:
-        fork = await environment.fork(snapshot)
-        self._environments.append(fork)
-        return fork
 
 
 class BranchEnvironments:
@@ -94,38 +82,24 @@ class BranchEnvironments:
     def __init__(self, session: SessionEnvironments) -> None:
         self._session = session
         self._acts: dict[str, list[tuple[int, _State]]] = {}  # (position, state behind it), ascending
-        self._lock = asyncio.Lock()
+        session.branches.append(self)
 
     def copy(self) -> "BranchEnvironments":
         """Return those of a fork."""
-        fork = self._session.new_branch()
+        fork = BranchEnvironments(self._session)
         fork._acts = {name: list(acts) for name, acts in self._acts.items()}
         return fork
 
-    def states(self, name: str) -> list[_State]:
-        """Return the states of an environment that the branch can go back to, the present one last."""
-        return [self._session._first_of(name), *(state for _, state in self._acts.get(name, []))]
-
     async def act(self, name: str, *, position: int) -> Environment:
-        """Return an environment in the branch's state, to act on it at a position; no other branch sees what it does.
+        """Return an environment in the branch's state, to act on it at a position.
 
         Raises:
             ValueError: The session may hold no more snapshots; or what an environment itself raises.
         """
-        session = self._session
-        async with self._lock:
-            state = self.states(name)[-1]
-            async with state.lock:
-                if state.environment is None:
-                    state.environment = await session._open(name)
-                environment = state.environment
-                if not state.is_current:
-                    assert state.snapshot is not None, "`rewind` refuses such a state"
-                    environment = await session._fork(environment, state.snapshot)
-                else:
-                    if session._is_held(name, state, beside=self):
-                        state.snapshot = await session._snapshot(environment)
-                    state.is_current = False
+        async with self._session.lock:
+            state = self._states(name)[-1]
+            is_held = any(state in each._states(name) for each in self._session.branches if each is not self)
+            environment = await self._session.go_on(name, state, is_held=is_held)
             self._acts.setdefault(name, []).append((position, _State(environment)))
             return environment
 
@@ -135,20 +109,20 @@ class BranchEnvironments:
         Raises:
             ValueError: A state was not kept, as no branch was forked where it was.
         """
-        kept = {name: [act for act in acts if act[0] <= to] for name, acts in self._acts.items()}
-        for name, acts in kept.items():
-            state = acts[-1][1] if acts else self._session._first_of(name)
+        acts = self._acts
+        self._acts = {name: [act for act in each if act[0] <= to] for name, each in acts.items()}
+        for name in acts:
+            state = self._states(name)[-1]
             if not state.is_current and state.snapshot is None:
                 raise ValueError(
                     f"rewind({to}): what the environment was there has not been kept; fork the branch before it acts, "
                     "and go on from the fork"
                 )
-        self._acts = kept
 
     def move(self, to: int) -> None:
         """Keep the states where tokens from a position on are replaced by others."""
         self._acts = {name: [(min(at, to), state) for at, state in acts] for name, acts in self._acts.items()}
 
-    def restart(self) -> None:
-        """Go on with the present states behind other tokens."""
-        self._acts = {name: [(0, acts[-1][1])] for name, acts in self._acts.items() if acts}
+    def _states(self, name: str) -> list[_State]:
+        first = self._session.first.setdefault(name, _State())
+        return [first, *(state for _, state in self._acts.get(name, []))]

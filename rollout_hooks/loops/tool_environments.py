@@ -14,10 +14,11 @@ from verl.tools.schemas import ToolResponse
 
 @runtime_checkable
 class ForkingTool(Protocol):
-    """A `BaseTool` of verl whose instances fork: three methods, of which `BaseTool` has one."""
+    """A `BaseTool` of verl whose instances fork; `release` frees an instance or a snapshot."""
 
     create: Callable[..., Awaitable[tuple[str, Any]]]
     execute: Callable[..., Awaitable[Any]]
+    release: Callable[[str], Awaitable[None]]
 
     async def snapshot(self, instance_id: str) -> str:
         """Keep the state that an instance is in now, and return the snapshot's id."""
@@ -27,10 +28,6 @@ class ForkingTool(Protocol):
         """Return the id of another instance, in the state of a snapshot."""
         ...
 
-    async def release(self, instance_id: str) -> None:
-        """Free an instance, or a snapshot."""
-        ...
-
 
 @runtime_checkable
 class _SaysWhetherItKeepsState(Protocol):
@@ -38,7 +35,7 @@ class _SaysWhetherItKeepsState(Protocol):
 
 
 def needs_fork(tool: object) -> bool:
-    """Return whether a tool keeps a state that branches would share: it has a life cycle, and does not fork.
+    """Return whether branches would share a state of a tool: it makes or releases instances, and does not fork them.
 
     `keeps_state = False` in its class says that nothing of a call is there in the next one.
     """
@@ -57,7 +54,7 @@ class ToolInstance:
     instance_id: str
 
     @classmethod
-    async def create(cls, tool: ForkingTool, create_kwargs: Mapping[str, Any]) -> "ToolInstance":
+    async def open(cls, tool: ForkingTool, create_kwargs: Mapping[str, Any]) -> "ToolInstance":
         """Make an instance as verl does."""
         instance_id, _ = await tool.create(create_kwargs=create_kwargs)
         return cls(tool, instance_id)
@@ -77,18 +74,15 @@ class ToolInstance:
 
 @dataclass(frozen=True, slots=True)
 class ToolOfBranch:
-    """What verl calls in place of a forking tool: it acts on the instance of a branch, and releases nothing."""
+    """What verl calls in place of a forking tool: the instance of a branch."""
 
     tool: ForkingTool
     environment: Callable[[], Awaitable[Any]]
 
     async def create(self, **_: Any) -> tuple[str, ToolResponse]:
-        """Return the id of the branch's instance."""
-        return (await self.environment()).instance_id, ToolResponse()
+        """Return no id, so that verl releases nothing behind the call."""
+        return "", ToolResponse()
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        """Run a call."""
-        return await self.tool.execute(instance_id, parameters, **kwargs)
-
-    async def release(self, instance_id: str) -> None:
-        """Do nothing: the session releases the instance."""
+    async def execute(self, _: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        """Run a call on the instance."""
+        return await self.tool.execute((await self.environment()).instance_id, parameters, **kwargs)

@@ -5,7 +5,6 @@ Tools (function tools, stateful tools, MCP tools), tool parser and truncation of
 """
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -17,14 +16,11 @@ from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.profiler import simple_timer
 
-from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.environments import Environment
 from rollout_hooks.loops.base import Branch, BranchingAgentLoop, check_at_least
 from rollout_hooks.loops.branch_environments import OpenEnvironment
 from rollout_hooks.loops.tool_environments import ForkingTool, ToolInstance, ToolOfBranch, needs_fork
 from rollout_hooks.loops.turns import Step, ToolResult, ToolTurn, tool_schemas
-
-logger = logging.getLogger(__name__)
 
 TOOL_ERRORS = ("tell", "end")
 TOOL_REWARDS = ("report", "add")
@@ -110,7 +106,7 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
     def environments(self, row: dict[str, Any]) -> dict[str, OpenEnvironment]:
         given = row.get("tools_kwargs") or {}
         tools = {
-            name: partial(ToolInstance.create, tool, (given.get(name) or {}).get("create_kwargs", {}))
+            name: partial(ToolInstance.open, tool, (given.get(name) or {}).get("create_kwargs", {}))
             for name, tool in self.row_tools(row).items()
             if isinstance(tool, ForkingTool)
         }
@@ -172,19 +168,10 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
                 f"give {type(tool).__name__} the methods `snapshot` and `fork`, or `keeps_state = False` if nothing of "
                 "a call is there in the next one (docs/own_loop.md, Environments)"
             )
-        errors: list[BaseException] = []
-
-        async def environment(name: str = "") -> Environment:
-            (found,) = await asyncio.gather(branch.environment(name), return_exceptions=True)
-            if isinstance(found, BaseException):
-                errors.append(found)
-                raise found
-            return found
-
-        if isinstance(tool, ForkingTool):
-            tools = {**tools, call.name: ToolOfBranch(tool, partial(environment, call.name))}
         data = self._agent_data(history, row, tools=tools, images=branch.images)
-        data.environment = environment
+        data.environment = branch.environment
+        if isinstance(tool, ForkingTool):
+            data._active_tools[call.name] = ToolOfBranch(tool, partial(branch.environment, call.name))
         with simple_timer("tool_calls", branch.metrics):
             try:
                 async with asyncio.timeout(None if is_own else self.call_timeout_s):
@@ -192,10 +179,8 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
             except TimeoutError:
                 reason = f"tool {call.name!r} took longer than call_timeout_s={self.call_timeout_s}"
                 return ToolResult(ToolResponse(text=f"Error: {reason}"), failure=reason)
-        if errors:  # verl told them to the model as errors of the tool
-            reason = f"the environment of tool {call.name!r}: {describe_error(errors[0])}"
-            logger.warning("a branch ends, and is no leaf: %s", reason)
-            return ToolResult(ToolResponse(text=f"Error: {reason}"), failure=reason)
+        if branch.failure is not None:  # it has no environment; verl told it as an error of the tool
+            return ToolResult(ToolResponse(text=f"Error: {branch.failure}"), failure=branch.failure)
         if response.video:
             raise ValueError(f"tool {call.name!r} returned a video: branching agent loops take text and images only")
         self._assert_mm_supported(bool(response.image))
@@ -241,6 +226,8 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
                 for call in turn.calls
             ]
         calls = [(call, task.result()) for call, task in zip(turn.calls, running, strict=True)]
+        if branch.failure is not None:
+            return None
         self.reward_calls(branch, calls)
         reasons = [result.failure for _, result in calls if result.failure is not None]
         if reasons:

@@ -61,12 +61,12 @@ def test_a_tool_that_is_cancelled_is_not_taken_for_one_that_fails():
 
 def test_a_tool_with_instances_is_made_called_and_released_for_every_call():
     """tool_environments: `ToolOfBranch`, no BaseTool, is in `_active_tools` and hands on what `execute` is given."""
-    calls = []
+    calls, instance_id = [], "id"
 
     class Tool:
         async def create(self, *, create_kwargs):
             calls.append(("create", create_kwargs))
-            return "id", ToolResponse()
+            return instance_id, ToolResponse()
 
         async def execute(self, instance_id, parameters, *, agent_data):
             calls.append((instance_id, parameters, agent_data.environment))
@@ -84,6 +84,9 @@ def test_a_tool_with_instances_is_made_called_and_released_for_every_call():
         response, reward, _ = asyncio.run(loop._call_tool(call, given, data))
         assert (response.text, reward) == ("a", 0.5)
     assert calls == [("create", {"k": 1}), ("id", {"x": 1}, "its environment"), ("release", "id")] * 2
+    instance_id = ""  # `ToolOfBranch` gives none
+    asyncio.run(loop._call_tool(call, given, data))
+    assert calls[6:] == [("create", {"k": 1}), ("", {"x": 1}, "its environment")]
 
 
 def test_a_tool_that_does_not_say_otherwise_has_the_life_cycle_of_its_base():

@@ -12,14 +12,8 @@ from typing import Any
 
 import pytest
 
-from rollout_hooks.environments import (
-    AdaptedEnvironment,
-    CopiedEnvironment,
-    Environment,
-    FolderEnvironment,
-    ProcessEnvironment,
-)
-from rollout_hooks.environments.leftovers import process_folder
+from rollout_hooks.environments import CopiedEnvironment, Environment, FolderEnvironment, ProcessEnvironment
+from rollout_hooks.environments.folder import process_folder
 
 
 class Notes:
@@ -48,7 +42,7 @@ class Notes:
 class Adapter:
     """How a test acts on an environment, looks at it, and counts what is kept."""
 
-    make: Callable[[], AdaptedEnvironment]
+    make: Callable[[], CopiedEnvironment]
     write: Callable[[Any, str], Any]
     read: Callable[[Any], Any]
     num_kept: Callable[[], int]
@@ -165,12 +159,10 @@ def test_what_is_written_after_a_fork_is_seen_nowhere_else_and_released_ids_are_
         await root.release(first)
         assert await eventually(lambda: adapter.num_kept() == 6)
         for use in (root.fork, root.release):
-            with pytest.raises(ValueError, match=rf"snapshot {first}: it has been released.*fork before"):
+            with pytest.raises(ValueError, match=rf"snapshot {first}: released, or.*fork before you release it"):
                 await use(first)
         await left.release()
         assert await eventually(lambda: adapter.num_kept() == 5)
-        with pytest.raises(ValueError, match="this environment has been released: fork a snapshot"):
-            await left.snapshot()
         assert await adapter.read(await left.fork(second)) == "al"  # what it had kept is still there
         assert [await adapter.read(each) for each in (root, right, inner)] == ["ar", "a", "ali"]
 
@@ -197,7 +189,7 @@ def test_a_folder_holds_no_more_bytes_than_it_may_and_keeps_modes_links_and_read
         await environment.snapshot()  # there is room again
 
     asyncio.run(run())
-    with pytest.raises(ValueError, match="none: no such folder"):
+    with pytest.raises(ValueError, match=r"none: it cannot be copied.*No such file"):
         FolderEnvironment(tmp_path / "none", root=tmp_path / "root")
 
 
@@ -207,8 +199,6 @@ def test_a_process_hands_on_errors_and_ends_with_a_call_that_nobody_waits_for() 
         group = session_of(environment)
         with pytest.raises(LookupError, match="no such note"):
             await environment.call("fail")
-        with pytest.raises(TypeError, match="pickle"):
-            await environment.call("open_self")
         fork = await environment.fork(await environment.snapshot())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(fork.call("hang"), 0.1)
@@ -275,6 +265,7 @@ def test_nothing_is_left_of_a_killed_worker_once_another_starts(tmp_path: Path) 
         assert len(list(root.glob("*/*"))) == 6
         mine = process_folder(root)
         assert len(list(root.glob("*/*"))) == 3
+        assert len(list(root.iterdir())) == 2
         assert mine.is_dir()
         assert len(processes_of(groups[1])) == 3
     finally:

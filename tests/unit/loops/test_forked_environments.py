@@ -185,7 +185,9 @@ def test_a_session_that_does_not_branch_takes_no_snapshot():
 
 def test_the_limit_of_snapshots_ends_branches_and_names_the_option():
     tool = ForkingNoteTool()
-    with pytest.raises(SessionFailed, match=r"tool 'note'.*max_snapshots=0: the session holds as many.*raise the opt"):
+    with pytest.raises(
+        SessionFailed, match=r"its environment: .*max_snapshots=0: the session holds as many.*raise the opt"
+    ):
         searching(tool=tool, max_snapshots=0)
     assert tool.notes == {}
     tool = ForkingNoteTool()

@@ -73,28 +73,18 @@ def rewinds(target: str) -> bool:
     calls = (node for each in _classes(target) for node in ast.walk(each) if isinstance(node, ast.Call))
     # With `keep_rewards` only tokens are replaced.
     return any(
-        isinstance(call.func, ast.Attribute)
-        and call.func.attr == "rewind"
-        and all(word.arg != "keep_rewards" for word in call.keywords)
+        ast.unparse(call.func).endswith(".rewind") and "keep_rewards" not in {word.arg for word in call.keywords}
         for call in calls
     )
 
 
 def needs_fork(target: str) -> bool:
-    """Whether a class of a tool is known to keep a state and not to fork it, as `loops.tool_environments` has it."""
-    classes = _classes(target)
-    methods = {each.name for node in classes[:-1] for each in node.body if isinstance(each, ast.AsyncFunctionDef)}
-    is_tool = bool(classes) and classes[-1].name == "BaseTool"
-    says_otherwise = any(
-        isinstance(name, ast.Name) and name.id == "keeps_state"
-        for node in classes
-        for each in node.body
-        if isinstance(each, ast.Assign | ast.AnnAssign)
-        for name in (each.targets if isinstance(each, ast.Assign) else [each.target])
-    )
-    return (
-        is_tool and not says_otherwise and not methods >= {"snapshot", "fork"} and bool(methods & {"create", "release"})
-    )
+    """Whether a tool is known to keep a state and not to fork it, as `loops.tool_environments` says it."""
+    *classes, base = _classes(target) or [ast.ClassDef("")]
+    methods = {each.name for node in classes for each in node.body if isinstance(each, ast.AsyncFunctionDef)}
+    keeps_state = bool(methods & {"create", "release"}) and not methods >= {"snapshot", "fork"}
+    said = any(isinstance(node, ast.Name) and node.id == "keeps_state" for each in classes for node in ast.walk(each))
+    return base.name == "BaseTool" and keeps_state and not said
 
 
 def _classes(target: str) -> list[ast.ClassDef]:
@@ -103,7 +93,7 @@ def _classes(target: str) -> list[ast.ClassDef]:
         found = find_target(target)
     except NotInSourceError:
         return []
-    bases = None if found is None or not isinstance(found.node, ast.ClassDef) else with_bases(found)
+    bases = with_bases(found) if found is not None and isinstance(found.node, ast.ClassDef) else None
     return [each.node for each in bases or [] if isinstance(each.node, ast.ClassDef)]
 
 
