@@ -7,10 +7,12 @@ recipes/textworld, where `scripts/setup.sh --extra textworld` has installed the 
 """
 
 import asyncio
+import operator
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +21,26 @@ from harness import environment, new_parser, print_table, write_json
 from recipes.textworld.games import PACKAGES, Play, make_game
 from rollout_hooks.environments import CopiedEnvironment, FolderEnvironment, ProcessEnvironment
 
-
-class Numbers:
-    """An object of a hundred MB."""
-
-    def __init__(self) -> None:
-        self.values = bytearray(b"1" * 10**8)
+MEMORY = Path("/dev/shm/rollout_environments_benchmark")
 
 
-def folder(path: Path, num_files: int) -> FolderEnvironment:
+def folder(path: Path, num_files: int, root: Path | None) -> FolderEnvironment:
     for number in range(num_files):
         file = path / str(num_files) / str(number % 10) / str(number)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(b"x" * 2048)
-    return FolderEnvironment(path / str(num_files))
+    return FolderEnvironment(path / str(num_files), root=root)
 
 
 def cases(path: Path) -> Iterator[tuple[str, int, Callable[[], CopiedEnvironment]]]:
-    for num_files, num_forks in ((10, 1000), (100, 300), (1000, 30)):
-        yield f"folder, {num_files} files", num_forks, lambda n=num_files: folder(path, n)
-    yield "process of 100 MB", 300, lambda: ProcessEnvironment(Numbers)
+    """Yield the name of each case, how often it forks, and what makes its environment."""
+    for place, root in (("in memory", MEMORY), ("on disk", None)):
+        for num_files, num_forks in ((10, 1000), (100, 300), (1000, 10)):
+            yield f"folder {place}, {num_files} files", num_forks, partial(folder, path, num_files, root)
+    yield "process of 100 MB", 300, partial(ProcessEnvironment, operator.mul, b"1", 10**8)
     if PACKAGES.exists():
         make_game(path / "game.z8", seed=1)
-        game = lambda: CopiedEnvironment(Play(path / "game.z8"), copy=Play.copy, free=Play.close)  # noqa: E731
-        yield "game", 100, game
+        yield "game", 100, lambda: CopiedEnvironment(Play(path / "game.z8"), copy=Play.copy, free=Play.close)
 
 
 def cpu_seconds() -> float:

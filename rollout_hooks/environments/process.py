@@ -8,6 +8,7 @@ so it outlives no worker.
 
 import asyncio
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from typing import Any
 
 from rollout_hooks.environments.base import CopiedEnvironment
 
-_FORK = None
+_FORK = b"fork"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,11 @@ class ServedObject:
     process: int
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def ask(self, request: Any, *, then: Callable[[Any], Any] = lambda answer: answer) -> Any:
+    def ask(self, request: bytes, *, then: Callable[[Any], Any] = lambda answer: answer) -> Any:
         """Return what the process answers, or raise what was raised there; `then` is called before the next request."""
         with self.lock:
             try:
-                self.connection.send(request)
+                self.connection.send_bytes(request)
                 is_error, answer = self.connection.recv()
             except (EOFError, OSError) as error:
                 raise ValueError(f"the process of the environment has ended: {error!r}") from error
@@ -89,14 +90,14 @@ class ProcessEnvironment(CopiedEnvironment[ServedObject]):
         state = ServedObject(Connection(ours.detach()), os.pidfd_open(server.pid))
         threading.Thread(target=server.wait, daemon=True).start()  # so that it leaves no zombie
         super().__init__(state, copy=ServedObject.fork, free=ServedObject.close)
-        state.ask((make, args))
+        state.ask(pickle.dumps((make, args)))
 
     async def call(self, method: str, *args: Any) -> Any:
         """Return what a method of the object returns, or raise what it raises. Calls wait for each other.
 
         A call that is no longer waited for ends the process: what it has changed is not known.
         """
-        asking = asyncio.ensure_future(asyncio.to_thread(self.state.ask, (method, args)))
+        asking = asyncio.ensure_future(asyncio.to_thread(self.state.ask, pickle.dumps((method, args))))
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -110,10 +111,10 @@ def serve(descriptor: int) -> None:
     connection, target, children = Connection(descriptor), None, []
     while True:
         try:
-            request = connection.recv()
+            data = connection.recv_bytes()
         except (EOFError, OSError):  # whoever asked is gone
             os._exit(0)
-        if request is _FORK:
+        if data == _FORK:
             children = [child for child in children if os.waitpid(child, os.WNOHANG)[0] == 0]
             ours, theirs = socket.socketpair()
             with ours, theirs:
@@ -126,8 +127,8 @@ def serve(descriptor: int) -> None:
                 connection.send((False, child))
                 send_handle(connection, ours.fileno(), None)
             continue
-        named, args = request
         try:
+            named, args = pickle.loads(data)
             if target is None:
                 target, answer = named(*args), (False, None)
             else:

@@ -193,7 +193,7 @@ def test_a_folder_holds_no_more_bytes_than_it_may_and_keeps_modes_links_and_read
         FolderEnvironment(tmp_path / "none", root=tmp_path / "root")
 
 
-def test_a_process_hands_on_errors_and_ends_with_a_call_that_nobody_waits_for() -> None:
+def test_a_process_hands_on_errors_and_ends_with_a_call_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         environment = ProcessEnvironment(Notes, "a")
         group = session_of(environment)
@@ -210,6 +210,10 @@ def test_a_process_hands_on_errors_and_ends_with_a_call_that_nobody_waits_for() 
     asyncio.run(run())
     with pytest.raises(TypeError, match="at most 1 argument"):
         ProcessEnvironment(dict, 1, 2, 3)
+    monkeypatch.setattr(Notes, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "Notes", Notes, raising=False)
+    with pytest.raises(AttributeError, match="'Notes' on <module '__main__'"):
+        ProcessEnvironment(Notes)  # what a program defines itself cannot be imported elsewhere
 
 
 def test_a_copy_that_nobody_waits_for_is_freed() -> None:
