@@ -88,7 +88,7 @@ class CompactionAgentLoop(ToolTurnsLoop):
                 return
             summary = self.text_of(output.token_ids)
             num_summaries += 1
-            (leaf,) = root.fork()
+            (leaf,) = root.fork(shares_environment=True)
             leaf.finish(await self.summary_reward(row=row, summary=summary, number=num_summaries))
             messages = [*row["raw_prompt"], {"role": "user", "content": self.preface + summary}]
             images = await self.prompt_images(messages)
