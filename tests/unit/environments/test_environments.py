@@ -193,6 +193,24 @@ def test_a_folder_holds_no_more_bytes_than_it_may_and_keeps_modes_links_and_read
         FolderEnvironment(tmp_path / "none", root=tmp_path / "root")
 
 
+def test_forks_at_the_same_time_are_as_many_folders_and_all_are_freed(tmp_path: Path) -> None:
+    """`benchmarks/environments.py` says how many a minute."""
+    adapter = folder_adapter(tmp_path)
+
+    async def run() -> None:
+        first = adapter.make()
+        snapshot = await first.snapshot()
+        forks = await asyncio.gather(*(first.fork(snapshot) for _ in range(50)))
+        for number, fork in enumerate(forks):
+            await adapter.write(fork, str(number))
+        assert [await adapter.read(fork) for fork in forks] == [f"a{number}" for number in range(50)]
+        assert adapter.num_kept() == 52
+        await asyncio.gather(*(fork.release() for fork in forks))
+        assert adapter.num_kept() == 2
+
+    asyncio.run(run())
+
+
 def test_a_process_hands_on_errors_and_ends_with_a_call_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         environment = ProcessEnvironment(Notes, "a")

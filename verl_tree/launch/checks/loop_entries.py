@@ -80,11 +80,12 @@ def rewinds(target: str) -> bool:
 
 def needs_fork(target: str) -> bool:
     """Whether a tool is known to keep a state and not to fork it, as `loops.tool_environments` says it."""
-    *classes, base = _classes(target) or [ast.ClassDef("")]
-    methods = {each.name for node in classes for each in node.body if isinstance(each, ast.AsyncFunctionDef)}
+    classes = _classes(target)
+    own = [each for each in classes if each.name != "BaseTool"]
+    methods = {each.name for node in own for each in node.body if isinstance(each, ast.AsyncFunctionDef)}
     keeps_state = bool(methods & {"create", "release"}) and not methods >= {"snapshot", "fork"}
-    said = any(isinstance(node, ast.Name) and node.id == "keeps_state" for each in classes for node in ast.walk(each))
-    return base.name == "BaseTool" and keeps_state and not said
+    said = any(isinstance(node, ast.Name) and node.id == "keeps_state" for each in own for node in ast.walk(each))
+    return len(own) < len(classes) and keeps_state and not said
 
 
 def _classes(target: str) -> list[ast.ClassDef]:
