@@ -5,6 +5,7 @@
 `scripts/setup.sh --extra textworld` installs the package, and what it needs, into a folder beside the others.
 """
 
+import copy
 import re
 import sys
 import threading
@@ -74,6 +75,13 @@ class Play:
         with _LOCK:
             state, _, _ = self._game.step(command)
         self.seen, self.is_won = _shown(state.feedback, state.admissible_commands), bool(state.won)
+
+    def copy(self) -> Self:
+        """Return the play as it is now, to go on from in another way."""
+        other = copy.copy(self)
+        with _LOCK:
+            other._game = self._game.copy()
+        return other
 
     def close(self) -> None:
         self._game.close()

@@ -49,6 +49,7 @@ class RecordedCall:
     cause: str | None = None  # why it failed or was aborted
     left_out: LeftOut | None = None
     role: str | None = None  # of the leaf that it ends, if any
+    state: str | None = None  # the agent's key of the environment's state that it was sampled from
     min_global_steps: int | None = None  # first and last version of the weights that generated it
     max_global_steps: int | None = None
     num_cached: int | None = None  # tokens of its prompt in the server's prefix cache; None: the server does not say

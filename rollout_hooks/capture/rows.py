@@ -209,6 +209,9 @@ def _captured_row(tree: SessionTree, path: TokenPath, *, limits: RowLimits) -> T
     num_tokens = cut_before_image(path.keys, prompt_len + limits.response_length)
     images = tree.images.images_of(path.keys[:num_tokens])
     role = tree.call(int(path.source[-1])).role
+    sampled = sampled_by(tree, path, num_tokens=num_tokens)
+    states = [(start, tree.call(call).state) for call, _, start, *_ in sampled]
+    has_states = any(state is not None for _, state in states)
     return make_row(
         path.token_ids[:num_tokens].tolist(),
         path.is_generated[:num_tokens].astype(int).tolist(),
@@ -217,8 +220,9 @@ def _captured_row(tree: SessionTree, path: TokenPath, *, limits: RowLimits) -> T
         response_length=limits.response_length,
         versions=_versions(tree, path),
         extra_fields={
-            CALLS_FIELD: sampled_by(tree, path, num_tokens=num_tokens),
+            CALLS_FIELD: sampled,
             **({} if role is None else {ROLE: role}),
+            **({CALL_STATES_FIELD: states} if has_states else {}),
         },
         multi_modal_data={"images": images} if images else {},
     )

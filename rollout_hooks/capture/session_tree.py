@@ -199,6 +199,10 @@ class SessionTree:
         """Name the role of the leaf that a call ends; where the agent goes on from it, the next call's counts."""
         self._calls[call] = replace(self._calls[call], role=role)
 
+    def note_state(self, call: int, state: str) -> None:
+        """Record the key of the environment's state that a call is sampled from."""
+        self._calls[call] = replace(self._calls[call], state=state)
+
     def leaves(self) -> list[TokenPath]:
         """Return the paths of completed calls, without those that go on: a longer path trains all that they train.
 

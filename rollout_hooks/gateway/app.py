@@ -54,6 +54,8 @@ RETRY_HEADER = "x-stainless-retry-count"
 """Of the clients of OpenAI and Anthropic: how often they have sent this request before."""
 ROLE_HEADER = "x-leaf-role"
 """The role of the leaf that a call ends (docs/advantages.md)."""
+STATE_HEADER = "x-environment-state"
+"""The agent's key of the state that its environment is in; loops say it by `Branch.generate(state=)`."""
 _SETTLE_S = 0.01
 _SESSION_ID = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 
@@ -166,7 +168,8 @@ class Gateway:
         async with self._prepared(request, body_class, GatewaySession.prepare) as (session, body, turn, raw):
             self._check_room(len(turn.params))
             is_retry = request.headers.get(RETRY_HEADER, "0") != "0"
-            calls = session.start(turn, body=raw, is_retry=is_retry, role=_role(request))
+            state = request.headers.get(STATE_HEADER)
+            calls = session.start(turn, body=raw, is_retry=is_retry, role=_role(request), state=state)
             request.state.fates = [call.fate for call in calls]  # for `server`
             if getattr(request.state, "is_lost", False):
                 for call in calls:

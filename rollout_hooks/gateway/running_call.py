@@ -24,14 +24,16 @@ class CallFate:
         has_failed: Whether there is none.
     """
 
-    def __init__(self, tree: SessionTree) -> None:
-        self._tree = tree
+    def __init__(self, tree: SessionTree, *, state: str | None = None) -> None:
+        self._tree, self._state = tree, state
         self.index: int | None = None
         self.is_abandoned = self.has_failed = False
 
     def begin(self, index: int) -> None:
         """Take the call's index in the tree."""
         self.index = index
+        if self._state is not None:
+            self._tree.note_state(index, self._state)
         if self.is_abandoned:
             self.abandon()
 
@@ -46,7 +48,8 @@ class RunningCall:
     """One call to the engine, as a task that runs to its end even if nobody listens.
 
     `max_tokens` is the limit of the call, None if the engine decides. `num_prompt` counts the tokens of its prompt.
-    `tree` is where the engine records it, with the `role` of the leaf that it may end.
+    `tree` is where the engine records it, with the `role` of the leaf that it may end, and the agent's key of the
+    environment's `state`, if it gave them.
     """
 
     def __init__(
@@ -58,11 +61,12 @@ class RunningCall:
         num_prompt: int,
         tree: SessionTree,
         role: str | None = None,
+        state: str | None = None,
     ) -> None:
         self.request = request
         self.max_tokens = max_tokens
         self.num_prompt = num_prompt
-        self.fate = CallFate(tree)
+        self.fate = CallFate(tree, state=state)
         self._tree, self._role = tree, role
         self._chunks = chunks
         self._queue: asyncio.Queue[TokenChunk | None] = asyncio.Queue()

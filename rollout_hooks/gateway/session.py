@@ -144,9 +144,15 @@ class GatewaySession:
         return PreparedTurn(request, prompt_ids, message_images(messages), params)
 
     def start(
-        self, turn: PreparedTurn, *, body: bytes = b"", is_retry: bool = False, role: str | None = None
+        self,
+        turn: PreparedTurn,
+        *,
+        body: bytes = b"",
+        is_retry: bool = False,
+        role: str | None = None,
+        state: str | None = None,
     ) -> list[RunningCall]:
-        """Start the calls of a request, one for each choice. Leaves that they end have the `role`.
+        """Start the calls of a request, one for each choice; for `role` and `state` see `RunningCall`.
 
         With `is_retry` it replaces an earlier request with the same body, whose calls are abandoned: one that got no
         answer. If the only one got its answer, that was lost behind a proxy. Of several nobody knows which it was.
@@ -171,6 +177,7 @@ class GatewaySession:
                 num_prompt=len(turn.prompt_ids),
                 tree=self.engine.tree,
                 role=role,
+                state=state,
             )
             for each in turn.params
         ]

@@ -18,7 +18,9 @@ from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.outputs import SessionFailed, TreeAgentLoopOutput
 from rollout_hooks.capture.recording import stable_request_id
 from rollout_hooks.capture.session_images import message_images
+from rollout_hooks.environments import Environment
 from rollout_hooks.loops.branch import Branch, BranchSession
+from rollout_hooks.loops.branch_environments import OpenEnvironment, SessionEnvironments
 
 __all__ = ["Branch", "BranchSession", "BranchingAgentLoop"]
 
@@ -36,12 +38,15 @@ class BranchingAgentLoop(AgentLoopBase):
 
     tokenizer: PreTrainedTokenizerBase
 
-    def __init__(self, *args: Any, call_timeout_s: float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, call_timeout_s: float | None = None, max_snapshots: int | None = 64, **kwargs: Any
+    ) -> None:
         refuse_unknown_options(type(self), kwargs)
         super().__init__(*args, **kwargs)
         if call_timeout_s is not None and not (isinstance(call_timeout_s, Real) and call_timeout_s > 0):
             raise ValueError(f"call_timeout_s={call_timeout_s!r}: must be a number above 0, or null for no limit")
-        self.call_timeout_s = call_timeout_s
+        check_at_least(0, ", or null for no limit", max_snapshots=max_snapshots)
+        self.call_timeout_s, self.max_snapshots = call_timeout_s, max_snapshots
 
     @abstractmethod
     async def run_branches(self, root: Branch, **row: Any) -> None:
@@ -61,6 +66,15 @@ class BranchingAgentLoop(AgentLoopBase):
         del row  # for those who override it
         return [leaf.reward for leaf in leaves]
 
+    async def open_environment(self, *, row: dict[str, Any]) -> Environment:
+        """Return what a session acts on, for `Branch.environment`; override it. It is called at the first use."""
+        del row  # for those who override it
+        raise ValueError(f"{type(self).__name__} has no environment: override open_environment")
+
+    def environments(self, row: dict[str, Any]) -> dict[str, OpenEnvironment]:
+        """Return what opens each environment of a session by name; that of `open_environment` has the name ''."""
+        return {"": lambda: self.open_environment(row=row)}
+
     def prompt_tools(self, **row: Any) -> list[dict[str, Any]] | None:
         """Return the tool schemas that the chat template renders for this row; none by default."""
 
@@ -77,8 +91,11 @@ class BranchingAgentLoop(AgentLoopBase):
             ValueError: If the row has videos or audio, or router replay is on.
         """
         session = await self._open_session(sampling_params, row)
-        # The error comes back as a value, as in Branch.generate, so that finished leaves survive it.
-        (error,) = await asyncio.gather(self._run_session(session, row), return_exceptions=True)
+        try:
+            # The error comes back as a value, as in Branch.generate, so that finished leaves survive it.
+            (error,) = await asyncio.gather(self._run_session(session, row), return_exceptions=True)
+        finally:
+            await session.environments.close()
         outputs = session.outputs()
         cause = None if session.root.is_finished else session.root.failure
         if isinstance(error, BaseException):
@@ -112,6 +129,7 @@ class BranchingAgentLoop(AgentLoopBase):
             images=images,
             mm_processor_kwargs=self._get_mm_processor_kwargs(),
             image_token=get_processor_token_id(self.processor, "image"),
+            environments=SessionEnvironments(self.environments(row), max_snapshots=self.max_snapshots),
         )
 
     async def _run_session(self, session: BranchSession, row: dict[str, Any]) -> None:

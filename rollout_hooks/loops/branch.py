@@ -17,6 +17,7 @@ alone decide what that prompt shares with the other paths:
 """
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
@@ -31,7 +32,11 @@ from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.outputs import CALL_STATES_FIELD, TreeAgentLoopOutput, is_reward, make_row
 from rollout_hooks.capture.recording import ABORTED
 from rollout_hooks.capture.roles import ROLE, checked_role
+from rollout_hooks.environments import Environment
+from rollout_hooks.loops.branch_environments import BranchEnvironments, SessionEnvironments
 from rollout_hooks.loops.branch_tokens import BranchTokens
+
+logger = logging.getLogger(__name__)
 
 
 class BranchSession:
@@ -51,6 +56,7 @@ class BranchSession:
         images: The images that the root prompt shows, in order.
         image_token: Id of the tokens of an image; None if the model reads none.
         mm_processor_kwargs: How images are processed, verl's `data.mm_processor_kwargs`; part of each call with images.
+        environments: What the branches act on; none by default. Close them when the session has ended.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class BranchSession:
         images: Sequence[Image.Image] = (),
         image_token: int | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        environments: SessionEnvironments | None = None,
     ) -> None:
         if not len(prompt_ids):
             raise ValueError("prompt_ids=[]: a session needs a prompt of at least one token")
@@ -79,6 +86,8 @@ class BranchSession:
         self.unique_request_ids = unique_request_ids
         self.call_timeout_s = call_timeout_s
         self.mm_processor_kwargs = dict(mm_processor_kwargs or {})
+        self.environments = environments or SessionEnvironments({})
+        self.callers: dict[str, Branch] = {}  # In whose environment a tool was called first
         self.branches: list[Branch] = []
         self.root = Branch(self)
 
@@ -113,8 +122,18 @@ class Branch:
         metrics: Seconds spent in this branch, by the names of verl's `AgentLoopMetrics`.
     """
 
-    def __init__(self, session: BranchSession, parent: "Branch | None" = None) -> None:
+    def __init__(
+        self, session: BranchSession, parent: "Branch | None" = None, *, shares_environment: bool = False
+    ) -> None:
         self._session = session
+        # The branch in whose environment this one acts.
+        self._actor: Branch = parent._actor if parent and shares_environment else self
+        if self._actor is self:
+            self._environments = (
+                parent._actor._environments.copy() if parent else BranchEnvironments(session.environments)
+            )
+            if parent and parent._actor is not parent:
+                self._environments.move(0)  # the positions are those of another branch
         self.index = len(session.branches)
         self.lineage: tuple[int, ...] = (*parent.lineage, parent._num_forks) if parent else ()
         self._num_forks = 0
@@ -213,14 +232,39 @@ class Branch:
             raise ValueError(f"observe({token_ids!r}): takes token ids; for text use `observe_messages` of the loop")
         self._tokens.read(token_ids, max_prompt_len=self._session.prompt_length, images=images)
 
-    def fork(self, n: int = 1) -> "list[Branch]":
-        """Make `n` new branches at the cursor; this branch stays as it is and can go on."""
+    async def environment(self, name: str = "") -> Environment:
+        """Return what the session acts on, as it is at the cursor, to look at it or to act on it.
+
+        Ask for it anew before each act: what was forked since has another one. A finished branch has its last, for
+        `reward_leaves`. `name` is that of a tool which is an environment itself.
+
+        Raises:
+            ValueError: There is none, or it cannot be had, e.g. as the session has all its snapshots. The branch fails.
+        """
+        act = self._actor._environments.act(name, position=self._actor.position)
+        (found,) = await asyncio.gather(act, return_exceptions=True)
+        if isinstance(found, BaseException):
+            self.failure = f"its environment: {describe_error(found)}"
+            logger.warning("a branch ends: %s", self.failure)
+            raise ValueError(f"branch {self.index} has failed: {self.failure}") from found
+        return found
+
+    def is_alone_with(self, tool: str) -> bool:
+        """Note that the branch calls a tool, and return whether all that did act in its environment."""
+        return self._session.callers.setdefault(tool, self._actor) is self._actor
+
+    def fork(self, n: int = 1, *, shares_environment: bool = False) -> "list[Branch]":
+        """Make `n` new branches at the cursor; this branch stays as it is and can go on.
+
+        Each has an environment of its own, in the state of this one's. With `shares_environment` they act in this
+        branch's: for work that it waits for.
+        """
         self._check_open("fork")
         if n < 1:
             raise ValueError(f"fork({n}): the number of branches must be at least 1")
         forks = []
         for _ in range(n):
-            forks.append(Branch(self._session, self))
+            forks.append(Branch(self._session, self, shares_environment=shares_environment))
             self._num_forks += 1
         return forks
 
@@ -231,6 +275,10 @@ class Branch:
         tokens observed before the next call belong to the row's prompt. `keep_rewards` keeps the rewards of the lost
         tokens: those of `add_reward` move to the last sampled token that stays, or to the next one sampled if none
         stays. Without it they are lost, and a reward of a tool is lost with the end of the turn that called the tool.
+        So is what the tool did: the environment becomes what it was there. With `keep_rewards` it stays as it is.
+
+        Raises:
+            ValueError: `to` is not there; or the environment has changed since, and no branch was forked before.
         """
         self._check_open("rewind")
         if not 0 <= to <= self.position:
@@ -238,6 +286,10 @@ class Branch:
                 f"rewind({to}): must be between 0 and the cursor, {self.position}; note `branch.position` where you "
                 "may want to return to"
             )
+        if self._actor is self and keep_rewards:
+            self._environments.move(to)
+        elif self._actor is self:
+            self._environments.rewind(to)
         self._tokens.cut(to, keep_rewards=keep_rewards)
 
     def restart(
@@ -247,13 +299,15 @@ class Branch:
 
         The prompt needs at least one token, and `images` are those that it shows, in order. It shares with every other
         path of the session what they have in common. `keep_tool_rewards` keeps the rewards of tools, for work that goes
-        on in a new context. Rewards of
-        `add_reward` are lost with their tokens.
+        on in a new context. Rewards of `add_reward` are lost with their tokens, and the environment stays as it is.
         """
         if not len(prompt_ids):
             raise ValueError("restart([]): a prompt has at least one token")
+        self._check_open("restart")
         kept = [(-1, value) for value in self.tool_rewards] if keep_tool_rewards else []  # -1: before every token
-        self.rewind(0)
+        if self._actor is self:
+            self._environments.move(0)
+        self._tokens.cut(0)
         self._tokens.tool_rewards = kept
         self.observe(prompt_ids, images=images)
 

@@ -88,7 +88,7 @@ class CompactionAgentLoop(ToolTurnsLoop):
                 return
             summary = self.text_of(output.token_ids)
             num_summaries += 1
-            (leaf,) = root.fork()
+            (leaf,) = root.fork(shares_environment=True)
             reward = await self.summary_reward(row=row, summary=summary, number=num_summaries)
             leaf.finish(reward, role=self.role("summary"))
             messages = [*row["raw_prompt"], {"role": "user", "content": self.preface + summary}]

@@ -104,7 +104,7 @@ class MemoryAgentLoop(ToolTurnsLoop):
             if results is None:
                 break
             last_turn = [answer, *results]
-            (leaf,) = root.fork()
+            (leaf,) = root.fork(shares_environment=True)
             leaf.finish(await self.turn_reward(row=row, turn=last, number=number), role=self.role("turn"))
         store.close()
 

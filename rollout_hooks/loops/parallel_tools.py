@@ -73,7 +73,9 @@ class ParallelToolsAgentLoop(ToolTurnsLoop):
             tasks.create_task(self.run_call(root, call, tools=tools, history=history, row=row)) for call in turn.calls
         ]
         if len(turn.calls) > 1 or self.branch_single_call:
-            for branch, call, tool_task in zip(root.fork(len(turn.calls)), turn.calls, running, strict=True):
+            # A conclusion acts no more, and the calls whose results it reads are made in the main branch.
+            branches = root.fork(len(turn.calls), shares_environment=True)
+            for branch, call, tool_task in zip(branches, turn.calls, running, strict=True):
                 tasks.create_task(self._conclude(branch, call, tool_task, history, row=row))
         calls = list(zip(turn.calls, await asyncio.gather(*running), strict=True))
         self.reward_calls(root, calls)

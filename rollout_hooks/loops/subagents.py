@@ -92,7 +92,7 @@ class SubagentsAgentLoop(ToolTurnsLoop):
             if session.num_children >= self.max_children:
                 return f"Not done: this session may have no more than {self.max_children} subagents."
             session.num_children += 1
-            (child,) = parent.fork()
+            (child,) = parent.fork(shares_environment=True)  # what it does is done for its parent
             return await session.tasks.create_task(self._run_child(child, session, task=str(task), depth=depth))
 
         return spawn

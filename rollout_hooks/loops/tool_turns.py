@@ -6,6 +6,7 @@ Tools (function tools, stateful tools, MCP tools), tool parser and truncation of
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from PIL import Image
@@ -15,7 +16,10 @@ from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.profiler import simple_timer
 
+from rollout_hooks.environments import Environment
 from rollout_hooks.loops.base import Branch, BranchingAgentLoop, check_at_least
+from rollout_hooks.loops.branch_environments import OpenEnvironment
+from rollout_hooks.loops.tool_environments import ForkingTool, ToolInstance, ToolOfBranch, needs_fork
 from rollout_hooks.loops.turns import Step, ToolResult, ToolTurn, tool_schemas
 
 TOOL_ERRORS = ("tell", "end")
@@ -27,6 +31,7 @@ RunCalls = Callable[..., Awaitable[list[dict[str, Any]] | None]]
 
 class _AgentData(AgentData):
     _active_tools: dict[str, Any]  # where verl's `_call_tool` looks for the tools of a row
+    environment: Callable[[], Awaitable[Environment]]  # that of the branch, for tools that act on it
 
 
 class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[reportIncompatibleMethodOverride]  # `run`
@@ -105,6 +110,16 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
             return dict(self.tools)
         return {name: self.tools[name] for name in selection if name in self.tools}
 
+    @override
+    def environments(self, row: dict[str, Any]) -> dict[str, OpenEnvironment]:
+        given = row.get("tools_kwargs") or {}
+        tools = {
+            name: partial(ToolInstance.open, tool, (given.get(name) or {}).get("create_kwargs", {}))
+            for name, tool in self.row_tools(row).items()
+            if isinstance(tool, ForkingTool)
+        }
+        return {**super().environments(row), **tools}
+
     def is_last_turn(self, number: int) -> bool:
         """Say whether verl's limits make turn `number` (from 1) the last one. The calls of that turn are not run."""
         return number == self.max_assistant_turns or number > (self.max_user_turns or number)
@@ -149,11 +164,22 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
         here: call `reward_calls` for every branch that reads the result.
 
         Raises:
-            ValueError: If the tool returned a video, or an image for a model of text.
+            ValueError: If the tool returned a video, or an image for a model of text; or if it keeps a state that does
+                not fork, and a branch with another environment has called it.
         """
         # The loop's own tools have no time limit: their time is spent in LLM calls, which have their own limit.
         is_own = call.name in {schema.function.name for schema in self.own_schemas}
+        tool = tools.get(call.name)
+        if needs_fork(tool) and not branch.is_alone_with(call.name):
+            raise ValueError(
+                f"tool {call.name!r} keeps a state, and two branches call it: one would act in what the other did; "
+                f"give {type(tool).__name__} the methods `snapshot` and `fork`, or `keeps_state = False` if nothing of "
+                "a call is there in the next one (docs/own_loop.md, Environments)"
+            )
         data = self._agent_data(history, row, tools=tools, images=branch.images)
+        data.environment = branch.environment
+        if isinstance(tool, ForkingTool):
+            data._active_tools[call.name] = ToolOfBranch(tool, partial(branch.environment, call.name))
         with simple_timer("tool_calls", branch.metrics):
             try:
                 async with asyncio.timeout(None if is_own else self.call_timeout_s):
@@ -161,6 +187,8 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
             except TimeoutError:
                 reason = f"tool {call.name!r} took longer than call_timeout_s={self.call_timeout_s}"
                 return ToolResult(ToolResponse(text=f"Error: {reason}"), failure=reason)
+        if branch.failure is not None:  # it has no environment; verl told it as an error of the tool
+            return ToolResult(ToolResponse(text=f"Error: {branch.failure}"), failure=branch.failure)
         if response.video:
             raise ValueError(f"tool {call.name!r} returned a video: branching agent loops take text and images only")
         self._assert_mm_supported(bool(response.image))
@@ -206,6 +234,8 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
                 for call in turn.calls
             ]
         calls = [(call, task.result()) for call, task in zip(turn.calls, running, strict=True)]
+        if branch.failure is not None:
+            return None
         self.reward_calls(branch, calls)
         reasons = [result.failure for _, result in calls if result.failure is not None]
         if reasons:
@@ -271,7 +301,7 @@ class ToolTurnsLoop(BranchingAgentLoop, ToolAgentLoop):  # pyright: ignore[repor
         *,
         tools: Mapping[str, Any],
         images: Sequence[Image.Image] = (),
-    ) -> AgentData:
+    ) -> _AgentData:
         """Return what verl hands to stateful tools."""
         agent_data = _AgentData(
             messages=list(messages),

@@ -9,8 +9,9 @@ import pytest
 from scripted_llm import ScriptedClient, make_loop
 from verl.experimental.agent_loop.tool_agent_loop import AgentData, ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall
+from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool, get_function_tool
-from verl.tools.schemas import OpenAIFunctionToolSchema
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.utils.reward_score import default_compute_score
 
@@ -56,6 +57,42 @@ def test_a_tool_that_is_cancelled_is_not_taken_for_one_that_fails():
 
     with pytest.raises(asyncio.CancelledError):
         call_tool(cancelled)
+
+
+def test_a_tool_with_instances_is_made_called_and_released_for_every_call():
+    """tool_environments: `ToolOfBranch`, no BaseTool, is in `_active_tools` and hands on what `execute` is given."""
+    calls, instance_id = [], "id"
+
+    class Tool:
+        async def create(self, *, create_kwargs):
+            calls.append(("create", create_kwargs))
+            return instance_id, ToolResponse()
+
+        async def execute(self, instance_id, parameters, *, agent_data):
+            calls.append((instance_id, parameters, agent_data.environment))
+            return ToolResponse(text="a"), 0.5, {}
+
+        async def release(self, instance_id):
+            calls.append(("release", instance_id))
+
+    loop = make_loop(ToolAgentLoop, ScriptedClient(lambda _: ""))
+    data = AgentData([], [], [], None, None, {}, "", {})
+    data._active_tools, data.environment = {"t": Tool()}, "its environment"
+    given = {"t": {"create_kwargs": {"k": 1}}}
+    for _ in range(2):
+        call = FunctionCall(name="t", arguments='{"x": 1}')
+        response, reward, _ = asyncio.run(loop._call_tool(call, given, data))
+        assert (response.text, reward) == ("a", 0.5)
+    assert calls == [("create", {"k": 1}), ("id", {"x": 1}, "its environment"), ("release", "id")] * 2
+    instance_id = ""  # `ToolOfBranch` gives none
+    asyncio.run(loop._call_tool(call, given, data))
+    assert calls[6:] == [("create", {"k": 1}), ("", {"x": 1}, "its environment")]
+
+
+def test_a_tool_that_does_not_say_otherwise_has_the_life_cycle_of_its_base():
+    """tool_environments.needs_fork, and the check of its class before a run, take another one for a state."""
+    own = {name for name, value in vars(BaseTool).items() if inspect.iscoroutinefunction(value)}
+    assert own == {"create", "execute", "calc_reward", "release"}
 
 
 def test_prompts_are_rendered_by_the_continuous_token_builder():

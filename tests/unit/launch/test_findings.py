@@ -58,7 +58,13 @@ WEIGHTS = {
     "index": "model.safetensors.index.json",
 }
 MEMORY = "_target_: rollout_hooks.loops.memory.MemoryAgentLoop"
-TARGETS = ("my_loops.MyLoop", "my_loops.MyLoop.Nested", "my_package.loops.MyLoop", "my_folder.loops.MyLoop")
+TARGETS = (
+    "my_loops.MyLoop",
+    "my_rewinding.Retry",
+    "my_loops.MyLoop.Nested",
+    "my_package.loops.MyLoop",
+    "my_folder.loops.MyLoop",
+)
 MISSING = ("my_lops.MyLoop", "my_package.sub.MyLoop", "my_folder.sub.MyLoop", "my_broken.loops.MyLoop", "MyLoop")
 ROUTER = "router_class: rollout_hooks.capture.prompt_router.PromptRouter"
 ROUTERS = {"fine": "max_ratio: 2\nmax_lead: 0", "below": "max_ratio: .5\nmax_lead: 8", "lacks": "max_ratio: 2"}
@@ -71,6 +77,18 @@ TEXTS = {
     # The modules of the user's are not run: what they need may be in the environment of Ray's processes only.
     "mine.py": "import os\nSCALE = os.environ['ONLY_IN_RAY']\ndef graded(): ...\nclass Rows: ...\n",
     "my_loops.py": "import os\nMEMORY = os.environ['ONLY_IN_RAY']\nclass MyLoop: ...\n",
+    "my_tools_with_state.py": (
+        "from verl.tools.base_tool import BaseTool\n"
+        "class Plain(BaseTool):\n    async def execute(self, *_): ...\n"
+        "class Shell(BaseTool):\n    async def create(self, *_): ...\n"
+        "class Bash(Shell): ...\n"
+        "class Checked(Shell):\n    keeps_state = False\n"
+        "class Forking(Shell):\n    async def snapshot(self, *_): ...\n    async def fork(self, *_): ...\n"
+    ),
+    "my_rewinding.py": (
+        "from rollout_hooks.loops.tool_turns import ToolTurnsLoop\n"
+        "class Retry(ToolTurnsLoop):\n    async def run_branches(self, root, **row):\n        root.rewind(3)\n"
+    ),
     "my_package/__init__.py": "",
     "my_package/loops.py": "class MyLoop: ...\n",
     "my_folder/loops.py": "class MyLoop: ...\n",
@@ -98,6 +116,10 @@ TEXTS = {
     "tools/no_class.yaml": "tools: [config: {type: native}]",
     "tools/gone.yaml": "tools: [class_name: verl.tools.gsm8k_tool.Gsm8kTool]",  # of verl's earlier GSM8K examples
     "tools/unknown.yaml": "tools: [class_name: my_tools.Gsm8kTool]",
+    **{
+        f"tools/{name}.yaml": f"tools: [class_name: my_tools_with_state.{name}]"
+        for name in ("Plain", "Shell", "Bash", "Checked", "Forking")
+    },
     "tools/no_module.yaml": "tools: [class_name: Gsm8kTool]",
 }
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from scripted_llm import END, ScriptedClient, call_text, row, run_loop, tokenizer
 from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
-from rollout_hooks.capture.outputs import SessionFailed
+from rollout_hooks.capture.outputs import CALL_STATES_FIELD, SessionFailed
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.roles import ROLE
 from rollout_hooks.capture.rows import CALLS_FIELD, LEFT_OUT_FIELD, RowLimits, session_rows
@@ -253,3 +253,29 @@ def test_an_entry_of_the_loop_configuration_makes_the_loop():
 
     (first, last) = run_loop(make, client, SAMPLING, row=row(returns=0.5))
     assert (text(first), last.leaf_reward) == ("beside" + END, 0.5)
+
+
+async def naming(*, base_url, api_key, model, row):
+    """Names the state of its environment in two of three calls, the last of which another client makes."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+
+        async def ask(messages, **headers):
+            answer = await client.chat.completions.create(model=model, messages=messages, extra_headers=headers)
+            return [*messages, {"role": "assistant", "content": answer.choices[0].message.content}, *user("on")]
+
+        messages = await ask(row["raw_prompt"], **{"X-Environment-State": "room 1"})
+        messages = await ask(await ask(messages), **{"X-Environment-State": "room 2"})
+        await ask(user("aside"))
+    return 1.0
+
+
+def test_states_that_an_agent_names_in_a_header_are_those_of_its_calls():
+    client = RecordingClient(ScriptedClient(lambda _: "a"), tree=SessionTree(decode=tokenizer().decode))
+    outputs = run_loop(loop_class("naming"), client, SAMPLING, row=row())
+    named, aside = outputs
+    states = named.extra_fields[CALL_STATES_FIELD]
+    assert [key for _, key in states] == ["room 1", None, "room 2"]
+    assert [start for start, _ in states] == [start for _, _, start, *_ in named.extra_fields[CALLS_FIELD]]
+    assert CALL_STATES_FIELD not in aside.extra_fields
+    again = session_rows(client.tree, outputs, limits=LIMITS).outputs
+    assert again[0].extra_fields[CALL_STATES_FIELD] == states

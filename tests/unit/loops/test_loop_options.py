@@ -57,6 +57,7 @@ def test_loops_are_registered_with_verl(name):
         (TreeSearchAgentLoop, {"num_samples": 0}, "num_samples=0"),
         (TreeSearchAgentLoop, {"num_rounds": -1}, "num_rounds=-1"),
         (TreeSearchAgentLoop, {"select": "best"}, "select='best'"),
+        (SubagentsAgentLoop, {"max_snapshots": -1}, "max_snapshots=-1: must be at least 0, or null"),
         (ParallelToolsAgentLoop, {"call_timeout_s": 0}, "call_timeout_s=0: must be a number"),
         (ParallelToolsAgentLoop, {"call_timeout_s": "5"}, "call_timeout_s='5': must be a number"),
     ],

@@ -3,6 +3,7 @@
 The games are left to `scripts/test.sh --long`, as the package is compiled (`scripts/setup.sh --extra textworld`).
 """
 
+import asyncio
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from recipes.demo.tokenizer import END_OF_TURN, build_tokenizer
 from recipes.textworld.games import LEVELS, NUM_KEPT, TRAINED, Play, Step, _shown, chat, make_game
 from recipes.textworld.loop import TextWorldLoop
 from recipes.textworld.prepare import SETTINGS, prepare, solved_leaves
+from rollout_hooks.environments import CopiedEnvironment
 
 *_, NUM_COMMANDS = LEVELS[TRAINED]
 MAX_COMMANDS = 7
@@ -120,3 +122,31 @@ def test_sessions_play_at_the_same_time(game: tuple[Path, list[str]]) -> None:
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(win, range(32)))
+
+
+@pytest.mark.long
+def test_a_game_forks_in_the_middle(game: tuple[Path, list[str]]) -> None:
+    """Two plays go on from the second command, and the one that is left alone can still be won."""
+    path, commands = game
+
+    async def run() -> None:
+        environment = CopiedEnvironment(Play(path), copy=Play.copy, free=Play.close)
+        for command in commands[:2]:
+            environment.state.give(command)
+        before = environment.state.seen
+        snapshot = await environment.snapshot()
+        for command in commands[2:]:
+            environment.state.give(command)
+        left, right = await environment.fork(snapshot), await environment.fork(snapshot)
+        left.state.give("inventory")
+        assert [each.state.is_won for each in (environment, left, right)] == [True, False, False]
+        assert right.state.seen == before
+        inner = await left.fork(await left.snapshot())
+        for play in (right.state, inner.state):
+            for command in commands[2:]:
+                play.give(command)
+        assert [each.state.is_won for each in (left, right, inner)] == [False, True, True]
+        for each in (environment, left, right, inner):
+            await each.release()
+
+    asyncio.run(run())

@@ -32,7 +32,7 @@ def arguments_of(found: Found) -> Arguments | None:
     """Return what a call of a class or function takes; None if its source does not tell."""
     if not isinstance(found.node, ast.ClassDef):
         return None if found.node.decorator_list else _of_functions([found.node])
-    bases = _with_bases(found)
+    bases = with_bases(found)
     if bases is None:
         return None
     inits = {each.full_name: _init_of(each) for each in bases}
@@ -43,7 +43,7 @@ def arguments_of(found: Found) -> Arguments | None:
     return replace(read, bases=tuple(inits), sets_up=sets_up)
 
 
-def _with_bases(found: Found) -> list[Found] | None:
+def with_bases(found: Found) -> list[Found] | None:
     """Return a class and its bases, itself first; None if one of them cannot be told."""
     assert isinstance(found.node, ast.ClassDef)
     known, waiting = [], [found]

@@ -10,7 +10,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_tree.launch.checks.loop_entries import AGENT_FORMAT, LOOPS_KEY, bases_of, check_entry
+from verl_tree.launch.checks.loop_entries import (
+    AGENT_FORMAT,
+    LOOPS_KEY,
+    bases_of,
+    check_entry,
+    needs_fork,
+    rewinds,
+)
 from verl_tree.launch.checks.refusals import (
     DATA_KEYS,
     ROLLOUT,
@@ -35,6 +42,7 @@ CUTS, MEMORY = "rollout_hooks.loops.base.BranchingAgentLoop", "rollout_hooks.loo
 """Loops that cut a row's prompt, and the base class that does; `memory` writes a prompt anew."""
 ROUTER_KEY = f"{ROLLOUT}.router_config_path"
 TREE_ROUTER = "rollout_hooks.capture.prompt_router.PromptRouter"
+TREE_SEARCH = "rollout_hooks.loops.tree_search.TreeSearchAgentLoop"
 TREE_MANAGER = "rollout_hooks.worker.TreeAgentLoopManager"
 LOOPS_FORMAT = "it must be a YAML list, each entry with `name` and `_target_` (docs/agent_loops.md)"
 
@@ -251,7 +259,10 @@ def check_tool_files(config: DictConfig) -> Findings:
 
 
 def check_tool_classes(config: DictConfig) -> Findings:
-    """Find classes of tools whose modules do not exist; `check_tool_files` names a missing file."""
+    """Find classes of tools whose modules do not exist, and those that keep a state where a loop goes back.
+
+    `check_tool_files` names a missing file.
+    """
     import yaml
 
     key = TOOL_KEYS[0]
@@ -274,6 +285,20 @@ def check_tool_classes(config: DictConfig) -> Findings:
             yield refusal(config, key, f"{form}; entry {number} lacks it")
         elif problem := module_problem(name):
             yield refusal_here(config, key, f"class_name={name}: {problem}; {way_to(name)}", brings_code=True)
+        elif needs_fork(name):
+            for loop in _rewinding_loops(config):
+                problem = (
+                    f"class_name={name}: it keeps a state, and the loop {loop} goes back to where it was another; give "
+                    "it `snapshot` and `fork`, or `keeps_state = False` if nothing of a call is there in the next one "
+                    "(docs/own_loop.md, Environments)"
+                )
+                yield refusal_here(config, key, problem, brings_code=True)
+
+
+def _rewinding_loops(config: DictConfig) -> list[str]:
+    """Return the names of loops that rows run and that go back to earlier places of a session."""
+    targets = {"tree_search": TREE_SEARCH} | {entry["name"]: entry["_target_"] for entry in _read_loops(config)[0]}
+    return [name for name in {name: None for _, name in _loops_in_use(config)} if rewinds(targets.get(name, ""))]
 
 
 def _config_file(name: str) -> Path | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_tree.launch.checks.arguments import Arguments, arguments_of
+from verl_tree.launch.checks.arguments import Arguments, arguments_of, with_bases
 from verl_tree.launch.checks.refusals import ROLLOUT, Finding, Findings, refusal_here
 from verl_tree.launch.checks.source import NotInSourceError, find_target, split_target
 from verl_tree.launch.command.misspelt import did_you_mean
@@ -66,6 +66,36 @@ def bases_of(target: str) -> tuple[str, ...]:
         return ()
     taken = None if found is None else arguments_of(found)
     return () if taken is None else taken.bases
+
+
+def rewinds(target: str) -> bool:
+    """Whether a loop is known to go back to places behind which tools have acted."""
+    calls = (node for each in _classes(target) for node in ast.walk(each) if isinstance(node, ast.Call))
+    # With `keep_rewards` only tokens are replaced.
+    return any(
+        ast.unparse(call.func).endswith(".rewind") and "keep_rewards" not in {word.arg for word in call.keywords}
+        for call in calls
+    )
+
+
+def needs_fork(target: str) -> bool:
+    """Whether a tool is known to keep a state and not to fork it, as `loops.tool_environments` says it."""
+    classes = _classes(target)
+    own = [each for each in classes if each.name != "BaseTool"]
+    methods = {each.name for node in own for each in node.body if isinstance(each, ast.AsyncFunctionDef)}
+    keeps_state = bool(methods & {"create", "release"}) and not methods >= {"snapshot", "fork"}
+    said = any(isinstance(node, ast.Name) and node.id == "keeps_state" for each in own for node in ast.walk(each))
+    return len(own) < len(classes) and keeps_state and not said
+
+
+def _classes(target: str) -> list[ast.ClassDef]:
+    """Return a class and its bases; none if they cannot be told."""
+    try:
+        found = find_target(target)
+    except NotInSourceError:
+        return []
+    bases = with_bases(found) if found is not None and isinstance(found.node, ast.ClassDef) else None
+    return [each.node for each in bases or [] if isinstance(each.node, ast.ClassDef)]
 
 
 def _refusal(config: DictConfig, problem: str) -> Finding:
