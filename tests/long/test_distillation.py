@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-NUM_STEPS = 90
+NUM_STEPS = 60
 LOSS = "distillation.distillation_loss"
 TEACHER = "distillation.teacher_models.teacher_model.model_path"
 

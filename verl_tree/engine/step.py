@@ -141,9 +141,9 @@ class TreeEngine(ModelCalls):
         num_ids = self.model_config.hf_config.get_text_config(decoder=True).vocab_size
         reading = reading_of(data, loss_function, num_ids=num_ids)
         if reading is not None and self.team is not None:
+            asked = "distillation.distillation_loss.loss_mode=forward_kl_topk"
             team = f"ulysses_sequence_parallel_size={self.team_size}"
-            used = {clashes.TREES: "tree.enabled=true", clashes.TOP_K: "forward_kl_topk", clashes.ULYSSES: team}
-            clashes.refuse(used)
+            clashes.refuse({clashes.TREES: "tree.enabled=true", clashes.TOP_K: asked, clashes.ULYSSES: team})
         return reading
 
     def _announce_denominators(self, data: TensorDict) -> None:

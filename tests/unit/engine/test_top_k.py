@@ -205,6 +205,17 @@ def test_ids_that_the_student_does_not_know_are_left_out() -> None:
     assert jagged(columns[LOG_PROBS])[0][read].numpy() == pytest.approx(want.values[read].numpy(), abs=1e-5)
 
 
+def test_a_team_is_refused_before_it_computes() -> None:
+    flat = Flat(36)
+    engine = PlainEngine(flat.student, capacity=4096)
+    engine.team = torch.distributed.group.WORLD
+    data = flat.data.copy()
+    data.update(flat.teacher_columns())
+    with pytest.raises(ValueError, match=r"loss_mode=forward_kl_topk: with .*ulysses_sequence_parallel_size=1, each"):
+        engine.forward_backward_batch(data, loss_of(settings_of()))
+    assert engine.num_calls == 0
+
+
 def test_more_ids_than_there_are_are_refused() -> None:
     with pytest.raises(ValueError, match=r"topk=9: they share 8 ids; give fewer"):
         TeacherTopK(9, 8)

@@ -62,9 +62,7 @@ class TeacherTopK(BatchReading):
     def __post_init__(self) -> None:
         assert self.num_ids <= 2**24, "ids are handed on as scores, in float32"
         if self.k > self.num_ids:
-            raise ValueError(
-                f"distillation.distillation_loss.topk={self.k}: they share {self.num_ids} ids; give fewer"
-            )
+            raise ValueError(f"distillation.distillation_loss.topk={self.k}: they share {self.num_ids} ids; give fewer")
 
     @property
     @override
@@ -101,10 +99,9 @@ class StudentTopK(BatchReading):
     """The student: verl's loss of each position, and what verl's metrics say about it."""
 
     config: DistillationConfig
-    ids_NK: Tensor  # N: the flat tokens of the mini-batch, then the tokens of a model call
+    ids_NK: Tensor  # N: the flat tokens of the mini-batch, then the tree tokens of a micro-batch, or of a model call
     log_probs_NK: Tensor
     is_read_F: Tensor  # (F_all,) bool, whether the next token of the row is trained: others may have no distribution
-    place_T: Tensor | None = None  # (T,) int64, the first flat token of each tree token that is read
 
     KINDS: ClassVar = (
         *("distillation_losses", "student_mass", "teacher_mass"),
@@ -121,13 +118,12 @@ class StudentTopK(BatchReading):
         last = len(self.ids_NK) - 1
         place_F = torch.where(self.is_read_F[micro.flat_index_F], micro.flat_index_F, last)
         last_T = torch.full((micro.layout.num_tokens,), last)
-        return replace(self, place_T=last_T.scatter_reduce(0, micro.layout.tree_index_F, place_F, "amin"))
+        first_T = last_T.scatter_reduce(0, micro.layout.tree_index_F, place_F, "amin")
+        return replace(self, ids_NK=self.ids_NK[first_T], log_probs_NK=self.log_probs_NK[first_T])
 
     @override
     def of_call(self, token_Q: Tensor, *, device: torch.device) -> Self:
-        assert self.place_T is not None, "a call is one of a micro-batch"
-        place_Q = self.place_T[token_Q]
-        ids_QK, log_probs_QK = to_device((self.ids_NK[place_Q], self.log_probs_NK[place_Q]), device)
+        ids_QK, log_probs_QK = to_device((self.ids_NK[token_Q], self.log_probs_NK[token_Q]), device)
         return replace(self, ids_NK=ids_QK, log_probs_NK=log_probs_QK)
 
     @override
