@@ -1,7 +1,7 @@
-"""Top-k distillation on trees: a teacher's and a student's pass, both on the forest, against flat rows in float64.
+"""Distillation on trees: a teacher's and a student's pass, both on the forest, against flat rows in float64.
 
-The flat side is transformers' own attention on one row after another, and verl's two functions: the one that its engine
-gives the logits of all rows, and its loss. verl casts to float32 in between; `Float64` answers with float64.
+The flat side is transformers' own attention on one row after another, and verl's functions: for top-k the one that its
+engine gives the logits of all rows, and its loss. verl casts to float32 in between; `Float64` answers with float64.
 """
 
 from functools import partial
@@ -40,8 +40,8 @@ def alone() -> Any:
 
 
 def settings_of(**options: Any) -> DistillationConfig:
-    options = {"use_task_rewards": False, "use_policy_gradient": False, **options}
-    return DistillationConfig(distillation_loss=DistillationLossConfig(loss_mode="forward_kl_topk", topk=K, **options))
+    options = {"loss_mode": "forward_kl_topk", "use_task_rewards": False, "use_policy_gradient": False, **options}
+    return DistillationConfig(distillation_loss=DistillationLossConfig(topk=K, **options))
 
 
 def loss_of(settings: DistillationConfig, *, mode: str = "token-mean") -> Any:
@@ -115,6 +115,26 @@ def train(flat: Flat, columns: dict[str, Tensor], loss_function: Any, **tree: An
     flat.student.set_attn_implementation(ATTENTION_NAME)
     made = PlainEngine(flat.student, **tree).forward_backward_batch(data, loss_function)
     return Result(sum(made["loss"]), gradients(flat.student), [made["metrics"]])
+
+
+@pytest.mark.parametrize("loss_mode", ["k1", pytest.param("k2", marks=pytest.mark.long), "k3"])
+def test_estimators_of_both_passes_equal_flat_rows(loss_mode: str) -> None:
+    """As a reward, as verl asks for it of k1, and as a loss."""
+    with Float64():
+        flat = Flat(37)
+        loss_function = loss_of(settings_of(loss_mode=loss_mode, use_policy_gradient=loss_mode == "k1"))
+        ids, offsets = jagged(flat.data["input_ids"])
+        with torch.no_grad():
+            log_probs = flat.logits(flat.teacher).log_softmax(-1).gather(1, ids.roll(-1)[:, None])
+        flat.data[LOG_PROBS] = torch.nested.nested_tensor_from_jagged(log_probs, offsets)
+        want = flat.result(settings_of(), loss_function)
+        assert min(each.norm() for each in want.gradients.values()) > 0
+        flat.teacher.set_attn_implementation(ATTENTION_NAME)
+        engine = PlainEngine(flat.teacher, capacity=7)
+        made = engine.forward_backward_batch(flat.data.copy(), None, forward_only=True)["model_output"]["log_probs"]
+        columns = {LOG_PROBS: torch.nested.nested_tensor_from_jagged(jagged(made)[0][:, None], offsets)}
+        for capacity in (7, 4096):
+            assert worst_error(train(flat, columns, loss_function, capacity=capacity), want) < TOLERANCE
 
 
 def trained_places(flat: Flat) -> Tensor:
