@@ -166,6 +166,12 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
         if not rows.outputs:
             raise SessionFailed("no trajectory with a trained token: the model generated nothing that can be trained")
         self._check_rewards(rows.outputs)
+        # verl asks a teacher's servers about the last row only.
+        others = [
+            self._compute_teacher_logprobs(row, row.prompt_ids, row.response_ids, validate, sample_kwargs=kwargs)
+            for row in rows.outputs[:-1]
+        ]
+        await asyncio.gather(*others)
         await super()._agent_loop_postprocess(rows.outputs, validate, **kwargs)
         session.rows = rows
         await self._put_roles(session, rows.outputs)
@@ -249,11 +255,6 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
             raise ValueError(
                 "the session's last leaf has no reward and reward.num_workers=0: finish it with a reward, or set "
                 "reward.num_workers to at least 1 for verl's reward function"
-            )
-        if self.distillation_enabled and len(outputs) > 1:
-            raise ValueError(
-                "distillation.enabled=True: verl computes teacher log-probs for one output per session only; run an "
-                "agent loop that does not branch, or set distillation.enabled=False"
             )
 
     def _settle(self, session: Session, error: BaseException | None) -> None:

@@ -21,8 +21,11 @@ POLICY_LOSSES_OVER_ROWS = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg
 normalise over them.
 """
 
-DISTILLATION_LOSSES_OVER_ROWS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 """Names in `distillation.distillation_loss.loss_mode`: estimators of the KL divergence from one sampled token."""
+
+DISTILLATION_LOSSES_OVER_ROWS = (*ESTIMATORS, "forward_kl_topk")
+"""The names that are sums of one term per row: all that verl 0.9.1 has."""
 
 Uses = Callable[[str], Sequence[str]]
 """Returns the settings that turn a feature on, such as `tree.sharing=prompt`; none where it is off."""
@@ -57,6 +60,7 @@ TRANSFORMERS = "trees or a CPU"
 NO_MLP, NO_CHECKPOINTS = "layers without an MLP", "no gradient checkpointing of it"
 CUDA_KERNELS, OTHER_ATTENTION = "a backend for CUDA", "attention other than flash_attention_2"
 OTHER_LOSS, TOP_K = "a loss over several rows", "top-k distillation"
+TEACHER_HERE = "a teacher on the training ranks"
 CORRECTION, REWEIGHED = "a rollout correction", "rollout_is or rollout_rs"
 LINEAR, OTHER_HEADS = "linear attention", "linear attention with heads other than of 64 or 128"
 
@@ -66,6 +70,7 @@ def _read() -> Iterator[Clash]:
     names = {
         "policy_losses": ", ".join(POLICY_LOSSES_OVER_ROWS),
         "distillation_losses": ", ".join(DISTILLATION_LOSSES_OVER_ROWS),
+        "estimators": ", ".join(ESTIMATORS),
     }
     text = files("verl_tree").joinpath("clashes.csv").read_text(encoding="utf-8")
     for feature, others, why, remedy, _ in list(csv.reader(text.splitlines(), strict=True))[1:]:

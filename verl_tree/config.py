@@ -12,6 +12,12 @@ from rollout_hooks.capture.roles import is_role
 from verl_tree.configs import FLAT_STRATEGY as FLAT_STRATEGY
 from verl_tree.configs import TREE_STRATEGY as TREE_STRATEGY
 
+
+def teaches_on_ranks(distillation: Mapping[str, Any]) -> bool:
+    """Whether the ranks of training compute the teacher of `distillation`, which has no machines of its own."""
+    return bool(distillation["enabled"]) and not distillation["nnodes"]
+
+
 LONGEST_WAIT_S = 1e9
 """Python's threads can wait up to 9e9 seconds, and fail where asked for more (`threading.TIMEOUT_MAX`)."""
 

@@ -35,6 +35,7 @@ from verl_tree.launch.command.composition import compose_config
 from verl_tree.trainer.modes import TREE_TRAINERS, TreePPOTrainerSeparateAsync, TreePPOTrainerSync
 from verl_tree.trainer.rows.padding import shorten
 from verl_tree.trainer.starts.resumable import DUMP_KEYS, ResumableTrainer
+from verl_tree.trainer.teacher import TeacherOnRanks
 from verl_tree.trainer.trainer import TreeTrainer
 
 STEP = (
@@ -47,7 +48,7 @@ STEP = (
 )
 METHODS = [
     (ours, name)
-    for ours in (TreeTrainer, ResumableTrainer)
+    for ours in (TreeTrainer, TeacherOnRanks, ResumableTrainer)
     for name, value in vars(ours).items()
     if inspect.isfunction(value) and name != "__init__"
 ]

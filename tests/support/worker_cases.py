@@ -33,7 +33,9 @@ def run_sessions(worker, **options):
     return asyncio.run(prompt_of(worker, **options))
 
 
-async def prompt_of(worker, *, num_sessions, validate=False, agent_name="single_turn_agent", raw_prompt=None):
+async def prompt_of(
+    worker, *, num_sessions, validate=False, agent_name="single_turn_agent", raw_prompt=None, **columns
+):
     """Run the sessions of one prompt as verl's `_run_prompt` does, and return their errors."""
     trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
     worker._prompts["u"] = PromptProgress(num_sessions, [])
@@ -47,6 +49,7 @@ async def prompt_of(worker, *, num_sessions, validate=False, agent_name="single_
             session_id=i,
             raw_prompt=raw_prompt or [{"role": "user", "content": "q"}],
             global_steps=1,
+            **columns,
         )
         for i in range(num_sessions)
     )

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 import transfer_queue as tq
 from omegaconf import open_dict
 from ray.exceptions import ActorDiedError, ActorUnavailableError
@@ -253,12 +254,46 @@ def test_rewards_that_verl_would_mix_up_are_refused():
     shared_reward_model._check_rewards([plain])
     with pytest.raises(ValueError, match="enable_resource_pool=True"):
         shared_reward_model._check_rewards([rewarded, plain])
-    distilling = InProcessWorker(lambda _: "a", reward_handles=["handle"])
-    distilling._check_rewards([rewarded, plain])
-    distilling.distillation_enabled = True
-    distilling._check_rewards([plain])
-    with pytest.raises(ValueError, match=r"distillation\.enabled=True"):
-        distilling._check_rewards([rewarded, plain])
+    InProcessWorker(lambda _: "a", reward_handles=["handle"])._check_rewards([rewarded, plain])
+
+
+class Teacher:
+    """The client of a teacher's servers: the log-prob of a token is its id, negated."""
+
+    def __init__(self):
+        self.asked = []
+
+    async def compute_teacher_logprobs_single(self, *, sequence_ids, routing_key, **_of_images):
+        self.asked.append((tuple(sequence_ids), routing_key))
+        ids = torch.tensor([*sequence_ids[1:], 0])[:, None]
+        return ids, -ids.float()
+
+
+@pytest.mark.parametrize("validate", [False, True], ids=["train", "val"])
+def test_a_teacher_is_asked_about_every_leaf(validate, monkeypatch):
+    """Verl itself asks about the last row of a session only, and about none of a validation."""
+    puts = []
+
+    async def put(**arguments):
+        puts.append(arguments)
+
+    monkeypatch.setattr(tq, "async_kv_batch_put", put)
+    monkeypatch.setitem(_agent_loop_registry, "forking", {"_target_": "forking_loop.ForkingLoop"})
+    worker = InProcessWorker(lambda _: "fine", num_sessions=1)
+    worker.distillation_enabled, worker.teacher_key, worker.teacher_server_manager = True, "task", Teacher()
+    assert run_sessions(worker, num_sessions=1, agent_name="forking", validate=validate, task="maths") == [None]
+    fields = puts[0]["fields"]
+    assert len(fields) == 4
+    asked = worker.teacher_server_manager.asked
+    if validate:
+        assert not asked
+        assert "teacher_logprobs" not in fields
+        return
+    assert sorted(asked) == sorted((tuple(row.tolist()), "maths") for row in fields["input_ids"].unbind())
+    for row in range(4):
+        ids = fields["input_ids"][row]
+        assert fields["teacher_logprobs"][row][:-1, 0].tolist() == (-ids[1:]).float().tolist()
+        assert fields["teacher_ids"][row][:-1, 0].tolist() == ids[1:].tolist()
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])

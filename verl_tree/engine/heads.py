@@ -17,7 +17,7 @@ class Head:
     """The scores of a model call.
 
     `score` runs the model on one call: `score(model, call, layout, plan=, images=, temperature=, calculate_entropy=,
-    chunk_size=)` returns (C, K); see `call_scores`.
+    reading=, chunk_size=)` returns (C, K); see `call_scores`.
     """
 
     names: tuple[str, ...]  # verl's names of the C kinds

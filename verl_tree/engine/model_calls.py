@@ -21,6 +21,7 @@ from verl_tree.engine.heads import Head
 from verl_tree.engine.routes.router_replay import RouterReplay
 from verl_tree.engine.rows.micro_batch import device_of_rank
 from verl_tree.functional.images import PackImages, reads_images
+from verl_tree.functional.scorer import LogitReading
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import NumCalls
 from verl_tree.tree.layout import TreeLayout
@@ -78,6 +79,7 @@ class ModelCalls(ABC):
         images: PackImages | None,
         temperature: float | Tensor,
         calculate_entropy: bool,
+        reading: LogitReading | None = None,
     ) -> Tensor:
         """Run the model on one call and return its scores, (C, K); see `verl_tree.functional.relayed.call_scores`.
 

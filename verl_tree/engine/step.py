@@ -24,6 +24,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
+from verl_tree import clashes
 from verl_tree.config import TreeConfig
 from verl_tree.cost.fit import CostFitter
 from verl_tree.cost.model import CostModel
@@ -31,6 +32,7 @@ from verl_tree.engine.costs.capacity import CapacityChoice
 from verl_tree.engine.costs.pack_times import PackClock, learn_costs
 from verl_tree.engine.heads import Head
 from verl_tree.engine.losses.row_losses import is_sum_over_rows
+from verl_tree.engine.losses.top_k import BatchReading, reading_of
 from verl_tree.engine.model_calls import ModelCalls
 from verl_tree.engine.routes.router_replay import ROUTES, MiniBatchRoutes
 from verl_tree.engine.rows.columns import check_rows, gather, jagged
@@ -72,6 +74,7 @@ class TreeEngine(ModelCalls):
         self._costs = {"update": CostFitter(), "infer": CostFitter()}
         self._capacity = CapacityChoice(self)
         self._routes: MiniBatchRoutes | None = None
+        self._reading: BatchReading | None = None
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
@@ -85,6 +88,7 @@ class TreeEngine(ModelCalls):
         """
         check_rows(data, with_images=self.reads_images)
         self._routes = self._start_routes(data, forward_only=forward_only)
+        self._reading = self._start_reading(data, loss_function)
         self._announce_denominators(data)
         cost = self._costs["infer" if forward_only else "update"]
         mode: Mode = "forward" if forward_only else "rows" if is_sum_over_rows(loss_function) else "joint"
@@ -92,6 +96,7 @@ class TreeEngine(ModelCalls):
         ranks = self._exchange_work(batch, mode=mode)
         steps = steps_of([rank.num_calls for rank in ranks], mode=mode)
         names = self.head.names_of(calculate_entropy=_wants_entropy(data))
+        names += () if self._reading is None else self._reading.names
         result = MiniBatchResult(tu.get(data, "input_ids"), output_names=names if forward_only else ())
         losses = RowLosses(loss_function, result, group=self.group)
         clock, store_bytes = PackClock(get_device_name()), 0
@@ -130,6 +135,16 @@ class TreeEngine(ModelCalls):
             return None
         records = forward_only and self.engine_config.router_replay.mode == "R2"
         return MiniBatchRoutes(self.replay, column, input_ids=tu.get(data, "input_ids"), records=records)
+
+    def _start_reading(self, data: TensorDict, loss_function: LossFunction | None) -> BatchReading | None:
+        """Find out what else than log-probs and entropy is to be read of the logits."""
+        num_ids = self.model_config.hf_config.get_text_config(decoder=True).vocab_size
+        reading = reading_of(data, loss_function, num_ids=num_ids)
+        if reading is not None and self.team is not None:
+            asked = "distillation.distillation_loss.loss_mode=forward_kl_topk"
+            team = f"ulysses_sequence_parallel_size={self.team_size}"
+            clashes.refuse({clashes.TREES: "tree.enabled=true", clashes.TOP_K: asked, clashes.ULYSSES: team})
+        return reading
 
     def _announce_denominators(self, data: TensorDict) -> None:
         """Add the denominators of verl's losses: the trained tokens of all ranks and the number of ranks."""
@@ -213,6 +228,7 @@ class TreeEngine(ModelCalls):
     def _relay(self, rows: MicroBatchRows, data: TensorDict, *, mode: Mode) -> RelayRun:
         """Plan the model calls of a micro-batch."""
         temperature, wants_entropy = rows.temperature(), _wants_entropy(data)
+        reading = None if self._reading is None else self._reading.of_micro_batch(rows.micro)
 
         def compute(call: RelayCall, plan: AttentionPlan) -> Tensor:
             return self.scores(
@@ -222,6 +238,7 @@ class TreeEngine(ModelCalls):
                 images=rows.micro.images,
                 temperature=temperature,
                 calculate_entropy=wants_entropy,
+                reading=reading,
             )
 
         runs_twice = rows.micro.is_relayed and mode != "forward"

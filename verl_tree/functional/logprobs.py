@@ -28,6 +28,7 @@ from verl_tree.attention.hf import no_mask
 from verl_tree.families import LOGIT_TRANSFORMS
 from verl_tree.functional.images import CallImages, distinct_images
 from verl_tree.functional.scorer import (
+    LogitReading,
     ScoredPairs,
     Scorer,
     auto_chunk_size,
@@ -100,6 +101,7 @@ def forward_scores(
     images: CallImages | None = None,
     temperature: float | Tensor = 1.0,
     calculate_entropy: bool = False,
+    reading: LogitReading | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
     """Run a causal LM on the queries of a plan and score the pairs, (C, K): log-probs and, if asked for, entropy.
@@ -118,6 +120,7 @@ def forward_scores(
             positions stand in for `position_Q`. None for every other model.
         temperature: Divides the logits; a number, or (Q,) by the position whose logits it divides, on either device.
         calculate_entropy: Also compute the entropy.
+        reading: Further kinds of scores of the positions, for a rank that computes alone.
         chunk_size: Positions projected at a time. None: at least 1,024, more while their logits stay below 2**25
             numbers. Several chunks are recomputed in the backward pass. A single one is kept, as nothing would be
             saved.
@@ -150,7 +153,9 @@ def forward_scores(
         temperature_P=temperatures[0][position_P] if temperatures else temperature,
         calculate_entropy=calculate_entropy,
         chunk_size=chunk_size,
+        reading=reading,
     )
+    assert reading is None or shard.num_ranks == 1, "top-k distillation is refused where several ranks compute a call"
     inputs = {
         "input_ids": token_ids_L.unsqueeze(0),
         "position_ids": position_L.unsqueeze(0),

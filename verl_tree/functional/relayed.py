@@ -28,7 +28,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from verl_tree.attention.hf import no_mask, tree_attention_implementation
 from verl_tree.functional.images import PackImages
 from verl_tree.functional.logprobs import TreeLogProbs, forward_scores
-from verl_tree.functional.scorer import ScoredPairs
+from verl_tree.functional.scorer import LogitReading, ScoredPairs
 from verl_tree.relay.calls import RelayCall, RelayCalls
 from verl_tree.relay.cut import MIN_SECTION_COST, Cut, cut
 from verl_tree.relay.run import RELAYED, RelayRun, call_plan, watched
@@ -47,12 +47,13 @@ def call_scores(
     images: PackImages | None = None,
     temperature: float | Tensor = 1.0,
     calculate_entropy: bool = False,
+    reading: LogitReading | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
     """Run a causal LM on one call and score what the call scores, (C, K).
 
-    `layout` and `images` are those of the whole forest, and `temperature` a number or (T,) on the host. The other
-    arguments and the errors are those of `forward_scores`.
+    `layout`, `images` and `reading` are those of the whole forest, and `temperature` a number or (T,) on the host. The
+    other arguments and the errors are those of `forward_scores`.
     """
     host = layout.on_host
     token_Q, scored_K, scorer_K = map(torch.from_numpy, (call.token_Q, call.scored_K, call.scorer_K))
@@ -65,6 +66,7 @@ def call_scores(
         images=None if images is None else images.of_call(token_Q),
         temperature=temperature[token_Q] if isinstance(temperature, Tensor) else temperature,
         calculate_entropy=calculate_entropy,
+        reading=None if reading is None else reading.of_call(token_Q, device=plan.subtree_end_T.device),
         chunk_size=chunk_size,
     )
 

@@ -2,13 +2,14 @@
 
 Positions are projected to the vocabulary in chunks whose logits are recomputed in the backward pass.
 
-Legend: T tokens that the model computes on this rank, P projected positions, K (position, label) pairs, M of them on
-this rank, V vocabulary, C kinds of scores, R rows that the model hands to its head, X hidden size or V.
+Legend: Q tokens of a model call, T tokens that the model computes on this rank, P projected positions, K (position,
+label) pairs, M of them on this rank, V vocabulary, C kinds of scores, R rows that the model hands to its head, X hidden
+size or V.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -48,6 +49,18 @@ class ScoredPairs:
         return own, index_M
 
 
+class LogitReading(Protocol):
+    """What else is read of the logits than the log-prob of a label and the entropy: further kinds of scores."""
+
+    def of_call(self, token_Q: Tensor, *, device: torch.device) -> Self:
+        """Return the reading of one model call, of which `token_Q` (Q,) are the tree tokens, on the host."""
+        ...
+
+    def __call__(self, logits_PV: Tensor, position_P: Tensor) -> Tensor:
+        """Return the kinds, (C, P), at some places among the Q tokens; the logits are divided by the temperature."""
+        ...
+
+
 def transforms_logits(model: PreTrainedModel) -> bool:
     """Return whether the architecture caps or scales the logits behind its head."""
     config = model.config.get_text_config(decoder=True).to_dict()
@@ -76,9 +89,10 @@ class Scorer:
     temperature_P: float | Tensor
     calculate_entropy: bool
     chunk_size: int
+    reading: LogitReading | None = None
 
     def score(self, rows_1RX: Tensor, *, project: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Score all pairs as (C, K), chunk by chunk.
+        """Score all pairs as (C, K), chunk by chunk: log-probs, maybe entropy, and what `reading` makes.
 
         `rows_1RX` are the hidden states (1, R, X) of the P wanted or of all T positions; without `project`, the head's
         forward, the logits.
@@ -90,7 +104,8 @@ class Scorer:
         for number, start in enumerate(starts):
             rows, pairs = slice(start, start + self.chunk_size), slice(*self.pair_bounds[number : number + 2])
             row_K, label_K = self.pairs.pair_position_K[pairs] - start, self.pairs.label_K[pairs]
-            args = (rows_PX[rows], project, _at(self.temperature_P, rows), row_K, label_K)
+            position_P = self.pairs.position_P[rows]
+            args = (rows_PX[rows], project, _at(self.temperature_P, rows), row_K, label_K, position_P)
             if len(starts) > 1 and torch.is_grad_enabled():
                 chunks.append(checkpoint(self._score_chunk, *args, use_reentrant=False))
             else:
@@ -118,6 +133,7 @@ class Scorer:
         temperature_P: float | Tensor,
         row_K: Tensor,
         label_K: Tensor,
+        position_P: Tensor,
     ) -> Tensor:
         logits_PV = rows_PX if project is None else project(rows_PX)
         logits_PV = logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()
@@ -127,7 +143,10 @@ class Scorer:
             logits_PV = logits_PV / temperature_P
         log_probs_PV = logits_PV.log_softmax(-1)
         log_probs_K = log_probs_PV[row_K, label_K]
-        if not self.calculate_entropy:
-            return log_probs_K.unsqueeze(0)
-        entropy_P = -(log_probs_PV.exp() * log_probs_PV).sum(-1)
-        return torch.stack((log_probs_K, entropy_P[row_K]))
+        kinds_CK = [log_probs_K.unsqueeze(0)]
+        if self.calculate_entropy:
+            entropy_P = -(log_probs_PV.exp() * log_probs_PV).sum(-1)
+            kinds_CK.append(entropy_P[row_K].unsqueeze(0))
+        if self.reading is not None:
+            kinds_CK.append(self.reading(logits_PV, position_P)[:, row_K].to(log_probs_K.dtype))
+        return torch.cat(kinds_CK) if len(kinds_CK) > 1 else kinds_CK[0]

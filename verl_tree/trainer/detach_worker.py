@@ -16,13 +16,14 @@ from verl.utils.fsdp_utils import fsdp2_sharded_load_from_cpu, fsdp2_sharded_sav
 
 from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.trainer.portions.portion import PortionWorker
+from verl_tree.trainer.teacher import TeachingWorker
 from verl_tree.trainer.worker import TreeTrainingWorker
 
 SavedModel = tuple[dict[str, tuple[Tensor, Any]], Any]
 """The local shards by parameter name, each with its placement, and the placement of the first (verl's format)."""
 
 
-class TreeDetachActorWorker(PortionWorker, DetachActorWorker):
+class TreeDetachActorWorker(PortionWorker, TeachingWorker, DetachActorWorker):
     """verl's detached worker for `fsdp_tree`, too; with FSDP2 a saved model shares no memory with the running one."""
 
     actor_worker_cls = TreeTrainingWorker

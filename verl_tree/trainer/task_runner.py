@@ -36,7 +36,10 @@ class TreeTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # type: ign
 
         verl does not wait, and their imports, half a minute on a slow machine, would be in the time of the first step.
         """
-        super().init_agent_loop_manager()
+        from verl_tree.trainer.teacher import without_servers
+
+        with without_servers(self.config):
+            super().init_agent_loop_manager()
         # A manager of the user's may keep its workers elsewhere.
         workers = getattr(self.agent_loop_manager, "agent_loop_workers", [])
         ray.get([worker.__ray_ready__.remote() for worker in workers])

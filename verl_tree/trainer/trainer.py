@@ -6,6 +6,7 @@ What differs from `PPOTrainer` (verl 0.9.1), each through an overridden method:
   (`batching`). The order does not depend on when rows arrived. The workers' fitted cost model balances the ranks.
   Advantages, metrics and dumps leave padding rows out (`padding`). `tree.rows` may leave out others (`chosen_rows`).
 - Workers (`_init_resource_pool_mgr`, `_update_*`) cut mini-batches as planned here (`worker`).
+- A teacher may be the reference workers' model (`teacher`).
 - Columns of tokens are read and written by the ranks (`beside_rows`, behind verl's mode).
 - Log-probs of the rollout engine (`_compute_old_log_prob`) are compared with the trainer's (`log_prob_guard`).
 - Failed sessions and prompts (`step`, `_validate`) are counted and printed with their cause.
@@ -41,6 +42,7 @@ from verl_tree.cost.model import CostModel
 from verl_tree.packing.counts import ForestCounts
 from verl_tree.records import StoredTree
 from verl_tree.trainer import advantages
+from verl_tree.trainer.hybrid_worker import TreeActorRolloutRefWorker
 from verl_tree.trainer.row_keys import number_sessions
 from verl_tree.trainer.rows import replay
 from verl_tree.trainer.rows.batching import MiniBatchPlan, assign_rows
@@ -55,6 +57,7 @@ from verl_tree.trainer.rows.step_tokens import fetch_calls, fetch_cells, fetch_t
 from verl_tree.trainer.starts.restored import numbered_uid, take_over_restored
 from verl_tree.trainer.starts.resumable import ResumableTrainer
 from verl_tree.trainer.starts.tree_folder import take_over
+from verl_tree.trainer.teacher import TeacherOnRanks
 from verl_tree.trainer.told.log_prob_guard import LogProbGuard
 from verl_tree.trainer.told.metrics import (
     capture_metrics,
@@ -67,12 +70,12 @@ from verl_tree.trainer.told.metrics import (
 )
 from verl_tree.trainer.told.tree_log import TreeLog, When
 from verl_tree.trainer.told.update_metrics import as_numbers, step_metrics, take_tree_metrics
-from verl_tree.trainer.worker import TreeActorRolloutRefWorker, TreeTrainingWorker
+from verl_tree.trainer.worker import TreeTrainingWorker
 
 logger = logging.getLogger(__name__)
 
 
-class TreeTrainer(ResumableTrainer):
+class TreeTrainer(TeacherOnRanks, ResumableTrainer):
     """verl's trainer with trees, for a composed and validated configuration `tree_ppo`; put before a mode's class."""
 
     actor_worker: ClassVar[type[ActorRolloutRefWorker]] = TreeActorRolloutRefWorker

@@ -22,7 +22,7 @@ from verl.utils.device import get_device_name
 from verl.utils.metric import Metric
 from verl.utils.py_functional import append_to_dict
 from verl.workers.config import TrainingWorkerConfig
-from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.engine_workers import TrainingWorker
 
 from verl_tree import clashes
 from verl_tree.cpu.platform import ensure_cpu_process_group
@@ -36,7 +36,6 @@ from verl_tree.engine.rows.micro_batch import LossFunction
 from verl_tree.engine.rows.positions import settle_positions, takes_components
 from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.packing.counts import ForestCounts, RankTimes
-from verl_tree.trainer.portions.portion import PortionWorker
 from verl_tree.trainer.rows.batching import MiniBatchPlan
 from verl_tree.trainer.told.update_flops import UpdateFlops
 from verl_tree.trainer.told.update_metrics import as_numbers
@@ -168,13 +167,6 @@ class TreeTrainingWorker(TrainingWorker):
 
     def _settle(self, data: TensorDict) -> None:
         settle_positions(data, keep_components=takes_components(self.model_config.hf_config))
-
-
-class TreeActorRolloutRefWorker(PortionWorker, ActorRolloutRefWorker):
-    """verl's hybrid worker with `TreeTrainingWorker`s, which takes portions of the rows."""
-
-    actor_worker_cls = TreeTrainingWorker
-    ref_worker_cls = TreeTrainingWorker
 
 
 def _mini_batch_order(num_mini_batches: int, *, epochs: int, seed: int, shuffle: bool) -> Iterator[int]:

@@ -56,6 +56,18 @@ def test_a_command_that_can_run(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("num_nodes", [0, 2])
+def test_where_the_teacher_is(tmp_path: Path, num_nodes: int) -> None:
+    """On the training ranks it takes the place of the reference model; servers have ranks of their own."""
+    teacher = write_model(tmp_path / "teacher")
+    key = "distillation.teacher_models.teacher_model.model_path"
+    settings = ("distillation.enabled=true", f"{key}={teacher}", f"distillation.nnodes={num_nodes}")
+    is_valid, text = report(arguments(tmp_path, *settings))
+    assert is_valid, text
+    here, servers = f"  teacher: fsdp_tree, {teacher}\n", f"  teachers: {teacher}, 2 x 8 ranks of their own\n"
+    assert (here in text, servers in text) == ((True, False) if num_nodes == 0 else (False, True)), text
+
+
 def test_teams_and_ranks_of_the_rollout(tmp_path: Path) -> None:
     """A limit per GPU is that of one rank of a team: 400 is a quarter of a pass that holds 1,412 tokens."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2}

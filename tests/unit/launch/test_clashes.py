@@ -22,6 +22,7 @@ TEAM, TWO_RANKS = f"{ACTOR}.ulysses_sequence_parallel_size=2", "trainer.n_gpus_p
 FLAT, GPU, CRITIC, AUTO = "tree.enabled=false", "trainer.device=cuda", "critic.enable=true", "tree.capacity=auto"
 LOSS, CORRECTION = f"{ACTOR}.policy_loss.loss_mode", "algorithm.rollout_correction"
 ATTENTION, TOP_K = f"{MODEL}.override_config.attn_implementation", "distillation.distillation_loss.loss_mode"
+DISTILS = "distillation.enabled=true"
 SEPARATE = "trainer.v1.trainer_mode=separate_async"
 TYPES = {
     "IMAGES": {"model_type": "qwen3_vl", "vision_config": {}},
@@ -73,7 +74,12 @@ EXAMPLES = (
     (f"{RETURNED}=false", f"{REPLAY}=R3", GPU),
     ("tree.route_conflicts=fork",),
     (f"{ACTOR}.calculate_sum_pi_squared=true",),
-    (f"{TOP_K}=forward_kl_topk", "distillation.enabled=true"),
+    (f"{TOP_K}=forward_kl_topk", DISTILS, TEAM, TWO_RANKS),
+    (f"{TOP_K}=forward_kl_topk", DISTILS, FLAT),
+    (f"{ACTOR}.use_kl_loss=true", DISTILS),
+    ("algorithm.use_kl_in_reward=true", DISTILS),
+    ("actor_rollout_ref.hybrid_engine=false", DISTILS, SEPARATE),
+    ("distillation.teacher_models.teacher_model.model_path=IMAGES", "distillation.enabled=false"),
     (f"{ROLLOUT}.calculate_log_probs=false", f"{CORRECTION}.rollout_is=token"),
     (f"{LOSS}=gspo", f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_rs=token_k1"),
     (f"{ROLLOUT}.name=sglang",),

@@ -50,7 +50,22 @@ MODELS = {
     "heads_6": {"text_config": {"num_attention_heads": 6}},
     "heads_24_6": {"num_attention_heads": 24, "num_key_value_heads": 6},
     "heads_unknown": {"n_head": 3},  # another family, whose layers say so when they run
-    **{name: {} for name in ("model", "no_weights", "many_files", "bin", "index", "no_template", "template", "jinja")},
+    **{
+        name: {}
+        for name in (
+            "speaks",
+            "speaks_more",
+            "speaks_other",
+            "model",
+            "no_weights",
+            "many_files",
+            "bin",
+            "index",
+            "no_template",
+            "template",
+            "jinja",
+        )
+    },
 }
 WEIGHTS = {
     "many_files": "model-00001-of-00002.safetensors",
@@ -72,6 +87,11 @@ TEXTS = {
     "a_file": "",
     "no_template/tokenizer_config.json": "{}",
     "jinja/tokenizer_config.json": "{}",
+    "speaks/tokenizer.json": '{"model": {"vocab": {"a": 0, "b": 1}}}',
+    "speaks_more/tokenizer.json": (
+        '{"model": {"vocab": [["a", 0.5], ["b", 0.1]]}, "added_tokens": [{"content": "<think>", "id": 3}]}'
+    ),
+    "speaks_other/tokenizer.json": '{"model": {"vocab": {"a": 0, "b": 2}}}',
     "jinja/chat_template.jinja": "a",
     "template/tokenizer_config.json": '{"chat_template": "a"}',
     # The modules of the user's are not run: what they need may be in the environment of Ray's processes only.

@@ -23,6 +23,7 @@ from verl_tree.launch.command.composition import compose_config
 from verl_tree.records import read_trees
 from verl_tree.trainer.advantages import ESTIMATORS
 from verl_tree.trainer.detach_worker import TreeDetachActorWorker
+from verl_tree.trainer.hybrid_worker import TreeActorRolloutRefWorker
 from verl_tree.trainer.modes import TREE_TRAINERS, TreePPOTrainerSync
 from verl_tree.trainer.rows.no_trajectory import NoTrajectoryError
 from verl_tree.trainer.rows.replay import TreeRolloutSkip
@@ -32,7 +33,7 @@ from verl_tree.trainer.rows.replay_buffer import (
     TreeReplayBufferAsync,
     WatchedBuffer,
 )
-from verl_tree.trainer.worker import TreeActorRolloutRefWorker, TreeTrainingWorker
+from verl_tree.trainer.worker import TreeTrainingWorker
 
 
 def config_of(*overrides: str) -> DictConfig:

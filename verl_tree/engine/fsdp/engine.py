@@ -29,6 +29,7 @@ from verl_tree.engine.routes.router_replay import RouterReplay
 from verl_tree.engine.step import TreeEngine
 from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.functional.images import PackImages
+from verl_tree.functional.scorer import LogitReading
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import RELAYED, NumCalls
 from verl_tree.tree.layout import TreeLayout
@@ -101,6 +102,7 @@ class FSDPTreeEngine(TreeEngine, BuildForTrees):
         images: PackImages | None,
         temperature: float | Tensor,
         calculate_entropy: bool,
+        reading: LogitReading | None = None,
     ) -> Tensor:
         with self._autocast():
             return self.head.score(
@@ -111,6 +113,7 @@ class FSDPTreeEngine(TreeEngine, BuildForTrees):
                 images=images,
                 temperature=temperature,
                 calculate_entropy=calculate_entropy,
+                reading=reading,
                 chunk_size=self.tree_config.logits_chunk_size,
             )
 

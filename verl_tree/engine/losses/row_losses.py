@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from verl.trainer.distillation import distillation_ppo_loss
+from verl.workers.config import DistillationConfig
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 
 from verl_tree.clashes import DISTILLATION_LOSSES_OVER_ROWS, POLICY_LOSSES_OVER_ROWS
@@ -18,17 +19,23 @@ from verl_tree.engine.losses.session_weights import session_weighted_loss
 from verl_tree.engine.losses.untrained_rows import loss_of_any_rows
 
 
-def is_distillation_by_estimator(loss_function: Callable[..., Any]) -> bool:
-    """Return whether a loss, as verl's workers hold it, is distillation that reads log-probs only."""
-    if not isinstance(loss_function, partial) or loss_function.func is not distillation_ppo_loss:
-        return False
-    config = loss_function.keywords.get("distillation_config")
+def distillation_of(loss_function: Callable[..., Any] | None) -> DistillationConfig | None:
+    """Return the settings of a loss, as the workers hold it, if it distils."""
+    if not isinstance(loss_function, partial):
+        return None
+    if loss_function.func in (session_weighted_loss, loss_of_any_rows):
+        return distillation_of(*loss_function.args)
+    return loss_function.keywords.get("distillation_config") if loss_function.func is distillation_ppo_loss else None
+
+
+def _distils_over_rows(loss_function: Callable[..., Any]) -> bool:
+    config = distillation_of(loss_function)
     return config is not None and config.distillation_loss.loss_mode in DISTILLATION_LOSSES_OVER_ROWS
 
 
 def needs_trained_tokens(loss_function: Callable[..., Any]) -> bool:
     """Return whether a loss, as verl's workers hold it, fails on rows of which no token is trained."""
-    if is_distillation_by_estimator(loss_function):
+    if _distils_over_rows(loss_function):
         return True
     if not isinstance(loss_function, partial) or loss_function.func is not ppo_loss:
         return False
@@ -46,8 +53,8 @@ def is_sum_over_rows(loss_function: Callable[..., Any] | None) -> bool:
         return True
     if loss_function.func not in (ppo_loss, distillation_ppo_loss, value_loss) or config is None:
         return False
-    # As a reward, estimators go through the policy loss "vanilla"; verl refuses others there.
-    if loss_function.func is distillation_ppo_loss and not is_distillation_by_estimator(loss_function):
+    # As a reward, it goes through the policy loss "vanilla"; verl refuses others there.
+    if loss_function.func is distillation_ppo_loss and not _distils_over_rows(loss_function):
         return False
     # This mode divides by the width to which verl pads the rows of one call, unless the divisor is given.
     if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.loss_scale_factor is None:

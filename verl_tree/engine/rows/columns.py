@@ -17,8 +17,6 @@ from verl_tree.families import IMAGE_TYPES
 
 _OUTPUTS_WITHOUT_A_TREE_PATH = {
     "calculate_sum_pi_squared": clashes.SUM_PI,
-    "distillation_use_topk": clashes.TOP_K,
-    "distillation_only": clashes.TOP_K,
 }
 
 

@@ -19,6 +19,7 @@ from verl_tree.launch.checks import (
     prompts,
     resume,
     settings,
+    teachers,
     values,
 )
 from verl_tree.launch.checks.refusals import Finding, Findings, settle
@@ -34,6 +35,7 @@ CHECKS = (
     *memory.CHECKS,
     *modes.CHECKS,
     *inputs.CHECKS,
+    *teachers.CHECKS,
     *prompts.CHECKS,
     *resume.CHECKS,
     *code.CHECKS,

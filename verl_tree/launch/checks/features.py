@@ -26,6 +26,7 @@ from verl_tree.launch.checks.refusals import (
     models_of,
     text_settings,
     uses_critic,
+    uses_teacher_here,
     value_of,
 )
 
@@ -128,6 +129,11 @@ def _top_k(config: DictConfig) -> Iterator[str]:
         yield from settings_of(f"{DISTILLATION}={','.join(names)}", config)
 
 
+def _teacher_here(config: DictConfig) -> Iterator[str]:
+    if uses_teacher_here(config):
+        yield "distillation.nnodes=0"
+
+
 def _corrections(config: DictConfig, *names: str) -> Iterator[str]:
     keys = [f"{CORRECTION}.{name}" for name in corrections(config) if name in names]
     return (f"{key}={value_of(config, key)}" for key in keys)
@@ -159,6 +165,7 @@ WORDS: dict[str, Feature] = {
     clashes.CUDA_KERNELS: _backend_for_cuda,
     clashes.OTHER_LOSS: _other_losses,
     clashes.TOP_K: _top_k,
+    clashes.TEACHER_HERE: _teacher_here,
     clashes.CORRECTION: lambda config: _corrections(config, "rollout_is", "rollout_rs", "bypass_mode"),
     clashes.REWEIGHED: lambda config: _corrections(config, "rollout_is", "rollout_rs"),
 }

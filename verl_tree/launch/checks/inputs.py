@@ -68,23 +68,27 @@ def check_models(config: DictConfig) -> Findings:
     """Find models that do not exist or that take more than text."""
     for model in models_of(config):
         key = f"{model}.path"
-        path = value_of(config, key)
-        if not isinstance(path, str) or not path:
-            yield refusal(config, key, "give the folder of a model, or its name on the hub (owner/model)")
-        elif has_scheme(path):
-            continue
-        elif path.endswith("/"):
-            yield refusal(config, key, "verl takes no folder that ends in /; remove it")
-        elif os.path.isdir(path):
-            if not os.path.isfile(f"{path}/config.json") and not value_of(config, f"{model}.hf_config_path"):
-                yield refusal_here(config, key, "the folder has no config.json; give one that save_pretrained wrote")
-            if not any(name.endswith(WEIGHTS) for name in os.listdir(path)):
-                remedy = "the folder has no weights (*.safetensors or *.bin); give one that save_pretrained wrote"
-                yield refusal_to_run(config, key, remedy)
-            yield from _check_towers(config, key)
-        else:
-            yield from _check_hub_name(config, key, path)
-            yield from _check_towers(config, key)
+        yield from check_model(config, key, has_config=bool(value_of(config, f"{model}.hf_config_path")))
+        yield from _check_towers(config, key)
+
+
+def check_model(config: DictConfig, key: str, *, has_config: bool = False) -> Findings:
+    """Find that the model of a key does not exist; `has_config` says that its config.json is elsewhere."""
+    path = value_of(config, key)
+    if not isinstance(path, str) or not path:
+        yield refusal(config, key, "give the folder of a model, or its name on the hub (owner/model)")
+    elif has_scheme(path):
+        return
+    elif path.endswith("/"):
+        yield refusal(config, key, "verl takes no folder that ends in /; remove it")
+    elif os.path.isdir(path):
+        if not os.path.isfile(f"{path}/config.json") and not has_config:
+            yield refusal_here(config, key, "the folder has no config.json; give one that save_pretrained wrote")
+        if not any(name.endswith(WEIGHTS) for name in os.listdir(path)):
+            remedy = "the folder has no weights (*.safetensors or *.bin); give one that save_pretrained wrote"
+            yield refusal_to_run(config, key, remedy)
+    else:
+        yield from _check_hub_name(config, key, path)
 
 
 def _check_towers(config: DictConfig, key: str) -> Findings:

@@ -27,6 +27,7 @@ from verl_tree.launch.checks.refusals import (
     text_settings,
     uses_cpu,
     uses_reference,
+    uses_teacher_here,
     uses_tree,
     value_of,
 )
@@ -158,7 +159,9 @@ def _state_bytes(config: DictConfig, size: "ModelSize") -> int:
     numbers += 0 if offloads.get("param_offload") else 1
     numbers += 0 if offloads.get("optimizer_offload") or "adam" not in str(actor.optim.optimizer).lower() else 2
     # On a GPU the reference model may wait in host memory.
-    numbers += 1 if uses_reference(config) and uses_cpu(config) else 0
+    # A teacher may be smaller.
+    has_reference = uses_reference(config) and not uses_teacher_here(config)
+    numbers += 1 if has_reference and uses_cpu(config) else 0
     return numbers * dtype_bytes * size.num_parameters
 
 

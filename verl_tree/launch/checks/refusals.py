@@ -3,12 +3,13 @@
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from verl_tree.config import teaches_on_ranks
 from verl_tree.launch.command.environment import joins_running_cluster
 
 logger = logging.getLogger(__name__)
@@ -18,6 +19,7 @@ ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
 MODELS = ("actor_rollout_ref.model", "critic.model")
 DATA_KEYS = ("data.train_files", "data.val_files")
 CORRECTION = "algorithm.rollout_correction"
+TEACHER_PATH = "distillation.teacher_models.teacher_model.model_path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +142,14 @@ def corrections(config: DictConfig) -> list[str]:
 
 
 def uses_reference(config: DictConfig) -> bool:
-    """Whether there is a reference model."""
-    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+    """Whether there are reference workers, of a reference model or a teacher."""
+    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss or uses_teacher_here(config)
+
+
+def uses_teacher_here(config: DictConfig) -> bool:
+    """Whether the reference workers have a teacher's model."""
+    settings = value_of(config, "distillation")
+    return isinstance(settings, DictConfig) and teaches_on_ranks(cast("Mapping[str, Any]", settings))
 
 
 def data_files(config: DictConfig, key: str) -> list[str]:
@@ -168,15 +176,20 @@ def columns(name: str) -> list[str]:
 
 def model_settings(path: Any) -> dict[str, Any]:
     """Return a model's config.json; nothing if it is not on this machine."""
+    return model_file(path, "config.json")
+
+
+def model_file(path: Any, name: str) -> dict[str, Any]:
+    """Return a JSON file of a model; nothing if it is not on this machine."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     if not isinstance(path, str):
         return {}
-    file: Any = os.path.join(path, "config.json")
+    file: Any = os.path.join(path, name)
     if not os.path.isdir(path):
         try:
-            file = try_to_load_from_cache(path, "config.json")
+            file = try_to_load_from_cache(path, name)
         except HFValidationError:
             return {}
     if not isinstance(file, str) or not os.path.isfile(file):

@@ -104,6 +104,8 @@ RANGES: tuple[Range, ...] = (
     *ranges(REF, ULYSSES, f"fsdp_config.{ULYSSES}", **COUNT, or_null=True, applies=uses_reference),
     *ranges("critic", f"fsdp.{ULYSSES}", **COUNT, or_null=True, applies=uses_critic),
     *ranges("critic", "ppo_mini_batch_size", "ppo_epochs", **COUNT, applies=uses_critic),
+    Range("distillation.nnodes", least=0, is_whole=True),
+    Range("distillation.distillation_loss.topk", **COUNT, or_null=True),
     *ranges("trainer", "nnodes", "n_gpus_per_node", "total_epochs", **COUNT),
     *ranges("trainer", "total_training_steps", **COUNT, or_null=True),
     *ranges("trainer", "save_freq", "test_freq", least=-1, is_whole=True),

@@ -6,10 +6,12 @@ from verl_tree.launch.checks.capacity import capacity_keys, longest_trajectory, 
 from verl_tree.launch.checks.modes import is_separate, rollout_pools, rollout_ranks
 from verl_tree.launch.checks.refusals import (
     CORRECTION,
+    TEACHER_PATH,
     corrections,
     ranks_of,
     uses_critic,
     uses_reference,
+    uses_teacher_here,
     uses_tree,
     value_of,
 )
@@ -45,21 +47,28 @@ def _relayed(config: DictConfig) -> str:
 
 def layout_lines(config: DictConfig) -> list[str]:
     """Return the device, the trainer, each role with its engine and its ranks, and what a step does."""
-    actor, model, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.model, config.actor_rollout_ref.ref
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     lines = [
         f"trainer: {config.trainer.v1.trainer_mode}, {_pool(config, 'trainer')} (nodes x devices), "
         f"{config.trainer.device}{_teams(config)}",
         f"actor: {actor.strategy}, {model.path}",
-        f"reference: {ref.strategy}" if uses_reference(config) else "reference: none",
+        _reference_line(config),
         f"critic: {config.critic.strategy}, {config.critic.model.path}" if uses_critic(config) else "critic: none",
         *_rollout_lines(config),
         _agent_line(config),
         _reward_line(config),
     ]
-    if config.distillation.enabled:
+    if config.distillation.enabled and not uses_teacher_here(config):
         paths = ", ".join(str(each.model_path) for each in config.distillation.teacher_models.values())
         lines.append(f"teachers: {paths}, {_pool(config, 'distillation')} of their own")
     return [*lines, *_step_lines(config)]
+
+
+def _reference_line(config: DictConfig) -> str:
+    if not uses_reference(config):
+        return "reference: none"
+    strategy, teacher = config.actor_rollout_ref.ref.strategy, value_of(config, TEACHER_PATH)
+    return f"teacher: {strategy}, {teacher}" if uses_teacher_here(config) else f"reference: {strategy}"
 
 
 def _pool(config: DictConfig, key: str) -> str:

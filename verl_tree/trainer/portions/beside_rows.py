@@ -26,6 +26,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import compute_throughout_metrics, compute_timing_metrics
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
+from verl_tree.config import teaches_on_ranks
 from verl_tree.trainer.advantages import ESTIMATORS
 from verl_tree.trainer.portions import by_role
 from verl_tree.trainer.portions.portion import Method, Portion, PortionResult, announcement, join_untrained
@@ -58,6 +59,9 @@ class BesideRows(PPOTrainer):
 
     @override
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
+        if teaches_on_ranks(self.config.distillation):
+            self._call(self.ref_policy_wg.compute_ref_log_prob, batch, calculate_entropy=False)
+            return batch  # The rows have what the loss reads.
         if self.ref_in_actor:
             self._call(self.actor_rollout_wg.compute_log_prob, batch, calculate_entropy=False, no_lora_adapter=True)
         else:
