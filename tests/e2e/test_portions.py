@@ -1,6 +1,7 @@
 """verl's methods on portions of the rows give what they give on all rows: columns, fields and metrics (real queue)."""
 
 import os
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,6 +12,7 @@ pytest.importorskip("verl")
 os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_tree.cpu.platform")
 
 import transfer_queue as tq
+from omegaconf import OmegaConf
 from ranks_here import RanksHere
 from test_replay import RowsTrainer
 from transfer_queue import KVBatchMeta
@@ -21,7 +23,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl_tree.launch.command.composition import compose_config
 from verl_tree.trainer.portions.beside_rows import BesideRows
 from verl_tree.trainer.portions.portion import PortionTrainer, announcement
-from verl_tree.trainer.portions.whitening import UNWHITENED
+from verl_tree.trainer.portions.whitening import UNWHITENED, unwhitened
 from verl_tree.trainer.rows.padding import append_padding_rows, real_rows
 from verl_tree.trainer.rows.step_rows import StepRows
 
@@ -213,6 +215,66 @@ def test_portions_give_what_all_rows_give(case: str, num_ranks: int) -> None:
     BesideRows._compute_metrics(trainer, real, got, timing, global_steps=3, epoch=1)
     # verl takes the variance of weights as a difference, in single precision.
     assert_same(got, expected, rel=1e-5 if is_weighed else 1e-6)
+
+
+ROLES = {"a": ("p", "w", "w", "p", "p", "w"), "b": ("p", "p"), "e": ("p", None, "p", None, "lone")}
+"""The roles of the rows of some prompts, in the order of their keys; the others have none."""
+
+REJECTS = [f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2"]
+BY_ROLE = {
+    **{name: [f"algorithm.adv_estimator={name}"] for name in ("grpo", "rloo", "opo", "tree_grpo", "treerl", "gigpo")},
+    "reinforce_plus_plus_baseline": ["algorithm.adv_estimator=reinforce_plus_plus_baseline"],
+    "gae": ["algorithm.adv_estimator=gae"],
+    # These are computed by the driver.
+    "rejects": ["algorithm.adv_estimator=rloo", *REJECTS],
+    "rejects_grpo": ["algorithm.adv_estimator=grpo", *REJECTS],
+}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("case", BY_ROLE)
+def test_roles_have_baselines_of_their_own(case: str, num_ranks: int) -> None:
+    """Beside verl's trainer on the rows of each role apart, and on prompts without roles; tags tell the roles."""
+    batch = store_rows()
+    by_key = {
+        key: role
+        for uid, roles in ROLES.items()
+        for key, role in zip(sorted(key for key in batch.keys if key.startswith(f"{uid}_")), roles, strict=True)
+    }
+    for key, tag in zip(batch.keys, batch.tags, strict=True):
+        tag |= {"leaf_role": by_key[key]} if by_key.get(key) else {}
+    real = real_rows(batch)
+    trainer = trainer_of(*BY_ROLE[case], num_ranks=num_ranks)
+    rows, estimator = StepRows.fetch(real), trainer.config.algorithm.adv_estimator
+    trainer._step_rows = rows
+    assert len(rows.roles) == 11
+    config = trainer.config
+    if estimator in UNWHITENED:  # whitened over all rows
+        config = OmegaConf.merge(config, {"algorithm": {"adv_estimator": unwhitened(estimator)}})
+    whole = PortionTrainer(config, kl_coef=trainer.kl_ctrl_in_reward.value)
+    expected: dict[str, list[float]] = {}
+    parts = [[key for key in real.keys if by_key.get(key) == role and key[0] in ROLES] for role in ("p", "w", None)]
+    if estimator == "gae":
+        parts = [list(real.keys)]
+    for part in [*parts, [key for key in real.keys if key[0] not in ROLES]]:
+        of_role = real.select_keys(part)
+        with announcement(replace(StepRows.fetch(of_role), roles={}), config):  # as a run without roles has them
+            whole._compute_advantage(of_role, {})
+        expected |= dict(zip(part, columns_of(of_role, "advantages")["advantages"], strict=True))
+    masks = dict(zip(real.keys, columns_of(real, "response_mask")["response_mask"], strict=True))
+    if estimator != "gae":
+        expected |= {key: [0.0] * len(masks[key]) for key, role in by_key.items() if role == "lone"}
+    if estimator in UNWHITENED:
+        of_trained = np.concatenate([np.array(expected[key])[np.array(mask) > 0] for key, mask in masks.items()])
+        for key, mask in masks.items():
+            whitened = (np.array(expected[key]) - of_trained.mean()) / of_trained.std(ddof=1)
+            expected[key] = whitened if estimator == "gae" else whitened * mask
+
+    trainer._compute_advantage(batch, {})
+    for key, values in zip(real.keys, columns_of(real, "advantages")["advantages"], strict=True):
+        np.testing.assert_allclose(values, expected[key], rtol=1e-4, atol=1e-5, err_msg=key)
+    assert trainer.config.algorithm.adv_estimator == estimator
+    assert any(any(expected[key]) for key in by_key)
 
 
 MODES = {

@@ -202,7 +202,8 @@ class TreeTrainer(TeacherOnRanks, ResumableTrainer):
         unknown = sorted(by_role.keys() - set(known))
         if unknown and not self._has_told_roles:
             named = f"the roles {', '.join(sorted(set(known)))}" if known else "no role"
-            logger.warning("tree.role_weight names %s, which no leaf has so far; leaves have %s", unknown, named)
+            message = "tree.role_weight names %s, which no leaf has so far; leaves have %s"
+            logger.warning(message, ", ".join(unknown), named)
         self._has_told_roles = True
 
     def _num_ranks(self) -> int:

@@ -81,6 +81,7 @@ def test_teams_and_ranks_of_the_rollout(tmp_path: Path) -> None:
             f"{ROLLOUT}.log_prob_max_token_len_per_gpu=350",
             "data.max_response_length=900",
             "tree.session_weight=session",
+            "tree.role_weight={planner: 0.5}",
             "trainer.v1.trainer_mode=separate_async",
             "actor_rollout_ref.hybrid_engine=false",
             "data.train_batch_size=512",
@@ -105,7 +106,8 @@ def test_teams_and_ranks_of_the_rollout(tmp_path: Path) -> None:
         "over mine",
         "reward: that of the agents (reward.num_workers=0)",
         "weight sync: every 2 updates (parameter_sync_step)",
-        "objective: advantages tree_grpo, loss vanilla, token-mean, session_weight=session",
+        "objective: advantages tree_grpo, loss vanilla, token-mean, session_weight=session, "
+        "role_weight={'planner': 0.5}",
     ):
         assert expected in lines
 

@@ -49,6 +49,19 @@ def test_a_trainer_registers_what_its_process_needs() -> None:
     assert trainer.trainer_mode == "sync"
 
 
+def test_roles_that_no_leaf_has_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = TreePPOTrainerSync(config_of("tree.role_weight={planer: 0.5, worker: 1}"))
+    weights = trainer.config.tree.role_weight
+    for known in (["worker", "planner", "worker"], [], ["planner"]):
+        trainer._tell_unknown_roles(weights, known=known)
+    (told,) = [each.getMessage() for each in caplog.records if "role_weight" in each.getMessage()]
+    assert told == "tree.role_weight names planer, which no leaf has so far; leaves have the roles planner, worker"
+    caplog.clear()
+    other = TreePPOTrainerSync(config_of("tree.role_weight={worker: 1}"))
+    other._tell_unknown_roles(other.config.tree.role_weight, known=["worker"])
+    assert not [each for each in caplog.records if "role_weight" in each.getMessage()]
+
+
 SEPARATE = [
     "trainer.v1.trainer_mode=separate_async",
     "trainer.v1.separate_async.parameter_sync_step=2",

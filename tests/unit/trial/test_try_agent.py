@@ -42,7 +42,8 @@ class Guess(BranchingAgentLoop):
         root.add_reward(0.5)
         for number, branch in enumerate(root.fork(self.num_forks)):
             await branch.generate()
-            branch.finish(self.reward and number * row["extra_info"]["worth"])
+            role = "attempt" if number else None
+            branch.finish(self.reward and number * row["extra_info"]["worth"], role=role)
 
 
 class Broken(BranchingAgentLoop):
@@ -135,7 +136,7 @@ def test_a_session_is_drawn_with_its_calls_and_rewards(command: list[str], capfd
         "├─ call 1 (continuation), 4 tokens: 'yes<|im_end|>'",
         "│  leaf 0: reward 0",
         "└─ call 2 (fork), 3 tokens: 'no<|im_end|>'",
-        "   leaf 1: reward 2",
+        "   leaf 1 (attempt): reward 2",
     ]
 
 

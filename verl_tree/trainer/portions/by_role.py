@@ -10,10 +10,10 @@ role. Our own estimators know the groups themselves (`advantages.rows`).
 
 import copy
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto
@@ -38,7 +38,8 @@ def compute_advantage(trainer: PPOTrainer, batch: KVBatchMeta, metrics: dict[str
     name = trainer.config.algorithm.adv_estimator
     if name not in WITHOUT_BASELINE | NOT_COMPUTED | ESTIMATORS.keys():
         trainer = copy.copy(trainer)
-        trainer.config = OmegaConf.merge(trainer.config, {"algorithm": {"adv_estimator": named_by_role(name)}})
+        renamed = OmegaConf.merge(trainer.config, {"algorithm": {"adv_estimator": named_by_role(name)}})
+        trainer.config = cast(DictConfig, renamed)
     return PPOTrainer._compute_advantage(trainer, batch, metrics)
 
 
