@@ -129,7 +129,7 @@ def accept(loops: Path, *entry: str) -> None:
 
 
 def test_a_misspelt_option_is_refused_with_those_that_exist(loops: Path) -> None:
-    options = "It takes: call_timeout_s, num_plans, plan_len"
+    options = "It takes: call_timeout_s, max_snapshots, num_plans, plan_len"
     for target in ("planners.ThreePlans", "planners.Longer", "passed_on.Plans"):
         accept(loops, f"_target_: {target}", "num_plans: 4", "call_timeout_s: 3", "_convert_: all")
         (line,) = refused(loops, f"_target_: {target}", "num_planz: 3")

@@ -290,6 +290,47 @@ def test_a_branch_goes_back_to_what_was_kept_and_no_farther():
     steer(steps)
 
 
+def test_tokens_that_are_only_replaced_leave_the_environment_as_it_is():
+    """As where a chat template takes the stop token of a turn away, behind which a tool has acted."""
+
+    async def steps(root):
+        await root.generate()
+        (branch,) = root.fork()
+        end = branch.position
+        (await branch.environment()).state.append("a")
+        branch.rewind(end - 1, keep_rewards=True)
+        assert await look(branch) == "a"
+        branch.observe(encode("result"))
+        branch.rewind(end)  # inside the result
+        assert await look(branch) == "a"
+        branch.rewind(end - 2)
+        assert await look(branch) == await look(root) == ""
+
+    steer(steps)
+
+
+def test_calls_at_the_same_time_act_in_one_environment_and_branches_each_in_their_own():
+    class Slow(CopiedEnvironment):
+        async def snapshot(self):
+            await asyncio.sleep(0.01)
+            return await super().snapshot()
+
+    class Concurrent(Cursor):
+        async def open_environment(self, **_):
+            await asyncio.sleep(0.01)
+            return Slow([])
+
+        @staticmethod
+        async def steps(root):
+            await root.generate()
+            forks = root.fork(3)
+            await asyncio.gather(*(act(branch, note) for branch in forks for note in "ab"))
+            assert [sorted(await look(branch)) for branch in forks] == [["a", "b"]] * 3
+            assert await look(root) == ""
+
+    run(Concurrent, lambda _: "x")
+
+
 def test_a_branch_that_shares_acts_in_the_other_and_its_own_forks_do_not():
     async def steps(root):
         await root.generate()
