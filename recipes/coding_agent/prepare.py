@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SETTINGS = Settings(warm_start=None, num_train_tasks=256, num_validation_tasks=32)
 """Numbers of tasks of each level."""
-NUM_SOLVED = 240
+NUM_SOLVED = 128
 """Solved tasks, which are others than those of the rows."""
 _CODE = tuple(Path(__file__).with_name(f"{name}.py") for name in ("prepare", "bugs", "agent"))
 
@@ -36,7 +36,7 @@ def prepare(cache_dir: Path, *, settings: Settings, model: Path | None) -> Path:
         assert model is not None, "prepare_once refuses it"
         write_rows(folder, settings=settings)
         write_solved(folder, model, settings=settings)
-        fine_tune(folder, model, batch_size=12, num_epochs=2)
+        fine_tune(folder, model, batch_size=12)
 
     return prepare_once(cache_dir / "coding_agent", settings=settings, model=model, code=_CODE, build=build)
 
