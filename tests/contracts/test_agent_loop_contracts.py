@@ -32,6 +32,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from verl.utils.profiler import simple_timer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder, MergeResult
+from verl.workers.config import RolloutConfig
 from verl.workers.rollout import router
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
@@ -190,7 +191,7 @@ def test_a_router_is_a_class_of_a_file():
     assert balancer.require_acquire_fields() == balancer.require_release_fields() == []
     assert list(inspect.signature(get_router_handle).parameters)[:2] == ["servers", "router_config_path"]
     assert "ray_cls.remote(servers, yaml_config)" in inspect.getsource(router._create_plugin_extension)
-    assert config().actor_rollout_ref.rollout.router_config_path is None
+    assert RolloutConfig.router_config_path is None
 
 
 def test_servers_say_what_their_prefix_cache_had():
