@@ -4,11 +4,14 @@
 """
 
 import asyncio
+import atexit
 import os
+import shutil
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,8 @@ from recipes.coding_agent.bugs import TASK, Bug, is_repaired, make_bug
 
 PACKAGES = Path(sys.prefix) / "coding_agent"
 MAX_TURNS = 6
-ENVIRONMENT = {"PATH": f"{Path(sys.executable).resolve().parent}:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"}
-"""Of the commands; a module of two versions within a second would be read from its cache."""
+PROGRAMS = ("cat", "grep", "head", "ls", "sed", "sh")
+"""All that a command finds beside python: a model that learns tries `sudo rm -rf` and `pip`, too."""
 TEMPLATES = {
     "system_template": (
         "You repair programs with bash commands. Write a THOUGHT, then one command between ```mswea_bash_command and "
@@ -37,6 +40,18 @@ async def run(*, base_url: str, api_key: str, model: str, row: dict[str, Any]) -
     return {"reward": await asyncio.get_running_loop().run_in_executor(_THREADS, _session, bug, policy)}
 
 
+@cache
+def command_variables() -> dict[str, str]:
+    """Return the environment variables of commands."""
+    folder = Path(tempfile.mkdtemp(prefix="coding_agent_programs-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name in PROGRAMS:
+        (folder / name).symlink_to(shutil.which(name, path=os.defpath) or name)
+    (folder / "python").symlink_to(Path(sys.executable).resolve())
+    # A module that is changed within a second would be read from its cache.
+    return {"PATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
 def solve(model: Any, folder: Path) -> list[dict[str, Any]]:
     """Let the agent work in a folder with one of its models; return its messages."""
     find_package()
@@ -44,7 +59,7 @@ def solve(model: Any, folder: Path) -> list[dict[str, Any]]:
     from minisweagent.agents.default import DefaultAgent
     from minisweagent.environments.local import LocalEnvironment
 
-    environment = LocalEnvironment(cwd=str(folder), env=ENVIRONMENT, timeout=20)
+    environment = LocalEnvironment(cwd=str(folder), env=command_variables(), timeout=20)
     agent = DefaultAgent(model, environment, step_limit=MAX_TURNS, cost_limit=0, **TEMPLATES)
     with suppress(ContextWindowExceededError):  # the session ends, as with the last turn
         agent.run(TASK)
@@ -77,4 +92,4 @@ def _session(bug: Bug, policy: dict[str, Any]) -> float:
         folder = Path(name)
         bug.write(folder)
         solve(model, folder)
-        return float(is_repaired(folder, bug.check, environment=os.environ | ENVIRONMENT))
+        return float(is_repaired(folder, bug.check, environment=os.environ | command_variables()))

@@ -5,6 +5,7 @@ The agent is left to `scripts/test.sh --long`, which installs it (`scripts/setup
 
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,12 @@ from loop_cases import rewards, trained
 from recipe_cases import loop_of, play
 from scripted_llm import END, tokenizer
 
-from recipes.coding_agent.agent import ENVIRONMENT, MAX_TURNS
+from recipes.coding_agent.agent import MAX_TURNS, PROGRAMS, command_variables
 from recipes.coding_agent.bugs import CHECK, LEVELS, MODULE, Bug, is_repaired, make_bug
 from recipes.coding_agent.prepare import SETTINGS, prepare, solved_leaf
 from recipes.demo.leaves import Renderer
 
-SHELL = os.environ | ENVIRONMENT
+SHELL = os.environ | command_variables()
 AGENT = loop_of("coding_agent", "coding_agent")
 
 
@@ -59,6 +60,14 @@ def test_another_check_or_a_module_that_ends_it_is_no_repair(
     (tmp_path / CHECK).write_text("print('ok')")
     (tmp_path / MODULE).write_text(f"{bug.module}\n{end}")
     assert not is_repaired(tmp_path, bug.check, environment=SHELL)
+
+
+def test_a_command_finds_few_programs(tmp_path: Path) -> None:
+    def run(command: str) -> int:
+        return subprocess.run(command, shell=True, cwd=tmp_path, env=SHELL, capture_output=True).returncode
+
+    assert [run(f"command -v {name}") for name in (*PROGRAMS, "python", "echo")] == [0] * (len(PROGRAMS) + 2)
+    assert {run(command) for command in ("sudo rm -rf x", "rm -rf x", "pip list", "git init")} == {127}
 
 
 def said(thought: str, command: str) -> str:
