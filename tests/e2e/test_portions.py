@@ -231,8 +231,14 @@ BY_ROLE = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
-@pytest.mark.parametrize("case", BY_ROLE)
+IN_CI = ("grpo", "tree_grpo", "reinforce_plus_plus_baseline", "rejects")
+"""Of each way to baselines of roles; the others resemble them."""
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.long]) for name in BY_ROLE]
+)
 def test_roles_have_baselines_of_their_own(case: str, num_ranks: int) -> None:
     """Beside verl's trainer on the rows of each role apart, and on prompts without roles; tags tell the roles."""
     batch = store_rows()
