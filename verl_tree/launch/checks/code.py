@@ -32,6 +32,7 @@ from verl_tree.launch.checks.refusals import (
     value_of,
 )
 from verl_tree.launch.checks.source import NotInSourceError, look_up, module_problem, source_of, way_to
+from verl_tree.launch.command.composition import prompt_router
 from verl_tree.launch.command.misspelt import did_you_mean
 
 DEFAULT_LOOP_KEY = f"{ROLLOUT}.agent.default_agent_loop"
@@ -103,16 +104,17 @@ def check_router(config: DictConfig) -> Findings:
         yield refusal(config, ROUTER_KEY, "it must be YAML with `router_class`, the path of a class")
         return
     if router == TREE_ROUTER:
-        yield from _check_prompt_router(config, settings)
+        yield from _check_prompt_router(config, settings, is_packaged=name == prompt_router(False))
 
 
-def _check_prompt_router(config: DictConfig, settings: dict[str, Any]) -> Findings:
-    from rollout_hooks.capture.prompt_router import PromptRouter
+def _check_prompt_router(config: DictConfig, settings: dict[str, Any], *, is_packaged: bool) -> Findings:
+    if not is_packaged:  # else every start would import the router and Ray
+        from rollout_hooks.capture.prompt_router import PromptRouter
 
-    try:
-        PromptRouter({}, settings)
-    except ValueError as error:
-        yield refusal(config, ROUTER_KEY, str(error))
+        try:
+            PromptRouter({}, settings)
+        except ValueError as error:
+            yield refusal(config, ROUTER_KEY, str(error))
     if value_of(config, f"{ROLLOUT}.full_determinism"):
         lost = f"it chooses by how busy servers are, which {ROLLOUT}.full_determinism=True excludes; set null"
         yield refusal(config, ROUTER_KEY, lost)

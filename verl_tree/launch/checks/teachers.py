@@ -46,10 +46,12 @@ def check_teachers(config: DictConfig) -> Findings:
 
 def check_vocabularies(config: DictConfig) -> Findings:
     """Find teachers for which the student's tokens are others, and more ids than there are (`topk`)."""
-    model = MODELS[0]
+    keys, model = teacher_keys(config), MODELS[0]
+    if not keys:  # nothing is compared, and a tokenizer has some MB
+        return
     tokenizer = value_of(config, f"{model}.tokenizer_path") or value_of(config, f"{model}.path")
     tokens, sizes = _tokens(tokenizer), [text_settings(value_of(config, f"{model}.path")).get("vocab_size")]
-    for key in teacher_keys(config):
+    for key in keys:
         path = value_of(config, key)
         sizes.append(text_settings(path).get("vocab_size"))
         known = _tokens(path)
@@ -59,7 +61,7 @@ def check_vocabularies(config: DictConfig) -> Findings:
             yield refusal_here(config, key, f"{numbers}; give a teacher with the student's tokenizer")
     topk, is_topk = value_of(config, f"{LOSS}.topk"), value_of(config, f"{LOSS}.loss_mode") == "forward_kl_topk"
     least = min((size for size in sizes if size), default=None)
-    if teacher_keys(config) and is_topk and isinstance(topk, int) and least is not None and topk > least:
+    if is_topk and isinstance(topk, int) and least is not None and topk > least:
         yield refusal(config, f"{LOSS}.topk", f"there are {least} ids in the smallest vocabulary; give fewer")
 
 

@@ -28,11 +28,11 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
-from verl_tree import configs
 from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.launch.command.misspelt import misspelt_option
 
 CONFIG_MODULE = "verl_tree.configs"
+CONFIG_FOLDER = Path(__file__).parents[2] / "configs"
 CONFIG_NAME = "tree_ppo"
 SFT_CONFIG_NAME = "tree_sft"
 REFERENCE, SFT_REFERENCE = "_generated_ppo_trainer", "sft_trainer_engine"
@@ -105,7 +105,7 @@ def tree_strategy(enabled: bool) -> str:
 
 def prompt_router(is_deterministic: bool) -> str | None:
     """Return the file of our router, or None where request ids alone must choose the server."""
-    return None if is_deterministic else str(Path(configs.__file__).with_name("prompt_router.yaml"))
+    return None if is_deterministic else str(CONFIG_FOLDER / "prompt_router.yaml")
 
 
 def cpu_threads(num_processes: int, num_spared: int = 1) -> str:
@@ -245,7 +245,7 @@ def verl_values(config: DictConfig) -> dict[str, Any]:
 def tree_values() -> dict[str, Any]:
     """Return the defaults of the `tree` options; do not change them."""
     values: Any = OmegaConf.to_container(
-        OmegaConf.load(Path(__file__).parents[2] / "configs" / "tree" / "default.yaml")
+        OmegaConf.load(CONFIG_FOLDER / "tree" / "default.yaml")
     )
     return values
 
