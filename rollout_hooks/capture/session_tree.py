@@ -195,13 +195,13 @@ class SessionTree:
         if reason is not LeftOut.ABANDONED or not self._keeps_abandoned:
             self._calls[call] = replace(self._calls[call], left_out=reason)
 
-    def set_role(self, call: int, role: str) -> None:
-        """Name the role of the leaf that a call ends; where the agent goes on from it, the next call's counts."""
-        self._calls[call] = replace(self._calls[call], role=role)
+    def describe(self, call: int, *, role: str | None, state: str | None) -> None:
+        """Record what the agent says of a call; None where it says nothing.
 
-    def note_state(self, call: int, state: str) -> None:
-        """Record the key of the environment's state that a call is sampled from."""
-        self._calls[call] = replace(self._calls[call], state=state)
+        `role` is that of the leaf which the call ends; where the agent goes on from it, the next call's counts. `state`
+        is the key of the environment's state that the call is sampled from.
+        """
+        self._calls[call] = replace(self._calls[call], role=role, state=state)
 
     def leaves(self) -> list[TokenPath]:
         """Return the paths of completed calls, without those that go on: a longer path trains all that they train.

@@ -24,16 +24,14 @@ class CallFate:
         has_failed: Whether there is none.
     """
 
-    def __init__(self, tree: SessionTree, *, state: str | None = None) -> None:
-        self._tree, self._state = tree, state
+    def __init__(self, tree: SessionTree) -> None:
+        self._tree = tree
         self.index: int | None = None
         self.is_abandoned = self.has_failed = False
 
     def begin(self, index: int) -> None:
         """Take the call's index in the tree."""
         self.index = index
-        if self._state is not None:
-            self._tree.note_state(index, self._state)
         if self.is_abandoned:
             self.abandon()
 
@@ -66,8 +64,8 @@ class RunningCall:
         self.request = request
         self.max_tokens = max_tokens
         self.num_prompt = num_prompt
-        self.fate = CallFate(tree, state=state)
-        self._tree, self._role = tree, role
+        self.fate = CallFate(tree)
+        self._tree, self._said = tree, {"role": role, "state": state}
         self._chunks = chunks
         self._queue: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
         self.task = asyncio.create_task(self._run())
@@ -89,8 +87,7 @@ class RunningCall:
         async for chunk in self._chunks:
             if self.fate.index is None:
                 self.fate.begin(chunk.call)
-                if self._role is not None:
-                    self._tree.set_role(chunk.call, self._role)
+                self._tree.describe(chunk.call, **self._said)
             self._queue.put_nowait(chunk)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
