@@ -58,12 +58,13 @@ class Rows:
             return []
         with_roles = {parse_row_key(key).uid for key in self.roles}
         numbers = number_sessions(self.keys) if of_sessions else range(len(self.keys))
+        groups = self.groups
         found: dict[str, set[int]] = defaultdict(set)
-        for group, number in zip(self.groups, numbers, strict=True):
+        for group, number in zip(groups, numbers, strict=True):
             found[group].add(number)
         return [
             row
-            for row, (key, group) in enumerate(zip(self.keys, self.groups, strict=True))
+            for row, (key, group) in enumerate(zip(self.keys, groups, strict=True))
             if len(found[group]) == 1 and parse_row_key(key).uid in with_roles
         ]
 

@@ -78,7 +78,7 @@ class TreeReplayBuffer(ReplayBuffer):
         cache = self._dapo_classification_cache[partition_id]
         new = self.finished_keys[partition_id] - cache.keys()
         filtered = super()._dapo_filtered_keys(partition_id)
-        if partition_id == "val" or self.filter_groups_metric is None:
+        if partition_id == "val" or self.filter_groups_metric is None or not new:  # verl asks again and again
             return filtered
         rows: dict[str | None, dict[str, dict[str, dict]]] = defaultdict(lambda: defaultdict(dict))
         for key, tag in self.partitions[partition_id].items():
