@@ -1,8 +1,6 @@
 """Modules with a bug in one line, and the check that shows it.
 
-def total(x, y):
-\"\"\"Return the sum of x and y.\"\"\"
-return x - y
+A function returns x - y, and its docstring says: Return the sum of x and y.
 """
 
 import random
