@@ -244,9 +244,7 @@ def verl_values(config: DictConfig) -> dict[str, Any]:
 @cache
 def tree_values() -> dict[str, Any]:
     """Return the defaults of the `tree` options; do not change them."""
-    values: Any = OmegaConf.to_container(
-        OmegaConf.load(CONFIG_FOLDER / "tree" / "default.yaml")
-    )
+    values: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_FOLDER / "tree" / "default.yaml"))
     return values
 
 
