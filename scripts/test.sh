@@ -26,6 +26,7 @@ if [[ $LANE == stack ]]; then
   scripts/setup.sh --stack verl-vllm
 else
   scripts/setup.sh --extra smollm
+  scripts/setup.sh --extra veomni
 fi
 if [[ $LANE == long ]]; then
   scripts/setup.sh --extra textworld

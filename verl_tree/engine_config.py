@@ -1,21 +1,21 @@
-"""The engine config that carries the `tree:` options.
+"""The engine configs that carry the `tree:` options.
 
-verl's workers see only `actor_rollout_ref` and `critic`, so the options travel there in a `TreeFSDPEngineConfig`.
+verl's workers see only `actor_rollout_ref` and `critic`, so the options travel there in an engine config.
 """
 
 from dataclasses import dataclass, field
 
-from verl.workers.config import FSDPEngineConfig
+from verl.workers.config import EngineConfig, FSDPEngineConfig, VeOmniEngineConfig
 
 from verl_tree.config import TreeConfig
-from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
+from verl_tree.configs import FLAT_STRATEGIES
 
 
 @dataclass
-class TreeFSDPEngineConfig(FSDPEngineConfig):
-    """verl's FSDP engine config (`verl.workers.config.FSDPEngineConfig`, 0.9.1) with the tree options.
+class TreeEngineConfig(EngineConfig):
+    """What one of verl's engine configs has besides, in a class that derives from both (verl 0.9.1).
 
-    `fsdp_config._target_` selects it for both values of `tree.enabled`, so it accepts the strategies of both engines.
+    `_target_` selects that class for both values of `tree.enabled`, so it accepts the strategies of both engines.
     `tree` may be given as a mapping. The class is neither frozen nor slotted because verl's class is neither.
 
     Attributes:
@@ -28,9 +28,18 @@ class TreeFSDPEngineConfig(FSDPEngineConfig):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tree", TreeConfig.from_mapping(self.tree))
-        # verl's check accepts only its own strategies. Ours runs on FSDP2, so it is checked under that name.
+        # verl's check accepts only its own strategies, and ours runs on one of them.
         strategy = self.strategy
-        if strategy == TREE_STRATEGY:
-            object.__setattr__(self, "strategy", FLAT_STRATEGY)
+        object.__setattr__(self, "strategy", FLAT_STRATEGIES.get(strategy, strategy))
         super().__post_init__()
         object.__setattr__(self, "strategy", strategy)
+
+
+@dataclass
+class TreeFSDPEngineConfig(TreeEngineConfig, FSDPEngineConfig):
+    """verl's FSDP engine config with the tree options."""
+
+
+@dataclass
+class TreeVeOmniEngineConfig(TreeEngineConfig, VeOmniEngineConfig):
+    """verl's VeOmni engine config with the tree options."""

@@ -24,23 +24,25 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import veomni_engines
 from engine_batches import make_batch, of_teams, sessions_of
-from engine_cases import CASES, RECURRENT, Case, make_loss
+from engine_cases import CASES_OF, RECURRENT, Case, make_loss
 from process_groups import join_ranks
 from tensordict import TensorDict
 from tiny_models import tiny_model
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import FSDPOptimizerConfig
+from verl.workers.config import FSDPOptimizerConfig, VeOmniOptimizerConfig
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform and the engines)
 from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
+from verl_tree.configs import VEOMNI_TREE_STRATEGY
 from verl_tree.recurrence.bind import num_bound_mixers
 from verl_tree.testing.local_worker import local_worker
 from verl_tree.trainer.rows.batching import MiniBatchPlan
 from verl_tree.trainer.worker import TreeTrainingWorker
 
-ENGINES = {"fsdp2": (FLAT_STRATEGY, TREE_STRATEGY)}
+ENGINES = {"fsdp2": (FLAT_STRATEGY, TREE_STRATEGY), "veomni": ("veomni", VEOMNI_TREE_STRATEGY)}
 """Strategies of verl's own engine and of ours."""
 
 SAVES_MEMORY = ("enable_gradient_checkpointing", "tiled_mlp", "enable_activation_offload")
@@ -52,6 +54,12 @@ SHORT_CONVS = ("lfm2", "lfm2_moe")
 
 def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorker:
     """Make a worker on the tree engine or verl's own."""
+    # SGD shows the gradient; Adam's first step shows only its sign. The huge clip rescales nothing.
+    make_optimizer, sgd = FSDPOptimizerConfig, {"optimizer": "SGD", "override_optimizer_config": {}}
+    is_veomni = strategy in ENGINES["veomni"]
+    if is_veomni:
+        veomni_engines.forget_ranks()
+        make_optimizer, sgd = VeOmniOptimizerConfig, {}
     torch.manual_seed(7)  # value heads and LoRA adapters start at random
     worker = local_worker(
         str(folder),
@@ -62,11 +70,11 @@ def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorke
         tree_options=case.tree,
         sequence_parallel_size=case.sp,
         freeze_vision_tower=case.frozen_tower,
-        # SGD shows the gradient; Adam's first step shows only its sign. The huge clip rescales nothing.
-        optimizer=FSDPOptimizerConfig(
-            lr=case.lr, optimizer="SGD", clip_grad=1e9, override_optimizer_config={}, total_training_steps=10
-        ),
+        engine_options=case.engine,
+        optimizer=make_optimizer(lr=case.lr, clip_grad=1e9, total_training_steps=10, **sgd),
     )
+    if is_veomni:  # it has Adam and Muon only
+        worker.engine.optimizer = torch.optim.SGD(worker.engine.module.parameters(), lr=case.lr, foreach=False)
     worker.set_loss_fn(make_loss(case))
     return worker
 
@@ -281,10 +289,12 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, default="fsdp2")
     parser.add_argument("cases", nargs="*")
     arguments = parser.parse_args()
+    if arguments.engine == "veomni":
+        veomni_engines.load()
     comparison = Comparison(join_ranks(), engine=arguments.engine)
     ranks = (dist.get_world_size(), arguments.sp)
     results: dict[str, dict[str, float]] = {}
-    for case in CASES:
+    for case in CASES_OF[arguments.engine]:
         if case.key in arguments.cases or (not arguments.cases and ranks in case.runs + case.long):
             results[case.key] = comparison.errors_of(dataclasses.replace(case, sp=arguments.sp))
             if dist.get_rank() == 0:

@@ -3,6 +3,7 @@
 `beside_verl.py` runs the cases, and `tests/e2e/test_engines.py` starts it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ class Case:
     actor: Settings = field(default_factory=dict)
     model: Settings = field(default_factory=dict)
     tree: Settings = field(default_factory=dict)
+    engine: Settings = field(default_factory=dict)
     is_critic: bool = False
     tied: bool = False
     rows: str = "deep"
@@ -277,3 +279,36 @@ def _of_family(family: str, cases: tuple[Case, ...]) -> list[Case]:
 
 BY_FAMILY = {"qwen3": QWEN3} | MIXTURES | RECURRENT | dict.fromkeys(IMAGES, _IMAGES)
 CASES = [case for family, cases in BY_FAMILY.items() for case in _of_family(family, cases)]
+
+EXPERTS: Settings = {"expert_parallel_size": 2, "moe_implementation": "fused_cpu"}
+FOUR_ALONE = (4, 1)
+
+
+def _veomni() -> Iterator[Case]:
+    """Yield the cases beside verl's VeOmni engine: what it builds and exchanges by itself."""
+    of_name = {case.key: replace(case, runs=(TWO,), long=()) for case in CASES}
+    yield replace(of_name["qwen3 token_mean"], runs=(TWO, TEAM), long=(FOUR_ALONE, TEAMS))
+    for name in (
+        "kl_and_entropy",
+        "gradient_checkpointing",
+        "tiled_mlp",
+        "critic",
+        "relay_joint",
+        "relay_idle_rank",
+        "session_weight_token_mean",
+    ):
+        yield of_name[f"qwen3 {name}"]
+    yield replace(of_name["qwen3 relay_every_token"], long=(TEAMS,))
+    yield replace(of_name["qwen3 relay_ten_steps"], runs=(), long=(TWO,))
+    for family in ("gemma3", "llama", "qwen2 window"):
+        yield Case("token_mean", family=family)
+    for name in ("token_mean", "relay"):
+        yield of_name[f"gpt-oss {name}"]
+        yield of_name[f"qwen3 moe {name}"]
+    for name in ("token_mean", "relay", "idle_rank"):
+        experts = replace(of_name[f"qwen3 moe {name}"], engine=EXPERTS, long=(FOUR_ALONE, TEAMS))
+        yield replace(experts, name=f"{name}, experts in parallel")
+
+
+CASES_OF = {"fsdp2": CASES, "veomni": list(_veomni())}
+"""By the engine of verl beside which they run."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import veomni_engines
 from process_groups import join_ranks
 from tensordict import TensorDict
 from tiny_models import tiny_model
@@ -162,8 +163,12 @@ def main() -> None:
     """Record routes, and impose others, on all ranks as one team."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
+    parser.add_argument("--strategy", default=TREE_STRATEGY)
+    arguments = parser.parse_args()
+    out, strategy = arguments.out, arguments.strategy
     root = join_ranks()
+    if strategy != TREE_STRATEGY:
+        veomni_engines.load()
     if dist.get_rank() == 0:
         save_mixtures(root)
     dist.barrier()
@@ -171,7 +176,7 @@ def main() -> None:
     workers = [
         local_worker(
             folder,
-            strategy=TREE_STRATEGY,
+            strategy=strategy,
             max_token_len=64,
             sequence_parallel_size=dist.get_world_size(),
             router_replay=mode,

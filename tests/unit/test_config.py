@@ -5,13 +5,14 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_tree.config import TreeConfig, WatchdogConfig
-from verl_tree.engine_config import TreeFSDPEngineConfig
+from verl_tree.engine_config import TreeFSDPEngineConfig, TreeVeOmniEngineConfig
 from verl_tree.launch.command.composition import compose_config
 
 
@@ -100,9 +101,15 @@ def test_every_option_is_documented_and_the_page_is_made_from_the_yaml() -> None
     assert documented == options + [f"tree.watchdog.{each.name}" for each in fields(WatchdogConfig)]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp_tree", "fsdp2", "fsdp"])
-def test_engine_config_takes_both_engines(strategy: str) -> None:
-    engine = TreeFSDPEngineConfig(strategy=strategy, tree={"capacity": 99})
+@pytest.mark.parametrize(
+    ("engine_class", "strategy"),
+    [
+        *((TreeFSDPEngineConfig, strategy) for strategy in ("fsdp_tree", "fsdp2", "fsdp")),
+        *((TreeVeOmniEngineConfig, strategy) for strategy in ("veomni_tree", "veomni")),
+    ],
+)
+def test_engine_config_takes_both_engines(engine_class: type[Any], strategy: str) -> None:
+    engine = engine_class(strategy=strategy, tree={"capacity": 99})
     assert engine.strategy == strategy
     assert engine.tree == TreeConfig(capacity=99)
 
@@ -110,6 +117,8 @@ def test_engine_config_takes_both_engines(strategy: str) -> None:
 def test_engine_config_keeps_verls_check() -> None:
     with pytest.raises(AssertionError, match="megatron"):
         TreeFSDPEngineConfig(strategy="megatron")
+    with pytest.raises(AssertionError, match="fsdp2 not supported"):
+        TreeVeOmniEngineConfig(strategy="fsdp_tree")
 
 
 @pytest.mark.parametrize(("enabled", "strategy"), [("true", "fsdp_tree"), ("false", "fsdp2")])

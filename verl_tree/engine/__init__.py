@@ -1,5 +1,8 @@
-"""Engines in verl's registry: trees under the strategy `fsdp_tree`, and verl's own FSDP engines on a CPU."""
+"""Engines in verl's registry: `fsdp_tree`, `veomni_tree` where verl has found VeOmni, and verl's own on a CPU."""
 
+import importlib
+
+from verl.workers import engine as engines_of_verl
 from verl.workers.engine.base import EngineRegistry
 
 from verl_tree.config import TREE_STRATEGY
@@ -15,3 +18,5 @@ for model_type in HEADS:
 # verl registers its own for cuda and npu only.
 EngineRegistry.register("language_model", backend=["fsdp", "fsdp2"], device="cpu")(CPUEngineWithLMHead)
 EngineRegistry.register("value_model", backend=["fsdp", "fsdp2"], device="cpu")(CPUEngineWithValueHead)
+if engines_of_verl.VeOmniEngine is not None:
+    importlib.import_module("verl_tree.engine.veomni")

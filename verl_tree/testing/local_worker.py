@@ -7,7 +7,9 @@ Run the script by `torchrun --nproc-per-node=1`, or set up torch.distributed in 
     worker.train_batch(batch_of_rows(rows, max_token_len=8192, global_batch_size=len(rows)))
 """
 
+import importlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +17,18 @@ from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import EngineRouterReplayConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config import (
+    EngineRouterReplayConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    OptimizerConfig,
+    VeOmniOptimizerConfig,
+)
 from verl.workers.config.engine import TrainingWorkerConfig
 
-from verl_tree.engine_config import TreeFSDPEngineConfig
+from verl_tree.configs import FLAT_STRATEGIES
+from verl_tree.engine.fsdp.build import as_verl_expects
+from verl_tree.engine_config import TreeFSDPEngineConfig, TreeVeOmniEngineConfig
 from verl_tree.trainer.worker import TreeTrainingWorker
 
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -33,17 +43,19 @@ def local_worker(
     model_options: Mapping[str, Any] | None = None,
     tree_options: Mapping[str, Any] | None = None,
     router_replay: str = "disabled",
-    optimizer: FSDPOptimizerConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
     sequence_parallel_size: int = 1,
     freeze_vision_tower: bool = False,
+    engine_options: Mapping[str, Any] | None = None,
 ) -> TreeTrainingWorker:
     """Build an initialised float32 worker on a folder with a Hugging Face model; `set_loss_fn` gives it a loss.
 
-    `strategy` is `fsdp_tree` or verl's own `fsdp2`. `max_token_len` bounds a micro-batch, in tree tokens or in flat
-    tokens. `model_options` sets fields of verl's `HFModelConfig`, `tree_options` those of `TreeConfig`,
-    `router_replay` verl's mode, `freeze_vision_tower` its key of that name. The default optimiser is AdamW with
-    learning rate 1e-3. `is_critic` builds a value model instead of a policy. So many ranks as `sequence_parallel_size`
-    says compute each model call together.
+    `strategy` is `fsdp_tree` or verl's own `fsdp2`; where VeOmni is installed, also `veomni_tree` or verl's `veomni`,
+    on two ranks or more. `max_token_len` bounds a micro-batch, in tree tokens or in flat tokens. `model_options` sets
+    fields of verl's `HFModelConfig`, `tree_options` those of `TreeConfig`, `engine_options` those of verl's engine
+    config (`expert_parallel_size=2`), `router_replay` verl's mode, `freeze_vision_tower` its key of that name. The
+    default optimiser is AdamW with learning rate 1e-3. `is_critic` builds a value model instead of a policy. So many
+    ranks as `sequence_parallel_size` says compute each model call together.
     """
     options = {
         "enable_gradient_checkpointing": False,
@@ -56,18 +68,29 @@ def local_worker(
         use_remove_padding=False,
         **options,
     )
-    engine_config = TreeFSDPEngineConfig(
-        strategy="fsdp2",
-        mixed_precision=FP32,
-        model_dtype="fp32",
+    is_veomni = FLAT_STRATEGIES.get(strategy, strategy) == "veomni"
+    config_class = TreeVeOmniEngineConfig if is_veomni else TreeFSDPEngineConfig
+    own_options: dict[str, Any] = {
+        "mixed_precision": FP32,
+        "model_dtype": "fp32",
+        "ulysses_sequence_parallel_size": sequence_parallel_size,
+    }
+    if is_veomni:
+        own_options = {
+            "mixed_precision": True,
+            "ulysses_parallel_size": sequence_parallel_size,
+            "attn_implementation": options["override_config"]["attn_implementation"],
+            "moe_implementation": "eager",
+        }
+    make_optimizer = VeOmniOptimizerConfig if is_veomni else FSDPOptimizerConfig
+    engine_config = config_class(
+        strategy=strategy,
         use_torch_compile=False,
-        ulysses_sequence_parallel_size=sequence_parallel_size,
         router_replay=EngineRouterReplayConfig(mode=router_replay),
         tree=tree_options or {},
         freeze_vision_tower=freeze_vision_tower,
+        **(own_options | dict(engine_options or {})),
     )
-    # verl's actor config does the same: an engine config checks its strategy before the actor's is known.
-    object.__setattr__(engine_config, "strategy", strategy)
     engine_config.use_dynamic_bsz = True
     engine_config.max_token_len_per_gpu = max_token_len
     engine_config.infer_max_token_len_per_gpu = max_token_len
@@ -76,12 +99,25 @@ def local_worker(
             model_type="value_model" if is_critic else "language_model",
             model_config=model_config,
             engine_config=engine_config,
-            optimizer_config=optimizer or FSDPOptimizerConfig(lr=1e-3, total_training_steps=1000),
+            optimizer_config=optimizer or make_optimizer(lr=1e-3, total_training_steps=1000),
             checkpoint_config=CheckpointConfig(),
         )
     )
-    worker.reset()
+    if is_veomni:
+        _reset_in_float32(worker)
+    else:
+        worker.reset()
     return worker
+
+
+def _reset_in_float32(worker: TreeTrainingWorker) -> None:
+    """Initialise a worker with a VeOmni engine, for which verl has no key that says float32."""
+    transformer_impl: Any = importlib.import_module("verl.workers.engine.veomni.transformer_impl")
+    in_float32 = partial(transformer_impl.MixedPrecisionConfig, param_dtype="float32")
+    with as_verl_expects(transformer_impl, MixedPrecisionConfig=in_float32):
+        worker.reset()
+    engine: Any = worker.engine
+    engine._autocast_dtype = torch.float32
 
 
 def batch_of_rows(

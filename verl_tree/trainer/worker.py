@@ -34,7 +34,7 @@ from verl_tree.engine.losses.untrained_rows import loss_of_any_rows
 from verl_tree.engine.rows.columns import read_row_lens
 from verl_tree.engine.rows.micro_batch import LossFunction
 from verl_tree.engine.rows.positions import settle_positions, takes_components
-from verl_tree.engine_config import TreeFSDPEngineConfig
+from verl_tree.engine_config import TreeEngineConfig
 from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.trainer.rows.batching import MiniBatchPlan
 from verl_tree.trainer.told.update_flops import UpdateFlops
@@ -58,7 +58,7 @@ class TreeTrainingWorker(TrainingWorker):
     def _weighs(self) -> list[str]:
         """What weighs rows in the loss: settings of `verl_tree.clashes`."""
         config = self.engine_config
-        if not isinstance(config, TreeFSDPEngineConfig):
+        if not isinstance(config, TreeEngineConfig):
             return []
         used = {clashes.SESSION: config.tree.session_weight == "session", clashes.ROLES: bool(config.tree.role_weight)}
         return [setting for setting, is_used in used.items() if is_used]

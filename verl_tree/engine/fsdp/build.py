@@ -88,7 +88,7 @@ class BuildForTrees(BuildOnAnyDevice):
 
     @override
     def _build_module(self) -> torch.nn.Module:
-        clashes.refuse(self._features())
+        clashes.refuse(features(self.model_config, self.engine_config, ulysses=self.ulysses_sequence_parallel_size))
         register()
         hf_config = self.model_config.hf_config
         hf_config._attn_implementation = for_text(hf_config, ATTENTION_NAME)
@@ -116,22 +116,25 @@ class BuildForTrees(BuildOnAnyDevice):
         with as_verl_expects(self.model_config, enable_activation_offload=False):
             return super()._build_fsdp_module(module)
 
-    def _features(self) -> dict[str, str]:
-        """Return the features of `verl_tree.clashes` that this engine uses, each with its setting."""
-        model, tree, hf_config = self.model_config, self.engine_config.tree, self.model_config.hf_config
-        is_critic, settings = model.model_type == "value_model", hf_config.to_dict()
-        size = self.ulysses_sequence_parallel_size
-        path = f"{'critic' if is_critic else 'actor_rollout_ref'}.model.path={model.path}"
-        used = {
-            clashes.TREES: "tree.enabled=true",
-            clashes.PROMPT: tree.sharing == "prompt" and clashes.PROMPT,
-            clashes.MEAN: tree.shared_tokens != "sum" and f"tree.shared_tokens={tree.shared_tokens}",
-            clashes.AUTO: tree.capacity == "auto" and clashes.AUTO,
-            clashes.ULYSSES: size > 1 and f"ulysses_sequence_parallel_size={size}",
-            clashes.IMAGES: reads_images(hf_config) and path,
-            clashes.RECURRENT: has_recurrent_layers(settings) and path,
-            clashes.CRITIC: is_critic and path,
-            clashes.NO_CLASSIFIER: not has_token_classifier(settings) and path,
-            clashes.TRANSFORMERS: "tree.enabled=true",
-        }
-        return {name: setting for name, setting in used.items() if isinstance(setting, str)}
+
+def features(model: Any, engine: Any, *, ulysses: int) -> dict[str, str]:
+    """Return the features of `verl_tree.clashes` that an engine uses, each with its setting.
+
+    `model` and `engine` are verl's configs; `ulysses` ranks compute each call together.
+    """
+    tree, hf_config = engine.tree, model.hf_config
+    is_critic, settings = model.model_type == "value_model", hf_config.to_dict()
+    path = f"{'critic' if is_critic else 'actor_rollout_ref'}.model.path={model.path}"
+    used = {
+        clashes.TREES: "tree.enabled=true",
+        clashes.PROMPT: tree.sharing == "prompt" and clashes.PROMPT,
+        clashes.MEAN: tree.shared_tokens != "sum" and f"tree.shared_tokens={tree.shared_tokens}",
+        clashes.AUTO: tree.capacity == "auto" and clashes.AUTO,
+        clashes.ULYSSES: ulysses > 1 and f"ulysses_sequence_parallel_size={ulysses}",
+        clashes.IMAGES: reads_images(hf_config) and path,
+        clashes.RECURRENT: has_recurrent_layers(settings) and path,
+        clashes.CRITIC: is_critic and path,
+        clashes.NO_CLASSIFIER: not has_token_classifier(settings) and path,
+        clashes.TRANSFORMERS: "tree.enabled=true",
+    }
+    return {name: setting for name, setting in used.items() if isinstance(setting, str)}

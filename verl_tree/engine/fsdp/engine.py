@@ -1,7 +1,7 @@
 """verl's FSDP2 engine on trees: what it brings to a mini-batch (`verl_tree.engine.step`).
 
 Building and sharding the model, LoRA, offload, optimiser, checkpoints and weight export are verl's. Source: verl 0.9.1,
-workers/engine/fsdp.
+workers/engine/fsdp. Every engine whose module FSDP2 shards runs its calls as this one (`FSDP2Calls`).
 
 With `ulysses_sequence_parallel_size` > 1 the ranks of a team get the same rows from verl's dispatch and compute every
 model call together (docs/ulysses.md). All of them have all scores, so each computes the same loss.
@@ -36,39 +36,25 @@ from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.plan import AttentionPlan
 
 
-class FSDPTreeEngine(TreeEngine, BuildForTrees):
-    """The engine of policy, reference model and critic; which of them it is says verl's `model_type`.
+class FSDP2Calls(TreeEngine):
+    """The calls of a transformers model that FSDP2 shards, one after another, in step with the other ranks.
 
-    Raises:
-        ValueError: `engine_config` has no tree options.
+    It comes before verl's `FSDPEngine`, or a subclass of it, in the bases of a class, which sets `_model` to the model
+    before it is sharded.
     """
 
     has_outputs = True
+    get_data_parallel_group: Callable[[], dist.ProcessGroup | None]
+    ulysses_parallel_group: dist.ProcessGroup | None
+    scaler: Any
+    _gradient_sync_context: Callable[..., AbstractContextManager[Any]]
+    _autocast_dtype: torch.dtype
+    _model: PreTrainedModel
 
-    def __init__(
-        self, model_config: Any, engine_config: TreeFSDPEngineConfig, optimizer_config: Any, checkpoint_config: Any
-    ) -> None:
-        if not isinstance(engine_config, TreeFSDPEngineConfig):
-            raise ValueError(
-                f"strategy {TREE_STRATEGY} got an engine config of type {type(engine_config).__name__}: set "
-                "fsdp_config._target_=verl_tree.engine_config.TreeFSDPEngineConfig (the config tree_ppo does)"
-            )
-        BuildForTrees.__init__(
-            self,
-            model_config=model_config,
-            # verl's FSDP code knows only its own strategies.
-            engine_config=dataclasses.replace(engine_config, strategy=FLAT_STRATEGY),
-            optimizer_config=optimizer_config,
-            checkpoint_config=checkpoint_config,
-        )
-        TreeEngine.__init__(self, head=HEADS[model_config.model_type], tree_config=engine_config.tree)
-
-    @override
-    def _build_module(self) -> torch.nn.Module:
-        self._model = cast("PreTrainedModel", super()._build_module())
+    def watch_routers(self, model: PreTrainedModel) -> None:
+        """Find the routers of the model, if the config wants them recorded or imposed."""
         if self.engine_config.router_replay.mode != "disabled":
-            self.replay = RouterReplay(self._model)
-        return self._model
+            self.replay = RouterReplay(model)
 
     @property
     @override
@@ -141,3 +127,35 @@ class FSDPTreeEngine(TreeEngine, BuildForTrees):
         if self._autocast_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
+
+
+class FSDPTreeEngine(FSDP2Calls, BuildForTrees):
+    """The engine of policy, reference model and critic; which of them it is says verl's `model_type`.
+
+    Raises:
+        ValueError: `engine_config` has no tree options.
+    """
+
+    def __init__(
+        self, model_config: Any, engine_config: TreeFSDPEngineConfig, optimizer_config: Any, checkpoint_config: Any
+    ) -> None:
+        if not isinstance(engine_config, TreeFSDPEngineConfig):
+            raise ValueError(
+                f"strategy {TREE_STRATEGY} got an engine config of type {type(engine_config).__name__}: set "
+                "fsdp_config._target_=verl_tree.engine_config.TreeFSDPEngineConfig (the config tree_ppo does)"
+            )
+        BuildForTrees.__init__(
+            self,
+            model_config=model_config,
+            # verl's FSDP code knows only its own strategies.
+            engine_config=dataclasses.replace(engine_config, strategy=FLAT_STRATEGY),
+            optimizer_config=optimizer_config,
+            checkpoint_config=checkpoint_config,
+        )
+        TreeEngine.__init__(self, head=HEADS[model_config.model_type], tree_config=engine_config.tree)
+
+    @override
+    def _build_module(self) -> torch.nn.Module:
+        self._model = cast("PreTrainedModel", super()._build_module())
+        self.watch_routers(self._model)
+        return self._model

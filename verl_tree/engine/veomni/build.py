@@ -1,0 +1,94 @@
+"""How verl's VeOmni engine is built for trees, and on a CPU.
+
+VeOmni makes the model from classes of its own, shards it by FSDP2, and experts over ranks (`expert_parallel_size`).
+Source: verl 0.9.1, workers/engine/veomni; VeOmni 0.1.12.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from typing_extensions import override
+from verl.utils.device import get_device_name
+from verl.workers.engine.veomni.transformer_impl import VeOmniEngine, VeOmniEngineWithValueHead
+
+from verl_tree import clashes
+from verl_tree.attention.hf import ATTENTION_NAME, check_model, register
+from verl_tree.engine.fsdp.build import as_verl_expects, features
+from verl_tree.functional.tiles import tile_modules
+
+MODEL_TYPES = ("gemma3_text", "gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe")
+"""Types whose VeOmni models compute trees as verl's own engine computes flat rows (`tests/e2e/test_engines.py`).
+
+VeOmni 0.1.12 has more. Those with recurrent layers want the lengths of flat rows, those with images place and cut image
+tokens themselves, and of others it is not known whether their attention asks for the mask.
+"""
+
+
+class BuildOnAnyDevice(VeOmniEngine):
+    """An engine whose ranks can exchange gradients without a GPU."""
+
+    @override
+    def _build_model_optimizer(self) -> None:
+        super()._build_model_optimizer()
+        if get_device_name() == "cpu":
+            # Gradients of experts are divided by a number of ranks, and gloo cannot do that while it adds them.
+            for module in self.module.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
+
+
+class BuildForTrees(BuildOnAnyDevice):
+    """A VeOmni engine whose model computes trees, for every head."""
+
+    # verl's engine has neither: it computes in this dtype, and scales no loss.
+    _autocast_dtype = torch.bfloat16
+    scaler = None
+
+    @override
+    def _get_model_config_path(self) -> Any:
+        if self.model_config.model_type == "value_model":
+            return cast("Any", VeOmniEngineWithValueHead)._get_model_config_path(self)
+        return super()._get_model_config_path()
+
+    @override
+    def _build_model_optimizer(self) -> None:
+        engine_config = self.engine_config
+        clashes.refuse(features(self.model_config, engine_config, ulysses=self.ulysses_sequence_parallel_size))
+        if self._is_lora:
+            raise ValueError(f"model.lora_rank={self.model_config.lora_rank}: VeOmni's engine has no LoRA; set it to 0")
+        model_type = self.model_config.hf_config.model_type
+        if model_type not in MODEL_TYPES:
+            raise ValueError(
+                f"model.path={self.model_config.path}: a {model_type}, and trees were tried with VeOmni's models of "
+                f"types {', '.join(MODEL_TYPES)}; give one of these, or remove model_engine=veomni"
+            )
+        if dist.get_world_size() == 1:
+            raise ValueError(
+                "trainer.n_gpus_per_node=1 with trainer.nnodes=1: VeOmni builds models for two ranks or more; "
+                "give more ranks, or remove model_engine=veomni"
+            )
+        register()
+        with as_verl_expects(engine_config, attn_implementation=ATTENTION_NAME):
+            super()._build_model_optimizer()
+
+    @override
+    def _maybe_apply_async_activation_offload(self, module: PreTrainedModel) -> None:
+        # verl calls it with the model as it is loaded, before anything is sharded.
+        self._model = module
+        tiled = self.model_config.tiled_mlp
+        if tiled["enabled"]:
+            tile_modules(module, num_tiles=tiled["num_shards"])
+        check_model(module, max_path_len=1)
+        super()._maybe_apply_async_activation_offload(module)
+
+    @override
+    @contextmanager
+    def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> Iterator[None]:
+        # As in verl's engine, each backward pass ends with the exchange of its gradients.
+        del is_last_micro_batch
+        yield
