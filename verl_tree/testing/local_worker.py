@@ -7,9 +7,7 @@ Run the script by `torchrun --nproc-per-node=1`, or set up torch.distributed in 
     worker.train_batch(batch_of_rows(rows, max_token_len=8192, global_batch_size=len(rows)))
 """
 
-import importlib
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +25,6 @@ from verl.workers.config import (
 from verl.workers.config.engine import TrainingWorkerConfig
 
 from verl_tree.configs import FLAT_STRATEGIES
-from verl_tree.engine.fsdp.build import as_verl_expects
 from verl_tree.engine_config import TreeFSDPEngineConfig, TreeVeOmniEngineConfig
 from verl_tree.trainer.worker import TreeTrainingWorker
 
@@ -103,21 +100,8 @@ def local_worker(
             checkpoint_config=CheckpointConfig(),
         )
     )
-    if is_veomni:
-        _reset_in_float32(worker)
-    else:
-        worker.reset()
+    worker.reset()
     return worker
-
-
-def _reset_in_float32(worker: TreeTrainingWorker) -> None:
-    """Initialise a worker with a VeOmni engine, for which verl has no key that says float32."""
-    transformer_impl: Any = importlib.import_module("verl.workers.engine.veomni.transformer_impl")
-    in_float32 = partial(transformer_impl.MixedPrecisionConfig, param_dtype="float32")
-    with as_verl_expects(transformer_impl, MixedPrecisionConfig=in_float32):
-        worker.reset()
-    engine: Any = worker.engine
-    engine._autocast_dtype = torch.float32
 
 
 def batch_of_rows(

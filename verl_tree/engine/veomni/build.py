@@ -6,6 +6,7 @@ Source: verl 0.9.1, workers/engine/veomni; VeOmni 0.1.12.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from typing_extensions import override
+from veomni.arguments.arguments_types import MixedPrecisionConfig
 from verl.utils.device import get_device_name
+from verl.workers.engine.veomni import transformer_impl
 from verl.workers.engine.veomni.transformer_impl import VeOmniEngine, VeOmniEngineWithValueHead
 
 from verl_tree import clashes
@@ -30,24 +33,30 @@ tokens themselves, and of others it is not known whether their attention asks fo
 
 
 class BuildOnAnyDevice(VeOmniEngine):
-    """An engine whose ranks can exchange gradients without a GPU."""
+    """An engine that verl can build without a GPU, in float32, for which its config has no key."""
+
+    # verl's engine has no such attribute: it computes in this dtype, always.
+    _autocast_dtype = torch.bfloat16
 
     @override
     def _build_model_optimizer(self) -> None:
-        super()._build_model_optimizer()
-        if get_device_name() == "cpu":
-            # Gradients of experts are divided by a number of ranks, and gloo cannot do that while it adds them.
-            for module in self.module.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_force_sum_reduction_for_comms(True)
+        if get_device_name() != "cpu":
+            super()._build_model_optimizer()
+            return
+        self._autocast_dtype = torch.float32
+        in_float32 = partial(MixedPrecisionConfig, param_dtype="float32")
+        with as_verl_expects(transformer_impl, MixedPrecisionConfig=in_float32):
+            super()._build_model_optimizer()
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                # Gradients of experts are divided by a number of ranks, and gloo cannot do that while it adds them.
+                module.set_force_sum_reduction_for_comms(True)
 
 
 class BuildForTrees(BuildOnAnyDevice):
     """A VeOmni engine whose model computes trees, for every head."""
 
-    # verl's engine has neither: it computes in this dtype, and scales no loss.
-    _autocast_dtype = torch.bfloat16
-    scaler = None
+    scaler = None  # verl's engine has none
 
     @override
     def _get_model_config_path(self) -> Any:
