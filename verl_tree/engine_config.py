@@ -3,12 +3,15 @@
 verl's workers see only `actor_rollout_ref` and `critic`, so the options travel there in an engine config.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from verl.workers.config import EngineConfig, FSDPEngineConfig, VeOmniEngineConfig
 
 from verl_tree.config import TreeConfig
 from verl_tree.configs import FLAT_STRATEGIES
+
+Config = TypeVar("Config", bound="TreeEngineConfig")
 
 
 @dataclass
@@ -33,6 +36,20 @@ class TreeEngineConfig(EngineConfig):
         object.__setattr__(self, "strategy", FLAT_STRATEGIES.get(strategy, strategy))
         super().__post_init__()
         object.__setattr__(self, "strategy", strategy)
+
+
+def of_verl(engine_config: object, wanted: type[Config], *, key: str) -> Config:
+    """Return an engine config under the strategy of verl's engine on which ours is built; verl's code knows no other.
+
+    Raises:
+        ValueError: It has no tree options; `key` is where they are said.
+    """
+    if not isinstance(engine_config, wanted):
+        raise ValueError(
+            f"a tree engine got an engine config of type {type(engine_config).__name__}: set "
+            f"{key}._target_={wanted.__module__}.{wanted.__name__} (the config tree_ppo does for FSDP2)"
+        )
+    return replace(engine_config, strategy=FLAT_STRATEGIES.get(engine_config.strategy, engine_config.strategy))
 
 
 @dataclass

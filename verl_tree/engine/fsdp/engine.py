@@ -9,7 +9,6 @@ model call together (docs/ulysses.md). All of them have all scores, so each comp
 Legend: C kinds of scores, K scores of a model call.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -22,12 +21,11 @@ from typing_extensions import override
 from verl.utils.device import get_device_name
 
 from verl_tree.attention.hf import check_model
-from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.engine.fsdp.build import BuildForTrees
 from verl_tree.engine.heads import HEADS
 from verl_tree.engine.routes.router_replay import RouterReplay
 from verl_tree.engine.step import TreeEngine
-from verl_tree.engine_config import TreeFSDPEngineConfig
+from verl_tree.engine_config import TreeFSDPEngineConfig, of_verl
 from verl_tree.functional.images import PackImages
 from verl_tree.functional.scorer import LogitReading
 from verl_tree.relay.calls import RelayCall
@@ -139,16 +137,10 @@ class FSDPTreeEngine(FSDP2Calls, BuildForTrees):
     def __init__(
         self, model_config: Any, engine_config: TreeFSDPEngineConfig, optimizer_config: Any, checkpoint_config: Any
     ) -> None:
-        if not isinstance(engine_config, TreeFSDPEngineConfig):
-            raise ValueError(
-                f"strategy {TREE_STRATEGY} got an engine config of type {type(engine_config).__name__}: set "
-                "fsdp_config._target_=verl_tree.engine_config.TreeFSDPEngineConfig (the config tree_ppo does)"
-            )
         BuildForTrees.__init__(
             self,
             model_config=model_config,
-            # verl's FSDP code knows only its own strategies.
-            engine_config=dataclasses.replace(engine_config, strategy=FLAT_STRATEGY),
+            engine_config=of_verl(engine_config, TreeFSDPEngineConfig, key="fsdp_config"),
             optimizer_config=optimizer_config,
             checkpoint_config=checkpoint_config,
         )

@@ -4,18 +4,16 @@ Building and sharding the model, offload, optimiser, checkpoints and weight expo
 ranks of a team exchange is exchanged in tree attention, not by VeOmni's own Ulysses (docs/ulysses.md).
 """
 
-import dataclasses
 from typing import Any
 
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from verl_tree.configs import FLAT_STRATEGIES, VEOMNI_TREE_STRATEGY
 from verl_tree.engine.fsdp.engine import FSDP2Calls
 from verl_tree.engine.heads import HEADS
 from verl_tree.engine.step import TreeEngine
 from verl_tree.engine.veomni.build import BuildForTrees
-from verl_tree.engine_config import TreeVeOmniEngineConfig
+from verl_tree.engine_config import TreeVeOmniEngineConfig, of_verl
 
 
 class VeOmniTreeEngine(FSDP2Calls, BuildForTrees):
@@ -28,15 +26,10 @@ class VeOmniTreeEngine(FSDP2Calls, BuildForTrees):
     def __init__(
         self, model_config: Any, engine_config: TreeVeOmniEngineConfig, optimizer_config: Any, checkpoint_config: Any
     ) -> None:
-        if not isinstance(engine_config, TreeVeOmniEngineConfig):
-            raise ValueError(
-                f"strategy {VEOMNI_TREE_STRATEGY} got an engine config of type {type(engine_config).__name__}: set "
-                "veomni._target_=verl_tree.engine_config.TreeVeOmniEngineConfig"
-            )
         BuildForTrees.__init__(
             self,
             model_config=model_config,
-            engine_config=dataclasses.replace(engine_config, strategy=FLAT_STRATEGIES[engine_config.strategy]),
+            engine_config=of_verl(engine_config, TreeVeOmniEngineConfig, key="veomni"),
             optimizer_config=optimizer_config,
             checkpoint_config=checkpoint_config,
         )
