@@ -111,7 +111,7 @@ case $LANE in
   soak) python -m pytest -v tests/faults/test_soak.py --junitxml runs/soak.xml ;;
   stack)
     show "tests that depend on versions" side_by_side 'tests/unit tests/contracts' tests/interp \
-      'tests/e2e/test_engines.py -k engine[qwen3-' '-m long tests/e2e/test_engines.py -k engine[qwen3-' \
+      'tests/e2e/test_engines.py -k (engine[qwen3-)and(fsdp2)' '-m long tests/e2e/test_engines.py -k (engine[qwen3-)and(fsdp2)' \
       '-m long tests/unit' '-m long tests/interp' tests/long/test_weight_reload.py
     ;;
 esac
