@@ -45,6 +45,7 @@ def main() -> None:
     found = {
         "one rank": refusal(root / "qwen3"),
         "adapters": refusal(root / "qwen3", model_options={"lora_rank": 4}),
+        "parts of a critic": refusal(root / "qwen3", is_critic=True, engine_options={"expert_parallel_size": 2}),
         "another type": refusal(root / "qwen3_5_text"),
     }
     try:

@@ -58,6 +58,10 @@ class BuildForTrees(BuildOnAnyDevice):
 
     scaler = None  # verl's engine has none
 
+    def __init__(self, *, model_config: Any, engine_config: Any, **configs: Any) -> None:
+        refuse(model_config, engine_config)
+        super().__init__(model_config=model_config, engine_config=engine_config, **configs)
+
     @override
     def _get_model_config_path(self) -> Any:
         if self.model_config.model_type == "value_model":
@@ -66,23 +70,8 @@ class BuildForTrees(BuildOnAnyDevice):
 
     @override
     def _build_model_optimizer(self) -> None:
-        engine_config = self.engine_config
-        clashes.refuse(features(self.model_config, engine_config, ulysses=self.ulysses_sequence_parallel_size))
-        if self._is_lora:
-            raise ValueError(f"model.lora_rank={self.model_config.lora_rank}: VeOmni's engine has no LoRA; set it to 0")
-        model_type = self.model_config.hf_config.model_type
-        if model_type not in MODEL_TYPES:
-            raise ValueError(
-                f"model.path={self.model_config.path}: a {model_type}, and trees were tried with VeOmni's models of "
-                f"types {', '.join(MODEL_TYPES)}; give one of these, or remove model_engine=veomni"
-            )
-        if dist.get_world_size() == 1:
-            raise ValueError(
-                "trainer.n_gpus_per_node=1 with trainer.nnodes=1: VeOmni builds models for two ranks or more; "
-                "give more ranks, or remove model_engine=veomni"
-            )
         register()
-        with as_verl_expects(engine_config, attn_implementation=ATTENTION_NAME):
+        with as_verl_expects(self.engine_config, attn_implementation=ATTENTION_NAME):
             super()._build_model_optimizer()
 
     @override
@@ -101,3 +90,29 @@ class BuildForTrees(BuildOnAnyDevice):
         # As in verl's engine, each backward pass ends with the exchange of its gradients.
         del is_last_micro_batch
         yield
+
+
+def refuse(model: Any, engine: Any) -> None:
+    """Refuse configs of verl with which trees do not run on VeOmni.
+
+    Raises:
+        ValueError: With the reason and the remedy.
+    """
+    clashes.refuse(features(model, engine, ulysses=engine.ulysses_parallel_size))
+    if model.lora_rank > 0:
+        raise ValueError(f"model.lora_rank={model.lora_rank}: verl's VeOmni engine has no LoRA; set it to 0")
+    num_parts, model_type = engine.expert_parallel_size, model.hf_config.model_type
+    if num_parts > 1 and model.model_type == "value_model":
+        raise ValueError(
+            f"critic.veomni.expert_parallel_size={num_parts}: VeOmni splits no critic's experts; set it to 1"
+        )
+    if model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"model.path={model.path}: a {model_type}, and trees were tried with VeOmni's models of types "
+            f"{', '.join(MODEL_TYPES)}; give one of these, or remove model_engine=veomni"
+        )
+    if dist.get_world_size() == 1:
+        raise ValueError(
+            "trainer.n_gpus_per_node=1 with trainer.nnodes=1: VeOmni builds models for two ranks or more; give more "
+            "ranks, or remove model_engine=veomni"
+        )
