@@ -5,6 +5,7 @@ import os
 import resource
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -56,12 +57,15 @@ class Workers:
         self.num_steps = step
 
 
+STARTS = count()
+
+
 class SmallTrainer(ResumableTrainer, PPOTrainerSync):
     """Our trainer whose steps count; `at` is called in each of them."""
 
     def __init__(self, config: DictConfig, *, at: Callable[[int], None], num_steps: int) -> None:
         super().__init__(config)
-        self.at = at
+        self.start, self.at = next(STARTS), at
         self.actor_rollout_wg = self.checkpoint_manager = Workers()
         self.train_dataloader = StatefulDataLoader(list(range(num_steps)))
         self.steps_per_epoch = self.total_training_steps = num_steps
@@ -78,7 +82,7 @@ class SmallTrainer(ResumableTrainer, PPOTrainerSync):
         self._dump_generations(text, text, [None], score, {}, dump_path=rollout_data_dir)
 
     def _compute_metrics(self, batch: Any, metrics: dict[str, float], *_: Any, **__: Any) -> None:  # noqa: ARG002
-        metrics["pid"] = id(self)
+        metrics["start"] = self.start
 
 
 @cache
@@ -91,7 +95,7 @@ def composed() -> DictConfig:
 def train(
     folder: Path, *options: str, at: Callable[[int], None] = lambda _: None, num_steps: int = 6, save_freq: int = 2
 ) -> int:
-    """Train to the end; return what stands for the start in the metrics."""
+    """Train to the end; return the number of this start, which is in the metrics."""
     trainer = {
         "default_local_dir": f"{folder}/checkpoints",
         "save_freq": save_freq,
@@ -106,7 +110,7 @@ def train(
         small.fit(agent_loop_manager=None)
     finally:
         small.logger.finish()
-    return id(small)
+    return small.start
 
 
 @pytest.fixture
@@ -135,7 +139,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(folder: Path) -> None
     assert steps_logged(folder) == [1, 2, 3]
     train(folder)
     assert steps_logged(folder) == [1, 2, 3, 4, 5, 6]
-    starts = {json.loads(line)["data"]["pid"] for line in (folder / "metrics.jsonl").read_text().splitlines()}
+    starts = {json.loads(line)["data"]["start"] for line in (folder / "metrics.jsonl").read_text().splitlines()}
     assert len(starts) == 2
     assert (folder / "checkpoints" / TRACKER).read_text() == "6"
 
