@@ -35,14 +35,13 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPOptimizerConfig, VeOmniOptimizerConfig
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform and the engines)
-from verl_tree.config import FLAT_STRATEGY, TREE_STRATEGY
-from verl_tree.configs import VEOMNI_TREE_STRATEGY
+from verl_tree.configs import FLAT_STRATEGIES
 from verl_tree.recurrence.bind import num_bound_mixers
 from verl_tree.testing.local_worker import local_worker
 from verl_tree.trainer.rows.batching import MiniBatchPlan
 from verl_tree.trainer.worker import TreeTrainingWorker
 
-ENGINES = {"fsdp2": (FLAT_STRATEGY, TREE_STRATEGY), "veomni": ("veomni", VEOMNI_TREE_STRATEGY)}
+ENGINES = {flat: (flat, tree) for tree, flat in FLAT_STRATEGIES.items()}
 """Strategies of verl's own engine and of ours."""
 
 SAVES_MEMORY = ("enable_gradient_checkpointing", "tiled_mlp", "enable_activation_offload")

@@ -8,7 +8,7 @@ from typing import Any
 import veomni_engines
 from process_groups import join_ranks
 from tiny_models import tiny_model
-from verl.workers.config import VeOmniEngineConfig, VeOmniOptimizerConfig
+from verl.workers.config import VeOmniEngineConfig
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.configs import VEOMNI_TREE_STRATEGY
@@ -19,13 +19,7 @@ def refusal(folder: Path, **options: Any) -> str:
     """Return why a worker is not built."""
     veomni_engines.forget_ranks()
     try:
-        local_worker(
-            str(folder),
-            strategy=VEOMNI_TREE_STRATEGY,
-            max_token_len=64,
-            optimizer=VeOmniOptimizerConfig(lr=1e-3, total_training_steps=1),
-            **options,
-        )
+        local_worker(str(folder), strategy=VEOMNI_TREE_STRATEGY, max_token_len=64, **options)
     except ValueError as error:
         return str(error)
     raise AssertionError(f"{options} were taken")

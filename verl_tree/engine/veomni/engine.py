@@ -10,30 +10,18 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from verl_tree.engine.fsdp.engine import FSDP2Calls
-from verl_tree.engine.heads import HEADS
-from verl_tree.engine.step import TreeEngine
 from verl_tree.engine.veomni.build import BuildForTrees
-from verl_tree.engine_config import TreeVeOmniEngineConfig, of_verl
+from verl_tree.engine_config import TreeVeOmniEngineConfig
 
 
 class VeOmniTreeEngine(FSDP2Calls, BuildForTrees):
-    """The engine of policy, reference model and critic; which of them it is says verl's `model_type`.
+    """verl's VeOmni engine on trees."""
 
-    Raises:
-        ValueError: `engine_config` has no tree options.
-    """
+    config_class = TreeVeOmniEngineConfig
+    config_key = "veomni"
 
-    def __init__(
-        self, model_config: Any, engine_config: TreeVeOmniEngineConfig, optimizer_config: Any, checkpoint_config: Any
-    ) -> None:
-        BuildForTrees.__init__(
-            self,
-            model_config=model_config,
-            engine_config=of_verl(engine_config, TreeVeOmniEngineConfig, key="veomni"),
-            optimizer_config=optimizer_config,
-            checkpoint_config=checkpoint_config,
-        )
-        TreeEngine.__init__(self, head=HEADS[model_config.model_type], tree_config=engine_config.tree)
+    def __init__(self, *configs: Any, **named: Any) -> None:
+        super().__init__(*configs, **named)
         # verl's switch for VeOmni's own replay, which knows flat rows; `RouterReplay` knows trees.
         self.enable_routing_replay = False
 
