@@ -1,13 +1,54 @@
-"""Hydra configuration of verl_tree (`tree_ppo.yaml` and its groups), and the engine names that it chooses between."""
+"""Hydra configuration of verl_tree (`tree_ppo.yaml` and its groups), and the engines that it chooses between."""
 
-TREE_STRATEGY = "fsdp_tree"
-"""Name under which the tree engine on FSDP2 is registered with verl."""
+from dataclasses import dataclass
 
-FLAT_STRATEGY = "fsdp2"
-"""verl's own engine: what `tree.enabled=false` selects."""
 
-VEOMNI_TREE_STRATEGY = "veomni_tree"
-"""The tree engine on VeOmni."""
+@dataclass(frozen=True, slots=True)
+class ModelEngine:
+    """A kind of verl's engines on which trees run: a value of `model_engine`.
 
-FLAT_STRATEGIES = {TREE_STRATEGY: FLAT_STRATEGY, VEOMNI_TREE_STRATEGY: "veomni"}
+    Attributes:
+        title: What people call it.
+        tree: The strategy under which the tree engine is registered with verl.
+        flat: Strategies of verl's own; the first is what `tree.enabled=false` selects.
+        groups: Where actor, reference and critic have their engine config.
+        ulysses: Its key for the ranks that compute each model call together.
+        values: verl's file of all values for training with it.
+    """
+
+    title: str
+    tree: str
+    flat: tuple[str, ...]
+    groups: tuple[str, str, str]
+    ulysses: str
+    values: str
+
+
+FSDP = "dp"
+"""What verl calls its engines of FSDP."""
+
+MODEL_ENGINES = {
+    FSDP: ModelEngine(
+        title="FSDP2",
+        tree="fsdp_tree",
+        flat=("fsdp2", "fsdp"),
+        groups=("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp"),
+        ulysses="ulysses_sequence_parallel_size",
+        values="_generated_ppo_trainer",
+    ),
+    "veomni": ModelEngine(
+        title="VeOmni",
+        tree="veomni_tree",
+        flat=("veomni",),
+        groups=("actor_rollout_ref.actor.veomni", "actor_rollout_ref.ref.veomni", "critic.veomni"),
+        ulysses="ulysses_parallel_size",
+        values="_generated_ppo_veomni_trainer",
+    ),
+}
+"""By the name in a command line."""
+
+TREE_STRATEGY, FLAT_STRATEGY = MODEL_ENGINES[FSDP].tree, MODEL_ENGINES[FSDP].flat[0]
+VEOMNI_TREE_STRATEGY = MODEL_ENGINES["veomni"].tree
+
+FLAT_STRATEGIES = {each.tree: each.flat[0] for each in MODEL_ENGINES.values()}
 """By the name of each tree engine, verl's own on which it is built."""

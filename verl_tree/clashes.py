@@ -1,8 +1,9 @@
 """What does not go with what: every pair once, with its remedy.
 
 A feature is something that a run uses: settings, or what only words say. Settings are written `KEY` (on), `no KEY`
-(off), `KEY=A,B` (one of these) or `KEY!=A,B` (another); a key may begin with `actor.`, `rollout.`, or `model.`, which
-is that of any model in use. The rows stand in `clashes.csv` beside this file; its notes are for who changes them.
+(off), `KEY=A,B` (one of these) or `KEY!=A,B` (another); a key may begin with `actor.`, `rollout.`, `model.`, which is
+that of any model in use, or `engine.`, which is the actor's engine config. The rows stand in `clashes.csv` beside this
+file; its notes are for who changes them.
 
 `verl_tree.launch.checks.features` finds the features of a configuration, and `verl_tree.engine.fsdp.build` those of an
 engine, before it reads weights; either refuses what is here. `scripts/make_clashes.py` makes a table of it in
@@ -13,6 +14,8 @@ import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+
+from verl_tree.families import VEOMNI_TYPES
 
 POLICY_LOSSES_OVER_ROWS = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cispo", "dro")
 """Names in `actor.policy_loss.loss_mode` that are sums of one term per row.
@@ -62,6 +65,8 @@ CUDA_KERNELS, OTHER_ATTENTION = "a backend for CUDA", "attention other than flas
 OTHER_LOSS, TOP_K = "a loss over several rows", "top-k distillation"
 TEACHER_HERE = "a teacher on the training ranks"
 CORRECTION, REWEIGHED = "a rollout correction", "rollout_is or rollout_rs"
+VEOMNI, UNTRIED, ONE_RANK = "model_engine=veomni", "a type not tried with VeOmni", "one rank"
+EXPERTS = "engine.expert_parallel_size!=1"
 LINEAR, OTHER_HEADS = "linear attention", "linear attention with heads other than of 64 or 128"
 
 
@@ -71,6 +76,7 @@ def _read() -> Iterator[Clash]:
         "policy_losses": ", ".join(POLICY_LOSSES_OVER_ROWS),
         "distillation_losses": ", ".join(DISTILLATION_LOSSES_OVER_ROWS),
         "estimators": ", ".join(ESTIMATORS),
+        "veomni_types": ", ".join(VEOMNI_TYPES),
     }
     text = files("verl_tree").joinpath("clashes.csv").read_text(encoding="utf-8")
     for feature, others, why, remedy, _ in list(csv.reader(text.splitlines(), strict=True))[1:]:

@@ -63,6 +63,13 @@ RECURRENT_TYPES = _types(family for family in FAMILIES if family.mixers)
 IMAGE_TYPES = _types(family for family in FAMILIES if family.reads_images)
 REFUSED = {model_type: family.refused for family in FAMILIES for model_type in family.model_types if family.refused}
 
+VEOMNI_TYPES = ("gemma3_text", "gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe")
+"""Types whose VeOmni models compute trees as verl's own engine computes flat rows (`tests/e2e/test_engines.py`).
+
+VeOmni 0.1.12 has more. Those with recurrent layers want the lengths of flat rows, those with images place and cut image
+tokens themselves, and of others it is not known whether their attention asks for the mask.
+"""
+
 RECURRENT_LAYERS = ("linear_attention", "conv", "mamba")
 """What `config.layer_types` calls recurrent layers."""
 

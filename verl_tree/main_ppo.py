@@ -80,11 +80,12 @@ def prepare(config: "DictConfig", *, console: Console) -> None:
 def bound_paths(config: "DictConfig") -> None:
     """Tell the engines of a resolved configuration how long a path can be; `tree.capacity=auto` holds memory for it."""
     from verl_tree.launch.checks.capacity import longest_trajectory
-    from verl_tree.launch.checks.refusals import ENGINES, value_of
+    from verl_tree.launch.checks.refusals import value_of
+    from verl_tree.launch.command.composition import model_engine
 
     if config.tree.capacity == "auto" and config.tree.max_path_len is None:
         longest, _ = longest_trajectory(config)
-        for key in ("tree", *(f"{engine}.tree" for engine in ENGINES)):
+        for key in ("tree", *(f"{engine}.tree" for engine in model_engine(config).groups)):
             value_of(config, key).max_path_len = longest
 
 

@@ -49,24 +49,25 @@ omegaconf.base.parse = functools.cache(omegaconf.base.parse)
 
 
 @functools.cache
-def _composed() -> bytes:
+def _composed(*engine: str) -> bytes:
     rows, model = write_rows(Path(FOLDER.name) / "rows.parquet"), write_model(Path(FOLDER.name) / "model", **SIZES)
     files = [f"data.train_files={rows}", f"data.val_files={rows}"]
     models = [f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}"]
-    config = compose_config(["profile=cpu", *files, *models, "actor_rollout_ref.rollout.n=4"])
+    config = compose_config(["profile=cpu", *files, *models, "actor_rollout_ref.rollout.n=4", *engine])
     OmegaConf.set_struct(config, False)
     return pickle.dumps(config)
 
 
-def composed() -> DictConfig:
-    """Return a copy of the CPU configuration before its interpolations are resolved."""
-    return pickle.loads(_composed())
+def composed(*engine: str) -> DictConfig:
+    """Return a copy of the CPU configuration before its interpolations are resolved, of FSDP2 or another engine."""
+    return pickle.loads(_composed(*engine))
 
 
 def resolved(*overrides: str) -> DictConfig:
-    """Return the CPU configuration with values replaced. To save time, Hydra composes it only once."""
-    config = composed()
-    config.merge_with_dotlist([each.lstrip("+") for each in overrides])
+    """Return the CPU configuration with values replaced. To save time, Hydra composes it only once for an engine."""
+    engine = [each for each in overrides if each.startswith("model_engine=")]
+    config = composed(*engine)
+    config.merge_with_dotlist([each.lstrip("+") for each in overrides if each not in engine])
     OmegaConf.resolve(config)
     return config
 

@@ -14,7 +14,7 @@ from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.fsdp_utils import fsdp2_sharded_load_from_cpu, fsdp2_sharded_save_to_cpu
 
-from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
+from verl_tree.configs import FLAT_STRATEGIES
 from verl_tree.trainer.portions.portion import PortionWorker
 from verl_tree.trainer.teacher import TeachingWorker
 from verl_tree.trainer.worker import TreeTrainingWorker
@@ -24,14 +24,14 @@ SavedModel = tuple[dict[str, tuple[Tensor, Any]], Any]
 
 
 class TreeDetachActorWorker(PortionWorker, TeachingWorker, DetachActorWorker):
-    """verl's detached worker for `fsdp_tree`, too; with FSDP2 a saved model shares no memory with the running one."""
+    """verl's detached worker for trees, too; with FSDP2 a saved model shares no memory with the running one."""
 
     actor_worker_cls = TreeTrainingWorker
     ref_worker_cls = TreeTrainingWorker
 
     @override
     def _get_strategy_handlers(self) -> tuple[Callable, Callable]:
-        if self.config.actor.strategy in (TREE_STRATEGY, FLAT_STRATEGY):
+        if self.config.actor.strategy in (*FLAT_STRATEGIES, *FLAT_STRATEGIES.values()):
             return copy_to_cpu, fsdp2_sharded_load_from_cpu
         return super()._get_strategy_handlers()
 
@@ -39,7 +39,7 @@ class TreeDetachActorWorker(PortionWorker, TeachingWorker, DetachActorWorker):
     @override
     def restore_model_from_cpu(self, n: int) -> None:
         """Put the model that was saved as `n` back; verl's method knows FSDP2 by the strategy's name only."""
-        if self.config.actor.strategy != TREE_STRATEGY:
+        if self.config.actor.strategy not in FLAT_STRATEGIES:
             super().restore_model_from_cpu(n)
         elif n in self.cpu_saved_models:
             self.restore_handler(cast(Any, self.actor).engine.module, *self.cpu_saved_models[n])

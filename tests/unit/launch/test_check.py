@@ -118,7 +118,7 @@ def test_teams_and_ranks_of_the_rollout(tmp_path: Path) -> None:
         ["model_engine=megatron"],
         ["model_engine=megatron", f"{ACTOR}.megatron.no_such_key=1"],
         ["model_engine=mindspeed"],
-        ["+model_engine=veomni"],
+        ["+model_engine=torchtitan"],
         ["--config-name=ppo_megatron_trainer"],
     ],
 )
@@ -128,7 +128,7 @@ def test_another_engine_is_refused_by_its_name(tmp_path: Path, other: list[str])
     assert not is_valid
     (refused,) = text.split("Refused\n")[1].split("\n\n")[0].splitlines()
     engine = "megatron" if "=ppo" in other[0] else other[0].partition("=")[2]
-    assert refused.startswith(f"  model_engine={engine}: trees run on verl's FSDP2 engine only")
+    assert refused.startswith(f"  model_engine={engine}: trees run on dp (FSDP2), veomni (VeOmni) only")
 
 
 def test_all_findings_come_at_once(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ FLAT, GPU, CRITIC, AUTO = "tree.enabled=false", "trainer.device=cuda", "critic.e
 LOSS, CORRECTION = f"{ACTOR}.policy_loss.loss_mode", "algorithm.rollout_correction"
 ATTENTION, TOP_K = f"{MODEL}.override_config.attn_implementation", "distillation.distillation_loss.loss_mode"
 DISTILS = "distillation.enabled=true"
+VEOMNI = "model_engine=veomni"
 SEPARATE = "trainer.v1.trainer_mode=separate_async"
 TYPES = {
     "IMAGES": {"model_type": "qwen3_vl", "vision_config": {}},
@@ -66,6 +67,10 @@ EXAMPLES = (
     None,  # of a model, below
     (f"{MODEL}.enable_activation_offload=true", FLAT),
     (f"{MODEL}.enable_activation_offload=true", f"{MODEL}.enable_gradient_checkpointing=false"),
+    (f"{MODEL}.lora_rank=8", VEOMNI, TWO_RANKS),
+    (POLICY["RECURRENT"], VEOMNI, TWO_RANKS),
+    ("trainer.n_gpus_per_node=1", VEOMNI),
+    (f"{ACTOR}.veomni.expert_parallel_size=2", VEOMNI, TWO_RANKS, CRITIC),
     ("model.use_fused_kernels=true",),
     (f"{REPLAY}=R2", FLAT),
     (f"{REPLAY}=R3", f"{RETURNED}=true"),
@@ -146,10 +151,10 @@ def test_every_feature_is_a_word_or_a_key_that_exists() -> None:
     names = {name for clash in CLASHES for name in (clash.feature, *clash.others)}
     assert set(WORDS) < names
     assert {value for name, value in vars(clashes).items() if name.isupper() and isinstance(value, str)} <= names
-    config, tuned = resolved(CRITIC, "critic.checkpoint.save_lora_only=false"), resolved_sft()
+    configs = (resolved(CRITIC, "critic.checkpoint.save_lora_only=false"), resolved(VEOMNI, CRITIC), resolved_sft())
     for name in names - {*WORDS, clashes.NO_MLP}:
         key = re.split("!?=", name.removeprefix("no "))[0]
-        assert [*settings_of(f"{key}!=nonsense", config), *settings_of(f"{key}!=nonsense", tuned)], name
+        assert any(list(settings_of(f"{key}!=nonsense", config)) for config in configs), name
 
 
 def test_defaults_have_no_clash_and_words_that_go_together_pass(folder: Path) -> None:

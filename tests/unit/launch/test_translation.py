@@ -148,7 +148,7 @@ def test_teams_need_no_padding_removed() -> None:
     """Verl asks for it with Ulysses; a tree has none to remove."""
     padded = [f"{MODEL}.use_remove_padding=false", "critic.model.use_remove_padding=false"]
     config, (line,) = translated(*TEAMS, *padded)
-    assert line.startswith(f"{MODEL}.use_remove_padding=False: on, because verl asks for it with ulysses")
+    assert line.startswith(f"{MODEL}.use_remove_padding=False: on, because verl asks for it with Ulysses")
     assert (config.actor_rollout_ref.model.use_remove_padding, config.critic.model.use_remove_padding) == (True, False)
     config, _ = translated(*TEAMS, *padded, CRITIC, "critic.ulysses_sequence_parallel_size=2")
     assert config.critic.model.use_remove_padding is True

@@ -88,7 +88,7 @@ def test_the_cause_comes_before_its_consequences() -> None:
         (
             {"oom_context": {"error_message": "Task was killed due to the node running low on memory."}},
             r"the process of Classa \(pid 7 on node there\) died: Task was killed due to .* low on memory\.\n"
-            r"To need less .*agent\.num_workers, .*optimizer_offload\)$",
+            r"To need less .*agent\.num_workers, .*optimizer_offload of the actor's engine\)$",
         ),
         (
             {"runtime_env_failed_context": {"error_message": "no such package"}},

@@ -22,14 +22,8 @@ from verl.workers.engine.veomni.transformer_impl import VeOmniEngine, VeOmniEngi
 from verl_tree import clashes
 from verl_tree.attention.hf import ATTENTION_NAME, check_model, register
 from verl_tree.engine.fsdp.build import as_verl_expects, features
+from verl_tree.families import VEOMNI_TYPES
 from verl_tree.functional.tiles import tile_modules
-
-MODEL_TYPES = ("gemma3_text", "gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe")
-"""Types whose VeOmni models compute trees as verl's own engine computes flat rows (`tests/e2e/test_engines.py`).
-
-VeOmni 0.1.12 has more. Those with recurrent layers want the lengths of flat rows, those with images place and cut image
-tokens themselves, and of others it is not known whether their attention asks for the mask.
-"""
 
 
 class BuildOnAnyDevice(VeOmniEngine):
@@ -98,21 +92,13 @@ def refuse(model: Any, engine: Any) -> None:
     Raises:
         ValueError: With the reason and the remedy.
     """
-    clashes.refuse(features(model, engine, ulysses=engine.ulysses_parallel_size))
-    if model.lora_rank > 0:
-        raise ValueError(f"model.lora_rank={model.lora_rank}: verl's VeOmni engine has no LoRA; set it to 0")
-    num_parts, model_type = engine.expert_parallel_size, model.hf_config.model_type
-    if num_parts > 1 and model.model_type == "value_model":
-        raise ValueError(
-            f"critic.veomni.expert_parallel_size={num_parts}: VeOmni splits no critic's experts; set it to 1"
-        )
-    if model_type not in MODEL_TYPES:
-        raise ValueError(
-            f"model.path={model.path}: a {model_type}, and trees were tried with VeOmni's models of types "
-            f"{', '.join(MODEL_TYPES)}; give one of these, or remove model_engine=veomni"
-        )
-    if dist.get_world_size() == 1:
-        raise ValueError(
-            "trainer.n_gpus_per_node=1 with trainer.nnodes=1: VeOmni builds models for two ranks or more; give more "
-            "ranks, or remove model_engine=veomni"
-        )
+    model_type, num_parts = model.hf_config.model_type, engine.expert_parallel_size
+    used = {
+        clashes.VEOMNI: clashes.VEOMNI,
+        "model.lora_rank": model.lora_rank > 0 and f"model.lora_rank={model.lora_rank}",
+        clashes.UNTRIED: model_type not in VEOMNI_TYPES and f"model.path={model.path} ({model_type})",
+        clashes.ONE_RANK: dist.get_world_size() == 1 and "trainer.n_gpus_per_node=1",
+        clashes.EXPERTS: num_parts > 1 and f"veomni.expert_parallel_size={num_parts}",
+    }
+    others = features(model, engine, ulysses=engine.ulysses_parallel_size)
+    clashes.refuse(others | {name: setting for name, setting in used.items() if isinstance(setting, str)})

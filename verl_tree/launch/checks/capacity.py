@@ -8,6 +8,7 @@ from verl_tree.launch.checks.refusals import (
     ROLLOUT,
     Check,
     Findings,
+    engines_of,
     models_of,
     ranks_of,
     refusal,
@@ -17,21 +18,22 @@ from verl_tree.launch.checks.refusals import (
     uses_tree,
     value_of,
 )
+from verl_tree.launch.command.composition import model_engine
 
-ULYSSES = "ulysses_sequence_parallel_size"
+FORMER = "ulysses_sequence_parallel_size"
+"""A key of actor and reference, beside that of the engine config; verl calls it deprecated."""
 
 
 def team_keys(config: DictConfig) -> list[str]:
     """Return the key that says for each role in use how many ranks are in a team; the actor's comes first.
 
-    verl reads a role's own key, which it calls deprecated, where it is above 1; that of the critic not at all.
+    verl reads a role's own key where it is above 1; that of the critic not at all.
     """
-    roles = [ACTOR, REF] if uses_reference(config) else [ACTOR]
-    keys = [
-        f"{role}.{ULYSSES}" if _of(config, f"{role}.{ULYSSES}") > 1 else f"{role}.fsdp_config.{ULYSSES}"
-        for role in roles
+    ulysses = model_engine(config).ulysses
+    return [
+        f"{role}.{FORMER}" if role != "critic" and _of(config, f"{role}.{FORMER}") > 1 else f"{group}.{ulysses}"
+        for role, group in engines_of(config).items()
     ]
-    return [*keys, f"critic.fsdp.{ULYSSES}"] if uses_critic(config) else keys
 
 
 def team_size(config: DictConfig) -> int:
@@ -48,6 +50,16 @@ def check_team_sizes(config: DictConfig) -> Findings:
     for key in others:
         if _of(config, key) != size:
             yield refusal(config, key, f"must equal {first}={size}, because rows are dealt to the actor's ranks")
+
+
+def check_layouts(config: DictConfig) -> Findings:
+    """Find roles whose ranks VeOmni would lay out otherwise than the actor's: a process has one layout, the first."""
+    (_, first), *others = engines_of(config).items()
+    for name in ("fsdp_size", "expert_parallel_size") if config.model_engine == "veomni" else ():
+        size = value_of(config, f"{first}.{name}")
+        for key in (f"{group}.{name}" for _, group in others):
+            if value_of(config, key) != size:
+                yield refusal(config, key, f"must equal {first}.{name}={size}, because a process has one layout")
 
 
 def check_heads(config: DictConfig) -> Findings:
@@ -118,4 +130,4 @@ def check_capacity(config: DictConfig) -> Findings:
             yield refusal(config, key, f"less{per_rank} than the longest possible {what}")
 
 
-CHECKS: tuple[Check, ...] = (check_capacity, check_team_sizes, check_heads)
+CHECKS: tuple[Check, ...] = (check_capacity, check_team_sizes, check_layouts, check_heads)

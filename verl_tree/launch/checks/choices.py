@@ -12,8 +12,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl_tree.launch.checks.refusals import (
     ACTOR,
+    ACTOR_ENGINES,
     CORRECTION,
-    ENGINES,
+    OTHER_ENGINES,
     ROLLOUT,
     Check,
     Finding,
@@ -124,15 +125,17 @@ LOAD_FORMATS = (
 
 MODES = ("sync", "colocate_async", "separate_async")
 ACTOR_ONLY = "only the actor replays routes; the others route by themselves"
+OF_VEOMNI = ("adamw", "anyprecision_adamw", "muon")
+"""Optimisers of `veomni.optim.build_optimizer` (0.1.12)."""
 NO_QAT = "quantisation-aware training is not supported"
 
 CHOICES: tuple[Choice, ...] = (
     Choice("trainer.use_v1", ON, reason="trees need verl's V1 trainer; the legacy trainer is not supported"),
     *choices(["trainer"], "v1.trainer_mode", MODES),
     *choices(["reward"], "reward_manager.source", ("register", "importlib"), more=": verl's own, and yours"),
-    *choices([ACTOR], "fsdp_config.router_replay.mode", ("disabled", "R2", "R3", None)),
-    *choices(ENGINES[1:], "router_replay.mode", ("disabled", None), reason=ACTOR_ONLY),
-    *choices((ACTOR, *ENGINES), "qat.enable", OFF, reason=NO_QAT),
+    *choices(ACTOR_ENGINES, "router_replay.mode", ("disabled", "R2", "R3", None)),
+    *choices(OTHER_ENGINES, "router_replay.mode", ("disabled", None), reason=ACTOR_ONLY),
+    *choices((ACTOR, *ACTOR_ENGINES, *OTHER_ENGINES), "qat.enable", OFF, reason=NO_QAT),
     Choice("algorithm.adv_estimator", _estimators, more=", or register yours in a module of VERL_USE_EXTERNAL_MODULES"),
     Choice("distillation.distillation_loss.loss_mode", _distillation_losses, _distils),
     Choice(f"{ACTOR}.policy_loss.loss_mode", _policy_losses),
@@ -152,11 +155,13 @@ CHOICES: tuple[Choice, ...] = (
 
 
 def check_optimizers(config: DictConfig) -> Findings:
-    """Find optimisers that do not exist, and betas that none takes."""
+    """Find optimisers that do not exist, and betas that none takes. VeOmni knows a few by name."""
     for role in (ACTOR, "critic") if uses_critic(config) else (ACTOR,):
         optim = f"{role}.optim"
         module, name = value_of(config, f"{optim}.optimizer_impl"), value_of(config, f"{optim}.optimizer")
-        if not (isinstance(module, str) and module) or not (isinstance(name, str) and name):
+        if config.model_engine == "veomni":
+            yield from Choice(f"{optim}.optimizer", OF_VEOMNI)(config)
+        elif not (isinstance(module, str) and module) or not (isinstance(name, str) and name):
             yield refusal(config, f"{optim}.optimizer", f"give the name of a class in {optim}.optimizer_impl={module}")
         elif problem := module_problem(f"{module}.{name}"):
             remedy = f"{problem}; install it, or set torch.optim"

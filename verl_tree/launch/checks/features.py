@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_tree import clashes
-from verl_tree.families import IMAGE_TYPES, has_recurrent_layers, has_token_classifier
+from verl_tree.families import IMAGE_TYPES, VEOMNI_TYPES, has_recurrent_layers, has_token_classifier
 from verl_tree.launch.checks.capacity import team_keys, team_size
 from verl_tree.launch.checks.refusals import (
     ACTOR,
@@ -21,9 +21,11 @@ from verl_tree.launch.checks.refusals import (
     Finding,
     Findings,
     corrections,
+    engines_of,
     fine_tunes,
     model_settings,
     models_of,
+    ranks_of,
     text_settings,
     uses_critic,
     uses_teacher_here,
@@ -72,6 +74,10 @@ def _keys(key: str, config: DictConfig) -> list[str]:
     group, _, rest = key.partition(".")
     if group == "model":
         return [f"{model}.{rest}" for model in models_of(config)]
+    if not rest:
+        return [key]
+    if group == "engine" and not fine_tunes(config):
+        return [f"{engines_of(config)[ACTOR]}.{rest}"]
     return [f"{GROUPS.get(group, group)}.{rest}"] if group != "critic" or uses_critic(config) else []
 
 
@@ -85,6 +91,11 @@ def _of_types(is_one: Callable[[dict[str, Any]], bool], *, models: slice = POLIC
                 yield f"{model}.path={path} ({found.get('model_type')})"
 
     return settings
+
+
+def _one_rank(config: DictConfig) -> Iterator[str]:
+    if not fine_tunes(config) and ranks_of(config, "trainer") == 1:
+        yield "trainer.n_gpus_per_node=1"
 
 
 def _other_heads(config: DictConfig) -> Iterator[str]:
@@ -159,6 +170,8 @@ WORDS: dict[str, Feature] = {
     clashes.CRITIC: lambda config: iter([f"critic.enable={config.critic.enable}"] if uses_critic(config) else []),
     clashes.NO_CLASSIFIER: _of_types(lambda model: not has_token_classifier(model), models=CRITICS),
     clashes.TRANSFORMERS: _trees_or_cpu,
+    clashes.UNTRIED: _of_types(lambda model: bool(model) and model.get("model_type") not in VEOMNI_TYPES, models=ALL),
+    clashes.ONE_RANK: _one_rank,
     clashes.NO_CHECKPOINTS: _no_checkpoints,
     clashes.ULYSSES: _ulysses,
     clashes.OTHER_ATTENTION: _other_attention,

@@ -23,6 +23,7 @@ from verl_tree.launch.checks.refusals import (
     Check,
     Finding,
     Findings,
+    engines_of,
     ranks_of,
     text_settings,
     uses_cpu,
@@ -92,7 +93,7 @@ def check_update_memory(config: DictConfig) -> Findings:
 def _remedy(config: DictConfig, needs: Foreseen, memory_bytes: int) -> str:
     checkpointing = f"{MODELS[0]}.enable_gradient_checkpointing"
     if needs.states + needs.rollout > memory_bytes:
-        offload = "" if uses_cpu(config) else ", more ranks, or offload (fsdp_config.param_offload, optimizer_offload)"
+        offload = "" if uses_cpu(config) else ", more ranks, or offload (the engine's param_offload, optimizer_offload)"
         return f"take a smaller model{offload}"
     keys = ["it", "tree.logits_chunk_size"] if uses_tree(config) else ["it"]
     also = "" if value_of(config, checkpointing) else f", and set {checkpointing}=true, which is counted as set"
@@ -151,10 +152,11 @@ def _tokens_of_pass(config: DictConfig) -> int:
 
 def _state_bytes(config: DictConfig, size: "ModelSize") -> int:
     """Return the bytes of weights, gradients and optimiser of all ranks together."""
-    actor, dtype_bytes = config.actor_rollout_ref.actor, _bytes_of(value_of(config, f"{ACTOR}.fsdp_config.model_dtype"))
+    actor, engine = config.actor_rollout_ref.actor, value_of(config, engines_of(config)[ACTOR])
+    dtype_bytes = _bytes_of(engine.get("model_dtype", "fp32"))  # VeOmni's is float32
     if value_of(config, f"{MODELS[0]}.lora_rank"):
         return dtype_bytes * size.num_parameters  # adapters are small
-    offloads = actor.fsdp_config if not uses_cpu(config) else {}
+    offloads = engine if not uses_cpu(config) else {}
     numbers = 1  # gradients
     numbers += 0 if offloads.get("param_offload") else 1
     numbers += 0 if offloads.get("optimizer_offload") or "adam" not in str(actor.optim.optimizer).lower() else 2

@@ -1,11 +1,28 @@
-"""Checks that the user's reward functions, reward managers and data set classes exist; they are read, not imported."""
+"""Checks of what verl makes objects from: configs of its own, and the user's functions and classes, which are read."""
 
+import dataclasses
+import importlib
+import operator
 from collections.abc import Callable
+from functools import reduce
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_tree.launch.checks.refusals import Check, Findings, missing, refusal, refusal_here, value_of
+from verl_tree.launch.checks.refusals import (
+    ACTOR,
+    REF,
+    Check,
+    Finding,
+    Findings,
+    missing,
+    refusal,
+    refusal_here,
+    refusal_to_run,
+    value_of,
+)
 from verl_tree.launch.checks.source import (
     NotInSourceError,
     Source,
@@ -15,6 +32,14 @@ from verl_tree.launch.checks.source import (
     source_of,
     way_to,
 )
+from verl_tree.launch.command.composition import verl_values
+
+
+def check_engine(config: DictConfig) -> Findings:
+    """Find VeOmni asked for and not installed; verl says so when the workers build their engines."""
+    if config.model_engine == "veomni" and find_spec("veomni") is None:
+        remedy = "VeOmni is not installed, or not on PYTHONPATH (docs/engines.md)"
+        yield refusal_to_run(config, "model_engine", remedy)
 
 
 def check_data_code(config: DictConfig) -> Findings:
@@ -38,6 +63,28 @@ def check_reward_code(config: DictConfig) -> Findings:
             known = ", ".join(sorted(REWARD_MANAGER))
             remedy = f"no such reward manager; choose one of {known}, or import yours (source=importlib, module.path)"
             yield refusal_here(config, "reward.reward_manager.name", remedy, brings_code=True)
+
+
+def check_fields(config: DictConfig) -> Findings:
+    """Find options of a role that verl cannot hand to it, in a config file for another engine, for example."""
+    for role in (ACTOR, REF, "critic"):
+        defaults = reduce(operator.getitem, role.split("."), verl_values(config))
+        yield from _check_fields(config, role, defaults)
+
+
+def _check_fields(config: DictConfig, key: str, defaults: dict[str, Any]) -> Findings:
+    group = value_of(config, key)
+    module, _, name = str(group.get("_target_")).rpartition(".")
+    if not module.startswith(("verl.", "verl_tree.")):  # none, or a class of the user's
+        return
+    target = getattr(importlib.import_module(module), name, None)
+    known = {each.name for each in dataclasses.fields(target)} if dataclasses.is_dataclass(target) else set(group)
+    for name, value in group.items():
+        if name not in known | {"_target_"} | set(defaults):
+            shown = f"{key}={{{name}: ...}}" if isinstance(value, DictConfig) else f"{key}.{name}={value}"
+            yield Finding(f"{shown}: model_engine={config.model_engine} has no such option; remove it")
+        elif isinstance(value, DictConfig):
+            yield from _check_fields(config, f"{key}.{name}", defaults.get(name) or {})
 
 
 def _check_object(config: DictConfig, path_key: str, name_key: str) -> Findings:
@@ -75,4 +122,4 @@ def _check_name(config: DictConfig, name_key: str, read: Callable[[], Source | N
         yield refusal_here(config, name_key, str(error), brings_code=True)
 
 
-CHECKS: tuple[Check, ...] = (check_data_code, check_reward_code)
+CHECKS: tuple[Check, ...] = (check_fields, check_data_code, check_reward_code, check_engine)

@@ -10,12 +10,16 @@ from typing import Any, cast
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl_tree.config import teaches_on_ranks
+from verl_tree.configs import MODEL_ENGINES
+from verl_tree.launch.command.composition import model_engine
 from verl_tree.launch.command.environment import joins_running_cluster
 
 logger = logging.getLogger(__name__)
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
-ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
+ACTOR_ENGINES = tuple(each.groups[0] for each in MODEL_ENGINES.values())
+OTHER_ENGINES = tuple(group for each in MODEL_ENGINES.values() for group in each.groups[1:])
+"""Where the engine configs of the actor may stand, and those of the other roles; a configuration has one engine."""
 MODELS = ("actor_rollout_ref.model", "critic.model")
 DATA_KEYS = ("data.train_files", "data.val_files")
 CORRECTION = "algorithm.rollout_correction"
@@ -96,6 +100,13 @@ def value_of(config: DictConfig, key: str) -> Any:
 def ranks_of(config: DictConfig, pool: str) -> int:
     """Return how many ranks a pool has (nodes x devices): `trainer`, or `ROLLOUT` for those that only generate."""
     return value_of(config, f"{pool}.nnodes") * value_of(config, f"{pool}.n_gpus_per_node")
+
+
+def engines_of(config: DictConfig) -> dict[str, str]:
+    """Return for each role in use where its engine config stands; the actor comes first."""
+    groups = dict(zip((ACTOR, REF, "critic"), model_engine(config).groups, strict=True))
+    is_used = {ACTOR: True, REF: uses_reference(config), "critic": uses_critic(config)}
+    return {role: group for role, group in groups.items() if is_used[role]}
 
 
 def uses_tree(config: DictConfig) -> bool:

@@ -2,27 +2,25 @@
 
 from omegaconf import DictConfig
 
-from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
 from verl_tree.launch.checks.features import VERLS_ATTENTION
 from verl_tree.launch.checks.refusals import (
     ACTOR,
-    REF,
     ROLLOUT,
     Check,
     Finding,
     Findings,
+    engines_of,
     lacks_cuda,
     models_of,
     refusal,
     refusal_here,
     uses_cpu,
     uses_critic,
-    uses_reference,
     uses_tree,
     value_of,
 )
 from verl_tree.launch.checks.values import check_tree_values
-from verl_tree.launch.command.composition import has_flash_attn
+from verl_tree.launch.command.composition import has_flash_attn, model_engine
 
 INSTALL = "install flash-attn (docs/install.md)"
 
@@ -57,10 +55,10 @@ def check_tree_options(config: DictConfig) -> Findings:
 
 def check_strategies(config: DictConfig) -> Findings:
     """Compare every role's engine with the one that `tree.enabled` chooses."""
-    allowed = (TREE_STRATEGY,) if uses_tree(config) else (FLAT_STRATEGY, "fsdp")
+    engine = model_engine(config)
+    allowed = (engine.tree,) if uses_tree(config) else engine.flat
     remedy = f"tree.enabled={config.tree.enabled} trains with {' or '.join(allowed)}; remove this override"
-    roles = {ACTOR: True, REF: uses_reference(config), "critic": uses_critic(config)}
-    for role in (role for role, is_used in roles.items() if is_used):
+    for role in engines_of(config):
         if value_of(config, f"{role}.strategy") not in allowed:
             yield refusal(config, f"{role}.strategy", remedy)
 

@@ -10,16 +10,18 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
-from verl_tree.launch.checks.capacity import ULYSSES, longest_trajectory, team_size
+from verl_tree.configs import FSDP
+from verl_tree.launch.checks.capacity import longest_trajectory, team_size
 from verl_tree.launch.checks.refusals import (
     ACTOR,
+    ACTOR_ENGINES,
     CORRECTION,
-    ENGINES,
     MODELS,
+    OTHER_ENGINES,
     REF,
     ROLLOUT,
     corrections,
+    engines_of,
     ranks_of,
     uses_cpu,
     uses_critic,
@@ -28,6 +30,7 @@ from verl_tree.launch.checks.refusals import (
     value_of,
 )
 from verl_tree.launch.checks.values import find_wrong_values
+from verl_tree.launch.command.composition import model_engine
 
 Lines = Iterator[str]
 Translator = Callable[[DictConfig], Lines]
@@ -79,12 +82,9 @@ def _has_teams(config: DictConfig) -> bool:
     return team_size(config) > 1
 
 
-AS_TREE = (("fsdp", FLAT_STRATEGY), TREE_STRATEGY, f"runs as {TREE_STRATEGY}: FSDP2 on trees")
-FOR_TEAMS = ((False,), True, f"on, because verl asks for it with {ULYSSES}; a tree has no padding")
+WITH_PADS = (ACTOR, REF, *ACTOR_ENGINES, *OTHER_ENGINES)
+FOR_TEAMS = ((False,), True, "on, because verl asks for it with Ulysses; a tree has no padding")
 SYNONYMS = (
-    Synonym((f"{ACTOR}.strategy",), *AS_TREE, uses_tree),
-    Synonym((f"{REF}.strategy",), *AS_TREE, _tree_with(uses_reference)),
-    Synonym(("critic.strategy",), *AS_TREE, _tree_with(uses_critic)),
     Synonym(
         _below("use_fused_kernels", *MODELS, ACTOR),
         (True,),
@@ -93,7 +93,7 @@ SYNONYMS = (
         uses_tree,
     ),
     Synonym((f"{ACTOR}.use_prefix_grouper",), (True,), False, "off; tree.enabled=true shares all prefixes"),
-    Synonym(_below("pad_to_length", ACTOR, REF, *ENGINES), (True,), False, "off; a pack is not padded", uses_tree),
+    Synonym(_below("pad_to_length", *WITH_PADS), (True,), False, "off; a pack is not padded", uses_tree),
     Synonym(
         _below("use_remove_padding", *MODELS, ACTOR),
         (True,),
@@ -108,6 +108,33 @@ SYNONYMS = (
         _tree_with(lambda config: _has_teams(config) and uses_critic(config)),
     ),
 )
+
+
+def train_on_trees(config: DictConfig) -> Lines:
+    """Take the tree engine where a command names the engine of verl's on which it is built.
+
+    verl looks it up by the engine config, into which it copies the role's for FSDP only.
+    """
+    engine = model_engine(config)
+    because = f"runs as {engine.tree}: {engine.title} on trees"
+    for role, group in engines_of(config).items():
+        key = f"{role}.strategy"
+        yield from Synonym((key,), engine.flat, engine.tree, because, uses_tree)(config)
+        if config.model_engine != FSDP:
+            OmegaConf.update(config, f"{group}.strategy", value_of(config, key))
+
+
+def name_least_rate(config: DictConfig) -> Lines:
+    """Give the least learning rate, which is a share for verl's FSDP2, the name that it has for VeOmni."""
+    for role in engines_of(config) if config.model_engine == "veomni" else ():
+        key = f"{role}.optim.min_lr_ratio"
+        ratio = value_of(config, key)
+        if isinstance(ratio, int | float):
+            least = ratio * value_of(config, f"{role}.optim.lr")
+            yield f"{key}={ratio}: {role}.optim.lr_min={least:g}, as VeOmni calls it"
+            with open_dict(config):
+                OmegaConf.update(config, f"{role}.optim.lr_min", least)
+                del value_of(config, f"{role}.optim").min_lr_ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +302,8 @@ def _set_keys(config: DictConfig, key: str) -> Iterator[str]:
 
 
 TRANSLATORS: tuple[Translator, ...] = (
+    train_on_trees,
+    name_least_rate,
     *SYNONYMS,
     cut_by_tokens,
     read_critic_tokens,

@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_tree.config import TreeConfig
-from verl_tree.launch.checks.capacity import ULYSSES
+from verl_tree.configs import MODEL_ENGINES
+from verl_tree.launch.checks.capacity import FORMER
 from verl_tree.launch.checks.refusals import (
     ACTOR,
     CORRECTION,
@@ -80,6 +81,13 @@ def ranges(parent: str, *names: str, **options: Any) -> tuple[Range, ...]:
     return tuple(Range(f"{parent}.{name}", **options) for name in names)
 
 
+def _layouts(role: int, **options: Any) -> Iterator[Range]:
+    """Yield the range of the numbers of ranks in each engine config of a role, by its place in the table of engines."""
+    for each in MODEL_ENGINES.values():
+        yield Range(f"{each.groups[role]}.{each.ulysses}", or_null=each.ulysses == FORMER, **options)
+        yield Range(f"{each.groups[role]}.expert_parallel_size", **options)
+
+
 def _tiles(config: DictConfig) -> bool:
     return bool(value_of(config, f"{MODELS[0]}.tiled_mlp.enabled"))
 
@@ -100,9 +108,11 @@ RANGES: tuple[Range, ...] = (
     Range(f"{ROLLOUT}.pipeline_model_parallel_size", **COUNT),
     *ranges(MODELS[0], "tiled_mlp.num_shards", **COUNT, applies=_tiles),
     *ranges(ACTOR, "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", **COUNT),
-    *ranges(ACTOR, ULYSSES, f"fsdp_config.{ULYSSES}", **COUNT, or_null=True),
-    *ranges(REF, ULYSSES, f"fsdp_config.{ULYSSES}", **COUNT, or_null=True, applies=uses_reference),
-    *ranges("critic", f"fsdp.{ULYSSES}", **COUNT, or_null=True, applies=uses_critic),
+    *ranges(ACTOR, FORMER, **COUNT, or_null=True),
+    *ranges(REF, FORMER, **COUNT, or_null=True, applies=uses_reference),
+    *_layouts(0, **COUNT),
+    *_layouts(1, **COUNT, applies=uses_reference),
+    *_layouts(2, **COUNT, applies=uses_critic),
     *ranges("critic", "ppo_mini_batch_size", "ppo_epochs", **COUNT, applies=uses_critic),
     Range("distillation.nnodes", least=0, is_whole=True),
     Range("distillation.distillation_loss.topk", **COUNT, or_null=True),

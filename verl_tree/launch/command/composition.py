@@ -28,18 +28,15 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
-from verl_tree.configs import FLAT_STRATEGY, TREE_STRATEGY
+from verl_tree.configs import FSDP, MODEL_ENGINES, ModelEngine
 from verl_tree.launch.command.misspelt import misspelt_option
 
 CONFIG_MODULE = "verl_tree.configs"
 CONFIG_FOLDER = Path(__file__).parents[2] / "configs"
 CONFIG_NAME = "tree_ppo"
 SFT_CONFIG_NAME = "tree_sft"
-REFERENCE, SFT_REFERENCE = "_generated_ppo_trainer", "sft_trainer_engine"
-"""verl's config files: the one with all of its values for training, and the one of fine-tuning."""
-
-FSDP = "dp"
-"""What verl calls the engines of FSDP, `model_engine`."""
+SFT_REFERENCE = "sft_trainer_engine"
+"""verl's config file with all of its values for fine-tuning; those for training depend on the engine."""
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """The environment variable that asks Hydra for tracebacks."""
@@ -79,7 +76,7 @@ def _is_built_for_gpus() -> bool:
 
 
 def on_cpu(then: object, otherwise: object, *, _root_: DictConfig) -> object:
-    """Return the first value where fine-tuning runs on the processor, else the second."""
+    """Return the first value where training runs on the processor, else the second."""
     return then if _root_.trainer.device == "cpu" else otherwise
 
 
@@ -98,9 +95,10 @@ def flat_attention() -> str:
     return "flash_attention_2" if has_flash_attn() else "sdpa"
 
 
-def tree_strategy(enabled: bool) -> str:
-    """Return the name of the engine that `tree.enabled` chooses."""
-    return TREE_STRATEGY if enabled else FLAT_STRATEGY
+def tree_strategy(enabled: bool, *, _root_: DictConfig) -> str:
+    """Return the name of the engine that `tree.enabled` and `model_engine` choose."""
+    engine = model_engine(_root_)
+    return engine.tree if enabled else engine.flat[0]
 
 
 def prompt_router(is_deterministic: bool) -> str | None:
@@ -175,9 +173,9 @@ def compose_config(arguments: Sequence[str] = (), *, default_name: str = CONFIG_
 
     Raises:
         HydraException: An override or a config file is wrong.
-        ValueError: The command line asks for another engine than FSDP, or has an option that is not there.
+        ValueError: The command line asks for an engine without trees, or has an option that is not there.
     """
-    require_fsdp_in(arguments)
+    engine = asked_engine(arguments)
     prepare_hydra()
     parser = argparse.ArgumentParser(add_help=False)
     for long, short in (("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd")):
@@ -195,7 +193,7 @@ def compose_config(arguments: Sequence[str] = (), *, default_name: str = CONFIG_
         initialized = initialize_config_module(config_module=CONFIG_MODULE, version_base=None)
     else:
         initialized = initialize_config_dir(config_dir=folder, version_base=None)
-    with initialized, _misspelt_refused(default_name):
+    with initialized, _misspelt_refused(default_name, engine):
         return compose(config_name=name, overrides=overrides)
 
 
@@ -204,9 +202,9 @@ def run_command(run: Callable[[DictConfig], None], *, config_name: str) -> None:
 
     Raises:
         HydraException: An override or a config file is wrong.
-        ValueError: The command line asks for another engine than FSDP, or has an option that is not there.
+        ValueError: The command line asks for an engine without trees, or has an option that is not there.
     """
-    require_fsdp_in(sys.argv[1:])
+    engine = asked_engine(sys.argv[1:])
     prepare_hydra()
     sys.argv[1:] = accept_verl_arguments(sys.argv[1:])
     given = os.environ.get(FULL_ERROR, "0")
@@ -218,18 +216,18 @@ def run_command(run: Callable[[DictConfig], None], *, config_name: str) -> None:
     # Else Hydra prints its errors itself and ends the process.
     os.environ[FULL_ERROR] = "1"
     try:
-        with _misspelt_refused(config_name):
+        with _misspelt_refused(config_name, engine):
             hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name=config_name, version_base=None)(task)()
     finally:
         os.environ[FULL_ERROR] = given
 
 
 @contextmanager
-def _misspelt_refused(config_name: str) -> Iterator[None]:
+def _misspelt_refused(config_name: str, engine: ModelEngine) -> Iterator[None]:
     try:
         yield
     except HydraException as error:
-        reference = SFT_REFERENCE if config_name == SFT_CONFIG_NAME else REFERENCE
+        reference = SFT_REFERENCE if config_name == SFT_CONFIG_NAME else engine.values
         told = misspelt_option(error, {**_read_values(reference), "tree": tree_values()})
         if told is None:
             raise
@@ -238,7 +236,7 @@ def _misspelt_refused(config_name: str) -> Iterator[None]:
 
 def verl_values(config: DictConfig) -> dict[str, Any]:
     """Return verl's own values for training, or for fine-tuning, interpolations as they stand; do not change them."""
-    return _read_values(REFERENCE if "actor_rollout_ref" in config else SFT_REFERENCE)
+    return _read_values(model_engine(config).values if "actor_rollout_ref" in config else SFT_REFERENCE)
 
 
 @cache
@@ -280,21 +278,34 @@ def accept_verl_arguments(arguments: Sequence[str]) -> list[str]:
     return accepted
 
 
-def require_fsdp_in(arguments: Sequence[str]) -> None:
-    """Raise ValueError for a command line with another engine; Hydra would refuse the options of that engine first."""
-    for each in arguments:
-        flag, equals, value = each.partition("=")
-        if equals and flag.lstrip("+") == "model_engine":
-            require_fsdp(value)
+def asked_engine(arguments: Sequence[str]) -> ModelEngine:
+    """Return the engine of a command line; FSDP where that says nothing, though a config file may name another.
+
+    Raises:
+        ValueError: It has no trees. Hydra would refuse the options of that engine first.
+    """
+    values = {flag.lstrip("+"): value for flag, _, value in (each.partition("=") for each in arguments)}
+    return _engine_called(values.get("model_engine", FSDP))
 
 
-def require_fsdp(engine: object) -> None:
-    """Raise ValueError for a `model_engine` that is not that of FSDP."""
-    if engine != FSDP:
-        raise ValueError(
-            f"model_engine={engine}: trees run on verl's FSDP2 engine only, not on Megatron, VeOmni or TorchTitan; "
-            "remove it, the options of that engine, and a config file that sets it"
-        )
+def model_engine(config: DictConfig) -> ModelEngine:
+    """Return the engine that `model_engine` of a configuration names; FSDP where it says nothing, as fine-tuning does.
+
+    Raises:
+        ValueError: It has no trees.
+    """
+    return _engine_called(config.get("model_engine", FSDP))
+
+
+def _engine_called(name: object) -> ModelEngine:
+    for known, engine in MODEL_ENGINES.items():
+        if name == known:
+            return engine
+    known = ", ".join(f"{known} ({engine.title})" for known, engine in MODEL_ENGINES.items())
+    raise ValueError(
+        f"model_engine={name}: trees run on {known} only, not on Megatron or TorchTitan; remove it, the options of "
+        "that engine, and a config file that sets it"
+    )
 
 
 def _config_folder(name: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_tree.launch.command.composition import FSDP, require_fsdp, tree_values, verl_values
+from verl_tree.launch.command.composition import model_engine, tree_values, verl_values
 
 _MOST_KEYS = 5
 """How many of the missing keys a message names."""
@@ -23,13 +23,11 @@ def resolve(config: DictConfig) -> None:
     """Resolve a configuration in place.
 
     Raises:
-        ValueError: It is not one of ours, asks for another engine, lacks options, has an interpolation that leads
-            nowhere, or values still to be given.
+        ValueError: It is not one of ours, asks for an engine without trees, lacks options, has an interpolation that
+            leads nowhere, or values still to be given.
     """
     require_trees(config)
-    values: Any = OmegaConf.to_container(config, resolve=False)
-    # The groups of another engine have other options.
-    require_fsdp(values.get("model_engine", FSDP))
+    model_engine(config)  # the groups of another engine have other options
     require_groups(config)
     try:
         OmegaConf.resolve(config)

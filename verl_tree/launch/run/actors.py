@@ -34,8 +34,7 @@ OUT_OF_MEMORY = "oom_context"
 LESS_MEMORY = (
     "To need less of the node's memory: fewer processes (actor_rollout_ref.rollout.agent.num_workers, "
     "reward.num_workers, data.dataloader_num_workers), fewer rows at a time (data.train_batch_size, "
-    "actor_rollout_ref.rollout.n), or less on the host (actor_rollout_ref.actor.fsdp_config.param_offload and "
-    "optimizer_offload)"
+    "actor_rollout_ref.rollout.n), or less on the host (param_offload and optimizer_offload of the actor's engine)"
 )
 
 

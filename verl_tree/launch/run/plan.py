@@ -5,9 +5,11 @@ from omegaconf import DictConfig
 from verl_tree.launch.checks.capacity import capacity_keys, longest_trajectory, ranks_of_limit, team_size
 from verl_tree.launch.checks.modes import is_separate, rollout_pools, rollout_ranks
 from verl_tree.launch.checks.refusals import (
+    ACTOR,
     CORRECTION,
     TEACHER_PATH,
     corrections,
+    engines_of,
     ranks_of,
     uses_critic,
     uses_reference,
@@ -78,7 +80,9 @@ def _pool(config: DictConfig, key: str) -> str:
 def _teams(config: DictConfig) -> str:
     size = team_size(config)
     teams = _divided(ranks_of(config, "trainer"), size, what="teams")
-    return f", {teams} compute each model call together" if size > 1 else ""
+    line = f", {teams} compute each model call together" if size > 1 else ""
+    num_parts = value_of(config, f"{engines_of(config)[ACTOR]}.expert_parallel_size") or 1
+    return line + (f", experts over {num_parts} ranks" if num_parts > 1 else "")
 
 
 def _divided(num_ranks: int, size: int, *, what: str) -> str:
