@@ -1,21 +1,13 @@
-"""Checks of what verl makes objects from: configs of its own, and the user's functions and classes, which are read."""
+"""Checks that VeOmni and the user's functions and classes exist, which verl looks for late; they are not imported."""
 
-import dataclasses
-import importlib
-import operator
 from collections.abc import Callable
-from functools import reduce
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
 from verl_tree.launch.checks.refusals import (
-    ACTOR,
-    REF,
     Check,
-    Finding,
     Findings,
     missing,
     refusal,
@@ -32,7 +24,6 @@ from verl_tree.launch.checks.source import (
     source_of,
     way_to,
 )
-from verl_tree.launch.command.composition import verl_values
 
 
 def check_engine(config: DictConfig) -> Findings:
@@ -63,28 +54,6 @@ def check_reward_code(config: DictConfig) -> Findings:
             known = ", ".join(sorted(REWARD_MANAGER))
             remedy = f"no such reward manager; choose one of {known}, or import yours (source=importlib, module.path)"
             yield refusal_here(config, "reward.reward_manager.name", remedy, brings_code=True)
-
-
-def check_fields(config: DictConfig) -> Findings:
-    """Find options of a role that verl cannot hand to it, in a config file for another engine, for example."""
-    for role in (ACTOR, REF, "critic"):
-        defaults = reduce(operator.getitem, role.split("."), verl_values(config))
-        yield from _check_fields(config, role, defaults)
-
-
-def _check_fields(config: DictConfig, key: str, defaults: dict[str, Any]) -> Findings:
-    group = value_of(config, key)
-    module, _, name = str(group.get("_target_")).rpartition(".")
-    if not module.startswith(("verl.", "verl_tree.")):  # none, or a class of the user's
-        return
-    target = getattr(importlib.import_module(module), name, None)
-    known = {each.name for each in dataclasses.fields(target)} if dataclasses.is_dataclass(target) else set(group)
-    for name, value in group.items():
-        if name not in known | {"_target_"} | set(defaults):
-            shown = f"{key}={{{name}: ...}}" if isinstance(value, DictConfig) else f"{key}.{name}={value}"
-            yield Finding(f"{shown}: model_engine={config.model_engine} has no such option; remove it")
-        elif isinstance(value, DictConfig):
-            yield from _check_fields(config, f"{key}.{name}", defaults.get(name) or {})
 
 
 def _check_object(config: DictConfig, path_key: str, name_key: str) -> Findings:
@@ -122,4 +91,4 @@ def _check_name(config: DictConfig, name_key: str, read: Callable[[], Source | N
         yield refusal_here(config, name_key, str(error), brings_code=True)
 
 
-CHECKS: tuple[Check, ...] = (check_fields, check_data_code, check_reward_code, check_engine)
+CHECKS: tuple[Check, ...] = (check_data_code, check_reward_code, check_engine)

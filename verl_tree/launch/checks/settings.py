@@ -1,10 +1,17 @@
 """Checks for settings that cannot work, would be ignored, or do otherwise than it seems."""
 
+import dataclasses
+import importlib
+import operator
+from functools import reduce
+from typing import Any
+
 from omegaconf import DictConfig
 
 from verl_tree.launch.checks.features import VERLS_ATTENTION
 from verl_tree.launch.checks.refusals import (
     ACTOR,
+    REF,
     ROLLOUT,
     Check,
     Finding,
@@ -20,7 +27,8 @@ from verl_tree.launch.checks.refusals import (
     value_of,
 )
 from verl_tree.launch.checks.values import check_tree_values
-from verl_tree.launch.command.composition import has_flash_attn, model_engine
+from verl_tree.launch.command.composition import has_flash_attn, model_engine, verl_values
+from verl_tree.launch.command.misspelt import GONE
 
 INSTALL = "install flash-attn (docs/install.md)"
 
@@ -61,6 +69,29 @@ def check_strategies(config: DictConfig) -> Findings:
     for role in engines_of(config):
         if value_of(config, f"{role}.strategy") not in allowed:
             yield refusal(config, f"{role}.strategy", remedy)
+
+
+def check_fields(config: DictConfig) -> Findings:
+    """Find options of a role that verl cannot hand to it, in a config file for another engine, for example."""
+    for role in (ACTOR, REF, "critic"):
+        defaults = reduce(operator.getitem, role.split("."), verl_values(config))
+        yield from _check_fields(config, role, defaults)
+
+
+def _check_fields(config: DictConfig, key: str, defaults: dict[str, Any]) -> Findings:
+    group = value_of(config, key)
+    module, _, name = str(group.get("_target_")).rpartition(".")
+    if not module.startswith(("verl.", "verl_tree.")):  # none, or a class of the user's
+        return
+    target = getattr(importlib.import_module(module), name, None)
+    known = {each.name for each in dataclasses.fields(target)} if dataclasses.is_dataclass(target) else set(group)
+    for name, value in group.items():
+        if name not in known | {"_target_"} | set(defaults):
+            shown = f"{key}={{{name}: ...}}" if isinstance(value, DictConfig) else f"{key}.{name}={value}"
+            instead = GONE.get(f"{key}.{name}", "remove it")
+            yield Finding(f"{shown}: no such option with model_engine={config.model_engine}; {instead}")
+        elif isinstance(value, DictConfig):
+            yield from _check_fields(config, f"{key}.{name}", defaults.get(name) or {})
 
 
 def check_device(config: DictConfig) -> Findings:
@@ -141,6 +172,7 @@ def check_secrets(config: DictConfig) -> Findings:
 
 CHECKS: tuple[Check, ...] = (
     check_strategies,
+    check_fields,
     check_device,
     check_critic_cut,
     check_last_mini_batch,

@@ -1,0 +1,54 @@
+"""Whole runs on VeOmni, two ranks: one on trees is killed, and verl's own engine goes on and repeats its rollouts."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import veomni_engines
+from family_runs import make_text
+from replayed_runs import replaying_options, worst_difference
+from tiny_run import run, run_and_kill_driver
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+
+NUM_STEPS, SAVE_FREQ = 10, 6
+"""Four steps lie behind the checkpoint from which the second run goes on; the first one dies at once after the last."""
+OPTIONS = (
+    "model_engine=veomni",
+    "trainer.n_gpus_per_node=2",
+    "actor_rollout_ref.actor.optim.optimizer=adamw",
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "trainer.total_training_steps=20",
+    f"trainer.save_freq={SAVE_FREQ}",
+    "trainer.resume_mode=auto",
+)
+EXPERTS = ("actor_rollout_ref.actor.veomni.expert_parallel_size=2",)
+LARGEST_KL = 0.02
+"""How far samples may be from the trained weights (`rollout_corr/kl`): vLLM has them, experts of all ranks included."""
+
+
+@pytest.mark.parametrize(("family", "options"), [("qwen3", ()), ("qwen3 moe", EXPERTS)], ids=["Qwen3", "Qwen3-MoE"])
+def test_verls_engine_goes_on_as_the_trees_did(
+    family: str,
+    options: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    make_text(tmp_path, family=family)
+    monkeypatch.setenv("PYTHONPATH", str(veomni_engines.FOLDER), prepend=os.pathsep)
+    all_options = (*OPTIONS, *options, *replaying_options(f"{tmp_path}/rollouts", num_steps=NUM_STEPS))
+    tree = run_and_kill_driver(tmp_path, "tree", *all_options, after_step=NUM_STEPS)
+    tree = {step: metrics for step, metrics in tree.items() if step <= NUM_STEPS}
+    assert sorted(tree) == list(range(1, NUM_STEPS + 1))
+    assert all(metrics["tree/por"] > 0.4 for metrics in tree.values())
+    assert all(0 <= metrics["rollout_corr/kl"] < LARGEST_KL for metrics in tree.values())
+
+    ended = ("tree.enabled=false", f"trainer.total_training_steps={NUM_STEPS}")
+    flat = run(tmp_path, "flat", *all_options, *ended, timeout_s=900)
+    assert sorted(flat) == list(range(SAVE_FREQ + 1, NUM_STEPS + 1))
+    worst = worst_difference({step: tree[step] for step in flat}, flat)
+    # AdamW divides by gradients that are almost zero, as in the whole runs on FSDP2.
+    assert max(worst.values()) <= 1e-4, worst
+    record_property(f"{family} | whole run on VeOmni", max(worst.values()))
