@@ -50,5 +50,8 @@ MODEL_ENGINES = {
 TREE_STRATEGY, FLAT_STRATEGY = MODEL_ENGINES[FSDP].tree, MODEL_ENGINES[FSDP].flat[0]
 VEOMNI_TREE_STRATEGY = MODEL_ENGINES["veomni"].tree
 
-FLAT_STRATEGIES = {each.tree: each.flat[0] for each in MODEL_ENGINES.values()}
+MEGATRON_TREE_STRATEGY = "megatron_tree"
+"""The tree engine on Megatron, which is reached from Python only."""
+
+FLAT_STRATEGIES = {each.tree: each.flat[0] for each in MODEL_ENGINES.values()} | {MEGATRON_TREE_STRATEGY: "megatron"}
 """By the name of each tree engine, verl's own on which it is built."""

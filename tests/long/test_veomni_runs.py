@@ -19,13 +19,14 @@ OPTIONS = (
     "trainer.n_gpus_per_node=2",
     "actor_rollout_ref.actor.optim.optimizer=adamw",
     "actor_rollout_ref.actor.optim.lr=1e-3",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
     "trainer.total_training_steps=20",
     f"trainer.save_freq={SAVE_FREQ}",
     "trainer.resume_mode=auto",
 )
 EXPERTS = ("actor_rollout_ref.actor.veomni.expert_parallel_size=2",)
-LARGEST_KL = 0.02
-"""How far samples may be from the trained weights (`rollout_corr/kl`): vLLM has them, experts of all ranks included."""
+LARGEST_KL = 1e-4
+"""How far samples may be from the trained weights (`rollout_corr/kl`); a step moves 3e-3, so vLLM has all weights."""
 
 
 @pytest.mark.parametrize(("family", "options"), [("qwen3", ()), ("qwen3 moe", EXPERTS)], ids=["Qwen3", "Qwen3-MoE"])
@@ -43,7 +44,7 @@ def test_verls_engine_goes_on_as_the_trees_did(
     tree = {step: metrics for step, metrics in tree.items() if step <= NUM_STEPS}
     assert sorted(tree) == list(range(1, NUM_STEPS + 1))
     assert all(metrics["tree/por"] > 0.4 for metrics in tree.values())
-    assert all(0 <= metrics["rollout_corr/kl"] < LARGEST_KL for metrics in tree.values())
+    assert all(abs(metrics["rollout_corr/kl"]) < LARGEST_KL for metrics in tree.values())
 
     ended = ("tree.enabled=false", f"trainer.total_training_steps={NUM_STEPS}")
     flat = run(tmp_path, "flat", *all_options, *ended, timeout_s=900)

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import megatron_engines
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from tensordict import TensorDict
 from tiny_models import tiny_model
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import FSDPOptimizerConfig, VeOmniOptimizerConfig
+from verl.workers.config import FSDPOptimizerConfig, McoreOptimizerConfig, VeOmniOptimizerConfig
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform and the engines)
 from verl_tree.configs import FLAT_STRATEGIES
@@ -45,6 +46,7 @@ ENGINES = {flat: (flat, tree) for tree, flat in FLAT_STRATEGIES.items()}
 """Strategies of verl's own engine and of ours."""
 
 SAVES_MEMORY = ("enable_gradient_checkpointing", "tiled_mlp", "enable_activation_offload")
+NO_MOMENTUM = {"sgd_momentum": 0.0, "weight_decay": 0.0}
 ALL_ROWS = 4096
 """A capacity that no case exceeds."""
 SHORT_CONVS = ("lfm2", "lfm2_moe")
@@ -59,6 +61,9 @@ def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorke
     if is_veomni:
         veomni_engines.forget_ranks()
         make_optimizer, sgd = VeOmniOptimizerConfig, {}
+    elif strategy in ENGINES["megatron"]:
+        megatron_engines.forget_ranks()
+        make_optimizer, sgd = McoreOptimizerConfig, {"optimizer": "sgd", "override_optimizer_config": NO_MOMENTUM}
     torch.manual_seed(7)  # value heads and LoRA adapters start at random
     worker = local_worker(
         str(folder),
@@ -94,9 +99,21 @@ def infer(worker: TreeTrainingWorker, batch: TensorDict) -> dict[str, Any]:
     return {name: outputs.get(name) for name in names if outputs.get(name, None) is not None}
 
 
+def named_parameters(worker: TreeTrainingWorker) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters of the model, or of this rank's part of it."""
+    module = worker.engine.module
+    return list((torch.nn.ModuleList(module) if isinstance(module, list) else module).named_parameters())
+
+
 def parameters(worker: TreeTrainingWorker) -> dict[str, torch.Tensor]:
     """Copy the whole parameters."""
-    return {name: full(p.detach()).clone() for name, p in worker.engine.module.named_parameters()}
+    return {name: full(p.detach()).clone() for name, p in named_parameters(worker)}
+
+
+def gradients(worker: TreeTrainingWorker) -> dict[str, torch.Tensor]:
+    """Copy the whole gradients; Megatron adds them up in a place of its own."""
+    found = {name: getattr(p, "main_grad", p.grad) for name, p in named_parameters(worker)}
+    return {name: full(gradient).clone() for name, gradient in found.items() if gradient is not None}
 
 
 def train_planned(worker: TreeTrainingWorker, batches: list[TensorDict], *, sp: int, weighs: bool) -> dict[str, Any]:
@@ -128,14 +145,15 @@ def take_steps(worker: TreeTrainingWorker, batches: list[TensorDict]) -> dict[st
         with engine.train_mode():
             engine.optimizer_zero_grad()
             output = engine.forward_backward_batch(batch.clone(), worker.loss_fn, forward_only=False)
-            loss = torch.tensor(float(np.sum(output["loss"])))
+            # Earlier stages of a pipeline have none.
+            loss = torch.tensor(float(np.sum(output.get("loss", 0.0))))
             dist.all_reduce(loss, op=dist.ReduceOp.AVG)
             result["loss"].append(loss.item())
             if step == 0:
-                clipped = [output["metrics"].get(f"actor/pg_clipfrac{kind}") for kind in ("", "_lower")]
+                metrics = output.get("metrics", {})
+                clipped = [metrics.get(f"actor/pg_clipfrac{kind}") for kind in ("", "_lower")]
                 result["clipped"] = min(np.mean(each.values) if each is not None else 0.0 for each in clipped)
-                named = engine.module.named_parameters()
-                result["gradients"] = {name: full(p.grad).clone() for name, p in named if p.grad is not None}
+                result["gradients"] = gradients(worker)
             result["grad_norm"].append(engine.optimizer_step())
     return result | {"after": parameters(worker)}
 
@@ -144,13 +162,13 @@ def compare(flat: dict[str, Any], tree: dict[str, Any], batch: TensorDict) -> di
     """Return relative differences, and values that show that the case is not empty; `batch` is the first one."""
     errors = dict(_differences_of_scores(flat, tree, batch))
     norm = float(flat["grad_norm"][0])
-    gradients = flat.get("gradients", {})  # a worker keeps none
-    assert gradients.keys() == tree.get("gradients", {}).keys()
-    for name, gradient in gradients.items():
+    of_flat = flat.get("gradients", {})  # a worker keeps none
+    assert of_flat.keys() == tree.get("gradients", {}).keys()
+    for name, gradient in of_flat.items():
         own_norm = gradient.norm().item()
         distance = (gradient - tree["gradients"][name]).norm().item() / (own_norm if own_norm > 1e-5 * norm else norm)
         errors["gradient"] = max(errors.get("gradient", 0.0), distance)
-    errors["tower_gradients"] = sum("visual" in name for name in gradients)
+    errors["tower_gradients"] = sum("visual" in name for name in of_flat)
     errors["step"] = max(
         (flat["after"][name] - tree["after"][name]).abs().max().item() / flat["after"][name].abs().max().item()
         for name in flat["after"]
@@ -222,12 +240,14 @@ class Comparison:
         if has_chunks and case.name == "token_mean":
             other, _ = self.side(reference, chunk_size=8)
             distances["flat_gradient"] = compare(flat, other, tree["batch"])["gradient"]
-        assert worker.get_dispatch_collect() == dispatch_of(dist.get_rank(), sp=case.sp)
+        if self.flat != "megatron":
+            assert worker.get_dispatch_collect() == dispatch_of(dist.get_rank(), sp=case.sp)
         counts = worker.engine.tree_counts.metrics()
         errors: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, distances)
-        # Only the first rank of a team returns outputs, and the first rank of all is one.
-        worst = {name: max(each[name] for each in errors if name in each) for name in errors[0]}
+        # Some ranks return no outputs.
+        names = {name for each in errors for name in each}
+        worst = {name: max(each[name] for each in errors if name in each) for name in names}
         return worst | {"por": counts["tree/por"], "sections": counts.get("tree/sections", 0)}
 
     def side(self, case: Case, *, chunk_size: int | None = None) -> tuple[dict[str, Any], TreeTrainingWorker]:
@@ -235,11 +255,12 @@ class Comparison:
         is_flat = case.name == "reference"
         rank, world_size = dist.get_rank(), dist.get_world_size()
         batches = [make_batch(case, step=step, rank=rank, world_size=world_size) for step in range(case.num_steps)]
-        sp = 1 if is_flat else case.sp
+        # Ranks of Megatron compute rows together on both sides.
+        sp = 1 if is_flat and self.flat != "megatron" else case.sp
         mine = [of_teams(batch, sp=sp) for batch in batches]
         strategy = self.flat if is_flat else self.tree
         worker = make_worker(dataclasses.replace(case, sp=sp), strategy=strategy, folder=self.folder_of(case))
-        model = worker.engine.module
+        model = worker.engine.module if self.flat != "megatron" else torch.nn.ModuleList(worker.engine.module)
         if is_flat and case.frozen_tower:  # verl's own engine does not read the key
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_("visual" not in name)
@@ -256,7 +277,9 @@ class Comparison:
         """Save the model of a case, once for all ranks."""
         folder = self.root / case.family.replace(" ", "_") / ("tied" if case.tied else "untied")
         if dist.get_rank() == 0 and not folder.exists():
-            model = tiny_model(case.family, size="engine", seed=5, tie_word_embeddings=case.tied)
+            # Ranks share the vocabulary out.
+            size = {"vocab_size": 64} if self.flat == "megatron" else {}
+            model = tiny_model(case.family, size="engine", seed=5, tie_word_embeddings=case.tied, **size)
             model.save_pretrained(folder)
         dist.barrier()
         return folder
@@ -288,8 +311,8 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, default="fsdp2")
     parser.add_argument("cases", nargs="*")
     arguments = parser.parse_args()
-    if arguments.engine == "veomni":
-        veomni_engines.load()
+    if arguments.engine != "fsdp2":
+        {"veomni": veomni_engines, "megatron": megatron_engines}[arguments.engine].load()
     comparison = Comparison(join_ranks(), engine=arguments.engine)
     ranks = (dist.get_world_size(), arguments.sp)
     results: dict[str, dict[str, float]] = {}

@@ -310,5 +310,39 @@ def _veomni() -> Iterator[Case]:
         yield replace(experts, name=f"{name}, experts in parallel")
 
 
-CASES_OF = {"fsdp2": CASES, "veomni": list(_veomni())}
+ALONE: Settings = {"sequence_parallel": False}
+TENSOR: Settings = {"tensor_model_parallel_size": 2, "sequence_parallel": False}
+SEQUENCE: Settings = TENSOR | {"sequence_parallel": True}
+STAGES: Settings = {"pipeline_model_parallel_size": 2, "sequence_parallel": False}
+LAYOUTS: dict[str, tuple[tuple[int, int], Settings]] = {
+    "TP 1": (ONE, ALONE),
+    "DP 2": (TWO, ALONE),
+    "TP 2": (TEAM, TENSOR),
+    "TP 2, sequence parallel": (TEAM, SEQUENCE),
+    "PP 2": (TEAM, STAGES),
+}
+"""Ranks, and how many of them have the same rows; and what verl's config says of them."""
+
+
+def _megatron() -> Iterator[Case]:
+    """Yield the cases beside verl's Megatron engine: each layout, each kind of relay, what crosses ranks and stages."""
+    of_name = {case.key: replace(case, runs=(), long=()) for case in CASES}
+    names = {
+        "token_mean": ("TP 1", "TP 2"),
+        "kl_and_entropy": LAYOUTS,
+        "critic": ("TP 2, sequence parallel", "PP 2"),
+        "relay_every_token": ("TP 2, sequence parallel", "PP 2"),
+        "relay_joint": ("TP 2", "PP 2"),
+        "relay_idle_rank": ("DP 2",),
+        "session_weight_token_mean": ("DP 2",),
+        "temperature_per_row": ("PP 2",),
+        "tied_embeddings": ("PP 2", "TP 2"),
+    }
+    for name, layouts in names.items():
+        for layout in layouts:
+            ranks, engine = LAYOUTS[layout]
+            yield replace(of_name[f"qwen3 {name}"], name=f"{name}, {layout}", runs=(ranks,), engine=engine)
+
+
+CASES_OF = {"fsdp2": CASES, "veomni": list(_veomni()), "megatron": list(_megatron())}
 """By the engine of verl beside which they run."""

@@ -15,13 +15,13 @@ another program; torch refuses `fullgraph=True` with this reason. A model that i
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
-from verl_tree.attention import tree_attention
+from verl_tree.attention.layer import layer_attention
 from verl_tree.families import ATTENTION_LAYERS, MIXERS, RECURRENT_LAYERS, RECURRENT_TYPES, REFUSED
 from verl_tree.recurrence.bind import RecurrentLayers, num_bound_mixers, unbound_mixers
 from verl_tree.tree.plan import AttentionPlan
@@ -105,23 +105,15 @@ def tree_attention_forward(
         raise ValueError(f"tree attention cannot serve {layer}, which asks for " + "; ".join(reasons))
     shard = tree_plan.shard
     rows = (_autocast(each[0]).transpose(0, 1) for each in (query, key, value))
-    q_QHD, k_THD, v_THD = shard.scatter_heads(*rows)
-    saving: AbstractContextManager[object] = nullcontext()
-    if tree_plan.context is not None:
-        own = (k_THD, v_THD)  # until here, k and v are those of the queries
-        k_THD, v_THD = tree_plan.context.extend(module, *own)
-        saving = tree_plan.context.save_own(module, own, (k_THD, v_THD))
-    with saving:
-        out_QHD = tree_attention(
-            q_QHD,
-            k_THD,
-            v_THD,
-            tree_plan,
-            scale=scaling,
-            window=sliding_window,
-            softcap=softcap,
-            sinks=None if s_aux is None else shard.own_heads(s_aux),
-        )
+    out_QHD = layer_attention(
+        module,
+        *shard.scatter_heads(*rows),
+        tree_plan,
+        scale=scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=None if s_aux is None else shard.own_heads(s_aux),
+    )
     return shard.gather_heads(out_QHD).unsqueeze(0), None
 
 

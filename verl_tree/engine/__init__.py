@@ -1,4 +1,4 @@
-"""Engines in verl's registry: `fsdp_tree`, `veomni_tree` where verl has found VeOmni, and verl's own on a CPU."""
+"""Engines in verl's registry: ours where verl has found what they are built on, and its own on a CPU."""
 
 import importlib
 
@@ -20,3 +20,5 @@ EngineRegistry.register("language_model", backend=["fsdp", "fsdp2"], device="cpu
 EngineRegistry.register("value_model", backend=["fsdp", "fsdp2"], device="cpu")(CPUEngineWithValueHead)
 if engines_of_verl.VeOmniEngine is not None:
     importlib.import_module("verl_tree.engine.veomni")
+if engines_of_verl.MegatronEngine is not None:
+    importlib.import_module("verl_tree.engine.megatron")

@@ -105,6 +105,16 @@ class ModelCalls(ABC):
         """
 
     @property
+    def replica(self) -> dist.ProcessGroup | None:
+        """The ranks that have the same rows, and so must cut them in the same way; None for a rank alone."""
+        return self.team
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model, or this rank's part of it."""
+        return self.module
+
+    @property
     def team_size(self) -> int:
         """Ranks of a team; 1 where each computes its own calls."""
         return 1 if self.team is None else dist.get_world_size(self.team)

@@ -154,7 +154,7 @@ class TreeEngine(ModelCalls):
         tu.assign_non_tensor(data, sp_size=1, batch_num_tokens=num_tokens.item(), dp_size=dp_size)
 
     def _split(self, data: TensorDict, *, cost_model: CostModel, mode: Mode) -> TreeBatch:
-        """Cut this rank's rows into micro-batches, the same on all ranks of a team."""
+        """Cut this rank's rows into micro-batches, the same on all ranks of a replica."""
         tokens, offsets = (each.cpu().numpy() for each in jagged(data["input_ids"]))
         images = rows_with_images(data, config=self.model_config.hf_config)
         mask, mask_offsets = jagged(data["response_mask"] if "response_mask" in data else data["loss_mask"])
@@ -182,8 +182,8 @@ class TreeEngine(ModelCalls):
             cost_model=cost_model,
             mode=mode,
         )
-        # Clocks, and so fitted costs and time limits, differ from rank to rank. So one rank cuts for its team.
-        batch = _of_first_rank(split, team=self.team)
+        # Clocks, and so fitted costs and time limits, differ from rank to rank. So one rank cuts for its replica.
+        batch = _of_first_rank(split, replica=self.replica)
         is_relayed = mode != "forward" and any(micro.is_relayed for micro in batch.micro_batches)
         self.check(max_path_len=int(row_lens.max()), is_relayed=is_relayed)
         return batch if images is None else with_images(batch, images, data, cost_model=cost_model)
@@ -242,7 +242,7 @@ class TreeEngine(ModelCalls):
             )
 
         runs_twice = rows.micro.is_relayed and mode != "forward"
-        of_model = watched(compute, self.module) if runs_twice else compute
+        of_model = watched(compute, self.model) if runs_twice else compute
         # A loss that couples rows reads all of them at once.
         max_loss_terms = None if mode == "joint" else self.tree_config.max_loss_terms
         return RelayRun(
@@ -289,10 +289,10 @@ def _wants_entropy(data: TensorDict) -> bool:
     return bool(tu.get(data, "calculate_entropy", default=False))
 
 
-def _of_first_rank(make: Callable[[], T], *, team: dist.ProcessGroup | None) -> T:
-    """Return what the first rank of a team makes, on all its ranks; `team` is None for a rank alone."""
-    if team is None:
+def _of_first_rank(make: Callable[[], T], *, replica: dist.ProcessGroup | None) -> T:
+    """Return what the first rank of a replica makes, on all its ranks; None is a rank alone."""
+    if replica is None:
         return make()
-    made = [make() if dist.get_rank(team) == 0 else None]
-    dist.broadcast_object_list(made, group=team, group_src=0)
+    made = [make() if dist.get_rank(replica) == 0 else None]
+    dist.broadcast_object_list(made, group=replica, group_src=0)
     return cast("T", made[0])

@@ -141,12 +141,16 @@ class Scorer:
             logits_PV = logits_PV / temperature_P.to(logits_PV.dtype).unsqueeze(-1)
         elif temperature_P != 1.0:  # a division by one would still be a pass over all logits
             logits_PV = logits_PV / temperature_P
+        kinds_CK = [each.unsqueeze(0) for each in self._kinds(logits_PV, row_K, label_K)]
+        if self.reading is not None:
+            kinds_CK.append(self.reading(logits_PV, position_P)[:, row_K].to(kinds_CK[0].dtype))
+        return torch.cat(kinds_CK) if len(kinds_CK) > 1 else kinds_CK[0]
+
+    def _kinds(self, logits_PV: Tensor, row_K: Tensor, label_K: Tensor) -> list[Tensor]:
+        """Return the log-probs of the pairs and, if asked for, their entropies, (K,) each."""
         log_probs_PV = logits_PV.log_softmax(-1)
-        log_probs_K = log_probs_PV[row_K, label_K]
-        kinds_CK = [log_probs_K.unsqueeze(0)]
+        kinds = [log_probs_PV[row_K, label_K]]
         if self.calculate_entropy:
             entropy_P = -(log_probs_PV.exp() * log_probs_PV).sum(-1)
-            kinds_CK.append(entropy_P[row_K].unsqueeze(0))
-        if self.reading is not None:
-            kinds_CK.append(self.reading(logits_PV, position_P)[:, row_K].to(log_probs_K.dtype))
-        return torch.cat(kinds_CK) if len(kinds_CK) > 1 else kinds_CK[0]
+            kinds.append(entropy_P[row_K])
+        return kinds

@@ -8,6 +8,7 @@ Run the script by `torchrun --nproc-per-node=1`, or set up torch.distributed in 
 """
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from verl.workers.config import (
     EngineRouterReplayConfig,
     FSDPOptimizerConfig,
     HFModelConfig,
+    McoreOptimizerConfig,
     OptimizerConfig,
     VeOmniOptimizerConfig,
 )
 from verl.workers.config.engine import TrainingWorkerConfig
 
 from verl_tree.configs import FLAT_STRATEGIES
-from verl_tree.engine_config import TreeFSDPEngineConfig, TreeVeOmniEngineConfig
+from verl_tree.engine_config import TreeFSDPEngineConfig, TreeMegatronEngineConfig, TreeVeOmniEngineConfig
 from verl_tree.trainer.worker import TreeTrainingWorker
 
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -54,35 +56,47 @@ def local_worker(
     default optimiser is AdamW with learning rate 1e-3. `is_critic` builds a value model instead of a policy. So many
     ranks as `sequence_parallel_size` says compute each model call together.
     """
+    flat = FLAT_STRATEGIES.get(strategy, strategy)
     options = {
         "enable_gradient_checkpointing": False,
+        "use_remove_padding": flat == "megatron",
         "override_config": {"attn_implementation": "sdpa"},
         **(model_options or {}),
     }
     model_config = HFModelConfig(
         path=model_path,
         load_tokenizer=False,
-        use_remove_padding=False,
         **options,
     )
-    is_veomni = FLAT_STRATEGIES.get(strategy, strategy) == "veomni"
-    config_class = TreeVeOmniEngineConfig if is_veomni else TreeFSDPEngineConfig
-    own_options: dict[str, Any] = {
-        "mixed_precision": FP32,
-        "model_dtype": "fp32",
-        "ulysses_sequence_parallel_size": sequence_parallel_size,
-    }
-    if is_veomni:
-        own_options = {
-            "mixed_precision": True,
-            "ulysses_parallel_size": sequence_parallel_size,
-            "attn_implementation": options["override_config"]["attn_implementation"],
-            "moe_implementation": "eager",
-        }
-    make_optimizer = VeOmniOptimizerConfig if is_veomni else FSDPOptimizerConfig
+    if flat == "megatron":  # it asks for the id of padding
+        model_config.tokenizer = SimpleNamespace(pad_token_id=0)
+    attention = options["override_config"]["attn_implementation"]
+    config_class, make_optimizer, own_options = {
+        "fsdp2": (
+            TreeFSDPEngineConfig,
+            FSDPOptimizerConfig,
+            {
+                "mixed_precision": FP32,
+                "model_dtype": "fp32",
+                "ulysses_sequence_parallel_size": sequence_parallel_size,
+                "use_torch_compile": False,
+            },
+        ),
+        "veomni": (
+            TreeVeOmniEngineConfig,
+            VeOmniOptimizerConfig,
+            {
+                "mixed_precision": True,
+                "ulysses_parallel_size": sequence_parallel_size,
+                "attn_implementation": attention,
+                "moe_implementation": "eager",
+                "use_torch_compile": False,
+            },
+        ),
+        "megatron": (TreeMegatronEngineConfig, McoreOptimizerConfig, {"sequence_parallel": False}),
+    }[flat]
     engine_config = config_class(
         strategy=strategy,
-        use_torch_compile=False,
         router_replay=EngineRouterReplayConfig(mode=router_replay),
         tree=tree_options or {},
         freeze_vision_tower=freeze_vision_tower,

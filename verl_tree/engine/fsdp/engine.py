@@ -22,11 +22,9 @@ from verl.utils.device import get_device_name
 
 from verl_tree.attention.hf import check_model
 from verl_tree.engine.fsdp.build import BuildForTrees
-from verl_tree.engine.heads import HEADS
-from verl_tree.engine.model_calls import ModelCalls
+from verl_tree.engine.of_verl import EngineOfVerl
 from verl_tree.engine.routes.router_replay import RouterReplay
-from verl_tree.engine.step import TreeEngine
-from verl_tree.engine_config import TreeEngineConfig, TreeFSDPEngineConfig, of_verl
+from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.functional.images import PackImages
 from verl_tree.functional.scorer import LogitReading
 from verl_tree.relay.calls import RelayCall
@@ -35,23 +33,12 @@ from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.plan import AttentionPlan
 
 
-class FSDP2Calls(TreeEngine):
+class FSDP2Calls(EngineOfVerl):
     """An engine whose module is a transformers model that FSDP2 shards: one call after another, as all ranks do.
 
-    A subclass also derives, behind this class, from the one that builds it: a subclass of verl's `FSDPEngine`, and sets
-    `_model` to the model before it is sharded. It serves policy, reference model and critic: verl's `model_type` says
-    which of them.
-
-    Attributes:
-        config_class: The engine config that it takes.
-        config_key: Where that config stands.
-
-    Raises:
-        ValueError: `engine_config` has no tree options.
+    The class that builds it is a subclass of verl's `FSDPEngine`, and sets `_model` to the model before it is sharded.
     """
 
-    config_class: type[TreeEngineConfig]
-    config_key: str
     has_outputs = True
     get_data_parallel_group: Callable[[], dist.ProcessGroup | None]
     ulysses_parallel_group: dist.ProcessGroup | None
@@ -59,19 +46,6 @@ class FSDP2Calls(TreeEngine):
     _gradient_sync_context: Callable[..., AbstractContextManager[Any]]
     _autocast_dtype: torch.dtype
     _model: PreTrainedModel
-
-    def __init__(
-        self, model_config: Any, engine_config: TreeEngineConfig, optimizer_config: Any, checkpoint_config: Any
-    ) -> None:
-        # The constructor that comes behind those of this project in the order of the bases: that of the build.
-        engine_of_verl: Any = super(ModelCalls, self)
-        engine_of_verl.__init__(
-            model_config=model_config,
-            engine_config=of_verl(engine_config, self.config_class, key=self.config_key),
-            optimizer_config=optimizer_config,
-            checkpoint_config=checkpoint_config,
-        )
-        TreeEngine.__init__(self, head=HEADS[model_config.model_type], tree_config=engine_config.tree)
 
     def watch_routers(self, model: PreTrainedModel) -> None:
         """Find the routers of the model, if the config wants them recorded or imposed."""

@@ -1,0 +1,173 @@
+"""Megatron on a CPU: what it takes from CUDA and from Transformer Engine, for tests and `profile=cpu` alone.
+
+Bridges know Transformer Engine's layers by the names of their parameters. Megatron has a protocol for who makes layers
+(`BackendSpecProvider`). So a provider without Transformer Engine gives layers of the same names, and weights load and
+leave as on a GPU. Source: megatron-core 0.16.1, mbridge 0.15.1.
+
+Legend: S tokens, Hq and Hkv query and key-value heads, D head dim, N hidden size.
+"""
+
+import re
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
+from megatron.core.tensor_parallel import random
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from verl_tree.attention import tree_attention
+from verl_tree.tree.plan import AttentionPlan
+
+UNFUSED: dict[str, Any] = {
+    "use_cpu_initialization": True,
+    "persist_layer_norm": False,
+    "bias_activation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+}
+"""Options of Megatron's config for kernels that a CPU lacks; the dispatcher of experts is the one that gloo serves."""
+
+
+class _OnCpu(TorchFunctionMode):
+    """Makes tensors on the CPU where Megatron asks for CUDA by name."""
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if isinstance(device, str | torch.device) and torch.device(device).type == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+class _NoStream:
+    """A CUDA stream or event that has nothing to wait for."""
+
+    def __init__(self, *_args: Any, **_options: Any) -> None: ...
+
+    def __getattr__(self, _name: str) -> Any:
+        return lambda *_args, **_options: self
+
+    def __enter__(self) -> "_NoStream":
+        return self
+
+    def __exit__(self, *_error: object) -> None: ...
+
+
+class Norm(torch.nn.RMSNorm):
+    """RMSNorm with the constructor of Megatron's norms."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_options: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class NormLinear(ColumnParallelLinear):
+    """A norm and a linear layer behind it, under the parameter names of Transformer Engine's fused layer."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.layer_norm_weight, self._eps = weight, config.layernorm_epsilon
+
+    @override
+    def forward(self, input_: Tensor, *args: Any, **options: Any) -> Any:
+        normed = F.rms_norm(input_, (input_.shape[-1],), self.layer_norm_weight, self._eps)
+        return super().forward(normed, *args, **options)
+
+
+class FlatAttention(MegatronModule):
+    """Causal attention of packed rows, which Transformer Engine has in kernels: a forest of paths without branches."""
+
+    def __init__(self, config: Any, **_options: Any) -> None:
+        super().__init__(config=config)
+
+    @override
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_args: Any, packed_seq_params: Any, **_: Any
+    ) -> Tensor:
+        """Attend within each row: (S, Hq, D) and twice (S, Hkv, D) give (S, Hq * D)."""
+        assert packed_seq_params is not None, "rows are packed (use_remove_padding=true)"
+        starts = packed_seq_params.cu_seqlens_q_padded
+        ends = (packed_seq_params.cu_seqlens_q if starts is None else starts)[1:]
+        place = torch.arange(len(query))
+        row = torch.searchsorted(ends, place, right=True)
+        # Padding behind the last row sees itself.
+        end = torch.where(row < len(ends), ends[row.clamp(max=len(ends) - 1)], place + 1)
+        return tree_attention(query, key, value, AttentionPlan.from_subtree_end(end)).flatten(1)
+
+
+class _Provider:
+    """Layers without Transformer Engine: Megatron's `BackendSpecProvider`."""
+
+    def linear(self) -> type:
+        return ColumnParallelLinear
+
+    def column_parallel_linear(self) -> type:
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return RowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return NormLinear
+
+    def layer_norm(self, **_options: bool) -> type:
+        return Norm
+
+    def core_attention(self) -> type:
+        return FlatAttention
+
+    def grouped_mlp_modules(self, *_wanted: bool) -> tuple[type, MLPSubmodules]:
+        return SequentialMLP, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+    def activation_func(self) -> None:
+        return None
+
+
+@cache
+def prepare() -> None:
+    """Let Megatron build and run models on this process's CPU, once and for its life."""
+    cuda: Any = torch.cuda
+    cuda.current_device, cuda.synchronize = (lambda: torch.device("cpu")), (lambda *_: None)
+    cuda.Stream = cuda.Event = _NoStream
+    cuda.stream = cuda.current_stream = _NoStream
+    torch.Tensor.cuda = lambda self, *_args, **_options: self  # type: ignore[method-assign]
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
+    _OnCpu().__enter__()
+    type_of = torch.Tensor.type
+
+    def as_on_cuda(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        """Return the name of a tensor's type as it is on CUDA, by which optimisers know a dtype."""
+        found = type_of(tensor, *args, **options)
+        return re.sub(r"^torch\.(?!cuda)", "torch.cuda.", found) if isinstance(found, str) else found
+
+    torch.Tensor.type = as_on_cuda  # type: ignore[method-assign]
+
+    tracker: Any = random.CudaRNGStatesTracker
+    tracker.fork, tracker.add = (lambda *_: nullcontext()), (lambda *_: None)
+    moe: Any = moe_utils
+    moe.te_general_gemm = None
+    specs: Any = gpt_layer_specs
+    specs.HAVE_TE, specs.TESpecProvider, specs.TENorm, specs.TEFusedMLP = True, _Provider, Norm, None
+    of_experts: Any = moe_module_specs
+    of_experts.TESpecProvider = _Provider
+    block: Any = transformer_block
+    block.TENorm = block.LayerNormImpl = Norm

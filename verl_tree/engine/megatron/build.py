@@ -1,0 +1,180 @@
+"""How verl's Megatron engine is built for trees, and on a CPU.
+
+Bridge, parallel layout, optimiser, offload, checkpoints and weight export are verl's and Megatron's. What trees need is
+put into the layers as they are built: attention under the plan that travels with a call, and the positions of its
+tokens. Source: verl 0.9.1, workers/engine/megatron; megatron-core 0.16.1.
+
+Legend: S tokens of a call with padding, Q without, Hq and Hkv query and key-value heads of this rank, D head dim.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor, nn
+from typing_extensions import override
+from verl.utils.device import get_device_name
+from verl.utils.megatron_utils import unwrap_model
+from verl.workers.engine.megatron.transformer_impl import MegatronEngine
+
+from verl_tree import clashes
+from verl_tree.attention.layer import layer_attention
+from verl_tree.engine.fsdp.build import features
+from verl_tree.functional.images import reads_images
+from verl_tree.tree.plan import AttentionPlan
+
+ANOTHER = "give another model, or take another engine"
+
+
+@dataclass
+class TreeParams(PackedSeqParams):
+    """What a call's layers need, where Megatron has what packed rows need: it reaches them through checkpoints, too.
+
+    Its format is not `thd`, so layers see one row.
+    """
+
+    plan: AttentionPlan | None = None
+    position_S: Tensor | None = None
+
+
+class TreeAttention(nn.Module):
+    """The core attention of a layer, under the plan of the call."""
+
+    def __init__(self, scale: float | None) -> None:
+        super().__init__()
+        self._scale = scale
+
+    @override
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: TreeParams,
+        **_read_by_others: Any,
+    ) -> Tensor:
+        """Attend, (S, 1, Hq, D) and twice (S, 1, Hkv, D) to (S, 1, Hq * D); padding behind the Q tokens gives 0."""
+        plan = packed_seq_params.plan
+        assert plan is not None, "a call of the tree engine has a plan"
+        q_QHD, k_QHD, v_QHD = (each[: plan.num_queries, 0] for each in (query, key, value))
+        out_QHD = layer_attention(self, q_QHD, k_QHD, v_QHD, plan, scale=self._scale)
+        out = query.new_zeros(len(query), 1, out_QHD[0].numel())
+        out[: plan.num_queries, 0] = out_QHD.flatten(1)
+        return out
+
+
+class TreePositions(nn.Module):
+    """Rotary embeddings of a call's positions in place of 0, 1, 2, ...; Megatron asks for a length and hands it on."""
+
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        self._rotary = rotary
+
+    def get_rotary_seq_len(self, *_args: Any) -> Tensor:
+        """Return the positions, (S,)."""
+        params: TreeParams = _args[-1]
+        assert params.position_S is not None
+        return params.position_S
+
+    @override
+    def forward(self, position_S: Tensor, **_options: Any) -> Tensor:
+        """Return the angles of the positions, (S, 1, 1, D)."""
+        return self._rotary(int(position_S.max()) + 1)[position_S]
+
+
+class BuildOnAnyDevice(MegatronEngine):
+    """An engine that verl can build without a GPU, in float32, which its config does not take."""
+
+    def __init__(self, *, engine_config: Any, **configs: Any) -> None:
+        if get_device_name() != "cpu":
+            super().__init__(engine_config=engine_config, **configs)
+            return
+        from verl_tree.cpu import megatron
+
+        megatron.prepare()
+        on_cpu = {
+            "dtype": "float32",
+            "override_transformer_config": megatron.UNFUSED | dict(engine_config.override_transformer_config),
+            "use_distributed_optimizer": False,
+            # Megatron-Bridge builds on Transformer Engine.
+            "vanilla_mbridge": True,
+        }
+        for name, value in on_cpu.items():
+            object.__setattr__(engine_config, name, value)
+        super().__init__(engine_config=engine_config, **configs)
+
+
+class BuildForTrees(BuildOnAnyDevice):
+    """A Megatron engine whose model computes trees."""
+
+    def __init__(self, *, model_config: Any, engine_config: Any, **configs: Any) -> None:
+        refuse(model_config, engine_config)
+        super().__init__(model_config=model_config, engine_config=engine_config, **configs)
+        # verl's switch for its own replay, which knows flat rows.
+        self.enable_routing_replay = False
+
+    @override
+    def _build_megatron_module(self) -> list[nn.Module]:
+        chunks = super()._build_megatron_module()
+        config: Any = self.tf_config  # Megatron-Bridge makes it with the model
+        refuse_layers(config)
+        for chunk in chunks:
+            model: Any = unwrap_model(chunk)
+            if model.position_embedding_type != "rope":
+                raise ValueError(
+                    f"model.path={self.model_config.path}: positions of kind {model.position_embedding_type}, and on "
+                    f"Megatron trees have rotary ones; {ANOTHER}"
+                )
+            model.rotary_pos_emb = TreePositions(model.rotary_pos_emb)
+            for layer in model.decoder.layers:
+                layer.self_attention.core_attention = TreeAttention(config.softmax_scale)
+        return cast("list[nn.Module]", chunks)
+
+
+def refuse(model: Any, engine: Any) -> None:
+    """Refuse configs of verl with which trees do not run on Megatron.
+
+    Raises:
+        ValueError: With the reason and the remedy.
+    """
+    clashes.refuse(features(model, engine, ulysses=1))
+    for name, neutral, remedy in (
+        ("context_parallel_size", 1, "a longer path is relayed (tree.relay=auto); set it to 1"),
+        ("dynamic_context_parallel", False, "a longer path is relayed (tree.relay=auto); set it to false"),
+        ("virtual_pipeline_model_parallel_size", None, "trees run through one stage a rank; set it to null"),
+        ("use_megatron_fsdp", False, "trees were not tried with it; set it to false"),
+    ):
+        value = getattr(engine, name)
+        if value not in (neutral, 1, None):
+            raise ValueError(f"megatron.{name}={value}: {remedy}")
+    if engine.router_replay.mode != "disabled":
+        raise ValueError(
+            f"megatron.router_replay.mode={engine.router_replay.mode}: trees replay routes on FSDP2 and VeOmni only; "
+            "set it to disabled"
+        )
+    if model.lora_rank > 0 or model.get("lora", {}).get("rank", 0) > 0:
+        raise ValueError("model.lora.rank: trees were not tried with adapters on Megatron; set it to 0")
+    if reads_images(model.hf_config):
+        raise ValueError(f"model.path={model.path} reads images, which trees do on FSDP2 only; {ANOTHER}")
+
+
+def refuse_layers(config: Any) -> None:
+    """Refuse what layers of Megatron's config do beside attention within a path.
+
+    Raises:
+        ValueError: With the reason and the remedy.
+    """
+    found = {
+        "multi_latent_attention": config.multi_latent_attention,
+        "window_size": config.window_size is not None,
+        "softmax_type": config.softmax_type != "vanilla",
+        "mtp_num_layers": config.mtp_num_layers,
+        "experimental_attention_variant": config.experimental_attention_variant,
+        "attention_dropout": config.attention_dropout,
+        "hidden_dropout": config.hidden_dropout,
+    }
+    wrong = [f"{name}={getattr(config, name)}" for name, is_used in found.items() if is_used]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} in Megatron's config, which trees were not tried with; {ANOTHER}")

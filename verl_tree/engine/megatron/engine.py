@@ -1,0 +1,145 @@
+"""verl's Megatron engine on trees: the calls of a step are the micro-batches of Megatron's own schedules.
+
+A step runs two of them: its first calls without gradient, then its last ones. 1F1B runs the backwards of a stage in the
+order of the micro-batches. So when the backward of a section begins, those of later sections have ended on this stage,
+and all that they hand up for its keys and values is there. What calls keep for each other stays on its stage.
+
+Every rank of a replica (tensor and pipeline ranks) plans the same calls; those of a last stage have scores.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from torch import Tensor, nn
+from typing_extensions import override
+
+from verl_tree.engine.fsdp.build import as_verl_expects
+from verl_tree.engine.megatron.build import BuildForTrees
+from verl_tree.engine.megatron.scores import call_hidden_states, log_probs_of, values_of
+from verl_tree.engine.of_verl import EngineOfVerl
+from verl_tree.engine_config import TreeMegatronEngineConfig
+from verl_tree.functional.images import PackImages
+from verl_tree.functional.scorer import LogitReading
+from verl_tree.relay.calls import RelayCall
+from verl_tree.relay.run import RELAYED, NumCalls
+from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.plan import AttentionPlan
+
+
+class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
+    """verl's Megatron engine on trees."""
+
+    config_class = TreeMegatronEngineConfig
+    config_key = "megatron"
+
+    @property
+    @override
+    def has_outputs(self) -> bool:  # type: ignore[override]
+        return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+    @property
+    @override
+    def group(self) -> dist.ProcessGroup | None:
+        return cast("dist.ProcessGroup", self.get_data_parallel_group())
+
+    @property
+    @override
+    def team(self) -> None:
+        """None: tensor ranks have all tokens of a call, and heads of their own."""
+
+    @property
+    @override
+    def replica(self) -> dist.ProcessGroup | None:
+        return cast("dist.ProcessGroup", parallel_state.get_model_parallel_group())
+
+    @property
+    @override
+    def model(self) -> nn.Module:
+        return nn.ModuleList(self.module)
+
+    @property
+    @override
+    def compute_dtype(self) -> torch.dtype:
+        return self.param_dtype
+
+    @override
+    def check(self, *, max_path_len: int, is_relayed: bool) -> None:
+        if is_relayed:
+            RELAYED.check(self.model)
+
+    @override
+    def scores(
+        self,
+        call: RelayCall,
+        layout: TreeLayout,
+        *,
+        plan: AttentionPlan,
+        images: PackImages | None,
+        temperature: float | Tensor,
+        calculate_entropy: bool,
+        reading: LogitReading | None = None,
+    ) -> Tensor:
+        if reading is not None:
+            raise ValueError(
+                "distillation.distillation_loss.loss_mode=forward_kl_topk: ranks of Megatron have parts of the "
+                "vocabulary; choose an estimator (k1, k3), or model_engine=dp"
+            )
+        (chunk,) = self.module
+        hidden = call_hidden_states(chunk, call, layout, plan=plan)
+        if not self.has_outputs:
+            return hidden
+        if self.head.scores_own_tokens:
+            return values_of(chunk, hidden, call)
+        return log_probs_of(
+            chunk,
+            hidden,
+            call,
+            layout,
+            temperature=temperature,
+            calculate_entropy=calculate_entropy,
+            chunk_size=self.tree_config.logits_chunk_size,
+        )
+
+    @override
+    def run(
+        self,
+        first: Sequence[Callable[[], Tensor]],
+        last: Sequence[Callable[[], Tensor]],
+        *,
+        calls: NumCalls,
+        idle: Callable[[], Tensor],
+        is_last: bool,
+    ) -> None:
+        # Experts need the same calls from all ranks, and gradients are exchanged after the last one.
+        with torch.no_grad():
+            self._schedule([*first, *[idle] * (calls.num_first - len(first))], forward_only=True)
+        finalize: dict[str, Any] = {} if is_last else {"finalize_model_grads_func": None}
+        with as_verl_expects(self.tf_config, **finalize):
+            self._schedule([*last, *[idle] * (calls.num_last - len(last))], forward_only=False)
+
+    def _schedule(self, calls: Sequence[Callable[[], Tensor]], *, forward_only: bool) -> None:
+        """Run calls as the micro-batches of one schedule."""
+
+        def step(left: Any, _chunk: nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Any]]]]:
+            return next(left)(), loss
+
+        def loss(made: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            # What is no loss is the scores of an idle call. Megatron divides by the number of micro-batches.
+            total = made if made.dim() == 0 else made.sum() * 0.0
+            return total * len(calls), {}
+
+        if calls:
+            get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iter(calls),
+                model=self.module,
+                num_microbatches=len(calls),
+                # The lengths of sections differ, so stages tell each other the shape.
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )

@@ -1,0 +1,124 @@
+"""A model call on Megatron: the hidden states of its tokens, then scores from vocabulary-parallel logits.
+
+A rank of the last stage has part of the vocabulary. Its logits are made where a loss reads them, some positions at a
+time, and never sent.
+
+Legend: S tokens of a call with padding, Q without, P positions, K (position, label) pairs, V the vocabulary of this
+rank, C kinds of scores, N hidden size.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from torch import Tensor
+from typing_extensions import override
+from verl.utils.megatron_utils import unwrap_model
+
+from verl_tree.engine.fsdp.build import as_verl_expects
+from verl_tree.engine.megatron.build import TreeParams
+from verl_tree.functional.scorer import ScoredPairs, Scorer
+from verl_tree.relay.calls import RelayCall
+from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.plan import AttentionPlan
+from verl_tree.tree.transfer import to_device
+
+CHUNK_SIZE = 1024
+"""Positions projected at a time where `tree.logits_chunk_size` does not say."""
+
+
+def call_hidden_states(chunk: torch.nn.Module, call: RelayCall, layout: TreeLayout, *, plan: AttentionPlan) -> Tensor:
+    """Run this stage of the model on one call; (S, 1, N), or this rank's part of S with `sequence_parallel`."""
+    model: Any = unwrap_model(chunk)
+    host, device = layout.on_host, plan.subtree_end_T.device
+    token_Q = torch.from_numpy(call.token_Q)
+    size = parallel_state.get_tensor_model_parallel_world_size() if model.config.sequence_parallel else 1
+    padded = [F.pad(each[token_Q], (0, -len(token_Q) % size)) for each in (host.token_ids_T, host.position_T)]
+    token_ids_S, position_S = to_device(tuple(padded), device)
+    params = TreeParams(plan=plan, position_S=position_S)
+    # Else a last stage makes the logits of all positions.
+    with as_verl_expects(model, post_process=False):
+        return chunk(token_ids_S[None], position_S[None], None, packed_seq_params=params)
+
+
+def log_probs_of(
+    chunk: torch.nn.Module,
+    hidden_S1N: Tensor,
+    call: RelayCall,
+    layout: TreeLayout,
+    *,
+    temperature: float | Tensor,
+    calculate_entropy: bool,
+    chunk_size: int | None,
+) -> Tensor:
+    """Return the log-probs of what the call scores and maybe entropies, (C, K), on each rank of a last stage."""
+    model: Any = unwrap_model(chunk)
+    device = hidden_S1N.device
+    scorer_K, scored_K = torch.from_numpy(call.scorer_K), torch.from_numpy(call.scored_K)
+    pairs = ScoredPairs.of_scorers(scorer_K, layout.on_host.token_ids_T[scored_K])
+    size = chunk_size or CHUNK_SIZE
+    bounds = pairs.chunk_bounds(size)
+    if isinstance(temperature, Tensor):
+        temperature = temperature[torch.from_numpy(call.token_Q)[pairs.position_P]].to(device)
+    on_device = to_device((pairs.position_P, pairs.pair_position_K, pairs.label_K), device)
+    is_tied = model.share_embeddings_and_output_weights
+    weight = model.shared_embedding_or_output_weight() if is_tied else model.output_layer.weight
+    hidden = _whole(hidden_S1N, model.config)[:, 0]
+    scorer = VocabularyParallelScorer(
+        pairs=ScoredPairs(*on_device),
+        pair_bounds=bounds,
+        model_name=type(model).__name__,
+        num_tokens=len(hidden),
+        temperature_P=temperature,
+        calculate_entropy=calculate_entropy,
+        chunk_size=size,
+    )
+    rows = hidden[on_device[0]].to(weight.dtype)
+    return scorer.score(rows[None], project=partial(F.linear, weight=weight))
+
+
+def values_of(chunk: torch.nn.Module, hidden_S1N: Tensor, call: RelayCall) -> Tensor:
+    """Return the values of what the call scores, (1, K), on each rank of a last stage."""
+    model: Any = unwrap_model(chunk)
+    values, _ = model.output_layer(hidden_S1N)
+    (scorer_K,) = to_device((torch.from_numpy(call.scorer_K),), hidden_S1N.device)
+    return values[:, 0, 0].float()[scorer_K][None]
+
+
+def _whole(hidden: Tensor, config: Any) -> Tensor:
+    """Return the hidden states of all tokens, whose gradients are then added up over the parts of the vocabulary."""
+    if config.sequence_parallel:
+        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+    return copy_to_tensor_model_parallel_region(hidden)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VocabularyParallelScorer(Scorer):
+    """A scorer whose logits are those of this rank's part of the vocabulary; each rank has all scores."""
+
+    @override
+    def _kinds(self, logits_PV: Tensor, row_K: Tensor, label_K: Tensor) -> list[Tensor]:
+        group: Any = parallel_state.get_tensor_model_parallel_group()
+        size = logits_PV.shape[-1]
+        largest_P = logits_PV.detach().amax(-1)
+        dist.all_reduce(largest_P, op=dist.ReduceOp.MAX, group=group)
+        shifted_PV = logits_PV - largest_P[:, None]
+        exp_PV = shifted_PV.exp()
+        total_P = reduce_from_tensor_model_parallel_region(exp_PV.sum(-1))
+        place_K = label_K - size * dist.get_rank(group)
+        is_mine_K = (place_K >= 0) & (place_K < size)
+        mine_K = shifted_PV[row_K, place_K.clamp(0, size - 1)] * is_mine_K
+        kinds = [reduce_from_tensor_model_parallel_region(mine_K) - total_P.log()[row_K]]
+        if self.calculate_entropy:
+            mean_P = reduce_from_tensor_model_parallel_region((exp_PV * shifted_PV).sum(-1)) / total_P
+            kinds.append((total_P.log() - mean_P)[row_K])
+        return kinds
