@@ -64,7 +64,11 @@ def test_equals_verls_own_engine(
 
 
 def assert_equal(errors: dict[str, float], case: Case) -> None:
-    """Compare the two sides of a case."""
+    """Compare the two sides of a case; a control must be far off."""
+    if case.spoilt:
+        assert errors["gradient"] > 1e-2, errors
+        assert errors["log_probs"] > 1e-3, errors
+        return
     tolerance = TOLERANCE * case.num_steps
     outputs = ("values",) if case.is_critic else ("log_probs", "entropy")
     updates = ("step", "grad_norm") if case.same_objective else ()

@@ -19,6 +19,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import megatron_engines
@@ -37,16 +38,22 @@ from verl.workers.config import FSDPOptimizerConfig, McoreOptimizerConfig, VeOmn
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform and the engines)
 from verl_tree.configs import FLAT_STRATEGIES
+from verl_tree.engine import TreeEngine
 from verl_tree.recurrence.bind import num_bound_mixers
+from verl_tree.relay.calls import RelayCall
 from verl_tree.testing.local_worker import local_worker
 from verl_tree.trainer.rows.batching import MiniBatchPlan
 from verl_tree.trainer.worker import TreeTrainingWorker
+from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.plan import AttentionPlan
 
 ENGINES = {flat: (flat, tree) for tree, flat in FLAT_STRATEGIES.items()}
 """Strategies of verl's own engine and of ours."""
 
 SAVES_MEMORY = ("enable_gradient_checkpointing", "tiled_mlp", "enable_activation_offload")
 NO_MOMENTUM = {"sgd_momentum": 0.0, "weight_decay": 0.0}
+ADAM = {"optimizer": "adam", "override_optimizer_config": {"adam_eps": 1.0, "weight_decay": 0.0}}
+"""What Megatron's distributed optimiser takes; with this epsilon a gradient near zero moves nothing far."""
 ALL_ROWS = 4096
 """A capacity that no case exceeds."""
 SHORT_CONVS = ("lfm2", "lfm2_moe")
@@ -63,7 +70,9 @@ def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorke
         make_optimizer, sgd = VeOmniOptimizerConfig, {}
     elif strategy in ENGINES["megatron"]:
         megatron_engines.forget_ranks()
-        make_optimizer, sgd = McoreOptimizerConfig, {"optimizer": "sgd", "override_optimizer_config": NO_MOMENTUM}
+        is_shared_out = case.engine["use_distributed_optimizer"]
+        sgd = ADAM if is_shared_out else {"optimizer": "sgd", "override_optimizer_config": NO_MOMENTUM}
+        make_optimizer = McoreOptimizerConfig
     torch.manual_seed(7)  # value heads and LoRA adapters start at random
     worker = local_worker(
         str(folder),
@@ -80,7 +89,25 @@ def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorke
     if is_veomni:  # it has Adam and Muon only
         worker.engine.optimizer = torch.optim.SGD(worker.engine.module.parameters(), lr=case.lr, foreach=False)
     worker.set_loss_fn(make_loss(case))
+    if case.spoilt and strategy not in FLAT_STRATEGIES.values():
+        spoil(worker.engine, case.spoilt)
     return worker
+
+
+def spoil(engine: TreeEngine, what: str) -> None:
+    """Let each token see all before it, or count positions along the pack: what a tree must not do."""
+    scores = engine.scores
+
+    def wrong(call: RelayCall, layout: TreeLayout, *, plan: AttentionPlan, **options: Any) -> torch.Tensor:
+        num_tokens = plan.num_tokens
+        if what == "mask":
+            plan = AttentionPlan.from_subtree_end(np.full(num_tokens, num_tokens), shard=plan.shard)
+        else:
+            host = dataclasses.replace(layout.on_host, position_T=torch.arange(num_tokens))
+            layout = SimpleNamespace(on_host=host)  # type: ignore[assignment]
+        return scores(call, layout, plan=plan, **options)
+
+    engine.scores = wrong  # type: ignore[method-assign]
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -215,6 +242,7 @@ def reference_of(case: Case) -> Case:
         model={name: value for name, value in case.model.items() if name not in SAVES_MEMORY},
         tree={name: value for name, value in case.tree.items() if name == "session_weight"},
         capacity=ALL_ROWS,
+        spoilt="",
         same_objective=True,
         is_known_loss=True,
     )
@@ -278,7 +306,9 @@ class Comparison:
         folder = self.root / case.family.replace(" ", "_") / ("tied" if case.tied else "untied")
         if dist.get_rank() == 0 and not folder.exists():
             # Ranks share the vocabulary out.
-            size = {"vocab_size": 64} if self.flat == "megatron" else {}
+            size: dict[str, Any] = {"vocab_size": 64} if self.flat == "megatron" else {}
+            if case.family == "qwen3 moe" and size:
+                size["mlp_only_layers"] = []  # its bridge knows mixtures in all layers
             model = tiny_model(case.family, size="engine", seed=5, tie_word_embeddings=case.tied, **size)
             model.save_pretrained(folder)
         dist.barrier()

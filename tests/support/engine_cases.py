@@ -46,6 +46,7 @@ class Case:
     is_known_loss: bool = True
     frozen_tower: bool = False
     planned: bool = False  # The worker takes the steps, from a plan of mini-batches
+    spoilt: str = ""  # What the tree side gets wrong, so that the comparison must see it: "mask" or "positions"
     sp: int = 1
 
     @property
@@ -280,6 +281,8 @@ def _of_family(family: str, cases: tuple[Case, ...]) -> list[Case]:
 BY_FAMILY = {"qwen3": QWEN3} | MIXTURES | RECURRENT | dict.fromkeys(IMAGES, _IMAGES)
 CASES = [case for family, cases in BY_FAMILY.items() for case in _of_family(family, cases)]
 
+CONTROLS = [Case(f"wrong {what}", (), spoilt=what, capacity=4096) for what in ("mask", "positions")]
+
 EXPERTS: Settings = {"expert_parallel_size": 2, "moe_implementation": "fused_cpu"}
 FOUR_ALONE = (4, 1)
 
@@ -310,16 +313,19 @@ def _veomni() -> Iterator[Case]:
         yield replace(experts, name=f"{name}, experts in parallel")
 
 
-ALONE: Settings = {"sequence_parallel": False}
-TENSOR: Settings = {"tensor_model_parallel_size": 2, "sequence_parallel": False}
+ALONE: Settings = {"sequence_parallel": False, "use_distributed_optimizer": False}
+TENSOR: Settings = ALONE | {"tensor_model_parallel_size": 2}
 SEQUENCE: Settings = TENSOR | {"sequence_parallel": True}
-STAGES: Settings = {"pipeline_model_parallel_size": 2, "sequence_parallel": False}
+STAGES: Settings = ALONE | {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[tuple[int, int], Settings]] = {
     "TP 1": (ONE, ALONE),
     "DP 2": (TWO, ALONE),
+    "DP 2, distributed optimizer": (TWO, ALONE | {"use_distributed_optimizer": True}),
+    "EP 2": (TWO, ALONE | {"expert_model_parallel_size": 2}),
     "TP 2": (TEAM, TENSOR),
     "TP 2, sequence parallel": (TEAM, SEQUENCE),
     "PP 2": (TEAM, STAGES),
+    "TP 2, PP 2": (FOUR, SEQUENCE | STAGES | {"sequence_parallel": True}),
 }
 """Ranks, and how many of them have the same rows; and what verl's config says of them."""
 
@@ -329,20 +335,43 @@ def _megatron() -> Iterator[Case]:
     of_name = {case.key: replace(case, runs=(), long=()) for case in CASES}
     names = {
         "token_mean": ("TP 1", "TP 2"),
-        "kl_and_entropy": LAYOUTS,
+        "kl_and_entropy": (
+            "TP 1",
+            "DP 2, distributed optimizer",
+            "TP 2",
+            "TP 2, sequence parallel",
+            "PP 2",
+            "TP 2, PP 2",
+        ),
         "critic": ("TP 2, sequence parallel", "PP 2"),
-        "relay_every_token": ("TP 2, sequence parallel", "PP 2"),
+        "relay_every_token": ("TP 2, sequence parallel", "PP 2", "TP 2, PP 2"),
+        "relay_ten_steps": ("PP 2",),
         "relay_joint": ("TP 2", "PP 2"),
         "relay_idle_rank": ("DP 2",),
         "session_weight_token_mean": ("DP 2",),
         "temperature_per_row": ("PP 2",),
         "tied_embeddings": ("PP 2", "TP 2"),
     }
-    for name, layouts in names.items():
-        for layout in layouts:
-            ranks, engine = LAYOUTS[layout]
-            yield replace(of_name[f"qwen3 {name}"], name=f"{name}, {layout}", runs=(ranks,), engine=engine)
+    of_mixtures = {"token_mean": ("TP 1", "EP 2"), "relay": ("EP 2",), "idle_rank": ("EP 2",)}
+    for family, of_family in (("qwen3", names), ("qwen3 moe", of_mixtures)):
+        for name, layouts in of_family.items():
+            for layout in layouts:
+                ranks, engine = LAYOUTS[layout]
+                of_runs = {"runs": (ranks,)} if ranks != FOUR else {"long": (ranks,)}
+                yield replace(of_name[f"{family} {name}"], name=f"{name}, {layout}", engine=engine, **of_runs)
 
 
-CASES_OF = {"fsdp2": CASES, "veomni": list(_veomni()), "megatron": list(_megatron())}
+def _with_controls(cases: Iterator[Case]) -> list[Case]:
+    """Return the cases, and for each layout of ranks among them those that must fail."""
+    found = list(cases)
+    layouts = {repr((ranks, case.engine)): (ranks, case) for case in found for ranks in case.runs}
+    for ranks, case in layouts.values():
+        layout = case.name.partition(", ")[2]
+        for control in CONTROLS:
+            name = f"{control.name}, {layout}" if layout else control.name
+            found.append(replace(control, name=name, family=case.family, runs=(ranks,), engine=case.engine))
+    return found
+
+
+CASES_OF = {"fsdp2": CASES, "veomni": _with_controls(_veomni()), "megatron": _with_controls(_megatron())}
 """By the engine of verl beside which they run."""

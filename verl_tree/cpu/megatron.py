@@ -20,8 +20,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
@@ -90,6 +90,23 @@ class NormLinear(ColumnParallelLinear):
         return super().forward(normed, *args, **options)
 
 
+class GroupedLinear(MegatronModule):
+    """One linear layer for each expert of this rank, under the names of Transformer Engine's grouped layer."""
+
+    def __init__(self, num_gemms: int, input_size: int, output_size: int, *, config: Any, **_options: Any) -> None:
+        super().__init__(config=config)
+        for number in range(num_gemms):
+            weight: Any = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+            # Ranks with other experts have no gradient for it.
+            weight.allreduce = config.expert_model_parallel_size == 1
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, x: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, None]:
+        """Run each expert on its tokens, which stand in the order of the experts."""
+        parts = x.split(tokens_per_expert)
+        return torch.cat([F.linear(part, weight) for part, weight in zip(parts, self.parameters(), strict=True)]), None
+
+
 class FlatAttention(MegatronModule):
     """Causal attention of packed rows, which Transformer Engine has in kernels: a forest of paths without branches."""
 
@@ -109,6 +126,10 @@ class FlatAttention(MegatronModule):
         # Padding behind the last row sees itself.
         end = torch.where(row < len(ends), ends[row.clamp(max=len(ends) - 1)], place + 1)
         return tree_attention(query, key, value, AttentionPlan.from_subtree_end(end)).flatten(1)
+
+
+def _as_list_of_numbers(tensor: Tensor | None, *, as_numpy: bool = False, **_options: bool) -> Any:
+    return tensor.numpy() if as_numpy and tensor is not None else tensor
 
 
 class _Provider:
@@ -136,7 +157,7 @@ class _Provider:
         return FlatAttention
 
     def grouped_mlp_modules(self, *_wanted: bool) -> tuple[type, MLPSubmodules]:
-        return SequentialMLP, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        return TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
 
     def activation_func(self) -> None:
         return None
@@ -165,6 +186,9 @@ def prepare() -> None:
     tracker.fork, tracker.add = (lambda *_: nullcontext()), (lambda *_: None)
     moe: Any = moe_utils
     moe.te_general_gemm = None
+    # Numbers of tokens are exchanged as lists, and what is on the host already would stay a tensor.
+    dispatcher: Any = token_dispatcher
+    dispatcher.maybe_move_tensor_to_cpu = _as_list_of_numbers
     specs: Any = gpt_layer_specs
     specs.HAVE_TE, specs.TESpecProvider, specs.TENorm, specs.TEFusedMLP = True, _Provider, Norm, None
     of_experts: Any = moe_module_specs

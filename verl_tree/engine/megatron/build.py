@@ -97,7 +97,6 @@ class BuildOnAnyDevice(MegatronEngine):
         on_cpu = {
             "dtype": "float32",
             "override_transformer_config": megatron.UNFUSED | dict(engine_config.override_transformer_config),
-            "use_distributed_optimizer": False,
             # Megatron-Bridge builds on Transformer Engine.
             "vanilla_mbridge": True,
         }
