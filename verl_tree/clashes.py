@@ -66,6 +66,7 @@ OTHER_LOSS, TOP_K = "a loss over several rows", "top-k distillation"
 TEACHER_HERE = "a teacher on the training ranks"
 CORRECTION, REWEIGHED = "a rollout correction", "rollout_is or rollout_rs"
 VEOMNI, UNTRIED, ONE_RANK = "model_engine=veomni", "a type not tried with VeOmni", "one rank"
+MEGATRON = "model_engine=megatron"
 EXPERTS = "engine.expert_parallel_size!=1"
 LINEAR, OTHER_HEADS = "linear attention", "linear attention with heads other than of 64 or 128"
 

@@ -20,7 +20,6 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 from verl_tree import clashes
 from verl_tree.attention.layer import layer_attention
 from verl_tree.engine.fsdp.build import features
-from verl_tree.functional.images import reads_images
 from verl_tree.tree.plan import AttentionPlan
 
 ANOTHER = "give another model, or take another engine"
@@ -138,25 +137,22 @@ def refuse(model: Any, engine: Any) -> None:
     Raises:
         ValueError: With the reason and the remedy.
     """
-    clashes.refuse(features(model, engine, ulysses=1))
-    for name, neutral, remedy in (
-        ("context_parallel_size", 1, "a longer path is relayed (tree.relay=auto); set it to 1"),
-        ("dynamic_context_parallel", False, "a longer path is relayed (tree.relay=auto); set it to false"),
-        ("virtual_pipeline_model_parallel_size", None, "trees run through one stage a rank; set it to null"),
-        ("use_megatron_fsdp", False, "trees were not tried with it; set it to false"),
-    ):
-        value = getattr(engine, name)
-        if value not in (neutral, 1, None):
-            raise ValueError(f"megatron.{name}={value}: {remedy}")
-    if engine.router_replay.mode != "disabled":
-        raise ValueError(
-            f"megatron.router_replay.mode={engine.router_replay.mode}: trees replay routes on FSDP2 and VeOmni only; "
-            "set it to disabled"
-        )
-    if model.lora_rank > 0 or model.get("lora", {}).get("rank", 0) > 0:
-        raise ValueError("model.lora.rank: trees were not tried with adapters on Megatron; set it to 0")
-    if reads_images(model.hf_config):
-        raise ValueError(f"model.path={model.path} reads images, which trees do on FSDP2 only; {ANOTHER}")
+    used = {
+        clashes.MEGATRON: clashes.MEGATRON,
+        "model.lora_rank": model.lora_rank > 0 and f"model.lora_rank={model.lora_rank}",
+        "engine.virtual_pipeline_model_parallel_size!=null": engine.virtual_pipeline_model_parallel_size is not None
+        and f"megatron.virtual_pipeline_model_parallel_size={engine.virtual_pipeline_model_parallel_size}",
+        "engine.context_parallel_size!=1": engine.context_parallel_size != 1
+        and f"megatron.context_parallel_size={engine.context_parallel_size}",
+        "engine.dynamic_context_parallel": engine.dynamic_context_parallel and "megatron.dynamic_context_parallel=True",
+        "engine.use_megatron_fsdp": engine.use_megatron_fsdp and "megatron.use_megatron_fsdp=True",
+        "engine.router_replay.mode=R2,R3": engine.router_replay.mode in ("R2", "R3")
+        and f"megatron.router_replay.mode={engine.router_replay.mode}",
+        clashes.TILES: model.tiled_mlp["enabled"] and "model.tiled_mlp.enabled=True",
+        clashes.OFFLOAD: model.enable_activation_offload and "model.enable_activation_offload=True",
+    }
+    others = features(model, engine, ulysses=1)
+    clashes.refuse(others | {name: setting for name, setting in used.items() if isinstance(setting, str)})
 
 
 def refuse_layers(config: Any) -> None:

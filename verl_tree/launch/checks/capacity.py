@@ -1,5 +1,7 @@
 """Checks of a pass: how many tokens it may hold, the longest trajectory, and the ranks that compute it together."""
 
+from math import prod
+
 from omegaconf import DictConfig
 
 from verl_tree.launch.checks.refusals import (
@@ -53,9 +55,17 @@ def check_team_sizes(config: DictConfig) -> Findings:
 
 
 def check_layouts(config: DictConfig) -> Findings:
-    """Find roles whose ranks VeOmni would lay out otherwise than the actor's: a process has one layout, the first."""
+    """Find roles whose ranks are laid out otherwise than the actor's, and a replica that does not divide the ranks.
+
+    A process has one layout, the first.
+    """
     (_, first), *others = engines_of(config).items()
-    for name in ("fsdp_size", "expert_parallel_size") if config.model_engine == "veomni" else ():
+    keys = [f"{first}.{name}" for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")]
+    sizes, num_ranks = [_of(config, key) for key in keys], ranks_of(config, "trainer")
+    if num_ranks % prod(sizes):
+        remedy = f"times {keys[1]}={sizes[1]}, does not divide the {num_ranks} ranks; give divisors"
+        yield refusal(config, keys[0], remedy)
+    for name in model_engine(config).layout:
         size = value_of(config, f"{first}.{name}")
         for key in (f"{group}.{name}" for _, group in others):
             if value_of(config, key) != size:

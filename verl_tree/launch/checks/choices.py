@@ -25,6 +25,7 @@ from verl_tree.launch.checks.refusals import (
     value_of,
 )
 from verl_tree.launch.checks.source import NotInSourceError, look_up, module_problem, source_of
+from verl_tree.launch.command.composition import model_engine
 
 _ABSENT = object()
 """Stands for a key that the configuration lacks; those of other engines lack some of verl's."""
@@ -125,8 +126,6 @@ LOAD_FORMATS = (
 
 MODES = ("sync", "colocate_async", "separate_async")
 ACTOR_ONLY = "only the actor replays routes; the others route by themselves"
-OF_VEOMNI = ("adamw", "anyprecision_adamw", "muon")
-"""Optimisers of `veomni.optim.build_optimizer` (0.1.12)."""
 NO_QAT = "quantisation-aware training is not supported"
 
 CHOICES: tuple[Choice, ...] = (
@@ -155,12 +154,12 @@ CHOICES: tuple[Choice, ...] = (
 
 
 def check_optimizers(config: DictConfig) -> Findings:
-    """Find optimisers that do not exist, and betas that none takes. VeOmni knows a few by name."""
+    """Find optimisers that do not exist, and betas that none takes. Some engines know a few by name."""
     for role in (ACTOR, "critic") if uses_critic(config) else (ACTOR,):
         optim = f"{role}.optim"
         module, name = value_of(config, f"{optim}.optimizer_impl"), value_of(config, f"{optim}.optimizer")
-        if config.model_engine == "veomni":
-            yield from Choice(f"{optim}.optimizer", OF_VEOMNI)(config)
+        if known := model_engine(config).optimizers:
+            yield from Choice(f"{optim}.optimizer", known)(config)
         elif not (isinstance(module, str) and module) or not (isinstance(name, str) and name):
             yield refusal(config, f"{optim}.optimizer", f"give the name of a class in {optim}.optimizer_impl={module}")
         elif problem := module_problem(f"{module}.{name}"):

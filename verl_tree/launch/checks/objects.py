@@ -1,4 +1,4 @@
-"""Checks that VeOmni and the user's functions and classes exist, which verl looks for late; they are not imported."""
+"""Checks that the engine and the user's functions and classes exist, which verl looks for late."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -24,12 +24,14 @@ from verl_tree.launch.checks.source import (
     source_of,
     way_to,
 )
+from verl_tree.launch.command.composition import model_engine
 
 
 def check_engine(config: DictConfig) -> Findings:
-    """Find VeOmni asked for and not installed; verl says so when the workers build their engines."""
-    if config.model_engine == "veomni" and find_spec("veomni") is None:
-        remedy = "VeOmni is not installed, or not on PYTHONPATH (docs/engines.md)"
+    """Find an engine whose package is not installed; verl says so when the workers build their engines."""
+    engine = model_engine(config)
+    if engine.package is not None and find_spec(engine.package) is None:
+        remedy = f"{engine.title} is not installed, or not on PYTHONPATH (docs/engines.md)"
         yield refusal_to_run(config, "model_engine", remedy)
 
 

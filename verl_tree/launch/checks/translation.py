@@ -99,7 +99,7 @@ SYNONYMS = (
         (True,),
         False,
         "off; flash-attn has no kernels for trainer.device=cpu",
-        lambda config: uses_cpu(config) and not uses_tree(config),
+        lambda config: uses_cpu(config) and not uses_tree(config) and config.model_engine != "megatron",
     ),
     Synonym((f"{MODELS[0]}.use_remove_padding",), *FOR_TEAMS, _tree_with(_has_teams)),
     Synonym(
@@ -121,20 +121,23 @@ def train_on_trees(config: DictConfig) -> Lines:
         key = f"{role}.strategy"
         yield from Synonym((key,), engine.flat, engine.tree, because, uses_tree)(config)
         if config.model_engine != FSDP:
-            OmegaConf.update(config, f"{group}.strategy", value_of(config, key))
+            OmegaConf.update(config, f"{group}.strategy", value_of(config, key), force_add=True)
 
 
-def name_least_rate(config: DictConfig) -> Lines:
-    """Give the least learning rate, which is a share for verl's FSDP2, the name that it has for VeOmni."""
-    for role in engines_of(config) if config.model_engine == "veomni" else ():
-        key = f"{role}.optim.min_lr_ratio"
-        ratio = value_of(config, key)
-        if isinstance(ratio, int | float):
-            least = ratio * value_of(config, f"{role}.optim.lr")
-            yield f"{key}={ratio}: {role}.optim.lr_min={least:g}, as VeOmni calls it"
+def name_optim(config: DictConfig) -> Lines:
+    """Give options of optimisers the names that they have for the engine; the least rate is a share for FSDP2 only."""
+    engine = model_engine(config)
+    for role in (ACTOR, "critic") if uses_critic(config) else (ACTOR,):
+        optim: Any = value_of(config, f"{role}.optim")
+        for of_fsdp, name in engine.optim_names:
+            value = optim.get(of_fsdp)
+            if value is None:
+                continue
+            own = value * optim.lr if of_fsdp == "min_lr_ratio" else value
+            yield f"{role}.optim.{of_fsdp}={value}: {role}.optim.{name}={own}, as {engine.title} calls it"
             with open_dict(config):
-                OmegaConf.update(config, f"{role}.optim.lr_min", least)
-                del value_of(config, f"{role}.optim").min_lr_ratio
+                optim[name] = own
+                del optim[of_fsdp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +306,7 @@ def _set_keys(config: DictConfig, key: str) -> Iterator[str]:
 
 TRANSLATORS: tuple[Translator, ...] = (
     train_on_trees,
-    name_least_rate,
+    name_optim,
     *SYNONYMS,
     cut_by_tokens,
     read_critic_tokens,

@@ -101,6 +101,11 @@ def tree_strategy(enabled: bool, *, _root_: DictConfig) -> str:
     return engine.tree if enabled else engine.flat[0]
 
 
+def packs_rows(enabled: bool, *, _root_: DictConfig) -> bool:
+    """Return whether rows have no padding on a CPU: those of a tree, and those of Megatron's engine, which has ours."""
+    return enabled or model_engine(_root_) is MODEL_ENGINES["megatron"]
+
+
 def prompt_router(is_deterministic: bool) -> str | None:
     """Return the file of our router, or None where request ids alone must choose the server."""
     return None if is_deterministic else str(CONFIG_FOLDER / "prompt_router.yaml")
@@ -160,6 +165,7 @@ def prepare_hydra() -> None:
     OmegaConf.register_new_resolver("tree_in_separate_async", in_separate_async, replace=True)
     OmegaConf.register_new_resolver("tree_logical_cpus", logical_cpus, replace=True)
     OmegaConf.register_new_resolver("tree_on_cpu", on_cpu, replace=True)
+    OmegaConf.register_new_resolver("tree_packs_rows", packs_rows, replace=True)
     OmegaConf.register_new_resolver("tree_prompt_router", prompt_router, replace=True)
     OmegaConf.register_new_resolver("tree_strategy", tree_strategy, replace=True)
 
@@ -303,8 +309,8 @@ def _engine_called(name: object) -> ModelEngine:
             return engine
     known = ", ".join(f"{known} ({engine.title})" for known, engine in MODEL_ENGINES.items())
     raise ValueError(
-        f"model_engine={name}: trees run on {known} only, not on Megatron or TorchTitan; remove it, the options of "
-        "that engine, and a config file that sets it"
+        f"model_engine={name}: trees run on {known} only; remove it, the options of that engine, and a config "
+        "file that sets it"
     )
 
 
