@@ -8,6 +8,7 @@ Legend: S tokens, Hq and Hkv query and key-value heads, D head dim, N hidden siz
 """
 
 import re
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -130,6 +131,14 @@ class FlatAttention(MegatronModule):
 
 def _as_list_of_numbers(tensor: Tensor | None, *, as_numpy: bool = False, **_options: bool) -> Any:
     return tensor.numpy() if as_numpy and tensor is not None else tensor
+
+
+def with_tied_head(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights that leave the model, the head of one with tied embeddings twice: vLLM's reload on a CPU needs it."""
+    for name, weight in weights:
+        yield name, weight
+        if name == "model.embed_tokens.weight":
+            yield "lm_head.weight", weight
 
 
 class _Provider:

@@ -23,7 +23,7 @@ FLAT, GPU, CRITIC, AUTO = "tree.enabled=false", "trainer.device=cuda", "critic.e
 LOSS, CORRECTION = f"{ACTOR}.policy_loss.loss_mode", "algorithm.rollout_correction"
 ATTENTION, TOP_K = f"{MODEL}.override_config.attn_implementation", "distillation.distillation_loss.loss_mode"
 DISTILS = "distillation.enabled=true"
-VEOMNI = "model_engine=veomni"
+VEOMNI, MEGATRON = "model_engine=veomni", "model_engine=megatron"
 SEPARATE = "trainer.v1.trainer_mode=separate_async"
 TYPES = {
     "IMAGES": {"model_type": "qwen3_vl", "vision_config": {}},
@@ -71,6 +71,17 @@ EXAMPLES = (
     (POLICY["RECURRENT"], VEOMNI, TWO_RANKS),
     ("trainer.n_gpus_per_node=1", VEOMNI),
     (f"{ACTOR}.veomni.expert_parallel_size=2", VEOMNI, TWO_RANKS, CRITIC),
+    (f"{MODEL}.lora_rank=8", MEGATRON, TWO_RANKS),
+    (f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2", MEGATRON),
+    (f"{ACTOR}.megatron.context_parallel_size=2", MEGATRON, TWO_RANKS),
+    (f"{ACTOR}.megatron.dynamic_context_parallel=true", MEGATRON),
+    (f"{ACTOR}.megatron.use_megatron_fsdp=true", MEGATRON),
+    (f"{ACTOR}.megatron.router_replay.mode=R2", MEGATRON),
+    (f"{TOP_K}=forward_kl_topk", DISTILS, MEGATRON),
+    (AUTO, MEGATRON, "tree.memory_gib=4"),
+    (POLICY["IMAGES"], MEGATRON),
+    ("actor_rollout_ref.model.tiled_mlp.enabled=true", MEGATRON),
+    (f"{MODEL}.enable_activation_offload=true", MEGATRON),
     ("model.use_fused_kernels=true",),
     (f"{REPLAY}=R2", FLAT),
     (f"{REPLAY}=R3", f"{RETURNED}=true"),
@@ -151,7 +162,12 @@ def test_every_feature_is_a_word_or_a_key_that_exists() -> None:
     names = {name for clash in CLASHES for name in (clash.feature, *clash.others)}
     assert set(WORDS) < names
     assert {value for name, value in vars(clashes).items() if name.isupper() and isinstance(value, str)} <= names
-    configs = (resolved(CRITIC, "critic.checkpoint.save_lora_only=false"), resolved(VEOMNI, CRITIC), resolved_sft())
+    configs = (
+        resolved(CRITIC, "critic.checkpoint.save_lora_only=false"),
+        resolved(VEOMNI, CRITIC),
+        resolved(MEGATRON),
+        resolved_sft(),
+    )
     for name in names - {*WORDS, clashes.NO_MLP}:
         key = re.split("!?=", name.removeprefix("no "))[0]
         assert any(list(settings_of(f"{key}!=nonsense", config)) for config in configs), name

@@ -7,6 +7,7 @@ tokens. Source: verl 0.9.1, workers/engine/megatron; megatron-core 0.16.1.
 Legend: S tokens of a call with padding, Q without, Hq and Hkv query and key-value heads of this rank, D head dim.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -102,6 +103,15 @@ class BuildOnAnyDevice(MegatronEngine):
         for name, value in on_cpu.items():
             object.__setattr__(engine_config, name, value)
         super().__init__(engine_config=engine_config, **configs)
+
+    @override
+    def get_per_tensor_param(self, *args: Any, **options: Any) -> tuple[Iterator[tuple[str, Tensor]], Any]:
+        weights, adapters = super().get_per_tensor_param(*args, **options)
+        if get_device_name() == "cpu" and self.share_embeddings_and_output_weights:
+            from verl_tree.cpu.megatron import with_tied_head
+
+            weights = with_tied_head(weights)
+        return weights, adapters
 
 
 class BuildForTrees(BuildOnAnyDevice):
