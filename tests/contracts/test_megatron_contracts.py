@@ -1,184 +1,199 @@
-"""What `verl_tree.engine.megatron` and `verl_tree.cpu.megatron` rely on, read from the sources of those it builds on.
-
-These are verl 0.9.1, megatron-core 0.16.1 and mbridge 0.15.1. Megatron is not imported here; it has a folder of its own.
-"""
+"""What `verl_tree.engine.megatron` and its CPU rely on in verl, megatron-core and mbridge, read from their sources."""
 
 import ast
 import re
 from dataclasses import FrozenInstanceError
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from megatron_engines import FOLDER
-from verl.utils.torch_dtypes import PrecisionType
+import verl
 from verl.workers.config import McoreEngineConfig
 
-OURS = FOLDER.parents[1] / "verl_tree/cpu/megatron.py"
-ENGINE = "workers/engine/megatron/transformer_impl.py"
-SCHEDULES = "core/pipeline_parallel/schedules.py"
-ATTENTION = "core/transformer/attention.py"
+PROJECT = Path(__file__).parents[2]
+MEGATRON = PROJECT / ".venv/megatron"
+ENGINE = "verl/workers/engine/megatron/transformer_impl.py MegatronEngine"
+GPT = "core/models/gpt/gpt_model.py GPTModel"
 BLOCK = "core/transformer/transformer_block.py"
-LAYERS = "core/models/gpt/gpt_layer_specs.py"
-ROPE = "core/models/common/embeddings/rotary_pos_embedding.py"
-GPT = "core/models/gpt/gpt_model.py"
-THD = "if packed_seq_params is not None and packed_seq_params.qkv_format == 'thd':"
-STEP = "output_tensor, num_tokens = forward_step(forward_step_func, data_iterator, model,"
-BACKWARD = "backward_step(input_tensor, output_tensor, output_tensor_grad, model_type, config)"
-POP = "input_tensor = input_tensors.pop(0) output_tensor = output_tensors.pop(0)"
+ATTENTION = "core/transformer/attention.py Attention"
+SCHEDULES = "core/pipeline_parallel/schedules.py"
 
 
-def verl(path: str) -> Path:
-    spec = find_spec("verl")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0], path)
-
-
-def installed(path: str) -> Path:
-    if not FOLDER.is_dir():
+def code(path: str, name: str = "") -> str:
+    """Return the code of a file, or of a class or a function by its dotted name, in single spaces."""
+    if not path.startswith("verl") and not MEGATRON.is_dir():
         pytest.skip("Megatron is not there: scripts/setup.sh --extra megatron")
-    return FOLDER / path
-
-
-def megatron(path: str) -> Path:
-    return installed("megatron") / path
-
-
-def node(path: Path, name: str = "") -> Any:
-    """Return a class or a function by its dotted name, or the file, without docstrings."""
-    found: Any = ast.parse(path.read_text())
+    roots = {"core": MEGATRON / "megatron", "mbridge": MEGATRON, "verl": Path(verl.__path__[0]).parent}
+    node: Any = ast.parse((roots.get(path.split("/")[0], PROJECT) / path).read_text())
     for part in filter(None, name.split(".")):
-        matches = [each for each in found.body if getattr(each, "name", None) == part]
-        assert len(matches) == 1, f"{path.name} has no {name}"
-        (found,) = matches
-    for each in ast.walk(found):
-        if isinstance(each, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(each) is not None:
-            del each.body[0]
-    return found
+        node = {getattr(each, "name", ""): each for each in node.body}[part]
+    return " ".join(ast.unparse(node).split())
 
 
-def code(path: Path, name: str = "") -> str:
-    """Return the code of `node`, in single spaces."""
-    return " ".join(ast.unparse(node(path, name)).split())
+def expect(contracts: str) -> None:
+    """Find pieces of code in their order, each contract as `file name: piece ... piece`; spaces do not count."""
+    for contract in re.split(r"\n {4}(?=\S)", contracts.strip()):
+        where, pieces = " ".join(contract.split()).split(": ", 1)
+        text = code(*where.split()).replace(" ", "")
+        for piece in pieces.replace(" ", "").split("..."):
+            _, found, text = text.partition(piece)
+            assert found, f"{where}: it is gone, or in another order: {piece}"
 
 
-def parameters(path: Path, name: str) -> list[str]:
-    arguments = node(path, name).args
-    return [each.arg for each in arguments.posonlyargs + arguments.args]
-
-
-def fields(path: Path, name: str = "") -> dict[str, str]:
-    """Return the fields of a dataclass, or the annotated names of a file, with their values."""
-    body = [each for each in node(path, name).body if isinstance(each, ast.AnnAssign) and each.value is not None]
-    return {ast.unparse(each.target): ast.unparse(each.value) for each in body}
-
-
-def methods(path: Path, name: str) -> set[str]:
-    return {each.name for each in node(path, name).body if isinstance(each, ast.FunctionDef)}
-
-
-def has(text: str, *parts: str) -> None:
-    """Find the parts in the text, one behind the other."""
-    place = 0
-    for part in parts:
-        found = text.find(part, place)
-        assert found >= 0, f"no longer there, or in another order: {part}"
-        place = found + len(part)
-
-
-def test_verls_constructor_lays_out_ranks_and_builds_no_model() -> None:
-    """Why a CPU is prepared before it, and verl's replay is switched off behind it."""
-    configs = ["model_config", "engine_config", "optimizer_config", "checkpoint_config"]
-    assert parameters(verl(ENGINE), "MegatronEngine.__init__") == ["self", *configs]
-    init = code(verl(ENGINE), "MegatronEngine.__init__")
-    has(init, "self._init_device_mesh()", "self.enable_routing_replay = self.engine_config.router_replay.mode !=")
-    assert "_build_" not in init
-    for name in ("_build_tf_config", "_build_megatron_module"):
-        has(code(verl(ENGINE), f"MegatronEngine.{name}"), "if self.enable_routing_replay")
-
-
-def test_chunks_of_the_model_come_loaded_and_before_the_optimizer() -> None:
-    """Why layers are put in where `_build_megatron_module` returns, by which time `tf_config` is the model's."""
-    built = code(verl(ENGINE), "MegatronEngine.initialize")
-    has(built, "self._build_tf_config()", "self.module = self._build_megatron_module()", "self._build_optimizer()")
-    assert parameters(verl(ENGINE), "MegatronEngine._build_megatron_module") == ["self"]
-    build = code(verl(ENGINE), "MegatronEngine._build_megatron_module")
-    has(build, "module, updated_tf_config = make_megatron_module(", "self.tf_config = updated_tf_config")
-    has(build, "self.bridge.load_weights(module,", "return module")
-    has(code(verl("utils/megatron_utils.py"), "unwrap_model"), "model_module = model_module.module", "unwrapped_model[0]")
-
-
-def test_the_key_vanilla_mbridge_chooses_the_bridge() -> None:
-    """A CPU needs mbridge; either bridge lets lengths vary, and takes the dtype and the overrides of a CPU."""
-    build = code(verl(ENGINE), "MegatronEngine._build_tf_config")
-    has(build, "self.param_dtype = PrecisionType.to_dtype(self.engine_config.dtype)")
-    has(build, "{**self.engine_config.override_transformer_config}", "self.engine_config.vanilla_mbridge")
-    has(build, "if self.vanilla_bridge: from verl.models.mcore.mbridge import AutoBridge", "dtype=self.param_dtype)")
-    has(build, "set_extra_args(**override_transformer_config)", "tf_config = bridge.config")
-    has(build, "else: from verl.models.mcore.bridge import AutoBridge", "'variable_seq_lengths': True")
+def test_verl_builds_behind_its_constructor_and_hands_out_loaded_chunks_whose_lengths_vary() -> None:
+    """Why a CPU is prepared before it, replay is switched off behind it, and trees are put into chunks."""
+    expect(f"""
+    {ENGINE}.__init__: (self, model_config: HFModelConfig, engine_config: McoreEngineConfig,
+        optimizer_config: McoreOptimizerConfig, checkpoint_config: CheckpointConfig):
+        ... self._init_device_mesh() ... self.enable_routing_replay = self.engine_config.router_replay.mode !=
+    {ENGINE}.initialize: self._build_tf_config() ... self.module = self._build_megatron_module()
+        ... self.optimizer = self._build_optimizer()
+    {ENGINE}._build_megatron_module: (self): ... module, updated_tf_config = make_megatron_module(
+        ... self.tf_config = updated_tf_config ... self.bridge.load_weights(module, ... return module
+    verl/utils/megatron_utils.py unwrap_model: unwrap_model(model, ... = model_module.module ... unwrapped_model[0]
+    {ENGINE}._build_tf_config: self.param_dtype = PrecisionType.to_dtype(self.engine_config.dtype)
+        ... **self.engine_config.override_transformer_config ... = self.engine_config.vanilla_mbridge
+        if self.vanilla_bridge: from verl.models.mcore.mbridge import AutoBridge ... dtype=self.param_dtype)
+        bridge.set_extra_args(**override_transformer_config) tf_config = bridge.config ... else: from
+        verl.models.mcore.bridge ... 'variable_seq_lengths': True ... if self.enable_routing_replay and tf_config
+    verl/utils/torch_dtypes.py PrecisionType.to_dtype: elif precision in FLOAT_LIST: return torch.float32
+    {ENGINE}.forward_backward_batch: (self, data: TensorDict, loss_function: Callable, forward_only=False)
+        ... = get_forward_backward_func() ... model=self.module ... seq_length=1, micro_batch_size=1, forward_only=
+    mbridge/core/llm_bridge.py LLMBridge._build_base_config: 'params_dtype': dtype ... 'variable_seq_lengths': True
+        ... 'moe_token_dispatcher_type': 'alltoall' ... base_config.update(self.extra_args)
+    core/pipeline_parallel/p2p_communication.py: if config.variable_seq_lengths ... self._communicate_shapes(
+    """)
 
 
 def test_verls_config_takes_two_dtypes_and_one_strategy() -> None:
-    """Why float32 is set past the constructor of a frozen config, and the strategy is verl's own there."""
-    for wrong in ("dtype=float32", "strategy=megatron_tree"):
+    """Why float32 is set past the constructor of a frozen config, and the constructor sees verl's strategy."""
+    for name, wrong in (("dtype", "float32"), ("strategy", "megatron_tree")):
         with pytest.raises(AssertionError):
-            McoreEngineConfig(tensor_model_parallel_size=2, **dict([wrong.split("=")]))
+            McoreEngineConfig(tensor_model_parallel_size=2, **{name: wrong})  # type: ignore[arg-type]
     config = McoreEngineConfig(tensor_model_parallel_size=2)
     with pytest.raises(FrozenInstanceError):
         config.dtype = "float32"
-    assert PrecisionType.to_dtype("float32") is torch.float32
     assert (config.context_parallel_size, config.virtual_pipeline_model_parallel_size) == (1, None)
     assert (config.dynamic_context_parallel, config.use_megatron_fsdp) == (False, False)
-    assert (config.router_replay.mode, config.vanilla_mbridge) == ("disabled", False)
+    assert (config.router_replay.mode, config.override_transformer_config) == ("disabled", {})
 
 
-def test_verl_runs_micro_batches_through_megatrons_schedule() -> None:
-    """What `_schedule` repeats: stages tell each other the shape, so the lengths are no more than names."""
-    name = "MegatronEngine.forward_backward_batch"
-    assert parameters(verl(ENGINE), name) == ["self", "data", "loss_function", "forward_only"]
-    has(code(verl(ENGINE), name), "= get_forward_backward_func()", "model=self.module", "seq_length=1, micro_batch_size=1")
-    has(code(verl(ENGINE), name), "output = {} if mpu.is_pipeline_last_stage(ignore_virtual=True)", "return output")
+@pytest.mark.parametrize(("key", "head"), [("language_model", "LMHead"), ("value_model", "ValueHead")])
+def test_verls_ranks_keys_and_what_it_reads_of_the_model_config(key: str, head: str) -> None:
+    """Why its engines are registered for a CPU, `local_worker` gives a tokenizer, and `lora.rank` is refused."""
+    expect(f"""
+    verl/workers/engine/base.py EngineRegistry.register: device: list[str] | str='cuda'
+    {ENGINE}With{head}: @EngineRegistry.register(model_type='{key}', backend='megatron') ... def forward_step
+        ... self.model_config.tokenizer.pad_token_id ... 'thd' if self.engine_config.use_remove_padding
+    {ENGINE.replace("egatron", "indspeed")}With{head}: (model_type='{key}', backend='megatron', device='npu')
+    {ENGINE}: def is_mp_src_rank_with_outputs(self): return mpu.get_tensor_model_parallel_rank() == 0 and
+        mpu.get_pipeline_model_parallel_rank() == mpu.get_pipeline_model_parallel_world_size() - 1 ... return
+        mpu.get_data_parallel_rank() ... mpu.get_data_parallel_world_size() ... return mpu.get_data_parallel_group()
+    verl/workers/config/megatron_peft.py get_peft_cls: lora_cfg = model_config.lora if lora_cfg.get('rank', 0) <= 0:
+    """)
 
 
-def test_verl_knows_ranks_of_data_and_of_outputs() -> None:
-    last = "mpu.get_pipeline_model_parallel_rank() == mpu.get_pipeline_model_parallel_world_size() - 1"
-    has(code(verl(ENGINE), "MegatronEngine.is_mp_src_rank_with_outputs"), "tensor_model_parallel_rank() == 0", last)
-    for name, asked in (("group", "group"), ("rank", "rank"), ("size", "world_size")):
-        has(code(verl(ENGINE), f"MegatronEngine.get_data_parallel_{name}"), f"return mpu.get_data_parallel_{asked}()")
+def test_a_plan_travels_with_the_parameters_of_packed_rows() -> None:
+    """Checkpoints get them through a closure, and rows are one row unless the format is `thd`."""
+    call = """(query, key, value, attention_mask, attn_mask_type=attn_mask_type, attention_bias=attention_bias,
+        packed_seq_params=packed_seq_params)"""
+    thd = "if packed_seq_params is not None and packed_seq_params.qkv_format == 'thd':"
+    expect(f"""
+    core/packed_seq_params.py: class PackedSeqParams: ... qkv_format: str = None ... cp_group: dist.ProcessGroup = None
+    {GPT}.forward: self.decoder( ... packed_seq_params=packed_seq_params ... return self._postprocess(
+    {BLOCK} TransformerBlock._checkpointed_forward.custom: def custom_forward(hidden_states, attention_mask, context,
+        context_mask, rotary_pos_emb, padding_mask=None): ... context = layer( ... packed_seq_params=packed_seq_params
+    core/transformer/transformer_layer.py TransformerLayer._forward_attention: self.self_attention(
+        input_layernorm_output, attention_mask=attention_mask, ... packed_seq_params=packed_seq_params
+    {ATTENTION}.__init__: self.core_attention = ... softmax_scale=self.config.softmax_scale
+    {ATTENTION}._checkpointed_attention_forward.custom_forward: (self.core_attention){call}
+    {ATTENTION}.forward: {thd} query = query.squeeze(1) key = key.squeeze(1) ... {thd} if
+        ... else: cu_seqlens_q = cu_seqlens_kv = None ... (self.core_attention){call} ... {thd} core_attn_out =
+    """)
 
 
-def test_verl_registers_its_engines_for_gpus_alone() -> None:
-    """Why ours are registered for a CPU under verl's keys."""
-    has(code(verl("workers/engine/base.py"), "EngineRegistry.register"), "device: list[str] | str='cuda'")
-    for path, name, device in ((ENGINE, "MegatronEngine", ""), (ENGINE.replace("megatron", "mindspeed"), "Mindspeed", "npu")):
-        for model_type, head in (("language_model", "LMHead"), ("value_model", "ValueHead")):
-            found = code(verl(path), f"{name.removesuffix('Engine')}EngineWith{head}")
-            key = f"model_type='{model_type}', backend='megatron'" + (f", device='{device}')" if device else ")")
-            has(found, f"@EngineRegistry.register({key}", f"class {name.removesuffix('Engine')}EngineWith{head}(")
+def test_positions_stand_for_a_length_and_heads_stand_behind_hidden_states() -> None:
+    """Why a call turns `post_process` off, and what heads then do by themselves: the decoder has a norm of its own."""
+    expect(f"""
+    {GPT}._preprocess: if self.position_embedding_type == 'rope'
+        ... rotary_seq_len = self.rotary_pos_emb.get_rotary_seq_len(inference_context, self.decoder, decoder_input,
+        self.config, packed_seq_params) rotary_pos_emb = self.rotary_pos_emb(rotary_seq_len, packed_seq=
+    core/models/common/embeddings/rotary_pos_embedding.py RotaryEmbedding.get_emb: emb[:, None, None, :] return emb
+    core/models/common/embeddings/rope_utils.py: if cu_seqlens is None: return _apply_rotary_pos_emb_bshd(t, freqs,
+    {GPT}.forward: (self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor,
+    {GPT}._postprocess: if not self.post_process: return hidden_states
+    {BLOCK} TransformerBlock.forward: hidden_states = self.final_layernorm(hidden_states)
+    {GPT}.__init__: self.share_embeddings_and_output_weights = ... self.rotary_pos_emb = RotaryEmbedding( ...
+        self.decoder = TransformerBlock( ... self.output_layer =
+    core/models/common/language_module/language_module.py LanguageModule.shared_embedding_or_output_weight:
+        if self.pre_process: return self.embedding.word_embeddings.weight ... return self.output_layer.weight
+    core/tensor_parallel/mappings.py _CopyToModelParallelRegion.backward: return (_reduce(grad_output, ctx.group), None)
+    core/tensor_parallel/mappings.py _ReduceFromModelParallelRegion.backward: return (grad_output, None)
+    core/tensor_parallel/mappings.py: def copy_to_tensor_model_parallel_region(input_, ... _CopyToModelParallelRegion
+        ... def reduce_from_tensor_model_parallel_region(input_, ... _ReduceFromModelParallelRegion
+        ... def gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True,
+    mbridge/utils/post_creation_callbacks.py make_value_model: if post_process: model.output_layer = LinearForLastLayer(
+    mbridge/utils/layer.py LinearForLastLayer.forward: gather_from_sequence_parallel_region( ... return (logits, None)
+    """)
 
 
-def test_adapters_have_a_key_of_their_own() -> None:
-    """Why `model.lora.rank` is refused beside `model.lora_rank`."""
-    has(code(verl("workers/config/megatron_peft.py"), "get_peft_cls"), "model_config.lora", "lora_cfg.get('rank', 0) <= 0")
+def test_schedules_run_backwards_in_order_divide_the_loss_and_end_with_the_configs_function() -> None:
+    """Why later sections end before earlier ones, losses are multiplied, and `tf_config` lends out its function."""
+    forward, pop = "= forward_step(forward_step_func,", "input_tensors.pop(0) output_tensor = output_tensors.pop(0)"
+    backward, add = "backward_step(input_tensor, output_tensor,", "output_tensors.append(output_tensor)"
+    end = "if config.finalize_model_grads_func is not None and (not forward_only): ... finalize_model_grads_func("
+    expect(f"""
+    verl/utils/megatron_utils.py register_megatron_training_hooks: config = get_model_config(one_model)
+        ... config.finalize_model_grads_func = finalize_model_grads
+    {SCHEDULES} get_forward_backward_func: if pp_size > 1: ... else: forward_backward_func =
+        forward_backward_pipelining_without_interleaving else: forward_backward_func = forward_backward_no_pipelining
+    core/parallel_state.py: def get_model_parallel_group( ... def get_tensor_model_parallel_group( ... def
+        get_tensor_model_parallel_world_size( ... def is_pipeline_last_stage(ignore_virtual=True
+    {SCHEDULES} forward_step_calc_loss: if is_last_stage: if loss_func is None:
+        ... output_tensor, loss_reduced = outputs output_tensor *= cp_group_size output_tensor /= num_microbatches
+    {SCHEDULES} forward_step: output_tensor, loss_func = forward_step_func(data_iterator, model)
+    {SCHEDULES} forward_backward_no_pipelining: config = get_model_config(model)
+        ... for i in range(num_microbatches - 1): ... {forward} ... {backward} ... {forward} ... {backward} ... {end}
+    {SCHEDULES} forward_backward_pipelining_without_interleaving: config = get_model_config(model)
+        ... range(num_warmup_microbatches): ... {forward} ... {add} ... range(num_microbatches_remaining): ... {forward}
+        ... {add} ... {pop} ... {backward} ... range(num_warmup_microbatches): ... {pop} ... {backward} ... {end}
+    mbridge/core/llm_bridge.py LLMBridge._model_provider: GPTModel(config=self.config,
+    """)
 
 
-@pytest.mark.parametrize("head", ["LMHead", "ValueHead"])
-def test_verls_rows_ask_for_an_id_of_padding_and_are_packed_on_request(head: str) -> None:
-    """Why `local_worker` gives a tokenizer and `use_remove_padding`, and `FlatAttention` wants packed rows."""
-    step = code(verl(ENGINE), f"MegatronEngineWith{head}.forward_step")
-    has(step, "pad_token_id=self.model_config.tokenizer.pad_token_id")
-    has(step, "data_format='thd' if self.engine_config.use_remove_padding else 'bshd'")
+def test_options_of_megatrons_config() -> None:
+    """What `refuse_layers` takes for unused, and what a CPU switches off."""
+    text = code("core/model_parallel_config.py") + code("core/transformer/transformer_config.py", "TransformerConfig")
+    fields = dict(re.findall(r"(\w+): [\w\[\], '-]+ = ([\w']+)", text))
+    unused = dict.fromkeys(("window_size", "mtp_num_layers", "experimental_attention_variant", "softmax_scale"), "None")
+    assert fields.items() >= {**unused, "multi_latent_attention": "False", "softmax_type": "'vanilla'"}.items()
+    cpu = re.findall(r"'(\w+)':", code("verl_tree/cpu/megatron.py").split("UNFUSED")[1].split("}")[0])
+    assert fields.keys() >= {*cpu, "attention_dropout", "hidden_dropout", "sequence_parallel"}
 
 
-def test_gradients_are_finalized_by_the_config_of_the_model() -> None:
-    """Why a step that is not the last one takes the function from `tf_config`."""
-    hooks = code(verl("utils/megatron_utils.py"), "register_megatron_training_hooks")
-    has(hooks, "config = get_model_config(one_model)", "config.finalize_model_grads_func = finalize_model_grads")
-    has(code(installed("mbridge/core/llm_bridge.py"), "LLMBridge._model_provider"), "GPTModel(config=self.config,")
-    for name in ("no_pipelining", "pipelining_without_interleaving"):
-        schedule = code(megatron(SCHEDULES), f"forward_backward_{name}")
-        wanted = "if config.finalize_model_grads_func is not None and (not forward_only): "
-        has(schedule, "config = get_model_config(model)", BACKWARD, wanted, "config.finalize_model_grads_func([model],")
+def test_layers_of_a_cpu_stand_where_transformer_engines_do() -> None:
+    """What `prepare` replaces by name, and what builds and calls its layers; bridges know their parameters."""
+    specs = [f"core/models/gpt/{name}.py" for name in ("gpt_layer_specs", "moe_module_specs")]
+    asked = re.findall(r"def (\w+)", code("core/models/backends.py", "BackendSpecProvider"))
+    asked += re.findall(r"backend\.(\w+)\(", "".join(map(code, specs)))
+    assert set(asked) == set(re.findall(r"def (\w+)", code("verl_tree/cpu/megatron.py", "_Provider")))
+    expect(f"""
+    core/models/gpt/gpt_layer_specs.py: HAVE_TE = True ... else: backend = TESpecProvider() ... TEFusedMLP if use_te
+    core/models/gpt/gpt_layer_specs.py get_gpt_decoder_block_spec: if use_transformer_engine: layer_norm_impl = TENorm
+    core/models/gpt/moe_module_specs.py get_moe_module_spec: TESpecProvider()
+    {BLOCK}: LayerNormImpl = TENorm ... layer_norm=LayerNormImpl ... self.layers = torch.nn.ModuleList(
+        ... build_module(self.submodules.layer_norm, config=self.config, hidden_size=self.config.hidden_size, eps=
+    mbridge/models/qwen2.py: 'self_attention.linear_qkv.layer_norm_weight': ... 'mlp.linear_fc1.layer_norm_weight':
+    mbridge/models/qwen2moe.py: 'mlp.experts.linear_fc1': [
+    core/transformer/moe/experts.py TEGroupedMLP: build_module(submodules.linear_fc1, self.num_local_experts, ...
+        tokens_per_expert.tolist() ... self.linear_fc2(bias_act_output, tokens_per_expert)
+    core/transformer/moe/token_dispatcher.py: maybe_move_tensor_to_cpu(self.input_splits, as_numpy=True
+    core/transformer/moe/moe_utils.py: if te_general_gemm is not None and router_dtype != torch.float64: output =
+    core/distributed/distributed_data_parallel.py: if getattr(param, 'allreduce', True)
+    core/distributed/finalize_model_grads.py: getattr(param, 'sequence_parallel', False)
+    core/tensor_parallel/layers.py ColumnParallelLinear.__init__: (self, input_size, output_size, *, config:
+    core/tensor_parallel/random.py CudaRNGStatesTracker: def add(self, ... def fork(self,
+    core/optimizer/optimizer.py: param.type() == 'torch.cuda.FloatTensor'
+    core/optimizer/clip_grads.py: .type() == 'torch.cuda.FloatTensor'
+    core/optimizer/distrib_optimizer.py: model_param.type() == 'torch.cuda.FloatTensor'
+    """)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,9 +27,6 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
-
-from verl_tree.attention import tree_attention
-from verl_tree.tree.plan import AttentionPlan
 
 UNFUSED: dict[str, Any] = {
     "use_cpu_initialization": True,
@@ -109,7 +107,7 @@ class GroupedLinear(MegatronModule):
 
 
 class FlatAttention(MegatronModule):
-    """Causal attention of packed rows, which Transformer Engine has in kernels: a forest of paths without branches."""
+    """Causal attention of packed rows, which Transformer Engine has in kernels."""
 
     def __init__(self, config: Any, **_options: Any) -> None:
         super().__init__(config=config)
@@ -120,13 +118,13 @@ class FlatAttention(MegatronModule):
     ) -> Tensor:
         """Attend within each row: (S, Hq, D) and twice (S, Hkv, D) give (S, Hq * D)."""
         assert packed_seq_params is not None, "rows are packed (use_remove_padding=true)"
-        starts = packed_seq_params.cu_seqlens_q_padded
-        ends = (packed_seq_params.cu_seqlens_q if starts is None else starts)[1:]
-        place = torch.arange(len(query))
-        row = torch.searchsorted(ends, place, right=True)
-        # Padding behind the last row sees itself.
-        end = torch.where(row < len(ends), ends[row.clamp(max=len(ends) - 1)], place + 1)
-        return tree_attention(query, key, value, AttentionPlan.from_subtree_end(end)).flatten(1)
+        padded = packed_seq_params.cu_seqlens_q_padded
+        ends = (packed_seq_params.cu_seqlens_q if padded is None else padded)[1:].tolist()
+        outputs = []
+        for start, end in pairwise([0, *ends, len(query)]):  # padding behind the last row is one more
+            q, k, v = (each[start:end].transpose(0, 1) for each in (query, key, value))
+            outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1))
+        return torch.cat(outputs).flatten(1)
 
 
 def _as_list_of_numbers(tensor: Tensor | None, *, as_numpy: bool = False, **_options: bool) -> Any:
@@ -134,7 +132,7 @@ def _as_list_of_numbers(tensor: Tensor | None, *, as_numpy: bool = False, **_opt
 
 
 def with_tied_head(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights that leave the model, the head of one with tied embeddings twice: vLLM's reload on a CPU needs it."""
+    """Yield weights that leave the model, a tied head of its own: vLLM reloads it apart on a CPU."""
     for name, weight in weights:
         yield name, weight
         if name == "model.embed_tokens.weight":

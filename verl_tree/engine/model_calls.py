@@ -36,10 +36,12 @@ class ModelCalls(ABC):
 
     Attributes:
         head: What it scores.
+        has_schedule: Whether a pipeline's schedule runs its calls, which gets all of a mini-batch at once.
         has_outputs: Whether this rank has the scores of a call: all ranks, or those of a pipeline's last stage.
         replay: The routers of its model, if `router_replay.mode` says so; the engine sets it when it builds the model.
     """
 
+    has_schedule = False
     has_outputs: bool
     model_config: Any
     engine_config: EngineConfig

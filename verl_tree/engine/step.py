@@ -94,7 +94,7 @@ class TreeEngine(ModelCalls):
         mode: Mode = "forward" if forward_only else "rows" if is_sum_over_rows(loss_function) else "joint"
         batch = self._split(data, cost_model=cost.model, mode=mode)
         ranks = self._exchange_work(batch, mode=mode)
-        steps = steps_of([rank.num_calls for rank in ranks], mode=mode)
+        steps = steps_of([rank.num_calls for rank in ranks], mode=mode, in_one=self.has_schedule)
         names = self.head.names_of(calculate_entropy=_wants_entropy(data))
         names += () if self._reading is None else self._reading.names
         result = MiniBatchResult(tu.get(data, "input_ids"), output_names=names if forward_only else ())

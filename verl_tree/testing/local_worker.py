@@ -49,12 +49,13 @@ def local_worker(
 ) -> TreeTrainingWorker:
     """Build an initialised float32 worker on a folder with a Hugging Face model; `set_loss_fn` gives it a loss.
 
-    `strategy` is `fsdp_tree` or verl's own `fsdp2`; where VeOmni is installed, also `veomni_tree` or verl's `veomni`,
-    on two ranks or more. `max_token_len` bounds a micro-batch, in tree tokens or in flat tokens. `model_options` sets
-    fields of verl's `HFModelConfig`, `tree_options` those of `TreeConfig`, `engine_options` those of verl's engine
-    config (`expert_parallel_size=2`), `router_replay` verl's mode, `freeze_vision_tower` its key of that name. The
-    default optimiser is AdamW with learning rate 1e-3. `is_critic` builds a value model instead of a policy. So many
-    ranks as `sequence_parallel_size` says compute each model call together.
+    `strategy` is `fsdp_tree` or verl's own `fsdp2`; where VeOmni is installed, `veomni_tree` or verl's `veomni`, too,
+    on two ranks or more; where Megatron is, `megatron_tree` or verl's `megatron`. `max_token_len` bounds a
+    micro-batch, in tree tokens or in flat tokens. `model_options` sets fields of verl's `HFModelConfig`,
+    `tree_options` those of `TreeConfig`, `engine_options` those of verl's engine config
+    (`pipeline_model_parallel_size=2`), `router_replay` verl's mode, `freeze_vision_tower` its key of that name. The
+    default optimiser is Adam with learning rate 1e-3. `is_critic` builds a value model instead of a policy. So many
+    ranks as `sequence_parallel_size` says compute each model call together, on Megatron none.
     """
     flat = FLAT_STRATEGIES.get(strategy, strategy)
     options = {

@@ -1,8 +1,9 @@
 """verl's Megatron engine on trees: the calls of a step are the micro-batches of Megatron's own schedules.
 
-A step runs two of them: its first calls without gradient, then its last ones. 1F1B runs the backwards of a stage in the
-order of the micro-batches. So when the backward of a section begins, those of later sections have ended on this stage,
-and all that they hand up for its keys and values is there. What calls keep for each other stays on its stage.
+A mini-batch is one step, and a step two of them: its first calls without gradient, then its last ones. 1F1B runs the
+backwards of a stage in the order of the micro-batches. So when the backward of a section begins, those of later sections
+have ended on this stage, and all that they hand up for its keys and values is there. What calls keep for each other
+stays on its stage.
 
 Every rank of a replica (tensor and pipeline ranks) plans the same calls; those of a last stage have scores.
 """
@@ -17,7 +18,6 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor, nn
 from typing_extensions import override
 
-from verl_tree.engine.fsdp.build import as_verl_expects
 from verl_tree.engine.megatron.build import BuildForTrees
 from verl_tree.engine.megatron.scores import call_hidden_states, log_probs_of, values_of
 from verl_tree.engine.of_verl import EngineOfVerl
@@ -35,6 +35,7 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
 
     config_class = TreeMegatronEngineConfig
     config_key = "megatron"
+    has_schedule = True
 
     @property
     @override
@@ -114,12 +115,11 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
         idle: Callable[[], Tensor],
         is_last: bool,
     ) -> None:
-        # Experts need the same calls from all ranks, and gradients are exchanged after the last one.
+        assert is_last, "a schedule ends with the exchange of gradients"
+        # Experts need the same calls from all ranks.
         with torch.no_grad():
             self._schedule([*first, *[idle] * (calls.num_first - len(first))], forward_only=True)
-        finalize: dict[str, Any] = {} if is_last else {"finalize_model_grads_func": None}
-        with as_verl_expects(self.tf_config, **finalize):
-            self._schedule([*last, *[idle] * (calls.num_last - len(last))], forward_only=False)
+        self._schedule([*last, *[idle] * (calls.num_last - len(last))], forward_only=False)
 
     def _schedule(self, calls: Sequence[Callable[[], Tensor]], *, forward_only: bool) -> None:
         """Run calls as the micro-batches of one schedule."""

@@ -51,8 +51,10 @@ class Step:
         ]
 
 
-def steps_of(ranks: Sequence[Sequence[NumCalls]], *, mode: Mode) -> list[Step]:
+def steps_of(ranks: Sequence[Sequence[NumCalls]], *, mode: Mode, in_one: bool = False) -> list[Step]:
     """Line up the model calls of all ranks; `ranks` has the calls of each rank's micro-batches in order.
+
+    With `in_one` they are one step, so that a pipeline fills and empties once.
 
     FSDP's collectives need from all ranks the same calls in the same order. A step has as many as the next micro-batch
     of any rank needs. A rank that needs fewer goes on with packs, and is idle where it has none that fits.
@@ -61,6 +63,9 @@ def steps_of(ranks: Sequence[Sequence[NumCalls]], *, mode: Mode) -> list[Step]:
     calls without gradient and 3 with; three of the packs run in it, the fourth in a second step. Without micro-batches
     there is still one call.
     """
+    if in_one and any(ranks):
+        sums = [[sum(counts) for counts in zip(*rank, strict=True)] for rank in ranks if rank]
+        return [Step(NumCalls(*map(max, zip(*sums, strict=True))), tuple(range(len(rank)) for rank in ranks))]
     positions = [0] * len(ranks)
     steps = []
     while any(position < len(rank) for position, rank in zip(positions, ranks, strict=True)):

@@ -72,6 +72,21 @@ def check_layouts(config: DictConfig) -> Findings:
                 yield refusal(config, key, f"must equal {first}.{name}={size}, because a process has one layout")
 
 
+def check_parts(config: DictConfig) -> Findings:
+    """Find models whose layers or heads Megatron's ranks cannot share. A model that is not here is not looked into."""
+    group = engines_of(config)[ACTOR]
+    given = value_of(config, f"{group}.override_transformer_config") or {}
+    parts = {"num_attention_heads": "tensor_model_parallel_size", "num_key_value_heads": "tensor_model_parallel_size"}
+    if not any("pipeline" in name or "num_layers" in name for name in given if given[name] is not None):
+        parts["num_hidden_layers"] = "pipeline_model_parallel_size"
+    for model in models_of(config):
+        path = value_of(config, f"{model}.path")
+        for name, key in parts.items():
+            number, size = text_settings(path).get(name), _of(config, f"{group}.{key}")
+            if number and number % size:
+                yield refusal(config, f"{group}.{key}", f"{model}.path={path} has {name}={number}; give a divisor")
+
+
 def check_heads(config: DictConfig) -> Findings:
     """Find models whose heads a team cannot share. A model that is not on this machine is not looked into."""
     from verl_tree.tree.sharding import why_not_dealt
@@ -140,4 +155,4 @@ def check_capacity(config: DictConfig) -> Findings:
             yield refusal(config, key, f"less{per_rank} than the longest possible {what}")
 
 
-CHECKS: tuple[Check, ...] = (check_capacity, check_team_sizes, check_layouts, check_heads)
+CHECKS: tuple[Check, ...] = (check_capacity, check_team_sizes, check_layouts, check_parts, check_heads)

@@ -17,6 +17,7 @@ from verl_tree.launch.checks.refusals import (
     uses_tree,
     value_of,
 )
+from verl_tree.launch.command.composition import model_engine
 
 RELAY = {
     "auto": "a larger tree is relayed or cut into packs, whichever should be faster",
@@ -81,8 +82,9 @@ def _teams(config: DictConfig) -> str:
     size = team_size(config)
     teams = _divided(ranks_of(config, "trainer"), size, what="teams")
     line = f", {teams} compute each model call together" if size > 1 else ""
-    num_parts = value_of(config, f"{engines_of(config)[ACTOR]}.expert_parallel_size") or 1
-    return line + (f", experts over {num_parts} ranks" if num_parts > 1 else "")
+    engine = engines_of(config)[ACTOR]
+    sizes = {name: value_of(config, f"{engine}.{name}") or 1 for name in model_engine(config).layout}
+    return line + "".join(f", {name}={size}" for name, size in sizes.items() if size > 1)
 
 
 def _divided(num_ranks: int, size: int, *, what: str) -> str:

@@ -1,9 +1,9 @@
-"""Whole runs on VeOmni, two ranks: one on trees is killed, and verl's own engine goes on and repeats its rollouts."""
+"""Whole runs on VeOmni and Megatron, two ranks: one on trees is killed, and verl's own engine repeats its rollouts."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
+import megatron_engines
 import pytest
 import veomni_engines
 from family_runs import make_text
@@ -15,30 +15,44 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 NUM_STEPS, SAVE_FREQ = 10, 6
 """Four steps lie behind the checkpoint from which the second run goes on; the first one dies at once after the last."""
 OPTIONS = (
-    "model_engine=veomni",
     "trainer.n_gpus_per_node=2",
-    "actor_rollout_ref.actor.optim.optimizer=adamw",
     "actor_rollout_ref.actor.optim.lr=1e-3",
-    "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
     "trainer.total_training_steps=20",
     f"trainer.save_freq={SAVE_FREQ}",
     "trainer.resume_mode=auto",
 )
-EXPERTS = ("actor_rollout_ref.actor.veomni.expert_parallel_size=2",)
+VEOMNI = (
+    "model_engine=veomni",
+    "actor_rollout_ref.actor.optim.optimizer=adamw",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
+)
+EXPERTS = (*VEOMNI, "actor_rollout_ref.actor.veomni.expert_parallel_size=2")
+STAGES = (
+    "model_engine=megatron",
+    "actor_rollout_ref.actor.optim.optimizer=adam",
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+)
 LARGEST_KL = 1e-4
 """How far samples may be from the trained weights (`rollout_corr/kl`); a step moves 3e-3, so vLLM has all weights."""
 
 
-@pytest.mark.parametrize(("family", "options"), [("qwen3", ()), ("qwen3 moe", EXPERTS)], ids=["Qwen3", "Qwen3-MoE"])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        pytest.param("qwen3", VEOMNI, id="Qwen3, VeOmni"),
+        pytest.param("qwen3 moe", EXPERTS, id="Qwen3-MoE, VeOmni with experts over ranks"),
+        pytest.param("qwen3", STAGES, id="Qwen3, Megatron with two stages"),
+    ],
+)
 def test_verls_engine_goes_on_as_the_trees_did(
     family: str,
     options: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
 ) -> None:
     make_text(tmp_path, family=family)
-    monkeypatch.setenv("PYTHONPATH", str(veomni_engines.FOLDER), prepend=os.pathsep)
+    engine = megatron_engines if options is STAGES else veomni_engines
+    monkeypatch.setenv("PYTHONPATH", str(engine.FOLDER), prepend=os.pathsep)
     all_options = (*OPTIONS, *options, *replaying_options(f"{tmp_path}/rollouts", num_steps=NUM_STEPS))
     tree = run_and_kill_driver(tmp_path, "tree", *all_options, after_step=NUM_STEPS)
     tree = {step: metrics for step, metrics in tree.items() if step <= NUM_STEPS}
@@ -52,4 +66,3 @@ def test_verls_engine_goes_on_as_the_trees_did(
     worst = worst_difference({step: tree[step] for step in flat}, flat)
     # AdamW divides by gradients that are almost zero, as in the whole runs on FSDP2.
     assert max(worst.values()) <= 1e-4, worst
-    record_property(f"{family} | whole run on VeOmni", max(worst.values()))
