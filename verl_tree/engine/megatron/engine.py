@@ -1,9 +1,9 @@
 """verl's Megatron engine on trees: the calls of a step are the micro-batches of Megatron's own schedules.
 
 A mini-batch is one step, and a step two of them: its first calls without gradient, then its last ones. 1F1B runs the
-backwards of a stage in the order of the micro-batches. So when the backward of a section begins, those of later sections
-have ended on this stage, and all that they hand up for its keys and values is there. What calls keep for each other
-stays on its stage.
+backwards of a stage in the order of the micro-batches. So when the backward of a section begins, those of later
+sections have ended on this stage, and all that they hand up for its keys and values is there. What calls keep for each
+other stays on its stage.
 
 Every rank of a replica (tensor and pipeline ranks) plans the same calls; those of a last stage have scores.
 """
