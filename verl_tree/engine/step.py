@@ -207,7 +207,7 @@ class TreeEngine(ModelCalls):
         calls: NumCalls,
         is_last: bool,
     ) -> int:
-        """Run the micro-batches of a step, one after another; return the most bytes that a store held."""
+        """Run the micro-batches of a step; return the most bytes that their stores held."""
         runs = [self._relay(each, data, mode=mode) for each in rows]
         self.run(
             [partial(run.first, number) for run in runs for number in range(run.num_first)],
@@ -223,7 +223,7 @@ class TreeEngine(ModelCalls):
         if mode == "forward" and self.has_outputs:
             for each, run in zip(rows, runs, strict=True):
                 losses.of_forward(each, run.scores_CT)
-        return max((run.store.num_bytes for run in runs), default=0)
+        return sum(run.store.num_bytes for run in runs)
 
     def _relay(self, rows: MicroBatchRows, data: TensorDict, *, mode: Mode) -> RelayRun:
         """Plan the model calls of a micro-batch."""

@@ -180,5 +180,10 @@ def test_ranks_make_the_same_calls_and_fill_them_with_packs() -> None:
     steps = steps_of([[NumCalls(3, 0)], [NumCalls(1, 0)] * 2, []], mode="forward")
     assert [(step.calls, step.ranges) for step in steps] == [((3, 0), (range(1), range(2), range(0)))]
 
+    # For a pipeline's schedule they are one step.
+    (step,) = steps_of([[NumCalls(2, 3), pack, NumCalls(1, 2)], [pack] * 4, []], mode="rows", in_one=True)
+    assert (step.calls, step.ranges) == ((3, 6), (range(3), range(4), range(0)))
+
+    assert steps_of([[], []], mode="rows", in_one=True) == steps_of([[], []], mode="rows")
     assert steps_of([[], []], mode="rows") == [Step(NumCalls(0, 1), (range(0), range(0)))]
     assert steps_of([[], []], mode="forward") == [Step(NumCalls(1, 0), (range(0), range(0)))]
