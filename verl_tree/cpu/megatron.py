@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import transformer_block
@@ -137,6 +138,16 @@ def with_tied_head(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
         yield name, weight
         if name == "model.embed_tokens.weight":
             yield "lm_head.weight", weight
+
+
+def fill_states(optimizer: Any) -> None:
+    """Give an optimiser states to load into. Without Transformer Engine it has none before its first step.
+
+    What its step does to the weights is undone, as those of the checkpoint come after it.
+    """
+    for each in optimizer.chained_optimizers:
+        if isinstance(each, DistributedOptimizer) and not each.optimizer.state:
+            each._init_optimizer_states_with_dummy_values()
 
 
 class _Provider:

@@ -105,6 +105,14 @@ class BuildOnAnyDevice(MegatronEngine):
         super().__init__(engine_config=engine_config, **configs)
 
     @override
+    def load_checkpoint(self, *args: Any, **options: Any) -> None:
+        if get_device_name() == "cpu":
+            from verl_tree.cpu.megatron import fill_states
+
+            fill_states(self.optimizer)
+        super().load_checkpoint(*args, **options)
+
+    @override
     def get_per_tensor_param(self, *args: Any, **options: Any) -> tuple[Iterator[tuple[str, Tensor]], Any]:
         weights, adapters = super().get_per_tensor_param(*args, **options)
         if get_device_name() == "cpu" and self.share_embeddings_and_output_weights:
