@@ -35,10 +35,8 @@ PPO_MODULE = "verl.trainer.main_ppo"
 HARMLESS = ("basename", "cat", "cut", "date", "dirname", "expr", "grep", "head", "sed", "seq", "tail", "tr", "wc")
 """Programs that scripts make settings with."""
 
-OTHER_ENGINE = re.compile(
-    r"(?:^|[.+])(megatron|veomni|mindspeed|mlite)\.|=(megatron|veomni|mindspeed|torchtitan)$|(megatron|mlite)_(?:trainer|actor)"
-)
-"""An argument by which a command asks for another engine than FSDP."""
+OTHER_ENGINE = re.compile(r"(?:^|[.+])(mindspeed|mlite)\.|=(mindspeed|torchtitan)$|(mlite)_(?:trainer|actor)")
+"""An argument by which a command asks for an engine without trees."""
 
 RECORDER = """#!{python}
 import json, os, sys
@@ -72,7 +70,7 @@ class Outcome:
     Attributes:
         script: The script below the checkout.
         module: What python runs.
-        engine: The engine that it asks for, if that is another one than FSDP.
+        engine: The engine that it asks for, if that has no trees.
         translated, refused: The lines of the check; none for another trainer than PPO's.
     """
 
@@ -154,9 +152,9 @@ def judge(command: Command) -> Outcome:
 
 
 def _other_engine(command: Command) -> str | None:
-    """Return the other engine that the arguments name; commands for Megatron's relatives name Megatron, too."""
+    """Return the engine without trees that the arguments name."""
     found = [name for each in command.arguments for names in OTHER_ENGINE.findall(each) for name in names if name]
-    return next((name for name in ("mlite", "mindspeed", "veomni", "torchtitan", "megatron") if name in found), None)
+    return next((name for name in ("mlite", "mindspeed", "torchtitan") if name in found), None)
 
 
 def _findings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -210,7 +208,7 @@ def _counts(part: Sequence[Outcome]) -> dict[str, str]:
 
 
 def _reasons(part: Sequence[Outcome]) -> str:
-    """Return the first keys for which commands for FSDP are refused, the most frequent first."""
+    """Return the first keys for which commands for engines with trees are refused, the most frequent first."""
     reasons = Counter(key for each in part if each.kind == "refused" for key in keys_of(each.refused[:1]))
     return ", ".join(f"`{key}` {number}" for key, number in reasons.most_common())
 

@@ -47,7 +47,7 @@ def test_what_becomes_of_a_command() -> None:
     assert fused.kind == "translated"
     assert keys_of(fused.translated) == [f"actor_rollout_ref.{role}.use_fused_kernels" for role in ("model", "actor")]
     other = judge(Command("examples/b/run.sh", PPO, (*known, "model_engine=megatron")))
-    assert (other.kind, other.engine) == ("another engine", "megatron")
+    assert (other.kind, other.engine) == ("another engine", "torchtitan")
     assert keys_of(other.refused) == ["model_engine"]
     misspelt = judge(Command("examples/b/run.sh", PPO, ("trainer.n_gpu=8",)))
     assert keys_of(misspelt.refused) == ["trainer.n_gpu"]

@@ -110,7 +110,9 @@ class BuildOnAnyDevice(MegatronEngine):
             from verl_tree.cpu.megatron import fill_states
 
             fill_states(self.optimizer)
-        super().load_checkpoint(*args, **options)
+        # The optimiser's float32 weights are views of the model's, where these are float32, too.
+        with torch.no_grad():
+            super().load_checkpoint(*args, **options)
 
     @override
     def get_per_tensor_param(self, *args: Any, **options: Any) -> tuple[Iterator[tuple[str, Tensor]], Any]:

@@ -18,6 +18,10 @@ GONE = {
     "critic.model.fsdp_config": "it is critic.fsdp",
     "reward_model.use_reward_loop": "there is no other way to reward; remove it",
     "trainer.use_legacy_worker_impl": "there is one kind of workers; remove it",
+    **{
+        f"{role}.megatron.grad_offload": "param_offload frees gradients, too; remove it"
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+    },
     "actor_rollout_ref.actor.policy_loss.tau_pos": "it is actor_rollout_ref.actor.tau_pos",
     "actor_rollout_ref.actor.policy_loss.tau_neg": "it is actor_rollout_ref.actor.tau_neg",
 }
