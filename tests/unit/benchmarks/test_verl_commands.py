@@ -46,7 +46,7 @@ def test_what_becomes_of_a_command() -> None:
     fused = judge(Command("examples/a/run.sh", PPO, (*known, "actor_rollout_ref.model.use_fused_kernels=True")))
     assert fused.kind == "translated"
     assert keys_of(fused.translated) == [f"actor_rollout_ref.{role}.use_fused_kernels" for role in ("model", "actor")]
-    other = judge(Command("examples/b/run.sh", PPO, (*known, "model_engine=megatron")))
+    other = judge(Command("examples/b/run.sh", PPO, (*known, "model_engine=torchtitan")))
     assert (other.kind, other.engine) == ("another engine", "torchtitan")
     assert keys_of(other.refused) == ["model_engine"]
     misspelt = judge(Command("examples/b/run.sh", PPO, ("trainer.n_gpu=8",)))

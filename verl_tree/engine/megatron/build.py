@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 from typing_extensions import override
