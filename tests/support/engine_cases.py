@@ -330,35 +330,41 @@ LAYOUTS: dict[str, tuple[tuple[int, int], Settings]] = {
 """Ranks, and how many of them have the same rows; and what verl's config says of them."""
 
 
+ON_MEGATRON = {
+    "qwen3 token_mean": "TP 1; TP 2",
+    "qwen3 kl_and_entropy": "DP 2, distributed optimizer; TP 2, sequence parallel; PP 2",
+    "qwen3 critic": "TP 2, sequence parallel; PP 2",
+    "qwen3 relay_every_token": "TP 2, sequence parallel; PP 2",
+    "qwen3 relay_joint": "PP 2",
+    "qwen3 relay_idle_rank": "DP 2",
+    "qwen3 session_weight_token_mean": "DP 2",
+    "qwen3 temperature_per_row": "PP 2",
+    "qwen3 tied_embeddings": "PP 2",
+    "qwen3 moe token_mean": "EP 2",
+    "qwen3 moe relay": "EP 2",
+    "qwen3 moe idle_rank": "EP 2",
+}
+LONG_ON_MEGATRON = {
+    "qwen3 kl_and_entropy": "TP 1; TP 2; TP 2, PP 2",
+    "qwen3 relay_every_token": "TP 2, PP 2",
+    "qwen3 relay_ten_steps": "PP 2",
+    "qwen3 relay_joint": "TP 2",
+    "qwen3 tied_embeddings": "TP 2",
+    "qwen3 moe token_mean": "TP 1",
+}
+"""Each layout, each kind of relay, and what crosses ranks and stages."""
+
+
 def _megatron() -> Iterator[Case]:
-    """Yield the cases beside verl's Megatron engine: each layout, each kind of relay, what crosses ranks and stages."""
+    """Yield the cases beside verl's Megatron engine."""
     of_name = {case.key: replace(case, runs=(), long=()) for case in CASES}
-    names = {
-        "token_mean": ("TP 1", "TP 2"),
-        "kl_and_entropy": (
-            "TP 1",
-            "DP 2, distributed optimizer",
-            "TP 2",
-            "TP 2, sequence parallel",
-            "PP 2",
-            "TP 2, PP 2",
-        ),
-        "critic": ("TP 2, sequence parallel", "PP 2"),
-        "relay_every_token": ("TP 2, sequence parallel", "PP 2", "TP 2, PP 2"),
-        "relay_ten_steps": ("PP 2",),
-        "relay_joint": ("TP 2", "PP 2"),
-        "relay_idle_rank": ("DP 2",),
-        "session_weight_token_mean": ("DP 2",),
-        "temperature_per_row": ("PP 2",),
-        "tied_embeddings": ("PP 2", "TP 2"),
-    }
-    of_mixtures = {"token_mean": ("TP 1", "EP 2"), "relay": ("EP 2",), "idle_rank": ("EP 2",)}
-    for family, of_family in (("qwen3", names), ("qwen3 moe", of_mixtures)):
-        for name, layouts in of_family.items():
-            for layout in layouts:
+    for lane, cases in (("runs", ON_MEGATRON), ("long", LONG_ON_MEGATRON)):
+        for key, layouts in cases.items():
+            for layout in layouts.split("; "):
                 ranks, engine = LAYOUTS[layout]
-                of_runs = {"runs": (ranks,)} if ranks != FOUR else {"long": (ranks,)}
-                yield replace(of_name[f"{family} {name}"], name=f"{name}, {layout}", engine=engine, **of_runs)
+                case = of_name[key]
+                lanes: Settings = {lane: (ranks,)}
+                yield replace(case, name=f"{case.name}, {layout}", engine=engine, **lanes)
 
 
 def _with_controls(cases: Iterator[Case]) -> list[Case]:

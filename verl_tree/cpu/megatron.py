@@ -201,7 +201,9 @@ def prepare() -> None:
     torch.Tensor.type = as_on_cuda  # type: ignore[method-assign]
 
     tracker: Any = random.CudaRNGStatesTracker
-    tracker.fork, tracker.add = (lambda *_: nullcontext()), (lambda *_: None)
+    # The generators of a GPU; nothing draws from them, but a checkpoint without any would be refused.
+    tracker.fork = lambda *_: nullcontext()
+    tracker.add = lambda self, name, seed: self.states_.update({name: seed})
     moe: Any = moe_utils
     moe.te_general_gemm = None
     # Numbers of tokens are exchanged as lists, and what is on the host already would stay a tensor.
