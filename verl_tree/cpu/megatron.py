@@ -9,7 +9,7 @@ Legend: S tokens, Hq and Hkv query and key-value heads, D head dim, N hidden siz
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -140,14 +140,23 @@ def with_tied_head(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
             yield "lm_head.weight", weight
 
 
-def fill_states(optimizer: Any) -> None:
-    """Give an optimiser states to load into. Without Transformer Engine it has none before its first step.
+@contextmanager
+def torch_optimizer_loads(optimizer: Any) -> Iterator[None]:
+    """Let Megatron's shared-out optimiser load its states, in float32 and without Transformer Engine, while active.
 
-    What its step does to the weights is undone, as those of the checkpoint come after it.
+    It loads into states that torch's Adam has after a step only, which is taken first: the weights of the checkpoint
+    come after it. Its weights are views of the model's. And all states would get one tensor of steps, which each of
+    them counts up.
     """
-    for each in optimizer.chained_optimizers:
-        if isinstance(each, DistributedOptimizer) and not each.optimizer.state:
+    of_torch = [each for each in optimizer.chained_optimizers if isinstance(each, DistributedOptimizer)]
+    for each in of_torch:
+        if not each.optimizer.state:
             each._init_optimizer_states_with_dummy_values()
+    with torch.no_grad():
+        yield
+    for each in of_torch:
+        for state in each.optimizer.state.values():
+            state["step"] = state["step"].clone()
 
 
 class _Provider:

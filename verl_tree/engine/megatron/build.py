@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 from typing_extensions import override
@@ -107,12 +106,12 @@ class BuildOnAnyDevice(MegatronEngine):
 
     @override
     def load_checkpoint(self, *args: Any, **options: Any) -> None:
-        if get_device_name() == "cpu":
-            from verl_tree.cpu.megatron import fill_states
+        if get_device_name() != "cpu":
+            super().load_checkpoint(*args, **options)
+            return
+        from verl_tree.cpu.megatron import torch_optimizer_loads
 
-            fill_states(self.optimizer)
-        # The optimiser's float32 weights are views of the model's, where these are float32, too.
-        with torch.no_grad():
+        with torch_optimizer_loads(self.optimizer):
             super().load_checkpoint(*args, **options)
 
     @override
