@@ -14,6 +14,8 @@ from setuptools import find_packages
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+ENGINES = {"megatron", "veomni"}
+"""In folders of their own, by locks of their names (`scripts/setup.sh --extra`)."""
 PRODUCT = ("verl_tree", "rollout_hooks")
 # On machines with a GPU, in a folder of its own, or not in every environment of the tests: their distributions cannot
 # be looked up.
@@ -67,10 +69,10 @@ def test_every_import_is_declared(stack: str) -> None:
     imported = imported_packages(*PRODUCT)
     assert len(imported) > 20
     # Of other extras: `fa4`, `fla`, `dashboards`, and verl's own, which brings vLLM; torch brings triton with CUDA.
-    of_others = {"cutlass", "fla", "flash_attn", "matplotlib", "triton", "veomni", "wandb", "wandb_workspaces"}
+    of_others = {"cutlass", "fla", "flash_attn", "matplotlib", "triton", "wandb", "wandb_workspaces", *ENGINES}
     of_others |= {"vllm"} if stack == "gpu-vllm024" else set()
     assert undeclared(imported, stack) == of_others
-    assert undeclared(of_others, "gpu", "fa4", "fla", "dashboards", "dev") == {"veomni"}  # requirements/veomni.lock
+    assert undeclared(of_others, "gpu", "fa4", "fla", "dashboards", "dev") == ENGINES
 
 
 def test_every_import_of_the_recipes_is_declared() -> None:
@@ -84,7 +86,7 @@ def test_every_import_of_the_tests_and_programs_is_declared() -> None:
     own = {file.stem for folder in folders for file in (ROOT / folder).rglob("*.py")} | {"recipes"}
     imported = imported_packages(*folders) - own
     assert {"pytest", "matplotlib", "peft"} <= imported
-    assert undeclared(imported, "cpu", "recipes", "dev", "docs", "fa4", "fla") == {"veomni"}  # requirements/veomni.lock
+    assert undeclared(imported, "cpu", "recipes", "dev", "docs", "fa4", "fla") == ENGINES
 
 
 def test_every_package_is_in_the_wheel() -> None:
