@@ -160,6 +160,7 @@ def refuse(model: Any, engine: Any) -> None:
     used = {
         clashes.MEGATRON: clashes.MEGATRON,
         "model.lora_rank": model.lora_rank > 0 and f"model.lora_rank={model.lora_rank}",
+        "model.lora.rank": model.lora.get("rank", 0) > 0 and f"model.lora.rank={model.lora['rank']}",
         "engine.virtual_pipeline_model_parallel_size!=null": engine.virtual_pipeline_model_parallel_size is not None
         and f"megatron.virtual_pipeline_model_parallel_size={engine.virtual_pipeline_model_parallel_size}",
         "engine.context_parallel_size!=1": engine.context_parallel_size != 1
