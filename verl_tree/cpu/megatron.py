@@ -145,8 +145,8 @@ def torch_optimizer_loads(optimizer: Any) -> Iterator[None]:
     """Let Megatron's shared-out optimiser load its states, in float32 and without Transformer Engine, while active.
 
     It loads into states that torch's Adam has after a step only, which is taken first: the weights of the checkpoint
-    come after it. Its weights are views of the model's. And all states would get one tensor of steps, which each of
-    them counts up.
+    come after it. Its weights are views of the model's. And the number of steps comes back with the groups of
+    parameters only, and as one tensor for all states, which each of them would count up.
     """
     of_torch = [each for each in optimizer.chained_optimizers if isinstance(each, DistributedOptimizer)]
     for each in of_torch:
@@ -155,8 +155,9 @@ def torch_optimizer_loads(optimizer: Any) -> Iterator[None]:
     with torch.no_grad():
         yield
     for each in of_torch:
-        for state in each.optimizer.state.values():
-            state["step"] = state["step"].clone()
+        for group in each.optimizer.param_groups:
+            for parameter in each.optimizer.state.keys() & set(group["params"]):
+                each.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
 
 class _Provider:
