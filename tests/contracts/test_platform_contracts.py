@@ -94,6 +94,7 @@ def test_both_ends_of_a_weight_update_name_the_socket_of_their_cluster(monkeypat
     """What verl's two ends name alike from their environment, ours name alike, with the raylet's process id."""
     pytest.importorskip("vllm", reason="the extension runs inside vLLM")
     import ray
+    from ray._private import auto_init_hook
     from verl.workers.rollout.base import get_rollout_class
 
     from verl_tree.cpu import weight_socket
@@ -106,6 +107,8 @@ def test_both_ends_of_a_weight_update_name_the_socket_of_their_cluster(monkeypat
     environment = {"RANK": "1", "RAY_LOCAL_WORLD_SIZE": "2", "VERL_REPLICA_RANK": "1", "VERL_RAY_JOB_ID": "07000000"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    # Else Ray starts here, or joins a cluster of another test, whose end would end this process.
+    monkeypatch.setattr(auto_init_hook, "enable_auto_connect", False)
     monkeypatch.setattr(ray.get_runtime_context(), "get_job_id", lambda: "07000000")
     receiver = object.__new__(CpuWeightReloadExtension)
     receiver.local_rank, receiver.model_runner = 0, None
