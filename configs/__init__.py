@@ -75,7 +75,6 @@ MODEL_ENGINES = {
 """By the name in a command line."""
 
 TREE_STRATEGY, FLAT_STRATEGY = MODEL_ENGINES[FSDP].tree, MODEL_ENGINES[FSDP].flat[0]
-VEOMNI_TREE_STRATEGY, MEGATRON_TREE_STRATEGY = MODEL_ENGINES["veomni"].tree, MODEL_ENGINES["megatron"].tree
 
 FLAT_STRATEGIES = {each.tree: each.flat[0] for each in MODEL_ENGINES.values()}
 """By the name of each tree engine, verl's own on which it is built."""

@@ -98,12 +98,13 @@ def refusals(uses: Uses) -> Iterator[str]:
                 yield f"{setting}: with {named}, {clash.why}; {clash.remedy}"
 
 
-def refuse(used: Mapping[str, str]) -> None:
-    """Refuse features that do not go together; `used` has the setting of each one in use.
+def refuse(used: Mapping[str, str | bool]) -> None:
+    """Refuse features that do not go together; `used` has the setting of each one in use, and False for others.
 
     Raises:
         ValueError: The message has a line for each clash, with its remedy.
     """
-    messages = list(refusals(lambda name: [used[name]] if name in used else []))
+    settings = {name: [setting] for name, setting in used.items() if isinstance(setting, str)}
+    messages = list(refusals(lambda name: settings.get(name, [])))
     if messages:
         raise ValueError("\n".join(messages))

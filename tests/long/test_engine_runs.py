@@ -3,9 +3,8 @@
 import os
 from pathlib import Path
 
-import megatron_engines
+import other_engines
 import pytest
-import veomni_engines
 from family_runs import make_text
 from replayed_runs import replaying_options, worst_difference
 from tiny_run import run, run_and_kill_driver
@@ -51,8 +50,8 @@ def test_verls_engine_repeats_what_the_trees_did(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make_text(tmp_path, family=family)
-    engine = megatron_engines if options is STAGES else veomni_engines
-    monkeypatch.setenv("PYTHONPATH", str(engine.FOLDER), prepend=os.pathsep)
+    engine = "megatron" if options is STAGES else "veomni"
+    monkeypatch.setenv("PYTHONPATH", str(other_engines.folder_of(engine)), prepend=os.pathsep)
     all_options = (*OPTIONS, *options, *replaying_options(f"{tmp_path}/rollouts", num_steps=NUM_STEPS))
     tree = run_and_kill_driver(tmp_path, "tree", *all_options, after_step=NUM_STEPS)
     tree = {step: metrics for step, metrics in tree.items() if step <= NUM_STEPS}

@@ -22,11 +22,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import megatron_engines
 import numpy as np
+import other_engines
 import torch
 import torch.distributed as dist
-import veomni_engines
 from engine_batches import make_batch, of_teams, sessions_of
 from engine_cases import CASES_OF, RECURRENT, Case, make_loss
 from process_groups import join_ranks
@@ -66,10 +65,10 @@ def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorke
     make_optimizer, sgd = FSDPOptimizerConfig, {"optimizer": "SGD", "override_optimizer_config": {}}
     is_veomni = strategy in ENGINES["veomni"]
     if is_veomni:
-        veomni_engines.forget_ranks()
+        other_engines.forget_ranks("veomni")
         make_optimizer, sgd = VeOmniOptimizerConfig, {}
     elif strategy in ENGINES["megatron"]:
-        megatron_engines.forget_ranks()
+        other_engines.forget_ranks("megatron")
         is_shared_out = case.engine["use_distributed_optimizer"]
         sgd = ADAM if is_shared_out else {"optimizer": "sgd", "override_optimizer_config": NO_MOMENTUM}
         make_optimizer = McoreOptimizerConfig
@@ -342,7 +341,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*")
     arguments = parser.parse_args()
     if arguments.engine != "fsdp2":
-        {"veomni": veomni_engines, "megatron": megatron_engines}[arguments.engine].load()
+        other_engines.load(arguments.engine)
     comparison = Comparison(join_ranks(), engine=arguments.engine)
     ranks = (dist.get_world_size(), arguments.sp)
     results: dict[str, dict[str, float]] = {}

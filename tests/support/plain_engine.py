@@ -41,8 +41,9 @@ class PlainEngine(TreeEngine):
         return self.head.score(self.module, *of_call, chunk_size=self.tree_config.logits_chunk_size, **options)
 
     def run(
-        self, first: Sequence[Callable[[], Tensor]], last: Sequence[Callable[[], Tensor]], **_of_other_ranks: Any
+        self, first: Sequence[Callable[[], Tensor]], last: Sequence[Callable[[], Tensor]], *, is_last: bool
     ) -> None:
+        del is_last  # there is no other rank
         for call in first:
             call()
         for call in last:

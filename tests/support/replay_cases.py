@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import other_engines
 import torch
 import torch.distributed as dist
-import veomni_engines
 from process_groups import join_ranks
 from tensordict import TensorDict
 from tiny_models import tiny_model
@@ -168,7 +168,7 @@ def main() -> None:
     out, strategy = arguments.out, arguments.strategy
     root = join_ranks()
     if strategy != TREE_STRATEGY:
-        veomni_engines.load()
+        other_engines.load("veomni")
     if dist.get_rank() == 0:
         save_mixtures(root)
     dist.barrier()

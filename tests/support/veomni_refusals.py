@@ -5,21 +5,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-import veomni_engines
+import other_engines
 from process_groups import join_ranks
 from tiny_models import tiny_model
 from verl.workers.config import VeOmniEngineConfig
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
-from verl_tree.configs import VEOMNI_TREE_STRATEGY
+from verl_tree.configs import MODEL_ENGINES
 from verl_tree.testing.local_worker import local_worker
 
 
 def refusal(folder: Path, **options: Any) -> str:
     """Return why a worker is not built."""
-    veomni_engines.forget_ranks()
+    other_engines.forget_ranks("veomni")
     try:
-        local_worker(str(folder), strategy=VEOMNI_TREE_STRATEGY, max_token_len=64, **options)
+        local_worker(str(folder), strategy=MODEL_ENGINES["veomni"].tree, max_token_len=64, **options)
     except ValueError as error:
         return str(error)
     raise AssertionError(f"{options} were taken")
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
     root = join_ranks()
-    veomni_engines.load()
+    other_engines.load("veomni")
     from verl_tree.engine.veomni.engine import VeOmniTreeEngine
 
     for family in ("qwen3", "qwen3_5_text"):

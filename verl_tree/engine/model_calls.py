@@ -7,8 +7,8 @@ Legend: C kinds of scores, K scores of a model call.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from verl_tree.engine.rows.micro_batch import device_of_rank
 from verl_tree.functional.images import PackImages, reads_images
 from verl_tree.functional.scorer import LogitReading
 from verl_tree.relay.calls import RelayCall
-from verl_tree.relay.run import NumCalls
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.sharding import SequenceShard
@@ -36,11 +35,13 @@ class ModelCalls(ABC):
 
     Attributes:
         head: What it scores.
+        features: Those of `verl_tree.clashes` that every run on it uses, each with its setting.
         has_schedule: Whether a pipeline's schedule runs its calls, which gets all of a mini-batch at once.
         has_outputs: Whether this rank has the scores of a call: all ranks, or those of a pipeline's last stage.
         replay: The routers of its model, if `router_replay.mode` says so; the engine sets it when it builds the model.
     """
 
+    features: ClassVar[Mapping[str, str]] = {}
     has_schedule = False
     has_outputs: bool
     model_config: Any
@@ -94,16 +95,12 @@ class ModelCalls(ABC):
         first: Sequence[Callable[[], Tensor]],
         last: Sequence[Callable[[], Tensor]],
         *,
-        calls: NumCalls,
-        idle: Callable[[], Tensor],
         is_last: bool,
     ) -> None:
         """Run the calls of a step: `first` without gradient, then `last`, each of which returns what runs backward.
 
-        All of them in their order, and the backward of a `last` call before the next `last` call. `calls` says how many
-        the rank with the most has; `idle` runs the model on the smallest pack and returns its scores, where a rank must
-        take part in collectives and has no call. `is_last` says whether the ranks exchange their gradients with the
-        last call.
+        All of them in their order, and the backward of a `last` call before the next `last` call. All ranks have the
+        same number of each. `is_last` says whether they exchange their gradients with the last call.
         """
 
     @property
@@ -155,4 +152,4 @@ class ModelCalls(ABC):
             return self.score_pack(layout, temperature=2.0, calculate_entropy=True)
 
         first, last = ([score], []) if forward_only else ([], [lambda: score().sum()])
-        self.run(first, last, calls=NumCalls(len(first), len(last)), idle=score, is_last=is_last)
+        self.run(first, last, is_last=is_last)

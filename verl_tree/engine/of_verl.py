@@ -2,6 +2,9 @@
 
 from typing import Any
 
+from verl.workers.engine.base import BaseEngine, EngineRegistry
+
+from verl_tree.configs import ModelEngine
 from verl_tree.engine.heads import HEADS
 from verl_tree.engine.model_calls import ModelCalls
 from verl_tree.engine.step import TreeEngine
@@ -37,3 +40,13 @@ class EngineOfVerl(TreeEngine):
             checkpoint_config=checkpoint_config,
         )
         TreeEngine.__init__(self, head=HEADS[model_config.model_type], tree_config=engine_config.tree)
+
+
+def register_engines(
+    kind: ModelEngine, *, tree: type[EngineOfVerl], policy: type[BaseEngine], critic: type[BaseEngine]
+) -> None:
+    """Give verl's registry the tree engine of a kind, and verl's own for a CPU, where it has them for GPUs only."""
+    for model_type in HEADS:
+        EngineRegistry.register(model_type, backend=kind.tree, device=["cuda", "cpu"])(tree)
+    EngineRegistry.register("language_model", backend=list(kind.flat), device="cpu")(policy)
+    EngineRegistry.register("value_model", backend=list(kind.flat), device="cpu")(critic)

@@ -140,10 +140,13 @@ class TreeEngine(ModelCalls):
         """Find out what else than log-probs and entropy is to be read of the logits."""
         num_ids = self.model_config.hf_config.get_text_config(decoder=True).vocab_size
         reading = reading_of(data, loss_function, num_ids=num_ids)
-        if reading is not None and self.team is not None:
-            asked = "distillation.distillation_loss.loss_mode=forward_kl_topk"
-            team = f"ulysses_sequence_parallel_size={self.team_size}"
-            clashes.refuse({clashes.TREES: "tree.enabled=true", clashes.TOP_K: asked, clashes.ULYSSES: team})
+        if reading is not None:
+            used = {
+                clashes.TREES: "tree.enabled=true",
+                clashes.TOP_K: "distillation.distillation_loss.loss_mode=forward_kl_topk",
+                clashes.ULYSSES: self.team is not None and f"ulysses_sequence_parallel_size={self.team_size}",
+            }
+            clashes.refuse({**self.features, **used})
         return reading
 
     def _announce_denominators(self, data: TensorDict) -> None:
@@ -209,17 +212,17 @@ class TreeEngine(ModelCalls):
     ) -> int:
         """Run the micro-batches of a step; return the most bytes that their stores held."""
         runs = [self._relay(each, data, mode=mode) for each in rows]
-        self.run(
-            [partial(run.first, number) for run in runs for number in range(run.num_first)],
-            [
-                partial(run.last, number, partial(_loss, each, losses))
-                for each, run in zip(rows, runs, strict=True)
-                for number in range(run.num_last)
-            ],
-            calls=calls,
-            idle=partial(self._idle, data),
-            is_last=is_last,
-        )
+        first = [partial(run.first, number) for run in runs for number in range(run.num_first)]
+        last = [
+            partial(run.last, number, partial(_loss, each, losses))
+            for each, run in zip(rows, runs, strict=True)
+            for number in range(run.num_last)
+        ]
+        # Collectives need the same calls from all ranks.
+        idle = partial(self._idle, data)
+        first += [idle] * (calls.num_first - len(first))
+        last += [idle] * (calls.num_last - len(last))
+        self.run(first, last, is_last=is_last)
         if mode == "forward" and self.has_outputs:
             for each, run in zip(rows, runs, strict=True):
                 losses.of_forward(each, run.scores_CT)
@@ -257,9 +260,10 @@ class TreeEngine(ModelCalls):
         )
 
     def _idle(self, data: TensorDict) -> Tensor:
-        """Run the model on the smallest pack and return its scores; it has a score, so that its backward runs."""
+        """Run the model on the smallest pack and return a loss of 0, or what a rank without outputs hands on."""
         layout = first_token_pack(int(jagged(tu.get(data, "input_ids"))[0][0]))
-        return self.score_pack(layout, calculate_entropy=_wants_entropy(data))
+        made = self.score_pack(layout, calculate_entropy=_wants_entropy(data))
+        return made.sum() * 0.0 if self.has_outputs else made  # the pack has a score, so that its backward runs
 
     def _record(
         self,

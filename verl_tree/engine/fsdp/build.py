@@ -117,15 +117,15 @@ class BuildForTrees(BuildOnAnyDevice):
             return super()._build_fsdp_module(module)
 
 
-def features(model: Any, engine: Any, *, ulysses: int) -> dict[str, str]:
-    """Return the features of `verl_tree.clashes` that an engine uses, each with its setting.
+def features(model: Any, engine: Any, *, ulysses: int) -> dict[str, str | bool]:
+    """Return features of `verl_tree.clashes`, each with its setting, or False if an engine does not use it.
 
     `model` and `engine` are verl's configs; `ulysses` ranks compute each call together.
     """
     tree, hf_config = engine.tree, model.hf_config
     is_critic, settings = model.model_type == "value_model", hf_config.to_dict()
     path = f"{'critic' if is_critic else 'actor_rollout_ref'}.model.path={model.path}"
-    used = {
+    return {
         clashes.TREES: "tree.enabled=true",
         clashes.PROMPT: tree.sharing == "prompt" and clashes.PROMPT,
         clashes.MEAN: tree.shared_tokens != "sum" and f"tree.shared_tokens={tree.shared_tokens}",
@@ -137,4 +137,3 @@ def features(model: Any, engine: Any, *, ulysses: int) -> dict[str, str]:
         clashes.NO_CLASSIFIER: not has_token_classifier(settings) and path,
         clashes.TRANSFORMERS: "tree.enabled=true",
     }
-    return {name: setting for name, setting in used.items() if isinstance(setting, str)}

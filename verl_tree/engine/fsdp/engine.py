@@ -28,7 +28,7 @@ from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.functional.images import PackImages
 from verl_tree.functional.scorer import LogitReading
 from verl_tree.relay.calls import RelayCall
-from verl_tree.relay.run import RELAYED, NumCalls
+from verl_tree.relay.run import RELAYED
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.plan import AttentionPlan
 
@@ -105,17 +105,14 @@ class FSDP2Calls(EngineOfVerl):
         first: Sequence[Callable[[], Tensor]],
         last: Sequence[Callable[[], Tensor]],
         *,
-        calls: NumCalls,
-        idle: Callable[[], Tensor],
         is_last: bool,
     ) -> None:
-        # FSDP's collectives need the same calls from all ranks.
-        for number in range(calls.num_first):
-            with torch.no_grad():
-                (first[number] if number < len(first) else idle)()
-        for number in range(calls.num_last):
-            with self._gradient_sync_context(is_last_micro_batch=is_last and number == calls.num_last - 1):
-                loss = last[number]() if number < len(last) else idle().sum() * 0.0
+        with torch.no_grad():
+            for call in first:
+                call()
+        for number, call in enumerate(last, start=1):
+            with self._gradient_sync_context(is_last_micro_batch=is_last and number == len(last)):
+                loss = call()
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def _autocast(self) -> AbstractContextManager[Any]:

@@ -3,15 +3,11 @@
 Importing it needs Megatron.
 """
 
-from verl.workers.engine.base import EngineRegistry
-
-from verl_tree.configs import MEGATRON_TREE_STRATEGY
-from verl_tree.engine.heads import HEADS
+from verl_tree.configs import MODEL_ENGINES
 from verl_tree.engine.megatron.engine import MegatronTreeEngine
 from verl_tree.engine.megatron.flat import CPUEngineWithLMHead, CPUEngineWithValueHead
+from verl_tree.engine.of_verl import register_engines
 
-for model_type in HEADS:
-    EngineRegistry.register(model_type, backend=MEGATRON_TREE_STRATEGY, device=["cuda", "cpu"])(MegatronTreeEngine)
-# verl registers its own for cuda and npu only.
-EngineRegistry.register("language_model", backend=["megatron"], device="cpu")(CPUEngineWithLMHead)
-EngineRegistry.register("value_model", backend=["megatron"], device="cpu")(CPUEngineWithValueHead)
+register_engines(
+    MODEL_ENGINES["megatron"], tree=MegatronTreeEngine, policy=CPUEngineWithLMHead, critic=CPUEngineWithValueHead
+)

@@ -35,6 +35,7 @@ class TreeParams(PackedSeqParams):
 
     plan: AttentionPlan | None = None
     position_S: Tensor | None = None
+    num_positions: int = 0
 
 
 class TreeAttention(nn.Module):
@@ -72,16 +73,14 @@ class TreePositions(nn.Module):
         super().__init__()
         self._rotary = rotary
 
-    def get_rotary_seq_len(self, *_args: Any) -> Tensor:
-        """Return the positions, (S,)."""
-        params: TreeParams = _args[-1]
-        assert params.position_S is not None
-        return params.position_S
+    def get_rotary_seq_len(self, *_args: Any) -> TreeParams:
+        """Return what the call's layers need."""
+        return cast("TreeParams", _args[-1])
 
     @override
-    def forward(self, position_S: Tensor, **_options: Any) -> Tensor:
+    def forward(self, params: TreeParams, **_options: Any) -> Tensor:
         """Return the angles of the positions, (S, 1, 1, D)."""
-        return self._rotary(int(position_S.max()) + 1)[position_S]
+        return self._rotary(params.num_positions)[params.position_S]
 
 
 class BuildOnAnyDevice(MegatronEngine):
@@ -172,8 +171,7 @@ def refuse(model: Any, engine: Any) -> None:
         clashes.TILES: model.tiled_mlp["enabled"] and "model.tiled_mlp.enabled=True",
         clashes.OFFLOAD: model.enable_activation_offload and "model.enable_activation_offload=True",
     }
-    others = features(model, engine, ulysses=1)
-    clashes.refuse(others | {name: setting for name, setting in used.items() if isinstance(setting, str)})
+    clashes.refuse(features(model, engine, ulysses=1) | used)
 
 
 def refuse_layers(config: Any) -> None:

@@ -8,8 +8,8 @@ other stays on its stage.
 Every rank of a replica (tensor and pipeline ranks) plans the same calls; those of a last stage have scores.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor, nn
 from typing_extensions import override
 
+from verl_tree import clashes
 from verl_tree.engine.megatron.build import BuildForTrees
 from verl_tree.engine.megatron.scores import call_hidden_states, log_probs_of, values_of
 from verl_tree.engine.of_verl import EngineOfVerl
@@ -25,7 +26,7 @@ from verl_tree.engine_config import TreeMegatronEngineConfig
 from verl_tree.functional.images import PackImages
 from verl_tree.functional.scorer import LogitReading
 from verl_tree.relay.calls import RelayCall
-from verl_tree.relay.run import RELAYED, NumCalls
+from verl_tree.relay.run import RELAYED
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.plan import AttentionPlan
 
@@ -35,6 +36,7 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
 
     config_class = TreeMegatronEngineConfig
     config_key = "megatron"
+    features: ClassVar[Mapping[str, str]] = {clashes.MEGATRON: clashes.MEGATRON}
     has_schedule = True
 
     @property
@@ -84,11 +86,7 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
         calculate_entropy: bool,
         reading: LogitReading | None = None,
     ) -> Tensor:
-        if reading is not None:
-            raise ValueError(
-                "distillation.distillation_loss.loss_mode=forward_kl_topk: ranks of Megatron have parts of the "
-                "vocabulary; choose an estimator (k1, k3), or model_engine=dp"
-            )
+        assert reading is None, "`verl_tree.clashes` has it with Megatron"
         (chunk,) = self.module
         hidden = call_hidden_states(chunk, call, layout, plan=plan)
         if not self.has_outputs:
@@ -111,15 +109,12 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
         first: Sequence[Callable[[], Tensor]],
         last: Sequence[Callable[[], Tensor]],
         *,
-        calls: NumCalls,
-        idle: Callable[[], Tensor],
         is_last: bool,
     ) -> None:
         assert is_last, "a schedule ends with the exchange of gradients"
-        # Experts need the same calls from all ranks.
         with torch.no_grad():
-            self._schedule([*first, *[idle] * (calls.num_first - len(first))], forward_only=True)
-        self._schedule([*last, *[idle] * (calls.num_last - len(last))], forward_only=False)
+            self._schedule(first, forward_only=True)
+        self._schedule(last, forward_only=False)
 
     def _schedule(self, calls: Sequence[Callable[[], Tensor]], *, forward_only: bool) -> None:
         """Run calls as the micro-batches of one schedule."""
@@ -128,7 +123,7 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
             return next(left)(), loss
 
         def loss(made: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            # What is no loss is the scores of an idle call. Megatron divides by the number of micro-batches.
+            # A call without gradient makes no loss. Megatron divides by the number of micro-batches.
             total = made if made.dim() == 0 else made.sum() * 0.0
             return total * len(calls), {}
 

@@ -32,9 +32,6 @@ from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.transfer import to_device
 
-CHUNK_SIZE = 1024
-"""Positions projected at a time where `tree.logits_chunk_size` does not say."""
-
 
 def call_hidden_states(chunk: torch.nn.Module, call: RelayCall, layout: TreeLayout, *, plan: AttentionPlan) -> Tensor:
     """Run this stage of the model on one call; (S, 1, N), or this rank's part of S with `sequence_parallel`."""
@@ -44,7 +41,8 @@ def call_hidden_states(chunk: torch.nn.Module, call: RelayCall, layout: TreeLayo
     size = parallel_state.get_tensor_model_parallel_world_size() if model.config.sequence_parallel else 1
     padded = [F.pad(each[token_Q], (0, -len(token_Q) % size)) for each in (host.token_ids_T, host.position_T)]
     token_ids_S, position_S = to_device(tuple(padded), device)
-    params = TreeParams(plan=plan, position_S=position_S)
+    num_positions = int(padded[1].max()) + 1  # on the host
+    params = TreeParams(plan=plan, position_S=position_S, num_positions=num_positions)
     # Else a last stage makes the logits of all positions.
     with as_verl_expects(model, post_process=False):
         return chunk(token_ids_S[None], position_S[None], None, packed_seq_params=params)
@@ -58,15 +56,13 @@ def log_probs_of(
     *,
     temperature: float | Tensor,
     calculate_entropy: bool,
-    chunk_size: int | None,
+    chunk_size: int,
 ) -> Tensor:
     """Return the log-probs of what the call scores and maybe entropies, (C, K), on each rank of a last stage."""
     model: Any = unwrap_model(chunk)
     device = hidden_S1N.device
     scorer_K, scored_K = torch.from_numpy(call.scorer_K), torch.from_numpy(call.scored_K)
     pairs = ScoredPairs.of_scorers(scorer_K, layout.on_host.token_ids_T[scored_K])
-    size = chunk_size or CHUNK_SIZE
-    bounds = pairs.chunk_bounds(size)
     if isinstance(temperature, Tensor):
         temperature = temperature[torch.from_numpy(call.token_Q)[pairs.position_P]].to(device)
     on_device = to_device((pairs.position_P, pairs.pair_position_K, pairs.label_K), device)
@@ -75,12 +71,12 @@ def log_probs_of(
     hidden = _whole(hidden_S1N, model.config)[:, 0]
     scorer = VocabularyParallelScorer(
         pairs=ScoredPairs(*on_device),
-        pair_bounds=bounds,
+        pair_bounds=pairs.chunk_bounds(chunk_size),
         model_name=type(model).__name__,
         num_tokens=len(hidden),
         temperature_P=temperature,
         calculate_entropy=calculate_entropy,
-        chunk_size=size,
+        chunk_size=chunk_size,
     )
     rows = hidden[on_device[0]].to(weight.dtype)
     return scorer.score(rows[None], project=partial(F.linear, weight=weight))

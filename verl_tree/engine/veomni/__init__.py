@@ -4,18 +4,15 @@ Importing it needs VeOmni.
 """
 
 from verl.utils.device import get_device_name
-from verl.workers.engine.base import EngineRegistry
 
-from verl_tree.configs import VEOMNI_TREE_STRATEGY
+from verl_tree.configs import MODEL_ENGINES
 from verl_tree.cpu import veomni_experts
-from verl_tree.engine.heads import HEADS
+from verl_tree.engine.of_verl import register_engines
 from verl_tree.engine.veomni.engine import VeOmniTreeEngine
 from verl_tree.engine.veomni.flat import CPUEngineWithLMHead, CPUEngineWithValueHead
 
-for model_type in HEADS:
-    EngineRegistry.register(model_type, backend=VEOMNI_TREE_STRATEGY, device=["cuda", "cpu"])(VeOmniTreeEngine)
-# verl registers its own for cuda and npu only.
-EngineRegistry.register("language_model", backend=["veomni"], device="cpu")(CPUEngineWithLMHead)
-EngineRegistry.register("value_model", backend=["veomni"], device="cpu")(CPUEngineWithValueHead)
+register_engines(
+    MODEL_ENGINES["veomni"], tree=VeOmniTreeEngine, policy=CPUEngineWithLMHead, critic=CPUEngineWithValueHead
+)
 if get_device_name() == "cpu":
     veomni_experts.register()

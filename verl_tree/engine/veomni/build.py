@@ -100,5 +100,4 @@ def refuse(model: Any, engine: Any) -> None:
         clashes.ONE_RANK: dist.get_world_size() == 1 and "trainer.n_gpus_per_node=1",
         clashes.EXPERTS: num_parts > 1 and f"veomni.expert_parallel_size={num_parts}",
     }
-    others = features(model, engine, ulysses=engine.ulysses_parallel_size)
-    clashes.refuse(others | {name: setting for name, setting in used.items() if isinstance(setting, str)})
+    clashes.refuse(features(model, engine, ulysses=engine.ulysses_parallel_size) | used)

@@ -304,9 +304,8 @@ def model_engine(config: DictConfig) -> ModelEngine:
 
 
 def _engine_called(name: object) -> ModelEngine:
-    for known, engine in MODEL_ENGINES.items():
-        if name == known:
-            return engine
+    if (engine := MODEL_ENGINES.get(str(name))) is not None:
+        return engine
     known = ", ".join(f"{known} ({engine.title})" for known, engine in MODEL_ENGINES.items())
     raise ValueError(
         f"model_engine={name}: trees run on {known} only; remove it, the options of that engine, and a config "
