@@ -125,6 +125,11 @@ def infer(worker: TreeTrainingWorker, batch: TensorDict) -> dict[str, Any]:
     return {name: outputs.get(name) for name in names if outputs.get(name, None) is not None}
 
 
+def parts_of(case: Case) -> int:
+    """Return how many parts of the model a rank has."""
+    return case.engine.get("virtual_pipeline_model_parallel_size", 1)
+
+
 def named_parameters(worker: TreeTrainingWorker) -> list[tuple[str, torch.nn.Parameter]]:
     """Return the parameters of the model, or of this rank's part of it."""
     module = worker.engine.module
@@ -287,7 +292,10 @@ class Comparison:
         mine = [of_teams(batch, sp=sp) for batch in batches]
         strategy = self.flat if is_flat else self.tree
         worker = make_worker(dataclasses.replace(case, sp=sp), strategy=strategy, folder=self.folder_of(case))
-        model = worker.engine.module if self.flat != "megatron" else torch.nn.ModuleList(worker.engine.module)
+        model = worker.engine.module
+        if self.flat == "megatron":
+            assert len(model) == parts_of(case)
+            model = torch.nn.ModuleList(model)
         if is_flat and case.frozen_tower:  # verl's own engine does not read the key
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_("visual" not in name)
@@ -302,12 +310,15 @@ class Comparison:
 
     def folder_of(self, case: Case) -> Path:
         """Save the model of a case, once for all ranks."""
-        folder = self.root / case.family.replace(" ", "_") / ("tied" if case.tied else "untied")
+        num_parts = parts_of(case)
+        folder = self.root / f"{case.family.replace(' ', '_')}_{num_parts}" / ("tied" if case.tied else "untied")
         if dist.get_rank() == 0 and not folder.exists():
             # Ranks share the vocabulary out.
             size: dict[str, Any] = {"vocab_size": 64} if self.flat == "megatron" else {}
             if case.family == "qwen3 moe" and size:
                 size["mlp_only_layers"] = []  # its bridge knows mixtures in all layers
+            if num_parts > 1:
+                size["num_hidden_layers"] = 2 * num_parts
             model = tiny_model(case.family, size="engine", seed=5, tie_word_embeddings=case.tied, **size)
             model.save_pretrained(folder)
         dist.barrier()

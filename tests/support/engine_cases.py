@@ -317,6 +317,7 @@ ALONE: Settings = {"sequence_parallel": False, "use_distributed_optimizer": Fals
 TENSOR: Settings = ALONE | {"tensor_model_parallel_size": 2}
 SEQUENCE: Settings = TENSOR | {"sequence_parallel": True}
 STAGES: Settings = ALONE | {"pipeline_model_parallel_size": 2}
+VIRTUAL: Settings = STAGES | {"virtual_pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[tuple[int, int], Settings]] = {
     "TP 1": (ONE, ALONE),
     "DP 2": (TWO, ALONE),
@@ -325,6 +326,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int], Settings]] = {
     "TP 2": (TEAM, TENSOR),
     "TP 2, sequence parallel": (TEAM, SEQUENCE),
     "PP 2": (TEAM, STAGES),
+    "PP 2, virtual stages": (TEAM, VIRTUAL),
     "TP 2, PP 2": (FOUR, SEQUENCE | STAGES | {"sequence_parallel": True}),
 }
 """Ranks, and how many of them have the same rows; and what verl's config says of them."""
@@ -333,9 +335,9 @@ LAYOUTS: dict[str, tuple[tuple[int, int], Settings]] = {
 ON_MEGATRON = {
     "qwen3 token_mean": "TP 1; TP 2",
     "qwen3 kl_and_entropy": "DP 2, distributed optimizer; TP 2, sequence parallel; PP 2",
-    "qwen3 critic": "TP 2, sequence parallel; PP 2",
-    "qwen3 relay_every_token": "TP 2, sequence parallel; PP 2",
-    "qwen3 relay_joint": "PP 2",
+    "qwen3 critic": "TP 2, sequence parallel; PP 2, virtual stages",
+    "qwen3 relay_every_token": "TP 2, sequence parallel; PP 2; PP 2, virtual stages",
+    "qwen3 relay_joint": "PP 2, virtual stages",
     "qwen3 relay_idle_rank": "DP 2",
     "qwen3 session_weight_token_mean": "DP 2",
     "qwen3 temperature_per_row": "PP 2",
@@ -345,10 +347,11 @@ ON_MEGATRON = {
     "qwen3 moe idle_rank": "EP 2",
 }
 LONG_ON_MEGATRON = {
-    "qwen3 kl_and_entropy": "TP 1; TP 2; TP 2, PP 2",
+    "qwen3 kl_and_entropy": "TP 1; TP 2; PP 2, virtual stages; TP 2, PP 2",
     "qwen3 relay_every_token": "TP 2, PP 2",
     "qwen3 relay_ten_steps": "PP 2",
-    "qwen3 relay_joint": "TP 2",
+    "qwen3 relay_joint": "TP 2; PP 2",
+    "qwen3 critic": "PP 2",
     "qwen3 tied_embeddings": "TP 2",
     "qwen3 moe token_mean": "TP 1",
 }

@@ -38,12 +38,14 @@ class ModelCalls(ABC):
         features: Those of `verl_tree.clashes` that every run on it uses, each with its setting.
         has_schedule: Whether a pipeline's schedule runs its calls, which gets all of a mini-batch at once.
         has_outputs: Whether this rank has the scores of a call: all ranks, or those of a pipeline's last stage.
+        call_multiple: Of what the number of calls of a step must be a multiple.
         replay: The routers of its model, if `router_replay.mode` says so; the engine sets it when it builds the model.
     """
 
     features: ClassVar[Mapping[str, str]] = {}
     has_schedule = False
     has_outputs: bool
+    call_multiple = 1
     model_config: Any
     engine_config: EngineConfig
     module: Any
@@ -86,7 +88,7 @@ class ModelCalls(ABC):
     ) -> Tensor:
         """Run the model on one call and return its scores, (C, K); see `verl_tree.functional.relayed.call_scores`.
 
-        A rank without outputs returns what it hands on.
+        Without them (`makes_scores`) it returns what it hands on.
         """
 
     @abstractmethod
@@ -102,6 +104,11 @@ class ModelCalls(ABC):
         All of them in their order, and the backward of a `last` call before the next `last` call. All ranks have the
         same number of each. `is_last` says whether they exchange their gradients with the last call.
         """
+
+    @property
+    def makes_scores(self) -> bool:
+        """Whether the call that runs now makes scores; one of a pipeline's other stages hands on hidden states."""
+        return self.has_outputs
 
     @property
     def replica(self) -> dist.ProcessGroup | None:

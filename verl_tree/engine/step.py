@@ -219,9 +219,9 @@ class TreeEngine(ModelCalls):
             for number in range(run.num_last)
         ]
         # Collectives need the same calls from all ranks.
-        idle = partial(self._idle, data)
-        first += [idle] * (calls.num_first - len(first))
-        last += [idle] * (calls.num_last - len(last))
+        for mine, num_calls in ((first, calls.num_first), (last, calls.num_last)):
+            num_calls += -num_calls % self.call_multiple
+            mine += [partial(self._idle, data)] * (num_calls - len(mine))
         self.run(first, last, is_last=is_last)
         if mode == "forward" and self.has_outputs:
             for each, run in zip(rows, runs, strict=True):
@@ -256,14 +256,14 @@ class TreeEngine(ModelCalls):
             backend=self.tree_config.backend,
             store_on_host=self.tree_config.relay_store == "host",
             team=self.team,
-            has_outputs=self.has_outputs,
+            makes_scores=lambda: self.makes_scores,
         )
 
     def _idle(self, data: TensorDict) -> Tensor:
-        """Run the model on the smallest pack and return a loss of 0, or what a rank without outputs hands on."""
+        """Run the model on the smallest pack and return a loss of 0, or what it hands on."""
         layout = first_token_pack(int(jagged(tu.get(data, "input_ids"))[0][0]))
         made = self.score_pack(layout, calculate_entropy=_wants_entropy(data))
-        return made.sum() * 0.0 if self.has_outputs else made  # the pack has a score, so that its backward runs
+        return made.sum() * 0.0 if self.makes_scores else made  # the pack has a score, so that its backward runs
 
     def _record(
         self,

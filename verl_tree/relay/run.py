@@ -65,8 +65,9 @@ class RelayRun:
 
     The caller makes the calls one by one, because ranks have to make them in step, or because a pipeline's schedule
     asks for them. It runs what `last` returns backward before the next `last`. The ranks of a `team` make each call
-    together: all of them have all scores, and each stores the keys and values of its own heads. A rank without outputs
-    (an earlier stage of a pipeline) has no scores; `compute` returns what it hands on, and so do `first` and `last`.
+    together: all of them have all scores, and each stores the keys and values of its own heads. An earlier stage of a
+    pipeline makes no scores; `compute` returns what it hands on, and so do `first` and `last`. A rank may have several
+    stages, so each call asks `makes_scores`.
 
     Attributes:
         store: What the calls keep for later ones.
@@ -84,13 +85,13 @@ class RelayRun:
         backend: str = "auto",
         store_on_host: bool = False,
         team: dist.ProcessGroup | None = None,
-        has_outputs: bool = True,
+        makes_scores: Callable[[], bool] = lambda: True,
     ) -> None:
         is_whole = all(len(call.leaf_groups) <= 1 for call in calls.sections)
         assert is_whole or mode != "joint", "a loss that couples rows reads those of a section as one group"
         self._calls, self._compute = calls, compute
         self._device, self._backend, self._team = device, backend, team
-        self._has_outputs = has_outputs
+        self._makes_scores = makes_scores
         counts = NumCalls.of(mode, num_sections=len(calls.sections), num_spine_calls=len(calls.spine))
         self.num_first, self.num_last = counts
         self._is_joint = mode == "joint" and len(calls.sections) > 1
@@ -104,7 +105,7 @@ class RelayRun:
         """Run one forward pass without gradient and return its scores (C, K); `number` counts from 0."""
         call = self._first[number]
         made_CK = self._compute(call, self._plan(call, writes=True))
-        if self._has_outputs:
+        if self._makes_scores():
             self._keep_scores(made_CK, self._scored_tokens(call))
         return made_CK
 
@@ -113,12 +114,12 @@ class RelayRun:
 
         The loss is called if rows are complete here. The value of the scalar means nothing.
         """
-        if number == 0 and self._is_joint and self._has_outputs:
+        if number == 0 and self._is_joint and self._makes_scores():
             groups = [group for call in self._calls.sections for group in call.leaf_groups]
             self._add_gradients(np.sort(np.concatenate(groups)), loss)
         call = self._calls.sections[len(self._calls.sections) - 1 - number]
         made_CK = self._compute(call, self._plan(call, writes=False))
-        if not self._has_outputs:
+        if not self._makes_scores():
             return made_CK
         scored_K = self._scored_tokens(call)
         if not self._is_joint:

@@ -73,7 +73,6 @@ EXAMPLES = (
     (f"{ACTOR}.veomni.expert_parallel_size=2", VEOMNI, TWO_RANKS, CRITIC),
     (f"{MODEL}.lora_rank=8", MEGATRON, TWO_RANKS),
     (f"{MODEL}.lora.rank=8", MEGATRON, TWO_RANKS),
-    (f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2", MEGATRON),
     (f"{ACTOR}.megatron.context_parallel_size=2", MEGATRON, TWO_RANKS),
     (f"{ACTOR}.megatron.dynamic_context_parallel=true", MEGATRON),
     (f"{ACTOR}.megatron.use_megatron_fsdp=true", MEGATRON),

@@ -48,6 +48,7 @@ MODELS = {
     "heads_8_2": {"num_attention_heads": 8, "num_key_value_heads": 2},
     "heads_8": {"num_attention_heads": 8},
     "heads_6": {"text_config": {"num_attention_heads": 6}},
+    "layers_6": {"num_hidden_layers": 6},
     "heads_24_6": {"num_attention_heads": 24, "num_key_value_heads": 6},
     "heads_unknown": {"n_head": 3},  # another family, whose layers say so when they run
     **{

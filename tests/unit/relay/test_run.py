@@ -243,7 +243,7 @@ def test_a_rank_without_outputs_hands_on_what_it_makes_and_reads_no_loss(mode):
     def never(_scores_CT, _leaves):
         raise AssertionError("no loss is computed")
 
-    run = RelayRun(calls, hidden_states, mode=mode, device=CPU, has_outputs=False)
+    run = RelayRun(calls, hidden_states, mode=mode, device=CPU, makes_scores=lambda: False)
     handed_on = [run.first(number) for number in range(run.num_first)]
     handed_on += [run.last(number, never) for number in range(run.num_last)]
     assert len(made) == run.num_first + run.num_last > 2

@@ -160,8 +160,6 @@ def refuse(model: Any, engine: Any) -> None:
         clashes.MEGATRON: clashes.MEGATRON,
         "model.lora_rank": model.lora_rank > 0 and f"model.lora_rank={model.lora_rank}",
         "model.lora.rank": model.lora.get("rank", 0) > 0 and f"model.lora.rank={model.lora['rank']}",
-        "engine.virtual_pipeline_model_parallel_size!=null": engine.virtual_pipeline_model_parallel_size is not None
-        and f"megatron.virtual_pipeline_model_parallel_size={engine.virtual_pipeline_model_parallel_size}",
         "engine.context_parallel_size!=1": engine.context_parallel_size != 1
         and f"megatron.context_parallel_size={engine.context_parallel_size}",
         "engine.dynamic_context_parallel": engine.dynamic_context_parallel and "megatron.dynamic_context_parallel=True",

@@ -1,9 +1,9 @@
 """verl's Megatron engine on trees: the calls of a step are the micro-batches of Megatron's own schedules.
 
 A mini-batch is one step, and a step two of them: its first calls without gradient, then its last ones. 1F1B runs the
-backwards of a stage in the order of the micro-batches. So when the backward of a section begins, those of later
-sections have ended on this stage, and all that they hand up for its keys and values is there. What calls keep for each
-other stays on its stage.
+backwards of a stage in the order of the micro-batches, and so does its interleaved form, in which a rank has several
+stages. So when the backward of a section begins, those of later sections have ended on this stage, and all that they
+hand up for its keys and values is there. What calls keep for each other stays on its stage.
 
 Every rank of a replica (tensor and pipeline ranks) plans the same calls; those of a last stage have scores.
 """
@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor, nn
 from typing_extensions import override
+from verl.utils.megatron_utils import unwrap_model
 
 from verl_tree import clashes
 from verl_tree.engine.megatron.build import BuildForTrees
@@ -38,11 +39,27 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
     config_key = "megatron"
     features: ClassVar[Mapping[str, str]] = {clashes.MEGATRON: clashes.MEGATRON}
     has_schedule = True
+    _running: nn.Module
+    """The stage whose call runs; a rank has several if they are virtual."""
 
     @property
     @override
     def has_outputs(self) -> bool:  # type: ignore[override]
         return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+    @property
+    @override
+    def makes_scores(self) -> bool:
+        stage: Any = unwrap_model(self._running)
+        return stage.post_process
+
+    @property
+    @override
+    def call_multiple(self) -> int:  # type: ignore[override]
+        if parallel_state.get_virtual_pipeline_model_parallel_world_size() is None:
+            return 1
+        config: Any = self.tf_config
+        return config.microbatch_group_size_per_vp_stage
 
     @property
     @override
@@ -87,14 +104,13 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
         reading: LogitReading | None = None,
     ) -> Tensor:
         assert reading is None, "`verl_tree.clashes` has it with Megatron"
-        (chunk,) = self.module
-        hidden = call_hidden_states(chunk, call, layout, plan=plan)
-        if not self.has_outputs:
+        hidden = call_hidden_states(self._running, call, layout, plan=plan)
+        if not self.makes_scores:
             return hidden
         if self.head.scores_own_tokens:
-            return values_of(chunk, hidden, call)
+            return values_of(self._running, hidden, call)
         return log_probs_of(
-            chunk,
+            self._running,
             hidden,
             call,
             layout,
@@ -119,7 +135,8 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
     def _schedule(self, calls: Sequence[Callable[[], Tensor]], *, forward_only: bool) -> None:
         """Run calls as the micro-batches of one schedule."""
 
-        def step(left: Any, _chunk: nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Any]]]]:
+        def step(left: Any, stage: nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Any]]]]:
+            self._running = stage
             return next(left)(), loss
 
         def loss(made: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -130,7 +147,7 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
         if calls:
             get_forward_backward_func()(
                 forward_step_func=step,
-                data_iterator=iter(calls),
+                data_iterator=[iter(calls) for _ in self.module],
                 model=self.module,
                 num_microbatches=len(calls),
                 # The lengths of sections differ, so stages tell each other the shape.

@@ -76,15 +76,23 @@ def check_parts(config: DictConfig) -> Findings:
     """Find models whose layers or heads Megatron's ranks cannot share. A model that is not here is not looked into."""
     group = engines_of(config)[ACTOR]
     given = value_of(config, f"{group}.override_transformer_config") or {}
-    parts = {"num_attention_heads": "tensor_model_parallel_size", "num_key_value_heads": "tensor_model_parallel_size"}
+    tensor, pipeline, virtual = (
+        f"{group}.{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "virtual_pipeline")
+    )
+    parts = {"num_attention_heads": [tensor], "num_key_value_heads": [tensor]}
     if not any("pipeline" in name or "num_layers" in name for name in given if given[name] is not None):
-        parts["num_hidden_layers"] = "pipeline_model_parallel_size"
+        parts["num_hidden_layers"] = [pipeline, virtual]
+    if value_of(config, virtual) is not None and _of(config, pipeline) == 1:
+        yield refusal(
+            config, virtual, f"a pipeline of one rank has no virtual stages; set it to null, or set {pipeline}"
+        )
     for model in models_of(config):
         path = value_of(config, f"{model}.path")
-        for name, key in parts.items():
-            number, size = text_settings(path).get(name), _of(config, f"{group}.{key}")
-            if number and number % size:
-                yield refusal(config, f"{group}.{key}", f"{model}.path={path} has {name}={number}; give a divisor")
+        for name, keys in parts.items():
+            number = text_settings(path).get(name)
+            if number and number % prod(_of(config, key) for key in keys):
+                divides = f"{' times '.join(keys)} must divide"
+                yield refusal(config, keys[0], f"{model}.path={path} has {name}={number}, which {divides}")
 
 
 def check_heads(config: DictConfig) -> Findings:
