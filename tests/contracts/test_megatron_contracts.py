@@ -129,6 +129,7 @@ def test_positions_stand_for_a_length_and_heads_stand_behind_hidden_states() -> 
         if self.pre_process: return self.embedding.word_embeddings.weight ... return self.output_layer.weight
     core/tensor_parallel/mappings.py _CopyToModelParallelRegion.backward: return (_reduce(grad_output, ctx.group), None)
     core/tensor_parallel/mappings.py _ReduceFromModelParallelRegion.backward: return (grad_output, None)
+    core/tensor_parallel/mappings.py _GatherFromModelParallelRegion.backward: (_split_along_last_dim(grad_output,
     core/tensor_parallel/mappings.py: def copy_to_tensor_model_parallel_region(input_, ... _CopyToModelParallelRegion
         ... def reduce_from_tensor_model_parallel_region(input_, ... _ReduceFromModelParallelRegion
         ... def gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True,
@@ -159,6 +160,46 @@ def test_schedules_run_backwards_in_order_divide_the_loss_and_end_with_the_confi
         ... {add} ... {pop} ... {backward} ... range(num_warmup_microbatches): ... {pop} ... {backward} ... {end}
     mbridge/core/llm_bridge.py LLMBridge._model_provider: GPTModel(config=self.config,
     """)
+
+
+def test_virtual_stages_keep_the_order_of_backwards_and_want_calls_in_groups() -> None:
+    """Why relay needs nothing else there, and idle calls fill the last group; a stage tells by itself if it is last."""
+    expect(f"""
+    core/model_parallel_config.py: if self.microbatch_group_size_per_vp_stage is None:
+        self.microbatch_group_size_per_vp_stage = self.pipeline_model_parallel_size
+    {SCHEDULES} get_schedule_table: for min_microbatch_id_in_group in range(
+        ... schedule_table.extend( ... for model_chunk_id in range(num_model_chunks) for microbatch_id in range(
+    {SCHEDULES} forward_backward_pipelining_with_interleaving: final_microbatch_group_size = num_microbatches %
+        config.microbatch_group_size_per_vp_stage if 0 < final_microbatch_group_size < pipeline_parallel_size:
+        ... def backward_step_helper_preprocess( ... input_tensors[model_chunk_id].pop(0)
+        ... def backward_step_helper(virtual_microbatch_id ... get_model_chunk_id(virtual_microbatch_id, forward=False)
+        ... if config.overlap_moe_expert_parallel_comm and (not forward_only):
+    {SCHEDULES} forward_backward_pipelining_with_interleaving: data_iterator[model_chunk_id], model[model_chunk_id],
+    {GPT}.__init__: self.post_process = post_process
+    {SCHEDULES} forward_backward_no_pipelining: if isinstance(data_iterator, list): assert len(data_iterator) == 1
+    {SCHEDULES} forward_backward_pipelining_without_interleaving: if isinstance(data_iterator, list):
+        assert len(data_iterator) == 1
+    """)
+
+
+def test_a_router_stands_behind_the_attention_of_its_layer_and_asks_topk_once() -> None:
+    """Why attention says how a layer that is computed anew routes, and what an imposed route stands in for."""
+    expect("""
+    core/transformer/transformer_layer.py TransformerLayer.__init__: self.layer_number = layer_number +
+        get_transformer_layer_offset( ... self.mlp = build_module(
+    core/transformer/transformer_layer.py TransformerLayer.forward: self._forward_attention( ... self._forward_mlp(
+    core/transformer/moe/moe_layer.py MoELayer.__init__: self.router =
+    core/transformer/moe/moe_layer.py MoELayer.route: apply_module(self.router)(
+    core/transformer/moe/router.py TopKRouter.forward: (self, input: ... self.routing(logits
+    verl/utils/megatron/router_replay_patch.py _patched_topk_routing_with_score_function:
+        return torch.topk(scores, k=topk, dim=1) ... if router_replay is None: return _compute_topk(
+    verl/utils/megatron/router_replay_patch.py: enable_routing_replay
+    core/tensor_parallel/random.py: def _get_cuda_rng_state( ... def _set_cuda_rng_state( ... def _get_all_rng_states(
+    """)
+    fields = code("core/transformer/transformer_config.py", "TransformerConfig")
+    for name in ("num_moe_experts", "moe_router_topk", "moe_router_group_topk", "moe_router_fusion"):
+        assert f"{name}: " in fields
+    assert "recompute_modules: Optional[List[str]] = None" in fields
 
 
 def test_options_of_megatrons_config() -> None:

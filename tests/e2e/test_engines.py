@@ -1,12 +1,13 @@
 """The tree engines compute what verl's own compute: every family, on one to four ranks, in fp32, on gloo."""
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_cases import CASES_OF, RECURRENT, Case
+from engine_cases import CASES_OF, RECURRENT, SEQUENCE, VIRTUAL, Case
 from rank_scripts import run_script
 from tiny_models import IMAGES, TITLES
 
@@ -109,10 +110,28 @@ def test_two_right_answers_of_the_flat_engine_differ_as_much(
     assert 0.0 < errors["gradient"] < 5 * errors["flat_gradient"], errors
 
 
-@pytest.mark.parametrize("strategy", ["fsdp_tree", pytest.param("veomni_tree", marks=pytest.mark.long)])
-def test_a_team_records_and_imposes_routes(strategy: str, tmp_path: Path) -> None:
-    """Each rank has the routers of its own tokens; rows have the routes of all."""
-    errors = run_script("replay_cases.py", f"--strategy={strategy}", num_ranks=2, out=tmp_path / "errors.json")
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+"""Layers run again after those of later calls."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        pytest.param("fsdp_tree", {}, id="FSDP2"),
+        pytest.param("veomni_tree", {}, marks=pytest.mark.long, id="VeOmni"),
+        pytest.param("megatron_tree", VIRTUAL | {"override_transformer_config": RECOMPUTED}, id="Megatron, stages"),
+        pytest.param(
+            "megatron_tree",
+            SEQUENCE | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+            marks=pytest.mark.long,
+            id="Megatron, tokens and experts",
+        ),
+    ],
+)
+def test_two_ranks_record_and_impose_routes(strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Each rank has the routers of its own tokens, or of its own layers; rows have the routes of all."""
+    of_engine = (f"--strategy={strategy}", f"--engine-options={json.dumps(options)}")
+    errors = run_script("replay_cases.py", *of_engine, num_ranks=2, out=tmp_path / "errors.json")
     assert errors["other experts"] == 0
     assert errors["gradient"] < TOLERANCE
     assert errors["gradient of forks"] < TOLERANCE

@@ -117,7 +117,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def infer(worker: TreeTrainingWorker, batch: TensorDict) -> dict[str, Any]:
     """Compute scores without an update; only the first rank of a team has them."""
     batch = batch.clone()
-    tu.assign_non_tensor(batch, compute_loss=False, calculate_entropy=True)
+    tu.assign_non_tensor(batch, compute_loss=False, calculate_entropy=True, distillation_use_topk=False)
     outputs = worker.infer_batch(batch)
     if not worker.engine.is_mp_src_rank_with_outputs():
         return {}

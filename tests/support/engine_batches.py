@@ -86,7 +86,7 @@ def _of_text(case: Case, *, step: int, rank: int, world_size: int) -> TensorDict
         mask = (torch.rand(len(response), generator=generator) < (0.0 if is_padding else 0.75)).long()
         if response and not is_padding:
             mask[-1] = 1
-        return {
+        return taught_by_path(prompt + response, k=case.top_k) | {
             "prompts": torch.tensor(prompt),
             "responses": torch.tensor(response, dtype=torch.int64),
             "response_mask": mask,
@@ -113,6 +113,16 @@ def _of_text(case: Case, *, step: int, rank: int, world_size: int) -> TensorDict
     if case.tree.get("session_weight") == "session" and not case.planned:
         weigh_sessions(batch, sessions_of(batch), group=None)
     return batch
+
+
+def taught_by_path(tokens: list[int], *, k: int) -> Columns:
+    """Draw what a teacher says behind each token, which goes by the path up to it; nothing if k is 0."""
+    if not k:
+        return {}
+    paths = [tokens[: end + 1] for end in range(len(tokens))]
+    drawn = np.stack([np.random.default_rng([5, *path]).standard_normal(VOCAB_SIZE) for path in paths])
+    log_probs, ids = torch.from_numpy(drawn).float().log_softmax(-1).topk(k)
+    return {"teacher_logprobs": log_probs, "teacher_ids": ids}
 
 
 def _with_images(case: Case, *, step: int, rank: int, world_size: int) -> TensorDict:
@@ -182,4 +192,5 @@ def _batch_of(case: Case, rows: list[Columns], *, num_rows: int) -> TensorDict:
         max_token_len=case.capacity,
         global_batch_size=num_rows,
         calculate_entropy=case.actor.get("entropy_coeff", 0.0) != 0.0,
+        distillation_use_topk=case.top_k > 0,
     )

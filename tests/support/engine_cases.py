@@ -10,7 +10,14 @@ from typing import Any
 
 from tiny_models import IMAGES
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
-from verl.workers.config import FSDPActorConfig, FSDPCriticConfig
+from verl.trainer.distillation import distillation_ppo_loss
+from verl.workers.config import (
+    DistillationConfig,
+    DistillationLossConfig,
+    FSDPActorConfig,
+    FSDPCriticConfig,
+    McoreActorConfig,
+)
 from verl.workers.utils.losses import ppo_loss, value_loss
 
 ONE, TWO, TEAM, TEAMS, FOUR = (1, 1), (2, 1), (2, 2), (4, 2), (4, 4)
@@ -39,6 +46,7 @@ class Case:
     rows: str = "deep"
     capacity: int = 96
     temperature_per_row: bool = False
+    top_k: int = 0  # Ids of a teacher for each token, from which the policy is distilled, too
     corrected: bool = False
     num_steps: int = 1
     lr: float = 0.5
@@ -73,6 +81,12 @@ def make_loss(case: Case) -> Any:
         config = FSDPCriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, rollout_n=1, **case.actor)
         return partial(value_loss, config=config)
     config = FSDPActorConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, rollout_n=1, **case.actor)
+    if case.top_k:
+        loss = DistillationLossConfig(loss_mode="forward_kl_topk", topk=case.top_k, use_policy_gradient=False)
+        if "use_distributed_optimizer" in case.engine:  # verl asks the strategy who has parts of the vocabulary
+            config = McoreActorConfig(strategy="megatron", ppo_micro_batch_size_per_gpu=1, rollout_n=1, **case.actor)
+        distillation = DistillationConfig(distillation_loss=loss)
+        return partial(distillation_ppo_loss, config=config, distillation_config=distillation)
     return partial(ppo_loss if case.is_known_loss else custom_loss, config=config)
 
 
@@ -121,6 +135,7 @@ QWEN3 = (
     Case("packing_heuristic", (), (TWO,), tree={"packing": "heuristic", "relay": "never"}, capacity=37),
     Case("packing_exact", (), (TWO,), tree={"packing": "exact", "relay": "never"}, capacity=41),
     Case("prompts_only", tree={"sharing": "prompt"}, rows="duplicates", capacity=24),
+    Case("top_k", (TWO,), top_k=3, tree={"logits_chunk_size": 3}),
     Case("small_chunks", (), (TWO, TEAM), tree={"logits_chunk_size": 3}, actor=ENTROPY),
     Case("temperature_per_row", (TWO, TEAM), temperature_per_row=True, actor=ENTROPY),
     Case("shared_tokens_once", (TWO,), (ONE,), tree={"shared_tokens": "once"}, **OTHER),
@@ -331,13 +346,13 @@ LAYOUTS: dict[str, tuple[tuple[int, int], Settings]] = {
 }
 """Ranks, and how many of them have the same rows; and what verl's config says of them."""
 
-
 ON_MEGATRON = {
     "qwen3 token_mean": "TP 1; TP 2",
     "qwen3 kl_and_entropy": "DP 2, distributed optimizer; TP 2, sequence parallel; PP 2",
     "qwen3 critic": "TP 2, sequence parallel; PP 2, virtual stages",
     "qwen3 relay_every_token": "TP 2, sequence parallel; PP 2; PP 2, virtual stages",
     "qwen3 relay_joint": "PP 2, virtual stages",
+    "qwen3 top_k": "TP 2, sequence parallel",
     "qwen3 relay_idle_rank": "DP 2",
     "qwen3 session_weight_token_mean": "DP 2",
     "qwen3 temperature_per_row": "PP 2",

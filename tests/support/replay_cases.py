@@ -22,6 +22,7 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from verl.utils import tensordict_utils as tu
+from verl.workers.config import McoreOptimizerConfig
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform and the engines)
 from verl_tree.config import TREE_STRATEGY
@@ -32,6 +33,10 @@ from verl_tree.trainer.worker import TreeTrainingWorker
 PROMPTS = [[5, 6, 7], [5, 6, 7], [5, 6, 7], [5, 6, 7], [9, 10]]
 RESPONSES = [[8, 9, 10, 11], [8, 9, 12], [8, 14, 15, 16, 17], [8, 9], [20, 21, 22]]
 NUM_LAYERS, NUM_EXPERTS = 3, 8
+ON_MEGATRON = {"vocab_size": 64, "num_hidden_layers": 4, "mlp_only_layers": []}
+"""What its bridge and its stages take: experts in all layers."""
+SGD_RATE = 100.0
+"""So that a step is larger than the rounding of the weights."""
 NUM_TOKENS = [len(prompt) + len(response) for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
 
 
@@ -53,15 +58,15 @@ def batch(routes: Sequence[Tensor] | None = None, *, max_token_len: int = 64) ->
     return data
 
 
-def drawn_routes(*, seed: int) -> list[Tensor]:
-    """Draw two experts for each token and layer, the same ones for a token that rows share; layer 0 has none."""
+def drawn_routes(*, seed: int, num_layers: int = NUM_LAYERS) -> list[Tensor]:
+    """Draw two experts for each token and layer, the same ones for a token that rows share; none for layer 0."""
     rows = []
     for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
         tokens = prompt + response
-        routes = torch.zeros(len(tokens), NUM_LAYERS, 2, dtype=torch.int16)
+        routes = torch.zeros(len(tokens), num_layers, 2, dtype=torch.int16)
         for end in range(len(tokens)):
             generator = np.random.default_rng([seed, *tokens[: end + 1]])
-            for layer in range(1, NUM_LAYERS):
+            for layer in range(1, num_layers):
                 routes[end, layer] = torch.from_numpy(generator.choice(NUM_EXPERTS, size=2, replace=False))
         rows.append(routes)
     return rows
@@ -99,7 +104,7 @@ def routed(model: nn.Module, routes_LNk: Tensor, chosen: dict[int, Tensor]) -> I
     handles = [
         block.mlp.gate.register_forward_hook(hook_of(layer))
         for layer, block in enumerate(model.model.layers)
-        if layer > 0
+        if hasattr(block.mlp, "gate")
     ]
     try:
         yield
@@ -120,17 +125,16 @@ def oracle(folder: str, routes: Sequence[Tensor]) -> tuple[list[Tensor], list[Te
         mine = scores.gather(-1, tokens[0, 1:, None]).squeeze(-1)[-len(response) :]
         loss = loss + (mine * data["advantages"][row]).sum()
         log_probs.append(mine.detach())
-        taken.append(
-            torch.stack([chosen.get(layer, tokens.new_zeros(tokens.shape[1], 2)) for layer in range(NUM_LAYERS)], 1)
-        )
+        none = tokens.new_zeros(tokens.shape[1], 2)
+        taken.append(torch.stack([chosen.get(layer, none) for layer in range(routes[row].shape[1])], 1))
     loss.backward()
     return log_probs, taken, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def save_mixtures(folder: Path) -> tuple[str, str]:
+def save_mixtures(folder: Path, **settings: Any) -> tuple[str, str]:
     """Save two random Qwen3-MoEs of one shape, of three layers whose first has no experts; return their folders."""
     for seed, name in enumerate(("before", "after")):
-        model = tiny_model("qwen3 moe", size="engine", seed=seed, num_hidden_layers=NUM_LAYERS)
+        model = tiny_model("qwen3 moe", size="engine", seed=seed, **({"num_hidden_layers": NUM_LAYERS} | settings))
         model.save_pretrained(folder / name)
     return str(folder / "before"), str(folder / "after")
 
@@ -146,6 +150,30 @@ def gradients_of(worker: TreeTrainingWorker, data: TensorDict) -> dict[str, Tens
             for name, p in engine.module.named_parameters()
             if p.grad is not None
         }
+
+
+def gradients_by_a_step(worker: TreeTrainingWorker, data: TensorDict) -> dict[str, Tensor]:
+    """Return the gradients of an update, by the names of transformers: what a step of SGD takes off the weights."""
+    engine = worker.engine
+    before = {name: weight.clone() for name, weight in engine.bridge.export_weights(engine.module)}
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(data, weighted_log_probs, forward_only=False)
+        engine.optimizer_step()
+    after = dict(engine.bridge.export_weights(engine.module))
+    return with_experts_together({name: (weight - after[name]) / SGD_RATE for name, weight in before.items()})
+
+
+def with_experts_together(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return gradients by the names of transformers, which has the weights of all experts of a layer in one."""
+    found = {name: gradient for name, gradient in gradients.items() if ".experts." not in name}
+    for layer in {name.partition(".experts.")[0] for name in gradients.keys() - found.keys()}:
+        gate, up, down = (
+            torch.stack([gradients[f"{layer}.experts.{number}.{part}_proj.weight"] for number in range(NUM_EXPERTS)])
+            for part in ("gate", "up", "down")
+        )
+        found |= {f"{layer}.experts.gate_up_proj": torch.cat((gate, up), 1), f"{layer}.experts.down_proj": down}
+    return found
 
 
 def recorded(worker: TreeTrainingWorker, data: TensorDict) -> Any:
@@ -164,38 +192,52 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--strategy", default=TREE_STRATEGY)
+    parser.add_argument("--engine-options", type=json.loads, default={}, help="fields of verl's config of it")
     arguments = parser.parse_args()
     out, strategy = arguments.out, arguments.strategy
     root = join_ranks()
     if strategy != TREE_STRATEGY:
-        other_engines.load("veomni")
+        other_engines.load(strategy.removesuffix("_tree"))
+    settings: dict[str, Any] = ON_MEGATRON if strategy == "megatron_tree" else {}
     if dist.get_rank() == 0:
-        save_mixtures(root)
+        save_mixtures(root, **settings)
     dist.barrier()
-    folder, routes = str(root / "before"), drawn_routes(seed=4)
+    folder, num_layers = str(root / "before"), settings.get("num_hidden_layers", NUM_LAYERS)
+    routes, others = (drawn_routes(seed=seed, num_layers=num_layers) for seed in (4, 5))
+    # Small enough on Megatron that several calls are on their way through its stages at a time.
+    gradients, max_token_len = (gradients_by_a_step, 7) if settings else (gradients_of, 64)
+    sgd = {"optimizer": "sgd", "override_optimizer_config": {"sgd_momentum": 0.0}, "weight_decay": 0.0}
     workers = [
         local_worker(
             folder,
             strategy=strategy,
-            max_token_len=64,
+            max_token_len=max_token_len,
             sequence_parallel_size=dist.get_world_size(),
             router_replay=mode,
             tree_options={"route_conflicts": conflicts},
+            engine_options=arguments.engine_options,
+            optimizer=McoreOptimizerConfig(lr=SGD_RATE, clip_grad=1e9, total_training_steps=10, **sgd)
+            if settings
+            else None,
         )
         for mode, conflicts in (("R2", "first"), ("R3", "first"), ("R3", "fork"))
     ]
-    scores = recorded(workers[0], batch())
-    found = gradients_of(workers[1], batch(routes))
-    differing = [routes[0], drawn_routes(seed=5)[1], *routes[2:]]
-    of_forks = gradients_of(workers[2], batch(differing))
+    # A pipeline's last stage has them, elsewhere the first rank.
+    told: list[Any] = [None] * dist.get_world_size()
+    scores = recorded(workers[0], batch(max_token_len=max_token_len))
+    dist.all_gather_object(told, None if scores is None else scores.get("routed_experts", None))
+    routes_taken = next(each for each in told if each is not None)
+    found = gradients(workers[1], batch(routes, max_token_len=max_token_len))
+    differing = [routes[0], others[1], *routes[2:]]
+    of_forks = gradients(workers[2], batch(differing, max_token_len=max_token_len))
     if dist.get_rank() == 0:
         _, taken, _ = oracle(folder, [torch.zeros_like(each) for each in routes])
         _, _, wanted = oracle(folder, routes)
         _, _, wanted_of_forks = oracle(folder, differing)
-        pairs = zip(scores["routed_experts"].unbind(), taken, strict=True)
-        others = sum(int((here.sort(-1).values != there.sort(-1).values).sum()) for here, there in pairs)
+        pairs = zip(routes_taken.unbind(), taken, strict=True)
+        num_others = sum(int((here.sort(-1).values != there.sort(-1).values).sum()) for here, there in pairs)
         errors = {"gradient": worst_error(found, wanted), "gradient of forks": worst_error(of_forks, wanted_of_forks)}
-        out.write_text(json.dumps({"other experts": others, **errors}))
+        out.write_text(json.dumps({"other experts": num_others, **errors}))
 
 
 if __name__ == "__main__":

@@ -214,6 +214,8 @@ def prepare() -> None:
     # The generators of a GPU; nothing draws from them, but a checkpoint without any would be refused.
     tracker.fork = lambda *_: nullcontext()
     tracker.add = lambda self, name, seed: self.states_.update({name: seed})
+    generators: Any = random
+    generators._get_cuda_rng_state, generators._set_cuda_rng_state = (lambda **_: None), (lambda *_, **_options: None)
     moe: Any = moe_utils
     moe.te_general_gemm = None
     # Numbers of tokens are exchanged as lists, and what is on the host already would stay a tensor.

@@ -7,8 +7,8 @@ Legend: C kinds of scores, K scores of a model call.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,14 +35,12 @@ class ModelCalls(ABC):
 
     Attributes:
         head: What it scores.
-        features: Those of `verl_tree.clashes` that every run on it uses, each with its setting.
         has_schedule: Whether a pipeline's schedule runs its calls, which gets all of a mini-batch at once.
         has_outputs: Whether this rank has the scores of a call: all ranks, or those of a pipeline's last stage.
         call_multiple: Of what the number of calls of a step must be a multiple.
         replay: The routers of its model, if `router_replay.mode` says so; the engine sets it when it builds the model.
     """
 
-    features: ClassVar[Mapping[str, str]] = {}
     has_schedule = False
     has_outputs: bool
     call_multiple = 1
@@ -113,6 +111,11 @@ class ModelCalls(ABC):
     @property
     def replica(self) -> dist.ProcessGroup | None:
         """The ranks that have the same rows, and so must cut them in the same way; None for a rank alone."""
+        return self.team
+
+    @property
+    def route_group(self) -> dist.ProcessGroup | None:
+        """The ranks of a replica among which the routers of a call are, or its tokens; None for a rank alone."""
         return self.team
 
     @property

@@ -118,11 +118,11 @@ class TreeEngine(ModelCalls):
             if self._routes is not None:
                 counts += self._routes.counts
             self._record(cost, ranks, clock=clock, predicted_s=predicted_s, counts=counts)
+        routes = {} if self._routes is None else self._routes.outputs(group=self.route_group, device=device_of_rank())
         if not self.has_outputs:
             return {}
         outputs = result.as_verl()
-        if self._routes is not None:
-            outputs["model_output"] |= self._routes.outputs(team=self.team, device=device_of_rank())
+        outputs["model_output"] |= routes
         return outputs
 
     def _start_routes(self, data: TensorDict, *, forward_only: bool) -> MiniBatchRoutes | None:
@@ -146,7 +146,7 @@ class TreeEngine(ModelCalls):
                 clashes.TOP_K: "distillation.distillation_loss.loss_mode=forward_kl_topk",
                 clashes.ULYSSES: self.team is not None and f"ulysses_sequence_parallel_size={self.team_size}",
             }
-            clashes.refuse({**self.features, **used})
+            clashes.refuse(used)
         return reading
 
     def _announce_denominators(self, data: TensorDict) -> None:

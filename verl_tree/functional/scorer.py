@@ -143,8 +143,12 @@ class Scorer:
             logits_PV = logits_PV / temperature_P
         kinds_CK = [each.unsqueeze(0) for each in self._kinds(logits_PV, row_K, label_K)]
         if self.reading is not None:
-            kinds_CK.append(self.reading(logits_PV, position_P)[:, row_K].to(kinds_CK[0].dtype))
+            kinds_CK.append(self.reading(self._whole(logits_PV), position_P)[:, row_K].to(kinds_CK[0].dtype))
         return torch.cat(kinds_CK) if len(kinds_CK) > 1 else kinds_CK[0]
+
+    def _whole(self, logits_PV: Tensor) -> Tensor:
+        """Return the logits of the whole vocabulary, which a reading wants."""
+        return logits_PV
 
     def _kinds(self, logits_PV: Tensor, row_K: Tensor, label_K: Tensor) -> list[Tensor]:
         """Return the log-probs of the pairs and, if asked for, their entropies, (K,) each."""

@@ -167,7 +167,7 @@ def test_random_forests_with_random_conflicts_are_exact_in_float64(seed: int) ->
     trained = [each & (rng.random(len(each)) < 1 / 3) for each in trained]
     trained[0][1:] = True  # A forest has a row that is read
     model = tiny_model("qwen3 moe")
-    replay = RouterReplay(model)
+    replay = RouterReplay.of_model(model)
     column = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
     input_ids = torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
     replayed = MiniBatchRoutes(replay, column, input_ids=input_ids, records=False)

@@ -188,7 +188,7 @@ def test_routers_with_groups_of_experts_are_refused_by_name():
     settings = TINY_SETTINGS | {"pad_token_id": 0, "num_hidden_layers": 1, "mlp_layer_types": ["sparse"]}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16}
     model = AutoModelForCausalLM.from_config(ExaoneMoeConfig(**settings, **experts, sliding_window=4))
-    RouterReplay(model)
+    RouterReplay.of_model(model)
     with pytest.raises(ValueError, match=r"a router of ExaoneMoeForCausalLM calls torch\.topk 3 times"):
         model(input_ids=torch.tensor([[1, 2]]))
 
@@ -197,7 +197,7 @@ def test_routers_for_one_expert_are_refused_by_name():
     """Zeros would say both expert 0 and that the route is not known."""
     model = tiny_model("qwen3 moe")
     model.model.layers[1].mlp.gate.top_k = 1
-    RouterReplay(model)
+    RouterReplay.of_model(model)
     with pytest.raises(ValueError, match=r"a router of Qwen3MoeForCausalLM calls torch\.topk 1 times, at last for 1"):
         model(input_ids=torch.tensor([[1, 2]]))
 
@@ -242,7 +242,7 @@ def test_gpt_oss_takes_routes_too(record_property: Callable[[str, object], None]
             for hook in hooks:
                 hook.remove()
         wanted = gradients(model, sum((each * each.detach()).sum() for each in want))
-        replay = RouterReplay(model)
+        replay = RouterReplay.of_model(model)
         replay.begin(torch.from_numpy(routes))
         got = tree_log_probs(model, rows).log_probs
         replay.check()

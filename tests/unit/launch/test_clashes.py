@@ -76,8 +76,6 @@ EXAMPLES = (
     (f"{ACTOR}.megatron.context_parallel_size=2", MEGATRON, TWO_RANKS),
     (f"{ACTOR}.megatron.dynamic_context_parallel=true", MEGATRON),
     (f"{ACTOR}.megatron.use_megatron_fsdp=true", MEGATRON),
-    (f"{ACTOR}.megatron.router_replay.mode=R2", MEGATRON),
-    (f"{TOP_K}=forward_kl_topk", DISTILS, MEGATRON),
     (AUTO, MEGATRON, "tree.memory_gib=4"),
     (POLICY["IMAGES"], MEGATRON),
     ("actor_rollout_ref.model.tiled_mlp.enabled=true", MEGATRON),

@@ -50,7 +50,7 @@ class FSDP2Calls(EngineOfVerl):
     def watch_routers(self, model: PreTrainedModel) -> None:
         """Find the routers of the model, if the config wants them recorded or imposed."""
         if self.engine_config.router_replay.mode != "disabled":
-            self.replay = RouterReplay(model)
+            self.replay = RouterReplay.of_model(model)
 
     @property
     @override

@@ -22,14 +22,18 @@ _OF_NOTHING = {AggregationType.MIN: inf, AggregationType.MAX: -inf}
 def loss_of_any_rows(
     loss_function: LossFunction,
     *,
-    model_output: dict[str, Tensor],
     data: TensorDict,
+    model_output: dict[str, Tensor] | None = None,
     dp_group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, dict[str, Any]]:
+    **of_logits: Any,
+) -> Any:
     """Compute a loss of verl, which is 0 where no token is trained.
 
-    Sums and means are 0 there, too, a minimum is inf and a maximum -inf, so that other ranks decide.
+    Sums and means are 0 there, too, a minimum is inf and a maximum -inf, so that other ranks decide. What verl's flat
+    engines let it compute of their logits (top-k distillation) is computed as ever.
     """
+    if of_logits:
+        return loss_function(data=data, **of_logits)
     mask, offsets = jagged(data["response_mask"])
     if mask.any():
         return loss_function(model_output=model_output, data=data, dp_group=dp_group)

@@ -21,6 +21,8 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 from verl_tree import clashes
 from verl_tree.attention.layer import layer_attention
 from verl_tree.engine.fsdp.build import features
+from verl_tree.engine.megatron.routes import StageRouters
+from verl_tree.engine.routes.router_replay import RouterReplay
 from verl_tree.tree.plan import AttentionPlan
 
 ANOTHER = "give another model, or take another engine"
@@ -36,6 +38,8 @@ class TreeParams(PackedSeqParams):
     plan: AttentionPlan | None = None
     position_S: Tensor | None = None
     num_positions: int = 0
+    replay: RouterReplay | None = None
+    routes_LNk: Tensor | None = None
 
 
 class TreeAttention(nn.Module):
@@ -57,8 +61,11 @@ class TreeAttention(nn.Module):
         **_read_by_others: Any,
     ) -> Tensor:
         """Attend, (S, 1, Hq, D) and twice (S, 1, Hkv, D) to (S, 1, Hq * D); padding behind the Q tokens gives 0."""
-        plan = packed_seq_params.plan
+        plan, replay = packed_seq_params.plan, packed_seq_params.replay
         assert plan is not None, "a call of the tree engine has a plan"
+        if replay is not None:
+            # When a layer is computed anew, other calls have run since. Its router comes after its attention.
+            replay.imposed_LNk = packed_seq_params.routes_LNk
         q_QHD, k_QHD, v_QHD = (each[: plan.num_queries, 0] for each in (query, key, value))
         out_QHD = layer_attention(self, q_QHD, k_QHD, v_QHD, plan, scale=self._scale)
         out = query.new_zeros(len(query), 1, out_QHD[0].numel())
@@ -147,6 +154,8 @@ class BuildForTrees(BuildOnAnyDevice):
             model.rotary_pos_emb = TreePositions(model.rotary_pos_emb)
             for layer in model.decoder.layers:
                 layer.self_attention.core_attention = TreeAttention(config.softmax_scale)
+        if self.engine_config.router_replay.mode in ("R2", "R3"):
+            self.replay = StageRouters(chunks, config)
         return cast("list[nn.Module]", chunks)
 
 
@@ -164,8 +173,6 @@ def refuse(model: Any, engine: Any) -> None:
         and f"megatron.context_parallel_size={engine.context_parallel_size}",
         "engine.dynamic_context_parallel": engine.dynamic_context_parallel and "megatron.dynamic_context_parallel=True",
         "engine.use_megatron_fsdp": engine.use_megatron_fsdp and "megatron.use_megatron_fsdp=True",
-        "engine.router_replay.mode=R2,R3": engine.router_replay.mode in ("R2", "R3")
-        and f"megatron.router_replay.mode={engine.router_replay.mode}",
         clashes.TILES: model.tiled_mlp["enabled"] and "model.tiled_mlp.enabled=True",
         clashes.OFFLOAD: model.enable_activation_offload and "model.enable_activation_offload=True",
     }
@@ -186,6 +193,8 @@ def refuse_layers(config: Any) -> None:
         "experimental_attention_variant": config.experimental_attention_variant,
         "attention_dropout": config.attention_dropout,
         "hidden_dropout": config.hidden_dropout,
+        # Its schedule runs layers by itself, not the calls that it is given.
+        "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
     }
     wrong = [f"{name}={getattr(config, name)}" for name, is_used in found.items() if is_used]
     if wrong:

@@ -8,8 +8,8 @@ hand up for its keys and values is there. What calls keep for each other stays o
 Every rank of a replica (tensor and pipeline ranks) plans the same calls; those of a last stage have scores.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 from verl.utils.megatron_utils import unwrap_model
 
-from verl_tree import clashes
 from verl_tree.engine.megatron.build import BuildForTrees
 from verl_tree.engine.megatron.scores import call_hidden_states, log_probs_of, values_of
 from verl_tree.engine.of_verl import EngineOfVerl
@@ -37,7 +36,6 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
 
     config_class = TreeMegatronEngineConfig
     config_key = "megatron"
-    features: ClassVar[Mapping[str, str]] = {clashes.MEGATRON: clashes.MEGATRON}
     has_schedule = True
     _running: nn.Module
     """The stage whose call runs; a rank has several if they are virtual."""
@@ -78,6 +76,11 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
 
     @property
     @override
+    def route_group(self) -> dist.ProcessGroup:
+        return cast("dist.ProcessGroup", parallel_state.get_pipeline_model_parallel_group())
+
+    @property
+    @override
     def model(self) -> nn.Module:
         return nn.ModuleList(self.module)
 
@@ -103,8 +106,7 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
         calculate_entropy: bool,
         reading: LogitReading | None = None,
     ) -> Tensor:
-        assert reading is None, "`verl_tree.clashes` has it with Megatron"
-        hidden = call_hidden_states(self._running, call, layout, plan=plan)
+        hidden = call_hidden_states(self._running, call, layout, plan=plan, replay=self.replay)
         if not self.makes_scores:
             return hidden
         if self.head.scores_own_tokens:
@@ -116,6 +118,7 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
             layout,
             temperature=temperature,
             calculate_entropy=calculate_entropy,
+            reading=reading,
             chunk_size=self.tree_config.logits_chunk_size,
         )
 

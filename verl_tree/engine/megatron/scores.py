@@ -1,7 +1,7 @@
 """A model call on Megatron: the hidden states of its tokens, then scores from vocabulary-parallel logits.
 
 A rank of the last stage has part of the vocabulary. Its logits are made where a loss reads them, some positions at a
-time, and never sent.
+time. They are sent to no other rank unless a loss reads the largest of the whole vocabulary (top-k distillation).
 
 Legend: S tokens of a call with padding, Q without, P positions, K (position, label) pairs, V the vocabulary of this
 rank, C kinds of scores, N hidden size.
@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
 from torch import Tensor
@@ -26,14 +27,22 @@ from verl.utils.megatron_utils import unwrap_model
 
 from verl_tree.engine.fsdp.build import as_verl_expects
 from verl_tree.engine.megatron.build import TreeParams
-from verl_tree.functional.scorer import ScoredPairs, Scorer
+from verl_tree.engine.routes.router_replay import RouterReplay
+from verl_tree.functional.scorer import LogitReading, ScoredPairs, Scorer
 from verl_tree.relay.calls import RelayCall
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.transfer import to_device
 
 
-def call_hidden_states(chunk: torch.nn.Module, call: RelayCall, layout: TreeLayout, *, plan: AttentionPlan) -> Tensor:
+def call_hidden_states(
+    chunk: torch.nn.Module,
+    call: RelayCall,
+    layout: TreeLayout,
+    *,
+    plan: AttentionPlan,
+    replay: RouterReplay | None,
+) -> Tensor:
     """Run this stage of the model on one call; (S, 1, N), or this rank's part of S with `sequence_parallel`."""
     model: Any = unwrap_model(chunk)
     host, device = layout.on_host, plan.subtree_end_T.device
@@ -42,7 +51,11 @@ def call_hidden_states(chunk: torch.nn.Module, call: RelayCall, layout: TreeLayo
     padded = [F.pad(each[token_Q], (0, -len(token_Q) % size)) for each in (host.token_ids_T, host.position_T)]
     token_ids_S, position_S = to_device(tuple(padded), device)
     num_positions = int(padded[1].max()) + 1  # on the host
-    params = TreeParams(plan=plan, position_S=position_S, num_positions=num_positions)
+    params = TreeParams(plan=plan, position_S=position_S, num_positions=num_positions, replay=replay)
+    if replay is not None and replay.imposed_LNk is not None:
+        # Padding has routes of zeros: it is routed as ever.
+        routes_SNk = F.pad(replay.imposed_LNk, (0, 0, 0, 0, 0, len(position_S) - len(token_Q)))
+        params.routes_LNk = routes_SNk.chunk(size)[parallel_state.get_tensor_model_parallel_rank() if size > 1 else 0]
     # Else a last stage makes the logits of all positions.
     with as_verl_expects(model, post_process=False):
         return chunk(token_ids_S[None], position_S[None], None, packed_seq_params=params)
@@ -56,9 +69,10 @@ def log_probs_of(
     *,
     temperature: float | Tensor,
     calculate_entropy: bool,
+    reading: LogitReading | None,
     chunk_size: int,
 ) -> Tensor:
-    """Return the log-probs of what the call scores and maybe entropies, (C, K), on each rank of a last stage."""
+    """Return the log-probs of what the call scores and maybe more kinds, (C, K), on each rank of a last stage."""
     model: Any = unwrap_model(chunk)
     device = hidden_S1N.device
     scorer_K, scored_K = torch.from_numpy(call.scorer_K), torch.from_numpy(call.scored_K)
@@ -77,6 +91,7 @@ def log_probs_of(
         temperature_P=temperature,
         calculate_entropy=calculate_entropy,
         chunk_size=chunk_size,
+        reading=None if reading is None else reading.of_call(torch.from_numpy(call.token_Q), device=device),
     )
     rows = hidden[on_device[0]].to(weight.dtype)
     return scorer.score(rows[None], project=partial(F.linear, weight=weight))
@@ -100,6 +115,10 @@ def _whole(hidden: Tensor, config: Any) -> Tensor:
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabularyParallelScorer(Scorer):
     """A scorer whose logits are those of this rank's part of the vocabulary; each rank has all scores."""
+
+    @override
+    def _whole(self, logits_PV: Tensor) -> Tensor:
+        return gather_from_tensor_model_parallel_region(logits_PV)
 
     @override
     def _kinds(self, logits_PV: Tensor, row_K: Tensor, label_K: Tensor) -> list[Tensor]:

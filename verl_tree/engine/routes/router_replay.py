@@ -15,7 +15,7 @@ rank, padding included; N layers of the model, k experts of a token, E experts.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -47,49 +47,65 @@ class RouterReplay:
     Attributes:
         num_layers: Layers of the model, with routers or without: N.
         top_k: Experts of a token; 0 before the first model call.
+        imposed_LNk: How the model call routes that runs now (int16); None: as ever. An engine that runs other calls
+            before the backward of one sets it again where layers are computed anew.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, *parts: Mapping[int, nn.Module], num_layers: int, name: str, top_k: int = 0) -> None:
+        """Watch the routers of a model, by layer; a call runs those of one part."""
+        self._name, self.num_layers, self.top_k = name, num_layers, top_k
+        self.imposed_LNk: Tensor | None = None
+        self._records = False
+        self._parts = [set(part) for part in parts]
+        self._ran: dict[int, Tensor | None] = {}  # The layers that ran, with routes (L, k) while recording
+        for part in parts:
+            for layer, router in part.items():
+                # FSDP and gradient checkpoints wrap the layers, and these call the router.
+                router.forward = partial(self._route, router.forward, layer)
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel) -> Self:
         """Find the routers of a model that nothing wraps.
 
         Raises:
             ValueError: transformers names no router of the model, or a layer has several.
         """
-        self._name = type(model).__name__
-        self.num_layers: int = model.config.get_text_config(decoder=True).num_hidden_layers
-        self.top_k = 0
-        self._imposed_LNk: Tensor | None = None
-        self._records = False
-        self._routers = routers_of(model)
-        self._ran: dict[int, Tensor | None] = {}  # The layers that ran, with routes (L, k) while recording
-        for layer, router in self._routers.items():
-            # FSDP and gradient checkpoints wrap the layers, and these call the router.
-            router.forward = partial(self._route, router.forward, layer)
+        num_layers: int = model.config.get_text_config(decoder=True).num_hidden_layers
+        return cls(routers_of(model), num_layers=num_layers, name=type(model).__name__)
 
     def begin(self, routes_LNk: Tensor | None = None, *, records: bool = False) -> None:
         """Say how the next model call routes, and its backward pass: as ever, or as the routes say (int16)."""
-        self._imposed_LNk, self._records = routes_LNk, records
+        self.imposed_LNk, self._records = routes_LNk, records
         self._ran.clear()
 
     def check(self) -> None:
-        """Refuse a model whose call did not run all routers, for then routes were lost."""
-        if self._ran.keys() != self._routers.keys():
+        """Refuse a model whose call did not run all routers of a part, for then routes were lost."""
+        if set(self._ran) not in self._parts:
             raise ValueError(
-                f"{len(self._ran)} of {len(self._routers)} routers of {self._name} ran: its layers do not call "
+                f"{len(self._ran)} of {sum(map(len, self._parts))} routers of {self._name} ran: its layers do not call "
                 "them, so routes cannot be replayed; set router_replay.mode=disabled"
             )
 
-    def recorded_LNk(self) -> Tensor:
-        """Return the routes of the last model call, (L, N, k) int16 on the host, zeros in layers without a router."""
+    def recorded_LNk(self) -> Tensor | None:
+        """Return the routes of the last model call, (L, N, k) int16 on the host, zeros in layers without a router.
+
+        None: no layer of it has one.
+        """
         made = {layer: routes_Lk for layer, routes_Lk in self._ran.items() if routes_Lk is not None}
+        if not made:
+            return None
         some = next(iter(made.values()))
         routes_LNk = some.new_zeros(some.shape[0], self.num_layers, self.top_k)
         for layer, routes_Lk in made.items():
             routes_LNk[:, layer] = routes_Lk
-        return routes_LNk.cpu()
+        return self.of_all_tokens(routes_LNk).cpu()
+
+    def of_all_tokens(self, routes_LNk: Tensor) -> Tensor:
+        """Return the routes of all tokens of a call that has only some of them on this rank; here all are there."""
+        return routes_LNk
 
     def _route(self, forward: Callable[..., Any], layer: int, *args: Any, **kwargs: Any) -> Any:
-        with _OneTopK(None if self._imposed_LNk is None else self._imposed_LNk[:, layer].long()) as choice:
+        with _OneTopK(None if self.imposed_LNk is None else self.imposed_LNk[:, layer].long()) as choice:
             out = forward(*args, **kwargs)
         self.top_k = choice.routes_Lk.shape[-1]
         if choice.num_calls != 1 or self.top_k < 2:
@@ -215,8 +231,8 @@ class MiniBatchRoutes:
             self._replay.begin(routes_LNk, records=self._records)
             scores_CK = compute(call, plan)
             self._replay.check()
-            if self._records:
-                self._recorded.append(_Recorded(micro, call, plan.shard, self._replay.recorded_LNk()))
+            if self._records and (recorded_LNk := self._replay.recorded_LNk()) is not None:
+                self._recorded.append(_Recorded(micro, call, plan.shard, recorded_LNk))
             return scores_CK
 
         return routed
@@ -236,8 +252,11 @@ class MiniBatchRoutes:
             assert num_conflicts == 0, "a forest that forks where rows disagree has none that do"
         return torch.from_numpy(routes_TNk)
 
-    def outputs(self, *, team: dist.ProcessGroup | None, device: torch.device) -> dict[str, Tensor]:
-        """Return the recorded routes as a column of all rows, int16, zeros in rows that were not computed."""
+    def outputs(self, *, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Tensor]:
+        """Return the recorded routes as a column of all rows, int16, zeros in rows that were not computed.
+
+        Each rank of the group has recorded some of them.
+        """
         if not self._records:
             return {}
         rows = np.zeros((int(self._offsets[-1]), self._replay.num_layers, self._replay.top_k), dtype=np.int16)
@@ -245,9 +264,9 @@ class MiniBatchRoutes:
             # Zeros for the tokens of other calls and ranks.
             rows[each.micro.flat_index_F.numpy()] += each.of_tree()[each.micro.layout.tree_index_F.numpy()]
         values = torch.from_numpy(rows)
-        if team is not None:
+        if group is not None:
             values = values.to(device, torch.int32)
-            dist.all_reduce(values, group=team)
+            dist.all_reduce(values, group=group)
             values = values.cpu().to(torch.int16)
         return {ROUTES: torch.nested.nested_tensor_from_jagged(values, self._offsets)}
 
