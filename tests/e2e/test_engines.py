@@ -90,6 +90,9 @@ def assert_not_empty(errors: dict[str, float], case: Case) -> None:
         assert errors["por"] > 0.3, errors
         # Both clip and dual clip act. GSPO has no dual clip, and a critic has neither.
         assert case.is_critic or "policy_loss" in case.actor or errors["clipped"] > 0.01, errors
+    if case.rows.startswith("forest"):
+        assert errors["por"] > 0.1, errors
+        assert (errors["sections"] > 1) == (case.capacity < 4096), errors
     if case.name.startswith("relay"):
         assert errors["sections"] > 5, errors
     if case.family in IMAGES:

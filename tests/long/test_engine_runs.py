@@ -31,6 +31,7 @@ STAGES = (
     "actor_rollout_ref.actor.optim.optimizer=adam",
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
 )
+ROUTES = (*STAGES, "actor_rollout_ref.actor.megatron.router_replay.mode=R2")
 LARGEST_KL = 1e-4
 """How far samples may be from the trained weights (`rollout_corr/kl`); a step moves 3e-3, so vLLM has all weights."""
 
@@ -41,6 +42,7 @@ LARGEST_KL = 1e-4
         pytest.param("qwen3", VEOMNI, id="Qwen3, VeOmni"),
         pytest.param("qwen3 moe", EXPERTS, id="Qwen3-MoE, VeOmni with experts over ranks"),
         pytest.param("qwen3", STAGES, id="Qwen3, Megatron with two stages"),
+        pytest.param("qwen3 moe", ROUTES, id="Qwen3-MoE, Megatron with two stages and replayed routes"),
     ],
 )
 def test_verls_engine_repeats_what_the_trees_did(
@@ -50,7 +52,7 @@ def test_verls_engine_repeats_what_the_trees_did(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make_text(tmp_path, family=family)
-    engine = "megatron" if options is STAGES else "veomni"
+    engine = options[0].removeprefix("model_engine=")
     monkeypatch.setenv("PYTHONPATH", str(other_engines.folder_of(engine)), prepend=os.pathsep)
     all_options = (*OPTIONS, *options, *replaying_options(f"{tmp_path}/rollouts", num_steps=NUM_STEPS))
     tree = run_and_kill_driver(tmp_path, "tree", *all_options, after_step=NUM_STEPS)

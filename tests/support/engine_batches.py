@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from engine_cases import Case
+from engine_cases import Case, forest_rows
 from image_cases import Row, branching_rows, draw_text, positions_of
 from tensordict import TensorDict
 from tiny_models import IMAGE, IMAGES, VOCAB_SIZE, tiny_model
@@ -50,6 +50,8 @@ def sessions_of(batch: TensorDict) -> list[int]:
 
 def random_rows(kind: str, *, rank: int, rng: np.random.Generator) -> list[tuple[list[int], list[int]]]:
     """Draw the (prompt, response) token lists of one rank: trees of depth >= 3 unless the kind says otherwise."""
+    if kind.startswith("forest"):
+        return forest_rows(int(kind.split()[1]), rank=rank)
 
     def tokens(low: int, high: int) -> list[int]:
         return rng.integers(1, VOCAB_SIZE, size=rng.integers(low, high + 1)).tolist()

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from tiny_models import IMAGES
+import numpy as np
+from tiny_models import IMAGES, VOCAB_SIZE
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.distillation import distillation_ppo_loss
 from verl.workers.config import (
@@ -298,6 +299,51 @@ CASES = [case for family, cases in BY_FAMILY.items() for case in _of_family(fami
 
 CONTROLS = [Case(f"wrong {what}", (), spoilt=what, capacity=4096) for what in ("mask", "positions")]
 
+NUM_FORESTS = 8
+
+
+def forest_rows(seed: int, *, rank: int) -> list[tuple[list[int], list[int]]]:
+    """Draw the (prompt, response) rows of trees at least three nodes deep, many of which have one token.
+
+    One row is there twice, and one is a strict prefix of another.
+    """
+    rng = np.random.default_rng([seed, rank])
+    rows: list[tuple[list[int], list[int]]] = []
+
+    def node() -> list[int]:
+        return rng.integers(1, VOCAB_SIZE, size=rng.choice([1, 1, 2, 3, 6])).tolist()
+
+    def grow(prompt: list[int], response: list[int], *, depth: int) -> None:
+        if depth == 0:
+            rows.append((prompt, response))
+            return
+        for _ in range(rng.integers(1, 4)):
+            grow(prompt, response + node(), depth=depth - 1)
+
+    for _ in range(rng.integers(1, 4)):
+        grow(node(), node(), depth=int(rng.integers(2, 4)))
+    prompt, response = rows[-1]
+    return [*rows, rows[0], (prompt, response[:-1])]
+
+
+def _forests(name: str, *, family: str, ranks: tuple[int, int], engine: Settings, team_size: int = 1) -> Iterator[Case]:
+    """Yield the updates of drawn forests on a layout of ranks, three of them relayed; a team adds up capacities."""
+    for seed in range(NUM_FORESTS):
+        rows = forest_rows(seed, rank=0)
+        num_tokens = len({(*prompt, *response[:end]) for prompt, response in rows for end in range(len(response) + 1)})
+        capacity = {0: 2, 1: 7, 2: num_tokens // 3 // team_size}.get(seed, 4096)
+        yield Case(
+            f"forest {seed}, {name}",
+            runs=(),
+            long=(ranks,),
+            family=family,
+            rows=f"forest {seed}",
+            capacity=capacity,
+            actor=KL_AND_ENTROPY,
+            engine=engine,
+        )
+
+
 EXPERTS: Settings = {"expert_parallel_size": 2, "moe_implementation": "fused_cpu"}
 FOUR_ALONE = (4, 1)
 
@@ -326,6 +372,10 @@ def _veomni() -> Iterator[Case]:
     for name in ("token_mean", "relay", "idle_rank"):
         experts = replace(of_name[f"qwen3 moe {name}"], engine=EXPERTS, long=(FOUR_ALONE, TEAMS))
         yield replace(experts, name=f"{name}, experts in parallel")
+    for ranks in (TWO, TEAM):
+        yield from _forests("alone", family="qwen3", ranks=ranks, engine={}, team_size=ranks[1])
+    for ranks in (FOUR_ALONE, TEAMS):
+        yield from _forests("experts in parallel", family="qwen3 moe", ranks=ranks, engine=EXPERTS, team_size=ranks[1])
 
 
 ALONE: Settings = {"sequence_parallel": False, "use_distributed_optimizer": False}
@@ -383,6 +433,9 @@ def _megatron() -> Iterator[Case]:
                 case = of_name[key]
                 lanes: Settings = {lane: (ranks,)}
                 yield replace(case, name=f"{case.name}, {layout}", engine=engine, **lanes)
+    for layout, (ranks, engine) in LAYOUTS.items():
+        family = "qwen3 moe" if "EP" in layout else "qwen3"
+        yield from _forests(layout, family=family, ranks=ranks, engine=engine)
 
 
 def _with_controls(cases: Iterator[Case]) -> list[Case]:
