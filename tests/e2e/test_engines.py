@@ -141,9 +141,19 @@ def test_two_ranks_record_and_impose_routes(strategy: str, options: dict[str, An
 
 
 def test_what_veomni_cannot_do_is_refused_before_weights_are_read(tmp_path: Path) -> None:
-    told = run_script("veomni_refusals.py", num_ranks=1, out=tmp_path / "told.json")
+    told = run_script("engine_refusals.py", "--engine=veomni", num_ranks=1, out=tmp_path / "told.json")
     assert "trainer.n_gpus_per_node=1" in told["one rank"]
     assert told["adapters"].startswith("model.lora_rank=4: ")
     assert "veomni.expert_parallel_size=2: with " in told["parts of a critic"]
     assert "(qwen3_5_text): with " in told["another type"]
     assert "TreeVeOmniEngineConfig" in told["no tree options"]
+
+
+def test_what_megatron_cannot_do_is_refused_when_the_model_is_built(tmp_path: Path) -> None:
+    told = run_script("engine_refusals.py", "--engine=megatron", num_ranks=1, out=tmp_path / "told.json")
+    assert told["adapters"].startswith("model.lora_rank=4: ")
+    assert told["context"].startswith("megatron.context_parallel_size=2: ")
+    assert told["dropout"].startswith("hidden_dropout=0.1 in Megatron's config")
+    assert told["no experts"].startswith("num_moe_experts=None in Megatron's config: routes are not replayed; set ")
+    assert told["groups"].startswith("moe_router_group_topk=1 in Megatron's config: ")
+    assert told["experts computed anew"].startswith("recompute_modules=['moe'] in Megatron's config: ")

@@ -28,7 +28,7 @@ def test_only_commands_are_recorded(tmp_path: Path) -> None:
     made, kept = tmp_path / "made", tmp_path / "kept"
     kept.mkdir()
     script.write_text(SCRIPT.replace("MADE", str(made)).replace("KEPT", str(kept)))
-    name = "examples/some_trainer/run_small.sh"
+    name = "some_trainer/run_small.sh"
     arguments = ("trainer.experiment_name=run_small_gpu", "trainer.logger=['console', 'wandb']")
     assert list(record(tmp_path)) == [
         Command(name, PPO, (*arguments, "trainer.default_local_dir=verl/runs")),
@@ -41,27 +41,27 @@ def test_only_commands_are_recorded(tmp_path: Path) -> None:
 def test_what_becomes_of_a_command() -> None:
     """The files of an example are not here, which is not asked."""
     known = ("trainer.n_gpus_per_node=8", "data.train_files=/no/such/file.parquet")
-    same = judge(Command("examples/a/run.sh", PPO, known))
+    same = judge(Command("a/run.sh", PPO, known))
     assert (same.translated, same.refused, same.kind) == ((), (), "as it is")
-    fused = judge(Command("examples/a/run.sh", PPO, (*known, "actor_rollout_ref.model.use_fused_kernels=True")))
+    fused = judge(Command("a/run.sh", PPO, (*known, "actor_rollout_ref.model.use_fused_kernels=True")))
     assert fused.kind == "translated"
     assert keys_of(fused.translated) == [f"actor_rollout_ref.{role}.use_fused_kernels" for role in ("model", "actor")]
-    other = judge(Command("examples/b/run.sh", PPO, (*known, "model_engine=torchtitan")))
+    other = judge(Command("b/run.sh", PPO, (*known, "model_engine=torchtitan")))
     assert (other.kind, other.engine) == ("another engine", "torchtitan")
     assert keys_of(other.refused) == ["model_engine"]
-    misspelt = judge(Command("examples/b/run.sh", PPO, ("trainer.n_gpu=8",)))
+    misspelt = judge(Command("b/run.sh", PPO, ("trainer.n_gpu=8",)))
     assert keys_of(misspelt.refused) == ["trainer.n_gpu"]
-    tuning = judge(Command("examples/c/run.sh", "verl.trainer.sft_trainer", ("no.such=key",)))
-    assert tuning == Outcome("examples/c/run.sh", "verl.trainer.sft_trainer")
+    tuning = judge(Command("c/run.sh", "verl.trainer.sft_trainer", ("no.such=key",)))
+    assert tuning == Outcome("c/run.sh", "verl.trainer.sft_trainer")
 
 
 def test_tables_by_hand() -> None:
     outcomes = [
-        Outcome("examples/b/1.sh", PPO, translated=("x.a=1, x.b=2: off",)),
-        Outcome("examples/b/2.sh", PPO, translated=("x.a=3: off",), refused=("y=2: no", "z=1: no")),
-        Outcome("examples/b/5.sh", PPO, "veomni", refused=("y=3: no",)),
-        Outcome("examples/a/3.sh", PPO),
-        Outcome("examples/a/4.sh", "verl.trainer.sft_trainer"),
+        Outcome("b/1.sh", PPO, translated=("x.a=1, x.b=2: off",)),
+        Outcome("b/2.sh", PPO, translated=("x.a=3: off",), refused=("y=2: no", "z=1: no")),
+        Outcome("b/5.sh", PPO, "veomni", refused=("y=3: no",)),
+        Outcome("a/3.sh", PPO),
+        Outcome("a/4.sh", "verl.trainer.sft_trainer"),
     ]
     assert [list(row.values()) for row in table_of_folders(outcomes)] == [
         ["a", "1", "1", "0", "0", "0", ""],

@@ -36,7 +36,7 @@ class StageRouters(RouterReplay):
         wrong = [f"{name}={getattr(config, name)}" for name, is_so in others.items() if is_so]
         if wrong:
             raise ValueError(
-                f"{', '.join(wrong)} in Megatron's config: routers replay no routes then; set router_replay.mode=disabled"
+                f"{', '.join(wrong)} in Megatron's config: routes are not replayed; set router_replay.mode=disabled"
             )
         self._shares_tokens: bool = config.sequence_parallel
         parts = []
