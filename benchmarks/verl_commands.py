@@ -1,12 +1,14 @@
-"""What becomes of the launch commands of verl's own examples.
+"""What becomes of the launch commands of verl's own examples, and of others.
 
     git clone --branch v0.9.0 https://github.com/volcengine/verl
     python benchmarks/verl_commands.py verl --out verl_commands.jsonl
     python benchmarks/verl_commands.py verl_commands.jsonl
+    git clone https://github.com/verl-project/verl-recipe
+    python benchmarks/verl_commands.py verl-recipe --folder . --out verl_recipes.jsonl
 
-Of a checkout, each script below `examples/` runs with bash in a copy. There `python` and `torchrun` write down their
-arguments, some tools that only print text are themselves, and every other program does nothing: nothing is trained,
-downloaded or installed. Then each command of the PPO trainer is composed, translated and checked as
+Of a checkout, each script below `examples/`, or another folder, runs with bash in a copy. There `python` and `torchrun`
+write down their arguments, some tools that only print text are themselves, and every other program does nothing:
+nothing is trained, downloaded or installed. Then each command of the PPO trainer is composed, translated and checked as
 `python -m verl_tree.check profile=gpu` does, except that data, code and models may be missing. The tables are those of
 docs/from_verl.md.
 """
@@ -68,7 +70,7 @@ class Outcome:
     """What becomes of a command.
 
     Attributes:
-        script: The script below the checkout.
+        script: The script below the folder.
         module: What python runs.
         engine: The engine that it asks for, if that has no trees.
         translated, refused: The lines of the check; none for another trainer than PPO's.
@@ -89,17 +91,17 @@ class Outcome:
 
     @property
     def folder(self) -> str:
-        """The folder of the script below `examples`."""
-        return self.script.split("/")[1]
+        """The first folder of the script."""
+        return self.script.split("/")[0]
 
 
-def record(checkout: Path, *, timeout_s: float = 60.0) -> Iterator[Command]:
-    """Run the example scripts of a checkout without their programs; yield the modules that they would run."""
+def record(checkout: Path, *, folder: str = "examples", timeout_s: float = 60.0) -> Iterator[Command]:
+    """Run the scripts in a folder of a checkout without their programs; yield the modules that they would run."""
     with tempfile.TemporaryDirectory() as name:
         copy, programs, recorded = Path(name) / "verl", Path(name) / "bin", Path(name) / "recorded.jsonl"
         shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git"), symlinks=True)
         environment = _environment_without_programs(programs, recorded=recorded)
-        for script in sorted((copy / "examples").rglob("*.sh")):
+        for script in sorted((copy / folder).rglob("*.sh")):
             recorded.write_text("")
             with contextlib.suppress(subprocess.TimeoutExpired):
                 subprocess.run(
@@ -112,7 +114,7 @@ def record(checkout: Path, *, timeout_s: float = 60.0) -> Iterator[Command]:
                     check=False,
                 )
             for line in recorded.read_text().splitlines():
-                yield from _module_of(line.replace(str(copy), "verl"), script=str(script.relative_to(copy)))
+                yield from _module_of(line.replace(str(copy), "verl"), script=str(script.relative_to(copy / folder)))
 
 
 def _environment_without_programs(programs: Path, *, recorded: Path) -> dict[str, str]:
@@ -231,11 +233,12 @@ def main() -> None:
     """Check the commands of a checkout, or read what was found, and print the tables."""
     parser = new_parser(__doc__)
     parser.add_argument("source", type=Path, help="a checkout of verl, or a file that --out has written")
+    parser.add_argument("--folder", default="examples", help="of the checkout, with the scripts")
     options = parser.parse_args()
     if options.source.is_dir():
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
-        outcomes = [judge(command) for command in record(options.source)]
+        outcomes = [judge(command) for command in record(options.source, folder=options.folder)]
     else:
         outcomes = read(options.source)
     if options.out:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from harness import markdown_table
+import pytest
 from verl_commands import Command, Outcome, judge, keys_of, read, record, table_of_folders, table_of_keys
 
 ROOT = Path(__file__).parents[3]
@@ -72,6 +72,7 @@ def test_tables_by_hand() -> None:
     assert [list(row.values()) for row in table_of_keys(outcomes, "refused")] == [["`y`", "2"], ["`z`", "1"]]
 
 
-def test_the_page_shows_what_was_recorded() -> None:
-    outcomes = read(ROOT / "docs" / "benchmarks" / "data" / "verl_commands.jsonl")
-    assert markdown_table(table_of_folders(outcomes)[-1:]) in (ROOT / "docs" / "from_verl.md").read_text()
+@pytest.mark.parametrize(("name", "data"), [("examples", "verl_commands.jsonl"), ("recipes", "verl_recipes.jsonl")])
+def test_the_page_shows_what_was_recorded(name: str, data: str) -> None:
+    counts = list(table_of_folders(read(ROOT / "docs" / "benchmarks" / "data" / data))[-1].values())[1:6]
+    assert f"| {' | '.join([name, *counts])} |" in (ROOT / "docs" / "from_verl.md").read_text()
