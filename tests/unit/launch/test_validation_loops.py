@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -12,8 +13,10 @@ import pytest
 from input_cases import refusal, resolved
 from omegaconf import DictConfig
 
+from rollout_hooks.loops.places import POLICIES
 from verl_tree.launch.checks.arguments import arguments_of
 from verl_tree.launch.checks.code import check_agent_loops
+from verl_tree.launch.checks.loop_entries import READ_REWARDS
 from verl_tree.launch.checks.refusals import Finding
 from verl_tree.launch.checks.source import find_target
 
@@ -29,6 +32,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register
 from verl.experimental.agent_loop import AgentLoopBase as Base
 from rollout_hooks.loops.base import BranchingAgentLoop
 from rollout_hooks.loops.blackbox import BlackboxAgentLoop
+from rollout_hooks.loops.tree_search import TreeSearchAgentLoop
 
 ONLY_IN_RAY = os.environ["ONLY_IN_RAY"]
 
@@ -72,6 +76,18 @@ class Changed(ThreePlans):
 class OwnAgent(BlackboxAgentLoop):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, agent="agents:solve", **kwargs)
+
+
+class Judged(TreeSearchAgentLoop):
+    async def leaf_reward(self, *, row, answer):
+        return None
+
+
+class Scored(Judged):
+    async def leaf_reward(self, *, row, answer):
+        if not answer:
+            return None
+        return 1.0
 
 
 async def solve(*, base_url, api_key, model, row):
@@ -190,6 +206,18 @@ def test_the_agent_of_a_gateway_loop_must_be_an_async_function(loops: Path) -> N
         assert line == f"{LOOPS}={loops}: agent={agent} of the loop mine: {problem}"
     (line,) = refused(loops, f"_target_: {BLACKBOX}", "timeout_s: 3")
     assert line.endswith("agent=None of the loop mine: name an async function as package.module:function")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_search_that_rewards_later_cannot_choose_by_rewards(loops: Path, policy: str) -> None:
+    reads = "outcomes(" in inspect.getsource(POLICIES[policy])
+    assert reads == (policy in READ_REWARDS)
+    accept(loops, "_target_: planners.Scored", f"select: {policy}")
+    found = refused(loops, "_target_: planners.Judged", f"select: {policy}")
+    assert len(found) == reads
+    assert all(
+        f"select={policy} of the loop mine: reads the rewards of leaves during the search" in each for each in found
+    )
 
 
 def test_hooks_inside_options_are_checked(loops: Path) -> None:

@@ -20,6 +20,9 @@ BLACKBOX = "rollout_hooks.loops.blackbox.BlackboxAgentLoop"
 VERL_BASE = "verl.experimental.agent_loop.agent_loop.AgentLoopBase"
 AGENT_FORMAT = "name an async function as package.module:function"
 
+READ_REWARDS = ("branpo", "trace")
+"""Policies of `rollout_hooks.loops.places` that read the rewards of leaves during the search."""
+
 GIVEN_BY_VERL = frozenset(
     {
         "data_config",
@@ -53,6 +56,9 @@ def check_entry(config: DictConfig, entry: Mapping[str, Any]) -> Findings:
             problem = _agent_problem(agent) if isinstance(agent, str) else AGENT_FORMAT
             if problem is not None:
                 yield _refusal(config, f"agent={agent} of the loop {loop}: {problem}")
+    if entry.get("select") in READ_REWARDS and rewards_later(target):
+        remedy = "reads the rewards of leaves during the search, and `leaf_reward` gives None; let it return a number"
+        yield _refusal(config, f"select={entry['select']} of the loop {loop}: {remedy}, or select another policy")
     for hook in _hooks(_options(entry)):
         if lack := _hook_problem(hook):
             yield _refusal(config, f"_target_={hook['_target_']} in the loop {loop}: {lack}")
@@ -76,6 +82,14 @@ def rewinds(target: str) -> bool:
         ast.unparse(call.func).endswith(".rewind") and "keep_rewards" not in {word.arg for word in call.keywords}
         for call in calls
     )
+
+
+def rewards_later(target: str) -> bool:
+    """Whether a search is known to reward its leaves only when it has ended: its `leaf_reward` says nothing but None."""
+    methods = (node for each in _classes(target) for node in each.body if isinstance(node, ast.AsyncFunctionDef))
+    own = next((node for node in methods if node.name == "leaf_reward"), None)
+    values = [] if own is None else [node.value for node in ast.walk(own) if isinstance(node, ast.Return)]
+    return own is not None and all(each is None or ast.unparse(each) == "None" for each in values)
 
 
 def needs_fork(target: str) -> bool:
