@@ -1,13 +1,17 @@
-"""Whole runs on VeOmni and Megatron, two ranks: one on trees is killed, and verl's own engine repeats its rollouts."""
+"""Whole runs on VeOmni and Megatron: one on trees is killed, and verl's own engine repeats its rollouts.
+
+And shorter ones of the asynchronous trainers on Megatron.
+"""
 
 import os
 from pathlib import Path
 
 import other_engines
 import pytest
+from async_run import COLOCATE, SEPARATE, check_prompts, read_steps
 from family_runs import make_text
 from replayed_runs import replaying_options, worst_difference
-from tiny_run import run, run_and_kill_driver
+from tiny_run import make_inputs, run, run_and_kill_driver
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -67,3 +71,18 @@ def test_verls_engine_repeats_what_the_trees_did(
     worst = worst_difference({step: tree[step] for step in flat}, flat)
     # AdamW divides by gradients that are almost zero, as in the whole runs on FSDP2.
     assert max(worst.values()) <= 1e-4, worst
+
+
+@pytest.mark.parametrize("mode", [COLOCATE, SEPARATE], ids=["colocate_async", "separate_async"])
+def test_asynchronous_trainers_train_whole_groups_on_megatron(
+    mode: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_inputs(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(other_engines.folder_of("megatron")), prepend=os.pathsep)
+    adam = ("actor_rollout_ref.actor.optim.optimizer=adam", "actor_rollout_ref.actor.optim.lr=1e-3")
+    options = ("model_engine=megatron", *adam, f"tree.dump_dir={tmp_path}/trees")
+    steps = run(tmp_path, "async", *mode, *options, "trainer.total_training_steps=4", "trainer.test_freq=4")
+    assert sorted(steps) == [1, 2, 3, 4]
+    check_prompts(read_steps(tmp_path, steps))
+    assert all(metrics["tree/por"] > 0.4 for metrics in steps.values())
+    assert all(metrics["actor/grad_norm"] > 0 for metrics in steps.values())

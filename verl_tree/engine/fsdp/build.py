@@ -4,8 +4,6 @@ verl 0.9.1 decides by its configs what it does to a model. Where a tree needs so
 thing while verl's method runs (`as_verl_expects`). Every such place is in this file.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -16,24 +14,11 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from verl_tree import clashes
 from verl_tree.attention.hf import ATTENTION_NAME, check_model, for_text, register
-from verl_tree.families import has_recurrent_layers, has_token_classifier
+from verl_tree.engine.verl_configs import as_verl_expects, features
 from verl_tree.functional.images import reads_images, vision_tower
 from verl_tree.functional.offload import offload_checkpoints
 from verl_tree.functional.tiles import tile_modules
 from verl_tree.recurrence.bind import RecurrentLayers
-
-
-@contextmanager
-def as_verl_expects(owner: Any, **values: Any) -> Iterator[None]:
-    """Let the attributes of a config or an engine have other values while active. A config may be frozen."""
-    own = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        object.__setattr__(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in own.items():
-            object.__setattr__(owner, name, value)
 
 
 class BuildOnAnyDevice(FSDPEngine):
@@ -115,25 +100,3 @@ class BuildForTrees(BuildOnAnyDevice):
         # verl would add its own offload of activations, which does not serve trees.
         with as_verl_expects(self.model_config, enable_activation_offload=False):
             return super()._build_fsdp_module(module)
-
-
-def features(model: Any, engine: Any, *, ulysses: int) -> dict[str, str | bool]:
-    """Return features of `verl_tree.clashes`, each with its setting, or False if an engine does not use it.
-
-    `model` and `engine` are verl's configs; `ulysses` ranks compute each call together.
-    """
-    tree, hf_config = engine.tree, model.hf_config
-    is_critic, settings = model.model_type == "value_model", hf_config.to_dict()
-    path = f"{'critic' if is_critic else 'actor_rollout_ref'}.model.path={model.path}"
-    return {
-        clashes.TREES: "tree.enabled=true",
-        clashes.PROMPT: tree.sharing == "prompt" and clashes.PROMPT,
-        clashes.MEAN: tree.shared_tokens != "sum" and f"tree.shared_tokens={tree.shared_tokens}",
-        clashes.AUTO: tree.capacity == "auto" and clashes.AUTO,
-        clashes.ULYSSES: ulysses > 1 and f"ulysses_sequence_parallel_size={ulysses}",
-        clashes.IMAGES: reads_images(hf_config) and path,
-        clashes.RECURRENT: has_recurrent_layers(settings) and path,
-        clashes.CRITIC: is_critic and path,
-        clashes.NO_CLASSIFIER: not has_token_classifier(settings) and path,
-        clashes.TRANSFORMERS: "tree.enabled=true",
-    }

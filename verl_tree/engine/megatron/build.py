@@ -20,9 +20,9 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 
 from verl_tree import clashes
 from verl_tree.attention.layer import layer_attention
-from verl_tree.engine.fsdp.build import features
 from verl_tree.engine.megatron.routes import StageRouters
 from verl_tree.engine.routes.router_replay import RouterReplay
+from verl_tree.engine.verl_configs import features
 from verl_tree.tree.plan import AttentionPlan
 
 ANOTHER = "give another model, or take another engine"

@@ -25,9 +25,9 @@ from torch import Tensor
 from typing_extensions import override
 from verl.utils.megatron_utils import unwrap_model
 
-from verl_tree.engine.fsdp.build import as_verl_expects
 from verl_tree.engine.megatron.build import TreeParams
 from verl_tree.engine.routes.router_replay import RouterReplay
+from verl_tree.engine.verl_configs import as_verl_expects
 from verl_tree.functional.scorer import LogitReading, ScoredPairs, Scorer
 from verl_tree.relay.calls import RelayCall
 from verl_tree.tree.layout import TreeLayout

@@ -21,7 +21,7 @@ from verl.workers.engine.veomni.transformer_impl import VeOmniEngine, VeOmniEngi
 
 from verl_tree import clashes
 from verl_tree.attention.hf import ATTENTION_NAME, check_model, register
-from verl_tree.engine.fsdp.build import as_verl_expects, features
+from verl_tree.engine.verl_configs import as_verl_expects, features
 from verl_tree.families import VEOMNI_TYPES
 from verl_tree.functional.tiles import tile_modules
 

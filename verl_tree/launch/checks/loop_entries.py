@@ -85,7 +85,7 @@ def rewinds(target: str) -> bool:
 
 
 def rewards_later(target: str) -> bool:
-    """Whether a search is known to reward its leaves only when it has ended: its `leaf_reward` says nothing but None."""
+    """Whether a search is known to reward its leaves only at its end: its `leaf_reward` says nothing but None."""
     methods = (node for each in _classes(target) for node in each.body if isinstance(node, ast.AsyncFunctionDef))
     own = next((node for node in methods if node.name == "leaf_reward"), None)
     values = [] if own is None else [node.value for node in ast.walk(own) if isinstance(node, ast.Return)]
