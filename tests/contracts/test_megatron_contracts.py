@@ -159,6 +159,8 @@ def test_schedules_run_backwards_in_order_divide_the_loss_and_end_with_the_confi
         ... range(num_warmup_microbatches): ... {forward} ... {add} ... range(num_microbatches_remaining): ... {forward}
         ... {add} ... {pop} ... {backward} ... range(num_warmup_microbatches): ... {pop} ... {backward} ... {end}
     mbridge/core/llm_bridge.py LLMBridge._model_provider: GPTModel(config=self.config,
+    verl/utils/megatron_utils.py: def copy_megatron_model_to_cpu(models): ... .clone().pin_memory()
+        ... def restore_megatron_model_from_cpu(models, cpu_state):
     """)
 
 

@@ -200,6 +200,7 @@ def prepare() -> None:
     cuda.stream = cuda.current_stream = _NoStream
     torch.Tensor.cuda = lambda self, *_args, **_options: self  # type: ignore[method-assign]
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
     _OnCpu().__enter__()
     type_of = torch.Tensor.type
 

@@ -14,10 +14,13 @@ from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.fsdp_utils import fsdp2_sharded_load_from_cpu, fsdp2_sharded_save_to_cpu
 
-from verl_tree.configs import FLAT_STRATEGIES
+from verl_tree.configs import MODEL_ENGINES
 from verl_tree.trainer.portions.portion import PortionWorker
 from verl_tree.trainer.teacher import TeachingWorker
 from verl_tree.trainer.worker import TreeTrainingWorker
+
+ON_FSDP2 = {each.tree: each.flat[0] for name, each in MODEL_ENGINES.items() if name != "megatron"}
+"""Strategies whose models FSDP2 shards, and verl's own of each."""
 
 SavedModel = tuple[dict[str, tuple[Tensor, Any]], Any]
 """The local shards by parameter name, each with its placement, and the placement of the first (verl's format)."""
@@ -31,7 +34,12 @@ class TreeDetachActorWorker(PortionWorker, TeachingWorker, DetachActorWorker):
 
     @override
     def _get_strategy_handlers(self) -> tuple[Callable, Callable]:
-        if self.config.actor.strategy in (*FLAT_STRATEGIES, *FLAT_STRATEGIES.values()):
+        strategy = self.config.actor.strategy
+        if strategy == MODEL_ENGINES["megatron"].tree:
+            from verl.utils import megatron_utils  # it needs Megatron
+
+            return megatron_utils.copy_megatron_model_to_cpu, megatron_utils.restore_megatron_model_from_cpu
+        if strategy in (*ON_FSDP2, *ON_FSDP2.values()):
             return copy_to_cpu, fsdp2_sharded_load_from_cpu
         return super()._get_strategy_handlers()
 
@@ -39,7 +47,7 @@ class TreeDetachActorWorker(PortionWorker, TeachingWorker, DetachActorWorker):
     @override
     def restore_model_from_cpu(self, n: int) -> None:
         """Put the model that was saved as `n` back; verl's method knows FSDP2 by the strategy's name only."""
-        if self.config.actor.strategy not in FLAT_STRATEGIES:
+        if self.config.actor.strategy not in ON_FSDP2:
             super().restore_model_from_cpu(n)
         elif n in self.cpu_saved_models:
             self.restore_handler(cast(Any, self.actor).engine.module, *self.cpu_saved_models[n])

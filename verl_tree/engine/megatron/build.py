@@ -198,4 +198,5 @@ def refuse_layers(config: Any) -> None:
     }
     wrong = [f"{name}={getattr(config, name)}" for name, is_used in found.items() if is_used]
     if wrong:
-        raise ValueError(f"{', '.join(wrong)} in Megatron's config, which trees were not tried with; {ANOTHER}")
+        remedy = f"trees were not tried with it; set it off, or {ANOTHER}"
+        raise ValueError(f"{', '.join(wrong)} in Megatron's config: {remedy}")
