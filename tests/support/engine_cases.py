@@ -327,11 +327,15 @@ def forest_rows(seed: int, *, rank: int) -> list[tuple[list[int], list[int]]]:
 
 
 def _forests(name: str, *, family: str, ranks: tuple[int, int], engine: Settings, team_size: int = 1) -> Iterator[Case]:
-    """Yield the updates of drawn forests on a layout of ranks, three of them relayed; a team adds up capacities."""
+    """Yield updates on drawn forests on a layout of ranks: three relayed, one with ten steps.
+
+    A team adds up capacities.
+    """
     for seed in range(NUM_FORESTS):
         rows = forest_rows(seed, rank=0)
         num_tokens = len({(*prompt, *response[:end]) for prompt, response in rows for end in range(len(response) + 1)})
         capacity = {0: 2, 1: 7, 2: num_tokens // 3 // team_size}.get(seed, 4096)
+        steps: Settings = {"num_steps": 10, "lr": 0.1, "actor": SMALL_KL} if seed == 3 else {"actor": KL_AND_ENTROPY}
         yield Case(
             f"forest {seed}, {name}",
             runs=(),
@@ -339,8 +343,8 @@ def _forests(name: str, *, family: str, ranks: tuple[int, int], engine: Settings
             family=family,
             rows=f"forest {seed}",
             capacity=capacity,
-            actor=KL_AND_ENTROPY,
             engine=engine,
+            **steps,
         )
 
 
@@ -397,7 +401,6 @@ LAYOUTS: dict[str, tuple[tuple[int, int], Settings]] = {
 """Ranks, and how many of them have the same rows; and what verl's config says of them."""
 
 ON_MEGATRON = {
-    "qwen3 token_mean": "TP 1; TP 2",
     "qwen3 kl_and_entropy": "DP 2, distributed optimizer; TP 2, sequence parallel; PP 2",
     "qwen3 critic": "TP 2, sequence parallel; PP 2, virtual stages",
     "qwen3 relay_every_token": "TP 2, sequence parallel; PP 2; PP 2, virtual stages",
@@ -412,6 +415,7 @@ ON_MEGATRON = {
     "qwen3 moe idle_rank": "EP 2",
 }
 LONG_ON_MEGATRON = {
+    "qwen3 token_mean": "TP 1; TP 2",
     "qwen3 kl_and_entropy": "TP 1; TP 2; PP 2, virtual stages; TP 2, PP 2",
     "qwen3 relay_every_token": "TP 2, PP 2",
     "qwen3 relay_ten_steps": "PP 2",
@@ -439,14 +443,19 @@ def _megatron() -> Iterator[Case]:
 
 
 def _with_controls(cases: Iterator[Case]) -> list[Case]:
-    """Return the cases, and for each layout of ranks among them those that must fail."""
+    """Return the cases, and for each layout of ranks among them those that must fail, in CI if the layout is."""
     found = list(cases)
-    layouts = {repr((ranks, case.engine)): (ranks, case) for case in found for ranks in case.runs}
-    for ranks, case in layouts.values():
+    layouts: dict[str, tuple[str, tuple[int, int], Case]] = {}
+    for lane in ("runs", "long"):
+        for case in found:
+            for ranks in getattr(case, lane):
+                layouts.setdefault(repr((ranks, case.engine)), (lane, ranks, case))
+    for lane, ranks, case in layouts.values():
         layout = case.name.partition(", ")[2]
         for control in CONTROLS:
             name = f"{control.name}, {layout}" if layout else control.name
-            found.append(replace(control, name=name, family=case.family, runs=(ranks,), engine=case.engine))
+            lanes: Settings = {lane: (ranks,)}
+            found.append(replace(control, name=name, family=case.family, engine=case.engine, **lanes))
     return found
 
 

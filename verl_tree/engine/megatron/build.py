@@ -198,5 +198,4 @@ def refuse_layers(config: Any) -> None:
     }
     wrong = [f"{name}={getattr(config, name)}" for name, is_used in found.items() if is_used]
     if wrong:
-        remedy = f"trees were not tried with it; set it off, or {ANOTHER}"
-        raise ValueError(f"{', '.join(wrong)} in Megatron's config: {remedy}")
+        raise ValueError(f"{', '.join(wrong)} in Megatron's config: trees do not know it; set it off, or {ANOTHER}")
