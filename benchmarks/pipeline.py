@@ -95,8 +95,7 @@ def _measure(name: str, tree: TreeTrainingWorker, flat: TreeTrainingWorker, repe
     }
     times = interleave(paths, repetitions=repetitions, num_warmups=1, title=f"{name}: ")
     peaks = {path: peak_bytes(update, device=torch.device("cpu")) for path, update in paths.items()}
-    paths["sections"]()
-    counts = tree.engine.tree_counts
+    counts = tree.engine.tree_counts  # of the sections, its last update
     pack = [_row(torch.randint(VOCAB_SIZE, (section,)))]
     pack_bytes = peak_bytes(partial(_update, tree, pack, capacity=section), device=torch.device("cpu"))
     mine = {

@@ -132,7 +132,10 @@ def oracle(folder: str, routes: Sequence[Tensor]) -> tuple[list[Tensor], list[Te
 
 
 def save_mixtures(folder: Path, **settings: Any) -> tuple[str, str]:
-    """Save two random Qwen3-MoEs of one shape, of three layers whose first has no experts; return their folders."""
+    """Save two random Qwen3-MoEs of one shape and return their folders.
+
+    Unless the settings say otherwise, they have three layers, of which the first has no experts.
+    """
     for seed, name in enumerate(("before", "after")):
         model = tiny_model("qwen3 moe", size="engine", seed=seed, **({"num_hidden_layers": NUM_LAYERS} | settings))
         model.save_pretrained(folder / name)
@@ -207,6 +210,7 @@ def main() -> None:
     # Small enough on Megatron that several calls are on their way through its stages at a time.
     gradients, max_token_len = (gradients_by_a_step, 7) if settings else (gradients_of, 64)
     sgd = {"optimizer": "sgd", "override_optimizer_config": {"sgd_momentum": 0.0}, "weight_decay": 0.0}
+    optimizer = McoreOptimizerConfig(lr=SGD_RATE, clip_grad=1e9, total_training_steps=10, **sgd) if settings else None
     workers = [
         local_worker(
             folder,
@@ -216,9 +220,7 @@ def main() -> None:
             router_replay=mode,
             tree_options={"route_conflicts": conflicts},
             engine_options=arguments.engine_options,
-            optimizer=McoreOptimizerConfig(lr=SGD_RATE, clip_grad=1e9, total_training_steps=10, **sgd)
-            if settings
-            else None,
+            optimizer=optimizer,
         )
         for mode, conflicts in (("R2", "first"), ("R3", "first"), ("R3", "fork"))
     ]

@@ -1,7 +1,7 @@
 """How verl's FSDP2 engine is built for trees, and on a CPU.
 
 verl 0.9.1 decides by its configs what it does to a model. Where a tree needs something else, the config says another
-thing while verl's method runs (`as_verl_expects`). Every such place is in this file.
+thing while verl's method runs (`as_verl_expects`). Every such place of FSDP2 is in this file.
 """
 
 from typing import Any, cast

@@ -7,7 +7,7 @@ tokens. Source: verl 0.9.1, workers/engine/megatron; megatron-core 0.16.1.
 Legend: S tokens of a call with padding, Q without, Hq and Hkv query and key-value heads of this rank, D head dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -143,7 +143,8 @@ class BuildForTrees(BuildOnAnyDevice):
     def _build_megatron_module(self) -> list[nn.Module]:
         chunks = super()._build_megatron_module()
         config: Any = self.tf_config  # Megatron-Bridge makes it with the model
-        refuse_layers(config)
+        replays = self.engine_config.router_replay.mode != "disabled"
+        refuse_layers(config, replays=replays)
         for chunk in chunks:
             model: Any = unwrap_model(chunk)
             if model.position_embedding_type != "rope":
@@ -154,7 +155,7 @@ class BuildForTrees(BuildOnAnyDevice):
             model.rotary_pos_emb = TreePositions(model.rotary_pos_emb)
             for layer in model.decoder.layers:
                 layer.self_attention.core_attention = TreeAttention(config.softmax_scale)
-        if self.engine_config.router_replay.mode in ("R2", "R3"):
+        if replays:
             self.replay = StageRouters(chunks, config)
         return cast("list[nn.Module]", chunks)
 
@@ -179,13 +180,13 @@ def refuse(model: Any, engine: Any) -> None:
     clashes.refuse(features(model, engine, ulysses=1) | used)
 
 
-def refuse_layers(config: Any) -> None:
-    """Refuse what layers of Megatron's config do beside attention within a path.
+def refuse_layers(config: Any, *, replays: bool) -> None:
+    """Refuse what layers of Megatron's config do beside attention within a path, and routers that cannot replay routes.
 
     Raises:
         ValueError: With the reason and the remedy.
     """
-    found = {
+    unknown = {
         "multi_latent_attention": config.multi_latent_attention,
         "window_size": config.window_size is not None,
         "softmax_type": config.softmax_type != "vanilla",
@@ -196,6 +197,20 @@ def refuse_layers(config: Any) -> None:
         # Its schedule runs layers by itself, not the calls that it is given.
         "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
     }
+    # Routes are imposed where a router calls `torch.topk` once, in a pass behind the attention of its layer.
+    not_replayed = {
+        "num_moe_experts": config.num_moe_experts is None,
+        "moe_router_topk": config.moe_router_topk < 2,
+        "moe_router_group_topk": config.moe_router_group_topk,
+        "moe_router_fusion": config.moe_router_fusion,
+        "recompute_modules": config.recompute_granularity == "selective" and "moe" in config.recompute_modules,
+    }
+    _refuse_settings(config, unknown, why=f"trees do not know it; set it off, or {ANOTHER}")
+    if replays:
+        _refuse_settings(config, not_replayed, why="routes are not replayed; set router_replay.mode=disabled")
+
+
+def _refuse_settings(config: Any, found: Mapping[str, Any], *, why: str) -> None:
     wrong = [f"{name}={getattr(config, name)}" for name, is_used in found.items() if is_used]
     if wrong:
-        raise ValueError(f"{', '.join(wrong)} in Megatron's config: trees do not know it; set it off, or {ANOTHER}")
+        raise ValueError(f"{', '.join(wrong)} in Megatron's config: {why}")

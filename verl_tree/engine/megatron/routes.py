@@ -19,25 +19,7 @@ class StageRouters(RouterReplay):
     """The routers of this rank's stages."""
 
     def __init__(self, stages: Sequence[nn.Module], config: Any) -> None:
-        """Find them; `config` is Megatron's.
-
-        Raises:
-            ValueError: The model has none, or they choose experts otherwise than by one `torch.topk` in each layer's
-                own pass.
-        """
-        others = {
-            "num_moe_experts": config.num_moe_experts is None,
-            "moe_router_topk": config.moe_router_topk < 2,
-            "moe_router_group_topk": config.moe_router_group_topk,
-            "moe_router_fusion": config.moe_router_fusion,
-            # These are computed anew without the attention before them, which says how they route.
-            "recompute_modules": config.recompute_granularity == "selective" and "moe" in config.recompute_modules,
-        }
-        wrong = [f"{name}={getattr(config, name)}" for name, is_so in others.items() if is_so]
-        if wrong:
-            raise ValueError(
-                f"{', '.join(wrong)} in Megatron's config: routes are not replayed; set router_replay.mode=disabled"
-            )
+        """Find them; `config` is Megatron's, and `refuse_layers` knows which cannot replay."""
         self._shares_tokens: bool = config.sequence_parallel
         parts = []
         for stage in stages:
