@@ -4,11 +4,12 @@
 
 The first run generates and stores its rollouts, the others repeat its steps on them; Hydra overrides of all of them
 follow the options. The runs are, one after the other: `tree`, `flat` (tree.enabled=false), `prompt`
-(tree.sharing=prompt) and `tree` again, so that a machine that slowed down shows. A step of a repeated run lasts as long
-as its own parts and the generation of the first run.
+(tree.sharing=prompt), `all` (tree.compute=all) and `tree` again, so that a machine that slowed down shows. A step of a
+repeated run lasts as long as its own parts and the generation of the first run.
 
 The bound is flat over tree FLOPs of an update, as `perf/mfu/actor_flat_equivalent` has it. Losses are compared with
-those of `flat`. Runs that have ended in the folder --work are not repeated, so a command that was stopped goes on.
+those of `flat`, or of `all` where there is none. Runs that have ended in the folder --work are not repeated, so a
+command that was stopped goes on.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from parity import RUNS as ENGINES
 from parity import worst_difference
 from recipe_runs import Metrics, read_metrics, replayed, seeds, train
 
-RUNS = {**ENGINES, "prompt": ("tree.sharing=prompt",), "again": ENGINES["tree"]}
+RUNS = {**ENGINES, "prompt": ("tree.sharing=prompt",), "all": ("tree.compute=all",), "again": ENGINES["tree"]}
 """The overrides of each run."""
 WITHOUT_VALIDATION = ("trainer.val_before_train=false", "trainer.test_freq=-1")
 PARTS = {
@@ -54,14 +55,15 @@ def main() -> None:
     runs = {name: read_metrics(work / name / "metrics.jsonl") for name in names}
     times = [time_of(metrics, name=name, generated=runs["tree"]) for name, metrics in runs.items()]
     print_table(times)
+    other = next((name for name in ("flat", "all") if name in runs), None)
     differences = [
-        {"run": name, **worst_difference({"tree": runs[name], "flat": runs["flat"]}, key=key)}
+        {"run": name, **worst_difference({"tree": runs[name], "flat": runs[other]}, key=key)}
         for name in runs
-        if name != "flat" and "flat" in runs
+        if other not in (None, name)
         for key in COMPARED
     ]
     print_table(differences)
-    tokens = ("tree/tokens", "tree/flat_tokens", "tree/por")
+    tokens = ("tree/tokens", "tree/flat_tokens", "tree/packed_tokens", "tree/live_tokens")
     keys = (*tokens, GENERATION, *PARTS.values(), MFU, f"{MFU}_flat_equivalent", *COMPARED)
     steps = {
         name: {step: {key: data.get(key) for key in keys} for step, data in metrics.items()}
@@ -76,14 +78,14 @@ def time_of(metrics: Metrics, *, name: str, generated: Metrics) -> dict[str, Any
     generation = _mean(generated, GENERATION)
     parts = {part: _mean(metrics, key) for part, key in PARTS.items()}
     parts["step (s)"] += generation - _mean(metrics, GENERATION)
-    tokens, flat_tokens = _mean(generated, "tree/tokens"), _mean(generated, "tree/flat_tokens")
+    tokens, flat_tokens = _mean(metrics, "tree/packed_tokens"), _mean(metrics, "tree/flat_tokens")
     bound = _mean(generated, f"{MFU}_flat_equivalent") / _mean(generated, MFU)
     return {
         "run": name,
         "generation (s)": round(generation, 2),
         **{part: round(value, 2) for part, value in parts.items()},
         "flat tokens": round(flat_tokens),
-        "compression": round(flat_tokens / tokens, 2),
+        "packed tokens": round(tokens),
         "bound": round(bound, 2),
     }
 

@@ -14,6 +14,7 @@ import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from typing import Any
 
 from verl_tree.families import VEOMNI_TYPES
 
@@ -23,6 +24,9 @@ POLICY_LOSSES_OVER_ROWS = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg
 `clip_cov` and `kl_cov` rank the tokens of all rows, `geo_mean` takes the mean of its rows, and `bypass_mode` may
 normalise over them.
 """
+
+POLICY_LOSSES_OF_ADVANTAGES = tuple(name for name in POLICY_LOSSES_OVER_ROWS if name != "dro")
+"""Those in which a token of advantage 0 has no gradient; dro pulls its log-prob to the old one."""
 
 ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 """Names in `distillation.distillation_loss.loss_mode`: estimators of the KL divergence from one sampled token."""
@@ -69,6 +73,27 @@ VEOMNI, UNTRIED, ONE_RANK = "model_engine=veomni", "a type not tried with VeOmni
 MEGATRON = "model_engine=megatron"
 EXPERTS = "engine.expert_parallel_size!=1"
 LINEAR, OTHER_HEADS = "linear attention", "linear attention with heads other than of 64 or 128"
+
+
+def keep_all_rows(actor: Any, tree: Any, *, distils: bool = False) -> list[str]:
+    """Return the settings for which an update computes rows whose advantages are 0, too; see `tree.compute`.
+
+    `actor` and `tree` are verl's config of the actor and our options, as the driver or as a worker has them.
+    """
+    mode, aggregation = actor.policy_loss.get("loss_mode", "vanilla"), actor.loss_agg_mode
+    # What else has a gradient there, reports a sum over all rows, or counts them.
+    found = {
+        f"tree.compute={tree.compute}": tree.compute != "live",
+        f"tree.shared_tokens={tree.shared_tokens}": tree.shared_tokens != "sum",
+        f"actor.policy_loss.loss_mode={mode}": mode not in POLICY_LOSSES_OF_ADVANTAGES,
+        f"actor.loss_agg_mode={aggregation} without loss_scale_factor": aggregation == "seq-mean-token-sum-norm"
+        and actor.loss_scale_factor is None,
+        "actor.use_kl_loss=True": actor.use_kl_loss,
+        f"actor.entropy_coeff={actor.entropy_coeff}": actor.entropy_coeff,
+        "actor.calculate_entropy=True": actor.calculate_entropy,
+        "distillation.enabled=True": distils,
+    }
+    return [setting for setting, is_used in found.items() if is_used]
 
 
 def _read() -> Iterator[Clash]:

@@ -90,6 +90,8 @@ def assert_not_empty(errors: dict[str, float], case: Case) -> None:
         assert errors["por"] > 0.3, errors
         # Both clip and dual clip act. GSPO has no dual clip, and a critic has neither.
         assert case.is_critic or "policy_loss" in case.actor or errors["clipped"] > 0.01, errors
+    # Rows whose advantages are 0 leave the update, and no others do.
+    assert (errors["live_tokens"] < 0.8) == case.rows.startswith("dead"), errors
     if case.rows.startswith("forest"):
         assert errors["por"] > 0.1, errors
         assert (errors["sections"] > 1) == (case.capacity < 4096), errors

@@ -280,7 +280,8 @@ class Comparison:
         # Some ranks return no outputs.
         names = {name for each in errors for name in each}
         worst = {name: max(each[name] for each in errors if name in each) for name in names}
-        return worst | {"por": counts["tree/por"], "sections": counts.get("tree/sections", 0)}
+        shown = {"por": "tree/por", "sections": "tree/sections", "live_tokens": "tree/live_tokens"}
+        return worst | {name: counts.get(key, 0) for name, key in shown.items()}
 
     def side(self, case: Case, *, chunk_size: int | None = None) -> tuple[dict[str, Any], TreeTrainingWorker]:
         """Take the steps of one side of a case, verl's if it is a reference; return what they give and the worker."""

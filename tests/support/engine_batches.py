@@ -101,6 +101,9 @@ def _of_text(case: Case, *, step: int, rank: int, world_size: int) -> TensorDict
         }
 
     all_rows = [row(prompt, response) for prompt, response in rows]
+    if case.rows.startswith("dead"):
+        for index, each in enumerate(all_rows):
+            each["advantages"] *= (rank == 0 or case.rows != "dead_rank") and index // 4 % 2
     all_rows += [row([1], [1], is_padding=True) for _ in range(max(counts) + 1 - len(rows))]
     sampled = [each["response_mask"] for each in all_rows]
     if case.corrected:

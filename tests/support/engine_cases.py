@@ -169,6 +169,10 @@ QWEN3 = (
     Case("rollout_correction_seq_mean", (), (TWO,), rows="duplicates", corrected=True, actor=SEQ_MEAN),
     Case("bypass_ppo_clip", (), (ONE, TWO), rows="duplicates", actor={"policy_loss": bypass_loss("ppo_clip")}),
     Case("bypass_reinforce", rows="duplicates", actor={"policy_loss": bypass_loss("reinforce", rollout_is="sequence")}),
+    # Every other family of siblings has advantages of 0, or every row of a rank has.
+    Case("live_rows", (ONE, TWO), (TEAM,), rows="dead"),
+    Case("live_rows_relay", tree=RELAY | SESSIONS, rows="dead"),
+    Case("live_rank", (TWO,), (TEAMS,), rows="dead_rank"),
     Case("one_token_responses", (TWO, TEAM), (ONE,), rows="one_token"),
     Case("single_row", (), (TWO,), rows="single"),
     Case("ten_steps", (TWO,), (ONE, TEAM), num_steps=10, lr=0.1, actor=SMALL_KL),
@@ -364,6 +368,7 @@ def _veomni() -> Iterator[Case]:
         "relay_joint",
         "relay_idle_rank",
         "session_weight_token_mean",
+        "live_rank",
     ):
         yield of_name[f"qwen3 {name}"]
     yield replace(of_name["qwen3 relay_every_token"], long=(TEAMS,))
@@ -408,6 +413,7 @@ ON_MEGATRON = {
     "qwen3 top_k": "TP 2, sequence parallel",
     "qwen3 relay_idle_rank": "DP 2",
     "qwen3 session_weight_token_mean": "DP 2",
+    "qwen3 live_rows": "PP 2",
     "qwen3 temperature_per_row": "PP 2",
     "qwen3 tied_embeddings": "PP 2",
     "qwen3 moe token_mean": "EP 2",
@@ -419,6 +425,7 @@ LONG_ON_MEGATRON = {
     "qwen3 kl_and_entropy": "TP 1; TP 2; PP 2, virtual stages; TP 2, PP 2",
     "qwen3 relay_every_token": "TP 2, PP 2",
     "qwen3 relay_ten_steps": "PP 2",
+    "qwen3 live_rank": "DP 2",
     "qwen3 relay_joint": "TP 2; PP 2",
     "qwen3 critic": "PP 2",
     "qwen3 tied_embeddings": "TP 2",

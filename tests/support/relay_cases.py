@@ -8,7 +8,7 @@ Legend: T tree tokens, C kinds of scores.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -37,12 +37,35 @@ from verl_tree.functional.relayed import call_scores, call_values
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import Mode, RelayRun
 from verl_tree.testing.local_worker import batch_of_rows
+from verl_tree.testing.synthetic import random_forest
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.nodes import IntArray
 from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.rows import trained_tokens
 
 CPU = torch.device("cpu")
+NUM_FORESTS = 24
+POLICY_LOSSES = [
+    "vanilla",
+    "dppo_tv",
+    "dppo_kl",
+    "gspo",
+    "sapo",
+    "gpg",
+    "cispo",
+    "dro",
+    "clip_cov",
+    "kl_cov",
+    "geo_mean",
+]
+AGGREGATIONS: list[tuple[str, dict[str, Any]]] = [
+    ("token-mean", {}),
+    ("token-sum", {}),
+    ("seq-mean-token-sum", {}),
+    ("seq-mean-token-mean", {}),
+    ("seq-mean-token-sum-norm", {"loss_scale_factor": 16}),
+    ("seq-mean-token-sum-norm", {}),
+]
 
 
 @dataclass(frozen=True)
@@ -78,6 +101,19 @@ class LossCase:
             loss_mode=self.name, clip_cov_ratio=0.3, clip_cov_lb=0.01, kl_cov_ratio=0.3, dro_beta=0.5
         )
         return partial(ppo_loss, config=FSDPActorConfig(policy_loss=policy_loss, **settings))
+
+
+@cache
+def forest(seed: int) -> list[IntArray]:
+    """Draw one of the forests on which the losses are tried."""
+    return random_forest(
+        100 + seed,
+        num_leaves=9,
+        mean_len=1 + seed % 4,
+        root_probability=0.15,
+        prefix_probability=0.15,
+        vocab_size=VOCAB_SIZE,
+    )
 
 
 class WeightedLoss(LossCase):

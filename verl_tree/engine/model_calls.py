@@ -109,6 +109,11 @@ class ModelCalls(ABC):
         return self.has_outputs
 
     @property
+    def auxiliary_loss(self) -> str | None:
+        """The setting by which the model adds gradients of its own to the loss's, such as a mixture's balance."""
+        return None
+
+    @property
     def replica(self) -> dist.ProcessGroup | None:
         """The ranks that have the same rows, and so must cut them in the same way; None for a rank alone."""
         return self.team

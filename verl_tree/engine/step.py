@@ -6,19 +6,21 @@ rows. No engine is in here: `ModelCalls` says what one must bring.
 
 Three differences from verl's flat engines are intended:
 - positions that no loss reads are not scored: their log-probs and entropy are 0;
-- rows that no loss reads (padding) are not computed;
+- rows that no loss reads (padding) are not computed, and neither are, in an update, rows that teach nothing;
 - a rank reports one value per metric, however often it computes the loss.
 
 Legend: T tree tokens of a micro-batch, C kinds of scores, K scores of a model call.
 """
 
+import logging
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
@@ -31,6 +33,7 @@ from verl_tree.cost.model import CostModel
 from verl_tree.engine.costs.capacity import CapacityChoice
 from verl_tree.engine.costs.pack_times import PackClock, learn_costs
 from verl_tree.engine.heads import Head
+from verl_tree.engine.losses.live_rows import leaves_out, live_rows, of_live_rows
 from verl_tree.engine.losses.row_losses import is_sum_over_rows
 from verl_tree.engine.losses.top_k import BatchReading, reading_of
 from verl_tree.engine.model_calls import ModelCalls
@@ -49,6 +52,8 @@ from verl_tree.tree.nodes import IntArray
 from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.row_keys import prompt_numbers, row_keys, value_numbers
 from verl_tree.tree.rows import trained_tokens
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -92,13 +97,15 @@ class TreeEngine(ModelCalls):
         self._announce_denominators(data)
         cost = self._costs["infer" if forward_only else "update"]
         mode: Mode = "forward" if forward_only else "rows" if is_sum_over_rows(loss_function) else "joint"
-        batch = self._split(data, cost_model=cost.model, mode=mode)
+        leaves = not forward_only and self._leaves_out(loss_function)
+        live = live_rows(data) if leaves else None
+        batch = self._split(data, cost_model=cost.model, mode=mode, live=live)
         ranks = self._exchange_work(batch, mode=mode)
         steps = steps_of([rank.num_calls for rank in ranks], mode=mode, in_one=self.has_schedule)
         names = self.head.names_of(calculate_entropy=_wants_entropy(data))
         names += () if self._reading is None else self._reading.names
         result = MiniBatchResult(tu.get(data, "input_ids"), output_names=names if forward_only else ())
-        losses = RowLosses(loss_function, result, group=self.group)
+        losses = RowLosses(loss_function, result, group=self.group, renamed=of_live_rows if leaves else dict)
         clock, store_bytes = PackClock(get_device_name()), 0
         for number, step in enumerate(steps):
             mine = [batch.micro_batches[index] for index in step.ranges[dist.get_rank(self.group)]]
@@ -149,6 +156,14 @@ class TreeEngine(ModelCalls):
             clashes.refuse(used)
         return reading
 
+    def _leaves_out(self, loss_function: LossFunction | None) -> bool:
+        """Whether an update leaves out rows that teach nothing."""
+        if not leaves_out(loss_function, self.tree_config):
+            return False
+        if self.auxiliary_loss is not None:
+            _tell_all_rows(self.auxiliary_loss)
+        return self.auxiliary_loss is None
+
     def _announce_denominators(self, data: TensorDict) -> None:
         """Add the denominators of verl's losses: the trained tokens of all ranks and the number of ranks."""
         num_tokens = tu.get(data, "loss_mask").sum().to(device_of_rank())
@@ -156,8 +171,10 @@ class TreeEngine(ModelCalls):
         dp_size = dist.get_world_size(self.group)
         tu.assign_non_tensor(data, sp_size=1, batch_num_tokens=num_tokens.item(), dp_size=dp_size)
 
-    def _split(self, data: TensorDict, *, cost_model: CostModel, mode: Mode) -> TreeBatch:
-        """Cut this rank's rows into micro-batches, the same on all ranks of a replica."""
+    def _split(
+        self, data: TensorDict, *, cost_model: CostModel, mode: Mode, live: NDArray[np.bool_] | None
+    ) -> TreeBatch:
+        """Cut this rank's rows, or the `live` ones, into micro-batches, the same on all ranks of a replica."""
         tokens, offsets = (each.cpu().numpy() for each in jagged(data["input_ids"]))
         images = rows_with_images(data, config=self.model_config.hf_config)
         mask, mask_offsets = jagged(data["response_mask"] if "response_mask" in data else data["loss_mask"])
@@ -180,6 +197,7 @@ class TreeEngine(ModelCalls):
             keys=keys,
             offsets=offsets,
             trained=trained,
+            live=live,
             capacity=capacity,
             config=self.tree_config,
             cost_model=cost_model,
@@ -282,6 +300,12 @@ class TreeEngine(ModelCalls):
         )
         self.cost_metrics = metrics[0]
         self.tree_counts += sum(all_counts, ForestCounts())
+
+
+@cache
+def _tell_all_rows(setting: str) -> None:
+    if dist.get_rank() == 0:
+        logger.warning("tree.compute=live: updates compute all rows, because of %s", setting)
 
 
 def _loss(rows: MicroBatchRows, losses: RowLosses, scores_CT: Tensor, leaves: IntArray) -> Tensor:

@@ -18,6 +18,7 @@ class ForestCounts:
 
     num_flat_tokens: int = 0
     num_tree_tokens: int = 0
+    num_all_tokens: int = 0  # Tree tokens, with those of the rows that teach nothing; 0 where nobody counts them
     num_packed_tokens: int = 0  # Tokens computed forward and backward, the sum over the packs and sections
     num_nodes: int = 0
     num_leaves: int = 0
@@ -52,6 +53,8 @@ class ForestCounts:
         Sums: `tokens` (tree tokens), `flat_tokens`, `packed_tokens`, `nodes`, `leaves`, `packs`, `packs_flat`. Maximum:
         `depth`.
 
+        If rows that teach nothing were looked for: `live_tokens` = tree tokens / those of all rows that a loss reads.
+
         If trees were relayed: `sections`, `context_tokens` (sums), `spine_ratio` = spine tokens / tree tokens of all
         trees, `store_gib` (maximum).
 
@@ -75,6 +78,8 @@ class ForestCounts:
             values["gap"] = packed / bound - 1.0
         if self.num_capacity_tokens:
             values["fill"] = packed / self.num_capacity_tokens
+        if self.num_all_tokens:
+            values["live_tokens"] = self.num_tree_tokens / self.num_all_tokens
         if self.num_sections:
             values["sections"] = self.num_sections
             values["context_tokens"] = self.num_context_tokens

@@ -38,10 +38,12 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from rollout_hooks.capture.report import CaptureReport
 from rollout_hooks.worker import TreeAgentLoopManager
+from verl_tree.clashes import keep_all_rows
 from verl_tree.cost.model import CostModel
 from verl_tree.packing.counts import ForestCounts
 from verl_tree.records import StoredTree
 from verl_tree.trainer import advantages
+from verl_tree.trainer.advantages import REWARDS_ONLY
 from verl_tree.trainer.hybrid_worker import TreeActorRolloutRefWorker
 from verl_tree.trainer.row_keys import number_sessions
 from verl_tree.trainer.rows import replay
@@ -162,7 +164,9 @@ class TreeTrainer(TeacherOnRanks, ResumableTrainer):
         actor = self.config.actor_rollout_ref.actor
         assignment = assign_rows(
             rows.groups,
-            profiles=rows.profiles(sharing=self.config.tree.sharing),
+            profiles=rows.profiles(
+                sharing=self.config.tree.sharing, live=rows.of_mixed_groups() if self._leaves_out_rows else None
+            ),
             model=self._cost_model,
             num_ranks=self._num_ranks(),
             groups_per_mini_batch=actor.ppo_mini_batch_size,
@@ -191,6 +195,17 @@ class TreeTrainer(TeacherOnRanks, ResumableTrainer):
         ranks = [list(range(start, start + num_rank_rows)) for start in range(0, len(batch), num_rank_rows)]
         metrics.update(log_seqlen_unbalance([tag["seq_len"] for tag in batch.tags], ranks, prefix=logging_prefix))
         return batch
+
+    @property
+    def _leaves_out_rows(self) -> bool:
+        """Whether an update leaves groups of equal rewards out; ranks are then even in what is left."""
+        algorithm, tree = self.config.algorithm, self.config.tree
+        return (
+            tree.enabled
+            and algorithm.adv_estimator in REWARDS_ONLY
+            and not algorithm.use_kl_in_reward
+            and not keep_all_rows(self.config.actor_rollout_ref.actor, tree, distils=self.config.distillation.enabled)
+        )
 
     @property
     def _weighs_sessions(self) -> bool:

@@ -60,7 +60,7 @@ def test_a_repeated_step_has_the_generation_of_the_run_that_generated() -> None:
     def step(gen: float, log_probs: float, update: float) -> dict[str, float]:
         times = {"gen": gen, "old_log_prob": log_probs, "update_actor": update, "step": gen + log_probs + update + 1}
         mfu = {"perf/mfu/actor": 0.25, "perf/mfu/actor_flat_equivalent": 1.0}
-        tokens = {"tree/tokens": 100, "tree/flat_tokens": 500, "actor/perf/max_memory_allocated_gb": 2.0}
+        tokens = {"tree/packed_tokens": 100, "tree/flat_tokens": 500, "actor/perf/max_memory_allocated_gb": 2.0}
         return {**{f"timing_s/{part}": value for part, value in times.items()}, **mfu, **tokens}
 
     generated = {1: step(10, 1, 4), 2: step(20, 3, 8)}
@@ -73,7 +73,7 @@ def test_a_repeated_step_has_the_generation_of_the_run_that_generated() -> None:
         "step (s)": 61.0,
         "peak of the update (GB)": 2.0,
         "flat tokens": 500,
-        "compression": 5.0,
+        "packed tokens": 100,
         "bound": 4.0,
     }
 

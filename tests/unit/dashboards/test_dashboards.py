@@ -38,7 +38,7 @@ def test_panels_by_hand() -> None:
     titles = ["Learning", "Trees and sharing", "Speed and MFU", "Capture and failures", "Staleness"]
     assert list(TOPICS) == [*titles, "Trust: rollout against training", "Memory"]
     keys = {panel.title: panel.keys for panel in PANELS}
-    assert keys["Share of tokens saved"] == ("tree/por", "tree/err")
+    assert keys["Share of tokens saved"] == ("tree/por", "tree/err", "tree/live_tokens")
     assert keys["Seconds"][0] == "timing_s/step"
     assert keys["Seconds"][-1] == "timing_s/tree_log"
     calls, sessions = ("tree/failed_calls", "tree/aborted_calls"), ("tree/failed_sessions", "tree/failed_prompts")

@@ -52,6 +52,7 @@ def test_a_command_that_can_run(tmp_path: Path) -> None:
         "  agents: default single_turn_agent, num_workers=8",
         "  reward: verl's function for the data source, manager naive, num_workers=8",
         "  step: 1024 x 4 sessions (prompts x n), mini-batches of 256 prompts, ppo_epochs=1",
+        "  update: computes all rows (actor.use_kl_loss=True)",
         "  objective: advantages tree_grpo, loss vanilla, token-mean, session_weight=leaf",
     ]
 
@@ -106,6 +107,7 @@ def test_teams_and_ranks_of_the_rollout(tmp_path: Path) -> None:
         "over mine",
         "reward: that of the agents (reward.num_workers=0)",
         "weight sync: every 2 updates (parameter_sync_step)",
+        "update: leaves out rows whose advantages are all 0",
         "objective: advantages tree_grpo, loss vanilla, token-mean, session_weight=session, "
         "role_weight={'planner': 0.5}",
     ):

@@ -10,45 +10,33 @@ loss whole or in groups of rows, and the kind of KL, with entropy. The 24 forest
 
 from functools import cache
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCAB_SIZE, tiny_model
+from tiny_models import tiny_model
 
 pytest.importorskip("verl")
 
-from relay_cases import LossCase, flat_result, flat_rows, lay_out, relayed_result, verl_rows, worst_error
+from relay_cases import (
+    AGGREGATIONS,
+    NUM_FORESTS,
+    POLICY_LOSSES,
+    LossCase,
+    flat_result,
+    flat_rows,
+    forest,
+    lay_out,
+    relayed_result,
+    verl_rows,
+    worst_error,
+)
 
 from verl_tree.engine.losses.row_losses import is_sum_over_rows
 from verl_tree.relay.store import ContextStore
-from verl_tree.testing.synthetic import random_forest
 from verl_tree.tree import TokenForest
 
 TOLERANCE = 1e-10
-NUM_FORESTS = 24
-POLICY_LOSSES = [
-    "vanilla",
-    "dppo_tv",
-    "dppo_kl",
-    "gspo",
-    "sapo",
-    "gpg",
-    "cispo",
-    "dro",
-    "clip_cov",
-    "kl_cov",
-    "geo_mean",
-]
-AGGREGATIONS: list[tuple[str, dict[str, Any]]] = [
-    ("token-mean", {}),
-    ("token-sum", {}),
-    ("seq-mean-token-sum", {}),
-    ("seq-mean-token-mean", {}),
-    ("seq-mean-token-sum-norm", {"loss_scale_factor": 16}),
-    ("seq-mean-token-sum-norm", {}),
-]
 CASES = [*product([*POLICY_LOSSES, "value"], AGGREGATIONS), ("sft", AGGREGATIONS[0])]
 KL_TYPES = [None, "kl", "abs", "mse", "low_var_kl", "k1+", "k3+"]
 
@@ -58,18 +46,6 @@ def model_of(kind):
     if kind == "critic":
         return tiny_model("qwen3 critic", num_labels=1, classifier_dropout=0.0)
     return tiny_model()
-
-
-@cache
-def forest(seed):
-    return random_forest(
-        100 + seed,
-        num_leaves=9,
-        mean_len=1 + seed % 4,
-        root_probability=0.15,
-        prefix_probability=0.15,
-        vocab_size=VOCAB_SIZE,
-    )
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transfer_queue import KVBatchMeta
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG, WrittenRow, leaf_shapes
+from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE, LEAF_SHAPE_TAG, WrittenRow, leaf_shapes
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.rows import RowLimits, session_rows
 from rollout_hooks.capture.session_tree import SessionTree
@@ -178,6 +179,24 @@ def test_the_rows_of_a_step_know_their_roles() -> None:
     assert told.lone() == [0, 2]
     assert rows.take([1]).announcement(weigh_sessions=False).groups == ["b"]
     assert rows.role_weights({"p": 0.5, "q": 3}) == [0.5, 1.0, 1.0]
+
+
+def test_rows_of_mixed_groups_are_those_that_something_is_learnt_from() -> None:
+    """Rewards of prompt a differ, b's are equal; c is alone with a reward, d without; a role is a group of its own."""
+    rewards = {"a_0_0": 1.0, "a_1_0": 0.0, "b_0_0": 1.0, "b_1_0": 1.0, "c_0_0": 1.0, "d_0_0": 0.0, "a_1_1": 1.0}
+    rows = StepRows(list(rewards), np.zeros(len(rewards), LEAF_SHAPE))
+    rows.shapes["reward"] = list(rewards.values())
+    assert rows.of_mixed_groups().tolist() == [True, True, False, False, True, False, True]
+    of_roles = replace(rows, roles={"a_0_0": "planner", "a_1_1": "planner"})
+    assert of_roles.of_mixed_groups().tolist() == [False, False, False, False, True, False, False]
+
+
+def test_rows_of_equal_rewards_cost_nothing_if_they_are_left_out() -> None:
+    rows = step_rows(ROWS)
+    live = np.array([key != "a_0_1" for key in rows.keys])
+    (group, _) = rows.profiles(live=live)
+    (left, _) = step_rows({key: row for key, row in ROWS.items() if key != "a_0_1"}).profiles()
+    assert group.range_work(0, 3) == left.range_work(0, 2)
 
 
 @pytest.mark.parametrize("role", ["", "two words", 3, "a" * 65])

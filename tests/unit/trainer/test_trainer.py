@@ -74,6 +74,22 @@ SEPARATE = [
 MODES = {"sync": [], "colocate_async": ["trainer.v1.trainer_mode=colocate_async"], "separate_async": SEPARATE}
 
 
+@pytest.mark.parametrize(
+    ("override", "leaves_out"),
+    [
+        ("tree.compute=live", True),
+        ("tree.compute=all", False),
+        ("tree.enabled=false", False),
+        ("algorithm.adv_estimator=grpo", True),
+        ("algorithm.adv_estimator=gigpo", False),
+        ("algorithm.use_kl_in_reward=true", False),
+        ("actor_rollout_ref.actor.use_kl_loss=true", False),
+    ],
+)
+def test_ranks_are_even_in_what_an_update_computes(override: str, leaves_out: bool) -> None:
+    assert TreePPOTrainerSync(config_of(override))._leaves_out_rows == leaves_out
+
+
 @pytest.mark.parametrize(("mode", "overrides"), MODES.items())
 def test_every_mode_has_a_trainer_with_our_buffer(mode: str, overrides: list[str]) -> None:
     trainer = TREE_TRAINERS[mode](config_of(*overrides))

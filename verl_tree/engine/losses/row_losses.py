@@ -19,13 +19,19 @@ from verl_tree.engine.losses.session_weights import session_weighted_loss
 from verl_tree.engine.losses.untrained_rows import loss_of_any_rows
 
 
-def distillation_of(loss_function: Callable[..., Any] | None) -> DistillationConfig | None:
-    """Return the settings of a loss, as the workers hold it, if it distils."""
+def innermost(loss_function: Callable[..., Any] | None) -> "partial[Any] | None":
+    """Return verl's loss with its settings, out of what the workers put around it; None if it is no such thing."""
     if not isinstance(loss_function, partial):
         return None
     if loss_function.func in (session_weighted_loss, loss_of_any_rows):
-        return distillation_of(*loss_function.args)
-    return loss_function.keywords.get("distillation_config") if loss_function.func is distillation_ppo_loss else None
+        return innermost(*loss_function.args)
+    return loss_function
+
+
+def distillation_of(loss_function: Callable[..., Any] | None) -> DistillationConfig | None:
+    """Return the settings of a loss, as the workers hold it, if it distils."""
+    loss = innermost(loss_function)
+    return loss.keywords.get("distillation_config") if loss and loss.func is distillation_ppo_loss else None
 
 
 def _distils_over_rows(loss_function: Callable[..., Any]) -> bool:
@@ -44,19 +50,18 @@ def needs_trained_tokens(loss_function: Callable[..., Any]) -> bool:
 
 def is_sum_over_rows(loss_function: Callable[..., Any] | None) -> bool:
     """Return whether a loss, as the workers hold it, is known to be a sum of one term per row."""
-    if not isinstance(loss_function, partial):
+    loss = innermost(loss_function)
+    if loss is None:
         return False
-    if loss_function.func in (session_weighted_loss, loss_of_any_rows):
-        return is_sum_over_rows(*loss_function.args)
-    config = loss_function.keywords.get("config")
-    if loss_function.func is sft_loss:
+    config = loss.keywords.get("config")
+    if loss.func is sft_loss:
         return True
-    if loss_function.func not in (ppo_loss, distillation_ppo_loss, value_loss) or config is None:
+    if loss.func not in (ppo_loss, distillation_ppo_loss, value_loss) or config is None:
         return False
     # As a reward, it goes through the policy loss "vanilla"; verl refuses others there.
-    if loss_function.func is distillation_ppo_loss and not _distils_over_rows(loss_function):
+    if loss.func is distillation_ppo_loss and not _distils_over_rows(loss):
         return False
     # This mode divides by the width to which verl pads the rows of one call, unless the divisor is given.
     if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.loss_scale_factor is None:
         return False
-    return loss_function.func is value_loss or config.policy_loss.get("loss_mode", "vanilla") in POLICY_LOSSES_OVER_ROWS
+    return loss.func is value_loss or config.policy_loss.get("loss_mode", "vanilla") in POLICY_LOSSES_OVER_ROWS

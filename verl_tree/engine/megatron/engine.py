@@ -61,6 +61,19 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
 
     @property
     @override
+    def auxiliary_loss(self) -> str | None:
+        # Its routers add these to their gradients by themselves.
+        config: Any = self.tf_config
+        kind = config.moe_router_load_balancing_type
+        if config.num_moe_experts is None:
+            return None
+        if config.moe_z_loss_coeff:
+            return f"moe_z_loss_coeff={config.moe_z_loss_coeff}"
+        balances = "aux_loss" in str(kind) and config.moe_aux_loss_coeff
+        return f"moe_router_load_balancing_type={kind}" if balances else None
+
+    @property
+    @override
     def group(self) -> dist.ProcessGroup | None:
         return cast("dist.ProcessGroup", self.get_data_parallel_group())
 

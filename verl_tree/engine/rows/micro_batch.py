@@ -79,7 +79,7 @@ class MicroBatchRows:
 
 
 class RowLosses:
-    """verl's loss function on some rows at a time; each loss and its metrics go into the result."""
+    """verl's loss function on some rows at a time; each loss and its metrics, `renamed`, go into the result."""
 
     def __init__(
         self,
@@ -87,14 +87,15 @@ class RowLosses:
         result: MiniBatchResult,
         *,
         group: dist.ProcessGroup | None,
+        renamed: Callable[[dict[str, Any]], dict[str, Any]] = dict,
     ) -> None:
-        self._loss_function, self._result, self._group = loss_function, result, group
+        self._loss_function, self._result, self._group, self._renamed = loss_function, result, group, renamed
 
     def of_rows(self, rows: TensorDict, outputs: dict[str, Tensor]) -> Tensor:
         """Compute the loss and return it."""
         assert self._loss_function is not None
         loss, metrics = self._loss_function(model_output=outputs, data=rows, dp_group=self._group)
-        self._result.add_loss(loss.detach(), metrics)
+        self._result.add_loss(loss.detach(), self._renamed(metrics))
         return loss
 
     def of_forward(self, rows: MicroBatchRows, scores_CT: Tensor) -> None:
@@ -105,13 +106,15 @@ class RowLosses:
             self.of_rows(of_rows, outputs)
 
     def of_nothing(self, data: TensorDict, *, names: Sequence[str]) -> None:
-        """Compute the loss on zeros for the first row, on a rank that has no row to compute.
+        """Compute the loss on zeros for the first row, untrained, on a rank that has no row to compute.
 
         verl needs equal metric keys on every rank.
         """
         if self._loss_function is None:
             return
         rows = _rows(data, np.zeros(1, dtype=np.int64))
+        if "response_mask" in rows:  # of rows that teach nothing it may be 1
+            rows["response_mask"] = torch.zeros_like(rows["response_mask"])
         token_ids, offsets = jagged(rows["input_ids"])
         zeros = torch.nested.nested_tensor_from_jagged(torch.zeros(len(token_ids), device=device_of_rank()), offsets)
         self.of_rows(rows, dict.fromkeys(names, zeros))

@@ -1,8 +1,9 @@
 """The rows of a verl mini-batch as micro-batches of their forest, and where the results belong among the rows.
 
 A row is a trajectory. Rows that no loss reads (padding or rejected rows, whose mask is all zero) are not in the forest
-and cost nothing; their outputs are zeros. verl's loss runs on the rows of one micro-batch at a time, so its
-denominators count trajectories and their tokens, never packed tokens.
+and cost nothing; their outputs are zeros. Neither are rows that teach nothing (`engine.losses.live_rows`). verl's loss
+runs on the rows of one micro-batch at a time, so its denominators count trajectories and their tokens, never packed
+tokens.
 
 Trees that fit the capacity are packed together. A tree that exceeds it is *relayed*, as one micro-batch of several
 sections, or cut into packs: whichever the cost model predicts to be faster. If it predicts that a pack is faster flat,
@@ -105,18 +106,20 @@ def split_into_packs(
     cost_model: CostModel,
     mode: Mode = "rows",
     keys: IntArray | None = None,
+    live: np.ndarray | None = None,
 ) -> TreeBatch:
     """Find the forest of the rows that a loss reads and cut it; no micro-batch if no loss reads any row.
 
     `token_ids` (F_all,) are the rows one after another, `offsets` (B + 1,) the start of each row. `trained` (F_all,)
     bool marks the tokens that a loss reads. `mode` says which model calls a relayed tree takes. `keys` (F_all,) are the
-    tokens' keys where more than the id changes a token's forward (`verl_tree.tree.row_keys`).
+    tokens' keys where more than the id changes a token's forward (`verl_tree.tree.row_keys`). `live` (B,) bool leaves
+    the other rows out; None leaves out none.
 
     Raises:
         ValueError: A row exceeds a cap, or the method cannot pack the rows; see `verl_tree.packing.pack`.
     """
     started_s = time.perf_counter()
-    read = ReadRows.from_batch(token_ids, offsets=offsets, trained=trained, keys=keys)
+    read = ReadRows.from_batch(token_ids, offsets=offsets, trained=trained, keys=keys, live=live)
     read = read.weigh(config.shared_tokens)
     check_caps(
         read.forest,
@@ -154,21 +157,21 @@ def split_into_packs(
     micro_batches.sort(key=lambda micro: -cost_model.predict(micro.work))
     return TreeBatch(
         micro_batches=tuple(micro_batches),
-        counts=_count(read.forest, packing, micro_batches, capacity=capacity),
+        counts=_count(read, packing, micro_batches, capacity=capacity),
         packing_s=packing_s,
     )
 
 
-def _count(
-    forest: TokenForest, packing: Packing, micro_batches: Sequence[TreeMicroBatch], *, capacity: int
-) -> ForestCounts:
+def _count(read: ReadRows, packing: Packing, micro_batches: Sequence[TreeMicroBatch], *, capacity: int) -> ForestCounts:
     """Count what the micro-batches compute of a forest; `packing` is that of its trees which are not relayed."""
+    forest = read.forest
     relayed = [micro for micro in micro_batches if micro.is_relayed]
     num_sections = sum(micro.cut.num_sections for micro in relayed)
     num_packs = len(micro_batches) - len(relayed)
     return ForestCounts(
         num_flat_tokens=forest.num_flat_tokens,
         num_tree_tokens=forest.num_tokens,
+        num_all_tokens=read.num_all_tokens,
         num_packed_tokens=sum(micro.work.num_tokens for micro in micro_batches),
         num_nodes=forest.num_nodes,
         num_leaves=forest.num_leaves,

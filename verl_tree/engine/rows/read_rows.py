@@ -29,6 +29,7 @@ class ReadRows:
     token_ids: IntArray  # (F_all,) of all rows
     num_trained: IntArray  # (S,) int64, tokens of each leaf that a loss reads
     trained: np.ndarray  # (F_all,) bool, the flat tokens that a loss reads
+    num_all_tokens: int  # Tree tokens, with those of the rows that teach nothing
     weights: Tensor | None = None  # (F_all,) gradient weights of the flat tokens. None: all are 1
 
     @classmethod
@@ -39,18 +40,29 @@ class ReadRows:
         offsets: IntArray,
         trained: np.ndarray,
         keys: IntArray | None = None,
+        live: np.ndarray | None = None,
     ) -> Self:
         """Build the forest of the rows that a loss reads; see `split_into_packs`."""
+        keys = token_ids if keys is None else keys
+
+        def forest_of(rows: IntArray) -> TokenForest:
+            return TokenForest.from_sequences([keys[offsets[row] : offsets[row + 1]] for row in rows])
+
         num_trained = np.add.reduceat(trained, offsets[:-1], dtype=np.int64)
         rows = np.flatnonzero(num_trained)
-        keys = token_ids if keys is None else keys
+        forest = forest_of(rows)
+        num_all_tokens = forest.num_tokens
+        if live is not None and not live[rows].all():
+            rows = rows[live[rows]]
+            forest = forest_of(rows)
         return cls(
-            forest=TokenForest.from_sequences([keys[offsets[row] : offsets[row + 1]] for row in rows]),
+            forest=forest,
             rows=rows,
             starts=offsets[rows],
             token_ids=token_ids,
             num_trained=num_trained[rows],
             trained=trained,
+            num_all_tokens=num_all_tokens,
         )
 
     def flat_index(self, leaves: IntArray) -> IntArray:

@@ -2,6 +2,7 @@
 
 from omegaconf import DictConfig
 
+from verl_tree.clashes import keep_all_rows
 from verl_tree.launch.checks.capacity import capacity_keys, longest_trajectory, ranks_of_limit, team_size
 from verl_tree.launch.checks.modes import is_separate, rollout_pools, rollout_ranks
 from verl_tree.launch.checks.refusals import (
@@ -118,6 +119,10 @@ def _step_lines(config: DictConfig) -> list[str]:
     loss = f"{actor.policy_loss.loss_mode}, {actor.loss_agg_mode}, session_weight={config.tree.session_weight}"
     if config.tree.role_weight:
         loss += f", role_weight={config.tree.role_weight}"
+    if uses_tree(config):
+        kept = keep_all_rows(actor, config.tree, distils=config.distillation.enabled)
+        left_out = f"computes all rows ({', '.join(kept)})" if kept else "leaves out rows whose advantages are all 0"
+        lines.append(f"update: {left_out}")
     corrected = [f"{name}={value_of(config, f'{CORRECTION}.{name}')}" for name in corrections(config)]
     return [*lines, ", ".join([f"objective: advantages {algorithm.adv_estimator}, loss {loss}", *corrected])]
 

@@ -7,7 +7,7 @@
 `rows`        what the trainer tells them of its rows, beyond what verl gives to an estimator
 """
 
-from verl_tree.trainer.advantages.estimators import ESTIMATORS, register
+from verl_tree.trainer.advantages.estimators import ESTIMATORS, REWARDS_ONLY, register
 from verl_tree.trainer.advantages.leaves import intra_tree_advantages, leaf_advantages
 from verl_tree.trainer.advantages.nodes import SessionTrees, treepo_advantages, treerl_advantages
 from verl_tree.trainer.advantages.rows import Rows, announce_rows
@@ -15,6 +15,7 @@ from verl_tree.trainer.advantages.steps import Call, gigpo_advantages
 
 __all__ = [
     "ESTIMATORS",
+    "REWARDS_ONLY",
     "Call",
     "Rows",
     "SessionTrees",

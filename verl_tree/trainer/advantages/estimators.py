@@ -87,6 +87,12 @@ ESTIMATORS: dict[str, Estimator] = {
 `algorithm` options. Advantages and returns are the same tensor, as in verl's outcome estimators."""
 
 
+REWARDS_ONLY = frozenset(
+    ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", *(ESTIMATORS.keys() - {"gigpo"}))
+)
+"""Ours and verl's that give 0 to the rows of a prompt whose rewards are equal. `gigpo` compares their steps, too."""
+
+
 def register() -> None:
     """Make the estimators known to verl in this process; repeated calls do nothing."""
     # Not at the top, because verl may still be importing when this module is imported.

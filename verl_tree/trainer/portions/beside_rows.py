@@ -27,7 +27,7 @@ from verl.trainer.ppo.metric_utils import compute_throughout_metrics, compute_ti
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_tree.config import teaches_on_ranks
-from verl_tree.trainer.advantages import ESTIMATORS
+from verl_tree.trainer.advantages import ESTIMATORS, REWARDS_ONLY
 from verl_tree.trainer.portions import by_role
 from verl_tree.trainer.portions.portion import Method, Portion, PortionResult, announcement, join_untrained
 from verl_tree.trainer.portions.portion_metrics import join_metrics
@@ -35,9 +35,7 @@ from verl_tree.trainer.portions.whitening import UNWHITENED, unwhitened, whiteni
 from verl_tree.trainer.row_keys import group_rows
 from verl_tree.trainer.rows.step_rows import StepRows
 
-GROUP_WISE = frozenset(
-    ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", *ESTIMATORS),
-)
+GROUP_WISE = REWARDS_ONLY | ESTIMATORS.keys()
 """Estimators for which only the rows of a prompt matter; those of `UNWHITENED` also need moments of the batch."""
 
 

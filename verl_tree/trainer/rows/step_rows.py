@@ -8,6 +8,7 @@ verl reorders and pads the rows in between, so a row is never found by its posit
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -23,7 +24,7 @@ from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE, LEAF_SHAPE_TAG, MAX_RE
 from rollout_hooks.capture.roles import role_in
 from verl_tree.cost.model import WorkProfile
 from verl_tree.trainer.advantages import Rows
-from verl_tree.trainer.row_keys import group_rows
+from verl_tree.trainer.row_keys import group_rows, parse_row_key
 from verl_tree.tree.shape import ForestShape
 
 logger = logging.getLogger(__name__)
@@ -105,17 +106,34 @@ class StepRows:
         shape, response_lens = _forest_shape(self.shapes, groups=self.groups), self.shapes["response_len"].tolist()
         return Rows(self.keys, shape, response_lens, weigh_sessions, roles=self.roles)
 
-    def profiles(self, *, sharing: str = "full") -> list[WorkProfile]:
+    def of_mixed_groups(self) -> np.ndarray:
+        """Find the rows that are compared with another reward, in their prompt or in their role in it, (R,) bool.
+
+        Estimators give 0 to a group of equal rewards, but its reward to a row that is alone.
+        """
+        groups = [(parse_row_key(key).uid, self.roles.get(key)) for key in self.keys]
+        rewards: dict[tuple[str, str | None], list[float]] = defaultdict(list)
+        for group, reward in zip(groups, self.rewards.tolist(), strict=True):
+            rewards[group].append(reward)
+        is_mixed = {group: len(set(each)) > 1 or (len(each) == 1 and any(each)) for group, each in rewards.items()}
+        return np.array([is_mixed[group] for group in groups], dtype=bool)
+
+    def profiles(self, *, sharing: str = "full", live: np.ndarray | None = None) -> list[WorkProfile]:
         """Return the work of each group; rows that no loss reads cost nothing, because tree engines leave them out.
 
-        `sharing` is the option `tree.sharing`. With `prompt` there are no images.
+        `sharing` is the option `tree.sharing`. With `prompt` there are no images. Rows that are not `live`, (R,), cost
+        nothing either; None is none of these.
         """
         sizes = [len(group) for group in self.groups]
-        shapes = self.shapes[[row for group in self.groups for row in group]]
+        rows = [row for group in self.groups for row in group]
+        shapes = self.shapes[rows]
         bounds = np.cumsum([0, *sizes])
         groups = [range(start, start + size) for start, size in zip(bounds.tolist(), sizes, strict=False)]
         forest = _forest_shape(shapes, groups=groups)
-        read = forest.keep(shapes["num_trained"][forest.order] > 0)
+        is_read = shapes["num_trained"] > 0
+        if live is not None:
+            is_read &= live[rows]
+        read = forest.keep(is_read[forest.order])
         # What is trained is in the responses.
         of_new_scored = "num_new_trained"
         if sharing == "prompt":
