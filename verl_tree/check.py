@@ -2,10 +2,14 @@
 
     python -m verl_tree.check [the arguments of verl_tree.main_ppo]      `verl-tree check` is the same
 
+    --plan TREES.parquet    how long an update of these stored trees would take, and how much memory, under the best
+                            capacities: with --gpu NAME by a data sheet, with --costs METRICS.jsonl by a run's own times
+
 Nothing starts: no Ray, no GPU, no network. The exit status is 1 if the command would be refused. On a machine without a
 GPU, `profile=gpu` asks about one that has some.
 """
 
+import argparse
 import logging
 import sys
 import time
@@ -19,6 +23,9 @@ from verl_tree.launch.run.ending import refusal_lines, refusals
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+PLAN = ("plan", "gpu", "costs")
+"""Options of the plan; see `verl_tree.launch.run.layouts`."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Report on the arguments, those of the command line if None, and exit with 0 or 1; `--help` says what this is."""
@@ -26,30 +33,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return
+    parser = argparse.ArgumentParser(prog="verl_tree.check", add_help=False, allow_abbrev=False)
+    for name in PLAN:
+        parser.add_argument(f"--{name}")
+    options, arguments = parser.parse_known_args(arguments)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     start_s = time.monotonic()
     announce("checking the command")
-    is_valid, text = report(arguments)
+    is_valid, text = report(arguments, **vars(options))
     print(text)
     print(f"\n{'The command can run' if is_valid else 'The command cannot run'}. ({time.monotonic() - start_s:.1f} s)")
     sys.exit(0 if is_valid else 1)
 
 
-def report(arguments: Sequence[str]) -> tuple[bool, str]:
-    """Return whether the command would be accepted, and the text that says why, or what it would do."""
+def report(arguments: Sequence[str], **plan: str | None) -> tuple[bool, str]:
+    """Return whether the command would be accepted, and the text that says why, or what it would do.
+
+    `plan` has the values of `PLAN` that are given.
+    """
     from verl_tree.launch.command.composition import compose_config
     from verl_tree.launch.command.resolution import resolve
 
     try:
         config = compose_config(arguments)
         resolve(config)
+        return _report_composed(config, **plan)
     except refusals() as error:
         return False, "\n".join(["Refused", *(f"  {line}" for line in refusal_lines(error))])
-    return _report_composed(config)
 
 
-def _report_composed(config: "DictConfig") -> tuple[bool, str]:
+def _report_composed(
+    config: "DictConfig", *, plan: str | None = None, gpu: str | None = None, costs: str | None = None
+) -> tuple[bool, str]:
     from verl_tree.launch.checks import find_before_the_queue
     from verl_tree.launch.checks.translation import translate
     from verl_tree.launch.checks.values import find_wrong_values
@@ -63,10 +79,16 @@ def _report_composed(config: "DictConfig") -> tuple[bool, str]:
     refused = [each.message for each in findings if not each.is_warning]
     # The plan is computed with values that may be what is refused.
     is_computable = not any(find_wrong_values(config))
+    planned = []
+    if plan is not None and is_computable and not refused:
+        from verl_tree.launch.run.layouts import plan_lines
+
+        planned = plan_lines(config, trees=plan, gpu=gpu, costs=costs)
     sections = {
         "Translated": lines,
         "Capacity": capacity_lines(config) if is_computable else [],
         "What runs where": layout_lines(config) if is_computable else [],
+        "Plan": planned,
         "Warnings": [each.message for each in findings if each.is_warning],
         "Refused": refused,
     }

@@ -96,6 +96,11 @@ def keep_all_rows(actor: Any, tree: Any, *, distils: bool = False) -> list[str]:
     return [setting for setting, is_used in found.items() if is_used]
 
 
+def not_drawn(reason: str) -> str:
+    """Return why rows cannot be drawn (`tree.keep_tokens`) where all are to be computed, and the remedy."""
+    return f"with {reason}, something else reads the rows that would be left out; set it to null"
+
+
 def _read() -> Iterator[Clash]:
     """Yield the rows of the file. A remedy may have the names of losses, in braces."""
     names = {

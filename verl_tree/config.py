@@ -157,6 +157,7 @@ class TreeConfig:
     sharing: str = _choice("full", "prompt", remedy="'prompt' shares no token of a response, as an ablation")
     route_conflicts: str = _choice("first", "fork", remedy="'fork' computes each row under its own experts")
     compute: str = _choice("live", "all", remedy="'live' leaves rows out of an update that teach nothing")
+    keep_tokens: float | None = _positive(None, unit="parts of the tokens; null keeps all", most=1.0)
     rows: str = _choice("all", "longest", remedy="'longest' trains one row of each session")
     session_weight: str = _choice("leaf", "session", remedy="'leaf' is verl's objective, every row the same weight")
     role_weight: Mapping[str, float] | None = _weights()

@@ -170,7 +170,7 @@ QWEN3 = (
     Case("bypass_ppo_clip", (), (ONE, TWO), rows="duplicates", actor={"policy_loss": bypass_loss("ppo_clip")}),
     Case("bypass_reinforce", rows="duplicates", actor={"policy_loss": bypass_loss("reinforce", rollout_is="sequence")}),
     # Every other family of siblings has advantages of 0, or every row of a rank has.
-    Case("live_rows", (ONE, TWO), (TEAM,), rows="dead"),
+    Case("live_rows", (), (ONE, TWO, TEAM), rows="dead"),
     Case("live_rows_relay", tree=RELAY | SESSIONS, rows="dead"),
     Case("live_rank", (TWO,), (TEAMS,), rows="dead_rank"),
     Case("one_token_responses", (TWO, TEAM), (ONE,), rows="one_token"),
@@ -368,11 +368,11 @@ def _veomni() -> Iterator[Case]:
         "relay_joint",
         "relay_idle_rank",
         "session_weight_token_mean",
-        "live_rank",
     ):
         yield of_name[f"qwen3 {name}"]
     yield replace(of_name["qwen3 relay_every_token"], long=(TEAMS,))
-    yield replace(of_name["qwen3 relay_ten_steps"], runs=(), long=(TWO,))
+    for name in ("relay_ten_steps", "live_rank"):
+        yield replace(of_name[f"qwen3 {name}"], runs=(), long=(TWO,))
     for family in ("gemma3", "llama", "qwen2 window"):
         yield Case("token_mean", family=family)
     for name in ("token_mean", "relay"):
@@ -413,7 +413,6 @@ ON_MEGATRON = {
     "qwen3 top_k": "TP 2, sequence parallel",
     "qwen3 relay_idle_rank": "DP 2",
     "qwen3 session_weight_token_mean": "DP 2",
-    "qwen3 live_rows": "PP 2",
     "qwen3 temperature_per_row": "PP 2",
     "qwen3 tied_embeddings": "PP 2",
     "qwen3 moe token_mean": "EP 2",
@@ -425,6 +424,7 @@ LONG_ON_MEGATRON = {
     "qwen3 kl_and_entropy": "TP 1; TP 2; PP 2, virtual stages; TP 2, PP 2",
     "qwen3 relay_every_token": "TP 2, PP 2",
     "qwen3 relay_ten_steps": "PP 2",
+    "qwen3 live_rows": "PP 2",
     "qwen3 live_rank": "DP 2",
     "qwen3 relay_joint": "TP 2; PP 2",
     "qwen3 critic": "PP 2",

@@ -32,8 +32,9 @@ from verl_tree.cost.fit import CostFitter
 from verl_tree.cost.model import CostModel
 from verl_tree.engine.costs.capacity import CapacityChoice
 from verl_tree.engine.costs.pack_times import PackClock, learn_costs
-from verl_tree.engine.heads import Head
+from verl_tree.engine.heads import POLICY, Head
 from verl_tree.engine.losses.live_rows import leaves_out, live_rows, of_live_rows
+from verl_tree.engine.losses.row_choice import choose_rows
 from verl_tree.engine.losses.row_losses import is_sum_over_rows
 from verl_tree.engine.losses.top_k import BatchReading, reading_of
 from verl_tree.engine.model_calls import ModelCalls
@@ -98,7 +99,7 @@ class TreeEngine(ModelCalls):
         cost = self._costs["infer" if forward_only else "update"]
         mode: Mode = "forward" if forward_only else "rows" if is_sum_over_rows(loss_function) else "joint"
         leaves = not forward_only and self._leaves_out(loss_function)
-        live = live_rows(data) if leaves else None
+        data, live = self._chosen(data) if leaves else (data, None)
         batch = self._split(data, cost_model=cost.model, mode=mode, live=live)
         ranks = self._exchange_work(batch, mode=mode)
         steps = steps_of([rank.num_calls for rank in ranks], mode=mode, in_one=self.has_schedule)
@@ -156,13 +157,24 @@ class TreeEngine(ModelCalls):
             clashes.refuse(used)
         return reading
 
+    def _chosen(self, data: TensorDict) -> tuple[TensorDict, NDArray[np.bool_]]:
+        """Return which rows an update computes, and the rows with the weights of those that were drawn."""
+        live = live_rows(data)
+        if self.tree_config.keep_tokens is None:
+            return data, live
+        data = data.copy()  # shallow: the caller's advantages stay
+        return data, choose_rows(data, live, share=self.tree_config.keep_tokens)
+
     def _leaves_out(self, loss_function: LossFunction | None) -> bool:
         """Whether an update leaves out rows that teach nothing."""
-        if not leaves_out(loss_function, self.tree_config):
-            return False
-        if self.auxiliary_loss is not None:
-            _tell_all_rows(self.auxiliary_loss)
-        return self.auxiliary_loss is None
+        leaves, reason = leaves_out(loss_function, self.tree_config), "this loss"
+        if leaves and self.auxiliary_loss is not None:
+            leaves, reason = False, self.auxiliary_loss
+            _tell_all_rows(reason)
+        keep = self.tree_config.keep_tokens
+        if keep is not None and not leaves and self.head is POLICY:
+            raise ValueError(f"tree.keep_tokens={keep}: {clashes.not_drawn(reason)}")
+        return leaves
 
     def _announce_denominators(self, data: TensorDict) -> None:
         """Add the denominators of verl's losses: the trained tokens of all ranks and the number of ranks."""

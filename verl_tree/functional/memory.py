@@ -176,16 +176,19 @@ class KeysAndValues:
         num_recurrent = sum(each in RECURRENT_LAYERS for each in text.get("layer_types") or [])
         return cls(dims=dims, num_layers=text["num_hidden_layers"] - num_recurrent, dtype_bytes=dtype.itemsize)
 
-    def relayed_bytes(self, max_path_len: int, *, trains: bool, recomputes: bool, on_host: bool = False) -> int:
+    def relayed_bytes(
+        self, max_path_len: int, *, trains: bool, recomputes: bool, on_host: bool = False, spine_len: int | None = None
+    ) -> int:
         """Return the bytes of a relay on the device: the store, and a section's copies of its context.
 
-        The spine has `SPINE_PATHS` longest paths. In training each of its numbers has a float32 gradient. A store on
-        the host has two layers on the device, one in use and the next. The context has one longest path. Every layer
-        whose activations are kept holds a copy of it, which is one layer if they are recomputed (gradient
-        checkpointing), and the layer in its backward holds the copy's gradient.
+        The spine has `spine_len` tokens; if that is not known, `SPINE_PATHS` longest paths. In training each of its
+        numbers has a float32 gradient. A store on the host has two layers on the device, one in use and the next. The
+        context has one longest path. Every layer whose activations are kept holds a copy of it, which is one layer if
+        they are recomputed (gradient checkpointing), and the layer in its backward holds the copy's gradient.
         """
         path = max_path_len * self.dims
         stored_layers = min(2, self.num_layers) if on_host else self.num_layers
-        stored = SPINE_PATHS * path * stored_layers * (self.dtype_bytes + (4 if trains else 0))
+        spine = SPINE_PATHS * path if spine_len is None else spine_len * self.dims
+        stored = spine * stored_layers * (self.dtype_bytes + (4 if trains else 0))
         num_copies = (1 if recomputes else self.num_layers) + 1 if trains else 1
         return stored + path * num_copies * self.dtype_bytes

@@ -87,10 +87,11 @@ class Levers:
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """A tree in sections: the longest path, and where the store is (`verl_tree.relay`)."""
+    """A tree in sections: the longest context, where the store is (`verl_tree.relay`), and what is in it."""
 
     max_path_len: int
     on_host: bool = False
+    spine_len: int | None = None  # Tokens of the spine; None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ def update_memory(
     if relay:
         dims = 2 * size.key_dims
         relayed = KeysAndValues(dims=dims, num_layers=size.num_layers, dtype_bytes=HALF).relayed_bytes(
-            relay.max_path_len, trains=True, recomputes=True, on_host=relay.on_host
+            relay.max_path_len, trains=True, recomputes=True, on_host=relay.on_host, spine_len=relay.spine_len
         )
     return UpdateMemory(
         states=state_bytes * size.num_parameters,
@@ -153,6 +154,15 @@ def update_memory(
         attention=_attention_bytes(size, num_tokens, levers, num_context=context, kernel_bytes=kernel_bytes),
         relayed=relayed,
     )
+
+
+def waiting_bytes(size: ModelSize, *, reduce_bytes: int) -> int:
+    """Return the bytes of the gradients that wait on a rank where an update has several passes.
+
+    FSDP2 adds them up over the ranks in the last pass only. Until then a rank has those of the whole model, in the
+    dtype in which they are added up.
+    """
+    return reduce_bytes * size.num_parameters
 
 
 def largest(fits: Callable[[int], bool], *, limit: int) -> int:

@@ -16,7 +16,7 @@ from verl_tree.functional.logprobs import tree_forward_log_probs
 from verl_tree.functional.memory import KeysAndValues, peak_bytes, probe_layout
 from verl_tree.functional.offload import offload_checkpoints
 from verl_tree.functional.tiles import tile_modules
-from verl_tree.functional.update_memory import Levers, ModelSize, Relay, largest, update_memory
+from verl_tree.functional.update_memory import Levers, ModelSize, Relay, largest, update_memory, waiting_bytes
 
 CPU = torch.device("cpu")
 NUM_TOKENS, MAX_PATH_LEN, CHUNK_SIZE = 1024, 256, 64
@@ -157,6 +157,14 @@ def test_a_relay_adds_its_store_and_the_sums_of_its_context() -> None:
         assert relayed.relayed == size.relayed_bytes(30, trains=True, recomputes=True, on_host=on_host)
         assert relayed.attention - plain.attention == 30 * 8 * 10
         assert relayed.mlp == plain.mlp
+        # Of a known spine of two paths it is the same, and of none only the copies of the context are left.
+        known, none = (update_memory(SIZE, 7, state_bytes=0, relay=Relay(30, on_host, each)) for each in (60, 0))
+        assert known == relayed
+        assert none.relayed == 2 * 30 * 20 * 2
+
+
+def test_gradients_that_wait_are_those_of_the_whole_model() -> None:
+    assert waiting_bytes(SIZE, reduce_bytes=4) == 4 * (3 * 1230 + 1010)
 
 
 def test_the_largest_that_fits() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
+from torch import Tensor
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss
 
@@ -36,18 +37,23 @@ def leaves_out(loss_function: LossFunction | None, tree: TreeConfig) -> bool:
     return loss is not None and loss.func is ppo_loss and not keep_all_rows(loss.keywords["config"], tree)
 
 
-def live_rows(data: TensorDict) -> NDArray[np.bool_]:
-    """Find the rows of which some trained token weighs something in the policy loss, (B,)."""
+def token_weights(data: TensorDict) -> tuple[Tensor, Tensor]:
+    """Return what each token of the responses weighs in the policy loss, float64, and its row; both on the host."""
     mask, offsets = jagged(data["response_mask"])
-    weight = jagged(data["advantages"])[0] * mask
+    weight = jagged(data["advantages"])[0].double() * mask
     if "rollout_is_weights" in data:
         weight = weight * jagged(data["rollout_is_weights"])[0]
     rows = torch.repeat_interleave(torch.arange(len(data)), offsets.diff().cpu())
-    # NaN is not 0, so a row with it stays, and the loss shows it.
+    weight = weight.cpu()
+    return (weight * data[SESSION_WEIGHT].cpu()[rows] if SESSION_WEIGHT in data else weight), rows
+
+
+def live_rows(data: TensorDict) -> NDArray[np.bool_]:
+    """Find the rows of which some trained token weighs something in the policy loss, (B,)."""
+    weight, rows = token_weights(data)
     is_live = torch.zeros(len(data), dtype=torch.bool)
-    is_live[rows[weight.cpu() != 0]] = True
-    if SESSION_WEIGHT in data:
-        is_live &= data[SESSION_WEIGHT].cpu() != 0
+    # NaN is not 0, so a row with it stays, and the loss shows it.
+    is_live[rows[weight != 0]] = True
     return is_live.numpy()
 
 

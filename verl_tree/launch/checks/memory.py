@@ -73,7 +73,7 @@ class Foreseen:
 
 def check_update_memory(config: DictConfig) -> Findings:
     """Warn of an update that takes more than the memory that there is."""
-    key, size, memory_bytes = capacity_keys(config)[0], model_size(config), _memory_bytes(config)
+    key, size, memory_bytes = capacity_keys(config)[0], model_size(config), memory_of_machine(config)
     if size is None or memory_bytes is None or not isinstance(value_of(config, key), int):
         return
     if any(check_tree_values(config)):
@@ -130,7 +130,7 @@ def foreseen(config: DictConfig, size: "ModelSize") -> Foreseen:
             config, f"{ROLLOUT}.free_cache_engine"
         )
         share = config.actor_rollout_ref.rollout.gpu_memory_utilization if keeps else 0
-        rollout = int(share * (_memory_bytes(config) or 0))
+        rollout = int(share * (memory_of_machine(config) or 0))
         return Foreseen(num_tokens, states // num_ranks, activations, rollout)
     environment = {**os.environ, **(value_of(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {})}
     engine_bytes = _bytes_of(value_of(config, f"{ROLLOUT}.dtype")) * size.num_parameters
@@ -190,7 +190,7 @@ def _bytes_of(dtype: Any) -> int:
     return 4 if dtype in ("fp32", "float32", "float") else 2
 
 
-def _memory_bytes(config: DictConfig) -> int | None:
+def memory_of_machine(config: DictConfig) -> int | None:
     """Return the memory for all ranks of a CPU, or of one GPU, if they are on this machine; else None."""
     import torch
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from verl_tree.clashes import keep_all_rows, not_drawn
 from verl_tree.launch.checks.features import VERLS_ATTENTION
 from verl_tree.launch.checks.refusals import (
     ACTOR,
@@ -128,6 +129,14 @@ def check_rollout_engine(config: DictConfig) -> Findings:
         yield Finding(f"{key}={value_of(config, key)}: {message}", is_warning=True)
 
 
+def check_drawn_rows(config: DictConfig) -> Findings:
+    """Find what reads rows that an update with drawn rows would leave out."""
+    key = "tree.keep_tokens"
+    reasons = keep_all_rows(config.actor_rollout_ref.actor, config.tree, distils=config.distillation.enabled)
+    if value_of(config, key) is not None and uses_tree(config) and reasons:
+        yield refusal(config, key, not_drawn(", ".join(reasons)))
+
+
 def check_step_weight(config: DictConfig) -> Findings:
     """Find a weight of GiGPO's steps that is no number."""
     weight = "algorithm.gigpo.step_advantage_w"
@@ -177,6 +186,7 @@ CHECKS: tuple[Check, ...] = (
     check_critic_cut,
     check_last_mini_batch,
     check_rollout_engine,
+    check_drawn_rows,
     check_step_weight,
     check_group_size,
     check_attention,

@@ -132,8 +132,8 @@ def describe_step(metrics: Mapping[str, float], *, step: int, num_steps: int) ->
     """Return one line for people: is the agent learning, what failed, what do the trees save, how fast is it?
 
     For example `step 5/30: reward 0.53 (leaves), 0.61 (sessions), validation 0.52 | 3 sessions failed | 3.0 leaves a
-    session, POR 0.86, 7.3x fewer tokens | step 5.4 s, generation 3.2 s, update 1.0 s, 4,161 tree tokens/s`. What was
-    not measured, and what is zero as it should be, is left out.
+    session, POR 0.86, 7.3x fewer tokens, 63% live | step 5.4 s, generation 3.2 s, update 1.0 s, 4,161 tree
+    tokens/s`. What was not measured, and what is zero as it should be, is left out.
     """
     leaves, sessions = metrics["tree/leaf_reward/mean"], metrics["tree/session_reward/mean"]
     reward = [f"reward {leaves:.2f} (leaves)", f"{sessions:.2f} (sessions)", *_validation(metrics)]
@@ -143,6 +143,8 @@ def describe_step(metrics: Mapping[str, float], *, step: int, num_steps: int) ->
     tree = [f"{metrics['tree/leaves_per_session']:.1f} leaves a session"]
     if "tree/por" in metrics:
         tree += [f"POR {metrics['tree/por']:.2f}", f"{metrics['tree/compression']:.1f}x fewer tokens"]
+    if metrics.get("tree/live_tokens", 1.0) < 1.0:
+        tree.append(f"{metrics['tree/live_tokens']:.0%} live")
     seconds = {"step": "timing_s/step", "generation": "timing_s/gen", "update": "timing_s/update_actor"}
     times = [f"{name} {metrics[key]:.1f} s" for name, key in seconds.items() if key in metrics]
     if "perf/update_tree_tokens_per_s" in metrics:

@@ -1,0 +1,201 @@
+"""What an update of stored trees would take: the same packing as a run's, and numbers by hand."""
+
+import re
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from input_cases import write_model, write_rows
+
+pytest.importorskip("verl")
+
+from verl_tree.check import report
+from verl_tree.config import TreeConfig
+from verl_tree.cost.model import CostModel
+from verl_tree.functional.update_memory import ModelSize
+from verl_tree.functional.update_time import LAUNCH_S, LAUNCHES, REACHED, Device, computed_costs
+from verl_tree.launch.run.layouts import (
+    Layout,
+    Prediction,
+    Rows,
+    best_of,
+    fitted_costs,
+    micro_batches_of,
+    predicted_s,
+)
+from verl_tree.records import StoredLeaf, StoredTree, write_trees
+
+BY_TOKENS = replace(CostModel.prior(), s_per_pair=0.0, s_per_pack=0.5)
+"""A second for each token, half of one for each pack, a third for a token of a spine."""
+
+# Group a: 1 2 3 ─┬─ 4 5       Group b: 1 6 7
+#                 └─ 6 (dead)           1 6 8
+TOKENS = {"a": ([1, 2, 3, 4, 5], [1, 2, 3, 6]), "b": ([1, 6, 7], [1, 6, 8])}
+ADVANTAGES = {"a": (1.0, 0.0), "b": (1.0, -1.0)}
+
+
+def leaf(session: int, token_ids: list[int], advantage: float) -> StoredLeaf:
+    """Make a leaf whose prompt is its first token."""
+    is_trained = np.arange(len(token_ids)) > 0
+    return StoredLeaf(
+        session=session,
+        leaf=0,
+        token_ids=np.array(token_ids, dtype=np.int32),
+        prompt_len=1,
+        is_trained=is_trained,
+        log_probs=np.where(is_trained, -1.0, np.nan).astype(np.float32),
+        token_rewards=np.zeros(len(token_ids) - 1, dtype=np.float32),
+        token_advantages=np.full(len(token_ids) - 1, advantage, dtype=np.float32),
+    )
+
+
+@pytest.fixture
+def trees(tmp_path: Path) -> Path:
+    groups = [
+        StoredTree(1, uid, tuple(leaf(number, *each) for number, each in enumerate(zip(rows, ADVANTAGES[uid], strict=True))))
+        for uid, rows in TOKENS.items()
+    ]
+    write_trees(tmp_path / "trees.parquet", groups)
+    return tmp_path / "trees.parquet"
+
+
+def seconds(rows: Rows, *, capacity: int, num_ranks: int = 1, groups_per_mini_batch: int = 2, relay: str = "auto") -> float:
+    tree = TreeConfig(capacity=capacity, relay=relay)
+    planned = micro_batches_of(
+        rows, tree, costs=BY_TOKENS, num_ranks=num_ranks, groups_per_mini_batch=groups_per_mini_batch
+    )
+    return predicted_s(planned, BY_TOKENS)
+
+
+def test_rows_that_teach_nothing_are_left_out(trees: Path) -> None:
+    rows, every = (Rows.of_file(trees, leaves_out=each) for each in (True, False))
+    assert [each.tolist() for each in rows.tokens] == [TOKENS["a"][0], *TOKENS["b"]]
+    assert (rows.groups, rows.num_left_out, rows.num_tree_tokens, rows.longest) == (((0,), (1, 2)), 1, 5 + 4, 5)
+    assert (every.num_left_out, every.num_tree_tokens) == (0, 6 + 4)
+
+
+def test_twice_the_context_is_the_same_tree_of_twice_the_tokens(trees: Path) -> None:
+    rows = Rows.of_file(trees, leaves_out=False).stretched(2)
+    assert rows.tokens[0].tolist() == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert rows.trained[0].tolist() == [False] * 2 + [True] * 8
+    assert rows.num_tree_tokens == 2 * (6 + 4)
+
+
+def test_seconds_are_those_of_the_slowest_rank_and_of_what_is_computed_twice(trees: Path) -> None:
+    rows = Rows.of_file(trees, leaves_out=False)
+    # One pack: both groups start with 1, which a rank shares.
+    assert seconds(rows, capacity=16) == 6 + 4 - 1 + 0.5
+    # Group by group: a mini-batch each on one rank, or one on two ranks, which wait for the dearer.
+    assert seconds(rows, capacity=16, groups_per_mini_batch=1) == 6 + 4 + 2 * 0.5
+    assert seconds(rows, capacity=16, num_ranks=2) == 6 + 0.5
+    # Two packs of at most 6 tokens each: 1 2 3 (4 5) (6), and 1 6 (7) (8).
+    assert seconds(rows, capacity=6, relay="never") == 6 + 4 + 2 * 0.5
+    # In sections of at most 4 tokens each token runs once, and the spine once more.
+    assert seconds(rows, capacity=4, relay="always") > 9 + 3 * 0.5
+
+
+def test_slower_layouts_are_told_where_they_take_less_memory() -> None:
+    def made(capacity: int, seconds: float, num_bytes: int) -> Prediction:
+        return Prediction(Layout(capacity), seconds, num_bytes)
+
+    fast, small, worse, equal = made(8, 1.0, 100), made(4, 2.0, 50), made(2, 3.0, 70), made(16, 1.0, 120)
+    assert best_of([worse, small, equal, fast]) == [fast, small]
+
+
+def test_a_layout_is_given_as_overrides() -> None:
+    assert Layout(8).overrides() == ["tree.capacity=8"]
+    model = "actor_rollout_ref.model"
+    assert Layout(8, tiles=True, offloads=True, on_host=True).overrides() == [
+        "tree.capacity=8",
+        "tree.relay_store=host",
+        f"{model}.tiled_mlp.enabled=true",
+        f"{model}.tiled_mlp.num_shards=8",
+        f"{model}.enable_activation_offload=true",
+    ]
+
+
+def test_costs_are_computed_from_a_data_sheet_by_hand() -> None:
+    size = ModelSize(
+        hidden=10, intermediate=20, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=5, vocabulary=100, is_tied=True
+    )
+    costs = computed_costs(size, Device(flops=1e3 / REACHED, bytes_per_s=1e3, memory_bytes=1))
+    layers = size.num_parameters - 100 * 10
+    assert astuple(costs) == pytest.approx(
+        (
+            8 * layers / 1e3,
+            18 * 20 * 3 / 1e3,  # 4 heads of 5
+            6 * 1000 / 1e3,
+            0.0,
+            LAUNCH_S * LAUNCHES * 3,
+            2 * layers / 1e3,
+            14 * 2 * 10 * 3 / 1e3,  # keys and values of 2 heads of 5
+            0.0,
+        )
+    )
+
+
+SIZES = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+
+
+def command(folder: Path, **settings: object) -> list[str]:
+    rows, model = write_rows(folder / "rows.parquet"), write_model(folder / "model", **SIZES | settings)
+    paths = [f"data.train_files={rows}", f"data.val_files={rows}", f"actor_rollout_ref.model.path={model}"]
+    return ["profile=gpu", *paths, "actor_rollout_ref.rollout.n=4", "trainer.n_gpus_per_node=8"]
+
+
+def test_the_check_tells_the_plan(trees: Path, tmp_path: Path) -> None:
+    is_valid, text = report(command(tmp_path), plan=str(trees), gpu="H200")
+    assert is_valid, text
+    (block,) = [each for each in text.split("\n\n") if each.startswith("Plan\n")]
+    head, first, *_, last = block.splitlines()[1:]
+    assert head == (
+        "  2 prompts, 3 rows of at most 5 tokens (1 left out), 9 tree tokens; seconds computed from the data sheet of "
+        "H200, not measured; GiB computed"
+    )
+    assert first.startswith("  an update: ")
+    assert " GiB  tree.capacity=" in first
+    assert last.startswith("  with twice the context: ")
+    # Without relay the least capacity has room for the longest row, of 5 tokens.
+    _, text = report([*command(tmp_path), "tree.relay=never"], plan=str(trees), gpu="H200")
+    assert set(re.findall(r"an update: .* tree.capacity=(\d+)", text)) <= {"8", "16"}
+
+
+def test_what_cannot_be_planned_is_refused_with_the_remedy(trees: Path, tmp_path: Path) -> None:
+    is_valid, text = report([*command(tmp_path), "tree.enabled=false"], plan=str(trees), gpu="H200")
+    assert not is_valid
+    assert "tree.enabled=False: --plan foresees updates on trees; set it to true" in text
+    for options, settings, told in (
+        ({"gpu": "H2000"}, {}, "--gpu H2000: give one of A100, H100, H200, B200, or --costs METRICS.jsonl"),
+        ({}, {}, "--gpu None: give one of"),
+        ({"costs": "none.jsonl"}, {}, "--costs none.jsonl: there is no such file; give one that a run wrote"),
+        ({"plan": "none.parquet", "gpu": "H200"}, {}, "--plan none.parquet: there is no such file"),
+        ({"gpu": "H200"}, {"num_experts": 8}, "--plan knows decoders of dense layers whose config.json is here"),
+    ):
+        is_valid, text = report(command(tmp_path, **settings), **{"plan": str(trees)} | options)
+        assert not is_valid
+        assert told in text
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "data": {"actor/loss": 1.0}}\n')
+    with pytest.raises(ValueError, match=r"no step has tree/cost_model/s_per_token; give the metrics of a run"):
+        fitted_costs(path)
+    with pytest.raises(ValueError, match="of these trees; give those of another step"):
+        dead = StoredTree(1, "a", (leaf(0, [1, 2], 0.0),))
+        write_trees(tmp_path / "dead.parquet", [dead])
+        Rows.of_file(tmp_path / "dead.parquet", leaves_out=True)
+
+
+def test_costs_are_those_that_a_run_has_fitted_last(tmp_path: Path) -> None:
+    path, prefix = tmp_path / "metrics.jsonl", "tree/cost_model"
+    lines = [{"step": step, "data": replace(BY_TOKENS, s_per_token=step).as_metrics(prefix)} for step in (1, 2)]
+    path.write_text("\n".join(map(str, lines)).replace("'", '"') + '\n{"step": 3, "data": {}}\n')
+    assert fitted_costs(path) == replace(BY_TOKENS, s_per_token=2.0)

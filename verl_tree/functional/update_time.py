@@ -1,0 +1,57 @@
+"""How long an update takes on a GPU that nobody has measured: a cost model computed from its data sheet.
+
+FLOPs are those of forward, recomputation (gradient checkpointing) and backward: 8 per parameter and token, and 18 per
+pair, head, head dimension and layer (4, 4 and 10). A GPU is taken to reach `REACHED` of its peak in them, which large
+matrix products do. What is moved instead, the keys and values of a context, goes at the speed of its memory, as in
+`CostModel.prior`. What is launched takes `LAUNCH_S` each, `LAUNCHES` times a layer and pass.
+
+These are no measurements. A run fits the cost model to its own times and logs it (`tree/cost_model/...`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from verl_tree.cost.model import CostModel
+from verl_tree.functional.memory import GIB
+from verl_tree.functional.update_memory import ModelSize
+
+REACHED = 0.4
+LAUNCH_S = 5e-6
+LAUNCHES = 150
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What the data sheet of a GPU says: dense bfloat16 FLOPs and bytes of memory a second, and bytes of memory."""
+
+    flops: float
+    bytes_per_s: float
+    memory_bytes: int
+
+
+DEVICES: Mapping[str, Device] = {
+    "A100": Device(312e12, 2.04e12, 80 * GIB),
+    "H100": Device(989e12, 3.35e12, 80 * GIB),
+    "H200": Device(989e12, 4.8e12, 139 * GIB),
+    "B200": Device(2250e12, 8.0e12, 180 * GIB),
+}
+"""By the name that `verl_tree.check --gpu` takes."""
+
+
+def computed_costs(size: ModelSize, device: Device) -> CostModel:
+    """Compute the cost model of an update of a dense decoder in bfloat16 with gradient checkpointing."""
+    s_per_flop = 1 / (REACHED * device.flops)
+    embeddings = size.vocabulary * size.hidden
+    layers = size.num_parameters - (1 if size.is_tied else 2) * embeddings
+    # A number of a context is read and written forward, and its gradient is read and its float32 sum changed.
+    context_bytes = 14 * 2 * size.key_dims * size.num_layers
+    return CostModel(
+        s_per_token=8 * layers * s_per_flop,
+        s_per_pair=18 * size.query_dims * size.num_layers * s_per_flop,
+        s_per_scored=6 * embeddings * s_per_flop,
+        s_per_node=0.0,
+        s_per_pack=LAUNCH_S * LAUNCHES * size.num_layers,
+        s_per_spine=2 * layers * s_per_flop,
+        s_per_context=context_bytes / device.bytes_per_s,
+        s_per_feature=0.0,
+    )
