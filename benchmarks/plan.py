@@ -32,10 +32,10 @@ import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.attention import tree_attention
 from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel
-from verl_tree.functional.memory import peak_bytes
 from verl_tree.engine.rows.packs import TreeMicroBatch
+from verl_tree.functional.memory import peak_bytes
 from verl_tree.functional.update_memory import Levers, ModelSize
-from verl_tree.launch.run.layouts import Rows, micro_batches_of, predicted_s, rank_bytes
+from verl_tree.launch.run.stored_work import Rows, micro_batches_of, predicted_s, rank_bytes
 from verl_tree.main_sft import ONE_RANK
 from verl_tree.testing.local_worker import batch_of_rows, local_worker
 from verl_tree.trainer.worker import TreeTrainingWorker
@@ -171,7 +171,9 @@ def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
                 "o",
                 label=name,
             )
-        ends = np.array([min(line[f"measured ({unit})"] for line in lines), max(line[f"measured ({unit})"] for line in lines)])
+        ends = np.array(
+            [min(line[f"measured ({unit})"] for line in lines), max(line[f"measured ({unit})"] for line in lines)]
+        )
         axis.plot(ends, ends, color="grey")
         axis.fill_between(ends, ends * (1 - share), ends * (1 + share), color="grey", alpha=0.2)
         axis.set(xscale="log", yscale="log")

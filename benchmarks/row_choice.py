@@ -167,7 +167,7 @@ def compare(name: str) -> list[dict[str, Any]]:
                 "rows": f"{rows.num_rows} of {rows.num_all}",
                 "kept rows": round(float((weights != 0).sum(1).mean()), 1),
                 "tokens": round(float(np.mean(tokens)) / num_tokens, 3),
-                "error": round(float((far.square().sum(1).mean() / whole.square().sum())), 3),
+                "error": round(float(far.square().sum(1).mean() / whole.square().sum()), 3),
                 "bias": round(float(far.mean(0).norm() / whole.norm()), 3),
             }
         )

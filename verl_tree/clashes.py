@@ -75,6 +75,11 @@ EXPERTS = "engine.expert_parallel_size!=1"
 LINEAR, OTHER_HEADS = "linear attention", "linear attention with heads other than of 64 or 128"
 
 
+def doubled_experts(key: str) -> str:
+    """Return why experts that several ranks hold are refused where `key`, the size of expert parallelism, is 1."""
+    return f"with {key}=1, ranks that hold the same experts never add up their gradients; set it to null, or raise that"
+
+
 def keep_all_rows(actor: Any, tree: Any, *, distils: bool = False) -> list[str]:
     """Return the settings for which an update computes rows whose advantages are 0, too; see `tree.compute`.
 

@@ -63,6 +63,9 @@ RECURRENT_TYPES = _types(family for family in FAMILIES if family.mixers)
 IMAGE_TYPES = _types(family for family in FAMILIES if family.reads_images)
 REFUSED = {model_type: family.refused for family in FAMILIES for model_type in family.model_types if family.refused}
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of a model's config that say how many experts a layer has."""
+
 VEOMNI_TYPES = ("gemma3_text", "gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe")
 """Types whose VeOmni models compute trees as verl's own engine computes flat rows (`tests/e2e/test_engines.py`).
 

@@ -156,6 +156,9 @@ def test_what_megatron_cannot_do_is_refused_when_the_model_is_built(tmp_path: Pa
     assert told["adapters"].startswith("model.lora_rank=4: ")
     assert told["context"].startswith("megatron.context_parallel_size=2: ")
     assert told["dropout"].startswith("hidden_dropout=0.1 in Megatron's config")
+    assert told["doubled experts"].startswith(
+        "megatron.expert_tensor_parallel_size=2: with expert_model_parallel_size=1, "
+    )
     assert told["no experts"].startswith("num_moe_experts=None in Megatron's config: routes are not replayed; set ")
     assert told["groups"].startswith("moe_router_group_topk=1 in Megatron's config: ")
     assert told["experts computed anew"].startswith("recompute_modules=['moe'] in Megatron's config: ")

@@ -45,6 +45,10 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "dropout": ("qwen3", on_megatron(hidden_dropout=0.1)),
         "no experts": ("qwen3", on_megatron(replays=True)),
         "groups": ("qwen3 moe", on_megatron(replays=True, moe_router_num_groups=2, moe_router_group_topk=1)),
+        "doubled experts": (
+            "qwen3 moe",
+            {"engine_options": {"sequence_parallel": False, "expert_tensor_parallel_size": 2}},
+        ),
         "experts computed anew": (
             "qwen3 moe",
             on_megatron(replays=True, recompute_granularity="selective", recompute_modules=["moe"]),

@@ -49,6 +49,7 @@ MODELS = {
     "heads_8": {"num_attention_heads": 8},
     "heads_6": {"text_config": {"num_attention_heads": 6}},
     "layers_6": {"num_hidden_layers": 6},
+    "experts_8": {"num_experts": 8},
     "heads_24_6": {"num_attention_heads": 24, "num_key_value_heads": 6},
     "heads_unknown": {"n_head": 3},  # another family, whose layers say so when they run
     **{

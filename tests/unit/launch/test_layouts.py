@@ -15,15 +15,8 @@ from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel
 from verl_tree.functional.update_memory import ModelSize
 from verl_tree.functional.update_time import LAUNCH_S, LAUNCHES, REACHED, Device, computed_costs
-from verl_tree.launch.run.layouts import (
-    Layout,
-    Prediction,
-    Rows,
-    best_of,
-    fitted_costs,
-    micro_batches_of,
-    predicted_s,
-)
+from verl_tree.launch.run.layouts import Layout, Prediction, best_of, fitted_costs
+from verl_tree.launch.run.stored_work import Rows, micro_batches_of, predicted_s
 from verl_tree.records import StoredLeaf, StoredTree, write_trees
 
 BY_TOKENS = replace(CostModel.prior(), s_per_pair=0.0, s_per_pack=0.5)
@@ -53,14 +46,18 @@ def leaf(session: int, token_ids: list[int], advantage: float) -> StoredLeaf:
 @pytest.fixture
 def trees(tmp_path: Path) -> Path:
     groups = [
-        StoredTree(1, uid, tuple(leaf(number, *each) for number, each in enumerate(zip(rows, ADVANTAGES[uid], strict=True))))
+        StoredTree(
+            1, uid, tuple(leaf(number, *each) for number, each in enumerate(zip(rows, ADVANTAGES[uid], strict=True)))
+        )
         for uid, rows in TOKENS.items()
     ]
     write_trees(tmp_path / "trees.parquet", groups)
     return tmp_path / "trees.parquet"
 
 
-def seconds(rows: Rows, *, capacity: int, num_ranks: int = 1, groups_per_mini_batch: int = 2, relay: str = "auto") -> float:
+def seconds(
+    rows: Rows, *, capacity: int, num_ranks: int = 1, groups_per_mini_batch: int = 2, relay: str = "auto"
+) -> float:
     tree = TreeConfig(capacity=capacity, relay=relay)
     planned = micro_batches_of(
         rows, tree, costs=BY_TOKENS, num_ranks=num_ranks, groups_per_mini_batch=groups_per_mini_batch

@@ -23,6 +23,7 @@ from verl_tree.attention.layer import layer_attention
 from verl_tree.engine.megatron.routes import StageRouters
 from verl_tree.engine.routes.router_replay import RouterReplay
 from verl_tree.engine.verl_configs import features
+from verl_tree.families import EXPERTS
 from verl_tree.tree.plan import AttentionPlan
 
 ANOTHER = "give another model, or take another engine"
@@ -178,6 +179,12 @@ def refuse(model: Any, engine: Any) -> None:
         clashes.OFFLOAD: model.enable_activation_offload and "model.enable_activation_offload=True",
     }
     clashes.refuse(features(model, engine, ulysses=1) | used)
+    size, tensor = engine.expert_tensor_parallel_size, engine.tensor_model_parallel_size
+    has_experts = any(getattr(model.hf_config, name, None) for name in EXPERTS)
+    if has_experts and engine.expert_model_parallel_size == 1 and (size or tensor) != tensor:
+        # Megatron-core 0.16.1 adds their gradients up over data-parallel ranks only, those of flat rows, too.
+        told = clashes.doubled_experts("expert_model_parallel_size")
+        raise ValueError(f"megatron.expert_tensor_parallel_size={size}: {told}")
 
 
 def refuse_layers(config: Any, *, replays: bool) -> None:

@@ -4,6 +4,8 @@ from math import prod
 
 from omegaconf import DictConfig
 
+from verl_tree.clashes import doubled_experts
+from verl_tree.families import EXPERTS
 from verl_tree.launch.checks.refusals import (
     ACTOR,
     REF,
@@ -73,7 +75,10 @@ def check_layouts(config: DictConfig) -> Findings:
 
 
 def check_parts(config: DictConfig) -> Findings:
-    """Find models whose layers or heads Megatron's ranks cannot share. A model that is not here is not looked into."""
+    """Find models whose layers, heads or experts Megatron's ranks cannot share.
+
+    A model that is not on this machine is not looked into.
+    """
     group = engines_of(config)[ACTOR]
     given = value_of(config, f"{group}.override_transformer_config") or {}
     tensor, pipeline, virtual = (
@@ -86,8 +91,14 @@ def check_parts(config: DictConfig) -> Findings:
         yield refusal(
             config, virtual, f"a pipeline of one rank has no virtual stages; set it to null, or set {pipeline}"
         )
+    experts, of_experts = f"{group}.expert_model_parallel_size", f"{group}.expert_tensor_parallel_size"
+    are_doubled = _of(config, experts) == 1 and (value_of(config, of_experts) or _of(config, tensor)) != _of(
+        config, tensor
+    )
     for model in models_of(config):
         path = value_of(config, f"{model}.path")
+        if are_doubled and any(text_settings(path).get(name) for name in EXPERTS):
+            yield refusal(config, of_experts, doubled_experts(experts))
         for name, keys in parts.items():
             number = text_settings(path).get(name)
             if number and number % prod(_of(config, key) for key in keys):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from omegaconf import DictConfig
 
-from verl_tree.families import ATTENTION_LAYERS
+from verl_tree.families import ATTENTION_LAYERS, EXPERTS
 from verl_tree.launch.checks.capacity import capacity_keys, longest_trajectory, ranks_of_limit, team_size
 from verl_tree.launch.checks.modes import is_separate, rollout_pools, rollout_ranks
 from verl_tree.launch.checks.refusals import (
@@ -46,7 +46,6 @@ SIZES = {
     "num_heads": "num_attention_heads",
     "vocabulary": "vocab_size",
 }
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 
