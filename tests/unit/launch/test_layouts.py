@@ -185,9 +185,8 @@ def test_what_cannot_be_planned_is_refused_with_the_remedy(trees: Path, tmp_path
     path.write_text('{"step": 1, "data": {"actor/loss": 1.0}}\n')
     with pytest.raises(ValueError, match=r"no step has tree/cost_model/s_per_token; give the metrics of a run"):
         fitted_costs(path)
+    write_trees(tmp_path / "dead.parquet", [StoredTree(1, "a", (leaf(0, [1, 2], 0.0),))])
     with pytest.raises(ValueError, match="of these trees; give those of another step"):
-        dead = StoredTree(1, "a", (leaf(0, [1, 2], 0.0),))
-        write_trees(tmp_path / "dead.parquet", [dead])
         Rows.of_file(tmp_path / "dead.parquet", leaves_out=True)
 
 

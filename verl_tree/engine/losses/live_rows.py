@@ -1,8 +1,8 @@
 """Rows that teach nothing leave an update (`tree.compute=live`): each of their tokens weighs exactly 0 in the loss.
 
 A token weighs its advantage, times its weight by rollout correction, times that of its row. Where that is 0, as in a
-group of equal rewards, verl's policy losses have the value 0 and the gradient 0, whatever its log-prob is. So the forest
-of an update holds the other rows only. Denominators are those of all rows, and the optimiser takes its step.
+group of equal rewards, verl's policy losses have the value 0 and the gradient 0, whatever its log-prob is. So the
+forest of an update holds the other rows only. Denominators are those of all rows, and the optimiser takes its step.
 
 That is exact where nothing else of the loss reads a row; `keep_all_rows` in `verl_tree.clashes` says what does. Means
 over the tokens of a call, such as verl's `actor/ppo_kl`, are then means over live rows, and are named so.

@@ -139,8 +139,8 @@ def plan_lines(config: DictConfig, *, trees: str, gpu: str | None = None, costs:
     device = DEVICES.get(str(gpu))
     if device is None and costs is None:
         raise ValueError(
-            f"--gpu {gpu}: give one of {', '.join(DEVICES)}, or --costs METRICS.jsonl, the metrics of a run on the same "
-            "machine (trainer.logger=[file])"
+            f"--gpu {gpu}: give one of {', '.join(DEVICES)}, or --costs METRICS.jsonl, the metrics of a run on the "
+            "same machine (trainer.logger=[file])"
         )
     source = f"fitted by {costs}" if costs else f"computed from the data sheet of {gpu}, not measured"
     planner = Planner(
