@@ -131,7 +131,8 @@ def rank_bytes(
     """Compute the most bytes that a rank takes at once in a mini-batch, besides its part of weights and states.
 
     The passes run in the order of `micros`, the sections of a tree from the last to the first. From the second on there
-    are the gradients that wait, too. `reduce_bytes` are those of a gradient when it is added up over the ranks; see `update_memory` for `kernel_bytes`.
+    are the gradients that wait, too. `reduce_bytes` are those of a gradient when it is added up over the ranks; see
+    `update_memory` for `kernel_bytes`.
     """
 
     def of_micro(micro: TreeMicroBatch) -> Iterator[int]:
