@@ -7,7 +7,7 @@ Legend: N layers, k experts of a token.
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -142,12 +142,14 @@ def save_mixtures(folder: Path, **settings: Any) -> tuple[str, str]:
     return str(folder / "before"), str(folder / "after")
 
 
-def gradients_of(worker: TreeTrainingWorker, data: TensorDict) -> dict[str, Tensor]:
-    """Return the gradients of an update, whole, without the step."""
+def gradients_of(
+    worker: TreeTrainingWorker, data: TensorDict, *, loss: Callable[..., Any] | None = None
+) -> dict[str, Tensor]:
+    """Return the gradients of an update, whole, without the step; the loss is `weighted_log_probs` if none is given."""
     engine = worker.engine
     with engine.train_mode():
         engine.optimizer_zero_grad()
-        engine.forward_backward_batch(data, weighted_log_probs, forward_only=False)
+        engine.forward_backward_batch(data, loss or weighted_log_probs, forward_only=False)
         return {
             name: (p.grad.full_tensor() if isinstance(p.grad, torch.distributed.tensor.DTensor) else p.grad).clone()
             for name, p in engine.module.named_parameters()

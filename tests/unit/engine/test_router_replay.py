@@ -11,6 +11,7 @@ pytest.importorskip("verl")
 
 from float64_mode import Float64
 from process_groups import group_of_one
+from relay_cases import LossCase
 from replay_cases import (
     NUM_TOKENS,
     PROMPTS,
@@ -46,13 +47,16 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, st
         yield save_mixtures(tmp_path_factory.mktemp("mixtures"))
 
 
-def make_worker(folder: str, *, mode: str, capacity: int = 64, checkpointing: bool = False) -> TreeTrainingWorker:
+def make_worker(
+    folder: str, *, mode: str, capacity: int = 64, checkpointing: bool = False, **tree: str
+) -> TreeTrainingWorker:
     return local_worker(
         folder,
         strategy=TREE_STRATEGY,
         max_token_len=capacity,
         model_options={"enable_gradient_checkpointing": checkpointing},
         router_replay=mode,
+        tree_options=tree,
     )
 
 
@@ -116,6 +120,23 @@ def test_r2_imposes_what_the_old_policy_chose(
     assert sum(int((a.sort(-1).values != b.sort(-1).values).any(-1).sum()) for a, b in zip(taken, native, strict=True))
     name = "model.layers.1.mlp.gate.weight"
     assert relative_error(found[name], of_native[name]) > 0.1
+
+
+def test_r2_imposes_the_same_where_rows_that_teach_nothing_leave(mixtures: tuple[str, str]) -> None:
+    """Routes are recorded in the pass for old log-probs, which has all rows."""
+    before, after = mixtures
+    column = recorded(make_worker(before, mode="R2"), batch())["routed_experts"]
+    data = batch(column.unbind())
+    advantages = [each * (row % 2) for row, each in enumerate(data["advantages"].unbind())]
+    data["advantages"] = torch.nested.as_nested_tensor(advantages, layout=torch.jagged)
+    data["old_log_probs"] = torch.nested.as_nested_tensor([each * 0 - 3 for each in advantages], layout=torch.jagged)
+    loss, found, leaves = LossCase().function(), {}, {}
+    for compute in ("live", "all"):
+        worker = make_worker(after, mode="R2", compute=compute)
+        found[compute] = gradients_of(worker, data.copy(), loss=loss)
+        leaves[compute] = worker.engine.tree_counts.num_leaves
+    assert (leaves["live"], leaves["all"]) == (len(data) // 2, len(data))
+    assert_gradients(found["live"], found["all"])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -83,6 +83,7 @@ def test_teams_and_ranks_of_the_rollout(tmp_path: Path) -> None:
             "data.max_response_length=900",
             "tree.session_weight=session",
             "tree.role_weight={planner: 0.5}",
+            "tree.keep_tokens=0.5",
             "trainer.v1.trainer_mode=separate_async",
             "actor_rollout_ref.hybrid_engine=false",
             "data.train_batch_size=512",
@@ -107,7 +108,7 @@ def test_teams_and_ranks_of_the_rollout(tmp_path: Path) -> None:
         "over mine",
         "reward: that of the agents (reward.num_workers=0)",
         "weight sync: every 2 updates (parameter_sync_step)",
-        "update: leaves out rows whose advantages are all 0",
+        "update: leaves out rows whose advantages are all 0, and draws 0.5 of the tokens of the others",
         "objective: advantages tree_grpo, loss vanilla, token-mean, session_weight=session, "
         "role_weight={'planner': 0.5}",
     ):

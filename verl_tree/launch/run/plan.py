@@ -122,7 +122,9 @@ def _step_lines(config: DictConfig) -> list[str]:
     if uses_tree(config):
         kept = keep_all_rows(actor, config.tree, distils=config.distillation.enabled)
         left_out = f"computes all rows ({', '.join(kept)})" if kept else "leaves out rows whose advantages are all 0"
-        lines.append(f"update: {left_out}")
+        keep = config.tree.keep_tokens
+        drawn = "" if keep is None else f", and draws {keep:g} of the tokens of the others"
+        lines.append(f"update: {left_out}{drawn}")
     corrected = [f"{name}={value_of(config, f'{CORRECTION}.{name}')}" for name in corrections(config)]
     return [*lines, ", ".join([f"objective: advantages {algorithm.adv_estimator}, loss {loss}", *corrected])]
 
