@@ -35,6 +35,7 @@ from verl_tree.cost.model import CostModel
 from verl_tree.engine.rows.packs import TreeMicroBatch
 from verl_tree.functional.memory import peak_bytes
 from verl_tree.functional.update_memory import Levers, ModelSize
+from verl_tree.launch.run.layouts import COSTS
 from verl_tree.launch.run.stored_work import Rows, micro_batches_of, predicted_s, rank_bytes
 from verl_tree.main_sft import ONE_RANK
 from verl_tree.testing.local_worker import batch_of_rows, local_worker
@@ -46,7 +47,6 @@ FITTED = ("tree_search_reasoning", "long_documents")
 HELD_OUT = ("arithmetic_tools", "memory_qa", "multi_turn_thinking")
 CPU = torch.device("cpu")
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "bf16", "buffer_dtype": "bf16"}
-PREFIX = "tree/cost_model"
 
 
 def capacities(rows: Rows) -> list[int]:
@@ -122,7 +122,7 @@ def fit(folder: str, *, repetitions: int) -> tuple[CostModel, int]:
                     update(worker, batch)
                 peaks.append(peak_bytes(lambda worker=worker, batch=batch: update(worker, batch), device=CPU))
             before = worker.engine._costs
-    return CostModel.from_metrics(worker.engine.cost_metrics, prefix=PREFIX), min(peaks)
+    return CostModel.from_metrics(worker.engine.cost_metrics, prefix=COSTS), min(peaks)
 
 
 def compare(

@@ -75,9 +75,26 @@ EXPERTS = "engine.expert_parallel_size!=1"
 LINEAR, OTHER_HEADS = "linear attention", "linear attention with heads other than of 64 or 128"
 
 
-def doubled_experts(key: str) -> str:
-    """Return why experts that several ranks hold are refused where `key`, the size of expert parallelism, is 1."""
+def doubled_experts(key: str, *, parallel: int, of_experts: int | None, tensor: int) -> str | None:
+    """Return why a mixture is refused on Megatron whose experts several tensor-parallel ranks hold, and the remedy.
+
+    `parallel` is the size of expert parallelism, whose key is `key`, `tensor` that of tensor parallelism, and
+    `of_experts` that of experts, which is the same if it is None. Megatron-core 0.16.1 adds up gradients of such
+    experts over data-parallel ranks only, those of flat rows, too.
+    """
+    if parallel != 1 or (of_experts or tensor) == tensor:
+        return None
     return f"with {key}=1, ranks that hold the same experts never add up their gradients; set it to null, or raise that"
+
+
+def divides_by_width(loss: Any) -> bool:
+    """Whether verl divides a loss by the width to which it pads the rows of a call; `loss` is the config of a role."""
+    return loss.loss_agg_mode == "seq-mean-token-sum-norm" and loss.loss_scale_factor is None
+
+
+def run_keeps_all_rows(config: Any) -> list[str]:
+    """Return the settings of a training run of `keep_all_rows`."""
+    return keep_all_rows(config.actor_rollout_ref.actor, config.tree, distils=config.distillation.enabled)
 
 
 def keep_all_rows(actor: Any, tree: Any, *, distils: bool = False) -> list[str]:
@@ -85,14 +102,13 @@ def keep_all_rows(actor: Any, tree: Any, *, distils: bool = False) -> list[str]:
 
     `actor` and `tree` are verl's config of the actor and our options, as the driver or as a worker has them.
     """
-    mode, aggregation = actor.policy_loss.get("loss_mode", "vanilla"), actor.loss_agg_mode
+    mode = actor.policy_loss.get("loss_mode", "vanilla")
     # What else has a gradient there, reports a sum over all rows, or counts them.
     found = {
         f"tree.compute={tree.compute}": tree.compute != "live",
         f"tree.shared_tokens={tree.shared_tokens}": tree.shared_tokens != "sum",
         f"actor.policy_loss.loss_mode={mode}": mode not in POLICY_LOSSES_OF_ADVANTAGES,
-        f"actor.loss_agg_mode={aggregation} without loss_scale_factor": aggregation == "seq-mean-token-sum-norm"
-        and actor.loss_scale_factor is None,
+        f"actor.loss_agg_mode={actor.loss_agg_mode} without loss_scale_factor": divides_by_width(actor),
         "actor.use_kl_loss=True": actor.use_kl_loss,
         f"actor.entropy_coeff={actor.entropy_coeff}": actor.entropy_coeff,
         "actor.calculate_entropy=True": actor.calculate_entropy,

@@ -38,7 +38,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from rollout_hooks.capture.report import CaptureReport
 from rollout_hooks.worker import TreeAgentLoopManager
-from verl_tree.clashes import keep_all_rows
+from verl_tree.clashes import run_keeps_all_rows
 from verl_tree.cost.model import CostModel
 from verl_tree.packing.counts import ForestCounts
 from verl_tree.records import StoredTree
@@ -204,7 +204,7 @@ class TreeTrainer(TeacherOnRanks, ResumableTrainer):
             tree.enabled
             and algorithm.adv_estimator in REWARDS_ONLY
             and not algorithm.use_kl_in_reward
-            and not keep_all_rows(self.config.actor_rollout_ref.actor, tree, distils=self.config.distillation.enabled)
+            and not run_keeps_all_rows(self.config)
         )
 
     @property

@@ -14,7 +14,7 @@ from verl.trainer.distillation import distillation_ppo_loss
 from verl.workers.config import DistillationConfig
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 
-from verl_tree.clashes import DISTILLATION_LOSSES_OVER_ROWS, POLICY_LOSSES_OVER_ROWS
+from verl_tree.clashes import DISTILLATION_LOSSES_OVER_ROWS, POLICY_LOSSES_OVER_ROWS, divides_by_width
 from verl_tree.engine.losses.session_weights import session_weighted_loss
 from verl_tree.engine.losses.untrained_rows import loss_of_any_rows
 
@@ -61,7 +61,6 @@ def is_sum_over_rows(loss_function: Callable[..., Any] | None) -> bool:
     # As a reward, it goes through the policy loss "vanilla"; verl refuses others there.
     if loss.func is distillation_ppo_loss and not _distils_over_rows(loss):
         return False
-    # This mode divides by the width to which verl pads the rows of one call, unless the divisor is given.
-    if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.loss_scale_factor is None:
+    if divides_by_width(config):
         return False
     return loss.func is value_loss or config.policy_loss.get("loss_mode", "vanilla") in POLICY_LOSSES_OVER_ROWS

@@ -179,11 +179,14 @@ def refuse(model: Any, engine: Any) -> None:
         clashes.OFFLOAD: model.enable_activation_offload and "model.enable_activation_offload=True",
     }
     clashes.refuse(features(model, engine, ulysses=1) | used)
-    size, tensor = engine.expert_tensor_parallel_size, engine.tensor_model_parallel_size
-    has_experts = any(getattr(model.hf_config, name, None) for name in EXPERTS)
-    if has_experts and engine.expert_model_parallel_size == 1 and (size or tensor) != tensor:
-        # Megatron-core 0.16.1 adds their gradients up over data-parallel ranks only, those of flat rows, too.
-        told = clashes.doubled_experts("expert_model_parallel_size")
+    size = engine.expert_tensor_parallel_size
+    told = clashes.doubled_experts(
+        "expert_model_parallel_size",
+        parallel=engine.expert_model_parallel_size,
+        of_experts=size,
+        tensor=engine.tensor_model_parallel_size,
+    )
+    if told and any(getattr(model.hf_config, name, None) for name in EXPERTS):
         raise ValueError(f"megatron.expert_tensor_parallel_size={size}: {told}")
 
 

@@ -92,13 +92,16 @@ def check_parts(config: DictConfig) -> Findings:
             config, virtual, f"a pipeline of one rank has no virtual stages; set it to null, or set {pipeline}"
         )
     experts, of_experts = f"{group}.expert_model_parallel_size", f"{group}.expert_tensor_parallel_size"
-    are_doubled = _of(config, experts) == 1 and (value_of(config, of_experts) or _of(config, tensor)) != _of(
-        config, tensor
+    are_doubled = doubled_experts(
+        experts,
+        parallel=_of(config, experts),
+        of_experts=value_of(config, of_experts),
+        tensor=_of(config, tensor),
     )
     for model in models_of(config):
         path = value_of(config, f"{model}.path")
         if are_doubled and any(text_settings(path).get(name) for name in EXPERTS):
-            yield refusal(config, of_experts, doubled_experts(experts))
+            yield refusal(config, of_experts, are_doubled)
         for name, keys in parts.items():
             number = text_settings(path).get(name)
             if number and number % prod(_of(config, key) for key in keys):

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_tree.clashes import keep_all_rows, not_drawn
+from verl_tree.clashes import not_drawn, run_keeps_all_rows
 from verl_tree.launch.checks.features import VERLS_ATTENTION
 from verl_tree.launch.checks.refusals import (
     ACTOR,
@@ -132,7 +132,7 @@ def check_rollout_engine(config: DictConfig) -> Findings:
 def check_drawn_rows(config: DictConfig) -> Findings:
     """Find what reads rows that an update with drawn rows would leave out."""
     key = "tree.keep_tokens"
-    reasons = keep_all_rows(config.actor_rollout_ref.actor, config.tree, distils=config.distillation.enabled)
+    reasons = run_keeps_all_rows(config)
     if value_of(config, key) is not None and uses_tree(config) and reasons:
         yield refusal(config, key, not_drawn(", ".join(reasons)))
 

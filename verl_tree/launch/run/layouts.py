@@ -8,16 +8,15 @@ data sheet (`verl_tree.functional.update_time`). Memory is computed (`verl_tree.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_tree.clashes import keep_all_rows
+from verl_tree.clashes import run_keeps_all_rows
 from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel
-from verl_tree.engine.rows.packs import TreeMicroBatch
 from verl_tree.functional.memory import GIB, RESERVED_SHARE
 from verl_tree.functional.update_memory import FLOAT, Levers, ModelSize
 from verl_tree.functional.update_time import DEVICES, computed_costs
@@ -78,7 +77,8 @@ class Planner:
 
         Without relay a pack has room for the longest row.
         """
-        is_cpu, team = uses_cpu(self.config), team_size(self.config)
+        is_cpu, team, num_ranks = uses_cpu(self.config), team_size(self.config), ranks_of(self.config, "trainer")
+        needs = foreseen(self.config, self.size)
         tree = TreeConfig.from_mapping(self.config.tree)
         least = max(2, rows.longest if tree.relay == "never" else rows.longest // 4)
         exponent = (least - 1).bit_length()
@@ -89,7 +89,7 @@ class Planner:
                 rows,
                 replace(tree, capacity=capacity * team),
                 costs=self.costs,
-                num_ranks=ranks_of(self.config, "trainer") // team,
+                num_ranks=num_ranks // team,
                 groups_per_mini_batch=self.config.actor_rollout_ref.actor.ppo_mini_batch_size,
             )
             of_ranks = [of_rank for ranks in mini_batches for of_rank in ranks]
@@ -99,26 +99,20 @@ class Planner:
             num_layer_inputs = self.size.num_layers * sum(micro.work.num_tokens for micro in micros)
             for tiles, offloads, on_host in _levers(is_cpu=is_cpu, is_relayed=is_relayed):
                 levers = Levers(NUM_TILES if tiles else None, offloads, self.config.tree.logits_chunk_size)
-                num_bytes = self._num_bytes(max(self._of_rank(each, levers, on_host=on_host) for each in of_ranks))
+                dearest = max(
+                    # FSDP adds gradients up in float32, unless it is told otherwise.
+                    rank_bytes(self.size, each, levers=levers, on_host=on_host, team=team, reduce_bytes=FLOAT)
+                    for each in of_ranks
+                )
+                # On a CPU all ranks are in one memory.
+                num_bytes = needs.states + needs.rollout + dearest * (num_ranks if is_cpu else 1)
                 if self.memory_bytes is not None and num_bytes > self.memory_bytes:
                     continue
                 more = seconds * (TILES_FACTOR if tiles else 1.0)
                 if offloads:  # the input of every layer goes to the host and comes back
-                    moved = 2 * 2 * self.size.hidden * num_layer_inputs / ranks_of(self.config, "trainer")
+                    moved = 2 * 2 * self.size.hidden * num_layer_inputs / num_ranks
                     more += moved / OFFLOAD_BYTES_PER_S
                 yield Prediction(Layout(capacity * team, tiles, offloads, on_host), more, num_bytes)
-
-    def _of_rank(self, micros: Sequence[TreeMicroBatch], levers: Levers, *, on_host: bool) -> int:
-        # FSDP adds gradients up in float32, unless it is told otherwise.
-        options = {"levers": levers, "on_host": on_host, "team": team_size(self.config)}
-        return rank_bytes(self.size, micros, reduce_bytes=FLOAT, **options)
-
-    def _num_bytes(self, of_rank: int) -> int:
-        """Return what an update takes besides the rows: on a CPU all ranks together, else one."""
-        needs = foreseen(self.config, self.size)
-        return (
-            needs.states + needs.rollout + of_rank * (ranks_of(self.config, "trainer") if uses_cpu(self.config) else 1)
-        )
 
 
 def _levers(*, is_cpu: bool, is_relayed: bool) -> Iterator[tuple[bool, bool, bool]]:
@@ -149,8 +143,7 @@ def plan_lines(config: DictConfig, *, trees: str, gpu: str | None = None, costs:
         costs=computed_costs(size, device) if device and costs is None else fitted_costs(_file(costs, "--costs")),
         memory_bytes=memory_of_machine(config) if device is None else int((1 - RESERVED_SHARE) * device.memory_bytes),
     )
-    kept = keep_all_rows(config.actor_rollout_ref.actor, config.tree, distils=config.distillation.enabled)
-    rows = Rows.of_file(_file(trees, "--plan"), leaves_out=not kept)
+    rows = Rows.of_file(_file(trees, "--plan"), leaves_out=not run_keeps_all_rows(config))
     return [
         f"{len(rows.groups)} prompts, {len(rows.tokens)} rows of at most {rows.longest} tokens "
         f"({rows.num_left_out} left out), {rows.num_tree_tokens} tree tokens; seconds {source}; GiB computed",

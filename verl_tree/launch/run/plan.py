@@ -2,7 +2,7 @@
 
 from omegaconf import DictConfig
 
-from verl_tree.clashes import keep_all_rows
+from verl_tree.clashes import run_keeps_all_rows
 from verl_tree.launch.checks.capacity import capacity_keys, longest_trajectory, ranks_of_limit, team_size
 from verl_tree.launch.checks.modes import is_separate, rollout_pools, rollout_ranks
 from verl_tree.launch.checks.refusals import (
@@ -120,7 +120,7 @@ def _step_lines(config: DictConfig) -> list[str]:
     if config.tree.role_weight:
         loss += f", role_weight={config.tree.role_weight}"
     if uses_tree(config):
-        kept = keep_all_rows(actor, config.tree, distils=config.distillation.enabled)
+        kept = run_keeps_all_rows(config)
         left_out = f"computes all rows ({', '.join(kept)})" if kept else "leaves out rows whose advantages are all 0"
         keep = config.tree.keep_tokens
         drawn = "" if keep is None else f", and draws {keep:g} of the tokens of the others"

@@ -5,7 +5,7 @@ By the same code, so seconds and bytes can be foreseen from it (`verl_tree.launc
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -20,7 +20,7 @@ from verl_tree.trainer.rows.batching import assign_rows
 from verl_tree.tree import TokenForest
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """The rows of stored groups, those that an update computes."""
 
@@ -64,13 +64,9 @@ class Rows:
         """Tokens of the longest row."""
         return max(map(len, self.tokens))
 
-    @property
-    def num_tree_tokens(self) -> int:
-        """Tree tokens, group by group."""
-        return sum(TokenForest.from_sequences([self.tokens[row] for row in group]).num_tokens for group in self.groups)
-
+    @cached_property
     def profiles(self) -> list[WorkProfile]:
-        """Return the work of each group."""
+        """The work of each group."""
         return [
             WorkProfile.from_forest(
                 TokenForest.from_sequences([self.tokens[row] for row in group]),
@@ -79,6 +75,11 @@ class Rows:
             for group in self.groups
         ]
 
+    @property
+    def num_tree_tokens(self) -> int:
+        """Tree tokens, group by group."""
+        return sum(each.range_work(0, each.num_leaves).num_tokens for each in self.profiles)
+
 
 def micro_batches_of(
     rows: Rows, tree: TreeConfig, *, costs: CostModel, num_ranks: int, groups_per_mini_batch: int
@@ -86,16 +87,12 @@ def micro_batches_of(
     """Deal the rows to mini-batches and ranks and cut them as a run does: by mini-batch, what each rank computes."""
     assignment = assign_rows(
         rows.groups,
-        profiles=rows.profiles(),
+        profiles=rows.profiles,
         model=costs,
         num_ranks=num_ranks,
         groups_per_mini_batch=groups_per_mini_batch,
     )
-    order, ranks = iter(assignment.row_order), []
-    for sizes in assignment.plan.rows:
-        # Padding rows have the indices after the last row.
-        cells = [[row for row in islice(order, size) if row < len(rows.tokens)] for size in sizes]
-        ranks.append([_cut(rows, cell, tree, costs=costs) for cell in cells])
+    ranks = [[_cut(rows, cell, tree, costs=costs) for cell in of_rank] for of_rank in assignment.cells()]
     return [list(of_ranks) for of_ranks in zip(*ranks, strict=True)]
 
 

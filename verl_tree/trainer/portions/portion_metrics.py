@@ -12,6 +12,7 @@ from operator import add
 import numpy as np
 from omegaconf import DictConfig
 
+from verl_tree.clashes import divides_by_width
 from verl_tree.trainer.portions.portion import Counts, Moments, PortionResult
 
 _ROWS, _ANSWERED, _TOKENS = "num_rows", "num_answered_rows", "num_trained_tokens"
@@ -183,7 +184,7 @@ def _entropy(values: Sequence[float], counts: Sequence[Counts], *, actor: DictCo
     if mode == "token-mean":
         return _mean(values, _weights(counts, _TOKENS))
     joined = _mean(values, [each.num_trained_rows for each in counts])
-    if mode != "seq-mean-token-sum-norm" or actor.loss_scale_factor is not None:
+    if not divides_by_width(actor):
         return joined
     # verl divides by the width to which it pads, here that of the portion.
     longest = [each.longest_response for each in counts]

@@ -16,6 +16,7 @@ Rank 0 has nothing in mini-batch 1 and gets the padding row p. verl's dispatch c
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -102,6 +103,11 @@ class RowAssignment:
     predicted_s: tuple[tuple[float, ...], ...]
     num_cut_groups: int  # groups that are on more than one rank
     num_lost_tokens: int  # tree tokens that are computed again on another rank because of cuts
+
+    def cells(self) -> list[list[list[int]]]:
+        """Return the rows of each rank and mini-batch, without padding."""
+        order, num_rows = iter(self.row_order), len(self.row_order) - self.num_padding
+        return [[[row for row in islice(order, size) if row < num_rows] for size in sizes] for sizes in self.plan.rows]
 
 
 def assign_rows(

@@ -1,7 +1,7 @@
 """What the driver reads of rows beyond their shapes, where someone asks for it: calls, trees to show, flat counts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -57,10 +57,8 @@ def fetch_cells(rows: StepRows, assignment: RowAssignment) -> Iterator[list[np.n
 
 def cells_of(keys: Sequence[str], assignment: RowAssignment, *, is_read: np.ndarray) -> Iterator[list[str]]:
     """Yield the keys of the rows that a loss reads, `is_read` (R,), in each mini-batch of a rank that has such rows."""
-    order = iter(assignment.row_order)
-    for num_rows in (num_rows for rank_rows in assignment.plan.rows for num_rows in rank_rows):
-        # Padding rows have the indices after the last row.
-        members = [keys[row] for row in islice(order, num_rows) if row < len(keys) and is_read[row]]
+    for cell in chain.from_iterable(assignment.cells()):
+        members = [keys[row] for row in cell if is_read[row]]
         if members:
             yield members
 
