@@ -167,6 +167,7 @@ class TreeConfig:
     abandoned: str = _choice("drop", "keep", remedy="'drop' trains no answer that the agent did not read to its end")
     dump_dir: str | None = _text(None, "a folder; null stores no trees")
     show_every: int = _integer(50, minimum=0, remedy="0 shows no trees, the default is 50")
+    canary: int = _integer(1, minimum=0, remedy="0 compares no row with the model's own forward")
     log_prob_tolerance: float | None = _tolerance(0.5)
     console: str = _choice("steps", "all", remedy="'all' shows every line of every process")
     save_on_term: bool = _flag(False)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from engine_cases import CASES_OF, RECURRENT, SEQUENCE, VIRTUAL, Case
 from rank_scripts import run_script
-from tiny_models import IMAGES, TITLES
+from tiny_models import IMAGES, MODELS, TITLES
+
+from verl_tree.families import EXPERTS
 
 # The cases of some ranks run at once, which takes minutes on a busy machine.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
@@ -97,6 +99,10 @@ def assert_not_empty(errors: dict[str, float], case: Case) -> None:
         assert (errors["sections"] > 1) == (case.capacity < 4096), errors
     if case.name.startswith("relay"):
         assert errors["sections"] > 5, errors
+    # The canary looks at the last update, unless a mixture may choose other experts, or another mini-batch was due.
+    has_experts = any(MODELS[case.family].settings.get(name) for name in EXPERTS)
+    assert (errors["canary"] < 0) == (has_experts or case.planned), errors
+    assert errors["canary"] < 5, errors
     if case.family in IMAGES:
         assert errors["por"] > 0.4, errors
         # A frozen tower has no gradients, and with equal steps no side has moved it.

@@ -38,6 +38,7 @@ from verl.workers.config import FSDPOptimizerConfig, McoreOptimizerConfig, VeOmn
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform and the engines)
 from verl_tree.configs import FLAT_STRATEGIES
 from verl_tree.engine import TreeEngine
+from verl_tree.engine.canary import METRIC
 from verl_tree.recurrence.bind import num_bound_mixers
 from verl_tree.relay.calls import RelayCall
 from verl_tree.testing.local_worker import local_worker
@@ -79,7 +80,7 @@ def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorke
         max_token_len=case.capacity,
         is_critic=case.is_critic,
         model_options=case.model,
-        tree_options=case.tree,
+        tree_options=case.tree | ({"canary": 0} if case.spoilt else {}),
         sequence_parallel_size=case.sp,
         freeze_vision_tower=case.frozen_tower,
         engine_options=case.engine,
@@ -275,6 +276,7 @@ class Comparison:
         if self.flat != "megatron":
             assert worker.get_dispatch_collect() == dispatch_of(dist.get_rank(), sp=case.sp)
         counts = worker.engine.tree_counts.metrics()
+        distances["canary"] = worker.engine.canary.metrics.get(METRIC, -1.0)  # -1: it did not look
         errors: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, distances)
         # Some ranks return no outputs.

@@ -1,6 +1,7 @@
 """The smallest engine of trees there is: a model of transformers as it is, in this process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from verl.workers.config import EngineConfig
 
-from verl_tree.attention.hf import check_model
+from verl_tree.attention.hf import check_model, own_attention
 from verl_tree.config import TreeConfig
 from verl_tree.engine.heads import POLICY, VALUE
 from verl_tree.engine.step import TreeEngine
+from verl_tree.recurrence.bind import RecurrentLayers
 from verl_tree.relay.run import RELAYED
 
 
@@ -29,12 +31,25 @@ class PlainEngine(TreeEngine):
         self.module, self.optimizer = model, None
         self.model_config = SimpleNamespace(hf_config=model.config)
         self.engine_config = EngineConfig(strategy="plain")
-        self.num_calls = 0
+        self.num_calls = 0  # on trees
+        self.recurrent = RecurrentLayers(model)
+        self.recurrent.bind()
 
     def check(self, *, max_path_len: int, is_relayed: bool) -> None:
         check_model(self.module, max_path_len=max_path_len)
         if is_relayed:
             RELAYED.check(self.module)
+
+    @property
+    def embeddings(self) -> list[torch.nn.Module]:
+        return [self.module.get_input_embeddings()]
+
+    @contextmanager
+    def flat(self) -> Iterator[None]:
+        num_calls = self.num_calls
+        with own_attention(self.module), self.recurrent.unbound():
+            yield
+        self.num_calls = num_calls
 
     def scores(self, *of_call: Any, **options: Any) -> Tensor:
         self.num_calls += 1

@@ -254,6 +254,18 @@ def _attention_name(model: PreTrainedModel, name: str) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
+@contextmanager
+def own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model on trees attend by transformers' own function and masks, in calls of one sequence each.
+
+    What transformers' sdpa leaves out, soft caps and sinks, its plain function computes.
+    """
+    config = model.config.get_text_config(decoder=True).to_dict()
+    is_plain = not model._supports_sdpa or config.get("attn_logit_softcapping") is not None
+    with _attention_name(model, "eager" if is_plain else "sdpa"):
+        yield
+
+
 def _checkpoint_with_tree(
     checkpoint: Callable[..., Any], on_trees: Callable[[], AbstractContextManager[None]]
 ) -> Callable[..., Any]:
@@ -275,9 +287,11 @@ def no_mask(config: PretrainedConfig, device: torch.device) -> torch.Tensor | No
     None does as well. But for None transformers looks for packed sequences in the position ids, and the host waits for
     the device once in every forward pass. A mask of four dimensions it hands to the layers as it is. Source:
     transformers 5.10.4, masking_utils.py, `_preprocess_mask_arguments`. Only mixtures that balance their experts in the
-    loss unpack the mask themselves, as one of two dimensions, and get None.
+    loss unpack the mask themselves, as one of two dimensions, and get None; so does another attention than that of
+    trees, which makes its own.
     """
-    if config.get_text_config(decoder=True).to_dict().get("output_router_logits"):
+    text = config.get_text_config(decoder=True)
+    if text._attn_implementation != ATTENTION_NAME or text.to_dict().get("output_router_logits"):
         return None
     return torch.empty(NO_MASK_SHAPE, dtype=torch.bool, device=device)
 

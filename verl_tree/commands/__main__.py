@@ -16,6 +16,7 @@ COMMANDS = {
     "check": ("verl_tree.check", "every finding about a training command, before it queues for GPUs"),
     "try-agent": ("verl_tree.commands.try_agent", "run one session of an agent, without a training run"),
     "show": ("verl_tree.commands.show", "make the page of a stored tree"),
+    "canary": ("verl_tree.commands.canary", "compare stored trees with the flat forward of a model"),
     "plot": ("verl_tree.commands.plot", "draw the metrics of training runs"),
     "workspace": ("verl_tree.commands.workspace", "make the dashboards: wandb, TensorBoard, Grafana"),
 }

@@ -8,6 +8,7 @@ Legend: C kinds of scores, K scores of a model call.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,19 @@ class ModelCalls(ABC):
 
         All of them in their order, and the backward of a `last` call before the next `last` call. All ranks have the
         same number of each. `is_last` says whether they exchange their gradients with the last call.
+        """
+
+    @property
+    @abstractmethod
+    def embeddings(self) -> list[torch.nn.Module]:
+        """The modules of this rank that embed tokens."""
+
+    @abstractmethod
+    def flat(self) -> AbstractContextManager[None]:
+        """Return a context in which calls are of one path each, and the model computes them as if it knew no trees.
+
+        Attention, masks and recurrent layers are its own; each rank of a team computes all of a call. Calls run without
+        gradient.
         """
 
     @property

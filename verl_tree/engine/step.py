@@ -30,6 +30,7 @@ from verl_tree import clashes
 from verl_tree.config import TreeConfig
 from verl_tree.cost.fit import CostFitter
 from verl_tree.cost.model import CostModel
+from verl_tree.engine.canary import DUE, Canary, DrawnRows, Finding
 from verl_tree.engine.costs.capacity import CapacityChoice
 from verl_tree.engine.costs.pack_times import PackClock, learn_costs
 from verl_tree.engine.heads import POLICY, Head
@@ -68,6 +69,7 @@ class TreeEngine(ModelCalls):
         num_micro_batches: Packs that each rank ran for it (the largest number of any rank).
         rank_times: How evenly the ranks worked on the last update.
         cost_metrics: The cost model of updates as rank 0 has fitted it, as metrics.
+        canary: What compares rows of updates with the model's own forward.
     """
 
     def __init__(self, *, head: Head, tree_config: TreeConfig) -> None:
@@ -79,6 +81,7 @@ class TreeEngine(ModelCalls):
         self.cost_metrics: dict[str, float] = {}
         self._costs = {"update": CostFitter(), "infer": CostFitter()}
         self._capacity = CapacityChoice(self)
+        self.canary = Canary(self)
         self._routes: MiniBatchRoutes | None = None
         self._reading: BatchReading | None = None
 
@@ -102,6 +105,7 @@ class TreeEngine(ModelCalls):
         data, live = self._chosen(data) if leaves else (data, None)
         batch = self._split(data, cost_model=cost.model, mode=mode, live=live)
         ranks = self._exchange_work(batch, mode=mode)
+        drawn = None if forward_only else self._drawn(batch, data)
         steps = steps_of([rank.num_calls for rank in ranks], mode=mode, in_one=self.has_schedule)
         names = self.head.names_of(calculate_entropy=_wants_entropy(data))
         names += () if self._reading is None else self._reading.names
@@ -113,7 +117,7 @@ class TreeEngine(ModelCalls):
             rows = [MicroBatchRows(micro, data, names=names, shift=self.head.shift) for micro in mine]
             is_last = number == len(steps) - 1
             with clock.measure(), torch.profiler.record_function(f"micro_batch{number}"):
-                step_bytes = self._run(rows, data, losses, mode=mode, calls=step.calls, is_last=is_last)
+                step_bytes = self._run(rows, data, losses, drawn, mode=mode, calls=step.calls, is_last=is_last)
             store_bytes = max(store_bytes, step_bytes)
         if not batch.micro_batches and self.has_outputs:
             losses.of_nothing(data, names=names)
@@ -125,7 +129,8 @@ class TreeEngine(ModelCalls):
             counts = ForestCounts(max_store_bytes=store_bytes)
             if self._routes is not None:
                 counts += self._routes.counts
-            self._record(cost, ranks, clock=clock, predicted_s=predicted_s, counts=counts)
+            found = None if drawn is None else drawn.compare(partial(self._idle, data))
+            self._record(cost, ranks, clock=clock, predicted_s=predicted_s, counts=counts, found=found)
         routes = {} if self._routes is None else self._routes.outputs(group=self.route_group, device=device_of_rank())
         if not self.has_outputs:
             return {}
@@ -175,6 +180,15 @@ class TreeEngine(ModelCalls):
         if keep is not None and not leaves and self.head is POLICY:
             raise ValueError(f"tree.keep_tokens={keep}: {clashes.not_drawn(reason)}")
         return leaves
+
+    def _drawn(self, batch: TreeBatch, data: TensorDict) -> DrawnRows | None:
+        """Draw rows of an update that are computed flat, too, if that is due."""
+        self.canary.metrics = {}
+        if not tu.get(data, DUE, default=True):
+            return None
+        longest_row = int(jagged(data["input_ids"])[1].diff().max())
+        capacity = self._capacity.of(data, forward_only=False, longest_row=longest_row)
+        return self.canary.draw(batch, data, capacity=capacity, routes=self._routes)
 
     def _announce_denominators(self, data: TensorDict) -> None:
         """Add the denominators of verl's losses: the trained tokens of all ranks and the number of ranks."""
@@ -235,6 +249,7 @@ class TreeEngine(ModelCalls):
         rows: Sequence[MicroBatchRows],
         data: TensorDict,
         losses: RowLosses,
+        drawn: DrawnRows | None,
         *,
         mode: Mode,
         calls: NumCalls,
@@ -244,7 +259,7 @@ class TreeEngine(ModelCalls):
         runs = [self._relay(each, data, mode=mode) for each in rows]
         first = [partial(run.first, number) for run in runs for number in range(run.num_first)]
         last = [
-            partial(run.last, number, partial(_loss, each, losses))
+            partial(run.last, number, partial(_loss, each, losses, drawn))
             for each, run in zip(rows, runs, strict=True)
             for number in range(run.num_last)
         ]
@@ -303,15 +318,17 @@ class TreeEngine(ModelCalls):
         clock: PackClock,
         predicted_s: Sequence[float],
         counts: ForestCounts,
+        found: Finding | None,
     ) -> None:
-        """Record how the ranks worked on an update; `counts` is what is known only now."""
-        mine = (clock.busy_s(), counts, cost.metrics(prefix="tree/cost_model"))
-        measured_s, all_counts, metrics = zip(*gather(mine, group=self.group), strict=True)
+        """Record how the ranks worked on an update; `counts` and `found` are what is known only now."""
+        mine = (clock.busy_s(), counts, cost.metrics(prefix="tree/cost_model"), found)
+        measured_s, all_counts, metrics, all_found = zip(*gather(mine, group=self.group), strict=True)
         self.rank_times = RankTimes.of_ranks(
             predicted_s=predicted_s, measured_s=measured_s, packing_s=[rank.packing_s for rank in ranks]
         )
         self.cost_metrics = metrics[0]
         self.tree_counts += sum(all_counts, ForestCounts())
+        self.canary.conclude(all_found)
 
 
 @cache
@@ -320,9 +337,14 @@ def _tell_all_rows(setting: str) -> None:
         logger.warning("tree.compute=live: updates compute all rows, because of %s", setting)
 
 
-def _loss(rows: MicroBatchRows, losses: RowLosses, scores_CT: Tensor, leaves: IntArray) -> Tensor:
+def _loss(
+    rows: MicroBatchRows, losses: RowLosses, drawn: DrawnRows | None, scores_CT: Tensor, leaves: IntArray
+) -> Tensor:
     """Compute the loss of some leaves of a micro-batch."""
-    return losses.of_rows(*rows.select(scores_CT, leaves))
+    of_rows, outputs = rows.select(scores_CT, leaves)
+    if drawn is not None:
+        drawn.see(rows, leaves, outputs)
+    return losses.of_rows(of_rows, outputs)
 
 
 def _wants_entropy(data: TensorDict) -> bool:

@@ -10,10 +10,11 @@ every column. Only numpy and pyarrow are needed. Text and messages are not store
 
 from verl_tree.records.files import FORMAT_VERSION, SCHEMA, write_trees
 from verl_tree.records.reading import forests, holds_trees, read_trees
-from verl_tree.records.trees import LEFT_OUT, CallRun, ImageRun, StoredLeaf, StoredTree, end_nodes
+from verl_tree.records.trees import FOUND, LEFT_OUT, CallRun, ImageRun, StoredLeaf, StoredTree, end_nodes
 
 __all__ = [
     "FORMAT_VERSION",
+    "FOUND",
     "LEFT_OUT",
     "SCHEMA",
     "CallRun",

@@ -10,6 +10,8 @@ from verl_tree.tree import TokenForest
 
 LEFT_OUT = "left_out"
 """Key in the `reward_extra_info` of a leaf that made no row: `abandoned` (nobody read the answer) or `dropped`."""
+FOUND = "canary"
+"""Key in the `reward_extra_info` of a leaf that the canary of a training run found wrong (`tree.canary`)."""
 ROLE = "leaf_role"
 """Key in the `reward_extra_info` that files have of a leaf with a role; `StoredLeaf.role` once it is read."""
 _OPTIONAL = ("token_rewards", "token_advantages")

@@ -15,6 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from verl_tree.recurrence.stand_ins import FORWARD, RULE, StandIn, mixing_of, stand_in_class
 
+_ABSENT = object()
+
 
 class RecurrentLayers:
     """The recurrent layers of a transformers model that is not wrapped, ready to be bound.
@@ -34,9 +36,8 @@ class RecurrentLayers:
         assert len(stacks) <= 1, f"recurrent layers of one model, but of several decoders: {stacks}"
         self._mixers = list(mixers.values())
         self._stacks = [model.get_submodule(name) for name in stacks]
-
-    def __len__(self) -> int:
-        return len(self._mixers)
+        self._handles: list[RemovableHandle] = []
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
 
     @contextmanager
     def bound(self) -> Iterator[None]:
@@ -44,26 +45,37 @@ class RecurrentLayers:
         if all(_is_bound(mixer.module) for mixer in self._mixers):
             yield
             return
-        replaced = [(vars(module), name) for mixer in self._mixers for module, name, _ in mixer.replacements()]
-        before = [(attributes, name, attributes[name]) for attributes, name in replaced if name in attributes]
-        handles = self.bind()
+        self.bind()
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
-            for attributes, name in replaced:
-                del attributes[name]
-            for attributes, name, value in before:
-                attributes[name] = value
+            self._restore()
 
-    def bind(self) -> list[RemovableHandle]:
-        """Bind the layers for the life of the model; return the handles of their hooks."""
-        handles = [mixer.bind() for mixer in self._mixers]
+    @contextmanager
+    def unbound(self) -> Iterator[None]:
+        """Give layers that `bind` has bound back to the model, and bind them again, also on error."""
+        self._restore()
+        try:
+            yield
+        finally:
+            self.bind()
+
+    def bind(self) -> None:
+        """Bind the layers for the life of the model."""
+        replaced = [(vars(module), name) for mixer in self._mixers for module, name, _ in mixer.replacements()]
+        self._before = [(attributes, name, attributes.get(name, _ABSENT)) for attributes, name in replaced]
+        self._handles = [mixer.bind() for mixer in self._mixers]
         for stack in self._stacks:
-            handles.append(stack.register_forward_pre_hook(self._begin))
-            handles.append(stack.register_forward_hook(self._check, with_kwargs=True))
-        return handles
+            self._handles.append(stack.register_forward_pre_hook(self._begin))
+            self._handles.append(stack.register_forward_hook(self._check, with_kwargs=True))
+
+    def _restore(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for attributes, name, value in self._before:
+            del attributes[name]
+            if value is not _ABSENT:
+                attributes[name] = value
 
     def _begin(self, _stack: torch.nn.Module, _args: Any) -> None:
         for mixer in self._mixers:

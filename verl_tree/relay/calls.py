@@ -55,6 +55,24 @@ class RelayCall:
             leaf_groups=(),
         )
 
+    @staticmethod
+    def of_path(token_Q: IntArray, *, scored: IntArray, scorer: IntArray) -> "RelayCall":
+        """Return the call of one path alone; `scored` and `scorer`, (K,), are places in it, ascending."""
+        none, num_tokens = np.empty(0, dtype=np.int64), len(token_Q)
+        return RelayCall(
+            token_Q=token_Q,
+            subtree_end=np.full(num_tokens, num_tokens),
+            context_rows_P=none,
+            spine_places=none,
+            spine_rows=slice(0, 0),
+            entered_rows_E=none,
+            cut_places=none,
+            cut_rows=slice(0, 0),
+            scored_K=token_Q[scored],
+            scorer_K=scorer,
+            leaf_groups=(),
+        )
+
     @property
     def num_context(self) -> int:
         """Tokens of the context, P."""

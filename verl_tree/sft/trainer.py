@@ -161,6 +161,7 @@ def _counted(worker: TrainingWorker) -> Callable[..., TensorDict]:
         engine = worker.engine
         if isinstance(engine, TreeEngine):
             metrics |= engine.tree_counts.metrics() | engine.rank_times.metrics() | engine.cost_metrics
+            metrics |= engine.canary.metrics
             metrics["tree/micro_batches"] = engine.num_micro_batches
         metrics |= flops.both_mfus(metrics["mfu"], engine=engine, row_lens=row_lens)
         # verl names `mfu` itself.

@@ -28,6 +28,7 @@ from verl_tree import clashes
 from verl_tree.cpu.platform import ensure_cpu_process_group
 from verl_tree.cpu.weight_socket import register_sender
 from verl_tree.engine import TreeEngine
+from verl_tree.engine.canary import DUE
 from verl_tree.engine.losses.row_losses import is_sum_over_rows, needs_trained_tokens
 from verl_tree.engine.losses.session_weights import session_weighted_loss, weigh_sessions
 from verl_tree.engine.losses.untrained_rows import loss_of_any_rows
@@ -52,6 +53,7 @@ class TreeTrainingWorker(TrainingWorker):
             register_sender()
         super().__init__(config)
         assert self.flops_counter is not None, "verl makes one for every Hugging Face model"
+        self._num_updates = 0
         self._flops = UpdateFlops(self.flops_counter, is_critic=config.model_type == "value_model")
 
     @property
@@ -107,6 +109,9 @@ class TreeTrainingWorker(TrainingWorker):
         group = self.engine.get_data_parallel_group()
 
         outputs, counts, times, num_micro_batches = [], ForestCounts(), RankTimes(), 0
+        # One mini-batch of an update, and of the next one its neighbour.
+        canary, looked_at = {}, self._num_updates % len(order)
+        self._num_updates += 1
         with (
             self.engine.train_mode(disable_auto_offload=disable_auto_offload),
             Timer(name="train_batch", logger=None),
@@ -119,6 +124,7 @@ class TreeTrainingWorker(TrainingWorker):
                     global_token_num=NonTensorData(read_row_lens(mini_batch, mask="response_mask", group=group)),
                     update_lr_scheduler=step == len(order) - 1,
                     disable_auto_offload=True,
+                    **{DUE: step == looked_at},
                 )
                 if plan.sessions is not None:
                     rank, span = self.engine.get_data_parallel_rank(), slice(starts[index], starts[index + 1])
@@ -131,12 +137,13 @@ class TreeTrainingWorker(TrainingWorker):
                     counts = counts + self.engine.tree_counts
                     times = times + self.engine.rank_times
                     num_micro_batches += self.engine.num_micro_batches
+                    canary |= self.engine.canary.metrics
 
         if not self.engine.is_mp_src_rank_with_outputs():
             return None
         metrics = _merge_metrics([tu.get(output, "metrics") for output in outputs])
         if isinstance(self.engine, TreeEngine):
-            metrics.update(as_numbers(counts, times) | self.engine.cost_metrics)
+            metrics.update(as_numbers(counts, times) | self.engine.cost_metrics | canary)
             metrics["tree/micro_batches"] = num_micro_batches
         return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": metrics}).cpu()
 

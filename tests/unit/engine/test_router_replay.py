@@ -28,6 +28,7 @@ from tree_cases import flat_scores, gradients, layout_of, relative_error
 from verl.utils import tensordict_utils as tu
 
 from verl_tree.config import TREE_STRATEGY
+from verl_tree.engine.canary import METRIC
 from verl_tree.engine.routes.route_conflicts import first_known
 from verl_tree.engine.routes.router_replay import RouterReplay, routers_of
 from verl_tree.functional import tree_log_probs
@@ -115,6 +116,7 @@ def test_r2_imposes_what_the_old_policy_chose(
     record_property("Qwen3-MoE | router replay", assert_gradients(found, wanted))
     metrics = worker.engine.tree_counts.metrics()
     assert metrics["tree/route_conflicts"] == 0
+    assert 0 <= worker.engine.canary.metrics[METRIC] < 5, "the flat pass takes the same experts"
     # The new weights alone would choose other experts, and have other gradients.
     _, native, of_native = oracle(after, unknown())
     assert sum(int((a.sort(-1).values != b.sort(-1).values).any(-1).sum()) for a, b in zip(taken, native, strict=True))

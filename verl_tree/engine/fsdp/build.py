@@ -62,7 +62,13 @@ class BuildOnAnyDevice(FSDPEngine):
 
 
 class BuildForTrees(BuildOnAnyDevice):
-    """An engine whose model computes trees: attention, recurrent layers, tiles and offload know them."""
+    """An engine whose model computes trees: attention, recurrent layers, tiles and offload know them.
+
+    Attributes:
+        recurrent: The recurrent layers of its model.
+    """
+
+    recurrent: RecurrentLayers | None
 
     def __init__(self, *, model_config: Any, **configs: Any) -> None:
         # verl asks for rows that are packed without padding, as a tree is.
@@ -87,9 +93,8 @@ class BuildForTrees(BuildOnAnyDevice):
             tile_modules(model, num_tiles=tiled["num_shards"])
         if self.model_config.enable_activation_offload:
             offload_checkpoints(model)
-        layers = RecurrentLayers(model)
-        if len(layers):
-            layers.bind()  # they follow the trees of the model's calls for its life
+        self.recurrent = RecurrentLayers(model)
+        self.recurrent.bind()  # they follow the trees of the model's calls for its life
         check_model(model, max_path_len=1)
         if self.engine_config.freeze_vision_tower and reads_images(hf_config):
             vision_tower(model).requires_grad_(False)

@@ -9,24 +9,26 @@ model call together (docs/ulysses.md). All of them have all scores, so each comp
 Legend: C kinds of scores, K scores of a model call.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from typing_extensions import override
 from verl.utils.device import get_device_name
 
-from verl_tree.attention.hf import check_model
+from verl_tree.attention.hf import check_model, own_attention
 from verl_tree.engine.fsdp.build import BuildForTrees
 from verl_tree.engine.of_verl import EngineOfVerl
 from verl_tree.engine.routes.router_replay import RouterReplay
 from verl_tree.engine_config import TreeFSDPEngineConfig
 from verl_tree.functional.images import PackImages
 from verl_tree.functional.scorer import LogitReading
+from verl_tree.recurrence.bind import RecurrentLayers
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import RELAYED
 from verl_tree.tree.layout import TreeLayout
@@ -46,6 +48,7 @@ class FSDP2Calls(EngineOfVerl):
     _gradient_sync_context: Callable[..., AbstractContextManager[Any]]
     _autocast_dtype: torch.dtype
     _model: PreTrainedModel
+    recurrent: RecurrentLayers | None = None
 
     def watch_routers(self, model: PreTrainedModel) -> None:
         """Find the routers of the model, if the config wants them recorded or imposed."""
@@ -73,6 +76,21 @@ class FSDP2Calls(EngineOfVerl):
         check_model(self._model, max_path_len=max_path_len)
         if is_relayed:
             RELAYED.check(self.module)
+
+    @property
+    @override
+    def embeddings(self) -> list[torch.nn.Module]:
+        return [self._model.get_input_embeddings()]
+
+    @override
+    @contextmanager
+    def flat(self) -> Iterator[None]:
+        with own_attention(self._model), nullcontext() if self.recurrent is None else self.recurrent.unbound():
+            yield
+        # What a pass without a backward leaves whole would be stale after the optimiser's step.
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     @override
     def scores(

@@ -44,10 +44,11 @@ class TreeParams(PackedSeqParams):
 
 
 class TreeAttention(nn.Module):
-    """The core attention of a layer, under the plan of the call."""
+    """The core attention of a layer, under the plan of the call; without one it is the layer's own."""
 
-    def __init__(self, scale: float | None) -> None:
+    def __init__(self, own: nn.Module, scale: float | None) -> None:
         super().__init__()
+        self._own = (own,)  # not a submodule: it has no weights, and checkpoints do not know it
         self._scale = scale
 
     @override
@@ -58,10 +59,13 @@ class TreeAttention(nn.Module):
         value: Tensor,
         attention_mask: Tensor | None = None,
         *,
-        packed_seq_params: TreeParams,
-        **_read_by_others: Any,
+        packed_seq_params: PackedSeqParams,
+        **read_by_own: Any,
     ) -> Tensor:
         """Attend, (S, 1, Hq, D) and twice (S, 1, Hkv, D) to (S, 1, Hq * D); padding behind the Q tokens gives 0."""
+        if not isinstance(packed_seq_params, TreeParams):
+            options = read_by_own | {"packed_seq_params": packed_seq_params}
+            return cast("Tensor", self._own[0](query, key, value, attention_mask, **options))
         plan, replay = packed_seq_params.plan, packed_seq_params.replay
         assert plan is not None, "a call of the tree engine has a plan"
         if replay is not None:
@@ -79,16 +83,18 @@ class TreePositions(nn.Module):
 
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
-        self._rotary = rotary
+        self._rotary: Any = rotary
 
-    def get_rotary_seq_len(self, *_args: Any) -> TreeParams:
-        """Return what the call's layers need."""
-        return cast("TreeParams", _args[-1])
+    def get_rotary_seq_len(self, *args: Any) -> TreeParams | int:
+        """Return what the call's layers need, or the length of a call without a plan."""
+        return args[-1] if isinstance(args[-1], TreeParams) else self._rotary.get_rotary_seq_len(*args)
 
     @override
-    def forward(self, params: TreeParams, **_options: Any) -> Tensor:
+    def forward(self, params: TreeParams | int, **options: Any) -> Tensor:
         """Return the angles of the positions, (S, 1, 1, D)."""
-        return self._rotary(params.num_positions)[params.position_S]
+        if not isinstance(params, TreeParams):
+            return cast("Tensor", self._rotary(params, **options))
+        return cast("Tensor", self._rotary(params.num_positions)[params.position_S])
 
 
 class BuildOnAnyDevice(MegatronEngine):
@@ -155,7 +161,8 @@ class BuildForTrees(BuildOnAnyDevice):
                 )
             model.rotary_pos_emb = TreePositions(model.rotary_pos_emb)
             for layer in model.decoder.layers:
-                layer.self_attention.core_attention = TreeAttention(config.softmax_scale)
+                own = layer.self_attention.core_attention
+                layer.self_attention.core_attention = TreeAttention(own, config.softmax_scale)
         if replays:
             self.replay = StageRouters(chunks, config)
         return cast("list[nn.Module]", chunks)

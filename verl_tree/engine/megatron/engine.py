@@ -8,7 +8,8 @@ hand up for its keys and values is there. What calls keep for each other stays o
 Every rank of a replica (tensor and pipeline ranks) plans the same calls; those of a last stage have scores.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -39,6 +40,7 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
     has_schedule = True
     _running: nn.Module
     """The stage whose call runs; a rank has several if they are virtual."""
+    _is_flat = False
 
     @property
     @override
@@ -107,6 +109,21 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
         if is_relayed:
             RELAYED.check(self.model)
 
+    @property
+    @override
+    def embeddings(self) -> list[nn.Module]:
+        stages: list[Any] = [unwrap_model(stage) for stage in self.module]
+        return [stage.embedding for stage in stages if stage.pre_process]
+
+    @override
+    @contextmanager
+    def flat(self) -> Iterator[None]:
+        self._is_flat = True
+        try:
+            yield
+        finally:
+            self._is_flat = False
+
     @override
     def scores(
         self,
@@ -119,7 +136,7 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
         calculate_entropy: bool,
         reading: LogitReading | None = None,
     ) -> Tensor:
-        hidden = call_hidden_states(self._running, call, layout, plan=plan, replay=self.replay)
+        hidden = call_hidden_states(self._running, call, layout, plan=plan, replay=self.replay, is_flat=self._is_flat)
         if not self.makes_scores:
             return hidden
         if self.head.scores_own_tokens:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -42,8 +43,12 @@ def call_hidden_states(
     *,
     plan: AttentionPlan,
     replay: RouterReplay | None,
+    is_flat: bool = False,
 ) -> Tensor:
-    """Run this stage of the model on one call; (S, 1, N), or this rank's part of S with `sequence_parallel`."""
+    """Run this stage of the model on one call; (S, 1, N), or this rank's part of S with `sequence_parallel`.
+
+    With `is_flat` the call is one path, and Megatron's own attention and positions compute it.
+    """
     model: Any = unwrap_model(chunk)
     host, device = layout.on_host, plan.subtree_end_T.device
     token_Q = torch.from_numpy(call.token_Q)
@@ -51,11 +56,24 @@ def call_hidden_states(
     padded = [F.pad(each[token_Q], (0, -len(token_Q) % size)) for each in (host.token_ids_T, host.position_T)]
     token_ids_S, position_S = to_device(tuple(padded), device)
     num_positions = int(padded[1].max()) + 1  # on the host
-    params = TreeParams(plan=plan, position_S=position_S, num_positions=num_positions, replay=replay)
+    params: PackedSeqParams
+    params = tree = TreeParams(plan=plan, position_S=position_S, num_positions=num_positions, replay=replay)
     if replay is not None and replay.imposed_LNk is not None:
         # Padding has routes of zeros: it is routed as ever.
         routes_SNk = F.pad(replay.imposed_LNk, (0, 0, 0, 0, 0, len(position_S) - len(token_Q)))
-        params.routes_LNk = routes_SNk.chunk(size)[parallel_state.get_tensor_model_parallel_rank() if size > 1 else 0]
+        tree.routes_LNk = routes_SNk.chunk(size)[parallel_state.get_tensor_model_parallel_rank() if size > 1 else 0]
+        replay.imposed_LNk = tree.routes_LNk
+    if is_flat:
+        ends, longest = torch.tensor([0, len(position_S)], dtype=torch.int32, device=device), len(position_S)
+        params = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            cu_seqlens_q_padded=ends,
+            cu_seqlens_kv_padded=ends,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
     # Else a last stage makes the logits of all positions.
     with as_verl_expects(model, post_process=False):
         return chunk(token_ids_S[None], position_S[None], None, packed_seq_params=params)

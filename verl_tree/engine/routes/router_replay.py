@@ -217,9 +217,9 @@ class MiniBatchRoutes:
         self.counts += self._forks.counts
         return self._forks.number_F_all
 
-    def around(self, compute: Compute, micro: TreeMicroBatch) -> Compute:
+    def around(self, compute: Compute, micro: TreeMicroBatch, *, is_counted: bool = True) -> Compute:
         """Return the model calls of a micro-batch with its routes imposed, or with their routes recorded."""
-        routes_TNk = None if self._records else self._of_tree(micro)
+        routes_TNk = None if self._records else self._of_tree(micro, is_counted=is_counted)
 
         def routed(call: RelayCall, plan: AttentionPlan) -> Tensor:
             routes_LNk = None
@@ -237,8 +237,8 @@ class MiniBatchRoutes:
 
         return routed
 
-    def _of_tree(self, micro: TreeMicroBatch) -> Tensor:
-        """Return the routes (T, N, k) of the tree tokens of a micro-batch, on the host, and count them."""
+    def _of_tree(self, micro: TreeMicroBatch, *, is_counted: bool) -> Tensor:
+        """Return the routes (T, N, k) of the tree tokens of a micro-batch, on the host, and maybe count them."""
         place_F = micro.flat_index_F.numpy()
         rows_FNk = self._given[place_F]
         if self._forks is not None:
@@ -246,9 +246,9 @@ class MiniBatchRoutes:
         routes_TNk, num_conflicts = first_known(
             rows_FNk, tree_index_F=micro.layout.tree_index_F.numpy(), num_tokens=micro.layout.num_tokens
         )
-        if self._forks is None:
+        if self._forks is None and is_counted:
             self.counts += ForestCounts(num_routed_tokens=len(routes_TNk), num_route_conflicts=num_conflicts)
-        else:
+        if self._forks is not None:
             assert num_conflicts == 0, "a forest that forks where rows disagree has none that do"
         return torch.from_numpy(routes_TNk)
 

@@ -13,6 +13,7 @@ from verl_tree.packing.counts import ForestCounts, RankTimes
 
 _COUNTS, _TIMES = "tree/counts/", "tree/times/"
 _SUMS = ("micro_batches", "cut_groups", "cut_tokens")
+_LARGEST = "canary"
 
 
 def as_numbers(counts: ForestCounts, times: RankTimes | None = None) -> dict[str, float]:
@@ -31,8 +32,8 @@ def step_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the metrics of a step from what `take_tree_metrics` gave for each of its updates.
 
     Counters are added and given as `ForestCounts.metrics` and `RankTimes.metrics` name them, `critic/tree/...` for the
-    critic. Of other metrics, `micro_batches`, `cut_groups` and `cut_tokens` are sums, and the rest (the fitted cost
-    model) is that of the last update.
+    critic. Of other metrics, `micro_batches`, `cut_groups` and `cut_tokens` are sums, `canary` the largest, and the
+    rest (the fitted cost model) is that of the last update.
     """
     merged: dict[str, float] = {}
     for role in ("", "critic/"):
@@ -50,6 +51,8 @@ def step_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
             for name, value in _named(update, f"{prefix}/").items():
                 if name in _SUMS:
                     merged[f"{prefix}/{name}"] = merged.get(f"{prefix}/{name}", 0.0) + value
+                elif name == _LARGEST:
+                    merged[f"{prefix}/{name}"] = max(merged.get(f"{prefix}/{name}", 0.0), value)
                 elif not f"tree/{name}".startswith((_COUNTS, _TIMES)):
                     merged[f"{prefix}/{name}"] = value
     return merged

@@ -1,0 +1,206 @@
+"""What the canary sees, and when: faults that are injected, false alarms, and what it costs (docs/exactness.md).
+
+    python benchmarks/canary.py --out canary.json
+
+A real worker with verl's PPO loss on FSDP2 trains a small Qwen3 on stored trees (docs/benchmarks/data/trees), one group
+a step, with the optimiser's step.
+
+1. Faults: each kind of `verl_tree.testing.mutants` with several seeds and forests, packed and relayed. In which step
+   does the canary end the run? Where it does not, all rows of all groups are compared once, which says whether
+   the fault changes a log-prob by more than the limit at all.
+2. False alarms: the largest value of `tree/canary` in so many steps of every forest, in float32 and in bfloat16.
+3. Cost: seconds of an update with a canary and without, one after the other.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from harness import environment, new_parser, print_table, write_json
+from plan import BF16
+from por_models import small_qwen3
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import FSDPActorConfig
+from verl.workers.utils.losses import ppo_loss
+
+import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
+from verl_tree.engine.canary import METRIC
+from verl_tree.functional.rounding import LIMIT
+from verl_tree.main_sft import ONE_RANK
+from verl_tree.records import StoredTree, read_trees
+from verl_tree.testing.local_worker import FP32, batch_of_rows, local_worker
+from verl_tree.testing.mutants import KINDS, mutated
+from verl_tree.trainer.worker import TreeTrainingWorker
+
+TREES = Path("docs/benchmarks/data/trees")
+FORESTS = ("arithmetic_tools", "blackbox_openai_agent", "memory_qa", "multi_turn_thinking", "tree_search_reasoning")
+SEEDS = 4
+DTYPES = {"float32": ("fp32", FP32), "bfloat16": ("bf16", BF16)}
+VOCAB_SIZE = 512
+RELAYED = 96
+"""A capacity below that of every tree."""
+
+
+def batch_of(tree: StoredTree, *, seed: int) -> TensorDict:
+    """Make verl's mini-batch of a group, with drawn advantages."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [{name: torch.from_numpy(value) for name, value in leaf.row().items()} for leaf in tree.leaves]
+    made = [
+        {
+            **{name: row[name] for name in ("prompts", "responses", "response_mask")},
+            "old_log_probs": torch.full((len(row["responses"]),), -6.0),
+            "advantages": torch.randn(len(row["responses"]), generator=generator),
+        }
+        for row in rows
+        if row["response_mask"].any()
+    ]
+    return batch_of_rows(made, max_token_len=1, global_batch_size=len(made))
+
+
+def make_worker(folder: str, *, capacity: int, dtype: str, canary: int = 1) -> TreeTrainingWorker:
+    """Make a worker on trees."""
+    model_dtype, precision = DTYPES[dtype]
+    worker = local_worker(
+        folder,
+        strategy="fsdp_tree",
+        max_token_len=capacity,
+        tree_options={"capacity": capacity, "canary": canary},
+        engine_options={"mixed_precision": precision, "model_dtype": model_dtype},
+    )
+    config = FSDPActorConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, rollout_n=1)
+    worker.set_loss_fn(partial(ppo_loss, config=config))
+    return worker
+
+
+def trees_of(name: str) -> list[StoredTree]:
+    """Read the groups of a forest."""
+    return list(read_trees(TREES / f"{name}.parquet"))
+
+
+def steps(worker: TreeTrainingWorker, trees: list[StoredTree], *, num_steps: int) -> Iterator[float]:
+    """Take optimiser steps, a group each, and yield the canary's value."""
+    with worker.engine.train_mode():
+        for step in range(num_steps):
+            batch = batch_of(trees[step % len(trees)], seed=step)
+            tu.assign_non_tensor(batch, disable_auto_offload=True)
+            worker.train_batch(batch)
+            yield worker.engine.canary.metrics[METRIC]
+
+
+def first_alarm(worker: TreeTrainingWorker, trees: list[StoredTree], *, num_steps: int) -> int | None:
+    """Return the step, from 1, in which the canary ends the run."""
+    step = 0
+    try:
+        for _ in steps(worker, trees, num_steps=num_steps):
+            step += 1
+    except ValueError as error:
+        if "tree.canary" not in str(error):
+            raise
+        return step + 1
+    return None
+
+
+def faults(folder: str, *, num_steps: int, dtype: str) -> Iterator[dict[str, Any]]:
+    """Yield a line for each fault: in which step the canary saw it."""
+    cases = [(kind, seed) for kind in KINDS for seed in range(SEEDS)]
+    for kind, seed in cases:
+        name = FORESTS[(seed + len(kind)) % len(FORESTS)]
+        is_relayed = kind == "stale_store" or seed % 2 == 1
+        trees = trees_of(name)
+        worker = make_worker(folder, capacity=RELAYED if is_relayed else 1 << 14, dtype=dtype)
+        with mutated(worker.engine, kind, seed=seed):
+            seen = first_alarm(worker, trees, num_steps=num_steps)
+        line = {
+            "fault": kind,
+            "seed": seed,
+            "forest": name,
+            "relayed": is_relayed,
+            "dtype": dtype,
+            "seen in step": seen,
+        }
+        if seen is None:
+            worker = make_worker(folder, capacity=RELAYED if is_relayed else 1 << 14, dtype=dtype, canary=1000)
+            with mutated(worker.engine, kind, seed=seed):
+                line["is in all rows"] = first_alarm(worker, trees, num_steps=len(trees)) is not None
+        print(line, flush=True)
+        yield line
+
+
+def false_alarms(folder: str, *, num_steps: int) -> Iterator[dict[str, Any]]:
+    """Yield a line for each forest and dtype: the largest value of so many steps without a fault."""
+    for name in FORESTS:
+        for dtype in DTYPES:
+            worker = make_worker(folder, capacity=RELAYED if len(name) % 2 else 1 << 14, dtype=dtype)
+            values = list(steps(worker, trees_of(name), num_steps=num_steps))
+            line = {"forest": name, "dtype": dtype, "steps": len(values), "median": median(values)}
+            line |= {"largest": max(values), "alarms": sum(value > LIMIT for value in values)}
+            print(line, flush=True)
+            yield line
+
+
+def costs(folder: str, *, repetitions: int) -> Iterator[dict[str, Any]]:
+    """Yield a line for each forest: seconds of an update of all its groups, with a canary and without."""
+    for name in FORESTS:
+        leaves = tuple(leaf for tree in trees_of(name) for leaf in tree.leaves)
+        batch = batch_of(StoredTree(0, name, leaves), seed=0)
+        sides = {canary: make_worker(folder, capacity=1 << 14, dtype="float32", canary=canary) for canary in (0, 1)}
+        seconds: dict[int, list[float]] = {0: [], 1: []}
+        for _ in range(repetitions + 1):
+            for canary, worker in sides.items():
+                with worker.engine.train_mode():
+                    started_s = time.perf_counter()
+                    worker.engine.forward_backward_batch(batch.clone(), worker.loss_fn, forward_only=False)
+                    seconds[canary].append(time.perf_counter() - started_s)
+        without, with_it = (min(seconds[canary][1:]) for canary in (0, 1))
+        counts = sides[1].engine.tree_counts
+        yield {
+            "forest": name,
+            "tree tokens": counts.num_tree_tokens,
+            "tokens of a row": round(counts.num_flat_tokens / counts.num_leaves),
+            "without (s)": round(without, 4),
+            "with (s)": round(with_it, 4),
+            "share": round(with_it / without - 1, 3),
+        }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = new_parser(__doc__)
+    parser.add_argument("--fault-steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--repetitions", type=int, default=7)
+    options = parser.parse_args()
+    os.environ.update(ONE_RANK)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder  # where reports go
+        small_qwen3(256, layers=2, vocab_size=VOCAB_SIZE).save_pretrained(folder)
+        found: dict[str, Any] = {"costs": list(costs(folder, repetitions=options.repetitions))}
+        found["faults"] = [
+            line for dtype in DTYPES for line in faults(folder, num_steps=options.fault_steps, dtype=dtype)
+        ]
+        found["false alarms"] = list(false_alarms(folder, num_steps=options.steps))
+    dist.destroy_process_group()
+    for lines in found.values():
+        print_table(lines)
+    for dtype in DTYPES:
+        seen = [line["seen in step"] for line in found["faults"] if line["dtype"] == dtype]
+        found[f"seen, {dtype}"] = {
+            str(step): round(float(np.mean([each is not None and each <= step for each in seen])), 3)
+            for step in (1, 20, 100)
+        }
+        print(dtype, found[f"seen, {dtype}"])
+    write_json({"environment": environment(options), **found}, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Compare stored trees with the flat forward of a model: what `tree.canary` does in a training run, on one machine.
+
+verl-tree canary TREES.parquet --model FOLDER [--backend NAME] [--capacity TOKENS] [--rows N]
+
+The file is what the canary of a training run wrote, of which the row it found is compared, or any file of stored trees,
+of which rows are drawn. The exit status is 1 if a row differs by more than rounding explains (docs/exactness.md).
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl_tree.commands.show import choose
+from verl_tree.records import FOUND, StoredTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from verl_tree.functional.rounding import Difference
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parse the command line, compare, print a line for each row; return 1 if one differs by more than rounding."""
+    parser = argparse.ArgumentParser(
+        prog="verl-tree canary", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("stored", type=Path, help="file of stored trees")
+    parser.add_argument("--model", required=True, help="model folder or name, best the checkpoint of that step")
+    parser.add_argument("--uid", help="group to compare; default: the first of the file")
+    parser.add_argument("--rows", type=int, default=4, help="rows to draw, if the file names none")
+    parser.add_argument("--backend", help="attention kernel; default: that of the file, or auto")
+    parser.add_argument("--capacity", type=int, help="tree tokens of a section; default: that of the file, or all")
+    parser.add_argument("--dtype", help="default: that of the file, or float32")
+    options = parser.parse_args(arguments)
+    try:
+        tree = choose(options.stored, options.uid)
+    except OSError as error:
+        parser.error(f"cannot read {options.stored}: {error}")
+    except ValueError as error:
+        parser.error(str(error))
+    if options.rows < 1:
+        parser.error(f"--rows {options.rows}: give at least 1")
+    # Not at the top: both take seconds to import.
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    rows, found = _rows(tree, num_drawn=options.rows)
+    dtype = getattr(torch, options.dtype or found.get("dtype", "float32"), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        parser.error(f"--dtype {options.dtype}: give float32, bfloat16 or float16")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+        model.to(device).eval()
+        differences = compare(
+            model,
+            tree,
+            rows,
+            backend=options.backend or found.get("backend", "auto"),
+            capacity=options.capacity or found.get("capacity"),
+        )
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    for row, each in zip(rows, differences, strict=True):
+        verdict = "rounding" if each.is_rounding else "NOT ROUNDING"
+        print(f"row {row}: {each.size:.3g} apart, {each.units:.3g} times its rounding of {each.unit:.3g}: {verdict}")
+    return int(not all(each.is_rounding for each in differences))
+
+
+def _rows(tree: StoredTree, *, num_drawn: int) -> tuple[list[int], dict[str, Any]]:
+    """Return the row that was found, with what is known of it, or rows that are drawn."""
+    for row, leaf in enumerate(tree.leaves):
+        if FOUND in (leaf.reward_extra_info or {}):
+            return [row], leaf.reward_extra_info[FOUND]  # type: ignore[index]
+    num_rows = len(tree.leaves)
+    drawn = np.random.default_rng(0).choice(num_rows, min(num_drawn, num_rows), replace=False)
+    return sorted(drawn.tolist()), {}
+
+
+def compare(
+    model: "PreTrainedModel", tree: StoredTree, rows: Sequence[int], *, backend: str, capacity: int | None
+) -> "list[Difference]":
+    """Compare the log-probs of rows in their tree with those of the model's own forward.
+
+    Raises:
+        ValueError: `tree_log_probs` refuses the tree, or a row has images, which files do not keep.
+    """
+    import torch
+
+    from verl_tree.functional import tree_log_probs
+    from verl_tree.functional.rounding import Difference, moved_embeddings
+
+    if any(leaf.images for leaf in tree.leaves):
+        raise ValueError(f"{tree.uid}: files of stored trees keep no images; give a tree of text")
+    sequences = [leaf.token_ids for leaf in tree.leaves]
+
+    def flat(row: int) -> "Tensor":
+        ids = torch.from_numpy(sequences[row].astype(np.int64)).to(model.device)
+        logits = model(ids[None], use_cache=False).logits[0, :-1]
+        return logits.float().log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+
+    def trained(scores: "Tensor", row: int) -> "Tensor":
+        return scores[torch.from_numpy(tree.leaves[row].is_trained[1:]).to(scores.device)]
+
+    with torch.no_grad():
+        scores = tree_log_probs(model, sequences, backend=backend, capacity=capacity).log_probs
+        once = [flat(row) for row in rows]
+        with moved_embeddings([model.get_input_embeddings()], dtype=model.dtype):
+            moved = [flat(row) for row in rows]
+    return [
+        Difference.of_scores(*(trained(each, row) for each in (scores[row], here, there)), dtype=model.dtype)
+        for row, here, there in zip(rows, once, moved, strict=True)
+    ]

@@ -1,0 +1,228 @@
+"""Faults for an engine on trees, each of a kind that a kernel, a plan or a store may have; for tests of the canary.
+
+What is wrong is drawn anew for every model call, from the mutant's seed and the call, so that a call that runs twice is
+wrong in one way. The model's own forward (`ModelCalls.flat`) stays right. `attention` faults need transformers' layers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_tree.attention import hf
+from verl_tree.engine import TreeEngine
+from verl_tree.relay.calls import RelayCall
+from verl_tree.relay.context import RelayContext
+from verl_tree.tree.layout import TreeLayout
+from verl_tree.tree.plan import AttentionPlan
+
+Draw = np.random.Generator
+Ends = np.ndarray
+"""The tree mask of a call: one past the last descendant of each token of its context and its own."""
+
+
+def _parents(end_T: Ends) -> np.ndarray:
+    """Return the parent of each token, -1 at roots."""
+    parents, path = np.full(len(end_T), -1), []
+    for token, end in enumerate(end_T.tolist()):
+        while path and path[-1][1] <= token:
+            path.pop()
+        parents[token] = path[-1][0] if path else -1
+        path.append((token, end))
+    return parents
+
+
+def leaks_key(end_T: Ends, rng: Draw) -> Ends:
+    """A key of one branch is seen by the branches behind it."""
+    parents = _parents(end_T)
+    begins = np.flatnonzero((parents >= 0) & (end_T < end_T[parents]))
+    return _with(end_T, begins, rng, lambda token: end_T[parents[token]])
+
+
+def loses_key(end_T: Ends, rng: Draw) -> Ends:
+    """A key is not seen by those behind the first branch below it."""
+    parents = _parents(end_T)
+    branching = np.flatnonzero(np.bincount(parents[parents >= 0], minlength=len(end_T)) > 1)
+    return _with(end_T, branching, rng, lambda token: np.flatnonzero(parents == token)[-1])
+
+
+def sees_all(end_T: Ends, rng: Draw) -> Ends:
+    """Every token sees all before it."""
+    return np.full_like(end_T, len(end_T))
+
+
+def _with(end_T: Ends, tokens: np.ndarray, rng: Draw, value: Callable[[int], Any]) -> Ends:
+    changed = end_T.copy()
+    if len(tokens):
+        token = int(rng.choice(tokens))
+        changed[token] = value(token)
+    return changed
+
+
+def shifts_a_branch(layout: TreeLayout, rng: Draw) -> TreeLayout:
+    """The tokens below one token are a position late."""
+    position_T, end_T = layout.position_T.clone(), layout.subtree_end_T.tolist()
+    start = int(rng.integers(1, len(end_T)))
+    position_T[start : end_T[start]] += 1
+    return _replaced(layout, position_T=position_T)
+
+
+def counts_along_the_pack(layout: TreeLayout, rng: Draw) -> TreeLayout:
+    """Positions go on from branch to branch."""
+    return _replaced(layout, position_T=torch.arange(layout.num_tokens))
+
+
+def reads_another_token(layout: TreeLayout, rng: Draw) -> TreeLayout:
+    """One token is another one."""
+    token_ids_T = layout.token_ids_T.clone()
+    place = int(rng.integers(layout.num_tokens))
+    token_ids_T[place] = token_ids_T[(place + 1) % len(token_ids_T)]
+    return _replaced(layout, token_ids_T=token_ids_T)
+
+
+def _replaced(layout: TreeLayout, **tensors: Tensor) -> Any:
+    return SimpleNamespace(on_host=dataclasses.replace(layout, **tensors))
+
+
+def scores_by_the_token_before(call: RelayCall, rng: Draw) -> RelayCall:
+    """At branches, a token is scored by the one before it in the pack, not by its parent."""
+    place_of = {token: place for place, token in enumerate(call.token_Q.tolist())}
+    scorers = np.array([max(0, place_of.get(token, 1) - 1) for token in call.scored_K.tolist()], dtype=np.int64)
+    order = np.argsort(scorers, kind="stable")
+    return dataclasses.replace(call, scorer_K=scorers[order], scored_K=call.scored_K[order])
+
+
+def _heads(change: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return what changes the attention of one layer: its output (Q, Hq, D)."""
+
+    def wrong(attend: Callable[..., Tensor], rng: Draw) -> Callable[..., Tensor]:
+        layers: list[torch.nn.Module] = []
+        chosen = int(rng.integers(1 << 16))
+
+        def attention(module: torch.nn.Module, *args: Any, **options: Any) -> Tensor:
+            layers.extend([] if any(module is each for each in layers) else [module])
+            num_layers = module.config.get_text_config().num_hidden_layers  # type: ignore[union-attr]
+            out = attend(module, *args, **options)
+            return change(out, chosen) if module.layer_idx == chosen % num_layers else out
+
+        return attention
+
+    return wrong
+
+
+@_heads
+def loses_head(out_QHD: Tensor, chosen: int) -> Tensor:
+    """One head of one layer gives 0."""
+    kept_H = torch.arange(out_QHD.shape[1], device=out_QHD.device) != chosen % out_QHD.shape[1]
+    return out_QHD * kept_H[:, None]
+
+
+@_heads
+def swaps_heads(out_QHD: Tensor, chosen: int) -> Tensor:
+    """The first two heads of one layer are exchanged."""
+    return torch.cat((out_QHD[:, :2].flip(1), out_QHD[:, 2:]), dim=1)
+
+
+@_heads
+def rounds_to_float8(out_QHD: Tensor, chosen: int) -> Tensor:
+    """One layer's attention is rounded to 3 bits of mantissa."""
+    return out_QHD + (out_QHD.to(torch.float8_e4m3fn).to(out_QHD.dtype) - out_QHD).detach()
+
+
+@_heads
+def loses_last_queries(out_QHD: Tensor, chosen: int) -> Tensor:
+    """One layer gives 0 for queries behind the last whole tile of 64."""
+    whole = max(1, len(out_QHD) // 64 * 64)
+    return torch.cat((out_QHD[:whole], out_QHD[whole:] * 0))
+
+
+def scales_wrongly(attend: Callable[..., Tensor], rng: Draw) -> Callable[..., Tensor]:
+    """Logits of attention are 2 % too large."""
+    return lambda *args, **options: attend(*args, **options | {"scale": options["scale"] * 1.02})
+
+
+def sees_a_window(attend: Callable[..., Tensor], rng: Draw) -> Callable[..., Tensor]:
+    """Tokens see the last 128 tokens of their path only."""
+    return lambda *args, **options: attend(*args, **options | {"window": 128})
+
+
+def stale_store(take: Callable[..., Any], rng: Draw) -> Callable[..., Any]:
+    """The last token of a relayed context has the keys and values of the one before it."""
+
+    def hand_down(self: RelayContext, *args: Any) -> tuple[Tensor, Tensor]:
+        extended = tuple(each.clone() for each in take(self, *args))
+        last = self._num_context - 1
+        for each in extended if last > 0 else ():
+            each[last] = each[last - 1]
+        return extended  # type: ignore[return-value]
+
+    return hand_down
+
+
+KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "leaks_key": ("mask", leaks_key),
+    "loses_key": ("mask", loses_key),
+    "sees_all": ("mask", sees_all),
+    "shifts_a_branch": ("layout", shifts_a_branch),
+    "counts_along_the_pack": ("layout", counts_along_the_pack),
+    "reads_another_token": ("layout", reads_another_token),
+    "scores_by_the_token_before": ("call", scores_by_the_token_before),
+    "loses_head": ("attention", loses_head),
+    "swaps_heads": ("attention", swaps_heads),
+    "rounds_to_float8": ("attention", rounds_to_float8),
+    "loses_last_queries": ("attention", loses_last_queries),
+    "scales_wrongly": ("attention", scales_wrongly),
+    "sees_a_window": ("attention", sees_a_window),
+    "stale_store": ("store", stale_store),
+}
+"""What is changed of a call, and how."""
+
+
+@contextmanager
+def mutated(engine: TreeEngine, name: str, *, seed: int = 0) -> Iterator[None]:
+    """Inject a fault of a kind into an engine of transformers models, while active."""
+    part, change = KINDS[name]
+    right, flat = engine.scores, engine.flat
+    is_flat = [False]
+
+    def scores(call: RelayCall, layout: TreeLayout, *, plan: AttentionPlan, **options: Any) -> Tensor:
+        if is_flat[0]:
+            return right(call, layout, plan=plan, **options)
+        rng = np.random.default_rng([seed, len(call.token_Q), int(call.token_Q[0])])
+        if part == "mask":
+            ends = change(plan.runs.subtree_end_T.astype(np.int64), rng)
+            same = {"backend": plan.backend, "num_context": plan.num_context, "context": plan.context}
+            device = plan.subtree_end_T.device
+            plan = AttentionPlan.from_subtree_end(ends, device=device, shard=plan.shard, **same)  # type: ignore[arg-type]
+        elif part == "layout":
+            layout = change(layout.on_host, rng)
+        elif part == "call":
+            call = change(call, rng)
+        elif part == "attention":
+            with mock.patch.object(hf, "layer_attention", change(hf.layer_attention, rng)):
+                return right(call, layout, plan=plan, **options)
+        return right(call, layout, plan=plan, **options)
+
+    @contextmanager
+    def flat_and_right() -> Iterator[None]:
+        is_flat[0] = True
+        try:
+            with flat():
+                yield
+        finally:
+            is_flat[0] = False
+
+    rng = np.random.default_rng(seed)
+    wrong = change(RelayContext.hand_down, rng) if part == "store" else RelayContext.hand_down
+    with (
+        mock.patch.object(engine, "scores", scores),
+        mock.patch.object(engine, "flat", flat_and_right),
+        mock.patch.object(RelayContext, "hand_down", wrong),
+    ):
+        yield
