@@ -184,14 +184,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder  # where reports go
         small_qwen3(256, layers=2, vocab_size=VOCAB_SIZE).save_pretrained(folder)
-        found: dict[str, Any] = {"costs": list(costs(folder, repetitions=options.repetitions))}
-        found["faults"] = [
-            line for dtype in DTYPES for line in faults(folder, num_steps=options.fault_steps, dtype=dtype)
-        ]
-        found["false alarms"] = list(false_alarms(folder, num_steps=options.steps))
+        found: dict[str, Any] = {
+            "faults": [line for dtype in DTYPES for line in faults(folder, num_steps=options.fault_steps, dtype=dtype)],
+            "false alarms": list(false_alarms(folder, num_steps=options.steps)),
+            "costs": list(costs(folder, repetitions=options.repetitions)),
+        }
     dist.destroy_process_group()
     for lines in found.values():
-        print_table(lines)
+        print_table([{name: str(value) for name, value in line.items()} for line in lines])
     for dtype in DTYPES:
         seen = [line["seen in step"] for line in found["faults"] if line["dtype"] == dtype]
         found[f"seen, {dtype}"] = {

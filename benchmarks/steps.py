@@ -4,8 +4,8 @@
 
 The first run generates and stores its rollouts, the others repeat its steps on them; Hydra overrides of all of them
 follow the options. The runs are, one after the other: `tree`, `flat` (tree.enabled=false), `prompt`
-(tree.sharing=prompt), `all` (tree.compute=all) and `tree` again, so that a machine that slowed down shows. A step of a
-repeated run lasts as long as its own parts and the generation of the first run.
+(tree.sharing=prompt), `all` (tree.compute=all), `unwatched` (tree.canary=0) and `tree` again, so that a machine that
+slowed down shows. A step of a repeated run lasts as long as its own parts and the generation of the first run.
 
 The bound is flat over tree FLOPs of an update, as `perf/mfu/actor_flat_equivalent` has it. Losses are compared with
 those of `flat`, or of `all` where there is none. Runs that have ended in the folder --work are not repeated, so a
@@ -22,7 +22,13 @@ from parity import RUNS as ENGINES
 from parity import worst_difference
 from recipe_runs import Metrics, read_metrics, replayed, seeds, train
 
-RUNS = {**ENGINES, "prompt": ("tree.sharing=prompt",), "all": ("tree.compute=all",), "again": ENGINES["tree"]}
+RUNS = {
+    **ENGINES,
+    "prompt": ("tree.sharing=prompt",),
+    "all": ("tree.compute=all",),
+    "unwatched": ("tree.canary=0",),
+    "again": ENGINES["tree"],
+}
 """The overrides of each run."""
 WITHOUT_VALIDATION = ("trainer.val_before_train=false", "trainer.test_freq=-1")
 PARTS = {

@@ -39,21 +39,21 @@ def _parents(end_T: Ends) -> np.ndarray:
 
 
 def leaks_key(end_T: Ends, rng: Draw) -> Ends:
-    """A key of one branch is seen by the branches behind it."""
+    """Show a key of one branch to the branches behind it."""
     parents = _parents(end_T)
     begins = np.flatnonzero((parents >= 0) & (end_T < end_T[parents]))
     return _with(end_T, begins, rng, lambda token: end_T[parents[token]])
 
 
 def loses_key(end_T: Ends, rng: Draw) -> Ends:
-    """A key is not seen by those behind the first branch below it."""
+    """Hide a key from those behind the first branch below it."""
     parents = _parents(end_T)
     branching = np.flatnonzero(np.bincount(parents[parents >= 0], minlength=len(end_T)) > 1)
     return _with(end_T, branching, rng, lambda token: np.flatnonzero(parents == token)[-1])
 
 
-def sees_all(end_T: Ends, rng: Draw) -> Ends:
-    """Every token sees all before it."""
+def sees_all(end_T: Ends, _: Draw) -> Ends:
+    """Let every token see all before it."""
     return np.full_like(end_T, len(end_T))
 
 
@@ -66,20 +66,20 @@ def _with(end_T: Ends, tokens: np.ndarray, rng: Draw, value: Callable[[int], Any
 
 
 def shifts_a_branch(layout: TreeLayout, rng: Draw) -> TreeLayout:
-    """The tokens below one token are a position late."""
+    """Compute the tokens below one token a position late."""
     position_T, end_T = layout.position_T.clone(), layout.subtree_end_T.tolist()
     start = int(rng.integers(1, len(end_T)))
     position_T[start : end_T[start]] += 1
     return _replaced(layout, position_T=position_T)
 
 
-def counts_along_the_pack(layout: TreeLayout, rng: Draw) -> TreeLayout:
-    """Positions go on from branch to branch."""
+def counts_along_the_pack(layout: TreeLayout, _: Draw) -> TreeLayout:
+    """Let positions go on from branch to branch."""
     return _replaced(layout, position_T=torch.arange(layout.num_tokens))
 
 
 def reads_another_token(layout: TreeLayout, rng: Draw) -> TreeLayout:
-    """One token is another one."""
+    """Take another token in place of one."""
     token_ids_T = layout.token_ids_T.clone()
     place = int(rng.integers(layout.num_tokens))
     token_ids_T[place] = token_ids_T[(place + 1) % len(token_ids_T)]
@@ -90,8 +90,8 @@ def _replaced(layout: TreeLayout, **tensors: Tensor) -> Any:
     return SimpleNamespace(on_host=dataclasses.replace(layout, **tensors))
 
 
-def scores_by_the_token_before(call: RelayCall, rng: Draw) -> RelayCall:
-    """At branches, a token is scored by the one before it in the pack, not by its parent."""
+def scores_by_the_token_before(call: RelayCall, _: Draw) -> RelayCall:
+    """Score a token by the one before it in the pack, which at branches is not its parent."""
     place_of = {token: place for place, token in enumerate(call.token_Q.tolist())}
     scorers = np.array([max(0, place_of.get(token, 1) - 1) for token in call.scored_K.tolist()], dtype=np.int64)
     order = np.argsort(scorers, kind="stable")
@@ -118,42 +118,42 @@ def _heads(change: Callable[..., Tensor]) -> Callable[..., Any]:
 
 @_heads
 def loses_head(out_QHD: Tensor, chosen: int) -> Tensor:
-    """One head of one layer gives 0."""
+    """Let one head of one layer give 0."""
     kept_H = torch.arange(out_QHD.shape[1], device=out_QHD.device) != chosen % out_QHD.shape[1]
     return out_QHD * kept_H[:, None]
 
 
 @_heads
-def swaps_heads(out_QHD: Tensor, chosen: int) -> Tensor:
-    """The first two heads of one layer are exchanged."""
+def swaps_heads(out_QHD: Tensor, _: int) -> Tensor:
+    """Exchange the first two heads of one layer."""
     return torch.cat((out_QHD[:, :2].flip(1), out_QHD[:, 2:]), dim=1)
 
 
 @_heads
-def rounds_to_float8(out_QHD: Tensor, chosen: int) -> Tensor:
-    """One layer's attention is rounded to 3 bits of mantissa."""
+def rounds_to_float8(out_QHD: Tensor, _: int) -> Tensor:
+    """Round the attention of one layer to 3 bits of mantissa."""
     return out_QHD + (out_QHD.to(torch.float8_e4m3fn).to(out_QHD.dtype) - out_QHD).detach()
 
 
 @_heads
-def loses_last_queries(out_QHD: Tensor, chosen: int) -> Tensor:
-    """One layer gives 0 for queries behind the last whole tile of 64."""
+def loses_last_queries(out_QHD: Tensor, _: int) -> Tensor:
+    """Let one layer give 0 for queries behind the last whole tile of 64."""
     whole = max(1, len(out_QHD) // 64 * 64)
     return torch.cat((out_QHD[:whole], out_QHD[whole:] * 0))
 
 
-def scales_wrongly(attend: Callable[..., Tensor], rng: Draw) -> Callable[..., Tensor]:
-    """Logits of attention are 2 % too large."""
+def scales_wrongly(attend: Callable[..., Tensor], _: Draw) -> Callable[..., Tensor]:
+    """Make the logits of attention 2 % too large."""
     return lambda *args, **options: attend(*args, **options | {"scale": options["scale"] * 1.02})
 
 
-def sees_a_window(attend: Callable[..., Tensor], rng: Draw) -> Callable[..., Tensor]:
-    """Tokens see the last 128 tokens of their path only."""
+def sees_a_window(attend: Callable[..., Tensor], _: Draw) -> Callable[..., Tensor]:
+    """Show tokens the last 128 tokens of their path only."""
     return lambda *args, **options: attend(*args, **options | {"window": 128})
 
 
-def stale_store(take: Callable[..., Any], rng: Draw) -> Callable[..., Any]:
-    """The last token of a relayed context has the keys and values of the one before it."""
+def stale_store(take: Callable[..., Any], _: Draw) -> Callable[..., Any]:
+    """Give the last token of a relayed context the keys and values of the one before it."""
 
     def hand_down(self: RelayContext, *args: Any) -> tuple[Tensor, Tensor]:
         extended = tuple(each.clone() for each in take(self, *args))

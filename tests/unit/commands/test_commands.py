@@ -17,11 +17,11 @@ def test_the_help_names_every_command_and_imports_nothing() -> None:
     usage, *lines, modules = done.stdout.splitlines()
     assert usage == "usage: verl-tree COMMAND [arguments]"
     assert [line.split()[0] for line in lines if line.startswith("  ")] == list(COMMANDS)
-    assert set(COMMANDS) == {"check", "try-agent", "show", "plot", "workspace"}
+    assert set(COMMANDS) == {"check", "try-agent", "canary", "show", "plot", "workspace"}
     assert not {"numpy", "torch", "pyarrow", "matplotlib", "hydra"} & set(modules.split())
 
 
-@pytest.mark.parametrize("name", ["show", "plot", "workspace"])
+@pytest.mark.parametrize("name", ["canary", "show", "plot", "workspace"])
 def test_a_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(SystemExit) as ended:

@@ -154,8 +154,9 @@ def test_it_looks_when_it_is_due_and_not_at_other_calls(model: str) -> None:
 @pytest.mark.parametrize(
     ("family", "why"), [("qwen3 moe", "rounding may change the experts of a token"), ("qwen3", None)]
 )
+@pytest.mark.usefixtures("model")
 def test_mixtures_are_not_compared_where_rounding_may_change_experts(
-    model: str, family: str, why: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    family: str, why: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tiny_model(family).save_pretrained(tmp_path)
     canary._tell.cache_clear()

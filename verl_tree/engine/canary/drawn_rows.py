@@ -27,7 +27,7 @@ from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.sharding import SequenceShard
 
 LONGEST = 2
-"""Rows are computed up to so many capacities, so that a flat pass, which has no gradients, takes no more memory than a pack."""
+"""Rows are computed up to so many capacities: without gradients, that takes no more memory than a pack with them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,8 +126,8 @@ class DrawnRows:
             is_row = np.array_equal(layout.token_ids_T[each.token_Q].numpy(), given)
             if not is_row or not np.array_equal(layout.position_T[each.token_Q].numpy(), np.arange(len(given))):
                 raise ValueError(
-                    f"tree.canary: row {each.row} of a mini-batch is not the path that stands for it in its tree, a fault "
-                    "of verl_tree; train with tree.enabled=false"
+                    f"tree.canary: row {each.row} of a mini-batch is not the path that stands for it in its tree, a "
+                    "fault of verl_tree; train with tree.enabled=false"
                 )
 
     def _run(self, drawn: DrawnRow, made: dict[int, Tensor]) -> Tensor:
@@ -171,11 +171,12 @@ class DrawnRows:
             difference=difference,
         )
         return (
-            f"tree.canary: {engine.head.names[0]} of a row are {difference.size:.3g} apart, as the loss read them and by "
-            f"the model's own forward: {difference.units:.3g} times what rounding makes of them ({difference.unit:.3g}); "
-            f"{LIMIT:g} times would pass. The worst is token {drawn.scored_K[difference.place]} of {len(drawn.token_Q)}, "
-            f"in a tree of {micro.layout.num_tokens} tokens, {micro.layout.num_leaves} rows and "
-            f"{micro.cut.num_sections} sections, with tree.backend={engine.tree_config.backend}. {path} has the tree, "
-            f"and `verl-tree canary {path} --model FOLDER` computes it again on one machine. To go on, set "
-            "tree.backend=dense or tree.relay=never, if that mends it, else tree.enabled=false"
+            f"tree.canary: {engine.head.names[0]} of a row are {difference.size:.3g} apart, as the loss read them and "
+            f"by the model's own forward: {difference.units:.3g} times what rounding makes of them "
+            f"({difference.unit:.3g}); {LIMIT:g} times would pass. The worst is token "
+            f"{drawn.scored_K[difference.place]} of {len(drawn.token_Q)}, in a tree of {micro.layout.num_tokens} "
+            f"tokens, {micro.layout.num_leaves} rows and {micro.cut.num_sections} sections, with "
+            f"tree.backend={engine.tree_config.backend}. {path} has the tree, and `verl-tree canary {path} --model "
+            "FOLDER` computes it again on one machine. To go on, set tree.backend=dense or tree.relay=never, if that "
+            "mends it, else tree.enabled=false"
         )

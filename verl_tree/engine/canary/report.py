@@ -54,7 +54,10 @@ def write_report(
     paths = [layout.tree_index_F[start:end] for start, end in bounds]
     leaves = [
         _stored(
-            number, layout.token_ids_T[path].numpy(), micro.wanted_T[path].numpy(), found if number == leaf else None
+            number,
+            layout.token_ids_T[path].numpy(),
+            micro.wanted_T[path].numpy(),
+            found=found if number == leaf else None,
         )
         for number, path in enumerate(paths)
     ]
