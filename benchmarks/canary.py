@@ -175,7 +175,7 @@ def costs(folder: str, *, repetitions: int) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Measure and print."""
     parser = new_parser(__doc__)
-    parser.add_argument("--fault-steps", type=int, default=100)
+    parser.add_argument("--fault-steps", type=int, default=100, help="steps in which a fault may be seen")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--repetitions", type=int, default=7)
     options = parser.parse_args()

@@ -15,8 +15,8 @@ from torch import Tensor
 LIMIT = 20.0
 """Units by which right answers do not differ."""
 
-MIN_STEPS = 4
-"""The least unit, in rounding steps of the dtype: log-probs of sure tokens do not move, and the unit would be 0."""
+SCORE_STEPS, MODEL_STEPS = 4.0, 0.5
+"""The least unit, in rounding steps of the scores' dtype and of the model's: log-probs of sure tokens do not move."""
 
 
 class Difference(NamedTuple):
@@ -40,9 +40,9 @@ class Difference(NamedTuple):
     def of_scores(cls, scores_K: Tensor, flat_K: Tensor, moved_K: Tensor, *, dtype: torch.dtype) -> "Difference":
         """Compare scores with those of a flat pass, and these with those of the moved one, on any device.
 
-        `dtype` is that in which the model computes. Where both passes give no number, they agree.
+        `dtype` is that in which the model computes its layers. Where both passes give no number, they agree.
         """
-        least = MIN_STEPS * torch.finfo(dtype).eps
+        least = SCORE_STEPS * torch.finfo(flat_K.dtype).eps + MODEL_STEPS * torch.finfo(dtype).eps
         if not len(flat_K):
             return cls(0.0, least, 0)
         scores_K, flat_K, moved_K = (each.double().cpu() for each in (scores_K, flat_K, moved_K))
