@@ -1,15 +1,17 @@
 """What the canary sees, and when: faults that are injected, false alarms, and what it costs (docs/exactness.md).
 
-    python benchmarks/canary.py --out canary.json
+    python benchmarks/canary.py faults --out canary_faults.json
+    python benchmarks/canary.py alarms --out canary_alarms.json
+    python benchmarks/canary.py costs --out canary_costs.json
 
 A real worker with verl's PPO loss on FSDP2 trains a small Qwen3 on stored trees (docs/benchmarks/data/trees), one group
 a step, with the optimiser's step.
 
-1. Faults: each kind of `verl_tree.testing.mutants` with several seeds and forests, packed and relayed. In which step
+`faults`: each kind of `verl_tree.testing.mutants` with several seeds and forests, packed and relayed. In which step
    does the canary end the run? Where it does not, all rows of all groups are compared once, which says whether
    the fault changes a log-prob by more than the limit at all.
-2. False alarms: the largest value of `tree/canary` in so many steps of every forest, in float32 and in bfloat16.
-3. Cost: seconds of an update with a canary and without, one after the other.
+`alarms`: the largest value of `tree/canary` in so many steps of every forest, in float32 and in bfloat16.
+`costs`: seconds of an update with a canary and without, one after the other.
 """
 
 import os
@@ -43,7 +45,7 @@ from verl_tree.trainer.worker import TreeTrainingWorker
 
 TREES = Path("docs/benchmarks/data/trees")
 FORESTS = ("arithmetic_tools", "blackbox_openai_agent", "memory_qa", "multi_turn_thinking", "tree_search_reasoning")
-SEEDS = 4
+SEEDS = {"float32": 4, "bfloat16": 2}
 DTYPES = {"float32": ("fp32", FP32), "bfloat16": ("bf16", BF16)}
 VOCAB_SIZE = 512
 RELAYED = 96
@@ -111,7 +113,7 @@ def first_alarm(worker: TreeTrainingWorker, trees: list[StoredTree], *, num_step
 
 def faults(folder: str, *, num_steps: int, dtype: str) -> Iterator[dict[str, Any]]:
     """Yield a line for each fault: in which step the canary saw it."""
-    cases = [(kind, seed) for kind in KINDS for seed in range(SEEDS)]
+    cases = [(kind, seed) for kind in KINDS for seed in range(SEEDS[dtype])]
     for kind, seed in cases:
         name = FORESTS[(seed + len(kind)) % len(FORESTS)]
         is_relayed = kind == "stale_store" or seed % 2 == 1
@@ -175,31 +177,32 @@ def costs(folder: str, *, repetitions: int) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Measure and print."""
     parser = new_parser(__doc__)
-    parser.add_argument("--fault-steps", type=int, default=100, help="steps in which a fault may be seen")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("part", choices=["faults", "alarms", "costs"])
+    parser.add_argument("--steps", type=int, help="steps of a run: 100 with a fault, 300 without")
     parser.add_argument("--repetitions", type=int, default=7)
     options = parser.parse_args()
     os.environ.update(ONE_RANK)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["TMPDIR"] = tempfile.tempdir = folder  # where reports go
+        tempfile.tempdir = folder  # where reports go
         small_qwen3(256, layers=2, vocab_size=VOCAB_SIZE).save_pretrained(folder)
-        found: dict[str, Any] = {
-            "faults": [line for dtype in DTYPES for line in faults(folder, num_steps=options.fault_steps, dtype=dtype)],
-            "false alarms": list(false_alarms(folder, num_steps=options.steps)),
-            "costs": list(costs(folder, repetitions=options.repetitions)),
-        }
+        if options.part == "faults":
+            lines = [line for dtype in DTYPES for line in faults(folder, num_steps=options.steps or 100, dtype=dtype)]
+        elif options.part == "alarms":
+            lines = list(false_alarms(folder, num_steps=options.steps or 300))
+        else:
+            lines = list(costs(folder, repetitions=options.repetitions))
     dist.destroy_process_group()
-    for lines in found.values():
-        print_table([{name: str(value) for name, value in line.items()} for line in lines])
-    for dtype in DTYPES:
-        seen = [line["seen in step"] for line in found["faults"] if line["dtype"] == dtype]
-        found[f"seen, {dtype}"] = {
-            str(step): round(float(np.mean([each is not None and each <= step for each in seen])), 3)
-            for step in (1, 20, 100)
+    print_table(lines)
+    found: dict[str, Any] = {"environment": environment(options)}
+    for dtype in DTYPES if options.part == "faults" else ():
+        seen = [line["seen in step"] for line in lines if line["dtype"] == dtype]
+        found[dtype] = {
+            f"seen in {steps} steps": round(float(np.mean([each is not None and each <= steps for each in seen])), 3)
+            for steps in (1, 20, 100)
         }
-        print(dtype, found[f"seen, {dtype}"])
-    write_json({"environment": environment(options), **found}, options.out)
+        print(dtype, found[dtype])
+    write_json({**found, "lines": lines}, options.out)
 
 
 if __name__ == "__main__":

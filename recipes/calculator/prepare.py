@@ -12,7 +12,7 @@ from recipes.demo.fine_tuning import TREES, fine_tune
 from recipes.demo.prepare import prepare_once, run_command_line, say
 from recipes.demo.settings import Settings
 
-SETTINGS = Settings(warm_start=None, num_train_tasks=256, num_validation_tasks=16)
+SETTINGS = Settings(warm_start=None, num_train_tasks=256, num_validation_tasks=32)
 """Numbers of tasks of each level."""
 NUM_SOLVED = 128
 """Solved tasks of each level. After 80 or fewer, reinforcement taught it to call once (docs/log.md)."""
