@@ -49,6 +49,8 @@ def main(arguments: Sequence[str]) -> int:
     from transformers import AutoModelForCausalLM
 
     rows, found = _rows(tree, num_drawn=options.rows)
+    if found.get("scores", "log_probs") != "log_probs":
+        parser.error(f"{options.stored} has {found['scores']} of a critic: give a file of a policy's log-probs")
     dtype = getattr(torch, options.dtype or found.get("dtype", "float32"), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         parser.error(f"--dtype {options.dtype}: give float32, bfloat16 or float16")

@@ -46,7 +46,8 @@ class Difference(NamedTuple):
         if not len(flat_K):
             return cls(0.0, least, 0)
         scores_K, flat_K, moved_K = (each.double().cpu() for each in (scores_K, flat_K, moved_K))
-        apart_K = (scores_K - flat_K).abs().masked_fill(scores_K.isnan() & flat_K.isnan(), 0.0)
+        agree_K = (scores_K == flat_K) | (scores_K.isnan() & flat_K.isnan())  # infinite numbers, too
+        apart_K = (scores_K - flat_K).abs().masked_fill(agree_K, 0.0)
         place = int(apart_K.nan_to_num(nan=torch.inf).argmax())
         unit = float((moved_K - flat_K).abs().nan_to_num(nan=0.0, posinf=0.0).max())
         return cls(float(apart_K[place]), max(unit, least), place)

@@ -176,6 +176,7 @@ def test_differences_are_in_units_of_rounding() -> None:
     assert (sure.size, sure.unit) == (0, 4 * 2**-23 + 2**-8)
     nan = torch.full((3,), torch.nan)
     assert Difference.of_scores(nan, nan, nan, dtype=torch.float32).is_rounding, "both sides agree"
+    assert Difference.of_scores(-1 / flat.abs(), -1 / flat.abs(), flat, dtype=torch.float32).size == 0, "infinite ones"
     assert not Difference.of_scores(nan, flat, moved, dtype=torch.float32).is_rounding
     assert Difference.of_scores(flat[:0], flat[:0], flat[:0], dtype=torch.float32).is_rounding
 
