@@ -148,7 +148,8 @@ def train(folder: Path, case: Case) -> tuple[TreeTrainingWorker, TensorDict, dic
         strategy=case.strategy,
         max_token_len=case.capacity,
         is_critic=case.is_critic,
-        tree_options={"backend": "dense", "capacity": case.capacity, **case.tree} if is_tree else None,
+        # The canary's flat passes are no part of an update.
+        tree_options={"backend": "dense", "capacity": case.capacity, "canary": 0, **case.tree} if is_tree else None,
         model_options={"enable_gradient_checkpointing": case.checkpointing},
     )
     config, loss = (FSDPCriticConfig, value_loss) if case.is_critic else (FSDPActorConfig, ppo_loss)
