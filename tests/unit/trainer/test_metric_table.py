@@ -15,8 +15,8 @@ pytest.importorskip("verl")
 from rollout_hooks.capture.report import CaptureReport
 from verl_tree.cost.fit import MIN_MEASUREMENTS, CostFitter
 from verl_tree.cost.model import Work
-from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.engine import canary
+from verl_tree.packing.counts import ForestCounts, RankTimes
 from verl_tree.records import CallRun
 from verl_tree.trainer.rows.replay_buffer import dropped_metrics
 from verl_tree.trainer.rows.staleness import staleness_metrics
