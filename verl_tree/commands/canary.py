@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl_tree.commands.show import choose
+from verl_tree.commands.show import choose_or_exit
 from verl_tree.records import FOUND, StoredTree
 
 if TYPE_CHECKING:
@@ -36,12 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--capacity", type=int, help="tree tokens of a section; default: that of the file, or all")
     parser.add_argument("--dtype", help="default: that of the file, or float32")
     options = parser.parse_args(arguments)
-    try:
-        tree = choose(options.stored, options.uid)
-    except OSError as error:
-        parser.error(f"cannot read {options.stored}: {error}")
-    except ValueError as error:
-        parser.error(str(error))
+    tree = choose_or_exit(parser, options.stored, options.uid)
     if options.rows < 1:
         parser.error(f"--rows {options.rows}: give at least 1")
     # Not at the top: both take seconds to import.

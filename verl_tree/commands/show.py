@@ -28,12 +28,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     options = parser.parse_args(arguments)
 
-    try:
-        tree = choose(options.stored, options.uid)
-    except OSError as error:
-        parser.error(f"cannot read {options.stored}: {error}")
-    except ValueError as error:
-        parser.error(str(error))
+    tree = choose_or_exit(parser, options.stored, options.uid)
     tokenizer = None
     if options.tokenizer is not None:
         # Not at the top: transformers takes seconds to import, and pages of ids do without it.
@@ -49,6 +44,16 @@ def main(arguments: Sequence[str]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(tree_page(tree, tokenizer), encoding="utf-8")
     print(out)
+
+
+def choose_or_exit(parser: argparse.ArgumentParser, path: Path, uid: str | None) -> StoredTree:
+    """Return what `choose` does, or end the program with the parser's message of an error."""
+    try:
+        return choose(path, uid)
+    except OSError as error:
+        parser.error(f"cannot read {path}: {error}")
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def choose(path: Path, uid: str | None) -> StoredTree:

@@ -30,7 +30,7 @@ from verl_tree import clashes
 from verl_tree.config import TreeConfig
 from verl_tree.cost.fit import CostFitter
 from verl_tree.cost.model import CostModel
-from verl_tree.engine.canary import DUE, Canary, DrawnRows, Finding
+from verl_tree.engine.canary import Canary, DrawnRows, Finding
 from verl_tree.engine.costs.capacity import CapacityChoice
 from verl_tree.engine.costs.pack_times import PackClock, learn_costs
 from verl_tree.engine.heads import POLICY, Head
@@ -105,7 +105,7 @@ class TreeEngine(ModelCalls):
         data, live = self._chosen(data) if leaves else (data, None)
         batch = self._split(data, cost_model=cost.model, mode=mode, live=live)
         ranks = self._exchange_work(batch, mode=mode)
-        drawn = None if forward_only else self._drawn(batch, data)
+        drawn = None if forward_only else self.canary.draw(batch, data, routes=self._routes)
         steps = steps_of([rank.num_calls for rank in ranks], mode=mode, in_one=self.has_schedule)
         names = self.head.names_of(calculate_entropy=_wants_entropy(data))
         names += () if self._reading is None else self._reading.names
@@ -180,15 +180,6 @@ class TreeEngine(ModelCalls):
         if keep is not None and not leaves and self.head is POLICY:
             raise ValueError(f"tree.keep_tokens={keep}: {clashes.not_drawn(reason)}")
         return leaves
-
-    def _drawn(self, batch: TreeBatch, data: TensorDict) -> DrawnRows | None:
-        """Draw rows of an update that are computed flat, too, if that is due."""
-        self.canary.metrics = {}
-        if not tu.get(data, DUE, default=True):
-            return None
-        longest_row = int(jagged(data["input_ids"])[1].diff().max())
-        capacity = self._capacity.of(data, forward_only=False, longest_row=longest_row)
-        return self.canary.draw(batch, data, capacity=capacity, routes=self._routes)
 
     def _announce_denominators(self, data: TensorDict) -> None:
         """Add the denominators of verl's losses: the trained tokens of all ranks and the number of ranks."""

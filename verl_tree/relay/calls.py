@@ -15,7 +15,7 @@ Legend: T tokens of the forest, Q tokens of a call, P tokens of its context, E o
 scores that it makes, F (leaf, token) pairs, S leaves.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -56,22 +56,12 @@ class RelayCall:
         )
 
     @staticmethod
-    def of_path(token_Q: IntArray, *, scored: IntArray, scorer: IntArray) -> "RelayCall":
-        """Return the call of one path alone; `scored` and `scorer`, (K,), are places in it, ascending."""
-        none, num_tokens = np.empty(0, dtype=np.int64), len(token_Q)
-        return RelayCall(
-            token_Q=token_Q,
-            subtree_end=np.full(num_tokens, num_tokens),
-            context_rows_P=none,
-            spine_places=none,
-            spine_rows=slice(0, 0),
-            entered_rows_E=none,
-            cut_places=none,
-            cut_rows=slice(0, 0),
-            scored_K=token_Q[scored],
-            scorer_K=scorer,
-            leaf_groups=(),
-        )
+    def of_path(token_Q: IntArray, *, scored: IntArray, shift: int) -> "RelayCall":
+        """Return the call of one path alone; `scored` are places in it, each scored `shift` places from it."""
+        scorer_Q = np.full(len(token_Q), -1)
+        scorer_Q[scored] = scored + shift
+        call = RelayCall.of_pack(np.full(len(token_Q), len(token_Q)), scorer_T=scorer_Q)
+        return replace(call, token_Q=token_Q, scored_K=token_Q[call.scored_K])
 
     @property
     def num_context(self) -> int:

@@ -123,6 +123,11 @@ class TreeLayout:
         """Trajectories S."""
         return len(self.leaves)
 
+    def path(self, leaf: int) -> Tensor:
+        """Return the tree tokens of a trajectory, from its root on; `leaf` counts as `leaves` does."""
+        start, end = self.leaf_offsets[leaf : leaf + 2]
+        return self.tree_index_F[start:end]
+
     @property
     def on_host(self) -> Self:
         """The same layout with its tensors on the host, where it was made, for planning: nothing is copied back."""

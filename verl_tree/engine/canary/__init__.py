@@ -16,6 +16,7 @@ import numpy as np
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
+from verl.utils import tensordict_utils as tu
 
 from verl_tree.engine.canary.drawn_rows import DrawnRow, DrawnRows, Finding
 from verl_tree.engine.model_calls import ModelCalls
@@ -44,16 +45,14 @@ class Canary:
         self._rng = np.random.default_rng(0)
         self._seen: Counter[tuple[int, ...]] = Counter()
 
-    def draw(
-        self, batch: TreeBatch, data: TensorDict, *, capacity: int, routes: MiniBatchRoutes | None
-    ) -> DrawnRows | None:
+    def draw(self, batch: TreeBatch, data: TensorDict, *, routes: MiniBatchRoutes | None) -> DrawnRows | None:
         """Draw rows of an update, rather long ones, and rather in trees unlike those before; None if it does not look.
 
         All ranks look, or none does, also where one has no rows.
         """
         self.metrics = {}
         num_rows = self._engine.tree_config.canary
-        if not num_rows:
+        if not num_rows or not tu.get(data, DUE, default=True):
             return None
         if reason := self._blind(routes):
             _tell(reason)
@@ -66,7 +65,7 @@ class Canary:
             number = int(self._rng.choice(len(leaves), p=weights / weights.sum()))
             weights[number] = 0.0
             self._seen[kinds[number].shape] += 1
-            drawn.append(DrawnRow.of_leaf(*leaves[number], shift=self._engine.head.shift, capacity=capacity))
+            drawn.append(DrawnRow.of_leaf(*leaves[number], shift=self._engine.head.shift, capacity=batch.capacity))
         return DrawnRows(self._engine, drawn, data, routes=routes, num_calls=num_rows)
 
     def conclude(self, found: Sequence[Finding | None]) -> None:

@@ -4,9 +4,7 @@ Legend: Q tokens of a path, K scores of it that are compared.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -42,8 +40,7 @@ class DrawnRow:
     @classmethod
     def of_leaf(cls, micro: TreeMicroBatch, leaf: int, *, shift: int, capacity: int) -> "DrawnRow":
         """Take a leaf of a micro-batch; the score of a token is made `shift` places from it."""
-        start, end = micro.layout.leaf_offsets[leaf : leaf + 2]
-        token_Q = micro.layout.tree_index_F[start : min(end, start + LONGEST * capacity)].numpy()
+        token_Q = micro.layout.path(leaf)[: LONGEST * capacity].numpy()
         wanted = np.flatnonzero(micro.wanted_T[token_Q].numpy())
         return cls(micro, leaf, token_Q, wanted[wanted + shift >= 0])
 
@@ -97,23 +94,22 @@ class DrawnRows:
         """
         self._check_paths()
         engine = self._engine
-        flat: dict[int, Tensor] = {}
-        moved: dict[int, Tensor] = {}
+        made: dict[int, Tensor] = {}
+        calls = [self._alone(each, made) for each in self._drawn]
+        calls += [idle] * (self._num_calls - len(calls))
         with engine.flat():
-            for made in (flat, moved):
-                calls = [partial(self._run, each, made) for each in self._drawn]
-                calls += [idle] * (self._num_calls - len(calls))
-                move = moved_embeddings(engine.embeddings, dtype=engine.compute_dtype)
-                with move if made is moved else nullcontext():
-                    engine.run(calls, [], is_last=True)
+            engine.run(calls, [], is_last=True)
+            flat = dict(made)
+            with moved_embeddings(engine.embeddings, dtype=engine.compute_dtype):
+                engine.run(calls, [], is_last=True)
         if not engine.has_outputs or not self._drawn:
             return None
         differences = [
-            Difference.of_scores(self._of_tree[each.row], flat[each.row], moved[each.row], dtype=engine.compute_dtype)
+            Difference.of_scores(self._of_tree[each.row], flat[each.row], made[each.row], dtype=engine.compute_dtype)
             for each in self._drawn
         ]
-        worst = max(range(len(differences)), key=lambda number: np.nan_to_num(differences[number].units, nan=np.inf))
-        drawn, difference = self._drawn[worst], differences[worst]
+        pairs = zip(self._drawn, differences, strict=True)
+        drawn, difference = max(pairs, key=lambda pair: np.nan_to_num(pair[1].units, nan=np.inf))
         message = "" if difference.is_rounding else self._report(drawn, difference, flat[drawn.row])
         return Finding(difference, message)
 
@@ -130,8 +126,8 @@ class DrawnRows:
                     "fault of verl_tree; train with tree.enabled=false"
                 )
 
-    def _run(self, drawn: DrawnRow, made: dict[int, Tensor]) -> Tensor:
-        """Run the model on a path alone, with the images and the routes of its tree."""
+    def _alone(self, drawn: DrawnRow, made: dict[int, Tensor]) -> Callable[[], Tensor]:
+        """Return the model call of a path alone, with the images and routes of its tree; its scores go into `made`."""
         engine, micro, shift = self._engine, drawn.micro, self._engine.head.shift
         rows = MicroBatchRows(micro, self._data, names=engine.head.names, shift=shift)
 
@@ -145,7 +141,7 @@ class DrawnRows:
                 calculate_entropy=False,
             )
 
-        call = RelayCall.of_path(drawn.token_Q, scored=drawn.scored_K, scorer=drawn.scored_K + shift)
+        call = RelayCall.of_path(drawn.token_Q, scored=drawn.scored_K, shift=shift)
         plan = AttentionPlan.from_subtree_end(
             call.subtree_end,
             backend=engine.tree_config.backend,
@@ -153,10 +149,14 @@ class DrawnRows:
             shard=SequenceShard(len(call.token_Q)),  # each rank of a team computes all of it
         )
         of_model = compute if self._routes is None else self._routes.around(compute, micro, is_counted=False)
-        scores_CK = of_model(call, plan)
-        if engine.makes_scores:
-            made[drawn.row] = scores_CK[0]
-        return scores_CK
+
+        def run() -> Tensor:
+            scores_CK = of_model(call, plan)
+            if engine.makes_scores:
+                made[drawn.row] = scores_CK[0]
+            return scores_CK
+
+        return run
 
     def _report(self, drawn: DrawnRow, difference: Difference, flat_K: Tensor) -> str:
         """Keep the tree of a row, and return what is to be said of it."""

@@ -50,8 +50,6 @@ def write_report(
         "versions": {name: version(name) for name in ("torch", "transformers", "verl", "verl-tree")},
     }
     layout = micro.layout
-    bounds = zip(layout.leaf_offsets[:-1].tolist(), layout.leaf_offsets[1:].tolist(), strict=True)
-    paths = [layout.tree_index_F[start:end] for start, end in bounds]
     leaves = [
         _stored(
             number,
@@ -59,7 +57,7 @@ def write_report(
             micro.wanted_T[path].numpy(),
             found=found if number == leaf else None,
         )
-        for number, path in enumerate(paths)
+        for number, path in enumerate(map(layout.path, range(layout.num_leaves)))
     ]
     name = f"canary_{time.strftime('%Y%m%d_%H%M%S')}_rank_{dist.get_rank()}.parquet"
     path = Path(config.dump_dir or tempfile.gettempdir()).absolute() / name

@@ -68,7 +68,7 @@ class BuildForTrees(BuildOnAnyDevice):
         recurrent: The recurrent layers of its model.
     """
 
-    recurrent: RecurrentLayers | None
+    recurrent: RecurrentLayers
 
     def __init__(self, *, model_config: Any, **configs: Any) -> None:
         # verl asks for rows that are packed without padding, as a tree is.

@@ -38,7 +38,8 @@ from verl_tree.tree.plan import AttentionPlan
 class FSDP2Calls(EngineOfVerl):
     """An engine whose module is a transformers model that FSDP2 shards: one call after another, as all ranks do.
 
-    The class that builds it is a subclass of verl's `FSDPEngine`, and sets `_model` to the model before it is sharded.
+    The class that builds it is a subclass of verl's `FSDPEngine`. It sets `_model`, the model before it is sharded, and
+    `recurrent`, its recurrent layers, which it binds.
     """
 
     has_outputs = True
@@ -48,7 +49,7 @@ class FSDP2Calls(EngineOfVerl):
     _gradient_sync_context: Callable[..., AbstractContextManager[Any]]
     _autocast_dtype: torch.dtype
     _model: PreTrainedModel
-    recurrent: RecurrentLayers | None = None
+    recurrent: RecurrentLayers
 
     def watch_routers(self, model: PreTrainedModel) -> None:
         """Find the routers of the model, if the config wants them recorded or imposed."""
@@ -85,7 +86,7 @@ class FSDP2Calls(EngineOfVerl):
     @override
     @contextmanager
     def flat(self) -> Iterator[None]:
-        with own_attention(self._model), nullcontext() if self.recurrent is None else self.recurrent.unbound():
+        with own_attention(self._model), self.recurrent.unbound():
             yield
         # What a pass without a backward leaves whole would be stale after the optimiser's step.
         for module in self.module.modules():

@@ -88,12 +88,15 @@ class TreeMicroBatch:
 class TreeBatch:
     """The micro-batches of one mini-batch on one rank, and the seconds spent on finding the forest and cutting it.
 
+    `capacity` is that of a pack or section.
+
     The dearest comes first, because ranks run in step and micro-batches of similar cost should meet.
     """
 
     micro_batches: tuple[TreeMicroBatch, ...]
     counts: ForestCounts
     packing_s: float
+    capacity: int
 
 
 def split_into_packs(
@@ -159,6 +162,7 @@ def split_into_packs(
         micro_batches=tuple(micro_batches),
         counts=_count(read, packing, micro_batches, capacity=capacity),
         packing_s=packing_s,
+        capacity=capacity,
     )
 
 

@@ -24,6 +24,7 @@ from verl_tree.attention.hf import ATTENTION_NAME, check_model, register
 from verl_tree.engine.verl_configs import as_verl_expects, features
 from verl_tree.families import VEOMNI_TYPES
 from verl_tree.functional.tiles import tile_modules
+from verl_tree.recurrence.bind import RecurrentLayers
 
 
 class BuildOnAnyDevice(VeOmniEngine):
@@ -75,6 +76,8 @@ class BuildForTrees(BuildOnAnyDevice):
         tiled = self.model_config.tiled_mlp
         if tiled["enabled"]:
             tile_modules(module, num_tiles=tiled["num_shards"])
+        self.recurrent = RecurrentLayers(module)
+        self.recurrent.bind()  # no type that is served has some
         check_model(module, max_path_len=1)
         super()._maybe_apply_async_activation_offload(module)
 
