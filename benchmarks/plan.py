@@ -36,7 +36,7 @@ from verl_tree.engine.rows.packs import TreeMicroBatch
 from verl_tree.functional.memory import peak_bytes
 from verl_tree.functional.update_memory import Levers, ModelSize
 from verl_tree.launch.run.layouts import COSTS
-from verl_tree.launch.run.stored_work import Rows, micro_batches_of, predicted_s, rank_bytes
+from verl_tree.launch.run.stored_work import Rows, micro_batches_of, passes_of, predicted_s, rank_bytes
 from verl_tree.main_sft import ONE_RANK
 from verl_tree.testing.local_worker import batch_of_rows, local_worker
 from verl_tree.trainer.worker import TreeTrainingWorker
@@ -136,7 +136,9 @@ def compare(
         planned = micro_batches_of(rows, tree, costs=costs, num_ranks=1, groups_per_mini_batch=len(rows.groups))
         micros = planned[0][0]
         kernel = kernel_bytes(micros, size)
-        num_bytes = max(least_bytes, rank_bytes(size, micros, levers=Levers(), reduce_bytes=2, kernel_bytes=kernel))
+        num_bytes = max(
+            least_bytes, rank_bytes(size, passes_of(micros), levers=Levers(), reduce_bytes=2, kernel_bytes=kernel)
+        )
         worker = make_worker(folder, capacity=capacity)
         with worker.engine.train_mode():
             update(worker, batch)

@@ -4,6 +4,7 @@
 
     --plan TREES.parquet    how long an update of these stored trees would take, and how much memory, under the best
                             capacities: with --gpu NAME by a data sheet, with --costs METRICS.jsonl by a run's own times
+    --plan "prompt=8000 branches=16x600 tools=4x150"    the same of trees that nobody has stored
 
 Nothing starts: no Ray, no GPU, no network. The exit status is 1 if the command would be refused. On a machine without a
 GPU, `profile=gpu` asks about one that has some.

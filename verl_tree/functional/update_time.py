@@ -22,18 +22,22 @@ LAUNCHES = 150
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What the data sheet of a GPU says: dense bfloat16 FLOPs and bytes of memory a second, and bytes of memory."""
+    """What the data sheet of a GPU says: dense bfloat16 FLOPs and bytes of memory a second, and bytes of memory.
+
+    `link_bytes_per_s` are those that it sends other GPUs of its node.
+    """
 
     flops: float
     bytes_per_s: float
     memory_bytes: int
+    link_bytes_per_s: float
 
 
 DEVICES: Mapping[str, Device] = {
-    "A100": Device(312e12, 2.04e12, 80 * GIB),
-    "H100": Device(989e12, 3.35e12, 80 * GIB),
-    "H200": Device(989e12, 4.8e12, 139 * GIB),
-    "B200": Device(2250e12, 8.0e12, 180 * GIB),
+    "A100": Device(312e12, 2.04e12, 80 * GIB, 300e9),
+    "H100": Device(989e12, 3.35e12, 80 * GIB, 450e9),
+    "H200": Device(989e12, 4.8e12, 139 * GIB, 450e9),
+    "B200": Device(2250e12, 8.0e12, 180 * GIB, 900e9),
 }
 """By the name that `verl_tree.check --gpu` takes."""
 
@@ -55,3 +59,13 @@ def computed_costs(size: ModelSize, device: Device) -> CostModel:
         s_per_context=context_bytes / device.bytes_per_s,
         s_per_feature=0.0,
     )
+
+
+def exchanged_bytes(size: ModelSize, team: int) -> float:
+    """Compute what a rank sends its team for one of its tokens in one layer of an update (docs/ulysses.md).
+
+    Queries, keys and values go to the ranks of their heads, and the outputs come back: forward, when they are
+    recomputed, and backward. Key-value heads are repeated until each rank has one.
+    """
+    key_dims = size.key_dims * max(1, team // size.num_kv_heads)
+    return 3 * 2 * (2 * size.query_dims + 2 * key_dims) * (team - 1) / team

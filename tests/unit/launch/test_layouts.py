@@ -14,7 +14,7 @@ from verl_tree.check import report
 from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel
 from verl_tree.functional.update_memory import ModelSize
-from verl_tree.functional.update_time import LAUNCH_S, LAUNCHES, REACHED, Device, computed_costs
+from verl_tree.functional.update_time import LAUNCH_S, LAUNCHES, REACHED, Device, computed_costs, exchanged_bytes
 from verl_tree.launch.run.layouts import Layout, Prediction, best_of, fitted_costs
 from verl_tree.launch.run.stored_work import Rows, micro_batches_of, predicted_s
 from verl_tree.records import StoredLeaf, StoredTree, write_trees
@@ -92,6 +92,36 @@ def test_seconds_are_those_of_the_slowest_rank_and_of_what_is_computed_twice(tre
     assert seconds(rows, capacity=4, relay="always") > 9 + 3 * 0.5
 
 
+def test_a_shape_is_equal_trees_that_nobody_has_stored(trees: Path) -> None:
+    rows = Rows.of_shape("prompt=3 branches=2x2 tools=2x1", num_groups=2)
+    assert [each.tolist() for each in rows.tokens] == [
+        [0, 0, 0, 1, 1, 3],
+        [0, 0, 0, 1, 1, 4],
+        [0, 0, 0, 2, 2, 5],
+        [0, 0, 0, 2, 2, 6],
+    ]
+    assert rows.trained[0].tolist() == [False] * 3 + [True] * 3
+    assert (rows.num_groups, rows.num_rows, rows.num_tree_tokens) == (2, 8, 2 * 11)
+    # Copies cost what as many stored trees cost that share nothing.
+    once = Rows.of_file(trees, leaves_out=False)
+    size = len(once.tokens)
+    groups = once.groups + tuple(tuple(row + size for row in group) for group in once.groups)
+    twice = Rows(once.tokens + tuple(each + 9 for each in once.tokens), once.trained * 2, groups)
+    for capacity, num_ranks in ((16, 1), (6, 2), (4, 2)):
+        assert seconds(replace(once, copies=2), capacity=capacity, num_ranks=num_ranks) == seconds(
+            twice, capacity=capacity, num_ranks=num_ranks
+        )
+    # As many prompts as have so many flat tokens; as many for each rank, if there are so many.
+    for num_tokens, num_ranks, num_groups in ((1, 1, 1), (1, 2, 2), (48, 1, 2), (72, 2, 4), (999, 9, 7)):
+        part = replace(rows, copies=7).first(num_tokens=num_tokens, num_ranks=num_ranks)
+        assert (part.num_groups, part.num_rows) == (num_groups, 4 * num_groups)
+    assert once.first(num_tokens=1, num_ranks=1).groups == once.groups[:1]
+    assert len(once.first(num_tokens=1, num_ranks=1).tokens) == 2
+    for shape in ("prompt=8", "prompt=8 branches=2", "prompt=8 branches=0x2", "branches=2x2 a=1x1"):
+        with pytest.raises(ValueError, match=f"--plan '{shape}': neither a file nor a shape; give"):
+            Rows.of_shape(shape, num_groups=1)
+
+
 def test_slower_layouts_are_told_where_they_take_less_memory() -> None:
     def made(capacity: int, seconds: float, num_bytes: int) -> Prediction:
         return Prediction(Layout(capacity), seconds, num_bytes)
@@ -101,7 +131,7 @@ def test_slower_layouts_are_told_where_they_take_less_memory() -> None:
 
 
 def test_a_layout_is_given_as_overrides() -> None:
-    assert Layout(8).overrides() == ["tree.capacity=8"]
+    assert Layout(8, team=("engine.team=2",)).overrides() == ["tree.capacity=8", "engine.team=2"]
     model = "actor_rollout_ref.model"
     assert Layout(8, tiles=True, offloads=True, on_host=True).overrides() == [
         "tree.capacity=8",
@@ -116,7 +146,7 @@ def test_costs_are_computed_from_a_data_sheet_by_hand() -> None:
     size = ModelSize(
         hidden=10, intermediate=20, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=5, vocabulary=100, is_tied=True
     )
-    costs = computed_costs(size, Device(flops=1e3 / REACHED, bytes_per_s=1e3, memory_bytes=1))
+    costs = computed_costs(size, Device(flops=1e3 / REACHED, bytes_per_s=1e3, memory_bytes=1, link_bytes_per_s=1.0))
     layers = size.num_parameters - 100 * 10
     assert astuple(costs) == pytest.approx(
         (
@@ -130,6 +160,8 @@ def test_costs_are_computed_from_a_data_sheet_by_hand() -> None:
             0.0,
         )
     )
+    # A team of four has each of the two key-value heads twice; a quarter of the heads stays here.
+    assert [exchanged_bytes(size, team) for team in (1, 2, 4)] == [0, 6 * 60 / 2, 6 * 80 * 3 / 4]
 
 
 SIZES = {
@@ -165,6 +197,22 @@ def test_the_check_tells_the_plan(trees: Path, tmp_path: Path) -> None:
     # Without relay the least capacity has room for the longest row, of 5 tokens.
     _, text = report([*command(tmp_path), "tree.relay=never"], plan=str(trees), gpu="H200")
     assert set(re.findall(r"an update: .* tree.capacity=(\d+)", text)) <= {"8", "16"}
+
+
+def test_teams_are_planned_where_data_sheets_say_what_they_exchange(tmp_path: Path) -> None:
+    shape = "prompt=2000 branches=4x300"
+    arguments = [*command(tmp_path), "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    is_valid, text = report([*arguments, "trainer.nnodes=2"], plan=shape, gpu="H100")
+    assert is_valid, text
+    assert "8 prompts, 32 rows of at most 2300 tokens (0 left out), 25600 tree tokens" in text
+    # 16 ranks for 8 prompts: alone, half of them compute a spine that others compute, too.
+    (best,) = re.findall(r"an update: .*", text)[:1]
+    key = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+    assert f"{key}=2" in best
+    best, *_ = (each for each in text.splitlines() if key in each)
+    overrides = re.findall(r"\S+=\S+", best)
+    is_valid, text = report([*arguments, "trainer.nnodes=2", *overrides])
+    assert is_valid, text
 
 
 def test_what_cannot_be_planned_is_refused_with_the_remedy(trees: Path, tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
-"""The work of an update on stored trees: its rows, cut into packs and sections and dealt to ranks as a run does it.
+"""The work of an update on trees, stored or of a shape: rows, cut into packs and sections and dealt to ranks.
 
-By the same code, so seconds and bytes can be foreseen from it (`verl_tree.launch.run.layouts`).
+By the code of a run, so seconds and bytes can be foreseen from it (`verl_tree.launch.run.layouts`).
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -27,6 +28,7 @@ class Rows:
     tokens: tuple[np.ndarray, ...]
     trained: tuple[np.ndarray, ...]  # bool, as long as the tokens
     groups: tuple[tuple[int, ...], ...]  # the rows of each
+    copies: int = 1  # how often an update has all of this
     num_left_out: int = 0
 
     @classmethod
@@ -52,12 +54,57 @@ class Rows:
             raise ValueError(
                 f"--plan {path}: an update has nothing to compute of these trees; give those of another step"
             )
-        return cls(tuple(tokens), tuple(trained), tuple(groups), num_left_out)
+        return cls(tuple(tokens), tuple(trained), tuple(groups), num_left_out=num_left_out)
+
+    @classmethod
+    def of_shape(cls, shape: str, *, num_groups: int) -> Self:
+        """Make equal groups of a shape such as `prompt=8000 branches=16x600 tools=4x150`.
+
+        Behind the prompt of 8,000 tokens are 16 branches of 600 tokens, and behind each of them 4 of 150: 64 rows. All
+        behind the prompt is trained.
+        """
+        levels = re.fullmatch(r"prompt=(\d+)((?: +\w+=\d+x\d+)*)", shape.strip())
+        behind = re.findall(r"(\d+)x(\d+)", levels[2]) if levels else []
+        sizes = [(int(count), int(length)) for count, length in ([("1", levels[1]), *behind] if levels else [])]
+        if len(sizes) < 2 or not all(number > 0 for size in sizes for number in size):
+            raise ValueError(
+                f"--plan {shape!r}: neither a file nor a shape; give the trees that a run stored, or such as "
+                "'prompt=8000 branches=16x600 tools=4x150', with numbers of 1 or more"
+            )
+        paths: list[list[np.ndarray]] = [[]]
+        number = 0
+        for count, length in sizes:
+            nodes = [np.full(length, number + each) for each in range(len(paths) * count)]
+            number += len(nodes)
+            paths = [[*paths[each // count], node] for each, node in enumerate(nodes)]
+        tokens = tuple(np.concatenate(path) for path in paths)
+        trained = tuple(np.arange(len(each)) >= sizes[0][1] for each in tokens)
+        return cls(tokens, trained, (tuple(range(len(tokens))),), copies=num_groups)
 
     def stretched(self, factor: int) -> Self:
         """Return rows of the same trees in which every token is there so many times."""
         tokens = tuple(np.repeat(each, factor) for each in self.tokens)
         return replace(self, tokens=tokens, trained=tuple(np.repeat(each, factor) for each in self.trained))
+
+    def first(self, *, num_tokens: int, num_ranks: int) -> Self:
+        """Return the first groups, of about as many tokens in all: as many for each rank, if there are so many."""
+        num_groups = max(1, num_tokens * self.num_groups // (self.copies * sum(map(len, self.tokens))))
+        num_groups = min(self.num_groups, -(-num_groups // num_ranks) * num_ranks)
+        if self.copies > 1:
+            return replace(self, copies=-(-num_groups // len(self.groups)))
+        groups = self.groups[:num_groups]
+        num_rows = groups[-1][-1] + 1
+        return replace(self, tokens=self.tokens[:num_rows], trained=self.trained[:num_rows], groups=groups)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups, copies counted."""
+        return len(self.groups) * self.copies
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, copies counted."""
+        return len(self.tokens) * self.copies
 
     @property
     def longest(self) -> int:
@@ -78,32 +125,45 @@ class Rows:
     @property
     def num_tree_tokens(self) -> int:
         """Tree tokens, group by group."""
-        return sum(each.range_work(0, each.num_leaves).num_tokens for each in self.profiles)
+        return self.copies * sum(each.range_work(0, each.num_leaves).num_tokens for each in self.profiles)
 
 
 def micro_batches_of(
     rows: Rows, tree: TreeConfig, *, costs: CostModel, num_ranks: int, groups_per_mini_batch: int
 ) -> list[list[tuple[TreeMicroBatch, ...]]]:
     """Deal the rows to mini-batches and ranks and cut them as a run does: by mini-batch, what each rank computes."""
+    copies = [(copy, row) for copy in range(rows.copies) for row in range(len(rows.tokens))]
     assignment = assign_rows(
-        rows.groups,
-        profiles=rows.profiles,
+        [[copy * len(rows.tokens) + row for row in group] for copy in range(rows.copies) for group in rows.groups],
+        profiles=rows.profiles * rows.copies,
         model=costs,
         num_ranks=num_ranks,
         groups_per_mini_batch=groups_per_mini_batch,
     )
-    ranks = [[_cut(rows, cell, tree, costs=costs) for cell in of_rank] for of_rank in assignment.cells()]
+    cut = cache(partial(_cut, rows, tree=tree, costs=costs))  # those of copies are alike
+    ranks = [[cut(_renumbered([copies[row] for row in cell])) for cell in of_rank] for of_rank in assignment.cells()]
     return [list(of_ranks) for of_ranks in zip(*ranks, strict=True)]
 
 
-def _cut(rows: Rows, cell: Sequence[int], tree: TreeConfig, *, costs: CostModel) -> tuple[TreeMicroBatch, ...]:
+def _renumbered(cell: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Count the copies of a cell's rows from 0 on, so that cells that are alike are equal."""
+    numbers: dict[int, int] = {}
+    return tuple((numbers.setdefault(copy, len(numbers)), row) for copy, row in cell)
+
+
+def _cut(
+    rows: Rows, cell: tuple[tuple[int, int], ...], *, tree: TreeConfig, costs: CostModel
+) -> tuple[TreeMicroBatch, ...]:
+    """Cut the rows of a cell, (copy, row) each, into packs and sections."""
     assert isinstance(tree.capacity, int)
     if not cell:
         return ()
+    num_ids = 1 + max(int(tokens.max()) for tokens in rows.tokens)
     return split_into_packs(
-        np.concatenate([rows.tokens[row] for row in cell]),
-        offsets=np.cumsum([0, *(len(rows.tokens[row]) for row in cell)]),
-        trained=np.concatenate([rows.trained[row] for row in cell]),
+        # Copies share no token.
+        np.concatenate([rows.tokens[row] + copy * num_ids for copy, row in cell]),
+        offsets=np.cumsum([0, *(len(rows.tokens[row]) for _, row in cell)]),
+        trained=np.concatenate([rows.trained[row] for _, row in cell]),
         capacity=tree.capacity,
         config=tree,
         cost_model=costs,
@@ -115,9 +175,31 @@ def predicted_s(mini_batches: Sequence[Sequence[Sequence[TreeMicroBatch]]], cost
     return sum(max(sum(costs.predict(micro.work) for micro in of_rank) for of_rank in ranks) for ranks in mini_batches)
 
 
+class Pass(NamedTuple):
+    """What the memory of a pass is computed from, in tokens."""
+
+    num_tokens: int
+    num_scored: int
+    num_context: int = 0
+    spine_len: int | None = None  # of a tree in sections
+
+
+def passes_of(micros: Sequence[TreeMicroBatch]) -> list[Pass]:
+    """List the passes of a rank as they run; those of a tree in sections begin with the last section."""
+    passes = []
+    for micro in micros:
+        # A log-prob is made where the parent of its token is.
+        scorers = np.unique(micro.layout.parent_T.numpy()[micro.wanted_T.numpy()])
+        for section in reversed(micro.cut.sections):
+            num_scored = int(((scorers >= section.start) & (scorers < section.end)).sum())
+            relayed = (section.num_context, len(micro.cut.spine)) if micro.is_relayed else ()
+            passes.append(Pass(section.num_tokens, num_scored, *relayed))
+    return passes
+
+
 def rank_bytes(
     size: ModelSize,
-    micros: Sequence[TreeMicroBatch],
+    passes: Sequence[Pass],
     *,
     levers: Levers,
     on_host: bool = False,
@@ -127,27 +209,23 @@ def rank_bytes(
 ) -> int:
     """Compute the most bytes that a rank takes at once in a mini-batch, besides its part of weights and states.
 
-    The passes run in the order of `micros`, the sections of a tree from the last to the first. From the second on there
-    are the gradients that wait, too. `reduce_bytes` are those of a gradient when it is added up over the ranks; see
-    `update_memory` for `kernel_bytes`.
+    From the second pass on there are the gradients that wait, too. `reduce_bytes` are those of a gradient when it is
+    added up over the ranks; see `update_memory` for `kernel_bytes`.
     """
 
-    def of_micro(micro: TreeMicroBatch) -> Iterator[int]:
-        # A log-prob is made where the parent of its token is.
-        scorers = np.unique(micro.layout.parent_T.numpy()[micro.wanted_T.numpy()])
-        for section in reversed(micro.cut.sections):
-            num_scored = int(((scorers >= section.start) & (scorers < section.end)).sum())
-            relay = None
-            if micro.is_relayed:
-                relay = Relay(-(-section.num_context // team), on_host, spine_len=-(-len(micro.cut.spine) // team))
-            yield update_memory(
-                size,
-                -(-section.num_tokens // team),
-                state_bytes=0,
-                levers=replace(levers, chunk_size=min(levers.chunk_size, max(1, num_scored))),
-                relay=relay,
-                kernel_bytes=kernel_bytes,
-            ).total
+    def bytes_of(each: Pass) -> int:
+        relay = None
+        if each.spine_len is not None:
+            relay = Relay(-(-each.num_context // team), on_host, spine_len=-(-each.spine_len // team))
+        return update_memory(
+            size,
+            -(-each.num_tokens // team),
+            state_bytes=0,
+            levers=replace(levers, chunk_size=min(levers.chunk_size, max(1, each.num_scored))),
+            relay=relay,
+            kernel_bytes=kernel_bytes,
+        ).total
 
-    first, *later = [each for micro in micros for each in of_micro(micro)] or [0]
-    return max([first, *(each + waiting_bytes(size, reduce_bytes=reduce_bytes) for each in later)])
+    waiting = waiting_bytes(size, reduce_bytes=reduce_bytes)
+    first, later = passes[:1], {*passes[1:]}
+    return max([*map(bytes_of, first), *(bytes_of(each) + waiting for each in later)], default=0)
