@@ -42,17 +42,19 @@ from verl_tree.trainer.portions.portion_metrics import MEANS, join_metrics
 from verl_tree.trainer.rows.batching import RowAssignment, assign_rows
 from verl_tree.trainer.rows.step_rows import StepRows
 
-# (ranks, leaves, flat tokens, mini-batches)
+# (ranks, leaves, flat tokens, mini-batches, share of the leaves that are one group)
 CASES = (
-    (8, 512, 1_000_000, 4),
-    (8, 512, 16_000_000, 4),
-    (64, 4_096, 16_000_000, 4),
-    (64, 4_096, 268_000_000, 4),
-    (512, 8_192, 268_000_000, 4),
-    (512, 16_384, 1_000_000_000, 4),
-    (4_096, 100_000, 1_000_000_000, 1),
-    (4_096, 100_000, 4_000_000_000, 1),
-    (4_096, 100_000, 4_000_000_000, 4),
+    (8, 512, 1_000_000, 4, 0.0),
+    (8, 512, 16_000_000, 4, 0.0),
+    (64, 4_096, 16_000_000, 4, 0.0),
+    (64, 4_096, 268_000_000, 4, 0.0),
+    (512, 8_192, 268_000_000, 4, 0.0),
+    (512, 16_384, 1_000_000_000, 4, 0.0),
+    (4_096, 100_000, 1_000_000_000, 1, 0.0),
+    (4_096, 100_000, 4_000_000_000, 1, 0.0),
+    (4_096, 100_000, 4_000_000_000, 4, 0.0),
+    (4_096, 100_000, 4_000_000_000, 1, 0.1),
+    (4_096, 100_000, 4_000_000_000, 1, 1.0),
 )
 SHAPES = (
     partial(tree_search, prompt_len=64, step_len=(8, 64)),
@@ -91,6 +93,7 @@ def main() -> None:
                 "leaves": record["leaves"],
                 "flat tokens": f"{record['flat_tokens'] / 1e6:,.0f} M",
                 "mini-batches": record["mini_batches"],
+                "largest group": f"{record['largest_group']:,}",
                 **{name: f"{seconds:.2f}" for name, seconds in record["seconds"].items()},
                 "longest": f"{record['longest_leaf']:,}",
                 "MB": f"{record['bytes']['shapes'] / 1e6:.2f}",
@@ -127,11 +130,15 @@ def _measure(
     num_leaves: int,
     num_flat_tokens: int,
     num_mini_batches: int,
+    share_of_one: float,
     *,
     drawn: list[np.ndarray],
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     groups = _groups(num_leaves, num_flat_tokens, drawn=drawn, rng=np.random.default_rng(options.seed))
+    num_joined = round(share_of_one * len(groups))
+    if num_joined:
+        groups = [_joined(groups[:num_joined]), *groups[num_joined:]]
     keys, tags = _rows(groups)
     times = {name: Times() for name in ("tags", "profiles", "deal", "nodes", "portions")}
     repeated = [
@@ -146,6 +153,7 @@ def _measure(
         "ranks": num_ranks,
         "leaves": len(keys),
         "groups": len(groups),
+        "largest_group": max(map(len, groups)),
         "flat_tokens": num_tokens,
         "tree_tokens": num_tokens - num_shared,
         "longest_leaf": int(shapes["num_tokens"].max()),
@@ -226,6 +234,18 @@ def _groups(
         longer["reward"] = rng.integers(0, 2, size=len(group))
         groups.append(longer)
     return groups
+
+
+def _joined(groups: list[np.ndarray]) -> np.ndarray:
+    """Hang groups below one prompt: half of the shortest one's first leaf is what all of them share."""
+    ranks = np.cumsum([0, *map(len, groups)])
+    num_shared = min(int(group["num_tokens"].min()) for group in groups) // 2
+    joined = np.concatenate(groups)
+    joined["rank"] += np.repeat(ranks[:-1], np.diff(ranks))
+    # The first leaf of each but the first, and the leaves that shared less with their neighbours.
+    joined["num_shared"] = np.maximum(joined["num_shared"], num_shared)
+    joined["num_shared"][joined["rank"] == 0] = 0
+    return joined
 
 
 def _rows(groups: list[np.ndarray]) -> tuple[list[str], list[dict[str, Any]]]:

@@ -7,7 +7,7 @@ Legend: S leaves of a group in DFS order, K candidate cuts.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -18,6 +18,9 @@ from verl_tree.tree.nodes import IntArray
 
 NEAR_TIE = 0.02
 """Of the cuts this close to the best, as a share of the ranks' mean time, the one that loses fewest tokens is made."""
+
+MAX_CUTS = 1024
+"""Cuts of a part that are compared; of a longer part those around the one that moves as much as is wanted."""
 
 OVERFILL_WEIGHT = 1.25
 """How much worse a second overloaded rank is than the same time left on the slow one: it must give work away, too."""
@@ -69,25 +72,23 @@ class Cuts(NamedTuple):
     num_lost_K: IntArray
 
     @classmethod
-    def of_part(cls, part: GroupPart, *, held: GroupPart | None, times: GroupTimes) -> list[Self]:
-        """List the cuts of a part, by the side that moves.
+    def of_part(cls, part: GroupPart, *, held: GroupPart | None, times: GroupTimes, wanted_s: float) -> list[Self]:
+        """List the cuts of a part, by the side that moves; of a long one those that move about `wanted_s`.
 
         If the receiving rank holds nothing of the group, either side may move. Otherwise the side moves that is next to
         `held`. The receiving rank then still has one range, and the earlier cut between the two is gone.
         """
-        cut_K = np.arange(part.start + 1, part.end)
+        start, end = (part.start, part.end) if held is None else (held.start, held.end)
         held_s = 0.0 if held is None else held.cost_s
         sides = []
         if held is None or held.end == part.start:
-            kept_s_K = times.range_s(cut_K, part.end)
-            received_s_K = times.range_s(part.start if held is None else held.start, cut_K)
+            cut_K = _places(part, lambda cut_K: times.range_s(start, cut_K) - held_s, wanted_s=wanted_s)
             num_mended = 0 if held is None else times.lcp[part.start]
-            sides.append((True, kept_s_K, received_s_K, num_mended))
+            sides.append((True, cut_K, times.range_s(cut_K, part.end), times.range_s(start, cut_K), num_mended))
         if held is None or held.start == part.end:
-            kept_s_K = times.range_s(part.start, cut_K)
-            received_s_K = times.range_s(cut_K, part.end if held is None else held.end)
+            cut_K = _places(part, lambda cut_K: times.range_s(cut_K, end) - held_s, wanted_s=wanted_s)
             num_mended = 0 if held is None else times.lcp[part.end]
-            sides.append((False, kept_s_K, received_s_K, num_mended))
+            sides.append((False, cut_K, times.range_s(part.start, cut_K), times.range_s(cut_K, end), num_mended))
         return [
             cls(
                 part,
@@ -98,7 +99,7 @@ class Cuts(NamedTuple):
                 receiver_s_K=received_s_K - held_s,
                 num_lost_K=times.lcp[cut_K] - num_mended,
             )
-            for gives_start, kept_s_K, received_s_K, num_mended in sides
+            for gives_start, cut_K, kept_s_K, received_s_K, num_mended in sides
         ]
 
     def move(self, index: int, *, times: GroupTimes) -> tuple[GroupPart, GroupPart]:
@@ -142,6 +143,7 @@ class Ranks:
         """Cut a part of the slowest rank and move one side to another rank; return whether a cut gains enough."""
         giver = int(np.argmax(self._loads_s))
         groups = {part.group for part in self._shares[giver]}
+        mean_s = self._loads_s.mean()
         has_tried_others = False
         # The least loaded rank comes first. What it already holds of the same groups may leave no cut that gains.
         for _, _, receiver in self._by_load:
@@ -150,10 +152,13 @@ class Ranks:
             if receiver == giver or (has_tried_others and not held):
                 continue
             has_tried_others |= not held
+            wanted_s = min(mean_s - self._loads_s[receiver], self._loads_s[giver] - mean_s)
             cuts = [
                 side
                 for part in self._shares[giver]
-                for side in Cuts.of_part(part, held=held.get(part.group), times=self._times[part.group])
+                for side in Cuts.of_part(
+                    part, held=held.get(part.group), times=self._times[part.group], wanted_s=wanted_s
+                )
             ]
             best = _best_cut(cuts, loads_s=self._loads_s, giver=giver, receiver=receiver, min_gain_s=min_gain_s)
             if best is not None:
@@ -182,6 +187,16 @@ class Ranks:
     def _load_key(self, rank: int) -> tuple[float, int, int]:
         num_rows = self._rank_num_rows[rank] + sum(part.end - part.start for part in self._shares[rank])
         return float(self._loads_s[rank]), num_rows, rank
+
+
+def _places(part: GroupPart, received_s: Callable[[IntArray], FloatArray], *, wanted_s: float) -> IntArray:
+    """Return where a part may be cut (K,)."""
+    if part.end - part.start <= MAX_CUTS:
+        return np.arange(part.start + 1, part.end)
+    coarse = np.linspace(part.start + 1, part.end - 1, MAX_CUTS // 2).astype(int)
+    nearest = int(coarse[np.abs(received_s(coarse) - wanted_s).argmin()])
+    reach = max(MAX_CUTS // 4, -(-(part.end - part.start) // len(coarse)))
+    return np.arange(max(part.start + 1, nearest - reach), min(part.end, nearest + reach + 1))
 
 
 def _best_cut(

@@ -10,6 +10,7 @@ from fuzzing import fuzzed
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl_tree.cost import cuts
 from verl_tree.cost.balance import MIN_GAIN, GroupPart, balance
 from verl_tree.cost.model import CostModel, WorkProfile
 from verl_tree.tree import TokenForest
@@ -200,12 +201,12 @@ def test_work_that_costs_nothing_is_not_cut():
     assert bounds(result) == [[], [(0, 0, 2)]]
 
 
-def planned(num_ranks):
-    """Balance groups of 16 leaves, 1.5 per rank; each leaf shares up to nine tenths with the one before it."""
+def planned(num_ranks, *, group_size=16):
+    """Balance groups, of which a rank has 24 leaves; each leaf shares up to nine tenths with the one before it."""
     rng = np.random.default_rng(0)
-    sizes = [16] * (num_ranks * 3 // 2)
+    sizes = [group_size] * (16 * num_ranks * 3 // 2 // group_size)
     shared = rng.integers(0, 9, size=sum(sizes)) * 1000
-    shared[::16] = 0
+    shared[::group_size] = 0
     lens = shared + rng.integers(9000, 10000, size=sum(sizes))
     shape = ForestShape(np.arange(sum(sizes)), sequence_lens=lens, lcp=shared)
     started_s = time.process_time()
@@ -224,6 +225,23 @@ def test_the_time_of_planning_is_about_linear_in_the_ranks():
     # Dealt whole, a rank with two groups takes 1.3 times the mean.
     makespan_s, mean_s = result.makespan_s, sum(result.loads_s) / 4096
     assert makespan_s < 1.1 * mean_s
+
+
+def test_one_group_of_all_leaves_is_planned_as_fast_as_many_groups():
+    """It would take far longer if each of its thousands of cuts were compared with all that are possible."""
+    num_ranks = 2048
+    _, many_s = min((planned(num_ranks) for _ in range(3)), key=lambda each: each[1])
+    result, one_s = planned(num_ranks, group_size=24 * num_ranks)
+    assert one_s < 4 * many_s
+    assert len(parts_of(result)) > num_ranks / 2
+
+
+def test_cuts_that_are_not_compared_would_not_have_been_made(monkeypatch):
+    few, _ = planned(256, group_size=24 * 256)
+    monkeypatch.setattr(cuts, "MAX_CUTS", 1 << 30)
+    every, _ = planned(256, group_size=24 * 256)
+    assert few == every
+    assert every.num_cut_groups == 1
 
 
 LEAVES = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 9)), min_size=1, max_size=12)
