@@ -1,4 +1,4 @@
-"""Training runs of a recipe as a user starts them, and files of what they logged: what rows.py and parity.py share."""
+"""Training runs of a recipe as a user starts them, and files of what they logged, for paired_runs.py and parity.py."""
 
 import json
 import os

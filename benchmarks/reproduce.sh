@@ -79,7 +79,7 @@ parity() { # Tree Training, unchanged training curves
 }
 
 rows() { # all rows of a session against its longest
-  python benchmarks/rows.py --out "$DATA" --work "$OUT/runs/rows"
+  python benchmarks/paired_runs.py --out "$DATA" --work "$OUT/runs/paired"
   (cd "$DATA" && verl-tree plot rows_all_1.jsonl --baseline rows_all_[23].jsonl rows_longest_[123].jsonl \
     --names all,all,all,longest,longest,longest --out "$OUT/rows.png" \
     --keys val-core/memory_qa/reward/mean@1,tree/session_reward/mean,tree/flat_tokens)

@@ -1,10 +1,13 @@
-"""All rows of each session or its longest alone: training runs of the recipe memory_qa, the same seeds with either.
+"""Two values of an option, training runs of a recipe with the same seeds: all rows of a session or its longest alone.
 
-    python benchmarks/rows.py --out docs/benchmarks/data
+    python benchmarks/paired_runs.py --out docs/benchmarks/data
+    python benchmarks/paired_runs.py --recipe arithmetic_tools --option tree.compute --values live all --steps 10 \
+        --test-freq 5 --out docs/benchmarks/data/compute/arithmetic_tools
 
-writes a file of metrics for each run, OUT/rows_all_1.jsonl and so on, as it ends. Runs whose file is there are not
-repeated, so a command that was stopped goes on. Runs of one seed get the same prompts at each step, as many sessions of
-each, and start from the same model. The picture of all runs:
+The first trains memory_qa with `tree.rows=all` and `longest`. It writes a file of metrics for each run, as it ends:
+OUT/rows_all_1.jsonl and so on. Runs whose file is there are not repeated, so a command that was stopped goes on. Runs
+of one seed get the same prompts at each step, as many sessions of each, and start from the same model. The picture of
+all runs:
 
     cd docs/benchmarks/data && verl-tree plot rows_all_1.jsonl --out ../../rows.png \
         --baseline rows_all_[23].jsonl rows_longest_[123].jsonl --names all,all,all,longest,longest,longest \
@@ -17,16 +20,14 @@ from statistics import fmean, median
 from harness import environment, new_parser, print_table, write_json
 from recipe_runs import Metrics, read_metrics, seeds, train, write_metrics
 
-ROWS = ("all", "longest")
-VALIDATION = "val-core/memory_qa/reward/mean@1"
 SESSION_REWARD = "tree/session_reward/mean"
 UPDATE_S = "timing_s/update_actor"
 KEYS = (
-    VALIDATION,
     SESSION_REWARD,
     "tree/leaves_per_session",
     "tree/flat_tokens",
     "tree/tokens",
+    "tree/live_tokens",
     "actor/entropy",
     "actor/grad_norm",
     "timing_s/step",
@@ -39,31 +40,37 @@ KEYS = (
 def main() -> None:
     """Run what is not there yet, then print the means over the seeds."""
     parser = new_parser(__doc__, needed_out="folder for the files of metrics")
-    parser.add_argument("--seeds", type=int, default=3, help="runs with either rows")
+    parser.add_argument("--recipe", default="memory_qa")
+    parser.add_argument("--option", default="tree.rows")
+    parser.add_argument("--values", nargs="+", default=["all", "longest"])
+    parser.add_argument("--seeds", type=int, default=3, help="runs with either value")
     parser.add_argument("--steps", type=int, default=12, help="steps of a run")
     parser.add_argument("--test-freq", type=int, default=2, help="steps from one validation to the next")
     parser.add_argument("--runs", type=int, help="most runs of this call")
-    parser.add_argument("--work", type=Path, default=Path("runs/rows"), help="folder of the runs")
+    parser.add_argument("--work", type=Path, default=Path("runs/paired"), help="folder of the runs")
     options = parser.parse_args()
-    places = [(rows, seed) for seed in range(1, options.seeds + 1) for rows in ROWS]
-    missing = [place for place in places if not _file(options.out, *place).exists()]
-    for rows, seed in missing[: options.runs]:
+    name, validation = options.option.rpartition(".")[2], f"val-core/{options.recipe}/reward/mean@1"
+    files = {
+        (value, seed): options.out / f"{name}_{value}_{seed}.jsonl"
+        for seed in range(1, options.seeds + 1)
+        for value in options.values
+    }
+    missing = [place for place, file in files.items() if not file.exists()]
+    for value, seed in missing[: options.runs]:
         settings = (f"trainer.total_training_steps={options.steps}", f"trainer.test_freq={options.test_freq}")
-        metrics = train(
-            "memory_qa", f"tree.rows={rows}", *seeds(seed), *settings, folder=options.work.resolve() / f"{rows}_{seed}"
-        )
-        write_metrics(metrics, _file(options.out, rows, seed), keys=KEYS)
-    runs = {place: read_metrics(_file(options.out, *place)) for place in places if _file(options.out, *place).exists()}
-    tables = [summary([metrics for (each, _), metrics in runs.items() if each == rows], rows=rows) for rows in ROWS]
+        folder = options.work.resolve() / f"{name}_{value}_{seed}"
+        metrics = train(options.recipe, f"{options.option}={value}", *seeds(seed), *settings, folder=folder)
+        write_metrics(metrics, files[value, seed], keys=(validation, *KEYS))
+    runs = {place: read_metrics(file) for place, file in files.items() if file.exists()}
+    tables = [
+        summary([metrics for (each, _), metrics in runs.items() if each == value], name, value, validation=validation)
+        for value in options.values
+    ]
     print_table([line for table in tables for line in table])
-    write_json({"environment": environment(options), "summary": tables}, options.out / "rows.json")
+    write_json({"environment": environment(options), "summary": tables}, options.out / f"{name}.json")
 
 
-def _file(folder: Path, rows: str, seed: int) -> Path:
-    return folder / f"rows_{rows}_{seed}.jsonl"
-
-
-def summary(runs: list[Metrics], *, rows: str) -> list[dict[str, str]]:
+def summary(runs: list[Metrics], name: str, value: str, *, validation: str) -> list[dict[str, str]]:
     """Return a line for each validation: rewards of the runs, and what training had taken until then.
 
     The training reward is that of all sessions since the validation before.
@@ -71,14 +78,14 @@ def summary(runs: list[Metrics], *, rows: str) -> list[dict[str, str]]:
     steps = sorted(set.intersection(*(set(metrics) for metrics in runs))) if runs else []
     lines = []
     before = 0
-    for step in (step for step in steps if VALIDATION in runs[0][step]):
-        rewards = [metrics[step][VALIDATION] for metrics in runs]
+    for step in (step for step in steps if validation in runs[0][step]):
+        rewards = [metrics[step][validation] for metrics in runs]
         updates = [metrics[each] for metrics in runs for each in steps if 0 < each <= step]
         sessions = [metrics[each][SESSION_REWARD] for metrics in runs for each in steps if before < each <= step]
         before = step
         lines.append(
             {
-                "rows": rows,
+                name: value,
                 "runs": str(len(runs)),
                 "step": str(step),
                 "validation reward": f"{fmean(rewards):.3f}",
