@@ -6,6 +6,8 @@ only what is read. `cached` runs the context once with transformers' cache, and 
 would give: the tokens that `one by one` runs, over those of the tree. A case is appended to `--out` when it is done::
 
     python benchmarks/scoring.py --out docs/benchmarks/data/scoring.jsonl
+
+`without` scores an answer of 16 tokens behind a prompt and eight notes of 32, and without each of the notes.
 """
 
 import copy
@@ -19,7 +21,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, PreTrainedModel
 
-from verl_tree.functional import score
+from verl_tree.functional import score, score_without
 from verl_tree.tree import TokenForest
 
 VOCABULARY = 4096
@@ -32,6 +34,8 @@ CASES = {
     "rank: 256 + 16 passages of 256": (256, 16, 256),
 }
 """Tokens of the context, continuations, tokens of each."""
+WITHOUT = {"without: 2,048 + 8 notes of 32": 2048, "without: 512 + 8 notes of 32": 512}
+"""Tokens of the prompt."""
 
 
 def read(logits_PV: Tensor, continuation: Tensor, *, is_judge: bool) -> Tensor:
@@ -122,17 +126,48 @@ def measure(name: str, model: PreTrainedModel, *, repetitions: int) -> dict[str,
     }
 
 
+def measure_without(name: str, model: PreTrainedModel, *, repetitions: int) -> dict[str, object]:
+    """Time an answer without each of eight notes, in one forest and one by one."""
+    prompt_len, generator = WITHOUT[name], torch.Generator().manual_seed(0)
+    context, answer = (torch.randint(VOCABULARY, (size,), generator=generator) for size in (prompt_len + 256, 16))
+    spans = [(start, start + 32) for start in range(prompt_len, prompt_len + 256, 32)]
+    variants = [context, *(torch.cat([context[:start], context[end:]]) for start, end in spans)]
+    found: dict[str, Tensor] = {}
+
+    def flat() -> None:
+        each = [one_by_one(model, variant, [answer], is_judge=False)[0].sum() for variant in variants]
+        found["one_by_one"] = torch.stack(each)
+
+    def tree() -> None:
+        found["score"] = score_without(model, context.numpy(), spans, answer.numpy())
+
+    paths = {"one_by_one": flat, "score": tree}
+    times = interleave(paths, repetitions=repetitions, title=f"{name}: ")
+    error = float((found["score"] - found["one_by_one"]).abs().max())
+    assert error < 1e-4, error
+    forest = TokenForest.from_sequences([torch.cat([variant, answer[:-1]]).numpy() for variant in variants])
+    cpu_s = {path: round(each.median_cpu_s, 3) for path, each in times.items()}
+    return {
+        "case": name,
+        "bound": round(forest.num_flat_tokens / forest.num_tokens, 1),
+        **{f"{path}_cpu_s": seconds for path, seconds in cpu_s.items()},
+        "score_faster": round(cpu_s["one_by_one"] / cpu_s["score"], 1),
+        "largest_difference": error,
+        "all_cpu_s": {path: each.cpu_s for path, each in times.items()},
+    }
+
+
 def main() -> None:
     """Measure all cases."""
     parser = new_parser(__doc__)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("cases", nargs="*", default=list(CASES), help=f"of {list(CASES)}")
+    parser.add_argument("cases", nargs="*", default=[*CASES, *WITHOUT], help=f"of {[*CASES, *WITHOUT]}")
     options = parser.parse_args()
     torch.set_num_threads(1)
     model = small_qwen3(256, layers=4, vocab_size=VOCABULARY, tie_word_embeddings=False, pad_token_id=0).eval()
     rows = []
     for name in options.cases:
-        record = measure(name, model, repetitions=options.repetitions)
+        record = (measure_without if name in WITHOUT else measure)(name, model, repetitions=options.repetitions)
         append_record(record | {"environment": environment(options)}, options.out)
         rows.append({key: value for key, value in record.items() if key != "all_cpu_s"})
     print_table(rows)

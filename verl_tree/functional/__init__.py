@@ -6,7 +6,7 @@ one forward pass of one pack, and `expansion` the gather to trajectories. They n
 
 from verl_tree.functional.api import SequenceLogProbs, tree_log_probs
 from verl_tree.functional.expansion import expand, scale_gradient, shared_token_weights
-from verl_tree.functional.scoring import ContinuationScores, score, score_batch
+from verl_tree.functional.scoring import ContinuationScores, score, score_batch, score_without
 
 __all__ = [
     "ContinuationScores",
@@ -15,6 +15,7 @@ __all__ = [
     "scale_gradient",
     "score",
     "score_batch",
+    "score_without",
     "shared_token_weights",
     "tree_log_probs",
 ]

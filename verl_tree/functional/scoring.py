@@ -1,4 +1,4 @@
-"""`score`: how likely a model finds many continuations of one context, without gradient.
+"""`score`: how likely a model finds many continuations of one context, or one behind parts of a context; no gradient.
 
 A judge asks 32 questions about one long answer; a retriever ranks 64 passages; a test has four choices. One after
 another, the context runs for each of them. Here it runs once, all continuations are branches behind it, and nothing is
@@ -147,6 +147,53 @@ def score_batch(
     by_continuation = found[torch.from_numpy(which_K).to(found.device)].split(reads.num_read)
     bounds = [0, *accumulate(len(continuations) for _, continuations in contexts)]
     return [ContinuationScores(list(by_continuation[start:end]), empty) for start, end in pairwise(bounds)]
+
+
+def score_without(
+    model: PreTrainedModel,
+    context: ArrayLike,
+    spans: Sequence[tuple[int, int]],
+    answer: ArrayLike,
+    *,
+    temperature: float = 1.0,
+    backend: str = "auto",
+    capacity: int | None = None,
+) -> Tensor:
+    """Score an answer behind a context, and behind the same context without each of some spans of it.
+
+    What the answer owes to a note, a tool's result or a turn is the first number less that without it. All variants are
+    one forest: each shares with the whole context what comes before its span. Behind a removed span tokens and
+    positions close up, as if nothing had been there.
+
+    Args:
+        model: See `score_batch`.
+        context: Token ids.
+        spans: Where each span starts and where it ends (exclusive), as places in the context.
+        answer: Token ids, one at least.
+        temperature: See `score_batch`.
+        backend: See `score_batch`.
+        capacity: See `score_batch`.
+
+    Returns:
+        The log-prob of the answer, the sum over its tokens, (1 + spans,): behind all of the context, then without the
+        first span, and so on. Of the model's device; float32, or float64 for a float64 model.
+
+    Raises:
+        ValueError: A span is empty, outside the context or all of it; or what `score_batch` refuses.
+    """
+    token_ids = as_token_ids(context, name="context")
+    for start, end in spans:
+        if not 0 <= start < end <= len(token_ids):
+            raise ValueError(
+                f"spans has ({start}, {end}) in a context of {len(token_ids)} tokens: give its start and its end "
+                f"(exclusive), 0 <= start < end <= {len(token_ids)}"
+            )
+        if end - start == len(token_ids):
+            raise ValueError(f"spans has ({start}, {end}), all of the context: a token must be left for the answer")
+    variants = [token_ids, *(np.concatenate([token_ids[:start], token_ids[end:]]) for start, end in spans)]
+    pairs = [(variant, [answer]) for variant in variants]
+    scores = score_batch(model, pairs, temperature=temperature, backend=backend, capacity=capacity)
+    return torch.cat([each.sums for each in scores])
 
 
 class _Reads(NamedTuple):

@@ -11,7 +11,8 @@ from float64_mode import Float64
 from tiny_models import VOCAB_SIZE, tiny_model
 from tree_cases import random_sequences
 
-from verl_tree.functional import score, score_batch, tree_log_probs
+from verl_tree.functional import score, score_batch, score_without, tree_log_probs
+from verl_tree.tree import TokenForest
 
 TOLERANCE = 1e-10
 CONTEXT = [7, 3, 9, 4, 1]
@@ -48,6 +49,47 @@ def recorded(model) -> Iterator[tuple[list[int], list[int]]]:
     yield num_tokens, num_projected
     handle.remove()
     del model.lm_head.forward
+
+
+@pytest.mark.parametrize("capacity", [None, 3, 9])
+def test_an_answer_without_each_span_of_its_context(capacity):
+    """Overlapping spans, the first token, the last one, and two that leave the same context."""
+    model, answer = tiny_model(), [8, 8, 2]
+    context, spans = [7, 3, 9, 4, 4, 1, 5, 6], [(2, 5), (4, 7), (0, 1), (7, 8), (3, 4), (4, 5)]
+    variants = [context, *(context[:start] + context[end:] for start, end in spans)]
+    want = torch.stack([flat_scores_of(model, each, answer, temperature=0.7).sum() for each in variants])
+    got = score_without(model, context, spans, answer, temperature=0.7, capacity=capacity)
+    torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
+    assert got[5] == got[6]
+
+
+def test_an_answer_without_drawn_spans_runs_shared_tokens_once():
+    model, rng = tiny_model(), np.random.default_rng(0)
+    for _ in range(20):
+        context, answer = rng.integers(0, VOCAB_SIZE, rng.integers(2, 40)), rng.integers(0, VOCAB_SIZE, 3)
+        cuts = [sorted(rng.choice(len(context) + 1, 2, replace=False).tolist()) for _ in range(rng.integers(0, 5))]
+        spans = [(start, end) for start, end in cuts if end - start < len(context)]
+        variants = [context, *(np.delete(context, range(start, end)) for start, end in spans)]
+        want = torch.stack([flat_scores_of(model, each.tolist(), answer.tolist()).sum() for each in variants])
+        with recorded(model) as (num_tokens, _):
+            got = score_without(model, context, spans, answer)
+        torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
+        forest = TokenForest.from_sequences([np.concatenate([each, answer[:-1]]) for each in variants])
+        assert sum(num_tokens) == forest.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([(1, 1)], r"spans has \(1, 1\) in a context of 5 tokens: give its start and its end"),
+        ([(0, 1), (2, 6)], r"spans has \(2, 6\) in a context of 5 tokens"),
+        ([(-1, 2)], r"spans has \(-1, 2\) in a context"),
+        ([(0, 5)], r"spans has \(0, 5\), all of the context: a token must be left"),
+    ],
+)
+def test_spans_that_cannot_be_left_out_are_refused(spans, message):
+    with pytest.raises(ValueError, match=message):
+        score_without(tiny_model(), CONTEXT, spans, [1])
 
 
 @pytest.mark.parametrize("capacity", [None, 3, 4, 9])
