@@ -7,11 +7,14 @@
 A real worker with verl's PPO loss on FSDP2 trains a small Qwen3 on stored trees (docs/benchmarks/data/trees), one group
 a step, with the optimiser's step.
 
+Every tenth update compares a gradient, too.
+
 `faults`: each kind of `verl_tree.testing.mutants` with several seeds and forests, packed and relayed. In which step
    does the canary end the run? Where it does not, all rows of all groups are compared once, which says whether
-   the fault changes a log-prob by more than the limit at all.
+   the fault changes a log-prob by more than the limit at all. Routes of a mixture are imposed (R2). With
+   `--backend triton` and TRITON_INTERPRET=1 it is the Triton kernel, in Triton's interpreter.
 `alarms`: the largest value of `tree/canary` in so many steps of every forest, in float32 and in bfloat16.
-`costs`: seconds of an update with a canary and without, one after the other.
+`costs`: seconds of an update without a canary, with one, and with the comparison of a gradient, one after the other.
 """
 
 import os
@@ -28,7 +31,7 @@ import torch
 import torch.distributed as dist
 from harness import environment, new_parser, print_table, write_json
 from plan import BF16
-from por_models import small_qwen3
+from por_models import small_mixture, small_qwen3
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig
@@ -36,6 +39,7 @@ from verl.workers.utils.losses import ppo_loss
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform)
 from verl_tree.engine.canary import METRIC
+from verl_tree.engine.routes.router_replay import ROUTES
 from verl_tree.functional.rounding import LIMIT
 from verl_tree.main_sft import ONE_RANK
 from verl_tree.records import StoredTree, read_trees
@@ -48,6 +52,8 @@ FORESTS = ("arithmetic_tools", "blackbox_openai_agent", "memory_qa", "multi_turn
 SEEDS = {"float32": 4, "bfloat16": 2}
 DTYPES = {"float32": ("fp32", FP32), "bfloat16": ("bf16", BF16)}
 VOCAB_SIZE = 512
+MIXTURE = "mixture"
+"""Folder of a model with experts."""
 RELAYED = 96
 """A capacity below that of every tree."""
 
@@ -68,14 +74,22 @@ def batch_of(tree: StoredTree, *, seed: int) -> TensorDict:
     return batch_of_rows(made, max_token_len=1, global_batch_size=len(made))
 
 
-def make_worker(folder: str, *, capacity: int, dtype: str, canary: int = 1) -> TreeTrainingWorker:
-    """Make a worker on trees."""
+def make_worker(
+    folder: str, *, capacity: int, dtype: str, canary: int = 1, gradient_every: int = 10, backend: str = "auto"
+) -> TreeTrainingWorker:
+    """Make a worker on trees; the routes of a mixture are recorded and imposed."""
     model_dtype, precision = DTYPES[dtype]
     worker = local_worker(
         folder,
         strategy="fsdp_tree",
         max_token_len=capacity,
-        tree_options={"capacity": capacity, "canary": canary},
+        tree_options={
+            "capacity": capacity,
+            "canary": canary,
+            "canary_gradient_every": gradient_every,
+            "backend": backend,
+        },
+        router_replay="R2" if Path(folder).name == MIXTURE else "disabled",
         engine_options={"mixed_precision": precision, "model_dtype": model_dtype},
     )
     config = FSDPActorConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, rollout_n=1)
@@ -93,6 +107,10 @@ def steps(worker: TreeTrainingWorker, trees: list[StoredTree], *, num_steps: int
     with worker.engine.train_mode():
         for step in range(num_steps):
             batch = batch_of(trees[step % len(trees)], seed=step)
+            if worker.engine.replay is not None:
+                data = batch.clone()
+                tu.assign_non_tensor(data, compute_loss=False)
+                batch[ROUTES] = worker.infer_batch(data)[ROUTES]
             tu.assign_non_tensor(batch, disable_auto_offload=True)
             worker.train_batch(batch)
             yield worker.engine.canary.metrics[METRIC]
@@ -111,14 +129,16 @@ def first_alarm(worker: TreeTrainingWorker, trees: list[StoredTree], *, num_step
     return None
 
 
-def faults(folder: str, *, num_steps: int, dtype: str) -> Iterator[dict[str, Any]]:
+def faults(folder: str, *, num_steps: int, dtype: str, kinds: list[str], backend: str) -> Iterator[dict[str, Any]]:
     """Yield a line for each fault: in which step the canary saw it."""
-    cases = [(kind, seed) for kind in KINDS for seed in range(SEEDS[dtype])]
+    cases = [(kind, seed) for kind in kinds for seed in range(SEEDS[dtype])]
     for kind, seed in cases:
+        model = f"{folder}/{MIXTURE}" if KINDS[kind][0] == "routes" else folder
         name = FORESTS[(seed + len(kind)) % len(FORESTS)]
         is_relayed = kind == "stale_store" or seed % 2 == 1
         trees = trees_of(name)
-        worker = make_worker(folder, capacity=RELAYED if is_relayed else 1 << 14, dtype=dtype)
+        options = {"capacity": RELAYED if is_relayed else 1 << 14, "dtype": dtype, "backend": backend}
+        worker = make_worker(model, **options)
         with mutated(worker.engine, kind, seed=seed):
             seen = first_alarm(worker, trees, num_steps=num_steps)
         line = {
@@ -130,7 +150,7 @@ def faults(folder: str, *, num_steps: int, dtype: str) -> Iterator[dict[str, Any
             "seen in step": seen,
         }
         if seen is None:
-            worker = make_worker(folder, capacity=RELAYED if is_relayed else 1 << 14, dtype=dtype, canary=1000)
+            worker = make_worker(model, **options, canary=1000)
             with mutated(worker.engine, kind, seed=seed):
                 line["is in all rows"] = first_alarm(worker, trees, num_steps=len(trees)) is not None
         print(line, flush=True)
@@ -150,20 +170,23 @@ def false_alarms(folder: str, *, num_steps: int) -> Iterator[dict[str, Any]]:
 
 
 def costs(folder: str, *, repetitions: int) -> Iterator[dict[str, Any]]:
-    """Yield a line for each forest: seconds of an update of all its groups, with a canary and without."""
+    """Yield a line for each forest: seconds of an update of all its groups: without, with a canary, with a gradient."""
     for name in FORESTS:
         leaves = tuple(leaf for tree in trees_of(name) for leaf in tree.leaves)
         batch = batch_of(StoredTree(0, name, leaves), seed=0)
-        sides = {canary: make_worker(folder, capacity=1 << 14, dtype="float32", canary=canary) for canary in (0, 1)}
-        seconds: dict[int, list[float]] = {0: [], 1: []}
+        sides = {
+            kind: make_worker(folder, capacity=1 << 14, dtype="float32", canary=canary, gradient_every=every)
+            for kind, canary, every in (("without", 0, 0), ("with", 1, 0), ("gradient", 1, 1))
+        }
+        seconds: dict[str, list[float]] = {kind: [] for kind in sides}
         for _ in range(repetitions + 1):
-            for canary, worker in sides.items():
+            for kind, worker in sides.items():
                 with worker.engine.train_mode():
                     started_s = time.perf_counter()
                     worker.engine.forward_backward_batch(batch.clone(), worker.loss_fn, forward_only=False)
-                    seconds[canary].append(time.perf_counter() - started_s)
-        without, with_it = (min(seconds[canary][1:]) for canary in (0, 1))
-        counts = sides[1].engine.tree_counts
+                    seconds[kind].append(time.perf_counter() - started_s)
+        without, with_it, gradient = (min(each[1:]) for each in seconds.values())
+        counts = sides["with"].engine.tree_counts
         yield {
             "forest": name,
             "tree tokens": counts.num_tree_tokens,
@@ -171,6 +194,8 @@ def costs(folder: str, *, repetitions: int) -> Iterator[dict[str, Any]]:
             "without (s)": round(without, 4),
             "with (s)": round(with_it, 4),
             "share": round(with_it / without - 1, 3),
+            "gradient (s)": round(gradient - with_it, 4),
+            "its share, every 100": round((gradient - with_it) / without / 100, 3),
         }
 
 
@@ -180,14 +205,19 @@ def main() -> None:
     parser.add_argument("part", choices=["faults", "alarms", "costs"])
     parser.add_argument("--steps", type=int, help="steps of a run: 100 with a fault, 300 without")
     parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="faults")
+    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="of the faults")
+    parser.add_argument("--backend", default="auto", help="attention backend of the faults")
     options = parser.parse_args()
     os.environ.update(ONE_RANK)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder  # where reports go
         small_qwen3(256, layers=2, vocab_size=VOCAB_SIZE).save_pretrained(folder)
+        small_mixture(layers=2, vocab_size=VOCAB_SIZE).save_pretrained(f"{folder}/{MIXTURE}")
         if options.part == "faults":
-            lines = [line for dtype in DTYPES for line in faults(folder, num_steps=options.steps or 100, dtype=dtype)]
+            given = {"num_steps": options.steps or 100, "kinds": options.kinds, "backend": options.backend}
+            lines = [line for dtype in options.dtypes for line in faults(folder, dtype=dtype, **given)]
         elif options.part == "alarms":
             lines = list(false_alarms(folder, num_steps=options.steps or 300))
         else:
@@ -195,7 +225,7 @@ def main() -> None:
     dist.destroy_process_group()
     print_table(lines)
     found: dict[str, Any] = {"environment": environment(options)}
-    for dtype in DTYPES if options.part == "faults" else ():
+    for dtype in options.dtypes if options.part == "faults" else ():
         seen = [line["seen in step"] for line in lines if line["dtype"] == dtype]
         found[dtype] = {
             f"seen in {steps} steps": round(float(np.mean([each is not None and each <= steps for each in seen])), 3)

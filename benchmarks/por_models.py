@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from verl_tree.attention import AttentionPlan, ScoreOptions, choose_backend
 from verl_tree.attention.varlen import choose_provider
@@ -71,6 +71,14 @@ def small_qwen3(hidden_size: int, *, layers: int, vocab_size: int, **more: Any) 
     sizes = _sizes(hidden=hidden_size, layers=layers, intermediate=3 * hidden_size, vocab_size=vocab_size, **heads)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(Qwen3Config(**(sizes | more)), dtype=torch.float32).train()
+
+
+def small_mixture(*, layers: int, vocab_size: int) -> PreTrainedModel:
+    """Make a float32 Qwen3-MoE of hidden size 128 with 8 experts, of which a token takes two, and random weights."""
+    sizes = _sizes(hidden=128, layers=layers, intermediate=256, vocab_size=vocab_size, heads=4, kv_heads=2, head_dim=32)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**(sizes | experts)), dtype=torch.float32).train()
 
 
 def peak_flops(device: torch.device, *, peak_tflops: float | None) -> float | None:

@@ -169,6 +169,7 @@ class TreeConfig:
     show_every: int = _integer(50, minimum=0, remedy="0 shows no trees, the default is 50")
     log_prob_tolerance: float | None = _tolerance(0.5)
     canary: int = _integer(1, minimum=0, remedy="0 compares no row with the model's own forward")
+    canary_gradient_every: int = _integer(100, minimum=0, remedy="0 compares no gradient")
     console: str = _choice("steps", "all", remedy="'all' shows every line of every process")
     save_on_term: bool = _flag(False)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)

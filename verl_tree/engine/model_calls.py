@@ -20,10 +20,11 @@ from verl.workers.config import EngineConfig
 from verl_tree.config import TreeConfig
 from verl_tree.engine.heads import Head
 from verl_tree.engine.routes.router_replay import RouterReplay
-from verl_tree.engine.rows.micro_batch import device_of_rank
+from verl_tree.engine.rows.micro_batch import MicroBatchRows, device_of_rank
 from verl_tree.functional.images import PackImages, reads_images
 from verl_tree.functional.scorer import LogitReading
 from verl_tree.relay.calls import RelayCall
+from verl_tree.relay.run import Compute, Mode, RelayRun, watched
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.sharding import SequenceShard
@@ -39,12 +40,14 @@ class ModelCalls(ABC):
         has_schedule: Whether a pipeline's schedule runs its calls, which gets all of a mini-batch at once.
         has_outputs: Whether this rank has the scores of a call: all ranks, or those of a pipeline's last stage.
         call_multiple: Of what the number of calls of a step must be a multiple.
+        has_own_gradients: Whether gradients are the `grad` of parameters, once a step has ended.
         replay: The routers of its model, if `router_replay.mode` says so; the engine sets it when it builds the model.
     """
 
     has_schedule = False
     has_outputs: bool
     call_multiple = 1
+    has_own_gradients = False
     model_config: Any
     engine_config: EngineConfig
     module: Any
@@ -113,8 +116,7 @@ class ModelCalls(ABC):
     def flat(self) -> AbstractContextManager[None]:
         """Return a context in which calls are of one path each, and the model computes them as if it knew no trees.
 
-        Attention, masks and recurrent layers are its own; each rank of a team computes all of a call. Calls run without
-        gradient.
+        Attention, masks and recurrent layers are its own; each rank of a team computes all of a call.
         """
 
     @property
@@ -171,6 +173,44 @@ class ModelCalls(ABC):
             images=PackImages.of_text(layout) if self.reads_images else None,
             temperature=temperature,
             calculate_entropy=calculate_entropy,
+        )
+
+    def relay(
+        self,
+        rows: MicroBatchRows,
+        *,
+        mode: Mode,
+        calculate_entropy: bool,
+        reading: LogitReading | None = None,
+        around: Callable[[Compute], Compute] | None = None,
+    ) -> RelayRun:
+        """Plan the model calls of a micro-batch; `around` puts something around each of them."""
+        micro, temperature = rows.micro, rows.temperature()
+
+        def compute(call: RelayCall, plan: AttentionPlan) -> Tensor:
+            return self.scores(
+                call,
+                rows.layout,
+                plan=plan,
+                images=micro.images,
+                temperature=temperature,
+                calculate_entropy=calculate_entropy,
+                reading=reading,
+            )
+
+        runs_twice = micro.is_relayed and mode != "forward"
+        of_model = watched(compute, self.model) if runs_twice else compute
+        # A loss that couples rows reads all of them at once.
+        max_loss_terms = None if mode == "joint" else self.tree_config.max_loss_terms
+        return RelayRun(
+            micro.calls(scores_own_tokens=self.head.scores_own_tokens, max_loss_terms=max_loss_terms),
+            of_model if around is None else around(of_model),
+            mode=mode,
+            device=device_of_rank(),
+            backend=self.tree_config.backend,
+            store_on_host=self.tree_config.relay_store == "host",
+            team=self.team,
+            makes_scores=lambda: self.makes_scores,
         )
 
     def probe(self, layout: TreeLayout, *, forward_only: bool, is_last: bool) -> None:

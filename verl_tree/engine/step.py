@@ -48,10 +48,8 @@ from verl_tree.engine.rows.packs import TreeBatch, first_token_pack, split_into_
 from verl_tree.engine.rows.results import MiniBatchResult
 from verl_tree.engine.rows.steps import RankWork, steps_of
 from verl_tree.packing.counts import ForestCounts, RankTimes
-from verl_tree.relay.calls import RelayCall
-from verl_tree.relay.run import Mode, NumCalls, RelayRun, watched
+from verl_tree.relay.run import Mode, NumCalls
 from verl_tree.tree.nodes import IntArray
-from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.row_keys import prompt_numbers, row_keys, value_numbers
 from verl_tree.tree.rows import trained_tokens
 
@@ -129,7 +127,7 @@ class TreeEngine(ModelCalls):
             counts = ForestCounts(max_store_bytes=store_bytes)
             if self._routes is not None:
                 counts += self._routes.counts
-            found = None if drawn is None else drawn.compare(partial(self._idle, data))
+            found = None if drawn is None else self.canary.compare(drawn, partial(self._idle, data))
             self._record(cost, ranks, clock=clock, predicted_s=predicted_s, counts=counts, found=found)
         routes = {} if self._routes is None else self._routes.outputs(group=self.route_group, device=device_of_rank())
         if not self.has_outputs:
@@ -247,7 +245,17 @@ class TreeEngine(ModelCalls):
         is_last: bool,
     ) -> int:
         """Run the micro-batches of a step; return the most bytes that their stores held."""
-        runs = [self._relay(each, data, mode=mode) for each in rows]
+        reading = self._reading
+        runs = [
+            self.relay(
+                each,
+                mode=mode,
+                calculate_entropy=_wants_entropy(data),
+                reading=None if reading is None else reading.of_micro_batch(each.micro),
+                around=None if self._routes is None else partial(self._routes.around, micro=each.micro),
+            )
+            for each in rows
+        ]
         first = [partial(run.first, number) for run in runs for number in range(run.num_first)]
         last = [
             partial(run.last, number, partial(_loss, each, losses, drawn))
@@ -263,37 +271,6 @@ class TreeEngine(ModelCalls):
             for each, run in zip(rows, runs, strict=True):
                 losses.of_forward(each, run.scores_CT)
         return sum(run.store.num_bytes for run in runs)
-
-    def _relay(self, rows: MicroBatchRows, data: TensorDict, *, mode: Mode) -> RelayRun:
-        """Plan the model calls of a micro-batch."""
-        temperature, wants_entropy = rows.temperature(), _wants_entropy(data)
-        reading = None if self._reading is None else self._reading.of_micro_batch(rows.micro)
-
-        def compute(call: RelayCall, plan: AttentionPlan) -> Tensor:
-            return self.scores(
-                call,
-                rows.layout,
-                plan=plan,
-                images=rows.micro.images,
-                temperature=temperature,
-                calculate_entropy=wants_entropy,
-                reading=reading,
-            )
-
-        runs_twice = rows.micro.is_relayed and mode != "forward"
-        of_model = watched(compute, self.model) if runs_twice else compute
-        # A loss that couples rows reads all of them at once.
-        max_loss_terms = None if mode == "joint" else self.tree_config.max_loss_terms
-        return RelayRun(
-            rows.micro.calls(scores_own_tokens=self.head.scores_own_tokens, max_loss_terms=max_loss_terms),
-            of_model if self._routes is None else self._routes.around(of_model, rows.micro),
-            mode=mode,
-            device=device_of_rank(),
-            backend=self.tree_config.backend,
-            store_on_host=self.tree_config.relay_store == "host",
-            team=self.team,
-            makes_scores=lambda: self.makes_scores,
-        )
 
     def _idle(self, data: TensorDict) -> Tensor:
         """Run the model on the smallest pack and return a loss of 0, or what it hands on."""

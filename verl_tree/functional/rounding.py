@@ -5,6 +5,7 @@ differs by what rounding at the first layer has become at the last, in this row 
 or another order of sums makes differences of that size (docs/exactness.md).
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -28,12 +29,12 @@ class Difference(NamedTuple):
 
     @property
     def units(self) -> float:
-        """The difference in units."""
-        return self.size / self.unit
+        """The difference in units; infinite if it is not a number."""
+        return math.inf if math.isnan(self.size) else self.size / self.unit
 
     @property
     def is_rounding(self) -> bool:
-        """Whether it is within the limit; what is not a number is not."""
+        """Whether it is within the limit."""
         return self.units <= LIMIT
 
     @classmethod

@@ -1,7 +1,8 @@
 """Faults for an engine on trees, each of a kind that a kernel, a plan or a store may have; for tests of the canary.
 
 What is wrong is drawn anew for every model call, from the mutant's seed and the call, so that a call that runs twice is
-wrong in one way. The model's own forward (`ModelCalls.flat`) stays right. `attention` faults need transformers' layers.
+wrong in one way. The model's own forward (`ModelCalls.flat`) stays right. `backward` faults leave log-probs right; they
+and `attention` need transformers' layers, `routes` a mixture whose routes are imposed.
 """
 
 import dataclasses
@@ -142,6 +143,19 @@ def loses_last_queries(out_QHD: Tensor, _: int) -> Tensor:
     return torch.cat((out_QHD[:whole], out_QHD[whole:] * 0))
 
 
+@_heads
+def halves_gradients(out_QHD: Tensor, _: int) -> Tensor:
+    """Hand on half of the gradients of one layer's attention."""
+    return (out_QHD + out_QHD.detach()) / 2
+
+
+@_heads
+def loses_gradients_of_last_queries(out_QHD: Tensor, _: int) -> Tensor:
+    """Hand on no gradients of one layer's attention for queries behind the last whole tile of 64."""
+    whole = max(1, len(out_QHD) // 64 * 64)
+    return torch.cat((out_QHD[:whole], out_QHD[whole:].detach()))
+
+
 def scales_wrongly(attend: Callable[..., Tensor], _: Draw) -> Callable[..., Tensor]:
     """Make the logits of attention 2 % too large."""
     return lambda *args, **options: attend(*args, **options | {"scale": options["scale"] * 1.02})
@@ -165,6 +179,19 @@ def stale_store(take: Callable[..., Any], _: Draw) -> Callable[..., Any]:
     return hand_down
 
 
+def routes_by_the_next_token(routes_LNk: Tensor, _: Draw) -> Tensor:
+    """Give each token the experts of the one behind it in the pack."""
+    return routes_LNk.roll(-1, dims=0)
+
+
+def routes_one_token_wrongly(routes_LNk: Tensor, rng: Draw) -> Tensor:
+    """Give one token the experts of the one behind it, in all layers."""
+    changed = routes_LNk.clone()
+    token = int(rng.integers(max(1, len(changed) - 1)))
+    changed[token] = changed[(token + 1) % len(changed)]
+    return changed
+
+
 KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "leaks_key": ("mask", leaks_key),
     "loses_key": ("mask", loses_key),
@@ -177,9 +204,13 @@ KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "swaps_heads": ("attention", swaps_heads),
     "rounds_to_float8": ("attention", rounds_to_float8),
     "loses_last_queries": ("attention", loses_last_queries),
+    "halves_gradients": ("backward", halves_gradients),
+    "loses_gradients_of_last_queries": ("backward", loses_gradients_of_last_queries),
     "scales_wrongly": ("attention", scales_wrongly),
     "sees_a_window": ("attention", sees_a_window),
     "stale_store": ("store", stale_store),
+    "routes_by_the_next_token": ("routes", routes_by_the_next_token),
+    "routes_one_token_wrongly": ("routes", routes_one_token_wrongly),
 }
 """What is changed of a call, and how."""
 
@@ -188,7 +219,7 @@ KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
 def mutated(engine: TreeEngine, name: str, *, seed: int = 0) -> Iterator[None]:
     """Inject a fault of a kind into an engine of transformers models, while active."""
     part, change = KINDS[name]
-    right, flat = engine.scores, engine.flat
+    right, flat, replay = engine.scores, engine.flat, engine.replay
     is_flat = [False]
 
     def scores(call: RelayCall, layout: TreeLayout, *, plan: AttentionPlan, **options: Any) -> Tensor:
@@ -204,8 +235,11 @@ def mutated(engine: TreeEngine, name: str, *, seed: int = 0) -> Iterator[None]:
             layout = change(layout.on_host, rng)
         elif part == "call":
             call = change(call, rng)
-        elif part == "attention":
+        elif part in ("attention", "backward"):
             with mock.patch.object(hf, "layer_attention", change(hf.layer_attention, rng)):
+                return right(call, layout, plan=plan, **options)
+        elif part == "routes" and replay is not None and replay.imposed_LNk is not None:
+            with mock.patch.object(replay, "imposed_LNk", change(replay.imposed_LNk, rng)):
                 return right(call, layout, plan=plan, **options)
         return right(call, layout, plan=plan, **options)
 

@@ -24,7 +24,8 @@ from verl.workers.utils.losses import ppo_loss
 from verl_tree.commands.__main__ import main
 from verl_tree.config import TREE_STRATEGY
 from verl_tree.engine import canary
-from verl_tree.engine.canary import DUE, METRIC
+from verl_tree.engine.canary import DUE, METRIC, drawn_rows, gradient
+from verl_tree.engine.routes.router_replay import ROUTES
 from verl_tree.functional.rounding import LIMIT, Difference
 from verl_tree.records import FOUND, read_trees, write_trees
 from verl_tree.testing.local_worker import batch_of_rows, local_worker
@@ -46,8 +47,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield str(folder)
 
 
-def make_worker(model: str, **tree: object) -> TreeTrainingWorker:
-    worker = local_worker(model, strategy=TREE_STRATEGY, max_token_len=1000, tree_options=tree)
+def make_worker(model: str, *, replay: str = "disabled", **tree: object) -> TreeTrainingWorker:
+    worker = local_worker(model, strategy=TREE_STRATEGY, max_token_len=1000, tree_options=tree, router_replay=replay)
     config = FSDPActorConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, rollout_n=1)
     worker.set_loss_fn(partial(ppo_loss, config=config))
     return worker
@@ -79,7 +80,12 @@ def update(worker: TreeTrainingWorker, data: TensorDict) -> float | None:
     return worker.engine.canary.metrics.get(METRIC)
 
 
-@pytest.mark.parametrize("name", KINDS)
+def updates(worker: TreeTrainingWorker, data: TensorDict, *, number: int) -> None:
+    for _ in range(number):
+        update(worker, data)
+
+
+@pytest.mark.parametrize("name", [name for name, (part, _) in KINDS.items() if part not in ("routes", "backward")])
 def test_it_sees_faults_of_every_kind_and_keeps_the_tree(
     model: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,6 +114,57 @@ def test_it_sees_faults_of_every_kind_and_keeps_the_tree(
     out = capsys.readouterr().out
     assert out.count("row ") == 1
     assert out.endswith(": rounding\n")
+
+
+@pytest.mark.parametrize("name", [name for name, (part, _) in KINDS.items() if part == "backward"])
+@pytest.mark.parametrize("capacity", [12, 1000])
+def test_it_sees_wrong_gradients_of_right_log_probs(model: str, name: str, capacity: int) -> None:
+    worker, data = make_worker(model, capacity=capacity, canary_gradient_every=1, relay="always"), batch()
+    assert update(worker, data) < 5
+    off = make_worker(model, capacity=capacity, canary_gradient_every=0, relay="always")
+    with mutated(off.engine, name):
+        assert update(off, data) < 5
+    with mutated(worker.engine, name), pytest.raises(ValueError, match=r"the gradient of model\.\S+, of the scores"):
+        updates(worker, data, number=4)  # one layer after the other
+
+
+def test_a_gradient_is_compared_in_the_first_update_and_then_in_every_so_many(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = []
+    compare = drawn_rows.compare_gradient
+    monkeypatch.setattr(
+        drawn_rows, "compare_gradient", lambda *args, **options: _kept(compare(*args, **options), layers)
+    )
+    worker, data = make_worker(model, canary_gradient_every=2), batch()
+    gradients = []
+    for _ in range(5):
+        with worker.engine.train_mode():
+            worker.engine.forward_backward_batch(data.clone(), worker.loss_fn, forward_only=False)
+            gradients.append([parameter.grad.full_tensor() for parameter in worker.engine.module.parameters()])
+    names = sorted({*gradient._layers(worker.engine.module)})
+    assert layers == names[:3]
+    # What is compared does not touch what the update has computed.
+    for first, later in zip(gradients[0], gradients[1], strict=True):
+        assert torch.equal(first, later)
+
+
+def _kept(found: tuple[str, Difference], layers: list[str]) -> tuple[str, Difference]:
+    layers.append(found[0])
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name, (part, _) in KINDS.items() if part == "routes"])
+def test_it_sees_wrong_routes_where_they_are_imposed(model: str, name: str, tmp_path: Path) -> None:
+    del model  # whose process group this takes
+    tiny_model("qwen3 moe").save_pretrained(tmp_path)
+    worker, data = make_worker(str(tmp_path), replay="R2", canary=6, relay="always"), batch()
+    recorded = data.clone()
+    tu.assign_non_tensor(recorded, compute_loss=False)
+    data[ROUTES] = worker.infer_batch(recorded)[ROUTES]
+    assert update(worker, data) < 5
+    with mutated(worker.engine, name), pytest.raises(ValueError, match=r"tree\.canary: log_probs of a row are"):
+        update(worker, data)
 
 
 def test_a_row_that_is_not_its_path_is_seen(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

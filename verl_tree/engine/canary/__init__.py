@@ -3,22 +3,23 @@
 A kernel is tested when it is chosen, and the tests of this project compare whole updates. Neither sees what goes wrong
 later, on another machine, or in a shape that nobody tried. So an update draws a row, computes it without gradient and
 without a tree (`ModelCalls.flat`), and compares its log-probs, or values, with those that the loss has read
-(`verl_tree.functional.rounding`).
+(`verl_tree.functional.rounding`). Now and then it compares the gradient of a layer, too.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 from tensordict import TensorDict
-from torch import nn
+from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 
-from verl_tree.engine.canary.drawn_rows import DrawnRow, DrawnRows, Finding
+from verl_tree.engine.canary.drawn_rows import DrawnRows, Finding
+from verl_tree.engine.canary.paths import DrawnRow
 from verl_tree.engine.model_calls import ModelCalls
 from verl_tree.engine.routes.router_replay import MiniBatchRoutes
 from verl_tree.engine.rows.packs import TreeBatch, TreeMicroBatch
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 METRIC = "tree/canary"
 DUE = "canary_is_due"
 """Key of a mini-batch that says whether the canary looks at it; without the key it does."""
+LONGEST = 2
+"""Rows are computed up to so many capacities: without gradients, that takes no more memory than a pack with them."""
 
 
 class Canary:
@@ -43,6 +46,7 @@ class Canary:
         self.metrics: dict[str, float] = {}
         # Ranks that compute the same rows draw the same.
         self._rng = np.random.default_rng(0)
+        self._num_compared = 0
         self._seen: Counter[tuple[int, ...]] = Counter()
 
     def draw(self, batch: TreeBatch, data: TensorDict, *, routes: MiniBatchRoutes | None) -> DrawnRows | None:
@@ -65,8 +69,19 @@ class Canary:
             number = int(self._rng.choice(len(leaves), p=weights / weights.sum()))
             weights[number] = 0.0
             self._seen[kinds[number].shape] += 1
-            drawn.append(DrawnRow.of_leaf(*leaves[number], shift=self._engine.head.shift, capacity=batch.capacity))
-        return DrawnRows(self._engine, drawn, data, routes=routes, num_calls=num_rows)
+            max_len = LONGEST * batch.capacity
+            drawn.append(DrawnRow.of_leaf(*leaves[number], shift=self._engine.head.shift, max_len=max_len))
+        return DrawnRows(self._engine, drawn, data, routes=routes, num_calls=num_rows, capacity=batch.capacity)
+
+    def compare(self, drawn: DrawnRows, idle: Callable[[], Tensor]) -> Finding | None:
+        """Compare drawn rows, and from time to time a gradient; every rank calls it, see `DrawnRows.compare`."""
+        found = drawn.compare(idle)
+        every, number = self._engine.tree_config.canary_gradient_every, self._num_compared
+        self._num_compared += 1
+        if not every or number % every or not self._engine.has_own_gradients:
+            return found
+        of_gradient = drawn.compare_gradient(idle, number=number // every)
+        return max(found or of_gradient, of_gradient, key=lambda each: each.difference.units)
 
     def conclude(self, found: Sequence[Finding | None]) -> None:
         """Take what each rank has found.

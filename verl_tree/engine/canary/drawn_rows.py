@@ -4,7 +4,6 @@ Legend: Q tokens of a path, K scores of it that are compared.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -12,42 +11,17 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl_tree.engine.canary.gradient import compare_gradient
+from verl_tree.engine.canary.paths import DrawnRow, path_alone
 from verl_tree.engine.canary.report import write_report
 from verl_tree.engine.model_calls import ModelCalls
 from verl_tree.engine.routes.router_replay import MiniBatchRoutes
 from verl_tree.engine.rows.columns import jagged
-from verl_tree.engine.rows.micro_batch import MicroBatchRows, device_of_rank
-from verl_tree.engine.rows.packs import TreeMicroBatch
+from verl_tree.engine.rows.micro_batch import MicroBatchRows
 from verl_tree.functional.rounding import LIMIT, Difference, moved_embeddings
-from verl_tree.relay.calls import RelayCall
 from verl_tree.tree.nodes import IntArray
-from verl_tree.tree.plan import AttentionPlan
-from verl_tree.tree.sharding import SequenceShard
 
-LONGEST = 2
-"""Rows are computed up to so many capacities: without gradients, that takes no more memory than a pack with them."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DrawnRow:
-    """A row of a micro-batch, and which of its tokens are compared."""
-
-    micro: TreeMicroBatch
-    leaf: int  # in the order of the layout
-    token_Q: IntArray  # the tree tokens of its path, or of the beginning of it
-    scored_K: IntArray  # places in Q
-
-    @classmethod
-    def of_leaf(cls, micro: TreeMicroBatch, leaf: int, *, shift: int, capacity: int) -> "DrawnRow":
-        """Take a leaf of a micro-batch; the score of a token is made `shift` places from it."""
-        token_Q = micro.layout.path(leaf)[: LONGEST * capacity].numpy()
-        wanted = np.flatnonzero(micro.wanted_T[token_Q].numpy())
-        return cls(micro, leaf, token_Q, wanted[wanted + shift >= 0])
-
-    @property
-    def row(self) -> int:
-        """The row of the mini-batch."""
-        return int(self.micro.rows[self.leaf])
+REMEDY = "To go on, set tree.backend=dense or tree.relay=never, if that mends it, else tree.enabled=false"
 
 
 class Finding(NamedTuple):
@@ -68,9 +42,11 @@ class DrawnRows:
         *,
         routes: MiniBatchRoutes | None,
         num_calls: int,
+        capacity: int,
     ) -> None:
         self._engine, self._drawn, self._data, self._routes = engine, drawn, data, routes
         self._num_calls = num_calls + -num_calls % engine.call_multiple
+        self._capacity = capacity
         self._of_tree: dict[int, Tensor] = {}
 
     def see(self, rows: MicroBatchRows, leaves: IntArray, outputs: dict[str, Tensor]) -> None:
@@ -109,9 +85,30 @@ class DrawnRows:
             for each in self._drawn
         ]
         pairs = zip(self._drawn, differences, strict=True)
-        drawn, difference = max(pairs, key=lambda pair: np.nan_to_num(pair[1].units, nan=np.inf))
+        drawn, difference = max(pairs, key=lambda pair: pair[1].units)
         message = "" if difference.is_rounding else self._report(drawn, difference, flat[drawn.row])
         return Finding(difference, message)
+
+    def compare_gradient(self, idle: Callable[[], Tensor], *, number: int) -> Finding:
+        """Compare the gradient of a layer, of rows beside the first drawn one; see `gradient.compare_gradient`."""
+        layer, difference = compare_gradient(
+            self._engine,
+            self._drawn[0] if self._drawn else None,
+            self._data,
+            routes=self._routes,
+            number=number,
+            max_len=self._capacity,
+            idle=idle,
+        )
+        if difference.is_rounding:
+            return Finding(difference, "")
+        return Finding(
+            difference,
+            f"tree.canary_gradient_every: the gradient of {layer}, of the scores of a few rows, differs by "
+            f"{difference.size:.3g} of its norm between their tree and these rows alone by the model's own forward: "
+            f"{difference.units:.3g} times what rounding makes of it ({difference.unit:.3g}); {LIMIT:g} times would "
+            f"pass. tree.backend is {self._engine.tree_config.backend}. {REMEDY}",
+        )
 
     def _check_paths(self) -> None:
         """Check that paths have the tokens of their rows at the positions of these."""
@@ -127,31 +124,13 @@ class DrawnRows:
                 )
 
     def _alone(self, drawn: DrawnRow, made: dict[int, Tensor]) -> Callable[[], Tensor]:
-        """Return the model call of a path alone, with the images and routes of its tree; its scores go into `made`."""
-        engine, micro, shift = self._engine, drawn.micro, self._engine.head.shift
-        rows = MicroBatchRows(micro, self._data, names=engine.head.names, shift=shift)
-
-        def compute(call: RelayCall, plan: AttentionPlan) -> Tensor:
-            return engine.scores(
-                call,
-                rows.layout,
-                plan=plan,
-                images=micro.images,
-                temperature=rows.temperature(),
-                calculate_entropy=False,
-            )
-
-        call = RelayCall.of_path(drawn.token_Q, scored=drawn.scored_K, shift=shift)
-        plan = AttentionPlan.from_subtree_end(
-            call.subtree_end,
-            backend=engine.tree_config.backend,
-            device=device_of_rank(),
-            shard=SequenceShard(len(call.token_Q)),  # each rank of a team computes all of it
-        )
-        of_model = compute if self._routes is None else self._routes.around(compute, micro, is_counted=False)
+        """Return the model call of a path alone; its scores go into `made`."""
+        engine = self._engine
+        rows = MicroBatchRows(drawn.micro, self._data, names=engine.head.names, shift=engine.head.shift)
+        alone = path_alone(engine, drawn, rows, routes=self._routes)
 
         def run() -> Tensor:
-            scores_CK = of_model(call, plan)
+            scores_CK = alone()
             if engine.makes_scores:
                 made[drawn.row] = scores_CK[0]
             return scores_CK
@@ -177,6 +156,5 @@ class DrawnRows:
             f"{drawn.scored_K[difference.place]} of {len(drawn.token_Q)}, in a tree of {micro.layout.num_tokens} "
             f"tokens, {micro.layout.num_leaves} rows and {micro.cut.num_sections} sections, with "
             f"tree.backend={engine.tree_config.backend}. {path} has the tree, and `verl-tree canary {path} --model "
-            "FOLDER` computes it again on one machine. To go on, set tree.backend=dense or tree.relay=never, if that "
-            "mends it, else tree.enabled=false"
+            f"FOLDER` computes it again on one machine. {REMEDY}"
         )
