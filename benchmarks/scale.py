@@ -197,7 +197,9 @@ def _plan(
         )
     with times["nodes"].measure():
         told = rows.announcement(weigh_sessions=False)
-        SessionTrees.from_shape(told.shape, rewards=rows.rewards, groups=told.groups, sessions=told.sessions)
+        SessionTrees.from_shape(
+            told.shape, rewards=rows.rewards, groups=told.groups, sessions=told.sessions, weigh_sessions=False
+        )
     with times["portions"].measure():
         num_bytes = _deal_portions(batch, rows, num_ranks=num_ranks)
     return batch, profiles, assignment, num_bytes
