@@ -129,9 +129,11 @@ def first_alarm(worker: TreeTrainingWorker, trees: list[StoredTree], *, num_step
     return None
 
 
-def faults(folder: str, *, num_steps: int, dtype: str, kinds: list[str], backend: str) -> Iterator[dict[str, Any]]:
+def faults(
+    folder: str, *, num_steps: int, dtype: str, kinds: list[str], seeds: int | None, backend: str
+) -> Iterator[dict[str, Any]]:
     """Yield a line for each fault: in which step the canary saw it."""
-    cases = [(kind, seed) for kind in kinds for seed in range(SEEDS[dtype])]
+    cases = [(kind, seed) for kind in kinds for seed in range(seeds or SEEDS[dtype])]
     for kind, seed in cases:
         model = f"{folder}/{MIXTURE}" if KINDS[kind][0] == "routes" else folder
         name = FORESTS[(seed + len(kind)) % len(FORESTS)]
@@ -207,6 +209,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="faults")
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="of the faults")
+    parser.add_argument("--seeds", type=int, help="faults of a kind: 4 in float32, 2 in bfloat16")
     parser.add_argument("--backend", default="auto", help="attention backend of the faults")
     options = parser.parse_args()
     os.environ.update(ONE_RANK)
@@ -216,7 +219,12 @@ def main() -> None:
         small_qwen3(256, layers=2, vocab_size=VOCAB_SIZE).save_pretrained(folder)
         small_mixture(layers=2, vocab_size=VOCAB_SIZE).save_pretrained(f"{folder}/{MIXTURE}")
         if options.part == "faults":
-            given = {"num_steps": options.steps or 100, "kinds": options.kinds, "backend": options.backend}
+            given = {
+                "num_steps": options.steps or 100,
+                "kinds": options.kinds,
+                "seeds": options.seeds,
+                "backend": options.backend,
+            }
             lines = [line for dtype in options.dtypes for line in faults(folder, dtype=dtype, **given)]
         elif options.part == "alarms":
             lines = list(false_alarms(folder, num_steps=options.steps or 300))
