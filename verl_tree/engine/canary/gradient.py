@@ -10,7 +10,7 @@ Legend: C kinds of scores, T tree tokens, K scores of a path.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -49,7 +49,7 @@ def compare_gradient(
     Every rank calls it, without a drawn row if it has none; `number` chooses the layer. Of longer rows the first
     `max_len` tokens are compared.
     """
-    made = _RowsOfTree.around(engine, drawn, data, routes=routes, max_len=max_len) if drawn else None
+    made = _RowsOfTree(engine, drawn, data, routes=routes, max_len=max_len) if drawn else None
     layers = _layers(engine.model)
     layer = sorted(layers)[number % len(layers)]
     num_calls = gather((made.num_calls if made else NumCalls(0, 0), len(made.drawn) if made else 0))
@@ -85,31 +85,23 @@ class _RowsOfTree:
     """Some rows of one micro-batch, and the two ways to their scores."""
 
     def __init__(
-        self, engine: ModelCalls, drawn: Sequence[DrawnRow], data: TensorDict, *, routes: MiniBatchRoutes | None
-    ) -> None:
-        self._engine, self.drawn, self._routes = engine, drawn, routes
-        micro = drawn[0].micro
-        names = engine.head.names_of(calculate_entropy=False)
-        self._rows = MicroBatchRows(micro, data, names=names, shift=engine.head.shift)
-        self.num_calls = micro.num_calls("rows")
-
-    @classmethod
-    def around(
-        cls,
+        self,
         engine: ModelCalls,
         drawn: DrawnRow,
         data: TensorDict,
         *,
         routes: MiniBatchRoutes | None,
         max_len: int,
-    ) -> "_RowsOfTree":
+    ) -> None:
         """Take the rows around a drawn one, in the order of the tree."""
-        num_leaves = drawn.micro.layout.num_leaves
-        first = max(0, min(drawn.leaf - MAX_ROWS // 2, num_leaves - MAX_ROWS))
-        leaves = range(first, min(first + MAX_ROWS, num_leaves))
-        shift = engine.head.shift
-        rows = [DrawnRow.of_leaf(drawn.micro, leaf, shift=shift, max_len=max_len) for leaf in leaves]
-        return cls(engine, rows, data, routes=routes)
+        self._engine, self._routes = engine, routes
+        micro, shift = drawn.micro, engine.head.shift
+        first = max(0, min(drawn.leaf - MAX_ROWS // 2, micro.layout.num_leaves - MAX_ROWS))
+        leaves = range(first, min(first + MAX_ROWS, micro.layout.num_leaves))
+        self.drawn = [DrawnRow.of_leaf(micro, leaf, shift=shift, max_len=max_len) for leaf in leaves]
+        self.num_calls = micro.num_calls("rows")
+        names = engine.head.names_of(calculate_entropy=False)
+        self._rows = MicroBatchRows(micro, data, names=names, shift=shift)
 
     def of_tree(self) -> tuple[list[Callable[[], Tensor]], list[Callable[[], Tensor]]]:
         """Return the calls of the micro-batch, without gradient and with it."""
