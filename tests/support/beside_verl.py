@@ -60,6 +60,18 @@ SHORT_CONVS = ("lfm2", "lfm2_moe")
 """Recurrent families that compute nothing in chunks."""
 
 
+_COMPARED: set[tuple[Any, ...]] = set()
+
+
+def compares_gradient(case: Case, *, strategy: str) -> bool:
+    """Whether the canary compares a gradient: in the first case of each kind, as losses and rows do not change it."""
+    settings = (*sorted(case.model), *sorted(case.engine), case.tree.get("relay"))
+    kind = (strategy, case.family, case.is_critic, case.frozen_tower, case.sp, *settings)
+    is_new = kind not in _COMPARED
+    _COMPARED.add(kind)
+    return is_new
+
+
 def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorker:
     """Make a worker on the tree engine or verl's own."""
     # SGD shows the gradient; Adam's first step shows only its sign. The huge clip rescales nothing.
@@ -73,6 +85,9 @@ def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorke
         is_shared_out = case.engine["use_distributed_optimizer"]
         sgd = ADAM if is_shared_out else {"optimizer": "sgd", "override_optimizer_config": NO_MOMENTUM}
         make_optimizer = McoreOptimizerConfig
+    canary = (
+        {"canary": 0} if case.spoilt else {"canary_gradient_every": int(compares_gradient(case, strategy=strategy))}
+    )
     torch.manual_seed(7)  # value heads and LoRA adapters start at random
     worker = local_worker(
         str(folder),
@@ -80,7 +95,7 @@ def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorke
         max_token_len=case.capacity,
         is_critic=case.is_critic,
         model_options=case.model,
-        tree_options=case.tree | ({"canary": 0} if case.spoilt else {}),
+        tree_options=case.tree | canary,
         sequence_parallel_size=case.sp,
         freeze_vision_tower=case.frozen_tower,
         engine_options=case.engine,
