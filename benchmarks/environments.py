@@ -3,7 +3,7 @@
 A folder has files of 2 KiB. A process holds an object of a hundred MB, all of which its forks share. A game is one of
 recipes/textworld, where `scripts/setup.sh --extra textworld` has installed the package.
 
-    python benchmarks/environments.py --out docs/benchmarks/data/environments.json
+    PYTHONPATH=. python benchmarks/environments.py --out docs/benchmarks/data/environments.json
 """
 
 import asyncio

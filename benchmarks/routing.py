@@ -1,6 +1,6 @@
 """Sessions of a prompt on one rollout server or spread by verl's balancer: the recipe memory_qa with two servers.
 
-    python benchmarks/routing.py --out docs/benchmarks/data/routing.csv
+    PYTHONPATH=. python benchmarks/routing.py --out docs/benchmarks/data/routing.csv
 
 Every prompt of the recipe gets a text of its own, --prompt-tokens long, with which all contexts of its sessions start.
 The model is the recipe's with more positions. Runs alternate between the two routers, and start alike.
