@@ -143,7 +143,7 @@ class Ranks:
         """Cut a part of the slowest rank and move one side to another rank; return whether a cut gains enough."""
         giver = int(np.argmax(self._loads_s))
         groups = {part.group for part in self._shares[giver]}
-        mean_s = self._loads_s.mean()
+        mean_s = float(self._loads_s.mean())
         has_tried_others = False
         # The least loaded rank comes first. What it already holds of the same groups may leave no cut that gains.
         for _, _, receiver in self._by_load:
@@ -160,7 +160,9 @@ class Ranks:
                     part, held=held.get(part.group), times=self._times[part.group], wanted_s=wanted_s
                 )
             ]
-            best = _best_cut(cuts, loads_s=self._loads_s, giver=giver, receiver=receiver, min_gain_s=min_gain_s)
+            best = _best_cut(
+                cuts, loads_s=self._loads_s, mean_s=mean_s, giver=giver, receiver=receiver, min_gain_s=min_gain_s
+            )
             if best is not None:
                 kept, received = best[0].move(best[1], times=self._times[best[0].part.group])
                 self._before.append(tuple((rank, self._shares[rank]) for rank in (giver, receiver)))
@@ -200,7 +202,7 @@ def _places(part: GroupPart, received_s: Callable[[IntArray], FloatArray], *, wa
 
 
 def _best_cut(
-    cuts: Sequence[Cuts], *, loads_s: FloatArray, giver: int, receiver: int, min_gain_s: float
+    cuts: Sequence[Cuts], *, loads_s: FloatArray, mean_s: float, giver: int, receiver: int, min_gain_s: float
 ) -> tuple[Cuts, int] | None:
     """Return the best cut by its index; None if none lowers the slower of the two ranks by more than `min_gain_s`.
 
@@ -215,7 +217,6 @@ def _best_cut(
     gains = np.flatnonzero(loads_s[giver] - np.maximum(giver_s_K, receiver_s_K) > min_gain_s)
     if not len(gains):
         return None
-    mean_s = loads_s.sum() / len(loads_s)
     mean_s_K = mean_s + (change_s_K + received_s_K) / len(loads_s)
     score_K = mean_s_K + np.maximum(giver_s_K - mean_s_K, 0) + OVERFILL_WEIGHT * np.maximum(receiver_s_K - mean_s_K, 0)
     near_ties = gains[score_K[gains] <= score_K[gains].min() + NEAR_TIE * mean_s]

@@ -88,7 +88,7 @@ class Planner:
         planned = rows.first(num_tokens=MAX_TOKENS, num_ranks=ranks_of(self.config, "trainer"))
         factor = rows.num_groups / planned.num_groups
         own = team_size(self.config)
-        for team in _teams(self.config, self.size) if self.device else [own]:
+        for team in {own, *_teams(self.config, self.size)} if self.device else {own}:
             settings = () if team == own else tuple(f"{key}={team}" for key in team_keys(self.config))
             least = rows.longest if self.config.tree.relay == "never" else rows.longest // 4
             first = (max(2, -(-least // team)) - 1).bit_length()
