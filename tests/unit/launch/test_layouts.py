@@ -17,7 +17,7 @@ from verl_tree.functional.update_memory import ModelSize
 from verl_tree.functional.update_time import LAUNCH_S, LAUNCHES, REACHED, Device, computed_costs, exchanged_bytes
 from verl_tree.launch.run.layouts import Layout, Prediction, best_of, fitted_costs
 from verl_tree.launch.run.stored_work import Rows, micro_batches_of, predicted_s
-from verl_tree.records import StoredLeaf, StoredTree, write_trees
+from verl_tree.records import StoredLeaf, StoredTree, read_trees, write_trees
 
 BY_TOKENS = replace(CostModel.prior(), s_per_pair=0.0, s_per_pack=0.5)
 """A second for each token, half of one for each pack, a third for a token of a spine."""
@@ -72,6 +72,20 @@ def test_rows_that_teach_nothing_are_left_out(trees: Path) -> None:
     assert (every.num_left_out, every.num_tree_tokens) == (0, 6 + 4)
 
 
+def test_a_prompt_of_which_nothing_is_left_is_one_of_its_mini_batch(trees: Path, tmp_path: Path) -> None:
+    first, second = read_trees(trees)
+    dead = StoredTree(1, "d", (leaf(0, [1, 2], 0.0),))
+    write_trees(tmp_path / "with_dead.parquet", [first, dead, dead, second])
+    rows = Rows.of_file(tmp_path / "with_dead.parquet", leaves_out=True)
+    assert rows.places == (0, 3)
+    assert (rows.num_groups, rows.num_left_out) == (2, 1 + 2)
+    # Two mini-batches of two prompts, not one.
+    together = Rows.of_file(trees, leaves_out=True)
+    assert seconds(together, capacity=16) == 5 + 4 - 1 + 0.5
+    assert seconds(rows, capacity=16) == 5 + 4 + 2 * 0.5
+    assert rows.first(num_tokens=1, num_ranks=1).places == (0,)
+
+
 def test_twice_the_context_is_the_same_tree_of_twice_the_tokens(trees: Path) -> None:
     rows = Rows.of_file(trees, leaves_out=False).stretched(2)
     assert rows.tokens[0].tolist() == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
@@ -103,7 +117,7 @@ def test_a_shape_is_equal_trees_that_nobody_has_stored(trees: Path) -> None:
     assert rows.trained[0].tolist() == [False] * 3 + [True] * 3
     assert (rows.num_groups, rows.num_rows, rows.num_tree_tokens) == (2, 8, 2 * 11)
     # Copies cost what as many stored trees cost that share nothing.
-    once = Rows.of_file(trees, leaves_out=False)
+    once = replace(Rows.of_file(trees, leaves_out=False), places=None)
     size = len(once.tokens)
     groups = once.groups + tuple(tuple(row + size for row in group) for group in once.groups)
     twice = Rows(once.tokens + tuple(each + 9 for each in once.tokens), once.trained * 2, groups)

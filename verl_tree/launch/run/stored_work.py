@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -30,6 +31,7 @@ class Rows:
     groups: tuple[tuple[int, ...], ...]  # the rows of each
     copies: int = 1  # how often an update has all of this
     num_left_out: int = 0
+    places: tuple[int, ...] | None = None  # of the groups among all prompts; prompts of which nothing is left have none
 
     @classmethod
     def of_file(cls, path: Path, *, leaves_out: bool) -> Self:
@@ -38,7 +40,8 @@ class Rows:
         trained: list[np.ndarray] = []
         groups: list[tuple[int, ...]] = []
         num_left_out = 0
-        for tree in read_trees(path):
+        places: list[int] = []
+        for place, tree in enumerate(read_trees(path)):
             first = len(tokens)
             for leaf in tree.leaves:
                 advantages = leaf.token_advantages
@@ -50,11 +53,12 @@ class Rows:
                 trained.append(leaf.is_trained)
             if len(tokens) > first:
                 groups.append(tuple(range(first, len(tokens))))
+                places.append(place)
         if not groups:
             raise ValueError(
                 f"--plan {path}: an update has nothing to compute of these trees; give those of another step"
             )
-        return cls(tuple(tokens), tuple(trained), tuple(groups), num_left_out=num_left_out)
+        return cls(tuple(tokens), tuple(trained), tuple(groups), num_left_out=num_left_out, places=tuple(places))
 
     @classmethod
     def of_shape(cls, shape: str, *, num_groups: int) -> Self:
@@ -94,7 +98,10 @@ class Rows:
             return replace(self, copies=-(-num_groups // len(self.groups)))
         groups = self.groups[:num_groups]
         num_rows = groups[-1][-1] + 1
-        return replace(self, tokens=self.tokens[:num_rows], trained=self.trained[:num_rows], groups=groups)
+        places = None if self.places is None else self.places[:num_groups]
+        return replace(
+            self, tokens=self.tokens[:num_rows], trained=self.trained[:num_rows], groups=groups, places=places
+        )
 
     @property
     def num_groups(self) -> int:
@@ -132,17 +139,27 @@ def micro_batches_of(
     rows: Rows, tree: TreeConfig, *, costs: CostModel, num_ranks: int, groups_per_mini_batch: int
 ) -> list[list[tuple[TreeMicroBatch, ...]]]:
     """Deal the rows to mini-batches and ranks and cut them as a run does: by mini-batch, what each rank computes."""
-    copies = [(copy, row) for copy in range(rows.copies) for row in range(len(rows.tokens))]
-    assignment = assign_rows(
-        [[copy * len(rows.tokens) + row for row in group] for copy in range(rows.copies) for group in rows.groups],
-        profiles=rows.profiles * rows.copies,
-        model=costs,
-        num_ranks=num_ranks,
-        groups_per_mini_batch=groups_per_mini_batch,
-    )
     cut = cache(partial(_cut, rows, tree=tree, costs=costs))  # those of copies are alike
-    ranks = [[cut(_renumbered([copies[row] for row in cell])) for cell in of_rank] for of_rank in assignment.cells()]
-    return [list(of_ranks) for of_ranks in zip(*ranks, strict=True)]
+    groups = [[(copy, row) for row in group] for copy in range(rows.copies) for group in rows.groups]
+    profiles = rows.profiles * rows.copies
+    # Prompts of which nothing is left count for the size of a mini-batch, too.
+    by_mini_batch: dict[int, list[int]] = {}
+    for group, place in enumerate(range(len(groups)) if rows.places is None else rows.places):
+        by_mini_batch.setdefault(place // groups_per_mini_batch, []).append(group)
+    mini_batches = []
+    for members in by_mini_batch.values():
+        members_rows = [row for group in members for row in groups[group]]
+        bounds = np.cumsum([0, *(len(groups[group]) for group in members)])
+        assignment = assign_rows(
+            [range(start, end) for start, end in pairwise(bounds.tolist())],
+            profiles=[profiles[group] for group in members],
+            model=costs,
+            num_ranks=num_ranks,
+            groups_per_mini_batch=len(members),
+        )
+        cells = [cell for (cell,) in assignment.cells()]
+        mini_batches.append([cut(_renumbered([members_rows[row] for row in cell])) for cell in cells])
+    return mini_batches
 
 
 def _renumbered(cell: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
