@@ -15,12 +15,18 @@ Bytes of TransferQueue are those of the tensors and pickled values of one row, w
 What verl's own trainer reads is added up from the fields that its methods ask for (`VERL_READS`).
 
     python benchmarks/scale.py --out docs/benchmarks/data/scale.json
+
+With `--trees` it plans a step that a run has stored instead, and prints a page about it (`scale_page`, docs/scale.md).
+
+    python benchmarks/scale.py --trees runs/trees/step_000010.parquet --ranks 1024
 """
 
 import argparse
 import pickle
 import statistics
+import sys
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,11 +35,13 @@ import ray
 import torch
 from harness import Times, environment, new_parser, print_table, write_json
 from omegaconf import OmegaConf
+from scale_page import Question, StoredStep, add_page_options, computed_rows, model_calls, page_lines, update_times
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG, WrittenRow, leaf_shapes
 from rollout_hooks.capture.outputs import make_row
+from rollout_hooks.capture.roles import ROLE
 from verl_tree.cost.model import CostModel, WorkProfile
 from verl_tree.testing.synthetic import star, tool_fan_out, tree_search
 from verl_tree.trainer.advantages import SessionTrees
@@ -81,9 +89,27 @@ READ_WITHOUT_SHAPES = (8, 20)
 """The same for rows without shapes: input_ids | and response_mask, rm_scores."""
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """On what a step is planned, and what of it."""
+
+    num_ranks: int  # data-parallel ones
+    num_mini_batches: int
+    num_stages: int = 1  # of the pipeline that is a rank
+    leaves_out: bool = False  # rows that teach nothing
+    model: CostModel = field(default_factory=CostModel.prior)
+
+
 def main() -> None:
-    """Measure all cases, print a table and write the JSON."""
+    """Measure all cases, print a table and write the JSON; or answer a question about a stored step."""
     options = _parse_options()
+    try:
+        question = Question.take_from(options)
+        if question is not None:
+            _answer(question, options)
+            return
+    except ValueError as error:
+        sys.exit(f"scale.py: {error}")
     drawn = [_draw(SHAPES[number % len(SHAPES)], seed=options.seed + number) for number in range(NUM_DRAWN)]
     records = [_measure(*case, drawn=drawn, options=options) for case in CASES]
     print_table(
@@ -113,7 +139,58 @@ def _parse_options() -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    add_page_options(parser)
     return parser.parse_args()
+
+
+def _answer(question: Question, options: argparse.Namespace) -> None:
+    """Plan the step that is asked about, print the page and write the JSON."""
+    step = StoredStep.read(question)
+    costs = question.costs()
+    groups = step.repeated(step.shapes)
+    keys, tags = _rows(groups)  # with sessions of its own, which no plan reads
+    roles = [step.roles[row] for group in step.repeated(step.rows.groups) for row in group]
+    layout = Layout(
+        question.ranks // question.pipeline,
+        question.mini_batches,
+        num_stages=question.pipeline,
+        leaves_out=not question.all_rows,
+        model=costs,
+    )
+    record, profiles, assignment = _measure_step(
+        groups,
+        keys,
+        [tag if role is None else {**tag, ROLE: role} for tag, role in zip(tags, roles, strict=True)],
+        layout=layout,
+        repetitions=options.repetitions,
+    )
+    is_computed = computed_rows(profiles)
+    calls, costs_s = model_calls(step, assignment, is_computed=is_computed, capacity=question.capacity, costs=costs)
+    row = _row_bytes()
+    record |= {
+        "mini_batches": len(assignment.plan.num_rows),
+        "groups_per_mini_batch": -(-len(groups) // question.mini_batches),
+        "computed_rows": int(is_computed.sum()),
+        "computed_tokens": sum(int(profile.cumulative_counts[-1, 0]) for profile in profiles),
+        "idle_cells": int((calls == 0).sum()),
+        "calls": {
+            "mean": float(calls[calls > 0].mean()),
+            "least": int(calls[calls > 0].min()),
+            "most": int(calls.max()),
+        },
+        "update": update_times(
+            costs_s,
+            calls,
+            num_stages=question.pipeline,
+            whole_s=sum(costs.predict(profile.range_work(0, profile.num_leaves)) for profile in profiles),
+        ),
+    }
+    record["bytes"]["transfer_queue"] = _stored_bytes(np.concatenate(groups), row)
+    print(*page_lines(question, step, record), sep="\n")
+    write_json(
+        {"environment": environment(options), "row_bytes": row, "question": asdict(question), "step": record},
+        options.out,
+    )
 
 
 def _draw(shape: Any, *, seed: int) -> np.ndarray:
@@ -139,25 +216,32 @@ def _measure(
     num_joined = round(share_of_one * len(groups))
     if num_joined:
         groups = [_joined(groups[:num_joined]), *groups[num_joined:]]
-    keys, tags = _rows(groups)
+    layout = Layout(num_ranks, num_mini_batches)
+    return _measure_step(groups, *_rows(groups), layout=layout, repetitions=options.repetitions)[0]
+
+
+def _measure_step(
+    groups: list[np.ndarray], keys: list[str], tags: list[dict[str, Any]], *, layout: Layout, repetitions: int
+) -> tuple[dict[str, Any], list[WorkProfile], RowAssignment]:
+    """Plan a step several times; return what it costs, and the plan."""
     times = {name: Times() for name in ("tags", "profiles", "deal", "nodes", "portions")}
-    repeated = [
-        _plan(keys, tags, num_ranks=num_ranks, num_mini_batches=num_mini_batches, times=times)
-        for _ in range(options.repetitions)
-    ]
+    repeated = [_plan(keys, tags, layout=layout, times=times) for _ in range(repetitions)]
     batch, profiles, assignment, portion_bytes = repeated[-1]
+    if not np.any(assignment.predicted_s):
+        raise ValueError("an update computes no row of this step; give another one, or --all-rows")
+    dearest_leaf_s = _dearest_leaves(profiles, layout)
     shapes = np.concatenate(groups)
     num_tokens, num_shared = (int(shapes[name].sum(dtype=np.int64)) for name in ("num_tokens", "num_shared"))
     num_response = int(shapes["response_len"].sum(dtype=np.int64))
-    return {
-        "ranks": num_ranks,
+    record = {
+        "ranks": layout.num_ranks,
         "leaves": len(keys),
         "groups": len(groups),
         "largest_group": max(map(len, groups)),
         "flat_tokens": num_tokens,
         "tree_tokens": num_tokens - num_shared,
         "longest_leaf": int(shapes["num_tokens"].max()),
-        "mini_batches": num_mini_batches,
+        "mini_batches": layout.num_mini_batches,
         "seconds": {name: statistics.median(each.cpu_s) for name, each in times.items()},
         "bytes": {
             "shapes": shapes.nbytes,
@@ -170,15 +254,16 @@ def _measure(
             },
         },
         "imbalance": _imbalance(assignment),
-        "least_imbalance": _imbalance(assignment, dearest_leaf_s=_dearest_leaves(profiles, num_mini_batches)),
+        "least_imbalance": _imbalance(assignment, dearest_leaf_s=dearest_leaf_s),
         "cut_groups": assignment.num_cut_groups,
         "lost_tokens": assignment.num_lost_tokens,
         "padding_rows": assignment.num_padding,
     }
+    return record, profiles, assignment
 
 
 def _plan(
-    keys: list[str], tags: list[dict[str, Any]], *, num_ranks: int, num_mini_batches: int, times: Mapping[str, Times]
+    keys: list[str], tags: list[dict[str, Any]], *, layout: Layout, times: Mapping[str, Times]
 ) -> tuple[KVBatchMeta, list[WorkProfile], RowAssignment, int]:
     """Do what the driver does between a sampled batch and its dispatch, and for an estimator on nodes."""
     with times["tags"].measure():
@@ -186,14 +271,14 @@ def _plan(
         rows = StepRows.fetch(batch)
         num_groups = len(rows.groups)
     with times["profiles"].measure():
-        profiles = rows.profiles()
+        profiles = rows.profiles(live=rows.of_mixed_groups() if layout.leaves_out else None)
     with times["deal"].measure():
         assignment = assign_rows(
             rows.groups,
             profiles=profiles,
-            model=CostModel.prior(),
-            num_ranks=num_ranks,
-            groups_per_mini_batch=-(-num_groups // num_mini_batches),
+            model=layout.model,
+            num_ranks=layout.num_ranks,
+            groups_per_mini_batch=-(-num_groups // layout.num_mini_batches),
         )
     with times["nodes"].measure():
         told = rows.announcement(weigh_sessions=False)
@@ -201,7 +286,7 @@ def _plan(
             told.shape, rewards=rows.rewards, groups=told.groups, sessions=told.sessions, weigh_sessions=False
         )
     with times["portions"].measure():
-        num_bytes = _deal_portions(batch, rows, num_ranks=num_ranks)
+        num_bytes = _deal_portions(batch, rows, num_ranks=layout.num_ranks * layout.num_stages)
     return batch, profiles, assignment, num_bytes
 
 
@@ -281,10 +366,10 @@ def _imbalance(assignment: RowAssignment, *, dearest_leaf_s: np.ndarray | None =
     return float(slowest_s.sum() / mean_s.sum())
 
 
-def _dearest_leaves(profiles: list[WorkProfile], num_mini_batches: int) -> np.ndarray:
+def _dearest_leaves(profiles: list[WorkProfile], layout: Layout) -> np.ndarray:
     """Return the predicted time of the dearest leaf of each mini-batch."""
-    num_groups = -(-len(profiles) // num_mini_batches)
-    dearest_s = [CostModel.prior().predict_counts(profile.path_counts).max() for profile in profiles]
+    num_groups = -(-len(profiles) // layout.num_mini_batches)
+    dearest_s = [layout.model.predict_counts(profile.path_counts).max() for profile in profiles]
     return np.array([max(dearest_s[start : start + num_groups]) for start in range(0, len(profiles), num_groups)])
 
 
@@ -302,6 +387,14 @@ def _row_bytes() -> dict[str, float]:
         "tags_per_row": len(pickle.dumps({**TAGS, "prompt_len": 1000, "response_len": 1000, "seq_len": 2000})),
         "shape_per_row": len(pickle.dumps({LEAF_SHAPE_TAG: leaf_shapes([_written(2000)])[0].tobytes()})),
     }
+
+
+def _stored_bytes(shapes: np.ndarray, row: Mapping[str, float]) -> float:
+    """Return the bytes of rows in TransferQueue; `row` is of `_row_bytes`."""
+    num_tokens, num_response = (int(shapes[name].sum(dtype=np.int64)) for name in ("num_tokens", "response_len"))
+    per_row = row["per_row"] + row["tags_per_row"] + row["shape_per_row"]
+    of_tokens = row["per_prompt_token"] * (num_tokens - num_response) + row["per_response_token"] * num_response
+    return len(shapes) * per_row + of_tokens
 
 
 def _written(num_tokens: int) -> WrittenRow:
