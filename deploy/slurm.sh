@@ -4,8 +4,9 @@
 #   sbatch --nodes=2 deploy/slurm.sh data.train_files=/shared/train.parquet data.val_files=/shared/val.parquet \
 #       actor_rollout_ref.model.path=/shared/Qwen3-8B
 #
-# VENV names the environment with verl_tree; the nodes must see it, the data and the model under the same paths. Inside a
-# container, put its command (`apptainer exec --nv IMAGE`) into LAUNCH.
+# VENV names the environment with verl_tree; the nodes must see it and the model under the same paths. Inside a container,
+# put its command (`apptainer exec --nv IMAGE`) into LAUNCH. PROFILE=cpu trains without GPUs. RAY_OPTIONS are more options
+# of `ray start`, such as --num-cpus=16 where a node has fewer cores than verl asks places for.
 #SBATCH --job-name=verl-tree
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -17,6 +18,7 @@ set -euo pipefail
 VENV=${VENV:-$SLURM_SUBMIT_DIR/.venv}
 PORT=${PORT:-6379}
 read -ra LAUNCH <<<"${LAUNCH:-}"
+read -ra RAY_OPTIONS <<<"${RAY_OPTIONS:-}"
 GPUS=${SLURM_GPUS_ON_NODE:?run this with sbatch --gpus-per-node=...}
 
 mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -29,20 +31,22 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 export PATH=$VENV/bin:$PATH
 
-# on NODE command...: runs it there, beside what already runs there.
+# on NODE command...: runs it there, beside what already runs there. SLURM names a node's GPUs for AMD's libraries, too,
+# unless it knows whose they are, and verl refuses to have both names.
 on() {
   local node=$1
   shift
-  srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" --gpus-per-node="$GPUS" "${LAUNCH[@]}" "$@"
+  srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" --gpus-per-node="$GPUS" "${LAUNCH[@]}" \
+    env -u ROCR_VISIBLE_DEVICES "$@"
 }
 
-on "$HEAD" ray start --block --head --node-ip-address="$HEAD_IP" --port="$PORT" --num-gpus="$GPUS" &
+on "$HEAD" ray start --block --head --node-ip-address="$HEAD_IP" --port="$PORT" --num-gpus="$GPUS" "${RAY_OPTIONS[@]}" &
 until on "$HEAD" ray status --address="$HEAD_IP:$PORT" >/dev/null 2>&1; do
   kill -0 $! || { echo "Ray did not start on $HEAD" >&2; exit 1; }
   sleep 2
 done
 for node in "${NODES[@]:1}"; do
-  on "$node" ray start --block --address="$HEAD_IP:$PORT" --num-gpus="$GPUS" &
+  on "$node" ray start --block --address="$HEAD_IP:$PORT" --num-gpus="$GPUS" "${RAY_OPTIONS[@]}" &
 done
 
 # verl refuses to start with fewer GPUs than it is told of, so all nodes must have joined.
@@ -53,4 +57,4 @@ until [[ $(on "$HEAD" python -c "$COUNT" | tail -n 1) == $((GPUS * ${#NODES[@]})
 done
 
 # The job ends with the driver, and SLURM ends Ray with the job.
-on "$HEAD" python -m verl_tree.main_ppo profile=gpu trainer.nnodes="${#NODES[@]}" trainer.n_gpus_per_node="$GPUS" "$@"
+on "$HEAD" python -m verl_tree.main_ppo profile="${PROFILE:-gpu}" trainer.nnodes="${#NODES[@]}" trainer.n_gpus_per_node="$GPUS" "$@"

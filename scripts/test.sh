@@ -37,25 +37,27 @@ source scripts/steps.sh
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 WANDB_MODE=offline
 PATH=$PWD/$VENV/bin:$PATH
 
-# Pages of trees are tested in a browser. Where none is found it is installed if that needs no question (Debian or Ubuntu
-# as root, 20 s); else those tests are skipped and say so.
-browser() {
+# from_debian COMMANDS PACKAGES...: installs packages unless one of the commands is there, if that needs no question (Debian
+# or Ubuntu as root, 20 s); else the tests that use them are skipped and say so. Pages of trees are tested in a browser,
+# deploy/slurm.sh by SLURM.
+from_debian() {
   local name
-  for name in chromium chromium-browser google-chrome; do
+  for name in $1; do
     command -v "$name" >/dev/null && { echo "$name is there"; return; }
   done
   if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
     export DEBIAN_FRONTEND=noninteractive
     timeout 60 apt-get -qq update >/dev/null 2>&1 &&
-      timeout 120 apt-get -qq -y --no-install-recommends install chromium >/dev/null 2>&1 &&
-      { echo "chromium installed"; return; }
+      timeout 120 apt-get -qq -y --no-install-recommends install "${@:2}" >/dev/null 2>&1 &&
+      { echo "$2 installed"; return; }
   fi
-  echo "no browser: its tests are skipped"
+  echo "no $2: its tests are skipped"
 }
 
-if [[ $LANE == all || $LANE == fast ]]; then
-  show "browser" browser
-fi
+case $LANE in
+  all | fast) show "browser" from_debian 'chromium chromium-browser google-chrome' chromium ;;
+  long) from_debian slurmctld slurmctld slurmd slurm-client munge ;;
+esac
 
 # side_by_side JOBS...: runs pytest on each job, which may name several paths, in a process of its own. The job `style` is
 # style, types and import contracts; `tests.fuzz.NAME` and `tests/fuzz/NAME` draw features or agents together. Ray keeps

@@ -10,7 +10,7 @@ the terminal at once, and so is a wrong value.
 import gc
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl_tree.launch.run.console import Console, announce
 from verl_tree.launch.run.ending import AfterRay, ended_in_brief, refused_in_brief
@@ -92,16 +92,25 @@ def bound_paths(config: "DictConfig") -> None:
 def train(config: "DictConfig") -> None:
     """Start Ray and run the task runner under the watchdog; the configuration is one of `prepare`.
 
-    If every session of a step failed, or a process fails, dies or hangs, this process ends with the cause.
+    If a node of the cluster lacks what the run needs, if every session of a step failed, or if a process fails, dies or
+    hangs, this process ends with the cause.
     """
     from verl.trainer.main_ppo import run_ppo
     from verl.utils.device import auto_set_device
 
+    from verl_tree.launch.run.nodes import check_nodes, on_this_node
     from verl_tree.trainer.task_runner import TreeTaskRunner
 
     auto_set_device(config)
     with ended_in_brief(config) as set_handler:
-        run_ppo(config, task_runner_class=AfterRay(TreeTaskRunner, set_handler))
+
+        def first() -> dict[str, Any]:
+            set_handler()
+            with refused_in_brief():
+                check_nodes(config)
+            return on_this_node()
+
+        run_ppo(config, task_runner_class=AfterRay(TreeTaskRunner, first))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,11 @@ class FaultyRun:
         """The file with the phases that were entered."""
         return self.folder / f"{self.name}.marks"
 
+    @property
+    def command(self) -> list[str]:
+        """What starts the run."""
+        return [each.replace("verl_tree.main_ppo", "marked_run") for each in command(self.folder, *self.overrides)]
+
     def variables(self) -> dict[str, str]:
         """Return the environment of the run's processes."""
         variables = environment(self.folder / f"{self.name}.jsonl")
@@ -42,10 +47,9 @@ class FaultyRun:
         return variables | {MARKS_VARIABLE: str(self.marks)}
 
     def __enter__(self) -> "FaultyRun":
-        arguments = [each.replace("verl_tree.main_ppo", "marked_run") for each in command(self.folder, *self.overrides)]
         with (self.folder / f"{self.name}.log").open("w") as log:
             self.process = subprocess.Popen(
-                arguments, env=self.variables(), cwd=self.folder, stdout=log, stderr=subprocess.STDOUT
+                self.command, env=self.variables(), cwd=self.folder, stdout=log, stderr=subprocess.STDOUT
             )
         return self
 

@@ -5,7 +5,8 @@ What differs from `PPOTrainer` (verl 0.9.1), each through an overridden method:
 - Rows (`_balance_batch`): a prompt group stays in one mini-batch, and on one rank unless the ranks would be too uneven
   (`batching`). The order does not depend on when rows arrived. The workers' fitted cost model balances the ranks.
   Advantages, metrics and dumps leave padding rows out (`padding`). `tree.rows` may leave out others (`chosen_rows`).
-- Workers (`_init_resource_pool_mgr`, `_update_*`) cut mini-batches as planned here (`worker`).
+- Workers (`_init_resource_pool_mgr`, `_update_*`) cut mini-batches as planned here (`worker`); those of one node are on
+  the trainer's (`pools`).
 - A teacher may be the reference workers' model (`teacher`).
 - Columns of tokens are read and written by the ranks (`beside_rows`, behind verl's mode).
 - Log-probs of the rollout engine (`_compute_old_log_prob`) are compared with the trainer's (`log_prob_guard`).
@@ -45,6 +46,7 @@ from verl_tree.records import StoredTree
 from verl_tree.trainer import advantages
 from verl_tree.trainer.advantages import REWARDS_ONLY
 from verl_tree.trainer.hybrid_worker import TreeActorRolloutRefWorker
+from verl_tree.trainer.pools import PoolsNearTrainer
 from verl_tree.trainer.row_keys import number_sessions
 from verl_tree.trainer.rows import replay
 from verl_tree.trainer.rows.batching import MiniBatchPlan, assign_rows
@@ -112,6 +114,7 @@ class TreeTrainer(TeacherOnRanks, ResumableTrainer):
         for role in self.role_worker_mapping:
             worker = TreeTrainingWorker if role == Role.Critic else self.actor_worker
             self.role_worker_mapping[role] = ray.remote(worker)
+        self.resource_pool_manager = PoolsNearTrainer(self.resource_pool_manager.resource_pool_spec, self.mapping)
 
     @override
     def _fetch_one_gen_batch(self) -> TensorDict:

@@ -175,8 +175,13 @@ def test_a_handler_that_ray_sets_is_replaced_before_the_actor_starts(tmp_path: P
         ours = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         runner = Runner()
-        assert AfterRay(runner, set_handler).options(runtime_env="nsight").remote() == ours
-        assert runner.made_with == {"runtime_env": "nsight"}
+
+        def first() -> dict[str, str]:
+            set_handler()
+            return {"scheduling_strategy": "SPREAD"}
+
+        assert AfterRay(runner, first).options(runtime_env="nsight").remote() == ours
+        assert runner.made_with == {"runtime_env": "nsight", "scheduling_strategy": "SPREAD"}
 
 
 def save(root: Path, step: int, *, is_complete: bool) -> None:

@@ -74,7 +74,14 @@ def test_ray_gets_the_environment_and_the_logical_gpus(monkeypatch: pytest.Monke
 
 def test_a_running_cluster_keeps_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
-    config = resolved()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", "/of/the/shell")
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret")
+    config = resolved("+ray_kwargs.ray_init.runtime_env.env_vars.WANDB_DIR=/of/the/command")
     set_ray_options(config, {})
+    # Its processes have the environment of `ray start`.
+    variables = config.ray_kwargs.ray_init.runtime_env.env_vars
+    assert (variables.WANDB_MODE, variables.WANDB_DIR) == ("offline", "/of/the/command")
+    assert "WANDB_API_KEY" not in variables
     assert config.ray_kwargs.ray_init.num_gpus is None
     assert config.ray_kwargs.ray_init.num_cpus is None

@@ -15,12 +15,13 @@ import psutil
 import pytest
 import ray
 from ray.core.generated.common_pb2 import ActorDeathCause
+from ray.exceptions import RpcError
 from ray.util.state.common import ActorState, protobuf_message_to_dict
 
 from rollout_hooks.capture.running import OpenSessions
 from verl_tree.config import WatchdogConfig
 from verl_tree.launch.run.actors import describe_generation
-from verl_tree.launch.run.watchdog import INTERRUPT, Watchdog, _engine_processes, _is_running, watch_run
+from verl_tree.launch.run.watchdog import INTERRUPT, Watchdog, _engine_processes, _is_running, _Watch, watch_run
 
 
 def actor(
@@ -213,6 +214,16 @@ def test_an_engine_that_is_gone_is_the_cause_only_if_no_actor_died(
     finding = watchdog.look()
     assert finding is not None
     assert finding.cause.startswith(cause)
+
+
+def test_a_head_that_does_not_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While Ray's head gives up a node that is lost, the watchdog must live: it tells of the loss."""
+
+    def ask(*_: object) -> list[ActorState]:
+        raise RpcError("Deadline Exceeded")
+
+    monkeypatch.setattr("verl_tree.launch.run.watchdog._ask", ask)
+    assert not _Watch(WatchdogConfig()).look()
 
 
 def test_disabled_watchdog_starts_nothing() -> None:

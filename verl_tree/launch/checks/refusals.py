@@ -73,7 +73,7 @@ def refusal_here(config: DictConfig, key: str, remedy: str, *, brings_code: bool
 
     `brings_code` says that it is a module, which Ray's runtime environment may bring along.
     """
-    # verl reads the data, the model and the loops in Ray processes that it pins to no node. Fine-tuning has no Ray.
+    # Ray processes on other nodes read the model and the loops. Fine-tuning has no Ray.
     other_machines = "ray_kwargs" in config and (config.trainer.nnodes > 1 or joins_running_cluster(config))
     if other_machines or (brings_code and _has_own_modules(config)):
         remedy = f"{remedy} (a warning only: the training run's processes may see other files than this one)"

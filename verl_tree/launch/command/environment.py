@@ -26,6 +26,21 @@ either, so they are off there. Elsewhere dashboards need them.
 """
 
 
+LOGGERS_VARIABLES = (
+    "VERL_FILE_LOGGER_PATH",
+    "VERL_FILE_LOGGER_ROOT",
+    "TENSORBOARD_DIR",
+    "WANDB_MODE",
+    "WANDB_DIR",
+    "WANDB_PROJECT",
+    "HF_HUB_OFFLINE",
+)
+"""What a shell says of where metrics go, and whether a network is asked; none is a secret.
+
+Processes of a running cluster have the environment of its `ray start`, not that of the command.
+"""
+
+
 def ray_env_vars(config: DictConfig) -> dict[str, str]:
     """Return the environment variables that the driver and every Ray actor of the training run need."""
     variables = {
@@ -71,8 +86,11 @@ def set_ray_options(config: DictConfig, variables: dict[str, str]) -> None:
     """Set in `ray_kwargs.ray_init` the processes' environment variables and whether Ray joins or starts a cluster."""
     ray_init = config.ray_kwargs.ray_init
     with open_dict(ray_init):
-        ray_init.runtime_env.env_vars = {**(ray_init.runtime_env.get("env_vars") or {}), **variables}
+        given = {**(ray_init.runtime_env.get("env_vars") or {}), **variables}
+        ray_init.runtime_env.env_vars = given
         if joins_running_cluster(config):
+            here = {name: os.environ[name] for name in LOGGERS_VARIABLES if name in os.environ}
+            ray_init.runtime_env.env_vars = here | given
             # Ray refuses sizes for a cluster that it did not start.
             ray_init.num_cpus = None
             ray_init.num_gpus = None

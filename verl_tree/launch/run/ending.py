@@ -16,9 +16,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,8 @@ def ended_in_brief(config: "DictConfig") -> Iterator[Callable[[], object]]:
     The first of these that knows decides: the watchdog, which explains errors and its own interrupt; SIGTERM; Ctrl-C.
     Then Ray is stopped, so that the console still hears its last lines; the ending is told behind them.
 
-    The body must run in the main thread. Yields a function for `AfterRay`.
+    The body must run in the main thread. Yields a function to be called once Ray has started: `ray.init` (Ray 2.60)
+    sets a handler of SIGTERM under which the process would abort while it waits for Ray.
 
     Raises:
         SystemExit: The process shall end so.
@@ -201,17 +202,17 @@ def _ended_by_term(config: "DictConfig") -> Iterator[Callable[[], object]]:
 class AfterRay:
     """A task runner class for verl's `run_ppo` that calls `first` between Ray's start and the actor's.
 
-    `ray.init` (Ray 2.60) sets a handler of SIGTERM under which the process would abort while it waits for Ray.
+    `first` returns Ray's options for the actor, beside those that verl gives.
     """
 
     runner: Any
-    first: Callable[[], object]
+    first: Callable[[], Mapping[str, Any]]
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     def options(self, **options: Any) -> "AfterRay":
         """Return the class with Ray's options."""
-        return AfterRay(self.runner.options(**options), self.first)
+        return AfterRay(self.runner, self.first, options)
 
     def remote(self) -> Any:
         """Start the actor."""
-        self.first()
-        return self.runner.remote()
+        return self.runner.options(**self.given, **self.first()).remote()

@@ -118,6 +118,7 @@ class Watchdog:
 
         Raises:
             RayStateApiException: Ray's dashboard does not answer.
+            RayError: Ray's head does not answer.
             requests.RequestException: Ray's dashboard does not answer.
         """
         actors = _ask(list_actors)
@@ -237,7 +238,7 @@ class _Watch(threading.Thread):
         """Look once, keep the report, and return whether something is wrong."""
         try:
             failure = self._watchdog.look()
-        except (RayStateApiException, requests.RequestException) as error:
+        except (RayStateApiException, RayError, requests.RequestException) as error:
             if self._stopped.is_set():
                 return False
             logger.warning("the watchdog cannot ask Ray about its processes: %s", error)
