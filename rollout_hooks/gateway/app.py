@@ -74,6 +74,8 @@ class Gateway:
         self.api_key = secrets.token_urlsafe(32) if api_key is None else api_key
         self.limits = limits or GatewayLimits()
         self._sessions: dict[str, GatewaySession] = {}
+        # Counted, not summed over the sessions: each request asks for it twice, and there may be thousands of sessions.
+        self._num_calls = 0
         self._num_waiting_bytes = 0
         # Not asyncio's own threads: agents of this process may fill those with work that waits for the gateway.
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="gateway")
@@ -117,8 +119,11 @@ class Gateway:
 
     @property
     def num_calls(self) -> int:
-        """Calls to the engine in flight, in all open sessions."""
-        return sum(len(session.running) for session in self._sessions.values())
+        """Calls to the engine in flight, those of sessions that are being closed too."""
+        return self._num_calls
+
+    def _call_ended(self, _: "asyncio.Task[None]") -> None:
+        self._num_calls -= 1
 
     def _make_app(self) -> FastAPI:
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -170,6 +175,9 @@ class Gateway:
             is_retry = request.headers.get(RETRY_HEADER, "0") != "0"
             state = request.headers.get(STATE_HEADER)
             calls = session.start(turn, body=raw, is_retry=is_retry, role=_role(request), state=state)
+            self._num_calls += len(calls)
+            for call in calls:
+                call.task.add_done_callback(self._call_ended)
             request.state.fates = [call.fate for call in calls]  # for `server`
             if getattr(request.state, "is_lost", False):
                 for call in calls:

@@ -242,7 +242,11 @@ async def test_closing_a_session_refuses_requests_and_cancels_what_does_not_end(
     asked = asyncio.create_task(client.chat.completions.create(model="policy", messages=user("q")))
     while not server.gateway.num_calls:
         await asyncio.sleep(0.01)
-    await server.gateway.close_session("s", timeout_s=0.05)
+    closing = asyncio.create_task(server.gateway.close_session("s", timeout_s=0.05))
+    await asyncio.sleep(0)
+    assert server.gateway.num_calls == 1  # the session is gone, and its call still runs
+    await closing
+    assert server.gateway.num_calls == 0
     with pytest.raises(openai.InternalServerError, match="session was closed") as raised:
         await asked
     assert raised.value.status_code == 503
