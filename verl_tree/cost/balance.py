@@ -98,12 +98,23 @@ def balance(
 def _deal_whole(
     wholes: Sequence[GroupPart], *, profiles: Sequence[WorkProfile], rank_num_rows: Sequence[int]
 ) -> Balance:
-    """Give the dearest group that is left to the least loaded rank, until none is left."""
+    """Give the dearest group that is left to the least loaded rank, until none is left.
+
+    Groups that cost nothing, because an update leaves them out, go to the ranks with fewest rows: their old log-probs
+    are computed, and one rank would get them all.
+    """
     shares: list[list[GroupPart]] = [[] for _ in rank_num_rows]
     heap = [(0.0, num_rows, rank) for rank, num_rows in enumerate(rank_num_rows)]
     heapq.heapify(heap)
-    for part in sorted(wholes, key=lambda part: -part.cost_s):
+    for part in sorted((each for each in wholes if each.cost_s), key=lambda part: -part.cost_s):
         load_s, num_rows, rank = heapq.heappop(heap)
         shares[rank].append(part)
         heapq.heappush(heap, (load_s + part.cost_s, num_rows + profiles[part.group].num_leaves, rank))
+    by_rows = [(num_rows, rank) for _, num_rows, rank in heap]
+    heapq.heapify(by_rows)
+    idle = [each for each in wholes if not each.cost_s]
+    for part in sorted(idle, key=lambda part: -profiles[part.group].num_leaves):
+        num_rows, rank = heapq.heappop(by_rows)
+        shares[rank].append(part)
+        heapq.heappush(by_rows, (num_rows + profiles[part.group].num_leaves, rank))
     return Balance.from_shares(shares)

@@ -121,6 +121,16 @@ def test_equally_loaded_ranks_are_served_by_their_rows():
     assert bounds(result) == [[], [(0, 1, 2)], [(0, 0, 1)]]
 
 
+def test_groups_that_an_update_leaves_out_are_dealt_by_their_rows():
+    """Their old log-probs are computed, and the others wait for the rank with most of them."""
+    live, other = group_of([(0, 9), (1, 8)]), group_of([(0, 4)])
+    idle = replace(live, path_counts=0 * live.path_counts, cumulative_counts=0 * live.cumulative_counts)
+    result = balanced([live, idle, other, idle, idle, idle], num_ranks=3, cut_groups=False)
+    assert result.loads_s == (17, 4, 0)
+    assert [sum(part.end - part.start for part in share) for share in result.shares] == [4, 3, 4]
+    assert result.shares[0][0].group == 0
+
+
 def test_a_cut_that_saves_nothing_is_not_made():
     """Duplicates, and leaves whose shared prompt is nearly all they have: both sides cost as much as the whole."""
     assert balanced([group_of([(0, 9), (9, 0), (9, 0)])], num_ranks=2).num_cut_groups == 0
