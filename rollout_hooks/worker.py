@@ -11,6 +11,7 @@ import asyncio
 import copy
 import logging
 import time
+import uuid
 from typing import Any, cast
 
 import ray
@@ -25,7 +26,7 @@ from rollout_hooks.capture.image_runs import IMAGES_FIELD, image_runs, thumbnail
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG, WrittenRow, leaf_shapes
 from rollout_hooks.capture.outputs import PromptFailed, SessionFailed, TreeAgentLoopOutput, is_reward, row_reward
 from rollout_hooks.capture.recording import recording_client
-from rollout_hooks.capture.report import CaptureReport, FailedSession
+from rollout_hooks.capture.report import ENDED, CaptureReport, FailedSession
 from rollout_hooks.capture.roles import ROLE
 from rollout_hooks.capture.rows import RowLimits, images_of_row, session_rows
 from rollout_hooks.capture.running import RUNNING, OpenSessions, PromptProgress, Session, keep_for_the_report
@@ -72,6 +73,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
         self._session: Session | None = None
         """Set on the copies that run sessions, never on the worker itself."""
         self._has_told_drift = False
+        self._num_ended, self._name = 0, uuid.uuid4().hex
 
     async def drain_capture_report(self, partition: str) -> CaptureReport:
         """Return and clear the report of this worker; see `TreeAgentLoopManager.drain_capture_report`."""
@@ -89,7 +91,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
     ) -> None:
-        """Run the sessions of one prompt, and keep count of those that fail."""
+        """Run the sessions of one prompt, keep count of those that fail, and say that it has ended."""
         rollout = self.config.actor_rollout_ref.rollout
         num_sessions = rollout.val_kwargs.n if trajectory["validate"] else rollout.n
         uid = prompt["uid"]
@@ -98,6 +100,8 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
             await super()._run_prompt(prompt, sampling_params, trajectory, trace)
         finally:
             del self._prompts[uid]
+            self._num_ended += 1
+            await tq.async_kv_put(key=self._name, partition_id=ENDED, tag={"num": self._num_ended})
 
     async def _run_agent_loop(
         self,

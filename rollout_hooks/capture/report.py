@@ -6,6 +6,12 @@ from rollout_hooks.capture.call_kinds import CallKind
 from rollout_hooks.capture.recorded import CallStatus, LeftOut
 from rollout_hooks.capture.session_tree import SessionTree
 
+ENDED = "ended_prompts"
+"""The partition of TransferQueue with a key for each worker, whose tag `num` counts the prompts that have ended there.
+
+Whoever waits for prompts asks for these few numbers, not again and again for the tags of all rows.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class FailedSession:

@@ -5,6 +5,7 @@ A failure here after an upgrade of verl names the seam that moved; the modules n
 
 import inspect
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base import Worker
+from verl.single_controller.ray.base import RayResourcePool, ResourcePoolManager
 from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
 from verl.trainer.ppo import padding_utils
 from verl.trainer.ppo.v1 import trainer_base, trainer_separate_async
@@ -33,6 +35,7 @@ from verl.utils.skip import rollout_skip
 
 from verl_tree.launch.command.composition import compose_config
 from verl_tree.trainer.modes import TREE_TRAINERS, TreePPOTrainerSeparateAsync, TreePPOTrainerSync
+from verl_tree.trainer.pools import TRAINING
 from verl_tree.trainer.rows.padding import shorten
 from verl_tree.trainer.starts.resumable import DUMP_KEYS, ResumableTrainer
 from verl_tree.trainer.teacher import TeacherOnRanks
@@ -174,16 +177,6 @@ def test_padding_template_has_the_fields_that_are_shortened() -> None:
     assert (short_tag["prompt_len"], short_tag["response_len"], short_tag["seq_len"]) == (1, 1, 2)
 
 
-def test_the_replay_buffer_waits_for_its_poll_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "poll_interval" in parameters_of(ReplayBuffer.__init__)
-    buffer = TreePPOTrainerSync(compose_config(["profile=cpu", "actor_rollout_ref.model.path=unused"])).replay_buffer
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    buffer.poll_interval = 12.5
-    buffer._wait_for_next_poll("train", time.time())
-    assert slept == [12.5]
-
-
 class _NoSetup(trainer_base.PPOTrainer):
     """Stands between verl's separate trainer and its base; it starts nothing."""
 
@@ -293,6 +286,30 @@ def test_prompts_are_sampled_by_step_and_the_sort_is_stable() -> None:
     buffer.prompt_global_steps["train"] = {"a": 2, "b": 1, "c": 2, "d": 1}
     uids, _, _ = buffer._select_prompt_uids("train", ["c", "d", "a", "b"], 3)
     assert uids == ["d", "b", "c"]
+
+
+def test_a_buffer_waits_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verl_tree.trainer.rows.replay_buffer` looks while it waits, and notes what is waited for and what is there."""
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    buffer = ReplayBuffer("sync", {}, None, "drop", {}, poll_interval=12.5)
+    assert buffer._wait_for_next_poll("train", now := time.time()) == now
+    assert slept == [12.5]
+    assert parameters_of(ReplayBuffer.sample) == ["self", "global_steps", "partition_id", "batch_size"]
+    waits = ["self", "global_steps", "partition_id", "target_count"]
+    assert parameters_of(ReplayBufferAsync.wait_for_sampleable) == waits
+    buffer.finished_keys["train"], buffer.failure_keys["train"] = {"a", "b"}, {"c"}
+    assert buffer._sampleable_terminal_keys("train", ({"a"}, set(), set(), Counter())) == {"b", "c"}
+    assert "self._sync_metadata_from_transfer_queue()" in inspect.getsource(ReplayBuffer.sample)
+
+
+def test_ranks_of_a_pool_may_ask_for_a_resource_of_one_node() -> None:
+    pool = RayResourcePool([2, 2])
+    assert (pool.store, pool.accelerator_type) == ([2, 2], None)
+    assert "bundle[self.accelerator_type] = 1e-4" in inspect.getsource(RayResourcePool.get_placement_groups)
+    manager = ResourcePoolManager({TRAINING: [2]}, {})
+    assert 'global_pool_id = "global_pool"' in inspect.getsource(trainer_base.PPOTrainer._init_resource_pool_mgr)
+    assert list(manager.resource_pool_spec) == [TRAINING]
 
 
 def test_generations_are_written_to_a_file_named_by_the_step(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import transfer_queue as tq
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
+from rollout_hooks.capture.report import ENDED
 from verl_tree.trainer.rows.no_trajectory import NoTrajectoryError
 from verl_tree.trainer.rows.replay_buffer import POLL_INTERVAL_S, TreeReplayBuffer, TreeReplayBufferAsync
 
@@ -35,11 +36,15 @@ def row(seq_len: int) -> dict[str, Any]:
     return {"status": "success", "seq_len": seq_len, "min_global_steps": 1, "max_global_steps": 1}
 
 
+def _listed(tags: dict[str, dict[str, Any]], partition_id: str) -> dict[str, dict[str, Any]]:
+    return {partition_id: {key: dict(tag) for key, tag in tags.items()}} if partition_id == "train" else {}
+
+
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     """TransferQueue's tags of the partition `train`, without a cluster."""
     tags: dict[str, dict[str, Any]] = {}
-    monkeypatch.setattr(tq, "kv_list", lambda: {"train": {key: dict(tag) for key, tag in tags.items()}})
+    monkeypatch.setattr(tq, "kv_list", lambda partition_id="train": _listed(tags, partition_id))
     monkeypatch.setattr(tq, "kv_clear", lambda *, keys, partition_id: [tags.pop(key, None) for key in keys])  # noqa: ARG005
     return tags
 
@@ -59,6 +64,33 @@ def test_of_equally_old_prompts_the_first_drawn_is_the_first_sampled(
     expected = ["000000077-y_0_0", *(f"{number:09d}-x_0_0" for number in range(19))]
     assert sorted(batch.keys) == sorted(expected)
     assert len(batch.keys) == 20
+
+
+@pytest.mark.parametrize(("filters", "num_lists"), [(False, 2), (True, 4)])
+def test_rows_are_listed_when_as_many_prompts_as_are_missing_have_ended(
+    queue: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, filters: bool, num_lists: int
+) -> None:
+    """Each look is answered by two workers' counts; one prompt more has ended each time. A filter replaces some."""
+    lists, looks = [], itertools.count()
+
+    def kv_list(partition_id: str | None = None) -> dict[str, Any]:
+        if partition_id is None:
+            lists.append(dict(queue))
+            return {"train": lists[-1]}
+        assert partition_id == ENDED
+        num_ended = min(next(looks), 6)
+        for number in range(num_ended):
+            queue[f"{number:09d}-x"] = prompt(step=1)
+            queue[f"{number:09d}-x_0_0"] = row(3)
+        return {ENDED: {"w1": {"num": num_ended // 2}, "w2": {"num": num_ended - num_ended // 2}}}
+
+    monkeypatch.setattr(tq, "kv_list", kv_list)
+    monkeypatch.setattr(tq, "kv_batch_get", lambda *, keys, **_: {"rm_scores": [torch.ones(1) for _ in keys]})
+    of_filter = {"filter_groups_metric": "reward", "refill_fn": print, "train_batch_size": 6, "gen_batch_size": 1}
+    of_run = settings(trainer_mode="sync", poll_interval=0.0) | (of_filter if filters else {})
+    batch, _ = TreeReplayBuffer(**of_run).sample(global_steps=1, partition_id="train", batch_size=6)
+    assert len(batch.keys) == 6
+    assert len(lists) == num_lists
 
 
 def test_stale_prompts_are_counted_with_all_they_take_along(queue: dict[str, dict[str, Any]]) -> None:

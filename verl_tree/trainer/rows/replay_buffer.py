@@ -2,25 +2,35 @@
 
 verl sorts the ended prompts by their step only, and they come from a set: which of the equally old ones are trained
 first would change from run to run. Our uids sort in the order in which the prompts were drawn.
+
+verl lists the tags of all rows at every look for ended prompts, which takes long with many rows (docs/scale.md). Here a
+look asks how many prompts have ended, and rows are listed when these may be enough.
 """
 
 import copy
 import inspect
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Set
 from typing import Any, Self
 
+import transfer_queue as tq
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from typing_extensions import override
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
+from rollout_hooks.capture.report import ENDED
 from rollout_hooks.capture.roles import ROLE
 from verl_tree.trainer.row_keys import RowKey, parse_row_key
 from verl_tree.trainer.rows.no_trajectory import NoTrajectoryError
 
 POLL_INTERVAL_S = 0.05
 """Seconds between two looks for ended prompts; with verl's 2 s a generation phase takes up to 2 s longer."""
+LIST_INTERVAL_S, LIST_SHARE = 2.0, 0.1
+"""Rows are listed after so long in any case, as by verl: a prompt may have failed, or others may write. But not for a
+larger share of the time than this.
+"""
 
 
 def dropped_metrics(uids: Set[str], lens: Mapping[RowKey, int]) -> dict[str, float]:
@@ -45,6 +55,11 @@ class TreeReplayBuffer(ReplayBuffer):
 
     max_failed: int | None = None
     _num_failed = 0
+    _num_wanted, _num_sampleable = 1, 0
+    """Prompts that are waited for, and those that were there when rows were listed."""
+    _num_listed: int | None = None
+    """Prompts that had ended by then, as our workers count; None where others run the sessions."""
+    _next_list_s = 0.0
 
     @classmethod
     def like(cls, buffer: ReplayBuffer, *, max_failed: int) -> Self:
@@ -56,6 +71,40 @@ class TreeReplayBuffer(ReplayBuffer):
         made = cls(**settings)
         made.max_failed = max_failed
         return made
+
+    @override
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
+        self._num_wanted = batch_size
+        return super().sample(global_steps, partition_id, batch_size)
+
+    @override
+    def _sync_metadata_from_transfer_queue(self) -> None:
+        started_s = time.monotonic()
+        # Asked before: who ends meanwhile is listed twice, not overlooked.
+        self._num_listed = num_ended()
+        super()._sync_metadata_from_transfer_queue()
+        now_s = time.monotonic()
+        self._next_list_s = now_s + max(LIST_INTERVAL_S, (now_s - started_s) / LIST_SHARE)
+
+    @override
+    def _sampleable_terminal_keys(
+        self, partition_id: str, eviction_reasons: tuple[set[str], set[str], set[str], Counter]
+    ) -> set[str]:
+        keys = super()._sampleable_terminal_keys(partition_id, eviction_reasons)
+        self._num_sampleable = len(keys)
+        return keys
+
+    @override
+    def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
+        """Wait until as many prompts have ended as are missing; of a filter any of them, because it replaces some."""
+        missing = 1 if self.filter_groups_metric else max(1, self._num_wanted - self._num_sampleable)
+        while True:
+            last_debug_time = super()._wait_for_next_poll(partition_id, last_debug_time)
+            ended = num_ended()
+            if ended is None or self._num_listed is None or time.monotonic() >= self._next_list_s:
+                return last_debug_time
+            if ended - self._num_listed >= missing:
+                return last_debug_time
 
     @override
     def _select_prompt_uids(
@@ -118,12 +167,23 @@ class TreeReplayBuffer(ReplayBuffer):
         return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
 
 
+def num_ended() -> int | None:
+    """Count the prompts that have ended, successfully or not; None if no worker of ours has said so."""
+    tags = tq.kv_list(ENDED).get(ENDED)
+    return sum(tag["num"] for tag in tags.values()) if tags else None
+
+
 class TreeReplayBufferAsync(ReplayBufferAsync, TreeReplayBuffer):
     """verl's asynchronous buffer in the order in which prompts were drawn; it counts what staleness drops."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._dropped: tuple[set[str], dict[RowKey, int]] = (set(), {})
+
+    @override
+    def wait_for_sampleable(self, global_steps: int, partition_id: str, target_count: int) -> tuple[set[str], dict]:
+        self._num_wanted = target_count
+        return super().wait_for_sampleable(global_steps, partition_id, target_count)
 
     @override
     def _evict_terminal_groups(
