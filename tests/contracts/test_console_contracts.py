@@ -7,12 +7,14 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 from ray._private.ray_constants import LOGGER_FORMAT
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray._private.worker import print_to_stdstream
 from scripted_llm import tokenizer
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.utils.logging_utils import configure_verl_logging
 from verl.utils.tokenizer.continuous_token_wiring import infer_continuous_token_model_family
 
+from verl_tree.launch.command.environment import JOB_VARIABLE
 from verl_tree.launch.run.lines import LineFilter, split_process, without_colours
 
 
@@ -80,3 +82,7 @@ def test_a_model_type_that_verl_has_no_rules_for_is_a_line_for_the_log(
     (line,) = (verls_line.format(record) for record in caplog.records)
     assert line.startswith("WARNING:")
     assert not LineFilter().shows(line)
+
+
+def test_the_command_of_a_job_is_told_of_its_environment() -> None:
+    assert RAY_JOB_CONFIG_JSON_ENV_VAR == JOB_VARIABLE

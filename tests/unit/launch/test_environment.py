@@ -1,10 +1,12 @@
 """What the processes of a training run get from the entry point: environment variables and Ray's options."""
 
+import json
+
 import pytest
 from input_cases import resolved
 
 from verl_tree.launch.checks.settings import check_secrets as variables_check
-from verl_tree.launch.command.environment import ray_env_vars, set_ray_options
+from verl_tree.launch.command.environment import JOB_VARIABLE, ray_env_vars, set_ray_options
 
 
 def test_processes_learn_the_plugin_and_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,5 +85,11 @@ def test_a_running_cluster_keeps_its_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     variables = config.ray_kwargs.ray_init.runtime_env.env_vars
     assert (variables.WANDB_MODE, variables.WANDB_DIR) == ("offline", "/of/the/command")
     assert "WANDB_API_KEY" not in variables
+    # Of a submitted job they have that, too, and Ray refuses a value for a variable that the job has set.
+    monkeypatch.setenv(JOB_VARIABLE, json.dumps({"runtime_env": {"env_vars": {"WANDB_MODE": "offline"}}}))
+    job = resolved()
+    set_ray_options(job, {})
+    assert "WANDB_MODE" not in job.ray_kwargs.ray_init.runtime_env.env_vars
+    assert job.ray_kwargs.ray_init.runtime_env.env_vars.WANDB_DIR == "/of/the/shell"
     assert config.ray_kwargs.ray_init.num_gpus is None
     assert config.ray_kwargs.ray_init.num_cpus is None

@@ -5,6 +5,7 @@ there registers our CPU platform in the driver and in every Ray actor.
 """
 
 import importlib
+import json
 import os
 import sys
 
@@ -39,6 +40,9 @@ LOGGERS_VARIABLES = (
 
 Processes of a running cluster have the environment of its `ray start`, not that of the command.
 """
+
+JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""What Ray's job server tells the command of a job of its runtime environment."""
 
 
 def ray_env_vars(config: DictConfig) -> dict[str, str]:
@@ -82,6 +86,12 @@ def joins_running_cluster(config: DictConfig) -> bool:
     return "RAY_ADDRESS" in os.environ or config.ray_kwargs.ray_init.get("address") not in (None, "local")
 
 
+def _of_the_shell() -> dict[str, str]:
+    """Return `LOGGERS_VARIABLES` of this process, but those of `ray job submit`, which Ray refuses to hear twice."""
+    job = json.loads(os.environ.get(JOB_VARIABLE, "{}")).get("runtime_env", {}).get("env_vars", {})
+    return {name: os.environ[name] for name in LOGGERS_VARIABLES if name in os.environ and name not in job}
+
+
 def set_ray_options(config: DictConfig, variables: dict[str, str]) -> None:
     """Set in `ray_kwargs.ray_init` the processes' environment variables and whether Ray joins or starts a cluster."""
     ray_init = config.ray_kwargs.ray_init
@@ -89,8 +99,7 @@ def set_ray_options(config: DictConfig, variables: dict[str, str]) -> None:
         given = {**(ray_init.runtime_env.get("env_vars") or {}), **variables}
         ray_init.runtime_env.env_vars = given
         if joins_running_cluster(config):
-            here = {name: os.environ[name] for name in LOGGERS_VARIABLES if name in os.environ}
-            ray_init.runtime_env.env_vars = here | given
+            ray_init.runtime_env.env_vars = _of_the_shell() | given
             # Ray refuses sizes for a cluster that it did not start.
             ray_init.num_cpus = None
             ray_init.num_gpus = None
