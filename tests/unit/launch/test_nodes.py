@@ -9,19 +9,23 @@ NODE = {"GPU": 2.0, "CPU": 6.0}
 
 
 @pytest.mark.parametrize(
-    ("sizes", "num_large"),
-    [([NODE, NODE], None), ([NODE, {"CPU": 64.0}], 1), ([NODE, {"GPU": 2.0, "CPU": 5.0}], 1), ([{"GPU": 4.0}], 0)],
+    ("sizes", "num_fitting"),
+    [
+        ([NODE, NODE], None),
+        ([{"GPU": 4.0, "CPU": 12.0}], None),  # two of verl's nodes on one of Ray's
+        ([NODE, {"CPU": 64.0}], 1),
+        ([NODE, {"GPU": 2.0, "CPU": 5.0}], 1),
+        ([{"GPU": 4.0}], 0),
+    ],
 )
-def test_a_cluster_without_room_is_refused(sizes: list[dict[str, float]], num_large: int | None) -> None:
+def test_a_cluster_without_room_is_refused(sizes: list[dict[str, float]], num_fitting: int | None) -> None:
     config = compose_config(["profile=cpu", "trainer.nnodes=2", "trainer.n_gpus_per_node=2"])
     told = [each.message for each in _find_small_nodes(config, sizes)]
-    if num_large is None:
+    if num_fitting is None:
         assert told == []
     else:
         (message,) = told
-        assert message.startswith(
-            f"trainer.nnodes=2: Ray knows {num_large} nodes with 2 GPU and 6 CPU, of {len(sizes)},"
-        )
+        assert message.startswith(f"trainer.nnodes=2: Ray has room for {num_fitting} with 2 GPU and 6 CPU each,")
 
 
 @pytest.mark.parametrize(

@@ -66,15 +66,13 @@ def check_nodes(config: DictConfig) -> None:
 
 
 def _find_small_nodes(config: DictConfig, sizes: list[dict[str, float]]) -> Findings:
-    """Find that fewer nodes have room for a node's ranks than are asked for: verl would wait for ever."""
+    """Find that Ray's nodes, of these sizes, have room for fewer than `trainer.nnodes`: verl would wait for ever."""
     num_ranks, device = config.trainer.n_gpus_per_node, get_resource_name()
     least = {device: num_ranks, "CPU": 3 * num_ranks}
-    num_large = sum(all(size.get(name, 0) >= num for name, num in least.items()) for size in sizes)
-    if num_large < config.trainer.nnodes:
+    num_fitting = sum(int(min(size.get(name, 0) // num for name, num in least.items())) for size in sizes)
+    if num_fitting < config.trainer.nnodes:
         asked = " and ".join(f"{num} {name}" for name, num in least.items())
-        remedy = (
-            f"Ray knows {num_large} nodes with {asked}, of {len(sizes)}, and verl would wait for ever for the others"
-        )
+        remedy = f"Ray has room for {num_fitting} with {asked} each, and verl would wait for ever for the others"
         yield refusal(config, "trainer.nnodes", f"{remedy}; ray start --num-cpus=... counts places, not cores")
 
 
