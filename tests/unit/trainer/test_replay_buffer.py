@@ -82,7 +82,8 @@ def test_rows_are_listed_when_as_many_prompts_as_are_missing_have_ended(
         for number in range(num_ended):
             queue[f"{number:09d}-x"] = prompt(step=1)
             queue[f"{number:09d}-x_0_0"] = row(3)
-        return {ENDED: {"w1": {"num": num_ended // 2}, "w2": {"num": num_ended - num_ended // 2}}}
+        # The third worker has made its key and not yet written its tag.
+        return {ENDED: {"w1": {"num": num_ended // 2}, "w2": {"num": num_ended - num_ended // 2}, "w3": {}}}
 
     monkeypatch.setattr(tq, "kv_list", kv_list)
     monkeypatch.setattr(tq, "kv_batch_get", lambda *, keys, **_: {"rm_scores": [torch.ones(1) for _ in keys]})

@@ -170,7 +170,8 @@ class TreeReplayBuffer(ReplayBuffer):
 def num_ended() -> int | None:
     """Count the prompts that have ended, successfully or not; None if no worker of ours has said so."""
     tags = tq.kv_list(ENDED).get(ENDED)
-    return sum(tag["num"] for tag in tags.values()) if tags else None
+    # A key is there a moment before its first tag.
+    return sum(tag.get("num", 0) for tag in tags.values()) if tags else None
 
 
 class TreeReplayBufferAsync(ReplayBufferAsync, TreeReplayBuffer):
