@@ -217,7 +217,7 @@ def test_an_engine_that_is_gone_is_the_cause_only_if_no_actor_died(
 
 
 def test_a_head_that_does_not_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While Ray's head gives up a node that is lost, the watchdog must live: it tells of the loss."""
+    """A network that fails for a moment must not end the watchdog, which tells of nodes that are lost."""
 
     def ask(*_: object) -> list[ActorState]:
         raise RpcError("Deadline Exceeded")
