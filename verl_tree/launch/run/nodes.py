@@ -85,9 +85,9 @@ def _find_unlike_nodes(config: DictConfig, others: dict[str, str]) -> Findings:
     with _shown_folder(config) as shown:
         missing = _missing([*paths.values(), *shown], nodes=others)
     for key, path in paths.items():
-        if nodes := [node for node, paths in missing.items() if path in paths]:
+        if nodes := [node for node, lacked in missing.items() if path in lacked]:
             yield refusal(config, key, f"not on {_named(nodes)}; put a copy there, or take a path that all nodes share")
-    if nodes := [node for node, paths in missing.items() if paths & set(shown)]:
+    if nodes := [node for node, lacked in missing.items() if lacked.intersection(shown)]:
         is_near = near_trainer([config.trainer.n_gpus_per_node] * config.trainer.nnodes) is not None
         yield from _find_own_folders(config, nodes, is_near=is_near)
 
