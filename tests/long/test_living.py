@@ -1,0 +1,76 @@
+"""A real run whose groups start at nodes of earlier trees, and one that is killed and goes on as it would have."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import read_metrics, run, run_and_kill_engine
+
+from verl_tree.records import read_trees
+from verl_tree.trainer.rows.living import FILE
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+
+NUM_STEPS = 5
+OPTIONS = (
+    "tree.living=0.5",
+    "actor_rollout_ref.rollout.full_determinism=true",
+    "trainer.save_freq=2",
+    "trainer.resume_mode=auto",
+)
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict[int, dict[str, Any]]:
+    """Run without a fault; return the metrics."""
+    steps, place = f"trainer.total_training_steps={NUM_STEPS}", f"trainer.default_local_dir={folder}/whole"
+    return run(folder, "whole", *OPTIONS, steps, place, f"tree.dump_dir={folder}/trees")
+
+
+def test_groups_start_at_nodes(folder: Path, whole: dict[int, dict[str, Any]]) -> None:
+    assert sorted(whole) == list(range(1, NUM_STEPS + 1))
+    assert whole[1]["tree/living/groups"] == 0
+    for step in range(2, NUM_STEPS + 1):
+        metrics = whole[step]
+        assert metrics["tree/living/groups"] == 0.5
+        assert metrics["tree/living/age"] >= 1
+        assert metrics["tree/failed_sessions"] == 0
+        if "tree/living/reached" in metrics:
+            assert metrics["tree/living/reached"] == 1.0, "nothing in this loop is random but the model"
+            assert metrics["tree/living/replayed_tokens"] > 0
+    shifts = [metrics["tree/living/shift"] for metrics in whole.values() if "tree/living/shift" in metrics]
+    assert shifts
+    # A rate of .1 moves the model, but not far in a step.
+    assert max(map(abs, shifts)) < 1.0
+
+
+def test_what_is_replayed_is_not_trained(folder: Path, whole: dict[int, dict[str, Any]]) -> None:
+    assert whole
+    num_found = 0
+    for step in range(2, NUM_STEPS + 1):
+        *fresh, one, other = read_trees(folder / "trees" / f"step_{step:06d}.parquet")
+        assert len(fresh) == 2
+        for tree in (one, other):
+            starts = {int(np.argmax(leaf.is_trained)) for leaf in tree.leaves}
+            first = tree.leaves[0]
+            if min(starts) > first.prompt_len:
+                num_found += 1
+                shared = [leaf.token_ids[: min(starts)].tolist() for leaf in tree.leaves]
+                assert all(each == shared[0] for each in shared), "the group starts at one node"
+    assert num_found
+
+
+def test_a_killed_run_goes_on_with_the_same_nodes(folder: Path, whole: dict[int, dict[str, Any]]) -> None:
+    place = f"trainer.default_local_dir={folder}/killed"
+    run_and_kill_engine(folder, "killed", *OPTIONS, place, "trainer.total_training_steps=50", after_step=3)
+    saved = [torch.load(folder / name / "global_step_2" / FILE, weights_only=False) for name in ("whole", "killed")]
+    nodes = [[(node.point.token_ids.tolist(), node.weight, node.born) for node in each["nodes"]] for each in saved]
+    assert nodes[0] == nodes[1]
+    assert nodes[0]
+    run(folder, "killed", *OPTIONS, place, f"trainer.total_training_steps={NUM_STEPS}")
+    resumed = read_metrics(folder / "killed.jsonl")
+    for step in range(3, NUM_STEPS + 1):
+        for name in ("tree/living/nodes", "tree/living/age", "tree/session_reward/mean", "tree/sampled_tokens"):
+            assert resumed[step][name] == whole[step][name], (step, name)
