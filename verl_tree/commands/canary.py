@@ -2,8 +2,9 @@
 
 verl-tree canary TREES.parquet --model FOLDER [--backend NAME] [--capacity TOKENS] [--rows N]
 
-The file is what the canary of a training run wrote, of which the row it found is compared, or any file of stored trees,
-of which rows are drawn. The exit status is 1 if a row differs by more than rounding explains (docs/exactness.md).
+The file is what the canary of a training run wrote, of which what it found is compared, a row or the gradient of a layer
+from some rows, or any file of stored trees, of which rows are drawn. The exit status is 1 if something differs by more
+than rounding explains (docs/exactness.md).
 """
 
 import argparse
@@ -53,7 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
         model.to(device).eval()
-        differences = compare(
+        compared = compare_gradient if "layer" in found else compare
+        differences = compared(
             model,
             tree,
             rows,
@@ -62,17 +64,18 @@ def main(arguments: Sequence[str]) -> int:
         )
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    for row, each in zip(rows, differences, strict=True):
+    for name, each in differences.items():
         verdict = "rounding" if each.is_rounding else "NOT ROUNDING"
-        print(f"row {row}: {each.size:.3g} apart, {each.units:.3g} times its rounding of {each.unit:.3g}: {verdict}")
-    return int(not all(each.is_rounding for each in differences))
+        print(f"{name}: {each.size:.3g} apart, {each.units:.3g} times its rounding of {each.unit:.3g}: {verdict}")
+    return int(not all(each.is_rounding for each in differences.values()))
 
 
 def _rows(tree: StoredTree, *, num_drawn: int) -> tuple[list[int], dict[str, Any]]:
-    """Return the row that was found, with what is known of it, or rows that are drawn."""
-    for row, leaf in enumerate(tree.leaves):
-        if FOUND in (leaf.reward_extra_info or {}):
-            return [row], leaf.reward_extra_info[FOUND]  # type: ignore[index]
+    """Return the rows of a finding, with what is known of it, or rows that are drawn."""
+    infos = {row: leaf.reward_extra_info or {} for row, leaf in enumerate(tree.leaves)}
+    found = [row for row, info in infos.items() if FOUND in info]
+    if found:
+        return found, infos[found[0]][FOUND]
     num_rows = len(tree.leaves)
     drawn = np.random.default_rng(0).choice(num_rows, min(num_drawn, num_rows), replace=False)
     return sorted(drawn.tolist()), {}
@@ -80,35 +83,79 @@ def _rows(tree: StoredTree, *, num_drawn: int) -> tuple[list[int], dict[str, Any
 
 def compare(
     model: "PreTrainedModel", tree: StoredTree, rows: Sequence[int], *, backend: str, capacity: int | None
-) -> "list[Difference]":
-    """Compare the log-probs of rows in their tree with those of the model's own forward.
+) -> "dict[str, Difference]":
+    """Compare the log-probs of rows in their tree with those of the model's own forward, row by row.
 
     Raises:
         ValueError: `tree_log_probs` refuses the tree, or a row has images, which files do not keep.
     """
     import torch
 
-    from verl_tree.functional import tree_log_probs
     from verl_tree.functional.rounding import Difference, moved_embeddings
-
-    if any(leaf.images for leaf in tree.leaves):
-        raise ValueError(f"{tree.uid}: files of stored trees keep no images; give a tree of text")
-    sequences = [leaf.token_ids for leaf in tree.leaves]
-
-    def flat(row: int) -> "Tensor":
-        ids = torch.from_numpy(sequences[row].astype(np.int64)).to(model.device)
-        logits = model(ids[None], use_cache=False).logits[0, :-1]
-        return logits.float().log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
 
     def trained(scores: "Tensor", row: int) -> "Tensor":
         return scores[torch.from_numpy(tree.leaves[row].is_trained[1:]).to(scores.device)]
 
     with torch.no_grad():
-        scores = tree_log_probs(model, sequences, backend=backend, capacity=capacity).log_probs
-        once = [flat(row) for row in rows]
+        scores = _of_tree(model, tree, backend=backend, capacity=capacity)
+        once = [_alone(model, tree, row) for row in rows]
         with moved_embeddings([model.get_input_embeddings()], dtype=model.dtype):
-            moved = [flat(row) for row in rows]
-    return [
-        Difference.of_scores(*(trained(each, row) for each in (scores[row], here, there)), dtype=model.dtype)
+            moved = [_alone(model, tree, row) for row in rows]
+    return {
+        f"row {row}": Difference.of_scores(
+            *(trained(each, row) for each in (scores[row], here, there)), dtype=model.dtype
+        )
         for row, here, there in zip(rows, once, moved, strict=True)
-    ]
+    }
+
+
+def compare_gradient(
+    model: "PreTrainedModel", tree: StoredTree, rows: Sequence[int], *, backend: str, capacity: int | None
+) -> "dict[str, Difference]":
+    """Compare the gradient of a layer from the scores of rows, through their tree and through each row alone.
+
+    Raises:
+        ValueError: As in `compare`; or the model has no such layer.
+    """
+    import torch
+
+    from verl_tree.functional.rounding import Difference, moved_embeddings
+
+    infos = [(tree.leaves[row].reward_extra_info or {})[FOUND] for row in rows]
+    layer = infos[0]["layer"]
+    parameters = [each for name, each in model.named_parameters() if f"{name}.".startswith(f"{layer}.")]
+    if not parameters:
+        raise ValueError(f"--model has no layer {layer}, whose gradient the file is about: give a model of that kind")
+
+    def gradient(scores: "list[Tensor]") -> "Tensor":
+        read = [each[torch.tensor(info["places"]) - 1].sum() for each, info in zip(scores, infos, strict=True)]
+        grads = torch.autograd.grad(torch.stack(read).sum(), parameters, allow_unused=True)
+        pairs = zip(parameters, grads, strict=True)
+        return torch.cat([(torch.zeros_like(one) if grad is None else grad).flatten() for one, grad in pairs]).float()
+
+    scores = _of_tree(model, tree, backend=backend, capacity=capacity)
+    by_tree = gradient([scores[row] for row in rows])
+    by_rows = gradient([_alone(model, tree, row) for row in rows])
+    with moved_embeddings([model.get_input_embeddings()], dtype=model.dtype):
+        moved = gradient([_alone(model, tree, row) for row in rows])
+    norms = [float(each.norm()) for each in (by_tree - by_rows, moved - by_rows, by_rows)]
+    return {f"gradient of {layer}": Difference.of_norms(*norms, dtype=model.dtype)}
+
+
+def _of_tree(model: "PreTrainedModel", tree: StoredTree, *, backend: str, capacity: int | None) -> "Sequence[Tensor]":
+    """Return the log-probs of every leaf's tokens but the first."""
+    from verl_tree.functional import tree_log_probs
+
+    if any(leaf.images for leaf in tree.leaves):
+        raise ValueError(f"{tree.uid}: files of stored trees keep no images; give a tree of text")
+    sequences = [leaf.token_ids for leaf in tree.leaves]
+    return tree_log_probs(model, sequences, backend=backend, capacity=capacity).log_probs
+
+
+def _alone(model: "PreTrainedModel", tree: StoredTree, row: int) -> "Tensor":
+    """Return the same of one leaf by the model's own forward."""
+    import torch
+
+    ids = torch.from_numpy(tree.leaves[row].token_ids.astype(np.int64)).to(model.device)
+    logits = model(ids[None], use_cache=False).logits[0, :-1]
+    return logits.float().log_softmax(-1).gather(-1, ids[1:, None])[:, 0]

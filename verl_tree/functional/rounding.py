@@ -53,6 +53,12 @@ class Difference(NamedTuple):
         unit = float((moved_K - flat_K).abs().nan_to_num(nan=0.0, posinf=0.0).max())
         return cls(float(apart_K[place]), max(unit, least), place)
 
+    @classmethod
+    def of_norms(cls, apart: float, unit: float, norm: float, *, dtype: torch.dtype) -> "Difference":
+        """Compare gradients by norms: of a difference, of the difference that a moved pass makes, and of a gradient."""
+        least = MODEL_STEPS * torch.finfo(dtype).eps
+        return cls(apart / norm, max(unit / norm, least), 0) if norm else cls(apart, least, 0)
+
 
 @contextmanager
 def moved_embeddings(embeddings: Sequence[torch.nn.Module], *, dtype: torch.dtype) -> Iterator[None]:

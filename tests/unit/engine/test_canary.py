@@ -21,6 +21,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
 
+from verl_tree.attention import hf
 from verl_tree.commands.__main__ import main
 from verl_tree.config import TREE_STRATEGY
 from verl_tree.engine import canary
@@ -118,14 +119,39 @@ def test_it_sees_faults_of_every_kind_and_keeps_the_tree(
 
 @pytest.mark.parametrize("name", [name for name, (part, _) in KINDS.items() if part == "backward"])
 @pytest.mark.parametrize("capacity", [12, 1000])
-def test_it_sees_wrong_gradients_of_right_log_probs(model: str, name: str, capacity: int) -> None:
-    worker, data = make_worker(model, capacity=capacity, canary_gradient_every=1, relay="always"), batch()
+def test_it_sees_wrong_gradients_of_right_log_probs_and_keeps_the_tree(
+    model: str,
+    name: str,
+    capacity: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"capacity": capacity, "canary_gradient_every": 1, "relay": "always", "dump_dir": str(tmp_path)}
+    worker, data = make_worker(model, **options), batch()
     assert update(worker, data) < 5
     off = make_worker(model, capacity=capacity, canary_gradient_every=0, relay="always")
     with mutated(off.engine, name):
         assert update(off, data) < 5
     with mutated(worker.engine, name), pytest.raises(ValueError, match=r"the gradient of model\.\S+, of the scores"):
         updates(worker, data, number=4)  # one layer after the other
+    (path,) = tmp_path.glob("canary_*_rank_0.parquet")
+    (tree,) = read_trees(path)
+    found = [leaf.reward_extra_info[FOUND] for leaf in tree.leaves if leaf.reward_extra_info]
+    assert len(found) == min(gradient.MAX_ROWS, len(tree.leaves))
+    assert all(each["units"] > LIMIT and each["layer"] == found[0]["layer"] for each in found)
+    assert main(["canary", str(path), "--model", model]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith(f"gradient of {found[0]['layer']}: ")
+    assert line.endswith(": rounding")
+    attend = hf.layer_attention
+    monkeypatch.setattr(hf, "layer_attention", lambda *args, **options: _halved(attend(*args, **options)))
+    assert main(["canary", str(path), "--model", model]) == 1
+    assert capsys.readouterr().out.endswith(": NOT ROUNDING\n")
+
+
+def _halved(out: torch.Tensor) -> torch.Tensor:
+    return (out + out.detach()) / 2
 
 
 def test_a_gradient_is_compared_in_the_first_update_and_then_in_every_so_many(

@@ -4,6 +4,7 @@ Legend: Q tokens of a path, K scores of it that are compared.
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl_tree.engine.canary.gradient import compare_gradient
+from verl_tree.engine.canary.gradient import compare_gradient, neighbours
 from verl_tree.engine.canary.paths import DrawnRow, path_alone
 from verl_tree.engine.canary.report import write_report
 from verl_tree.engine.model_calls import ModelCalls
@@ -91,23 +92,19 @@ class DrawnRows:
 
     def compare_gradient(self, idle: Callable[[], Tensor], *, number: int) -> Finding:
         """Compare the gradient of a layer, of rows beside the first drawn one; see `gradient.compare_gradient`."""
-        layer, difference = compare_gradient(
-            self._engine,
-            self._drawn[0] if self._drawn else None,
-            self._data,
-            routes=self._routes,
-            number=number,
-            max_len=self._capacity,
-            idle=idle,
-        )
-        if difference.is_rounding:
+        engine, drawn = self._engine, self._drawn[0] if self._drawn else None
+        rows = [] if drawn is None else neighbours(drawn, shift=engine.head.shift, max_len=self._capacity)
+        layer, difference = compare_gradient(engine, rows, self._data, routes=self._routes, number=number, idle=idle)
+        if difference.is_rounding or drawn is None:
             return Finding(difference, "")
+        found = {each.leaf: {"layer": layer, "places": each.scored_K.tolist()} for each in rows}
+        path = write_report(engine, drawn.micro, found=found, difference=difference)
         return Finding(
             difference,
             f"tree.canary_gradient_every: the gradient of {layer}, of the scores of a few rows, differs by "
             f"{difference.size:.3g} of its norm between their tree and these rows alone by the model's own forward: "
             f"{difference.units:.3g} times what rounding makes of it ({difference.unit:.3g}); {LIMIT:g} times would "
-            f"pass. tree.backend is {self._engine.tree_config.backend}. {REMEDY}",
+            f"pass. tree.backend is {engine.tree_config.backend}. {_kept_in(path)} {REMEDY}",
         )
 
     def _check_paths(self) -> None:
@@ -140,21 +137,17 @@ class DrawnRows:
     def _report(self, drawn: DrawnRow, difference: Difference, flat_K: Tensor) -> str:
         """Keep the tree of a row, and return what is to be said of it."""
         micro, engine = drawn.micro, self._engine
-        path = write_report(
-            engine,
-            micro,
-            leaf=drawn.leaf,
-            scored_K=drawn.scored_K,
-            tree_K=self._of_tree[drawn.row],
-            flat_K=flat_K,
-            difference=difference,
-        )
+        of_row = {"places": drawn.scored_K.tolist(), "tree": self._of_tree[drawn.row].tolist(), "flat": flat_K.tolist()}
+        path = write_report(engine, micro, found={drawn.leaf: of_row}, difference=difference)
         return (
             f"tree.canary: {engine.head.names[0]} of a row are {difference.size:.3g} apart, as the loss read them and "
             f"by the model's own forward: {difference.units:.3g} times what rounding makes of them "
             f"({difference.unit:.3g}); {LIMIT:g} times would pass. The worst is token "
             f"{drawn.scored_K[difference.place]} of {len(drawn.token_Q)}, in a tree of {micro.layout.num_tokens} "
             f"tokens, {micro.layout.num_leaves} rows and {micro.cut.num_sections} sections, with "
-            f"tree.backend={engine.tree_config.backend}. {path} has the tree, and `verl-tree canary {path} --model "
-            f"FOLDER` computes it again on one machine. {REMEDY}"
+            f"tree.backend={engine.tree_config.backend}. {_kept_in(path)} {REMEDY}"
         )
+
+
+def _kept_in(path: Path) -> str:
+    return f"{path} has the tree, and `verl-tree canary {path} --model FOLDER` computes it again on one machine."

@@ -10,7 +10,7 @@ Legend: C kinds of scores, T tree tokens, K scores of a path.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -26,7 +26,7 @@ from verl_tree.engine.model_calls import ModelCalls
 from verl_tree.engine.routes.router_replay import MiniBatchRoutes
 from verl_tree.engine.rows.columns import gather, jagged
 from verl_tree.engine.rows.micro_batch import MicroBatchRows, device_of_rank
-from verl_tree.functional.rounding import MODEL_STEPS, Difference, moved_embeddings
+from verl_tree.functional.rounding import Difference, moved_embeddings
 from verl_tree.relay.run import NumCalls
 from verl_tree.tree.nodes import IntArray
 
@@ -34,22 +34,28 @@ MAX_ROWS = 4
 """Rows whose scores are added up: those that stand next to the drawn one, so that they share most."""
 
 
+def neighbours(drawn: DrawnRow, *, shift: int, max_len: int) -> list[DrawnRow]:
+    """Return the rows around a drawn one, in the order of the tree, itself among them; at most `max_len` tokens each."""
+    num_leaves = drawn.micro.layout.num_leaves
+    first = max(0, min(drawn.leaf - MAX_ROWS // 2, num_leaves - MAX_ROWS))
+    leaves = range(first, min(first + MAX_ROWS, num_leaves))
+    return [DrawnRow.of_leaf(drawn.micro, leaf, shift=shift, max_len=max_len) for leaf in leaves]
+
+
 def compare_gradient(
     engine: ModelCalls,
-    drawn: DrawnRow | None,
+    drawn: Sequence[DrawnRow],
     data: TensorDict,
     *,
     routes: MiniBatchRoutes | None,
     number: int,
-    max_len: int,
     idle: Callable[[], Tensor],
 ) -> tuple[str, Difference]:
     """Return a layer's name and how far its two gradients are apart, in shares of its norm; the same on all ranks.
 
-    Every rank calls it, without a drawn row if it has none; `number` chooses the layer. Of longer rows the first
-    `max_len` tokens are compared.
+    Every rank calls it, with rows of one micro-batch, or with none if it has none; `number` chooses the layer.
     """
-    made = _RowsOfTree(engine, drawn, data, routes=routes, max_len=max_len) if drawn else None
+    made = _RowsOfTree(engine, drawn, data, routes=routes) if drawn else None
     layers = _layers(engine.model)
     layer = sorted(layers)[number % len(layers)]
     num_calls = gather((made.num_calls if made else NumCalls(0, 0), len(made.drawn) if made else 0))
@@ -77,28 +83,17 @@ def compare_gradient(
         squares += torch.stack([each.float().square().sum() for each in (tree - rows, other - rows, rows)])
     dist.all_reduce(squares)
     apart, unit, norm = squares.sqrt().tolist()
-    least = MODEL_STEPS * torch.finfo(engine.compute_dtype).eps
-    return layer, Difference(apart / norm, max(unit / norm, least), 0) if norm else Difference(apart, least, 0)
+    return layer, Difference.of_norms(apart, unit, norm, dtype=engine.compute_dtype)
 
 
 class _RowsOfTree:
     """Some rows of one micro-batch, and the two ways to their scores."""
 
     def __init__(
-        self,
-        engine: ModelCalls,
-        drawn: DrawnRow,
-        data: TensorDict,
-        *,
-        routes: MiniBatchRoutes | None,
-        max_len: int,
+        self, engine: ModelCalls, drawn: Sequence[DrawnRow], data: TensorDict, *, routes: MiniBatchRoutes | None
     ) -> None:
-        """Take the rows around a drawn one, in the order of the tree."""
-        self._engine, self._routes = engine, routes
-        micro, shift = drawn.micro, engine.head.shift
-        first = max(0, min(drawn.leaf - MAX_ROWS // 2, micro.layout.num_leaves - MAX_ROWS))
-        leaves = range(first, min(first + MAX_ROWS, micro.layout.num_leaves))
-        self.drawn = [DrawnRow.of_leaf(micro, leaf, shift=shift, max_len=max_len) for leaf in leaves]
+        self._engine, self._routes, self.drawn = engine, routes, drawn
+        micro, shift = drawn[0].micro, engine.head.shift
         self.num_calls = micro.num_calls("rows")
         names = engine.head.names_of(calculate_entropy=False)
         self._rows = MicroBatchRows(micro, data, names=names, shift=shift)

@@ -3,6 +3,7 @@
 import platform
 import tempfile
 import time
+from collections.abc import Mapping
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -11,34 +12,26 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from verl_tree.engine.model_calls import ModelCalls
 from verl_tree.engine.rows.packs import TreeMicroBatch
 from verl_tree.functional.rounding import Difference
 from verl_tree.records import FOUND, StoredLeaf, StoredTree, write_trees
-from verl_tree.tree.nodes import IntArray
 
 
 def write_report(
     engine: ModelCalls,
     micro: TreeMicroBatch,
     *,
-    leaf: int,
-    scored_K: IntArray,
-    tree_K: Tensor,
-    flat_K: Tensor,
+    found: Mapping[int, Mapping[str, Any]],
     difference: Difference,
 ) -> Path:
-    """Write the tree of a row, both kinds of its scores, and what they were computed with; return the file."""
+    """Write the tree of some rows, what was found of each by its leaf, and what it was computed with; return the file."""
     config = engine.tree_config
-    found = {
+    common = {
         "units": difference.units,
         "unit": difference.unit,
-        "places": scored_K.tolist(),
-        "tree": tree_K.tolist(),
-        "flat": flat_K.tolist(),
         "scores": engine.head.names[0],
         "engine": type(engine).__name__,
         "backend": config.backend,
@@ -55,7 +48,7 @@ def write_report(
             number,
             layout.token_ids_T[path].numpy(),
             micro.wanted_T[path].numpy(),
-            found=found if number == leaf else None,
+            found={**common, **found[number]} if number in found else None,
         )
         for number, path in enumerate(map(layout.path, range(layout.num_leaves)))
     ]
