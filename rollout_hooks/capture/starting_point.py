@@ -7,8 +7,8 @@
                                                       played
 
 The agent runs from its beginning, so it needs to know nothing of this: its tools act again, its environment is what the
-tokens say, and its calls are answered by the tokens of the earlier session as long as they ask what that one asked. From
-the node on, or where the environment answers otherwise, the server answers. Replayed tokens are read, not trained.
+tokens say, and its calls are answered by the tokens of the earlier session as long as they ask what that one asked.
+From the node on, or where the environment answers otherwise, the server answers. Replayed tokens are read, not trained.
 """
 
 from dataclasses import dataclass

@@ -29,7 +29,7 @@ def whole(folder: Path) -> dict[int, dict[str, Any]]:
     return run(folder, "whole", *OPTIONS, steps, place, f"tree.dump_dir={folder}/trees")
 
 
-def test_groups_start_at_nodes(folder: Path, whole: dict[int, dict[str, Any]]) -> None:
+def test_groups_start_at_nodes(whole: dict[int, dict[str, Any]]) -> None:
     assert sorted(whole) == list(range(1, NUM_STEPS + 1))
     assert whole[1]["tree/living/groups"] == 0
     for step in range(2, NUM_STEPS + 1):

@@ -2,9 +2,9 @@
 
 verl-tree canary TREES.parquet --model FOLDER [--backend NAME] [--capacity TOKENS] [--rows N]
 
-The file is what the canary of a training run wrote, of which what it found is compared, a row or the gradient of a layer
-from some rows, or any file of stored trees, of which rows are drawn. The exit status is 1 if something differs by more
-than rounding explains (docs/exactness.md).
+The file is what the canary of a training run wrote, of which what it found is compared, a row or the gradient of a
+layer from some rows, or any file of stored trees, of which rows are drawn. The exit status is 1 if something differs by
+more than rounding explains (docs/exactness.md).
 """
 
 import argparse

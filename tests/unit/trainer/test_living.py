@@ -37,7 +37,7 @@ def tree(*leaves, uid="a"):
 
 
 def test_the_node_that_teaches_most_for_a_token() -> None:
-    """All four sessions part at the prompt (4 leaves, 6 tokens each); two go on together and part in their last turn."""
+    """Four sessions part at the prompt, with 6 tokens to go; two go on together and part in their last turn."""
     point, weight = open_node(
         tree(
             leaf(0, [[10, 11, 12], [20, 21, 22]], 1.0),

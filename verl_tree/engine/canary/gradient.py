@@ -35,7 +35,7 @@ MAX_ROWS = 4
 
 
 def neighbours(drawn: DrawnRow, *, shift: int, max_len: int) -> list[DrawnRow]:
-    """Return the rows around a drawn one, in the order of the tree, itself among them; at most `max_len` tokens each."""
+    """Return the rows around a drawn one, itself among them, in the order of the tree: `max_len` tokens at most."""
     num_leaves = drawn.micro.layout.num_leaves
     first = max(0, min(drawn.leaf - MAX_ROWS // 2, num_leaves - MAX_ROWS))
     leaves = range(first, min(first + MAX_ROWS, num_leaves))

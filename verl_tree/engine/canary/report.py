@@ -27,7 +27,7 @@ def write_report(
     found: Mapping[int, Mapping[str, Any]],
     difference: Difference,
 ) -> Path:
-    """Write the tree of some rows, what was found of each by its leaf, and what it was computed with; return the file."""
+    """Write the tree of some rows, what was found of each, by its leaf, and how it was computed; return the file."""
     config = engine.tree_config
     common = {
         "units": difference.units,

@@ -142,12 +142,12 @@ class LivingTrees:
 def open_node(tree: StoredTree, *, start: StartingPoint | None = None) -> tuple[StartingPoint, float] | None:
     """Find the node of a group's tree where a session teaches most for each token that it generates, and how much.
 
-    That is the variance of the rewards of the n leaves below a node, within roles, times (n - 1) / (n + 1), because that
-    of few leaves is chance, over the mean number of tokens that they sampled behind it. `start` is where the sessions
+    That is the variance of the rewards of the n leaves below a node, within roles, times (n - 1) / (n + 1), because
+    that of few leaves is chance, over the mean number of tokens that they sampled behind it. `start` is where the sessions
     of the group had started. None if the leaves of no node differ.
 
-    Only paths that begin as their sessions did are looked at: a context of its own, such as a summary's, needs the calls
-    before it.
+    Only paths that begin as their sessions did are looked at: a context of its own, such as a summary's, needs the
+    calls before it.
     """
     forest, best = tree.forest(), None
     sampled = [_sampled(leaf, start) for leaf in tree.leaves]
