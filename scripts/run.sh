@@ -2,8 +2,8 @@
 # From a fresh clone to a small agent that learns: the environment, then a recipe.
 #
 #   scripts/run.sh                          arithmetic_tools, on trees
-#   scripts/run.sh sums                     a pretrained model (93 MB more to load) on a public task; so do calculator,
-#                                           textworld and coding_agent, with agents
+#   scripts/run.sh sums                     a pretrained model (93 MB more to load) on a public task; so do calculator and
+#                                           textworld, with agents
 #   scripts/run.sh tree.enabled=false       the same with verl's own engine; any Hydra override works
 #   MODEL=smollm scripts/run.sh             that pretrained model in another recipe; a path is a model of yours
 set -euo pipefail
@@ -20,7 +20,7 @@ if [[ ! -x recipes/$RECIPE/run.sh ]]; then
 fi
 
 case $RECIPE in
-  sums | calculator | textworld | coding_agent) MODEL=${MODEL:-smollm} ;;
+  sums | calculator | textworld) MODEL=${MODEL:-smollm} ;;
 esac
 if [[ $RECIPE == textworld || $RECIPE == coding_agent ]]; then
   scripts/setup.sh --extra "$RECIPE"

@@ -34,8 +34,8 @@ _THREADS = ThreadPoolExecutor(max_workers=256, thread_name_prefix="coding_agent"
 
 
 async def run(*, base_url: str, api_key: str, model: str, row: dict[str, Any]) -> dict[str, Any]:
-    """Let the agent repair the module of ``extra_info.seed`` and ``extra_info.level``; the reward is 1 or 0."""
-    bug = make_bug(seed=row["extra_info"]["seed"], level=row["extra_info"]["level"])
+    """Let the agent repair the module of ``extra_info.seed``; the reward is 1 or 0."""
+    bug = make_bug(seed=row["extra_info"]["seed"])
     policy = {"model_name": f"openai/{model}", "model_kwargs": {"api_base": base_url, "api_key": api_key}}
     return {"reward": await asyncio.get_running_loop().run_in_executor(_THREADS, _session, bug, policy)}
 

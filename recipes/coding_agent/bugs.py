@@ -10,12 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MODULE, CHECK = "solve.py", "check.py"
-LEVELS = {"one_function": 1, "three_functions": 3}
-"""Functions of a module, one of which has the bug."""
-TRAINED = "one_function"
-"""The level of the solved tasks and of reinforcement. Validations ask every level."""
 TASK = f"A line of {MODULE} does not do what its docstring says. Repair it, so that `python {CHECK}` prints ok."
-_KINDS = {
+EXPRESSIONS = {
     "total": ("the sum of {a} and {b}", "{a} + {b}"),
     "difference": ("{a} minus {b}", "{a} - {b}"),
     "product": ("the product of {a} and {b}", "{a} * {b}"),
@@ -25,7 +21,8 @@ _KINDS = {
     "larger": ("the larger of {a} and {b}", "max({a}, {b})"),
     "smaller": ("the smaller of {a} and {b}", "min({a}, {b})"),
 }
-_NAMES = ("x", "y"), ("a", "b"), ("left", "right"), ("first", "second"), ("m", "n"), ("p", "q")
+"""By the name of a function, what it returns, in words and in Python."""
+NAMES = ("x", "y"), ("a", "b"), ("left", "right"), ("first", "second"), ("m", "n"), ("p", "q")
 _ARGUMENTS = (7, 3), (2, 5)  # no two expressions agree on the first pair
 _CHECK_TIMEOUT_S = 20.0
 
@@ -39,12 +36,14 @@ class Bug:
         check: A program that prints ok if the module has no bug, and else what is wrong.
         line: Number of the wrong line, from 1.
         repaired: What should stand there, without the indent.
+        written: What stands there.
     """
 
     module: str
     check: str
     line: int
     repaired: str
+    written: str
 
     def write(self, folder: Path) -> None:
         """Write the module and its check into a folder."""
@@ -52,25 +51,21 @@ class Bug:
         (folder / CHECK).write_text(self.check)
 
 
-def make_bug(*, seed: int, level: str = TRAINED) -> Bug:
-    """Return a module, a function of seed and level."""
-    rng = random.Random(f"{level} {seed}")
-    kinds = rng.sample(sorted(_KINDS), LEVELS[level])
-    broken = rng.randrange(len(kinds))
-    wrong_kind = rng.choice([kind for kind in sorted(_KINDS) if kind != kinds[broken]])
-    lines: list[str] = []
+def make_bug(*, seed: int) -> Bug:
+    """Return a module of one function, by the seed."""
+    rng = random.Random(f"one_function {seed}")
+    name = rng.choice(sorted(EXPRESSIONS))
+    wrong = rng.choice([each for each in sorted(EXPRESSIONS) if each != name])
+    a, b = rng.choice(NAMES)
+    told, right = (text.format(a=a, b=b) for text in EXPRESSIONS[name])
+    written = f"return {EXPRESSIONS[wrong][1].format(a=a, b=b)}"
+    lines = [f"def {name}({a}, {b}):", f'    """Return {told}."""', f"    {written}", ""]
     checks = [f"import {Path(MODULE).stem}"]
-    for number, kind in enumerate(kinds):
-        a, b = rng.choice(_NAMES)
-        told, right = (text.format(a=a, b=b) for text in _KINDS[kind])
-        returned = _KINDS[wrong_kind][1].format(a=a, b=b) if number == broken else right
-        lines += [f"def {kind}({a}, {b}):", f'    """Return {told}."""', f"    return {returned}", ""]
-        if number == broken:
-            line, repaired = len(lines) - 1, f"return {right}"
-        for values in _ARGUMENTS:
-            call, wanted = f"{Path(MODULE).stem}.{kind}{values}", eval(right, {a: values[0], b: values[1]})
-            checks.append(f'assert {call} == {wanted}, f"{call} is {{{call}}}, not {wanted}"')
-    return Bug("\n".join(lines), "\n".join([*checks, 'print("ok")', ""]), line, repaired)
+    for values in _ARGUMENTS:
+        call, wanted = f"{Path(MODULE).stem}.{name}{values}", eval(right, {a: values[0], b: values[1]})
+        checks.append(f'assert {call} == {wanted}, f"{call} is {{{call}}}, not {wanted}"')
+    check = "\n".join([*checks, 'print("ok")', ""])
+    return Bug("\n".join(lines), check, len(lines) - 1, f"return {right}", written)
 
 
 def is_repaired(folder: Path, check: str, *, environment: Mapping[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""Real training in which a student reaches its teacher: sessions that branch, and the teacher on the training ranks."""
+"""Real training in which a student reaches its teacher: sessions that branch, the teacher on ranks or on servers."""
 
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,28 @@ def make_teacher(folder: Path) -> Path:
     return folder / "teacher"
 
 
-@pytest.mark.parametrize(("loss_mode", "as_reward"), [("forward_kl_topk", False), ("k3", False), ("k1", True)])
-def test_a_student_reaches_its_teacher(folder: Path, loss_mode: str, as_reward: bool) -> None:
+SERVERS = (
+    "distillation.nnodes=1",
+    "distillation.teacher_models.teacher_model.num_replicas=1",
+    "distillation.teacher_models.teacher_model.inference.max_model_len=128",
+)
+
+
+@pytest.mark.parametrize(
+    ("loss_mode", "as_reward", "place"),
+    [
+        ("forward_kl_topk", False, "ranks"),
+        ("k3", False, "ranks"),
+        ("k1", True, "ranks"),
+        ("forward_kl_topk", False, "servers"),
+    ],
+)
+def test_a_student_reaches_its_teacher(folder: Path, loss_mode: str, as_reward: bool, place: str) -> None:
     metrics = run(
         folder,
-        f"distilled_{loss_mode}",
+        f"distilled_{loss_mode}_{place}",
         "distillation.enabled=true",
+        *(SERVERS if place == "servers" else ()),
         f"{TEACHER}={make_teacher(folder)}",
         f"{LOSS}.loss_mode={loss_mode}",
         f"{LOSS}.topk=8",

@@ -55,6 +55,9 @@ def test_separate_rollouts_of_the_cpu_profile() -> None:
     for config in composed:
         OmegaConf.resolve(config)
     assert [config.ray_kwargs.ray_init.num_gpus for config in composed] == [2, 3, 8]
+    teachers = ["distillation.enabled=true", "distillation.nnodes=1"]
+    assert compose_config(["profile=cpu", *teachers]).ray_kwargs.ray_init.num_gpus == 2
+    assert compose_config(["profile=cpu", *teachers[:1]]).ray_kwargs.ray_init.num_gpus == 1, "it is on the ranks"
     assert [config.ray_kwargs.ray_init.num_cpus for config in composed] == [11, 14, 29]
     rollouts = [config.actor_rollout_ref.rollout for config in composed]
     assert [rollout.nnodes for rollout in rollouts] == [0, 1, 2]

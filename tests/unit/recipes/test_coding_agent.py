@@ -6,17 +6,21 @@ The agent is left to `scripts/test.sh --long`, which installs it (`scripts/setup
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from loop_cases import rewards, trained
-from recipe_cases import loop_of, play
+from recipe_cases import TINY, loop_of, play
 from scripted_llm import END, tokenizer
 
 from recipes.coding_agent.agent import MAX_TURNS, PROGRAMS, command_variables
-from recipes.coding_agent.bugs import CHECK, LEVELS, MODULE, Bug, is_repaired, make_bug
-from recipes.coding_agent.prepare import SETTINGS, prepare, solved_leaf
+from recipes.coding_agent.bugs import CHECK, MODULE, Bug, is_repaired, make_bug
+from recipes.coding_agent.prepare import SETTINGS, prepare
+from recipes.coding_agent.solver import PHRASES, READS, SUBMITS, as_leaf, repairs, said, session
 from recipes.demo.leaves import Renderer
+from recipes.demo.tokenizer import build_tokenizer
 
 SHELL = os.environ | command_variables()
 AGENT = loop_of("coding_agent", "coding_agent")
@@ -28,11 +32,10 @@ def repair(bug: Bug, folder: Path) -> None:
     (folder / MODULE).write_text("\n".join(lines))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_bug_is_one_line_that_the_check_shows(level: str, tmp_path: Path) -> None:
-    bug = make_bug(seed=5, level=level)
-    assert bug == make_bug(seed=5, level=level)
-    assert bug.module.count("def ") == LEVELS[level]
+def test_a_bug_is_one_line_that_the_check_shows(tmp_path: Path) -> None:
+    bug = make_bug(seed=5)
+    assert bug == make_bug(seed=5)
+    assert bug.module.splitlines()[bug.line - 1].strip() == bug.written != bug.repaired
     bug.write(tmp_path)
     assert not is_repaired(tmp_path, bug.check, environment=SHELL)
     repair(bug, tmp_path)
@@ -70,20 +73,11 @@ def test_a_command_finds_few_programs(tmp_path: Path) -> None:
     assert {run(command) for command in ("sudo rm -rf x", "rm -rf x", "pip list", "git init")} == {127}
 
 
-def said(thought: str, command: str) -> str:
-    return f"THOUGHT: {thought}\n\n```mswea_bash_command\n{command}\n```"
-
-
 def script(bug: Bug, *, repaired: str) -> list[str]:
-    change = f"sed -i '{bug.line}s|return.*|{repaired}|' {MODULE} && python {CHECK}"
-    return [
-        said("I read the module.", f"cat -n {MODULE}"),
-        said(f"Line {bug.line} should be: {repaired}", change),
-        said("It prints ok.", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
-    ]
+    return [READS, repairs(bug.line, repaired), SUBMITS]
 
 
-def session(bug_row: dict[str, object], turns: list[str], **sizes: int) -> tuple[list, object]:
+def play_session(bug_row: dict[str, object], turns: list[str], **sizes: int) -> tuple[list, object]:
     given = iter(turns)
     return play(AGENT, lambda _: next(given), extra_info=bug_row, **sizes)
 
@@ -96,12 +90,12 @@ SIZES = {"prompt_length": 1024, "response_length": 3072}
 def test_the_agent_repairs_a_module_in_one_leaf() -> None:
     bug = make_bug(seed=7)
     turns = script(bug, repaired=bug.repaired)
-    rows, scripted = session({"seed": 7, "level": "one_function"}, turns, **SIZES)
+    rows, scripted = play_session({"seed": 7}, turns, **SIZES)
     (row,) = rows
     assert trained(row) == [turn + END for turn in turns]
     assert rewards(rows) == [1.0]
     _, second, third = scripted.prompts
-    assert "return min(first, second)" in second
+    assert bug.module.splitlines()[1] in second
     assert "<output>\nok\n</output>" in third
 
 
@@ -110,7 +104,7 @@ def test_the_agent_repairs_a_module_in_one_leaf() -> None:
 def test_a_wrong_repair_earns_nothing_and_is_told() -> None:
     bug = make_bug(seed=7)
     wrong = said("Nothing.", f"python {CHECK}")
-    rows, scripted = session({"seed": 7, "level": "one_function"}, ["no command", *[wrong] * (MAX_TURNS - 1)], **SIZES)
+    rows, scripted = play_session({"seed": 7}, ["no command", *[wrong] * (MAX_TURNS - 1)], **SIZES)
     # The agent keeps no answer without a command in its history: that is a leaf of its own.
     assert rewards(rows) == [0.0, 0.0]
     assert trained(rows[0]) == ["no command" + END]
@@ -119,8 +113,8 @@ def test_a_wrong_repair_earns_nothing_and_is_told() -> None:
     assert "AssertionError: solve." in scripted.prompts[2]
     # A full context ends the session, and what was written until then stays.
     prompt_len = len(rows[0].prompt_ids)
-    rows, _ = session(
-        {"seed": 7, "level": "one_function"},
+    rows, _ = play_session(
+        {"seed": 7},
         script(bug, repaired=bug.repaired),
         prompt_length=prompt_len,
         response_length=200,
@@ -129,14 +123,36 @@ def test_a_wrong_repair_earns_nothing_and_is_told() -> None:
 
 
 @pytest.mark.long
-def test_a_solved_task_is_what_the_gateway_would_record() -> None:
+@pytest.mark.parametrize("is_right", [True, False])
+def test_what_is_learnt_is_what_the_gateway_would_record(is_right: bool) -> None:
     bug = make_bug(seed=7)
-    leaf = solved_leaf(bug, renderer=Renderer(tokenizer(), []))
-    ((row,), _) = session({"seed": 7, "level": "one_function"}, script(bug, repaired=bug.repaired), **SIZES)
-    assert leaf.token_ids == row.prompt_ids + row.response_ids
-    assert leaf.trained == [0] * len(row.prompt_ids) + row.response_mask
+    text = bug.repaired if is_right else bug.written
+    leaf = as_leaf(session(bug, text), Renderer(tokenizer(), []))
+    ((row,), _) = play_session({"seed": 7}, script(bug, repaired=text), **SIZES)
+    folders = re.compile("coding_agent-[a-z0-9_]+")  # a traceback has another one each time
+    told, recorded = (
+        folders.sub("", tokenizer().decode(ids)) for ids in (leaf.token_ids, row.prompt_ids + row.response_ids)
+    )
+    assert told == recorded
+    if is_right:
+        assert leaf.trained == [0] * len(row.prompt_ids) + row.response_mask
 
 
-def test_a_model_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"recipes\.smollm\.prepare"):
-        prepare(tmp_path, settings=SETTINGS, model=None)
+def test_phrases_are_single_tokens_of_what_is_written() -> None:
+    """The model decides a line number and an expression, each twice."""
+    words = build_tokenizer(PHRASES)
+    bug = make_bug(seed=7)
+    ids = words.encode(repairs(bug.line, bug.repaired), add_special_tokens=False)
+    assert words.decode(ids) == repairs(bug.line, bug.repaired)
+    assert len(ids) <= 16
+    assert [len(words.encode(turn, add_special_tokens=False)) for turn in (READS, SUBMITS)] == [1, 1]
+
+
+@pytest.mark.long
+def test_a_run_is_prepared_once(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, warm_start=TINY, num_train_tasks=3, num_validation_tasks=2)
+    folder = prepare(tmp_path, settings=settings)
+    rows = pd.read_parquet(folder / "train.parquet")
+    assert [row["seed"] for row in rows.extra_info] == [settings.train_seed + number for number in range(3)]
+    assert (folder / "model" / "config.json").is_file()
+    assert prepare(tmp_path, settings=settings) == folder

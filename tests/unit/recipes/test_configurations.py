@@ -61,7 +61,7 @@ def test_no_loop_is_registered_under_the_name_of_its_entry(recipe: str) -> None:
         ("arithmetic_tools", "arithmetic_tools", "tree_grpo", 8, 192),
         ("blackbox_openai_agent", "openai_agent", "tree_grpo", 8, 192),
         ("calculator", "calculator", "tree_grpo", 8, 256),
-        ("coding_agent", "coding_agent", "tree_grpo", 8, 768),
+        ("coding_agent", "coding_agent", "tree_grpo", 8, 384),
         ("gsm8k", "lines", "treepo", 2, 48),
         ("memory_qa", "memory_qa", "tree_grpo", 8, 48),
         ("multi_turn_thinking", "rendered_tools", "tree_grpo", 8, 224),

@@ -54,6 +54,13 @@ def test_the_node_that_teaches_most_for_a_token() -> None:
     assert point.log_probs[3:6].tolist() == pytest.approx([-0.3, -0.4, -0.5])
 
 
+def test_where_all_leaves_end_nobody_starts() -> None:
+    """Two sessions say the same and earn differently, as leaves do that get a copy of their session's reward."""
+    same = leaf(0, [[10, 11]], 1.0), leaf(1, [[10, 11]], 0.0)
+    point, _ = open_node(tree(*same, leaf(2, [[10, 11], [20]], 0.0), leaf(3, [[12, 11]], 1.0)))
+    assert len(point.token_ids) == 0, "behind 10 11 one leaf goes on, and there is nothing to compare it with"
+
+
 def test_the_prompt_may_be_the_best_node() -> None:
     leaves = [leaf(number, [[10 + number, 5]], float(number % 2)) for number in range(8)]
     point, weight = open_node(tree(*leaves))

@@ -134,11 +134,13 @@ def in_separate_async(then: object, otherwise: object, *, _root_: DictConfig) ->
 
 
 def cpu_ranks(*, _root_: DictConfig) -> int:
-    """Return how many ranks this machine has: those that train and those of separate rollouts."""
-    rollout = _root_.actor_rollout_ref.rollout
-    num_rollout = _at_least_one(rollout.n_gpus_per_node) * _at_least_one(rollout.nnodes)
-    is_separate = in_separate_async(True, False, _root_=_root_)
-    return _at_least_one(_root_.trainer.n_gpus_per_node) + (num_rollout if is_separate else 0)
+    """Return how many ranks this machine has: those that train, those of separate rollouts and those of teachers."""
+    pools = [_root_.actor_rollout_ref.rollout] if in_separate_async(True, False, _root_=_root_) else []
+    teachers = _root_.get("distillation") or {}
+    if teachers.get("enabled") and teachers.get("nnodes"):
+        pools.append(teachers)
+    num_others = sum(_at_least_one(pool.n_gpus_per_node) * _at_least_one(pool.nnodes) for pool in pools)
+    return _at_least_one(_root_.trainer.n_gpus_per_node) + num_others
 
 
 def _at_least_one(num_devices: object) -> int:

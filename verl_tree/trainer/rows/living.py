@@ -95,12 +95,14 @@ class LivingTrees:
     def learn(self, trees: Sequence[StoredTree], *, step: int) -> dict[str, float]:
         """Take over the open nodes of a step's trees, one of each; return the metrics of the step."""
         started: list[OpenNode] = []
+        num_equal = 0
         for tree in trees:
             if tree.uid not in self._running:
                 continue  # of rollouts that are replayed from files
             prompt, start = self._running[tree.uid]
             if start is not None:
                 started.append(start)
+                num_equal += not _spread(tree.leaves)
             found = open_node(tree, start=None if start is None else start.point)
             if found is not None:
                 point, weight = found
@@ -110,6 +112,7 @@ class LivingTrees:
         metrics = {"groups": len(started) / len(trees), "nodes": float(len(self._nodes))}
         if started:
             metrics["age"] = float(np.mean([step - node.born for node in started]))
+            metrics["equal_reward_groups"] = num_equal / len(started)
         return {f"tree/living/{name}": value for name, value in metrics.items()}
 
     def _draw(self, num_prompts: int, *, step: int) -> list[OpenNode]:
@@ -142,9 +145,9 @@ class LivingTrees:
 def open_node(tree: StoredTree, *, start: StartingPoint | None = None) -> tuple[StartingPoint, float] | None:
     """Find the node of a group's tree where a session teaches most for each token that it generates, and how much.
 
-    That is the variance of the rewards of the n leaves below a node, within roles, times (n - 1) / (n + 1), because
-    that of few leaves is chance, over the mean number of tokens that they sampled behind it. `start` is where the sessions
-    of the group had started. None if the leaves of no node differ.
+    That is the variance of the rewards of the n leaves that go on behind a node, within roles, times (n - 1) / (n + 1),
+    because that of few leaves is chance, over the mean number of tokens that they sampled behind it. `start` is where
+    the sessions of the group had started. None if the leaves of no node differ.
 
     Only paths that begin as their sessions did are looked at: a context of its own, such as a summary's, needs the
     calls before it.
@@ -152,21 +155,27 @@ def open_node(tree: StoredTree, *, start: StartingPoint | None = None) -> tuple[
     forest, best = tree.forest(), None
     sampled = [_sampled(leaf, start) for leaf in tree.leaves]
     num_old = 0 if start is None else len(start.token_ids)
-    nodes = zip(*(getattr(forest, f"node_{name}").tolist() for name in ("first_leaf", "last_leaf", "end")), strict=True)
+    bounds = (forest.node_first_leaf, forest.node_last_leaf, forest.node_end)
+    nodes = zip(*(each.tolist() for each in bounds), strict=True)
     for first, last, end in nodes:
-        below = forest.order[first:last].tolist()
-        spread = _spread([tree.leaves[leaf] for leaf in below])
-        able = [leaf for leaf in below if _begins_its_session(tree.leaves[leaf], start)]
-        if not spread or not able or end < num_old:
+        if end < num_old:
             continue
-        # The longest goes on behind the node.
+        below = forest.order[first:last].tolist()
+        able = [leaf for leaf in below if _begins_its_session(tree.leaves[leaf], start)]
+        if not able:
+            continue
+        # The longest goes on behind the node, if any does.
         leaf = max(able, key=lambda each: len(tree.leaves[each].token_ids))
         point = _point(tree.leaves[leaf], sampled[leaf], end, start)
-        num_tokens = len(point.token_ids)
-        num_left = np.mean([sampled[each][num_tokens:].sum() for each in below])
-        weight = spread * (len(below) - 1) / (len(below) + 1) / max(1.0, num_left)
-        if best is None or weight > best[1]:
-            best = point, float(weight)
+        num_left = {each: int(sampled[each][len(point.token_ids) :].sum()) for each in below}
+        going_on = [each for each in below if num_left[each]]
+        if leaf not in going_on:
+            continue
+        spread = _spread([tree.leaves[each] for each in going_on])
+        shrunk = spread * (len(going_on) - 1) / (len(going_on) + 1)
+        weight = float(shrunk / np.mean([num_left[each] for each in going_on]))
+        if weight and (best is None or weight > best[1]):
+            best = point, weight
     return best
 
 
