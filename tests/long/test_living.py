@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tiny_run import read_metrics, run, run_and_kill_engine
@@ -51,13 +50,15 @@ def test_what_is_replayed_is_not_trained(folder: Path, whole: dict[int, dict[str
     for step in range(2, NUM_STEPS + 1):
         *fresh, one, other = read_trees(folder / "trees" / f"step_{step:06d}.parquet")
         assert len(fresh) == 2
+        for tree in fresh:
+            assert all(leaf.is_trained[leaf.prompt_len] for leaf in tree.leaves)
         for tree in (one, other):
-            starts = {int(np.argmax(leaf.is_trained)) for leaf in tree.leaves}
-            first = tree.leaves[0]
-            if min(starts) > first.prompt_len:
+            begins = {(*leaf.token_ids[: leaf.prompt_len + 1].tolist(),) for leaf in tree.leaves}
+            is_trained = {bool(leaf.is_trained[leaf.prompt_len]) for leaf in tree.leaves}
+            assert len(is_trained) == 1, "all start at one node"
+            if is_trained == {False}:
                 num_found += 1
-                shared = [leaf.token_ids[: min(starts)].tolist() for leaf in tree.leaves]
-                assert all(each == shared[0] for each in shared), "the group starts at one node"
+                assert len(begins) == 1
     assert num_found
 
 

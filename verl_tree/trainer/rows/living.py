@@ -7,6 +7,7 @@ A whole group starts at one node, so its baseline is that node's. The data set's
 for the next step. A node that was drawn is gone, unless the leaves of its group differ again.
 """
 
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -121,9 +122,10 @@ class LivingTrees:
         rng = random.Random(f"{self._seed}/{step}")
         # A share of .3 of 4 prompts is 1 or 2 of them.
         num_wanted = min(int(self._share * num_prompts + rng.random()), len(self._nodes))
-        # The largest of u^(1 / weight) are a weighted draw without replacement (Efraimidis and Spirakis, 2006).
-        ages = [step - node.born for node in self._nodes]
-        lots = [rng.random() ** ((1 + age) / node.weight) for node, age in zip(self._nodes, ages, strict=True)]
+        # The largest of u^(1 / weight) are a weighted draw without replacement (Efraimidis and Spirakis, 2006); here
+        # their logarithms, because small weights would make them all 0.
+        weights = [node.weight / (1 + step - node.born) for node in self._nodes]
+        lots = [math.log(max(rng.random(), 1e-300)) / weight for weight in weights]
         drawn = sorted(range(len(lots)), key=lambda number: -lots[number])[:num_wanted]
         nodes = [self._nodes[number] for number in sorted(drawn)]
         self._nodes = [node for number, node in enumerate(self._nodes) if number not in set(drawn)]
