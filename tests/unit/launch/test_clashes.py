@@ -107,6 +107,7 @@ EXAMPLES = (
     (f"{ROLLOUT}.quantization=fp8",),
     (f"{ROLLOUT}.enable_sleep_mode=true",),
     (f"{ROLLOUT}.free_cache_engine=true",),
+    (f"{ROLLOUT}.full_determinism=true",),
     (f"{ROLLOUT}.dtype=float16", POLICY["LINEAR"]),
     (POLICY["NESTED"], f"{ROLLOUT}.dtype=bfloat16"),
     ("actor_rollout_ref.hybrid_engine=false", "trainer.v1.trainer_mode=colocate_async"),
