@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, help="most runs of this call")
     parser.add_argument("--work", type=Path, default=Path("runs/paired"), help="folder of the runs")
     options = parser.parse_args()
-    name, validation = options.option.rpartition(".")[2], f"val-core/{options.recipe}/reward/mean@1"
+    name = options.option.rpartition(".")[2]
     files = {
         (value, seed): options.out / f"{name}_{value}_{seed}.jsonl"
         for seed in range(1, options.seeds + 1)
@@ -65,22 +65,28 @@ def main() -> None:
         settings = (f"trainer.total_training_steps={options.steps}", f"trainer.test_freq={options.test_freq}")
         folder = options.work.resolve() / f"{name}_{value}_{seed}"
         metrics = train(options.recipe, f"{options.option}={value}", *seeds(seed), *settings, folder=folder)
-        write_metrics(metrics, files[value, seed], keys=(validation, *KEYS))
+        write_metrics(metrics, files[value, seed], keys=(validation_of(metrics), *KEYS))
     runs = {place: read_metrics(file) for place, file in files.items() if file.exists()}
     tables = [
-        summary([metrics for (each, _), metrics in runs.items() if each == value], name, value, validation=validation)
+        summary([metrics for (each, _), metrics in runs.items() if each == value], name, value)
         for value in options.values
     ]
     print_table([line for table in tables for line in table])
     write_json({"environment": environment(options), "summary": tables}, options.out / f"{name}.json")
 
 
-def summary(runs: list[Metrics], name: str, value: str, *, validation: str) -> list[dict[str, str]]:
+def validation_of(metrics: Metrics) -> str:
+    """Return verl's key of the validation reward of a recipe, which names the data source."""
+    return next(name for data in metrics.values() for name in data if name.startswith("val-core/"))
+
+
+def summary(runs: list[Metrics], name: str, value: str) -> list[dict[str, str]]:
     """Return a line for each validation: rewards of the runs, and what training had taken until then.
 
     The training reward is that of all sessions since the validation before.
     """
     steps = sorted(set.intersection(*(set(metrics) for metrics in runs))) if runs else []
+    validation = validation_of(runs[0]) if runs else ""
     lines = []
     before = 0
     for step in (step for step in steps if validation in runs[0][step]):

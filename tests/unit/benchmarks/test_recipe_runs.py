@@ -86,7 +86,7 @@ def test_the_summary_counts_what_was_trained_until_each_validation() -> None:
         {0: {VALIDATION: 0.25}, 1: step(100, 1.0), 2: step(200, 2.0, **{VALIDATION: 0.5})},
         {0: {VALIDATION: 0.75}, 1: step(300, 3.0), 2: step(600, 6.0, **{VALIDATION: 1.0})},
     ]
-    first, last = summary(runs, "rows", "all", validation=VALIDATION)
+    first, last = summary(runs, "rows", "all")
     assert (first["step"], first["validation reward"], first["tokens trained in a run"]) == ("0", "0.500", "0")
     assert (last["step"], last["validation reward"], last["least to greatest"]) == ("2", "0.750", "0.500 to 1.000")
     assert (last["tokens trained in a run"], last["median update (s)"]) == ("600", "2.50")
