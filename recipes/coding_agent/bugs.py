@@ -35,15 +35,17 @@ class Bug:
         module: Its text.
         check: A program that prints ok if the module has no bug, and else what is wrong.
         line: Number of the wrong line, from 1.
-        repaired: What should stand there, without the indent.
+        answer: What should stand there, without the indent.
         written: What stands there.
+        seed: Of `make_bug`.
     """
 
     module: str
     check: str
     line: int
-    repaired: str
+    answer: str
     written: str
+    seed: int
 
     def write(self, folder: Path) -> None:
         """Write the module and its check into a folder."""
@@ -65,7 +67,12 @@ def make_bug(*, seed: int) -> Bug:
         call, wanted = f"{Path(MODULE).stem}.{name}{values}", eval(right, {a: values[0], b: values[1]})
         checks.append(f'assert {call} == {wanted}, f"{call} is {{{call}}}, not {wanted}"')
     check = "\n".join([*checks, 'print("ok")', ""])
-    return Bug("\n".join(lines), check, len(lines) - 1, f"return {right}", written)
+    return Bug("\n".join(lines), check, len(lines) - 1, f"return {right}", written, seed)
+
+
+def make_bugs(num_bugs: int, *, seed: int) -> list[Bug]:
+    """Return modules of so many seeds, from the first on."""
+    return [make_bug(seed=seed + number) for number in range(num_bugs)]
 
 
 def is_repaired(folder: Path, check: str, *, environment: Mapping[str, str]) -> bool:

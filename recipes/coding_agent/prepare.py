@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from recipes.demo.prepare import prepare_once, run_command_line
+from recipes.demo.prepare import prepare_once, run_command_line, write_rows
 from recipes.demo.settings import Settings, WarmStartSettings
 
 SETTINGS = Settings(warm_start=WarmStartSettings(num_skilled_steps=200), num_train_tasks=512, num_validation_tasks=32)
@@ -18,37 +18,26 @@ def prepare(cache_dir: Path, *, settings: Settings, model: Path | None = None) -
 
     def build(folder: Path, _: Path) -> None:
         # Imported here, so that a second call, which makes nothing, takes no time.
+        from recipes.coding_agent.agent import TEMPLATES
+        from recipes.coding_agent.bugs import TASK, make_bugs
         from recipes.coding_agent.solver import teach
 
-        write_rows(folder, settings=settings)
+        # The agent writes its messages itself; these are the first two.
+        prompt = [{"role": "system", "content": TEMPLATES["system_template"]}, {"role": "user", "content": TASK}]
+        write_rows(
+            folder,
+            settings=settings,
+            data_source="coding_agent",
+            make_tasks=make_bugs,
+            chat=lambda _: prompt,
+            extra_info=lambda bug: {"seed": bug.seed},
+        )
         if model is not None:
             (folder / "model").symlink_to(model.resolve(), target_is_directory=True)
         else:
             teach(folder / "model", settings=settings)
 
     return prepare_once(cache_dir / "coding_agent", settings=settings, model=model, code=_CODE, build=build)
-
-
-def write_rows(folder: Path, *, settings: Settings) -> None:
-    """Write the rows of both splits."""
-    import pandas as pd
-
-    from recipes.coding_agent.agent import TEMPLATES
-    from recipes.coding_agent.bugs import TASK
-
-    # The agent writes its messages itself; these are the first two.
-    prompt = [{"role": "system", "content": TEMPLATES["system_template"]}, {"role": "user", "content": TASK}]
-    for split, num_tasks, seed in settings.splits:
-        rows = [
-            {
-                "data_source": "coding_agent",
-                "prompt": prompt,
-                "reward_model": {"style": "rule", "ground_truth": ""},
-                "extra_info": {"split": split, "index": index, "seed": seed + index},
-            }
-            for index in range(num_tasks)
-        ]
-        pd.DataFrame(rows).to_parquet(folder / f"{split}.parquet")
 
 
 if __name__ == "__main__":

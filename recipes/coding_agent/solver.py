@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from recipes.coding_agent.agent import TEMPLATES, find_package, solve
-from recipes.coding_agent.bugs import CHECK, EXPRESSIONS, MODULE, NAMES, TASK, Bug, make_bug
+from recipes.coding_agent.bugs import CHECK, EXPRESSIONS, MODULE, NAMES, TASK, Bug, make_bugs
 from recipes.demo.leaves import Leaf, Message, Renderer
 from recipes.demo.prepare import say
 from recipes.demo.settings import Settings
@@ -31,12 +31,11 @@ def said(thought: str, command: str) -> str:
 
 READS = said("I read the module.", f"cat -n {MODULE}")
 SUBMITS = said("The work is done.", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
-_REPAIRS = said("Line {line} should be: {text}", f"sed -i '{{line}}s|return.*|{{text}}|' {MODULE} && python {CHECK}")
 
 
-def repairs(line: int, text: str) -> str:
+def repairs(line: object, text: str) -> str:
     """Return the turn that changes a line and runs the check."""
-    return _REPAIRS.format(line=line, text=text)
+    return said(f"Line {line} should be: {text}", f"sed -i '{line}s|return.*|{text}|' {MODULE} && python {CHECK}")
 
 
 PHRASES = (
@@ -44,7 +43,7 @@ PHRASES = (
     TASK,
     READS,
     SUBMITS,
-    *re.split(r"\{line\}|(?<=return) \{text\}|\{text\}", _REPAIRS.replace("{text}", "return {text}")),
+    *re.split(r"\{line\}| \{text\}", repairs("{line}", "return {text}")),
     *(f"<returncode>{code}</returncode>\n<output>\n" for code in (0, 1)),
     "\n</output>",
     "     1\tdef ",
@@ -93,10 +92,10 @@ def teach(folder: Path, *, settings: Settings) -> None:
     tokenizer = build_tokenizer(PHRASES)
     renderer = Renderer(tokenizer, [])
     rng = random.Random(settings.warm_start_seed)
-    bugs = [make_bug(seed=settings.warm_start_seed + number) for number in range(min(NUM_BUGS, 20 * warm.num_sessions))]
+    bugs = make_bugs(min(NUM_BUGS, 20 * warm.num_sessions), seed=settings.warm_start_seed)
     say(f"the agent works on {len(bugs)} modules, twice each")
     with ThreadPoolExecutor(2) as threads:
-        right = list(threads.map(session, bugs, [bug.repaired for bug in bugs]))
+        right = list(threads.map(session, bugs, [bug.answer for bug in bugs]))
         wrong = list(threads.map(session, bugs, [bug.written for bug in bugs]))
     leaves = [[as_leaf(messages, renderer) for messages in each] for each in (wrong, right)]
 

@@ -106,18 +106,10 @@ class RecordingClient(LLMServerClient):
         call = self.tree.begin(prompt)
         replayed = self._replayed(prompt_ids)
         if replayed is not None and replayed.stop_reason is not None:
-            self.tree.complete(
-                call,
-                replayed.token_ids,
-                log_probs=replayed.log_probs,
-                stop_reason=replayed.stop_reason,
-                num_replayed=len(replayed.token_ids),
-            )
-            return replayed
-        if self._prompt is not None:
-            request_id = routed_id(request_id, self._prompt)
-        with self._recorded_failure(call):
-            output = await self._ask(request_id, prompt_ids, dict(sampling_params), replayed, **kwargs)
+            output = replayed
+        else:
+            with self._recorded_failure(call):
+                output = await self._ask(request_id, prompt_ids, sampling_params, replayed, **kwargs)
         self.tree.complete(
             call,
             output.token_ids,
@@ -154,15 +146,17 @@ class RecordingClient(LLMServerClient):
         **kwargs: Any,
     ) -> TokenOutput:
         """Let the server answer, or go on with an old answer."""
+        if self._prompt is not None:
+            request_id = routed_id(request_id, self._prompt)
         if replayed is not None:
             prompt_ids = prompt_ids + replayed.token_ids
             if params.get("max_tokens") is not None:
-                params["max_tokens"] = max(1, params["max_tokens"] - len(replayed.token_ids))
+                params = {**params, "max_tokens": max(1, params["max_tokens"] - len(replayed.token_ids))}
         is_behind = self._start is not None and self._start.is_passed_by(np.asarray(prompt_ids))
         asks = is_behind and self.asks_for_shift
         if asks:
             self.asks_for_shift = False
-            params["prompt_logprobs"] = 0
+            params = {**params, "prompt_logprobs": 0}
         output = await self._client.generate(request_id, prompt_ids=prompt_ids, sampling_params=params, **kwargs)
         self.has_reached_start |= is_behind
         if asks:

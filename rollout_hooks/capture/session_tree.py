@@ -72,8 +72,8 @@ class SessionTree:
         self._num_events = 0
         self._begun: list[int] = []
         self._finished: list[int] = []
-        # Where the tokens begin that each call sampled itself.
-        self._sampled_from: list[int] = []
+        # Where the tokens begin that a call sampled itself, of calls that replayed some before.
+        self._replay_ends: dict[int, int] = {}
         # Log-probs of all calls in one array. That of a call's token at position p is at p + the call's base.
         self._log_probs = array("d")
         self._log_prob_base: list[int] = []
@@ -134,7 +134,6 @@ class SessionTree:
         self._calls.append(RecordedCall(index, kind, point.position, len(tokens), num_splices=len(splices)))
         self._begun.append(self._tick())
         self._finished.append(_NEVER)
-        self._sampled_from.append(len(tokens))
         self._log_prob_base.append(0)
         return index
 
@@ -186,7 +185,8 @@ class SessionTree:
             return
         self._trie.complete(call, output)
         self._num_outputs[call] = len(output)
-        self._sampled_from[call] += num_replayed
+        if num_replayed:
+            self._replay_ends[call] = self._calls[call].num_prompt + num_replayed
         self._finished[call] = self._tick()
         self._log_prob_base[call] = len(self._log_probs) - self._calls[call].num_prompt
         self._log_probs.frombytes(values.tobytes())
@@ -319,12 +319,11 @@ class SessionTree:
             source[self._calls[call].num_prompt : ends[call]] = call
 
     def _path(self, tokens: np.ndarray, source: np.ndarray) -> TokenPath:
+        for call, end in self._replay_ends.items():
+            before = source[:end]
+            before[before == call] = -1
         log_probs = np.zeros(len(tokens))
         (generated,) = np.nonzero(source >= 0)
-        if generated.size:
-            is_replayed = generated < np.asarray(self._sampled_from, dtype=np.int64)[source[generated]]
-            source[generated[is_replayed]] = -1
-            generated = generated[~is_replayed]
         if generated.size:
             base = np.asarray(self._log_prob_base, dtype=np.int64)
             log_probs[generated] = np.frombuffer(self._log_probs)[generated + base[source[generated]]]

@@ -28,14 +28,14 @@ AGENT = loop_of("coding_agent", "coding_agent")
 
 def repair(bug: Bug, folder: Path) -> None:
     lines = (folder / MODULE).read_text().splitlines()
-    lines[bug.line - 1] = f"    {bug.repaired}"
+    lines[bug.line - 1] = f"    {bug.answer}"
     (folder / MODULE).write_text("\n".join(lines))
 
 
 def test_a_bug_is_one_line_that_the_check_shows(tmp_path: Path) -> None:
     bug = make_bug(seed=5)
     assert bug == make_bug(seed=5)
-    assert bug.module.splitlines()[bug.line - 1].strip() == bug.written != bug.repaired
+    assert bug.module.splitlines()[bug.line - 1].strip() == bug.written != bug.answer
     bug.write(tmp_path)
     assert not is_repaired(tmp_path, bug.check, environment=SHELL)
     repair(bug, tmp_path)
@@ -49,7 +49,7 @@ def test_every_bug_is_wrong_where_it_is_checked() -> None:
         of_wrong: dict[str, object] = {}
         exec(bug.module, of_wrong)
         assert eval(first[0], of_wrong) != eval(first[1])
-        exec(bug.module.replace(bug.module.splitlines()[bug.line - 1].strip(), bug.repaired), of_wrong)
+        exec(bug.module.replace(bug.module.splitlines()[bug.line - 1].strip(), bug.answer), of_wrong)
         assert eval(first[0], of_wrong) == eval(first[1])
 
 
@@ -89,7 +89,7 @@ SIZES = {"prompt_length": 1024, "response_length": 3072}
 @pytest.mark.timeout(120)
 def test_the_agent_repairs_a_module_in_one_leaf() -> None:
     bug = make_bug(seed=7)
-    turns = script(bug, repaired=bug.repaired)
+    turns = script(bug, repaired=bug.answer)
     rows, scripted = play_session({"seed": 7}, turns, **SIZES)
     (row,) = rows
     assert trained(row) == [turn + END for turn in turns]
@@ -115,7 +115,7 @@ def test_a_wrong_repair_earns_nothing_and_is_told() -> None:
     prompt_len = len(rows[0].prompt_ids)
     rows, _ = play_session(
         {"seed": 7},
-        script(bug, repaired=bug.repaired),
+        script(bug, repaired=bug.answer),
         prompt_length=prompt_len,
         response_length=200,
     )
@@ -126,7 +126,7 @@ def test_a_wrong_repair_earns_nothing_and_is_told() -> None:
 @pytest.mark.parametrize("is_right", [True, False])
 def test_what_is_learnt_is_what_the_gateway_would_record(is_right: bool) -> None:
     bug = make_bug(seed=7)
-    text = bug.repaired if is_right else bug.written
+    text = bug.answer if is_right else bug.written
     leaf = as_leaf(session(bug, text), Renderer(tokenizer(), []))
     ((row,), _) = play_session({"seed": 7}, script(bug, repaired=text), **SIZES)
     folders = re.compile("coding_agent-[a-z0-9_]+")  # a traceback has another one each time
@@ -142,8 +142,8 @@ def test_phrases_are_single_tokens_of_what_is_written() -> None:
     """The model decides a line number and an expression, each twice."""
     words = build_tokenizer(PHRASES)
     bug = make_bug(seed=7)
-    ids = words.encode(repairs(bug.line, bug.repaired), add_special_tokens=False)
-    assert words.decode(ids) == repairs(bug.line, bug.repaired)
+    ids = words.encode(repairs(bug.line, bug.answer), add_special_tokens=False)
+    assert words.decode(ids) == repairs(bug.line, bug.answer)
     assert len(ids) <= 16
     assert [len(words.encode(turn, add_special_tokens=False)) for turn in (READS, SUBMITS)] == [1, 1]
 

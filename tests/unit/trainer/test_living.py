@@ -138,7 +138,7 @@ def run_step(living, data, step, *, rewards):
 
 
 def test_prompts_wait_where_nodes_take_their_places() -> None:
-    living, data = LivingTrees(share=0.5, max_age=4, seed=0), Data()
+    living, data = LivingTrees(num_prompts=4, share=0.5, max_age=4, seed=0), Data()
     numbers, points, metrics = run_step(living, data, 1, rewards=(1.0, 0.0))
     assert numbers == [0, 1, 2, 3]
     assert points == [None] * 4
@@ -157,12 +157,12 @@ def test_prompts_wait_where_nodes_take_their_places() -> None:
 
 
 def test_old_nodes_are_dropped() -> None:
-    living, data = LivingTrees(share=1.0, max_age=2, seed=0), Data()
+    living, data = LivingTrees(num_prompts=4, share=1.0, max_age=2, seed=0), Data()
     run_step(living, data, 1, rewards=(1.0, 0.0))
     _, points, metrics = run_step(living, data, 4, rewards=(1.0, 1.0))
     assert points == [None] * 4
     assert metrics["tree/living/nodes"] == 0
-    living, data = LivingTrees(share=1.0, max_age=3, seed=0), Data()
+    living, data = LivingTrees(num_prompts=4, share=1.0, max_age=3, seed=0), Data()
     run_step(living, data, 1, rewards=(1.0, 0.0))
     _, points, metrics = run_step(living, data, 4, rewards=(1.0, 1.0))
     assert None not in points
@@ -171,7 +171,7 @@ def test_old_nodes_are_dropped() -> None:
 
 def test_draws_are_repeatable_and_prefer_weight() -> None:
     def drawn(seed, step):
-        living, data = LivingTrees(share=0.25, max_age=100, seed=seed), Data()
+        living, data = LivingTrees(num_prompts=4, share=0.25, max_age=100, seed=seed), Data()
         batch = living.next_prompts(data.fetch, name=data.name, step=1)
         uids = [str(uid) for uid in batch["uid"]]
         long = leaf(0, [[10] + [7] * 60], 1.0), leaf(1, [[11] + [7] * 60], 0.0)
@@ -186,11 +186,11 @@ def test_draws_are_repeatable_and_prefer_weight() -> None:
 
 
 def test_a_checkpoint_has_nodes_and_waiting_prompts(tmp_path: Path) -> None:
-    living, data = LivingTrees(share=0.5, max_age=4, seed=0), Data()
+    living, data = LivingTrees(num_prompts=4, share=0.5, max_age=4, seed=0), Data()
     for step in (1, 2, 3):
         run_step(living, data, step, rewards=(1.0, 0.0))
     living.save(tmp_path)
-    resumed, again = LivingTrees(share=0.5, max_age=4, seed=0), Data()
+    resumed, again = LivingTrees(num_prompts=4, share=0.5, max_age=4, seed=0), Data()
     again.num, again.names = data.num, data.names
     resumed.load(tmp_path)
     for step in (4, 5, 6):
@@ -202,7 +202,7 @@ def test_a_checkpoint_has_nodes_and_waiting_prompts(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_them_starts_anew(tmp_path: Path) -> None:
-    living = LivingTrees(share=0.5, max_age=4, seed=0)
+    living = LivingTrees(num_prompts=4, share=0.5, max_age=4, seed=0)
     living.load(tmp_path)
     assert not (tmp_path / FILE).exists()
     numbers, points, _ = run_step(living, Data(), 9, rewards=(1.0, 0.0))
@@ -211,7 +211,7 @@ def test_a_checkpoint_without_them_starts_anew(tmp_path: Path) -> None:
 
 
 def test_rollouts_from_files_are_left_alone() -> None:
-    living, data = LivingTrees(share=0.5, max_age=4, seed=0), Data()
+    living, data = LivingTrees(num_prompts=4, share=0.5, max_age=4, seed=0), Data()
     living.next_prompts(data.fetch, name=data.name, step=1)
     metrics = living.learn([tree(leaf(0, [[10]], 1.0), leaf(1, [[11]], 0.0), uid="other")], step=1)
     assert metrics == {"tree/living/groups": 0.0, "tree/living/nodes": 0.0}

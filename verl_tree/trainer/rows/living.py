@@ -49,16 +49,16 @@ class LivingTrees:
     """The open nodes of a run, and the prompts that wait because nodes took their places.
 
     Args:
-        share: How many of a step's prompts start at nodes, if there are so many; between 0 and 1.
+        num_prompts: Of one fetch from the data set.
+        share: How many of them start at nodes, if there are so many; between 0 and 1.
         max_age: Steps after which a node is dropped, because its tokens are those of old weights.
         seed: Of the draws.
     """
 
-    def __init__(self, *, share: float, max_age: int, seed: int) -> None:
-        self._share, self._max_age, self._seed = share, max_age, seed
+    def __init__(self, *, num_prompts: int, share: float, max_age: int, seed: int) -> None:
+        self._num_prompts, self._share, self._max_age, self._seed = num_prompts, share, max_age, seed
         self._nodes: list[OpenNode] = []
         self._waiting: list[TensorDict] = []
-        self._num_prompts: int | None = None
         self._running: dict[str, tuple[TensorDict, OpenNode | None]] = {}
 
     @classmethod
@@ -66,8 +66,12 @@ class LivingTrees:
         """Return what `tree.living` asks for; None if no prompt is to start at a node."""
         if not config.tree.living:
             return None
-        seed = config.actor_rollout_ref.actor.data_loader_seed
-        return cls(share=config.tree.living, max_age=config.tree.living_steps, seed=seed)
+        return cls(
+            num_prompts=config.data.get("gen_batch_size") or config.data.train_batch_size,
+            share=config.tree.living,
+            max_age=config.tree.living_steps,
+            seed=config.actor_rollout_ref.actor.data_loader_seed,
+        )
 
     def next_prompts(
         self, fetch: Callable[[], TensorDict], *, name: Callable[[TensorDict], None], step: int
@@ -76,10 +80,7 @@ class LivingTrees:
 
         `name` gives each its final uid.
         """
-        if self._num_prompts is None:
-            self._waiting = _rows(fetch())
-            self._num_prompts = len(self._waiting)
-        nodes = self._draw(self._num_prompts, step=step)
+        nodes = self._draw(step=step)
         num_fresh = self._num_prompts - len(nodes)
         if len(self._waiting) < num_fresh:
             self._waiting += _rows(fetch())
@@ -116,12 +117,12 @@ class LivingTrees:
             metrics["equal_reward_groups"] = num_equal / len(started)
         return {f"tree/living/{name}": value for name, value in metrics.items()}
 
-    def _draw(self, num_prompts: int, *, step: int) -> list[OpenNode]:
+    def _draw(self, *, step: int) -> list[OpenNode]:
         """Take nodes out of the store, with a chance that grows with their weight and falls with their age."""
         self._nodes = [node for node in self._nodes if step - node.born <= self._max_age]
         rng = random.Random(f"{self._seed}/{step}")
         # A share of .3 of 4 prompts is 1 or 2 of them.
-        num_wanted = min(int(self._share * num_prompts + rng.random()), len(self._nodes))
+        num_wanted = min(int(self._share * self._num_prompts + rng.random()), len(self._nodes))
         # The largest of u^(1 / weight) are a weighted draw without replacement (Efraimidis and Spirakis, 2006); here
         # their logarithms, because small weights would make them all 0.
         weights = [node.weight / (1 + step - node.born) for node in self._nodes]
@@ -133,15 +134,14 @@ class LivingTrees:
 
     def save(self, folder: Path) -> None:
         """Write what a resumed run needs into a checkpoint."""
-        state = {"nodes": self._nodes, "waiting": self._waiting, "num_prompts": self._num_prompts}
-        torch.save(state, folder / FILE)
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save({"nodes": self._nodes, "waiting": self._waiting}, folder / FILE)
 
     def load(self, folder: Path) -> None:
         """Read what a checkpoint has; one of a run without living trees has nothing."""
         if (folder / FILE).is_file():
             state: Mapping[str, Any] = torch.load(folder / FILE, weights_only=False)
             self._nodes, self._waiting = state["nodes"], state["waiting"]
-            self._num_prompts = state["num_prompts"]
 
 
 def open_node(tree: StoredTree, *, start: StartingPoint | None = None) -> tuple[StartingPoint, float] | None:

@@ -73,7 +73,6 @@ class ResumableTrainer(PPOTrainer):
     def _save_checkpoint(self) -> None:
         folder = folder_of(self.config) / f"global_step_{self.global_steps}"
         with saving(folder, step=self.global_steps):
-            folder.mkdir(parents=True, exist_ok=True)
             self.save_beside(folder)
             super()._save_checkpoint()
         self._saved_step = self.global_steps
