@@ -1,6 +1,6 @@
-"""What a session with a GPU runs first, in stages of at most 8 minutes: correctness, layers, models, recurrence.
+"""What a session with a GPU runs first, in five stages of at most 8 minutes, from correctness to other engines.
 
-    python benchmarks/gpu_stages.py [correctness] [layers] [models] [recurrence] [--out gpu_check]
+    python benchmarks/gpu_stages.py [correctness] [layers] [models] [recurrence] [engines] [--out gpu_check]
 
 `scripts/gpu_check.sh` calls this with caches and flash-attn-4 prepared. Every backend, contender and model is a process
 of its own (`jobs.py`), so one that breaks the device's context, or hangs, does not take the others with it. Kernels are
@@ -111,11 +111,18 @@ def recurrence(machine: Machine) -> list[list[Job]]:
     ]
 
 
+def engines(machine: Machine) -> list[list[Job]]:
+    """Return the jobs of the fifth stage: an update on each of the other engines, if the machine has them."""
+    names = ("megatron", "veomni")
+    return [[machine.job(f"engine-{name}", "check_engines.py", "--engine", name, limit_s=200)] for name in names]
+
+
 STAGES: dict[str, Callable[[Machine], list[list[Job]]]] = {
     "correctness": correctness,
     "layers": layers,
     "models": models,
     "recurrence": recurrence,
+    "engines": engines,
 }
 
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # What a session with a GPU runs first: `correctness` of every attention backend, `layers` (times beside the best flat
-# kernels), `models` (whole updates) and `recurrence` (the rule of recurrent layers, checked and timed), each at most 8
-# minutes. Runs from a checkout on Python 3.12 with torch, triton, transformers and numpy; verl, Ray, vLLM and a network
-# are not needed. Results are JSON lines in $OUT (default ./gpu_check), written at once: a run that is killed keeps what
+# kernels), `models` (whole updates), `recurrence` (the rule of recurrent layers, checked and timed) and `engines` (an
+# update on Megatron and one on VeOmni beside verl's own), each at most 8 minutes. Runs from a checkout on Python 3.12
+# with torch, triton, transformers and numpy; Ray, vLLM and a network are not needed, verl by `engines` only, which says
+# what it lacks. Results are JSON lines in $OUT (default ./gpu_check), written at once: a run that is killed keeps what
 # it had. Without a GPU it rehearses on the CPU.
 #
-#   OUT=results scripts/gpu_check.sh [correctness] [layers] [models] [recurrence]      # all, in this order, by default
+#   OUT=results scripts/gpu_check.sh [correctness] [layers] [models] [recurrence] [engines]      # all, in this order, by default
 #   python benchmarks/report_gpu.py results                               # the tables
 #
 # With .fa4/site.tar.xz (scripts/fa4_wheels.sh) flash-attn-4 is unpacked beside the checkout first; else the one of the

@@ -28,6 +28,8 @@ COLUMNS = (
     "engine, 2 ranks",
     "Ulysses",
     "critic",
+    "VeOmni",
+    "Megatron",
     "router replay",
     "whole run",
     "backends",

@@ -69,7 +69,7 @@ CUDA_KERNELS, OTHER_ATTENTION = "a backend for CUDA", "attention other than flas
 OTHER_LOSS, TOP_K = "a loss over several rows", "top-k distillation"
 TEACHER_HERE = "a teacher on the training ranks"
 CORRECTION, REWEIGHED = "a rollout correction", "rollout_is or rollout_rs"
-VEOMNI, UNTRIED, ONE_RANK = "model_engine=veomni", "a type not tried with VeOmni", "one rank"
+VEOMNI, UNTRIED, ONE_RANK = "model_engine=veomni", "a type not served on VeOmni", "one rank"
 MEGATRON = "model_engine=megatron"
 EXPERTS = "engine.expert_parallel_size!=1"
 LINEAR, OTHER_HEADS = "linear attention", "linear attention with heads other than of 64 or 128"

@@ -36,7 +36,7 @@ FAMILIES = (
     Family("LFM2", ("lfm2", "lfm2_moe"), mixers=("Lfm2ShortConv", "Lfm2MoeShortConv"), mixing="short_conv"),
     Family("Granite-4 hybrid", ("granitemoehybrid",), mixers=("GraniteMoeHybridMambaLayer",), mixing="mamba2"),
     Family("Qwen2.5-VL", ("qwen2_5_vl",), reads_images=True),
-    Family("Qwen3-VL", ("qwen3_vl",), reads_images=True),
+    Family("Qwen3-VL", ("qwen3_vl", "qwen3_vl_moe"), reads_images=True),
     Family(
         "Nemotron-H",
         ("nemotron_h",),
@@ -66,11 +66,24 @@ REFUSED = {model_type: family.refused for family in FAMILIES for model_type in f
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of a model's config that say how many experts a layer has."""
 
-VEOMNI_TYPES = ("gemma3_text", "gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe")
+VEOMNI_TYPES = (
+    "gemma3_text",
+    "gpt_oss",
+    "llama",
+    "qwen2",
+    "qwen2_5_vl",
+    "qwen3",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)
 """Types whose VeOmni models compute trees as verl's own engine computes flat rows (`tests/e2e/test_engines.py`).
 
-VeOmni 0.1.12 has more. Those with recurrent layers want the lengths of flat rows, those with images place and cut image
-tokens themselves, and of others it is not known whether their attention asks for the mask.
+VeOmni 0.1.12 has more: docs/engines.md says why each is left out.
 """
 
 RECURRENT_LAYERS = ("linear_attention", "conv", "mamba")

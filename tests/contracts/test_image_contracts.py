@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import IMAGES, tiny_model
+from tiny_models import tiny_model
 
 pytest.importorskip("verl")
 
 from float64_mode import Float64
-from image_cases import PATCH, Row, branching_rows, errors, flat_inputs, in_float64, pack_of, tree_scores
+from image_cases import FAMILIES, PATCH, Row, branching_rows, errors, flat_inputs, in_float64, pack_of, tree_scores
 from transformers import BatchFeature
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen2_vl import modeling_qwen2_vl
@@ -22,7 +22,7 @@ from verl.models.transformers.monkey_patch import apply_monkey_patch
 _MODULES = (modeling_qwen2_5_vl, modeling_qwen2_vl, modeling_qwen3_vl, modeling_qwen3_vl_moe)
 
 
-@pytest.fixture(params=IMAGES)
+@pytest.fixture(params=FAMILIES)
 def patched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
     """Return a float64 model with verl's forwards, which verl sets on classes; they are put back."""
     for module in _MODULES:

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from other_engines import folder_of
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +59,9 @@ def test_own_replay_of_routes_has_a_switch(source: ast.Module) -> None:
 def test_there_are_no_adapters(source: ast.Module) -> None:
     """Why `model.lora_rank` is refused: verl reads the key and builds none."""
     assert "lora" not in method(source, "VeOmniEngine", "_build_model_optimizer").lower()
+
+
+def test_weights_that_are_not_found_are_drawn_one_by_one() -> None:
+    """Where `BuildForTrees` refuses them, in VeOmni's own source."""
+    text = (folder_of("veomni") / "veomni/models/module_utils.py").read_text()
+    assert "_init_parameter(model, name, parameter_names_left=parameter_names_left)" in text

@@ -60,9 +60,10 @@ def test_equals_verls_own_engine(
     errors = results(engine, ranks)[case.key]
     assert_equal(errors, case)
     assert_not_empty(errors, case)
-    if engine == "fsdp2" and case.same_objective and not case.planned:
+    if case.same_objective and not case.planned and not case.spoilt:
         of_ranks = "engine, 1 rank" if ranks[0] == 1 else f"engine, {ranks[0]} ranks"
-        column = "Ulysses" if ranks[1] > 1 else "critic" if case.is_critic else of_ranks
+        of_fsdp = "Ulysses" if ranks[1] > 1 else "critic" if case.is_critic else of_ranks
+        column = {"veomni": "VeOmni", "megatron": "Megatron"}.get(engine, of_fsdp)
         record_property(f"{TITLES[case.family]} | {column}", errors["gradient"])
 
 
@@ -154,8 +155,14 @@ def test_what_veomni_cannot_do_is_refused_before_weights_are_read(tmp_path: Path
     assert "trainer.n_gpus_per_node=1" in told["one rank"]
     assert told["adapters"].startswith("model.lora_rank=4: ")
     assert "veomni.expert_parallel_size=2: with " in told["parts of a critic"]
-    assert "(qwen3_5_text): with " in told["another type"]
+    assert "(lfm2): with " in told["another type"]
     assert "TreeVeOmniEngineConfig" in told["no tree options"]
+
+
+@pytest.mark.long
+def test_weights_that_veomni_does_not_find_are_not_drawn(tmp_path: Path) -> None:
+    told = run_script("engine_refusals.py", "--engine=veomni weights", num_ranks=2, out=tmp_path / "told.json")
+    assert "VeOmni does not find model." in told["names of an earlier transformers"]
 
 
 def test_what_megatron_cannot_do_is_refused_when_the_model_is_built(tmp_path: Path) -> None:

@@ -1,15 +1,19 @@
 """Whole runs on VeOmni and Megatron: one on trees is killed, and verl's own engine repeats its rollouts.
 
-And shorter ones of the asynchronous trainers on Megatron.
+And shorter ones of the asynchronous trainers on both.
 """
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import other_engines
 import pytest
 from async_run import COLOCATE, SEPARATE, check_prompts, read_steps
-from family_runs import make_text
+from family_runs import FAMILIES, check_steps, inputs, make_text
+from family_runs import NUM_STEPS as FAMILY_STEPS
 from replayed_runs import replaying_options, worst_difference
 from tiny_run import make_inputs, run, run_and_kill_driver
 
@@ -73,16 +77,40 @@ def test_verls_engine_repeats_what_the_trees_did(
     assert max(worst.values()) <= 1e-4, worst
 
 
+@pytest.mark.parametrize("name", [pytest.param("Qwen3-VL", marks=FAMILIES["Qwen3-VL"].marks)])
+def test_images_train_on_veomni(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(other_engines.folder_of("veomni")), prepend=os.pathsep)
+    with inputs(name, tmp_path) as family:
+        options = (*VEOMNI, "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.optim.lr=1e-3", *family.options)
+        options += ("tree.capacity=64", f"trainer.total_training_steps={FAMILY_STEPS}")
+        steps = run(tmp_path, "tree", *options, timeout_s=900)
+    check_steps(name, steps)
+
+
 @pytest.mark.parametrize("mode", [COLOCATE, SEPARATE], ids=["colocate_async", "separate_async"])
-def test_asynchronous_trainers_train_whole_groups_on_megatron(
-    mode: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("engine", "optimizer"), [("veomni", "adamw"), ("megatron", "adam")])
+def test_asynchronous_trainers_train_whole_groups(
+    engine: str, optimizer: str, mode: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_inputs(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(other_engines.folder_of("megatron")), prepend=os.pathsep)
-    adam = ("actor_rollout_ref.actor.optim.optimizer=adam", "actor_rollout_ref.actor.optim.lr=1e-3")
-    options = ("model_engine=megatron", *adam, f"tree.dump_dir={tmp_path}/trees")
-    steps = run(tmp_path, "async", *mode, *options, "trainer.total_training_steps=4", "trainer.test_freq=4")
+    monkeypatch.setenv("PYTHONPATH", str(other_engines.folder_of(engine)), prepend=os.pathsep)
+    optim = "actor_rollout_ref.actor.optim"
+    options = (f"model_engine={engine}", f"{optim}.optimizer={optimizer}", f"{optim}.lr=1e-3")
+    options += ("trainer.n_gpus_per_node=2",) if engine == "veomni" else ()
+    stored = f"tree.dump_dir={tmp_path}/trees"
+    steps = run(tmp_path, "async", *mode, *options, stored, "trainer.total_training_steps=4", "trainer.test_freq=4")
     assert sorted(steps) == [1, 2, 3, 4]
     check_prompts(read_steps(tmp_path, steps))
     assert all(metrics["tree/por"] > 0.4 for metrics in steps.values())
     assert all(metrics["actor/grad_norm"] > 0 for metrics in steps.values())
+
+
+@pytest.mark.parametrize("engine", ["megatron", "veomni"])
+def test_the_stage_of_engines_is_rehearsed(engine: str, tmp_path: Path) -> None:
+    """What `scripts/gpu_check.sh engines` runs, on a CPU."""
+    out = tmp_path / "records.jsonl"
+    asked = ("--engine", engine, "--device", "cpu", "--small", "--out", str(out))
+    subprocess.run([sys.executable, "benchmarks/check_engines.py", *asked], check=True)
+    record = json.loads(out.read_text())
+    assert record["passed"], record
+    assert "skipped" not in record

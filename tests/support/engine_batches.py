@@ -32,6 +32,8 @@ def make_batch(case: Case, *, step: int, rank: int, world_size: int) -> TensorDi
     batch = make(case, step=step, rank=rank // case.sp, world_size=world_size)
     if case.temperature_per_row:
         batch["temperature"] = torch.tensor([0.7, 1.0, 1.4])[torch.arange(len(batch)) // 4 % 3]
+    if case.model.get("use_remove_padding"):
+        tu.assign_non_tensor(batch, use_remove_padding=True)
     return batch
 
 

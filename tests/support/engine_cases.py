@@ -298,7 +298,8 @@ def _of_family(family: str, cases: tuple[Case, ...]) -> list[Case]:
     return found
 
 
-BY_FAMILY = {"qwen3": QWEN3} | MIXTURES | RECURRENT | dict.fromkeys(IMAGES, _IMAGES)
+BY_FAMILY = {"qwen3": QWEN3} | MIXTURES | RECURRENT | {name: _IMAGES for name in IMAGES if "moe" not in name}
+BY_FAMILY["qwen3_vl_moe"] = (Case("relay", (), (TWO,), capacity=7),)
 CASES = [case for family, cases in BY_FAMILY.items() for case in _of_family(family, cases)]
 
 CONTROLS = [Case(f"wrong {what}", (), spoilt=what, capacity=4096) for what in ("mask", "positions")]
@@ -356,6 +357,23 @@ EXPERTS: Settings = {"expert_parallel_size": 2, "moe_implementation": "fused_cpu
 FOUR_ALONE = (4, 1)
 
 
+_VL_MOE = (Case("relay", capacity=7), Case("experts in parallel", engine=EXPERTS, capacity=60))
+
+
+def _qwen3_5() -> Iterator[Case]:
+    """Yield cases of Qwen3.5 as VeOmni takes it, packed. Published models have a tower."""
+    on_host: Settings = {"capacity": 20, "relay_store": "host"}
+    packed: Settings = {"use_remove_padding": True}
+    for case in (
+        Case("relay_checkpointing_on_host", family="qwen3_5", tree=on_host, model=CHECKPOINTS),
+        Case("experts in parallel", family="qwen3_5_moe", engine=EXPERTS),
+        Case("relay", (), (TWO,), family="qwen3_5_moe", tree=RELAY),
+        Case("text", (), (TWO,), family="qwen3_5_text"),
+        Case("text", (), (TWO,), family="qwen3_5_moe_text"),
+    ):
+        yield replace(case, lr=0.05, capacity=160, model=packed | case.model)
+
+
 def _veomni() -> Iterator[Case]:
     """Yield the cases beside verl's VeOmni engine: what it builds and exchanges by itself."""
     of_name = {case.key: replace(case, runs=(TWO,), long=()) for case in CASES}
@@ -374,13 +392,19 @@ def _veomni() -> Iterator[Case]:
     for name in ("relay_ten_steps", "live_rank"):
         yield replace(of_name[f"qwen3 {name}"], runs=(), long=(TWO,))
     for family in ("gemma3", "llama", "qwen2 window"):
-        yield Case("token_mean", family=family)
+        yield Case("token_mean", (), (TWO,), family=family)
     for name in ("token_mean", "relay"):
         yield of_name[f"gpt-oss {name}"]
-        yield of_name[f"qwen3 moe {name}"]
+        yield replace(of_name[f"qwen3 moe {name}"], runs=(), long=(TWO,))
     for name in ("token_mean", "relay", "idle_rank"):
         experts = replace(of_name[f"qwen3 moe {name}"], engine=EXPERTS, long=(FOUR_ALONE, TEAMS))
         yield replace(experts, name=f"{name}, experts in parallel")
+    yield from _qwen3_5()
+    for family in IMAGES:
+        for case in _VL_MOE if family == "qwen3_vl_moe" else _IMAGES:
+            is_short = (family, case.name) in (("qwen3_vl", "relay"), ("qwen3_vl_moe", "experts in parallel"))
+            on_two = replace(case, runs=(TWO,) if is_short else (), long=() if is_short else (TWO,))
+            yield from () if case.model == LORA else _of_family(family, (on_two,))
     for ranks in (TWO, TEAM):
         yield from _forests("alone", family="qwen3", ranks=ranks, engine={}, team_size=ranks[1])
     for ranks in (FOUR_ALONE, TEAMS):

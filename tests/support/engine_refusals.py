@@ -1,4 +1,4 @@
-"""What the tree engines on VeOmni and Megatron refuse when they are built, on one rank.
+"""What the tree engines on VeOmni and Megatron refuse when they are built: on one rank, and `veomni weights` on two.
 
 `tests/e2e/test_engines.py` starts it.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import other_engines
+import torch.distributed as dist
 from process_groups import join_ranks
 from tiny_models import tiny_model
 from verl.workers.config import VeOmniEngineConfig
@@ -18,7 +19,8 @@ from verl_tree.configs import MODEL_ENGINES
 from verl_tree.testing.local_worker import local_worker
 
 MODELS: dict[str, dict[str, dict[str, Any]]] = {
-    "veomni": {"qwen3": {}, "qwen3_5_text": {}},
+    "veomni": {"qwen3": {}, "lfm2": {}},
+    "veomni weights": {"qwen2_5_vl": {}},
     "megatron": {"qwen3": {"vocab_size": 64}, "qwen3 moe": {"vocab_size": 64, "mlp_only_layers": []}},
 }
 """Families, with settings that the engine takes."""
@@ -37,8 +39,9 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "one rank": ("qwen3", {}),
         "adapters": ("qwen3", {"model_options": {"lora_rank": 4}}),
         "parts of a critic": ("qwen3", {"is_critic": True, "engine_options": {"expert_parallel_size": 2}}),
-        "another type": ("qwen3_5_text", {}),
+        "another type": ("lfm2", {}),
     },
+    "veomni weights": {"names of an earlier transformers": ("qwen2_5_vl", {})},
     "megatron": {
         "adapters": ("qwen3", {"model_options": {"lora_rank": 4}}),
         "context": ("qwen3", {"engine_options": {"context_parallel_size": 2}}),
@@ -73,20 +76,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--engine", choices=CASES, required=True)
     arguments = parser.parse_args()
-    engine = arguments.engine
+    engine = arguments.engine.split()[0]
     root = join_ranks()
     other_engines.load(engine)
-    for family, settings in MODELS[engine].items():
-        tiny_model(family, size="engine", **settings).save_pretrained(root / family)
-    found = {name: refusal(engine, root / family, **options) for name, (family, options) in CASES[engine].items()}
-    if engine == "veomni":
+    for family, settings in MODELS[arguments.engine].items():
+        if dist.get_rank() == 0:
+            tiny_model(family, size="engine", **settings).save_pretrained(root / family)
+    dist.barrier()
+    cases = CASES[arguments.engine].items()
+    found = {name: refusal(engine, root / family, **options) for name, (family, options) in cases}
+    if arguments.engine == "veomni":
         from verl_tree.engine.veomni.engine import VeOmniTreeEngine
 
         try:
             VeOmniTreeEngine(None, VeOmniEngineConfig(), None, None)  # type: ignore[arg-type]  (it has no tree options)
         except ValueError as error:
             found["no tree options"] = str(error)
-    arguments.out.write_text(json.dumps(found))
+    if dist.get_rank() == 0:
+        arguments.out.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
-from tiny_models import END, IMAGE, START
+from tiny_models import END, IMAGE, IMAGES, START
 from transformers import PreTrainedModel
 from tree_cases import gradients, relative_error
 
@@ -22,8 +23,11 @@ from verl_tree.tree.plan import AttentionPlan
 from verl_tree.tree.row_keys import row_keys
 from verl_tree.tree.rows import ranges
 
-PATCH = 3 * 2 * 4 * 4
+PATCH = 3 * 2 * 14 * 14
 """Numbers of a patch: channels, frames, height, width."""
+
+FAMILIES = [pytest.param(name, marks=pytest.mark.long if name == "qwen3_vl_moe" else ()) for name in IMAGES]
+"""Parameters of a test of each model that reads images."""
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ _VISION = {
     "intermediate_size": 48,
     "num_heads": 2,
     "in_channels": 3,
-    "patch_size": 4,
+    "patch_size": 14,
     "temporal_patch_size": 2,
     "spatial_merge_size": 2,
 }
@@ -199,22 +199,36 @@ RECURRENT = {
 
 DELTA_RULE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # Qwen's, gated
 
+_QWEN3_VL = _THREE_LAYERS | {
+    "rope_parameters": _ROPE["rope_parameters"] | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+}
+# DeepStack is behind both vision blocks.
+_DEEP_VISION = _VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+# The sizes of patches are those of VeOmni's blank images, whatever the model's.
+_QWEN3_5_VISION = _VISION | {"num_position_embeddings": 16, "patch_size": 16}
+
 IMAGES = {  # of three layers of text
     "qwen2_5_vl": Tiny(
         model_type="qwen2_5_vl",
         title="Qwen2.5-VL",
         settings=_THREE_LAYERS | {"rope_parameters": _ROPE["rope_parameters"] | {"mrope_section": [1, 1, 2]}},
-        vision=_VISION | {"window_size": 16, "fullatt_block_indexes": [1]},
+        vision=_VISION | {"window_size": 56, "fullatt_block_indexes": [1]},
         tokens=_TOKENS,
         auto=AutoModelForImageTextToText,
     ),
-    # DeepStack is behind both vision blocks.
     "qwen3_vl": Tiny(
         model_type="qwen3_vl",
         title="Qwen3-VL",
-        settings=_THREE_LAYERS
-        | {"rope_parameters": _ROPE["rope_parameters"] | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}},
-        vision=_VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        settings=_QWEN3_VL,
+        vision=_DEEP_VISION,
+        tokens=_TOKENS,
+        auto=AutoModelForImageTextToText,
+    ),
+    "qwen3_vl_moe": Tiny(
+        model_type="qwen3_vl_moe",
+        title="Qwen3-VL-MoE",
+        settings=_QWEN3_VL | _EXPERTS,
+        vision=_DEEP_VISION,
         tokens=_TOKENS,
         auto=AutoModelForImageTextToText,
     ),
@@ -234,7 +248,14 @@ MODELS = (
             model_type="qwen3_5",
             title="Qwen3.5",
             settings=_HYBRID,
-            vision=_VISION | {"num_position_embeddings": 16},
+            vision=_QWEN3_5_VISION,
+            auto=AutoModelForImageTextToText,
+        ),
+        "qwen3_5_moe": Tiny(
+            model_type="qwen3_5_moe",
+            title="Qwen3.5-MoE",
+            settings=_HYBRID | _SHARED_EXPERT,
+            vision=_QWEN3_5_VISION,
             auto=AutoModelForImageTextToText,
         ),
     }

@@ -223,13 +223,19 @@ def distinct_images(model: PreTrainedModel, images: CallImages) -> Iterator[None
 
     `images` are on the model's device. Without an image verl runs the tower on a blank one, so that FSDP2 finds all
     ranks in the same collectives; verl 0.9.1 reads that output of Qwen2.5-VL as transformers 4 gave it, a tensor.
+    VeOmni does so by itself, in place of a video even beside images, and its blank image has its grid in a list.
     """
     tower = vision_tower(model)
 
-    def before(_tower: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, kwargs | {"grid_thw": images.grids_I3}
+    def is_of_veomni(kwargs: dict[str, Any]) -> bool:
+        return bool(kwargs.get("vit_metadata", {}).get("grid_thw_list"))
 
-    def after(_tower: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+    def before(_tower: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, kwargs if is_of_veomni(kwargs) else kwargs | {"grid_thw": images.grids_I3}
+
+    def after(_tower: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if is_of_veomni(kwargs):
+            return output
         has_levels = "deepstack_features" in output
         if images.pixels_AX is None:
             return output if has_levels else output.pooler_output
@@ -238,7 +244,7 @@ def distinct_images(model: PreTrainedModel, images: CallImages) -> Iterator[None
             output.deepstack_features = [level.index_select(0, images.feature_E) for level in output.deepstack_features]
         return output
 
-    handles = [tower.register_forward_hook(after)]
+    handles = [tower.register_forward_hook(after, with_kwargs=True)]
     if images.pixels_AX is not None:
         handles.append(tower.register_forward_pre_hook(before, with_kwargs=True))
     try:

@@ -21,6 +21,9 @@ _ABSENT = object()
 class RecurrentLayers:
     """The recurrent layers of a transformers model that is not wrapped, ready to be bound.
 
+    Attributes:
+        stacks: The decoder that has them; none if there are none.
+
     Raises:
         ValueError: A layer is compiled.
     """
@@ -35,7 +38,7 @@ class RecurrentLayers:
         stacks = {".".join(name.split(".")[:-3]) for name in mixers}
         assert len(stacks) <= 1, f"recurrent layers of one model, but of several decoders: {stacks}"
         self._mixers = list(mixers.values())
-        self._stacks = [model.get_submodule(name) for name in stacks]
+        self.stacks = [model.get_submodule(name) for name in stacks]
         self._handles: list[RemovableHandle] = []
         self._before: list[tuple[dict[str, Any], str, Any]] = []
 
@@ -65,7 +68,7 @@ class RecurrentLayers:
         replaced = [(vars(module), name) for mixer in self._mixers for module, name, _ in mixer.replacements()]
         self._before = [(attributes, name, attributes.get(name, _ABSENT)) for attributes, name in replaced]
         self._handles = [mixer.bind() for mixer in self._mixers]
-        for stack in self._stacks:
+        for stack in self.stacks:
             self._handles.append(stack.register_forward_pre_hook(self._begin))
             self._handles.append(stack.register_forward_hook(self._check, with_kwargs=True))
 

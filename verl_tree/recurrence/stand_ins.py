@@ -44,6 +44,7 @@ def mixing_of(module: torch.nn.Module) -> Mixing | None:
 def stand_in_class(module: torch.nn.Module) -> "type[StandIn]":
     """Return the class of what stands in for functions of a mixer."""
     of_mixing: dict[Mixing | None, type[StandIn]] = {
+        "delta_rule": VeOmniStandIn if type(module).__module__.startswith("veomni.") else StandIn,
         "delta_rule_three_convs": OlmoHybridStandIn,
         "short_conv": InlineStandIn,
         "mamba2": InlineStandIn,
@@ -155,6 +156,24 @@ class StandIn:
         self.ran_on.append(plan.runs)
         self._plan = None  # of this call only
         return out_THV.unsqueeze(0), None
+
+
+class VeOmniStandIn(StandIn):
+    """What stands in for VeOmni's functions, which take sequences one behind the other: of a pack, all as one."""
+
+    def replacements(self) -> list[tuple[torch.nn.Module, str, Callable[..., Any]]]:
+        """Return the attributes of the mixer, as VeOmni calls them."""
+        return [(self.module, RULE, self.rule_of_one), (self.module, CONV, self.conv_of_rows)]
+
+    def conv_of_rows(self, *, x: Tensor, backend: str, cu_seqlens: Tensor, **options: Any) -> tuple[Tensor, None]:
+        """Stand in for `causal_conv1d_fn`: (1, T, D) to (1, T, D), and no final state."""
+        del backend, cu_seqlens  # of its kernel, and the one sequence
+        return self.conv(x.transpose(1, 2), **options).transpose(1, 2), None
+
+    def rule_of_one(self, *inputs: Tensor, cu_seqlens: Tensor, **options: Any) -> tuple[Tensor, None]:
+        """Stand in for `chunk_gated_delta_rule`."""
+        del cu_seqlens  # the one sequence
+        return self.rule(*inputs, **options)
 
 
 class OlmoHybridStandIn(StandIn):

@@ -16,6 +16,7 @@ from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
 from verl.workers.config import (
     EngineRouterReplayConfig,
     FSDPOptimizerConfig,
@@ -72,6 +73,7 @@ def local_worker(
     if flat == "megatron":  # it asks for the id of padding
         model_config.tokenizer = SimpleNamespace(pad_token_id=0)
     attention = options["override_config"]["attn_implementation"]
+    kernels = "cpu" if get_device_name() == "cpu" else "fla"
     config_class, make_optimizer, own_options = {
         "fsdp2": (
             TreeFSDPEngineConfig,
@@ -91,6 +93,8 @@ def local_worker(
                 "ulysses_parallel_size": sequence_parallel_size,
                 "attn_implementation": attention,
                 "moe_implementation": "eager",
+                "causal_conv1d_implementation": kernels,
+                "chunk_gated_delta_rule_implementation": kernels,
                 "use_torch_compile": False,
             },
         ),

@@ -104,7 +104,7 @@ def test_outputs_without_a_tree_path_are_refused() -> None:
 def test_images_are_refused() -> None:
     data = rows()
     tu.assign_non_tensor_stack(data, "multi_modal_inputs", [{"pixel_values": torch.ones(1, 2)}, {}])
-    with pytest.raises(ValueError, match="takes from models of the types qwen2_5_vl, qwen3_vl only"):
+    with pytest.raises(ValueError, match="takes from models of the types qwen2_5_vl, qwen3_vl, qwen3_vl_moe only"):
         check_rows(data)
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from float64_mode import Float64
-from image_cases import flat_scores, in_float64, pack_of, random_rows, signed_loss
+from image_cases import FAMILIES, flat_scores, in_float64, pack_of, random_rows, signed_loss
 from peft import LoraConfig, inject_adapter_in_model
-from tiny_models import IMAGES, TITLES, tiny_model
+from tiny_models import TITLES, tiny_model
 from tree_cases import gradients, relative_error, run_all
 
 from verl_tree.attention.hf import ATTENTION_NAME, for_text
@@ -29,7 +29,7 @@ LOG_PROBS, GRADIENTS = 1e-10, 1e-9
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=IMAGES)
+@pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> Iterator[str]:
     """Compute in float64, all through."""
     with Float64():

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from float64_mode import Float64
-from image_cases import Row, branching_rows, errors, in_float64, pack_of, rows_with_images, split, tree_scores
-from tiny_models import IMAGE, IMAGES, VIDEO, tiny_model
+from image_cases import FAMILIES, Row, branching_rows, errors, in_float64, pack_of, rows_with_images, split, tree_scores
+from tiny_models import IMAGE, VIDEO, tiny_model
 
 from verl_tree.attention import AttentionPlan
 from verl_tree.attention.hf import ATTENTION_NAME, check_model
@@ -16,7 +16,7 @@ from verl_tree.tree import TokenForest
 from verl_tree.tree.layout import TreeLayout
 
 
-@pytest.fixture(params=IMAGES)
+@pytest.fixture(params=FAMILIES)
 def model(request):
     """Return a model in float64, all through."""
     with Float64():

@@ -41,7 +41,7 @@ VISION = {"vision_config": {}}
 MODELS = {
     "vision": VISION,
     "audio": {"audio_config": {}},
-    **{name: VISION | {"model_type": name} for name in ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "qwen3_5")},
+    **{name: VISION | {"model_type": name} for name in ("qwen2_vl", "qwen3_vl", "gemma3", "qwen3_5")},
     "own_classifier": {"model_type": "lfm2", "auto_map": {"AutoModelForTokenClassification": "code.Critic"}},
     **{name: {"model_type": name} for name in ("qwen3_5_text", "lfm2", "olmo_hybrid", "granitemoehybrid")},
     **{name: {"model_type": name} for name in ("gemma3_text", "qwen3_next", "qwen3_moe", "llama", "of_the_user")},

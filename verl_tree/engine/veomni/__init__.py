@@ -6,7 +6,7 @@ Importing it needs VeOmni.
 from verl.utils.device import get_device_name
 
 from verl_tree.configs import MODEL_ENGINES
-from verl_tree.cpu import veomni_experts
+from verl_tree.cpu import veomni_kernels
 from verl_tree.engine.of_verl import register_engines
 from verl_tree.engine.veomni.engine import VeOmniTreeEngine
 from verl_tree.engine.veomni.flat import CPUEngineWithLMHead, CPUEngineWithValueHead
@@ -15,4 +15,4 @@ register_engines(
     MODEL_ENGINES["veomni"], tree=VeOmniTreeEngine, policy=CPUEngineWithLMHead, critic=CPUEngineWithValueHead
 )
 if get_device_name() == "cpu":
-    veomni_experts.register()
+    veomni_kernels.register()

@@ -4,7 +4,7 @@ VeOmni makes the model from classes of its own, shards it by FSDP2, and experts 
 Source: verl 0.9.1, workers/engine/veomni; VeOmni 0.1.12.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -15,14 +15,16 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from typing_extensions import override
 from veomni.arguments.arguments_types import MixedPrecisionConfig
+from veomni.models import module_utils
 from verl.utils.device import get_device_name
 from verl.workers.engine.veomni import transformer_impl
 from verl.workers.engine.veomni.transformer_impl import VeOmniEngine, VeOmniEngineWithValueHead
 
 from verl_tree import clashes
-from verl_tree.attention.hf import ATTENTION_NAME, check_model, register
+from verl_tree.attention.hf import ATTENTION_NAME, check_model, for_text, register
 from verl_tree.engine.verl_configs import as_verl_expects, features
 from verl_tree.families import VEOMNI_TYPES
+from verl_tree.functional.images import reads_images, vision_tower
 from verl_tree.functional.tiles import tile_modules
 from verl_tree.recurrence.bind import RecurrentLayers
 
@@ -66,19 +68,29 @@ class BuildForTrees(BuildOnAnyDevice):
     @override
     def _build_model_optimizer(self) -> None:
         register()
-        with as_verl_expects(self.engine_config, attn_implementation=ATTENTION_NAME):
+        # VeOmni gives all parts of a model one attention; the text part gets its own below.
+        has_parts = not isinstance(for_text(self.model_config.hf_config, ATTENTION_NAME), str)
+        attention = as_verl_expects(self.engine_config, attn_implementation="sdpa" if has_parts else ATTENTION_NAME)
+        draw = partial(_draw, module_utils._init_parameter, self.model_config.path)
+        with attention, as_verl_expects(module_utils, _init_parameter=draw):
             super()._build_model_optimizer()
 
     @override
     def _maybe_apply_async_activation_offload(self, module: PreTrainedModel) -> None:
         # verl calls it with the model as it is loaded, before anything is sharded.
         self._model = module
+        module.set_attn_implementation(for_text(module.config, ATTENTION_NAME))
         tiled = self.model_config.tiled_mlp
         if tiled["enabled"]:
             tile_modules(module, num_tiles=tiled["num_shards"])
         self.recurrent = RecurrentLayers(module)
-        self.recurrent.bind()  # no type that is served has some
+        self.recurrent.bind()
+        for stack in self.recurrent.stacks:
+            stack.register_forward_pre_hook(_as_one_sequence, with_kwargs=True)
         check_model(module, max_path_len=1)
+        if reads_images(module.config):
+            module.register_forward_pre_hook(_with_masks, with_kwargs=True)
+            vision_tower(module).requires_grad_(not self.engine_config.freeze_vision_tower)
         super()._maybe_apply_async_activation_offload(module)
 
     @override
@@ -87,6 +99,32 @@ class BuildForTrees(BuildOnAnyDevice):
         # As in verl's engine, each backward pass ends with the exchange of its gradients.
         del is_last_micro_batch
         yield
+
+
+def _draw(draw: Callable[..., None], path: str, model: Any, name: str, **options: Any) -> None:
+    """Draw a weight that VeOmni does not find in a checkpoint: that of a head only, such as a new critic's."""
+    if name.startswith(f"{model.base_model_prefix}."):
+        raise ValueError(
+            f"model.path={path}: VeOmni does not find {name} in it, and would train it from random weights; save the "
+            "checkpoint in the model's own names (transformers' save_pretrained(..., save_original_format=False)), or "
+            "remove model_engine=veomni"
+        )
+    draw(model, name, **options)
+
+
+def _as_one_sequence(_stack: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Say that all tokens of a call are one sequence: VeOmni's Qwen3.5 insists on being told where sequences end."""
+    tokens = kwargs.get("inputs_embeds")
+    tokens = kwargs["input_ids"] if tokens is None else tokens
+    ends = torch.tensor([0, tokens.shape[1]], dtype=torch.int32, device=tokens.device)
+    return args, kwargs | {"cu_seq_lens_q": ends}
+
+
+def _with_masks(model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Say where images stand, as verl does: VeOmni's Qwen2.5-VL asks all ranks otherwise, also those of no team."""
+    settings, tokens = cast("Any", model.config), kwargs["input_ids"]
+    masks = {f"{kind}_mask": tokens == getattr(settings, f"{kind}_token_id") for kind in ("image", "video")}
+    return args, kwargs | masks
 
 
 def refuse(model: Any, engine: Any) -> None:

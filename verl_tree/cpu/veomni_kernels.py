@@ -1,8 +1,10 @@
-"""VeOmni's experts in parallel on a CPU: its exchange of tokens, around the experts of a rank one after another.
+"""What VeOmni 0.1.12 has for GPUs and NPUs only, on a CPU: experts in parallel, and the recurrent layers of Qwen3.5.
 
-VeOmni 0.1.12 has kernels for GPUs and NPUs only. Without one its experts run, too, as long as each rank has all.
+Experts keep VeOmni's exchange of tokens, around those of a rank one after another. Recurrent layers run one sequence
+after another, by torch's convolution and transformers' rule in torch.
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 from unittest import mock
 
@@ -10,9 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-KERNEL = "fused_cpu"
-"""What `veomni.moe_implementation` calls it."""
+KERNEL = "cpu"
+"""What VeOmni's options `..._implementation` call each of them; that of experts says `fused_cpu`."""
 
 
 class _OwnExperts:
@@ -34,8 +37,30 @@ def _gather(output_RE: Tensor, own_E: Tensor, group: dist.ProcessGroup) -> None:
     dist.all_gather(list(output_RE.unbind()), own_E, group=group)
 
 
+def _conv(
+    *, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, cu_seqlens: Tensor, **_of_kernel: object
+) -> tuple[Tensor, None]:
+    """Convolve each of the sequences of x, (1, T, D), with what stands before in it."""
+    assert activation == "silu", activation
+    channels, width = weight.shape
+    outputs = [
+        F.conv1d(F.pad(part.transpose(1, 2), (width - 1, 0)), weight.unsqueeze(1), bias, groups=channels)
+        for part in x.split(cu_seqlens.diff().tolist(), dim=1)
+    ]
+    return F.silu(torch.cat(outputs, dim=2)).transpose(1, 2), None
+
+
+def _rule(
+    query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: Tensor, **options: Any
+) -> tuple[Tensor, None]:
+    """Run the gated delta rule along each of the sequences, (1, T, H, D)."""
+    lens = cu_seqlens.diff().tolist()
+    parts = zip(*(x.split(lens, dim=1) for x in (query, key, value, g, beta)), strict=True)
+    return torch.cat([torch_chunk_gated_delta_rule(*part, **options)[0] for part in parts], dim=1), None
+
+
 def register() -> None:
-    """Make the kernel known to VeOmni in this process, before a model is built."""
+    """Make the kernels known to VeOmni in this process, before a model is built."""
     # While its kernels are imported they look for tuned sizes, and ask the GPU which one it is.
     gpu = mock.patch.object(torch.cuda, "get_device_capability", return_value=(0, 0))
     name_of_gpu = mock.patch.object(torch.cpu, "get_device_name", create=True, return_value="CPU")
@@ -51,14 +76,19 @@ def register() -> None:
                 cast("Any", _OwnExperts), module.num_experts, weight_Tk, expert_Tk, hidden_TH, *weights
             )
 
-    name, bind = KERNEL.removeprefix("fused_"), moe.apply_veomni_fused_moe_patch
-    hardware = HardwareRequirement(device_type="any")
-    spec = KernelSpec(name, op_name="moe_experts", variant="standard", factory=lambda: experts, hardware=hardware)
-    KERNEL_REGISTRY.register(spec, force=True)
+    def known(op_name: str, kernel: Callable[..., Any]) -> None:
+        hardware = HardwareRequirement(device_type="any")
+        spec = KernelSpec(KERNEL, op_name=op_name, variant="standard", factory=lambda: kernel, hardware=hardware)
+        KERNEL_REGISTRY.register(spec, force=True)
+
+    known("moe_experts", experts)
+    known("causal_conv1d", _conv)
+    known("chunk_gated_delta_rule", _rule)
+    bind = moe.apply_veomni_fused_moe_patch
 
     def bind_others(fused_moe_kernel: str = "triton") -> None:
         # Models read the registry. This pointer is for older ones, and takes no names but VeOmni's own.
-        if fused_moe_kernel != name:
+        if fused_moe_kernel != KERNEL:
             bind(fused_moe_kernel)
 
     moe.apply_veomni_fused_moe_patch = bind_others
