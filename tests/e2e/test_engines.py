@@ -128,22 +128,31 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options"),
+    ("strategy", "family", "options"),
     [
-        pytest.param("fsdp_tree", {}, id="FSDP2"),
-        pytest.param("veomni_tree", {}, marks=pytest.mark.long, id="VeOmni"),
-        pytest.param("megatron_tree", VIRTUAL | {"override_transformer_config": RECOMPUTED}, id="Megatron, stages"),
+        pytest.param("fsdp_tree", "qwen3 moe", {}, id="FSDP2"),
+        pytest.param("veomni_tree", "qwen3 moe", {}, marks=pytest.mark.long, id="VeOmni"),
+        pytest.param("veomni_tree", "qwen3_5_moe_text", {}, marks=pytest.mark.long, id="VeOmni, Qwen3.5"),
         pytest.param(
             "megatron_tree",
+            "qwen3 moe",
+            VIRTUAL | {"override_transformer_config": RECOMPUTED},
+            id="Megatron, stages",
+        ),
+        pytest.param(
+            "megatron_tree",
+            "qwen3 moe",
             SEQUENCE | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
             marks=pytest.mark.long,
             id="Megatron, tokens and experts",
         ),
     ],
 )
-def test_two_ranks_record_and_impose_routes(strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_two_ranks_record_and_impose_routes(
+    strategy: str, family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     """Each rank has the routers of its own tokens, or of its own layers; rows have the routes of all."""
-    of_engine = (f"--strategy={strategy}", f"--engine-options={json.dumps(options)}")
+    of_engine = (f"--strategy={strategy}", f"--family={family}", f"--engine-options={json.dumps(options)}")
     errors = run_script("replay_cases.py", *of_engine, num_ranks=2, out=tmp_path / "errors.json")
     assert errors["other experts"] == 0
     assert errors["gradient"] < TOLERANCE

@@ -1,6 +1,7 @@
 """Router replay on the tree engine beside an oracle: each row by itself, with experts set by hand in each router.
 
-`tests/e2e/test_engines.py` starts it with two ranks, which compute each tree together; rank 0 writes the errors.
+`tests/e2e/test_engines.py` starts it with two ranks, which compute each tree together where a model can be shared out;
+rank 0 writes the errors.
 
 Legend: N layers, k experts of a token.
 """
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from process_groups import join_ranks
 from tensordict import TensorDict
-from tiny_models import tiny_model
+from tiny_models import RECURRENT, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from verl.utils import tensordict_utils as tu
@@ -131,14 +132,16 @@ def oracle(folder: str, routes: Sequence[Tensor]) -> tuple[list[Tensor], list[Te
     return log_probs, taken, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def save_mixtures(folder: Path, **settings: Any) -> tuple[str, str]:
-    """Save two random Qwen3-MoEs of one shape and return their folders.
+def save_mixtures(folder: Path, *, family: str = "qwen3 moe", **settings: Any) -> tuple[str, str]:
+    """Save two random mixtures of one shape and return their folders.
 
-    Unless the settings say otherwise, they have three layers, of which the first has no experts.
+    Unless the settings say otherwise, they have three layers; of Qwen3-MoE the first has no experts.
     """
+    of_all = {"num_hidden_layers": NUM_LAYERS, "num_experts": NUM_EXPERTS}
     for seed, name in enumerate(("before", "after")):
-        model = tiny_model("qwen3 moe", size="engine", seed=seed, **({"num_hidden_layers": NUM_LAYERS} | settings))
-        model.save_pretrained(folder / name)
+        model = tiny_model(family, size="engine", seed=seed, **(of_all | settings))
+        # VeOmni finds the experts of Qwen3.5 under the names of transformers only.
+        model.save_pretrained(folder / name, save_original_format=family == "qwen3 moe")
     return str(folder / "before"), str(folder / "after")
 
 
@@ -197,6 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--strategy", default=TREE_STRATEGY)
+    parser.add_argument("--family", default="qwen3 moe")
     parser.add_argument("--engine-options", type=json.loads, default={}, help="fields of verl's config of it")
     arguments = parser.parse_args()
     out, strategy = arguments.out, arguments.strategy
@@ -205,7 +209,7 @@ def main() -> None:
         other_engines.load(strategy.removesuffix("_tree"))
     settings: dict[str, Any] = ON_MEGATRON if strategy == "megatron_tree" else {}
     if dist.get_rank() == 0:
-        save_mixtures(root, **settings)
+        save_mixtures(root, family=arguments.family, **settings)
     dist.barrier()
     folder, num_layers = str(root / "before"), settings.get("num_hidden_layers", NUM_LAYERS)
     routes, others = (drawn_routes(seed=seed, num_layers=num_layers) for seed in (4, 5))
@@ -218,7 +222,8 @@ def main() -> None:
             folder,
             strategy=strategy,
             max_token_len=max_token_len,
-            sequence_parallel_size=dist.get_world_size(),
+            # Recurrent layers have no teams. Two ranks with the same rows have the mean of equal gradients.
+            sequence_parallel_size=1 if arguments.family in RECURRENT else dist.get_world_size(),
             router_replay=mode,
             tree_options={"route_conflicts": conflicts},
             engine_options=arguments.engine_options,
