@@ -1,27 +1,29 @@
-"""An update of a tree engine beside verl's own of that kind: log-probs, gradient norm and seconds.
+"""An update of a tree engine beside verl's own of that kind: log-probs and the norm of the gradient.
 
     python benchmarks/check_engines.py --engine megatron --device cpu --small --out check_engines.jsonl
 
 It needs verl and the engine's packages, of `.venv/megatron` or `.venv/veomni` or of the environment; without them it
-says so and passes. VeOmni takes two ranks, and so two GPUs. On a CPU both sides are in float32 and must agree to 1e-5,
-on a GPU in what verl takes there, bfloat16, whose rounding differs from kernel to kernel.
+says so and passes. VeOmni takes two ranks, and so two GPUs. A control, the tree without its mask, says how far off
+wrong log-probs are; right ones may be off by a share of that, larger where both sides are in bfloat16. Times are not
+told: the flat side of VeOmni runs PyTorch's attention here, not verl's.
 """
 
 import argparse
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from harness import add_device_options, append_record, new_parser
 
 NUM_RANKS = {"megatron": 1, "veomni": 2}
-TOLERANCE = {"cpu": 1e-5, "cuda": 0.05}
-"""Of log-probs, in nats, and of the gradient norm, relative."""
-NUM_UPDATES = 3
+OF_CONTROL = {"cpu": 1e-3, "cuda": 0.2}
+"""How large differences of log-probs may be, in those of the control."""
+OF_NORM = {"cpu": 1e-5, "cuda": 0.02}
+"""How far the norms of the gradient may be apart, relative."""
 ROOT = Path(__file__).parents[1]
 
 
@@ -41,7 +43,7 @@ def main() -> None:
 
 
 def _tell(options: argparse.Namespace, **found: Any) -> None:
-    append_record({"check": "engines", "engine": options.engine, **found}, options.out)
+    append_record({"kind": "engine", "engine": options.engine, **found}, options.out)
     print(f"{options.engine}: {found}", flush=True)
 
 
@@ -88,47 +90,73 @@ def _compare(options: argparse.Namespace) -> None:
             model = small_qwen3(width, layers=num_layers, vocab_size=512, tie_word_embeddings=False)
             model.save_pretrained(folders[0])
         dist.barrier()
-        sides = {}
-        for side, strategy in (("tree", f"{options.engine}_tree"), ("flat", options.engine)):
-            worker = local_worker(folders[0], strategy=strategy, max_token_len=1 << 20)
-            sides[side] = _updates(worker, scale=1 if options.small else 64)
-    tree, flat = sides["tree"], sides["flat"]
-    errors = {
-        "log_probs": max((here - there).abs().max().item() for here, there in zip(tree[0], flat[0], strict=True)),
-        "grad_norm": max(abs(here / there - 1) for here, there in zip(tree[1], flat[1], strict=True)),
+        scale = 1 if options.small else 64
+        tree, flat = (
+            local_worker(folders[0], strategy=strategy, max_token_len=1 << 20)
+            for strategy in (f"{options.engine}_tree", options.engine)
+        )
+        scores, flat_scores = (_scores(each, scale=scale) for each in (tree, flat))
+        with _without_mask(tree.engine):
+            control = _scores(tree, scale=scale)
+        norm, flat_norm = (_gradient_norm(each, scale=scale) for each in (tree, flat))
+    found = {
+        "log_probs": _difference(scores, flat_scores),
+        "control": _difference(control, flat_scores),
+        "grad_norm": abs(norm / flat_norm - 1),
     }
+    right = found["log_probs"] <= OF_CONTROL[options.device] * found["control"]
+    passed = right and found["grad_norm"] <= OF_NORM[options.device]
     if dist.get_rank() == 0:
-        seconds = {side: round(min(each[2]), 4) for side, each in sides.items()}
-        passed = max(errors.values()) <= TOLERANCE[options.device]
-        _tell(options, passed=passed, ranks=dist.get_world_size(), errors=errors, seconds=seconds)
+        _tell(options, passed=passed, ranks=dist.get_world_size(), differences=found)
     dist.destroy_process_group()
+    sys.exit(not passed)
 
 
-def _updates(worker: Any, *, scale: int) -> tuple[list[Any], list[float], list[float]]:
-    """Return log-probs of the rows, and gradient norms and seconds of some updates."""
-    import torch
-    from verl.utils import tensordict_utils as tu
-
+def _batch(scale: int) -> Any:
     from verl_tree.testing.local_worker import batch_of_rows
 
-    def batch() -> Any:
-        rows = list(_rows(scale))
-        return batch_of_rows(rows, max_token_len=1 << 20, global_batch_size=len(rows), use_remove_padding=True)
+    rows = list(_rows(scale))
+    return batch_of_rows(rows, max_token_len=1 << 20, global_batch_size=len(rows), use_remove_padding=True)
 
-    scored = batch()
-    tu.assign_non_tensor(scored, compute_loss=False, calculate_entropy=False, distillation_use_topk=False)
-    scores = [each.float().cpu() for each in _of_responses(worker.infer_batch(scored), data=scored)]
-    norms, seconds = [], []
-    for _ in range(NUM_UPDATES):
-        data, started = batch(), time.perf_counter()
-        with worker.engine.train_mode():
-            worker.engine.optimizer_zero_grad()
-            worker.engine.forward_backward_batch(data, _sum_of_log_probs, forward_only=False)
-            norms.append(float(worker.engine.optimizer_step()))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return scores, norms, seconds
+
+def _scores(worker: Any, *, scale: int) -> list[Any]:
+    """Return the log-probs of each response."""
+    from verl.utils import tensordict_utils as tu
+
+    data = _batch(scale)
+    tu.assign_non_tensor(data, compute_loss=False, calculate_entropy=False, distillation_use_topk=False)
+    return [each.float().cpu() for each in _of_responses(worker.infer_batch(data), data=data)]
+
+
+def _gradient_norm(worker: Any, *, scale: int) -> float:
+    """Return that of an update, and take its step."""
+    with worker.engine.train_mode():
+        worker.engine.optimizer_zero_grad()
+        worker.engine.forward_backward_batch(_batch(scale), _sum_of_log_probs, forward_only=False)
+        return float(worker.engine.optimizer_step())
+
+
+@contextmanager
+def _without_mask(engine: Any) -> Iterator[None]:
+    """Let each token see all before it while active, as no tree may."""
+    import numpy as np
+
+    from verl_tree.tree.plan import AttentionPlan
+
+    scores = engine.scores
+
+    def wrong(call: Any, layout: Any, *, plan: Any, **others: Any) -> Any:
+        ends = np.full(plan.num_tokens, plan.num_tokens)
+        seeing_all = AttentionPlan.from_subtree_end(ends, device=plan.subtree_end_T.device, shard=plan.shard)
+        return scores(call, layout, plan=seeing_all, **others)
+
+    engine.scores = wrong
+    yield
+    del engine.scores
+
+
+def _difference(here: list[Any], there: list[Any]) -> float:
+    return max((one - other).abs().max().item() for one, other in zip(here, there, strict=True))
 
 
 def _rows(scale: int) -> Iterator[dict[str, Any]]:

@@ -84,6 +84,17 @@ def rule_times_table(records: list[Record]) -> list[Record]:
     return rows
 
 
+def engines_table(records: list[Record]) -> list[Record]:
+    """Return a row for each engine that was asked for: what it lacks, or how far it is from verl's own."""
+    rows = []
+    for record in records:
+        if record["kind"] == "engine":
+            differences = {name: f"{value:.1e}" for name, value in record.get("differences", {}).items()}
+            told = {name: record.get(name, "-") for name in ("engine", "passed", "ranks", "skipped")}
+            rows.append(told | {name: differences.get(name, "-") for name in ("log_probs", "control", "grad_norm")})
+    return rows
+
+
 def failed_cases(records: list[Record]) -> list[str]:
     """Return a line for every case that failed, with what it exceeded."""
     lines = []
@@ -174,6 +185,7 @@ def report(folder: Path) -> None:
         "Layers": layers_table(records),
         "Recurrence": rules_table(records),
         "Recurrence, times": rule_times_table(records),
+        "Engines": engines_table(records),
     }
     for title, rows in sections.items():
         if rows:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from verl_tree.families import VEOMNI_TYPES
+from verl_tree.families import VEOMNI_CRITICS, VEOMNI_TYPES
 
 POLICY_LOSSES_OVER_ROWS = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cispo", "dro")
 """Names in `actor.policy_loss.loss_mode` that are sums of one term per row.
@@ -70,6 +70,7 @@ OTHER_LOSS, TOP_K = "a loss over several rows", "top-k distillation"
 TEACHER_HERE = "a teacher on the training ranks"
 CORRECTION, REWEIGHED = "a rollout correction", "rollout_is or rollout_rs"
 VEOMNI, UNTRIED, ONE_RANK = "model_engine=veomni", "a type not served on VeOmni", "one rank"
+NO_VEOMNI_CRITIC = "a critic of a type without a token classifier in VeOmni"
 MEGATRON = "model_engine=megatron"
 EXPERTS = "engine.expert_parallel_size!=1"
 LINEAR, OTHER_HEADS = "linear attention", "linear attention with heads other than of 64 or 128"
@@ -129,6 +130,7 @@ def _read() -> Iterator[Clash]:
         "distillation_losses": ", ".join(DISTILLATION_LOSSES_OVER_ROWS),
         "estimators": ", ".join(ESTIMATORS),
         "veomni_types": ", ".join(VEOMNI_TYPES),
+        "veomni_critics": ", ".join(VEOMNI_CRITICS),
     }
     text = files("verl_tree").joinpath("clashes.csv").read_text(encoding="utf-8")
     for feature, others, why, remedy, _ in list(csv.reader(text.splitlines(), strict=True))[1:]:

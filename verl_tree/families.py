@@ -83,8 +83,10 @@ VEOMNI_TYPES = (
 )
 """Types whose VeOmni models compute trees as verl's own engine computes flat rows (`tests/e2e/test_engines.py`).
 
-VeOmni 0.1.12 has more: docs/engines.md says why each is left out.
+VeOmni 0.1.12 has more: docs/engines.md says what is known of them.
 """
+VEOMNI_CRITICS = ("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe")
+"""Those of which VeOmni has a token classifier, which a critic is; of others it builds a language model."""
 
 RECURRENT_LAYERS = ("linear_attention", "conv", "mamba")
 """What `config.layer_types` calls recurrent layers."""

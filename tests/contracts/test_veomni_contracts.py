@@ -1,4 +1,4 @@
-"""What `verl_tree.engine.veomni` relies on in verl, read from its source: VeOmni is not imported here."""
+"""What `verl_tree.engine.veomni` relies on in verl and VeOmni, read from their source: VeOmni is not imported here."""
 
 import ast
 from importlib.util import find_spec

@@ -368,6 +368,7 @@ def _qwen3_5() -> Iterator[Case]:
         Case("relay_checkpointing_on_host", family="qwen3_5", tree=on_host, model=CHECKPOINTS),
         Case("experts in parallel", family="qwen3_5_moe", engine=EXPERTS),
         Case("relay", (), (TWO,), family="qwen3_5_moe", tree=RELAY),
+        Case("frozen_tower", (), (TWO,), family="qwen3_5", frozen_tower=True),
         Case("text", (), (TWO,), family="qwen3_5_text"),
         Case("text", (), (TWO,), family="qwen3_5_moe_text"),
     ):

@@ -19,8 +19,8 @@ from verl_tree.configs import MODEL_ENGINES
 from verl_tree.testing.local_worker import local_worker
 
 MODELS: dict[str, dict[str, dict[str, Any]]] = {
-    "veomni": {"qwen3": {}, "lfm2": {}},
-    "veomni weights": {"qwen2_5_vl": {}},
+    "veomni": {"qwen3": {}, "lfm2": {}, "gemma3": {}},
+    "veomni weights": {"qwen2_5_vl": {}, "llama": {"tie_word_embeddings": True}},
     "megatron": {"qwen3": {"vocab_size": 64}, "qwen3 moe": {"vocab_size": 64, "mlp_only_layers": []}},
 }
 """Families, with settings that the engine takes."""
@@ -40,8 +40,9 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "adapters": ("qwen3", {"model_options": {"lora_rank": 4}}),
         "parts of a critic": ("qwen3", {"is_critic": True, "engine_options": {"expert_parallel_size": 2}}),
         "another type": ("lfm2", {}),
+        "another critic": ("gemma3", {"is_critic": True}),
     },
-    "veomni weights": {"names of an earlier transformers": ("qwen2_5_vl", {})},
+    "veomni weights": {"names of an earlier transformers": ("qwen2_5_vl", {}), "no head": ("llama", {})},
     "megatron": {
         "adapters": ("qwen3", {"model_options": {"lora_rank": 4}}),
         "context": ("qwen3", {"engine_options": {"context_parallel_size": 2}}),
@@ -82,6 +83,8 @@ def main() -> None:
     for family, settings in MODELS[arguments.engine].items():
         if dist.get_rank() == 0:
             tiny_model(family, size="engine", **settings).save_pretrained(root / family)
+            config = root / family / "config.json"  # a tied model is saved without its head
+            config.write_text(config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
     dist.barrier()
     cases = CASES[arguments.engine].items()
     found = {name: refusal(engine, root / family, **options) for name, (family, options) in cases}

@@ -223,18 +223,19 @@ def distinct_images(model: PreTrainedModel, images: CallImages) -> Iterator[None
 
     `images` are on the model's device. Without an image verl runs the tower on a blank one, so that FSDP2 finds all
     ranks in the same collectives; verl 0.9.1 reads that output of Qwen2.5-VL as transformers 4 gave it, a tensor.
-    VeOmni does so by itself, in place of a video even beside images, and its blank image has its grid in a list.
+    VeOmni runs a blank image by itself, without images and once more without videos. Only that call brings a list of
+    grids (`vit_metadata`), and it stays as it is.
     """
     tower = vision_tower(model)
 
-    def is_of_veomni(kwargs: dict[str, Any]) -> bool:
+    def is_blank(kwargs: dict[str, Any]) -> bool:
         return bool(kwargs.get("vit_metadata", {}).get("grid_thw_list"))
 
     def before(_tower: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, kwargs if is_of_veomni(kwargs) else kwargs | {"grid_thw": images.grids_I3}
+        return args, kwargs if is_blank(kwargs) else kwargs | {"grid_thw": images.grids_I3}
 
     def after(_tower: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if is_of_veomni(kwargs):
+        if is_blank(kwargs):
             return output
         has_levels = "deepstack_features" in output
         if images.pixels_AX is None:

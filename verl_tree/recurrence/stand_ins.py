@@ -163,9 +163,9 @@ class VeOmniStandIn(StandIn):
 
     def replacements(self) -> list[tuple[torch.nn.Module, str, Callable[..., Any]]]:
         """Return the attributes of the mixer, as VeOmni calls them."""
-        return [(self.module, RULE, self.rule_of_one), (self.module, CONV, self.conv_of_rows)]
+        return [(self.module, RULE, self.rule_of_one), (self.module, CONV, self.conv_of_one)]
 
-    def conv_of_rows(self, *, x: Tensor, backend: str, cu_seqlens: Tensor, **options: Any) -> tuple[Tensor, None]:
+    def conv_of_one(self, *, x: Tensor, backend: str, cu_seqlens: Tensor, **options: Any) -> tuple[Tensor, None]:
         """Stand in for `causal_conv1d_fn`: (1, T, D) to (1, T, D), and no final state."""
         del backend, cu_seqlens  # of its kernel, and the one sequence
         return self.conv(x.transpose(1, 2), **options).transpose(1, 2), None

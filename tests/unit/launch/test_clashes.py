@@ -28,6 +28,7 @@ SEPARATE = "trainer.v1.trainer_mode=separate_async"
 TYPES = {
     "IMAGES": {"model_type": "qwen3_vl", "vision_config": {}},
     "RECURRENT": {"model_type": "lfm2"},
+    "GEMMATEXT": {"model_type": "gemma3_text"},
     "GRANITE": {"model_type": "granite"},
     "LINEAR": {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 128},
     "NESTED": {"text_config": {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 32}},
@@ -77,6 +78,7 @@ EXAMPLES = (
     (f"{MODEL}.lora_rank=8", VEOMNI, TWO_RANKS),
     (POLICY["RECURRENT"], VEOMNI, TWO_RANKS),
     ("trainer.n_gpus_per_node=1", VEOMNI),
+    ("critic.model.path=GEMMATEXT", VEOMNI, TWO_RANKS, CRITIC),
     (f"{ACTOR}.veomni.expert_parallel_size=2", VEOMNI, TWO_RANKS, CRITIC),
     (f"{MODEL}.lora_rank=8", MEGATRON, TWO_RANKS),
     (f"{MODEL}.lora.rank=8", MEGATRON, TWO_RANKS),

@@ -23,7 +23,7 @@ from verl.workers.engine.veomni.transformer_impl import VeOmniEngine, VeOmniEngi
 from verl_tree import clashes
 from verl_tree.attention.hf import ATTENTION_NAME, check_model, for_text, register
 from verl_tree.engine.verl_configs import as_verl_expects, features
-from verl_tree.families import VEOMNI_TYPES
+from verl_tree.families import VEOMNI_CRITICS, VEOMNI_TYPES
 from verl_tree.functional.images import reads_images, vision_tower
 from verl_tree.functional.tiles import tile_modules
 from verl_tree.recurrence.bind import RecurrentLayers
@@ -68,12 +68,26 @@ class BuildForTrees(BuildOnAnyDevice):
     @override
     def _build_model_optimizer(self) -> None:
         register()
-        # VeOmni gives all parts of a model one attention; the text part gets its own below.
-        has_parts = not isinstance(for_text(self.model_config.hf_config, ATTENTION_NAME), str)
-        attention = as_verl_expects(self.engine_config, attn_implementation="sdpa" if has_parts else ATTENTION_NAME)
-        draw = partial(_draw, module_utils._init_parameter, self.model_config.path)
-        with attention, as_verl_expects(module_utils, _init_parameter=draw):
+        draw = partial(self._draw, module_utils._init_parameter)
+        with (
+            # Of all models. Each gets its own below, the parts of one different ones.
+            as_verl_expects(self.engine_config, attn_implementation="eager"),
+            as_verl_expects(module_utils, _init_parameter=draw),
+        ):
             super()._build_model_optimizer()
+
+    def _draw(self, draw: Callable[..., None], model: Any, name: str, **options: Any) -> None:
+        """Draw a weight that VeOmni does not find in a checkpoint: a new critic's head only, or one that is tied."""
+        parts = (self.model_config.hf_config, self.model_config.hf_config.get_text_config(decoder=True))
+        is_tied = any(getattr(part, "tie_word_embeddings", False) for part in parts)
+        is_new = self.model_config.model_type == "value_model"
+        if name.startswith(f"{model.base_model_prefix}.") or not (is_tied or is_new):
+            raise ValueError(
+                f"model.path={self.model_config.path}: VeOmni does not find {name} in it, and would train it from "
+                "random weights; save the checkpoint in the model's own names (transformers' save_pretrained(..., "
+                "save_original_format=False)), or remove model_engine=veomni"
+            )
+        draw(model, name, **options)
 
     @override
     def _maybe_apply_async_activation_offload(self, module: PreTrainedModel) -> None:
@@ -90,7 +104,9 @@ class BuildForTrees(BuildOnAnyDevice):
         check_model(module, max_path_len=1)
         if reads_images(module.config):
             module.register_forward_pre_hook(_with_masks, with_kwargs=True)
-            vision_tower(module).requires_grad_(not self.engine_config.freeze_vision_tower)
+        # VeOmni runs the tower of Qwen3.5, too, on a blank image, and its gradients are zeros, not None.
+        if self.engine_config.freeze_vision_tower and "vision_config" in module.config.sub_configs:
+            vision_tower(module).requires_grad_(False)
         super()._maybe_apply_async_activation_offload(module)
 
     @override
@@ -101,27 +117,17 @@ class BuildForTrees(BuildOnAnyDevice):
         yield
 
 
-def _draw(draw: Callable[..., None], path: str, model: Any, name: str, **options: Any) -> None:
-    """Draw a weight that VeOmni does not find in a checkpoint: that of a head only, such as a new critic's."""
-    if name.startswith(f"{model.base_model_prefix}."):
-        raise ValueError(
-            f"model.path={path}: VeOmni does not find {name} in it, and would train it from random weights; save the "
-            "checkpoint in the model's own names (transformers' save_pretrained(..., save_original_format=False)), or "
-            "remove model_engine=veomni"
-        )
-    draw(model, name, **options)
-
-
 def _as_one_sequence(_stack: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Say that all tokens of a call are one sequence: VeOmni's Qwen3.5 insists on being told where sequences end."""
     tokens = kwargs.get("inputs_embeds")
     tokens = kwargs["input_ids"] if tokens is None else tokens
-    ends = torch.tensor([0, tokens.shape[1]], dtype=torch.int32, device=tokens.device)
+    # Made on the device, so that the host does not wait.
+    ends = tokens.shape[1] * torch.arange(2, dtype=torch.int32, device=tokens.device)
     return args, kwargs | {"cu_seq_lens_q": ends}
 
 
 def _with_masks(model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Say where images stand, as verl does: VeOmni's Qwen2.5-VL asks all ranks otherwise, also those of no team."""
+    """Say where images stand, as verl does: else VeOmni's Qwen2.5-VL gathers tokens over a team that may not exist."""
     settings, tokens = cast("Any", model.config), kwargs["input_ids"]
     masks = {f"{kind}_mask": tokens == getattr(settings, f"{kind}_token_id") for kind in ("image", "video")}
     return args, kwargs | masks
@@ -138,6 +144,9 @@ def refuse(model: Any, engine: Any) -> None:
         clashes.VEOMNI: clashes.VEOMNI,
         "model.lora_rank": model.lora_rank > 0 and f"model.lora_rank={model.lora_rank}",
         clashes.UNTRIED: model_type not in VEOMNI_TYPES and f"model.path={model.path} ({model_type})",
+        clashes.NO_VEOMNI_CRITIC: model.model_type == "value_model"
+        and model_type not in VEOMNI_CRITICS
+        and f"critic.model.path={model.path} ({model_type})",
         clashes.ONE_RANK: dist.get_world_size() == 1 and "trainer.n_gpus_per_node=1",
         clashes.EXPERTS: num_parts > 1 and f"veomni.expert_parallel_size={num_parts}",
     }

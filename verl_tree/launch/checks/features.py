@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_tree import clashes
-from verl_tree.families import IMAGE_TYPES, VEOMNI_TYPES, has_recurrent_layers, has_token_classifier
+from verl_tree.families import IMAGE_TYPES, VEOMNI_CRITICS, VEOMNI_TYPES, has_recurrent_layers, has_token_classifier
 from verl_tree.launch.checks.capacity import team_keys, team_size
 from verl_tree.launch.checks.refusals import (
     ACTOR,
@@ -171,6 +171,9 @@ WORDS: dict[str, Feature] = {
     clashes.NO_CLASSIFIER: _of_types(lambda model: not has_token_classifier(model), models=CRITICS),
     clashes.TRANSFORMERS: _trees_or_cpu,
     clashes.UNTRIED: _of_types(lambda model: bool(model) and model.get("model_type") not in VEOMNI_TYPES, models=ALL),
+    clashes.NO_VEOMNI_CRITIC: _of_types(
+        lambda model: bool(model) and model.get("model_type") not in VEOMNI_CRITICS, models=CRITICS
+    ),
     clashes.ONE_RANK: _one_rank,
     clashes.NO_CHECKPOINTS: _no_checkpoints,
     clashes.ULYSSES: _ulysses,
