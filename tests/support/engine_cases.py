@@ -390,7 +390,7 @@ def _veomni() -> Iterator[Case]:
     ):
         yield of_name[f"qwen3 {name}"]
     yield replace(of_name["qwen3 relay_every_token"], long=(TEAMS,))
-    for name in ("relay_ten_steps", "live_rank"):
+    for name in ("relay_ten_steps", "live_rank", "capacity_by_memory"):
         yield replace(of_name[f"qwen3 {name}"], runs=(), long=(TWO,))
     for family in ("gemma3", "llama", "qwen2 window"):
         yield Case("token_mean", (), (TWO,), family=family)

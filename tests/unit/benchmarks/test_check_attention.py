@@ -181,6 +181,12 @@ def test_the_report_says_what_failed(tmp_path, capsys):
     rules = read_records(folder / "recurrence.jsonl")
     assert [row["worst error / limit"] for row in report_gpu.rules_table(rules)] == ["1.50", "-"]
     assert [row["backward_ms"] for row in report_gpu.rule_times_table(rules)] == ["2.50"]
+    far_off = {"log_probs": 0.1, "control": 0.17, "grad_norm": 0.0}
+    for record in (
+        {"engine": "megatron", "passed": False, "ranks": 1, "differences": far_off},
+        {"engine": "veomni", "passed": True, "skipped": "2 ranks on 1 GPU"},
+    ):
+        append_record({"kind": "engine", **record}, folder / "engines.jsonl")
     machine = gpu_stages.Machine("cpu", 2, tmp_path)
     append_record(gpu_stages._machine_record(machine, "correctness"), folder / "machine.jsonl")
     append_record({"job": "check-fa4", "status": "died", "exit_status": -9}, folder / "jobs.jsonl")
@@ -200,6 +206,8 @@ def test_the_report_says_what_failed(tmp_path, capsys):
         "RuntimeError: no",
         "fa4: it is not installed",
         "fla: no CUDA",
+        "1.7e-01",
+        "2 ranks on 1 GPU",
         "3 cases",
     ):
         assert part in printed
