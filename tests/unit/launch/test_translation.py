@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from input_cases import resolved
+from input_cases import resolved, write_model
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_tree.launch.checks import find
@@ -154,6 +154,21 @@ def test_teams_need_no_padding_removed() -> None:
     assert config.critic.model.use_remove_padding is True
     for overrides in (padded, [*TEAMS, *padded, "tree.enabled=false"]):
         assert translate(resolved(*overrides)) == []
+
+
+@pytest.mark.parametrize("settings", [{"model_type": "qwen3_5_text"}, {"model_type": "qwen3_vl", "vision_config": {}}])
+def test_models_that_no_team_shares_out_are_computed_alone(settings: dict[str, object], tmp_path: Path) -> None:
+    """Such commands ask for Ulysses to bound memory, as relay does; the reference follows the actor."""
+    path = write_model(tmp_path / "model", **settings)
+    of_reference = [KL, f"{REF}.fsdp_config.ulysses_sequence_parallel_size=2"]
+    config, (line,) = translated(*TEAMS, *of_reference, f"{MODEL}.path={path}")
+    assert line.startswith(f"{TEAMS[1]}, ")
+    assert of_reference[1] in line
+    assert line.endswith(
+        f": 1, because a rank computes {path} ({settings['model_type']}) alone; longer paths are relayed"
+    )
+    assert [value_of(config, each.partition("=")[0]) for each in (TEAMS[1], of_reference[1])] == [1, 1]
+    assert translate(resolved(*TEAMS, f"{MODEL}.path={path}", "tree.enabled=false")) == []
 
 
 def test_a_correction_that_bypass_mode_leaves_out_goes_to_the_loss() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_tree.configs import FSDP
-from verl_tree.launch.checks.capacity import longest_trajectory, team_size
+from verl_tree.families import IMAGE_TYPES, has_recurrent_layers
+from verl_tree.launch.checks.capacity import longest_trajectory, team_keys, team_size
 from verl_tree.launch.checks.refusals import (
     ACTOR,
     ACTOR_ENGINES,
@@ -22,6 +23,8 @@ from verl_tree.launch.checks.refusals import (
     ROLLOUT,
     corrections,
     engines_of,
+    model_settings,
+    models_of,
     ranks_of,
     uses_cpu,
     uses_critic,
@@ -122,6 +125,25 @@ def train_on_trees(config: DictConfig) -> Lines:
         yield from Synonym((key,), engine.flat, engine.tree, because, uses_tree)(config)
         if config.model_engine != FSDP:
             OmegaConf.update(config, f"{group}.strategy", value_of(config, key), force_add=True)
+
+
+def compute_alone(config: DictConfig) -> Lines:
+    """Let each rank compute the calls of a model that teams do not share out; relay cuts what is longer than a call."""
+    if not uses_tree(config) or team_size(config) == 1:
+        return
+    for model in models_of(config):
+        path = value_of(config, f"{model}.path")
+        settings = model_settings(path)
+        if has_recurrent_layers(settings) or settings.get("model_type") in IMAGE_TYPES:
+            sizes: list[str] = []
+            # verl reads a role's other key where the first one says 1.
+            while keys := [key for key in team_keys(config) if value_of(config, key) != 1]:
+                sizes += [f"{key}={value_of(config, key)}" for key in keys]
+                for key in keys:
+                    OmegaConf.update(config, key, 1)
+            because = f"a rank computes {path} ({settings['model_type']}) alone; longer paths are relayed"
+            yield f"{', '.join(sizes)}: 1, because {because}"
+            return
 
 
 def name_optim(config: DictConfig) -> Lines:
@@ -306,6 +328,7 @@ def _set_keys(config: DictConfig, key: str) -> Iterator[str]:
 
 TRANSLATORS: tuple[Translator, ...] = (
     train_on_trees,
+    compute_alone,
     name_optim,
     *SYNONYMS,
     cut_by_tokens,
