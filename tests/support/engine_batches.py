@@ -137,7 +137,7 @@ def _with_images(case: Case, *, step: int, rank: int, world_size: int) -> Tensor
     del step
     rows = _rows_with_images(rank)
     counts = _gathered(len(rows), world_size)
-    generator = torch.Generator().manual_seed(99 + rank)
+    generator = torch.Generator().manual_seed(399 + rank)
 
     def columns(row: Row, *, is_padding: bool) -> Columns:
         ids = torch.tensor(row.ids)
