@@ -13,7 +13,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +73,7 @@ def _compare(options: argparse.Namespace) -> None:
     from por_models import small_qwen3
 
     from verl_tree.testing.local_worker import local_worker
+    from verl_tree.testing.mutants import mutated
 
     if options.device == "cpu":
         import_module("verl_tree.cpu.platform")
@@ -96,7 +96,7 @@ def _compare(options: argparse.Namespace) -> None:
             for strategy in (f"{options.engine}_tree", options.engine)
         )
         scores, flat_scores = (_scores(each, scale=scale) for each in (tree, flat))
-        with _without_mask(tree.engine):
+        with mutated(tree.engine, "sees_all"):
             control = _scores(tree, scale=scale)
         norm, flat_norm = (_gradient_norm(each, scale=scale) for each in (tree, flat))
     found = {
@@ -134,25 +134,6 @@ def _gradient_norm(worker: Any, *, scale: int) -> float:
         worker.engine.optimizer_zero_grad()
         worker.engine.forward_backward_batch(_batch(scale), _sum_of_log_probs, forward_only=False)
         return float(worker.engine.optimizer_step())
-
-
-@contextmanager
-def _without_mask(engine: Any) -> Iterator[None]:
-    """Let each token see all before it while active, as no tree may."""
-    import numpy as np
-
-    from verl_tree.tree.plan import AttentionPlan
-
-    scores = engine.scores
-
-    def wrong(call: Any, layout: Any, *, plan: Any, **others: Any) -> Any:
-        ends = np.full(plan.num_tokens, plan.num_tokens)
-        seeing_all = AttentionPlan.from_subtree_end(ends, device=plan.subtree_end_T.device, shard=plan.shard)
-        return scores(call, layout, plan=seeing_all, **others)
-
-    engine.scores = wrong
-    yield
-    del engine.scores
 
 
 def _difference(here: list[Any], there: list[Any]) -> float:

@@ -10,9 +10,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from verl_tree import clashes
 from verl_tree.configs import FSDP
-from verl_tree.families import IMAGE_TYPES, has_recurrent_layers
 from verl_tree.launch.checks.capacity import longest_trajectory, team_keys, team_size
+from verl_tree.launch.checks.features import settings_of
 from verl_tree.launch.checks.refusals import (
     ACTOR,
     ACTOR_ENGINES,
@@ -23,8 +24,6 @@ from verl_tree.launch.checks.refusals import (
     ROLLOUT,
     corrections,
     engines_of,
-    model_settings,
-    models_of,
     ranks_of,
     uses_cpu,
     uses_critic,
@@ -131,19 +130,17 @@ def compute_alone(config: DictConfig) -> Lines:
     """Let each rank compute the calls of a model that teams do not share out; relay cuts what is longer than a call."""
     if not uses_tree(config) or team_size(config) == 1:
         return
-    for model in models_of(config):
-        path = value_of(config, f"{model}.path")
-        settings = model_settings(path)
-        if has_recurrent_layers(settings) or settings.get("model_type") in IMAGE_TYPES:
-            sizes: list[str] = []
-            # verl reads a role's other key where the first one says 1.
-            while keys := [key for key in team_keys(config) if value_of(config, key) != 1]:
-                sizes += [f"{key}={value_of(config, key)}" for key in keys]
-                for key in keys:
-                    OmegaConf.update(config, key, 1)
-            because = f"a rank computes {path} ({settings['model_type']}) alone; longer paths are relayed"
-            yield f"{', '.join(sizes)}: 1, because {because}"
-            return
+    alone = [setting for name in (clashes.RECURRENT, clashes.IMAGES) for setting in settings_of(name, config)]
+    if not alone:
+        return
+    sizes: list[str] = []
+    # verl reads a role's other key where the first one says 1.
+    while keys := [key for key in team_keys(config) if value_of(config, key) != 1]:
+        sizes += [f"{key}={value_of(config, key)}" for key in keys]
+        for key in keys:
+            OmegaConf.update(config, key, 1)
+    _, _, path = alone[0].partition("=")
+    yield f"{', '.join(sizes)}: 1, because a rank computes {path} alone; longer paths are relayed"
 
 
 def name_optim(config: DictConfig) -> Lines:
