@@ -19,8 +19,9 @@ from verl_tree.attention import AttentionPlan
 from verl_tree.attention.hf import ATTENTION_NAME, register
 from verl_tree.functional.logprobs import tree_forward_log_probs
 from verl_tree.functional.memory import GIB, RESERVED_SHARE, peak_bytes, probe_layout
+from verl_tree.functional.model_size import ModelSize
 from verl_tree.functional.tiles import tile_modules
-from verl_tree.functional.update_memory import Levers, ModelSize, Relay, largest, update_memory
+from verl_tree.functional.update_memory import Levers, Relay, largest, update_memory
 
 VOCABULARY = 151_936
 

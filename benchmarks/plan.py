@@ -34,7 +34,8 @@ from verl_tree.config import TreeConfig
 from verl_tree.cost.model import CostModel
 from verl_tree.engine.rows.packs import TreeMicroBatch
 from verl_tree.functional.memory import peak_bytes
-from verl_tree.functional.update_memory import Levers, ModelSize
+from verl_tree.functional.model_size import ModelSize, Sharing
+from verl_tree.functional.update_memory import Levers
 from verl_tree.launch.run.layouts import COSTS
 from verl_tree.launch.run.stored_work import Rows, micro_batches_of, passes_of, predicted_s, rank_bytes
 from verl_tree.main_sft import ONE_RANK
@@ -135,9 +136,13 @@ def compare(
         tree = TreeConfig(capacity=capacity, gate="never")
         planned = micro_batches_of(rows, tree, costs=costs, num_ranks=1, groups_per_mini_batch=len(rows.groups))
         micros = planned[0][0]
+        predicted = predicted_s([[[micro.work for micro in micros]]], costs)
         kernel = kernel_bytes(micros, size)
         num_bytes = max(
-            least_bytes, rank_bytes(size, passes_of(micros), levers=Levers(), reduce_bytes=2, kernel_bytes=kernel)
+            least_bytes,
+            rank_bytes(
+                size, passes_of(micros), levers=Levers(), sharing=Sharing(), reduce_bytes=2, kernel_bytes=kernel
+            ),
         )
         worker = make_worker(folder, capacity=capacity)
         with worker.engine.train_mode():
@@ -148,9 +153,9 @@ def compare(
             "forest": name,
             "capacity": capacity,
             "calls": sum(micro.work.num_packs for micro in micros),
-            "predicted (s)": round(predicted_s(planned, costs), 4),
+            "predicted (s)": round(predicted, 4),
             "measured (s)": round(seconds, 4),
-            "seconds": round(predicted_s(planned, costs) / seconds, 3),
+            "seconds": round(predicted / seconds, 3),
             "predicted (MB)": round(num_bytes / 1e6, 1),
             "measured (MB)": round(peak / 1e6, 1),
             "bytes": round(num_bytes / peak, 3),

@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 from verl_tree.launch.run.console import announce
@@ -23,6 +24,8 @@ from verl_tree.launch.run.ending import refusal_lines, refusals
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from verl_tree.launch.run.layouts import Accept
 
 PLAN = ("plan", "gpu", "costs")
 """Options of the plan; see `verl_tree.launch.run.layouts`."""
@@ -53,19 +56,40 @@ def report(arguments: Sequence[str], **plan: str | None) -> tuple[bool, str]:
 
     `plan` has the values of `PLAN` that are given.
     """
-    from verl_tree.launch.command.composition import compose_config
-    from verl_tree.launch.command.resolution import resolve
+    from verl_tree.launch.checks import find_before_the_queue
+    from verl_tree.launch.checks.translation import translate
+
+    @cache
+    def accept(overrides: tuple[str, ...]) -> "DictConfig | None":
+        try:
+            config = _composed([*arguments, *overrides])
+            translate(config)
+            return None if any(not each.is_warning for each in find_before_the_queue(config)) else config
+        except refusals():
+            return None
 
     try:
-        config = compose_config(arguments)
-        resolve(config)
-        return _report_composed(config, **plan)
+        return _report_composed(_composed(arguments), accept=lambda overrides: accept(tuple(overrides)), **plan)
     except refusals() as error:
         return False, "\n".join(["Refused", *(f"  {line}" for line in refusal_lines(error))])
 
 
+def _composed(arguments: Sequence[str]) -> "DictConfig":
+    from verl_tree.launch.command.composition import compose_config
+    from verl_tree.launch.command.resolution import resolve
+
+    config = compose_config(arguments)
+    resolve(config)
+    return config
+
+
 def _report_composed(
-    config: "DictConfig", *, plan: str | None = None, gpu: str | None = None, costs: str | None = None
+    config: "DictConfig",
+    *,
+    accept: "Accept",
+    plan: str | None = None,
+    gpu: str | None = None,
+    costs: str | None = None,
 ) -> tuple[bool, str]:
     from verl_tree.launch.checks import find_before_the_queue
     from verl_tree.launch.checks.translation import translate
@@ -84,7 +108,7 @@ def _report_composed(
     if plan is not None and is_computable and not refused:
         from verl_tree.launch.run.layouts import plan_lines
 
-        planned = plan_lines(config, trees=plan, gpu=gpu, costs=costs)
+        planned = plan_lines(config, accept=accept, trees=plan, gpu=gpu, costs=costs)
     sections = {
         "Translated": lines,
         "Capacity": capacity_lines(config) if is_computable else [],

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from verl_tree.cost.model import CostModel
 from verl_tree.functional.memory import GIB
-from verl_tree.functional.update_memory import ModelSize
+from verl_tree.functional.model_size import ModelSize, Sharing
 
 REACHED = 0.4
 LAUNCH_S = 5e-6
@@ -43,10 +43,10 @@ DEVICES: Mapping[str, Device] = {
 
 
 def computed_costs(size: ModelSize, device: Device) -> CostModel:
-    """Compute the cost model of an update of a dense decoder in bfloat16 with gradient checkpointing."""
+    """Compute the cost model of an update of a decoder in bfloat16 with gradient checkpointing."""
     s_per_flop = 1 / (REACHED * device.flops)
     embeddings = size.vocabulary * size.hidden
-    layers = size.num_parameters - (1 if size.is_tied else 2) * embeddings
+    layers = size.met_parameters
     # A number of a context is read and written forward, and its gradient is read and its float32 sum changed.
     context_bytes = 14 * 2 * size.key_dims * size.num_layers
     return CostModel(
@@ -61,11 +61,19 @@ def computed_costs(size: ModelSize, device: Device) -> CostModel:
     )
 
 
-def exchanged_bytes(size: ModelSize, team: int) -> float:
-    """Compute what a rank sends its team for one of its tokens in one layer of an update (docs/ulysses.md).
+def exchanged_bytes(size: ModelSize, sharing: Sharing) -> float:
+    """Compute what a rank sends others for one of its tokens in one layer of an update, in bfloat16.
 
-    Queries, keys and values go to the ranks of their heads, and the outputs come back: forward, when they are
-    recomputed, and backward. Key-value heads are repeated until each rank has one.
+    In a team of Ulysses (docs/ulysses.md) queries, keys and values go to the ranks of their heads, and the outputs come
+    back. Key-value heads are repeated until each rank has one. With tensor parallelism the hidden state goes to all
+    others in front of attention and of the MLP, and parts of sums come back. A token goes to the ranks of its experts
+    and comes back. All of it forward, when it is recomputed, and backward.
     """
-    key_dims = size.key_dims * max(1, team // size.num_kv_heads)
-    return 3 * 2 * (2 * size.query_dims + 2 * key_dims) * (team - 1) / team
+    team = sharing.team
+    if sharing.is_gathered:
+        key_dims = size.key_dims * max(1, team // size.num_kv_heads)
+        numbers = (2 * size.query_dims + 2 * key_dims) * (team - 1) / team
+    else:
+        numbers = 4 * size.hidden * (team - 1)
+    numbers += 2 * size.experts_per_token * size.hidden * (1 - 1 / sharing.experts)
+    return 3 * 2 * numbers

@@ -2,21 +2,23 @@
 
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from verl_tree.attention import AttentionPlan, tree_attention
 from verl_tree.attention.hf import ATTENTION_NAME, register
 from verl_tree.functional.logprobs import tree_forward_log_probs
 from verl_tree.functional.memory import KeysAndValues, peak_bytes, probe_layout
+from verl_tree.functional.model_size import ModelSize, Sharing
 from verl_tree.functional.offload import offload_checkpoints
 from verl_tree.functional.tiles import tile_modules
-from verl_tree.functional.update_memory import Levers, ModelSize, Relay, largest, update_memory, waiting_bytes
+from verl_tree.functional.update_memory import Levers, Relay, largest, update_memory, waiting_bytes
 
 CPU = torch.device("cpu")
 NUM_TOKENS, MAX_PATH_LEN, CHUNK_SIZE = 1024, 256, 64
@@ -31,6 +33,7 @@ TINY = {
     "tie_word_embeddings": False,
 }
 MANY_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8}
+EXPERTS = {"hidden_size": 256, "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
 
 
 class Elsewhere(saved_tensors_hooks):
@@ -44,7 +47,7 @@ class Elsewhere(saved_tensors_hooks):
         return torch.from_numpy(stored).clone().view(torch.bfloat16)
 
 
-def kernel_bytes(config: Qwen3Config, plan: AttentionPlan) -> int:
+def kernel_bytes(config: PretrainedConfig, plan: AttentionPlan) -> int:
     """Measure the backward pass of the CPU's attention alone."""
     heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
     inputs = [torch.randn(NUM_TOKENS, each, config.head_dim).bfloat16().requires_grad_() for each in heads]
@@ -53,11 +56,15 @@ def kernel_bytes(config: Qwen3Config, plan: AttentionPlan) -> int:
     return peak_bytes(lambda: torch.autograd.grad(out, inputs, gradient), device=CPU) // NUM_TOKENS
 
 
-def make_update(config: Qwen3Config, levers: Levers, plan: AttentionPlan) -> Callable[[], None]:
+def make_model(config: PretrainedConfig) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(config)
+
+
+def make_update(config: PretrainedConfig, levers: Levers, plan: AttentionPlan) -> Callable[[], None]:
     """Return an update of a bfloat16 model, whose gradients are there before."""
     register()
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config).bfloat16().train()
+    model = make_model(config).bfloat16().train()
     model.set_attn_implementation(ATTENTION_NAME)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     if levers.num_tiles is not None:
@@ -85,12 +92,13 @@ def make_update(config: Qwen3Config, levers: Levers, plan: AttentionPlan) -> Cal
         ("attention", {"num_hidden_layers": 6}, Levers(num_tiles=8, offloads=True)),
         ("head", {"vocab_size": 8192}, Levers()),
         ("head", {"vocab_size": 8192}, Levers(num_tiles=8, offloads=True)),
+        ("mlp", EXPERTS, Levers()),
     ],
 )
 def test_the_peak_of_an_update_is_the_computed_one(phase: str, changes: dict[str, int], levers: Levers) -> None:
     """Measured: 1.00 to 1.03 of the computed bytes."""
     levers = Levers(num_tiles=levers.num_tiles, offloads=levers.offloads, chunk_size=CHUNK_SIZE)
-    config = Qwen3Config(**TINY | changes)
+    config = (Qwen3MoeConfig if changes is EXPERTS else Qwen3Config)(**TINY | changes)
     plan = AttentionPlan.from_layout(probe_layout(NUM_TOKENS, max_path_len=MAX_PATH_LEN), backend="varlen")
     computed = update_memory(
         ModelSize.of_model(config),
@@ -108,12 +116,13 @@ def test_the_peak_of_an_update_is_the_computed_one(phase: str, changes: dict[str
 
 
 def test_parameters_are_counted() -> None:
-    for is_tied in (False, True):
-        config = Qwen3Config(**TINY | {"tie_word_embeddings": is_tied})
-        model = Qwen3ForCausalLM(config)
-        size = ModelSize.of_model(config)
+    dense, mixture = (Qwen3Config(**TINY | {"tie_word_embeddings": each}) for each in (False, True)), Qwen3MoeConfig
+    for config in (*dense, mixture(**TINY | EXPERTS)):
+        model, size = make_model(config), ModelSize.of_model(config)
         assert size.num_parameters == sum(each.numel() for each in model.parameters())
-        assert size.mlp_parameters == sum(each.numel() for each in model.model.layers[0].mlp.parameters())
+        of_mlp = sum(each.numel() for each in model.model.layers[0].mlp.parameters())
+        router = size.num_experts * size.hidden
+        assert of_mlp == (size.expert_parameters + router if size.num_experts else size.mlp_parameters)
 
 
 SIZE = ModelSize(
@@ -165,6 +174,37 @@ def test_a_relay_adds_its_store_and_the_sums_of_its_context() -> None:
 
 def test_gradients_that_wait_are_those_of_the_whole_model() -> None:
     assert waiting_bytes(SIZE, reduce_bytes=4) == 4 * (3 * 1230 + 1010)
+
+
+def test_a_token_has_what_it_has_of_a_dense_mlp_of_each_of_its_experts() -> None:
+    """Of two experts of 20: twice the six numbers of 20 dims, and four times 10 for each."""
+    mixture = replace(SIZE, num_experts=5, experts_per_token=2)
+    dense, sparse = (update_memory(each, 7, state_bytes=0) for each in (SIZE, mixture))
+    assert sparse.mlp - dense.mlp == 7 * (6 * 2 * 20 + 2 * 4 * 2 * 10)
+    assert (sparse.attention, sparse.head, sparse.checkpoints) == (dense.attention, dense.head, dense.checkpoints)
+
+
+def test_what_ranks_share_by_hand() -> None:
+    """A layer has 630 parameters, 600 of them outside attention's norms, and an MLP or expert of 600."""
+    mixture = replace(SIZE, num_layers=4, num_experts=6, experts_per_token=2, is_tied=False)
+    layer, experts, ends = 600 + 30 + 6 * 10, 6 * 600, 2 * 1000
+    assert mixture.num_parameters == 4 * (layer + experts) + ends + 10
+    assert mixture.met_parameters == 4 * (layer + 2 * 600)
+    for num_experts, part in ((1, experts), (3, experts // 3)):
+        sharing = Sharing(num_ranks=6, experts=num_experts)
+        # Two layers and the gradients of one; embeddings, head and their gradients.
+        assert sharing.gathered_bytes(mixture) == 2 * (3 * (layer + part) + 2 * ends)
+        # Forward and backward, five sixths of all that is not this rank's share of experts.
+        assert sharing.pass_bytes(mixture) == 4 * (4 * (layer + part) + ends + 10) * 5 // 6
+        assert sharing.part_of(mixture) is mixture
+    # Twelve ranks: three pipelines of two stages, each of two ranks, the experts among the pipelines.
+    sharing = Sharing(num_ranks=12, team=2, stages=2, experts=3, is_gathered=False)
+    assert (sharing.num_parts, sharing.num_replicas) == (4, 3)
+    assert sharing.part_of(mixture) == replace(mixture, num_layers=2, vocabulary=50)
+    assert (sharing.gathered_bytes(mixture), sharing.pass_bytes(mixture)) == (0, 0)
+    # Half of two layers and one end of the pipeline, which three ranks have; a sixth of the experts of two layers.
+    shared, of_experts = 2 * layer // 2 + 50 * 10, 2 * experts // 6
+    assert sharing.kept_bytes(mixture) == 6 * (shared + of_experts) + 4 * shared + 12 * of_experts
 
 
 def test_the_largest_that_fits() -> None:

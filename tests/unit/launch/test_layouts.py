@@ -12,11 +12,20 @@ pytest.importorskip("verl")
 
 from verl_tree.check import report
 from verl_tree.config import TreeConfig
-from verl_tree.cost.model import CostModel
-from verl_tree.functional.update_memory import ModelSize
-from verl_tree.functional.update_time import LAUNCH_S, LAUNCHES, REACHED, Device, computed_costs, exchanged_bytes
+from verl_tree.cost.model import CostModel, Work
+from verl_tree.functional.model_size import ModelSize, Sharing
+from verl_tree.functional.update_memory import Levers, Relay, UpdateMemory, update_memory
+from verl_tree.functional.update_time import (
+    DEVICES,
+    LAUNCH_S,
+    LAUNCHES,
+    REACHED,
+    Device,
+    computed_costs,
+    exchanged_bytes,
+)
 from verl_tree.launch.run.layouts import Layout, Prediction, best_of, fitted_costs
-from verl_tree.launch.run.stored_work import Rows, micro_batches_of, predicted_s
+from verl_tree.launch.run.stored_work import Pass, Rows, micro_batches_of, predicted_s, rank_bytes
 from verl_tree.records import StoredLeaf, StoredTree, read_trees, write_trees
 
 BY_TOKENS = replace(CostModel.prior(), s_per_pair=0.0, s_per_pack=0.5)
@@ -62,7 +71,7 @@ def seconds(
     planned = micro_batches_of(
         rows, tree, costs=BY_TOKENS, num_ranks=num_ranks, groups_per_mini_batch=groups_per_mini_batch
     )
-    return predicted_s(planned, BY_TOKENS)
+    return predicted_s([[[each.work for each in rank] for rank in ranks] for ranks in planned], BY_TOKENS)
 
 
 def test_rows_that_teach_nothing_are_left_out(trees: Path) -> None:
@@ -141,11 +150,16 @@ def test_slower_layouts_are_told_where_they_take_less_memory() -> None:
         return Prediction(Layout(capacity), seconds, num_bytes)
 
     fast, small, worse, equal = made(8, 1.0, 100), made(4, 2.0, 50), made(2, 3.0, 70), made(16, 1.0, 120)
-    assert best_of([worse, small, equal, fast]) == [fast, small]
+    predictions = [worse, small, equal, fast]
+    assert best_of(predictions, accepts=lambda _: True, most=5) == [fast, small]
+    assert best_of(predictions, accepts=lambda _: True, most=1) == [fast]
+    # What would be refused hides nothing.
+    assert best_of(predictions, accepts=lambda layout: layout != fast.layout, most=5) == [equal, small]
+    assert best_of(predictions, accepts=lambda layout: layout != small.layout, most=5) == [fast, worse]
 
 
 def test_a_layout_is_given_as_overrides() -> None:
-    assert Layout(8, team=("engine.team=2",)).overrides() == ["tree.capacity=8", "engine.team=2"]
+    assert Layout(8, ranks=("engine.team=2",)).overrides() == ["tree.capacity=8", "engine.team=2"]
     model = "actor_rollout_ref.model"
     assert Layout(8, tiles=True, offloads=True, on_host=True).overrides() == [
         "tree.capacity=8",
@@ -161,7 +175,7 @@ def test_costs_are_computed_from_a_data_sheet_by_hand() -> None:
         hidden=10, intermediate=20, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=5, vocabulary=100, is_tied=True
     )
     costs = computed_costs(size, Device(flops=1e3 / REACHED, bytes_per_s=1e3, memory_bytes=1, link_bytes_per_s=1.0))
-    layers = size.num_parameters - 100 * 10
+    layers = size.num_parameters - 100 * 10 - 10  # without the last norm
     assert astuple(costs) == pytest.approx(
         (
             8 * layers / 1e3,
@@ -175,7 +189,52 @@ def test_costs_are_computed_from_a_data_sheet_by_hand() -> None:
         )
     )
     # A team of four has each of the two key-value heads twice; a quarter of the heads stays here.
-    assert [exchanged_bytes(size, team) for team in (1, 2, 4)] == [0, 6 * 60 / 2, 6 * 80 * 3 / 4]
+    assert [exchanged_bytes(size, Sharing(4, team)) for team in (1, 2, 4)] == [0, 6 * 60 / 2, 6 * 80 * 3 / 4]
+    # Of tensor parallelism the hidden state goes to three others, and so do parts of sums, for attention and MLP.
+    assert exchanged_bytes(size, Sharing(4, 4, is_gathered=False)) == 6 * 4 * 10 * 3
+    # Two experts of four, three quarters of which are elsewhere: there and back.
+    mixture = replace(size, num_experts=4, experts_per_token=2)
+    assert exchanged_bytes(mixture, Sharing(4, experts=4)) == 6 * 2 * 2 * 10 * 3 / 4
+    assert computed_costs(mixture, DEVICES["H100"]).s_per_token == pytest.approx(
+        8 * 3 * (630 + 4 * 10 + 2 * 600) / (REACHED * 989e12)
+    )
+
+
+def test_a_pipeline_waits_for_its_longest_pass_and_fsdp_for_what_it_gathers() -> None:
+    # A rank of two packs, of 4 and of 2 tokens; another of a tree of 9 tokens in three sections.
+    packs = [Work(num_tokens=4, num_packs=1), Work(num_tokens=2, num_packs=1)]
+    tree = [Work(num_tokens=9, num_packs=3)]
+    assert predicted_s([[packs, tree]], BY_TOKENS) == 9 + 3 * 0.5
+    # Three stages take a third each, and wait for two passes: of 4.5 s of 7 s, of 3.5 s of 10.5 s.
+    assert predicted_s([[packs]], BY_TOKENS, num_stages=3) == (7 + 2 * 4.5) / 3
+    assert predicted_s([[packs, tree]], BY_TOKENS, num_stages=3) == (10.5 + 2 * 3.5) / 3
+    # Three passes gather for as long as they compute, or longer.
+    assert predicted_s([[tree]], BY_TOKENS, gather_s=3.5) == 10.5
+    assert predicted_s([[tree], [packs]], BY_TOKENS, gather_s=4.0) == 12 + 8
+    assert predicted_s([[[Work()], []]], BY_TOKENS, gather_s=4.0) == 0
+
+
+def test_a_pipeline_holds_the_passes_on_the_way_and_all_stores() -> None:
+    size = ModelSize(
+        hidden=10, intermediate=20, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=5, vocabulary=100, is_tied=True
+    )
+    sharing, levers = Sharing(4, team=2, stages=2, is_gathered=False), Levers()
+    part = replace(size, num_layers=2, vocabulary=50)
+
+    def memory(num_tokens: int, **more: Relay) -> UpdateMemory:
+        return update_memory(part, num_tokens, state_bytes=0, levers=replace(levers, chunk_size=4), **more)
+
+    packs = [Pass(num_tokens=8, num_scored=4), Pass(num_tokens=6, num_scored=4), Pass(num_tokens=4, num_scored=4)]
+    # Half of the tokens each. While the first runs backward the second has run forward.
+    expected = max(memory(4).total + memory(3).checkpoints, memory(3).total + memory(2).checkpoints, memory(2).total)
+    made = rank_bytes(size, packs, levers=levers, sharing=sharing, reduce_bytes=4)
+    assert made == expected
+    # Of two relayed trees with spines of 6 and 2 tokens both stores are there; no gradients wait.
+    trees = [Pass(8, 4, 6, 6), Pass(8, 4, 2, 6, is_first=False), Pass(8, 4, 2, 2)]
+    of_token = 2 * 10 * 2 * (2 + 4)  # keys and values of two layers, and their gradients
+    first = memory(4, relay=Relay(3, spine_len=3))
+    made = rank_bytes(size, trees, levers=levers, sharing=sharing, reduce_bytes=4)
+    assert made == first.total + memory(4).checkpoints + of_token * 1
 
 
 SIZES = {
@@ -187,6 +246,16 @@ SIZES = {
     "head_dim": 128,
     "vocab_size": 151936,
     "tie_word_embeddings": False,
+}
+
+
+MIXTURE = SIZES | {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 32,
 }
 
 
@@ -229,6 +298,34 @@ def test_teams_are_planned_where_data_sheets_say_what_they_exchange(tmp_path: Pa
     assert is_valid, text
 
 
+def test_engines_and_layouts_of_ranks_are_planned_and_their_overrides_accepted(tmp_path: Path) -> None:
+    """Of a mixture of 77 billion parameters FSDP2 gathers for longer than a pass computes; Megatron takes least."""
+    shape, of_nodes = "prompt=2000 branches=4x300", ["trainer.nnodes=4", "data.train_batch_size=32"]
+    arguments = [*command(tmp_path, **MIXTURE), *of_nodes, "actor_rollout_ref.actor.ppo_mini_batch_size=32"]
+    is_valid, text = report([*arguments, "model_engine=megatron"], plan=shape, gpu="H100")
+    assert is_valid, text
+    told = [re.findall(r"\S+=\S+", line) for line in text.splitlines() if line.startswith("  an update: ")]
+    assert "model_engine=veomni" in told[0]
+    assert any("expert_parallel_size" in each for each in told[0])
+    assert not any("model_engine=dp" in each for each in told)
+    # Of the command's own engine what differs is named, and recomputation, with which it is computed.
+    own = [each for each in told if not any("model_engine=" in setting for setting in each)]
+    assert own
+    assert all(any("recompute_granularity=full" in setting for setting in each) for each in own)
+    for overrides in (told[0], own[0]):
+        is_valid, text = report([*arguments, "model_engine=megatron", *overrides])
+        assert is_valid, text
+
+
+def test_what_would_be_refused_is_not_told(tmp_path: Path) -> None:
+    """LoRA runs on FSDP2 only."""
+    arguments = [*command(tmp_path, **MIXTURE), "actor_rollout_ref.model.lora_rank=8"]
+    is_valid, text = report(arguments, plan="prompt=20 branches=4x3", gpu="B200")
+    assert is_valid, text
+    assert "an update: " in text
+    assert "model_engine" not in text
+
+
 def test_what_cannot_be_planned_is_refused_with_the_remedy(trees: Path, tmp_path: Path) -> None:
     is_valid, text = report([*command(tmp_path), "tree.enabled=false"], plan=str(trees), gpu="H200")
     assert not is_valid
@@ -238,11 +335,18 @@ def test_what_cannot_be_planned_is_refused_with_the_remedy(trees: Path, tmp_path
         ({}, {}, "--gpu None: give one of"),
         ({"costs": "none.jsonl"}, {}, "--costs none.jsonl: there is no such file; give one that a run wrote"),
         ({"plan": "none.parquet", "gpu": "H200"}, {}, "--plan none.parquet: there is no such file"),
-        ({"gpu": "H200"}, {"num_experts": 8}, "--plan knows decoders of dense layers whose config.json is here"),
+        (
+            {"gpu": "H200"},
+            {"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
+            "--plan knows decoders of like layers whose config.json is here",
+        ),
     ):
         is_valid, text = report(command(tmp_path, **settings), **{"plan": str(trees)} | options)
         assert not is_valid
         assert told in text
+    is_valid, text = report([*command(tmp_path), "model_engine=megatron"], plan=str(trees), costs="metrics.jsonl")
+    assert not is_valid
+    assert "--costs metrics.jsonl: no run has fitted a pipeline's times; give --gpu alone" in text
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "data": {"actor/loss": 1.0}}\n')
     with pytest.raises(ValueError, match=r"no step has tree/cost_model/s_per_token; give the metrics of a run"):

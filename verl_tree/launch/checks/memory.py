@@ -1,8 +1,9 @@
 """A warning of an update that this machine cannot hold, computed from the sizes in the model's config.json.
 
 What is computed is what an update takes at least: activations are counted in bfloat16 and with gradient checkpointing
-(`verl_tree.functional.update_memory`), critics, buffers and fragmentation not at all. Nothing is said of mixtures of
-experts and recurrent layers, of machines that are not this one, and of `tree.capacity=auto`, which measures.
+(`verl_tree.functional.update_memory`), critics, buffers and fragmentation not at all. Nothing is said of recurrent
+layers and of mixtures whose layers differ, of machines that are not this one, and of `tree.capacity=auto`, which
+measures.
 """
 
 import contextlib
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from omegaconf import DictConfig
 
-from verl_tree.families import ATTENTION_LAYERS, EXPERTS
 from verl_tree.launch.checks.capacity import capacity_keys, longest_trajectory, ranks_of_limit, team_size
 from verl_tree.launch.checks.modes import is_separate, rollout_pools, rollout_ranks
 from verl_tree.launch.checks.refusals import (
@@ -36,16 +36,9 @@ from verl_tree.launch.checks.values import check_tree_values
 from verl_tree.launch.command.environment import joins_running_cluster
 
 if TYPE_CHECKING:
-    from verl_tree.functional.update_memory import ModelSize
+    from verl_tree.functional.model_size import ModelSize
 
 GIB = 2**30
-SIZES = {
-    "hidden": "hidden_size",
-    "intermediate": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "vocabulary": "vocab_size",
-}
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 
@@ -100,23 +93,10 @@ def _remedy(config: DictConfig, needs: Foreseen, memory_bytes: int) -> str:
 
 
 def model_size(config: DictConfig) -> "ModelSize | None":
-    """Return the sizes of the policy, if it is a decoder of dense layers and its config.json is here."""
-    from verl_tree.functional.update_memory import ModelSize
+    """Return the sizes of the policy, if it is a decoder of like layers and its config.json is here."""
+    from verl_tree.functional.model_size import ModelSize
 
-    settings = text_settings(value_of(config, f"{MODELS[0]}.path"))
-    sizes: dict[str, Any] = {name: settings.get(key) for name, key in SIZES.items()}
-    is_dense = not any(settings.get(name) for name in EXPERTS)
-    if not is_dense or not set(settings.get("layer_types") or ()) <= {*ATTENTION_LAYERS}:
-        return None
-    if not all(isinstance(each, int) and each > 0 for each in sizes.values()):
-        return None
-    return ModelSize(
-        **sizes,
-        num_kv_heads=settings.get("num_key_value_heads") or sizes["num_heads"],
-        head_dim=settings.get("head_dim") or sizes["hidden"] // sizes["num_heads"],
-        # Where that is not said, the smaller number of parameters.
-        is_tied=settings.get("tie_word_embeddings", True),
-    )
+    return ModelSize.of_settings(text_settings(value_of(config, f"{MODELS[0]}.path")))
 
 
 def foreseen(config: DictConfig, size: "ModelSize") -> Foreseen:

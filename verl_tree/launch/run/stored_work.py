@@ -14,9 +14,11 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from verl_tree.config import TreeConfig
-from verl_tree.cost.model import CostModel, WorkProfile
+from verl_tree.cost.model import CostModel, Work, WorkProfile
 from verl_tree.engine.rows.packs import TreeMicroBatch, split_into_packs
-from verl_tree.functional.update_memory import Levers, ModelSize, Relay, update_memory, waiting_bytes
+from verl_tree.functional.memory import KeysAndValues
+from verl_tree.functional.model_size import HALF, ModelSize, Sharing
+from verl_tree.functional.update_memory import Levers, Relay, UpdateMemory, update_memory, waiting_bytes
 from verl_tree.records import read_trees
 from verl_tree.trainer.rows.batching import assign_rows
 from verl_tree.tree import TokenForest
@@ -187,9 +189,27 @@ def _cut(
     ).micro_batches
 
 
-def predicted_s(mini_batches: Sequence[Sequence[Sequence[TreeMicroBatch]]], costs: CostModel) -> float:
-    """Predict the seconds of an update, whose mini-batches wait for their slowest rank."""
-    return sum(max(sum(costs.predict(micro.work) for micro in of_rank) for of_rank in ranks) for ranks in mini_batches)
+def predicted_s(
+    mini_batches: Sequence[Sequence[Sequence[Work]]],
+    costs: CostModel,
+    *,
+    num_stages: int = 1,
+    gather_s: float = 0.0,
+) -> float:
+    """Predict the seconds of an update, whose mini-batches wait for their slowest rank, from the work of micro-batches.
+
+    In a pipeline the first stages wait at the end and the last ones at the beginning, as long as the longest pass takes
+    on the others. What FSDP gathers for a pass, in `gather_s`, comes while the pass before computes.
+    """
+
+    def of_rank(works: Sequence[Work]) -> float:
+        works = [work for work in works if work.num_packs]
+        seconds = [costs.predict(work) for work in works]
+        longest = max((each / work.num_packs for each, work in zip(seconds, works, strict=True)), default=0.0)
+        computed = (sum(seconds) + (num_stages - 1) * longest) / num_stages
+        return max(computed, gather_s * sum(work.num_packs for work in works))
+
+    return sum(max(map(of_rank, ranks)) for ranks in mini_batches)
 
 
 class Pass(NamedTuple):
@@ -199,6 +219,7 @@ class Pass(NamedTuple):
     num_scored: int
     num_context: int = 0
     spine_len: int | None = None  # of a tree in sections
+    is_first: bool = True  # of its micro-batch
 
 
 def passes_of(micros: Sequence[TreeMicroBatch]) -> list[Pass]:
@@ -207,10 +228,10 @@ def passes_of(micros: Sequence[TreeMicroBatch]) -> list[Pass]:
     for micro in micros:
         # A log-prob is made where the parent of its token is.
         scorers = np.unique(micro.layout.parent_T.numpy()[micro.wanted_T.numpy()])
-        for section in reversed(micro.cut.sections):
+        for number, section in enumerate(reversed(micro.cut.sections)):
             num_scored = int(((scorers >= section.start) & (scorers < section.end)).sum())
-            relayed = (section.num_context, len(micro.cut.spine)) if micro.is_relayed else ()
-            passes.append(Pass(section.num_tokens, num_scored, *relayed))
+            relayed = (section.num_context, len(micro.cut.spine)) if micro.is_relayed else (0, None)
+            passes.append(Pass(section.num_tokens, num_scored, *relayed, is_first=number == 0))
     return passes
 
 
@@ -220,29 +241,49 @@ def rank_bytes(
     *,
     levers: Levers,
     on_host: bool = False,
-    team: int = 1,
+    sharing: Sharing,
     reduce_bytes: int,
     kernel_bytes: int | None = None,
 ) -> int:
-    """Compute the most bytes that a rank takes at once in a mini-batch, besides its part of weights and states.
+    """Compute the most bytes that a rank takes at once in a mini-batch, besides weights and states that stay.
 
-    From the second pass on there are the gradients that wait, too. `reduce_bytes` are those of a gradient when it is
-    added up over the ranks; see `update_memory` for `kernel_bytes`.
+    Under FSDP there are the gradients that wait, too, from the second pass on. In a pipeline the first stage has as
+    many passes on the way as there are stages, and the stores of all relayed trees of a mini-batch are there at once.
+    `reduce_bytes` are those of a gradient when it is added up over the ranks; see `update_memory` for `kernel_bytes`.
     """
+    part, team = sharing.part_of(size), sharing.team
 
-    def bytes_of(each: Pass) -> int:
+    @cache
+    def memory_of(each: Pass) -> UpdateMemory:
         relay = None
         if each.spine_len is not None:
             relay = Relay(-(-each.num_context // team), on_host, spine_len=-(-each.spine_len // team))
         return update_memory(
-            size,
+            part,
             -(-each.num_tokens // team),
             state_bytes=0,
             levers=replace(levers, chunk_size=min(levers.chunk_size, max(1, each.num_scored))),
             relay=relay,
             kernel_bytes=kernel_bytes,
-        ).total
+        )
 
-    waiting = waiting_bytes(size, reduce_bytes=reduce_bytes)
-    first, later = passes[:1], {*passes[1:]}
-    return max([*map(bytes_of, first), *(bytes_of(each) + waiting for each in later)], default=0)
+    if sharing.is_gathered:
+        waiting = waiting_bytes(size, reduce_bytes=reduce_bytes)
+        later = [memory_of(each).total + waiting for each in {*passes[1:]}]
+        return max([*(memory_of(each).total for each in passes[:1]), *later], default=0)
+    of_token = KeysAndValues(dims=2 * part.key_dims, num_layers=part.num_layers, dtype_bytes=HALF)
+
+    def stored(spine_len: int) -> int:
+        return of_token.relayed_bytes(0, trains=True, recomputes=True, on_host=on_host, spine_len=-(-spine_len // team))
+
+    stores = stored(sum(each.spine_len or 0 for each in passes if each.is_first))
+    return max(
+        (
+            stores
+            + memory_of(each).total
+            - stored(each.spine_len or 0)
+            + sum(memory_of(other).checkpoints for other in passes[place + 1 : place + sharing.stages])
+            for place, each in enumerate(passes)
+        ),
+        default=0,
+    )
