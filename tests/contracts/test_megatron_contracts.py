@@ -240,3 +240,18 @@ def test_layers_of_a_cpu_stand_where_transformer_engines_do() -> None:
     core/optimizer/clip_grads.py: .type() == 'torch.cuda.FloatTensor'
     core/optimizer/distrib_optimizer.py: model_param.type() == 'torch.cuda.FloatTensor'
     """)
+
+
+def test_gradients_are_in_buffers_that_can_be_put_aside() -> None:
+    """Why the canary reads `main_grad`, and how it compares gradients beside those of an update."""
+    expect("""
+    core/distributed/distributed_data_parallel.py DistributedDataParallel.__init__: self.buffers, ... =
+        ... self.expert_parallel_buffers, ... =
+    core/distributed/distributed_data_parallel.py DistributedDataParallel.zero_grad_buffer: (self): ...
+        param.grad_added_to_main_grad = False ... for buffer in self.buffers + self.expert_parallel_buffers:
+        buffer.reset()
+    core/distributed/distributed_data_parallel.py DistributedDataParallel: param.main_grad.add_(param.grad.data)
+    core/distributed/param_and_grad_buffer.py _ParamAndGradBuffer.reset: self.grad_data.zero_()
+    core/distributed/param_and_grad_buffer.py _ParamAndGradBuffer.__init__: param.main_grad = self._get(
+    core/transformer/transformer_config.py: num_layers: int
+    """)

@@ -19,7 +19,6 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ import other_engines
 import torch
 import torch.distributed as dist
 from engine_batches import make_batch, of_teams, sessions_of
-from engine_cases import CASES_OF, RECURRENT, Case, make_loss
+from engine_cases import CASES_OF, GRADIENTS, RECURRENT, Case, make_loss
 from process_groups import join_ranks
 from tensordict import TensorDict
 from tiny_models import IMAGE, IMAGES, VIDEO, tiny_model
@@ -37,15 +36,12 @@ from verl.workers.config import FSDPOptimizerConfig, McoreOptimizerConfig, VeOmn
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform and the engines)
 from verl_tree.configs import FLAT_STRATEGIES
-from verl_tree.engine import TreeEngine
 from verl_tree.engine.canary import METRIC
 from verl_tree.recurrence.bind import num_bound_mixers
-from verl_tree.relay.calls import RelayCall
 from verl_tree.testing.local_worker import local_worker
+from verl_tree.testing.mutants import mutated
 from verl_tree.trainer.rows.batching import MiniBatchPlan
 from verl_tree.trainer.worker import TreeTrainingWorker
-from verl_tree.tree.layout import TreeLayout
-from verl_tree.tree.plan import AttentionPlan
 
 ENGINES = {flat: (flat, tree) for tree, flat in FLAT_STRATEGIES.items()}
 """Strategies of verl's own engine and of ours."""
@@ -87,9 +83,8 @@ def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorke
         is_shared_out = case.engine["use_distributed_optimizer"]
         sgd = ADAM if is_shared_out else {"optimizer": "sgd", "override_optimizer_config": NO_MOMENTUM}
         make_optimizer = McoreOptimizerConfig
-    canary = (
-        {"canary": 0} if case.spoilt else {"canary_gradient_every": int(compares_gradient(case, strategy=strategy))}
-    )
+    every = case.spoilt == GRADIENTS or compares_gradient(case, strategy=strategy)
+    canary = {"canary": int(case.spoilt in ("", GRADIENTS)), "canary_gradient_every": int(every)}
     torch.manual_seed(7)  # value heads and LoRA adapters start at random
     worker = local_worker(
         str(folder),
@@ -97,7 +92,7 @@ def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorke
         max_token_len=case.capacity,
         is_critic=case.is_critic,
         model_options=case.model,
-        tree_options=case.tree | canary,
+        tree_options=case.tree | canary | {"dump_dir": str(folder)},  # what the canary keeps
         sequence_parallel_size=case.sp,
         freeze_vision_tower=case.frozen_tower,
         engine_options=case.engine,
@@ -109,24 +104,10 @@ def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorke
         worker.engine.optimizer = torch.optim.SGD(worker.engine.module.parameters(), lr=case.lr, foreach=False)
     worker.set_loss_fn(make_loss(case))
     if case.spoilt and strategy not in FLAT_STRATEGIES.values():
-        spoil(worker.engine, case.spoilt)
+        spoilt = mutated(worker.engine, case.spoilt)
+        spoilt.__enter__()
+        worker.spoilt = spoilt  # else it would end here
     return worker
-
-
-def spoil(engine: TreeEngine, what: str) -> None:
-    """Let each token see all before it, or count positions along the pack: what a tree must not do."""
-    scores = engine.scores
-
-    def wrong(call: RelayCall, layout: TreeLayout, *, plan: AttentionPlan, **options: Any) -> torch.Tensor:
-        num_tokens = plan.num_tokens
-        if what == "mask":
-            plan = AttentionPlan.from_subtree_end(np.full(num_tokens, num_tokens), shard=plan.shard)
-        else:
-            host = dataclasses.replace(layout.on_host, position_T=torch.arange(num_tokens))
-            layout = SimpleNamespace(on_host=host)  # type: ignore[assignment]
-        return scores(call, layout, plan=plan, **options)
-
-    engine.scores = wrong  # type: ignore[method-assign]
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -282,6 +263,8 @@ class Comparison:
 
     def errors_of(self, case: Case) -> dict[str, float]:
         """Run one case on all ranks; return the worst rank's distances."""
+        if case.spoilt == GRADIENTS:
+            return {"seen": float(self.sees_wrong_gradients(case))}
         reference = reference_of(case)
         has_chunks = self.flat == "fsdp2" and case.family in RECURRENT and case.family not in SHORT_CONVS
         if repr(reference) not in self.references:
@@ -303,6 +286,14 @@ class Comparison:
         worst = {name: max(each[name] for each in errors if name in each) for name in names}
         shown = {"por": "tree/por", "sections": "tree/sections", "live_tokens": "tree/live_tokens"}
         return worst | {name: counts.get(key, 0) for name, key in shown.items()}
+
+    def sees_wrong_gradients(self, case: Case) -> bool:
+        """Whether the canary ends the update of a case."""
+        try:
+            self.side(case)
+        except ValueError as error:
+            return "the gradient of" in str(error)
+        return False
 
     def side(self, case: Case, *, chunk_size: int | None = None) -> tuple[dict[str, Any], TreeTrainingWorker]:
         """Take the steps of one side of a case, verl's if it is a reference; return what they give and the worker."""

@@ -114,8 +114,10 @@ def compare_gradient(
 ) -> "dict[str, Difference]":
     """Compare the gradient of a layer from the scores of rows, through their tree and through each row alone.
 
+    Megatron's layers have other names than the model's; then the gradient of all parameters is compared.
+
     Raises:
-        ValueError: As in `compare`; or the model has no such layer.
+        ValueError: As in `compare`.
     """
     import torch
 
@@ -125,7 +127,7 @@ def compare_gradient(
     layer = infos[0]["layer"]
     parameters = [each for name, each in model.named_parameters() if f"{name}.".startswith(f"{layer}.")]
     if not parameters:
-        raise ValueError(f"--model has no layer {layer}, whose gradient the file is about: give a model of that kind")
+        layer, parameters = "all layers", list(model.parameters())
 
     def gradient(scores: "list[Tensor]") -> "Tensor":
         read = [each[torch.tensor(info["places"]) - 1].sum() for each, info in zip(scores, infos, strict=True)]

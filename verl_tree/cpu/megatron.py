@@ -110,8 +110,9 @@ class GroupedLinear(MegatronModule):
 class FlatAttention(MegatronModule):
     """Causal attention of packed rows, which Transformer Engine has in kernels."""
 
-    def __init__(self, config: Any, **_options: Any) -> None:
+    def __init__(self, config: Any, layer_number: int, **_options: Any) -> None:
         super().__init__(config=config)
+        self.layer_number = layer_number
 
     @override
     def forward(

@@ -7,8 +7,8 @@ Legend: C kinds of scores, K scores of a model call.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -40,14 +40,12 @@ class ModelCalls(ABC):
         has_schedule: Whether a pipeline's schedule runs its calls, which gets all of a mini-batch at once.
         has_outputs: Whether this rank has the scores of a call: all ranks, or those of a pipeline's last stage.
         call_multiple: Of what the number of calls of a step must be a multiple.
-        has_own_gradients: Whether gradients are the `grad` of parameters, once a step has ended.
         replay: The routers of its model, if `router_replay.mode` says so; the engine sets it when it builds the model.
     """
 
     has_schedule = False
     has_outputs: bool
     call_multiple = 1
-    has_own_gradients = False
     model_config: Any
     engine_config: EngineConfig
     module: Any
@@ -118,6 +116,25 @@ class ModelCalls(ABC):
 
         Attention, masks and recurrent layers are its own; each rank of a team computes all of a call.
         """
+
+    @contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        """Put the gradients that there are aside, and bring them back."""
+        kept = [(parameter, parameter.grad) for parameter in self.model.parameters()]
+        try:
+            yield
+        finally:
+            for parameter, grad in kept:
+                parameter.grad = grad
+
+    def clear_gradients(self) -> None:
+        """Let no parameter have a gradient."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def gradient_of(self, parameter: torch.nn.Parameter) -> Tensor | None:
+        """Return a parameter's gradient, once a step has ended; None is 0."""
+        return parameter.grad
 
     @property
     def makes_scores(self) -> bool:

@@ -177,8 +177,8 @@ class Sharing:
         num_bytes = 2 * HALF * (size.num_parameters - size.num_layers * of_others)
         return num_bytes * (self.num_ranks - 1) // self.num_ranks if self.is_gathered else 0
 
-    def kept_bytes(self, size: ModelSize) -> int:
-        """Return the bytes of weights, gradients and optimiser of a rank that gathers nothing.
+    def kept_bytes(self, size: ModelSize, *, num_gradients: int = 1) -> int:
+        """Return the bytes of weights, gradients, so often, and optimiser of a rank that gathers nothing.
 
         Weights are bfloat16 and gradients float32; weights in float32 and two numbers of Adam are shared out among the
         ranks that have the same part (Megatron's distributed optimiser). Of the pipeline's ends the larger is counted.
@@ -189,4 +189,5 @@ class Sharing:
         # The ranks of a team have parts of experts, too.
         experts = part.num_layers * size.expert_parameters // (self.team * self.experts)
         of_expert = max(1, self.num_replicas // self.experts)
-        return int((HALF + FLOAT) * (shared + experts) + 3 * FLOAT * (shared / self.num_replicas + experts / of_expert))
+        own = (HALF + num_gradients * FLOAT) * (shared + experts)
+        return int(own + 3 * FLOAT * (shared / self.num_replicas + experts / of_expert))

@@ -1,13 +1,14 @@
 """Faults for an engine on trees, each of a kind that a kernel, a plan or a store may have; for tests of the canary.
 
 What is wrong is drawn anew for every model call, from the mutant's seed and the call, so that a call that runs twice is
-wrong in one way. The model's own forward (`ModelCalls.flat`) stays right. `backward` faults leave log-probs right; they
-and `attention` need transformers' layers, `routes` a mixture whose routes are imposed.
+wrong in one way. The model's own forward (`ModelCalls.flat`) stays right. `backward` faults leave log-probs right;
+`routes` need a mixture whose routes are imposed.
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,12 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_tree.attention import hf
+from verl_tree.attention.layer import layer_attention
 from verl_tree.engine import TreeEngine
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.context import RelayContext
 from verl_tree.tree.layout import TreeLayout
 from verl_tree.tree.plan import AttentionPlan
+
+ATTENDING = {"verl_tree.attention.hf", "verl_tree.engine.megatron.build"}
+"""Modules whose layers call `layer_attention`."""
 
 Draw = np.random.Generator
 Ends = np.ndarray
@@ -103,14 +107,16 @@ def _heads(change: Callable[..., Tensor]) -> Callable[..., Any]:
     """Return what changes the attention of one layer: its output (Q, Hq, D)."""
 
     def wrong(attend: Callable[..., Tensor], rng: Draw) -> Callable[..., Tensor]:
-        layers: list[torch.nn.Module] = []
         chosen = int(rng.integers(1 << 16))
 
-        def attention(module: torch.nn.Module, *args: Any, **options: Any) -> Tensor:
-            layers.extend([] if any(module is each for each in layers) else [module])
-            num_layers = module.config.get_text_config().num_hidden_layers  # type: ignore[union-attr]
+        def attention(module: Any, *args: Any, **options: Any) -> Tensor:
+            if hasattr(module, "layer_idx"):
+                number, num_layers = module.layer_idx, module.config.get_text_config().num_hidden_layers
+            else:  # Megatron's counts from 1
+                (own,) = module.own
+                number, num_layers = own.layer_number - 1, own.config.num_layers
             out = attend(module, *args, **options)
-            return change(out, chosen) if module.layer_idx == chosen % num_layers else out
+            return change(out, chosen) if number == chosen % num_layers else out
 
         return attention
 
@@ -217,7 +223,7 @@ KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 @contextmanager
 def mutated(engine: TreeEngine, name: str, *, seed: int = 0) -> Iterator[None]:
-    """Inject a fault of a kind into an engine of transformers models, while active."""
+    """Inject a fault of a kind into an engine, while active."""
     part, change = KINDS[name]
     right, flat, replay = engine.scores, engine.flat, engine.replay
     is_flat = [False]
@@ -236,7 +242,9 @@ def mutated(engine: TreeEngine, name: str, *, seed: int = 0) -> Iterator[None]:
         elif part == "call":
             call = change(call, rng)
         elif part in ("attention", "backward"):
-            with mock.patch.object(hf, "layer_attention", change(hf.layer_attention, rng)):
+            with ExitStack() as stack:
+                for name in ATTENDING & sys.modules.keys():
+                    stack.enter_context(mock.patch(f"{name}.layer_attention", change(layer_attention, rng)))
                 return right(call, layout, plan=plan, **options)
         elif part == "routes" and replay is not None and replay.imposed_LNk is not None:
             with mock.patch.object(replay, "imposed_LNk", change(replay.imposed_LNk, rng)):

@@ -148,6 +148,13 @@ def test_it_sees_wrong_gradients_of_right_log_probs_and_keeps_the_tree(
     monkeypatch.setattr(hf, "layer_attention", lambda *args, **options: _halved(attend(*args, **options)))
     assert main(["canary", str(path), "--model", model]) == 1
     assert capsys.readouterr().out.endswith(": NOT ROUNDING\n")
+    # Megatron's layers have other names.
+    for leaf in tree.leaves:
+        if leaf.reward_extra_info:
+            leaf.reward_extra_info[FOUND]["layer"] = "0.module.module.decoder.layers.1"
+    write_trees(path, [tree])
+    assert main(["canary", str(path), "--model", model]) == 1
+    assert capsys.readouterr().out.startswith("gradient of all layers: ")
 
 
 def _halved(out: torch.Tensor) -> torch.Tensor:
@@ -168,7 +175,7 @@ def test_a_gradient_is_compared_in_the_first_update_and_then_in_every_so_many(
         with worker.engine.train_mode():
             worker.engine.forward_backward_batch(data.clone(), worker.loss_fn, forward_only=False)
             gradients.append([parameter.grad.full_tensor() for parameter in worker.engine.module.parameters()])
-    names = sorted({*gradient._layers(worker.engine.module)})
+    names = [*gradient._layers(worker.engine.module)]
     assert layers == names[:3]
     # What is compared does not touch what the update has computed.
     for first, later in zip(gradients[0], gradients[1], strict=True):

@@ -205,6 +205,8 @@ def test_what_ranks_share_by_hand() -> None:
     # Half of two layers and one end of the pipeline, which three ranks have; a sixth of the experts of two layers.
     shared, of_experts = 2 * layer // 2 + 50 * 10, 2 * experts // 6
     assert sharing.kept_bytes(mixture) == 6 * (shared + of_experts) + 4 * shared + 12 * of_experts
+    more = sharing.kept_bytes(mixture, num_gradients=2) - sharing.kept_bytes(mixture)
+    assert more == 4 * (shared + of_experts)
 
 
 def test_the_largest_that_fits() -> None:

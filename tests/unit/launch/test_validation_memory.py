@@ -34,11 +34,14 @@ def given(tmp_path: Path):
 
 
 def test_bytes_by_hand(given) -> None:
-    """Float32 weights, gradients and two numbers of Adam; vLLM has its own weights and 1 GiB of keys and values."""
+    """Float32 weights, gradients twice and two numbers of Adam; vLLM has its weights and 1 GiB of keys and values."""
     config = given("tree.capacity=7", "tree.logits_chunk_size=4")
     needs = foreseen(config, model_size(config))
     assert needs.num_tokens == 7
-    assert needs.states == 4 * 4 * NUM_PARAMETERS
+    assert needs.states == 4 * 5 * NUM_PARAMETERS
+    for option in ("tree.canary=0", "tree.canary_gradient_every=0", "tree.enabled=false"):
+        plain = given("tree.capacity=7", option)
+        assert foreseen(plain, model_size(plain)).states == 4 * 4 * NUM_PARAMETERS
     assert needs.rollout == 4 * NUM_PARAMETERS + GIB
     # The last norm, three times its rows, three tensors of a chunk's logits, the gradient of the weight; checkpoints.
     head = 7 * (60 + 60) + 3 * 4 * 4 * 100 + 2 * 10 * 100

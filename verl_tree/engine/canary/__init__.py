@@ -78,7 +78,8 @@ class Canary:
         found = drawn.compare(idle)
         every, number = self._engine.tree_config.canary_gradient_every, self._num_compared
         self._num_compared += 1
-        if not every or number % every or not self._engine.has_own_gradients:
+        # Gradients that the model adds by itself are no sums over rows.
+        if not every or number % every or self._engine.auxiliary_loss is not None:
             return found
         of_gradient = drawn.compare_gradient(idle, number=number // every)
         return max(found or of_gradient, of_gradient, key=lambda each: each.difference.units)

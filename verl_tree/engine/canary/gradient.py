@@ -10,8 +10,7 @@ Legend: C kinds of scores, T tree tokens, K scores of a path.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -53,25 +52,31 @@ def compare_gradient(
 ) -> tuple[str, Difference]:
     """Return a layer's name and how far its two gradients are apart, in shares of its norm; the same on all ranks.
 
-    Every rank calls it, with rows of one micro-batch, or with none if it has none; `number` chooses the layer.
+    Every rank calls it, with rows of one micro-batch, or with none if it has none; `number` chooses the layer, of a
+    pipeline one of each stage.
     """
     made = _RowsOfTree(engine, drawn, data, routes=routes) if drawn else None
     layers = _layers(engine.model)
-    layer = sorted(layers)[number % len(layers)]
+    layer = [*layers][number % len(layers)]  # the embeddings first, whose gradient went through all layers
     num_calls = gather((made.num_calls if made else NumCalls(0, 0), len(made.drawn) if made else 0))
     of_tree = NumCalls(*(max(calls[kind] for calls, _ in num_calls) for kind in (0, 1)))
     num_alone = max(alone for _, alone in num_calls)
 
     def gradient(first: list[Callable[[], Tensor]], last: list[Callable[[], Tensor]], length: NumCalls) -> list[Tensor]:
-        first, last = (calls + [idle] * (num - len(calls)) for calls, num in zip((first, last), length, strict=True))
-        for parameter in engine.model.parameters():
-            parameter.grad = None
-        for number, call in enumerate(last):
-            # Added up over the ranks each time: gradients that wait are as large as all parameters.
-            engine.run([] if number else first, [call], is_last=True)
-        return [_local_gradient(parameter) for parameter in layers[layer]]
+        first, last = (
+            calls + [idle] * (num + -num % engine.call_multiple - len(calls))
+            for calls, num in zip((first, last), length, strict=True)
+        )
+        engine.clear_gradients()
+        if engine.has_schedule:
+            engine.run(first, last, is_last=True)
+        else:
+            for number, call in enumerate(last):
+                # Added up over the ranks each time: gradients that wait are as large as all parameters.
+                engine.run([] if number else first, [call], is_last=True)
+        return [_local_gradient(parameter, engine.gradient_of(parameter)) for parameter in layers[layer]]
 
-    with _gradients_aside(engine.model):
+    with engine.gradients_aside():
         by_tree = gradient(*(made.of_tree() if made else ([], [])), of_tree)
         alone = made.alone() if made else []
         with engine.flat():
@@ -112,6 +117,8 @@ class _RowsOfTree:
 
     def _sum_alone(self, drawn: DrawnRow) -> Tensor:
         scores_CK = path_alone(self._engine, drawn, self._rows, routes=self._routes)()
+        if not self._engine.makes_scores:
+            return scores_CK
         scored_K = torch.from_numpy(drawn.token_Q[drawn.scored_K]).to(scores_CK.device)
         scores_CT = scores_CK.new_zeros(len(scores_CK), drawn.micro.layout.num_tokens)
         return self._sum(scores_CT.index_copy(1, scored_K, scores_CK), np.array([drawn.leaf]))
@@ -129,7 +136,7 @@ class _RowsOfTree:
 
 
 def _layers(model: torch.nn.Module) -> dict[str, list[torch.nn.Parameter]]:
-    """Return the trained parameters of each layer, by the name of the layer: `model.layers.3`."""
+    """Return the trained parameters of each layer in the model's order, by the layer's name: `model.layers.3`."""
     layers: dict[str, list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -138,19 +145,8 @@ def _layers(model: torch.nn.Module) -> dict[str, list[torch.nn.Parameter]]:
     return layers
 
 
-def _local_gradient(parameter: torch.nn.Parameter) -> Tensor:
-    """Return this rank's part of a gradient, on its device; 0 where there is none."""
-    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+def _local_gradient(parameter: torch.nn.Parameter, grad: Tensor | None) -> Tensor:
+    """Copy this rank's part of a gradient to its device; 0 where there is none."""
+    grad = torch.zeros_like(parameter) if grad is None else grad
     local = grad.to_local() if isinstance(grad, DTensor) else grad
-    return local.detach().to(device_of_rank())
-
-
-@contextmanager
-def _gradients_aside(model: torch.nn.Module) -> Iterator[None]:
-    """Put the gradients that there are aside, and bring them back."""
-    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
-    try:
-        yield
-    finally:
-        for parameter, grad in kept:
-            parameter.grad = grad
+    return local.detach().to(device_of_rank(), copy=True)

@@ -43,7 +43,6 @@ class FSDP2Calls(EngineOfVerl):
     """
 
     has_outputs = True
-    has_own_gradients = True
     get_data_parallel_group: Callable[[], dist.ProcessGroup | None]
     ulysses_parallel_group: dist.ProcessGroup | None
     scaler: Any

@@ -30,17 +30,20 @@ ANOTHER = "give another model, or take another engine"
 
 
 @dataclass
-class TreeParams(PackedSeqParams):
-    """What a call's layers need, where Megatron has what packed rows need: it reaches them through checkpoints, too.
+class CallParams(PackedSeqParams):
+    """What a call's layers need, where Megatron has what packed rows need: it reaches them through checkpoints, too."""
 
-    Its format is not `thd`, so layers see one row.
-    """
+    replay: RouterReplay | None = None
+    routes_LNk: Tensor | None = None
+
+
+@dataclass
+class TreeParams(CallParams):
+    """The same of a tree. Its format is not `thd`, so layers see one row."""
 
     plan: AttentionPlan | None = None
     position_S: Tensor | None = None
     num_positions: int = 0
-    replay: RouterReplay | None = None
-    routes_LNk: Tensor | None = None
 
 
 class TreeAttention(nn.Module):
@@ -48,7 +51,7 @@ class TreeAttention(nn.Module):
 
     def __init__(self, own: nn.Module, scale: float | None) -> None:
         super().__init__()
-        self._own = (own,)  # not a submodule: it has no weights, and checkpoints do not know it
+        self.own = (own,)  # not a submodule: it has no weights, and checkpoints do not know it
         self._scale = scale
 
     @override
@@ -63,14 +66,14 @@ class TreeAttention(nn.Module):
         **read_by_own: Any,
     ) -> Tensor:
         """Attend, (S, 1, Hq, D) and twice (S, 1, Hkv, D) to (S, 1, Hq * D); padding behind the Q tokens gives 0."""
+        if isinstance(packed_seq_params, CallParams) and packed_seq_params.replay is not None:
+            # When a layer is computed anew, other calls have run since. Its router comes after its attention.
+            packed_seq_params.replay.imposed_LNk = packed_seq_params.routes_LNk
         if not isinstance(packed_seq_params, TreeParams):
             options = read_by_own | {"packed_seq_params": packed_seq_params}
-            return cast("Tensor", self._own[0](query, key, value, attention_mask, **options))
-        plan, replay = packed_seq_params.plan, packed_seq_params.replay
+            return cast("Tensor", self.own[0](query, key, value, attention_mask, **options))
+        plan = packed_seq_params.plan
         assert plan is not None, "a call of the tree engine has a plan"
-        if replay is not None:
-            # When a layer is computed anew, other calls have run since. Its router comes after its attention.
-            replay.imposed_LNk = packed_seq_params.routes_LNk
         q_QHD, k_QHD, v_QHD = (each[: plan.num_queries, 0] for each in (query, key, value))
         out_QHD = layer_attention(self, q_QHD, k_QHD, v_QHD, plan, scale=self._scale)
         out = query.new_zeros(len(query), 1, out_QHD[0].numel())

@@ -117,6 +117,28 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
 
     @override
     @contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        buffers = [each for stage in self.module for each in (*stage.buffers, *stage.expert_parallel_buffers)]
+        kept = [each.grad_data.clone() for each in buffers]
+        try:
+            yield
+        finally:
+            self.clear_gradients()
+            for buffer, data in zip(buffers, kept, strict=True):
+                buffer.grad_data.copy_(data)
+
+    @override
+    def clear_gradients(self) -> None:
+        for stage in self.module:
+            stage.zero_grad_buffer()
+
+    @override
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
+        # Megatron adds gradients up in buffers of its own.
+        return cast("Tensor", cast("Any", parameter).main_grad)
+
+    @override
+    @contextmanager
     def flat(self) -> Iterator[None]:
         self._is_flat = True
         try:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -26,7 +25,7 @@ from torch import Tensor
 from typing_extensions import override
 from verl.utils.megatron_utils import unwrap_model
 
-from verl_tree.engine.megatron.build import TreeParams
+from verl_tree.engine.megatron.build import CallParams, TreeParams
 from verl_tree.engine.routes.router_replay import RouterReplay
 from verl_tree.engine.verl_configs import as_verl_expects
 from verl_tree.functional.scorer import LogitReading, ScoredPairs, Scorer
@@ -56,16 +55,16 @@ def call_hidden_states(
     padded = [F.pad(each[token_Q], (0, -len(token_Q) % size)) for each in (host.token_ids_T, host.position_T)]
     token_ids_S, position_S = to_device(tuple(padded), device)
     num_positions = int(padded[1].max()) + 1  # on the host
-    params: PackedSeqParams
-    params = tree = TreeParams(plan=plan, position_S=position_S, num_positions=num_positions, replay=replay)
+    routes_LNk = None
     if replay is not None and replay.imposed_LNk is not None:
         # Padding has routes of zeros: it is routed as ever.
         routes_SNk = F.pad(replay.imposed_LNk, (0, 0, 0, 0, 0, len(position_S) - len(token_Q)))
-        tree.routes_LNk = routes_SNk.chunk(size)[parallel_state.get_tensor_model_parallel_rank() if size > 1 else 0]
-        replay.imposed_LNk = tree.routes_LNk
+        routes_LNk = routes_SNk.chunk(size)[parallel_state.get_tensor_model_parallel_rank() if size > 1 else 0]
+        replay.imposed_LNk = routes_LNk
+    params: CallParams
     if is_flat:
         ends, longest = torch.tensor([0, len(position_S)], dtype=torch.int32, device=device), len(position_S)
-        params = PackedSeqParams(
+        params = CallParams(
             qkv_format="thd",
             cu_seqlens_q=ends,
             cu_seqlens_kv=ends,
@@ -73,6 +72,12 @@ def call_hidden_states(
             cu_seqlens_kv_padded=ends,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
+            replay=replay,
+            routes_LNk=routes_LNk,
+        )
+    else:
+        params = TreeParams(
+            replay=replay, routes_LNk=routes_LNk, plan=plan, position_S=position_S, num_positions=num_positions
         )
     # Else a last stage makes the logits of all positions.
     with as_verl_expects(model, post_process=False):

@@ -47,7 +47,8 @@ class Foreseen:
     """Bytes that an update takes at least: on a CPU of all ranks together, else of one.
 
     Attributes:
-        states: Weights, gradients and optimiser of the actor, and the weights of the reference model.
+        states: Weights, gradients and optimiser of the actor, its gradients once more if the canary puts them aside,
+            and the weights of the reference model.
         activations: A pass of `num_tokens` tokens on each rank.
         rollout: What the rollout engine holds meanwhile.
     """
@@ -119,6 +120,12 @@ def foreseen(config: DictConfig, size: "ModelSize") -> Foreseen:
     return Foreseen(num_tokens, states, num_ranks * activations, num_engines * engine_bytes)
 
 
+def num_gradients(config: DictConfig) -> int:
+    """Return how often a rank has its gradients at once: twice while the canary compares one (docs/exactness.md)."""
+    is_compared = uses_tree(config) and config.tree.canary and config.tree.canary_gradient_every
+    return 2 if is_compared else 1
+
+
 def _tokens_of_pass(config: DictConfig) -> int:
     """Return the most tokens that a rank computes at once: the limit, or the rows of a mini-batch if they are less."""
     key, num_teammates = capacity_keys(config)[0], team_size(config)
@@ -136,7 +143,7 @@ def _state_bytes(config: DictConfig, size: "ModelSize") -> int:
     if value_of(config, f"{MODELS[0]}.lora_rank"):
         return dtype_bytes * size.num_parameters  # adapters are small
     offloads = engine if not uses_cpu(config) else {}
-    numbers = 1  # gradients
+    numbers = num_gradients(config)
     numbers += 0 if offloads.get("param_offload") else 1
     numbers += 0 if offloads.get("optimizer_offload") or "adam" not in str(actor.optim.optimizer).lower() else 2
     # On a GPU the reference model may wait in host memory.

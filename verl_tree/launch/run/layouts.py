@@ -27,7 +27,7 @@ from verl_tree.functional.model_size import FLOAT, ModelSize, Sharing
 from verl_tree.functional.update_memory import Levers
 from verl_tree.functional.update_time import DEVICES, Device, computed_costs, exchanged_bytes
 from verl_tree.launch.checks.capacity import team_keys
-from verl_tree.launch.checks.memory import foreseen, memory_of_machine, model_size
+from verl_tree.launch.checks.memory import foreseen, memory_of_machine, model_size, num_gradients
 from verl_tree.launch.checks.refusals import ACTOR, MODELS, engines_of, ranks_of, uses_cpu, uses_tree, value_of
 from verl_tree.launch.command.composition import model_engine
 from verl_tree.launch.run.stored_work import Pass, Rows, micro_batches_of, passes_of, predicted_s, rank_bytes
@@ -45,7 +45,6 @@ TILES_FACTOR = 1.1
 OFFLOAD_BYTES_PER_S = 50e9
 COSTS = "tree/cost_model"
 FITTED = f"{COSTS}/s_per_token"
-
 
 RECOMPUTATION = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 """Gradient checkpointing, in Megatron's words."""
@@ -148,7 +147,8 @@ class Planner:
             link = self.device.link_bytes_per_s
             seconds = predict(gather_s=sharing.pass_bytes(self.size) / link)
             seconds += num_layer_inputs * exchanged_bytes(self.size, sharing) / link
-        states = needs.states if sharing.is_gathered else sharing.kept_bytes(self.size)
+        kept = sharing.kept_bytes(self.size, num_gradients=num_gradients(config))
+        states = needs.states if sharing.is_gathered else kept
         for tiles, offloads, on_host in _levers(self.size, is_cpu=is_cpu, is_relayed=dealt.is_relayed):
             levers = Levers(NUM_TILES if tiles else None, offloads, self.config.tree.logits_chunk_size)
             dearest = sharing.gathered_bytes(self.size) + max(
@@ -218,10 +218,11 @@ def _sharings(config: DictConfig, size: ModelSize, *, is_fixed: bool) -> Iterato
     own = {name: (value_of(config, of_name[0]) or 1) if of_name else 1 for name, of_name in keys.items()}
     in_node = [each for each in (1 << exponent for exponent in range(num_gpus.bit_length())) if num_gpus % each == 0]
     stages = [1 << exponent for exponent in range(num_ranks.bit_length()) if size.num_layers % (1 << exponent) == 0]
+    experts = in_node if size.num_experts and keys["experts"] else [1]
     tried = {
         "team": [each for each in in_node if why_not_dealt(size.num_heads, size.num_kv_heads, num_ranks=each) is None],
         "stages": stages if "stages" in keys else [1],
-        "experts": [each for each in in_node if size.num_experts and size.num_experts % each == 0] or [1],
+        "experts": [each for each in experts if size.num_experts % each == 0],
     }
     ways = [own] if is_fixed else [own, *(dict(zip(tried, each, strict=True)) for each in product(*tried.values()))]
     recomputed = (
@@ -230,13 +231,11 @@ def _sharings(config: DictConfig, size: ModelSize, *, is_fixed: bool) -> Iterato
     seen = set()
     for way in sorted(ways, key=lambda way: (way != own, prod(way.values()))):
         sharing = Sharing(num_ranks, **way, is_gathered=is_gathered)
-        if sharing in seen or num_ranks % (sharing.team * sharing.stages):
+        # Megatron's experts are shared out among replicas.
+        among = num_ranks if is_gathered else sharing.num_replicas
+        if sharing in seen or num_ranks % sharing.num_parts or among % sharing.experts:
             continue
         seen.add(sharing)
-        # A rank of FSDP gathers the layers for its tokens, one of Megatron shares experts with other replicas only.
-        among = num_ranks if is_gathered else sharing.num_replicas
-        if among % sharing.experts or (sharing.experts > 1 and not keys["experts"]):
-            continue
         settings = {key: way[name] for name, of_name in keys.items() for key in of_name} | recomputed
         yield sharing, [f"{key}={value}" for key, value in settings.items() if value_of(config, key) != value]
 
