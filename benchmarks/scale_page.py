@@ -99,7 +99,7 @@ class Question:
             return CostModel.prior()
         size = model_size(OmegaConf.create({"actor_rollout_ref": {"model": {"path": self.model}}}))
         if size is None:
-            raise ValueError(f"--model {self.model}: give a decoder of dense layers whose config.json is here")
+            raise ValueError(f"--model {self.model}: give a decoder of equal layers whose config.json is here")
         return computed_costs(size, DEVICES[self.gpu])
 
 

@@ -61,8 +61,8 @@ _COMPARED: set[tuple[Any, ...]] = set()
 
 def compares_gradient(case: Case, *, strategy: str) -> bool:
     """Whether the canary compares a gradient: in the first case of each kind, as losses and rows do not change it."""
-    settings = (*sorted(case.model), *sorted(case.engine), case.tree.get("relay"))
-    kind = (strategy, case.family, case.is_critic, case.frozen_tower, case.sp, *settings)
+    settings = (*sorted(case.model), str(sorted(case.engine.items())), case.tree.get("relay"))
+    kind = (strategy, case.family, case.is_critic, case.tied, case.frozen_tower, case.sp, *settings)
     is_new = kind not in _COMPARED
     _COMPARED.add(kind)
     return is_new
@@ -83,7 +83,7 @@ def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorke
         is_shared_out = case.engine["use_distributed_optimizer"]
         sgd = ADAM if is_shared_out else {"optimizer": "sgd", "override_optimizer_config": NO_MOMENTUM}
         make_optimizer = McoreOptimizerConfig
-    every = case.spoilt == GRADIENTS or compares_gradient(case, strategy=strategy)
+    every = case.spoilt == GRADIENTS or (not case.spoilt and compares_gradient(case, strategy=strategy))
     canary = {"canary": int(case.spoilt in ("", GRADIENTS)), "canary_gradient_every": int(every)}
     torch.manual_seed(7)  # value heads and LoRA adapters start at random
     worker = local_worker(

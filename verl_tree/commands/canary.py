@@ -114,7 +114,7 @@ def compare_gradient(
 ) -> "dict[str, Difference]":
     """Compare the gradient of a layer from the scores of rows, through their tree and through each row alone.
 
-    Megatron's layers have other names than the model's; then the gradient of all parameters is compared.
+    What Megatron has outside its layers has other names there; then the gradient of all parameters is compared.
 
     Raises:
         ValueError: As in `compare`.

@@ -136,6 +136,10 @@ class ModelCalls(ABC):
         """Return a parameter's gradient, once a step has ended; None is 0."""
         return parameter.grad
 
+    def layer_name(self, name: str) -> str:
+        """Return what transformers calls a layer that has a name in `model`."""
+        return name
+
     @property
     def makes_scores(self) -> bool:
         """Whether the call that runs now makes scores; one of a pipeline's other stages hands on hidden states."""

@@ -20,10 +20,13 @@ ALIKE = {
     "mlp_only_layers": [],
     "decoder_sparse_step": 1,
     "first_k_dense_replace": 0,
-    "n_shared_experts": None,
-    "shared_expert_intermediate_size": None,
+    "num_dense_layers": 0,
+    "n_shared_experts": 0,
+    "shared_expert_intermediate_size": 0,
+    "shared_intermediate_size": 0,
+    "is_moe": True,
 }
-"""Settings of mixtures in which all layers are alike, and a token has its experts and nothing else."""
+"""Settings of mixtures in which all layers are alike, and a token has its experts and nothing else; null is plain."""
 
 HALF, FLOAT = 2, 4
 """Bytes of a bfloat16 and of a float32."""
@@ -52,7 +55,7 @@ class ModelSize:
         if num_experts:
             sizes["intermediate"] = settings.get("moe_intermediate_size") or sizes["intermediate"]
             sizes["experts_per_token"] = settings.get("num_experts_per_tok")
-        is_mixed = num_experts and any(settings.get(name, plain) != plain for name, plain in ALIKE.items())
+        is_mixed = num_experts and any(settings.get(name) not in (None, plain) for name, plain in ALIKE.items())
         if (
             is_mixed
             or settings.get("kv_lora_rank")
@@ -128,8 +131,8 @@ class ModelSize:
 class Sharing:
     """How ranks share a model and its calls.
 
-    Under FSDP a rank has a part of every parameter, and gathers the layers for a pass, its share of experts excepted.
-    Else (Megatron) it computes with the parameters that it has, for which sequence parallelism comes with tensor
+    Under FSDP a rank has a part of every parameter, and gathers layers for a pass, of their experts its share. Else
+    (Megatron) it computes with the parameters that it has, for which sequence parallelism comes with tensor
     parallelism.
 
     Attributes:
@@ -138,6 +141,7 @@ class Sharing:
         stages: Stages of a pipeline, among which the layers are shared out.
         experts: Ranks among which the experts of a layer are shared out.
         is_gathered: FSDP.
+        waits: Gradients are added up over the ranks in the last pass of an update only; VeOmni does it in each.
     """
 
     num_ranks: int = 1
@@ -145,6 +149,7 @@ class Sharing:
     stages: int = 1
     experts: int = 1
     is_gathered: bool = True
+    waits: bool = True
 
     @property
     def num_parts(self) -> int:
@@ -172,22 +177,37 @@ class Sharing:
         return HALF * (3 * layer + 2 * size.embedding_parameters) if self.is_gathered else 0
 
     def pass_bytes(self, size: ModelSize) -> int:
-        """Return what FSDP gathers on a rank for a pass, forward and backward, in bfloat16."""
-        of_others = size.expert_parameters - size.expert_parameters // self.experts
-        num_bytes = 2 * HALF * (size.num_parameters - size.num_layers * of_others)
-        return num_bytes * (self.num_ranks - 1) // self.num_ranks if self.is_gathered else 0
+        """Return what FSDP gathers on a rank for a pass, forward and backward, in bfloat16.
 
-    def kept_bytes(self, size: ModelSize, *, num_gradients: int = 1) -> int:
+        A share of experts comes from the ranks that have the same one. With the gradients, in float32, where they do
+        not wait.
+        """
+        if not self.is_gathered:
+            return 0
+        of_all = size.num_layers * size.expert_parameters
+        same = self.num_ranks // self.experts
+        shared = (size.num_parameters - of_all) * (self.num_ranks - 1) // self.num_ranks
+        experts = of_all // self.experts * (same - 1) // same
+        return (2 * HALF + (0 if self.waits else FLOAT)) * (shared + experts)
+
+    def kept_bytes(
+        self, size: ModelSize, *, num_gradients: int = 1, has_optimizer: bool = True, shares_optimizer: bool = True
+    ) -> int:
         """Return the bytes of weights, gradients, so often, and optimiser of a rank that gathers nothing.
 
-        Weights are bfloat16 and gradients float32; weights in float32 and two numbers of Adam are shared out among the
-        ranks that have the same part (Megatron's distributed optimiser). Of the pipeline's ends the larger is counted.
+        Weights are bfloat16 and gradients float32. The optimiser has weights in float32 and two numbers of Adam; it is
+        on the host, or shared out among the ranks that have the same part (Megatron's distributed optimiser), or whole.
+        Of the pipeline's ends the larger is counted.
         """
         part = self.part_of(size)
         ends = part.embedding_parameters if self.stages == 1 else part.vocabulary * part.hidden
         shared = part.num_layers * size.shared_parameters // self.team + ends
         # The ranks of a team have parts of experts, too.
         experts = part.num_layers * size.expert_parameters // (self.team * self.experts)
-        of_expert = max(1, self.num_replicas // self.experts)
         own = (HALF + num_gradients * FLOAT) * (shared + experts)
-        return int(own + 3 * FLOAT * (shared / self.num_replicas + experts / of_expert))
+        if not has_optimizer:
+            return own
+        replicas, of_expert = (self.num_replicas, max(1, self.num_replicas // self.experts))
+        if not shares_optimizer:
+            replicas = of_expert = 1
+        return int(own + 3 * FLOAT * (shared / replicas + experts / of_expert))

@@ -9,8 +9,8 @@ gradients and optimiser:
   which lies all that attention keeps; the attention of a layer in its backward pass.
 
 Not computed: what stays the same whatever the model (a CUDA context, workspaces of libraries), what an allocator cannot
-use, and what a loss keeps of a row (`verl_tree.functional.memory`, which measures). Tokens are taken to be spread
-evenly over the experts.
+use, what a loss keeps of a row (`verl_tree.functional.memory`, which measures), and what tensor-parallel ranks gather
+of a layer's input. Tokens are taken to be spread evenly over the experts.
 
 Legend: bytes per token, unless a name ends in `_bytes`. "kept" is saved for a backward pass.
 """
@@ -105,8 +105,8 @@ def update_memory(
 def waiting_bytes(size: ModelSize, *, reduce_bytes: int) -> int:
     """Return the bytes of the gradients that wait on a rank where an update has several passes.
 
-    FSDP2 adds them up over the ranks in the last pass only. Until then a rank has those of the whole model, in the
-    dtype in which they are added up.
+    The FSDP2 engine adds them up over the ranks in the last pass only. Until then a rank has those of the whole model,
+    in the dtype in which they are added up.
     """
     return reduce_bytes * size.num_parameters
 

@@ -242,9 +242,10 @@ def mutated(engine: TreeEngine, name: str, *, seed: int = 0) -> Iterator[None]:
         elif part == "call":
             call = change(call, rng)
         elif part in ("attention", "backward"):
+            wrong_attention = change(layer_attention, rng)
             with ExitStack() as stack:
-                for name in ATTENDING & sys.modules.keys():
-                    stack.enter_context(mock.patch(f"{name}.layer_attention", change(layer_attention, rng)))
+                for module in ATTENDING & sys.modules.keys():
+                    stack.enter_context(mock.patch(f"{module}.layer_attention", wrong_attention))
                 return right(call, layout, plan=plan, **options)
         elif part == "routes" and replay is not None and replay.imposed_LNk is not None:
             with mock.patch.object(replay, "imposed_LNk", change(replay.imposed_LNk, rng)):

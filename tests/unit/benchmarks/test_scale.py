@@ -157,7 +157,7 @@ def test_what_cannot_be_is_refused(trees: Path, options: dict[str, Any], message
     ("options", "message"),
     [
         (("--mini-batches=3",), "--mini-batches 3 of 2 prompts: give at most so many"),
-        (("--gpu=H200", "--model=none"), "--model none: give a decoder of dense layers"),
+        (("--gpu=H200", "--model=none"), "--model none: give a decoder of equal layers"),
     ],
 )
 def test_a_step_that_cannot_be_planned_is_refused(

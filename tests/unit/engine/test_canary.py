@@ -148,10 +148,10 @@ def test_it_sees_wrong_gradients_of_right_log_probs_and_keeps_the_tree(
     monkeypatch.setattr(hf, "layer_attention", lambda *args, **options: _halved(attend(*args, **options)))
     assert main(["canary", str(path), "--model", model]) == 1
     assert capsys.readouterr().out.endswith(": NOT ROUNDING\n")
-    # Megatron's layers have other names.
+    # What Megatron has outside its layers has other names there.
     for leaf in tree.leaves:
         if leaf.reward_extra_info:
-            leaf.reward_extra_info[FOUND]["layer"] = "0.module.module.decoder.layers.1"
+            leaf.reward_extra_info[FOUND]["layer"] = "0.module.module.embedding.word_embeddings.weight"
     write_trees(path, [tree])
     assert main(["canary", str(path), "--model", model]) == 1
     assert capsys.readouterr().out.startswith("gradient of all layers: ")

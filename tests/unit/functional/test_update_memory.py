@@ -194,8 +194,12 @@ def test_what_ranks_share_by_hand() -> None:
         sharing = Sharing(num_ranks=6, experts=num_experts)
         # Two layers and the gradients of one; embeddings, head and their gradients.
         assert sharing.gathered_bytes(mixture) == 2 * (3 * (layer + part) + 2 * ends)
-        # Forward and backward, five sixths of all that is not this rank's share of experts.
-        assert sharing.pass_bytes(mixture) == 4 * (4 * (layer + part) + ends + 10) * 5 // 6
+        # Forward and backward: of what all ranks have five sixths, of a share of experts what those with the same lack.
+        same = 6 // num_experts
+        gathered = (4 * layer + ends + 10) * 5 // 6 + 4 * part * (same - 1) // same
+        assert sharing.pass_bytes(mixture) == 4 * gathered
+        # In each pass the gradients in float32, too.
+        assert replace(sharing, waits=False).pass_bytes(mixture) == 8 * gathered
         assert sharing.part_of(mixture) is mixture
     # Twelve ranks: three pipelines of two stages, each of two ranks, the experts among the pipelines.
     sharing = Sharing(num_ranks=12, team=2, stages=2, experts=3, is_gathered=False)
@@ -207,6 +211,16 @@ def test_what_ranks_share_by_hand() -> None:
     assert sharing.kept_bytes(mixture) == 6 * (shared + of_experts) + 4 * shared + 12 * of_experts
     more = sharing.kept_bytes(mixture, num_gradients=2) - sharing.kept_bytes(mixture)
     assert more == 4 * (shared + of_experts)
+    without = sharing.kept_bytes(mixture, has_optimizer=False)
+    assert without == 6 * (shared + of_experts)
+    assert sharing.kept_bytes(mixture, shares_optimizer=False) == without + 12 * (shared + of_experts)
+
+
+def test_mixtures_whose_layers_differ_have_no_size() -> None:
+    settings = Qwen3MoeConfig(**TINY | EXPERTS).to_dict()
+    assert ModelSize.of_settings(settings | {"mlp_only_layers": None}) == ModelSize.of_settings(settings) is not None
+    for changes in ({"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}, {"n_shared_experts": 1}, {"is_moe": False}):
+        assert ModelSize.of_settings(settings | changes) is None
 
 
 def test_the_largest_that_fits() -> None:

@@ -59,7 +59,7 @@ class Canary:
         if not num_rows or not tu.get(data, DUE, default=True):
             return None
         if reason := self._blind(routes):
-            _tell(reason)
+            _tell("nothing", reason)
             return None
         leaves = [(micro, leaf) for micro in batch.micro_batches for leaf in range(micro.layout.num_leaves)]
         kinds = [kind for micro in batch.micro_batches for kind in _kinds(micro)]
@@ -78,8 +78,10 @@ class Canary:
         found = drawn.compare(idle)
         every, number = self._engine.tree_config.canary_gradient_every, self._num_compared
         self._num_compared += 1
-        # Gradients that the model adds by itself are no sums over rows.
-        if not every or number % every or self._engine.auxiliary_loss is not None:
+        if not every or number % every:
+            return found
+        if (setting := self._engine.auxiliary_loss) is not None:
+            _tell("no gradients", f"{setting} changes more than a sum over rows does")
             return found
         of_gradient = drawn.compare_gradient(idle, number=number // every)
         return max(found or of_gradient, of_gradient, key=lambda each: each.difference.units)
@@ -119,6 +121,6 @@ def _kinds(micro: TreeMicroBatch) -> Iterator[_Kind]:
 
 
 @cache
-def _tell(reason: str) -> None:
+def _tell(what: str, reason: str) -> None:
     if dist.get_rank() == 0:
-        logger.warning("tree.canary compares nothing: %s", reason)
+        logger.warning("tree.canary compares %s: %s", what, reason)

@@ -88,7 +88,7 @@ def compare_gradient(
         squares += torch.stack([each.float().square().sum() for each in (tree - rows, other - rows, rows)])
     dist.all_reduce(squares)
     apart, unit, norm = squares.sqrt().tolist()
-    return layer, Difference.of_norms(apart, unit, norm, dtype=engine.compute_dtype)
+    return engine.layer_name(layer), Difference.of_norms(apart, unit, norm, dtype=engine.compute_dtype)
 
 
 class _RowsOfTree:

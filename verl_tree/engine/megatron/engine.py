@@ -8,6 +8,7 @@ hand up for its keys and values is there. What calls keep for each other stays o
 Every rank of a replica (tensor and pipeline ranks) plans the same calls; those of a last stage have scores.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -71,6 +72,8 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
             return None
         if config.moe_z_loss_coeff:
             return f"moe_z_loss_coeff={config.moe_z_loss_coeff}"
+        if config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate:
+            return f"moe_router_bias_update_rate={config.moe_router_bias_update_rate}"  # by the tokens of each pass
         balances = "aux_loss" in str(kind) and config.moe_aux_loss_coeff
         return f"moe_router_load_balancing_type={kind}" if balances else None
 
@@ -136,6 +139,14 @@ class MegatronTreeEngine(EngineOfVerl, BuildForTrees):
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
         # Megatron adds gradients up in buffers of its own.
         return cast("Tensor", cast("Any", parameter).main_grad)
+
+    @override
+    def layer_name(self, name: str) -> str:
+        found = re.fullmatch(r"(\d+)\..*decoder\.layers\.(\d+)", name)
+        if found is None:
+            return name
+        stage: Any = unwrap_model(self.module[int(found[1])])
+        return f"model.layers.{stage.decoder.layers[int(found[2])].layer_number - 1}"
 
     @override
     @contextmanager

@@ -94,7 +94,7 @@ def _remedy(config: DictConfig, needs: Foreseen, memory_bytes: int) -> str:
 
 
 def model_size(config: DictConfig) -> "ModelSize | None":
-    """Return the sizes of the policy, if it is a decoder of like layers and its config.json is here."""
+    """Return the sizes of the policy, if it is a decoder whose layers are alike and its config.json is here."""
     from verl_tree.functional.model_size import ModelSize
 
     return ModelSize.of_settings(text_settings(value_of(config, f"{MODELS[0]}.path")))

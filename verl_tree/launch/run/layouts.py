@@ -9,24 +9,24 @@ data sheet (`verl_tree.functional.update_time`). Memory is computed (`verl_tree.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from itertools import product
-from math import prod
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from verl_tree.clashes import run_keeps_all_rows
 from verl_tree.config import TreeConfig
-from verl_tree.configs import MODEL_ENGINES
+from verl_tree.configs import FSDP, MODEL_ENGINES
 from verl_tree.cost.model import CostModel, Work
 from verl_tree.functional.memory import GIB, RESERVED_SHARE
 from verl_tree.functional.model_size import FLOAT, ModelSize, Sharing
 from verl_tree.functional.update_memory import Levers
 from verl_tree.functional.update_time import DEVICES, Device, computed_costs, exchanged_bytes
-from verl_tree.launch.checks.capacity import team_keys
+from verl_tree.launch.checks.capacity import longest_trajectory, team_keys
 from verl_tree.launch.checks.memory import foreseen, memory_of_machine, model_size, num_gradients
 from verl_tree.launch.checks.refusals import ACTOR, MODELS, engines_of, ranks_of, uses_cpu, uses_tree, value_of
 from verl_tree.launch.command.composition import model_engine
@@ -37,6 +37,8 @@ NUM_TOLD = 5
 """Layouts that are printed."""
 MAX_TOKENS = 2_000_000
 """Flat tokens of the prompts that are planned, about; seconds are multiplied."""
+LEAST_PROMPTS = 2
+"""Prompts of each rank that are planned at least."""
 MAX_PARTS = 8
 """A model is not shared out among more than so many times the ranks among which it fits."""
 NUM_TILES = 8
@@ -94,7 +96,7 @@ class Planner:
     costs: CostModel
     memory_bytes: int | None  # of a rank's device, or of a machine without one; None: not known
     device: Device | None = None  # whose data sheet says what costs are not fitted
-    others: tuple[tuple[str, DictConfig], ...] = field(default=())  # the command on other engines, with what chooses it
+    others: tuple[tuple[str, DictConfig], ...] = ()  # the command on other engines, with what chooses it
 
     def predictions(self, rows: Rows) -> Iterator[Prediction]:
         """Yield what fits, by engine, layout of ranks and capacity, of the first prompts for all.
@@ -104,22 +106,31 @@ class Planner:
         no run has measured what theirs would take.
         """
         num_ranks = ranks_of(self.config, "trainer")
-        planned = rows.first(num_tokens=MAX_TOKENS, num_ranks=num_ranks)
-        factor = rows.num_groups / planned.num_groups
-        least = rows.longest if self.config.tree.relay == "never" else rows.longest // 4
+        planned = rows.first(num_tokens=MAX_TOKENS, num_ranks=LEAST_PROMPTS * num_ranks)
+        per_mini_batch = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
+        factor = rows.num_mini_batches(per_mini_batch) / planned.num_mini_batches(per_mini_batch)
+        # How often a mini-batch has what is planned of it.
+        repeats = rows.num_groups / planned.num_groups / factor
+        least = rows.longest // 4
+        if self.config.tree.relay == "never":
+            least = max(rows.longest, longest_trajectory(self.config)[0])
 
         @cache
         def dealt(capacity: int, num_replicas: int) -> "_Dealt":
-            return _Dealt.of_rows(planned, self.config, capacity, costs=self.costs, num_replicas=num_replicas)
+            return _Dealt.of_rows(
+                planned, self.config, capacity, costs=self.costs, num_replicas=num_replicas, repeats=repeats
+            )
 
         for settings, config in (("", self.config), *self.others):
-            fewest = self.size.num_parameters  # parts of a model that fit
+            fewest = math.inf  # ranks among which it fits
             for sharing, sizes in _sharings(config, self.size, is_fixed=self.device is None):
                 if sharing.num_parts > MAX_PARTS * fewest:
                     continue
                 team, ranks = sharing.team, tuple(each for each in (settings, *sizes) if each)
                 first = (max(2, -(-least // team)) - 1).bit_length()
-                last = max(first, (planned.num_tree_tokens // team).bit_length())
+                # Larger packs than a replica's part of what is planned are those of the whole step only.
+                num_shares = 1 if repeats == 1 else sharing.num_replicas
+                last = max(first, (planned.num_tree_tokens // team // num_shares).bit_length())
                 has_fitted = False
                 for exponent in range(first, last + 1):
                     capacity = team << exponent
@@ -137,18 +148,26 @@ class Planner:
         is_cpu, num_ranks = uses_cpu(config), sharing.num_ranks
         needs = foreseen(config, self.size)
         # Tokens of a rank, all its layers counted.
-        num_layer_inputs = self.size.num_layers * dealt.num_tokens / num_ranks
+        num_layer_inputs = dealt.repeats * self.size.num_layers * dealt.num_tokens / num_ranks
         # A team shares the work of a pass, not its launches.
         shared = {name: value / sharing.team for name, value in asdict(self.costs).items() if name != "s_per_pack"}
-        predict = partial(predicted_s, dealt.works, replace(self.costs, **shared), num_stages=sharing.stages)
+        costs = replace(self.costs, **shared)
+        predict = partial(predicted_s, dealt.works, costs, num_stages=sharing.stages, repeats=dealt.repeats)
         if self.device is None:
             seconds = predict()
         else:
             link = self.device.link_bytes_per_s
             seconds = predict(gather_s=sharing.pass_bytes(self.size) / link)
             seconds += num_layer_inputs * exchanged_bytes(self.size, sharing) / link
-        kept = sharing.kept_bytes(self.size, num_gradients=num_gradients(config))
-        states = needs.states if sharing.is_gathered else kept
+        states = needs.states
+        if not sharing.is_gathered:
+            engine = value_of(config, engines_of(config)[ACTOR])
+            states = sharing.kept_bytes(
+                self.size,
+                num_gradients=num_gradients(config),
+                has_optimizer=not engine.optimizer_offload,
+                shares_optimizer=engine.use_distributed_optimizer,
+            )
         for tiles, offloads, on_host in _levers(self.size, is_cpu=is_cpu, is_relayed=dealt.is_relayed):
             levers = Levers(NUM_TILES if tiles else None, offloads, self.config.tree.logits_chunk_size)
             dearest = sharing.gathered_bytes(self.size) + max(
@@ -174,9 +193,12 @@ class _Dealt:
     passes_of_ranks: list[list[Pass]]  # those that differ
     num_tokens: int
     is_relayed: bool
+    repeats: float  # how often a mini-batch has them
 
     @classmethod
-    def of_rows(cls, rows: Rows, config: DictConfig, capacity: int, *, costs: CostModel, num_replicas: int) -> "_Dealt":
+    def of_rows(
+        cls, rows: Rows, config: DictConfig, capacity: int, *, costs: CostModel, num_replicas: int, repeats: float
+    ) -> "_Dealt":
         mini_batches = micro_batches_of(
             rows,
             replace(TreeConfig.from_mapping(config.tree), capacity=capacity),
@@ -188,9 +210,10 @@ class _Dealt:
         micros = [micro for of_rank in of_ranks for micro in of_rank]
         return cls(
             [[[micro.work for micro in of_rank] for of_rank in ranks] for ranks in mini_batches],
-            [passes_of(of_rank) for of_rank in {id(each): each for each in of_ranks}.values()],
+            [passes_of(of_rank) * math.ceil(repeats) for of_rank in {id(each): each for each in of_ranks}.values()],
             num_tokens=sum(micro.work.num_tokens for micro in micros),
             is_relayed=any(micro.is_relayed for micro in micros),
+            repeats=repeats,
         )
 
 
@@ -229,11 +252,13 @@ def _sharings(config: DictConfig, size: ModelSize, *, is_fixed: bool) -> Iterato
         {} if is_gathered else {f"{group}.override_transformer_config.{k}": v for k, v in RECOMPUTATION.items()}
     )
     seen = set()
-    for way in sorted(ways, key=lambda way: (way != own, prod(way.values()))):
-        sharing = Sharing(num_ranks, **way, is_gathered=is_gathered)
-        # Megatron's experts are shared out among replicas.
+    for way in sorted(ways, key=lambda way: (way != own, math.prod(way.values()))):
+        sharing = Sharing(num_ranks, **way, is_gathered=is_gathered, waits=engine is MODEL_ENGINES[FSDP])
+        # Megatron's experts are shared out among replicas, whose teams stand next to each other.
         among = num_ranks if is_gathered else sharing.num_replicas
-        if sharing in seen or num_ranks % sharing.num_parts or among % sharing.experts:
+        reach = sharing.experts * (1 if is_gathered or sharing.experts == 1 else sharing.team)
+        is_known = way == own or reach <= num_gpus
+        if sharing in seen or num_ranks % sharing.num_parts or among % sharing.experts or not is_known:
             continue
         seen.add(sharing)
         settings = {key: way[name] for name, of_name in keys.items() for key in of_name} | recomputed
@@ -320,7 +345,7 @@ def _size(config: DictConfig) -> ModelSize:
     size = model_size(config)
     if size is None:
         path = config.actor_rollout_ref.model.path
-        raise ValueError(f"{MODELS[0]}.path={path}: --plan knows decoders of like layers whose config.json is here")
+        raise ValueError(f"{MODELS[0]}.path={path}: --plan knows decoders of equal layers whose config.json is here")
     return size
 
 

@@ -105,6 +105,11 @@ class Rows:
             self, tokens=self.tokens[:num_rows], trained=self.trained[:num_rows], groups=groups, places=places
         )
 
+    def num_mini_batches(self, groups_per_mini_batch: int) -> int:
+        """Return how many mini-batches have some of the groups."""
+        last = self.num_groups - 1 if self.places is None else self.places[-1]
+        return last // groups_per_mini_batch + 1
+
     @property
     def num_groups(self) -> int:
         """Groups, copies counted."""
@@ -195,19 +200,21 @@ def predicted_s(
     *,
     num_stages: int = 1,
     gather_s: float = 0.0,
+    repeats: float = 1.0,
 ) -> float:
     """Predict the seconds of an update, whose mini-batches wait for their slowest rank, from the work of micro-batches.
 
     In a pipeline the first stages wait at the end and the last ones at the beginning, as long as the longest pass takes
-    on the others. What FSDP gathers for a pass, in `gather_s`, comes while the pass before computes.
+    on the others. What FSDP gathers for a pass, in `gather_s`, comes while the pass before computes. A mini-batch has
+    the work `repeats` times.
     """
 
     def of_rank(works: Sequence[Work]) -> float:
         works = [work for work in works if work.num_packs]
         seconds = [costs.predict(work) for work in works]
         longest = max((each / work.num_packs for each, work in zip(seconds, works, strict=True)), default=0.0)
-        computed = (sum(seconds) + (num_stages - 1) * longest) / num_stages
-        return max(computed, gather_s * sum(work.num_packs for work in works))
+        computed = (repeats * sum(seconds) + (num_stages - 1) * longest) / num_stages
+        return max(computed, repeats * gather_s * sum(work.num_packs for work in works))
 
     return sum(max(map(of_rank, ranks)) for ranks in mini_batches)
 
@@ -247,7 +254,7 @@ def rank_bytes(
 ) -> int:
     """Compute the most bytes that a rank takes at once in a mini-batch, besides weights and states that stay.
 
-    Under FSDP there are the gradients that wait, too, from the second pass on. In a pipeline the first stage has as
+    Where gradients wait they are there, too, from the second pass on. In a pipeline the first stage has as
     many passes on the way as there are stages, and the stores of all relayed trees of a mini-batch are there at once.
     `reduce_bytes` are those of a gradient when it is added up over the ranks; see `update_memory` for `kernel_bytes`.
     """
@@ -268,7 +275,7 @@ def rank_bytes(
         )
 
     if sharing.is_gathered:
-        waiting = waiting_bytes(size, reduce_bytes=reduce_bytes)
+        waiting = waiting_bytes(size, reduce_bytes=reduce_bytes) if sharing.waits else 0
         later = [memory_of(each).total + waiting for each in {*passes[1:]}]
         return max([*(memory_of(each).total for each in passes[:1]), *later], default=0)
     of_token = KeysAndValues(dims=2 * part.key_dims, num_layers=part.num_layers, dtype_bytes=HALF)
