@@ -207,7 +207,7 @@ class Sharing:
         own = (HALF + num_gradients * FLOAT) * (shared + experts)
         if not has_optimizer:
             return own
-        replicas, of_expert = (self.num_replicas, max(1, self.num_replicas // self.experts))
+        replicas, of_expert = self.num_replicas, max(1, self.num_replicas // self.experts)
         if not shares_optimizer:
             replicas = of_expert = 1
         return int(own + 3 * FLOAT * (shared / replicas + experts / of_expert))

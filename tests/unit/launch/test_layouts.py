@@ -241,14 +241,14 @@ def test_a_large_step_is_planned_by_a_part_of_it(tmp_path: Path, monkeypatch: py
     """Of equal prompts two of each rank have the seconds and bytes of all, also those of a pipeline."""
     shape = "prompt=2000 branches=4x300"
     arguments = [*command(tmp_path), "data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32"]
-    stages = ["model_engine=megatron", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=4"]
+    stages = ["model_engine=megatron", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"]
     monkeypatch.setattr(layouts, "_on_other_engines", lambda *_: [])
     monkeypatch.setattr(layouts, "best_of", lambda made, **_: [each for each in made if each.layout.capacity == 4096])
     for settings in ([], stages):
         told = []
         for num_tokens in (1, 10**9):
             monkeypatch.setattr(layouts, "MAX_TOKENS", num_tokens)
-            is_valid, text = report([*arguments, "trainer.n_gpus_per_node=4", *settings], plan=shape, gpu="H200")
+            is_valid, text = report([*arguments, "trainer.n_gpus_per_node=2", *settings], plan=shape, gpu="H200")
             assert is_valid, text
             told.append(re.findall(r"an update: .*", text))
         assert told[0] == told[1]
@@ -381,7 +381,8 @@ def accepted(arguments: list[str]) -> DictConfig:
 
 def test_what_would_be_refused_is_not_told(tmp_path: Path) -> None:
     """LoRA runs on FSDP2 only."""
-    arguments = [*command(tmp_path, **MIXTURE), "actor_rollout_ref.model.lora_rank=8"]
+    few = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    arguments = [*command(tmp_path, **MIXTURE), *few, "actor_rollout_ref.model.lora_rank=8"]
     is_valid, text = report(arguments, plan="prompt=20 branches=4x3", gpu="B200")
     assert is_valid, text
     assert "an update: " in text

@@ -257,8 +257,8 @@ def _sharings(config: DictConfig, size: ModelSize, *, is_fixed: bool) -> Iterato
         # Megatron's experts are shared out among replicas, whose teams stand next to each other.
         among = num_ranks if is_gathered else sharing.num_replicas
         reach = sharing.experts * (1 if is_gathered or sharing.experts == 1 else sharing.team)
-        is_known = way == own or reach <= num_gpus
-        if sharing in seen or num_ranks % sharing.num_parts or among % sharing.experts or not is_known:
+        is_in_node = way == own or reach <= num_gpus
+        if sharing in seen or num_ranks % sharing.num_parts or among % sharing.experts or not is_in_node:
             continue
         seen.add(sharing)
         settings = {key: way[name] for name, of_name in keys.items() for key in of_name} | recomputed
