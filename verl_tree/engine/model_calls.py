@@ -7,8 +7,8 @@ Legend: C kinds of scores, K scores of a model call.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from verl_tree.engine.heads import Head
 from verl_tree.engine.routes.router_replay import RouterReplay
 from verl_tree.engine.rows.micro_batch import MicroBatchRows, device_of_rank
 from verl_tree.functional.images import PackImages, reads_images
+from verl_tree.functional.memory import gradients_aside
 from verl_tree.functional.scorer import LogitReading
 from verl_tree.relay.calls import RelayCall
 from verl_tree.relay.run import Compute, Mode, RelayRun, watched
@@ -117,15 +118,16 @@ class ModelCalls(ABC):
         Attention, masks and recurrent layers are its own; each rank of a team computes all of a call.
         """
 
-    @contextmanager
-    def gradients_aside(self) -> Iterator[None]:
-        """Put the gradients that there are aside, and bring them back."""
-        kept = [(parameter, parameter.grad) for parameter in self.model.parameters()]
-        try:
-            yield
-        finally:
-            for parameter, grad in kept:
-                parameter.grad = grad
+    def with_idle(
+        self, calls: Sequence[Callable[[], Tensor]], idle: Callable[[], Tensor], *, num_calls: int
+    ) -> list[Callable[[], Tensor]]:
+        """Return calls and idle ones, `num_calls` or some more, since collectives need as many of all ranks."""
+        num_calls += -num_calls % self.call_multiple
+        return [*calls, *[idle] * (num_calls - len(calls))]
+
+    def gradients_aside(self) -> AbstractContextManager[None]:
+        """Return a context in which there are no gradients at first, and behind which those of before are back."""
+        return gradients_aside(list(self.model.parameters()))
 
     def clear_gradients(self) -> None:
         """Let no parameter have a gradient."""
@@ -147,7 +149,7 @@ class ModelCalls(ABC):
 
     @property
     def auxiliary_loss(self) -> str | None:
-        """The setting by which the model adds gradients of its own to the loss's, such as a mixture's balance."""
+        """The setting by which the model adds gradients to the loss's, or moves biases, to balance its experts."""
         return None
 
     @property

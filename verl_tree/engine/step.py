@@ -262,10 +262,11 @@ class TreeEngine(ModelCalls):
             for each, run in zip(rows, runs, strict=True)
             for number in range(run.num_last)
         ]
-        # Collectives need the same calls from all ranks.
-        for mine, num_calls in ((first, calls.num_first), (last, calls.num_last)):
-            num_calls += -num_calls % self.call_multiple
-            mine += [partial(self._idle, data)] * (num_calls - len(mine))
+        idle = partial(self._idle, data)
+        first, last = (
+            self.with_idle(mine, idle, num_calls=num)
+            for mine, num in ((first, calls.num_first), (last, calls.num_last))
+        )
         self.run(first, last, is_last=is_last)
         if mode == "forward" and self.has_outputs:
             for each, run in zip(rows, runs, strict=True):

@@ -117,17 +117,26 @@ def peak_bytes(run: Callable[[], None], *, device: torch.device) -> int:
 
 
 @contextmanager
+def gradients_aside(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Run the body without gradients in the parameters, and restore those of before."""
+    held = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, held, strict=True):
+            parameter.grad = gradient
+
+
+@contextmanager
 def leaving_no_trace(parameters: Sequence[torch.nn.Parameter], *, device: torch.device) -> Iterator[None]:
     """Run the body without gradients in the parameters, and restore their gradients and the random generators."""
-    held = [parameter.grad for parameter in parameters]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        for parameter in parameters:
-            parameter.grad = None
         try:
-            yield
+            with gradients_aside(parameters):
+                yield
         finally:
-            for parameter, gradient in zip(parameters, held, strict=True):
-                parameter.grad = gradient
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)  # verl reports the peak
 

@@ -46,8 +46,7 @@ class DrawnRows:
         capacity: int,
     ) -> None:
         self._engine, self._drawn, self._data, self._routes = engine, drawn, data, routes
-        self._num_calls = num_calls + -num_calls % engine.call_multiple
-        self._capacity = capacity
+        self._num_calls, self._capacity = num_calls, capacity
         self._of_tree: dict[int, Tensor] = {}
 
     def see(self, rows: MicroBatchRows, leaves: IntArray, outputs: dict[str, Tensor]) -> None:
@@ -73,7 +72,7 @@ class DrawnRows:
         engine = self._engine
         made: dict[int, Tensor] = {}
         calls = [self._alone(each, made) for each in self._drawn]
-        calls += [idle] * (self._num_calls - len(calls))
+        calls = engine.with_idle(calls, idle, num_calls=self._num_calls)
         with engine.flat():
             engine.run(calls, [], is_last=True)
             flat = dict(made)

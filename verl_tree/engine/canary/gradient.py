@@ -64,8 +64,7 @@ def compare_gradient(
 
     def gradient(first: list[Callable[[], Tensor]], last: list[Callable[[], Tensor]], length: NumCalls) -> list[Tensor]:
         first, last = (
-            calls + [idle] * (num + -num % engine.call_multiple - len(calls))
-            for calls, num in zip((first, last), length, strict=True)
+            engine.with_idle(calls, idle, num_calls=num) for calls, num in zip((first, last), length, strict=True)
         )
         engine.clear_gradients()
         if engine.has_schedule:

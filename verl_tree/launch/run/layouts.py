@@ -27,7 +27,7 @@ from verl_tree.functional.model_size import FLOAT, ModelSize, Sharing
 from verl_tree.functional.update_memory import Levers
 from verl_tree.functional.update_time import DEVICES, Device, computed_costs, exchanged_bytes
 from verl_tree.launch.checks.capacity import longest_trajectory, team_keys
-from verl_tree.launch.checks.memory import foreseen, memory_of_machine, model_size, num_gradients
+from verl_tree.launch.checks.memory import Foreseen, foreseen, memory_of_machine, model_size, num_gradients
 from verl_tree.launch.checks.refusals import ACTOR, MODELS, engines_of, ranks_of, uses_cpu, uses_tree, value_of
 from verl_tree.launch.command.composition import model_engine
 from verl_tree.launch.run.stored_work import Pass, Rows, micro_batches_of, passes_of, predicted_s, rank_bytes
@@ -122,6 +122,7 @@ class Planner:
             )
 
         for settings, config in (("", self.config), *self.others):
+            needs = foreseen(config, self.size)
             fewest = math.inf  # ranks among which it fits
             for sharing, sizes in _sharings(config, self.size, is_fixed=self.device is None):
                 if sharing.num_parts > MAX_PARTS * fewest:
@@ -135,7 +136,7 @@ class Planner:
                 for exponent in range(first, last + 1):
                     capacity = team << exponent
                     work = dealt(capacity, sharing.num_replicas)
-                    fitting = list(self._of_work(work, config, sharing, capacity=capacity, ranks=ranks))
+                    fitting = list(self._of_work(work, config, sharing, needs=needs, capacity=capacity, ranks=ranks))
                     if has_fitted and not fitting:
                         break  # nor will a larger one
                     if fitting:
@@ -143,10 +144,16 @@ class Planner:
                     yield from (replace(each, seconds=factor * each.seconds) for each in fitting)
 
     def _of_work(
-        self, dealt: "_Dealt", config: DictConfig, sharing: Sharing, *, capacity: int, ranks: tuple[str, ...]
+        self,
+        dealt: "_Dealt",
+        config: DictConfig,
+        sharing: Sharing,
+        *,
+        needs: Foreseen,
+        capacity: int,
+        ranks: tuple[str, ...],
     ) -> Iterator[Prediction]:
         is_cpu, num_ranks = uses_cpu(config), sharing.num_ranks
-        needs = foreseen(config, self.size)
         # Tokens of a rank, all its layers counted.
         num_layer_inputs = dealt.repeats * self.size.num_layers * dealt.num_tokens / num_ranks
         # A team shares the work of a pass, not its launches.
