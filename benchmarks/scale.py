@@ -25,7 +25,7 @@ import argparse
 import pickle
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -376,7 +376,7 @@ def _dearest_leaves(profiles: list[WorkProfile], layout: Layout) -> np.ndarray:
 def _row_bytes() -> dict[str, float]:
     """Return the bytes of a row in TransferQueue: per row, per prompt token and per response token."""
     one, longer_prompt, longer_response = (
-        sum(map(_value_bytes, _row(prompt_len, response_len).values()))
+        sum(map(value_bytes, _row(prompt_len, response_len).values()))
         for prompt_len, response_len in ((1000, 1000), (2000, 1000), (1000, 2000))
     )
     prompt_token, response_token = (longer_prompt - one) / 1000, (longer_response - one) / 1000
@@ -402,13 +402,19 @@ def _written(num_tokens: int) -> WrittenRow:
 
 
 def _row(prompt_len: int, response_len: int) -> Mapping[str, Any]:
-    """Return the fields of a row, as `_agent_loop_postprocess` of verl's agent loop worker writes them."""
     num_tokens = prompt_len + response_len
+    return row_fields(range(num_tokens), log_probs=[0.0] * num_tokens, prompt_len=prompt_len)
+
+
+def row_fields(token_ids: Sequence[int], *, log_probs: Sequence[float], prompt_len: int) -> dict[str, Any]:
+    """Return the fields of a row, as `_agent_loop_postprocess` of verl's agent loop worker writes them."""
+    num_tokens = len(token_ids)
+    response_len = num_tokens - prompt_len
     calls = [(0, "root", prompt_len, num_tokens, 1, 1)]
     fields = make_row(
-        range(num_tokens),
+        token_ids,
         [0] * prompt_len + [1] * response_len,
-        [0.0] * num_tokens,
+        log_probs,
         prompt_len=prompt_len,
         response_length=response_len,
         versions=[1],
@@ -427,7 +433,8 @@ def _row(prompt_len: int, response_len: int) -> Mapping[str, Any]:
     }
 
 
-def _value_bytes(value: Any) -> int:
+def value_bytes(value: Any) -> int:
+    """Return the bytes of a value of a row, without those of its message."""
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else len(pickle.dumps(value))
 
 

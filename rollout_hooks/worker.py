@@ -32,6 +32,7 @@ from rollout_hooks.capture.rows import RowLimits, images_of_row, session_rows
 from rollout_hooks.capture.running import RUNNING, OpenSessions, PromptProgress, Session, keep_for_the_report
 from rollout_hooks.capture.starting_point import STARTING_POINT
 from rollout_hooks.capture.tracebacks import raised_at, user_traceback, waiting_places
+from rollout_hooks.capture.wire_storage import writing
 from rollout_hooks.loops import register_built_in
 
 logger = logging.getLogger(__name__)
@@ -188,7 +189,8 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
             for row in rows.outputs[:-1]
         ]
         await asyncio.gather(*others)
-        await super()._agent_loop_postprocess(rows.outputs, validate, **kwargs)
+        with writing(self._prompts[session.uid].columns):
+            await super()._agent_loop_postprocess(rows.outputs, validate, **kwargs)
         session.rows = rows
         await self._put_roles(session, rows.outputs)
         if not validate:

@@ -48,7 +48,7 @@ MAX_REWARD = float(np.finfo(np.float32).max)
 FIRST_IMAGE_KEY = 2**31
 """Keys from this one on stand for image tokens (`rollout_hooks.capture.image_runs`)."""
 
-_TOKEN_TYPE = np.dtype(">u4")  # big-endian bytes compare like the numbers that they encode
+TOKEN_TYPE = np.dtype(">u4")  # big-endian bytes compare like the numbers that they encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class WrittenRow:
     def of(cls, token_ids: ArrayLike, *, response_mask: ArrayLike, reward: float | None) -> Self:
         """Keep a row of prompt and response; the mask covers the response, the end of the row."""
         return cls(
-            token_bytes=np.asarray(token_ids).astype(_TOKEN_TYPE).tobytes(),
+            token_bytes=np.asarray(token_ids).astype(TOKEN_TYPE).tobytes(),
             is_trained=np.asarray(response_mask).astype(bool),
             reward=np.nan if reward is None else reward,
         )
@@ -75,15 +75,15 @@ def leaf_shapes(rows: Sequence[WrittenRow]) -> np.ndarray:
     before = before_read = b""
     for rank, index in enumerate(sorted(range(len(rows)), key=lambda index: rows[index].token_bytes)):
         row = rows[index]
-        num_shared = num_shared_read = _num_shared(before, row.token_bytes)
+        num_shared = num_shared_read = num_shared_tokens(before, row.token_bytes)
         if before_read is not before:
-            num_shared_read = _num_shared(before_read, row.token_bytes)
-        num_tokens, response_len = len(row.token_bytes) // _TOKEN_TYPE.itemsize, len(row.is_trained)
+            num_shared_read = num_shared_tokens(before_read, row.token_bytes)
+        num_tokens, response_len = len(row.token_bytes) // TOKEN_TYPE.itemsize, len(row.is_trained)
         prompt_len = num_tokens - response_len
         num_trained, num_new_trained = (
             np.count_nonzero(row.is_trained[max(first - prompt_len, 0) :]) for first in (1, max(num_shared_read, 1))
         )
-        is_image = np.frombuffer(row.token_bytes, _TOKEN_TYPE) >= FIRST_IMAGE_KEY
+        is_image = np.frombuffer(row.token_bytes, TOKEN_TYPE) >= FIRST_IMAGE_KEY
         num_images, num_new_images = np.count_nonzero(is_image), np.count_nonzero(is_image[num_shared_read:])
         of_tokens = (rank, num_shared, num_tokens, response_len, num_trained, num_new_trained)
         shapes[index] = (*of_tokens, row.reward, num_images, num_new_images)
@@ -92,8 +92,9 @@ def leaf_shapes(rows: Sequence[WrittenRow]) -> np.ndarray:
     return shapes
 
 
-def _num_shared(first: bytes, second: bytes) -> int:
+def num_shared_tokens(first: bytes, second: bytes) -> int:
+    """Return the number of tokens that two rows begin with alike, given as `TOKEN_TYPE`."""
     num_bytes = min(len(first), len(second))
-    is_different = np.frombuffer(first[:num_bytes], _TOKEN_TYPE) != np.frombuffer(second[:num_bytes], _TOKEN_TYPE)
+    is_different = np.frombuffer(first[:num_bytes], TOKEN_TYPE) != np.frombuffer(second[:num_bytes], TOKEN_TYPE)
     # The first place at which they differ, or the end of the shorter one.
     return int(np.append(is_different, True).argmax())

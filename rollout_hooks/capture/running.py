@@ -11,6 +11,7 @@ from rollout_hooks.capture.leaf_shapes import WrittenRow
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.rows import SessionRows
 from rollout_hooks.capture.starting_point import StartingPoint
+from rollout_hooks.capture.wire_columns import PromptColumns
 
 
 @dataclass(slots=True)
@@ -22,6 +23,7 @@ class PromptProgress:
     start: StartingPoint | None = None
     num_ended: int = 0  # sessions
     rows: dict[tuple[int, int], WrittenRow] = field(default_factory=dict)  # of training prompts, by session and leaf
+    columns: PromptColumns = field(default_factory=PromptColumns)
 
 
 @dataclass(slots=True)

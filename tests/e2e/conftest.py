@@ -24,6 +24,9 @@ def selected(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 def _queue_of_all() -> Iterator[None]:
     import ray
     import transfer_queue as tq
+    from omegaconf import OmegaConf
+
+    import rollout_hooks.capture.wire_storage  # noqa: F401
 
     tests = Path(__file__).parents[1]  # workers and loops are classes of test files
     env = {
@@ -33,7 +36,7 @@ def _queue_of_all() -> Iterator[None]:
     }
     ray.init(address="local", num_cpus=8, num_gpus=2, include_dashboard=False, runtime_env={"env_vars": env})
     try:
-        tq.init()
+        tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"trees": True}}}))
         yield
         tq.close()
     finally:

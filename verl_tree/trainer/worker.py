@@ -24,6 +24,7 @@ from verl.utils.py_functional import append_to_dict
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
 
+import rollout_hooks.capture.wire_storage  # noqa: F401 (reads what agent loop workers write)
 from verl_tree import clashes
 from verl_tree.cpu.platform import ensure_cpu_process_group
 from verl_tree.cpu.weight_socket import register_sender

@@ -26,7 +26,10 @@ def drop_all_but_longest(batch: KVBatchMeta) -> KVBatchMeta:
     """Return the batch with the longest row of each session, and clear the others from TransferQueue."""
     assert batch.partition_id is not None
     kept = {batch.keys[row] for row in longest_rows(batch.keys, row_lens=[tag["seq_len"] for tag in batch.tags])}
+    chosen = batch.select_keys([key for key in batch.keys if key in kept])
     if dropped := [key for key in batch.keys if key not in kept]:
-        # verl clears what is left in the batch at the end of the step.
+        # As flat rows, which have nothing from those that are cleared. verl clears these at the end of the step.
+        rows = tq.kv_batch_get(keys=chosen.keys, partition_id=batch.partition_id)
+        tq.kv_batch_put(keys=chosen.keys, partition_id=batch.partition_id, fields=rows)
         tq.kv_clear(keys=dropped, partition_id=batch.partition_id)
-    return batch.select_keys([key for key in batch.keys if key in kept])
+    return chosen
