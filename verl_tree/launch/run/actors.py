@@ -20,6 +20,8 @@ from verl_tree.launch.run.lines import GENERATING
 
 AGENT_LOOP_WORKER = "agent_loop_worker_"
 """With what verl begins the names of its agent loop workers."""
+RETRIED_WORKER = "TreeAgentLoopWorkerBase"
+"""The class of those that their manager starts anew (`rollout_hooks.retries`), as Ray lists it."""
 ANSWER_S = 5.0
 """An agent loop worker has this long to say which sessions are open."""
 MAX_PLACES = 3
@@ -78,15 +80,19 @@ class Death:
     is_consequence: bool
 
 
-def unwanted_deaths(actors: list[Actor]) -> list[Death]:
-    """Return the deaths that nobody asked for, causes before their consequences."""
+def unwanted_deaths(actors: list[Actor], *, retries_agents: bool = False) -> list[Death]:
+    """Return the deaths that nobody asked for, causes before their consequences.
+
+    With `retries_agents` those of agent loop workers that had come to life are left to their manager.
+    """
     deaths = []
     for actor in actors:
         if actor.state != "DEAD":
             continue
         # The cause is a oneof. One that is not known here is unwanted, too: the run would wait for the actor for ever.
         for field, context in (actor.death_cause or {}).items():
-            if context.get("reason") not in WANTED:
+            is_retried = retries_agents and actor.class_name == RETRIED_WORKER and field not in NEVER_STARTED
+            if context.get("reason") not in WANTED and not is_retried:
                 is_consequence = context.get("reason") == "OWNER_DIED"
                 deaths.append(Death(actor, _cause_of_death(actor, field, context), is_consequence))
     deaths.sort(key=lambda each: each.is_consequence)

@@ -90,12 +90,16 @@ def ended_in_brief(config: "DictConfig") -> Iterator[Callable[[], object]]:
         SystemExit: The process shall end so.
     """
     import ray
+    from omegaconf import OmegaConf
 
     from verl_tree.config import TreeConfig
     from verl_tree.launch.run.watchdog import watch_run
 
+    # A sampler of the user's own does not ask the manager to look for dead workers.
+    retries = OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path") is None
+    watching = watch_run(TreeConfig.from_mapping(config.tree).watchdog, retries_agents=retries)
     try:
-        with _ended_by_term(config) as set_handler, watch_run(TreeConfig.from_mapping(config.tree).watchdog):
+        with _ended_by_term(config) as set_handler, watching:
             yield set_handler
         return
     except (Exception, KeyboardInterrupt, SystemExit) as error:
