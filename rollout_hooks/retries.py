@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from tensordict import TensorDict
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
+from verl.utils import tensordict_utils as tu
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Given:
     @property
     def partition(self) -> str:
         """The partition of TransferQueue with their rows, as verl's worker chooses it."""
-        return "val" if "validate" in self.prompts and self.prompts["validate"] else "train"
+        return "val" if tu.get_non_tensor_data(self.prompts, "validate", default=False) else "train"
 
 
 class RetryingManager(AgentLoopManagerTQ):

@@ -20,8 +20,6 @@ from verl_tree.launch.run.lines import GENERATING
 
 AGENT_LOOP_WORKER = "agent_loop_worker_"
 """With what verl begins the names of its agent loop workers."""
-RETRIED_WORKER = "TreeAgentLoopWorkerBase"
-"""The class of those that their manager starts anew (`rollout_hooks.retries`), as Ray lists it."""
 ANSWER_S = 5.0
 """An agent loop worker has this long to say which sessions are open."""
 MAX_PLACES = 3
@@ -91,8 +89,8 @@ def unwanted_deaths(actors: list[Actor], *, retries_agents: bool = False) -> lis
             continue
         # The cause is a oneof. One that is not known here is unwanted, too: the run would wait for the actor for ever.
         for field, context in (actor.death_cause or {}).items():
-            is_retried = retries_agents and actor.class_name == RETRIED_WORKER and field not in NEVER_STARTED
-            if context.get("reason") not in WANTED and not is_retried:
+            is_agent = (actor.name or "").startswith(AGENT_LOOP_WORKER) and field not in NEVER_STARTED
+            if context.get("reason") not in WANTED and not (is_agent and retries_agents):
                 is_consequence = context.get("reason") == "OWNER_DIED"
                 deaths.append(Death(actor, _cause_of_death(actor, field, context), is_consequence))
     deaths.sort(key=lambda each: each.is_consequence)
