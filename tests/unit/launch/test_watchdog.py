@@ -84,7 +84,7 @@ def test_the_cause_comes_before_its_consequences() -> None:
 
 
 def test_a_dead_agent_loop_worker_is_left_to_its_manager() -> None:
-    """One that never came to life would not the next time either; a sampler of the user's own asks no manager."""
+    """But not one that cannot start, or that Ray killed for memory: it would happen again."""
     dead = actor("w", reason="WORKER_DIED")
     dead.name = f"{AGENT_LOOP_WORKER}0_1a2b"
     broken = actor("x", creation_task_failure_context={"formatted_exception_string": "KeyError: 'mine'"})
@@ -95,6 +95,9 @@ def test_a_dead_agent_loop_worker_is_left_to_its_manager() -> None:
     finding = retrying._dead_actor([dead, broken])
     assert finding is not None
     assert finding.actors == (broken,)
+    hungry = actor("y", oom_context={"error_message": "the node is low on memory"})
+    hungry.name = dead.name
+    assert retrying._dead_actor([hungry]) is not None
 
 
 @pytest.mark.parametrize(
