@@ -28,7 +28,7 @@ MAX_DEATHS = 2
 """So many workers may die under a prompt: with the last one the run ends."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Given:
     """Prompts that a worker was given together; `worker` is its place in the manager's list."""
 

@@ -39,7 +39,7 @@ def test_the_prompts_of_a_killed_agent_loop_worker_run_again(folder: Path, mode:
     assert f"pid: {killed.pid}" in log, log[-6000:]
     assert sorted(metrics) == list(range(1, NUM_STEPS + 1))
     retried = [metrics[step]["tree/retried_prompts"] for step in metrics]
-    assert 1 <= sum(retried) <= NUM_PROMPTS, retried
+    assert sum(retried) >= 1, "it died in the middle of a prompt"
     assert all(metrics[step]["tree/failed_prompts"] == metrics[step]["tree/failed_sessions"] == 0 for step in metrics)
     assert all(metrics[step]["actor/grad_norm"] > 0 for step in metrics), "it goes on to learn"
     paths = [folder / f"trees_{name}" / f"step_{step:06d}.parquet" for step in metrics]

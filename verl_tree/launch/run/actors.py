@@ -81,8 +81,8 @@ class Death:
 def unwanted_deaths(actors: list[Actor], *, retries_agents: bool = False) -> list[Death]:
     """Return the deaths that nobody asked for, causes before their consequences.
 
-    With `retries_agents` those of agent loop workers are left to their manager, but for two kinds: who never came to life
-    would not the next time either, and where Ray has killed for memory it would kill again.
+    With `retries_agents` those of agent loop workers are left to their manager, but for two kinds: who never came to
+    life would not the next time either, and where Ray has killed for memory it would kill again.
     """
     deaths = []
     for actor in actors:
