@@ -350,5 +350,5 @@ class TreeAgentLoopManager(RetryingManager):
         self._num_retried[partition] = 0
         for told in [worker.drain_capture_report.remote(partition) for worker in self.agent_loop_workers]:
             with suppress(ActorDiedError):
-                report += ray.get(told)
+                report += cast(CaptureReport, ray.get(told))
         return report

@@ -83,8 +83,9 @@ def test_the_cause_comes_before_its_consequences() -> None:
     assert [each.actor_id for each in finding.actors] == ["b", "a"]
 
 
-def test_a_dead_agent_loop_worker_is_left_to_its_manager() -> None:
+def test_a_dead_agent_loop_worker_is_left_to_its_manager(monkeypatch: pytest.MonkeyPatch) -> None:
     """But not one that cannot start, or that Ray killed for memory: it would happen again."""
+    monkeypatch.setattr(ray, "nodes", list)
     dead = actor("w", reason="WORKER_DIED")
     dead.name = f"{AGENT_LOOP_WORKER}0_1a2b"
     broken = actor("x", creation_task_failure_context={"formatted_exception_string": "KeyError: 'mine'"})
