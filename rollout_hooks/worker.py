@@ -12,14 +12,16 @@ import copy
 import logging
 import time
 import uuid
+from contextlib import suppress
 from typing import Any, cast
 
 import ray
 import torch
 import transfer_queue as tq
+from ray.exceptions import ActorDiedError
 from verl.experimental.agent_loop import agent_loop
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
-from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
 from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.image_runs import IMAGES_FIELD, image_runs, thumbnail, tree_keys
@@ -34,6 +36,7 @@ from rollout_hooks.capture.starting_point import STARTING_POINT
 from rollout_hooks.capture.tracebacks import raised_at, user_traceback, waiting_places
 from rollout_hooks.capture.wire_storage import writing
 from rollout_hooks.loops import register_built_in
+from rollout_hooks.retries import RetryingManager
 
 logger = logging.getLogger(__name__)
 
@@ -326,7 +329,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
 TreeAgentLoopWorker = ray.remote(TreeAgentLoopWorkerBase)
 
 
-class TreeAgentLoopManager(AgentLoopManagerTQ):
+class TreeAgentLoopManager(RetryingManager):
     """verl's manager with our workers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -337,12 +340,17 @@ class TreeAgentLoopManager(AgentLoopManagerTQ):
     def drain_capture_report(self, partition: str = "train") -> CaptureReport:
         """Return what was captured and lost since the last call, summed over the workers.
 
-        The sessions of a prompt are in the report before the prompt's status says that it has ended.
+        The sessions of a prompt are in the report before the prompt's status says that it has ended. What a worker that
+        has died had counted since the last call is lost.
 
         Raises:
             ValueError: `partition` is neither "train" nor "val".
         """
         if partition not in PARTITIONS:
             raise ValueError(f"partition={partition!r}: must be one of {PARTITIONS}")
-        reports = ray.get([worker.drain_capture_report.remote(partition) for worker in self.agent_loop_workers])
-        return sum(reports, start=CaptureReport())
+        report = CaptureReport(num_retried_prompts=self._num_retried[partition])
+        self._num_retried[partition] = 0
+        for told in [worker.drain_capture_report.remote(partition) for worker in self.agent_loop_workers]:
+            with suppress(ActorDiedError):
+                report += cast(CaptureReport, ray.get(told))
+        return report

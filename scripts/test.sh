@@ -109,7 +109,7 @@ case $LANE in
       'tests/faults/test_kills.py -k (generation)or(log_probs)or(update)or(without) --junitxml runs/faults_first.xml' \
       'tests/faults/test_kills.py -k (checkpoint)or(sync)or(validation)or(without) --junitxml runs/faults_last.xml' \
       'tests/faults/test_disks.py --junitxml runs/faults_disks.xml' \
-      'tests/faults/test_hangs.py tests/faults/test_nodes.py tests/faults/test_memory.py --junitxml runs/faults_others.xml'
+      'tests/faults/test_hangs.py tests/faults/test_retries.py tests/faults/test_nodes.py tests/faults/test_memory.py --junitxml runs/faults_others.xml'
     ;;
   soak) python -m pytest -v tests/faults/test_soak.py --junitxml runs/soak.xml ;;
   stack)

@@ -54,6 +54,7 @@ class CaptureReport:
     num_replayed_tokens: int = 0  # of the calls: tokens of earlier sessions, given for answers
     shifts: tuple[float, ...] = ()  # `RecordingClient.shift` of sessions that asked for it
     num_abandoned_leaves: int = 0  # of answers that the agent did not read to the end, and did not go on from
+    num_retried_prompts: int = 0  # whose worker died, so that they ran again; told by the manager
     num_truncated_leaves: int = 0  # rows cut to `rollout.response_length`
     cut_prompts: tuple[int, ...] = ()  # lengths of prompts whose beginning was cut to `rollout.prompt_length`
     failed_sessions: tuple[FailedSession, ...] = ()

@@ -10,10 +10,12 @@ import logging
 from types import SimpleNamespace
 
 import hydra
+import numpy as np
 import pytest
 import ray
 import torch
 import transfer_queue as tq
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from scripted_llm import ScriptedClient, config, make_loop, run_loop
 from typing_extensions import override
 from verl.experimental.agent_loop.agent_loop import (
@@ -29,6 +31,7 @@ from verl.experimental.agent_loop.tool_agent_loop import AgentData, ToolAgentLoo
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.schemas import ToolResponse
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.utils import tensordict_utils as tu
 from verl.utils.profiler import simple_timer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder, MergeResult
@@ -451,3 +454,31 @@ def test_the_names_of_the_workers(monkeypatch):
     asyncio.run(manager._init_agent_loop_workers())
     assert len(set(names)) == 2
     assert all(name.startswith(AGENT_LOOP_WORKER) for name in names)
+
+
+def test_the_manager_deals_chunks_in_the_order_of_its_workers(monkeypatch):
+    """`rollout_hooks.retries` remembers by this who got what; each worker holds prompts that can be split again."""
+    dealt = {}
+
+    def worker(number):
+        return SimpleNamespace(generate_sequences=SimpleNamespace(remote=lambda part: dealt.update({number: part})))
+
+    monkeypatch.setattr(ray, "get", lambda answers: answers)
+    for num_prompts in (5, 2):
+        dealt.clear()
+        manager = AgentLoopManagerTQ.__new__(AgentLoopManagerTQ)
+        manager.agent_loop_workers = [worker(number) for number in range(3)]
+        prompts = tu.get_tensordict({"uid": np.array([f"{n}-u" for n in range(num_prompts)], dtype=object)})
+        tu.assign_non_tensor_data(prompts, "validate", True)
+        manager.generate_sequences(prompts)
+        expected = [list(part["uid"]) for part in prompts.chunk(3)]
+        assert [list(dealt[number]["uid"]) for number in sorted(dealt)] == expected
+        single = [one for number in sorted(dealt) for one in dealt[number].split(1)]
+        assert [list(one["uid"]) for one in single] == [[f"{n}-u"] for n in range(num_prompts)]
+        assert all(one["validate"] is True for one in single)
+
+
+def test_a_death_is_told_apart_from_an_actor_that_cannot_be_reached():
+    """A dead worker is started anew, the other one is asked again."""
+    assert not issubclass(ActorDiedError, ActorUnavailableError)
+    assert not issubclass(ActorUnavailableError, ActorDiedError)

@@ -118,8 +118,8 @@ def settings(tmp_path):
     return result
 
 
-def submit(manager, prompts, partition):
-    """Submit prompts as verl's trainer does, wait until all have ended, and return their uids and statuses."""
+def start(manager, prompts, partition):
+    """Submit prompts as verl's trainer does, and return their uids."""
     size = len(prompts)
     batch = tu.get_tensordict(
         {
@@ -141,6 +141,12 @@ def submit(manager, prompts, partition):
     tags = [{"is_prompt": True, "status": "pending", "global_steps": 1} for _ in uids]
     tq.kv_batch_put(keys=uids, partition_id=partition, tags=tags)
     manager.generate_sequences(batch)
+    return uids
+
+
+def submit(manager, prompts, partition):
+    """Submit prompts, wait until all have ended, and return their uids, their statuses and the keys of the rows."""
+    uids = start(manager, prompts, partition)
     deadline = time.monotonic() + 120
     while True:
         items = tq.kv_list(partition)[partition]

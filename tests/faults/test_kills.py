@@ -1,4 +1,4 @@
-"""Every process of a run is killed (kill -9) in every phase of a step; each start goes on from the last checkpoint.
+"""Processes of a run are killed (kill -9) in every phase of a step; each start goes on from the last checkpoint.
 
 The runs are a chain: a case resumes what the case before left, trains a step, and is killed in the next one. So every
 case but the first also shows that the fault before it can be resumed. What is sampled is stored. At the end one run
@@ -22,12 +22,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 VICTIMS = {
     "vllm": "VLLM::EngineCore",
     "worker": "ray::WorkerDict",
-    "agent_loop": r"ray::\w*AgentLoopWorker",
     "storage": "ray::SimpleStorageUnit",
     "trainer": r"ray::\w*TaskRunner",
     "driver": "driver",
 }
-"""The titles of the processes. The gateway of black-box agents is a thread of the agent loop's worker."""
+"""The titles of the processes. Agent loop workers are not among them: `test_retries`."""
 CASES = [(victim, phase) for phase in PHASES for victim in VICTIMS]
 END_LIMIT_S = 60.0
 """A run must end with its cause in this time after the kill, on a slow machine too."""

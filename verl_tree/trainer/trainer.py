@@ -21,7 +21,7 @@ What differs from `PPOTrainer` (verl 0.9.1), each through an overridden method:
 """
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -111,7 +111,13 @@ class TreeTrainer(TeacherOnRanks, ResumableTrainer):
         if ours is None:
             return buffer  # a user's own sampler stays
         # The prompts of a step and all that replaced them.
-        return ours.like(buffer, max_failed=2 * self.config.data.train_batch_size)
+        made = ours.like(buffer, max_failed=2 * self.config.data.train_batch_size)
+        made.on_listed = self._retry_lost
+        return made
+
+    def _retry_lost(self, open_uids: Set[str]) -> None:
+        if isinstance(self.agent_loop_manager, TreeAgentLoopManager):
+            self.agent_loop_manager.retry_lost(open_uids)
 
     @override
     def _init_resource_pool_mgr(self) -> None:

@@ -42,7 +42,7 @@ def test_panels_by_hand() -> None:
     assert keys["Seconds"][0] == "timing_s/step"
     assert keys["Seconds"][-1] == "timing_s/tree_log"
     calls, sessions = ("tree/failed_calls", "tree/aborted_calls"), ("tree/failed_sessions", "tree/failed_prompts")
-    assert keys["Failures"] == (*calls, *sessions)
+    assert keys["Failures"] == (*calls, *sessions, "tree/retried_prompts")
 
 
 class Account(BaseHTTPRequestHandler):

@@ -17,6 +17,7 @@ from verl_tree.launch.run.ending import (
     INTERRUPTED,
     TERMINATED,
     AfterRay,
+    _retries_agents,
     ended_in_brief,
     refused_in_brief,
     resume_hint,
@@ -215,3 +216,19 @@ def test_without_a_checkpoint_the_hint_says_so(tmp_path: Path) -> None:
 def test_a_broken_tracker_is_no_second_error(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("")
     assert resume_hint(config_of(tmp_path)).startswith(f"To resume: {tmp_path}/{TRACKER} is empty; ")
+
+
+@pytest.mark.parametrize(
+    ("manager", "sampler", "retries"),
+    [
+        ("rollout_hooks.worker.TreeAgentLoopManager", None, True),
+        ("rollout_hooks.worker.TreeAgentLoopManager", "mine.py", False),
+        ("mine.Manager", None, False),
+    ],
+)
+def test_dead_agent_loop_workers_are_left_to_our_manager_and_buffer(
+    manager: str, sampler: str | None, retries: bool
+) -> None:
+    rollout = {"agent": {"agent_loop_manager_class": manager}}
+    trainer = {"v1": {"sampler": {"custom_sampler": {"path": sampler}}}}
+    assert _retries_agents(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "trainer": trainer})) is retries

@@ -20,7 +20,7 @@ from ray.util.state.common import ActorState, protobuf_message_to_dict
 
 from rollout_hooks.capture.running import OpenSessions
 from verl_tree.config import WatchdogConfig
-from verl_tree.launch.run.actors import describe_generation
+from verl_tree.launch.run.actors import AGENT_LOOP_WORKER, describe_generation
 from verl_tree.launch.run.watchdog import INTERRUPT, Watchdog, _engine_processes, _is_running, _Watch, watch_run
 
 
@@ -81,6 +81,24 @@ def test_the_cause_comes_before_its_consequences() -> None:
     assert finding is not None
     assert finding.cause.startswith("the process of Classb (pid 77 on node node) died: message of b")
     assert [each.actor_id for each in finding.actors] == ["b", "a"]
+
+
+def test_a_dead_agent_loop_worker_is_left_to_its_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not one that cannot start, or that Ray killed for memory: it would happen again."""
+    monkeypatch.setattr(ray, "nodes", list)
+    dead = actor("w", reason="WORKER_DIED")
+    dead.name = f"{AGENT_LOOP_WORKER}0_1a2b"
+    broken = actor("x", creation_task_failure_context={"formatted_exception_string": "KeyError: 'mine'"})
+    broken.name = f"{AGENT_LOOP_WORKER}1_1a2b"
+    retrying = Watchdog(WatchdogConfig(), retries_agents=True)
+    assert retrying._dead_actor([dead]) is None
+    assert Watchdog(WatchdogConfig())._dead_actor([dead]) is not None
+    finding = retrying._dead_actor([dead, broken])
+    assert finding is not None
+    assert finding.actors == (broken,)
+    hungry = actor("y", oom_context={"error_message": "the node is low on memory"})
+    hungry.name = dead.name
+    assert retrying._dead_actor([hungry]) is not None
 
 
 @pytest.mark.parametrize(

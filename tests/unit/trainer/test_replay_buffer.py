@@ -1,6 +1,7 @@
 """Which prompts are sampled first, and what is counted of those that were too old. TransferQueue is a dictionary."""
 
 import itertools
+from collections.abc import Set
 from typing import Any
 
 import pytest
@@ -92,6 +93,16 @@ def test_rows_are_listed_when_as_many_prompts_as_are_missing_have_ended(
     batch, _ = TreeReplayBuffer(**of_run).sample(global_steps=1, partition_id="train", batch_size=6)
     assert len(batch.keys) == 6
     assert len(lists) == num_lists
+
+
+def test_prompts_that_have_not_ended_are_told_at_every_list(queue: dict[str, dict[str, Any]]) -> None:
+    queue |= {"a": prompt(step=1), "a_0_0": row(3), "b": prompt(step=1, status="running"), "b_0_0": row(3)}
+    queue |= {"c": prompt(step=1, status="pending"), "d": prompt(step=1, status="failure")}
+    told: list[Set[str]] = []
+    buffer = TreeReplayBuffer(**settings(trainer_mode="sync"))
+    buffer.on_listed = told.append
+    buffer.sample(global_steps=1, partition_id="train", batch_size=1)
+    assert told == [{"b", "c"}]
 
 
 def test_stale_prompts_are_counted_with_all_they_take_along(queue: dict[str, dict[str, Any]]) -> None:

@@ -78,15 +78,20 @@ class Death:
     is_consequence: bool
 
 
-def unwanted_deaths(actors: list[Actor]) -> list[Death]:
-    """Return the deaths that nobody asked for, causes before their consequences."""
+def unwanted_deaths(actors: list[Actor], *, retries_agents: bool = False) -> list[Death]:
+    """Return the deaths that nobody asked for, causes before their consequences.
+
+    With `retries_agents` those of agent loop workers are left to their manager, but for two kinds: who never came to
+    life would not the next time either, and where Ray has killed for memory it would kill again.
+    """
     deaths = []
     for actor in actors:
         if actor.state != "DEAD":
             continue
         # The cause is a oneof. One that is not known here is unwanted, too: the run would wait for the actor for ever.
         for field, context in (actor.death_cause or {}).items():
-            if context.get("reason") not in WANTED:
+            is_agent = (actor.name or "").startswith(AGENT_LOOP_WORKER) and field not in {OUT_OF_MEMORY, *NEVER_STARTED}
+            if context.get("reason") not in WANTED and not (is_agent and retries_agents):
                 is_consequence = context.get("reason") == "OWNER_DIED"
                 deaths.append(Death(actor, _cause_of_death(actor, field, context), is_consequence))
     deaths.sort(key=lambda each: each.is_consequence)

@@ -94,8 +94,9 @@ def ended_in_brief(config: "DictConfig") -> Iterator[Callable[[], object]]:
     from verl_tree.config import TreeConfig
     from verl_tree.launch.run.watchdog import watch_run
 
+    watching = watch_run(TreeConfig.from_mapping(config.tree).watchdog, retries_agents=_retries_agents(config))
     try:
-        with _ended_by_term(config) as set_handler, watch_run(TreeConfig.from_mapping(config.tree).watchdog):
+        with _ended_by_term(config) as set_handler, watching:
             yield set_handler
         return
     except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -109,6 +110,16 @@ def ended_in_brief(config: "DictConfig") -> Iterator[Callable[[], object]]:
             ray.shutdown()
     print("\n".join(filter(None, [ending.message, resume_hint(config)])), file=sys.stderr, flush=True)
     sys.exit(ending.status)
+
+
+def _retries_agents(config: "DictConfig") -> bool:
+    """Whether dead agent loop workers are started anew: by our manager, which only our replay buffers ask to look."""
+    from omegaconf import OmegaConf
+
+    from verl_tree.launch.checks.code import MANAGER_KEY, TREE_MANAGER
+
+    sampler = OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path")
+    return OmegaConf.select(config, MANAGER_KEY) == TREE_MANAGER and sampler is None
 
 
 def _ending_of(error: BaseException) -> Ending | None:

@@ -2,10 +2,11 @@
 
 A thread of the driver asks Ray which actors of the job died and which tasks run. A vLLM engine is not an actor, so its
 processes (children of a server actor, titled `VLLM::...`) are looked up on this machine. Three findings end the
-training run: an actor's process died, an engine process is gone, or the set of running tasks did not change for
-`tree.watchdog.timeout_s`. The report of a hang asks the agent loop workers, too, which sessions are open: no task runs
-while they wait. It has the tails of the actors' logs. The death of an engine process on another machine is not seen;
-the timeout ends the training run then. A generation that takes long is told every minute, with its open sessions.
+training run: an actor's process died (but for agent loop workers, see `rollout_hooks.retries`), an engine process is
+gone, or the set of running tasks did not change for `tree.watchdog.timeout_s`. The report of a hang asks the agent loop
+workers, too, which sessions are open: no task runs while they wait. It has the tails of the actors' logs. The death of
+an engine process on another machine is not seen; the timeout ends the training run then. A generation that takes long
+is told every minute, with its open sessions.
 """
 
 import logging
@@ -50,8 +51,8 @@ MAX_WORKERS = 2
 """Agent loop workers of a report; fewer than logs, so that the task behind them has one, too."""
 SESSIONS = "generate_sequences"
 """The method of agent loop workers that starts sessions; it returns at once, and no Ray task runs while they do."""
-ASKED = ".open_sessions"
-"""How the task ends by which this thread asks a worker; it is no progress."""
+ASKED = (".open_sessions", ".__ray_ready__")
+"""How the tasks end by which this thread and the manager ask a worker; they are no progress."""
 TELL_S = 60.0
 """So often a generation says how far it is, if it takes longer."""
 INTERRUPT = signal.SIGUSR1
@@ -107,8 +108,8 @@ class EngineProcess:
 class Watchdog:
     """Checks of the processes of this driver's Ray job. Not thread-safe: one thread at a time may call `look`."""
 
-    def __init__(self, options: WatchdogConfig) -> None:
-        self.options = options
+    def __init__(self, options: WatchdogConfig, *, retries_agents: bool = False) -> None:
+        self.options, self.retries_agents = options, retries_agents
         self._engines: dict[int, EngineProcess] = {}
         self._running: frozenset[str] = frozenset()
         self._changed_at = self._told_at = time.monotonic()
@@ -134,7 +135,7 @@ class Watchdog:
         return self._hang(actors)
 
     def _dead_actor(self, actors: list[Actor]) -> Failure | None:
-        deaths = unwanted_deaths(actors)
+        deaths = unwanted_deaths(actors, retries_agents=self.retries_agents)
         return Failure(deaths[0].cause, tuple(each.actor for each in deaths)) if deaths else None
 
     def _gone_engine(self, actors: list[Actor]) -> Failure | None:
@@ -217,12 +218,12 @@ def _is_running(process: psutil.Process) -> bool:
 class _Watch(threading.Thread):
     """A thread that looks at regular intervals; on a failure it keeps a report and interrupts the main thread."""
 
-    def __init__(self, options: WatchdogConfig) -> None:
+    def __init__(self, options: WatchdogConfig, *, retries_agents: bool = False) -> None:
         super().__init__(name="verl_tree watchdog", daemon=True)
         self.options = options
         self.report: RunFailedError | None = None
         self._stopped = threading.Event()
-        self._watchdog = Watchdog(options)
+        self._watchdog = Watchdog(options, retries_agents=retries_agents)
 
     @override
     def run(self) -> None:
@@ -265,8 +266,10 @@ def _interrupt(_signum: int, _frame: FrameType | None) -> None:
 
 
 @contextmanager
-def watch_run(options: WatchdogConfig) -> Iterator[None]:
+def watch_run(options: WatchdogConfig, *, retries_agents: bool = False) -> Iterator[None]:
     """Watch the Ray job that the body runs; the body must run in the main thread.
+
+    With `retries_agents` the death of an agent loop worker is left to its manager.
 
     Raises:
         RunFailedError: A process died or hung; the message has the cause and the tails of the logs.
@@ -275,7 +278,7 @@ def watch_run(options: WatchdogConfig) -> Iterator[None]:
         yield
         return
     previous = signal.signal(INTERRUPT, _interrupt)
-    watch = _Watch(options)
+    watch = _Watch(options, retries_agents=retries_agents)
     watch.start()
     # Ctrl-C ends Ray's dashboard as well, and a question to it would be waited for half a minute.
     patience_s = None

@@ -51,9 +51,11 @@ class TreeReplayBuffer(ReplayBuffer):
     Attributes:
         max_failed: Prompts without a trajectory, one after the other, that end the training run. Where verl replaces
             them it would go on for ever.
+        on_listed: Called with the prompts that have not ended, whenever rows are listed.
     """
 
     max_failed: int | None = None
+    on_listed: Callable[[Set[str]], None] | None = None
     _num_failed = 0
     _num_wanted, _num_sampleable = 1, 0
     """Prompts that are waited for, and those that were there when rows were listed."""
@@ -83,6 +85,8 @@ class TreeReplayBuffer(ReplayBuffer):
         # Asked before: who ends meanwhile is listed twice, not overlooked.
         self._num_listed = num_ended()
         super()._sync_metadata_from_transfer_queue()
+        if self.on_listed is not None:
+            self.on_listed(frozenset().union(*self.pending_keys.values(), *self.running_keys.values()))
         now_s = time.monotonic()
         self._next_list_s = now_s + max(LIST_INTERVAL_S, (now_s - started_s) / LIST_SHARE)
 

@@ -85,6 +85,7 @@ def capture_metrics(report: CaptureReport, *, prefix: str = "tree") -> dict[str,
         "truncated_leaves": report.num_truncated_leaves,
         "failed_sessions": len(report.failed_sessions),
         "failed_prompts": len(report.failed_prompts),
+        "retried_prompts": report.num_retried_prompts,
     }
     found = {f"{prefix}/{name}": float(count) for name, count in counts.items()}
     if report.num_prompt_tokens:
