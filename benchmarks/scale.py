@@ -95,7 +95,7 @@ class Layout:
 
     num_ranks: int  # data-parallel ones
     num_mini_batches: int
-    num_stages: int = 1  # of the pipeline that is a rank
+    width: int = 1  # ranks of the team or of the pipeline that is one of these
     leaves_out: bool = False  # rows that teach nothing
     model: CostModel = field(default_factory=CostModel.prior)
 
@@ -110,7 +110,7 @@ def main() -> None:
             return
     except ValueError as error:
         sys.exit(f"scale.py: {error}")
-    drawn = [_draw(SHAPES[number % len(SHAPES)], seed=options.seed + number) for number in range(NUM_DRAWN)]
+    drawn = [draw(SHAPES[number % len(SHAPES)], seed=options.seed + number) for number in range(NUM_DRAWN)]
     records = [_measure(*case, drawn=drawn, options=options) for case in CASES]
     print_table(
         [
@@ -148,12 +148,12 @@ def _answer(question: Question, options: argparse.Namespace) -> None:
     step = StoredStep.read(question)
     costs = question.costs()
     groups = step.repeated(step.shapes)
-    keys, tags = _rows(groups)  # with sessions of its own, which no plan reads
+    keys, tags = tagged_rows(groups)  # with sessions of its own, which no plan reads
     roles = [step.roles[row] for group in step.repeated(step.rows.groups) for row in group]
     layout = Layout(
-        question.ranks // question.pipeline,
+        question.ranks // (question.team * question.pipeline),
         question.mini_batches,
-        num_stages=question.pipeline,
+        width=question.team * question.pipeline,
         leaves_out=not question.all_rows,
         model=costs,
     )
@@ -179,10 +179,11 @@ def _answer(question: Question, options: argparse.Namespace) -> None:
             "most": int(calls.max()),
         },
         "update": update_times(
-            costs_s,
+            costs_s / question.team,
             calls,
             num_stages=question.pipeline,
-            whole_s=sum(costs.predict(profile.range_work(0, profile.num_leaves)) for profile in profiles),
+            whole_s=sum(costs.predict(profile.range_work(0, profile.num_leaves)) for profile in profiles)
+            / question.team,
         ),
     }
     record["bytes"]["transfer_queue"] = _stored_bytes(np.concatenate(groups), row)
@@ -193,7 +194,7 @@ def _answer(question: Question, options: argparse.Namespace) -> None:
     )
 
 
-def _draw(shape: Any, *, seed: int) -> np.ndarray:
+def draw(shape: Any, *, seed: int) -> np.ndarray:
     """Return the shapes of a drawn group's rows; a quarter of each row is the prompt, the rest is trained."""
     rows = []
     for token_ids in shape(seed=seed):
@@ -212,12 +213,12 @@ def _measure(
     drawn: list[np.ndarray],
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    groups = _groups(num_leaves, num_flat_tokens, drawn=drawn, rng=np.random.default_rng(options.seed))
+    groups = drawn_groups(num_leaves, num_flat_tokens, drawn=drawn, rng=np.random.default_rng(options.seed))
     num_joined = round(share_of_one * len(groups))
     if num_joined:
         groups = [_joined(groups[:num_joined]), *groups[num_joined:]]
     layout = Layout(num_ranks, num_mini_batches)
-    return _measure_step(groups, *_rows(groups), layout=layout, repetitions=options.repetitions)[0]
+    return _measure_step(groups, *tagged_rows(groups), layout=layout, repetitions=options.repetitions)[0]
 
 
 def _measure_step(
@@ -286,7 +287,7 @@ def _plan(
             told.shape, rewards=rows.rewards, groups=told.groups, sessions=told.sessions, weigh_sessions=False
         )
     with times["portions"].measure():
-        num_bytes = _deal_portions(batch, rows, num_ranks=layout.num_ranks * layout.num_stages)
+        num_bytes = _deal_portions(batch, rows, num_ranks=layout.num_ranks * layout.width)
     return batch, profiles, assignment, num_bytes
 
 
@@ -304,7 +305,7 @@ def _deal_portions(batch: KVBatchMeta, rows: StepRows, *, num_ranks: int) -> int
     return sum(sent) + len(pickle.dumps(result)) * len(sent)
 
 
-def _groups(
+def drawn_groups(
     num_leaves: int, num_flat_tokens: int, *, drawn: list[np.ndarray], rng: np.random.Generator
 ) -> list[np.ndarray]:
     """Repeat drawn groups until there are `num_leaves` rows, and multiply their lengths to about `num_flat_tokens`."""
@@ -335,7 +336,7 @@ def _joined(groups: list[np.ndarray]) -> np.ndarray:
     return joined
 
 
-def _rows(groups: list[np.ndarray]) -> tuple[list[str], list[dict[str, Any]]]:
+def tagged_rows(groups: list[np.ndarray]) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the keys and tags of the rows of all groups, four sessions each, as they come from TransferQueue."""
     keys, tags = [], []
     for number, group in enumerate(groups):

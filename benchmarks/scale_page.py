@@ -3,7 +3,7 @@
 `benchmarks/scale.py --trees` plans the step by the trainer's code and prints the page. What knows no driver is here.
 Not there: rollouts, the optimiser's step, and what ranks exchange.
 
-Legend: R data-parallel ranks, each of them all stages of one pipeline; M mini-batches.
+Legend: R data-parallel ranks, each of them a team, or all stages of one pipeline; M mini-batches.
 """
 
 import argparse
@@ -54,9 +54,10 @@ class Question:
     """
 
     trees: Sequence[str] = _asked((), "the stored trees of one step (tree.dump_dir)", nargs="+", metavar="FILE")
-    ranks: int = _whole(0, "ranks that train, those of all stages of pipelines")
+    ranks: int = _whole(0, "ranks that train, those of all teams, or of all stages of pipelines")
     prompts: int | None = _whole(None, "prompts of the step (as stored): the stored ones are repeated")
     mini_batches: int = _whole(1, "mini-batches of the step (1)")
+    team: int = _whole(1, "ranks that compute every call together, ulysses_sequence_parallel_size (1)")
     pipeline: int = _whole(1, "stages of a pipeline (1)")
     capacity: int = _whole(16_384, "most tokens of a model call, tree.capacity (16384)", least=2)
     all_rows: bool = _asked(False, "compute rows that teach nothing, too (tree.compute=all)", action="store_true")
@@ -75,9 +76,13 @@ class Question:
         for path in self.trees:
             if not Path(path).is_file():
                 raise ValueError(f"--trees {path}: there is no such file; give those that tree.dump_dir stored")
-        if self.ranks % self.pipeline:
-            remedy = "ranks are no whole pipelines; give a multiple of the stages"
-            raise ValueError(f"--ranks {self.ranks} --pipeline {self.pipeline}: {remedy}")
+        if self.team > 1 and self.pipeline > 1:
+            remedy = "no engine has both; give one of them"
+            raise ValueError(f"--team {self.team} --pipeline {self.pipeline}: {remedy}")
+        for name in ("team", "pipeline"):
+            if self.ranks % getattr(self, name):
+                remedy = f"ranks are no whole {name}s; give a multiple"
+                raise ValueError(f"--ranks {self.ranks} --{name} {getattr(self, name)}: {remedy}")
         if (self.gpu is None) != (self.model is None):
             raise ValueError(f"--gpu {self.gpu} --model {self.model}: seconds need both; give the other, too")
         missing = [_option(name) for name in FAILURES if getattr(self, name) is None]
@@ -263,8 +268,12 @@ def _failure_lines(question: Question) -> Iterator[str]:
 def page_lines(question: Question, step: StoredStep, record: Mapping[str, Any]) -> Iterator[str]:
     """Yield the page about a record of `scale.py`."""
     sizes, num_bytes, seconds = [len(shapes) for shapes in step.shapes], record["bytes"], record["seconds"]
-    pipelines = f": {record['ranks']:,} pipelines of {question.pipeline} stages" if question.pipeline > 1 else ""
-    yield f"A step on {question.ranks:,} ranks{pipelines}"
+    units = ""
+    if question.pipeline > 1:
+        units = f": {record['ranks']:,} pipelines of {question.pipeline} stages"
+    elif question.team > 1:
+        units = f": {record['ranks']:,} teams of {question.team}"
+    yield f"A step on {question.ranks:,} ranks{units}"
     yield f"  {', '.join(question.trees)}: {len(sizes)} prompts of {min(sizes)} to {max(sizes)} rows"
     if step.num_groups > len(sizes):
         yield f"  repeated to {step.num_groups:,} prompts; as many different ones would have a longer longest row"

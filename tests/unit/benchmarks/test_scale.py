@@ -120,6 +120,16 @@ def test_ranks_cut_their_rows_as_they_do_in_a_run(trees: Path, monkeypatch: pyte
         assert (found["computed_rows"], found["calls"]["most"]) == (4, num_calls)
 
 
+def test_a_team_is_one_rank_to_the_plan(trees: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two rows of a, 5 and 4 tokens that share 3, are a rank's each, or a team's: 6 tokens on two ranks."""
+    alone, team = (page(monkeypatch, trees, "--ranks=2", f"--team={size}") for size in (1, 2))
+    assert (alone["ranks"], team["ranks"]) == (2, 1)
+    assert (alone["imbalance"], team["imbalance"]) == (pytest.approx(5 / 4.5, rel=1e-3), 1)
+    assert (alone["lost_tokens"], team["lost_tokens"]) == (3, 0)
+    assert team["update"]["over_even"] == pytest.approx(1)
+    assert team["update"]["seconds"] == pytest.approx(3, rel=1e-3)
+
+
 def test_rows_of_other_roles_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row of b is alone in its role, so its reward teaches."""
     found = page(monkeypatch, store(tmp_path / "roles.parquet", ("planner", "solver")), "--ranks=1")
@@ -141,6 +151,8 @@ def test_a_run_that_fails_too_often_is_told(
         ({"ranks": 0}, "--ranks 0: give 1 or more"),
         ({"capacity": 1}, "--capacity 1: give 2 or more"),
         ({"ranks": 6, "pipeline": 4}, "--ranks 6 --pipeline 4: .* give a multiple"),
+        ({"ranks": 6, "team": 4}, "--ranks 6 --team 4: .* give a multiple"),
+        ({"team": 2, "pipeline": 2}, "--team 2 --pipeline 2: .* give one of them"),
         ({"gpu": "H200"}, "--gpu H200 --model None: .* give the other"),
         ({"mtbf_hours": 5.0}, "--checkpoint-minutes, --restart-minutes, --save-seconds: missing"),
         ({"mtbf_hours": 0.0}, "--mtbf-hours 0.0: give a finite number above 0"),
