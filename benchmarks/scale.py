@@ -42,6 +42,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG, WrittenRow, leaf_shapes
 from rollout_hooks.capture.outputs import make_row
 from rollout_hooks.capture.roles import ROLE
+from rollout_hooks.capture.wire_columns import PromptColumns
 from verl_tree.cost.model import CostModel, WorkProfile
 from verl_tree.testing.synthetic import star, tool_fan_out, tree_search
 from verl_tree.trainer.advantages import SessionTrees
@@ -375,9 +376,9 @@ def _dearest_leaves(profiles: list[WorkProfile], layout: Layout) -> np.ndarray:
 
 
 def _row_bytes() -> dict[str, float]:
-    """Return the bytes of a row in TransferQueue: per row, per prompt token and per response token."""
+    """Return the bytes of a row that shares nothing, as trees on the wire: per row, prompt token and response token."""
     one, longer_prompt, longer_response = (
-        sum(map(value_bytes, _row(prompt_len, response_len).values()))
+        sum(map(value_bytes, PromptColumns().encode(_row(prompt_len, response_len), 0).values()))
         for prompt_len, response_len in ((1000, 1000), (2000, 1000), (1000, 2000))
     )
     prompt_token, response_token = (longer_prompt - one) / 1000, (longer_response - one) / 1000
@@ -391,11 +392,12 @@ def _row_bytes() -> dict[str, float]:
 
 
 def _stored_bytes(shapes: np.ndarray, row: Mapping[str, float]) -> float:
-    """Return the bytes of rows in TransferQueue; `row` is of `_row_bytes`."""
-    num_tokens, num_response = (int(shapes[name].sum(dtype=np.int64)) for name in ("num_tokens", "response_len"))
+    """Return the bytes of rows in TransferQueue, each token of a tree once; `row` is of `_row_bytes`."""
+    num_own = (shapes["num_tokens"] - shapes["num_shared"]).astype(np.int64)
+    num_response = np.minimum(num_own, shapes["response_len"])
     per_row = row["per_row"] + row["tags_per_row"] + row["shape_per_row"]
-    of_tokens = row["per_prompt_token"] * (num_tokens - num_response) + row["per_response_token"] * num_response
-    return len(shapes) * per_row + of_tokens
+    of_tokens = row["per_prompt_token"] * (num_own - num_response) + row["per_response_token"] * num_response
+    return float(len(shapes) * per_row + of_tokens.sum())
 
 
 def _written(num_tokens: int) -> WrittenRow:
@@ -404,7 +406,8 @@ def _written(num_tokens: int) -> WrittenRow:
 
 def _row(prompt_len: int, response_len: int) -> Mapping[str, Any]:
     num_tokens = prompt_len + response_len
-    return row_fields(range(num_tokens), log_probs=[0.0] * num_tokens, prompt_len=prompt_len)
+    token_ids = [100_000 + token for token in range(num_tokens)]
+    return row_fields(token_ids, log_probs=[-1.0] * num_tokens, prompt_len=prompt_len)
 
 
 def row_fields(token_ids: Sequence[int], *, log_probs: Sequence[float], prompt_len: int) -> dict[str, Any]:
@@ -436,7 +439,9 @@ def row_fields(token_ids: Sequence[int], *, log_probs: Sequence[float], prompt_l
 
 def value_bytes(value: Any) -> int:
     """Return the bytes of a value of a row, without those of its message."""
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else len(pickle.dumps(value))
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return len(value) if isinstance(value, bytes) else len(pickle.dumps(value))
 
 
 if __name__ == "__main__":

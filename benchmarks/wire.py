@@ -129,7 +129,7 @@ def _stored_bytes(keys: list[str]) -> int:
     manager = client.storage_manager
     assert isinstance(manager, TreeStorageManager)
     values = client._run_coroutine(manager.stored(meta.global_indexes, meta.field_names))
-    return sum(len(value) if isinstance(value, bytes) else value_bytes(value) for value in values.values())
+    return sum(map(value_bytes, values.values()))
 
 
 def _num_tree_tokens(group: list[dict[str, Any]]) -> int:

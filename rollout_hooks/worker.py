@@ -29,6 +29,7 @@ from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG, WrittenRow, leaf_s
 from rollout_hooks.capture.outputs import PromptFailed, SessionFailed, TreeAgentLoopOutput, is_reward, row_reward
 from rollout_hooks.capture.recording import RecordingClient, recording_client
 from rollout_hooks.capture.report import ENDED, CaptureReport, FailedSession
+from rollout_hooks.capture.retries import RetryingManager
 from rollout_hooks.capture.roles import ROLE
 from rollout_hooks.capture.rows import RowLimits, images_of_row, session_rows
 from rollout_hooks.capture.running import RUNNING, OpenSessions, PromptProgress, Session, keep_for_the_report
@@ -36,7 +37,6 @@ from rollout_hooks.capture.starting_point import STARTING_POINT
 from rollout_hooks.capture.tracebacks import raised_at, user_traceback, waiting_places
 from rollout_hooks.capture.wire_storage import writing
 from rollout_hooks.loops import register_built_in
-from rollout_hooks.retries import RetryingManager
 
 logger = logging.getLogger(__name__)
 

@@ -260,7 +260,7 @@ class PromptColumns:
         written = _WrittenRow({}, len(whole), len(parts[0]))
         values: dict[str, Value] = {}
         for name, column in columns.items():
-            value = self._encode(name, column, written, row, nearest=nearest)
+            value = self._encode(name, column, written, row, nearest=nearest) if name not in PARTS else None
             if value is not None:
                 values[name] = value
         first = 0
@@ -283,7 +283,8 @@ class PromptColumns:
         if column.ndim == 0 or column.numel() == 0 or column.dtype not in _DTYPES or column.device.type != "cpu":
             return None
         bits = column.contiguous().view(torch.uint8).numpy().view(_BITS[column.element_size()]).reshape(column.shape)
-        if column.ndim == 1 and column.dtype == torch.int64 and np.array_equal(bits, np.arange(len(bits))):
+        may_count = column.ndim == 1 and column.dtype == torch.int64 and bits[0] == 0 and bits[-1] == len(bits) - 1
+        if may_count and np.array_equal(bits, np.arange(len(bits))):
             return self._range(Kind.COUNT, 0, len(bits))
         pieces = self._shared(name, bits, column.dtype, first=written.first_place(len(bits)), nearest=nearest)
         # A copy, or all of the tensor would be kept.
@@ -294,6 +295,8 @@ class PromptColumns:
         return Value(kind, self._mark, torch.int64, (Piece(0, start, count),), np.zeros(0, np.int64))
 
     def _object(self, name: str, column: Any, row: int) -> Value | None:
+        if column is None or isinstance(column, int | float) or (isinstance(column, str) and len(column) < 16):
+            return None
         # Read by the queue's own decoder, as if the queue had sent it: it makes lists of tuples, for one.
         frames = pickle.dumps([bytes(cast(bytes, frame)) for frame in serial_utils.encode(column)])
         if len(frames) < MIN_OBJECT_BYTES:

@@ -457,7 +457,7 @@ def test_the_names_of_the_workers(monkeypatch):
 
 
 def test_the_manager_deals_chunks_in_the_order_of_its_workers(monkeypatch):
-    """`rollout_hooks.retries` remembers by this who got what; each worker holds prompts that can be split again."""
+    """`rollout_hooks.capture.retries` remembers by this who got what; prompts of a worker can be split again."""
     dealt = {}
 
     def worker(number):

@@ -1,5 +1,6 @@
 """What rows in TransferQueue keep and say of themselves; its controller, without sockets, and its storage's columns."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,17 @@ import pytest
 
 pytest.importorskip("verl")
 
+import torch
 from tensordict import NonTensorData, NonTensorStack
 from transfer_queue import controller as controllers
 from transfer_queue.metadata import extract_field_schema
 from transfer_queue.sampler import SequentialSampler
+from transfer_queue.storage import StorageManagerFactory
 from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
+from transfer_queue.utils import serial_utils
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from rollout_hooks.capture.wire_storage import TreeStorageManager
 
 KEYS = ["u_0_0", "u_0_1", "u_1_0"]
 
@@ -67,3 +73,33 @@ def test_values_that_rows_share_are_a_column_like_any_other() -> None:
     ]
     assert [type(part) for part in parts] == [NonTensorStack] * 2
     assert [part.tolist() for part in parts] == [[value] * 2] * 2
+
+
+def test_our_storage_manager_is_the_queues_in_a_process_that_imports_it() -> None:
+    """`rollout_hooks.capture.wire_storage`: the registry takes the last class of a name, and units get the config."""
+    assert StorageManagerFactory._registry["SimpleStorage"] is TreeStorageManager
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "_group_by_hash(self, global_indexes)",
+        "_request_with_retry(self, operation, target_storage_unit, request_context, make_request, max_attempts)",
+        "_get_from_single_storage_unit(self, global_indexes, fields, target_storage_unit, socket)",
+        "_put_to_single_storage_unit(self, global_indexes, storage_data, target_storage_unit, data_parser, socket)",
+        "_pack_field_values(values)",
+        "put_data(self, data, metadata, data_parser)",
+        "get_data(self, metadata)",
+    ],
+)
+def test_the_storage_manager_has_the_methods_that_trees_go_through(method: str) -> None:
+    name, parameters = method.removesuffix(")").split("(")
+    assert ", ".join(inspect.signature(getattr(AsyncSimpleStorageManager, name)).parameters) == parameters
+
+
+def test_the_queues_own_coding_of_a_value_is_read_back_from_bytes() -> None:
+    """Values that are no tensors are what the queue makes of them: it reads a tuple as a list."""
+    value = {"calls": [(0, 1)], "pixels": torch.arange(6.0).view(2, 3)}
+    read = serial_utils.decode([bytearray(bytes(frame)) for frame in serial_utils.encode(value)])
+    assert read["calls"] == [[0, 1]]
+    assert torch.equal(read["pixels"], value["pixels"])

@@ -2,11 +2,11 @@
 
 A thread of the driver asks Ray which actors of the job died and which tasks run. A vLLM engine is not an actor, so its
 processes (children of a server actor, titled `VLLM::...`) are looked up on this machine. Three findings end the
-training run: an actor's process died (but for agent loop workers, see `rollout_hooks.retries`), an engine process is
-gone, or the set of running tasks did not change for `tree.watchdog.timeout_s`. The report of a hang asks the agent loop
-workers, too, which sessions are open: no task runs while they wait. It has the tails of the actors' logs. The death of
-an engine process on another machine is not seen; the timeout ends the training run then. A generation that takes long
-is told every minute, with its open sessions.
+training run: an actor's process died (agent loop workers are started anew: `rollout_hooks.capture.retries`), an engine
+process is gone, or the set of running tasks did not change for `tree.watchdog.timeout_s`. The report of a hang asks the
+agent loop workers, too, which sessions are open: no task runs while they wait. It has the tails of the actors' logs.
+The death of an engine process on another machine is not seen; the timeout ends the training run then. A generation that
+takes long is told every minute, with its open sessions.
 """
 
 import logging
