@@ -18,7 +18,7 @@ from typing import Any, cast
 import ray
 import torch
 import transfer_queue as tq
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from verl.experimental.agent_loop import agent_loop
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
@@ -351,6 +351,6 @@ class TreeAgentLoopManager(RetryingManager):
         report = CaptureReport(num_retried_prompts=self._num_retried[partition])
         self._num_retried[partition] = 0
         for told in [worker.drain_capture_report.remote(partition) for worker in self.agent_loop_workers]:
-            with suppress(ActorDiedError):
+            with suppress(ActorDiedError, ActorUnavailableError):
                 report += cast(CaptureReport, ray.get(told))
         return report

@@ -48,6 +48,8 @@ class RetryingManager(AgentLoopManagerTQ):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.retries = False
+        """Whether somebody calls `retry_lost`; if nobody does, nothing is remembered, and a death is an error."""
         self._given: list[Given] = []
         """The oldest first; those whose prompts have all ended leave at the next look."""
         self._pings: list[ray.ObjectRef] = []
@@ -56,6 +58,9 @@ class RetryingManager(AgentLoopManagerTQ):
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Deal prompts to the workers as verl does, and remember who got which."""
+        if not self.retries:
+            super().generate_sequences(prompts)
+            return
         for worker, part in enumerate(prompts.chunk(len(self.agent_loop_workers))):
             self._given.append(Given(worker, part, tuple(map(str, part["uid"]))))
         try:
@@ -88,16 +93,18 @@ class RetryingManager(AgentLoopManagerTQ):
 
     def _retry(self, worker: int, error: ActorDiedError) -> None:
         """Start a worker anew and run its open prompts on it."""
-        tags = tq.kv_list()
+        tags = tq.kv_list() or {}
         lost = []
         for given in [each for each in self._given if each.worker == worker]:
             self._given.remove(given)
             of_partition = tags.get(given.partition, {})
             for uid, prompt in zip(given.uids, given.prompts.split(1), strict=True):
                 # A prompt that has ended and was sampled has no key any more.
-                if of_partition.get(uid, {}).get("status") in ("pending", "running"):
-                    lost.append(Given(worker, prompt, (uid,), given.num_deaths + 1))
-        again = [each.uids[0] for each in lost if each.num_deaths == MAX_DEATHS]
+                status = of_partition.get(uid, {}).get("status")
+                if status in ("pending", "running"):
+                    # One that is pending never reached the worker.
+                    lost.append(Given(worker, prompt, (uid,), given.num_deaths + (status == "running")))
+        again = [each.uids[0] for each in lost if each.num_deaths >= MAX_DEATHS]
         if again:
             raise RuntimeError(
                 f"{MAX_DEATHS} agent loop workers, one after the other, died while they ran the same {len(again)} "

@@ -23,6 +23,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from hashlib import blake2b
 from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
@@ -32,7 +33,7 @@ from transfer_queue.utils import serial_utils
 from rollout_hooks.capture.leaf_shapes import TOKEN_TYPE, num_shared_tokens
 
 MAGIC = b"\x93vt\x01"
-"""How a value of this module begins; nobody writes other bytes into a column."""
+"""How a value of this module begins, and no other."""
 
 WHOLE = "input_ids"
 PARTS = ("prompts", "responses")
@@ -223,7 +224,7 @@ class PromptColumns:
         self._mark = secrets.randbits(31)
         self._order: list[tuple[bytes, int]] = []  # the tokens of the rows, and the rows; sorted
         self._rows: dict[int, _WrittenRow] = {}
-        self._objects: dict[tuple[str, bytes], int] = {}  # the first row with the value of a column
+        self._objects: dict[tuple[str, bytes], int] = {}  # the first row with a value, by column and digest
 
     def copy(self) -> Self:
         """Return a draft: writing may fail, and rows that are written meanwhile must not refer to these."""
@@ -250,10 +251,11 @@ class PromptColumns:
         Returns:
             Bytes, or the value itself if nothing is gained.
         """
+        assert row not in self._rows, "others refer to what a row was written with"
         if not {WHOLE, *PARTS} <= columns.keys():
             return dict(columns)
         whole, parts = columns[WHOLE], [columns[name] for name in PARTS]
-        if not torch.equal(torch.cat(parts), whole):
+        if {each.dtype for each in (whole, *parts)} != {torch.int64} or not torch.equal(torch.cat(parts), whole):
             return dict(columns)
         token_bytes = whole.numpy().astype(TOKEN_TYPE).tobytes()
         nearest = self._nearest(token_bytes)
@@ -268,7 +270,8 @@ class PromptColumns:
             values[name] = self._range(Kind.PART, first, len(part))
             first += len(part)
         insort(self._order, (token_bytes, row))
-        self._rows[row] = _WrittenRow(values, written.num_tokens, written.prompt_len)
+        shared = {name: value for name, value in values.items() if value.kind is Kind.TOKENS}
+        self._rows[row] = _WrittenRow(shared, written.num_tokens, written.prompt_len)
         return {name: values[name].to_bytes() if name in values else column for name, column in columns.items()}
 
     def _nearest(self, token_bytes: bytes) -> int | None:
@@ -301,7 +304,7 @@ class PromptColumns:
         frames = pickle.dumps([bytes(cast(bytes, frame)) for frame in serial_utils.encode(column)])
         if len(frames) < MIN_OBJECT_BYTES:
             return None
-        owner = self._objects.setdefault((name, frames), row)
+        owner = self._objects.setdefault((name, blake2b(frames, digest_size=16).digest()), row)
         is_own = owner == row
         own = np.frombuffer(frames if is_own else b"", np.uint8)
         return Value(Kind.OBJECT, self._mark, torch.uint8, () if is_own else (Piece(owner, 0, len(frames)),), own)

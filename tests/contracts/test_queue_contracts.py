@@ -19,6 +19,7 @@ from transfer_queue.utils import serial_utils
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from rollout_hooks.capture.wire_storage import TreeStorageManager
+from verl_tree.launch.command.composition import compose_config
 
 KEYS = ["u_0_0", "u_0_1", "u_1_0"]
 
@@ -78,6 +79,7 @@ def test_values_that_rows_share_are_a_column_like_any_other() -> None:
 def test_our_storage_manager_is_the_queues_in_a_process_that_imports_it() -> None:
     """`rollout_hooks.capture.wire_storage`: the registry takes the last class of a name, and units get the config."""
     assert StorageManagerFactory._registry["SimpleStorage"] is TreeStorageManager
+    assert compose_config(["profile=cpu"]).transfer_queue.backend.SimpleStorage.trees is True
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from verl.utils import tensordict_utils as tu
 
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG
 from rollout_hooks.capture.report import CaptureReport
+from rollout_hooks.capture.wire_columns import read_value
 from rollout_hooks.loops.parallel_tools import ParallelToolsAgentLoop
 from rollout_hooks.worker import TreeAgentLoopManager
 from verl_tree.trainer.rows.step_rows import StepRows, shapes_of_columns
@@ -173,6 +174,12 @@ def test_capture_through_verls_manager_worker_and_queue(settings):
     of_prompt = [[key for key in rows if key.startswith(uid)] for uid in uids]
     assert [len(keys) for keys in of_prompt] == [9, 3, 6, 0]
     assert of_prompt[0] == [f"{uids[0]}_{session}_{leaf}" for session in range(N) for leaf in range(3)]
+
+    client = tq.get_client()
+    meta = client.kv_retrieve_meta(keys=of_prompt[0], partition_id="train")
+    stored = client._run_coroutine(client.storage_manager.stored(meta.global_indexes, ["input_ids"]))
+    owners = [read_value(stored["input_ids", row]).owners for row in meta.global_indexes]
+    assert any(owners), "rows have elements of other ones"
 
     data = tq.kv_batch_get(keys=of_prompt[0], partition_id="train")
     turn = TURN + END

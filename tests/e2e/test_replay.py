@@ -99,6 +99,7 @@ class RowsTrainer(TreePPOTrainerSync):
         self.actor_rollout_wg = workers
         self._cost_model = CostModel.prior()
         self._step_rows = StepRows()
+        self._left_out = ["000000000-before_0_0"]
         self._log_prob_guard = LogProbGuard(tolerance=None, engine="no engine")
         self.replay_buffer = self._build_replay_buffer()
 
@@ -341,11 +342,14 @@ def test_the_longest_row_of_each_session_is_left_and_compared_with_the_others_le
     with open_dict(trainer.config):
         trainer.config.tree.rows = "longest"
     sampled = sample(trainer)
+    tq.kv_batch_put(keys=trainer._left_out, partition_id="train", tags=[{}])
     metrics: dict[str, Any] = {}
     batch = trainer._balance_batch(sampled, metrics)
     longest = ["000000000-x_0_1", "000000000-x_1_0", "000000001-a_0_0", "000000001-a_1_2", "000000002-m_1_0"]
     assert sorted(real_rows(batch).keys) == longest
-    assert sorted(tq.kv_list("train")["train"]) == sorted(batch.keys), "the others are gone, the padding is there"
+    others = set(sampled.keys) - set(longest)
+    assert set(tq.kv_list("train")["train"]) == {*batch.keys, *others}, "only the others of the step before are gone"
+    assert sorted(trainer._left_out) == sorted(others)
     assert trainer._mini_batch_plan.num_rows == (4, 1)
     assert batch.extra_info == sampled.extra_info
     # Without the other leaves: the prompt and one row of each session, 4 + 3 + session + leaf tokens.
@@ -359,6 +363,7 @@ def test_the_longest_row_of_each_session_is_left_and_compared_with_the_others_le
         assert rows[key]["advantages"][0] == pytest.approx(advantage, rel=1e-5), key
     assert rows[longest[-1]]["advantages"][0] == pytest.approx(3.0, rel=1e-5)
     clear(batch)
+    tq.kv_clear(keys=trainer._left_out, partition_id="train")
 
 
 def put_log_probs(batch: KVBatchMeta, *, reference_is_lower_by: float) -> None:

@@ -46,6 +46,7 @@ def manager(queue, settings):  # noqa: ARG001, F811
     reward_worker = ray.remote(RewardLoopWorker).remote(settings)
     client = ScriptedClient(answer, Delay())
     made = TreeAgentLoopManager.create(config=settings, llm_client=client, reward_loop_worker_handles=[reward_worker])
+    made.retries = True
     yield made
     for worker in made.agent_loop_workers:
         ray.kill(worker)

@@ -1,5 +1,6 @@
 """Rows of a prompt as trees in the real queue: every read is that of flat rows, and nothing is lost in silence."""
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,7 +15,6 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from rollout_hooks.capture.wire_columns import PromptColumns
 from rollout_hooks.capture.wire_storage import writing
 from verl_tree.testing.synthetic import tool_fan_out
-from verl_tree.trainer.rows.chosen_rows import drop_all_but_longest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("queue")]
 
@@ -90,16 +90,33 @@ def test_flat_columns_and_rows_lie_beside_trees(sides: list[KVBatchMeta]) -> Non
     assert not read(sides[1], slice(None))["response_mask"].values().any()
 
 
-def test_the_longest_rows_are_whole_when_the_others_are_gone(sides: list[KVBatchMeta]) -> None:
-    before = {name: read(sides[1], slice(None))[name].unbind() for name in NAMES}
-    chosen = [drop_all_but_longest(batch) for batch in sides]
-    assert [key.split("_")[1:] for key in chosen[0].keys] == [key.split("_")[1:] for key in chosen[1].keys]
-    assert_same(*(read(batch, slice(None)) for batch in chosen))
-    kept = [sides[1].keys.index(key) for key in chosen[1].keys]
-    assert 0 < len(kept) < len(sides[1].keys)
-    after = read(chosen[1], slice(None))
-    for name in NAMES:
-        assert all(map(torch.equal, after[name].unbind(), [before[name][row] for row in kept])), name
+def test_sessions_that_write_at_the_same_time_share_what_is_there() -> None:
+    """The second of three fails, as its keys are no keys; the others have nothing of it."""
+    prompt = PromptColumns()
+    batches = {0: list_of_dict_to_tensordict(rows_of(0)), 1: list_of_dict_to_tensordict(rows_of(1))}
+    keys = {session: [f"at_once_{session}_{leaf}" for leaf in range(len(rows))] for session, rows in batches.items()}
+
+    async def put(session: int, own: list[str]) -> None:
+        with writing(prompt):
+            await tq.async_kv_batch_put(
+                keys=own, partition_id="train", fields=batches[session], tags=[{}] * len(batches[session])
+            )
+
+    async def put_all() -> list[Any]:
+        calls = put(0, keys[0]), put(1, keys[1][:1]), put(1, keys[1])
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    results = asyncio.run(put_all())
+    assert [isinstance(each, Exception) for each in results] == [False, True, False]
+    for session, own in keys.items():
+        assert_same(tq.kv_batch_get(keys=own, partition_id="train"), _stored_flat(session))
+
+
+def _stored_flat(session: int) -> TensorDict:
+    rows = list_of_dict_to_tensordict(rows_of(session))
+    own = [f"flat_{session}_{leaf}" for leaf in range(len(rows))]
+    tq.kv_batch_put(keys=own, partition_id="train", fields=rows, tags=[{}] * len(rows))
+    return tq.kv_batch_get(keys=own, partition_id="train")
 
 
 @pytest.mark.parametrize("is_taken", [False, True])

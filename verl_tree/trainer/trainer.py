@@ -28,10 +28,12 @@ from pathlib import Path
 from typing import ClassVar, cast
 
 import ray
+import transfer_queue as tq
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from typing_extensions import override
+from verl.experimental.agent_loop import AgentLoopManager
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.utils import tensordict_utils as tu
@@ -52,7 +54,7 @@ from verl_tree.trainer.pools import PoolsNearTrainer
 from verl_tree.trainer.row_keys import number_sessions
 from verl_tree.trainer.rows import replay
 from verl_tree.trainer.rows.batching import MiniBatchPlan, assign_rows
-from verl_tree.trainer.rows.chosen_rows import drop_all_but_longest
+from verl_tree.trainer.rows.chosen_rows import only_longest
 from verl_tree.trainer.rows.living import LivingTrees
 from verl_tree.trainer.rows.no_trajectory import NoTrajectoryError
 from verl_tree.trainer.rows.padding import append_padding_rows, fill_padding_rows, real_rows
@@ -97,6 +99,7 @@ class TreeTrainer(TeacherOnRanks, ResumableTrainer):
         self._prompt_numbers = count()
         self._mini_batch_plan: MiniBatchPlan | None = None
         self._step_rows = StepRows()
+        self._left_out: list[str] = []  # rows of the step that are not trained
         self._updates: list[dict[str, float]] = []
         self._kept_report = CaptureReport()
         self._cost_model = CostModel.prior()
@@ -114,6 +117,13 @@ class TreeTrainer(TeacherOnRanks, ResumableTrainer):
         made = ours.like(buffer, max_failed=2 * self.config.data.train_batch_size)
         made.on_listed = self._retry_lost
         return made
+
+    @override
+    def fit(self, agent_loop_manager: AgentLoopManager) -> None:
+        """Train; see `PPOTrainer.fit`. Our manager retries what our replay buffer looks after."""
+        if isinstance(agent_loop_manager, TreeAgentLoopManager):
+            agent_loop_manager.retries = isinstance(self.replay_buffer, TreeReplayBuffer)
+        super().fit(agent_loop_manager)
 
     def _retry_lost(self, open_uids: Set[str]) -> None:
         if isinstance(self.agent_loop_manager, TreeAgentLoopManager):
@@ -188,7 +198,11 @@ class TreeTrainer(TeacherOnRanks, ResumableTrainer):
         self.require_whole()
         check_step_rows(batch, reads_log_probs=self.config.actor_rollout_ref.rollout.calculate_log_probs)
         if self.config.tree.rows == "longest":
-            batch = drop_all_but_longest(batch)
+            # Not cleared before: the others have elements of them (rollout_hooks.capture.wire_columns).
+            if self._left_out:
+                assert batch.partition_id is not None
+                tq.kv_clear(keys=self._left_out, partition_id=batch.partition_id)
+            batch, self._left_out = only_longest(batch)
         rows = StepRows.fetch(batch)
         self._step_rows |= rows
         actor = self.config.actor_rollout_ref.actor

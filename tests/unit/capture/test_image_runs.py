@@ -22,6 +22,7 @@ from worker_cases import InProcessWorker
 from rollout_hooks.capture.image_runs import IMAGES_FIELD, image_runs, tree_keys
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE, LEAF_SHAPE_TAG
 from rollout_hooks.capture.recording import recording_client
+from rollout_hooks.capture.running import PromptProgress
 from verl_tree.records import forests, read_trees, write_trees
 from verl_tree.trainer.rows import step_rows as step_rows_module
 from verl_tree.trainer.rows.step_rows import StepRows, shapes_of_columns
@@ -89,7 +90,7 @@ def test_rows_that_see_different_images_have_shapes_that_part_there(monkeypatch:
     output = AgentLoopOutput(
         prompt_ids=[5, IMAGE, IMAGE, 6], response_ids=[7, 8], response_mask=[1, 1], metrics=AgentLoopMetrics()
     )
-    worker._prompts["u"] = SimpleNamespace(rows={})
+    worker._prompts["u"] = PromptProgress(2, [])
     client = SimpleNamespace(tree=recording_client(worker).tree)
     for session in range(3):
         worker._session = SimpleNamespace(uid="u", session_id=session, client=client, wants_log_probs=False)

@@ -129,6 +129,13 @@ def test_a_row_that_was_not_written_is_not_referred_to() -> None:
     check_read(write(rows[1:], prompt=prompt, first=1), {1: rows[1]})
 
 
+def test_a_row_is_written_once() -> None:
+    prompt = PromptColumns()
+    write([row_of([1, 2], 1)], prompt=prompt)
+    with pytest.raises(AssertionError, match="others refer"):
+        write([row_of([1, 3], 1)], prompt=prompt)
+
+
 def test_a_reader_asks_for_what_other_rows_hold() -> None:
     prompt, rows = PromptColumns(), [row_of(range(7, 47), 10), row_of([*range(7, 46), 50], 10)]
     stored = write(rows, prompt=prompt)
@@ -166,5 +173,8 @@ def test_an_object_is_no_other_rows_object() -> None:
 
 def test_rows_without_verls_columns_stay_as_they_are() -> None:
     row = {"prompts": torch.tensor([1]), "responses": torch.tensor([2]), "input_ids": torch.tensor([1, 2, 3])}
+    assert PromptColumns().encode(row, 0) == row
+    row = {name: torch.tensor(ids, dtype=torch.int32) for name, ids in [("prompts", [1]), ("responses", [2])]}
+    row["input_ids"] = torch.cat([*row.values()])
     assert PromptColumns().encode(row, 0) == row
     assert PromptColumns().encode({"a": 1}, 0) == {"a": 1}

@@ -4,7 +4,9 @@ import pytest
 
 pytest.importorskip("verl")
 
-from verl_tree.trainer.rows.chosen_rows import longest_rows
+from transfer_queue import KVBatchMeta
+
+from verl_tree.trainer.rows.chosen_rows import longest_rows, only_longest
 
 # Row keys are uid_session_leaf, in the order in which rows happen to arrive.
 ROW_LENS = {
@@ -33,3 +35,10 @@ def test_the_order_in_which_rows_arrive_does_not_matter() -> None:
 
 def test_no_rows_are_no_rows() -> None:
     assert longest_rows([], row_lens=[]) == []
+
+
+def test_the_other_rows_are_told() -> None:
+    keys = ["a_0_0", "a_0_1", "a_1_0"]
+    batch = KVBatchMeta(partition_id="train", keys=keys, tags=[{"seq_len": 3}, {"seq_len": 4}, {"seq_len": 1}])
+    chosen, others = only_longest(batch)
+    assert (chosen.keys, others) == (["a_0_1", "a_1_0"], ["a_0_0"])

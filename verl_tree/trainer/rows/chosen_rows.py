@@ -6,7 +6,6 @@ branches. Nothing else of a step differs.
 
 from collections.abc import Sequence
 
-import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
 from verl_tree.trainer.row_keys import parse_row_key
@@ -22,14 +21,8 @@ def longest_rows(keys: Sequence[str], *, row_lens: Sequence[int]) -> list[int]:
     return sorted(row for _, _, row in longest.values())
 
 
-def drop_all_but_longest(batch: KVBatchMeta) -> KVBatchMeta:
-    """Return the batch with the longest row of each session, and clear the others from TransferQueue."""
-    assert batch.partition_id is not None
-    kept = {batch.keys[row] for row in longest_rows(batch.keys, row_lens=[tag["seq_len"] for tag in batch.tags])}
-    chosen = batch.select_keys([key for key in batch.keys if key in kept])
-    if dropped := [key for key in batch.keys if key not in kept]:
-        # As flat rows, which have nothing from those that are cleared. verl clears these at the end of the step.
-        rows = tq.kv_batch_get(keys=chosen.keys, partition_id=batch.partition_id)
-        tq.kv_batch_put(keys=chosen.keys, partition_id=batch.partition_id, fields=rows)
-        tq.kv_clear(keys=dropped, partition_id=batch.partition_id)
-    return chosen
+def only_longest(batch: KVBatchMeta) -> tuple[KVBatchMeta, list[str]]:
+    """Return the batch with the longest row of each session, and the keys of the others."""
+    chosen = {batch.keys[row] for row in longest_rows(batch.keys, row_lens=[tag["seq_len"] for tag in batch.tags])}
+    others = [key for key in batch.keys if key not in chosen]
+    return batch.select_keys([key for key in batch.keys if key in chosen]), others
