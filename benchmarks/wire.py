@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from scale import row_fields, value_bytes
 from tensordict import TensorDict
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
+from rollout_hooks.capture.leaf_shapes import WrittenRow, leaf_shapes
 from rollout_hooks.capture.wire_columns import PromptColumns
 from rollout_hooks.capture.wire_storage import TreeStorageManager, writing
 from verl_tree.testing.synthetic import caterpillar, star, tool_fan_out, tree_search
@@ -53,13 +53,14 @@ def main() -> None:
     for name, draw, has_experts in cases:
         groups = [list(_rows(draw(seed=options.seed + number), has_experts)) for number in range(NUM_GROUPS)]
         records.append({"rows of": name, **measure(groups, options.repetitions)})
-        print_table(records)
+    print_table(records)
     write_json({"environment": environment(options), "cases": records}, options.out)
 
 
 def _rows(sequences: Sequence[np.ndarray], has_experts: bool) -> Iterator[dict[str, Any]]:
     """Yield the fields of a group's rows, whose prompt is what all share."""
-    prompt_len = _num_shared(sequences)
+    shapes = _shapes(sequences)
+    prompt_len = int(shapes["num_shared"][shapes["rank"] > 0].min())
     for token_ids in sequences:
         # Tokens that rows share have the same values in all columns.
         drawn = np.random.default_rng(0).random(len(token_ids)) * -1 - token_ids % 7
@@ -71,10 +72,8 @@ def _rows(sequences: Sequence[np.ndarray], has_experts: bool) -> Iterator[dict[s
         yield fields | {"raw_prompt": CHAT}
 
 
-def _num_shared(sequences: Sequence[np.ndarray]) -> int:
-    num = min(map(len, sequences))
-    is_shared = np.all([each[:num] == sequences[0][:num] for each in sequences], axis=0)
-    return int(np.append(is_shared, False).argmin())
+def _shapes(paths: Sequence[Any]) -> np.ndarray:
+    return leaf_shapes([WrittenRow.of(path, response_mask=[], reward=None) for path in paths])
 
 
 def measure(groups: list[list[dict[str, Any]]], repetitions: int) -> dict[str, Any]:
@@ -94,8 +93,9 @@ def measure(groups: list[list[dict[str, Any]]], repetitions: int) -> dict[str, A
                 read(keys=keys[: len(keys) // 4], select_fields=UPDATE)
             stored[side] = _stored_bytes(keys)
             tq.kv_clear(keys=keys, partition_id="train")
-    num_tree = sum(map(_num_tree_tokens, groups))
-    num_flat = sum(len(row["input_ids"]) for group in groups for row in group)
+    shapes = np.concatenate([_shapes([row["input_ids"] for row in group]) for group in groups])
+    num_flat = int(shapes["num_tokens"].sum())
+    num_tree = num_flat - int(shapes["num_shared"].sum())
     record = {"rows": sum(map(len, groups)), "flat / tree tokens": round(num_flat / num_tree, 2)}
     record |= {f"{side}, bytes a tree token": round(stored[side] / num_tree, 1) for side in SIDES}
     for name in times["flat"]:
@@ -130,11 +130,6 @@ def _stored_bytes(keys: list[str]) -> int:
     assert isinstance(manager, TreeStorageManager)
     values = client._run_coroutine(manager.stored(meta.global_indexes, meta.field_names))
     return sum(map(value_bytes, values.values()))
-
-
-def _num_tree_tokens(group: list[dict[str, Any]]) -> int:
-    ordered = sorted((row["input_ids"].numpy() for row in group), key=np.ndarray.tolist)
-    return len(ordered[0]) + sum(len(path) - _num_shared([before, path]) for before, path in pairwise(ordered))
 
 
 if __name__ == "__main__":
