@@ -5,6 +5,9 @@ CPU, and take the same SGD steps, one unless the case says more. Rank 0 writes t
 outputs are relative to the largest value of the flat side, those of gradients and parameters to the tensor. Query and
 key gradients are zero but for rounding where every query sees one key; these are relative to the global norm.
 
+In cases of float64 both sides compute in float64 what they would in float32: weights, activations, the loss, sums over
+ranks, what is handed back. Inputs are float32.
+
 With `--sp` so many ranks compute each tree together. verl's own engine cannot do that on a CPU, so on its side each of
 these ranks computes the same rows: the mean over the ranks is the same. It gets all rows of a rank in one micro-batch,
 because its forward of Qwen2.5-VL fails on one without images.
@@ -17,16 +20,19 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import other_engines
 import torch
 import torch.distributed as dist
 from engine_batches import make_batch, of_teams, sessions_of
-from engine_cases import CASES_OF, GRADIENTS, RECURRENT, Case, make_loss
+from engine_cases import CASES_OF, GRADIENTS, RECURRENT, ROUNDED, Case, make_loss
+from float64_mode import in_float64
 from process_groups import join_ranks
 from tensordict import TensorDict
 from tiny_models import IMAGE, IMAGES, VIDEO, tiny_model
@@ -36,12 +42,14 @@ from verl.workers.config import FSDPOptimizerConfig, McoreOptimizerConfig, VeOmn
 
 import verl_tree.cpu.platform  # noqa: F401  (the CPU platform and the engines)
 from verl_tree.configs import FLAT_STRATEGIES
+from verl_tree.engine import TreeEngine
 from verl_tree.engine.canary import METRIC
 from verl_tree.recurrence.bind import num_bound_mixers
 from verl_tree.testing.local_worker import local_worker
 from verl_tree.testing.mutants import mutated
 from verl_tree.trainer.rows.batching import MiniBatchPlan
 from verl_tree.trainer.worker import TreeTrainingWorker
+from verl_tree.tree.plan import AttentionPlan
 
 ENGINES = {flat: (flat, tree) for tree, flat in FLAT_STRATEGIES.items()}
 """Strategies of verl's own engine and of ours."""
@@ -54,6 +62,8 @@ ALL_ROWS = 4096
 """A capacity that no case exceeds."""
 SHORT_CONVS = ("lfm2", "lfm2_moe")
 """Recurrent families that compute nothing in chunks."""
+EXCHANGES = {"swaps_shards": lambda x_RLHD: x_RLHD.flip(0), ROUNDED: lambda x_RLHD: x_RLHD * (1 + 2**-24)}
+"""Faults of what the ranks of a team exchange: blocks in another order, and numbers off by float32's rounding."""
 
 
 _COMPARED: set[tuple[Any, ...]] = set()
@@ -104,10 +114,24 @@ def make_worker(case: Case, *, strategy: str, folder: Path) -> TreeTrainingWorke
         worker.engine.optimizer = torch.optim.SGD(worker.engine.module.parameters(), lr=case.lr, foreach=False)
     worker.set_loss_fn(make_loss(case))
     if case.spoilt and strategy not in FLAT_STRATEGIES.values():
-        spoilt = mutated(worker.engine, case.spoilt)
+        spoilt = (exchanging if case.spoilt in EXCHANGES else mutated)(worker.engine, case.spoilt)
         spoilt.__enter__()
         worker.spoilt = spoilt  # else it would end here
     return worker
+
+
+@contextmanager
+def exchanging(engine: TreeEngine, name: str) -> Iterator[None]:
+    """Inject a fault into the exchanges of an engine's teams, while active."""
+    right, change = engine.scores, EXCHANGES[name]
+
+    def scores(*args: Any, plan: AttentionPlan, **options: Any) -> torch.Tensor:
+        exchange = plan.shard._all_to_all
+        with mock.patch.object(plan.shard, "_all_to_all", lambda given: [change(each) for each in exchange(given)]):
+            return right(*args, plan=plan, **options)
+
+    with mock.patch.object(engine, "scores", scores):
+        yield
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -178,7 +202,7 @@ def take_steps(worker: TreeTrainingWorker, batches: list[TensorDict]) -> dict[st
             engine.optimizer_zero_grad()
             output = engine.forward_backward_batch(batch.clone(), worker.loss_fn, forward_only=False)
             # Earlier stages of a pipeline have none.
-            loss = torch.tensor(float(np.sum(output.get("loss", 0.0))))
+            loss = torch.tensor(float(np.sum(output.get("loss", 0.0))), dtype=torch.float64)
             dist.all_reduce(loss, op=dist.ReduceOp.AVG)
             result["loss"].append(loss.item())
             if step == 0:
@@ -373,7 +397,8 @@ def main() -> None:
     results: dict[str, dict[str, float]] = {}
     for case in CASES_OF[arguments.engine]:
         if case.key in arguments.cases or (not arguments.cases and ranks in case.runs + case.long):
-            results[case.key] = comparison.errors_of(dataclasses.replace(case, sp=arguments.sp))
+            with in_float64() if case.float64 else nullcontext():
+                results[case.key] = comparison.errors_of(dataclasses.replace(case, sp=arguments.sp))
             if dist.get_rank() == 0:
                 print(case.key, {name: f"{value:.3g}" for name, value in results[case.key].items()}, flush=True)
     if dist.get_rank() == 0:

@@ -24,6 +24,9 @@ from verl.workers.utils.losses import ppo_loss, value_loss
 ONE, TWO, TEAM, TEAMS, FOUR = (1, 1), (2, 1), (2, 2), (4, 2), (4, 4)
 """Numbers of ranks, and how many of them compute each tree together; FOUR has more ranks than key-value heads."""
 
+ROUNDED = "rounds_shards"
+"""The mutant that a comparison in float32 cannot see."""
+
 Settings = dict[str, Any]
 
 
@@ -55,8 +58,9 @@ class Case:
     is_known_loss: bool = True
     frozen_tower: bool = False
     planned: bool = False  # The worker takes the steps, from a plan of mini-batches
-    spoilt: str = ""  # A mutant of the tree side (`verl_tree.testing.mutants`), which the comparison must see
+    spoilt: str = ""  # A mutant (`verl_tree.testing.mutants`, `EXCHANGES`) of the tree side, which must be seen
     sp: int = 1
+    float64: bool = False  # Both sides compute in float64
 
     @property
     def key(self) -> str:
@@ -113,6 +117,10 @@ OTHER: Settings = {"same_objective": False}
 # of relay. All losses with all aggregations, and what changes no sum over ranks, are in float64 in tests/unit.
 QWEN3 = (
     Case("token_mean", (ONE, TWO, TEAM, TEAMS), (FOUR,)),
+    Case("float64", (TEAM,), (TWO, TEAMS, FOUR), actor=KL_AND_ENTROPY, float64=True),
+    Case("float64_relay", (TEAM,), (TEAMS, FOUR), actor=KL_AND_ENTROPY, float64=True, tree=RELAY),
+    Case("float64_wrong_order", (TEAM,), (TEAMS, FOUR), actor=KL_AND_ENTROPY, float64=True, spoilt="swaps_shards"),
+    Case("float64_wrong_digits", (TEAM,), (TEAMS, FOUR), actor=KL_AND_ENTROPY, float64=True, spoilt=ROUNDED),
     Case("token_sum", actor={"loss_agg_mode": "token-sum"}),
     Case("seq_mean_token_sum", actor={"loss_agg_mode": "seq-mean-token-sum"}),
     Case("seq_mean_token_mean", actor=SEQ_MEAN),

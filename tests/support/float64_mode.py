@@ -1,7 +1,9 @@
 """Models of transformers in float64 throughout, so that nothing of an error hides below float32's rounding."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,3 +24,12 @@ class Float64(TorchDispatchMode):
             *args,
             **{name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()},
         )
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Let verl's engines build and train models in float64 while active; verl's configs know no such dtype."""
+    from verl.utils.torch_dtypes import PrecisionType
+
+    with Float64(), mock.patch.object(PrecisionType, "to_dtype", return_value=torch.float64):
+        yield
