@@ -19,11 +19,13 @@ no tensors, as `raw_prompt` and pixels of images, are written once where rows ha
 
 import pickle
 import secrets
+import struct
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
@@ -42,12 +44,13 @@ PARTS = ("prompts", "responses")
 MIN_OBJECT_BYTES = 64
 """Values that are no tensors are written once if they are as large."""
 
+PIECE_BYTES = 12
+"""Bytes of a reference."""
+
 _BITS = {1: np.dtype("u1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
-_INTEGERS = [np.dtype(name) for name in ("u1", "<u2", "<i2", "<i4", "<i8")]
-_BOUNDS = [(int(np.iinfo(each).min), int(np.iinfo(each).max)) for each in _INTEGERS]
 _DTYPES = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
 _DTYPES += [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-_HEADER = np.dtype("<i4")
+_HEAD = struct.Struct("<4s7i")  # `MAGIC`, mark, kind, dtype, type that is stored, zeros, axes, pieces
 
 Place = tuple[str, int]
 """A column, and the place of a row in the queue."""
@@ -82,13 +85,20 @@ class Value:
 
     def to_bytes(self) -> bytes:
         """Return what `read_value` reads."""
-        num_zeros = _num_zeros(self.own)
+        num_zeros = _num_before(self.own != 0)
         own = self.own[num_zeros:]
-        stored = own.dtype if self.dtype.is_floating_point else _narrowest(own)
-        of_types = (_DTYPES.index(self.dtype), -1 if self.dtype.is_floating_point else _INTEGERS.index(stored))
-        head = [self.mark, self.kind, *of_types, num_zeros, own.ndim - 1, len(self.pieces), *own.shape[1:]]
-        head += [number for piece in self.pieces for number in piece]
-        return b"".join((MAGIC, np.array(head, _HEADER).tobytes(), own.astype(stored, copy=False).tobytes()))
+        if own.size and not self.dtype.is_floating_point:
+            least, most = own.min(), own.max()
+            own = own.astype(np.min_scalar_type(most if least >= 0 else min(least, ~most)))
+        numbers = (*own.shape[1:], *chain.from_iterable(self.pieces))
+        of_types = (_DTYPES.index(self.dtype), ord(own.dtype.char))
+        head = _HEAD.pack(MAGIC, self.mark, self.kind, *of_types, num_zeros, own.ndim - 1, len(self.pieces))
+        return b"".join((head, struct.pack(f"<{len(numbers)}i", *numbers), own.tobytes()))
+
+    @property
+    def num_elements(self) -> int:
+        """How many elements are read, along the first axis."""
+        return sum(piece.num for piece in self.pieces) + len(self.own)
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -101,37 +111,27 @@ def read_value(value: Any) -> Value | None:
     """Return what the bytes of a value say, or None for a value that is not of this module."""
     if not isinstance(value, bytes) or not value.startswith(MAGIC):
         return None
-    (mark, kind, dtype_index, stored, num_zeros, num_axes, num_pieces), at = _integers(value, 7, at=len(MAGIC))
-    axes, at = _integers(value, num_axes, at=at)
-    numbers, at = _integers(value, 3 * num_pieces, at=at)
+    _, mark, kind, dtype_index, stored, num_zeros, num_axes, num_pieces = _HEAD.unpack_from(value)
+    numbers = struct.Struct(f"<{num_axes + 3 * num_pieces}i")
+    axes_and_pieces = numbers.unpack_from(value, _HEAD.size)
+    axes = axes_and_pieces[:num_axes]
+    own = np.frombuffer(value, chr(stored), offset=_HEAD.size + numbers.size).reshape(-1, *axes)
     dtype = _DTYPES[dtype_index]
     bits = _BITS[dtype.itemsize]
-    own = np.frombuffer(value, bits if stored < 0 else _INTEGERS[stored], offset=at).reshape(-1, *axes)
     if num_zeros or own.dtype != bits:
         expanded = np.zeros((num_zeros + len(own), *axes), bits)
         expanded[num_zeros:] = own
         own = expanded
-    pieces = tuple(Piece(*numbers[first : first + 3]) for first in range(0, len(numbers), 3))
+    pieces = tuple(Piece(*axes_and_pieces[at : at + 3]) for at in range(num_axes, len(axes_and_pieces), 3))
     return Value(Kind(kind), mark, dtype, pieces, own)
 
 
-def _integers(value: bytes, count: int, *, at: int) -> tuple[list[int], int]:
-    return np.frombuffer(value, _HEADER, count=count, offset=at).tolist(), at + count * _HEADER.itemsize
-
-
-def _narrowest(numbers: np.ndarray) -> np.dtype:
-    """Return the smallest type that has all numbers."""
-    least, most = (int(numbers.min()), int(numbers.max())) if numbers.size else (0, 0)
-    bounds = zip(_INTEGERS, _BOUNDS, strict=True)
-    return next(each for each, (smallest, largest) in bounds if smallest <= least and most <= largest)
-
-
-def _num_zeros(elements: np.ndarray) -> int:
-    """Return the number of elements before the first one that is not 0."""
-    if not elements.size or elements[0].any():
-        return 0
-    is_set = elements.reshape(len(elements), -1).any(axis=1)
-    return int(is_set.argmax()) if is_set.any() else len(elements)
+def _num_before(is_found: np.ndarray) -> int:
+    """Return the number of elements before the first one with a number for which it is so."""
+    if not is_found.size:
+        return len(is_found)
+    first = int(is_found.argmax())
+    return first * len(is_found) // is_found.size if is_found.flat[first] else len(is_found)
 
 
 class ColumnReader:
@@ -141,17 +141,21 @@ class ColumnReader:
         """Read from what is `known`, to which the caller adds what is `missing`."""
         self._known = known
         self._values: dict[Place, Value | None] = {}
+        self._wholes: dict[Place, np.ndarray] = {}  # `PARTS` are read of them, too
 
     def missing(self, places: Sequence[Place]) -> set[Place]:
         """Return places that must be known, too, to read these; when they are, ask again."""
         missing: set[Place] = set()
         for name, row in places:
             value = self._value((name, row))
-            if value is None:
-                continue
-            needed = [(WHOLE, row)] if value.kind is Kind.PART else [(name, owner) for owner in value.owners]
-            missing |= {place for place in needed if place not in self._known}
-            missing |= self.missing([place for place in needed if place in self._known and place[0] != name])
+            if value is not None and value.kind is Kind.PART:
+                name = WHOLE
+                if (WHOLE, row) not in self._known:
+                    missing.add((WHOLE, row))
+                    continue
+                value = self._value((WHOLE, row))
+            if value is not None:
+                missing.update(place for owner in value.owners if (place := (name, owner)) not in self._known)
         return missing
 
     def read(self, place: Place) -> Any:
@@ -180,7 +184,15 @@ class ColumnReader:
         if value.kind is Kind.PART:
             ((_, start, count),) = value.pieces
             return self._elements(self._owner((WHOLE, row), mark=value.mark), (WHOLE, row))[start : start + count]
-        return _joined(value, [self._owner((name, owner), mark=value.mark) for owner in value.owners])
+        if place not in self._wholes:
+            owners = [self._owner((name, owner), mark=value.mark).own for owner in value.owners]
+            pairs = zip(value.pieces, owners, strict=True)
+            parts = [own[piece.start : piece.start + piece.num] for piece, own in pairs]
+            elements = np.concatenate([*parts, value.own])
+            if name != WHOLE:
+                return elements
+            self._wholes[place] = elements
+        return self._wholes[place]
 
     def _owner(self, place: Place, *, mark: int) -> Value:
         owner = self._value(place)
@@ -198,17 +210,11 @@ def owner_is_gone(place: Place) -> RuntimeError:
     )
 
 
-def _joined(value: Value, owners: Sequence[Value]) -> np.ndarray:
-    """Return all elements of a value, in an array of their own."""
-    pairs = zip(value.pieces, owners, strict=True)
-    return np.concatenate([*(each.own[piece.start : piece.start + piece.num] for piece, each in pairs), value.own])
-
-
 @dataclass(frozen=True, slots=True)
 class _WrittenRow:
     """What later rows refer to."""
 
-    values: Mapping[str, Value]
+    values: dict[str, Value]  # those of tokens
     num_tokens: int
     prompt_len: int
 
@@ -259,20 +265,19 @@ class PromptColumns:
             return dict(columns)
         token_bytes = whole.numpy().astype(TOKEN_TYPE).tobytes()
         nearest = self._nearest(token_bytes)
-        written = _WrittenRow({}, len(whole), len(parts[0]))
-        values: dict[str, Value] = {}
-        for name, column in columns.items():
-            value = self._encode(name, column, written, row, nearest=nearest) if name not in PARTS else None
-            if value is not None:
-                values[name] = value
-        first = 0
-        for name, part in zip(PARTS, parts, strict=True):
-            values[name] = self._range(Kind.PART, first, len(part))
-            first += len(part)
         insort(self._order, (token_bytes, row))
-        shared = {name: value for name, value in values.items() if value.kind is Kind.TOKENS}
-        self._rows[row] = _WrittenRow(shared, written.num_tokens, written.prompt_len)
-        return {name: values[name].to_bytes() if name in values else column for name, column in columns.items()}
+        self._rows[row] = written = _WrittenRow({}, len(whole), len(parts[0]))
+        encoded = dict(columns)
+        for name, column in columns.items():
+            if name in PARTS:
+                value = self._range(Kind.PART, written.prompt_len if name == PARTS[1] else 0, len(column))
+            else:
+                value = self._encode(name, column, row, nearest=nearest)
+            if value is not None:
+                encoded[name] = value.to_bytes()
+            if value is not None and value.kind is Kind.TOKENS:
+                written.values[name] = value
+        return encoded
 
     def _nearest(self, token_bytes: bytes) -> int | None:
         """Return the row that shares most tokens: it is a neighbour in the order."""
@@ -280,7 +285,7 @@ class PromptColumns:
         neighbours = self._order[max(at - 1, 0) : at + 1]
         return max(neighbours, key=lambda each: num_shared_tokens(each[0], token_bytes))[1] if neighbours else None
 
-    def _encode(self, name: str, column: Any, written: _WrittenRow, row: int, *, nearest: int | None) -> Value | None:
+    def _encode(self, name: str, column: Any, row: int, *, nearest: int | None) -> Value | None:
         if not isinstance(column, torch.Tensor):
             return self._object(name, column, row)
         if column.ndim == 0 or column.numel() == 0 or column.dtype not in _DTYPES or column.device.type != "cpu":
@@ -289,7 +294,7 @@ class PromptColumns:
         may_count = column.ndim == 1 and column.dtype == torch.int64 and bits[0] == 0 and bits[-1] == len(bits) - 1
         if may_count and np.array_equal(bits, np.arange(len(bits))):
             return self._range(Kind.COUNT, 0, len(bits))
-        pieces = self._shared(name, bits, column.dtype, first=written.first_place(len(bits)), nearest=nearest)
+        pieces = self._shared(name, bits, column.dtype, first=self._rows[row].first_place(len(bits)), nearest=nearest)
         # A copy, or all of the tensor would be kept.
         own = bits[sum(piece.num for piece in pieces) :].copy()
         return Value(Kind.TOKENS, self._mark, column.dtype, pieces, own)
@@ -314,27 +319,22 @@ class PromptColumns:
     ) -> tuple[Piece, ...]:
         """Return where the first elements of a column lie that the nearest row has at the same places of the path."""
         other = self._rows[nearest].values.get(name) if nearest is not None else None
-        if other is None or other.kind is not Kind.TOKENS or other.dtype != dtype:
+        if other is None or other.dtype != dtype:
             return ()
         assert nearest is not None
-        theirs = _joined(other, [self._rows[owner].values[name] for owner in other.owners])
-        skipped = first - self._rows[nearest].first_place(len(theirs))
-        if skipped < 0 or theirs.shape[1:] != bits.shape[1:]:
+        skipped = first - self._rows[nearest].first_place(other.num_elements)
+        if skipped < 0 or other.own.shape[1:] != bits.shape[1:]:
             return ()
-        num = min(len(bits), len(theirs) - skipped)
-        if num <= 0:
-            return ()
-        is_other = (bits[:num] != theirs[skipped : skipped + num]).reshape(num, -1).any(axis=1)
-        num = int(is_other.argmax()) if is_other.any() else num
-        pieces = tuple(_cut((*other.pieces, Piece(nearest, 0, len(other.own))), skipped, skipped + num))
-        return pieces if bits[:num].nbytes > _HEADER.itemsize * 3 * len(pieces) else ()
-
-
-def _cut(pieces: Sequence[Piece], start: int, stop: int) -> Iterator[Piece]:
-    """Yield the pieces of the elements from `start` to `stop`."""
-    first = 0
-    for row, begin, count in pieces:
-        low, high = max(start - first, 0), min(stop - first, count)
-        if low < high:
-            yield Piece(row, begin + low, high - low)
-        first += count
+        pieces: list[Piece] = []
+        num = 0
+        for owner, start, count in (*other.pieces, Piece(nearest, 0, len(other.own))):
+            before = min(skipped, count)
+            skipped -= before
+            mine = bits[num : num + count - before]
+            theirs = self._rows[owner].values[name].own[start + before :][: len(mine)]
+            if same := _num_before(mine != theirs):
+                pieces.append(Piece(owner, start + before, same))
+            num += same
+            if same < count - before:
+                break
+        return tuple(pieces) if bits[:num].nbytes > PIECE_BYTES * len(pieces) else ()

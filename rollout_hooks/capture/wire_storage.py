@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from tensordict import NonTensorStack, TensorDict
-from transfer_queue.metadata import BatchMeta
+from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.storage import StorageManagerFactory
 from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
 from transfer_queue.storage.simple_storage import StorageKeyNotFoundError
@@ -25,7 +25,6 @@ from rollout_hooks.capture.wire_columns import ColumnReader, Place, PromptColumn
 _StorageManager = cast(Any, AsyncSimpleStorageManager)
 
 _PROMPT: ContextVar[PromptColumns] = ContextVar("the prompt whose rows a task writes")
-_ENCODED: ContextVar[dict[Place, Any]] = ContextVar("the values of the rows that a task writes now")
 
 
 @contextmanager
@@ -47,31 +46,35 @@ class TreeStorageManager(_StorageManager):
     ) -> None:
         """Write rows: as trees what `writing` has said to be a prompt's, as they are otherwise."""
         prompt = _PROMPT.get(None)
-        if prompt is None or data_parser is not None or not self.config.get("trees", False):
+        if prompt is None or metadata.size == 0 or data_parser is not None or not self.config.get("trees", False):
             return await super().put_data(data, metadata, data_parser)
         draft = prompt.copy()
-        columns = {name: _values(column) for name, column in data.items()}
+        columns = {name: values_of(column) for name, column in data.items()}
+        rows = metadata.global_indexes
         encoded = {
-            (name, row): value
-            for index, row in enumerate(metadata.global_indexes)
-            for name, value in draft.encode({name: each[index] for name, each in columns.items()}, row).items()
+            row: draft.encode({name: each[index] for name, each in columns.items()}, row)
+            for index, row in enumerate(rows)
         }
-        # The queue's schema is that of the flat columns, so these are replaced where they are sent.
-        token = _ENCODED.set(encoded)
-        try:
-            await super().put_data(data, metadata)
-        finally:
-            _ENCODED.reset(token)
+        await asyncio.gather(
+            *(
+                self._request_with_retry(
+                    "put",
+                    unit,
+                    f"samples={len(group.global_indexes)} fields={list(columns)}",
+                    partial(
+                        self._put_to_single_storage_unit,
+                        group.global_indexes,
+                        {name: [encoded[row][name] for row in group.global_indexes] for name in columns},
+                        target_storage_unit=unit,
+                    ),
+                )
+                for unit, group in self._group_by_hash(rows).items()
+            )
+        )
+        # The queue's schema is that of the flat columns.
+        await self.notify_data_update(metadata.partition_ids[0], rows, extract_field_schema(data))
         prompt.take(draft)
         return None
-
-    async def _put_to_single_storage_unit(
-        self, global_indexes: list[int], storage_data: dict[str, Any], **kwargs: Any
-    ) -> None:
-        encoded = _ENCODED.get(None)
-        if encoded is not None:
-            storage_data = {name: [encoded[name, row] for row in global_indexes] for name in storage_data}
-        await super()._put_to_single_storage_unit(global_indexes, storage_data, **kwargs)
 
     async def get_data(self, metadata: BatchMeta) -> TensorDict:
         """Return the columns of rows as they were before they were written.
@@ -119,8 +122,12 @@ class TreeStorageManager(_StorageManager):
         }
 
 
-def _values(column: Any) -> Sequence[Any]:
-    """Return the values of a column, one a row."""
-    if isinstance(column, torch.Tensor):
-        return column.unbind()
-    return column.tolist() if isinstance(column, NonTensorStack) else column
+def values_of(column: Any) -> Sequence[Any]:
+    """Return the values of a column, one a row; who has the column must drop it when it is written."""
+    if not isinstance(column, torch.Tensor):
+        return column.tolist() if isinstance(column, NonTensorStack) else column
+    values = column.unbind()
+    if column.is_nested:
+        # The queue unbinds a column four more times, which would take longer than to encode it.
+        vars(column)["unbind"] = lambda *_: values
+    return values

@@ -18,7 +18,7 @@ from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleSt
 from transfer_queue.utils import serial_utils
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from rollout_hooks.capture.wire_storage import TreeStorageManager
+from rollout_hooks.capture.wire_storage import TreeStorageManager, values_of
 from verl_tree.launch.command.composition import compose_config
 
 KEYS = ["u_0_0", "u_0_1", "u_1_0"]
@@ -74,6 +74,15 @@ def test_values_that_rows_share_are_a_column_like_any_other() -> None:
     ]
     assert [type(part) for part in parts] == [NonTensorStack] * 2
     assert [part.tolist() for part in parts] == [[value] * 2] * 2
+
+
+def test_the_queue_takes_a_column_as_it_was_unbound_once() -> None:
+    """`rollout_hooks.capture.wire_storage.values_of`; the queue finds the same shapes, whether it unbinds or not."""
+    rows = list_of_dict_to_tensordict([{"ids": torch.arange(num)} for num in (2, 3)])
+    schema = extract_field_schema(rows)
+    values = values_of(rows["ids"])
+    assert extract_field_schema(rows) == schema
+    assert rows["ids"].unbind() is values
 
 
 def test_our_storage_manager_is_the_queues_in_a_process_that_imports_it() -> None:
