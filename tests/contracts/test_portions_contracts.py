@@ -1,5 +1,7 @@
 """verl 0.9.1 as the portions rely on it: how its methods call the models, and which estimators part the prompts."""
 
+from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
+from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -17,6 +20,12 @@ from verl_tree.trainer.advantages import ESTIMATORS, Rows, announce_rows
 from verl_tree.trainer.portions.beside_rows import GROUP_WISE, BesideRows
 from verl_tree.trainer.portions.whitening import UNWHITENED
 from verl_tree.tree.shape import ForestShape
+
+
+@cache
+def composed() -> DictConfig:
+    """Return a configuration; do not change it."""
+    return compose_config(["profile=cpu", "actor_rollout_ref.model.path=unused"])
 
 
 class Ours(PPOTrainerSync, BesideRows):  # pyright: ignore[reportGeneralTypeIssues]
@@ -49,7 +58,7 @@ def test_models_are_called_as_verl_calls_them(name: str, ref_in_actor: bool) -> 
     calls = []
     for trainer_class in (PPOTrainerSync, Ours):
         trainer: Any = object.__new__(trainer_class)
-        trainer.config = compose_config(["profile=cpu", "actor_rollout_ref.model.path=unused"])
+        trainer.config = deepcopy(composed())
         trainer.config.actor_rollout_ref.rollout.temperature = 0.7
         trainer.ref_in_actor = ref_in_actor
         trainer.actor_rollout_wg, trainer.ref_policy_wg, trainer.critic_wg = map(Groups, ("actor", "ref", "critic"))
@@ -65,9 +74,8 @@ def estimate(
     name: str, rows: np.ndarray, *, rewards: torch.Tensor, mask: torch.Tensor, uids: np.ndarray
 ) -> torch.Tensor:
     """Return the advantages of some rows, estimated alone."""
-    config = compose_config(["profile=cpu", "actor_rollout_ref.model.path=unused"]).algorithm
     of = {"token_level_rewards": rewards[rows].clone(), "response_mask": mask[rows], "index": uids[rows]}
-    return get_adv_estimator_fn(name)(**of, config=config)[0]
+    return get_adv_estimator_fn(name)(**of, config=composed().algorithm)[0]
 
 
 @pytest.mark.parametrize("name", [*sorted(GROUP_WISE - set(ESTIMATORS)), "reinforce_plus_plus_baseline"])
@@ -95,7 +103,7 @@ def test_these_estimators_of_verl_whiten_at_the_end(name: str) -> None:
     mask = torch.from_numpy(rng.random((7, 50)) < 0.8).long()
     rewards, values = torch.from_numpy(rng.normal(size=(2, 7, 50))).float()
     data = {"token_level_rewards": rewards, "response_mask": mask}
-    config = compose_config(["profile=cpu", "actor_rollout_ref.model.path=unused"]).algorithm
+    config = deepcopy(composed().algorithm)
     config.gamma, config.lam = 0.9, 0.8
     uids = np.array([*"babcabd"], dtype=object)
     of_gae = {"values": values, "gamma": config.gamma, "lam": config.lam}

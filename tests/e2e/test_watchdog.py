@@ -20,6 +20,7 @@ import ray
 from omegaconf import OmegaConf
 from process_groups import free_port
 from ray.cluster_utils import Cluster
+from ray.exceptions import ActorDiedError
 from ray.util.state import list_actors
 from waiting_worker import AskingLoop, BackgroundWorker
 
@@ -47,8 +48,8 @@ class Server:
     def engine_pid(self) -> int:
         return self.engine.pid
 
-    def wait(self) -> None:
-        time.sleep(300)
+    def wait(self, seconds: float = 300.0) -> None:
+        time.sleep(seconds)
 
     def stop(self) -> None:
         if self.engine is not None:
@@ -65,6 +66,7 @@ def start_cluster() -> Iterator[Callable[[bool], Cluster]]:
     with ExitStack() as held, pytest.MonkeyPatch.context() as patch:
         # Ray's processes import `waiting_worker` from there.
         patch.setenv("PYTHONPATH", str(Path(inspect.getfile(AskingLoop)).parent), prepend=os.pathsep)
+        patch.setattr(watchdog, "GRACE_S", 1.0)  # No run of these tests ends by itself.
 
         @cache
         def start(has_agent: bool) -> Cluster:
@@ -232,17 +234,18 @@ def test_sigterm_ends_the_wait_for_ray(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_progress_is_no_hang(server: ray.actor.ActorHandle) -> None:
-    """For twice the timeout tasks keep coming, and an actor is ended on purpose."""
+    """For twice the timeout tasks keep coming, and an actor is ended on purpose, in the middle of one."""
     extra = Server.remote()
     ray.get(extra.pid.remote())
-    # An actor starts in a second, and beside other tests in ten.
-    timeout_s = 20.0
+    timeout_s = 9.0
     started = time.monotonic()
     with watch_run(WatchdogConfig(poll_s=0.5, timeout_s=timeout_s)):
+        waiting = extra.wait.remote()
+        # Ray knows of a task a second after its start.
+        ray.get(server.wait.remote(3.0))
         ray.kill(extra)
         while time.monotonic() - started < 2 * timeout_s:
-            waiting = Server.remote()
-            ray.get(waiting.pid.remote(), timeout=60)
-            ray.wait([waiting.wait.remote()], timeout=1.0)
-            ray.kill(waiting)
+            ray.get(server.wait.remote(3.0))
+    with pytest.raises(ActorDiedError):
+        ray.get(waiting)
     assert psutil.Process(ray.get(server.pid.remote())).is_running()
