@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--test-freq", type=int, default=2, help="steps from one validation to the next")
     parser.add_argument("--runs", type=int, help="most runs of this call")
     parser.add_argument("--work", type=Path, default=Path("runs/paired"), help="folder of the runs")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides of all runs")
     options = parser.parse_args()
     name = options.option.rpartition(".")[2]
     files = {
@@ -64,7 +65,9 @@ def main() -> None:
     for value, seed in missing[: options.runs]:
         settings = (f"trainer.total_training_steps={options.steps}", f"trainer.test_freq={options.test_freq}")
         folder = options.work.resolve() / f"{name}_{value}_{seed}"
-        metrics = train(options.recipe, f"{options.option}={value}", *seeds(seed), *settings, folder=folder)
+        metrics = train(
+            options.recipe, f"{options.option}={value}", *seeds(seed), *settings, *options.overrides, folder=folder
+        )
         write_metrics(metrics, files[value, seed], keys=(validation_of(metrics), *KEYS))
     runs = {place: read_metrics(file) for place, file in files.items() if file.exists()}
     tables = [

@@ -8,7 +8,7 @@ A test that is a coroutine runs in an event loop of its own.
 
 Tests with random input (`tests/support/fuzzing.py`) take 1,000 new inputs where asked for.
 
-A YAML file is parsed once: this is half of the time in which Hydra composes a configuration, which hundreds of tests do.
+A YAML file is parsed once: parsing is half of the time of composing a configuration, which hundreds of tests do.
 
 The garbage collector's threshold is that of `tests/support/sitecustomize.py`, for the reason given there.
 """
