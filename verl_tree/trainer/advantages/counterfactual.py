@@ -121,7 +121,7 @@ def _answer_of(rows: Sequence[int], *, tokens: Sequence[np.ndarray], is_trained:
         for turn in _stretches(is_trained[row]):
             if turn[0] < num_shared:
                 continue  # on the way to the answer, too
-            quotes = list(_quotes(tokens[row][slice(*turn)].tolist(), own[:answer].tolist(), since=num_shared))
+            quotes = list(_quotes(tokens[row][slice(*turn)], own[:answer], since=max(1, num_shared)))
             if quotes:
                 # Words that are equal by chance are shorter than what was quoted.
                 longest = max(stop - start for start, stop in quotes)
@@ -129,16 +129,16 @@ def _answer_of(rows: Sequence[int], *, tokens: Sequence[np.ndarray], is_trained:
     return Answer(last, answer, end, tuple(found))
 
 
-def _quotes(part: list[int], context: list[int], *, since: int) -> Iterator[tuple[int, int]]:
+def _quotes(part: np.ndarray, context: np.ndarray, *, since: int) -> Iterator[tuple[int, int]]:
     """Yield where a context quotes a part, behind its first `since` tokens: the longest stretches, from the left."""
     places = defaultdict(list)
     for place in range(len(part) - SHORTEST_QUOTE + 1):
-        places[tuple(part[place : place + SHORTEST_QUOTE])].append(place)
+        places[part[place : place + SHORTEST_QUOTE].tobytes()].append(place)
     start = since
     while start <= len(context) - SHORTEST_QUOTE:
         longest = 0
-        for place in places.get(tuple(context[start : start + SHORTEST_QUOTE]), ()):
-            longest = max(longest, _num_equal(np.array(part[place:]), np.array(context[start:])))
+        for place in places.get(context[start : start + SHORTEST_QUOTE].tobytes(), ()):
+            longest = max(longest, _num_equal(part[place:], context[start:]))
         if longest:
             yield start, start + longest
         start += max(1, longest)
