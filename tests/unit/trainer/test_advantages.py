@@ -74,7 +74,7 @@ def test_rewards_of_any_size_are_compared(tree: DrawnTree, name: str) -> None:
 @pytest.mark.parametrize("reward", [0.0, 0.1, -1e6, 1 / 3])
 @pytest.mark.parametrize("tree", DRAWN.values(), ids=DRAWN)
 def test_equal_rewards_give_exactly_nothing(tree: DrawnTree, name: str, reward: float) -> None:
-    leaves = [replace(leaf, reward=reward, untrained="") for leaf in tree.leaves if leaf.key[0] == "u"]
+    leaves = [replace(leaf, reward=reward) for leaf in tree.leaves if leaf.key[0] == "u"]
     for values in estimate(name, leaves).values():
         assert values == [0.0] * len(values)
 

@@ -22,7 +22,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from rollout_hooks.capture.token_arrays import common_prefix_len
 from verl_tree.trainer.advantages.leaves import EPSILON, leaf_advantages
+from verl_tree.tree.rows import stretches
 
 SHORTEST_QUOTE = 3
 """Tokens. Fewer are often equal by chance."""
@@ -113,12 +115,12 @@ def contexts_of(answer: Answer, token_ids: np.ndarray) -> list[np.ndarray]:
 def _answer_of(rows: Sequence[int], *, tokens: Sequence[np.ndarray], is_trained: Sequence[np.ndarray]) -> Answer:
     *others, last = rows
     own = tokens[last]
-    sampled = _stretches(is_trained[last])
+    sampled = stretches(is_trained[last])
     answer, end = sampled[-1]
     found = [Turn(last, *turn, ((turn[0], after[0]),)) for turn, after in pairwise(sampled)]
     for row in others:
-        num_shared = _num_equal(tokens[row], own)
-        for turn in _stretches(is_trained[row]):
+        num_shared = common_prefix_len(tokens[row], own)
+        for turn in stretches(is_trained[row]):
             if turn[0] < num_shared:
                 continue  # on the way to the answer, too
             quotes = list(_quotes(tokens[row][slice(*turn)], own[:answer], since=max(1, num_shared)))
@@ -138,19 +140,7 @@ def _quotes(part: np.ndarray, context: np.ndarray, *, since: int) -> Iterator[tu
     while start <= len(context) - SHORTEST_QUOTE:
         longest = 0
         for place in places.get(context[start : start + SHORTEST_QUOTE].tobytes(), ()):
-            longest = max(longest, _num_equal(part[place:], context[start:]))
+            longest = max(longest, common_prefix_len(part[place:], context[start:]))
         if longest:
             yield start, start + longest
         start += max(1, longest)
-
-
-def _num_equal(one: np.ndarray, other: np.ndarray) -> int:
-    """Return how many tokens two sequences begin with alike."""
-    num = min(len(one), len(other))
-    differs = np.flatnonzero(one[:num] != other[:num])
-    return int(differs[0]) if len(differs) else num
-
-
-def _stretches(is_trained: np.ndarray) -> list[tuple[int, int]]:
-    edges = np.flatnonzero(np.diff(is_trained.astype(np.int8), prepend=0, append=0)).tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
