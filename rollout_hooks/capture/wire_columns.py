@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
@@ -172,6 +172,26 @@ class ColumnReader:
             return serial_utils.decode(list(map(bytearray, pickle.loads(bits.tobytes()))))
         return torch.from_numpy(bits).view(value.dtype)
 
+    def read_nested(self, name: str, rows: Sequence[int]) -> torch.Tensor | None:
+        """Return what `read` returns for each row as one nested tensor, or None where that is not put together at once.
+
+        The elements of all rows are copied once, which tells with columns that have many numbers a token.
+        """
+        values = [self._value((name, row)) for row in rows]
+        if name == WHOLE or not all(value is not None and value.kind is Kind.TOKENS for value in values):
+            return None
+        of_rows = cast(list[Value], values)
+        if len({(value.dtype, value.own.shape[1:]) for value in of_rows}) > 1:
+            return None
+        elements = np.concatenate([part for value in of_rows for part in self._parts(value, name)])
+        lens = [value.num_elements for value in of_rows]
+        return torch.nested.nested_tensor_from_jagged(
+            torch.from_numpy(elements).view(of_rows[0].dtype),
+            torch.tensor([0, *accumulate(lens)]),
+            min_seqlen=min(lens),
+            max_seqlen=max(lens),
+        )
+
     def _value(self, place: Place) -> Value | None:
         if place not in self._values:
             self._values[place] = read_value(self._known[place])
@@ -185,14 +205,16 @@ class ColumnReader:
             ((_, start, count),) = value.pieces
             return self._elements(self._owner((WHOLE, row), mark=value.mark), (WHOLE, row))[start : start + count]
         if place not in self._wholes:
-            owners = [self._owner((name, owner), mark=value.mark).own for owner in value.owners]
-            pairs = zip(value.pieces, owners, strict=True)
-            parts = [own[piece.start : piece.start + piece.num] for piece, own in pairs]
-            elements = np.concatenate([*parts, value.own])
+            elements = np.concatenate(self._parts(value, name))
             if name != WHOLE:
                 return elements
             self._wholes[place] = elements
         return self._wholes[place]
+
+    def _parts(self, value: Value, name: str) -> list[np.ndarray]:
+        owners = [self._owner((name, owner), mark=value.mark).own for owner in value.owners]
+        pairs = zip(value.pieces, owners, strict=True)
+        return [*(own[piece.start : piece.start + piece.num] for piece, own in pairs), value.own]
 
     def _owner(self, place: Place, *, mark: int) -> Value:
         owner = self._value(place)

@@ -98,8 +98,12 @@ class TreeStorageManager(_StorageManager):
                 raise owner_is_gone(min(missing)) from error
             for each in found:
                 known |= each
-        columns = {name: self._pack_field_values([reader.read((name, row)) for row in rows]) for name in names}
+        columns = {name: self._column(reader, name, rows) for name in names}
         return TensorDict(columns, batch_size=len(metadata))
+
+    def _column(self, reader: ColumnReader, name: str, rows: Sequence[int]) -> Any:
+        nested = reader.read_nested(name, rows)
+        return self._pack_field_values([reader.read((name, row)) for row in rows]) if nested is None else nested
 
     async def stored(self, rows: Sequence[int], names: Sequence[str]) -> dict[Place, Any]:
         """Return the values of columns of rows as they are stored."""

@@ -65,6 +65,21 @@ def check_read(stored: Mapping[Place, Any], rows: Mapping[int, Row]) -> None:
         for name, expected in row.items():
             assert not reader.missing([(name, index)])
             assert_same(reader.read((name, index)), expected)
+    for name in set.intersection(*(set(row) for row in rows.values())):
+        check_nested(reader.read_nested(name, list(rows)), [row[name] for row in rows.values()])
+
+
+def check_nested(column: torch.Tensor | None, expected: Sequence[Any]) -> None:
+    """Check that a column which is read at once is what the queue makes of its rows' values."""
+    if column is not None:
+        whole = torch.nested.as_nested_tensor(list(expected), layout=torch.jagged)
+        assert_same(column.values(), whole.values())
+        assert torch.equal(column.offsets(), whole.offsets())
+        assert vars(column)["_metadata_cache"].keys() == vars(whole)["_metadata_cache"].keys()
+        assert (column._get_min_seqlen(), column._get_max_seqlen()) == (
+            whole._get_min_seqlen(),
+            whole._get_max_seqlen(),
+        )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -80,6 +95,7 @@ def test_tokens_of_a_forest_are_written_once_and_read_as_they_were(shape: str) -
         prompt, stored, half = PromptColumns(), {}, len(rows) // 2
         stored |= write(rows[:half], prompt=prompt) | write(rows[half:], prompt=prompt, first=half)
         check_read(stored, dict(enumerate(rows)))
+        assert ColumnReader(stored).read_nested("rollout_log_probs", range(len(rows))) is not None
         for name, num_nodes in {"input_ids": len(nodes), "rollout_log_probs": len(nodes) - num_shared}.items():
             values = [read_value(stored[name, index]) for index in range(len(rows))]
             num_own = sum(len(value.own) for value in values if value is not None)
