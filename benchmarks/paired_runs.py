@@ -68,7 +68,7 @@ def main() -> None:
         metrics = train(
             options.recipe, f"{options.option}={value}", *seeds(seed), *settings, *options.overrides, folder=folder
         )
-        write_metrics(metrics, files[value, seed], keys=(validation_of(metrics), *KEYS))
+        write_metrics(metrics, files[value, seed], keys=(*validations_of(metrics), *KEYS))
     runs = {place: read_metrics(file) for place, file in files.items() if file.exists()}
     tables = [
         summary([metrics for (each, _), metrics in runs.items() if each == value], name, value)
@@ -78,22 +78,22 @@ def main() -> None:
     write_json({"environment": environment(options), "summary": tables}, options.out / f"{name}.json")
 
 
-def validation_of(metrics: Metrics) -> str:
-    """Return verl's key of the validation reward of a recipe, which names the data source."""
-    return next(name for data in metrics.values() for name in data if name.startswith("val-core/"))
+def validations_of(metrics: Metrics) -> list[str]:
+    """Return verl's keys of the validation rewards of a recipe, one a data source."""
+    return sorted({name for data in metrics.values() for name in data if name.startswith("val-core/")})
 
 
 def summary(runs: list[Metrics], name: str, value: str) -> list[dict[str, str]]:
     """Return a line for each validation: rewards of the runs, and what training had taken until then.
 
-    The training reward is that of all sessions since the validation before.
+    A run's is the mean over the data sources. The training reward is that of all sessions since the validation before.
     """
     steps = sorted(set.intersection(*(set(metrics) for metrics in runs))) if runs else []
-    validation = validation_of(runs[0]) if runs else ""
+    validations = validations_of(runs[0]) if runs else []
     lines = []
     before = 0
-    for step in (step for step in steps if validation in runs[0][step]):
-        rewards = [metrics[step][validation] for metrics in runs]
+    for step in (step for step in steps if runs[0][step].keys() & set(validations)):
+        rewards = [fmean(metrics[step][name] for name in validations) for metrics in runs]
         updates = [metrics[each] for metrics in runs for each in steps if 0 < each <= step]
         sessions = [metrics[each][SESSION_REWARD] for metrics in runs for each in steps if before < each <= step]
         before = step
