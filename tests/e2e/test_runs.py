@@ -76,8 +76,7 @@ def test_every_metric_is_explained_and_mfu_counts_what_is_computed(tree: dict[in
     assert ours <= KEYS
     # The run has no critic, relays nothing, replays no routes, is synchronous, starts at prompts, and has no roles.
     of_others = (
-        "critic|tree/(async|living)/|tree/role_|"
-        "tree/(counterfactuals|sections|spine_ratio|context_tokens|store_gib|route_conflicts)$"
+        "critic|tree/(async|living)/|tree/role_|tree/(sections|spine_ratio|context_tokens|store_gib|route_conflicts)$"
     )
     assert {name for name in KEYS - logged if not re.search(of_others, name)} == set()
     for metrics in tree.values():

@@ -1,6 +1,5 @@
 """Drawn trees for the tests of advantages, with expected values by hand; docs/advantages.md shows the first."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_tree.trainer.advantages import ESTIMATORS, Call, Owed, Rows, announce_rows
+from verl_tree.trainer.advantages import ESTIMATORS, Call, Rows, announce_rows
 from verl_tree.tree import TokenForest
 from verl_tree.tree.shape import ForestShape
 
@@ -24,8 +23,6 @@ class Leaf:
     reward: float
     untrained: str = ""
     """Letters of the response that a tool wrote."""
-    owed: tuple[tuple[int, int, float], ...] = ()
-    """Turns, as places in prompt and response, and what they are owed."""
 
     @property
     def calls(self) -> list[Call]:
@@ -33,10 +30,6 @@ class Leaf:
         starts = len(self.prompt)
         pattern = f"[^{re.escape(self.untrained)}]+" if self.untrained else ".+"
         return [Call(starts + match.start(), starts + match.end()) for match in re.finditer(pattern, self.response)]
-
-
-HALF = math.atanh(1 / 2)
-"""Nats that count 1/2."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +52,12 @@ class DrawnTree:
 FORK = DrawnTree(
     leaves=(
         Leaf("u_0_0", "P", "abb", 1.0),
-        Leaf("u_0_1", "P", "ac", 0.0, owed=((1, 2, HALF),)),
+        Leaf("u_0_1", "P", "ac", 0.0),
         Leaf("u_1_0", "P", "d", 1.0),
     ),
     expected={
         # sessions weigh 1/2, so the mean is (1/2 + 1) / 2 = 3/4
         "tree_grpo": {"u_0_0": [1 / 4] * 3, "u_0_1": [-3 / 4] * 2, "u_1_0": [1 / 4]},
-        # a is owed 1/2 on the way to c: -3/4 + 1/2 * 3/4
-        "tree_counterfactual": {"u_0_0": [1 / 4] * 3, "u_0_1": [-3 / 8, -3 / 4], "u_1_0": [1 / 4]},
         # plus +-1/2 in session 0, plus 0 for the only leaf of session 1
         "tree_grpo_intra": {"u_0_0": [3 / 4] * 3, "u_0_1": [-5 / 4] * 2, "u_1_0": [1 / 4]},
         # a: 2 (1/2 - 2/3) / (2 sqrt 2); b: (1/3 + 1/2) / 2; c: (-2/3 - 1/2) / 2; d: 2 (1/3) / 2
@@ -101,13 +92,6 @@ DEEP = DrawnTree(
     expected={
         # sessions weigh 1/2: mean 5/2
         "tree_grpo": {
-            "u_0_0": [-5 / 2] * 2,
-            "u_0_1": [1 / 2] * 3,
-            "u_0_2": [7 / 2] * 3,
-            "u_0_3": [17 / 2] * 2,
-            "u_1_0": [-5 / 2] * 2,
-        },
-        "tree_counterfactual": {
             "u_0_0": [-5 / 2] * 2,
             "u_0_1": [1 / 2] * 3,
             "u_0_2": [7 / 2] * 3,
@@ -161,23 +145,15 @@ DEEP = DrawnTree(
 AGENT = DrawnTree(
     leaves=(
         Leaf("u_0_0", "P", "xTy", 1.0, untrained="T"),
-        Leaf("u_0_1", "P", "z", 0.0, owed=((1, 2, HALF),)),
-        Leaf("u_0_2", "Q", "w", 2.0, owed=((1, 2, -HALF),)),
-        Leaf("u_1_0", "P", "xTy", 1.0, untrained="T", owed=((1, 2, 9.0),)),
+        Leaf("u_0_1", "P", "z", 0.0),
+        Leaf("u_0_2", "Q", "w", 2.0),
+        Leaf("u_1_0", "P", "xTy", 1.0, untrained="T"),
         Leaf("v_0_0", "R", "s", 3.0),
     ),
     expected={
         # both sessions have mean 1
         "tree_grpo": {"u_0_0": [0.0] * 3, "u_0_1": [-1.0], "u_0_2": [1.0], "u_1_0": [0.0] * 3, "v_0_0": [3.0]},
         "tree_grpo_intra": {"u_0_0": [0.0] * 3, "u_0_1": [-2.0], "u_0_2": [2.0], "u_1_0": [0.0] * 3, "v_0_0": [3.0]},
-        # z helped, w stood in the way, and x is on a leaf that teaches nothing
-        "tree_counterfactual": {
-            "u_0_0": [0.0] * 3,
-            "u_0_1": [-1 / 2],
-            "u_0_2": [1 / 2],
-            "u_1_0": [0.0] * 3,
-            "v_0_0": [3.0],
-        },
         # x T y: (0 + 1/2) / 2; z: (-1 - 1/2) / 2; the parent of Q is the group: (1 + 1) / 2
         "treerl": {
             "u_0_0": [1 / 4, 0.0, 1 / 4],
@@ -242,7 +218,6 @@ def estimate(
         response_lens=lens,
         weigh_sessions=weigh_sessions,
         calls=[leaf.calls for leaf in leaves],
-        owed=[Owed(row, *each) for row, leaf in enumerate(leaves) for each in leaf.owed],
         roles=roles or {},
     )
     config = {"norm_adv_by_std_in_grpo": normalize_by_std, **(options or {})}

@@ -14,12 +14,6 @@ def ranges(starts: IntArray, lens: IntArray) -> IntArray:
     return np.arange(int(lens.sum())) + np.repeat(starts - (np.cumsum(lens) - lens), lens)
 
 
-def stretches(is_there: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Return where the maximal stretches of True start and end (exclusive), ascending."""
-    edges = np.flatnonzero(np.diff(is_there.astype(np.int8), prepend=0, append=0)).tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
-
-
 def trained_tokens(mask: np.ndarray, *, mask_lens: IntArray, row_lens: IntArray) -> NDArray[np.bool_]:
     """Find the tokens that a loss reads: (sum of row_lens,) bool, one row after another.
 

@@ -43,8 +43,6 @@ EXAMPLES = (
     ("tree.shared_tokens=mean", "tree.sharing=prompt"),
     (f"{LOSS}=clip_cov", "tree.session_weight=session"),
     (f"{LOSS}=clip_cov", "tree.role_weight={p: 1}"),
-    ("algorithm.adv_estimator=tree_counterfactual", POLICY["IMAGES"]),
-    ("algorithm.adv_estimator=tree_counterfactual", f"{REPLAY}=R2"),
     ("algorithm.adv_estimator=treerl", "tree.rows=longest"),
     ("tree.session_weight=session", "tree.rows=longest"),
     ("tree.session_weight=session",),

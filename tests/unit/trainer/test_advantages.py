@@ -1,7 +1,6 @@
 """All estimators: the drawn trees by hand, verl's GRPO where a session has one leaf, and the weights of `tree_grpo`."""
 
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +63,9 @@ def test_rewards_of_any_size_are_compared(tree: DrawnTree, name: str) -> None:
     """Divided by the standard deviation, 1e38 times the rewards have the same advantages, but for epsilon."""
     several = [leaf for leaf in tree.leaves if sum(each.key[0] == leaf.key[0] for each in tree.leaves) > 1]
     largest = max(abs(leaf.reward) for leaf in several) or 1.0
-    large = [replace(leaf, reward=1e38 / largest * leaf.reward) for leaf in several]
+    large = [
+        Leaf(leaf.key, leaf.prompt, leaf.response, 1e38 / largest * leaf.reward, leaf.untrained) for leaf in several
+    ]
     expected = estimate(name, several)
     for key, values in estimate(name, large).items():
         assert values == pytest.approx(expected[key], rel=1e-4, abs=1e-4), key
@@ -74,7 +75,7 @@ def test_rewards_of_any_size_are_compared(tree: DrawnTree, name: str) -> None:
 @pytest.mark.parametrize("reward", [0.0, 0.1, -1e6, 1 / 3])
 @pytest.mark.parametrize("tree", DRAWN.values(), ids=DRAWN)
 def test_equal_rewards_give_exactly_nothing(tree: DrawnTree, name: str, reward: float) -> None:
-    leaves = [replace(leaf, reward=reward) for leaf in tree.leaves if leaf.key[0] == "u"]
+    leaves = [Leaf(leaf.key, leaf.prompt, leaf.response, reward) for leaf in tree.leaves if leaf.key[0] == "u"]
     for values in estimate(name, leaves).values():
         assert values == [0.0] * len(values)
 

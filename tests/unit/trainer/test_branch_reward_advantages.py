@@ -61,7 +61,6 @@ def of_turns(a, b, c, d):
 # Rewards 3, 0, 3. Sessions: 3/2 and 3, their mean 9/4. Group: 3 leaves, mean 2; below a: 2 leaves, mean 3/2.
 BY_HAND = {
     "tree_grpo": of_turns(a=(3 / 4, -9 / 4), b=3 / 4, c=-9 / 4, d=3 / 4),
-    "tree_counterfactual": of_turns(a=(3 / 4, -9 / 4), b=3 / 4, c=-9 / 4, d=3 / 4),
     # plus -+3/2 in session 0
     "tree_grpo_intra": of_turns(a=(9 / 4, -15 / 4), b=9 / 4, c=-15 / 4, d=3 / 4),
     # a: 2 (3/2 - 2) / (2 sqrt 2); b: (1 + 3/2) / 2; c: (-2 - 3/2) / 2; d: 2 (3 - 2) / 2
@@ -75,7 +74,6 @@ BY_HAND = {
 # What the reward 1 on a adds; without it the rewards are 2, -1, 3.
 ADDED_BY_A = {
     "tree_grpo": of_turns(a=(1 / 2, 1 / 2), b=1 / 2, c=1 / 2, d=-1 / 2),
-    "tree_counterfactual": of_turns(a=(1 / 2, 1 / 2), b=1 / 2, c=1 / 2, d=-1 / 2),
     "tree_grpo_intra": of_turns(a=(1 / 2, 1 / 2), b=1 / 2, c=1 / 2, d=-1 / 2),
     "treerl": of_turns(a=(1 / 3 / 2**0.5,) * 2, b=1 / 6, c=1 / 6, d=-2 / 3),
     "treepo": of_turns(a=(1 / 3, 1 / 3), b=1 / 5, c=1 / 5, d=-2 / 3),

@@ -35,7 +35,6 @@ WRITTEN_IN_PLACE = {
     "tree/cut_groups",
     "tree/cut_tokens",
     "timing_s/tree_log",
-    "tree/counterfactuals",
     "tree/sampled_tokens_per_live_leaf",
     *(f"tree/living/{name}" for name in ("groups", "equal_reward_groups", "nodes", "age")),
     *(f"perf/mfu/{role}{end}" for role in ("actor", "critic") for end in ("", "_flat_equivalent")),

@@ -101,8 +101,6 @@ EXPECTED = {
         "w_1_1": [-2],
     },
 }
-# Nobody has asked about turns.
-EXPECTED["tree_counterfactual"] = EXPECTED["tree_grpo"]
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -3,19 +3,10 @@
 `leaves`      one advantage per leaf: `tree_grpo`, `tree_grpo_intra`
 `nodes`       one advantage per node of a session's token tree: `treerl`, `treepo`
 `steps`       one advantage per leaf and step, compared with steps from the same state: `gigpo`
-`counterfactual`  one advantage per turn, by what the right answer would have been without it: `tree_counterfactual`
 `estimators`  all of them in verl's form, under the names that `algorithm.adv_estimator` takes
 `rows`        what the trainer tells them of its rows, beyond what verl gives to an estimator
 """
 
-from verl_tree.trainer.advantages.counterfactual import (
-    SHORTEST_QUOTE,
-    Owed,
-    Turn,
-    contexts_of,
-    counterfactual_advantages,
-    find_answers,
-)
 from verl_tree.trainer.advantages.estimators import ESTIMATORS, REWARDS_ONLY, register
 from verl_tree.trainer.advantages.leaves import intra_tree_advantages, leaf_advantages
 from verl_tree.trainer.advantages.nodes import SessionTrees, treepo_advantages, treerl_advantages
@@ -25,16 +16,10 @@ from verl_tree.trainer.advantages.steps import Call, gigpo_advantages
 __all__ = [
     "ESTIMATORS",
     "REWARDS_ONLY",
-    "SHORTEST_QUOTE",
     "Call",
-    "Owed",
     "Rows",
     "SessionTrees",
-    "Turn",
     "announce_rows",
-    "contexts_of",
-    "counterfactual_advantages",
-    "find_answers",
     "gigpo_advantages",
     "intra_tree_advantages",
     "leaf_advantages",

@@ -2,7 +2,7 @@
 
 A leaf's reward is the sum of its token-level rewards, minus the KL penalty where configured. All estimators read
 `algorithm.norm_adv_by_std_in_grpo` (default true) and give exactly 0 to a group of equal rewards. All but `gigpo` are
-verl's GRPO where every session has one leaf and, of `tree_counterfactual`, one turn.
+verl's GRPO where every session has one leaf.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_tree.trainer.advantages.counterfactual import counterfactual_advantages
 from verl_tree.trainer.advantages.leaves import intra_tree_advantages, leaf_advantages
 from verl_tree.trainer.advantages.nodes import SessionTrees, treepo_advantages, treerl_advantages
 from verl_tree.trainer.advantages.rows import Rows, announced_rows
@@ -63,21 +62,6 @@ def _on_steps(token_rewards: Tensor, rows: Rows, options: Mapping[str, Any]) -> 
     )
 
 
-def _on_turns(token_rewards: Tensor, rows: Rows, options: Mapping[str, Any]) -> np.ndarray:
-    """Give every token the advantage of its leaf, and turns what they are owed."""
-    return counterfactual_advantages(
-        token_rewards.sum(dim=-1).double().numpy(),
-        owed=rows.owed,
-        row_lens=rows.shape.sequence_lens.tolist(),
-        response_lens=rows.response_lens,
-        width=token_rewards.shape[1],
-        groups=rows.groups,
-        sessions=rows.sessions,
-        weight=rows.owed_weight,
-        normalize_by_std=options.get("norm_adv_by_std_in_grpo", True),
-    )
-
-
 def _estimator(name: str, on_tokens: Callable[[Tensor, Rows, Mapping[str, Any]], np.ndarray]) -> Estimator:
     """Return the estimator that verl calls; outside `announce_rows` it raises a ValueError."""
 
@@ -98,7 +82,6 @@ ESTIMATORS: dict[str, Estimator] = {
     "treerl": _estimator("treerl", partial(_on_nodes, advantages=treerl_advantages)),
     "treepo": _estimator("treepo", partial(_on_nodes, advantages=treepo_advantages)),
     "gigpo": _estimator("gigpo", _on_steps),
-    "tree_counterfactual": _estimator("tree_counterfactual", _on_turns),
 }
 """By the value of `algorithm.adv_estimator`. Of what verl passes besides rewards and mask, they read only `config`, the
 `algorithm` options. Advantages and returns are the same tensor, as in verl's outcome estimators."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from verl_tree.trainer.advantages.counterfactual import Owed
 from verl_tree.trainer.advantages.steps import Call
 from verl_tree.trainer.row_keys import number_sessions, parse_row_key
 from verl_tree.tree.shape import ForestShape
@@ -30,8 +29,6 @@ class Rows:
     response_lens: Sequence[int]  # (R,) tokens of the response, the end of each sequence
     weigh_sessions: bool = False  # Whether every session weighs the same in the loss
     calls: Sequence[Sequence[Call]] | None = None  # (R,) the calls of each row. None: not asked for
-    owed: Sequence[Owed] = ()  # by turns that somebody asked about
-    owed_weight: float = 1.0
     values: Tensor | None = None  # (R, response length) the critic's. None: not asked for
     roles: Mapping[str, str] = field(default_factory=dict)  # by key; rows without a role are not in it
 

@@ -11,15 +11,13 @@ Some methods need all rows in one place and stay on the driver (docs/scale.md sa
 - metrics of a mixture of experts' load, and of speculative decoding
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property, partial, reduce
 from operator import add
 from typing import Any
 
 import ray
 import torch
-import transfer_queue as tq
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
@@ -31,12 +29,10 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl_tree.config import teaches_on_ranks
 from verl_tree.trainer.advantages import ESTIMATORS, REWARDS_ONLY
 from verl_tree.trainer.portions import by_role
-from verl_tree.trainer.portions.counterfactuals import PARTITION, write_counterfactuals, written_counterfactuals
 from verl_tree.trainer.portions.portion import Method, Portion, PortionResult, announcement, join_untrained
 from verl_tree.trainer.portions.portion_metrics import join_metrics
 from verl_tree.trainer.portions.whitening import UNWHITENED, unwhitened, whitening
 from verl_tree.trainer.row_keys import group_rows
-from verl_tree.trainer.rows.padding import append_padding_rows
 from verl_tree.trainer.rows.step_rows import StepRows
 
 GROUP_WISE = REWARDS_ONLY | ESTIMATORS.keys()
@@ -81,15 +77,9 @@ class BesideRows(PPOTrainer):
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
         rows = self._step_rows.select(batch.keys)
         method = by_role.compute_advantage if rows.roles else PPOTrainer._compute_advantage
-        with self._counterfactuals(batch, metrics) as owed_weight:
-            if not self._estimates_in_portions:
-                with announcement(rows, self.config, owed_weight=owed_weight):
-                    return method(self, batch, metrics)
-            return self._estimate_in_portions(method, batch, metrics, rows=rows, owed_weight=owed_weight)
-
-    def _estimate_in_portions(
-        self, method: Method, batch: KVBatchMeta, metrics: dict[str, float], *, rows: StepRows, owed_weight: float
-    ) -> KVBatchMeta:
+        if not self._estimates_in_portions:
+            with announcement(rows, self.config):
+                return method(self, batch, metrics)
         units = join_untrained(group_rows(batch.keys), num_trained=rows.shapes["num_trained"].tolist())
         in_reward = self.config.algorithm.use_kl_in_reward
         kl_coef = self.kl_ctrl_in_reward.value if in_reward else 0.0
@@ -102,7 +92,6 @@ class BesideRows(PPOTrainer):
             step_rows=rows,
             compared=("advantages", "returns") if whitens else None,
             kl_coef=kl_coef,
-            owed_weight=owed_weight,
         )
         if whitens:
             self._run(_whitening(results), batch, units=units)
@@ -131,26 +120,6 @@ class BesideRows(PPOTrainer):
         metrics.update(compute_timing_metrics(batch=lens, timing_raw=timing_raw))
         n_gpus = self._get_n_gpus_for_throughput()
         metrics.update(compute_throughout_metrics(batch=lens, timing_raw=timing_raw, n_gpus=n_gpus))
-
-    @contextmanager
-    def _counterfactuals(self, batch: KVBatchMeta, metrics: dict[str, float]) -> Iterator[float]:
-        """Let the policy say what turns are owed, inside; yield the weight of it, from 1 to 0 over the run."""
-        if self.config.algorithm.adv_estimator != "tree_counterfactual":
-            yield 0.0
-            return
-        weight = 1.0 - (self.global_steps - 1) / self.total_training_steps
-        self._run(write_counterfactuals, batch, units=group_rows(batch.keys))
-        asked = written_counterfactuals()
-        metrics["tree/counterfactuals"] = float(len(asked))
-        if len(asked):
-            num_padding = -len(asked) % self.actor_rollout_wg.world_size
-            asked = append_padding_rows(asked, num_rows=num_padding, eos_token_id=self.tokenizer.eos_token_id)
-            self._call(self.actor_rollout_wg.compute_log_prob, asked, calculate_entropy=False)
-        try:
-            yield weight
-        finally:
-            if len(asked):
-                tq.kv_clear(keys=asked.keys, partition_id=PARTITION)
 
     @property
     def _bypasses_old_log_probs(self) -> bool:
@@ -203,13 +172,10 @@ class BesideRows(PPOTrainer):
         step_rows: StepRows | None = None,
         compared: tuple[str, str] | None = None,
         kl_coef: float = 0.0,
-        owed_weight: float = 0.0,
     ) -> list[PortionResult]:
         """Run a method on the ranks, each with a portion of the rows; `units` of rows are not parted."""
         config = config or self._config_ref
-        whole = Portion(
-            method, batch, config, kl_coef=kl_coef, step_rows=step_rows, owed_weight=owed_weight, compared=compared
-        )
+        whole = Portion(method, batch, config, kl_coef=kl_coef, step_rows=step_rows, compared=compared)
         num_ranks = self.actor_rollout_wg.world_size
         work: list[Portion | None] = [*whole.cut(units or [[row] for row in range(len(batch))], num_portions=num_ranks)]
         work += [None] * (num_ranks - len(work))

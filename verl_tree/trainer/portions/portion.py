@@ -23,7 +23,6 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_tree.trainer import advantages
 from verl_tree.trainer.portions import whitening
-from verl_tree.trainer.portions.counterfactuals import read_owed
 from verl_tree.trainer.rows.step_rows import StepRows, fetch
 from verl_tree.trainer.rows.step_tokens import fetch_steps
 
@@ -40,7 +39,6 @@ class Portion:
     config: ray.ObjectRef  # the trainer's configuration
     kl_coef: float = 0.0  # of the KL penalty in the reward
     step_rows: StepRows | None = None  # the shapes of the rows, for advantages
-    owed_weight: float = 0.0  # of what turns are owed; 0: it is not known
     compared: tuple[str, str] | None = None  # two columns of the response whose `Moments` are wanted
 
     def cut(self, units: Sequence[Sequence[int]], *, num_portions: int) -> list[Self]:
@@ -175,7 +173,7 @@ def run_portion(portion: Portion, config: DictConfig) -> PortionResult:
     metrics: dict[str, Any] = {}
     trainer = PortionTrainer(config, kl_coef=portion.kl_coef)
     rows = portion.step_rows
-    with nullcontext() if rows is None else announcement(rows, config, owed_weight=portion.owed_weight):
+    with nullcontext() if rows is None else announcement(rows, config):
         written = portion.method(trainer, portion.batch, metrics)
     names = ("response_mask", *(portion.compared or ()))
     columns = fetch(portion.batch.keys, names, partition_id=str(portion.batch.partition_id))
@@ -188,13 +186,11 @@ def run_portion(portion: Portion, config: DictConfig) -> PortionResult:
     )
 
 
-def announcement(rows: StepRows, config: DictConfig, *, owed_weight: float = 0.0) -> Any:
-    """Return the context in which estimators know these rows, with what `gigpo` and others read of them besides."""
+def announcement(rows: StepRows, config: DictConfig) -> Any:
+    """Return the context in which estimators know these rows; `gigpo` reads their calls, unwhitened `gae` values."""
     told = rows.announcement(weigh_sessions=config.tree.session_weight == "session")
     if config.algorithm.adv_estimator == "gigpo":
         told = replace(told, calls=fetch_steps(rows))
-    elif config.algorithm.adv_estimator == "tree_counterfactual":
-        told = replace(told, owed=read_owed(rows) if owed_weight else (), owed_weight=owed_weight)
     elif config.algorithm.adv_estimator == whitening.unwhitened("gae"):
         columns = fetch(rows.keys, ("values",), partition_id=rows.partition_id)
         told = replace(told, values=columns.to_padded_tensor()["values"])

@@ -15,7 +15,6 @@ from rollout_hooks.capture.outputs import CALL_STATES_FIELD
 from rollout_hooks.capture.rows import CALLS_FIELD
 from verl_tree.records import CallRun
 from verl_tree.trainer.advantages import Call
-from verl_tree.tree.rows import stretches
 
 
 def recorded_calls(extra_fields: Mapping[str, Any]) -> tuple[CallRun, ...]:
@@ -28,12 +27,13 @@ def calls_of_row(extra_fields: Mapping[str, Any], *, is_trained: np.ndarray) -> 
     if CALL_STATES_FIELD in extra_fields:
         begun = extra_fields[CALL_STATES_FIELD]
         bounds = pairwise([*(position for position, _ in begun), len(is_trained)])
-        steps = [(start, np.flatnonzero(is_trained[start:end])) for start, end in bounds]
+        stretches = [(start, np.flatnonzero(is_trained[start:end])) for start, end in bounds]
         return [
             Call(start, start + int(trained[-1]) + 1, state)
-            for (start, trained), (_, state) in zip(steps, begun, strict=True)
+            for (start, trained), (_, state) in zip(stretches, begun, strict=True)
             if len(trained)
         ]
     if CALLS_FIELD in extra_fields:
         return [Call(run.start, run.end) for run in recorded_calls(extra_fields)]
-    return [Call(*stretch) for stretch in stretches(is_trained)]
+    edges = np.flatnonzero(np.diff(is_trained.astype(np.int8), prepend=0, append=0)).tolist()
+    return [Call(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True)]

@@ -38,7 +38,7 @@ def fetch_steps(rows: StepRows) -> list[list[Call]]:
     """Read the calls of each row, as an agent's steps."""
     columns = fetch(rows.keys, ("extra_fields", "response_mask"), partition_id=rows.partition_id)
     return [
-        calls_of_row(extra, is_trained=is_trained_of(mask, num_tokens=num_tokens))
+        calls_of_row(extra, is_trained=_is_trained(mask, num_tokens=num_tokens))
         for extra, mask, num_tokens in zip(
             objects(columns, "extra_fields", default={}),
             arrays(columns, "response_mask"),
@@ -155,7 +155,7 @@ def _leaf(
 ) -> StoredLeaf:
     place = parse_row_key(key)
     token_ids, mask = values["input_ids"].astype(np.int32), values["response_mask"]
-    is_trained = is_trained_of(mask, num_tokens=len(token_ids))
+    is_trained = _is_trained(mask, num_tokens=len(token_ids))
     prompt_len = len(token_ids) - len(mask)
     calls = recorded_calls(extra)
     log_probs = np.full(len(token_ids), np.nan, dtype=np.float32)
@@ -184,6 +184,6 @@ def _leaf(
     )
 
 
-def is_trained_of(response_mask: np.ndarray, *, num_tokens: int) -> np.ndarray:
+def _is_trained(response_mask: np.ndarray, *, num_tokens: int) -> np.ndarray:
     """Return which of a row's tokens a loss reads, (num_tokens,) bool."""
     return trained_tokens(response_mask, mask_lens=np.array([len(response_mask)]), row_lens=np.array([num_tokens]))
