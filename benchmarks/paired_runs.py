@@ -33,6 +33,7 @@ KEYS = (
     "tree/sampled_tokens_per_live_leaf",
     *(f"tree/living/{name}" for name in ("groups", "equal_reward_groups", "nodes", "age")),
     *(f"tree/living/{name}" for name in ("reached", "replayed_tokens", "shift")),
+    *(f"training/filter_groups/{name}_samples" for name in ("evicted", "discarded_surplus")),
     "actor/entropy",
     "actor/grad_norm",
     "timing_s/step",

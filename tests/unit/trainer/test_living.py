@@ -156,6 +156,21 @@ def test_prompts_wait_where_nodes_take_their_places() -> None:
     assert fresh == list(range(len(fresh)))
 
 
+def test_prompts_that_are_fetched_one_by_one_draw_each_for_itself() -> None:
+    """As with `algorithm.filter_groups`, which refills a step."""
+    living, data = LivingTrees(num_prompts=1, share=0.5, max_age=100, seed=0), Data(size=1)
+    shares = []
+    for step in range(1, 11):
+        batches = [living.next_prompts(data.fetch, name=data.name, step=step) for _ in range(8)]
+        points = [point for batch in batches for point in batch[STARTING_POINT]]
+        leaves = leaf(0, [[10]], 1.0), leaf(1, [[11]], 0.0)
+        living.learn([tree(*leaves, uid=str(uid)) for batch in batches for uid in batch["uid"]], step=step)
+        shares.append(sum(point is not None for point in points) / len(points))
+    assert shares[0] == 0
+    assert 0 < min(shares[1:]) <= max(shares[1:]) < 1
+    assert np.mean(shares[1:]) == pytest.approx(0.5, abs=0.15)
+
+
 def test_old_nodes_are_dropped() -> None:
     living, data = LivingTrees(num_prompts=4, share=1.0, max_age=2, seed=0), Data()
     run_step(living, data, 1, rewards=(1.0, 0.0))

@@ -120,7 +120,8 @@ class LivingTrees:
     def _draw(self, *, step: int) -> list[OpenNode]:
         """Take nodes out of the store, with a chance that grows with their weight and falls with their age."""
         self._nodes = [node for node in self._nodes if step - node.born <= self._max_age]
-        rng = random.Random(f"{self._seed}/{step}")
+        # Where groups are filtered, a step fetches one prompt after the other.
+        rng = random.Random(f"{self._seed}/{step}/{len(self._running)}")
         # A share of .3 of 4 prompts is 1 or 2 of them.
         num_wanted = min(int(self._share * self._num_prompts + rng.random()), len(self._nodes))
         # The largest of u^(1 / weight) are a weighted draw without replacement (Efraimidis and Spirakis, 2006); here
