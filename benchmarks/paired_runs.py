@@ -14,14 +14,17 @@ all runs:
         --keys val-core/memory_qa/reward/mean@1,tree/session_reward/mean,tree/flat_tokens
 """
 
+from math import nan
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 from harness import environment, new_parser, print_table, write_json
 from recipe_runs import Metrics, read_metrics, seeds, train, write_metrics
 
 SESSION_REWARD = "tree/session_reward/mean"
 UPDATE_S = "timing_s/update_actor"
+SAMPLED = "tree/sampled_tokens"
 KEYS = (
     SESSION_REWARD,
     "tree/leaves_per_session",
@@ -29,7 +32,7 @@ KEYS = (
     "tree/tokens",
     "tree/live_tokens",
     "tree/equal_reward_groups",
-    "tree/sampled_tokens",
+    SAMPLED,
     "tree/sampled_tokens_per_live_leaf",
     *(f"tree/living/{name}" for name in ("groups", "equal_reward_groups", "nodes", "age")),
     *(f"tree/living/{name}" for name in ("reached", "replayed_tokens", "shift")),
@@ -106,11 +109,17 @@ def summary(runs: list[Metrics], name: str, value: str) -> list[dict[str, str]]:
                 "validation reward": f"{fmean(rewards):.3f}",
                 "least to greatest": f"{min(rewards):.3f} to {max(rewards):.3f}",
                 "training reward": f"{fmean(sessions):.3f}" if sessions else "",
-                "tokens trained in a run": f"{sum(each['tree/flat_tokens'] for each in updates) / len(runs):.0f}",
+                "tokens generated in a run": f"{tokens(updates, SAMPLED) / len(runs):.0f}",
+                "tokens trained in a run": f"{tokens(updates, 'tree/flat_tokens') / len(runs):.0f}",
                 "median update (s)": f"{median(each[UPDATE_S] for each in updates):.2f}" if updates else "",
             }
         )
     return lines
+
+
+def tokens(updates: list[dict[str, Any]], key: str) -> float:
+    """Return the sum of a metric; NaN if a run is older than it."""
+    return sum(each.get(key, nan) for each in updates)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ def test_a_repeated_step_has_the_generation_of_the_run_that_generated() -> None:
 
 def test_the_summary_counts_what_was_trained_until_each_validation() -> None:
     def step(tokens: float, update_s: float, **others: float) -> dict[str, float]:
-        return {"tree/flat_tokens": tokens, UPDATE_S: update_s, SESSION_REWARD: update_s / 8, **others}
+        sampled = {"tree/sampled_tokens": tokens / 4}
+        return {"tree/flat_tokens": tokens, **sampled, UPDATE_S: update_s, SESSION_REWARD: update_s / 8, **others}
 
     runs = [
         {0: {VALIDATION: 0.25}, 1: step(100, 1.0), 2: step(200, 2.0, **{VALIDATION: 0.5})},
@@ -90,6 +91,7 @@ def test_the_summary_counts_what_was_trained_until_each_validation() -> None:
     assert (first["step"], first["validation reward"], first["tokens trained in a run"]) == ("0", "0.500", "0")
     assert (last["step"], last["validation reward"], last["least to greatest"]) == ("2", "0.750", "0.500 to 1.000")
     assert (last["tokens trained in a run"], last["median update (s)"]) == ("600", "2.50")
+    assert (first["tokens generated in a run"], last["tokens generated in a run"]) == ("0", "150")
     assert (first["training reward"], last["training reward"]) == ("", "0.375")  # (1 + 2 + 3 + 6) / 4 / 8
 
 
