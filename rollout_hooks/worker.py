@@ -27,13 +27,12 @@ from rollout_hooks.capture.errors import describe_error
 from rollout_hooks.capture.image_runs import IMAGES_FIELD, image_runs, thumbnail, tree_keys
 from rollout_hooks.capture.leaf_shapes import LEAF_SHAPE_TAG, WrittenRow, leaf_shapes
 from rollout_hooks.capture.outputs import PromptFailed, SessionFailed, TreeAgentLoopOutput, is_reward, row_reward
-from rollout_hooks.capture.recording import RecordingClient, recording_client
+from rollout_hooks.capture.recording import recording_client
 from rollout_hooks.capture.report import ENDED, CaptureReport, FailedSession
 from rollout_hooks.capture.retries import RetryingManager
 from rollout_hooks.capture.roles import ROLE
 from rollout_hooks.capture.rows import RowLimits, images_of_row, session_rows
 from rollout_hooks.capture.running import RUNNING, OpenSessions, PromptProgress, Session, keep_for_the_report
-from rollout_hooks.capture.starting_point import STARTING_POINT
 from rollout_hooks.capture.tracebacks import raised_at, user_traceback, waiting_places
 from rollout_hooks.capture.wire_storage import writing
 from rollout_hooks.loops import register_built_in
@@ -100,9 +99,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
         rollout = self.config.actor_rollout_ref.rollout
         num_sessions = rollout.val_kwargs.n if trajectory["validate"] else rollout.n
         uid = prompt["uid"]
-        self._prompts[uid] = PromptProgress(
-            int(prompt.get("__rollout_n__", num_sessions)), [], start=prompt.pop(STARTING_POINT, None)
-        )
+        self._prompts[uid] = PromptProgress(int(prompt.get("__rollout_n__", num_sessions)), [])
         try:
             await super()._run_prompt(prompt, sampling_params, trajectory, trace)
         finally:
@@ -127,7 +124,7 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
             uid=kwargs["uid"],
             session_id=int(kwargs["session_id"]),
             partition="val" if trajectory["validate"] else "train",
-            client=self._client(sampling_params, uid=kwargs["uid"], session_id=int(kwargs["session_id"])),
+            client=recording_client(self, prompt=kwargs["uid"]),
             wants_log_probs=bool(sampling_params.get("logprobs")),
             agent_name=agent_name,
         )
@@ -146,15 +143,6 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
         self._settle(session, error)
         if progress.num_ended == progress.num_sessions and progress.rows:
             await self._put_leaf_shapes(session.uid, progress)
-
-    def _client(self, sampling_params: dict[str, Any], *, uid: str, session_id: int) -> RecordingClient:
-        """Return the LLM client of a session. The first one of a prompt asks for the shift of the node it starts at."""
-        start = self._prompts[uid].start
-        client = recording_client(self, prompt=uid, start=start)
-        # A server gives the log-probs of a prompt at temperature 1.
-        is_comparable = sampling_params.get("temperature", 1.0) == 1.0
-        client.asks_for_shift = start is not None and start.is_inside and session_id == 0 and is_comparable
-        return client
 
     async def _run_session(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> None:
         """Run one session on the copy; if it fails, keep the leaves that have a reward of their own."""
@@ -292,13 +280,6 @@ class TreeAgentLoopWorkerBase(_AgentLoopWorker):
             dead_servers=(session.client.dead_server,) if session.client.dead_server is not None else (),
         )
         progress = self._prompts[session.uid]
-        if progress.start is not None and progress.start.is_inside:
-            shift = session.client.shift
-            report += CaptureReport(
-                num_started_inside=1,
-                num_reached=int(session.client.has_reached_start),
-                shifts=() if shift is None else (shift,),
-            )
         if error is not None:
             failed = self._tell_failure(session, error, num_rows=num_rows)
             report += CaptureReport(failed_sessions=(failed,))

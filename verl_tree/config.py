@@ -158,8 +158,6 @@ class TreeConfig:
     route_conflicts: str = _choice("first", "fork", remedy="'fork' computes each row under its own experts")
     compute: str = _choice("live", "all", remedy="'live' leaves rows out of an update that teach nothing")
     keep_tokens: float | None = _positive(None, unit="parts of the tokens; null keeps all", most=1.0)
-    living: float | None = _positive(None, unit="parts of the prompts; null starts all at the prompt", most=1.0)
-    living_steps: int = _integer(4, minimum=1, remedy="the default is 4")
     rows: str = _choice("all", "longest", remedy="'longest' trains one row of each session")
     session_weight: str = _choice("leaf", "session", remedy="'leaf' is verl's objective, every row the same weight")
     role_weight: Mapping[str, float] | None = _weights()

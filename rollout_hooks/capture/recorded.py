@@ -43,7 +43,6 @@ class RecordedCall:
     num_shared: int  # tokens of the longest prefix that its prompt shares with a recorded path
     num_prompt: int
     num_output: int = 0
-    num_replayed: int = 0  # of the output: tokens of an earlier session that it began with (`StartingPoint`)
     num_splices: int = 0  # places of its prompt that were healed
     status: CallStatus = CallStatus.RUNNING
     stop_reason: str | None = None  # the server's word for how it ended

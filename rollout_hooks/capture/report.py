@@ -49,10 +49,6 @@ class CaptureReport:
     num_dropped_leaves: int = 0
     num_prompt_tokens: int = 0  # of the calls whose server says how many of them its prefix cache had
     num_cached_tokens: int = 0
-    num_started_inside: int = 0  # sessions that start behind the prompt, at a node of an earlier tree
-    num_reached: int = 0  # of these, those that sampled something behind their node
-    num_replayed_tokens: int = 0  # of the calls: tokens of earlier sessions, given for answers
-    shifts: tuple[float, ...] = ()  # `RecordingClient.shift` of sessions that asked for it
     num_abandoned_leaves: int = 0  # of answers that the agent did not read to the end, and did not go on from
     num_retried_prompts: int = 0  # whose worker died, so that they ran again; told by the manager
     num_truncated_leaves: int = 0  # rows cut to `rollout.response_length`
@@ -71,8 +67,7 @@ class CaptureReport:
         statuses = [call.status for call in tree.calls]
         cached = [(call.num_prompt, call.num_cached) for call in tree.calls if call.num_cached is not None]
         return cls(
-            num_sampled_tokens=sum(call.num_output - call.num_replayed for call in tree.calls),
-            num_replayed_tokens=sum(call.num_replayed for call in tree.calls),
+            num_sampled_tokens=sum(call.num_output for call in tree.calls),
             num_calls=len(tree.calls),
             num_continuations=kinds[CallKind.CONTINUATION],
             num_forks=kinds[CallKind.FORK],

@@ -10,17 +10,15 @@ from dataclasses import dataclass, field
 from rollout_hooks.capture.leaf_shapes import WrittenRow
 from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.rows import SessionRows
-from rollout_hooks.capture.starting_point import StartingPoint
 from rollout_hooks.capture.wire_columns import PromptColumns
 
 
 @dataclass(slots=True)
 class PromptProgress:
-    """The number of a prompt's sessions, where they start, why some failed without a row, and what the others wrote."""
+    """The number of a prompt's sessions, the causes of those that failed without a row, and what the others wrote."""
 
     num_sessions: int
     causes: list[str]
-    start: StartingPoint | None = None
     num_ended: int = 0  # sessions
     rows: dict[tuple[int, int], WrittenRow] = field(default_factory=dict)  # of training prompts, by session and leaf
     columns: PromptColumns = field(default_factory=PromptColumns)

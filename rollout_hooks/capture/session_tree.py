@@ -72,8 +72,6 @@ class SessionTree:
         self._num_events = 0
         self._begun: list[int] = []
         self._finished: list[int] = []
-        # Where the tokens begin that a call sampled itself, of calls that replayed some before.
-        self._replay_ends: dict[int, int] = {}
         # Log-probs of all calls in one array. That of a call's token at position p is at p + the call's base.
         self._log_probs = array("d")
         self._log_prob_base: list[int] = []
@@ -148,15 +146,13 @@ class SessionTree:
         min_global_steps: int | None = None,
         max_global_steps: int | None = None,
         num_cached: int | None = None,
-        num_replayed: int = 0,
     ) -> None:
         """Record what a call generated.
 
         `output_ids` includes the stop token and may be empty. `log_probs` has one value per token. If `is_aborted`, the
         server gave the call up; the tokens generated until then count. `stop_reason` is the server's word for how it
         ended. `min_global_steps` and `max_global_steps` are the first and last version of the weights that were used.
-        `num_cached` counts the tokens of the prompt that were in the server's prefix cache. The first `num_replayed`
-        tokens of the output are those of an earlier session: a path of this one has only read them.
+        `num_cached` counts the tokens of the prompt that were in the server's prefix cache.
 
         Raises:
             ValueError: The number of log-probs is not the number of tokens, or one of these is no token or number. The
@@ -171,7 +167,6 @@ class SessionTree:
         self._calls[call] = replace(
             self._calls[call],
             num_output=len(output),
-            num_replayed=num_replayed,
             status=CallStatus.ABORTED if is_aborted else CallStatus.COMPLETED,
             stop_reason=stop_reason,
             cause=f"aborted after {len(output)} tokens" if is_aborted else None,
@@ -185,8 +180,6 @@ class SessionTree:
             return
         self._trie.complete(call, output)
         self._num_outputs[call] = len(output)
-        if num_replayed:
-            self._replay_ends[call] = self._calls[call].num_prompt + num_replayed
         self._finished[call] = self._tick()
         self._log_prob_base[call] = len(self._log_probs) - self._calls[call].num_prompt
         self._log_probs.frombytes(values.tobytes())
@@ -214,16 +207,15 @@ class SessionTree:
         """Return the paths of completed calls, without those that go on: a longer path trains all that they train.
 
         They are sorted by their `calls`: where two leaves part, the one whose next call was sent first comes first.
-        Equal paths of different calls are different samples, so all of them are leaves. Calls that are left out, or
-        sampled nothing themselves, are neither leaves nor longer paths.
+        Equal paths of different calls are different samples, so all of them are leaves. Calls that are left out are
+        neither leaves nor longer paths.
         """
-        kept = frozenset(call for call in self._sampling_calls() if self._calls[call].left_out is None)
+        kept = frozenset(call for call in self._num_outputs if self._calls[call].left_out is None)
         return self._leaves(kept, among=kept)
 
     def left_out_leaves(self) -> list[tuple[TokenPath, LeftOut]]:
         """Return the paths of completed calls that are left out and from which nobody went on, and why."""
-        calls = self._sampling_calls()
-        reasons = {call: reason for call in calls if (reason := self._calls[call].left_out) is not None}
+        reasons = {call: reason for call in self._num_outputs if (reason := self._calls[call].left_out) is not None}
         return [(path, reasons[int(path.source[-1])]) for path in self._leaves(reasons, among=self._num_outputs)]
 
     def locate(
@@ -245,10 +237,6 @@ class SessionTree:
     def count_kinds(self) -> Counter[CallKind]:
         """Count the calls of each kind, failed ones included, because the kind says what the loop asked for."""
         return Counter(call.kind for call in self._calls)
-
-    def _sampling_calls(self) -> list[int]:
-        """Return the completed calls that sampled something themselves."""
-        return [call for call, num in self._num_outputs.items() if num > self._calls[call].num_replayed]
 
     def _tick(self) -> int:
         self._num_events += 1
@@ -319,9 +307,6 @@ class SessionTree:
             source[self._calls[call].num_prompt : ends[call]] = call
 
     def _path(self, tokens: np.ndarray, source: np.ndarray) -> TokenPath:
-        for call, end in self._replay_ends.items():
-            before = source[:end]
-            before[before == call] = -1
         log_probs = np.zeros(len(tokens))
         (generated,) = np.nonzero(source >= 0)
         if generated.size:

@@ -74,10 +74,8 @@ def test_every_metric_is_explained_and_mfu_counts_what_is_computed(tree: dict[in
     logged = {name for metrics in tree.values() for name in metrics}
     ours = {name for name in logged if "tree/" in name or name.startswith(("perf/mfu/", "perf/update_"))}
     assert ours <= KEYS
-    # The run has no critic, relays nothing, replays no routes, is synchronous, starts at prompts, and has no roles.
-    of_others = (
-        "critic|tree/(async|living)/|tree/role_|tree/(sections|spine_ratio|context_tokens|store_gib|route_conflicts)$"
-    )
+    # The run has no critic, relays nothing, replays no routes, is synchronous, and its leaves have no roles.
+    of_others = "critic|tree/async/|tree/role_|tree/(sections|spine_ratio|context_tokens|store_gib|route_conflicts)$"
     assert {name for name in KEYS - logged if not re.search(of_others, name)} == set()
     for metrics in tree.values():
         assert 0 < metrics["perf/mfu/actor"] < metrics["perf/mfu/actor_flat_equivalent"]

@@ -34,11 +34,11 @@ def run_sessions(worker, **options):
 
 
 async def prompt_of(
-    worker, *, num_sessions, validate=False, agent_name="single_turn_agent", raw_prompt=None, start=None, **columns
+    worker, *, num_sessions, validate=False, agent_name="single_turn_agent", raw_prompt=None, **columns
 ):
     """Run the sessions of one prompt as verl's `_run_prompt` does, and return their errors."""
     trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
-    worker._prompts["u"] = PromptProgress(num_sessions, [], start=start)
+    worker._prompts["u"] = PromptProgress(num_sessions, [])
     sessions = (
         worker._run_agent_loop(
             {"logprobs": True},

@@ -28,7 +28,6 @@ from rollout_hooks.capture.recording import recording_client
 from rollout_hooks.capture.report import CaptureReport, FailedSession
 from rollout_hooks.capture.running import OpenSessions, Session
 from rollout_hooks.capture.session_tree import SessionTree
-from rollout_hooks.capture.starting_point import StartingPoint
 from rollout_hooks.loops.base import BranchingAgentLoop
 from rollout_hooks.worker import MAX_TRACEBACKS, TreeAgentLoopManager, TreeAgentLoopWorkerBase
 from verl_tree.trainer.told.metrics import capture_metrics
@@ -62,22 +61,6 @@ def test_prompts_that_verl_cuts_are_counted_and_not_warned_of_one_by_one(validat
     report = asyncio.run(worker.drain_capture_report("val" if validate else "train"))
     assert report.cut_prompts == (num_tokens,) * 3
     assert "left-truncating" not in caplog.text
-
-
-def test_sessions_that_start_at_a_node_are_counted_and_one_asks_for_the_shift():
-    worker = InProcessWorker(lambda _: "ne", num_sessions=3)
-    asks = [{"role": "user", "content": "q"}]
-    prompt = worker.tokenizer.apply_chat_template(asks, add_generation_prompt=True, return_dict=False)
-    begun = worker.tokenizer.encode("fi", add_special_tokens=False)
-    path = np.array([*prompt, *begun], dtype=np.int32)
-    is_sampled = np.arange(len(path)) >= len(prompt)
-    start = StartingPoint(path, is_sampled, np.full(len(path), -1.0, dtype=np.float32), is_inside_a_turn=True)
-    run_sessions(worker, num_sessions=3, raw_prompt=asks, start=start)
-    report = asyncio.run(worker.drain_capture_report("train"))
-    assert (report.num_started_inside, report.num_reached) == (3, 3)
-    assert report.num_replayed_tokens == 3 * len(begun)
-    assert all(text.endswith("fi") for text in worker.llm_client.prompts)
-    assert ["prompt_logprobs" in params for params in worker.llm_client.sampling_params].count(True) == 1
 
 
 class Raising(BranchingAgentLoop):

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from verl_tree.records import StoredTree, read_trees
 from verl_tree.records.page import tree_page
 
@@ -83,9 +81,6 @@ def choose(path: Path, uid: str | None) -> StoredTree:
 def over_steps(folder: Path, uid: str) -> StoredTree:
     """Return one tree of the leaves of all training steps that have the prompt of a group, whose roles are their steps.
 
-    `goes on from` in the information of a leaf is the position of its first trained token, where this is not the end of
-    its prompt: its session started at a node of an earlier tree (`tree.living`), or read more before.
-
     Raises:
         ValueError: There is no such group, or a file holds no stored trees.
         OSError: A file cannot be read.
@@ -99,10 +94,7 @@ def over_steps(folder: Path, uid: str) -> StoredTree:
     leaves, num_sessions = [], 0
     for tree in trees:
         for leaf in tree.leaves:
-            start = int(np.argmax(leaf.is_trained))
-            info = dict(leaf.reward_extra_info or {}) | ({"goes on from": start} if start > leaf.prompt_len else {})
-            session = num_sessions + leaf.session
-            leaves.append(replace(leaf, session=session, role=f"step {tree.step}", reward_extra_info=info))
+            leaves.append(replace(leaf, session=num_sessions + leaf.session, role=f"step {tree.step}"))
         num_sessions = leaves[-1].session + 1
     thumbnails = {number: image for tree in trees for number, image in tree.thumbnails.items()}
     return StoredTree(trees[-1].step, uid, tuple(leaves), thumbnails=thumbnails)

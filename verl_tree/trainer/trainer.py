@@ -11,7 +11,6 @@ What differs from `PPOTrainer` (verl 0.9.1), each through an overridden method:
 - Columns of tokens are read and written by the ranks (`beside_rows`, behind verl's mode).
 - Log-probs of the rollout engine (`_compute_old_log_prob`) are compared with the trainer's (`log_prob_guard`).
 - Failed sessions and prompts (`step`, `_validate`) are counted and printed with their cause.
-- Prompts (`_fetch_one_gen_batch`) may start at nodes of earlier trees (`living`), which a checkpoint has, too.
 - Replayed rollouts come back with all their leaves (`replay`).
 - Trees (`step`, `_validate`) are stored and shown (`tree_log`), apart from those of earlier starts (`tree_folder`).
   Files are written beside training; `_save_checkpoint` and `_shutdown_dump_executor` wait for them.
@@ -24,7 +23,6 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
 from typing import ClassVar, cast
 
 import ray
@@ -55,7 +53,6 @@ from verl_tree.trainer.row_keys import number_sessions
 from verl_tree.trainer.rows import replay
 from verl_tree.trainer.rows.batching import MiniBatchPlan, assign_rows
 from verl_tree.trainer.rows.chosen_rows import only_longest
-from verl_tree.trainer.rows.living import LivingTrees
 from verl_tree.trainer.rows.no_trajectory import NoTrajectoryError
 from verl_tree.trainer.rows.padding import append_padding_rows, fill_padding_rows, real_rows
 from verl_tree.trainer.rows.replay_buffer import TreeReplayBuffer, TreeReplayBufferAsync, WatchedBuffer
@@ -74,7 +71,6 @@ from verl_tree.trainer.told.metrics import (
     describe_failures,
     describe_step,
     describe_validation,
-    living_metrics,
     session_metrics,
     tokens_per_s,
 )
@@ -105,7 +101,6 @@ class TreeTrainer(TeacherOnRanks, ResumableTrainer):
         self._cost_model = CostModel.prior()
         self._tree_log = TreeLog.from_config(config)
         self._log_prob_guard = LogProbGuard.from_config(config)
-        self._living_trees = LivingTrees.from_config(config)
 
     @override
     def _build_replay_buffer(self) -> ReplayBuffer:
@@ -139,17 +134,11 @@ class TreeTrainer(TeacherOnRanks, ResumableTrainer):
 
     @override
     def _fetch_one_gen_batch(self) -> TensorDict:
-        fetch = super()._fetch_one_gen_batch
-        if self._living_trees is not None:
-            return self._living_trees.next_prompts(fetch, name=self._number_prompts, step=self.global_steps)
-        batch = fetch()
-        self._number_prompts(batch)
-        return batch
-
-    def _number_prompts(self, batch: TensorDict) -> None:
+        batch = super()._fetch_one_gen_batch()
         # Sortable uids keep the order of the prompts although rows arrive out of order, also in a replay.
         uids = [numbered_uid(next(self._prompt_numbers), str(uid)) for uid in batch["uid"]]
         tu.assign_non_tensor_stack(batch, "uid", uids)
+        return batch
 
     @override
     def _load_checkpoint(self) -> None:
@@ -165,16 +154,6 @@ class TreeTrainer(TeacherOnRanks, ResumableTrainer):
         # A start that goes on from the checkpoint does not write the trees before it again.
         self._tree_log.files.wait()
         super()._save_checkpoint()
-
-    @override
-    def save_beside(self, folder: Path) -> None:
-        if self._living_trees is not None:
-            self._living_trees.save(folder)
-
-    @override
-    def load_beside(self, folder: Path) -> None:
-        if self._living_trees is not None:
-            self._living_trees.load(folder)
 
     @override
     def _shutdown_dump_executor(self) -> None:
@@ -291,13 +270,9 @@ class TreeTrainer(TeacherOnRanks, ResumableTrainer):
         metrics.update(tokens_per_s(metrics, update_s=timing_raw.get("update_actor", 0.0)))
         with marked_timer("tree_log", timing_raw):
             when = self._when(is_validation=False)
-            wanted = self._tree_log.max_trees(when) if self._tree_log.wants(when) else 0
-            num_read = None if self._living_trees is not None else wanted
-            trees = fetch_trees(trained, step=when.step, max_trees=num_read) if num_read != 0 else []
-            if self._living_trees is not None:
-                metrics.update(self._living_trees.learn(trees, step=when.step))
-            if wanted != 0:
-                self._log_trees(trees[:wanted], when)
+            if self._tree_log.wants(when):
+                max_trees = self._tree_log.max_trees(when)
+                self._log_trees(fetch_trees(trained, step=when.step, max_trees=max_trees), when)
         return batch
 
     @override
@@ -407,7 +382,7 @@ class TreeTrainer(TeacherOnRanks, ResumableTrainer):
                 num_missing,
                 num_reported,
             )
-        metrics = {} if report is None else capture_metrics(report) | living_metrics(report)
+        metrics = {} if report is None else capture_metrics(report)
         return metrics | {"tree/failed_prompts": float(max(num_missing, num_reported))}
 
     def _async_metrics(self, rows: StepRows) -> dict[str, float]:

@@ -4,7 +4,6 @@ import asyncio
 
 import anthropic
 import hydra
-import numpy as np
 import openai
 import pytest
 from gateway_cases import TOOLS, user
@@ -17,7 +16,6 @@ from rollout_hooks.capture.recording import RecordingClient
 from rollout_hooks.capture.roles import ROLE
 from rollout_hooks.capture.rows import CALLS_FIELD, LEFT_OUT_FIELD, RowLimits, session_rows
 from rollout_hooks.capture.session_tree import CallStatus, SessionTree
-from rollout_hooks.capture.starting_point import StartingPoint
 from rollout_hooks.gateway.app import ROLE_HEADER
 from rollout_hooks.loops.blackbox import BlackboxAgentLoop
 
@@ -94,12 +92,10 @@ def reply(prompt):
     return "6 and 6" if "[6]" in prompt else TURN
 
 
-def capture(
-    returns=None, *, loop=None, sampling=SAMPLING, script=reply, delay=None, num_dropped=0, start=None, **options
-):
+def capture(returns=None, *, loop=None, sampling=SAMPLING, script=reply, delay=None, num_dropped=0, **options):
     """Run the loop and make the rows as the worker does; return the rows and the tree, which has these options."""
     tree = SessionTree(decode=tokenizer().decode, **options)
-    client = RecordingClient(ScriptedClient(script, delay), tree=tree, start=start)
+    client = RecordingClient(ScriptedClient(script, delay), tree=tree)
     client.scripted = client._client
     outputs = run_loop(loop or loop_class(), client, sampling, row=row(returns=returns, scripted=client.scripted))
     rows = session_rows(client.tree, outputs, limits=LIMITS)
@@ -110,25 +106,6 @@ def capture(
 def text(output):
     trained = [token for token, mask in zip(output.response_ids, output.response_mask, strict=True) if mask]
     return tokenizer().decode(trained)
-
-
-def test_an_agent_starts_inside_an_answer_of_an_earlier_session():
-    """The agent knows nothing of it: its first answer and half of the last are replayed, what it asks aside is not."""
-    rows, _ = capture(1.0)
-    whole = max(rows, key=lambda each: len(each.prompt_ids + each.response_ids))
-    ids = whole.prompt_ids + whole.response_ids
-    end = next(end for end in range(len(ids)) if tokenizer().decode(ids[:end]).endswith("6 and"))
-    sampled = np.array([0] * len(whole.prompt_ids) + whole.response_mask, dtype=bool)[:end]
-    path, log_probs = np.array(ids[:end], dtype=np.int32), np.full(end, -1.0, dtype=np.float32)
-    start = StartingPoint(path, sampled, log_probs, is_inside_a_turn=True)
-
-    again, client = capture(1.0, script=lambda prompt: "beside" if "aside" in prompt else " seven", start=start)
-    assert len(client.scripted.prompts) == 2
-    assert [each for each in client.scripted.prompts if each.endswith("6 and")]
-    assert client.has_reached_start
-    went_on = next(each for each in again if (each.prompt_ids + each.response_ids)[:end] == ids[:end])
-    assert text(went_on) == " seven" + END
-    assert sorted(map(text, again)) == sorted([" seven" + END, "beside" + END])
 
 
 def test_leaves_are_rows_and_the_agents_number_is_the_reward_of_all():

@@ -22,7 +22,7 @@ from verl_tree.trainer.rows.replay_buffer import dropped_metrics
 from verl_tree.trainer.rows.staleness import staleness_metrics
 from verl_tree.trainer.told.log_prob_guard import METRIC
 from verl_tree.trainer.told.metric_table import KEYS, MADE, METRICS
-from verl_tree.trainer.told.metrics import capture_metrics, living_metrics, session_metrics, tokens_per_s
+from verl_tree.trainer.told.metrics import capture_metrics, session_metrics, tokens_per_s
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,7 +36,6 @@ WRITTEN_IN_PLACE = {
     "tree/cut_tokens",
     "timing_s/tree_log",
     "tree/sampled_tokens_per_live_leaf",
-    *(f"tree/living/{name}" for name in ("groups", "equal_reward_groups", "nodes", "age")),
     *(f"perf/mfu/{role}{end}" for role in ("actor", "critic") for end in ("", "_flat_equivalent")),
 }
 """Metrics that the trainer and the worker write without a function that could be asked."""
@@ -54,7 +53,6 @@ def of_functions() -> set[str]:
     names |= set(tokens_per_s({"tree/tokens": 1.0, "tree/flat_tokens": 1.0}, update_s=1.0))
     for prefix in ("tree", "val-aux/tree"):
         names |= set(capture_metrics(CaptureReport(num_prompt_tokens=1), prefix=prefix))
-    names |= set(living_metrics(CaptureReport(num_started_inside=1, shifts=(0.0,))))
     for prefix in ("tree", "critic/tree"):
         names |= set(ForestCounts(*[1] * len(fields(ForestCounts))).metrics(prefix=prefix))
         names |= set(RankTimes(*[1.0] * len(fields(RankTimes))).metrics(prefix=prefix))

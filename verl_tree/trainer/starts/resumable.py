@@ -40,9 +40,6 @@ class ResumableTrainer(PPOTrainer):
     def _load_checkpoint(self) -> None:
         resume_from_complete(self.config)
         super()._load_checkpoint()
-        if self.global_steps:
-            given = self.config.trainer.resume_from_path if self.config.trainer.resume_mode == "resume_path" else None
-            self.load_beside(Path(given or folder_of(self.config) / f"global_step_{self.global_steps}"))
         path = path_of(self.config)
         if path is not None:
             self._earlier_metrics = EarlierMetrics.take(path, last_step=self.global_steps)
@@ -71,17 +68,9 @@ class ResumableTrainer(PPOTrainer):
 
     @override
     def _save_checkpoint(self) -> None:
-        folder = folder_of(self.config) / f"global_step_{self.global_steps}"
-        with saving(folder, step=self.global_steps):
-            self.save_beside(folder)
+        with saving(folder_of(self.config) / f"global_step_{self.global_steps}", step=self.global_steps):
             super()._save_checkpoint()
         self._saved_step = self.global_steps
-
-    def save_beside(self, folder: Path) -> None:
-        """Write into the folder of a checkpoint, before verl does, what verl does not know."""
-
-    def load_beside(self, folder: Path) -> None:
-        """Read it, once verl has read its part."""
 
     def require_whole(self) -> None:
         """Raise if no start is to go on from what was just saved; it gets no marker then."""

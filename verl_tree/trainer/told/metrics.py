@@ -93,19 +93,6 @@ def capture_metrics(report: CaptureReport, *, prefix: str = "tree") -> dict[str,
     return found
 
 
-def living_metrics(report: CaptureReport) -> dict[str, float]:
-    """Return how sessions went that started at nodes of earlier trees (`tree.living`); nothing if none did."""
-    if not report.num_started_inside:
-        return {}
-    found = {
-        "tree/living/reached": report.num_reached / report.num_started_inside,
-        "tree/living/replayed_tokens": float(report.num_replayed_tokens),
-    }
-    if report.shifts:
-        found["tree/living/shift"] = float(np.mean(report.shifts))
-    return found
-
-
 def describe_failures(report: CaptureReport) -> str | None:
     """Return one message about all that failed; None if nothing failed.
 
